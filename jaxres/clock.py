@@ -1,0 +1,38 @@
+"""The only reader of time, so that tests and the simulator can put another clock in its place."""
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Tells the time and waits."""
+
+    def wall(self) -> float:
+        """Seconds since the epoch; for people, never for decisions."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds that never jump; for durations and deadlines."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Waits."""
+        ...
+
+
+@dataclass(frozen=True)
+class SystemClock:
+    """This machine's clock."""
+
+    def wall(self) -> float:
+        """Seconds since the epoch."""
+        return time.time()
+
+    def monotonic(self) -> float:
+        """Seconds that never jump."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Waits."""
+        time.sleep(seconds)

@@ -1,0 +1,297 @@
+"""The run's configuration: frozen sections, each field with its unit and, where one exists, source.
+
+Every field is a *trajectory* key (it changes what is computed) unless it is declared with `free()`
+(topology, intervals, retention, telemetry, limits). Defaults live here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, NonNegativeInt, PositiveInt
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+
+
+def free(default: Any, **constraints: Any) -> Any:
+    """Declares a field that may change at any restart because it does not change the trajectory."""
+    return Field(default, json_schema_extra={"free": True}, **constraints)
+
+
+class Section(BaseModel):
+    """Settings shared by all sections: frozen, strict, finite, unknown keys refused."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )
+
+
+class RunSection(Section):
+    dir: Path | None = free(None)
+    """Run directory. Default: runs/<config name>-<first 8 of the trajectory digest>."""
+    seed: NonNegativeInt = 0
+    """Seed of parameters, dropout and data order."""
+
+
+class TextSource(Section):
+    kind: Literal["text"] = "text"
+    path: str
+    """Folder, file or glob of text files; `{stdlib}` stands for Python's standard library."""
+    include: tuple[str, ...] = ("**/*",)
+    """Patterns below a folder, as in pathlib's glob."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of relative paths to leave out; `*` also matches `/`, as in fnmatch."""
+
+
+class TokensSource(Section):
+    kind: Literal["tokens"] = "tokens"
+    path: Path
+    """Folder with tokens.bin, offsets.npy and meta.json (docs/data.md has the format)."""
+
+
+class CustomSource(Section):
+    kind: Literal["custom"] = "custom"
+    target: Target
+    """`package.module:build`; called with `args`; returns an object with __len__ and __getitem__."""
+    args: dict[str, JsonValue] = {}
+    """Keyword arguments of the target."""
+
+
+Source = Annotated[TextSource | TokensSource | CustomSource, Field(discriminator="kind")]
+
+
+class BytesTokenizer(Section):
+    kind: Literal["bytes"] = "bytes"
+    """One token a byte (0..255), and 256 at the end of every document."""
+
+
+class DataSection(Section):
+    source: Source
+    """Where the training text or rows come from."""
+    tokenizer: BytesTokenizer = BytesTokenizer()
+    """How text becomes tokens. Only `bytes` so far."""
+    seq_len: PositiveInt = 256
+    """Tokens a row."""
+    heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    """Share of the corpus, at its end, that training never touches and evaluation reads."""
+    cache_dir: Path = free(Path("~/.cache/jaxres"))
+    """Folder of tokenised corpora; `~` is the home folder."""
+    prefetch_batches: PositiveInt = free(4)
+    """Batches read ahead in the background."""
+    timeout_seconds: PositiveFloat = free(300.0)
+    """Longest wait for one batch before the run ends with an error."""
+
+
+class GptModel(Section):
+    kind: Literal["gpt"] = "gpt"
+    num_layers: PositiveInt = 12
+    """Decoder blocks."""
+    d_model: PositiveInt = 768
+    """Width of the residual stream."""
+    num_heads: PositiveInt = 12
+    """Query heads; must divide d_model into even head widths (RoPE)."""
+    num_kv_heads: PositiveInt | None = None
+    """Key and value heads; must divide num_heads. Default: num_heads. (GQA, arXiv 2305.13245)"""
+    d_ff: PositiveInt | None = None
+    """Width of the SwiGLU layer. Default: 8/3 d_model up to a multiple of 64. (arXiv 2002.05202)"""
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding. Default: the tokenizer's, up to a multiple of 64."""
+    tie_embeddings: bool = True
+    """Whether the output layer reuses the embedding."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout rate after attention and feed-forward."""
+    rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary angles. (arXiv 2104.09864)"""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of RMSNorm. (arXiv 1910.07467)"""
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of activations and matrix products; weights, softmax and logits are float32."""
+    attention: Literal["auto", "xla", "cudnn"] = free("auto")
+    """Attention kernel; auto: cudnn on GPU with bfloat16, else xla."""
+    remat: Literal["none", "block"] = free("none")
+    """block: recompute each block in the backward pass; less memory, about a third more work."""
+
+
+class MlpModel(Section):
+    kind: Literal["mlp"] = "mlp"
+    num_layers: PositiveInt = 2
+    """Hidden layers."""
+    d_model: PositiveInt = 64
+    """Width of embedding and hidden layers."""
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding. Default: the tokenizer's, up to a multiple of 64."""
+
+
+class CustomModel(Section):
+    kind: Literal["custom"] = "custom"
+    target: Target
+    """`package.module:build`; called with `args`, vocab_size and seq_len; returns models.Model."""
+    args: dict[str, JsonValue] = {}
+    """Keyword arguments of the target."""
+
+
+Model = Annotated[GptModel | MlpModel | CustomModel, Field(discriminator="kind")]
+
+
+class CosineSchedule(Section):
+    kind: Literal["cosine"] = "cosine"
+    warmup_fraction: Fraction = 0.05
+    """Share of the horizon in which the rate rises linearly from 0."""
+    final_fraction: Fraction = 0.1
+    """Rate at the horizon, as a share of the peak."""
+    horizon_steps: PositiveInt | None = None
+    """Steps the schedule spans. Default: train.steps, which then belongs to the trajectory."""
+
+
+class LinearSchedule(Section):
+    kind: Literal["linear"] = "linear"
+    warmup_fraction: Fraction = 0.05
+    """Share of the horizon in which the rate rises linearly from 0."""
+    final_fraction: Fraction = 0.0
+    """Rate at the horizon, as a share of the peak."""
+    horizon_steps: PositiveInt | None = None
+    """Steps the schedule spans. Default: train.steps, which then belongs to the trajectory."""
+
+
+class ConstantSchedule(Section):
+    kind: Literal["constant"] = "constant"
+    warmup_fraction: Fraction = 0.0
+    """Share of the horizon in which the rate rises linearly from 0."""
+    horizon_steps: PositiveInt | None = None
+    """Steps of which the warm-up is a share. Default: train.steps."""
+
+
+Schedule = Annotated[
+    CosineSchedule | LinearSchedule | ConstantSchedule, Field(discriminator="kind")
+]
+
+
+class OptimizerCommon(Section):
+    learning_rate: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay on matrices only; norms and vectors are left out."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest global gradient norm; null: no clipping."""
+    schedule: Schedule = CosineSchedule()
+    """Learning rate over the steps."""
+
+
+class AdamwOptimizer(OptimizerCommon):
+    kind: Literal["adamw"] = "adamw"
+    b1: Fraction = 0.9
+    """Decay of the first moment. (arXiv 1711.05101)"""
+    b2: Fraction = 0.95
+    """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+
+
+class LionOptimizer(OptimizerCommon):
+    kind: Literal["lion"] = "lion"
+    learning_rate: PositiveFloat = 1e-4
+    """Peak learning rate."""
+    b1: Fraction = 0.9
+    """Interpolation of the update. (arXiv 2302.06675)"""
+    b2: Fraction = 0.99
+    """Decay of the momentum."""
+
+
+class SgdOptimizer(OptimizerCommon):
+    kind: Literal["sgd"] = "sgd"
+    learning_rate: PositiveFloat = 0.1
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay on matrices only; norms and vectors are left out."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the momentum."""
+
+
+Optimizer = Annotated[
+    AdamwOptimizer | LionOptimizer | SgdOptimizer, Field(discriminator="kind")
+]
+
+
+class TrainSection(Section):
+    steps: PositiveInt
+    """Steps (batches) of the whole run. May grow where the schedule has its own horizon."""
+    global_batch_size: PositiveInt = 24
+    """Rows a step, over all devices and hosts."""
+    microbatches: PositiveInt = free(1)
+    """Parts in which a step's batch is computed one after the other; more parts, less memory."""
+    reduction: Literal["fast", "invariant"] = "fast"
+    """invariant: gradients equal bit for bit on any device count (not built yet)."""
+
+
+MeshAxis = Annotated[int, Field(ge=-1)]
+
+
+class MeshSection(Section):
+    data: MeshAxis = free(-1)
+    """Devices over which the batch is split; -1: all the rest."""
+    fsdp: MeshAxis = free(1)
+    """Devices over which batch and state are split; -1: all the rest."""
+    tensor: MeshAxis = free(1)
+    """Devices over which matrix products are split; -1: all the rest."""
+
+
+class CheckpointSection(Section):
+    save_every_steps: PositiveInt = free(1000)
+    """Steps between saves; the last step is always saved."""
+    keep_last: PositiveInt = free(3)
+    """Newest committed steps that are kept."""
+    timeout_seconds: PositiveFloat = free(600.0)
+    """Longest wait for one save to become durable."""
+
+
+class EvaluationSection(Section):
+    every_steps: NonNegativeInt = free(0)
+    """Steps between evaluations on held-out data; 0: never."""
+    batches: PositiveInt = free(8)
+    """Held-out batches of train.global_batch_size rows an evaluation, the first ones always."""
+
+
+class TelemetrySection(Section):
+    log_every_seconds: PositiveFloat = free(10.0)
+    """Seconds between plain progress lines where there is no terminal."""
+    sample_prompt: str = free("def ")
+    """Text that the sample at the end of the run continues."""
+    sample_tokens: NonNegativeInt = free(0)
+    """Length of the text sample at the end of the run; 0: none."""
+
+
+class CompileSection(Section):
+    cache_dir: Path | None = free(Path("~/.cache/jaxres/xla"))
+    """Folder of JAX's persistent compilation cache; null: none."""
+
+
+class RunConfig(Section):
+    run: RunSection = RunSection()
+    """Where the run lives, and its seed."""
+    data: DataSection
+    """Rows, their order, and the held-out split."""
+    model: Model = GptModel()
+    """What is trained."""
+    optimizer: Optimizer = AdamwOptimizer()
+    """How it is trained."""
+    train: TrainSection
+    """How long, and in which batches."""
+    mesh: MeshSection = MeshSection()
+    """Devices by axis; the product must be their number."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """When to save, and what to keep."""
+    evaluation: EvaluationSection = EvaluationSection()
+    """Loss on held-out data."""
+    telemetry: TelemetrySection = TelemetrySection()
+    """What a person sees."""
+    compilation: CompileSection = CompileSection()
+    """How steps are compiled."""
