@@ -60,3 +60,215 @@ class Unrestorable(TypedEnd):
     """Checkpoints exist and none is whole."""
 
     exit = Exit.UNRESTORABLE
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table: a fault, the smallest circle that outlives it, and its one home."""
+
+    name: str
+    circle: str
+    home: str
+    answer: str
+    exit: Exit | None
+    """How the process ends, where it ends."""
+    state_is_good: bool
+    """Whether the state in memory may still be saved."""
+    done: bool
+    """False: planned, its issue has not come yet."""
+
+
+def _row(
+    name: str,
+    circle: str,
+    home: str,
+    answer: str,
+    *,
+    exit: Exit | None = None,
+    state_is_good: bool = False,
+    done: bool = False,
+) -> Fault:
+    return Fault(name, circle, home, answer, exit, state_is_good, done)
+
+
+ALL: tuple[Fault, ...] = (
+    _row(
+        "bad_config",
+        "before all",
+        "config/__init__.py",
+        "one clear error that names every problem; nobody restarts it",
+        exit=Exit.CONFIG,
+        done=True,
+    ),
+    _row(
+        "nonfinite_update",
+        "step",
+        "step.py",
+        "mask the update on all hosts alike, count it, say which rows and parameter groups",
+    ),
+    _row(
+        "diverged",
+        "loop",
+        "guards/divergence.py",
+        "stop without saving; never restarted (so far: at the first non-finite loss or gradient)",
+        exit=Exit.DIVERGED,
+        done=True,
+    ),
+    _row(
+        "loss_spike",
+        "loop",
+        "guards/divergence.py",
+        "roll back to a step older than the onset; the rows go to the log as skips",
+    ),
+    _row(
+        "preemption",
+        "loop",
+        "guards/preemption.py",
+        "all hosts save the same step before the deadline; restart at once, no budget used",
+        exit=Exit.PREEMPTED,
+        state_is_good=True,
+    ),
+    _row(
+        "operators_stop",
+        "loop",
+        "guards/preemption.py",
+        "the same, and nobody restarts",
+        exit=Exit.STOPPED,
+        state_is_good=True,
+    ),
+    _row(
+        "silent_corruption",
+        "loop",
+        "guards/corruption.py",
+        "replica fingerprints differ, or a replayed step differs: stop without saving",
+        exit=Exit.UNHEALTHY,
+    ),
+    _row(
+        "damaged_checkpoint",
+        "loop",
+        "checkpoint/manifest.py",
+        "quarantine on proof only, fall back to the next whole one, say so "
+        "(so far: a newest step that can't be read ends the run as 85)",
+        exit=Exit.UNRESTORABLE,
+    ),
+    _row(
+        "storage_unavailable",
+        "loop",
+        "checkpoint/store.py",
+        "bounded retry; training goes on while the last good checkpoint stands "
+        "(so far: a failed save ends the run as 74 at the next look)",
+        exit=Exit.STORAGE,
+        state_is_good=True,
+    ),
+    _row(
+        "bad_record",
+        "loop",
+        "data/__init__.py",
+        "goes into the log as a skip, then is skipped; bounded "
+        "(so far: ends the run as 78 and names the row)",
+    ),
+    _row(
+        "out_of_memory",
+        "process",
+        "train/worker.py",
+        "typed end naming the settings to change",
+        exit=Exit.OUT_OF_MEMORY,
+    ),
+    _row(
+        "unhealthy_device",
+        "loop",
+        "guards/health.py",
+        "save if the state is good, stop, host to be excluded",
+        exit=Exit.UNHEALTHY,
+    ),
+    _row(
+        "straggler",
+        "loop",
+        "guards/straggler.py",
+        "name it; past the budget, stop and exclude",
+        exit=Exit.UNHEALTHY,
+        state_is_good=True,
+    ),
+    _row(
+        "hang",
+        "host",
+        "supervise/deadlines.py",
+        "stacks of all threads, then a sure end",
+        exit=Exit.HUNG,
+    ),
+    _row(
+        "peer_lost",
+        "process",
+        "train/__main__.py",
+        "survivors end at once with their own code, not as a bug",
+        exit=Exit.PEER_LOST,
+    ),
+    _row("crash", "host", "supervise/restart.py", "restart with backoff", exit=Exit.BUG),
+    _row(
+        "crash_loop",
+        "host",
+        "supervise/restart.py",
+        "give up, say why",
+        exit=Exit.NO_PROGRESS,
+    ),
+    _row(
+        "zombie",
+        "host",
+        "runlog.py",
+        "fenced: it can no longer append to the log, and nothing counts that is not in the log",
+        exit=Exit.FENCED,
+        done=True,
+    ),
+    _row("host_lost", "cluster", "launch/", "replace in place; mesh.py plans for what came back"),
+    _row("no_capacity", "cluster", "launch/ladder.py", "back off, next rung"),
+    _row(
+        "launcher_lost",
+        "cluster",
+        "launch/lease.py",
+        "lease with epoch; the successor adopts the running attempt",
+    ),
+)
+
+
+def fault(name: str) -> Fault:
+    """Returns a row of the table."""
+    return next(row for row in ALL if row.name == name)
+
+
+@dataclass(frozen=True)
+class Continue:
+    """Nothing is wrong."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The run is to end, for a fault; whether the state is saved first is the fault's to say."""
+
+    fault: Fault
+    reason: str
+
+
+Verdict = Continue | Stop
+
+
+def table() -> str:
+    """Returns docs/FAULTS.md."""
+    lines = [
+        "# Faults",
+        "",
+        "Printed by `python -m jaxres.faults`; a test holds it equal. *planned*: not built yet.",
+        "",
+        "| fault | circle | home | answer | exit | status |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {f.name} | {f.circle} | {f.home} | {f.answer} "
+        f"| {'' if f.exit is None else f'{f.exit.value} {f.exit.name}'} "
+        f"| {'done' if f.done else '*planned*'} |"
+        for f in ALL
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")  # noqa: T201

@@ -1,0 +1,39 @@
+"""The verbs: parses, calls, returns the exit code. Imports no jax for the verbs that only look."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from jaxres.faults import Exit
+
+USAGE = """\
+usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
+
+  train CONFIG.yaml|RUN_DIR [section.field=value ...]   start a run, or go on with it
+  status RUN_DIR                                        how far it is, and what happened last
+  history RUN_DIR [--json]                              the one history over all attempts
+  checkpoints list RUN_DIR [--json]                     the steps that are committed
+  checkpoints digest RUN_DIR [--step N]                 one word for a whole training state
+
+`jaxres train --help` lists every config field.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a verb and returns its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE)
+        return Exit.DONE if words else Exit.USAGE
+    if words[0] == "train":
+        from jaxres.train.__main__ import main as train
+
+        return train(words[1:])
+    from jaxres import verbs
+
+    return verbs.main(words, usage=USAGE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

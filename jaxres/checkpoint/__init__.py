@@ -1,0 +1,1 @@
+"""Checkpoints: saved asynchronously, committed by a record in the run log and by nothing else."""

@@ -1,0 +1,142 @@
+"""MANIFEST.json: what a step directory holds. Written last into it, its digest is in the commit.
+
+Reads and checks step directories without jax. (Checksums of files and digests of arrays join it
+with the verified store.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxres import storage
+from jaxres.faults import Unrestorable
+from jaxres.runlog import Commit, canonical_json
+
+FORMAT = 1
+PROGRESS = "progress.json"
+MANIFEST = "MANIFEST.json"
+ARRAYS = "state"
+"""Orbax's folder of the arrays inside a step directory."""
+
+
+@dataclass(frozen=True)
+class ArrayInfo:
+    """What an array is, without its content."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The inventory of one step directory."""
+
+    format: int = FORMAT
+    step: int
+    attempt: int
+    files: Mapping[str, int]
+    """Relative path -> size in bytes, of every file but the manifest itself."""
+    arrays: Mapping[str, ArrayInfo]
+    versions: Mapping[str, str]
+    fingerprint: Mapping[str, str]
+    trajectory: str
+
+    def encode(self) -> bytes:
+        """Returns the manifest as canonical JSON."""
+        return canonical_json(asdict(self))
+
+    @staticmethod
+    def decode(data: bytes) -> Manifest:
+        """Reads a manifest back; raises ValueError, KeyError or TypeError if it is none."""
+        fields: dict[str, Any] = json.loads(data)
+        if fields["format"] != FORMAT:
+            raise ValueError(f"format {fields['format']}, this version reads {FORMAT}")
+        arrays = {
+            path: ArrayInfo(info["dtype"], tuple(info["shape"]))
+            for path, info in fields.pop("arrays").items()
+        }
+        return Manifest(arrays=arrays, **fields)
+
+
+def digest_of(data: bytes) -> str:
+    """Returns the digest by which a commit record knows its manifest."""
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def inventory(step_dir: Path) -> dict[str, int]:
+    """Returns relative path -> size of every file in a step directory, but the manifest."""
+    sizes = {}
+    for root, _, files in os.walk(step_dir):
+        for name in files:
+            path = Path(root, name)
+            sizes[path.relative_to(step_dir).as_posix()] = path.stat().st_size
+    sizes.pop(MANIFEST, None)
+    return sizes
+
+
+def read(step_dir: Path, commit: Commit) -> Manifest:
+    """Reads a committed step's manifest and holds the files' sizes against it.
+
+    Raises:
+      Unrestorable: the manifest is absent or another one, or a file is missing or of another size.
+    """
+    data = storage.read(step_dir / MANIFEST)
+    if data is None:
+        raise damaged(step_dir, commit.step, f"{MANIFEST} is missing")
+    if digest_of(data) != commit.manifest:
+        raise damaged(step_dir, commit.step, f"{MANIFEST} is not the one that was committed")
+    try:
+        manifest = Manifest.decode(data)
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(step_dir, commit.step, f"{MANIFEST} can't be read ({error})") from error
+    present = inventory(step_dir)
+    for name, size in manifest.files.items():
+        if present.get(name) != size:
+            found = f"has {present[name]} bytes" if name in present else "is missing"
+            raise damaged(step_dir, commit.step, f"{name} {found}, the manifest says {size} bytes")
+    return manifest
+
+
+def damaged(step_dir: Path, step: int, what: str) -> Unrestorable:
+    """Returns the error for a committed step that can't be read."""
+    return Unrestorable(
+        f"{step_dir}: step {step} is committed but damaged: {what}. The run is left as it is and "
+        "does not start again from step 0. Restore the folder from a copy, or start a new run in "
+        "another run.dir."
+    )
+
+
+def read_progress(step_dir: Path) -> dict[str, Any]:
+    """Reads the host's facts of a step."""
+    data = storage.read(step_dir / PROGRESS)
+    assert data is not None, step_dir
+    return json.loads(data)
+
+
+def read_arrays(step_dir: Path, manifest: Manifest) -> dict[str, np.ndarray]:
+    """Reads all arrays of a step through TensorStore, without jax and orbax."""
+    import tensorstore as ts
+
+    base = {"driver": "file", "path": f"{step_dir / ARRAYS}/"}
+    found = {}
+    for path, info in manifest.arrays.items():
+        name = path.replace("/", ".")
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
+        }
+        array = np.asarray(ts.open(spec, read=True).result().read().result())
+        assert (array.dtype.name, array.shape) == (info.dtype, info.shape), (path, info)
+        found[path] = array
+    return found

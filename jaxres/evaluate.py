@@ -1,0 +1,46 @@
+"""The only reader of held-out data: always the same rows, no dropout, nothing else disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxres import mesh as meshes
+from jaxres.data import Rows
+from jaxres.models import Params
+from jaxres.step import Batch
+
+Compiled = Callable[[Params, Batch, jax.Array], jax.Array]
+
+
+def batches(
+    heldout: Rows, *, rows_per_batch: int, limit: int
+) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+    """Yields the first `limit` batches of the held-out rows in order, and which rows are real.
+
+    The last batch is filled up with row 0, masked out (mask_B float32: 1 real, 0 filling).
+    """
+    for start in range(0, min(len(heldout), limit * rows_per_batch), rows_per_batch):
+        ids = np.arange(start, start + rows_per_batch)
+        mask_B = (ids < len(heldout)).astype(np.float32)
+        yield heldout.rows(np.where(mask_B > 0, ids, 0)), mask_B
+
+
+def make(
+    eval_step: Compiled, heldout: Rows, *, rows_per_batch: int, limit: int, mesh: Mesh
+) -> Callable[[Params], float]:
+    """Returns a function from params to the mean held-out loss over the weights."""
+
+    def evaluate(params: Params) -> float:
+        sums = np.zeros(2, np.float64)
+        for arrays, mask_B in batches(heldout, rows_per_batch=rows_per_batch, limit=limit):
+            placed: dict[str, Any] = meshes.place_batch(mesh, arrays | {"mask_B": mask_B})
+            mask = placed.pop("mask_B")
+            sums += np.asarray(eval_step(params, placed, mask), np.float64)
+        return float(sums[0] / sums[1])
+
+    return evaluate

@@ -1,0 +1,190 @@
+"""What happened, as frozen past-tense records: telemetry for people and tools, never the truth.
+
+Every event is written with wall and monotonic time as one JSON line, and handed to the listeners
+(the console). Goodput is a fold over the phase changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxres import storage
+from jaxres.clock import Clock
+
+
+@dataclass(frozen=True)
+class PhaseChanged:
+    """The process began something that may take a while: open data, build, restore, compile ..."""
+
+    phase: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class RunOpened:
+    """An attempt owns the run directory."""
+
+    run_dir: str
+    attempt: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class RunBuilt:
+    """All parts stand: what is trained on what."""
+
+    model: str
+    params: int
+    devices: str
+    rows: int
+    tokens_per_epoch: int
+    steps: int
+    flops_per_step: float
+
+
+@dataclass(frozen=True)
+class TrainingStarted:
+    """The first step can be dispatched."""
+
+    step: int
+    path: str | None
+    guarantee: str
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The loss on held-out data at a step, and the best so far."""
+
+    step: int
+    loss: float
+    best_loss: float
+    best_step: int
+
+
+@dataclass(frozen=True)
+class SaveStarted:
+    """The snapshot of a step is taken; announced is not durable."""
+
+    step: int
+    blocked_seconds: float
+
+
+@dataclass(frozen=True)
+class SaveWaited:
+    """A save was due while the one before was still being written."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SaveCommitted:
+    """A step is durable and counts."""
+
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepsPruned:
+    """Old step directories were taken off the line and deleted."""
+
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SampleWritten:
+    """The model continued a prompt."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Something a person should know; nothing depends on it."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """The attempt ended by itself."""
+
+    exit: int
+    name: str
+    step: int
+    committed: bool
+    message: str = ""
+
+
+Event = (
+    PhaseChanged
+    | RunOpened
+    | RunBuilt
+    | TrainingStarted
+    | Evaluated
+    | SaveStarted
+    | SaveWaited
+    | SaveCommitted
+    | StepsPruned
+    | SampleWritten
+    | Noted
+    | RunEnded
+)
+Emit = Callable[[Event], None]
+
+
+class EventLog:
+    """Appends events to one host's file and tells the listeners; a context manager."""
+
+    def __init__(self, path: Path, *, clock: Clock, listeners: Sequence[Emit] = ()) -> None:
+        self._lines = storage.Appender(path)
+        self._clock = clock
+        self._listeners = listeners
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+
+    def emit(self, event: Event) -> None:
+        """Writes the event and tells the listeners."""
+        fields = {
+            "time": self._clock.wall(),
+            "monotonic": self._clock.monotonic(),
+            "event": type(event).__name__,
+        } | {name: finite_or_none(value) for name, value in dataclasses.asdict(event).items()}
+        self._lines.append(json.dumps(fields).encode())
+        for listener in self._listeners:
+            listener(event)
+
+
+def finite_or_none(value: Any) -> Any:
+    """Returns None for a float that JSON has no word for, else the value."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Reads one host's events; a line cut short by a kill is left out."""
+    return read_json_lines(path)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Reads a file of JSON lines, without lines that a kill cut short; [] if there is none."""
+    found = []
+    for line in (storage.read(path) or b"").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

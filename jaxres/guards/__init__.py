@@ -1,0 +1,59 @@
+"""Guards: pure pairs on numbers. The gravest verdict of all guards over all steps stands.
+
+A guard reads no clock, signal or device, and remembers only finite numbers; what it remembers is
+part of Progress, so that a resumed run decides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxres.faults import Continue, Verdict
+
+Memory = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the guards may know of one finished step."""
+
+    step: int
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A pair of pure functions and the name under which its memory is saved."""
+
+    name: str
+    init: Callable[[], Memory]
+    judge: Callable[[Memory, Seen], tuple[Memory, Verdict]]
+
+
+def gravest(verdicts: Sequence[Verdict]) -> Verdict:
+    """Returns the verdict that stands: Continue < a stop that saves < a stop that does not.
+
+    >>> gravest([Continue(), Continue()])
+    Continue()
+    """
+    return max(verdicts, key=_gravity, default=Continue())
+
+
+def _gravity(verdict: Verdict) -> int:
+    if isinstance(verdict, Continue):
+        return 0
+    return 1 if verdict.fault.state_is_good else 2
+
+
+def judge_step(
+    guards: Sequence[Guard], memory: Mapping[str, Memory], seen: Seen
+) -> tuple[dict[str, Memory], Verdict]:
+    """Folds all guards over one step."""
+    after: dict[str, Memory] = {}
+    verdicts = []
+    for guard in guards:
+        after[guard.name], verdict = guard.judge(memory.get(guard.name) or guard.init(), seen)
+        verdicts.append(verdict)
+    return after, gravest(verdicts)

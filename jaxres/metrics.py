@@ -1,0 +1,86 @@
+"""The metrics of every step, one JSON line each, and the one history that survives all attempts.
+
+A line belongs to the segment that a start record opened (`seq`). A start at step r ends the
+validity of all earlier lines above r: what was computed after the restored step is computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxres import storage
+from jaxres.events import finite_or_none, read_json_lines
+from jaxres.runlog import Line, start_of
+from jaxres.rundir import RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsLine:
+    """One finished step, as the host saw it; non-finite values are None."""
+
+    seq: int
+    """Number of the start record whose segment the step belongs to."""
+    step: int
+    attempt: int
+    loss: float | None
+    """Mean over the global batch's weights, before the update."""
+    grad_norm: float | None
+    """Global norm before clipping."""
+    learning_rate: float | None
+    tokens: int
+    """Tokens consumed from the first step on."""
+    step_seconds: float
+    """Time from the previous step's landing to this one's."""
+    skipped: bool
+    """Whether the update was masked."""
+    samples: str
+    """xxh3-64 of the ids of the global batch's rows in order."""
+
+
+class MetricsLog:
+    """Appends the lines of one attempt; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = storage.Appender(path)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+
+    def append(self, line: MetricsLine) -> None:
+        """Writes one line; it outlives the process from here on, the machine from `sync` on."""
+        fields = {name: finite_or_none(v) for name, v in dataclasses.asdict(line).items()}
+        self._lines.append(json.dumps(fields).encode())
+
+    def sync(self) -> None:
+        """Makes all lines so far durable."""
+        self._lines.sync()
+
+
+def surviving(line: Line, lines_of_attempt: Iterable[MetricsLine]) -> list[MetricsLine]:
+    """Returns the metrics of the surviving history, ascending by step; pure."""
+    by_segment: dict[int, dict[int, MetricsLine]] = {}
+    for metrics in lines_of_attempt:
+        by_segment.setdefault(metrics.seq, {})[metrics.step] = metrics
+    history: dict[int, MetricsLine] = {}
+    for start in line.starts:
+        restored = start_of(start).step
+        history = {step: m for step, m in history.items() if step <= restored}
+        history |= by_segment.get(start.seq, {})
+    return [history[step] for step in sorted(history)]
+
+
+def read_history(run_dir: RunDir, line: Line) -> list[MetricsLine]:
+    """Reads the metrics of all attempts and returns the surviving history."""
+    names = [field.name for field in dataclasses.fields(MetricsLine)]
+    found = []
+    for attempt in range(1, line.attempt + 1):
+        for fields in read_json_lines(run_dir.metrics(attempt)):
+            found.append(MetricsLine(**{name: fields[name] for name in names}))
+    return surviving(line, found)

@@ -1,0 +1,38 @@
+"""The names of things in a run directory; other people's tools rely on them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths below one run directory."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config of the first start."""
+        return self.root / "config.yaml"
+
+    @property
+    def log(self) -> Path:
+        """The folder of the decision log."""
+        return self.root / "log"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of step directories; which of them count is the log's to say."""
+        return self.root / "checkpoints"
+
+    def attempt(self, attempt: int) -> Path:
+        """The folder of one attempt."""
+        return self.root / "attempts" / f"{attempt:04d}"
+
+    def metrics(self, attempt: int) -> Path:
+        """One line a step, by the lead host."""
+        return self.attempt(attempt) / "metrics.jsonl"
+
+    def events(self, attempt: int, host: int) -> Path:
+        """What happened, by one host."""
+        return self.attempt(attempt) / f"events-host{host:03d}.jsonl"

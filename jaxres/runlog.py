@@ -1,0 +1,293 @@
+"""The decision log: numbered records, created only if absent, folded into the one line of the run.
+
+Home of: zombie. Whoever finds another attempt's record in the slot it wanted is fenced and has
+written nothing: there is one linearisation point, however long a process was paused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxres import storage
+from jaxres.clock import Clock
+from jaxres.faults import ConfigError, Fenced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """An attempt takes the run over."""
+
+    attempt: int
+    host: str
+    pid: int
+    boot_id: str
+    nonce: str
+    coordinator: str | None
+    num_hosts: int
+    threads: int
+    """XLA's CPU thread count (NPROC): it decides bits, so every later attempt uses the first's."""
+    versions: dict[str, str]
+    fingerprint: dict[str, str]
+    trajectory: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Training begins at a step: 0, or a committed one that was restored."""
+
+    step: int
+    path: str | None
+    dataset: str
+    """Fingerprint of the rows; a later attempt must have the same."""
+    computation: dict[str, str]
+    """What decides bits besides the trajectory: devices, mesh, microbatches, threads, versions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """A step directory is whole and durable, and counts from now on."""
+
+    step: int
+    path: str
+    manifest: str
+    bytes: int
+    known_good: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skip:
+    """Rows of the stream, as half-open ranges of positions, that training leaves out."""
+
+    rows: tuple[tuple[int, int], ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prune:
+    """Steps are dead for everyone, before a byte of them is deleted."""
+
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """An attempt ended by itself."""
+
+    exit: int
+    reason: str
+    committed: bool
+
+
+Body = Claim | Start | Commit | Skip | Prune | Stop
+_KINDS: dict[str, type[Body]] = {
+    kind.__name__.lower(): kind for kind in (Claim, Start, Commit, Skip, Prune, Stop)
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A numbered decision: what was decided, by which attempt, and when (for people only)."""
+
+    seq: int
+    attempt: int
+    time: float
+    body: Body
+
+    def encode(self) -> bytes:
+        """Returns the record as canonical JSON."""
+        common = {
+            "seq": self.seq,
+            "kind": type(self.body).__name__.lower(),
+            "attempt": self.attempt,
+            "time": self.time,
+        }
+        return canonical_json(common | dataclasses.asdict(self.body))
+
+    @staticmethod
+    def decode(data: bytes, *, path: Path) -> Record:
+        """Reads a record back; one that can't be read is never passed over."""
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            kind = _KINDS[fields.pop("kind")]
+            seq, attempt, time = fields.pop("seq"), fields.pop("attempt"), fields.pop("time")
+            if kind is Claim:
+                fields["attempt"] = attempt
+            body = kind(**{name: _frozen(value) for name, value in fields.items()})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path}: not a record that this version of jaxres can read ({error!r}). "
+                "Was the run written by a newer version, or the file edited? Nothing was changed."
+            ) from error
+        return Record(seq=seq, attempt=attempt, time=time, body=body)
+
+
+def canonical_json(value: Any) -> bytes:
+    """Returns the one JSON text of a value: sorted keys, no spaces, finite numbers."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def read_records(folder: Path) -> list[Record]:
+    """Reads the whole log in order; a gap in the numbers is an error, not an end."""
+    records = []
+    for number, name in enumerate(storage.list_names(folder), start=1):
+        path = folder / name
+        if name != _name(number):
+            raise ConfigError(
+                f"{path}: expected record {_name(number)} here. A record is missing or a file does "
+                "not belong; restore the folder from a copy. Nothing was changed."
+            )
+        data = storage.read(path)
+        assert data is not None, path
+        records.append(Record.decode(data, path=path))
+    return records
+
+
+def _name(seq: int) -> str:
+    return f"{seq:08d}.json"
+
+
+class RunLog:
+    """The log as one attempt's writer sees it; safe to append to from several threads."""
+
+    def __init__(self, folder: Path, *, attempt: int, last_seq: int, clock: Clock) -> None:
+        self._folder = folder
+        self._last_seq = last_seq
+        self._clock = clock
+        self._lock = threading.Lock()
+        self.attempt = attempt
+
+    @classmethod
+    def claim(cls, folder: Path, claim: Claim, *, after: Sequence[Record], clock: Clock) -> RunLog:
+        """Takes the run over for `claim.attempt`, right after the records that were read.
+
+        Raises:
+          Fenced: another process wrote first.
+        """
+        storage.make_dir(folder)
+        log = cls(folder, attempt=claim.attempt, last_seq=len(after), clock=clock)
+        log.append(claim)
+        return log
+
+    def append(self, body: Body) -> Record:
+        """Writes the next record durably.
+
+        Raises:
+          Fenced: another attempt owns the log by now; nothing was written.
+        """
+        with self._lock:
+            record = Record(self._last_seq + 1, self.attempt, self._clock.wall(), body)
+            path = self._folder / _name(record.seq)
+            if not storage.create(path, record.encode()):
+                raise _fenced(path)
+            self._last_seq = record.seq
+            return record
+
+    def line(self) -> Line:
+        """Reads the log and folds it."""
+        return fold(read_records(self._folder))
+
+
+def _fenced(path: Path) -> Fenced:
+    data = storage.read(path)
+    assert data is not None, path
+    winner = Record.decode(data, path=path)
+    who = f"attempt {winner.attempt}"
+    if isinstance(winner.body, Claim):
+        who += f" (host {winner.body.host}, pid {winner.body.pid})"
+    return Fenced(
+        f"{path.parent.parent}: {who} owns this run now; this process has written nothing more. "
+        "Only one process may train in a run directory."
+    )
+
+
+@dataclass(frozen=True)
+class Line:
+    """What the log says by now: the surviving history, and who owns the run."""
+
+    claims: tuple[Claim, ...] = ()
+    starts: tuple[Record, ...] = ()
+    """Records whose body is a Start: each opens a segment of metrics lines."""
+    commits: tuple[Record, ...] = ()
+    """Records whose body is a Commit, of steps that still count, ascending by step."""
+    skips: tuple[tuple[int, int], ...] = ()
+    last_stop: Record | None = None
+
+    @property
+    def attempt(self) -> int:
+        """The newest attempt; 0 before the first."""
+        return self.claims[-1].attempt if self.claims else 0
+
+    @property
+    def newest(self) -> Commit | None:
+        """The newest committed step on the line."""
+        return self.committed[-1] if self.commits else None
+
+    @property
+    def committed(self) -> tuple[Commit, ...]:
+        """The steps that count, ascending."""
+        return tuple(_commit_of(record) for record in self.commits)
+
+    @property
+    def step(self) -> int:
+        """The newest committed step; 0 if there is none."""
+        return self.newest.step if self.newest else 0
+
+    @property
+    def dataset(self) -> str | None:
+        """Fingerprint of the rows that the run has trained on."""
+        return start_of(self.starts[-1]).dataset if self.starts else None
+
+
+def _commit_of(record: Record) -> Commit:
+    """Returns the body of a commit record."""
+    assert isinstance(record.body, Commit), record
+    return record.body
+
+
+def start_of(record: Record) -> Start:
+    """Returns the body of a start record."""
+    assert isinstance(record.body, Start), record
+    return record.body
+
+
+def fold(records: Sequence[Record]) -> Line:
+    """Derives the line from the records; pure, and the only reading of them."""
+    claims: list[Claim] = []
+    starts: list[Record] = []
+    commits: dict[int, Record] = {}
+    skips: list[tuple[int, int]] = []
+    last_stop = None
+    for record in records:
+        match record.body:
+            case Claim():
+                claims.append(record.body)
+            case Start():
+                starts.append(record)
+            case Commit(step=step):
+                commits[step] = record
+            case Skip(rows=rows):
+                skips.extend(rows)
+            case Prune(steps=steps):
+                for step in steps:
+                    commits.pop(step, None)
+            case Stop():
+                last_stop = record
+    return Line(
+        claims=tuple(claims),
+        starts=tuple(starts),
+        commits=tuple(commits[step] for step in sorted(commits)),
+        skips=tuple(sorted(skips)),
+        last_stop=last_stop,
+    )

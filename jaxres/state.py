@@ -1,0 +1,138 @@
+"""What training is: TrainState (arrays on devices) and Progress (facts the host keeps).
+
+Both are saved and both are *used* when restored: the PRNG key and the cursor are never computed
+again from the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxres import mesh as meshes
+from jaxres import optim
+from jaxres.guards import Memory
+from jaxres.models import Model, Params
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """The arrays that a step turns into the next step's; donated to it."""
+
+    params: Params
+    """Master weights, float32."""
+    opt: optax.OptState
+    key: jax.Array
+    """uint32[2]: key data of the PRNG; each step splits it and keeps one half."""
+    step: jax.Array
+    """int32: batches consumed; the learning rate follows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where the run is, in plain numbers that are saved beside the arrays."""
+
+    step: int = 0
+    """Batches consumed so far."""
+    cursor: int = 0
+    """Index of the next row of the permuted stream, skipped rows counted."""
+    epoch: int = 0
+    """Whole passes over the training rows."""
+    tokens: int = 0
+    """Tokens consumed so far."""
+    evaluated_step: int = 0
+    """Newest step whose held-out loss is known."""
+    best_loss: float | None = None
+    """Lowest held-out loss so far, of `best_step`."""
+    best_step: int = 0
+    guards: Mapping[str, Memory] = field(default_factory=dict)
+
+    def after(self, *, next_cursor: int, num_rows: int, tokens: int) -> Progress:
+        """Returns the progress after one more batch."""
+        return dataclasses.replace(
+            self,
+            step=self.step + 1,
+            cursor=next_cursor,
+            epoch=next_cursor // num_rows,
+            tokens=self.tokens + tokens,
+        )
+
+    def evaluated(self, loss: float) -> Progress:
+        """Returns the progress with the held-out loss of the present step."""
+        found = dataclasses.replace(self, evaluated_step=self.step)
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            found = dataclasses.replace(found, best_loss=loss, best_step=self.step)
+        return found
+
+
+def init(model: Model, tx: optax.GradientTransformation, *, seed: int) -> TrainState:
+    """Returns the state before the first step; a pure function of the seed, to be jitted."""
+    params_key, steps_key = jax.random.split(jax.random.key(seed))
+    params = model.init(params_key)
+    return TrainState(
+        params=params,
+        opt=tx.init(params),
+        key=jax.random.key_data(steps_key),
+        step=jnp.zeros((), jnp.int32),
+    )
+
+
+def to_plain(state: TrainState) -> dict[str, Any]:
+    """Returns the state as the nested dict that is written: params, opt, key, step."""
+    return {
+        "params": state.params,
+        "opt": optim.to_plain(state.opt),
+        "key": state.key,
+        "step": state.step,
+    }
+
+
+def from_plain(plain: Mapping[str, Any], *, like: TrainState) -> TrainState:
+    """Returns the state that a nested dict holds; `like` gives the optimizer's structure."""
+    return TrainState(
+        params=plain["params"],
+        opt=optim.from_plain(plain["opt"], like.opt),
+        key=plain["key"],
+        step=plain["step"],
+    )
+
+
+def shardings(shapes: TrainState, model: Model, mesh: Mesh) -> TrainState:
+    """Returns the sharding of every array of the state: moments lie where their parameter lies.
+
+    Args:
+      shapes: the state's shapes, as jax.eval_shape gives them.
+      model: whose `axes` name the dims of every parameter.
+      mesh: the devices.
+    """
+    by_path: dict[tuple[str, ...], tuple[tuple[int, ...], NamedSharding]] = {}
+    dims_of = dict(_paths(model.axes, is_leaf=lambda x: isinstance(x, tuple)))
+    for path, leaf in _paths(shapes.params):
+        by_path[path] = (leaf.shape, meshes.param_sharding(mesh, dims_of[path], leaf.shape))
+
+    def of_leaf(path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        for start in range(len(path)):
+            shape, sharding = by_path.get(path[start:], (None, None))
+            if sharding is not None and shape == leaf.shape:
+                return sharding
+        return meshes.replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(lambda path, x: of_leaf(_names(path), x), shapes)
+
+
+def _paths(tree: Any, **kwargs: Any) -> list[tuple[tuple[str, ...], Any]]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, **kwargs)
+    return [(_names(path), leaf) for path, leaf in flat]
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

@@ -1,0 +1,95 @@
+"""train_step and eval_step: pure functions, compiled once before the first step.
+
+B rows of the global batch, A microbatches of B/A rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from jaxres import optim
+from jaxres.models import Model, Params
+from jaxres.state import TrainState
+
+Batch = Mapping[str, jax.Array]
+"""Arrays whose first dim is the row of the global batch."""
+
+METRICS = ("loss", "grad_norm", "learning_rate")
+"""What the entries of a step's metrics vector mean."""
+
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Float[Array, "3"]]]
+EvalStep = Callable[[Params, Batch, Float[Array, " B"]], Float[Array, "2"]]
+
+
+def make_train_step(
+    model: Model,
+    tx: optax.GradientTransformation,
+    rate: Callable[[jax.Array], jax.Array],
+    *,
+    clip_norm: float | None,
+    microbatches: int,
+) -> TrainStep:
+    """Returns the step: the state is to be donated, the metrics vector is float32 (see METRICS).
+
+    The loss is the weighted mean over the whole batch, whatever the number of microbatches.
+    """
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Float[Array, "3"]]:
+        next_key, step_key = jax.random.split(jax.random.wrap_key_data(state.key))
+        loss, grads = _mean_loss_and_gradient(
+            model, state.params, batch, step_key, microbatches=microbatches
+        )
+        grads, grad_norm = optim.clip(grads, clip_norm)
+        direction, opt = tx.update(grads, state.opt, state.params)
+        step = state.step + 1
+        learning_rate = rate(step)
+        params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
+        after = TrainState(params=params, opt=opt, key=jax.random.key_data(next_key), step=step)
+        return after, jnp.stack([loss, grad_norm, learning_rate]).astype(jnp.float32)
+
+    return train_step
+
+
+def _mean_loss_and_gradient(
+    model: Model, params: Params, batch: Batch, key: jax.Array, *, microbatches: int
+) -> tuple[jax.Array, Params]:
+    def loss_sum(params: Params, rows: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss_sum_B, weight_B = model.loss(params, rows, key)
+        return jnp.sum(loss_sum_B), jnp.sum(weight_B)
+
+    gradient = jax.value_and_grad(loss_sum, has_aux=True)
+    if microbatches == 1:
+        (total, weight), grads = gradient(params, batch, key)
+    else:
+
+        def add(carry, microbatch):
+            index, rows = microbatch
+            result = gradient(params, rows, jax.random.fold_in(key, index))
+            return jax.tree.map(jnp.add, carry, result), None
+
+        parts = {name: _split(array, microbatches) for name, array in batch.items()}
+        zero = jnp.zeros((), jnp.float32)
+        start = ((zero, zero), jax.tree.map(jnp.zeros_like, params))
+        ((total, weight), grads), _ = jax.lax.scan(add, start, (jnp.arange(microbatches), parts))
+    return total / weight, jax.tree.map(lambda g: g / weight, grads)
+
+
+def _split(array_B: jax.Array, microbatches: int) -> jax.Array:
+    """Deals the rows out in turn, so that every device keeps the rows it holds."""
+    rows = array_B.shape[0] // microbatches
+    return jnp.swapaxes(array_B.reshape(rows, microbatches, *array_B.shape[1:]), 0, 1)
+
+
+def make_eval_step(model: Model) -> EvalStep:
+    """Returns a function that gives the sums (loss, weight) over the rows whose mask is 1."""
+
+    def eval_step(params: Params, batch: Batch, mask_B: Float[Array, " B"]) -> Float[Array, "2"]:
+        loss_sum_B, weight_B = model.loss(params, batch, None)
+        return jnp.stack([jnp.sum(loss_sum_B * mask_B), jnp.sum(weight_B * mask_B)])
+
+    return eval_step

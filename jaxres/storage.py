@@ -1,0 +1,177 @@
+"""Bytes on a local path: read, create-if-absent, replace, append, list, delete; durable when it returns.
+
+Whatever storage refuses comes back as a typed end: a place that can't be written is the user's to
+mend (78), a full or failing one may recover (74). Buckets (gs://) will stand behind these functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxres.faults import ConfigError, StorageUnavailable
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
+_FAILING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ECONNRESET}
+
+
+@contextlib.contextmanager
+def typed_errors(path: Path) -> Iterator[None]:
+    """Turns what storage refuses into a typed end that names the place and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StorageUnavailable(
+                f"{path}: no space left ({error.strerror}). Nothing committed is lost. "
+                "Free some space there, or move the run directory, then start the same command."
+            ) from error
+        if error.errno in _FORBIDDEN:
+            raise ConfigError(
+                f"{path}: can't be written ({error.strerror}). "
+                "Choose another place with run.dir=..., or change its permissions."
+            ) from error
+        if error.errno in _FAILING:
+            raise StorageUnavailable(
+                f"{path}: storage failed ({error.strerror}). Nothing was judged damaged; "
+                "start the same command again when it answers."
+            ) from error
+        raise
+
+
+def read(path: Path) -> bytes | None:
+    """Returns the bytes at `path`, or None if there are none."""
+    with typed_errors(path):
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+
+def create(path: Path, data: bytes) -> bool:
+    """Writes `data` unless `path` exists already; of any number of callers exactly one gets True.
+
+    The name appears with its full content or not at all (write, fsync, link; works on NFS).
+    """
+    with typed_errors(path):
+        temporary = _write_beside(path, data)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink()
+        sync_dir(path.parent)
+        return True
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Writes `data` to `path` atomically, whatever stood there."""
+    with typed_errors(path):
+        temporary = _write_beside(path, data)
+        temporary.replace(path)
+        sync_dir(path.parent)
+
+
+def _write_beside(path: Path, data: bytes) -> Path:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def list_names(folder: Path) -> list[str]:
+    """Returns the names in `folder` in order, without temporaries; [] if there is no such folder."""
+    with typed_errors(folder):
+        try:
+            return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+        except FileNotFoundError:
+            return []
+
+
+def make_dir(folder: Path) -> None:
+    """Makes `folder` and its parents."""
+    with typed_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def delete_tree(folder: Path) -> None:
+    """Deletes `folder` and all in it; the name goes first, so that no half of it is ever seen."""
+    with typed_errors(folder):
+        trash = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.trash")
+        try:
+            folder.rename(trash)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(trash)
+
+
+def delete_trash(folder: Path) -> None:
+    """Deletes what a killed `delete_tree` has left in `folder`."""
+    with typed_errors(folder):
+        for path in folder.glob(".*.trash"):
+            shutil.rmtree(path)
+
+
+def sync_dir(folder: Path) -> None:
+    """Makes the names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Makes every file and name below `folder`, and its own name, durable."""
+    with typed_errors(folder):
+        for root, _, files in os.walk(folder, topdown=False):
+            for name in files:
+                descriptor = os.open(Path(root, name), os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            sync_dir(Path(root))
+        sync_dir(folder.parent)
+
+
+class Appender:
+    """Appends whole lines to a file; a line that a kill cut short is closed off before the next."""
+
+    def __init__(self, path: Path) -> None:
+        make_dir(path.parent)
+        self._path = path
+        with typed_errors(path):
+            self._file = path.open("ab+", buffering=0)
+            size = self._file.seek(0, os.SEEK_END)
+            if size:
+                self._file.seek(size - 1)
+                if self._file.read(1) != b"\n":
+                    self._file.write(b"\n")
+
+    def append(self, line: bytes) -> None:
+        """Hands one line to the operating system: it outlives the process, not yet the machine."""
+        with typed_errors(self._path):
+            self._file.write(line + b"\n")
+
+    def sync(self) -> None:
+        """Makes all lines so far durable."""
+        with typed_errors(self._path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()

@@ -1,0 +1,226 @@
+"""What a person sees: live progress on a terminal, one plain line every so many seconds elsewhere.
+
+A listener of events and finished steps; training never waits for it and nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from jaxres import events
+from jaxres.clock import Clock
+from jaxres.events import Event
+from jaxres.metrics import MetricsLine
+
+PEAK_FLOPS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA L4": 121e12,
+}
+"""Dense bfloat16 peak by the start of the device's kind; NVIDIA's data sheets (SXM parts)."""
+
+WINDOW_STEPS = 50
+QUICK_PHASES = ("train", "save", "evaluate")
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Returns a device's peak in FLOP/s, or None where it is not known.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
+    (989000000000000.0, None)
+    """
+    return next((v for k, v in PEAK_FLOPS.items() if device_kind.startswith(k)), None)
+
+
+class Console:
+    """Prints a run's progress; a context manager."""
+
+    def __init__(
+        self, *, attempt: int, log_every_seconds: float, clock: Clock, terminal: Terminal
+    ) -> None:
+        self._terminal = terminal
+        self._clock = clock
+        self._attempt = attempt
+        self._log_every_seconds = log_every_seconds
+        self._live: Progress | None = None
+        self._bar: Any = None
+        self._phase = ("start", clock.monotonic())
+        self._printed_at = clock.monotonic()
+        self._recent: deque[MetricsLine] = deque(maxlen=WINDOW_STEPS)
+        self._built: events.RunBuilt | None = None
+        self._committed = 0
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="jaxres-console", daemon=True)
+
+    def __enter__(self) -> Console:
+        if self._terminal.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+            )
+            self._live = Progress(*columns, console=self._terminal)
+            self._live.start()
+            self._bar = self._live.add_task("start", total=None, numbers="")
+        self._ticker.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._ticker.join()
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Prints a line above the live progress."""
+        with self._lock:
+            self._terminal.print(Text(text))
+
+    def heard(self, event: Event) -> None:
+        """Tells of an event, where a person would want to know."""
+        with self._lock:
+            match event:
+                case events.PhaseChanged(phase, detail):
+                    self._enter(phase, detail)
+                case events.RunOpened(run_dir, attempt, threads):
+                    self.say(f"run {run_dir} · attempt {attempt} · {threads} CPU threads")
+                case events.RunBuilt():
+                    self._built = event
+                    self.say(_parts(event))
+                case events.TrainingStarted(step, path, guarantee):
+                    self._committed = step
+                    begin = f"going on from step {step} ({path})" if path else "starting at step 0"
+                    self.say(f"{begin} · guarantee: {guarantee}")
+                case events.Evaluated(step, loss, best_loss, best_step):
+                    self.say(
+                        f"step {step}: held-out loss {loss:.4f} "
+                        f"(best {best_loss:.4f} at step {best_step})"
+                    )
+                case events.SaveWaited(step, seconds):
+                    self.say(f"step {step}: waited {seconds:.1f} s for the save before")
+                case events.SaveCommitted(step=step):
+                    self._committed = step
+                case events.Noted(message):
+                    self.say(message)
+                case _:
+                    pass
+
+    def landed(self, line: MetricsLine) -> None:
+        """Shows a finished step."""
+        with self._lock:
+            self._recent.append(line)
+            if self._live is not None:
+                total = self._built.steps if self._built else None
+                self._live.update(
+                    self._bar,
+                    description="train",
+                    completed=line.step,
+                    total=total,
+                    numbers=self._numbers(),
+                )
+            elif self._due() or len(self._recent) == 1:
+                self._print_numbers()
+
+    def _enter(self, phase: str, detail: str) -> None:
+        before, since = self._phase
+        self._phase = (phase, self._clock.monotonic())
+        if self._live is not None:
+            self._live.update(self._bar, description=f"{phase} {detail}".strip())
+        elif phase not in QUICK_PHASES:
+            self.say(f"{phase}: {detail}" if detail else phase)
+            self._printed_at = self._clock.monotonic()
+        if phase == "settle" and self._recent and self._live is None:
+            self._print_numbers()
+
+    def _tick(self) -> None:
+        """Says every so often what a long phase is doing; a run is never silent for a minute."""
+        while not self._stop.wait(min(1.0, self._log_every_seconds)):
+            with self._lock:
+                phase, since = self._phase
+                if self._live is None and self._due():
+                    seconds = self._clock.monotonic() - since
+                    self.say(f"{phase}: {seconds:.0f} s so far")
+                    self._printed_at = self._clock.monotonic()
+
+    def _due(self) -> bool:
+        return self._clock.monotonic() - self._printed_at >= self._log_every_seconds
+
+    def _print_numbers(self) -> None:
+        self.say(self._numbers())
+        self._printed_at = self._clock.monotonic()
+
+    def _numbers(self) -> str:
+        assert self._built is not None
+        newest = self._recent[-1]
+        seconds = _mean([line.step_seconds for line in self._recent])
+        left = seconds * (self._built.steps - newest.step)
+        words = [
+            f"step {newest.step}/{self._built.steps}",
+            f"loss {_number(newest.loss)}",
+            f"grad {_number(newest.grad_norm)}",
+            f"{self._tokens_per_second(seconds):,.0f} tok/s",
+            _use(self._built, seconds),
+            f"left {_clock_face(left)}",
+            f"committed {self._committed}",
+            f"attempt {self._attempt}",
+        ]
+        return " · ".join(words)
+
+    def _tokens_per_second(self, seconds: float) -> float:
+        newest = self._recent[-1]
+        return newest.tokens / newest.step / seconds if seconds else 0.0
+
+
+def _parts(built: events.RunBuilt) -> str:
+    return (
+        f"{built.model}, {built.params / 1e6:.2f} M parameters, on {built.devices} · "
+        f"{built.rows:,} rows, {built.tokens_per_epoch / 1e6:.1f} M tokens an epoch · "
+        f"{built.steps:,} steps"
+    )
+
+
+def _use(built: events.RunBuilt, step_seconds: float) -> str:
+    """Returns the model's FLOP/s, as a share of the devices' peak (MFU) where that is known."""
+    if not step_seconds:
+        return ""
+    rate = built.flops_per_step / step_seconds
+    count, _, kind = built.devices.partition(" x ")
+    peak = peak_flops(kind)
+    if peak is None:
+        return f"{rate / 1e9:,.1f} GFLOP/s"
+    return f"MFU {rate / (peak * int(count)):.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _clock_face(seconds: float) -> str:
+    """Returns h:mm:ss or m:ss.
+
+    >>> _clock_face(62), _clock_face(3723)
+    ('1:02', '1:02:03')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,33 @@
+"""The guarantee level of a run: whether it will end bit for bit where an unbroken one would. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+BITWISE = "bitwise on this topology"
+
+
+def guarantee(before: Sequence[Mapping[str, str]], now: Mapping[str, str]) -> str:
+    """Returns the level and, where it is lower, why.
+
+    Args:
+      before: what decided bits in every earlier segment of the run (runlog.Start.computation).
+      now: the same for the segment that begins.
+
+    >>> guarantee([{"jax": "0.10.2"}], {"jax": "0.10.2", "devices": "1 x cpu cpu"})
+    'statistical: devices not recorded -> 1 x cpu cpu'
+    """
+    changes = {
+        f"{name} {there.get(name, 'not recorded')} -> {now.get(name, 'not recorded')}"
+        for there in before
+        for name in {*there, *now}
+        if there.get(name) != now.get(name)
+    }
+    if changes:
+        return "statistical: " + ", ".join(sorted(changes))
+    if " gpu " in now.get("devices", "") and "deterministic_ops=true" not in now.get("xla_flags", ""):
+        return (
+            "statistical: GPU kernels may add in any order; for bitwise set "
+            "XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+        )
+    return BITWISE

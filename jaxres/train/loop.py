@@ -1,0 +1,235 @@
+"""The training loop, as a story over the frozen parts of a run.
+
+The device runs ahead of the host by LAG steps: `look` before step k lands the metrics of exactly the
+steps up to k - LAG, so decisions depend neither on timing nor on who looks when.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxres.checkpoint.store import Checkpoints
+from jaxres.clock import Clock
+from jaxres.data import Batch, sample_digest
+from jaxres.events import Emit, Evaluated, PhaseChanged, TrainingStarted
+from jaxres.faults import ConfigError, Continue, Exit, Stop, Verdict
+from jaxres.guards import Guard, Seen, gravest, judge_step
+from jaxres.metrics import MetricsLine
+from jaxres.models import Params
+from jaxres.runlog import RunLog, Start, start_of
+from jaxres.state import Progress, TrainState, from_plain, to_plain
+from jaxres.train.guarantee import guarantee
+
+LAG = 2
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be done at a step before the next one is dispatched."""
+
+    save: bool
+    evaluate: bool
+
+
+@dataclass(frozen=True)
+class Agenda:
+    """Says what is due at a step; nothing that the run already has. Pure."""
+
+    steps: int
+    save_every_steps: int
+    evaluate_every_steps: int
+
+    def at(self, progress: Progress, *, saved_step: int) -> Due:
+        """Returns what is due: the last step is always saved, and evaluated if any step is."""
+        step, last = progress.step, progress.step == self.steps
+        save = step > saved_step and (last or step % self.save_every_steps == 0)
+        evaluate = (
+            self.evaluate_every_steps > 0
+            and step > progress.evaluated_step
+            and (last or step % self.evaluate_every_steps == 0)
+        )
+        return Due(save=save, evaluate=evaluate)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The batches on their way to the devices, and what one step consumes."""
+
+    at: Callable[[int], tuple[Batch, Mapping[str, jax.Array]]]
+    """Cursor -> the batch there, and its arrays on the devices."""
+    num_rows: int
+    tokens_per_step: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """The frozen bundle of parts that the story is told over."""
+
+    steps: int
+    agenda: Agenda
+    log: RunLog
+    checkpoints: Checkpoints
+    guards: tuple[Guard, ...]
+    feed: Feed
+    init: Callable[[], TrainState]
+    shapes: TrainState
+    """jax.ShapeDtypeStruct with sharding for every array of the state."""
+    step: Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, jax.Array]]
+    """Donates the state."""
+    evaluate: Callable[[Params], float]
+    dataset: str
+    computation: dict[str, str]
+    landed: Callable[[MetricsLine], None]
+    """Told of every finished step, in order."""
+    emit: Emit
+    clock: Clock
+
+
+@dataclass
+class Flight:
+    """The steps that were dispatched and not yet landed, oldest first."""
+
+    seq: int
+    """Number of the start record whose segment they belong to."""
+    landed_at: float
+    """When the last step landed, or, with none in flight, when the next one was begun."""
+    steps: deque[tuple[Progress, str, jax.Array]] = dataclasses.field(default_factory=deque)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the loop ended, and the last state that was judged."""
+
+    exit: Exit
+    reason: str
+    state: TrainState
+    progress: Progress
+
+
+def train(run: Run) -> Ended:
+    """Trains from the newest committed step on the line to `run.steps`, or until a verdict ends it."""
+    with run.checkpoints as checkpoints:
+        state, progress, flight = restore_or_start(run)
+        while True:
+            due = run.agenda.at(progress, saved_step=checkpoints.saved_step)
+            last = progress.step == run.steps
+            progress, verdict = look(run, progress, flight, drain=due.save or due.evaluate or last)
+            if isinstance(verdict, Stop):
+                if verdict.fault.state_is_good:
+                    checkpoints.save(to_plain(state), progress)
+                return settle(run, verdict.fault.exit or Exit.BUG, verdict.reason, state, progress)
+            if due.evaluate:
+                progress = evaluate(run, state, progress)
+            if due.save:
+                run.emit(PhaseChanged("save"))
+                checkpoints.save(to_plain(state), progress)
+                run.emit(PhaseChanged("train"))
+            if last:
+                return settle(run, Exit.DONE, "the last step is committed", state, progress)
+            if not flight.steps:
+                flight.landed_at = run.clock.monotonic()
+            batch, arrays = run.feed.at(progress.cursor)
+            state, metrics = run.step(state, arrays)
+            progress = progress.after(
+                next_cursor=batch.next_cursor,
+                num_rows=run.feed.num_rows,
+                tokens=run.feed.tokens_per_step,
+            )
+            flight.steps.append((progress, sample_digest(batch.ids), metrics))
+
+
+def restore_or_start(run: Run) -> tuple[TrainState, Progress, Flight]:
+    """Enters training: the one way in, for first starts and restarts alike.
+
+    Raises:
+      ConfigError: the rows are not the ones that the run has trained on.
+      Unrestorable: there is a committed step, and it can't be read.
+    """
+    line = run.log.line()
+    if line.dataset not in (None, run.dataset):
+        raise ConfigError(
+            f"data.source: the rows are not the ones that this run was started with (fingerprint "
+            f"{run.dataset} here, {line.dataset} there). Bring the old data back, or start a new "
+            "run in another run.dir."
+        )
+    commit = line.newest
+    if commit is None:
+        run.emit(PhaseChanged("init", "new parameters from the seed"))
+        state, progress = run.init(), Progress()
+    else:
+        run.emit(PhaseChanged("restore", f"step {commit.step}"))
+        plain, progress = run.checkpoints.restore(commit, to_plain(run.shapes))
+        state = from_plain(plain, like=run.shapes)
+    path = commit.path if commit else None
+    start = run.log.append(
+        Start(step=progress.step, path=path, dataset=run.dataset, computation=run.computation)
+    )
+    before = [start_of(record).computation for record in line.starts]
+    run.emit(TrainingStarted(progress.step, path, guarantee(before, run.computation)))
+    run.emit(PhaseChanged("train"))
+    return state, progress, Flight(seq=start.seq, landed_at=run.clock.monotonic())
+
+
+def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[Progress, Verdict]:
+    """Lands finished steps, writes their lines, and folds the guards over each in order.
+
+    Returns the progress with the guards' memory, and the gravest verdict; a verdict other than
+    Continue lands and judges the steps in flight too. A failed background save is raised here.
+    """
+    run.checkpoints.poll()
+    memory, verdict = progress.guards, Continue()
+    while flight.steps:
+        landing = flight.steps[0][0].step
+        if not drain and isinstance(verdict, Continue) and landing > progress.step + 1 - LAG:
+            break
+        seen = land(run, flight)
+        memory, judged = judge_step(run.guards, memory, seen)
+        verdict = gravest([verdict, judged])
+    return dataclasses.replace(progress, guards=memory), verdict
+
+
+def land(run: Run, flight: Flight) -> Seen:
+    """Waits for the oldest step in flight, writes its line, and returns what the guards may see."""
+    progress, samples, metrics = flight.steps.popleft()
+    loss, grad_norm, learning_rate = (float(value) for value in np.asarray(metrics))
+    now = run.clock.monotonic()
+    run.landed(
+        MetricsLine(
+            seq=flight.seq,
+            step=progress.step,
+            attempt=run.log.attempt,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            tokens=progress.tokens,
+            step_seconds=now - flight.landed_at,
+            skipped=False,
+            samples=samples,
+        )
+    )
+    flight.landed_at = now
+    return Seen(step=progress.step, loss=loss, grad_norm=grad_norm)
+
+
+def evaluate(run: Run, state: TrainState, progress: Progress) -> Progress:
+    """Measures the held-out loss; before the save of the same step, so that a resume has it."""
+    run.emit(PhaseChanged("evaluate"))
+    loss = run.evaluate(state.params)
+    progress = progress.evaluated(loss)
+    best = loss if progress.best_loss is None else progress.best_loss
+    run.emit(Evaluated(progress.step, loss, best, progress.best_step))
+    run.emit(PhaseChanged("train"))
+    return progress
+
+
+def settle(run: Run, exit: Exit, reason: str, state: TrainState, progress: Progress) -> Ended:
+    """Waits until the save in flight is committed."""
+    run.emit(PhaseChanged("settle", "waiting for the last save"))
+    run.checkpoints.wait()
+    return Ended(exit, reason, state, progress)

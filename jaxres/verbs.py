@@ -1,0 +1,152 @@
+"""The verbs that only look at a run directory: status, history, checkpoints. They need no jax."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import NoReturn
+
+from jaxres import metrics, runlog
+from jaxres.clock import SystemClock
+from jaxres.config import UsageError
+from jaxres.events import read_events
+from jaxres.faults import Exit, TypedEnd
+from jaxres.runlog import Commit, Line
+from jaxres.rundir import RunDir
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\n{self.format_usage()}")
+
+
+def _parser(usage: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog="jaxres", usage=usage)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+
+    def verb(parent: argparse._SubParsersAction[_Parser], name: str) -> argparse.ArgumentParser:
+        found = parent.add_parser(name)
+        found.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+        return found
+
+    verb(verbs, "status")
+    verb(verbs, "history").add_argument("--json", action="store_true")
+    checkpoints = verbs.add_parser("checkpoints").add_subparsers(dest="sub", required=True)
+    verb(checkpoints, "list").add_argument("--json", action="store_true")
+    verb(checkpoints, "digest").add_argument("--step", type=int)
+    return parser
+
+
+def main(words: Sequence[str], *, usage: str) -> int:
+    """Runs one of the verbs and returns its exit code."""
+    try:
+        options = _parser(usage).parse_args(words)
+        run_dir = RunDir(options.run_dir)
+        records = runlog.read_records(run_dir.log)
+        if not records:
+            raise UsageError(f"{run_dir.root}: no run here (no log/). Give the directory of a run.")
+        line = runlog.fold(records)
+        match options.verb, getattr(options, "sub", None):
+            case "status", _:
+                text = _status(run_dir, line)
+            case "history", _:
+                text = _history(run_dir, line, as_json=options.json)
+            case _, "list":
+                text = _list(line, as_json=options.json)
+            case _:
+                text = _digest(run_dir, line, step=options.step)
+    except TypedEnd as end:
+        sys.stderr.write(f"{end}\n")
+        return end.exit
+    sys.stdout.write(text)
+    return Exit.DONE
+
+
+def _status(run_dir: RunDir, line: Line) -> str:
+    history = metrics.read_history(run_dir, line)
+    rows = [("run", str(run_dir.root)), ("attempt", str(line.attempt))]
+    if history:
+        newest = history[-1]
+        rows.append(("step", f"{newest.step}, loss {newest.loss}, {newest.tokens:,} tokens"))
+    if line.commits:
+        age = SystemClock().wall() - line.commits[-1].time
+        rows.append(("committed", f"step {line.step}, {age:.0f} s ago"))
+    else:
+        rows.append(("committed", "nothing yet"))
+    events = read_events(run_dir.events(line.attempt, 0))
+    if events:
+        at = datetime.fromtimestamp(events[-1]["time"]).isoformat(timespec="seconds")
+        rows.append(("last event", f"{events[-1]['event']} at {at}"))
+    stop = line.last_stop
+    if stop is not None and stop.attempt == line.attempt and isinstance(stop.body, runlog.Stop):
+        name = Exit(stop.body.exit).name
+        rows.append(("ended", f"exit {stop.body.exit} {name}: {stop.body.reason}"))
+        if stop.body.exit != Exit.DONE:
+            rows.append(("next", f"mend the cause, then: python -m jaxres.train {run_dir.root}"))
+    else:
+        rows.append(("ended", "no: running, or killed"))
+        rows.append(("next", f"if it is not running: python -m jaxres.train {run_dir.root}"))
+    return "".join(f"{name:<11}{value}\n" for name, value in rows)
+
+
+def _history(run_dir: RunDir, line: Line, *, as_json: bool) -> str:
+    history = metrics.read_history(run_dir, line)
+    if as_json:
+        fields = [f.name for f in dataclasses.fields(metrics.MetricsLine) if f.name != "seq"]
+        return "".join(
+            json.dumps({name: getattr(m, name) for name in fields}) + "\n" for m in history
+        )
+    head = f"{'step':>8} {'attempt':>7} {'loss':>10} {'grad norm':>10} {'rate':>10} {'tokens':>14}\n"
+    return head + "".join(
+        f"{m.step:>8} {m.attempt:>7} {_cell(m.loss)} {_cell(m.grad_norm)} "
+        f"{_cell(m.learning_rate)} {m.tokens:>14,}\n"
+        for m in history
+    )
+
+
+def _cell(value: float | None) -> str:
+    return f"{'null' if value is None else f'{value:.4g}':>10}"
+
+
+def _list(line: Line, *, as_json: bool) -> str:
+    rows = [
+        {
+            "step": commit.step,
+            "attempt": record.attempt,
+            "status": "committed",
+            "path": commit.path,
+            "bytes": commit.bytes,
+        }
+        for record, commit in zip(line.commits, line.committed, strict=True)
+    ]
+    if as_json:
+        return "".join(json.dumps(row) + "\n" for row in rows)
+    head = f"{'step':>8} {'attempt':>7} {'status':>10} {'bytes':>14}  path\n"
+    return head + "".join(
+        f"{r['step']:>8} {r['attempt']:>7} {r['status']:>10} {r['bytes']:>14,}  {r['path']}\n"
+        for r in rows
+    )
+
+
+def _digest(run_dir: RunDir, line: Line, *, step: int | None) -> str:
+    from jaxres.checkpoint import manifest
+    from jaxres.checkpoint.digest import content_digest
+
+    commit = _commit(run_dir, line, step=step)
+    step_dir = (run_dir.root / commit.path).absolute()
+    arrays = manifest.read_arrays(step_dir, manifest.read(step_dir, commit))
+    return content_digest(arrays, progress=manifest.read_progress(step_dir)) + "\n"
+
+
+def _commit(run_dir: RunDir, line: Line, *, step: int | None) -> Commit:
+    for commit in reversed(line.committed):
+        if step in (None, commit.step):
+            return commit
+    steps = ", ".join(str(commit.step) for commit in line.committed) or "none"
+    what = "no step" if step is None else f"step {step} is not"
+    raise UsageError(f"{run_dir.root}: {what} committed (committed: {steps})")
