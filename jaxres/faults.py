@@ -38,6 +38,12 @@ class TypedEnd(Exception):
     exit: ClassVar[Exit] = Exit.BUG
 
 
+class UsageError(TypedEnd):
+    """An unknown flag or verb, or a config file that isn't there. Home: the command line."""
+
+    exit = Exit.USAGE
+
+
 class ConfigError(TypedEnd):
     """A bad key, value or data set, or a place that can't be written. Home: config/."""
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxres.config import MeshSection
+from jaxres.config.schema import MeshSection
 from jaxres.faults import ConfigError
 
 AXES = ("data", "fsdp", "tensor")

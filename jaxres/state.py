@@ -30,7 +30,8 @@ class TrainState:
 
     params: Params
     """Master weights, float32."""
-    opt: optax.OptState
+    opt: dict[str, Any]
+    """The optimizer's moments and count, under the names that `optim.build` gives."""
     key: jax.Array
     """uint32[2]: key data of the PRNG; each step splits it and keeps one half."""
     step: jax.Array
@@ -88,22 +89,12 @@ def init(model: Model, tx: optax.GradientTransformation, *, seed: int) -> TrainS
 
 def to_plain(state: TrainState) -> dict[str, Any]:
     """Returns the state as the nested dict that is written: params, opt, key, step."""
-    return {
-        "params": state.params,
-        "opt": optim.to_plain(state.opt),
-        "key": state.key,
-        "step": state.step,
-    }
+    return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
 
 
-def from_plain(plain: Mapping[str, Any], *, like: TrainState) -> TrainState:
-    """Returns the state that a nested dict holds; `like` gives the optimizer's structure."""
-    return TrainState(
-        params=plain["params"],
-        opt=optim.from_plain(plain["opt"], like.opt),
-        key=plain["key"],
-        step=plain["step"],
-    )
+def from_plain(plain: Mapping[str, Any]) -> TrainState:
+    """Returns the state that a nested dict holds."""
+    return TrainState(**plain)
 
 
 def shardings(shapes: TrainState, model: Model, mesh: Mesh) -> TrainState:
@@ -114,25 +105,14 @@ def shardings(shapes: TrainState, model: Model, mesh: Mesh) -> TrainState:
       model: whose `axes` name the dims of every parameter.
       mesh: the devices.
     """
-    by_path: dict[tuple[str, ...], tuple[tuple[int, ...], NamedSharding]] = {}
-    dims_of = dict(_paths(model.axes, is_leaf=lambda x: isinstance(x, tuple)))
-    for path, leaf in _paths(shapes.params):
-        by_path[path] = (leaf.shape, meshes.param_sharding(mesh, dims_of[path], leaf.shape))
 
-    def of_leaf(path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        for start in range(len(path)):
-            shape, sharding = by_path.get(path[start:], (None, None))
-            if sharding is not None and shape == leaf.shape:
-                return sharding
-        return meshes.replicated(mesh)
+    def split(leaf: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:
+        return meshes.param_sharding(mesh, dims, leaf.shape)
 
-    return jax.tree_util.tree_map_with_path(lambda path, x: of_leaf(_names(path), x), shapes)
-
-
-def _paths(tree: Any, **kwargs: Any) -> list[tuple[tuple[str, ...], Any]]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, **kwargs)
-    return [(_names(path), leaf) for path, leaf in flat]
-
-
-def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+    opt_axes = optim.state_axes(shapes.opt, param_axes=model.axes)
+    return TrainState(
+        params=jax.tree.map(split, shapes.params, model.axes),
+        opt=jax.tree.map(split, shapes.opt, opt_axes),
+        key=meshes.replicated(mesh),
+        step=meshes.replicated(mesh),
+    )

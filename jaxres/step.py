@@ -44,7 +44,7 @@ def make_train_step(
         loss, grads = _mean_loss_and_gradient(
             model, state.params, batch, step_key, microbatches=microbatches
         )
-        grads, grad_norm = optim.clip(grads, clip_norm)
+        grads, grad_norm = optim.clip(grads, max_norm=clip_norm)
         direction, opt = tx.update(grads, state.opt, state.params)
         step = state.step + 1
         learning_rate = rate(step)

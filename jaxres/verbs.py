@@ -13,9 +13,8 @@ from typing import NoReturn
 
 from jaxres import metrics, runlog
 from jaxres.clock import SystemClock
-from jaxres.config import UsageError
 from jaxres.events import read_events
-from jaxres.faults import Exit, TypedEnd
+from jaxres.faults import Exit, TypedEnd, UsageError
 from jaxres.runlog import Commit, Line
 from jaxres.rundir import RunDir
 

@@ -22,7 +22,7 @@ from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import retention
 from jaxres.checkpoint.manifest import ArrayInfo, Manifest
 from jaxres.clock import Clock
-from jaxres.config import CheckpointSection
+from jaxres.config.schema import CheckpointSection
 from jaxres.events import Emit, SaveCommitted, SaveStarted, SaveWaited, StepsPruned
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.runlog import Claim, Commit, Line, Prune, RunLog, canonical_json

@@ -20,8 +20,8 @@ from types import TracebackType
 from jaxres import config as configs
 from jaxres import runlog, storage
 from jaxres.clock import SystemClock
-from jaxres.config import Loaded, RunConfig, UsageError
-from jaxres.faults import Exit, TypedEnd
+from jaxres.config import Loaded, RunConfig
+from jaxres.faults import Exit, TypedEnd, UsageError
 from jaxres.runlog import Claim, Line, RunLog
 from jaxres.rundir import RunDir
 

@@ -76,7 +76,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         seq_len=config.data.seq_len,
         platform=jax.default_backend(),
     )
-    tx = optim.build(config.optimizer, decay_mask=optim.decay_mask(model.axes))
+    tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
     metrics = stack.enter_context(MetricsLog(place.run_dir.metrics(place.log.attempt)))
     tokens_per_step = rows_per_batch * dataset.tokens_per_row
     shapes, init = _initializer(model, tx, mesh, seed=config.run.seed)
@@ -220,10 +220,10 @@ def _feed(
     config: RunConfig, dataset: Dataset, place: Place, mesh: Mesh, stack: contextlib.ExitStack
 ) -> Callable[[int], tuple[Batch, Mapping[str, jax.Array]]]:
     """Returns cursor -> (batch, arrays on devices), read ahead in the background."""
-    batch_at = data.batches(
+    batch_at = data.batch_at(
         dataset.train,
         seed=config.run.seed,
-        rows_per_batch=config.train.global_batch_size,
+        global_batch_size=config.train.global_batch_size,
         skips=place.log.line().skips,
     )
     prefetch = stack.enter_context(

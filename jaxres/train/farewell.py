@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxres.config import TelemetrySection
+from jaxres.config.schema import TelemetrySection
 from jaxres.data import Dataset
 from jaxres.metrics import MetricsLine
 from jaxres.models import Model, Params

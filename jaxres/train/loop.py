@@ -165,7 +165,7 @@ def restore_or_start(run: Run) -> tuple[TrainState, Progress, Flight]:
     else:
         run.emit(PhaseChanged("restore", f"step {commit.step}"))
         plain, progress = run.checkpoints.restore(commit, to_plain(run.shapes))
-        state = from_plain(plain, like=run.shapes)
+        state = from_plain(plain)
     path = commit.path if commit else None
     start = run.log.append(
         Start(step=progress.step, path=path, dataset=run.dataset, computation=run.computation)

@@ -1,0 +1,49 @@
+"""Golden files: the resolved configs of configs/, and docs/FAULTS.md. `--check` compares only.
+
+A review of tests/golden/ shows what a change does to every run. Without `--check`, writes them anew.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from jaxres import config, faults  # noqa: E402
+
+
+def golden_files() -> dict[Path, str]:
+    """Returns path -> the text that belongs there."""
+    files = {ROOT / "docs" / "FAULTS.md": faults.table()}
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        loaded = config.load(path)
+        text = f"# trajectory digest: {config.digest(loaded.config)}\n"
+        files[ROOT / "tests" / "golden" / path.name] = text + config.dump_yaml(loaded.config)
+    return files
+
+
+def main(arguments: list[str]) -> int:
+    """Writes the golden files, or compares them and shows the differences."""
+    stale = 0
+    for path, text in golden_files().items():
+        there = path.read_text() if path.exists() else ""
+        if there == text:
+            continue
+        if "--check" not in arguments:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            continue
+        stale += 1
+        name = str(path.relative_to(ROOT))
+        diff = difflib.unified_diff(there.splitlines(), text.splitlines(), name, "now", lineterm="")
+        sys.stdout.write("\n".join(diff) + "\n")
+    if stale:
+        sys.stdout.write("golden files differ; if that is right: python tools/golden.py\n")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

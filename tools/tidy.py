@@ -1,0 +1,75 @@
+"""House rules as a check: what ruff and pyright can't say. Exits 1 and names file and line."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+BANNED_NAMES = re.compile(r"(Manager|Helper|Handler|Util|Processor)$|^maybe_|_v\d+$")
+WALL_CLOCK = {"time", "monotonic", "sleep", "perf_counter"}
+
+
+def main() -> int:
+    """Checks every tracked Python file."""
+    problems = [problem for path in _tracked() for problem in _check(path)]
+    problems += _todo_faults()
+    sys.stdout.write("".join(f"{problem}\n" for problem in problems))
+    return 1 if problems else 0
+
+
+def _tracked() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "*.py"], check=True, capture_output=True, text=True)
+    return [Path(name) for name in listed.stdout.splitlines() if Path(name).exists()]
+
+
+def _check(path: Path) -> Iterator[str]:
+    text = path.read_text()
+    if (lines := len(text.splitlines())) > MAX_FILE_LINES:
+        yield f"{path}: {lines} lines, at most {MAX_FILE_LINES}: split it by noun"
+    if path.name in ("utils.py", "helpers.py", "common.py"):
+        yield f"{path}: call it by what it holds"
+    production = path.parts[0] == "jaxres"
+    for node in ast.walk(ast.parse(text)):
+        yield from _check_node(path, node, production=production)
+
+
+def _check_node(path: Path, node: ast.AST, *, production: bool) -> Iterator[str]:
+    where = f"{path}:{getattr(node, 'lineno', 0)}"
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if BANNED_NAMES.search(node.name):
+            yield f"{where}: {node.name}: a name that says nothing"
+        length = (node.end_lineno or 0) - node.lineno + 1
+        if not isinstance(node, ast.ClassDef) and length > MAX_FUNCTION_LINES:
+            yield f"{where}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
+    if not production:
+        return
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        name = f"{node.value.id}.{node.attr}"
+        if node.value.id == "time" and node.attr in WALL_CLOCK and path.name != "clock.py":
+            yield f"{where}: {name}: time only through jaxres/clock.py"
+        if name in ("os.environ", "os.getenv") and path.name != "__main__.py":
+            yield f"{where}: {name}: environment variables only in __main__"
+    if isinstance(node, ast.ExceptHandler) and node.type is None:
+        yield f"{where}: bare except"
+
+
+def _todo_faults() -> Iterator[str]:
+    """Yields faults called done whose home does not say so."""
+    sys.path.insert(0, str(Path.cwd()))
+    from jaxres import faults
+
+    for fault in faults.ALL:
+        home = Path("jaxres", fault.home)
+        says = home.exists() and home.is_file() and f"Home of: {fault.name}" in home.read_text()
+        if fault.done != says:
+            yield f"{home}: fault {fault.name} is {'' if fault.done else 'not '}done, the file disagrees"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
