@@ -4,7 +4,6 @@
 outside contract; launchers rely on them.
 """
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 
@@ -36,6 +35,12 @@ class TypedEnd(Exception):
     """
 
     exit: ClassVar[Exit] = Exit.BUG
+
+
+class UsageError(TypedEnd):
+    """An unknown flag or verb, or a config file that isn't there. Home: the command line."""
+
+    exit = Exit.USAGE
 
 
 class ConfigError(TypedEnd):
