@@ -72,9 +72,10 @@ def _load(path: Path, layers: list[Node], wrong: list[Problem], *, name: str) ->
 
 def _placed(problem: Problem, places: Mapping[str, str], path: Path) -> Problem:
     """Returns the problem with its place; the command line, where it takes part, is to blame."""
-    found = [p for key in (problem.key, *problem.others) if (p := _place(key, places))]
-    from_command = [place for place in found if place.startswith(COMMAND_LINE)]
-    return replace(problem, where=[*from_command, *found, str(path)][0])
+    given = [places[key] for key in (problem.key, *problem.others) if key in places]
+    from_command = [place for place in given if place.startswith(COMMAND_LINE)]
+    around = _place(problem.key, places) or str(path)
+    return replace(problem, where=[*from_command, *given, around][0])
 
 
 def _place(key: str, places: Mapping[str, str]) -> str:
