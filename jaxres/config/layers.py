@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxres.config.fields import ROOT, Slot
 from jaxres.config.problems import Problem, one_line, shorten, show
-from jaxres.config.yaml12 import Node, parse, plain
+from jaxres.config.yaml12 import Node, is_whole, parse, plain
 from jaxres.faults import UsageError
 
 COMMAND_LINE = "command line"
@@ -106,6 +106,8 @@ def _value(path: tuple[str, ...], raw: str, where: str) -> tuple[Node, list[Prob
     if slot is not None and slot.is_text:
         if not raw and str not in slot.types:
             return Node(None, where), [empty]
+        if not is_whole(raw):
+            return Node(None, where), [Problem(key, "is not UTF-8 text", where)]
         is_quoted = raw[:1] in ("'", '"') and isinstance(value, str)
         is_null = bool(raw) and value is None and type(None) in slot.types
         return (node if node and (is_quoted or is_null) else Node(raw, where)), []
@@ -147,6 +149,10 @@ def shape_problems(node: Node, slot: Slot | None, path: tuple[str, ...] = ()) ->
         return [Problem(".".join(path), text, node.where)]
     found: list[Problem] = []
     for key in list(node.value):
+        if "." in key:
+            text = "dotted keys are for the command line; here the field goes below its section"
+            found.append(Problem(".".join((*path, key)), text, node.value.pop(key).where))
+            continue
         wrong = shape_problems(node.value[key], slot.child(key), (*path, key))
         if wrong and any(p.key == ".".join((*path, key)) for p in wrong):
             del node.value[key]

@@ -87,6 +87,8 @@ def _place(key: str, places: Mapping[str, str]) -> str:
 
 
 def _follows(problem: Problem, earlier: list[Problem]) -> bool:
-    """Whether the problem only follows from an earlier one at the same key or around it."""
+    """Whether something is missing only because of an earlier problem: a bad file, base or key."""
+    if any(p.key in ("", "base") for p in earlier):
+        return "missing" in problem.text
     heads = tuple(f"{p.key}." for p in earlier if p.key)
     return "missing" in problem.text and f"{problem.key}.".startswith(heads)

@@ -124,7 +124,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
     """Returns the value of a scalar; raises ValueError for one that can't be had."""
     kind, text = node.tag.removeprefix(_TAG), node.value
     if kind == "str":
-        if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        if not is_whole(text):
             raise ValueError("holds a character that text can't hold (NUL or half a pair)")
         return text
     if kind == "int" and _INT.match(text):
@@ -138,6 +138,11 @@ def _scalar(node: yaml.ScalarNode) -> Any:
     if kind == "null" and _NULL.match(text):
         return None
     raise ValueError(f"the tag {node.tag} is not read with {shorten(text)!r}")
+
+
+def is_whole(text: str) -> bool:
+    """Returns whether the text holds neither NUL nor half of a surrogate pair."""
+    return not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text)
 
 
 def plain(node: Node) -> Any:

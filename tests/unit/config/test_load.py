@@ -288,6 +288,25 @@ def test_an_absent_file_is_a_usage_error_and_an_unreadable_one_is_not(write: Wri
     )
 
 
+def test_a_dotted_key_in_a_file_is_refused_with_the_way_to_write_it(write: Write):
+    path = write("train.steps: 3\ndata: {source: {kind: text, path: p}}\n")
+    assert lines(path) == [
+        "x.yaml:1: train.steps: dotted keys are for the command line; here the field goes below "
+        "its section"
+    ]
+
+
+def test_a_file_that_can_not_be_read_is_the_only_problem(write: Write):
+    found = lines(write("train:\n\tsteps: 3"))
+    assert len(found) == 1
+    assert found[0].startswith("x.yaml:2: not valid YAML: ")
+
+
+def test_a_word_that_is_not_utf_8_is_refused(write: Write):
+    word = "telemetry.sample_prompt=\udcff"
+    assert lines(write(), word)[0].endswith(": telemetry.sample_prompt: is not UTF-8 text")
+
+
 def test_messages_hold_no_control_characters(write: Write):
     found = lines(write(), "train.steps=\x1b[31m\n3")
     assert all(line.isprintable() for line in found)
