@@ -4,7 +4,6 @@
 outside contract; launchers rely on them.
 """
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 

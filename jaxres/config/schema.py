@@ -31,7 +31,6 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        validate_default=True,
     )
 
 
@@ -61,7 +60,7 @@ class TokensSource(Section):
 class CustomSource(Section):
     kind: Literal["custom"] = "custom"
     target: Target
-    """`package.module:build`; called with `args`; returns an object with __len__ and __getitem__."""
+    """`package.module:build`; called with `args`; the result has __len__ and __getitem__."""
     args: dict[str, JsonValue] = {}
     """Keyword arguments of the target."""
 
@@ -216,9 +215,7 @@ class SgdOptimizer(OptimizerCommon):
     """Decay of the momentum."""
 
 
-Optimizer = Annotated[
-    AdamwOptimizer | LionOptimizer | SgdOptimizer, Field(discriminator="kind")
-]
+Optimizer = Annotated[AdamwOptimizer | LionOptimizer | SgdOptimizer, Field(discriminator="kind")]
 
 
 class TrainSection(Section):

@@ -1,0 +1,37 @@
+"""The configuration of a run: read, checked as a whole, described, compared.
+
+Home of: bad_config
+"""
+
+from jaxres.config.checks import check
+from jaxres.config.describe import describe, dump_yaml
+from jaxres.config.load import Loaded, load, load_recorded
+from jaxres.config.problems import Problem
+from jaxres.config.schema import RunConfig
+from jaxres.config.trajectory import (
+    check_same,
+    diff,
+    digest,
+    free_changes,
+    horizon_steps,
+    run_dir,
+    trajectory,
+)
+
+__all__ = [
+    "Loaded",
+    "Problem",
+    "RunConfig",
+    "check",
+    "check_same",
+    "describe",
+    "diff",
+    "digest",
+    "dump_yaml",
+    "free_changes",
+    "horizon_steps",
+    "load",
+    "load_recorded",
+    "run_dir",
+    "trajectory",
+]

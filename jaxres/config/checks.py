@@ -1,0 +1,146 @@
+"""Checks across keys: what each key alone allows and the keys together don't.
+
+Only what is impossible on every machine is refused here; what depends on the devices, the data or
+the free disk is looked at when they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxres.config.problems import Problem
+from jaxres.config.schema import (
+    BytesTokenizer,
+    CustomModel,
+    CustomSource,
+    GptModel,
+    MlpModel,
+    RunConfig,
+    TextSource,
+)
+
+LARGEST_SEED = 2**63 - 1
+LARGEST_STEP = 2**31 - 1
+BYTES_VOCAB = 257
+"""256 byte values and the end of a document."""
+
+
+def check(config: RunConfig) -> list[Problem]:
+    """Returns everything that is impossible about this combination of values."""
+    return [*_numbers(config), *_batch(config), *_model(config), *_mesh(config), *_uses(config)]
+
+
+def _numbers(config: RunConfig) -> Iterator[Problem]:
+    if config.run.seed > LARGEST_SEED:
+        yield Problem("run.seed", f"must be at most {LARGEST_SEED} (64 bits)")
+    if config.train.steps > LARGEST_STEP:
+        yield Problem("train.steps", f"must be at most {LARGEST_STEP} (steps count in 32 bits)")
+    if config.train.reduction == "invariant":
+        yield Problem("train.reduction", "invariant is not built yet; use fast")
+
+
+def _nearest(value: int, divisor: int) -> str:
+    """Names the multiples of a divisor around a value."""
+    below = value // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"
+
+
+def _batch(config: RunConfig) -> Iterator[Problem]:
+    rows, parts = config.train.global_batch_size, config.train.microbatches
+    if rows % parts:
+        yield Problem(
+            "train.global_batch_size",
+            f"{rows} is not divisible by train.microbatches={parts}; try {_nearest(rows, parts)}",
+            others=("train.microbatches",),
+        )
+    data, fsdp = config.mesh.data, config.mesh.fsdp
+    if data > 0 and fsdp > 0 and rows % (data * fsdp):
+        yield Problem(
+            "train.global_batch_size",
+            f"{rows} is not divisible by mesh.data * mesh.fsdp = {data} * {fsdp}; "
+            f"try {_nearest(rows, data * fsdp)}",
+            others=("mesh.data", "mesh.fsdp"),
+        )
+
+
+def _model(config: RunConfig) -> Iterator[Problem]:
+    model, source = config.model, config.data.source
+    if isinstance(model, GptModel):
+        yield from _heads(model)
+        if model.attention == "cudnn" and model.compute_dtype != "bfloat16":
+            yield Problem(
+                "model.attention",
+                f"cudnn needs model.compute_dtype=bfloat16 (it is {model.compute_dtype}); "
+                "use auto or xla",
+                others=("model.compute_dtype",),
+            )
+    if isinstance(model, CustomModel) or not isinstance(source, TextSource):
+        return
+    is_bytes = isinstance(config.data.tokenizer, BytesTokenizer)
+    if is_bytes and model.vocab_size is not None and model.vocab_size < BYTES_VOCAB:
+        yield Problem(
+            "model.vocab_size",
+            f"{model.vocab_size} is smaller than the bytes tokenizer's {BYTES_VOCAB}; "
+            "leave it out, or give at least that",
+        )
+
+
+def _heads(model: GptModel) -> Iterator[Problem]:
+    width, heads, groups = model.d_model, model.num_heads, model.num_kv_heads
+    if width % (2 * heads):
+        is_odd = width % heads == 0
+        why = f"into an odd head width ({width // heads}), RoPE needs an even one"
+        yield Problem(
+            "model.d_model",
+            f"{width} is {'divided' if is_odd else 'not divisible'} by model.num_heads={heads}"
+            f"{' ' + why if is_odd else ''}; try {_nearest(width, 2 * heads)}",
+            others=("model.num_heads",),
+        )
+    if groups is not None and heads % groups:
+        fitting = [str(n) for n in range(1, min(heads, 1024) + 1) if heads % n == 0]
+        yield Problem(
+            "model.num_kv_heads",
+            f"{groups} does not divide model.num_heads={heads}; try one of {', '.join(fitting)}",
+            others=("model.num_heads",),
+        )
+
+
+def _mesh(config: RunConfig) -> Iterator[Problem]:
+    axes = {f"mesh.{name}": size for name, size in config.mesh.model_dump().items()}
+    for key, size in axes.items():
+        if size == 0:
+            yield Problem(key, "must be at least 1, or -1 for all the rest (got 0)")
+    rest = [key for key, size in axes.items() if size == -1]
+    if len(rest) > 1:
+        names = " and ".join(rest)
+        text = f"only one axis can be -1 (all the rest), here {names} are; give the others a number"
+        yield Problem(rest[-1], text, others=tuple(rest))
+
+
+def _uses(config: RunConfig) -> Iterator[Problem]:
+    source, model = config.data.source, config.model
+    if config.evaluation.every_steps and not config.data.heldout_fraction:
+        yield Problem(
+            "evaluation.every_steps",
+            "there is nothing to evaluate on: data.heldout_fraction is 0; "
+            "give a share such as 0.02, or set evaluation.every_steps to 0",
+            others=("data.heldout_fraction",),
+        )
+    if config.telemetry.sample_tokens:
+        fits = isinstance(source, TextSource) and isinstance(model, GptModel | MlpModel)
+        if not fits:
+            yield Problem(
+                "telemetry.sample_tokens",
+                "a text sample needs a text source and a gpt or mlp model "
+                f"(here {source.kind} and {model.kind}); set it to 0",
+                others=("data.source.kind", "model.kind"),
+            )
+    if isinstance(source, TextSource) and not source.path:
+        yield Problem("data.source.path", "is empty; name a folder, file or glob")
+    if isinstance(source, TextSource) and not source.include:
+        yield Problem("data.source.include", "is empty, so no file is taken; leave it out for all")
+    for key, part in (("data.source", source), ("model", model)):
+        if isinstance(part, CustomModel | CustomSource):
+            taken = {"vocab_size", "seq_len"} if isinstance(part, CustomModel) else set()
+            for name in sorted(taken & set(part.args)):
+                yield Problem(f"{key}.args.{name}", "is passed by jaxres itself; take it out")

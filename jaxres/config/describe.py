@@ -1,0 +1,134 @@
+"""The configuration in words, for --help, and as YAML, for the run directory."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from jaxres.config import yaml12
+from jaxres.config.fields import ROOT, Leaf, Slot, is_free, kinds, leaves
+from jaxres.config.problems import show
+from jaxres.config.schema import RunConfig
+
+_NAMES = {
+    "int": "whole number",
+    "float": "number",
+    "str": "text",
+    "bool": "true or false",
+    "Path": "path",
+    "NoneType": "null",
+}
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+HEAD = """\
+Settings, given in the file as sections or on the command line as section.field=value.
+Those marked (free) may change whenever a run is restarted; all others belong to its trajectory.
+"""
+
+
+def describe() -> str:
+    """Returns every setting with its type, default, meaning, and whether it is free."""
+    lines = [HEAD]
+    last: tuple[str, ...] | None = None
+    for leaf in _ordered():
+        heading = (leaf.key.split(".")[0], *(f"{key}.kind={kind}" for key, kind in leaf.under))
+        if heading != last:
+            lines += list(_heading(leaf, last))
+            last = heading
+        lines.append(_line(leaf))
+    return "\n".join(lines) + "\n"
+
+
+def _ordered() -> Iterator[Leaf]:
+    """Yields each setting once: what a section has under every outer kind is not repeated."""
+    seen: set[tuple[str, Any]] = set()
+    tops = list(RunConfig.model_fields)
+
+    def place(leaf: Leaf) -> tuple[int, bool, int]:
+        return tops.index(leaf.key.split(".")[0]), bool(leaf.under), leaf.key.count(".")
+
+    for leaf in sorted(leaves(), key=place):
+        own = leaf.under[-1:] if leaf.under else ()
+        if (leaf.key, own) in seen:
+            continue
+        seen.add((leaf.key, own))
+        yield Leaf(leaf.key, leaf.info, leaf.section, own)
+
+
+def _heading(leaf: Leaf, last: tuple[str, ...] | None) -> Iterator[str]:
+    top = leaf.key.split(".")[0]
+    if last is None or last[0] != top:
+        yield f"{top}: {RunConfig.model_fields[top].description}"
+    for key, kind in leaf.under:
+        yield f"  with {key}.kind={kind}{_choice(key, kind)}:"
+
+
+def _choice(key: str, kind: str) -> str:
+    slot: Slot | None = ROOT
+    for part in key.split("."):
+        slot = slot.child(part) if slot else None
+    assert slot is not None
+    others = [name for name in kinds(slot) if name != kind]
+    default = " (default)" if kind == slot.default_kind else ""
+    return f"{default}; or {', '.join(others)}" if others else default
+
+
+def _line(leaf: Leaf) -> str:
+    info = leaf.info
+    default = "required" if info.is_required() else f"default {_default(info)}"
+    meaning = (info.description or "").splitlines()[0] if info.description else ""
+    mark = " (free)" if is_free(info) else ""
+    return f"    {leaf.key}: {type_text(info)}; {default}{mark}\n        {meaning}"
+
+
+def _default(info: FieldInfo) -> str:
+    value = info.default
+    plain = value if isinstance(value, int | float | str | None | dict) else None
+    if plain is None and value is not None:
+        plain = list(value) if isinstance(value, tuple) else str(value)
+    return show(plain)
+
+
+def type_text(info: FieldInfo) -> str:
+    """Returns the field's type and bounds in words."""
+    return _type(info.annotation, info.metadata)
+
+
+def _type(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        extra = [m for item in parts[1:] for m in getattr(item, "metadata", [item])]
+        return _type(parts[0], [*metadata, *extra])
+    if origin is typing.Literal:
+        return " | ".join(str(part) for part in parts)
+    if origin is tuple:
+        return f"list of {_type(parts[0])}"
+    if origin is dict:
+        return "section of free keys"
+    if parts:
+        return " or ".join(_type(part) for part in parts)
+    bounds = [
+        f"{sign} {getattr(item, name):g}"
+        for item in metadata
+        for name, sign in _SIGNS.items()
+        if getattr(item, name, None) is not None
+    ]
+    name = _NAMES.get(annotation.__name__, annotation.__name__)
+    return f"{name} {' and '.join(bounds)}".strip()
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """Returns the resolved config as YAML that reloads to an equal one, run.dir apart.
+
+    run.dir is left out: a run directory may be moved, and the place given then wins.
+    """
+    data = config.model_dump(mode="json")
+    data["run"].pop("dir")
+    return yaml12.dump(_kind_first(data))
+
+
+def _kind_first(data: dict[str, Any]) -> dict[str, Any]:
+    ordered = {key: data[key] for key in ("kind",) if key in data} | data
+    return {k: _kind_first(v) if isinstance(v, dict) else v for k, v in ordered.items()}

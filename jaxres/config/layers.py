@@ -1,0 +1,207 @@
+"""The layers of a configuration (bases, the file, the command line) and how they are laid over.
+
+Choosing another `kind` in a later layer replaces the section: adamw's learning rate must not end
+up in sgd because both happen to have a field of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxres.config.fields import ROOT, Slot
+from jaxres.config.problems import Problem, one_line, shorten, show
+from jaxres.config.yaml12 import Node, is_whole, parse, plain
+from jaxres.faults import UsageError
+
+COMMAND_LINE = "command line"
+
+
+def read_file(path: Path, *, named_by: str = "") -> tuple[Node, list[Problem]]:
+    """Reads one file as a layer; raises UsageError if the file given by the user is absent."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        kind = "is a folder, not a file" if isinstance(error, IsADirectoryError) else "no such file"
+        if not named_by:
+            raise UsageError(f"{path}: {kind} (exit 64)") from error
+        return Node({}, str(path)), [Problem("base", f"{path}: {kind}", named_by)]
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        return Node({}, str(path)), [Problem("", f"can't be read: {error}", named_by or str(path))]
+    node, problems = parse(text, lambda line: f"{path}:{line + 1}")
+    if node is None or not isinstance(node.value, dict):
+        if node is not None and node.value is not None:
+            wrong = f"holds {_named(node.value)}; sections such as `train:` are expected"
+            problems.append(Problem("", wrong, node.where))
+        return Node({}, str(path)), problems
+    return Node(node.value, str(path)), problems
+
+
+def file_layers(path: Path) -> tuple[list[Node], list[Problem]]:
+    """Returns the bases of a file in order, then the file itself; later ones go over earlier."""
+    layer, problems = read_file(path)
+    base = layer.value.pop("base", None)
+    layers = []
+    for name in _base_names(base, problems):
+        below, wrong = read_file(path.parent / name, named_by=base.where if base else "")
+        problems += wrong
+        again = below.value.pop("base", None)
+        if again is not None:
+            text = f"a base can't have a base itself; name both files in {path}"
+            problems.append(Problem("base", text, again.where))
+        layers.append(below)
+    return [*layers, layer], problems
+
+
+def _base_names(base: Node | None, problems: list[Problem]) -> list[str]:
+    if base is None:
+        return []
+    names = base.value if isinstance(base.value, list) else [base.value]
+    if all(isinstance(name, str) and name for name in names):
+        return names
+    text = f"must be a path relative to this file, or a list of paths (got {show(plain(base))})"
+    problems.append(Problem("base", text, base.where))
+    return []
+
+
+def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
+    """Reads `section.field=value` words as one layer; of equal keys the last one wins.
+
+    Raises UsageError for a word that is no override at all.
+    """
+    layer, problems = Node({}, COMMAND_LINE), []
+    strange = [word for word in overrides if not _is_override(word)]
+    if strange:
+        lines = [
+            f"{COMMAND_LINE} ({one_line(shorten(word))}): no such flag; "
+            "settings are given as section.field=value (exit 64)"
+            for word in strange
+        ]
+        raise UsageError("\n".join(lines))
+    for word in overrides:
+        name, _, raw = word.removeprefix("--").partition("=")
+        path = tuple(name.split("."))
+        node, wrong = _value(path, raw, f"{COMMAND_LINE} ({one_line(shorten(f'{name}={raw}'))})")
+        for key in reversed(path):
+            node = Node({key: node}, node.where)
+        wrong += shape_problems(node, ROOT)
+        problems += wrong
+        if not wrong:
+            layer = _graft(layer, node)
+    return layer, problems
+
+
+def _is_override(word: str) -> bool:
+    name, equals, _ = word.removeprefix("--").partition("=")
+    return bool(equals) and not name.startswith("-") and all(name.split("."))
+
+
+def _value(path: tuple[str, ...], raw: str, where: str) -> tuple[Node, list[Problem]]:
+    """Reads the value of an override: as YAML, except that text is taken as it stands."""
+    slot, key = _slot_at(path), ".".join(path)
+    empty = Problem(key, "is empty; give a value, or leave it out", where)
+    node, problems = parse(raw, lambda line: where)
+    value = node.value if node and not problems else ...
+    if slot is not None and slot.is_text:
+        if not raw and str not in slot.types:
+            return Node(None, where), [empty]
+        if not is_whole(raw):
+            return Node(None, where), [Problem(key, "is not UTF-8 text", where)]
+        is_quoted = raw[:1] in ("'", '"') and isinstance(value, str)
+        is_null = bool(raw) and value is None and type(None) in slot.types
+        return (node if node and (is_quoted or is_null) else Node(raw, where)), []
+    if node is None:
+        return Node(None, where), [Problem(key, p.text, where) for p in problems] or [empty]
+    return node, [Problem(".".join((*path, p.key)).rstrip("."), p.text, where) for p in problems]
+
+
+def _slot_at(path: tuple[str, ...]) -> Slot | None:
+    slot: Slot | None = ROOT
+    for key in path:
+        slot = slot.child(key) if slot else None
+    return slot
+
+
+def _graft(lower: Node, upper: Node) -> Node:
+    if not (isinstance(lower.value, dict) and isinstance(upper.value, dict)):
+        return upper
+    both = dict(lower.value)
+    for key, node in upper.value.items():
+        both[key] = _graft(both[key], node) if key in both else node
+    return Node(both, lower.where)
+
+
+def shape_problems(node: Node, slot: Slot | None, path: tuple[str, ...] = ()) -> list[Problem]:
+    """Returns what is a section and should be a value, or the other way round; drops it there."""
+    if slot is None or slot.is_open:
+        return []
+    if not slot.sections:
+        if not isinstance(node.value, dict):
+            return []
+        below = ", ".join(f"'{key}'" for key in node.value) or "nothing"
+        text = f"is a single value, not a section (got keys below it: {below})"
+        return [Problem(".".join(path), text, node.where)]
+    if not isinstance(node.value, dict):
+        first = "kind" if slot.by_kind else next(iter(slot.sections[0].model_fields))
+        how = f"{'.'.join((*path, first))}=..."
+        text = f"is a section (got {show(plain(node))}); set what is in it, as in {how}"
+        return [Problem(".".join(path), text, node.where)]
+    found: list[Problem] = []
+    for key in list(node.value):
+        if "." in key:
+            text = "dotted keys are for the command line; here the field goes below its section"
+            found.append(Problem(".".join((*path, key)), text, node.value.pop(key).where))
+            continue
+        wrong = shape_problems(node.value[key], slot.child(key), (*path, key))
+        if wrong and any(p.key == ".".join((*path, key)) for p in wrong):
+            del node.value[key]
+        found += wrong
+    return found
+
+
+def _named(value: Any) -> str:
+    return "a list" if isinstance(value, list) else f"a single value ({show(value)})"
+
+
+def lay_over(lower: Node, upper: Node, slot: Slot | None = ROOT) -> Node:
+    """Returns the upper layer over the lower; another `kind` above replaces the section below."""
+    if slot is None or not (isinstance(lower.value, dict) and isinstance(upper.value, dict)):
+        return upper
+    if slot.is_open:
+        return _graft(lower, upper)
+    if slot.by_kind and "kind" in upper.value:
+        below = lower.value.get("kind")
+        kind = below.value if below else slot.default_kind
+        if upper.value["kind"].value != kind:
+            return upper
+    both = dict(lower.value)
+    for key, node in upper.value.items():
+        both[key] = lay_over(both[key], node, slot.child(key)) if key in both else node
+    return Node(both, lower.where)
+
+
+def resolved(node: Node, slot: Slot = ROOT) -> dict[str, Any]:
+    """Returns plain data for the schema: default kinds and empty required sections filled in."""
+    data: dict[str, Any] = {}
+    section = slot.section(plain(node.value["kind"]) if "kind" in node.value else None)
+    if slot.by_kind and slot.default_kind and "kind" not in node.value:
+        data["kind"] = slot.default_kind
+    for key, child in node.value.items():
+        below = slot.child(key)
+        is_section = below is not None and below.sections and isinstance(child.value, dict)
+        data[key] = resolved(child, below) if below and is_section else plain(child)
+    for key, info in section.model_fields.items() if section else ():
+        below = slot.child(key)
+        if key not in data and info.is_required() and below and below.sections:
+            data[key] = {} if below.by_kind else resolved(Node({}, ""), below)
+    return data
+
+
+def origins(node: Node, path: tuple[str, ...] = ()) -> dict[str, str]:
+    """Returns where each dotted key was given, sections included."""
+    found = {".".join(path): node.where} if path else {}
+    if isinstance(node.value, dict):
+        for key, child in node.value.items():
+            found |= origins(child, (*path, key))
+    return found

@@ -1,0 +1,155 @@
+"""Checks plain data against the schema and says what is wrong in a person's words."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from jaxres.config.fields import ROOT, Leaf, Slot, kind_of, kinds, leaves
+from jaxres.config.problems import Problem, did_you_mean, show
+from jaxres.config.schema import RunConfig
+
+_MUST_BE = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text (in quotes, where it looks like something else)",
+    "path_type": "a path (in quotes, where it looks like something else)",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a section of free keys",
+    "model_type": "a section",
+    "model_attributes_type": "a section",
+    "string_pattern_mismatch": "package.module:function",
+}
+_BOUNDS = {
+    "greater_than": ("greater than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+def validate(data: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
+    """Returns the configuration, or None and everything that is wrong with the data."""
+    problems = [
+        Problem(key, f"must be a finite number (got {value})")
+        for key, value in _not_finite(data, "")
+        if _is_open_key(key)
+    ]
+    try:
+        # JSON, because pydantic's strict mode then still takes lists for tuples and text for paths.
+        config = RunConfig.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        return None, problems + [_explain(details, data) for details in error.errors()]
+    return (None if problems else config), problems
+
+
+def _not_finite(value: Any, key: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, child in value.items():
+            yield from _not_finite(child, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from _not_finite(child, f"{key}[{index}]")
+
+
+def _is_open_key(key: str) -> bool:
+    """Whether the key lies in `args`, which the schema takes as it is."""
+    return ".args." in key
+
+
+def _explain(details: ErrorDetails, data: dict[str, Any]) -> Problem:
+    """Turns one of pydantic's errors into a problem with the key as the user writes it."""
+    key, slot, kind = _locate(details["loc"], data)
+    what, context, given = details["type"], details.get("ctx", {}), details["input"]
+    got = f" (got {show(given)})"
+    if what == "extra_forbidden":
+        return Problem(key, _unknown_key(key, slot, kind))
+    if what == "missing":
+        return Problem(key, f"missing; give it in the file or as {key}=...")
+    if what in ("union_tag_not_found", "union_tag_invalid"):
+        allowed = kinds(slot)
+        choices = _one_of(allowed)
+        if what == "union_tag_not_found":
+            text = f"missing; choose {choices} in the file or as {key}.kind=..."
+            return Problem(f"{key}.kind", text)
+        tag = given["kind"] if isinstance(given, dict) else given
+        return Problem(
+            f"{key}.kind", f"must be {choices} (got {show(tag)}){did_you_mean(str(tag), allowed)}"
+        )
+    if what in _BOUNDS:
+        words, name = _BOUNDS[what]
+        return Problem(key, f"must be {words} {context[name]:g}{got}")
+    if what == "string_type" and Path in (slot.child(key.rpartition(".")[2]) or slot).types:
+        what = "path_type"
+    if what in _MUST_BE:
+        return Problem(key, f"must be {_MUST_BE[what]}{got}")
+    if what == "literal_error":
+        near = did_you_mean(str(given), context["expected"].replace("'", "").split(" "))
+        return Problem(key, f"must be {context['expected'].replace(chr(39), '')}{got}{near}")
+    return Problem(key, f"{details['msg'][0].lower()}{details['msg'][1:]}{got}")
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _locate(loc: tuple[int | str, ...], data: Any) -> tuple[str, Slot, str | None]:
+    """Returns the dotted key of pydantic's place, the last section's slot on the way, its kind.
+
+    pydantic puts the kind into the place (`optimizer`, `adamw`, `b1`); the user never wrote that.
+    """
+    key, slot, kind = "", ROOT, None
+    rest = list(loc)
+    while rest:
+        part = rest.pop(0)
+        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
+        data = data.get(part) if isinstance(data, dict) else None
+        child = slot.child(str(part)) if slot.sections else None
+        if child is None or not child.sections:
+            continue
+        slot, kind = child, None
+        if slot.by_kind and rest:
+            kind = str(rest.pop(0))
+    return key, slot, kind
+
+
+def _unknown_key(key: str, slot: Slot, kind: str | None) -> str:
+    """Says that a key is unknown, and which one was probably meant."""
+    parent, _, name = key.rpartition(".")
+    section = slot.section(kind)
+    known = list(section.model_fields) if section else []
+    others = [kind_of(s) for s in slot.sections if s is not section and name in s.model_fields]
+    if others:
+        return f"unknown key for kind {kind}; {_one_of(tuple(others))} has it ({_keys(known)})"
+    near = did_you_mean(name, known)
+    if not near:
+        places = _places_of(
+            name, [leaf for leaf in leaves() if leaf.key.rpartition(".")[0] != parent]
+        )
+        near = f"; did you mean {_one_of(places)}?" if places else ""
+    return f"unknown key{near} ({_keys(known)})"
+
+
+def _places_of(name: str, known: list[Leaf]) -> tuple[str, ...]:
+    """Returns the dotted keys elsewhere whose last part is the name, or else nearest to it."""
+    last = {leaf.key: leaf.key.rpartition(".")[2] for leaf in known}
+    near = difflib.get_close_matches(name, set(last.values()), n=1, cutoff=0.75)
+    nearest = name if name in last.values() else near[0] if near else None
+    return tuple(key for key, end in last.items() if end == nearest)[:3]
+
+
+def _keys(known: list[str]) -> str:
+    return f"keys here: {', '.join(known)}"

@@ -1,0 +1,325 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxres.config import dump_yaml, load, load_recorded
+from jaxres.config.schema import AdamwOptimizer, GptModel, LinearSchedule, MlpModel, SgdOptimizer
+from jaxres.faults import ConfigError, Exit, UsageError
+
+from .conftest import MINIMAL, Write
+
+
+def lines(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    assert caught.value.exit == Exit.CONFIG
+    return str(caught.value).split("\n")
+
+
+def test_the_package_imports_neither_jax_nor_numpy():
+    code = "import sys, jaxres.config; print([m for m in ('jax', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_minimal_file_takes_the_defaults(write: Write):
+    loaded = load(write())
+    assert loaded.name == "x"
+    assert loaded.config.model == GptModel()
+    assert loaded.config.optimizer == AdamwOptimizer()
+    assert loaded.origins["train.steps"] == "x.yaml:4"
+    assert "run.seed" not in loaded.origins
+
+
+def test_a_section_without_a_kind_has_the_default_kind(write: Write):
+    path = write(MINIMAL + "optimizer: {learning_rate: 3e-4, schedule: {final_fraction: 0}}\n")
+    assert load(path).config.optimizer.learning_rate == 3e-4
+    assert load(path, ["optimizer.b1=0.5"]).config.optimizer.learning_rate == 3e-4
+
+
+def test_overrides_go_over_the_file_and_the_last_one_wins(write: Write):
+    words = ["train.steps=1", "--train.steps=2", "mesh={data: 2, fsdp: 4}", "mesh.data=3"]
+    loaded = load(write(), words)
+    assert loaded.config.train.steps == 2
+    assert (loaded.config.mesh.data, loaded.config.mesh.fsdp) == (3, 4)
+    assert loaded.origins["train.steps"] == "command line (train.steps=2)"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["optimizer.kind=sgd", "optimizer.momentum=0.5"],
+        ["optimizer.momentum=0.5", "optimizer.kind=sgd"],
+        ["optimizer={momentum: 0.5, kind: sgd}"],
+        ["optimizer.kind=lion", "--optimizer.momentum=0.5", "optimizer.kind=sgd"],
+    ],
+)
+def test_another_kind_on_the_command_line_replaces_the_section(write: Write, words: list[str]):
+    path = write(MINIMAL + "optimizer: {kind: adamw, learning_rate: 3e-4, weight_decay: 0.3}\n")
+    assert load(path, words).config.optimizer == SgdOptimizer(momentum=0.5)
+
+
+def test_another_kind_over_an_unstated_default_kind_replaces_the_section(write: Write):
+    path = write(MINIMAL + "optimizer: {learning_rate: 3e-4}\n")
+    assert load(path, ["optimizer.kind=sgd"]).config.optimizer == SgdOptimizer()
+
+
+def test_the_same_kind_keeps_what_is_below(write: Write):
+    path = write(MINIMAL + "optimizer: {learning_rate: 3e-4}\n")
+    optimizer = load(path, ["optimizer.kind=adamw"]).config.optimizer
+    assert optimizer == AdamwOptimizer(learning_rate=3e-4)
+
+
+def test_another_schedule_replaces_the_schedule_only(write: Write):
+    path = write(MINIMAL + "optimizer: {b1: 0.5, schedule: {kind: cosine, final_fraction: 0.3}}\n")
+    optimizer = load(path, ["optimizer.schedule.kind=linear"]).config.optimizer
+    assert optimizer == AdamwOptimizer(b1=0.5, schedule=LinearSchedule())
+
+
+def test_files_go_over_their_bases_in_order(write: Write):
+    write("train: {steps: 1, global_batch_size: 48}\nmodel: {kind: gpt, num_layers: 3}\n", "a.yaml")
+    write("train: {steps: 2}\nrun: {seed: 7}\n", "b.yaml")
+    path = write(
+        "base: [a.yaml, b.yaml]\ndata: {source: {kind: text, path: p}}\nmodel: {kind: mlp}"
+    )
+    loaded = load(path)
+    train = loaded.config.train
+    assert (train.steps, train.global_batch_size, loaded.config.run.seed) == (2, 48, 7)
+    assert loaded.config.model == MlpModel()
+    assert loaded.origins["train.steps"] == "b.yaml:1"
+    assert not [place for place in loaded.origins.values() if place == "a.yaml:2"]
+
+
+def test_bases_are_relative_to_the_file_and_one_level_deep(write: Write):
+    Path("sub").mkdir()
+    write("train: {steps: 5}\n", "sub/a.yaml")
+    top = "base: a.yaml\ndata: {source: {kind: text, path: p}}\n"
+    assert load(write(top, "sub/x.yaml")).config.train.steps == 5
+    write("base: b.yaml\ntrain: {steps: 5}\n", "sub/a.yaml")
+    assert lines(Path("sub/x.yaml")) == [
+        "sub/a.yaml:1: base: a base can't have a base itself; name both files in sub/x.yaml"
+    ]
+
+
+def test_a_bad_base_is_named_with_its_line(write: Write):
+    assert lines(write(MINIMAL + "base: no.yaml")) == ["x.yaml:5: base: no.yaml: no such file"]
+    assert lines(write(MINIMAL + "base: 3")) == [
+        "x.yaml:5: base: must be a path relative to this file, or a list of paths (got 3)"
+    ]
+
+
+def test_everything_wrong_is_reported_at_once_each_with_its_place(write: Write):
+    path = write(
+        """
+        data:
+          source: {kind: text, path: "{stdlib}"}
+          seq_lne: 3
+        train:
+          steps: many
+          steps: 3
+          global_batch_size: true
+        optimizer:
+          kind: adamw
+          momentum: 3
+          b1: 2
+        model:
+        steps: 4
+        """
+    )
+    found = lines(path, "telemetry.sample_tokns=3", "run=3", "train.microbatches=1.0")
+    assert found == [
+        "x.yaml:6: train.steps: given twice (first at x.yaml:5)",
+        "command line (run=3): run: is a section (got 3); set what is in it, as in run.dir=...",
+        "x.yaml:12: model: is a section (got null); set what is in it, as in model.kind=...",
+        "x.yaml:3: data.seq_lne: unknown key; did you mean 'seq_len'? (keys here: source, "
+        "tokenizer, seq_len, heldout_fraction, cache_dir, prefetch_batches, timeout_seconds)",
+        "x.yaml:11: optimizer.b1: must be at most 1 (got 2)",
+        "x.yaml:10: optimizer.momentum: unknown key for kind adamw; sgd has it (keys here: "
+        "learning_rate, weight_decay, clip_norm, schedule, kind, b1, b2, eps)",
+        "x.yaml:7: train.global_batch_size: must be a whole number (got true)",
+        "command line (train.microbatches=1.0): train.microbatches: must be a whole number "
+        "(got 1.0)",
+        "command line (telemetry.sample_tokns=3): telemetry.sample_tokns: unknown key; did you "
+        "mean 'sample_tokens'? (keys here: log_every_seconds, sample_prompt, sample_tokens)",
+        "x.yaml:13: steps: unknown key; did you mean train.steps? (keys here: run, data, model, "
+        "optimizer, train, mesh, checkpoint, evaluation, telemetry, compilation)",
+    ]
+
+
+def test_what_is_missing_says_how_to_give_it(write: Write):
+    assert lines(write("")) == [
+        "x.yaml: data.source.kind: missing; choose text, tokens or custom in the file or as "
+        "data.source.kind=...",
+        "x.yaml: train.steps: missing; give it in the file or as train.steps=...",
+    ]
+    assert lines(write("train: 3"), "data.source.kind=tokens") == [
+        "x.yaml:1: train: is a section (got 3); set what is in it, as in train.steps=...",
+        "command line (data.source.kind=tokens): data.source.path: missing; give it in the file "
+        "or as data.source.path=...",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("train.steps=true", "must be a whole number (got true)"),
+        ("train.steps=1e3", "must be a whole number (got 1000.0)"),
+        ("train.steps=010", 'must be a whole number (got "010")'),
+        ("train.steps='3'", 'must be a whole number (got "3")'),
+        ("train.steps=null", "must be a whole number (got null)"),
+        ("train.steps=[3]", "must be a whole number (got [3])"),
+        ("train.steps=0", "must be greater than 0 (got 0)"),
+        ("train.steps=", "is empty; give a value, or leave it out"),
+        ("train.steps=[", "not valid YAML: "),
+        ("train.steps=" + "9" * 300, "must be at most 2147483647"),
+        ("run.seed=-1", "must be at least 0 (got -1)"),
+        ("run.seed=9223372036854775808", "must be at most 9223372036854775807"),
+        ("run.dir=", "is empty; give a value, or leave it out"),
+        ("optimizer.learning_rate=.nan", "must be a finite number (got NaN)"),
+        ("optimizer.learning_rate=nan", 'must be a number (got "nan")'),
+        ("optimizer.learning_rate=1e999", "must be a finite number (got Infinity)"),
+        ("optimizer.learning_rate=" + "9" * 400, "must be a finite number (got a number of"),
+        ("optimizer.learning_rate=true", "must be a number (got true)"),
+        ("optimizer.learning_rate=0", "must be greater than 0 (got 0)"),
+        ("model.dropout=1", "must be less than 1 (got 1)"),
+        ("model.tie_embeddings=1", "must be true or false (got 1)"),
+        ("model.tie_embeddings=yes", 'must be true or false (got "yes")'),
+        (
+            "model.attention=cudn",
+            "must be auto, xla or cudnn (got \"cudn\"); did you mean 'cudnn'?",
+        ),
+        ("optimizer.kind=adam", "must be adamw, lion or sgd (got \"adam\"); did you mean 'adamw'?"),
+        ("optimizer.kind=3", "must be adamw, lion or sgd (got 3)"),
+        ("optimizer.schedule.kind=cos", 'must be cosine, linear or constant (got "cos")'),
+        ("data.tokenizer.kind=bpe", 'must be bytes (got "bpe")'),
+        ("data.source.include=x", 'must be a list (got "x")'),
+        ("data.source.include=[3]", "must be text (in quotes, where it looks like something else)"),
+    ],
+)
+def test_a_bad_value_is_refused_with_what_is_allowed(write: Write, word: str, line: str):
+    found = lines(write(), word)
+    assert len(found) == 1
+    key = word.partition("=")[0]
+    assert found[0].startswith("command line (")
+    assert f": {key}" in found[0]
+    assert line in found[0]
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("train.steps.x=3", "train.steps: is a single value, not a section (got keys below"),
+        (
+            "optimizer=sgd",
+            'optimizer: is a section (got "sgd"); set what is in it, as in optimizer.',
+        ),
+        ("mesh=null", "mesh: is a section (got null); set what is in it, as in mesh.data=..."),
+        ("foo.bar=3", "foo: unknown key ("),
+        ("trian.steps=3", "trian: unknown key; did you mean 'train'?"),
+        ("seed=3", "seed: unknown key; did you mean run.seed?"),
+        ("base=x.yaml", "base: unknown key"),
+    ],
+)
+def test_an_override_without_a_place_is_refused(write: Write, word: str, line: str):
+    found = lines(write(), word)
+    assert len(found) == 1
+    assert found[0].startswith(f"command line ({word}): {line}")
+
+
+@pytest.mark.parametrize(
+    ("key", "raw", "value"),
+    [
+        ("telemetry.sample_prompt", "3", "3"),
+        ("telemetry.sample_prompt", "true", "true"),
+        ("telemetry.sample_prompt", "null", "null"),
+        ("telemetry.sample_prompt", ".nan", ".nan"),
+        ("telemetry.sample_prompt", "def ", "def "),
+        ("telemetry.sample_prompt", "a # b: [", "a # b: ["),
+        ("telemetry.sample_prompt", "", ""),
+        ("telemetry.sample_prompt", '"a\\tb"', "a\tb"),
+        ("telemetry.sample_prompt", "a=b", "a=b"),
+        ("data.source.path", "{stdlib}", "{stdlib}"),
+        ("data.source.path", "010", "010"),
+        ("run.dir", "3", Path("3")),
+        ("run.dir", "null", None),
+        ("compilation.cache_dir", "null", None),
+        ("optimizer.learning_rate", "3", 3.0),
+        ("optimizer.clip_norm", "null", None),
+        ("data.source.include", "[a, b]", ("a", "b")),
+    ],
+)
+def test_override_values_are_yaml_and_text_stands_as_it_is(
+    write: Write, key: str, raw: str, value: object
+):
+    result: object = load(write(), [f"{key}={raw}"]).config
+    for part in key.split("."):
+        result = getattr(result, part)
+    assert (result, type(result)) == (value, type(value))
+
+
+def test_arguments_of_a_target_take_any_key_but_no_infinity(write: Write):
+    path = write(MINIMAL + "model: {kind: custom, target: 'a.b:c', args: {x: 1, kind: q}}\n")
+    words = ["model.args.y=[1, no]", "model.args.kind=r", "model.args.deep.er=2"]
+    model = load(path, words).config.model
+    assert model.model_dump()["args"] == {"x": 1, "kind": "r", "y": [1, "no"], "deep": {"er": 2}}
+    assert lines(path, "model.args.y=[1, .inf]") == [
+        "command line (model.args.y=[1, .inf]): model.args.y[1]: must be a finite number (got inf)"
+    ]
+
+
+@pytest.mark.parametrize("word", ["foo", "--resume", "-train.steps=3", "=3", "train..steps=3", ""])
+def test_a_word_that_is_no_override_is_a_usage_error(write: Write, word: str):
+    with pytest.raises(UsageError, match="no such flag; settings are given as") as caught:
+        load(write(), [word])
+    assert caught.value.exit == Exit.USAGE
+
+
+def test_an_absent_file_is_a_usage_error_and_an_unreadable_one_is_not(write: Write):
+    with pytest.raises(UsageError, match=r"^no\.yaml: no such file \(exit 64\)$"):
+        load(write().with_name("no.yaml"))
+    with pytest.raises(UsageError, match="is a folder, not a file"):
+        load(Path("."))
+    Path("latin.yaml").write_bytes(b"a: \xff")
+    assert lines(Path("latin.yaml"))[0].startswith("latin.yaml: can't be read: ")
+    assert lines(write("- a"))[0] == (
+        "x.yaml:1: holds a list; sections such as `train:` are expected"
+    )
+
+
+def test_a_dotted_key_in_a_file_is_refused_with_the_way_to_write_it(write: Write):
+    path = write("train.steps: 3\ndata: {source: {kind: text, path: p}}\n")
+    assert lines(path) == [
+        "x.yaml:1: train.steps: dotted keys are for the command line; here the field goes below "
+        "its section"
+    ]
+
+
+def test_a_file_that_can_not_be_read_is_the_only_problem(write: Write):
+    found = lines(write("train:\n\tsteps: 3"))
+    assert len(found) == 1
+    assert found[0].startswith("x.yaml:2: not valid YAML: ")
+
+
+def test_a_word_that_is_not_utf_8_is_refused(write: Write):
+    word = "telemetry.sample_prompt=\udcff"
+    assert lines(write(), word)[0].endswith(": telemetry.sample_prompt: is not UTF-8 text")
+
+
+def test_messages_hold_no_control_characters(write: Write):
+    found = lines(write(), "train.steps=\x1b[31m\n3")
+    assert all(line.isprintable() for line in found)
+
+
+def test_a_recorded_config_reloads_equal_and_takes_overrides(write: Write):
+    words = ["optimizer.kind=lion", "telemetry.sample_prompt=010", "model.norm_eps=1e-7"]
+    config = load(write(), words).config
+    Path("run-1").mkdir()
+    recorded = write(dump_yaml(config), "run-1/config.yaml")
+    loaded = load_recorded(recorded)
+    assert (loaded.config, loaded.name) == (config, "run-1")
+    assert load_recorded(recorded, ["run.dir=here"]).config.run.dir == Path("here")
+    write("base: a.yaml\n" + dump_yaml(config), "run-1/config.yaml")
+    with pytest.raises(ConfigError, match="base: unknown key"):
+        load_recorded(recorded)

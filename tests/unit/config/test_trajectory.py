@@ -1,0 +1,195 @@
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from jaxres.config import (
+    RunConfig,
+    check_same,
+    diff,
+    digest,
+    dump_yaml,
+    free_changes,
+    load,
+    load_recorded,
+    run_dir,
+    trajectory,
+)
+from jaxres.config.fields import is_free, leaves
+from jaxres.faults import ConfigError, Exit
+
+from .conftest import MINIMAL, Write
+
+
+def config(write: Write, *words: str) -> RunConfig:
+    return load(write(), words).config
+
+
+def test_the_trajectory_holds_the_keys_not_declared_free(write: Write):
+    found = trajectory(config(write, "model.kind=mlp", "optimizer.schedule.kind=linear"))
+    assert found == {
+        "run": {"seed": 0},
+        "data": {
+            "source": {"kind": "text", "path": "{stdlib}", "include": ["**/*"], "exclude": []},
+            "tokenizer": {"kind": "bytes"},
+            "seq_len": 256,
+            "heldout_fraction": 0.02,
+        },
+        "model": {"kind": "mlp", "num_layers": 2, "d_model": 64, "vocab_size": None},
+        "optimizer": {
+            "kind": "adamw",
+            "learning_rate": 0.0003,
+            "weight_decay": 0.1,
+            "clip_norm": 1.0,
+            "schedule": {
+                "kind": "linear",
+                "warmup_fraction": 0.05,
+                "final_fraction": 0.0,
+                "horizon_steps": 30,
+            },
+            "b1": 0.9,
+            "b2": 0.95,
+            "eps": 1e-8,
+        },
+        "train": {"global_batch_size": 24, "reduction": "fast"},
+    }
+
+
+def test_the_digest_of_a_known_config_never_changes(write: Write):
+    words = ["model.kind=mlp", "optimizer.schedule.kind=linear"]
+    # A change here makes every existing run a new one: that is a breaking change.
+    assert digest(config(write, *words)) == (
+        "92040c3ed97a7db4245b05b6beb10aeacb3d0f26d9e132477a9858c5009964df"
+    )
+
+
+def test_a_default_written_or_left_out_makes_no_difference(write: Write):
+    bare = config(write)
+    full = load_recorded(write(dump_yaml(bare), "full.yaml")).config
+    assert digest(full) == digest(bare)
+    assert digest(config(write, "optimizer.clip_norm=1", "optimizer.kind=adamw")) == digest(bare)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "run.dir=elsewhere",
+        "mesh.fsdp=2",
+        "train.microbatches=2",
+        "checkpoint.save_every_steps=3",
+        "model.remat=block",
+        "data.cache_dir=there",
+        "telemetry.sample_tokens=3",
+    ],
+)
+def test_a_free_key_changes_neither_digest_nor_run_directory_name(write: Write, word: str):
+    bare, other = config(write), config(write, word)
+    assert digest(other) == digest(bare)
+    check_same(bare, other, "runs/x")
+    changed = [key for key, _, _ in free_changes(bare, other)]
+    assert changed == [key for key in [word.partition("=")[0]] if key != "run.dir"]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "run.seed=1",
+        "data.seq_len=128",
+        "data.heldout_fraction=0.1",
+        "model.dropout=0.1",
+        "optimizer.b1=0.5",
+        "optimizer.schedule.warmup_fraction=0.1",
+        "train.global_batch_size=48",
+        "train.steps=31",
+    ],
+)
+def test_a_trajectory_key_changes_the_digest_and_is_the_difference(write: Write, word: str):
+    bare, other = config(write), config(write, word)
+    assert digest(other) != digest(bare)
+    assert [key for key, _, _ in diff(bare, other)] == [word.partition("=")[0]]
+    assert free_changes(bare, other) == []
+
+
+def test_every_key_is_free_or_in_the_trajectory(write: Write):
+    dumped = dump_yaml(config(write))
+    free = {leaf.key for leaf in leaves() if is_free(leaf.info)}
+    assert {"run.dir", "mesh.data", "checkpoint.keep_last", "model.attention"} <= free
+    assert not {"run.seed", "model.d_model", "train.steps", "optimizer.b1"} & free
+    assert "d_model" in dumped
+
+
+@pytest.mark.parametrize(
+    ("schedule", "is_bound"),
+    [
+        ("{kind: cosine}", True),
+        ("{kind: constant, warmup_fraction: 0.1}", True),
+        ("{kind: constant}", False),
+        ("{kind: cosine, horizon_steps: 30}", False),
+        ("{kind: constant, warmup_fraction: 0.1, horizon_steps: 9}", False),
+    ],
+)
+def test_steps_belong_to_the_trajectory_where_the_rate_depends_on_them(
+    write: Write, schedule: str, is_bound: bool
+):
+    words = [f"optimizer.schedule={schedule}"]
+    short, long = config(write, *words), config(write, *words, "train.steps=60")
+    assert (digest(short) != digest(long)) == is_bound
+    if is_bound:
+        assert diff(short, long) == [("train.steps", 30, 60)]
+    else:
+        assert free_changes(short, long) == [("train.steps", 30, 60)]
+
+
+def test_a_run_grows_once_its_schedule_has_the_horizon_it_had(write: Write):
+    short = config(write)
+    long = config(write, "train.steps=60", "optimizer.schedule.horizon_steps=30")
+    check_same(short, long, "runs/x")
+    check_same(long, short, "runs/x")
+
+
+def test_the_run_directory_is_named_by_config_and_digest_unless_given(write: Write):
+    bare = config(write)
+    assert run_dir(bare, "x") == Path("runs") / f"x-{digest(bare)[:8]}"
+    assert run_dir(config(write, "run.dir=a/b"), "x") == Path("a/b")
+
+
+def refusal(write: Write, *words: str) -> str:
+    recorded, loaded = config(write), load(write(), words)
+    with pytest.raises(ConfigError) as caught:
+        check_same(recorded, loaded.config, Path("runs/x-3f9c"), origins=loaded.origins)
+    assert caught.value.exit == Exit.CONFIG
+    return str(caught.value)
+
+
+def test_another_trajectory_is_refused_with_a_diff_and_the_remedy(write: Write):
+    assert refusal(write, "data.seq_len=128") == textwrap.dedent(
+        """\
+        runs/x-3f9c: this run was started with another trajectory (exit 78)
+          data.seq_len: 256 there, 128 here (command line)
+        To go on with that run drop the override; to start a new one change run.dir, or leave it out."""  # noqa: E501
+    )
+
+
+def test_other_steps_are_refused_with_the_horizon_as_remedy(write: Write):
+    assert refusal(write, "train.steps=60") == textwrap.dedent(
+        """\
+        runs/x-3f9c: this run was started with another trajectory (exit 78)
+          train.steps: 30 there, 60 here (command line)
+        To go on with that run drop the override; to start a new one change run.dir, or leave it out.
+        The learning rate depends on train.steps. To train longer in that run add optimizer.schedule.horizon_steps=30: after that step the rate stays at its final value."""  # noqa: E501
+    )
+
+
+def test_another_kind_is_one_difference_and_its_common_keys(write: Write):
+    keys = [key for key, _, _ in diff(config(write), config(write, "optimizer.kind=sgd"))]
+    assert keys == ["optimizer.learning_rate", "optimizer.weight_decay", "optimizer.kind"]
+
+
+def test_values_from_a_file_are_named_with_their_line(write: Write):
+    recorded = config(write)
+    loaded = load(write(MINIMAL + "run: {seed: 3}\n", "y.yaml"))
+    with pytest.raises(ConfigError) as caught:
+        check_same(recorded, loaded.config, "runs/x", origins=loaded.origins)
+    assert "  run.seed: 0 there, 3 here (y.yaml:5)\nTo go on with that run give the values" in str(
+        caught.value
+    )
