@@ -4,6 +4,7 @@
 outside contract; launchers rely on them.
 """
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 

@@ -35,7 +35,7 @@ def build(section: MeshSection, *, devices: Sequence[Any]) -> Mesh:
     Raises:
       ConfigError: the axes do not multiply to the number of devices.
     """
-    sizes = {"data": section.data, "fsdp": section.fsdp, "tensor": section.tensor}
+    sizes = section.sizes()
     fixed = math.prod(size for size in sizes.values() if size != -1)
     rest, remainder = divmod(len(devices), fixed)
     shape = tuple(rest if size == -1 else size for size in sizes.values())

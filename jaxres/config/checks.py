@@ -53,7 +53,8 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
             f"{rows} is not divisible by train.microbatches={parts}; try {_nearest(rows, parts)}",
             others=("train.microbatches",),
         )
-    data, fsdp = config.mesh.data, config.mesh.fsdp
+    sizes = config.mesh.sizes()
+    data, fsdp = sizes["data"], sizes["fsdp"]
     if data > 0 and fsdp > 0 and rows % (data * fsdp):
         yield Problem(
             "train.global_batch_size",
@@ -106,7 +107,7 @@ def _heads(model: GptModel) -> Iterator[Problem]:
 
 
 def _mesh(config: RunConfig) -> Iterator[Problem]:
-    axes = {f"mesh.{name}": size for name, size in config.mesh.model_dump().items()}
+    axes = {f"mesh.{name}": size for name, size in config.mesh.sizes().items()}
     for key, size in axes.items():
         if size == 0:
             yield Problem(key, "must be at least 1, or -1 for all the rest (got 0)")

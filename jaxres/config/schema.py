@@ -233,12 +233,19 @@ MeshAxis = Annotated[int, Field(ge=-1)]
 
 
 class MeshSection(Section):
-    data: MeshAxis = free(-1)
-    """Devices over which the batch is split; -1: all the rest."""
+    data: MeshAxis | None = free(None)
+    """Devices over which the batch is split; -1: all the rest, which is also the default unless
+    another axis takes it."""
     fsdp: MeshAxis = free(1)
     """Devices over which batch and state are split; -1: all the rest."""
     tensor: MeshAxis = free(1)
     """Devices over which matrix products are split; -1: all the rest."""
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the size asked for of every axis, at most one of them -1 in a checked config."""
+        others = {"fsdp": self.fsdp, "tensor": self.tensor}
+        default = 1 if -1 in others.values() else -1
+        return {"data": default if self.data is None else self.data} | others
 
 
 class CheckpointSection(Section):

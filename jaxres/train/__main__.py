@@ -114,7 +114,7 @@ def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
     started = runlog.fold(runlog.read_records(run_dir.log)).starts
     if started and storage.read(run_dir.config) is not None:
         recorded = configs.load_recorded(run_dir.config, ()).config
-        configs.check_same(recorded, loaded.config, run_dir.root)
+        configs.check_same(recorded, loaded.config, run_dir.root, origins=loaded.origins)
     return loaded, run_dir
 
 

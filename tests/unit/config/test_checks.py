@@ -29,7 +29,7 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
             "mesh.tensor: must be at least 1, or -1 for all the rest (got 0)",
         ),
         (
-            ["mesh.fsdp=-1"],
+            ["mesh.data=-1", "mesh.fsdp=-1"],
             "mesh.fsdp: only one axis can be -1 (all the rest), here mesh.data and mesh.fsdp are; "
             "give the others a number",
         ),
