@@ -116,6 +116,8 @@ class Console:
                     self.say(f"step {step}: waited {seconds:.1f} s for the save before")
                 case events.SaveCommitted(step=step):
                     self._committed = step
+                case events.SampleWritten(_, text):
+                    self.say(f"the model writes:\n{text}\n")
                 case events.Noted(message):
                     self.say(message)
                 case _:

@@ -30,7 +30,7 @@ def loss_curve(history: Sequence[MetricsLine], *, width: int = 76, height: int =
     plotext.plot_size(width, height)
     plotext.plot([m[0] for m in means], [m[1] for m in means], marker="braille")
     plotext.title("training loss over steps")
-    return plotext.build()
+    return plotext.uncolorize(plotext.build())
 
 
 def sample(model: Model, params: Params, dataset: Dataset, section: TelemetrySection, *, seq_len: int, seed: int) -> str:

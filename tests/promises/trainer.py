@@ -1,0 +1,183 @@
+"""The vocabulary of the promise tests: real training processes, started, watched and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxres import runlog, verbs
+from jaxres.events import read_events, read_json_lines
+from jaxres.runlog import Line
+from jaxres.rundir import RunDir
+
+POLL_SECONDS = 0.001
+TINY = Path(__file__).with_name("tiny.yaml")
+
+
+@dataclass
+class Trainer:
+    """One training process on a run directory, and what it has left there."""
+
+    run_dir: RunDir
+    process: subprocess.Popen[bytes]
+    output: Path
+    attempt: int
+    """The attempt that this process will claim."""
+
+    def wait(self, condition: Callable[[], bool], *, what: str, seconds: float = 120) -> None:
+        """Waits for a condition; fails if the process ends first."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, (
+                f"ended with {self.process.poll()} before {what}:\n{self.output.read_text()}"
+            )
+            assert time.monotonic() < deadline, f"no {what} in {seconds} s\n{self.output.read_text()}"
+            time.sleep(POLL_SECONDS)
+
+    def wait_step(self, step: int) -> None:
+        """Waits until this attempt has finished a step at or after `step`."""
+        path = self.run_dir.metrics(self.attempt)
+
+        def reached() -> bool:
+            lines = read_json_lines(path)
+            return bool(lines) and lines[-1]["step"] >= step
+
+        self.wait(reached, what=f"step {step}")
+
+    def wait_phase(self, phase: str) -> None:
+        """Waits until this attempt has entered a phase at least once."""
+        path = self.run_dir.events(self.attempt, 0)
+        self.wait(
+            lambda: any(e.get("phase") == phase for e in read_events(path)), what=f"phase {phase}"
+        )
+
+    def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a real signal to the process."""
+        self.process.send_signal(sig)
+
+    def ended(self, seconds: float = 180) -> int:
+        """Waits for the end and returns the exit code; negative: the signal."""
+        return self.process.wait(timeout=seconds)
+
+    def said(self) -> str:
+        """Returns what it has printed."""
+        return self.output.read_text()
+
+
+@dataclass
+class Place:
+    """Where runs live, with the caches that all of them share."""
+
+    root: Path
+    caches: Path
+    trainers: list[Trainer] = field(default_factory=list)
+
+    def run_dir(self, name: str) -> RunDir:
+        """Returns a run directory of that name."""
+        return RunDir(self.root / name)
+
+    def start(
+        self,
+        name: str,
+        *overrides: str,
+        config: Path | None = None,
+        cores: set[int] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> Trainer:
+        """Starts training in run directory `name`; `cores` is the affinity it is given."""
+        run_dir = self.run_dir(name)
+        words = [
+            str(config or TINY),
+            f"run.dir={run_dir.root}",
+            f"data.cache_dir={self.caches}",
+            f"compilation.cache_dir={self.caches / 'xla'}",
+            *overrides,
+        ]
+        return self.command(run_dir, words, cores=cores, env=env)
+
+    def command(
+        self,
+        run_dir: RunDir,
+        words: list[str],
+        *,
+        cores: set[int] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> Trainer:
+        """Starts `python -m jaxres.train` with these words."""
+        attempt = line(run_dir).attempt + 1
+        output = self.root / f"{run_dir.root.name}-{attempt}-{len(self.trainers)}.txt"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "jaxres.train", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {}),
+                preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+            )
+        trainer = Trainer(run_dir, process, output, attempt)
+        self.trainers.append(trainer)
+        return trainer
+
+    def finish(self, name: str, *overrides: str, **kwargs: Any) -> Trainer:
+        """Trains to the end, which must be a good one."""
+        trainer = self.start(name, *overrides, **kwargs)
+        assert trainer.ended() == 0, trainer.said()
+        return trainer
+
+    def end_all(self) -> None:
+        """Ends every process that was started here."""
+        for trainer in self.trainers:
+            if trainer.process.poll() is None:
+                trainer.process.kill()
+                trainer.process.wait()
+
+
+def line(run_dir: RunDir) -> Line:
+    """Returns what the run's log says."""
+    return runlog.fold(runlog.read_records(run_dir.log))
+
+
+def digest(run_dir: RunDir, step: int | None = None) -> str:
+    """Returns the content digest of a committed step, default the newest."""
+    words = ["checkpoints", "digest", str(run_dir.root)]
+    return _verb(words + ([] if step is None else ["--step", str(step)])).strip()
+
+
+def history(run_dir: RunDir) -> list[dict[str, Any]]:
+    """Returns the one history over all attempts."""
+    return [json.loads(row) for row in _verb(["history", str(run_dir.root), "--json"]).splitlines()]
+
+
+WALL_CLOCK_FACTS = ("attempt", "step_seconds")
+
+
+def trajectory(run_dir: RunDir) -> list[dict[str, Any]]:
+    """Returns the history without the facts in which a broken run may differ from an unbroken."""
+    return [
+        {name: value for name, value in row.items() if name not in WALL_CLOCK_FACTS}
+        for row in history(run_dir)
+    ]
+
+
+def starts(run_dir: RunDir) -> list[int]:
+    """Returns the step from which each attempt that got so far has trained."""
+    return [runlog.start_of(record).step for record in line(run_dir).starts]
+
+
+def _verb(words: list[str]) -> str:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = verbs.main(words, usage="")
+    assert code == 0, err.getvalue()
+    return out.getvalue()
