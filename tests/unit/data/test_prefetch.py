@@ -130,6 +130,28 @@ def test_a_batch_that_comes_late_is_still_the_right_one():
         wait_until(lambda: batches.get(50).cursor == 50)
 
 
+@pytest.mark.parametrize("ends_badly", [False, True])
+def test_a_result_that_is_no_longer_wanted_is_not_served(ends_badly):
+    started, release = threading.Event(), threading.Event()
+
+    def slow_at_three(cursor):
+        if cursor == 3:
+            started.set()
+            release.wait(30)
+            if ends_badly:
+                raise LookupError("row 3 is broken")
+        return numbered(cursor)
+
+    with prefetch(slow_at_three) as batches:
+        batches.get(0)
+        assert started.wait(5)
+        timer = threading.Timer(0.1, release.set)  # While the get below waits.
+        timer.start()
+        assert batches.get(50).cursor == 50
+        assert batches.get(53).cursor == 53
+        timer.join(5)
+
+
 def test_a_thread_that_is_gone_is_an_error():
     with prefetch(numbered) as batches:
         batches._closed = True
