@@ -1,0 +1,208 @@
+"""Rows from a user's object: anything with __len__ and __getitem__, a grain MapDataset included."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from jaxres.config.schema import CustomSource
+from jaxres.data.rows import Arrays, BadRecord, check_ids
+from jaxres.faults import ConfigError
+
+NUM_FINGERPRINT_ROWS = 16
+TOKEN_ROW_KEYS = ("tokens_BT", "targets_BT", "segment_ids_BT", "positions_BT", "weights_BT")
+
+Row = dict[str, NDArray[Any]]
+Spec = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
+
+
+class Items(Protocol):
+    """What the target returns."""
+
+    def __len__(self) -> int:
+        """Number of items."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Returns a dict of arrays or scalars, or seq_len + 1 token ids."""
+        ...
+
+
+@dataclass(frozen=True)
+class CustomRows:
+    """The items [start, stop) of the user's object, checked against the first item's shapes."""
+
+    items: Items
+    target: str
+    seq_len: int
+    vocab_size: int | None
+    spec: Spec
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        """Number of items of this part."""
+        return self.stop - self.start
+
+    def rows(self, ids: NDArray[np.int64]) -> Arrays:
+        """Returns the items' arrays, stacked; token ids become the arrays of a token row."""
+        check_ids(ids, len(self))
+        found = [self._row(self.start + i) for i in np.asarray(ids).tolist()]
+        return {
+            key: np.array([row[key] for row in found], dtype).reshape(len(found), *shape)
+            for key, (shape, dtype) in self.spec.items()
+        }
+
+    def _row(self, index: int) -> Row:
+        row = read_item(
+            self.items,
+            index,
+            target=self.target,
+            seq_len=self.seq_len,
+            vocab_size=self.vocab_size,
+        )
+        if spec_of(row) != self.spec:
+            raise BadRecord(
+                f"data.source.target {self.target}: item {index} has {_shown(spec_of(row))}, "
+                f"item 0 has {_shown(self.spec)}. All items must be alike."
+            )
+        return row
+
+
+def build_items(source: CustomSource) -> Items:
+    """Imports the target and calls it with its arguments."""
+    where = f"data.source.target: {source.target}"
+    module_name, _, attribute = source.target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{where} can't be imported: {error}. Is its folder on PYTHONPATH?"
+        ) from error
+    build = getattr(module, attribute, None)
+    if not callable(build):
+        raise ConfigError(f"{where}: module {module_name} has no function {attribute}")
+    try:
+        call = inspect.signature(build).bind(**source.args)
+    except TypeError as error:
+        raise ConfigError(f"{where} does not take data.source.args: {error}") from error
+    items: Any = build(*call.args, **call.kwargs)
+    if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+        raise ConfigError(
+            f"{where} returned a {type(items).__name__}; it must have __len__ and __getitem__"
+        )
+    if len(items) < 1:
+        raise ConfigError(f"{where} returned no items")
+    return items
+
+
+def read_item(
+    items: Items, index: int, *, target: str, seq_len: int, vocab_size: int | None
+) -> Row:
+    """Returns one item as named arrays; raises BadRecord where it is no row."""
+    where = f"data.source.target {target}: item {index}"
+    try:
+        item = items[index]
+    except Exception as error:
+        error.add_note(f"(while reading item {index} of data.source.target {target})")
+        raise
+    if isinstance(item, Mapping):
+        row = {str(key): np.asarray(value) for key, value in item.items()}
+        strange = [key for key, value in row.items() if value.dtype.kind not in "biufc"]
+        if strange or not row:
+            raise BadRecord(f"{where}: {strange or 'an empty dict'}: values must be numbers")
+        return row
+    tokens = np.asarray(item)
+    if tokens.dtype.kind not in "iu" or tokens.shape != (seq_len + 1,):
+        raise BadRecord(
+            f"{where} is {type(item).__name__} {tokens.dtype}{list(tokens.shape)}; it must be a "
+            f"dict of arrays, or data.seq_len + 1 = {seq_len + 1} token ids"
+        )
+    limit = vocab_size or np.iinfo(np.int32).max
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= limit))
+    if len(wrong):
+        raise BadRecord(f"{where}: token {wrong[0]} is {tokens[wrong[0]]}, not in 0..{limit - 1}")
+    return _token_row(tokens.astype(np.int32))
+
+
+def _token_row(tokens_W: NDArray[np.int32]) -> Row:
+    """Returns the arrays of a row that is one document."""
+    length = len(tokens_W) - 1
+    values = (
+        tokens_W[:-1],
+        tokens_W[1:],
+        np.ones(length, np.int32),
+        np.arange(length, dtype=np.int32),
+        np.ones(length, np.float32),
+    )
+    return dict(zip(TOKEN_ROW_KEYS, values, strict=True))
+
+
+def spec_of(row: Row) -> Spec:
+    """Returns shape and dtype by name."""
+    return {key: (row[key].shape, row[key].dtype) for key in sorted(row)}
+
+
+def _shown(spec: Spec) -> str:
+    return ", ".join(f"{key} {dtype}{list(shape)}" for key, (shape, dtype) in spec.items())
+
+
+def fingerprint_of(items: Items, source: CustomSource, *, seq_len: int) -> str:
+    """Returns the object's own fingerprint, else a hash of call, length and some items."""
+    own = getattr(items, "fingerprint", None)
+    if isinstance(own, str):
+        return own
+    num_items = len(items)
+    digest = xxhash.xxh3_128()
+    call = [source.target, source.args, num_items]
+    digest.update(json.dumps(call, sort_keys=True).encode())
+    count = min(num_items, NUM_FINGERPRINT_ROWS)
+    for index in sorted({i * (num_items - 1) // max(1, count - 1) for i in range(count)}):
+        row = read_item(items, index, target=source.target, seq_len=seq_len, vocab_size=None)
+        for key in sorted(row):
+            digest.update(f"{index} {key} {row[key].dtype.str} {row[key].shape}".encode())
+            digest.update(row[key].tobytes())
+    return digest.hexdigest()
+
+
+def split_items(
+    items: Items, source: CustomSource, *, seq_len: int, heldout_fraction: float
+) -> tuple[CustomRows, CustomRows]:
+    """Returns training and held-out rows; the last share of the items is held out."""
+    num_items = len(items)
+    num_heldout = max(1, round(num_items * heldout_fraction)) if heldout_fraction else 0
+    if num_heldout >= num_items:
+        raise ConfigError(
+            f"data.source.target: {source.target} has {num_items} items, and "
+            f"data.heldout_fraction {heldout_fraction} leaves none to train on"
+        )
+    vocab_size = vocab_size_of(items)
+    first = read_item(items, 0, target=source.target, seq_len=seq_len, vocab_size=vocab_size)
+    cut = num_items - num_heldout
+
+    def part(start: int, stop: int) -> CustomRows:
+        return CustomRows(
+            items, source.target, seq_len, vocab_size, spec_of(first), start=start, stop=stop
+        )
+
+    return part(0, cut), part(cut, num_items)
+
+
+def vocab_size_of(items: Items) -> int | None:
+    """Returns the object's `vocab_size`, where it has one."""
+    size = getattr(items, "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def tokens_per_row_of(items: Items, *, default: int) -> int:
+    """Returns the object's `tokens_per_row`, where it has one."""
+    tokens = getattr(items, "tokens_per_row", None)
+    return tokens if isinstance(tokens, int) else default

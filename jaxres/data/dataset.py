@@ -1,0 +1,87 @@
+"""The data set that a config names, opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxres.config.schema import CustomSource, DataSection, TextSource
+from jaxres.data import tokenizer
+from jaxres.data.custom import (
+    build_items,
+    fingerprint_of,
+    split_items,
+    tokens_per_row_of,
+    vocab_size_of,
+)
+from jaxres.data.rows import Rows
+from jaxres.data.text import open_text
+from jaxres.data.tokens import TokenFolder, open_tokens, split_tokens
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Rows to train on, rows held out, and what is known of their tokens."""
+
+    fingerprint: str
+    """Of the content, whatever its place; with the config's keys it determines every row."""
+    vocab_size: int | None
+    """Token ids lie below it; None: the source does not say."""
+    tokens_per_row: int
+    train: Rows
+    heldout: Rows
+    """Empty where data.heldout_fraction is 0; shares no token or item with `train`."""
+    encode: Callable[[str], list[int]] | None
+    """None where the tokenizer is not known here."""
+    decode: Callable[[Sequence[int]], str] | None
+
+
+def silent(message: str) -> None:
+    """Drops a message."""
+
+
+def open_dataset(config: DataSection, *, progress: Callable[[str], None] = silent) -> Dataset:
+    """Opens the config's source; tokenises a text corpus the first time.
+
+    Raises ConfigError where the source can't be used.
+    """
+    source = config.source
+    if isinstance(source, CustomSource):
+        return _custom(source, config)
+    if isinstance(source, TextSource):
+        corpus = open_text(source, cache_dir=config.cache_dir, progress=progress)
+    else:
+        corpus = open_tokens(source.path.expanduser())
+    return _tokens(corpus, config)
+
+
+def _tokens(corpus: TokenFolder, config: DataSection) -> Dataset:
+    train, heldout = split_tokens(
+        corpus, seq_len=config.seq_len, heldout_fraction=config.heldout_fraction
+    )
+    is_bytes = corpus.meta.tokenizer == tokenizer.NAME
+    return Dataset(
+        fingerprint=corpus.meta.fingerprint,
+        vocab_size=corpus.meta.vocab_size,
+        tokens_per_row=config.seq_len,
+        train=train,
+        heldout=heldout,
+        encode=tokenizer.encode if is_bytes else None,
+        decode=tokenizer.decode if is_bytes else None,
+    )
+
+
+def _custom(source: CustomSource, config: DataSection) -> Dataset:
+    items = build_items(source)
+    train, heldout = split_items(
+        items, source, seq_len=config.seq_len, heldout_fraction=config.heldout_fraction
+    )
+    return Dataset(
+        fingerprint=fingerprint_of(items, source, seq_len=config.seq_len),
+        vocab_size=vocab_size_of(items),
+        tokens_per_row=tokens_per_row_of(items, default=config.seq_len),
+        train=train,
+        heldout=heldout,
+        encode=None,
+        decode=None,
+    )

@@ -1,0 +1,68 @@
+"""Rows by id, and batches of them by cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxres.data.order import Skips, rows_at
+from jaxres.faults import ConfigError
+
+Arrays = Mapping[str, NDArray[Any]]
+"""Named arrays that share their leading dim, one entry a row."""
+
+
+class BadRecord(ConfigError):
+    """A row that can't be used; the message names the row, the place and the value."""
+
+
+class Rows(Protocol):
+    """Random access to equally shaped rows; safe to read from several threads."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def rows(self, ids: NDArray[np.int64]) -> Arrays:
+        """Returns the rows' arrays, stacked in the order of `ids`; raises BadRecord."""
+        ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's rows, and where in the permuted stream they lie."""
+
+    arrays: Arrays
+    ids: NDArray[np.int64]
+    cursor: int
+    """Where the batch was asked for."""
+    next_cursor: int
+    """Where the next batch starts: after the last row of this one, skipped rows counted."""
+
+
+def batch_at(
+    rows: Rows, *, seed: int, global_batch_size: int, skips: Skips = ()
+) -> Callable[[int], Batch]:
+    """Returns the pure function from cursor to batch.
+
+    A batch may span epochs, so fewer rows than a batch are enough; one row is needed.
+    """
+    num_rows = len(rows)
+
+    def at(cursor: int) -> Batch:
+        ids, next_cursor = rows_at(
+            cursor, global_batch_size, num_rows=num_rows, seed=seed, skips=skips
+        )
+        return Batch(arrays=rows.rows(ids), ids=ids, cursor=cursor, next_cursor=next_cursor)
+
+    return at
+
+
+def check_ids(ids: NDArray[np.int64], num_rows: int) -> None:
+    """Raises IndexError where an id is no row."""
+    if len(ids) and (ids.min() < 0 or ids.max() >= num_rows):
+        raise IndexError(f"row ids {int(ids.min())}..{int(ids.max())} of {num_rows} rows")

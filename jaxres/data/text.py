@@ -1,0 +1,290 @@
+"""Text files become a token folder in the cache, once.
+
+The cache entry is named by what a listing shows (names, sizes, times); the fingerprint inside
+depends on the contents only. Entries are built beside their place and renamed into it, so that an
+entry that exists is whole, whoever else builds it or is killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import sysconfig
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+
+import numpy as np
+
+from jaxres.clock import Clock, SystemClock
+from jaxres.config.schema import TextSource
+from jaxres.data import tokenizer
+from jaxres.data.tokens import (
+    FORMAT_VERSION,
+    TokenFolder,
+    TokensDamaged,
+    TokenWriter,
+    open_tokens,
+    sync_folder,
+)
+from jaxres.faults import ConfigError
+
+STDLIB = "{stdlib}"
+STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
+"""Folders below {stdlib} that are no part of it, or that running Python changes."""
+LEFTOVER_SECONDS = 3600.0
+CHUNK_BYTES = 4 * 2**20
+REPORT_BYTES = 256 * 2**20
+NUM_INSTALL_TRIES = 10
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of the corpus as the listing saw it; `name` is its path relative to the corpus."""
+
+    name: str
+    path: Path
+    size_bytes: int
+    mtime_ns: int
+
+
+def open_text(
+    source: TextSource,
+    *,
+    cache_dir: Path,
+    progress: Callable[[str], None],
+    clock: Clock | None = None,
+) -> TokenFolder:
+    """Opens the source's token folder; builds it first where the cache has no whole one."""
+    files = list_files(source)
+    corpora = cache_dir.expanduser() / "corpora"
+    entry = corpora / _cache_key(files)
+    _remove_leftovers(corpora, clock or SystemClock())
+    if entry.exists():
+        try:
+            return open_tokens(entry)
+        except TokensDamaged as error:
+            progress(f"The cached corpus is damaged and will be rebuilt: {error}")
+    try:
+        return _build(files, entry, progress)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir: the tokenised corpus can't be written to {corpora}: {error}. "
+            "Free space there, or set data.cache_dir to a folder that can be written."
+        ) from error
+
+
+def list_files(source: TextSource) -> list[TextFile]:
+    """Lists the corpus in the order of a hash of the names, so that its tail is representative."""
+    root, patterns = _root_and_patterns(source)
+    stdlib = _stdlib() if STDLIB in source.path else None
+    files: dict[str, TextFile] = {}
+    for path in _matches(root, patterns):
+        if stdlib and _is_foreign(path, stdlib):
+            continue
+        name = path.relative_to(root).as_posix()
+        if not any(fnmatchcase(name, pattern) for pattern in source.exclude):
+            _list_file(files, name, path, skip_dangling=stdlib is not None)
+    if any("**" in pattern for pattern in patterns) and not stdlib and patterns == source.include:
+        _check_folders(root, source.exclude)
+    if not files:
+        raise ConfigError(
+            f"data.source.path: {source.path} matches no file (looked below {root} for "
+            f"{', '.join(patterns)}, without {', '.join(source.exclude) or 'exclusions'})"
+        )
+    if not any(file.size_bytes for file in files.values()):
+        raise ConfigError(f"data.source.path: all files of {source.path} are empty")
+    return sorted(files.values(), key=lambda file: (_name_hash(file.name), file.name))
+
+
+def _root_and_patterns(source: TextSource) -> tuple[Path, tuple[str, ...]]:
+    """Splits the path into a folder that exists and the patterns to match below it."""
+    path = Path(source.path.replace(STDLIB, str(_stdlib()))).expanduser()
+    if path.is_dir():
+        return path.resolve(), source.include
+    if path.exists():
+        return path.parent.resolve(), (_escape(path.name),)
+    wild = [i for i, part in enumerate(path.parts) if set(part) & set("*?[")]
+    if wild:
+        root = Path(*path.parts[: wild[0]])
+        if root.is_dir():
+            return root.resolve(), (str(PurePath(*path.parts[wild[0] :])),)
+    raise ConfigError(f"data.source.path: {source.path} does not exist ({path.absolute()})")
+
+
+def _escape(name: str) -> str:
+    """Returns the pattern that matches only this name."""
+    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+
+
+def _matches(root: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+    for pattern in patterns:
+        try:
+            yield from root.glob(pattern)
+        except (ValueError, NotImplementedError) as error:
+            raise ConfigError(f"data.source.include: {pattern!r} is no pattern: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"data.source.path: {root} can't be listed: {error}") from error
+
+
+def _stdlib() -> Path:
+    return Path(sysconfig.get_path("stdlib")).resolve()
+
+
+def _is_foreign(path: Path, stdlib: Path) -> bool:
+    """Says whether a file in the library's folder is no part of the library."""
+    depth = len(stdlib.parts)
+    is_below = path.parts[:depth] == stdlib.parts
+    return is_below and not STDLIB_EXCLUDED.isdisjoint(path.parts[depth:])
+
+
+def _list_file(files: dict[str, TextFile], name: str, path: Path, *, skip_dangling: bool) -> None:
+    """Adds a regular file; folders and devices are passed over, what can't be looked at is not."""
+    try:
+        if path.is_file():
+            status = path.stat()
+            files[name] = TextFile(name, path, status.st_size, status.st_mtime_ns)
+            return
+        dangling = path.is_symlink() and not path.exists()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if dangling and not skip_dangling:
+        raise _unreadable(path, "it is a link to nothing")
+
+
+def _check_folders(root: Path, exclude: tuple[str, ...]) -> None:
+    """Raises where a folder can't be listed, which pathlib's glob passes over in silence."""
+
+    def complain(error: OSError) -> None:
+        path = Path(error.filename)
+        name = path.relative_to(root).as_posix()
+        if not any(fnmatchcase(f"{name}/", pattern) for pattern in exclude):
+            raise _unreadable(path, error)
+
+    for _ in os.walk(root, onerror=complain):
+        pass
+
+
+def _unreadable(path: Path, reason: object) -> ConfigError:
+    return ConfigError(
+        f"data.source.path: {path} can't be read: {reason}. "
+        "Mend it, or leave it out by data.source.exclude."
+    )
+
+
+def _name_hash(name: str) -> bytes:
+    return hashlib.blake2b(os.fsencode(name), digest_size=16).digest()
+
+
+def _cache_key(files: list[TextFile]) -> str:
+    """Returns the entry's name.
+
+    The absolute paths belong to it: where all times are alike, as in container images, two corpora
+    may differ in nothing else that a listing shows.
+    """
+    words = [f"format {FORMAT_VERSION} tokenizer {tokenizer.NAME}".encode()]
+    for file in sorted(files, key=lambda file: file.name):
+        stamp = f"{file.size_bytes} {file.mtime_ns}".encode()
+        words += [os.fsencode(file.name), os.fsencode(file.path), stamp]
+    return hashlib.blake2b(b"\0".join(words), digest_size=16).hexdigest()
+
+
+def _build(files: list[TextFile], entry: Path, progress: Callable[[str], None]) -> TokenFolder:
+    building = entry.parent / f".building-{entry.name}-{os.getpid()}-{uuid.uuid4().hex}"
+    total_bytes = sum(file.size_bytes for file in files)
+    progress(f"Tokenising {len(files):,} files, {total_bytes / 1e6:,.1f} MB, into {entry}")
+    try:
+        with TokenWriter(
+            building, vocab_size=tokenizer.VOCAB_SIZE, tokenizer=tokenizer.NAME
+        ) as writer:
+            _write_files(writer, files, total_bytes, progress)
+        # Open before the rename: the maps stay whole whatever becomes of the entry afterwards.
+        corpus = open_tokens(building)
+        _install(building, entry)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    progress(f"Tokenised {corpus.meta.num_tokens:,} tokens")
+    return replace(corpus, folder=entry)
+
+
+def _write_files(
+    writer: TokenWriter,
+    files: list[TextFile],
+    total_bytes: int,
+    progress: Callable[[str], None],
+) -> None:
+    num_bytes, next_report = 0, REPORT_BYTES
+    for file in files:
+        for chunk in _read(file):
+            writer.write(np.frombuffer(chunk, np.uint8))
+            num_bytes += len(chunk)
+            if num_bytes >= next_report:
+                progress(f"Tokenised {num_bytes / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB")
+                next_report += REPORT_BYTES
+        writer.write([tokenizer.END_OF_DOCUMENT])
+        writer.end_document()
+
+
+def _read(file: TextFile) -> Iterator[bytes]:
+    """Yields the file in chunks; what the listing saw must be what is read."""
+    try:
+        with file.path.open("rb", buffering=0) as stream:
+            num_bytes = 0
+            # Bounded by the listed size: a file that grows for ever ends here too.
+            while num_bytes <= file.size_bytes and (chunk := stream.read(CHUNK_BYTES)):
+                num_bytes += len(chunk)
+                yield chunk
+            status = os.fstat(stream.fileno())
+    except OSError as error:
+        raise _unreadable(file.path, error) from error
+    if (num_bytes, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+        raise ConfigError(
+            f"data.source.path: {file.path} changed while it was read. Start again when it is "
+            "at rest, or leave it out by data.source.exclude."
+        )
+
+
+def _install(building: Path, entry: Path) -> None:
+    """Moves a whole folder to its place, unless another builder has put a whole one there."""
+    for _ in range(NUM_INSTALL_TRIES):
+        try:
+            building.rename(entry)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return sync_folder(entry.parent)
+        try:
+            open_tokens(entry)
+        except TokensDamaged:
+            _remove(entry)
+        else:
+            return None
+    raise ConfigError(f"data.cache_dir: other processes keep damaging {entry}; remove it")
+
+
+def _remove(entry: Path) -> None:
+    """Removes an entry in one step, so that nobody sees half of it."""
+    removed = entry.parent / f".removed-{entry.name}-{os.getpid()}-{uuid.uuid4().hex}"
+    try:
+        entry.rename(removed)
+    except FileNotFoundError:
+        return  # Another builder was faster.
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _remove_leftovers(corpora: Path, clock: Clock) -> None:
+    """Removes what builders that were killed an hour ago or earlier have left."""
+    for pattern in (".building-*", ".removed-*"):
+        for folder in corpora.glob(pattern):
+            # A living builder writes all the time: its newest file is young.
+            try:
+                times = [path.stat().st_mtime for path in (folder, *folder.glob("*"))]
+            except OSError:
+                continue  # It was finished or removed meanwhile.
+            if clock.wall() - max(times) > LEFTOVER_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)

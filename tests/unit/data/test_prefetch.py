@@ -1,0 +1,172 @@
+import threading
+import time
+import traceback
+
+import numpy as np
+import pytest
+
+from jaxres.data import Batch, DataThreadDied, DataTimeout, Prefetch
+from jaxres.faults import Exit
+
+
+def numbered(cursor):
+    ids = np.arange(cursor, cursor + 3)
+    return Batch(arrays={"x": ids * 10}, ids=ids, cursor=cursor, next_cursor=cursor + 3)
+
+
+def prefetch(batch_at, *, depth=2, timeout_seconds=5.0, **kwargs):
+    return Prefetch(batch_at, depth=depth, timeout_seconds=timeout_seconds, **kwargs)
+
+
+def wait_until(condition):
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("the condition did not come true in 5 s")
+
+
+def test_every_get_returns_the_batch_at_its_cursor():
+    with prefetch(numbered) as batches:
+        for cursor in (0, 3, 6, 9, 3, 6, 100, 1, 4, 4, 7):
+            batch = batches.get(cursor)
+            assert (batch.cursor, batch.ids.tolist()) == (cursor, [cursor, cursor + 1, cursor + 2])
+
+
+def test_batches_that_follow_are_computed_ahead_up_to_the_depth():
+    computed = []
+
+    def recording(cursor):
+        computed.append(cursor)
+        return numbered(cursor)
+
+    with prefetch(recording, depth=3) as batches:
+        assert computed == []
+        batches.get(0)
+        wait_until(lambda: len(computed) == 4)
+        time.sleep(0.05)
+        assert computed == [0, 3, 6, 9]
+        batches.get(3)
+        wait_until(lambda: len(computed) == 5)
+    assert computed == [0, 3, 6, 9, 12]
+
+
+def test_place_runs_in_the_background_thread():
+    def place(batch):
+        return threading.current_thread().name, batch.cursor
+
+    with prefetch(numbered, place=place) as batches:
+        assert [batches.get(c) for c in (0, 3)] == [("jaxres-prefetch", 0), ("jaxres-prefetch", 3)]
+
+
+def failing(cursor):
+    if cursor == 6:
+        raise LookupError("row 7 is broken")
+    return numbered(cursor)
+
+
+def test_an_error_is_raised_at_its_own_batch_and_ever_after():
+    with prefetch(failing, depth=4) as batches:
+        assert batches.get(0).cursor == 0
+        time.sleep(0.05)  # The thread is at the broken batch by now.
+        assert batches.get(3).cursor == 3
+        depths = []
+        for cursor in (6, 6, 0):
+            with pytest.raises(LookupError, match="row 7") as caught:
+                batches.get(cursor)
+            frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+            assert frames[-1] == "failing"
+            depths.append(len(frames))
+        assert len(set(depths)) == 1
+
+
+def test_an_error_ahead_is_forgotten_when_the_consumer_goes_elsewhere():
+    with prefetch(failing, depth=4) as batches:
+        batches.get(0)
+        time.sleep(0.05)
+        for cursor in (9, 12, 15):
+            assert batches.get(cursor).cursor == cursor
+
+
+def test_an_error_of_place_is_raised_too():
+    def place(batch):
+        raise MemoryError("device")
+
+    with prefetch(numbered, place=place) as batches, pytest.raises(MemoryError, match="device"):
+        batches.get(0)
+
+
+def test_a_thread_that_hangs_ends_the_get_in_time_and_close_too():
+    release = threading.Event()
+
+    def hanging(cursor):
+        if cursor == 3:
+            release.wait(30)
+        return numbered(cursor)
+
+    begin = time.monotonic()
+    with prefetch(hanging, timeout_seconds=0.2) as batches:
+        batches.get(0)
+        with pytest.raises(DataTimeout, match=r"cursor 3 did not come within 0\.2 s") as caught:
+            batches.get(3)
+        assert caught.value.exit == Exit.HUNG
+        assert time.monotonic() - begin < 1.0  # Promised: 0.2 s.
+    assert time.monotonic() - begin < 7.0  # Promised: 0.2 s, and 2 s for the close.
+    release.set()
+
+
+def test_a_batch_that_comes_late_is_still_the_right_one():
+    release = threading.Event()
+
+    def slow(cursor):
+        release.wait(30)
+        return numbered(cursor)
+
+    with prefetch(slow, timeout_seconds=0.05) as batches:
+        for cursor in (0, 50):
+            with pytest.raises(DataTimeout):
+                batches.get(cursor)
+        release.set()
+        wait_until(lambda: batches.get(50).cursor == 50)
+
+
+@pytest.mark.parametrize("ends_badly", [False, True])
+def test_a_result_that_is_no_longer_wanted_is_not_served(ends_badly):
+    started, release = threading.Event(), threading.Event()
+
+    def slow_at_three(cursor):
+        if cursor == 3:
+            started.set()
+            release.wait(30)
+            if ends_badly:
+                raise LookupError("row 3 is broken")
+        return numbered(cursor)
+
+    with prefetch(slow_at_three) as batches:
+        batches.get(0)
+        assert started.wait(5)
+        timer = threading.Timer(0.1, release.set)  # While the get below waits.
+        timer.start()
+        assert batches.get(50).cursor == 50
+        assert batches.get(53).cursor == 53
+        timer.join(5)
+
+
+def test_a_thread_that_is_gone_is_an_error():
+    with prefetch(numbered) as batches:
+        batches._closed = True
+        with batches._changed:
+            batches._changed.notify_all()
+        batches._thread.join(5)
+        batches._closed = False
+        with pytest.raises(DataThreadDied, match="cursor 0"):
+            batches.get(0)
+
+
+def test_a_closed_prefetch_serves_nothing_and_leaves_no_thread():
+    with prefetch(numbered) as batches:
+        batches.get(0)
+    batches.close()
+    assert "jaxres-prefetch" not in [thread.name for thread in threading.enumerate()]
+    with pytest.raises(RuntimeError, match="closed"):
+        batches.get(3)
