@@ -23,7 +23,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class SystemClock:
-    """This machine's clock."""
+    """Reads the clock of this machine."""
 
     def wall(self) -> float:
         """Seconds since the epoch."""

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxres import mesh as meshes
-from jaxres.data import Rows
+from jaxres.data import Arrays, Rows
 from jaxres.models import Params
 from jaxres.step import Batch
 
@@ -19,7 +19,7 @@ Compiled = Callable[[Params, Batch, jax.Array], jax.Array]
 
 def batches(
     heldout: Rows, *, rows_per_batch: int, limit: int
-) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+) -> Iterator[tuple[Arrays, np.ndarray]]:
     """Yields the first `limit` batches of the held-out rows in order, and which rows are real.
 
     The last batch is filled up with row 0, masked out (mask_B float32: 1 real, 0 filling).
@@ -38,7 +38,7 @@ def make(
     def evaluate(params: Params) -> float:
         sums = np.zeros(2, np.float64)
         for arrays, mask_B in batches(heldout, rows_per_batch=rows_per_batch, limit=limit):
-            placed: dict[str, Any] = meshes.place_batch(mesh, arrays | {"mask_B": mask_B})
+            placed: dict[str, Any] = meshes.place_batch(mesh, {**arrays, "mask_B": mask_B})
             mask = placed.pop("mask_B")
             sums += np.asarray(eval_step(params, placed, mask), np.float64)
         return float(sums[0] / sums[1])

@@ -6,7 +6,7 @@ An *axis* is a mesh axis, a *dim* is a tensor dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,7 +64,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def param_sharding(mesh: Mesh, dims: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-    """Returns the sharding of one parameter; a dim that its mesh axis does not divide stays whole."""
+    """Returns the sharding of a parameter; a dim that its mesh axis does not divide stays whole."""
     assert len(dims) == len(shape), (dims, shape)
     used: set[str] = set()
     spec: list[str | None] = []
@@ -78,7 +78,7 @@ def param_sharding(mesh: Mesh, dims: Sequence[str | None], shape: Sequence[int])
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def place_batch(mesh: Mesh, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+def place_batch(mesh: Mesh, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Puts the rows of a global batch on the devices that compute them."""
     sharding = batch_sharding(mesh)
     return {

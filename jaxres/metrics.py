@@ -14,8 +14,8 @@ from pathlib import Path
 
 from jaxres import storage
 from jaxres.events import finite_or_none, read_json_lines
-from jaxres.runlog import Line, start_of
 from jaxres.rundir import RunDir
+from jaxres.runlog import Line, start_of
 
 
 @dataclass(frozen=True, kw_only=True)

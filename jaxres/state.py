@@ -26,15 +26,18 @@ from jaxres.models import Model, Params
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """The arrays that a step turns into the next step's; donated to it."""
+    """The arrays that a step turns into the next step's; donated to it.
+
+    Its shapes and its shardings are trees of the same form.
+    """
 
     params: Params
     """Master weights, float32."""
-    opt: dict[str, Any]
+    opt: Any
     """The optimizer's moments and count, under the names that `optim.build` gives."""
-    key: jax.Array
+    key: Any
     """uint32[2]: key data of the PRNG; each step splits it and keeps one half."""
-    step: jax.Array
+    step: Any
     """int32: batches consumed; the learning rate follows it."""
 
 

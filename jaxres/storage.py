@@ -1,7 +1,7 @@
-"""Bytes on a local path: read, create-if-absent, replace, append, list, delete; durable when it returns.
+"""Bytes on a local path: read, create-if-absent, replace, append, list, delete; durably.
 
-Whatever storage refuses comes back as a typed end: a place that can't be written is the user's to
-mend (78), a full or failing one may recover (74). Buckets (gs://) will stand behind these functions.
+Whatever storage refuses comes back as a typed end: a place that can't be written is the user's
+to mend (78), a full or failing one may recover (74). Buckets will stand behind these functions.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _write_beside(path: Path, data: bytes) -> Path:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Returns the names in `folder` in order, without temporaries; [] if there is no such folder."""
+    """Returns the names in `folder` in order, without temporaries; [] if there is none."""
     with typed_errors(folder):
         try:
             return sorted(name for name in os.listdir(folder) if not name.startswith("."))

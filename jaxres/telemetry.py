@@ -140,7 +140,6 @@ class Console:
                 self._print_numbers()
 
     def _enter(self, phase: str, detail: str) -> None:
-        before, since = self._phase
         self._phase = (phase, self._clock.monotonic())
         if self._live is not None:
             self._live.update(self._bar, description=f"{phase} {detail}".strip())

@@ -15,8 +15,8 @@ from jaxres import metrics, runlog
 from jaxres.clock import SystemClock
 from jaxres.events import read_events
 from jaxres.faults import Exit, TypedEnd, UsageError
-from jaxres.runlog import Commit, Line
 from jaxres.rundir import RunDir
+from jaxres.runlog import Commit, Line
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,7 +100,9 @@ def _history(run_dir: RunDir, line: Line, *, as_json: bool) -> str:
         return "".join(
             json.dumps({name: getattr(m, name) for name in fields}) + "\n" for m in history
         )
-    head = f"{'step':>8} {'attempt':>7} {'loss':>10} {'grad norm':>10} {'rate':>10} {'tokens':>14}\n"
+    head = (
+        f"{'step':>8} {'attempt':>7} {'loss':>10} {'grad norm':>10} {'rate':>10} {'tokens':>14}\n"
+    )
     return head + "".join(
         f"{m.step:>8} {m.attempt:>7} {_cell(m.loss)} {_cell(m.grad_norm)} "
         f"{_cell(m.learning_rate)} {m.tokens:>14,}\n"

@@ -1,6 +1,6 @@
 """Golden files: the resolved configs of configs/, and docs/FAULTS.md. `--check` compares only.
 
-A review of tests/golden/ shows what a change does to every run. Without `--check`, writes them anew.
+A review of tests/golden/ shows what a change does to every run. Without `--check`, writes them.
 """
 
 from __future__ import annotations

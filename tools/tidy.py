@@ -68,7 +68,8 @@ def _todo_faults() -> Iterator[str]:
         home = Path("jaxres", fault.home)
         says = home.exists() and home.is_file() and f"Home of: {fault.name}" in home.read_text()
         if fault.done != says:
-            yield f"{home}: fault {fault.name} is {'' if fault.done else 'not '}done, the file disagrees"
+            done = "done" if fault.done else "not done"
+            yield f"{home}: fault {fault.name} is {done} in faults.py, this file disagrees"
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def block_digest(block: np.ndarray) -> bytes:
     data = np.ascontiguousarray(block)
     if data.dtype.byteorder == ">":
         data = data.astype(data.dtype.newbyteorder("<"))
-    return xxhash.xxh3_128_digest(data.reshape(-1).view(np.uint8))
+    return xxhash.xxh3_128_digest(data.reshape(-1).view(np.uint8).data)
 
 
 def array_digest(path: str, array: np.ndarray) -> str:

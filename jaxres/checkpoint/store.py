@@ -1,8 +1,8 @@
 """Saves in the background, commits through the run log, restores the newest step on the line.
 
-Order of a commit: arrays by Orbax (asynchronously, into a directory of this attempt) -> its result
--> progress.json and MANIFEST.json -> everything fsynced, the metrics lines too -> the commit record.
-Only the record makes the step count; a kill anywhere before it leaves the older step in force.
+Order of a commit: arrays by Orbax (asynchronously, into a directory of this attempt) -> its
+result -> progress.json and MANIFEST.json -> everything fsynced, the metrics lines too -> the commit
+record. Only the record makes the step count: a kill before it leaves the older step in force.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jaxres.clock import Clock
 from jaxres.config.schema import CheckpointSection
 from jaxres.events import Emit, SaveCommitted, SaveStarted, SaveWaited, StepsPruned
 from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.runlog import Claim, Commit, Line, Prune, RunLog, canonical_json
 from jaxres.rundir import RunDir
+from jaxres.runlog import Claim, Commit, Line, Prune, RunLog, canonical_json
 from jaxres.state import Progress
 
 Tree = dict[str, Any]
@@ -113,11 +113,13 @@ class Checkpoints:
         name = f"{progress.step:08d}-{self._log.attempt:04d}"
         step_dir = (self._run_dir.checkpoints / name).absolute()
         with self._context:
-            response = ocp.save_async(step_dir, state, checkpointable_name=manifests.ARRAYS)
+            response = ocp.save_async(str(step_dir), state, checkpointable_name=manifests.ARRAYS)
         self._saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         arrays = array_infos(state)
-        self._flight = self._saver.submit(self._finish, response, step_dir, progress, arrays, started)
+        self._flight = self._saver.submit(
+            self._finish, response, step_dir, progress, arrays, started
+        )
 
     def _finish(
         self,
@@ -187,8 +189,8 @@ class Checkpoints:
                 raise
             raise StorageUnavailable(
                 f"{self._run_dir.checkpoints}: a save was not durable within "
-                f"{2 * self._section.timeout_seconds:.0f} s. Nothing committed is lost. Is the disk "
-                "slow? checkpoint.timeout_seconds sets the limit."
+                f"{2 * self._section.timeout_seconds:.0f} s. Nothing committed is lost. Is the "
+                "disk slow? checkpoint.timeout_seconds sets the limit."
             ) from None
 
     def restore(self, commit: Commit, like: Tree) -> tuple[Tree, Progress]:
@@ -207,11 +209,13 @@ class Checkpoints:
         _refuse_differences(step_dir, manifest.arrays, array_infos(like))
         try:
             with self._context:
-                state = ocp.load(step_dir, like, checkpointable_name=manifests.ARRAYS)
+                state = ocp.load(str(step_dir), like, checkpointable_name=manifests.ARRAYS)
         except PermissionError as error:
             raise StorageUnavailable(f"{step_dir}: can't be read ({error}).") from error
         except (ValueError, KeyError, OSError, FileNotFoundError) as error:
-            raise manifests.damaged(step_dir, commit.step, f"arrays can't be read: {error}") from error
+            raise manifests.damaged(
+                step_dir, commit.step, f"arrays can't be read: {error}"
+            ) from error
         assert isinstance(state, dict), type(state)
         return state, Progress(**manifests.read_progress(step_dir))
 

@@ -29,9 +29,9 @@ from jaxres.data.tokens import (
     TokensDamaged,
     TokenWriter,
     open_tokens,
-    sync_folder,
 )
 from jaxres.faults import ConfigError
+from jaxres.storage import sync_dir
 
 STDLIB = "{stdlib}"
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -257,7 +257,7 @@ def _install(building: Path, entry: Path) -> None:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         else:
-            return sync_folder(entry.parent)
+            return sync_dir(entry.parent)
         try:
             open_tokens(entry)
         except TokensDamaged:

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from jaxres.data.rows import Arrays, BadRecord, check_ids
 from jaxres.faults import ConfigError
+from jaxres.storage import sync_dir
 
 FORMAT_VERSION = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -314,7 +315,7 @@ class TokenWriter:
             file.write(json.dumps(asdict(meta), indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        sync_folder(self._folder)
+        sync_dir(self._folder)
 
 
 def write_tokens(
@@ -325,12 +326,3 @@ def write_tokens(
         for document in documents:
             writer.write(document)
             writer.end_document()
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,1 +1,1 @@
-"""The story: the way in (`__main__`), the parts (`build`), the loop (`loop`), its process (`worker`)."""
+"""The story: the way in (`__main__`), the parts (`build`), the loop, its process (`worker`)."""

@@ -1,4 +1,4 @@
-"""The way in: `python -m jaxres.train CONFIG.yaml|RUN_DIR [section.field=value ...]`. Imports no jax.
+"""The way in: `python -m jaxres.train CONFIG.yaml|RUN_DIR [section.field=value ...]`; no jax.
 
 Reads the config, holds it against the run directory, takes the run over by a claim, fixes what
 decides bits (NPROC), and only then imports the worker.
@@ -22,8 +22,8 @@ from jaxres import runlog, storage
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
 from jaxres.faults import Exit, TypedEnd, UsageError
-from jaxres.runlog import Claim, Line, RunLog
 from jaxres.rundir import RunDir
+from jaxres.runlog import Claim, Line, RunLog
 
 USAGE = """\
 usage: python -m jaxres.train CONFIG.yaml [section.field=value ...]   start a run, or go on with it

@@ -25,8 +25,8 @@ from jaxres.faults import ConfigError
 from jaxres.guards.divergence import stop_on_nonfinite
 from jaxres.metrics import MetricsLine, MetricsLog
 from jaxres.models import Model
-from jaxres.runlog import Claim, RunLog
 from jaxres.rundir import RunDir
+from jaxres.runlog import Claim, RunLog
 from jaxres.state import TrainState
 from jaxres.train.loop import Agenda, Feed, Run
 
@@ -63,9 +63,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     if config.compilation.cache_dir is not None:
         use_compilation_cache(str(config.compilation.cache_dir.expanduser()))
     emit(PhaseChanged("data", "opening the corpus"))
-    dataset = data.open_dataset(
-        config.data, progress=lambda what: emit(PhaseChanged("data", what))
-    )
+    dataset = data.open_dataset(config.data, progress=lambda what: emit(PhaseChanged("data", what)))
     emit(PhaseChanged("build", "devices, model, optimizer"))
     mesh = meshes.build(config.mesh, devices=jax.devices())
     rows_per_batch = config.train.global_batch_size

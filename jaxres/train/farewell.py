@@ -33,7 +33,15 @@ def loss_curve(history: Sequence[MetricsLine], *, width: int = 76, height: int =
     return plotext.uncolorize(plotext.build())
 
 
-def sample(model: Model, params: Params, dataset: Dataset, section: TelemetrySection, *, seq_len: int, seed: int) -> str:
+def sample(
+    model: Model,
+    params: Params,
+    dataset: Dataset,
+    section: TelemetrySection,
+    *,
+    seq_len: int,
+    seed: int,
+) -> str:
     """Returns text with which the model continues the prompt (temperature 0.8, seeded)."""
     assert model.logits is not None
     assert dataset.encode is not None

@@ -1,4 +1,4 @@
-"""The guarantee level of a run: whether it will end bit for bit where an unbroken one would. Pure."""
+"""The guarantee level of a run: whether it ends bit for bit where an unbroken one would. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def guarantee(before: Sequence[Mapping[str, str]], now: Mapping[str, str]) -> st
     }
     if changes:
         return "statistical: " + ", ".join(sorted(changes))
-    if " gpu " in now.get("devices", "") and "deterministic_ops=true" not in now.get("xla_flags", ""):
+    if " gpu " in now.get("devices", "") and "deterministic_ops=true" not in now.get(
+        "xla_flags", ""
+    ):
         return (
             "statistical: GPU kernels may add in any order; for bitwise set "
             "XLA_FLAGS=--xla_gpu_deterministic_ops=true"

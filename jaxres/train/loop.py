@@ -1,7 +1,7 @@
 """The training loop, as a story over the frozen parts of a run.
 
-The device runs ahead of the host by LAG steps: `look` before step k lands the metrics of exactly the
-steps up to k - LAG, so decisions depend neither on timing nor on who looks when.
+The device runs ahead of the host by LAG steps: `look` before step k lands the metrics of exactly
+the steps up to k - LAG, so decisions depend neither on timing nor on who looks when.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Ended:
 
 
 def train(run: Run) -> Ended:
-    """Trains from the newest committed step on the line to `run.steps`, or until a verdict ends it."""
+    """Trains from the newest committed step to `run.steps`, or until a verdict ends it."""
     with run.checkpoints as checkpoints:
         state, progress, flight = restore_or_start(run)
         while True:

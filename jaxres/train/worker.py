@@ -12,8 +12,8 @@ from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.events import Emit, EventLog, PhaseChanged, RunEnded, RunOpened, SampleWritten
 from jaxres.faults import Exit, Fenced, TypedEnd
-from jaxres.runlog import Claim, RunLog, Stop
 from jaxres.rundir import RunDir
+from jaxres.runlog import Claim, RunLog, Stop
 from jaxres.telemetry import Console
 from jaxres.train import farewell
 from jaxres.train.build import Built, Place, build
@@ -54,9 +54,7 @@ def work(config: RunConfig, run_dir: RunDir, log: RunLog, claim: Claim) -> Exit:
         log.append(Stop(exit=ended.exit, reason=ended.reason, committed=committed))
         if ended.exit == Exit.DONE and config.telemetry.sample_tokens:
             _sample(config, built, ended, emit)
-        emit(
-            RunEnded(ended.exit, ended.exit.name, ended.progress.step, committed, ended.reason)
-        )
+        emit(RunEnded(ended.exit, ended.exit.name, ended.progress.step, committed, ended.reason))
     _farewell(run_dir, log, ended)
     return ended.exit
 

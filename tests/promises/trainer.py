@@ -17,8 +17,8 @@ from typing import Any
 
 from jaxres import runlog, verbs
 from jaxres.events import read_events, read_json_lines
-from jaxres.runlog import Line
 from jaxres.rundir import RunDir
+from jaxres.runlog import Line
 
 POLL_SECONDS = 0.001
 TINY = Path(__file__).with_name("tiny.yaml")
@@ -41,7 +41,9 @@ class Trainer:
             assert self.process.poll() is None, (
                 f"ended with {self.process.poll()} before {what}:\n{self.output.read_text()}"
             )
-            assert time.monotonic() < deadline, f"no {what} in {seconds} s\n{self.output.read_text()}"
+            assert time.monotonic() < deadline, (
+                f"no {what} in {seconds} s\n{self.output.read_text()}"
+            )
             time.sleep(POLL_SECONDS)
 
     def wait_step(self, step: int) -> None:
