@@ -1,0 +1,114 @@
+"""Applies each mutant to a copy of the tree and holds that its promise turns red, for its reason.
+
+    python tools/mutants/run.py                 all mutants
+    python tools/mutants/run.py NAME ...        these
+    python tools/mutants/run.py --since COMMIT  those whose files have changed since
+
+A mutant is a patch whose first lines say which test must fail and with which assertion text:
+
+    # promise: tests/promises/test_x.py::test_y
+    # red with: assert what_must_hold
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+LIMIT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong change, the promise it breaks, and how the promise must say so."""
+
+    name: str
+    patch: Path
+    promise: str
+    red_with: str
+    files: frozenset[str]
+
+
+def read(patch: Path) -> Mutant:
+    """Reads a mutant's header and the files it touches."""
+    text = patch.read_text()
+    header = dict(re.findall(r"^# (promise|red with): (.+)$", text, re.MULTILINE))
+    return Mutant(
+        name=patch.stem,
+        patch=patch,
+        promise=header["promise"],
+        red_with=header["red with"],
+        files=frozenset(re.findall(r"^\+\+\+ b/(\S+)", text, re.MULTILINE)),
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the chosen mutants; 0 if every one of them died for its own reason."""
+    mutants = [read(path) for path in sorted(HERE.glob("*.patch"))]
+    if arguments[:1] == ["--since"]:
+        changed = _changed_since(arguments[1])
+        mutants = [m for m in mutants if changed & (m.files | {m.promise.partition("::")[0]})]
+    elif arguments:
+        mutants = [m for m in mutants if m.name in arguments]
+    survivors = [mutant.name for mutant in mutants if not _dies(mutant)]
+    print(f"mutants: {len(mutants) - len(survivors)} of {len(mutants)} died {survivors or ''}")
+    return 1 if survivors else 0
+
+
+def _changed_since(commit: str) -> set[str]:
+    listed = subprocess.run(
+        ["git", "diff", "--name-only", commit], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return set(listed.stdout.split())
+
+
+def _dies(mutant: Mutant) -> bool:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="jaxres-mutant-") as folder:
+        tree = Path(folder, "tree")
+        _copy_tree(tree)
+        subprocess.run(["patch", "-p1", "-s", "-i", str(mutant.patch)], cwd=tree, check=True)
+        ended = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", mutant.promise],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+        )
+    seconds = time.monotonic() - started
+    red = ended.returncode == 1
+    right = mutant.red_with in ended.stdout
+    if red and right:
+        print(f"{mutant.name}: died ({seconds:.0f} s)", flush=True)
+        return True
+    why = "died, but for another reason" if red else "SURVIVED"
+    print(f"{mutant.name}: {why} ({seconds:.0f} s)\n{ended.stdout[-4000:]}\n{ended.stderr[-2000:]}")
+    return False
+
+
+def _copy_tree(tree: Path) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for name in listed.stdout.splitlines():
+        if Path(ROOT, name).is_file():
+            Path(tree, name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(Path(ROOT, name), Path(tree, name))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
