@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxres.config.schema import CustomModel
 from jaxres.faults import ConfigError
-from jaxres.models.model import Axes, Model, Params, num_params
+from jaxres.models.model import Model, Params, num_params
 
 
 def build(config: CustomModel, *, vocab_size: int | None, seq_len: int) -> Model:
@@ -86,7 +86,7 @@ def _call(target_function: Any, arguments: dict[str, Any], *, target: str) -> An
     return target_function(**arguments)
 
 
-def _check_params(shapes: Params, *, target: str) -> None:
+def _check_params(shapes: Any, *, target: str) -> None:
     """Refuses parameters that are no nested plain dict of float32 arrays."""
     if not isinstance(shapes, dict) or not shapes:
         raise ConfigError(
@@ -103,7 +103,7 @@ def _check_params(shapes: Params, *, target: str) -> None:
             )
 
 
-def _check_axes(axes: Axes, shapes: Params, *, target: str) -> None:
+def _check_axes(axes: Any, shapes: Params, *, target: str) -> None:
     """Refuses axes that do not match the parameters leaf by leaf."""
     ranks = jax.tree.map(lambda leaf: leaf.ndim, shapes)
     named = jax.tree.map(len, axes, is_leaf=lambda node: isinstance(node, tuple))

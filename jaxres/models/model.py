@@ -29,9 +29,9 @@ LossSums = tuple[Float[Array, " B"], Float[Array, " B"]]
 M = TypeVar("M", bound=nnx.Module)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
-    """Pure functions over plain parameters; nothing here holds an array."""
+    """Pure functions over plain parameters; nothing here holds an array. Hashed by identity."""
 
     init: Callable[[Array], Params]
     """PRNG key -> params. Pure and jit-able, also with out_shardings, with the same bits."""
