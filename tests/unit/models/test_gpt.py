@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import jax
@@ -36,7 +37,18 @@ def params_of(model):
     )
 
 
+@contextmanager
+def quick_compile():
+    """Compiles without most optimisations: a third of the seconds where they do not matter."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
 @functools.cache
+@quick_compile()
 def initial(model):
     return jax.jit(model.init)(jax.random.key(0))
 
@@ -55,14 +67,6 @@ def batch_of(*, documents=((0, T),), seed=0):
         "positions_BT": jnp.asarray(positions),
         "weights_BT": jnp.ones((B, T), jnp.float32),
     }
-
-
-@pytest.fixture
-def quick_compile():
-    """Halves the seconds of tests that allow a tolerance anyway; never where bits are compared."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
@@ -215,7 +219,7 @@ def test_the_scan_computes_what_a_loop_over_layers_computes():
     )
 
 
-@pytest.mark.usefixtures("quick_compile")
+@quick_compile()
 def test_remat_changes_neither_loss_nor_gradients():
     batch, key = batch_of(), jax.random.key(3)
     plain, remat = build(dropout=0.3), build(dropout=0.3, remat="block")
@@ -248,6 +252,7 @@ def test_dropout_keeps_the_mean_and_drops_its_share():
     assert float(jnp.mean(dropped)) == pytest.approx(1, abs=0.01)
 
 
+@quick_compile()  # test_mlp.py makes the same promise of optimised code
 def test_parameters_start_with_the_same_bits_on_one_device_and_on_eight():
     model = build()
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -262,7 +267,7 @@ def test_parameters_start_with_the_same_bits_on_one_device_and_on_eight():
     assert equal(jax.device_get(divided), jax.device_get(initial(model)))
 
 
-@pytest.mark.usefixtures("quick_compile")
+@quick_compile()
 def test_bfloat16_compute_keeps_float32_weights_and_gradients():
     model, batch = build(compute_dtype="bfloat16"), batch_of()
     params = params_of(model)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxres import models
 from jaxres.config.schema import MlpModel
@@ -32,6 +33,15 @@ def test_its_parameters_are_few_and_named(model, params):
     }
     assert models.num_params(params) == 2 * 64 * 16 + 2 * (16 * 16 + 16)
     assert model.flops_per_token == 6 * (64 * 16 + 2 * 16 * 16)
+
+
+def test_parameters_start_with_the_same_bits_on_one_device_and_on_eight(model, params):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec(None, "data"))  # every parameter has two dims or more
+    divided = jax.jit(model.init, out_shardings=split)(jax.random.key(0))
+    assert len(divided["layers"]["kernel"].sharding.device_set) == 8
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), divided, params)
+    assert jax.tree.all(same)
 
 
 def test_a_position_sees_itself_only(model, params):
