@@ -1,0 +1,76 @@
+"""A small model for tests: it predicts the next token from this one alone.
+
+Shape suffixes: B batch (rows), T position, D width, V vocabulary, L layers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from jaxres.config.schema import MlpModel
+from jaxres.models.model import (
+    Batch,
+    LossSums,
+    Model,
+    Params,
+    cross_entropy,
+    embedding_rows,
+    normal,
+    split,
+    stack,
+)
+
+
+class Dense(nnx.Module):
+    """A square layer with bias."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        std = width**-0.5
+        self.kernel = normal(rngs, (width, width), ("embed", "mlp"), std=std)
+        self.bias = nnx.Param(jnp.zeros(width, jnp.float32), out_sharding=("mlp",))
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Maps the numbers of each position."""
+        return x_BTD @ self.kernel[...] + self.bias[...]
+
+
+class Mlp(nnx.Module):
+    """Embedding, stacked layers with gelu and residual, output layer; float32 throughout."""
+
+    def __init__(self, config: MlpModel, *, rows: int, rngs: nnx.Rngs):
+        self.embedding = normal(rngs, (rows, config.d_model), ("vocab", "embed"))
+        self.layers = stack(
+            lambda rngs: Dense(config.d_model, rngs=rngs), num_layers=config.num_layers, rngs=rngs
+        )
+        self.head = normal(rngs, (config.d_model, rows), ("embed", "vocab"))
+
+    def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        """Returns logits; positions do not see each other."""
+        definition, layers = nnx.split(self.layers)
+
+        def layer(x_BTD: Array, weights: Any) -> tuple[Array, None]:
+            return x_BTD + jax.nn.gelu(nnx.merge(definition, weights)(x_BTD)), None
+
+        x_BTD, _ = jax.lax.scan(layer, self.embedding[...][tokens_BT], layers)
+        return x_BTD @ self.head[...]
+
+
+def build(config: MlpModel, *, vocab_size: int | None) -> Model:
+    """Builds the model; it has no dropout, so that the key of its loss is ignored."""
+    rows = embedding_rows(config.vocab_size, vocab_size=vocab_size)
+    init, axes, definition = split(lambda rngs: Mlp(config, rows=rows, rngs=rngs))
+
+    def logits(params: Params, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        return nnx.merge(definition, params)(tokens_BT)
+
+    def loss(params: Params, batch: Batch, key: Key[Array, ""] | None) -> LossSums:
+        del key
+        logits_BTV = logits(params, batch["tokens_BT"])
+        return cross_entropy(logits_BTV, batch["targets_BT"], batch["weights_BT"])
+
+    # Matrix products as in PaLM (arXiv 2204.02311), appendix B; there is no attention.
+    flops = 6.0 * (config.num_layers * config.d_model**2 + config.d_model * rows)
+    return Model(init=init, axes=axes, loss=loss, logits=logits, flops_per_token=flops)
