@@ -45,7 +45,8 @@ class RunBuilt:
     rows: int
     tokens_per_epoch: int
     steps: int
-    flops_per_step: float
+    tokens_per_step: int
+    flops_per_token: float
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class Console:
         self._bar: Any = None
         self._phase = ("start", clock.monotonic())
         self._printed_at = clock.monotonic()
+        self._landed_at = clock.monotonic()
         self._recent: deque[MetricsLine] = deque(maxlen=WINDOW_STEPS)
         self._built: events.RunBuilt | None = None
         self._committed = 0
@@ -127,6 +128,7 @@ class Console:
         """Shows a finished step."""
         with self._lock:
             self._recent.append(line)
+            self._landed_at = self._clock.monotonic()
             if self._live is not None:
                 total = self._built.steps if self._built else None
                 self._live.update(
@@ -136,8 +138,8 @@ class Console:
                     total=total,
                     numbers=self._numbers(),
                 )
-            elif self._due() or len(self._recent) == 1:
-                self._print_numbers()
+            elif len(self._recent) == 1:
+                self._print_progress()
 
     def _enter(self, phase: str, detail: str) -> None:
         self._phase = (phase, self._clock.monotonic())
@@ -146,25 +148,29 @@ class Console:
         elif phase not in QUICK_PHASES:
             self.say(f"{phase}: {detail}" if detail else phase)
             self._printed_at = self._clock.monotonic()
-        if phase == "settle" and self._recent and self._live is None:
-            self._print_numbers()
+        if phase == "settle" and self._recent:
+            self.say(self._numbers())
 
     def _tick(self) -> None:
         """Says every so often what a long phase is doing; a run is never silent for a minute."""
         while not self._stop.wait(min(1.0, self._log_every_seconds)):
             with self._lock:
-                phase, since = self._phase
                 if self._live is None and self._due():
-                    seconds = self._clock.monotonic() - since
-                    self.say(f"{phase}: {seconds:.0f} s so far")
-                    self._printed_at = self._clock.monotonic()
+                    self._print_progress()
+
+    def _print_progress(self) -> None:
+        """Prints the newest step, or what has taken so long since."""
+        now = self._clock.monotonic()
+        phase, since = self._phase
+        if phase == "train" and self._recent and now - self._landed_at < self._log_every_seconds:
+            self.say(self._numbers())
+        else:
+            waited = now - max(since, self._landed_at)
+            self.say(f"{phase}: {waited:.0f} s so far")
+        self._printed_at = now
 
     def _due(self) -> bool:
         return self._clock.monotonic() - self._printed_at >= self._log_every_seconds
-
-    def _print_numbers(self) -> None:
-        self.say(self._numbers())
-        self._printed_at = self._clock.monotonic()
 
     def _numbers(self) -> str:
         assert self._built is not None
@@ -184,13 +190,13 @@ class Console:
         return " · ".join(words)
 
     def _tokens_per_second(self, seconds: float) -> float:
-        newest = self._recent[-1]
-        return newest.tokens / newest.step / seconds if seconds else 0.0
+        return self._built.tokens_per_step / seconds if self._built and seconds else 0.0
 
 
 def _parts(built: events.RunBuilt) -> str:
     return (
-        f"{built.model}, {built.params / 1e6:.2f} M parameters, on {built.devices} · "
+        f"{built.model}, {built.params / 1e6:.2f} M parameters, "
+        f"{built.flops_per_token / 1e6:.1f} MFLOP a token, on {built.devices} · "
         f"{built.rows:,} rows, {built.tokens_per_epoch / 1e6:.1f} M tokens an epoch · "
         f"{built.steps:,} steps"
     )
@@ -200,7 +206,7 @@ def _use(built: events.RunBuilt, step_seconds: float) -> str:
     """Returns the model's FLOP/s, as a share of the devices' peak (MFU) where that is known."""
     if not step_seconds:
         return ""
-    rate = built.flops_per_step / step_seconds
+    rate = built.flops_per_token * built.tokens_per_step / step_seconds
     count, _, kind = built.devices.partition(" x ")
     peak = peak_flops(kind)
     if peak is None:

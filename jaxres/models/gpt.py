@@ -223,18 +223,10 @@ def flops_per_token(config: GptModel, *, rows: int, seq_len: int) -> float:
 
 
 def check(config: GptModel, *, platform: str) -> None:
-    """Refuses sizes that do not fit each other, and a kernel that the platform lacks."""
+    """Refuses a kernel that the platform lacks; sizes that don't fit were refused by config."""
     H, K = config.num_heads, config.num_kv_heads or config.num_heads
-    if config.d_model % (2 * H):
-        raise ConfigError(
-            f"model.num_heads: {H} heads do not divide model.d_model {config.d_model} into even "
-            f"head widths. Make model.d_model a multiple of {2 * H}, or change model.num_heads."
-        )
-    if H % K:
-        raise ConfigError(
-            f"model.num_kv_heads: {K} does not divide model.num_heads {H}. "
-            "Choose a divisor, or leave it out for one key and value head a query head."
-        )
+    assert config.d_model % (2 * H) == 0, (config.d_model, H)
+    assert H % K == 0, (H, K)
     if config.attention == "cudnn" and not cudnn_runs(config, platform=platform, max_width=256):
         raise ConfigError(
             f"model.attention: cudnn needs a GPU, model.compute_dtype bfloat16 and a head width "

@@ -266,5 +266,6 @@ def _built(
         rows=len(dataset.train),
         tokens_per_epoch=len(dataset.train) * dataset.tokens_per_row,
         steps=config.train.steps,
-        flops_per_step=model.flops_per_token * tokens_per_step,
+        tokens_per_step=tokens_per_step,
+        flops_per_token=model.flops_per_token,
     )

@@ -333,9 +333,6 @@ def test_the_embedding_has_the_tokenizers_rows_up_to_a_multiple_of_64():
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [
-        ({"num_heads": 5}, "model.num_heads"),
-        ({"num_heads": 32}, "model.num_heads"),
-        ({"num_kv_heads": 3}, "model.num_kv_heads"),
         ({"vocab_size": V - 1}, "model.vocab_size"),
         ({"attention": "cudnn", "compute_dtype": "bfloat16"}, "model.attention"),
     ],
