@@ -166,6 +166,8 @@ class Console:
             self.say(self._numbers())
         else:
             waited = now - max(since, self._landed_at)
+            if waited < 1:
+                return
             self.say(f"{phase}: {waited:.0f} s so far")
         self._printed_at = now
 

@@ -1,0 +1,31 @@
+"""The first thing a newcomer does works: the loss falls on real text, the ending is readable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.promises.trainer import Place, history
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def test_the_quickstart_learns_and_says_what_it_did(place: Place) -> None:
+    # Any steps, seed, interval and mesh are valid together on the quickstart (CONTRACT).
+    trainer = place.finish(
+        "quick",
+        "train.steps=25",
+        "run.seed=3",
+        "checkpoint.save_every_steps=10",
+        "mesh.fsdp=2",
+        "telemetry.sample_tokens=8",
+        config=QUICKSTART,
+        env={"JAX_NUM_CPU_DEVICES": "2"},
+    )
+    losses = [row["loss"] for row in history(place.run_dir("quick"))]
+    assert len(losses) == 25
+    assert losses[0] > 5
+    assert losses[-1] < 3.5
+    said = trainer.said()
+    for words in ("guarantee: bitwise", "held-out loss", "the model writes:", "training loss over"):
+        assert words in said, said
+    assert "what to try next" in said
