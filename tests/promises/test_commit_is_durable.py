@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from jaxres import storage
-from tests.promises.trainer import Place, digest, line, trajectory
+from tests.promises.trainer import Place, assert_bit_exact, digest, line
 
 
 def test_a_commit_record_means_a_whole_step(place: Place) -> None:
@@ -28,9 +28,7 @@ def test_a_commit_record_means_a_whole_step(place: Place) -> None:
     assert len(whole) >= 2, "hardly any commit was looked at"
 
     place.finish("watched")
-    watched, unbroken = place.run_dir("watched"), place.run_dir("unbroken")
-    assert trajectory(watched) == trajectory(unbroken)
-    assert digest(watched) == digest(unbroken)
+    assert_bit_exact(place.run_dir("watched"), place.run_dir("unbroken"))
 
 
 def test_a_kill_at_the_commit_record_loses_nothing(place: Place) -> None:
@@ -44,6 +42,4 @@ def test_a_kill_at_the_commit_record_loses_nothing(place: Place) -> None:
 
     again = place.finish("broken")
     assert f"going on from step {committed} " in again.said()
-    broken, unbroken = place.run_dir("broken"), place.run_dir("unbroken")
-    assert trajectory(broken) == trajectory(unbroken)
-    assert digest(broken) == digest(unbroken)
+    assert_bit_exact(place.run_dir("broken"), place.run_dir("unbroken"))

@@ -183,3 +183,14 @@ def _verb(words: list[str]) -> str:
         code = verbs.main(words, usage="")
     assert code == 0, err.getvalue()
     return out.getvalue()
+
+
+def assert_bit_exact(broken: RunDir, unbroken: RunDir) -> None:
+    """Holds a run that was broken against one that was not: nothing but times may differ."""
+    there, here = trajectory(unbroken), trajectory(broken)
+    steps = list(range(1, len(there) + 1))
+    assert [row["step"] for row in here] == steps, "steps are missing or doubled"
+    samples = [row["samples"] for row in there]
+    assert [row["samples"] for row in here] == samples, "other samples were trained on"
+    assert here == there, "the losses are others"
+    assert digest(broken) == digest(unbroken), "the final state is another"
