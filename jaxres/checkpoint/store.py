@@ -132,7 +132,7 @@ class Checkpoints:
         """Makes one step durable, then makes it count. Runs in the saver's thread."""
         _settled(response, step_dir, timeout=self._section.timeout_seconds)
         facts = canonical_json(dataclasses.asdict(progress))
-        assert storage.create(step_dir / manifests.PROGRESS, facts), step_dir
+        storage.replace(step_dir / manifests.PROGRESS, facts)
         files = manifests.inventory(step_dir)
         manifest = Manifest(
             step=progress.step,
@@ -143,7 +143,7 @@ class Checkpoints:
             fingerprint=self._claim.fingerprint,
             trajectory=self._claim.trajectory,
         ).encode()
-        assert storage.create(step_dir / manifests.MANIFEST, manifest), step_dir
+        storage.replace(step_dir / manifests.MANIFEST, manifest)
         storage.sync_tree(step_dir)
         self._before_commit()
         if self._abandoned:
