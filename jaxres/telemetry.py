@@ -29,6 +29,7 @@ PEAK_FLOPS = {
 """Dense bfloat16 peak by the start of the device's kind; NVIDIA's data sheets (SXM parts)."""
 
 WINDOW_STEPS = 50
+WIDE_COLUMNS = 140
 QUICK_PHASES = ("train", "save", "evaluate")
 
 
@@ -67,11 +68,11 @@ class Console:
         if self._terminal.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=24 if self._is_wide() else 8),
                 TextColumn("{task.fields[numbers]}"),
                 TimeElapsedColumn(),
             )
-            self._live = Progress(*columns, console=self._terminal)
+            self._live = Progress(*columns, console=self._terminal, transient=True)
             self._live.start()
             self._bar = self._live.add_task("start", total=None, numbers="")
         self._ticker.start()
@@ -136,7 +137,7 @@ class Console:
                     description="train",
                     completed=line.step,
                     total=total,
-                    numbers=self._numbers(),
+                    numbers=self._numbers() if self._is_wide() else self._few_numbers(),
                 )
             elif len(self._recent) == 1:
                 self._print_progress()
@@ -190,6 +191,18 @@ class Console:
             f"attempt {self._attempt}",
         ]
         return " · ".join(words)
+
+    def _is_wide(self) -> bool:
+        return self._terminal.width >= WIDE_COLUMNS
+
+    def _few_numbers(self) -> str:
+        assert self._built is not None
+        newest = self._recent[-1]
+        left = _mean([m.step_seconds for m in self._recent]) * (self._built.steps - newest.step)
+        return (
+            f"{newest.step}/{self._built.steps} loss {_number(newest.loss)} left "
+            f"{_clock_face(left)} committed {self._committed}"
+        )
 
     def _tokens_per_second(self, seconds: float) -> float:
         return self._built.tokens_per_step / seconds if self._built and seconds else 0.0
