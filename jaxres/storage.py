@@ -17,7 +17,15 @@ from pathlib import Path
 from jaxres.faults import ConfigError, StorageUnavailable
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
+_FORBIDDEN = {
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+}
 _FAILING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ECONNRESET}
 
 
@@ -34,8 +42,13 @@ def typed_errors(path: Path) -> Iterator[None]:
             ) from error
         if error.errno in _FORBIDDEN:
             raise ConfigError(
-                f"{path}: can't be written ({error.strerror}). "
+                f"{path}: can't be used ({error.strerror}). "
                 "Choose another place with run.dir=..., or change its permissions."
+            ) from error
+        if error.errno == errno.ENOENT:
+            raise StorageUnavailable(
+                f"{path}: its folder is gone. Was the run directory moved, deleted or unmounted? "
+                "Bring it back, then start the same command again."
             ) from error
         if error.errno in _FAILING:
             raise StorageUnavailable(

@@ -1,0 +1,139 @@
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxres import storage
+from jaxres.faults import ConfigError, Exit, StorageUnavailable
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def failing(code):
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_a_file_is_created_once_and_keeps_its_first_content(tmp_path):
+    assert storage.create(tmp_path / "a", b"first")
+    assert not storage.create(tmp_path / "a", b"second")
+    assert contents(tmp_path) == {"a": b"first"}
+
+
+def test_of_many_creators_exactly_one_wins_and_its_content_stands(tmp_path):
+    for number in range(50):
+        path, barrier, won = tmp_path / str(number), threading.Barrier(4), []
+
+        def race(word, path=path, barrier=barrier, won=won):
+            barrier.wait()
+            if storage.create(path, word):
+                won.append(word)
+
+        threads = [threading.Thread(target=race, args=(b"%d" % i * 1000,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [path.read_bytes()] == won
+
+
+def test_replace_puts_new_content_in_place_of_old(tmp_path):
+    storage.replace(tmp_path / "a", b"first")
+    storage.replace(tmp_path / "a", b"second")
+    assert contents(tmp_path) == {"a": b"second"}
+
+
+def test_what_is_absent_reads_as_nothing(tmp_path):
+    assert storage.read(tmp_path / "a") is None
+    assert storage.list_names(tmp_path / "folder") == []
+    storage.delete_tree(tmp_path / "folder")
+
+
+def test_names_are_listed_in_order_without_temporaries(tmp_path):
+    for name in ("b", "a", ".a.00.tmp"):
+        (tmp_path / name).touch()
+    assert storage.list_names(tmp_path) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "word"),
+    [
+        (errno.ENOSPC, StorageUnavailable, "no space left"),
+        (errno.EDQUOT, StorageUnavailable, "no space left"),
+        (errno.EIO, StorageUnavailable, "storage failed"),
+        (errno.ESTALE, StorageUnavailable, "storage failed"),
+        (errno.ENOENT, StorageUnavailable, "its folder is gone"),
+        (errno.EACCES, ConfigError, "can't be used (Permission denied)"),
+        (errno.EROFS, ConfigError, "can't be used (Read-only file system)"),
+        (errno.EISDIR, ConfigError, "can't be used (Is a directory)"),
+    ],
+)
+def test_what_storage_refuses_is_a_typed_end_that_names_the_place(tmp_path, code, kind, word):
+    with pytest.raises(kind) as caught, storage.typed_errors(tmp_path):
+        failing(code)()
+    assert str(caught.value).startswith(f"{tmp_path}: {word}")
+
+
+def test_an_error_that_is_not_storages_stays_what_it_is(tmp_path):
+    with pytest.raises(BrokenPipeError), storage.typed_errors(tmp_path):
+        failing(errno.EPIPE)()
+
+
+def test_writing_where_the_folder_was_deleted_says_so(tmp_path):
+    with pytest.raises(StorageUnavailable, match="its folder is gone") as caught:
+        storage.create(tmp_path / "gone" / "a", b"")
+    assert caught.value.exit == Exit.STORAGE
+
+
+def test_a_file_in_the_way_of_a_folder_is_the_users_to_mend(tmp_path):
+    (tmp_path / "log").write_text("not a folder")
+    with pytest.raises(ConfigError, match="Not a directory"):
+        storage.list_names(tmp_path / "log")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        storage.read(tmp_path)
+
+
+def test_a_write_that_fails_leaves_neither_the_name_nor_a_temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
+    with pytest.raises(StorageUnavailable):
+        storage.create(tmp_path / "a", b"data")
+    with pytest.raises(StorageUnavailable):
+        storage.replace(tmp_path / "a", b"data")
+    assert contents(tmp_path) == {}
+
+
+def test_a_tree_goes_by_name_first_and_its_trash_goes_at_the_next_start(tmp_path, monkeypatch):
+    (tmp_path / "tree" / "sub").mkdir(parents=True)
+    with monkeypatch.context() as killed:
+        killed.setattr(storage.shutil, "rmtree", failing(errno.EIO))
+        with pytest.raises(StorageUnavailable):
+            storage.delete_tree(tmp_path / "tree")
+    assert storage.list_names(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 1
+    storage.delete_trash(tmp_path)
+    assert contents(tmp_path) == {}
+
+
+def appended(path: Path, *lines: bytes) -> bytes:
+    appender = storage.Appender(path)
+    for line in lines:
+        appender.append(line)
+    appender.sync()
+    appender.close()
+    return path.read_bytes()
+
+
+def test_lines_are_appended_to_what_is_there(tmp_path):
+    assert appended(tmp_path / "sub" / "a", b"one", b"two") == b"one\ntwo\n"
+    assert appended(tmp_path / "sub" / "a", b"three") == b"one\ntwo\nthree\n"
+
+
+def test_a_line_that_a_kill_cut_short_is_closed_off(tmp_path):
+    (tmp_path / "a").write_bytes(b"one\ntw")
+    assert appended(tmp_path / "a", b"three") == b"one\ntw\nthree\n"
