@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,23 +163,32 @@ def sync_tree(folder: Path) -> None:
 
 
 class Appender:
-    """Appends whole lines to a file; a line that a kill cut short is closed off before the next."""
+    """Appends whole lines to a file, from any thread.
+
+    A line that a kill or a full disk cut short is closed off before the next one.
+    """
 
     def __init__(self, path: Path) -> None:
         make_dir(path.parent)
         self._path = path
+        self._lock = threading.Lock()
+        self._lead = b""
         with typed_errors(path):
             self._file = path.open("ab+", buffering=0)
             size = self._file.seek(0, os.SEEK_END)
             if size:
                 self._file.seek(size - 1)
                 if self._file.read(1) != b"\n":
-                    self._file.write(b"\n")
+                    self._lead = b"\n"
 
     def append(self, line: bytes) -> None:
         """Hands one line to the operating system: it outlives the process, not yet the machine."""
-        with typed_errors(self._path):
-            self._file.write(line + b"\n")
+        with self._lock, typed_errors(self._path):
+            left = memoryview(self._lead + line + b"\n")
+            self._lead = b"\n"
+            while left:  # An unbuffered write may take only a part, without an error.
+                left = left[self._file.write(left) :]
+            self._lead = b""
 
     def sync(self) -> None:
         """Makes all lines so far durable."""

@@ -137,3 +137,35 @@ def test_lines_are_appended_to_what_is_there(tmp_path):
 def test_a_line_that_a_kill_cut_short_is_closed_off(tmp_path):
     (tmp_path / "a").write_bytes(b"one\ntw")
     assert appended(tmp_path / "a", b"three") == b"one\ntw\nthree\n"
+
+
+class Dribbling:
+    """A file that takes some bytes and then, at times, no more: a disk about to be full."""
+
+    def __init__(self, file, *, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self.file.write(data[: min(self.room, 3)])
+        self.room -= taken
+        return taken
+
+
+def test_a_line_that_is_taken_in_parts_is_whole_in_the_end(tmp_path):
+    appender = storage.Appender(tmp_path / "a")
+    appender._file = Dribbling(appender._file, room=1000)
+    appender.append(b"one long line")
+    appender.append(b"two")
+    assert (tmp_path / "a").read_bytes() == b"one long line\ntwo\n"
+
+
+def test_a_line_that_a_full_disk_cut_short_does_not_take_the_next_with_it(tmp_path):
+    appender = storage.Appender(tmp_path / "a")
+    appender._file = disk = Dribbling(appender._file, room=5)
+    with pytest.raises(StorageUnavailable, match="no space left"):
+        appender.append(b"one long line")
+    disk.room = 1000
+    appender.append(b"two")
+    assert (tmp_path / "a").read_bytes() == b"one l\ntwo\n"
