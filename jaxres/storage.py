@@ -116,9 +116,12 @@ def list_names(folder: Path) -> list[str]:
 
 
 def make_dir(folder: Path) -> None:
-    """Makes `folder` and its parents."""
+    """Makes `folder` and its parents, durably."""
     with typed_errors(folder):
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
+        for path in new:
+            sync_dir(path.parent)
 
 
 def delete_tree(folder: Path) -> None:
@@ -151,7 +154,7 @@ def sync_dir(folder: Path) -> None:
 def sync_tree(folder: Path) -> None:
     """Makes every file and name below `folder`, and its own name, durable."""
     with typed_errors(folder):
-        for root, _, files in os.walk(folder, topdown=False):
+        for root, _, files in os.walk(folder, topdown=False, onerror=_raise):
             for name in files:
                 descriptor = os.open(Path(root, name), os.O_RDONLY)
                 try:
@@ -160,6 +163,22 @@ def sync_tree(folder: Path) -> None:
                     os.close(descriptor)
             sync_dir(Path(root))
         sync_dir(folder.parent)
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Returns relative path -> size of every file below `folder`; {} if there is none."""
+    found = {}
+    with typed_errors(folder):
+        for root, _, files in os.walk(folder, onerror=_raise if folder.exists() else None):
+            for name in files:
+                path = Path(root, name)
+                found[path.relative_to(folder).as_posix()] = path.stat().st_size
+    return found
+
+
+def _raise(error: OSError) -> None:
+    """Makes os.walk tell of a folder that it can't list; by default it passes over it."""
+    raise error
 
 
 class Appender:
@@ -175,6 +194,7 @@ class Appender:
         self._lead = b""
         with typed_errors(path):
             self._file = path.open("ab+", buffering=0)
+            sync_dir(path.parent)  # Else its lines may be durable, and its name not.
             size = self._file.seek(0, os.SEEK_END)
             if size:
                 self._file.seek(size - 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,13 +75,7 @@ def digest_of(data: bytes) -> str:
 
 def inventory(step_dir: Path) -> dict[str, int]:
     """Returns relative path -> size of every file in a step directory, but the manifest."""
-    sizes = {}
-    for root, _, files in os.walk(step_dir):
-        for name in files:
-            path = Path(root, name)
-            sizes[path.relative_to(step_dir).as_posix()] = path.stat().st_size
-    sizes.pop(MANIFEST, None)
-    return sizes
+    return {name: size for name, size in storage.sizes(step_dir).items() if name != MANIFEST}
 
 
 def read(step_dir: Path, commit: Commit) -> Manifest:

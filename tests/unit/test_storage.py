@@ -152,12 +152,16 @@ class Dribbling:
         self.room -= taken
         return taken
 
+    def close(self):
+        self.file.close()
+
 
 def test_a_line_that_is_taken_in_parts_is_whole_in_the_end(tmp_path):
     appender = storage.Appender(tmp_path / "a")
     appender._file = Dribbling(appender._file, room=1000)
     appender.append(b"one long line")
     appender.append(b"two")
+    appender.close()
     assert (tmp_path / "a").read_bytes() == b"one long line\ntwo\n"
 
 
@@ -168,4 +172,50 @@ def test_a_line_that_a_full_disk_cut_short_does_not_take_the_next_with_it(tmp_pa
         appender.append(b"one long line")
     disk.room = 1000
     appender.append(b"two")
+    appender.close()
     assert (tmp_path / "a").read_bytes() == b"one l\ntwo\n"
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """The paths that were made durable, in order; the real fsync is done too."""
+    paths, real = [], os.fsync
+
+    def fsync(descriptor):
+        real(descriptor)
+        paths.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return paths
+
+
+def test_a_created_file_is_durable_before_its_name_is(tmp_path, synced):
+    storage.create(tmp_path / "a", b"data")
+    assert [path.suffix for path in synced] == [".tmp", ""]
+    assert synced[-1] == tmp_path
+
+
+def test_new_folders_and_a_new_files_name_are_durable(tmp_path, synced):
+    appended(tmp_path / "attempts" / "0001" / "a", b"one")
+    attempts = tmp_path / "attempts"
+    assert set(synced) == {tmp_path, attempts, attempts / "0001", attempts / "0001" / "a"}
+
+
+def test_every_file_and_name_of_a_tree_is_durable(tmp_path, synced):
+    (tmp_path / "step" / "state" / "d").mkdir(parents=True)
+    (tmp_path / "step" / "state" / "d" / "array").touch()
+    (tmp_path / "step" / "manifest").touch()
+    storage.sync_tree(tmp_path / "step")
+    assert set(synced) == {tmp_path, *tmp_path.rglob("*")}
+    assert synced[-1] == tmp_path
+
+
+def test_a_folder_that_cannot_be_listed_is_never_taken_for_an_empty_one(tmp_path, monkeypatch):
+    (tmp_path / "step" / "state").mkdir(parents=True)
+    (tmp_path / "step" / "state" / "array").write_bytes(b"data")
+    assert storage.sizes(tmp_path / "step") == {"state/array": 4}
+    assert storage.sizes(tmp_path / "absent") == {}
+    monkeypatch.setattr(os, "scandir", failing(errno.EIO))
+    for walk in (storage.sizes, storage.sync_tree):
+        with pytest.raises(StorageUnavailable, match="Input/output error"):
+            walk(tmp_path / "step")
