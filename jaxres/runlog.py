@@ -178,6 +178,7 @@ class RunLog:
         storage.make_dir(folder)
         log = cls(folder, attempt=claim.attempt, last_seq=len(after), clock=clock)
         log.append(claim)
+        storage.delete_temporaries(folder)
         return log
 
     def append(self, body: Body) -> Record:

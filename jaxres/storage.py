@@ -78,9 +78,15 @@ def create(path: Path, data: bytes) -> bool:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            return False
+            # NFS may answer so to its own second try of a link that was made.
+            if not os.path.samefile(temporary, path):
+                return False
+        except FileNotFoundError:
+            if path.exists():  # The winner has swept the temporary away.
+                return False
+            raise
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
         sync_dir(path.parent)
         return True
 
@@ -104,6 +110,18 @@ def _write_beside(path: Path, data: bytes) -> Path:
         temporary.unlink(missing_ok=True)
         raise
     return temporary
+
+
+def delete_temporaries(folder: Path) -> None:
+    """Deletes what killed writers have left in `folder` of names that are there by now.
+
+    Safe beside live `create`s: whoever still holds such a temporary has lost already.
+    """
+    with typed_errors(folder):
+        for temporary in folder.glob(".*.tmp"):
+            name = temporary.name[1:].rsplit(".", 2)[0]
+            if (folder / name).exists():
+                temporary.unlink(missing_ok=True)
 
 
 def list_names(folder: Path) -> list[str]:

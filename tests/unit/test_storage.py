@@ -219,3 +219,39 @@ def test_a_folder_that_cannot_be_listed_is_never_taken_for_an_empty_one(tmp_path
     for walk in (storage.sizes, storage.sync_tree):
         with pytest.raises(StorageUnavailable, match="Input/output error"):
             walk(tmp_path / "step")
+
+
+def test_a_link_that_was_made_but_answered_as_there_already_is_a_win(tmp_path, monkeypatch):
+    link = os.link
+
+    def answered_twice(source, target):
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", answered_twice)
+    assert storage.create(tmp_path / "a", b"mine")
+    assert not storage.create(tmp_path / "a", b"late")
+    assert contents(tmp_path) == {"a": b"mine"}
+
+
+def test_left_over_temporaries_go_but_not_those_of_names_still_to_be_won(tmp_path):
+    storage.create(tmp_path / "00000001.json", b"")
+    (tmp_path / ".00000001.json.aaaaaaaaaaaa.tmp").touch()
+    (tmp_path / ".00000002.json.bbbbbbbbbbbb.tmp").touch()
+    storage.delete_temporaries(tmp_path)
+    assert set(contents(tmp_path)) == {"00000001.json", ".00000002.json.bbbbbbbbbbbb.tmp"}
+
+
+def test_a_creator_whose_temporary_was_swept_away_has_lost(tmp_path, monkeypatch):
+    link = os.link
+
+    def paused(source, target):
+        with monkeypatch.context() as awake:
+            awake.setattr(os, "link", link)
+            assert storage.create(target, b"winner")
+            storage.delete_temporaries(tmp_path)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", paused)
+    assert not storage.create(tmp_path / "a", b"loser")
+    assert contents(tmp_path) == {"a": b"winner"}
