@@ -81,7 +81,7 @@ class Checkpoints:
         line = self._log.line()
         storage.make_dir(self._run_dir.checkpoints)
         keep = {Path(commit.path).name for commit in line.committed}
-        retention.sweep(self._run_dir.checkpoints, keep=keep)
+        retention.sweep(self._run_dir.checkpoints, keep=keep, attempt=self._log.attempt)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -110,7 +110,7 @@ class Checkpoints:
             self._emit(SaveWaited(progress.step, self._clock.monotonic() - started))
         self.poll()
         started = self._clock.monotonic()
-        name = f"{progress.step:08d}-{self._log.attempt:04d}"
+        name = retention.step_name(progress.step, attempt=self._log.attempt)
         step_dir = (self._run_dir.checkpoints / name).absolute()
         with self._context:
             response = ocp.save_async(str(step_dir), state, checkpointable_name=manifests.ARRAYS)
