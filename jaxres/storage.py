@@ -77,11 +77,12 @@ def create(path: Path, data: bytes) -> bool:
         temporary = _write_beside(path, data)
         try:
             mine = temporary.stat()
-            os.link(temporary, path)
-        except FileExistsError:
-            # NFS may answer so to its own second try of a link that was made.
-            if not os.path.samestat(mine, path.stat()):
-                return False
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                # NFS may answer so to its own second try of a link that was made.
+                if not os.path.samestat(mine, path.stat()):
+                    return False
         except FileNotFoundError:
             if path.exists():  # The winner has swept the temporary away.
                 return False

@@ -40,9 +40,7 @@ def sweep(checkpoints: Path, *, keep: Collection[str], attempt: int) -> list[str
     left = [
         name
         for name in storage.list_names(checkpoints)
-        if name not in keep
-        and (match := _STEP_DIR.fullmatch(name))
-        and int(match[1]) <= attempt
+        if name not in keep and (match := _STEP_DIR.fullmatch(name)) and int(match[1]) <= attempt
     ]
     for name in left:
         storage.delete_tree(checkpoints / name)
