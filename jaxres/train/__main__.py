@@ -16,12 +16,13 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from jaxres import config as configs
 from jaxres import runlog, storage
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
-from jaxres.faults import Exit, TypedEnd, UsageError
+from jaxres.faults import ConfigError, Exit, TypedEnd, UsageError
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog
 
@@ -85,11 +86,11 @@ def _train(target: Path, overrides: Sequence[str]) -> int:
         )
         return Exit.DONE
     claim = _claim(config, line)
-    storage.make_dir(run_dir.root)
+    log = RunLog.claim(run_dir.log, claim, after=records, clock=SystemClock())
     text = configs.dump_yaml(config).encode()
+    # Only the owner writes: whoever lost the race for the claim must not leave its config here.
     if not line.starts:
         storage.replace(run_dir.config, text)
-    log = RunLog.claim(run_dir.log, claim, after=records, clock=SystemClock())
     storage.make_dir(run_dir.attempt(claim.attempt))
     storage.replace(run_dir.attempt(claim.attempt) / "config.yaml", text)
     os.environ["NPROC"] = str(claim.threads)
@@ -112,7 +113,13 @@ def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
         loaded = configs.load(target, overrides)
         run_dir = RunDir(configs.run_dir(loaded.config, loaded.name))
     started = runlog.fold(runlog.read_records(run_dir.log)).starts
-    if started and storage.read(run_dir.config) is not None:
+    if started:
+        first = run_dir.attempt(started[0].attempt) / "config.yaml"
+        if storage.read(run_dir.config) is None:
+            raise ConfigError(
+                f"{run_dir.config}: this run has started, and the config that it was started with "
+                f"is missing. Copy {first} to there."
+            )
         recorded = configs.load_recorded(run_dir.config, ()).config
         configs.check_same(recorded, loaded.config, run_dir.root, origins=loaded.origins)
     return loaded, run_dir
@@ -156,5 +163,14 @@ def _first_line(path: Path) -> str:
     return path.read_text().splitlines()[0]
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process for sure: after a failed save Orbax's threads would hold it for minutes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == Exit.DONE:
+        sys.exit(code)
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))
