@@ -226,14 +226,25 @@ class Checkpoints:
 
 
 def array_infos(tree: Tree) -> dict[str, ArrayInfo]:
-    """Returns path (`params/blocks/...`) -> dtype and global shape of every array in a tree."""
+    """Returns path (`params/blocks/...`) -> dtype and global shape of every array in a tree.
+
+    Raises:
+      ConfigError: two arrays have the same path, or would have in the files, where `.` stands for
+        `/`; one of them would be lost.
+    """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): ArrayInfo(
-            str(leaf.dtype), tuple(leaf.shape)
-        )
-        for path, leaf in flat
-    }
+    infos: dict[str, ArrayInfo] = {}
+    names: dict[str, str] = {}
+    for keys, leaf in flat:
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        other = names.setdefault(path.replace("/", "."), path)
+        if path in infos or other != path:
+            raise ConfigError(
+                f"model: two arrays of the state would be stored as one: {other} and {path}. "
+                "Rename one of them, without a dot or slash in its name."
+            )
+        infos[path] = ArrayInfo(str(leaf.dtype), tuple(leaf.shape))
+    return infos
 
 
 def _settled(response: Any, step_dir: Path, *, timeout: float) -> None:

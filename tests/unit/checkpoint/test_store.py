@@ -444,3 +444,11 @@ def test_a_copied_step_directory_has_the_same_digest(place, tmp_path):
     digests = {verb("checkpoints", "digest", str(tmp_path / name))[1] for name in ("run", "copy")}
     assert len(digests) == 1
     assert digests.pop().startswith("sha256:")
+
+
+@pytest.mark.parametrize("twin", [{"a/b": 0}, {"a.b": 0}])
+def test_two_arrays_that_would_be_stored_as_one_are_refused(twin):
+    leaf = jax.ShapeDtypeStruct((), jnp.int32)
+    assert len(store.array_infos({"a": {"b": leaf}, "a_b": leaf})) == 2
+    with pytest.raises(ConfigError, match="would be stored as one: a/b and a"):
+        store.array_infos({"a": {"b": leaf}, **dict.fromkeys(twin, leaf)})
