@@ -114,15 +114,24 @@ def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
         run_dir = RunDir(configs.run_dir(loaded.config, loaded.name))
     started = runlog.fold(runlog.read_records(run_dir.log)).starts
     if started:
-        first = run_dir.attempt(started[0].attempt) / "config.yaml"
-        if storage.read(run_dir.config) is None:
-            raise ConfigError(
-                f"{run_dir.config}: this run has started, and the config that it was started with "
-                f"is missing. Copy {first} to there."
-            )
-        recorded = configs.load_recorded(run_dir.config, ()).config
+        recorded = configs.load_recorded(_record(run_dir, started[0].attempt), ()).config
         configs.check_same(recorded, loaded.config, run_dir.root, origins=loaded.origins)
     return loaded, run_dir
+
+
+def _record(run_dir: RunDir, attempt: int) -> Path:
+    """Returns the config that the first attempt to start has trained with.
+
+    Its own copy, since config.yaml may be edited, or come late from an attempt that was fenced.
+    """
+    copy = run_dir.attempt(attempt) / "config.yaml"
+    for path in (copy, run_dir.config):
+        if storage.read(path) is not None:
+            return path
+    raise ConfigError(
+        f"{run_dir.root}: this run has started, and the config that it was started with is in "
+        f"neither {copy} nor {run_dir.config}. Restore one of them from a copy."
+    )
 
 
 def _claim(config: RunConfig, line: Line) -> Claim:

@@ -38,18 +38,41 @@ def test_who_loses_the_race_for_the_claim_leaves_no_config_behind(tmp_path, monk
     assert [path.name for path in written] == ["00000001.json"]
 
 
-def test_a_started_run_without_its_config_is_refused_with_the_remedy(tmp_path):
+@pytest.fixture
+def started(tmp_path):
+    """The first attempt of a run, which has trained with the quickstart."""
     loaded, run_dir = quickstart(tmp_path)
     claim = way_in._claim(loaded.config, runlog.fold([]))
     log = RunLog.claim(run_dir.log, claim, after=[], clock=way_in.SystemClock())
+    way_in.storage.make_dir(run_dir.attempt(1))
+    for path in (run_dir.config, run_dir.attempt(1) / "config.yaml"):
+        path.write_text(configs.dump_yaml(loaded.config))
     quickstart(tmp_path, "run.seed=2")
     log.append(Start(step=0, path=None, dataset="d", computation={}))
-    with pytest.raises(ConfigError, match=r"is missing\. Copy .*/attempts/0001/config\.yaml to"):
-        quickstart(tmp_path, "run.seed=2")
-    run_dir.config.write_text(configs.dump_yaml(loaded.config))
+    return run_dir
+
+
+def test_a_run_is_held_to_the_config_that_it_was_started_with(tmp_path, started):
     quickstart(tmp_path)
     with pytest.raises(ConfigError, match="another trajectory"):
         quickstart(tmp_path, "run.seed=2")
+
+
+def test_an_edited_or_deleted_config_does_not_change_what_a_run_is(tmp_path, started):
+    other = quickstart(tmp_path / "elsewhere", "run.seed=2")[0].config
+    started.config.write_text(configs.dump_yaml(other))
+    with pytest.raises(ConfigError, match="another trajectory"):
+        way_in._resolve(started.root, [])
+    started.config.unlink()
+    with pytest.raises(ConfigError, match="another trajectory"):
+        quickstart(tmp_path, "run.seed=2")
+
+
+def test_a_started_run_without_any_record_of_its_config_is_refused(tmp_path, started):
+    (started.attempt(1) / "config.yaml").unlink()
+    started.config.unlink()
+    with pytest.raises(ConfigError, match="Restore one of them from a copy"):
+        quickstart(tmp_path)
 
 
 @pytest.mark.parametrize("code", [Exit.STORAGE, Exit.CONFIG])
