@@ -27,9 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(USAGE)
         return Exit.DONE if words else Exit.USAGE
     if words[0] == "train":
-        from jaxres.train.__main__ import main as train
+        from jaxres.train import __main__ as train
 
-        return train(words[1:])
+        train.leave(train.main(words[1:]))
     from jaxres import verbs
 
     return verbs.main(words, usage=USAGE)

@@ -119,7 +119,9 @@ class Record:
             if kind is Claim:
                 fields["attempt"] = attempt
             body = kind(**{name: _frozen(value) for name, value in fields.items()})
-        except (ValueError, KeyError, TypeError) as error:
+            if path.name != _name(seq):
+                raise ValueError(f"it says that it is record {seq}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path}: not a record that this version of jaxres can read ({error!r}). "
                 "Was the run written by a newer version, or the file edited? Nothing was changed."
@@ -166,6 +168,8 @@ class RunLog:
         self._last_seq = last_seq
         self._clock = clock
         self._lock = threading.Lock()
+        self._unsure: bytes | None = None
+        """A record that storage failed to confirm: it may stand in the next slot or not."""
         self.attempt = attempt
 
     @classmethod
@@ -178,6 +182,7 @@ class RunLog:
         storage.make_dir(folder)
         log = cls(folder, attempt=claim.attempt, last_seq=len(after), clock=clock)
         log.append(claim)
+        storage.delete_temporaries(folder)
         return log
 
     def append(self, body: Body) -> Record:
@@ -187,12 +192,24 @@ class RunLog:
           Fenced: another attempt owns the log by now; nothing was written.
         """
         with self._lock:
+            self._settle_unsure()
             record = Record(self._last_seq + 1, self.attempt, self._clock.wall(), body)
             path = self._folder / _name(record.seq)
-            if not storage.create(path, record.encode()):
+            self._unsure = record.encode()
+            if not storage.create(path, self._unsure):
                 raise _fenced(path)
+            self._unsure = None
             self._last_seq = record.seq
             return record
+
+    def _settle_unsure(self) -> None:
+        """Steps over a record of our own whose writing failed after its name had appeared."""
+        path = self._folder / _name(self._last_seq + 1)
+        if self._unsure is not None and storage.read(path) == self._unsure:
+            with storage.typed_errors(path):
+                storage.sync_dir(self._folder)
+            self._last_seq += 1
+        self._unsure = None
 
     def line(self) -> Line:
         """Reads the log and folds it."""

@@ -11,13 +11,22 @@ import errno
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from jaxres.faults import ConfigError, StorageUnavailable
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
+_FORBIDDEN = {
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+}
 _FAILING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ECONNRESET}
 
 
@@ -34,8 +43,13 @@ def typed_errors(path: Path) -> Iterator[None]:
             ) from error
         if error.errno in _FORBIDDEN:
             raise ConfigError(
-                f"{path}: can't be written ({error.strerror}). "
+                f"{path}: can't be used ({error.strerror}). "
                 "Choose another place with run.dir=..., or change its permissions."
+            ) from error
+        if error.errno == errno.ENOENT:
+            raise StorageUnavailable(
+                f"{path}: its folder is gone. Was the run directory moved, deleted or unmounted? "
+                "Bring it back, then start the same command again."
             ) from error
         if error.errno in _FAILING:
             raise StorageUnavailable(
@@ -62,11 +76,19 @@ def create(path: Path, data: bytes) -> bool:
     with typed_errors(path):
         temporary = _write_beside(path, data)
         try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
+            mine = temporary.stat()
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                # NFS may answer so to its own second try of a link that was made.
+                if not os.path.samestat(mine, path.stat()):
+                    return False
+        except FileNotFoundError:
+            if path.exists():  # The winner has swept the temporary away.
+                return False
+            raise
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
         sync_dir(path.parent)
         return True
 
@@ -92,6 +114,18 @@ def _write_beside(path: Path, data: bytes) -> Path:
     return temporary
 
 
+def delete_temporaries(folder: Path) -> None:
+    """Deletes what killed writers have left in `folder` of names that are there by now.
+
+    Safe beside live `create`s: whoever still holds such a temporary has lost already.
+    """
+    with typed_errors(folder):
+        for temporary in folder.glob(".*.tmp"):
+            name = temporary.name[1:].rsplit(".", 2)[0]
+            if (folder / name).exists():
+                temporary.unlink(missing_ok=True)
+
+
 def list_names(folder: Path) -> list[str]:
     """Returns the names in `folder` in order, without temporaries; [] if there is none."""
     with typed_errors(folder):
@@ -102,9 +136,12 @@ def list_names(folder: Path) -> list[str]:
 
 
 def make_dir(folder: Path) -> None:
-    """Makes `folder` and its parents."""
+    """Makes `folder` and its parents, durably."""
     with typed_errors(folder):
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
+        for path in new:
+            sync_dir(path.parent)
 
 
 def delete_tree(folder: Path) -> None:
@@ -137,7 +174,7 @@ def sync_dir(folder: Path) -> None:
 def sync_tree(folder: Path) -> None:
     """Makes every file and name below `folder`, and its own name, durable."""
     with typed_errors(folder):
-        for root, _, files in os.walk(folder, topdown=False):
+        for root, _, files in os.walk(folder, topdown=False, onerror=_raise):
             for name in files:
                 descriptor = os.open(Path(root, name), os.O_RDONLY)
                 try:
@@ -148,24 +185,50 @@ def sync_tree(folder: Path) -> None:
         sync_dir(folder.parent)
 
 
+def sizes(folder: Path) -> dict[str, int]:
+    """Returns relative path -> size of every file below `folder`; {} if there is none."""
+    found = {}
+    with typed_errors(folder):
+        for root, _, files in os.walk(folder, onerror=_raise if folder.exists() else None):
+            for name in files:
+                path = Path(root, name)
+                found[path.relative_to(folder).as_posix()] = path.stat().st_size
+    return found
+
+
+def _raise(error: OSError) -> None:
+    """Makes os.walk tell of a folder that it can't list; by default it passes over it."""
+    raise error
+
+
 class Appender:
-    """Appends whole lines to a file; a line that a kill cut short is closed off before the next."""
+    """Appends whole lines to a file, from any thread.
+
+    A line that a kill or a full disk cut short is closed off before the next one.
+    """
 
     def __init__(self, path: Path) -> None:
         make_dir(path.parent)
         self._path = path
+        self._lock = threading.Lock()
+        self._lead = b""
         with typed_errors(path):
             self._file = path.open("ab+", buffering=0)
+            sync_dir(path.parent)  # Else its lines may be durable, and its name not.
             size = self._file.seek(0, os.SEEK_END)
             if size:
                 self._file.seek(size - 1)
                 if self._file.read(1) != b"\n":
-                    self._file.write(b"\n")
+                    self._lead = b"\n"
 
     def append(self, line: bytes) -> None:
         """Hands one line to the operating system: it outlives the process, not yet the machine."""
-        with typed_errors(self._path):
-            self._file.write(line + b"\n")
+        with self._lock, typed_errors(self._path):
+            left = memoryview(self._lead + line + b"\n")
+            self._lead = b"\n"
+            while left:  # An unbuffered write may take only a part, without an error.
+                left = left[self._file.write(left) :]
+            self._lead = b""
 
     def sync(self) -> None:
         """Makes all lines so far durable."""

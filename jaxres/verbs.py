@@ -140,8 +140,8 @@ def _digest(run_dir: RunDir, line: Line, *, step: int | None) -> str:
 
     commit = _commit(run_dir, line, step=step)
     step_dir = (run_dir.root / commit.path).absolute()
-    arrays = manifest.read_arrays(step_dir, manifest.read(step_dir, commit))
-    return content_digest(arrays, progress=manifest.read_progress(step_dir)) + "\n"
+    arrays = manifest.read_arrays(step_dir, commit)
+    return content_digest(arrays, progress=manifest.read_progress(step_dir, commit)) + "\n"
 
 
 def _commit(run_dir: RunDir, line: Line, *, step: int | None) -> Commit:

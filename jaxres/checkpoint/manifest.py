@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxres import storage
-from jaxres.faults import Unrestorable
+from jaxres.faults import StorageUnavailable, TypedEnd, Unrestorable
 from jaxres.runlog import Commit, canonical_json
 
 FORMAT = 1
@@ -25,6 +24,20 @@ PROGRESS = "progress.json"
 MANIFEST = "MANIFEST.json"
 ARRAYS = "state"
 """Orbax's folder of the arrays inside a step directory."""
+
+
+_STORAGE_WORDS = (
+    "RESOURCE_EXHAUSTED",
+    "PERMISSION_DENIED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "No space left",
+    "Disk quota",
+    "Permission denied",
+    "Input/output error",
+    "Stale file handle",
+)
+"""By which TensorStore's ValueErrors tell of the storage, not of the data."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +89,7 @@ def digest_of(data: bytes) -> str:
 
 def inventory(step_dir: Path) -> dict[str, int]:
     """Returns relative path -> size of every file in a step directory, but the manifest."""
-    sizes = {}
-    for root, _, files in os.walk(step_dir):
-        for name in files:
-            path = Path(root, name)
-            sizes[path.relative_to(step_dir).as_posix()] = path.stat().st_size
-    sizes.pop(MANIFEST, None)
-    return sizes
+    return {name: size for name, size in storage.sizes(step_dir).items() if name != MANIFEST}
 
 
 def read(step_dir: Path, commit: Commit) -> Manifest:
@@ -117,15 +124,55 @@ def damaged(step_dir: Path, step: int, what: str) -> Unrestorable:
     )
 
 
-def read_progress(step_dir: Path) -> dict[str, Any]:
-    """Reads the host's facts of a step."""
+def is_storage_fault(error: Exception) -> bool:
+    """Says whether storage failed, which proves nothing about the data."""
+    if isinstance(error, OSError):
+        return not isinstance(error, FileNotFoundError)
+    return isinstance(error, TimeoutError) or any(word in str(error) for word in _STORAGE_WORDS)
+
+
+def unreadable(step_dir: Path, step: int, error: Exception) -> TypedEnd:
+    """Returns the error for arrays that can't be read: storage's fault, else damage."""
+    if is_storage_fault(error):
+        return StorageUnavailable(
+            f"{step_dir}: step {step} could not be read ({error}). Nothing was judged damaged; "
+            "mend the storage or its permissions, then start the same command again."
+        )
+    return damaged(step_dir, step, f"arrays can't be read: {error}")
+
+
+def read_progress(step_dir: Path, commit: Commit) -> dict[str, Any]:
+    """Reads the host's facts of a committed step.
+
+    Raises:
+      Unrestorable: they are absent, can't be read, or are another step's.
+    """
     data = storage.read(step_dir / PROGRESS)
-    assert data is not None, step_dir
-    return json.loads(data)
+    try:
+        facts: dict[str, Any] = json.loads(data or b"")
+        step = facts["step"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(step_dir, commit.step, f"{PROGRESS} can't be read ({error})") from error
+    if step != commit.step:
+        raise damaged(step_dir, commit.step, f"{PROGRESS} is that of step {step}")
+    return facts
 
 
-def read_arrays(step_dir: Path, manifest: Manifest) -> dict[str, np.ndarray]:
-    """Reads all arrays of a step through TensorStore, without jax and orbax."""
+def read_arrays(step_dir: Path, commit: Commit) -> dict[str, np.ndarray]:
+    """Reads all arrays of a committed step through TensorStore, without jax and orbax.
+
+    Raises:
+      Unrestorable: the step is damaged.
+      StorageUnavailable: storage did not let it be read.
+    """
+    manifest = read(step_dir, commit)
+    try:
+        return _read_arrays(step_dir, manifest)
+    except (ValueError, OSError) as error:
+        raise unreadable(step_dir, commit.step, error) from error
+
+
+def _read_arrays(step_dir: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     import tensorstore as ts
 
     base = {"driver": "file", "path": f"{step_dir / ARRAYS}/"}
@@ -137,6 +184,8 @@ def read_arrays(step_dir: Path, manifest: Manifest) -> dict[str, np.ndarray]:
             "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
         }
         array = np.asarray(ts.open(spec, read=True).result().read().result())
-        assert (array.dtype.name, array.shape) == (info.dtype, info.shape), (path, info)
+        there = ArrayInfo(array.dtype.name, array.shape)
+        if there != info:
+            raise ValueError(f"{path} is {there}, the manifest says {info}")
         found[path] = array
     return found

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from jaxres import storage
+
+_STEP_DIR = re.compile(r"\d{8,}-(\d{4,})(\..*)?")
+"""<step>-<attempt>, and with a suffix while Orbax still writes it."""
+
+
+def step_name(step: int, *, attempt: int) -> str:
+    """Returns the name of a step directory; no two saves of a run share one."""
+    return f"{step:08d}-{attempt:04d}"
 
 
 def to_prune(steps: Sequence[int], *, keep_last: int) -> tuple[int, ...]:
@@ -17,12 +26,22 @@ def to_prune(steps: Sequence[int], *, keep_last: int) -> tuple[int, ...]:
     return tuple(sorted(steps)[:-keep_last])
 
 
-def sweep(checkpoints: Path, *, keep: Collection[str]) -> list[str]:
+def sweep(checkpoints: Path, *, keep: Collection[str], attempt: int) -> list[str]:
     """Deletes what is not on the line: pruned steps, and what killed saves have left behind.
 
-    Only the run's owner may call this, and only while it has no save in flight.
+    Names of later attempts stay, so that an owner that was paused here and fenced destroys nothing;
+    names that no save gives are somebody else's and stay too.
+
+    Args:
+      checkpoints: the folder of step directories.
+      keep: names that the log, read after this attempt's claim, has committed.
+      attempt: this one; it has no save in flight.
     """
-    left = [name for name in storage.list_names(checkpoints) if name not in keep]
+    left = [
+        name
+        for name in storage.list_names(checkpoints)
+        if name not in keep and (match := _STEP_DIR.fullmatch(name)) and int(match[1]) <= attempt
+    ]
     for name in left:
         storage.delete_tree(checkpoints / name)
     storage.delete_trash(checkpoints)

@@ -8,6 +8,7 @@ record. Only the record makes the step count: a kill before it leaves the older 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -30,13 +31,12 @@ from jaxres.runlog import Claim, Commit, Line, Prune, RunLog, canonical_json
 from jaxres.state import Progress
 
 Tree = dict[str, Any]
-_STORAGE_WORDS = ("RESOURCE_EXHAUSTED", "No space left", "Input/output error", "Disk quota")
 
 
 class Checkpoints:
     """Owns the step directories of one attempt and the save in flight; a context manager.
 
-    On an exception the save in flight is not committed.
+    On an exception the save in flight is not committed; without one its failure is raised.
     """
 
     def __init__(
@@ -75,18 +75,20 @@ class Checkpoints:
         self._context = ocp.Context()
         self._context.array.saving.use_compression = False
         self._context.array.saving.use_replica_parallel = False
-        self._context.async_options.timeout_secs = int(section.timeout_seconds)
+        self._context.async_options.timeout_secs = math.ceil(section.timeout_seconds)
 
     def __enter__(self) -> Checkpoints:
         line = self._log.line()
         storage.make_dir(self._run_dir.checkpoints)
         keep = {Path(commit.path).name for commit in line.committed}
-        retention.sweep(self._run_dir.checkpoints, keep=keep)
+        retention.sweep(self._run_dir.checkpoints, keep=keep, attempt=self._log.attempt)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._abandoned = kind is not None
         self._saver.shutdown(wait=True)
+        if kind is None:
+            self.poll()
 
     @property
     def saved_step(self) -> int:
@@ -110,7 +112,7 @@ class Checkpoints:
             self._emit(SaveWaited(progress.step, self._clock.monotonic() - started))
         self.poll()
         started = self._clock.monotonic()
-        name = f"{progress.step:08d}-{self._log.attempt:04d}"
+        name = retention.step_name(progress.step, attempt=self._log.attempt)
         step_dir = (self._run_dir.checkpoints / name).absolute()
         with self._context:
             response = ocp.save_async(str(step_dir), state, checkpointable_name=manifests.ARRAYS)
@@ -201,7 +203,8 @@ class Checkpoints:
           like: nested dict of jax.ShapeDtypeStruct with shardings.
 
         Raises:
-          Unrestorable: the step can't be read.
+          Unrestorable: the step is damaged.
+          StorageUnavailable: storage did not let it be read; nothing is judged.
           ConfigError: it was read, but holds other arrays than the model wants.
         """
         step_dir = (self._run_dir.root / commit.path).absolute()
@@ -210,25 +213,38 @@ class Checkpoints:
         try:
             with self._context:
                 state = ocp.load(str(step_dir), like, checkpointable_name=manifests.ARRAYS)
-        except PermissionError as error:
-            raise StorageUnavailable(f"{step_dir}: can't be read ({error}).") from error
-        except (ValueError, KeyError, OSError, FileNotFoundError) as error:
-            raise manifests.damaged(
-                step_dir, commit.step, f"arrays can't be read: {error}"
-            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            # Orbax checks none of its JSON files: a flipped letter shows as any of these.
+            raise manifests.unreadable(step_dir, commit.step, error) from error
         assert isinstance(state, dict), type(state)
-        return state, Progress(**manifests.read_progress(step_dir))
+        facts = manifests.read_progress(step_dir, commit)
+        try:
+            return state, Progress(**facts)
+        except TypeError as error:
+            what = f"{manifests.PROGRESS} is not this version's ({error})"
+            raise manifests.damaged(step_dir, commit.step, what) from error
 
 
 def array_infos(tree: Tree) -> dict[str, ArrayInfo]:
-    """Returns path (`params/blocks/...`) -> dtype and global shape of every array in a tree."""
+    """Returns path (`params/blocks/...`) -> dtype and global shape of every array in a tree.
+
+    Raises:
+      ConfigError: two arrays have the same path, or would have in the files, where `.` stands for
+        `/`; one of them would be lost.
+    """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): ArrayInfo(
-            str(leaf.dtype), tuple(leaf.shape)
-        )
-        for path, leaf in flat
-    }
+    infos: dict[str, ArrayInfo] = {}
+    names: dict[str, str] = {}
+    for keys, leaf in flat:
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        other = names.setdefault(path.replace("/", "."), path)
+        if path in infos or other != path:
+            raise ConfigError(
+                f"model: two arrays of the state would be stored as one: {other} and {path}. "
+                "Rename one of them, without a dot or slash in its name."
+            )
+        infos[path] = ArrayInfo(str(leaf.dtype), tuple(leaf.shape))
+    return infos
 
 
 def _settled(response: Any, step_dir: Path, *, timeout: float) -> None:
@@ -239,10 +255,7 @@ def _settled(response: Any, step_dir: Path, *, timeout: float) -> None:
 
 
 def _raise_typed(error: Exception, step_dir: Path) -> NoReturn:
-    storage_fault = isinstance(error, OSError | TimeoutError) or any(
-        word in str(error) for word in _STORAGE_WORDS
-    )
-    if not storage_fault:
+    if not (isinstance(error, OSError) or manifests.is_storage_fault(error)):
         raise error
     raise StorageUnavailable(
         f"{step_dir}: could not be saved ({error}). Nothing committed is lost. Free some space or "

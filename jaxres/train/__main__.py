@@ -16,12 +16,13 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from jaxres import config as configs
 from jaxres import runlog, storage
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
-from jaxres.faults import Exit, TypedEnd, UsageError
+from jaxres.faults import ConfigError, Exit, TypedEnd, UsageError
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog
 
@@ -85,11 +86,11 @@ def _train(target: Path, overrides: Sequence[str]) -> int:
         )
         return Exit.DONE
     claim = _claim(config, line)
-    storage.make_dir(run_dir.root)
+    log = RunLog.claim(run_dir.log, claim, after=records, clock=SystemClock())
     text = configs.dump_yaml(config).encode()
+    # Only the owner writes: whoever lost the race for the claim must not leave its config here.
     if not line.starts:
         storage.replace(run_dir.config, text)
-    log = RunLog.claim(run_dir.log, claim, after=records, clock=SystemClock())
     storage.make_dir(run_dir.attempt(claim.attempt))
     storage.replace(run_dir.attempt(claim.attempt) / "config.yaml", text)
     os.environ["NPROC"] = str(claim.threads)
@@ -112,10 +113,25 @@ def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
         loaded = configs.load(target, overrides)
         run_dir = RunDir(configs.run_dir(loaded.config, loaded.name))
     started = runlog.fold(runlog.read_records(run_dir.log)).starts
-    if started and storage.read(run_dir.config) is not None:
-        recorded = configs.load_recorded(run_dir.config, ()).config
+    if started:
+        recorded = configs.load_recorded(_record(run_dir, started[0].attempt), ()).config
         configs.check_same(recorded, loaded.config, run_dir.root, origins=loaded.origins)
     return loaded, run_dir
+
+
+def _record(run_dir: RunDir, attempt: int) -> Path:
+    """Returns the config that the first attempt to start has trained with.
+
+    Its own copy, since config.yaml may be edited, or come late from an attempt that was fenced.
+    """
+    copy = run_dir.attempt(attempt) / "config.yaml"
+    for path in (copy, run_dir.config):
+        if storage.read(path) is not None:
+            return path
+    raise ConfigError(
+        f"{run_dir.root}: this run has started, and the config that it was started with is in "
+        f"neither {copy} nor {run_dir.config}. Restore one of them from a copy."
+    )
 
 
 def _claim(config: RunConfig, line: Line) -> Claim:
@@ -156,5 +172,14 @@ def _first_line(path: Path) -> str:
     return path.read_text().splitlines()[0]
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process for sure: after a failed save Orbax's threads would hold it for minutes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == Exit.DONE:
+        sys.exit(code)
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""A run directory with a log, on which real saves of tiny states are made."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxres.checkpoint.store import Checkpoints
+from jaxres.clock import SystemClock
+from jaxres.config.schema import CheckpointSection
+from jaxres.rundir import RunDir
+from jaxres.runlog import Claim, RunLog, read_records
+from jaxres.state import Progress
+
+CLAIM = Claim(
+    attempt=1,
+    host="node-a",
+    pid=7,
+    boot_id="b",
+    nonce="n",
+    coordinator=None,
+    num_hosts=1,
+    threads=2,
+    versions={"jax": "1"},
+    fingerprint={"cpu": "x"},
+    trajectory="7a",
+)
+
+
+def nothing():
+    pass
+
+
+@dataclass
+class Place:
+    """One attempt on a run directory."""
+
+    run_dir: RunDir
+    log: RunLog
+    events: list = field(default_factory=list)
+
+    def checkpoints(self, *, before_commit=nothing, keep_last=2, emit=None, log=None):
+        return Checkpoints(
+            CheckpointSection(keep_last=keep_last, timeout_seconds=60),
+            run_dir=self.run_dir,
+            log=log or self.log,
+            claim=CLAIM,
+            emit=emit or self.events.append,
+            clock=SystemClock(),
+            before_commit=before_commit,
+        )
+
+    def save(self, *steps, **kwargs):
+        """Saves these steps to the end and returns the commit of the last."""
+        with self.checkpoints(**kwargs) as checkpoints:
+            for step in steps:
+                checkpoints.save(state(step), progress(step))
+            checkpoints.wait()
+        return self.log.line().newest
+
+    def step_dir(self, step):
+        (commit,) = [c for c in self.log.line().committed if c.step == step]
+        return self.run_dir.root / commit.path
+
+    def again(self):
+        """The next attempt on the same run directory."""
+        return claimed(self.run_dir, attempt=self.log.attempt + 1)
+
+
+def claimed(run_dir, *, attempt=1):
+    claim = dataclasses.replace(CLAIM, attempt=attempt)
+    log = RunLog.claim(run_dir.log, claim, after=read_records(run_dir.log), clock=SystemClock())
+    return Place(run_dir, log)
+
+
+@pytest.fixture
+def place(tmp_path):
+    return claimed(RunDir(tmp_path / "run"))
+
+
+def progress(step):
+    return Progress(step=step, cursor=24 * step, epoch=1, tokens=1000 * step)
+
+
+def sharding(*axes, shape=(8,), names=("fsdp",)):
+    mesh = Mesh(np.asarray(jax.devices()).reshape(shape), names)
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def state(step):
+    """A tiny state, different at each step; one array lies on eight devices."""
+    weights = jnp.arange(128, dtype=jnp.float32).reshape(16, 8) / 3 + step
+    return {
+        "params": {"w": jax.device_put(weights, sharding("fsdp")), "b": jnp.ones(3, jnp.bfloat16)},
+        "opt": {"count": jnp.asarray(step, jnp.int32)},
+        "key": jax.random.key_data(jax.random.key(step)),
+        "step": jnp.asarray(step, jnp.int32),
+    }
+
+
+def like(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

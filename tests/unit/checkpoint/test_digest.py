@@ -1,0 +1,184 @@
+import hashlib
+import itertools
+import json
+import math
+import random
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore
+import xxhash
+
+from jaxres import verbs
+from jaxres.checkpoint import digest
+from jaxres.checkpoint.digest import array_digest, block_grid, blocks, content_digest
+
+FACTS = {"step": 8, "cursor": 192, "epoch": 0, "tokens": 12288}
+
+
+# Another reader of the format, written from docs/checkpoint-format.md alone.
+
+
+def independent_json(value):
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def independent_array_digest(path, array):
+    shape, size = array.shape, math.prod(array.shape) * array.dtype.itemsize
+    counts = [1 for _ in shape]
+    while size // math.prod(counts) > max(16384, size // 4096):
+        candidates = [(counts[d], d) for d in range(len(shape)) if (shape[d] / counts[d]) % 2 == 0]
+        if not candidates:
+            break
+        counts[min(candidates)[1]] *= 2
+    little = array.astype(array.dtype.newbyteorder("<"))
+    text = independent_json([path, array.dtype.name, list(shape)])
+    for position in np.ndindex(*counts):
+        where = []
+        for index, length, count in zip(position, shape, counts, strict=True):
+            where.append(slice(index * length // count, (index + 1) * length // count))
+        number = xxhash.xxh3_128_intdigest(little[tuple(where)].tobytes())
+        text += number.to_bytes(16, "big")
+    return f"{xxhash.xxh3_128_intdigest(text):032x}"
+
+
+def independent_digest_of_run(root):
+    dead, commits = set(), {}
+    for path in sorted((root / "log").iterdir()):
+        record = json.loads(path.read_text())
+        if record["kind"] == "commit":
+            commits[record["step"]] = record
+        if record["kind"] == "prune":
+            dead.update(record["steps"])
+    step_dir = root / commits[max(set(commits) - dead)]["path"]
+    facts = json.loads((step_dir / "progress.json").read_text())
+    rows = []
+    for path in sorted(json.loads((step_dir / "MANIFEST.json").read_text())["arrays"]):
+        base = {"driver": "file", "path": f"{step_dir}/state/"}
+        store = {"driver": "ocdbt", "base": base, "path": path.replace("/", ".") + "/"}
+        spec = {"driver": "zarr3", "kvstore": store}
+        array = np.asarray(tensorstore.open(spec).result().read().result())
+        digest = independent_array_digest(path, array)
+        rows.append([path, array.dtype.name, list(array.shape), digest])
+    whole = {name: facts[name] for name in ("step", "cursor", "epoch", "tokens")}
+    text = independent_json(whole | {"arrays": rows})
+    return "sha256:" + hashlib.sha256(text).hexdigest()
+
+
+def test_another_reader_finds_the_same_digest_in_a_run(place, capsys):
+    place.save(8, 16, 24)
+    assert verbs.main(["checkpoints", "digest", str(place.run_dir.root)], usage="") == 0
+    assert capsys.readouterr().out == independent_digest_of_run(place.run_dir.root) + "\n"
+
+
+def array(shape, dtype, *, seed=0):
+    data = np.random.default_rng(seed).integers(0, 2, size=(*shape, 64 // 8), dtype=np.uint8)
+    return data.sum(axis=-1).astype(dtype).reshape(shape)
+
+
+DTYPES = ["float32", "float64", "int8", "uint32", "bool", "float16", ml_dtypes.bfloat16]
+SHAPES = [(), (0,), (0, 5), (1,), (7,), (3, 5), (64, 128), (257, 64), (2, 3, 1024), (100_000,)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_another_reader_finds_the_same_digest_of_any_array(shape, dtype):
+    values = array(shape, dtype)
+    assert array_digest("params/é", values) == independent_array_digest("params/é", values)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">u2"])
+def test_byte_order_and_memory_layout_do_not_matter(dtype):
+    values = array((64, 256), dtype)
+    little = values.astype(values.dtype.newbyteorder("<"))
+    assert values.tobytes() != little.tobytes()
+    wanted = array_digest("w", little)
+    assert array_digest("w", values) == wanted
+    assert array_digest("w", np.asfortranarray(little)) == wanted
+    assert array_digest("w", np.ascontiguousarray(little.T).T) == wanted
+
+
+def random_shapes(count):
+    chance = random.Random(0)
+    for _ in range(count):
+        dims = chance.randrange(0, 4)
+        yield tuple(chance.choice((1, 2, 3, 6, 8, 12, 33, 64, 100)) for _ in range(dims))
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_blocks_cover_an_array_exactly_and_are_alike(itemsize, monkeypatch):
+    monkeypatch.setattr(digest, "MIN_BLOCK_BYTES", 64)
+    split = 0
+    for shape in [*random_shapes(60), (0, 8), (512, 512)]:
+        counts = np.zeros(shape, np.int64)
+        lengths = set()
+        for index in blocks(shape, itemsize):
+            counts[index] += 1
+            lengths.add(tuple(part.stop - part.start for part in index))
+        assert (counts == 1).all(), shape
+        assert len(lengths) == 1, shape
+        split += math.prod(block_grid(shape, itemsize)) > 1
+    assert split > 20
+
+
+def test_shards_of_meshes_of_powers_of_two_hold_whole_blocks():
+    grid = block_grid((4096, 4096), 4)
+    assert all(count % 8 == 0 for count in grid)
+    assert math.prod(grid) <= 2 * digest.MAX_BLOCKS
+
+
+def test_no_bit_of_a_large_array_can_change_unnoticed():
+    values = array((512, 64), "float32")
+    wanted, seen = array_digest("w", values), set()
+    for row, column in itertools.product((0, 255, 256, 511), (0, 31, 63)):
+        changed = values.copy()
+        changed.view(np.uint32)[row, column] ^= 1
+        seen.add(array_digest("w", changed))
+    assert wanted not in seen
+    assert len(seen) == 12
+
+
+def test_two_blocks_in_each_others_place_are_noticed():
+    values = array((8192,), "float32")
+    index = list(blocks(values.shape, 4))
+    assert len(index) > 1
+    swapped = values.copy()
+    swapped[index[0]], swapped[index[1]] = values[index[1]], values[index[0]]
+    assert swapped.tobytes() != values.tobytes()
+    assert array_digest("w", swapped) != array_digest("w", values)
+
+
+def test_path_dtype_and_shape_are_part_of_an_arrays_digest():
+    zeros = np.zeros((4, 4), np.float32)
+    others = [("v", zeros), ("w", zeros.reshape(16)), ("w", zeros.view(np.int32))]
+    digests = {array_digest("w", zeros), *(array_digest(*other) for other in others)}
+    assert len(digests) == 4
+
+
+def test_zero_and_minus_zero_differ():
+    zeros = np.zeros(4, np.float32)
+    assert array_digest("w", zeros) != array_digest("w", -zeros)
+
+
+def test_the_order_of_arrays_and_other_facts_do_not_matter_and_the_four_numbers_do():
+    arrays = {"b": np.arange(3), "a": np.arange(4), "a/b": np.arange(2)}
+    wanted = content_digest(arrays, progress=FACTS)
+    turned = dict(reversed(arrays.items()))
+    assert content_digest(turned, progress=FACTS | {"best_step": 3}) == wanted
+    changed = {content_digest(arrays, progress=FACTS | {name: 7}) for name in FACTS}
+    assert len(changed - {wanted}) == 4
+    with pytest.raises(KeyError):
+        content_digest(arrays, progress={"step": 1})
+
+
+def test_the_digest_of_a_known_state_never_changes():
+    arrays = {
+        "params/w": (np.arange(8192) % 251).astype(np.float32).reshape(64, 128),
+        "params/b": np.ones(3, ml_dtypes.bfloat16),
+        "key": np.asarray([1, 2], np.uint32),
+        "step": np.asarray(8, np.int32),
+    }
+    assert content_digest(arrays, progress=FACTS) == (
+        "sha256:c92f5889ea161c69ff5e5b36813592e2dc32effaeb9d4ae116b3e45a52b23d81"
+    )

@@ -1,0 +1,113 @@
+import dataclasses
+import json
+
+import pytest
+
+from jaxres import runlog
+from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint.manifest import ArrayInfo, Manifest
+from jaxres.faults import StorageUnavailable, Unrestorable
+from jaxres.runlog import Commit
+
+WHOLE = Manifest(
+    step=8,
+    attempt=1,
+    files={"progress.json": 2, "state/d/array": 5},
+    arrays={"params/w": ArrayInfo("float32", (2, 3)), "step": ArrayInfo("int32", ())},
+    versions={"jax": "1"},
+    fingerprint={"cpu": "x"},
+    trajectory="7a",
+)
+
+
+def commit_of(data):
+    digest = manifests.digest_of(data)
+    return Commit(step=8, path="", manifest=digest, bytes=0, known_good=False)
+
+
+@pytest.fixture
+def step_dir(tmp_path):
+    """A whole step directory, of which only the sizes are real."""
+    (tmp_path / "state" / "d").mkdir(parents=True)
+    (tmp_path / "progress.json").write_bytes(b"{}")
+    (tmp_path / "state" / "d" / "array").write_bytes(b"12345")
+    (tmp_path / "MANIFEST.json").write_bytes(WHOLE.encode())
+    return tmp_path
+
+
+COMMIT = commit_of(WHOLE.encode())
+
+
+def refused(step_dir, commit=COMMIT):
+    with pytest.raises(Unrestorable) as caught:
+        manifests.read(step_dir, commit)
+    text = str(caught.value)
+    assert text.startswith(f"{step_dir}: step 8 is committed but damaged: ")
+    return text.split("damaged: ")[1].split(". The run")[0]
+
+
+def test_a_manifest_reads_back_as_it_was_written(step_dir):
+    assert manifests.read(step_dir, COMMIT) == WHOLE
+    assert manifests.inventory(step_dir) == WHOLE.files
+
+
+def test_a_file_that_is_not_in_the_manifest_does_no_harm(step_dir):
+    (step_dir / "notes").touch()
+    assert manifests.read(step_dir, COMMIT) == WHOLE
+
+
+def test_a_missing_file_is_named(step_dir):
+    (step_dir / "state" / "d" / "array").unlink()
+    assert refused(step_dir) == "state/d/array is missing, the manifest says 5 bytes"
+
+
+@pytest.mark.parametrize("data", [b"", b"1234", b"123456"])
+def test_a_file_of_another_size_is_named(step_dir, data):
+    (step_dir / "state" / "d" / "array").write_bytes(data)
+    wanted = f"state/d/array has {len(data)} bytes, the manifest says 5 bytes"
+    assert refused(step_dir) == wanted
+
+
+def test_an_absent_manifest_or_directory_is_named(step_dir):
+    (step_dir / "MANIFEST.json").unlink()
+    assert refused(step_dir) == "MANIFEST.json is missing"
+    with pytest.raises(Unrestorable, match=r"MANIFEST\.json is missing"):
+        manifests.read(step_dir / "gone", COMMIT)
+
+
+def test_another_saves_manifest_is_not_the_one_that_was_committed(step_dir):
+    other = dataclasses.replace(WHOLE, attempt=2).encode()
+    (step_dir / "MANIFEST.json").write_bytes(other)
+    assert refused(step_dir) == "MANIFEST.json is not the one that was committed"
+
+
+FIELDS = json.loads(WHOLE.encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (FIELDS | {"format": 2}, "format 2, this version reads 1"),
+        ({k: v for k, v in FIELDS.items() if k != "format"}, "format"),
+        ({k: v for k, v in FIELDS.items() if k != "files"}, "files"),
+        (FIELDS | {"color": 1}, "color"),
+        ([], "list"),
+    ],
+)
+def test_a_committed_manifest_that_is_none_of_this_version_is_named(step_dir, fields, why):
+    data = runlog.canonical_json(fields)
+    (step_dir / "MANIFEST.json").write_bytes(data)
+    text = refused(step_dir, commit_of(data))
+    assert text.startswith("MANIFEST.json can't be read")
+    assert why in text
+
+
+def test_an_array_is_shown_as_dtype_and_shape():
+    assert [str(info) for info in WHOLE.arrays.values()] == ["float32[2,3]", "int32[]"]
+
+
+def test_missing_files_prove_damage_and_a_failing_disk_does_not(tmp_path):
+    gone = FileNotFoundError(2, "No such file or directory")
+    assert isinstance(manifests.unreadable(tmp_path, 8, gone), Unrestorable)
+    failing = OSError(5, "Input/output error")
+    assert isinstance(manifests.unreadable(tmp_path, 8, failing), StorageUnavailable)

@@ -1,0 +1,90 @@
+import dataclasses
+import math
+import threading
+
+from jaxres.events import (
+    Evaluated,
+    EventLog,
+    Noted,
+    PhaseChanged,
+    StepsPruned,
+    read_events,
+    read_json_lines,
+)
+
+
+@dataclasses.dataclass
+class Ticking:
+    """A clock that is one second on at every look."""
+
+    now: float = 0.0
+
+    def wall(self):
+        self.now += 1
+        return 1000 + self.now
+
+    def monotonic(self):
+        self.now += 1
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def test_events_are_written_in_order_with_both_times(tmp_path):
+    path = tmp_path / "attempts" / "events.jsonl"
+    with EventLog(path, clock=Ticking()) as log:
+        log.emit(PhaseChanged("restore", "step 8"))
+        log.emit(StepsPruned((1, 2)))
+    assert read_events(path) == [
+        {
+            "time": 1001.0,
+            "monotonic": 2.0,
+            "event": "PhaseChanged",
+            "phase": "restore",
+            "detail": "step 8",
+        },
+        {"time": 1003.0, "monotonic": 4.0, "event": "StepsPruned", "steps": [1, 2]},
+    ]
+
+
+def test_a_number_that_is_not_finite_is_null(tmp_path):
+    with EventLog(tmp_path / "e", clock=Ticking()) as log:
+        log.emit(Evaluated(8, math.nan, math.inf, 0))
+    (event,) = read_events(tmp_path / "e")
+    assert (event["loss"], event["best_loss"]) == (None, None)
+
+
+def test_listeners_hear_what_is_written_and_after_it_is(tmp_path):
+    heard = []
+    listener = lambda event: heard.append((event, len(read_events(tmp_path / "e"))))  # noqa: E731
+    with EventLog(tmp_path / "e", clock=Ticking(), listeners=[listener]) as log:
+        log.emit(Noted("one"))
+        log.emit(Noted("two"))
+    assert heard == [(Noted("one"), 1), (Noted("two"), 2)]
+
+
+def test_an_event_is_on_file_as_soon_as_it_is_emitted(tmp_path):
+    with EventLog(tmp_path / "e", clock=Ticking()) as log:
+        log.emit(Noted("one"))
+        assert [event["message"] for event in read_events(tmp_path / "e")] == ["one"]
+
+
+def test_events_of_several_threads_are_whole_lines(tmp_path):
+    with EventLog(tmp_path / "e", clock=Ticking()) as log:
+        threads = [
+            threading.Thread(target=lambda: [log.emit(Noted("x" * 5000)) for _ in range(50)])
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [event["message"] for event in read_events(tmp_path / "e")] == ["x" * 5000] * 200
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
+    path = tmp_path / "e"
+    path.write_bytes(b'{"a":1}\n{"a":\n\0\0\0\0\n{"a":"\xff"}\n{"a":2}\n{"a":3')
+    assert read_json_lines(path) == [{"a": 1}, {"a": 2}]
+    assert read_json_lines(tmp_path / "absent") == []

@@ -1,0 +1,245 @@
+import dataclasses
+import math
+from collections import deque
+
+import numpy as np
+import pytest
+
+from jaxres.faults import Continue, Exit, Stop, fault
+from jaxres.guards import Guard
+from jaxres.guards.divergence import stop_on_nonfinite
+from jaxres.state import Progress
+from jaxres.train.loop import LAG, Agenda, Due, Feed, Flight, Run, look, settle
+
+AGENDA = Agenda(steps=20, save_every_steps=8, evaluate_every_steps=5)
+
+
+def agenda_of(agenda, **kwargs):
+    """The steps at which something is due, in a run that does what is due."""
+    saves, evaluations, saved, progress = [], [], 0, Progress(**kwargs)
+    while True:
+        due = agenda.at(progress, saved_step=saved)
+        if due.evaluate:
+            evaluations.append(progress.step)
+            progress = dataclasses.replace(progress, evaluated_step=progress.step)
+        if due.save:
+            saves.append(progress.step)
+            saved = progress.step
+        assert agenda.at(progress, saved_step=saved) == Due(save=False, evaluate=False)
+        if progress.step == agenda.steps:
+            return saves, evaluations
+        progress = dataclasses.replace(progress, step=progress.step + 1)
+
+
+def test_the_last_step_is_saved_and_evaluated_beside_the_regular_ones():
+    assert agenda_of(AGENDA) == ([8, 16, 20], [5, 10, 15, 20])
+    assert agenda_of(dataclasses.replace(AGENDA, steps=16)) == ([8, 16], [5, 10, 15, 16])
+    assert agenda_of(dataclasses.replace(AGENDA, steps=3)) == ([3], [3])
+
+
+def test_without_an_interval_nothing_is_evaluated():
+    assert agenda_of(dataclasses.replace(AGENDA, evaluate_every_steps=0)) == ([8, 16, 20], [])
+
+
+def test_nothing_is_due_at_step_0_nor_at_a_step_that_was_restored():
+    assert AGENDA.at(Progress(), saved_step=0) == Due(save=False, evaluate=False)
+    restored = Progress(step=8, evaluated_step=5)
+    assert AGENDA.at(restored, saved_step=8) == Due(save=False, evaluate=False)
+
+
+def test_an_evaluation_that_the_saved_progress_has_is_not_made_again():
+    at = dataclasses.replace(AGENDA, save_every_steps=5)
+    restored = Progress(step=10, evaluated_step=10)
+    assert at.at(restored, saved_step=10) == Due(save=False, evaluate=False)
+    before = Progress(step=10, evaluated_step=5)
+    assert at.at(before, saved_step=10) == Due(save=False, evaluate=True)
+
+
+class Lost(Exception):
+    """What a test lets go wrong."""
+
+
+@dataclasses.dataclass
+class FakeCheckpoints:
+    """Saves nothing; notes what it was asked, and fails where told to."""
+
+    asked: list = dataclasses.field(default_factory=list)
+    failing: str = ""
+
+    def _note(self, what):
+        self.asked.append(what)
+        if what == self.failing:
+            raise Lost
+
+    def poll(self):
+        self._note("poll")
+
+    def wait(self):
+        self._note("wait")
+
+
+@dataclasses.dataclass
+class FakeLog:
+    attempt: int = 3
+
+
+@dataclasses.dataclass
+class StoppedClock:
+    now: float = 0.0
+
+    def wall(self):
+        return self.now
+
+    def monotonic(self):
+        self.now += 1
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def counting_guard():
+    def judge(memory, seen):
+        return {"steps": memory["steps"] + 1, "sum": memory["sum"] + seen.step}, Continue()
+
+    return Guard("counting", init=lambda: {"steps": 0, "sum": 0}, judge=judge)
+
+
+def unused(*_):
+    raise AssertionError("not a part of this test")
+
+
+def fake_run(**parts):
+    """A run whose parts do nothing, and the lines that have landed."""
+    landed = []
+    run = Run(
+        steps=20,
+        agenda=AGENDA,
+        log=FakeLog(),
+        checkpoints=FakeCheckpoints(),
+        guards=(counting_guard(), stop_on_nonfinite()),
+        feed=Feed(at=unused, num_rows=100, tokens_per_step=10),
+        init=unused,
+        shapes=None,
+        step=unused,
+        evaluate=unused,
+        dataset="d",
+        computation={},
+        landed=landed.append,
+        emit=lambda event: None,
+        clock=StoppedClock(),
+    )
+    return dataclasses.replace(run, **parts), landed
+
+
+def metrics_of(step, *, bad=()):
+    return np.asarray([math.nan if step in bad else 1.5 + step, 2.0, 0.5], np.float32)
+
+
+def dispatch(flight, progress, **kwargs):
+    """Puts one more step into flight, as the loop does after a look."""
+    after = progress.after(next_cursor=24 * (progress.step + 1), num_rows=100, tokens=10)
+    flight.steps.append((after, f"ids{after.step}", metrics_of(after.step, **kwargs)))
+    return after
+
+
+def in_flight(steps, **kwargs):
+    """A flight that nobody has looked at, and the progress after it."""
+    flight, progress = Flight(seq=7, landed_at=0.0), Progress()
+    for _ in range(steps):
+        progress = dispatch(flight, progress, **kwargs)
+    return flight, progress
+
+
+def test_a_look_before_step_k_lands_exactly_the_steps_up_to_k_less_the_lag():
+    run, landed = fake_run()
+    flight, progress = Flight(seq=7, landed_at=0.0), Progress()
+    for k in range(1, 13):
+        progress, verdict = look(run, progress, flight, drain=False)
+        assert verdict == Continue()
+        assert [line.step for line in landed] == list(range(1, k - LAG + 1))
+        progress = dispatch(flight, progress)
+    assert progress.guards["counting"] == {"steps": 10, "sum": 55}
+
+
+@pytest.mark.parametrize("waiting", range(6))
+def test_a_late_look_lands_what_earlier_looks_would_have(waiting):
+    run, landed = fake_run()
+    flight, progress = in_flight(waiting)
+    look(run, progress, flight, drain=False)
+    assert [line.step for line in landed] == list(range(1, waiting + 1 - LAG + 1))
+    assert len(flight.steps) == min(waiting, LAG - 1)
+
+
+def test_a_drain_lands_every_step_and_a_second_look_none():
+    run, landed = fake_run()
+    flight, progress = in_flight(5)
+    progress, _ = look(run, progress, flight, drain=True)
+    assert [line.step for line in landed] == [1, 2, 3, 4, 5]
+    assert flight.steps == deque()
+    assert look(run, progress, flight, drain=True) == (progress, Continue())
+    assert len(landed) == 5
+
+
+def test_guards_remember_the_same_however_the_looks_fall():
+    memories = []
+    for drains in ((), (1, 2, 3, 4, 5, 6), (3,), (2, 5)):
+        run, _ = fake_run()
+        flight, progress = Flight(seq=7, landed_at=0.0), Progress()
+        for k in range(1, 7):
+            progress, _ = look(run, progress, flight, drain=k in drains)
+            progress = dispatch(flight, progress)
+        progress, _ = look(run, progress, flight, drain=True)
+        memories.append(progress)
+    assert memories[0].guards == {"counting": {"steps": 6, "sum": 21}, "divergence": {}}
+    assert memories == [memories[0]] * 4
+
+
+def test_a_verdict_lands_and_judges_the_steps_in_flight_too():
+    run, landed = fake_run()
+    flight, progress = in_flight(4, bad={1})
+    progress, verdict = look(run, progress, flight, drain=False)
+    assert isinstance(verdict, Stop)
+    assert verdict.fault == fault("diverged")
+    assert verdict.reason.startswith("step 1: ")
+    assert [line.step for line in landed] == [1, 2, 3, 4]
+    assert progress.guards["counting"]["steps"] == 4
+
+
+def test_a_bad_step_within_the_lag_is_judged_by_the_drain_before_a_save():
+    run, _ = fake_run()
+    flight, progress = in_flight(4, bad={4})
+    progress, verdict = look(run, progress, flight, drain=False)
+    assert verdict == Continue()
+    _, verdict = look(run, progress, flight, drain=True)
+    assert isinstance(verdict, Stop)
+    assert verdict.reason.startswith("step 4: ")
+
+
+def test_a_line_tells_of_its_own_step_whatever_has_been_dispatched_since():
+    run, landed = fake_run()
+    flight, progress = in_flight(3)
+    look(run, progress, flight, drain=False)
+    first = landed[0]
+    assert (first.step, first.seq, first.attempt) == (1, 7, 3)
+    assert (first.loss, first.grad_norm, first.learning_rate) == (2.5, 2.0, 0.5)
+    assert (first.tokens, first.samples, first.skipped) == (10, "ids1", False)
+    assert [line.step_seconds for line in landed] == [1.0, 1.0]
+
+
+def test_a_failed_save_is_raised_by_the_next_look_before_anything_lands():
+    run, landed = fake_run(checkpoints=FakeCheckpoints(failing="poll"))
+    flight, progress = in_flight(4)
+    with pytest.raises(Lost):
+        look(run, progress, flight, drain=True)
+    assert landed == []
+
+
+def test_nothing_is_called_committed_before_the_last_save_is():
+    run, _ = fake_run()
+    ended = settle(run, Exit.DONE, "why", "state", Progress(step=20))
+    assert run.checkpoints.asked == ["wait"]
+    assert (ended.exit, ended.reason, ended.progress.step) == (Exit.DONE, "why", 20)
+    failing, _ = fake_run(checkpoints=FakeCheckpoints(failing="wait"))
+    with pytest.raises(Lost):
+        settle(failing, Exit.DONE, "why", "state", Progress(step=20))

@@ -1,0 +1,320 @@
+import dataclasses
+import json
+import math
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxres import runlog, storage
+from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable
+from jaxres.runlog import Claim, Commit, Prune, Record, RunLog, Skip, Start, Stop, canonical_json
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "log" / "plain"
+
+
+@dataclasses.dataclass
+class StoppedClock:
+    now: float = 0.0
+
+    def wall(self):
+        return self.now
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+CLAIM = Claim(
+    attempt=1,
+    host="node-a",
+    pid=7,
+    boot_id="b",
+    nonce="n",
+    coordinator=None,
+    num_hosts=1,
+    threads=2,
+    versions={"jax": "1"},
+    fingerprint={"cpu": "x"},
+    trajectory="7a",
+)
+COMMIT = Commit(step=8, path="checkpoints/x", manifest="sha256:0", bytes=3, known_good=False)
+BODIES = [
+    CLAIM,
+    Start(step=8, path="checkpoints/x", dataset="d", computation={"mesh": "data=1"}),
+    Start(step=0, path=None, dataset="d", computation={}),
+    COMMIT,
+    Skip(rows=((0, 24), (48, 72)), reason='a "spike" — ü'),
+    Prune(steps=(1, 2)),
+    Stop(exit=74, reason="disk\nfull", committed=False),
+]
+
+
+def claimed(folder, *, attempt=1, nonce="n"):
+    claim = dataclasses.replace(CLAIM, attempt=attempt, nonce=nonce)
+    return RunLog.claim(
+        folder, claim, after=runlog.read_records(folder), clock=StoppedClock(attempt)
+    )
+
+
+def record(seq, body, *, attempt=1):
+    return Record(seq, attempt, 0.5, body)
+
+
+def folded(*bodies):
+    return runlog.fold([record(seq, body) for seq, body in enumerate(bodies, start=1)])
+
+
+def test_a_value_has_one_canonical_text():
+    text = canonical_json({"b": [1.5, None, True], "a": "é"})
+    assert text == '{"a":"é","b":[1.5,null,true]}'.encode()
+    assert canonical_json({"a": "é", "b": (1.5, None, True)}) == text
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_has_no_word_for_is_refused(value):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json({"x": value})
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
+def test_a_record_reads_back_as_it_was_written(body):
+    written = record(3, body)
+    found = Record.decode(written.encode(), path=Path("00000003.json"))
+    assert found == written
+    assert found.encode() == written.encode()
+
+
+def test_every_kind_is_tried():
+    assert {type(body) for body in BODIES} == set(runlog._KINDS.values())
+
+
+GOOD = json.loads(record(1, COMMIT).encode())
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "Expecting value"),
+        (b'{"seq":1', "Expecting"),
+        (b"\xff\xfeA", "truncated data"),
+        (b"[]", ""),
+        (b"3", "pop"),
+        (json.dumps(GOOD | {"kind": "rollback"}).encode(), "rollback"),
+        (json.dumps(GOOD | {"color": 3}).encode(), "color"),
+        (json.dumps({k: v for k, v in GOOD.items() if k != "path"}).encode(), "path"),
+        (json.dumps({k: v for k, v in GOOD.items() if k != "time"}).encode(), "time"),
+        (json.dumps(GOOD | {"seq": 2}).encode(), "it says that it is record 2"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_refused_by_name(tmp_path, data, why):
+    (tmp_path / "00000001.json").write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        runlog.read_records(tmp_path)
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path / '00000001.json'}: not a record that this version")
+    assert why in text
+    assert text.endswith("Nothing was changed.")
+
+
+@pytest.mark.parametrize("lost", ["00000001.json", "00000004.json"])
+def test_a_gap_is_an_error_not_an_end(tmp_path, lost):
+    for path in GOLDEN.iterdir():
+        if path.name != lost:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(ConfigError, match=f"expected record {lost} here"):
+        runlog.read_records(tmp_path)
+
+
+def test_a_file_that_does_not_belong_is_refused(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"notes\.txt: expected record 00000001\.json"):
+        runlog.read_records(tmp_path)
+
+
+def test_no_folder_is_an_empty_log(tmp_path):
+    assert runlog.read_records(tmp_path / "log") == []
+    line = runlog.fold([])
+    assert (line.attempt, line.step, line.newest, line.dataset) == (0, 0, None, None)
+
+
+def test_the_golden_log_folds_to_what_it_always_did():
+    records = runlog.read_records(GOLDEN)
+    assert [r.encode() for r in records] == [p.read_bytes() for p in sorted(GOLDEN.iterdir())]
+    line = runlog.fold(records)
+    assert line.attempt == 2
+    assert [claim.pid for claim in line.claims] == [101, 102]
+    assert [(r.seq, runlog.start_of(r).step) for r in line.starts] == [(2, 0), (5, 8)]
+    assert [(r.seq, r.attempt) for r in line.commits] == [(7, 2), (8, 2)]
+    assert [commit.path for commit in line.committed] == [
+        "checkpoints/00000016-0002",
+        "checkpoints/00000024-0002",
+    ]
+    assert line.newest == Commit(
+        step=24,
+        path="checkpoints/00000024-0002",
+        manifest="sha256:18",
+        bytes=1024,
+        known_good=False,
+    )
+    assert line.step == 24
+    assert line.skips == ((24, 48), (96, 120))
+    assert line.dataset == "d1"
+    assert line.last_stop is not None
+    assert line.last_stop.body == Stop(exit=0, reason="the last step is committed", committed=True)
+
+
+def test_pruned_steps_are_dead_and_the_others_ascend():
+    commits = [dataclasses.replace(COMMIT, step=step) for step in (30, 10, 20)]
+    line = folded(CLAIM, *commits, Prune(steps=(20,)))
+    assert [commit.step for commit in line.committed] == [10, 30]
+    assert folded(CLAIM, *commits, Prune(steps=(10, 20, 30))).newest is None
+
+
+def test_records_are_numbered_and_folded_as_they_were_appended(tmp_path):
+    log = claimed(tmp_path)
+    assert [log.append(body).seq for body in BODIES[1:]] == [2, 3, 4, 5, 6, 7]
+    records = runlog.read_records(tmp_path)
+    assert [r.body for r in records] == BODIES
+    assert {r.attempt for r in records} == {1}
+    assert log.line() == runlog.fold(records)
+
+
+def test_an_older_attempt_is_fenced_and_writes_nothing(tmp_path):
+    old = claimed(tmp_path)
+    old.append(COMMIT)
+    new = claimed(tmp_path, attempt=2)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    for _ in range(2):
+        with pytest.raises(Fenced, match=r"attempt 2 \(host node-a, pid 7\) owns this run") as end:
+            old.append(COMMIT)
+        assert end.value.exit == Exit.FENCED
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert new.append(COMMIT).seq == 4
+
+
+def test_a_claim_that_comes_second_is_fenced(tmp_path):
+    first = dataclasses.replace(CLAIM, nonce="first")
+    RunLog.claim(tmp_path, first, after=[], clock=StoppedClock())
+    with pytest.raises(Fenced):
+        RunLog.claim(tmp_path, CLAIM, after=[], clock=StoppedClock())
+    assert [r.body for r in runlog.read_records(tmp_path)] == [first]
+
+
+def test_a_claim_sweeps_what_killed_writers_left(tmp_path):
+    log = claimed(tmp_path)
+    for name in (".00000001.json.aaaaaaaaaaaa.tmp", ".00000002.json.aaaaaaaaaaaa.tmp"):
+        (tmp_path / name).touch()
+    log.append(COMMIT)
+    claimed(tmp_path, attempt=2)
+    assert sorted(os.listdir(tmp_path)) == [f"0000000{seq}.json" for seq in (1, 2, 3)]
+
+
+def test_a_writer_is_not_fenced_by_its_own_record_that_storage_failed_to_confirm(
+    tmp_path, monkeypatch
+):
+    log = claimed(tmp_path)
+    with monkeypatch.context() as failing:
+
+        def sync_dir(folder):
+            raise OSError(5, "Input/output error")
+
+        failing.setattr(storage, "sync_dir", sync_dir)
+        with pytest.raises(StorageUnavailable):
+            log.append(COMMIT)
+    stop = Stop(exit=74, reason="storage", committed=False)
+    assert log.append(stop).seq == 3
+    assert [r.body for r in runlog.read_records(tmp_path)] == [CLAIM, COMMIT, stop]
+
+
+def test_a_record_that_was_never_written_leaves_no_gap(tmp_path, monkeypatch):
+    log = claimed(tmp_path)
+    with monkeypatch.context() as failing:
+
+        def fsync(descriptor):
+            raise OSError(28, "No space left on device")
+
+        failing.setattr(os, "fsync", fsync)
+        with pytest.raises(StorageUnavailable):
+            log.append(COMMIT)
+    assert log.append(COMMIT).seq == 2
+
+
+def race(folder, *, writer, rounds, barrier, won):
+    """Claims round after round as soon as the others do; notes the attempts that were its own."""
+    for number in range(1, rounds + 1):
+        barrier.wait(timeout=60)
+        after = [record(seq, CLAIM) for seq in range(1, number)]
+        claim = dataclasses.replace(CLAIM, attempt=number, nonce=str(writer))
+        try:
+            RunLog.claim(folder, claim, after=after, clock=StoppedClock())
+        except Fenced:
+            continue
+        won.append(number)
+
+
+def assert_linear(folder, won, *, rounds):
+    """Holds who says that it won against the log."""
+    claims = runlog.fold(runlog.read_records(folder)).claims
+    assert [claim.attempt for claim in claims] == list(range(1, rounds + 1))
+    for writer, attempts in won.items():
+        assert attempts == [c.attempt for c in claims if c.nonce == str(writer)]
+    assert sum(map(len, won.values())) == rounds
+
+
+def test_of_racing_threads_exactly_one_wins_each_of_many_races(tmp_path):
+    rounds, won = 800, {writer: [] for writer in range(3)}
+    barrier = threading.Barrier(len(won))
+    threads = [
+        threading.Thread(
+            target=race,
+            args=(tmp_path,),
+            kwargs={"writer": w, "rounds": rounds, "barrier": barrier, "won": won[w]},
+        )
+        for w in won
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_linear(tmp_path, won, rounds=rounds)
+
+
+def race_in_process(folder, writer, rounds, barrier, queue):
+    won = []
+    race(folder, writer=writer, rounds=rounds, barrier=barrier, won=won)
+    queue.put((writer, won))
+
+
+def test_of_racing_processes_exactly_one_wins_each_of_many_races(tmp_path):
+    rounds, context = 200, multiprocessing.get_context("spawn")
+    barrier, queue = context.Barrier(2), context.Queue()
+    processes = [
+        context.Process(target=race_in_process, args=(tmp_path, writer, rounds, barrier, queue))
+        for writer in range(2)
+    ]
+    for process in processes:
+        process.start()
+    won = dict(queue.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    assert_linear(tmp_path, won, rounds=rounds)
+
+
+def test_threads_of_one_attempt_append_in_one_order(tmp_path):
+    log = claimed(tmp_path)
+
+    def append():
+        for _ in range(50):
+            log.append(COMMIT)
+
+    threads = [threading.Thread(target=append) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(runlog.read_records(tmp_path)) == 201

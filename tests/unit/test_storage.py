@@ -1,0 +1,257 @@
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxres import storage
+from jaxres.faults import ConfigError, Exit, StorageUnavailable
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def failing(code):
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_a_file_is_created_once_and_keeps_its_first_content(tmp_path):
+    assert storage.create(tmp_path / "a", b"first")
+    assert not storage.create(tmp_path / "a", b"second")
+    assert contents(tmp_path) == {"a": b"first"}
+
+
+def test_of_many_creators_exactly_one_wins_and_its_content_stands(tmp_path):
+    for number in range(50):
+        path, barrier, won = tmp_path / str(number), threading.Barrier(4), []
+
+        def race(word, path=path, barrier=barrier, won=won):
+            barrier.wait()
+            if storage.create(path, word):
+                won.append(word)
+
+        threads = [threading.Thread(target=race, args=(b"%d" % i * 1000,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [path.read_bytes()] == won
+
+
+def test_replace_puts_new_content_in_place_of_old(tmp_path):
+    storage.replace(tmp_path / "a", b"first")
+    storage.replace(tmp_path / "a", b"second")
+    assert contents(tmp_path) == {"a": b"second"}
+
+
+def test_what_is_absent_reads_as_nothing(tmp_path):
+    assert storage.read(tmp_path / "a") is None
+    assert storage.list_names(tmp_path / "folder") == []
+    storage.delete_tree(tmp_path / "folder")
+
+
+def test_names_are_listed_in_order_without_temporaries(tmp_path):
+    for name in ("b", "a", ".a.00.tmp"):
+        (tmp_path / name).touch()
+    assert storage.list_names(tmp_path) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "word"),
+    [
+        (errno.ENOSPC, StorageUnavailable, "no space left"),
+        (errno.EDQUOT, StorageUnavailable, "no space left"),
+        (errno.EIO, StorageUnavailable, "storage failed"),
+        (errno.ESTALE, StorageUnavailable, "storage failed"),
+        (errno.ENOENT, StorageUnavailable, "its folder is gone"),
+        (errno.EACCES, ConfigError, "can't be used (Permission denied)"),
+        (errno.EROFS, ConfigError, "can't be used (Read-only file system)"),
+        (errno.EISDIR, ConfigError, "can't be used (Is a directory)"),
+    ],
+)
+def test_what_storage_refuses_is_a_typed_end_that_names_the_place(tmp_path, code, kind, word):
+    with pytest.raises(kind) as caught, storage.typed_errors(tmp_path):
+        failing(code)()
+    assert str(caught.value).startswith(f"{tmp_path}: {word}")
+
+
+def test_an_error_that_is_not_storages_stays_what_it_is(tmp_path):
+    with pytest.raises(BrokenPipeError), storage.typed_errors(tmp_path):
+        failing(errno.EPIPE)()
+
+
+def test_writing_where_the_folder_was_deleted_says_so(tmp_path):
+    with pytest.raises(StorageUnavailable, match="its folder is gone") as caught:
+        storage.create(tmp_path / "gone" / "a", b"")
+    assert caught.value.exit == Exit.STORAGE
+
+
+def test_a_file_in_the_way_of_a_folder_is_the_users_to_mend(tmp_path):
+    (tmp_path / "log").write_text("not a folder")
+    with pytest.raises(ConfigError, match="Not a directory"):
+        storage.list_names(tmp_path / "log")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        storage.read(tmp_path)
+
+
+def test_a_write_that_fails_leaves_neither_the_name_nor_a_temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
+    with pytest.raises(StorageUnavailable):
+        storage.create(tmp_path / "a", b"data")
+    with pytest.raises(StorageUnavailable):
+        storage.replace(tmp_path / "a", b"data")
+    assert contents(tmp_path) == {}
+
+
+def test_a_tree_goes_by_name_first_and_its_trash_goes_at_the_next_start(tmp_path, monkeypatch):
+    (tmp_path / "tree" / "sub").mkdir(parents=True)
+    with monkeypatch.context() as killed:
+        killed.setattr(storage.shutil, "rmtree", failing(errno.EIO))
+        with pytest.raises(StorageUnavailable):
+            storage.delete_tree(tmp_path / "tree")
+    assert storage.list_names(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 1
+    storage.delete_trash(tmp_path)
+    assert contents(tmp_path) == {}
+
+
+def appended(path: Path, *lines: bytes) -> bytes:
+    appender = storage.Appender(path)
+    for line in lines:
+        appender.append(line)
+    appender.sync()
+    appender.close()
+    return path.read_bytes()
+
+
+def test_lines_are_appended_to_what_is_there(tmp_path):
+    assert appended(tmp_path / "sub" / "a", b"one", b"two") == b"one\ntwo\n"
+    assert appended(tmp_path / "sub" / "a", b"three") == b"one\ntwo\nthree\n"
+
+
+def test_a_line_that_a_kill_cut_short_is_closed_off(tmp_path):
+    (tmp_path / "a").write_bytes(b"one\ntw")
+    assert appended(tmp_path / "a", b"three") == b"one\ntw\nthree\n"
+
+
+class Dribbling:
+    """A file that takes some bytes and then, at times, no more: a disk about to be full."""
+
+    def __init__(self, file, *, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self.file.write(data[: min(self.room, 3)])
+        self.room -= taken
+        return taken
+
+    def close(self):
+        self.file.close()
+
+
+def test_a_line_that_is_taken_in_parts_is_whole_in_the_end(tmp_path):
+    appender = storage.Appender(tmp_path / "a")
+    appender._file = Dribbling(appender._file, room=1000)
+    appender.append(b"one long line")
+    appender.append(b"two")
+    appender.close()
+    assert (tmp_path / "a").read_bytes() == b"one long line\ntwo\n"
+
+
+def test_a_line_that_a_full_disk_cut_short_does_not_take_the_next_with_it(tmp_path):
+    appender = storage.Appender(tmp_path / "a")
+    appender._file = disk = Dribbling(appender._file, room=5)
+    with pytest.raises(StorageUnavailable, match="no space left"):
+        appender.append(b"one long line")
+    disk.room = 1000
+    appender.append(b"two")
+    appender.close()
+    assert (tmp_path / "a").read_bytes() == b"one l\ntwo\n"
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """The paths that were made durable, in order; the real fsync is done too."""
+    paths, real = [], os.fsync
+
+    def fsync(descriptor):
+        real(descriptor)
+        paths.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return paths
+
+
+def test_a_created_file_is_durable_before_its_name_is(tmp_path, synced):
+    storage.create(tmp_path / "a", b"data")
+    assert [path.suffix for path in synced] == [".tmp", ""]
+    assert synced[-1] == tmp_path
+
+
+def test_new_folders_and_a_new_files_name_are_durable(tmp_path, synced):
+    appended(tmp_path / "attempts" / "0001" / "a", b"one")
+    attempts = tmp_path / "attempts"
+    assert set(synced) == {tmp_path, attempts, attempts / "0001", attempts / "0001" / "a"}
+
+
+def test_every_file_and_name_of_a_tree_is_durable(tmp_path, synced):
+    (tmp_path / "step" / "state" / "d").mkdir(parents=True)
+    (tmp_path / "step" / "state" / "d" / "array").touch()
+    (tmp_path / "step" / "manifest").touch()
+    storage.sync_tree(tmp_path / "step")
+    assert set(synced) == {tmp_path, *tmp_path.rglob("*")}
+    assert synced[-1] == tmp_path
+
+
+def test_a_folder_that_cannot_be_listed_is_never_taken_for_an_empty_one(tmp_path, monkeypatch):
+    (tmp_path / "step" / "state").mkdir(parents=True)
+    (tmp_path / "step" / "state" / "array").write_bytes(b"data")
+    assert storage.sizes(tmp_path / "step") == {"state/array": 4}
+    assert storage.sizes(tmp_path / "absent") == {}
+    monkeypatch.setattr(os, "scandir", failing(errno.EIO))
+    for walk in (storage.sizes, storage.sync_tree):
+        with pytest.raises(StorageUnavailable, match="Input/output error"):
+            walk(tmp_path / "step")
+
+
+def test_a_link_that_was_made_but_answered_as_there_already_is_a_win(tmp_path, monkeypatch):
+    link = os.link
+
+    def answered_twice(source, target):
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", answered_twice)
+    assert storage.create(tmp_path / "a", b"mine")
+    assert not storage.create(tmp_path / "a", b"late")
+    assert contents(tmp_path) == {"a": b"mine"}
+
+
+def test_left_over_temporaries_go_but_not_those_of_names_still_to_be_won(tmp_path):
+    storage.create(tmp_path / "00000001.json", b"")
+    (tmp_path / ".00000001.json.aaaaaaaaaaaa.tmp").touch()
+    (tmp_path / ".00000002.json.bbbbbbbbbbbb.tmp").touch()
+    storage.delete_temporaries(tmp_path)
+    assert set(contents(tmp_path)) == {"00000001.json", ".00000002.json.bbbbbbbbbbbb.tmp"}
+
+
+def test_a_creator_whose_temporary_was_swept_away_has_lost(tmp_path, monkeypatch):
+    link = os.link
+
+    def paused(source, target):
+        with monkeypatch.context() as awake:
+            awake.setattr(os, "link", link)
+            assert storage.create(target, b"winner")
+            storage.delete_temporaries(tmp_path)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", paused)
+    assert not storage.create(tmp_path / "a", b"loser")
+    assert contents(tmp_path) == {"a": b"winner"}

@@ -1,0 +1,88 @@
+import subprocess
+import sys
+
+import pytest
+
+from jaxres import config as configs
+from jaxres import runlog
+from jaxres.faults import ConfigError, Exit, Fenced
+from jaxres.runlog import RunLog, Start
+from jaxres.train import __main__ as way_in
+
+
+def quickstart(tmp_path, *overrides):
+    return way_in._resolve(
+        configs_dir() / "quickstart.yaml", [f"run.dir={tmp_path / 'run'}", *overrides]
+    )
+
+
+def configs_dir():
+    return way_in.Path(__file__).parents[2] / "configs"
+
+
+def test_who_loses_the_race_for_the_claim_leaves_no_config_behind(tmp_path, monkeypatch):
+    resolved = quickstart(tmp_path, "run.seed=2")
+    winner = way_in._claim(resolved[0].config, runlog.fold([]))
+    read = runlog.read_records
+
+    def read_then_lose(folder):
+        records = read(folder)
+        RunLog.claim(folder, winner, after=records, clock=way_in.SystemClock())
+        return records
+
+    monkeypatch.setattr(way_in, "_resolve", lambda *_: resolved)
+    monkeypatch.setattr(runlog, "read_records", read_then_lose)
+    with pytest.raises(Fenced):
+        way_in._train(tmp_path, [])
+    written = [p for p in resolved[1].root.rglob("*") if p.is_file()]
+    assert [path.name for path in written] == ["00000001.json"]
+
+
+@pytest.fixture
+def started(tmp_path):
+    """The first attempt of a run, which has trained with the quickstart."""
+    loaded, run_dir = quickstart(tmp_path)
+    claim = way_in._claim(loaded.config, runlog.fold([]))
+    log = RunLog.claim(run_dir.log, claim, after=[], clock=way_in.SystemClock())
+    way_in.storage.make_dir(run_dir.attempt(1))
+    for path in (run_dir.config, run_dir.attempt(1) / "config.yaml"):
+        path.write_text(configs.dump_yaml(loaded.config))
+    quickstart(tmp_path, "run.seed=2")
+    log.append(Start(step=0, path=None, dataset="d", computation={}))
+    return run_dir
+
+
+def test_a_run_is_held_to_the_config_that_it_was_started_with(tmp_path, started):
+    quickstart(tmp_path)
+    with pytest.raises(ConfigError, match="another trajectory"):
+        quickstart(tmp_path, "run.seed=2")
+
+
+def test_an_edited_or_deleted_config_does_not_change_what_a_run_is(tmp_path, started):
+    other = quickstart(tmp_path / "elsewhere", "run.seed=2")[0].config
+    started.config.write_text(configs.dump_yaml(other))
+    with pytest.raises(ConfigError, match="another trajectory"):
+        way_in._resolve(started.root, [])
+    started.config.unlink()
+    with pytest.raises(ConfigError, match="another trajectory"):
+        quickstart(tmp_path, "run.seed=2")
+
+
+def test_a_started_run_without_any_record_of_its_config_is_refused(tmp_path, started):
+    (started.attempt(1) / "config.yaml").unlink()
+    started.config.unlink()
+    with pytest.raises(ConfigError, match="Restore one of them from a copy"):
+        quickstart(tmp_path)
+
+
+@pytest.mark.parametrize("code", [Exit.STORAGE, Exit.CONFIG])
+def test_a_failed_process_ends_at_once_whatever_threads_it_has(code):
+    source = (
+        "import threading, time; from jaxres.train.__main__ import leave;"
+        "threading.Thread(target=time.sleep, args=(600,)).start();"
+        f"print('said', end=''); leave({code.value})"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", source], timeout=60, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (code, "said")
