@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +18,23 @@ from typing import Any
 
 from jaxres import runlog, verbs
 from jaxres.events import read_events, read_json_lines
+from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from jaxres.runlog import Line
 
 POLL_SECONDS = 0.001
+ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
+STEPS = 200
+MLP = (
+    "model.kind=mlp",
+    "optimizer.schedule.kind=constant",
+    "evaluation.every_steps=0",
+    f"train.steps={STEPS}",
+    "checkpoint.save_every_steps=20",
+)
+"""Overrides for where only storage, processes or words are tested: compiles in a third of the time,
+and the compiled step does not depend on the number of steps."""
 
 
 @dataclass
@@ -75,6 +88,20 @@ class Trainer:
         """Returns what it has printed."""
         return self.output.read_text()
 
+    def wait_commit(self, step: int) -> None:
+        """Waits until a step at or after `step` is committed."""
+        self.wait(lambda: line(self.run_dir).step >= step, what=f"commit of step {step}")
+
+    def refused(self, exit: Exit, *words: str) -> str:
+        """Waits for a typed end: that code, one message with these words, and no traceback."""
+        code, said = self.ended(), self.said()
+        assert code == exit, f"exit {code}, expected {exit.value}\n{said}"
+        assert "Traceback" not in said, said
+        assert said.count(f"(exit {exit.value}") == 1, said
+        for word in words:
+            assert word in said, f"no {word!r} in:\n{said}"
+        return said
+
 
 @dataclass
 class Place:
@@ -82,6 +109,8 @@ class Place:
 
     root: Path
     caches: Path
+    through: tuple[str, ...] = ()
+    """Words before the command: how a process gets into a namespace or becomes another user."""
     trainers: list[Trainer] = field(default_factory=list)
 
     def run_dir(self, name: str) -> RunDir:
@@ -120,7 +149,8 @@ class Place:
         output = self.root / f"{run_dir.root.name}-{attempt}-{len(self.trainers)}.txt"
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jaxres.train", *words],
+                [*self.through, sys.executable, "-m", "jaxres.train", *words],
+                cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -137,12 +167,25 @@ class Place:
         assert trainer.ended() == 0, trainer.said()
         return trainer
 
+    def copy(self, run_dir: RunDir, name: str) -> RunDir:
+        """Copies a run directory to here, as anyone may."""
+        shutil.copytree(run_dir.root, self.root / name)
+        return self.run_dir(name)
+
     def end_all(self) -> None:
         """Ends every process that was started here."""
         for trainer in self.trainers:
             if trainer.process.poll() is None:
                 trainer.process.kill()
                 trainer.process.wait()
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Returns relative path -> bytes of everything below a folder; folders are there too."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"folder"
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def line(run_dir: RunDir) -> Line:
