@@ -43,11 +43,20 @@ def main(arguments: Sequence[str]) -> int:
         return _train(*_parse(arguments))
     except TypedEnd as end:
         sys.stdout.flush()
-        sys.stderr.write(f"{end} (exit {end.exit.value} {end.exit.name})\n")
+        sys.stderr.write(_message(end))
         return end.exit
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; the same command goes on from the newest committed step\n")
         return 130
+
+
+def _message(end: TypedEnd) -> str:
+    """Returns what a person reads: the message, and the exit code once."""
+    text = str(end).rstrip()
+    if f"(exit {end.exit.value})" in text:
+        return f"{text}\n"
+    before = "\n" if "\n" in text else " "
+    return f"{text}{before}(exit {end.exit.value} {end.exit.name})\n"
 
 
 def _leave_as_bug(
