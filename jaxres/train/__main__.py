@@ -21,7 +21,7 @@ from jaxres import config as configs
 from jaxres import runlog, storage
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
-from jaxres.faults import Exit, TypedEnd, UsageError
+from jaxres.faults import ConfigError, Exit, TypedEnd, UsageError
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog
 
@@ -116,7 +116,13 @@ def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
                 f"{target}: no config.yaml here, so this is not a run directory. Give a config "
                 "file (configs/quickstart.yaml) or the directory of a run."
             )
-        loaded = configs.load_recorded(run_dir.config, overrides)
+        loaded = configs.load_recorded(_newest_config(run_dir), overrides)
+        elsewhere = loaded.config.run.dir
+        if elsewhere is not None and elsewhere.absolute() != target.absolute():
+            raise ConfigError(
+                f"run.dir={elsewhere}: the run directory is given already, as {target}. Leave "
+                "run.dir out, or give the config file instead of the directory."
+            )
     else:
         loaded = configs.load(target, overrides)
         run_dir = RunDir(configs.run_dir(loaded.config, loaded.name))
@@ -125,6 +131,14 @@ def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
         recorded = configs.load_recorded(run_dir.config, ()).config
         configs.check_same(recorded, loaded.config, run_dir.root, origins=loaded.origins)
     return loaded, run_dir
+
+
+def _newest_config(run_dir: RunDir) -> Path:
+    """Returns the config of the last attempt that trained: free keys may have changed since the
+    first, and one of an attempt that never got to train may be what is wrong with it.
+    """
+    starts = runlog.fold(runlog.read_records(run_dir.log)).starts
+    return run_dir.attempt(starts[-1].attempt) / "config.yaml" if starts else run_dir.config
 
 
 def _claim(config: RunConfig, line: Line) -> Claim:

@@ -152,7 +152,8 @@ def restore_or_start(run: Run) -> tuple[TrainState, Progress, Flight]:
       Unrestorable: there is a committed step, and it can't be read.
     """
     line = run.log.line()
-    if line.dataset not in (None, run.dataset):
+    # Rows that no committed step has seen bind nobody: mended data may go on in the same place.
+    if line.newest is not None and line.dataset != run.dataset:
         raise ConfigError(
             f"data.source: the rows are not the ones that this run was started with (fingerprint "
             f"{run.dataset} here, {line.dataset} there). Bring the old data back, or start a new "
