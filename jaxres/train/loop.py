@@ -198,7 +198,7 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
 def land(run: Run, flight: Flight) -> Seen:
     """Waits for the oldest step in flight, writes its line, and returns what the guards may see."""
     progress, samples, metrics = flight.steps.popleft()
-    loss, grad_norm, learning_rate = (float(value) for value in np.asarray(metrics))
+    loss, grad_norm, learning_rate, finite = (float(value) for value in np.asarray(metrics))
     now = run.clock.monotonic()
     run.landed(
         MetricsLine(
@@ -215,7 +215,7 @@ def land(run: Run, flight: Flight) -> Seen:
         )
     )
     flight.landed_at = now
-    return Seen(step=progress.step, loss=loss, grad_norm=grad_norm)
+    return Seen(step=progress.step, loss=loss, grad_norm=grad_norm, state_is_finite=finite == 1.0)
 
 
 def evaluate(run: Run, state: TrainState, progress: Progress) -> Progress:
