@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxres.faults import ConfigError, StorageUnavailable
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
 _FAILING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ECONNRESET}
 
@@ -27,7 +27,7 @@ def typed_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise StorageUnavailable(
                 f"{path}: no space left ({error.strerror}). Nothing committed is lost. "
                 "Free some space there, or move the run directory, then start the same command."
@@ -164,8 +164,11 @@ class Appender:
 
     def append(self, line: bytes) -> None:
         """Hands one line to the operating system: it outlives the process, not yet the machine."""
+        rest = line + b"\n"
         with typed_errors(self._path):
-            self._file.write(line + b"\n")
+            # The system may take a part only, as when the disk gets full within the line.
+            while rest:
+                rest = rest[self._file.write(rest) :]
 
     def sync(self) -> None:
         """Makes all lines so far durable."""
