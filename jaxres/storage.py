@@ -115,14 +115,20 @@ def delete_tree(folder: Path) -> None:
             folder.rename(trash)
         except FileNotFoundError:
             return
-        shutil.rmtree(trash)
+        _remove(trash)
 
 
 def delete_trash(folder: Path) -> None:
     """Deletes what a killed `delete_tree` has left in `folder`."""
     with typed_errors(folder):
         for path in folder.glob(".*.trash"):
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    """Removes trash; where another sweeper is at it too, one leaves the rest to the other."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
 
 
 def sync_dir(folder: Path) -> None:

@@ -82,7 +82,7 @@ class Checkpoints:
         line = self._log.line()
         storage.make_dir(self._run_dir.checkpoints)
         keep = {Path(commit.path).name for commit in line.committed}
-        retention.sweep(self._run_dir.checkpoints, keep=keep)
+        retention.sweep(self._run_dir.checkpoints, keep=keep, before_attempt=self._log.attempt)
         logging.getLogger("absl").addFilter(_tells_more_than_orbax)
         return self
 

@@ -50,10 +50,11 @@ class Trainer:
     def wait(self, condition: Callable[[], bool], *, what: str, seconds: float = 120) -> None:
         """Waits for a condition; fails if the process ends first."""
         deadline = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, (
-                f"ended with {self.process.poll()} before {what}:\n{self.output.read_text()}"
-            )
+        while True:
+            code = self.process.poll()
+            if condition():
+                return
+            assert code is None, f"ended with {code} before {what}:\n{self.output.read_text()}"
             assert time.monotonic() < deadline, (
                 f"no {what} in {seconds} s\n{self.output.read_text()}"
             )
@@ -71,10 +72,12 @@ class Trainer:
 
     def wait_phase(self, phase: str) -> None:
         """Waits until this attempt has entered a phase at least once."""
-        path = self.run_dir.events(self.attempt, 0)
-        self.wait(
-            lambda: any(e.get("phase") == phase for e in read_events(path)), what=f"phase {phase}"
-        )
+        self.wait(lambda: self.entered(phase), what=f"phase {phase}")
+
+    def entered(self, phase: str) -> bool:
+        """Says whether this attempt has entered a phase."""
+        events = read_events(self.run_dir.events(self.attempt, 0))
+        return any(event.get("phase") == phase for event in events)
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
         """Sends a real signal to the process."""
