@@ -116,7 +116,8 @@ ALL: tuple[Fault, ...] = (
         "diverged",
         "loop",
         "guards/divergence.py",
-        "stop without saving; never restarted (so far: at the first non-finite loss or gradient)",
+        "stop without saving; never restarted "
+        "(so far: at the first non-finite loss, gradient or state)",
         exit=Exit.DIVERGED,
         done=True,
     ),

@@ -19,10 +19,10 @@ from jaxres.state import TrainState
 Batch = Mapping[str, jax.Array]
 """Arrays whose first dim is the row of the global batch."""
 
-METRICS = ("loss", "grad_norm", "learning_rate")
-"""What the entries of a step's metrics vector mean."""
+METRICS = ("loss", "grad_norm", "learning_rate", "state_is_finite")
+"""What the entries of a step's metrics vector mean; the last is 1 or 0, of the state after it."""
 
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Float[Array, "3"]]]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Float[Array, "4"]]]
 EvalStep = Callable[[Params, Batch, Float[Array, " B"]], Float[Array, "2"]]
 
 
@@ -39,7 +39,7 @@ def make_train_step(
     The loss is the weighted mean over the whole batch, whatever the number of microbatches.
     """
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Float[Array, "3"]]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Float[Array, "4"]]:
         next_key, step_key = jax.random.split(jax.random.wrap_key_data(state.key))
         loss, grads = _mean_loss_and_gradient(
             model, state.params, batch, step_key, microbatches=microbatches
@@ -50,7 +50,8 @@ def make_train_step(
         learning_rate = rate(step)
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
         after = TrainState(params=params, opt=opt, key=jax.random.key_data(next_key), step=step)
-        return after, jnp.stack([loss, grad_norm, learning_rate]).astype(jnp.float32)
+        finite = _all_finite((params, opt))
+        return after, jnp.stack([loss, grad_norm, learning_rate, finite]).astype(jnp.float32)
 
     return train_step
 
@@ -77,6 +78,13 @@ def _mean_loss_and_gradient(
         start = ((zero, zero), jax.tree.map(jnp.zeros_like, params))
         ((total, weight), grads), _ = jax.lax.scan(add, start, (jnp.arange(microbatches), parts))
     return total / weight, jax.tree.map(lambda g: g / weight, grads)
+
+
+def _all_finite(tree: object) -> jax.Array:
+    """Says whether every number in a tree is finite: the loss and the gradient of a step can be
+    while the update that follows from them is not.
+    """
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
 def _split(array_B: jax.Array, microbatches: int) -> jax.Array:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxres.faults import ConfigError, StorageUnavailable
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {
     errno.EROFS,
     errno.EACCES,
@@ -36,7 +36,7 @@ def typed_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise StorageUnavailable(
                 f"{path}: no space left ({error.strerror}). Nothing committed is lost. "
                 "Free some space there, or move the run directory, then start the same command."
@@ -152,14 +152,20 @@ def delete_tree(folder: Path) -> None:
             folder.rename(trash)
         except FileNotFoundError:
             return
-        shutil.rmtree(trash)
+        _remove(trash)
 
 
 def delete_trash(folder: Path) -> None:
     """Deletes what a killed `delete_tree` has left in `folder`."""
     with typed_errors(folder):
         for path in folder.glob(".*.trash"):
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    """Removes trash; where another sweeper is at it too, one leaves the rest to the other."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
 
 
 def sync_dir(folder: Path) -> None:

@@ -8,6 +8,7 @@ record. Only the record makes the step count: a kill before it leaves the older 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -82,6 +83,7 @@ class Checkpoints:
         storage.make_dir(self._run_dir.checkpoints)
         keep = {Path(commit.path).name for commit in line.committed}
         retention.sweep(self._run_dir.checkpoints, keep=keep, attempt=self._log.attempt)
+        logging.getLogger("absl").addFilter(_tells_more_than_orbax)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -114,7 +116,7 @@ class Checkpoints:
         started = self._clock.monotonic()
         name = retention.step_name(progress.step, attempt=self._log.attempt)
         step_dir = (self._run_dir.checkpoints / name).absolute()
-        with self._context:
+        with self._context, storage.typed_errors(step_dir):
             response = ocp.save_async(str(step_dir), state, checkpointable_name=manifests.ARRAYS)
         self._saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
@@ -245,6 +247,14 @@ def array_infos(tree: Tree) -> dict[str, ArrayInfo]:
             )
         infos[path] = ArrayInfo(str(leaf.dtype), tuple(leaf.shape))
     return infos
+
+
+def _tells_more_than_orbax(record: logging.LogRecord) -> bool:
+    """Drops what Orbax logs: of every failed save several tracebacks, beside the error it raises.
+
+    For the rest of the process, because its threads may log after the save has failed.
+    """
+    return "orbax" not in record.pathname
 
 
 def _settled(response: Any, step_dir: Path, *, timeout: float) -> None:

@@ -30,8 +30,8 @@ from jaxres.data.tokens import (
     TokenWriter,
     open_tokens,
 )
-from jaxres.faults import ConfigError
-from jaxres.storage import sync_dir
+from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.storage import FULL, sync_dir
 
 STDLIB = "{stdlib}"
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -72,7 +72,8 @@ def open_text(
     try:
         return _build(files, entry, progress)
     except OSError as error:
-        raise ConfigError(
+        kind = StorageUnavailable if error.errno in FULL else ConfigError
+        raise kind(
             f"data.cache_dir: the tokenised corpus can't be written to {corpora}: {error}. "
             "Free space there, or set data.cache_dir to a folder that can be written."
         ) from error

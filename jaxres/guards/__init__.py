@@ -21,6 +21,8 @@ class Seen:
     step: int
     loss: float
     grad_norm: float
+    state_is_finite: bool
+    """Whether parameters and optimizer state are all finite after the step's update."""
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,20 @@ def main(arguments: Sequence[str]) -> int:
         return _train(*_parse(arguments))
     except TypedEnd as end:
         sys.stdout.flush()
-        sys.stderr.write(f"{end} (exit {end.exit.value} {end.exit.name})\n")
+        sys.stderr.write(_message(end))
         return end.exit
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; the same command goes on from the newest committed step\n")
         return 130
+
+
+def _message(end: TypedEnd) -> str:
+    """Returns what a person reads: the message, and the exit code once."""
+    text = str(end).rstrip()
+    if f"(exit {end.exit.value})" in text:
+        return f"{text}\n"
+    before = "\n" if "\n" in text else " "
+    return f"{text}{before}(exit {end.exit.value} {end.exit.name})\n"
 
 
 def _leave_as_bug(
@@ -108,7 +117,13 @@ def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
                 f"{target}: no config.yaml here, so this is not a run directory. Give a config "
                 "file (configs/quickstart.yaml) or the directory of a run."
             )
-        loaded = configs.load_recorded(run_dir.config, overrides)
+        loaded = configs.load_recorded(_newest_config(run_dir), overrides)
+        elsewhere = loaded.config.run.dir
+        if elsewhere is not None and elsewhere.absolute() != target.absolute():
+            raise ConfigError(
+                f"run.dir={elsewhere}: the run directory is given already, as {target}. Leave "
+                "run.dir out, or give the config file instead of the directory."
+            )
     else:
         loaded = configs.load(target, overrides)
         run_dir = RunDir(configs.run_dir(loaded.config, loaded.name))
@@ -132,6 +147,14 @@ def _record(run_dir: RunDir, attempt: int) -> Path:
         f"{run_dir.root}: this run has started, and the config that it was started with is in "
         f"neither {copy} nor {run_dir.config}. Restore one of them from a copy."
     )
+
+
+def _newest_config(run_dir: RunDir) -> Path:
+    """Returns the config of the last attempt that trained: free keys may have changed since the
+    first, and one of an attempt that never got to train may be what is wrong with it.
+    """
+    starts = runlog.fold(runlog.read_records(run_dir.log)).starts
+    return _record(run_dir, starts[-1].attempt) if starts else run_dir.config
 
 
 def _claim(config: RunConfig, line: Line) -> Claim:

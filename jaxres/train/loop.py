@@ -152,7 +152,8 @@ def restore_or_start(run: Run) -> tuple[TrainState, Progress, Flight]:
       Unrestorable: there is a committed step, and it can't be read.
     """
     line = run.log.line()
-    if line.dataset not in (None, run.dataset):
+    # Rows that no committed step has seen bind nobody: mended data may go on in the same place.
+    if line.newest is not None and line.dataset != run.dataset:
         raise ConfigError(
             f"data.source: the rows are not the ones that this run was started with (fingerprint "
             f"{run.dataset} here, {line.dataset} there). Bring the old data back, or start a new "
@@ -197,7 +198,7 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
 def land(run: Run, flight: Flight) -> Seen:
     """Waits for the oldest step in flight, writes its line, and returns what the guards may see."""
     progress, samples, metrics = flight.steps.popleft()
-    loss, grad_norm, learning_rate = (float(value) for value in np.asarray(metrics))
+    loss, grad_norm, learning_rate, finite = (float(value) for value in np.asarray(metrics))
     now = run.clock.monotonic()
     run.landed(
         MetricsLine(
@@ -214,7 +215,7 @@ def land(run: Run, flight: Flight) -> Seen:
         )
     )
     flight.landed_at = now
-    return Seen(step=progress.step, loss=loss, grad_norm=grad_norm)
+    return Seen(step=progress.step, loss=loss, grad_norm=grad_norm, state_is_finite=finite == 1.0)
 
 
 def evaluate(run: Run, state: TrainState, progress: Progress) -> Progress:

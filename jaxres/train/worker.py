@@ -46,9 +46,7 @@ def work(config: RunConfig, run_dir: RunDir, log: RunLog, claim: Claim) -> Exit:
             built = build(config, place, stack)
             ended = train(built.run)
         except TypedEnd as end:
-            emit(RunEnded(end.exit, end.exit.name, 0, False, str(end)))
-            if not isinstance(end, Fenced):
-                log.append(Stop(exit=end.exit, reason=str(end), committed=False))
+            _leave_on_record(end, emit, log)
             raise
         committed = log.line().step == ended.progress.step
         log.append(Stop(exit=ended.exit, reason=ended.reason, committed=committed))
@@ -57,6 +55,15 @@ def work(config: RunConfig, run_dir: RunDir, log: RunLog, claim: Claim) -> Exit:
         emit(RunEnded(ended.exit, ended.exit.name, ended.progress.step, committed, ended.reason))
     _farewell(run_dir, log, ended)
     return ended.exit
+
+
+def _leave_on_record(end: TypedEnd, emit: Emit, log: RunLog) -> None:
+    """Records a typed end where that is still possible; a full disk must not hide the cause."""
+    with contextlib.suppress(TypedEnd):
+        emit(RunEnded(end.exit, end.exit.name, 0, False, str(end)))
+    if not isinstance(end, Fenced):
+        with contextlib.suppress(TypedEnd):
+            log.append(Stop(exit=end.exit, reason=str(end), committed=False))
 
 
 def _sample(config: RunConfig, built: Built, ended: Ended, emit: Emit) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.promises.trainer import Place
+from jaxres.rundir import RunDir
+from tests.promises.trainer import MLP, Place
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,22 @@ def place(tmp_path: Path, caches: Path) -> Iterator[Place]:
     place = Place(tmp_path, caches)
     yield place
     place.end_all()
+
+
+@pytest.fixture(scope="session")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+    """A run of the MLP from start to end; only to be looked at, or copied."""
+    place = Place(tmp_path_factory.mktemp("unbroken"), caches)
+    place.finish("unbroken", *MLP)
+    return place.run_dir("unbroken")
+
+
+@pytest.fixture(scope="session")
+def killed(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+    """The same run, killed between its first commits and its end; only to be copied."""
+    place = Place(tmp_path_factory.mktemp("killed"), caches)
+    trainer = place.start("killed", *MLP)
+    trainer.wait_commit(60)
+    trainer.kill()
+    assert trainer.ended() == -9, trainer.said()
+    return trainer.run_dir

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +18,23 @@ from typing import Any
 
 from jaxres import runlog, verbs
 from jaxres.events import read_events, read_json_lines
+from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from jaxres.runlog import Line
 
 POLL_SECONDS = 0.001
+ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
+STEPS = 200
+MLP = (
+    "model.kind=mlp",
+    "optimizer.schedule.kind=constant",
+    "evaluation.every_steps=0",
+    f"train.steps={STEPS}",
+    "checkpoint.save_every_steps=20",
+)
+"""Overrides for where only storage, processes or words are tested: compiles in a third of the time,
+and the compiled step does not depend on the number of steps."""
 
 
 @dataclass
@@ -37,10 +50,11 @@ class Trainer:
     def wait(self, condition: Callable[[], bool], *, what: str, seconds: float = 120) -> None:
         """Waits for a condition; fails if the process ends first."""
         deadline = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, (
-                f"ended with {self.process.poll()} before {what}:\n{self.output.read_text()}"
-            )
+        while True:
+            code = self.process.poll()
+            if condition():
+                return
+            assert code is None, f"ended with {code} before {what}:\n{self.output.read_text()}"
             assert time.monotonic() < deadline, (
                 f"no {what} in {seconds} s\n{self.output.read_text()}"
             )
@@ -58,10 +72,12 @@ class Trainer:
 
     def wait_phase(self, phase: str) -> None:
         """Waits until this attempt has entered a phase at least once."""
-        path = self.run_dir.events(self.attempt, 0)
-        self.wait(
-            lambda: any(e.get("phase") == phase for e in read_events(path)), what=f"phase {phase}"
-        )
+        self.wait(lambda: self.entered(phase), what=f"phase {phase}")
+
+    def entered(self, phase: str) -> bool:
+        """Says whether this attempt has entered a phase."""
+        events = read_events(self.run_dir.events(self.attempt, 0))
+        return any(event.get("phase") == phase for event in events)
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
         """Sends a real signal to the process."""
@@ -75,6 +91,20 @@ class Trainer:
         """Returns what it has printed."""
         return self.output.read_text()
 
+    def wait_commit(self, step: int) -> None:
+        """Waits until a step at or after `step` is committed."""
+        self.wait(lambda: line(self.run_dir).step >= step, what=f"commit of step {step}")
+
+    def refused(self, exit: Exit, *words: str) -> str:
+        """Waits for a typed end: that code, one message with these words, and no traceback."""
+        code, said = self.ended(), self.said()
+        assert code == exit, f"exit {code}, expected {exit.value}\n{said}"
+        assert "Traceback" not in said, said
+        assert said.count(f"(exit {exit.value}") == 1, said
+        for word in words:
+            assert word in said, f"no {word!r} in:\n{said}"
+        return said
+
 
 @dataclass
 class Place:
@@ -82,6 +112,8 @@ class Place:
 
     root: Path
     caches: Path
+    through: tuple[str, ...] = ()
+    """Words before the command: how a process gets into a namespace or becomes another user."""
     trainers: list[Trainer] = field(default_factory=list)
 
     def run_dir(self, name: str) -> RunDir:
@@ -120,7 +152,8 @@ class Place:
         output = self.root / f"{run_dir.root.name}-{attempt}-{len(self.trainers)}.txt"
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jaxres.train", *words],
+                [*self.through, sys.executable, "-m", "jaxres.train", *words],
+                cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -137,12 +170,25 @@ class Place:
         assert trainer.ended() == 0, trainer.said()
         return trainer
 
+    def copy(self, run_dir: RunDir, name: str) -> RunDir:
+        """Copies a run directory to here, as anyone may."""
+        shutil.copytree(run_dir.root, self.root / name)
+        return self.run_dir(name)
+
     def end_all(self) -> None:
         """Ends every process that was started here."""
         for trainer in self.trainers:
             if trainer.process.poll() is None:
                 trainer.process.kill()
                 trainer.process.wait()
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Returns relative path -> bytes of everything below a folder; folders are there too."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"folder"
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def line(run_dir: RunDir) -> Line:

@@ -38,14 +38,16 @@ def test_every_guard_judges_every_step_and_keeps_its_own_memory():
     guards = [counting("a", limit=2), counting("b", limit=3, verdict=UNSAVED)]
     memory, verdicts = {}, []
     for step in (1, 2, 3):
-        memory, verdict = judge_step(guards, memory, Seen(step=step, loss=1.0, grad_norm=1.0))
+        memory, verdict = judge_step(
+            guards, memory, Seen(step=step, loss=1.0, grad_norm=1.0, state_is_finite=True)
+        )
         verdicts.append(verdict)
     assert verdicts == [Continue(), SAVING, UNSAVED]
     assert memory == {"a": {"count": 3}, "b": {"count": 3}}
 
 
 def test_a_guard_goes_on_from_the_memory_that_was_saved():
-    seen = Seen(step=9, loss=1.0, grad_norm=1.0)
+    seen = Seen(step=9, loss=1.0, grad_norm=1.0, state_is_finite=True)
     saved = {"a": {"count": 4}, "gone": {"x": 1}}
     memory, _ = judge_step([counting("a"), counting("new")], saved, seen)
     assert memory == {"a": {"count": 5}, "new": {"count": 1}}
@@ -54,7 +56,9 @@ def test_a_guard_goes_on_from_the_memory_that_was_saved():
 
 def test_a_finite_step_goes_on():
     guard = stop_on_nonfinite()
-    memory, verdict = guard.judge(guard.init(), Seen(step=1, loss=1e30, grad_norm=0.0))
+    memory, verdict = guard.judge(
+        guard.init(), Seen(step=1, loss=1e30, grad_norm=0.0, state_is_finite=True)
+    )
     assert (memory, verdict) == ({}, Continue())
 
 
@@ -62,10 +66,18 @@ def test_a_finite_step_goes_on():
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
 def test_a_step_that_is_not_finite_ends_the_run_unsaved(bad, field):
     guard = stop_on_nonfinite()
-    seen = Seen(**({"step": 7, "loss": 1.0, "grad_norm": 1.0} | {field: bad}))
+    seen = Seen(**({"loss": 1.0, "grad_norm": 1.0} | {field: bad}), step=7, state_is_finite=True)
     _, verdict = guard.judge(guard.init(), seen)
     assert isinstance(verdict, Stop)
     assert verdict.fault == fault("diverged")
     assert not verdict.fault.state_is_good
     assert verdict.reason.startswith("step 7: loss")
     assert str(bad) in verdict.reason
+
+
+def test_a_finite_step_that_leaves_a_state_that_is_not_ends_the_run_unsaved():
+    guard = stop_on_nonfinite()
+    seen = Seen(step=7, loss=1.0, grad_norm=1.0, state_is_finite=False)
+    _, verdict = guard.judge(guard.init(), seen)
+    assert isinstance(verdict, Stop)
+    assert "the state after its update is not finite" in verdict.reason

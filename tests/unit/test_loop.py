@@ -133,7 +133,7 @@ def fake_run(**parts):
 
 
 def metrics_of(step, *, bad=()):
-    return np.asarray([math.nan if step in bad else 1.5 + step, 2.0, 0.5], np.float32)
+    return np.asarray([math.nan if step in bad else 1.5 + step, 2.0, 0.5, 1.0], np.float32)
 
 
 def dispatch(flight, progress, **kwargs):

@@ -15,7 +15,7 @@ from jaxres.config.schema import DataSection, TextSource
 from jaxres.data import open_dataset
 from jaxres.data.text import list_files
 from jaxres.data.tokens import open_tokens
-from jaxres.faults import ConfigError
+from jaxres.faults import ConfigError, StorageUnavailable
 
 ROOT = Path(__file__).parents[3]
 
@@ -193,7 +193,8 @@ def test_a_full_disk_is_named_with_the_remedy(corpus, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    refused(r"data\.cache_dir: .*No space left.* Free space", corpus, tmp_path)
+    with pytest.raises(StorageUnavailable, match=r"data\.cache_dir: .*No space left.* Free space"):
+        open_dataset(config(corpus, tmp_path / "cache"))
     assert list((tmp_path / "cache" / "corpora").iterdir()) == []
 
 

@@ -1,0 +1,90 @@
+"""Real mounts in a private mount namespace: full and read-only disks that vanish with the test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """A mount namespace of our own, held open by one sleeping process.
+
+    `through` are the words that start a command in it; `seen_from_here` is how this process, which
+    stays outside, reads what is mounted in there.
+    """
+
+    holder: subprocess.Popen[bytes]
+    through: tuple[str, ...]
+
+    @classmethod
+    def open(cls) -> Namespace:
+        """Makes one: as root directly, else as root of a user namespace. Fails, never skips."""
+        ways = ((), ("--map-root-user",)) if os.geteuid() == 0 else (("--map-root-user",),)
+        complaints = []
+        for way in ways:
+            words = ["unshare", "--mount", "--propagation=private", *way]
+            holder = subprocess.Popen(
+                [*words, "sh", "-c", "echo ready; exec sleep 3600"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            assert holder.stdout is not None
+            said = holder.stdout.readline()
+            if said == b"ready\n":
+                user = ("--user", "--preserve-credentials") if way else ()
+                target = (f"--target={holder.pid}", "--mount", f"--wdns={Path.cwd()}")
+                found = cls(holder, ("nsenter", *user, *target))
+                trial = found.run("mount", "-t", "tmpfs", "none", "/mnt")
+                if trial.returncode == 0:
+                    found.run("umount", "/mnt")
+                    return found
+                said = trial.stdout
+                found.close()
+            complaints.append(said.decode(errors="replace").strip())
+            holder.wait()
+        raise AssertionError(
+            "these tests need a mount namespace (root, or user namespaces that may mount): "
+            + "; ".join(complaints)
+        )
+
+    def close(self) -> None:
+        """Ends the namespace; its mounts go with it once its processes have ended."""
+        self.holder.kill()
+        self.holder.wait()
+        assert self.holder.stdout is not None
+        self.holder.stdout.close()
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[bytes]:
+        """Runs a command inside."""
+        return subprocess.run(
+            [*self.through, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=30
+        )
+
+    def mount(self, folder: Path, *, size_bytes: int) -> None:
+        """Mounts an empty tmpfs of a size on a folder."""
+        self._do("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", str(folder))
+
+    def remount(self, folder: Path, options: str) -> None:
+        """Changes a mount, as by `ro` or `size=64m`."""
+        self._do("mount", "-o", f"remount,{options}", str(folder))
+
+    def fill(self, folder: Path, *, but_bytes: int = 0) -> Path:
+        """Writes a file that leaves so much room on the folder's disk; to be removed again."""
+        ballast = self.seen_from_here(folder) / "ballast"
+        free = shutil.disk_usage(ballast.parent).free
+        with ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(free - but_bytes, 1))
+        assert shutil.disk_usage(ballast.parent).free <= but_bytes
+        return ballast
+
+    def seen_from_here(self, folder: Path) -> Path:
+        """Returns the path by which a process outside reads a folder inside."""
+        return Path(f"/proc/{self.holder.pid}/root{folder}")
+
+    def _do(self, *words: str) -> None:
+        done = self.run(*words)
+        assert done.returncode == 0, done.stdout.decode()

@@ -1,0 +1,67 @@
+"""A step whose numbers are not finite ends the run as 81 and is never committed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxres.checkpoint import manifest
+from jaxres.faults import Exit
+from jaxres.rundir import RunDir
+from tests.promises.trainer import MLP, Place, history, line
+
+FOLDER = Path(__file__).parent
+
+
+def assert_all_commits_are_finite(run_dir: RunDir) -> list[int]:
+    committed = line(run_dir).committed
+    for commit in committed:
+        step_dir = (run_dir.root / commit.path).absolute()
+        for path, array in manifest.read_arrays(step_dir, manifest.read(step_dir, commit)).items():
+            assert np.isfinite(array).all(), f"step {commit.step}: {path}"
+    return [commit.step for commit in committed]
+
+
+@pytest.mark.parametrize(("bad_step", "newest"), [(41, 40), (47, 40), (60, 40)])
+def test_nonfinite_loss_ends_the_run_before_its_step_is_saved(
+    place: Place, bad_step: int, newest: int
+) -> None:
+    trainer = place.start(
+        "run",
+        *MLP,
+        "optimizer.kind=sgd",
+        "optimizer.learning_rate=1",
+        "optimizer.momentum=0",
+        "optimizer.clip_norm=null",
+        "optimizer.schedule.kind=constant",
+        "model.kind=custom",
+        "model.target=bad_models:nan_at",
+        f"model.args.call={bad_step}",
+        env={"PYTHONPATH": str(FOLDER)},
+    )
+    trainer.refused(Exit.DIVERGED, f"step {bad_step}: loss nan", "optimizer.learning_rate")
+    rows = history(trainer.run_dir)
+    assert next(row["step"] for row in rows if row["loss"] is None) == bad_step
+    assert assert_all_commits_are_finite(trainer.run_dir)[-1] == newest
+    stop = line(trainer.run_dir).last_stop
+    assert stop is not None
+    assert stop.body.committed is False  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("rate", "says", "committed"),
+    [("1e30", "step 2: loss nan", [1]), ("1e39", "the state after its update is not finite", [])],
+    ids=["large rate", "rate that is inf in float32"],
+)
+def test_state_that_an_update_has_spoilt_is_not_saved(
+    place: Place, rate: str, says: str, committed: list[int]
+) -> None:
+    """The loss of the first step is fine; what its update leaves behind is huge, or not finite."""
+    trainer = place.start(
+        "run", *MLP, f"optimizer.learning_rate={rate}", "checkpoint.save_every_steps=1"
+    )
+    trainer.refused(Exit.DIVERGED, "optimizer.learning_rate", says)
+    assert assert_all_commits_are_finite(trainer.run_dir) == committed
+    assert history(trainer.run_dir)[-1]["loss"] is None or not committed

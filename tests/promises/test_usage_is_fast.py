@@ -1,0 +1,42 @@
+"""The help of every command tells all there is to set, and loads none of the heavy libraries."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxres.config.fields import leaves
+from tests.promises.trainer import ROOT
+
+HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "tensorstore")
+COMMANDS = {
+    "train": ["jaxres.train", "--help"],
+    "train -h": ["jaxres.train", "-h"],
+    "jaxres": ["jaxres", "--help"],
+    "jaxres train": ["jaxres", "train", "--help"],
+}
+VERBS = ("train", "status", "history", "checkpoints list", "checkpoints digest")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_whole_and_loads_no_jax(name: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", *COMMANDS[name]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    if "train" in name:
+        wanted = [leaf.key for leaf in leaves()]
+        assert "checkpoint.save_every_steps" in wanted
+    else:
+        wanted = [f"  {verb} " for verb in VERBS]
+    assert [word for word in wanted if word not in ended.stdout] == []
+    modules = {row.rpartition("|")[2].strip() for row in ended.stderr.splitlines()}
+    assert "jaxres.faults" in modules, "importtime was not read as meant"
+    loaded = {module.partition(".")[0] for module in modules}
+    assert loaded.isdisjoint(HEAVY), sorted(loaded & set(HEAVY))
