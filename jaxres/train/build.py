@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from jaxres import data, evaluate, models, optim
@@ -19,7 +20,7 @@ from jaxres import step as steps
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
-from jaxres.data import Batch, Dataset
+from jaxres.data import Dataset
 from jaxres.events import Emit, PhaseChanged, RunBuilt
 from jaxres.faults import ConfigError
 from jaxres.guards.divergence import stop_on_nonfinite
@@ -53,34 +54,46 @@ class Place:
     """Told of every finished step, after its line is written."""
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What the compiled functions are made of."""
+
+    config: RunConfig
+    dataset: Dataset
+    mesh: Mesh
+    model: Model
+    tx: optax.GradientTransformation
+    shapes: TrainState
+    init: Callable[[], TrainState]
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows of the global batch."""
+        return self.config.train.global_batch_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one step consumes."""
+        return self.rows_per_batch * self.dataset.tokens_per_row
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether held-out data are there and asked for."""
+        return bool(self.config.evaluation.every_steps and len(self.dataset.heldout))
+
+
 def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built:
     """Builds every part; resources (files, threads) are closed by `stack`.
 
     Raises:
       ConfigError: devices, data and settings that can't go together.
     """
-    emit = place.emit
     if config.compilation.cache_dir is not None:
         use_compilation_cache(str(config.compilation.cache_dir.expanduser()))
-    emit(PhaseChanged("data", "opening the corpus"))
-    dataset = data.open_dataset(config.data, progress=lambda what: emit(PhaseChanged("data", what)))
-    emit(PhaseChanged("build", "devices, model, optimizer"))
-    mesh = meshes.build(config.mesh, devices=jax.devices())
-    rows_per_batch = config.train.global_batch_size
-    _refuse_uneven_rows(rows_per_batch, config.train.microbatches, mesh)
-    model = models.build(
-        config.model,
-        vocab_size=dataset.vocab_size,
-        seq_len=config.data.seq_len,
-        platform=jax.default_backend(),
-    )
-    tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
+    parts = _parts(config, place.emit)
+    place.emit(_built(parts))
+    step, evaluation = _compile(parts, place.emit)
     metrics = stack.enter_context(MetricsLog(place.run_dir.metrics(place.log.attempt)))
-    tokens_per_step = rows_per_batch * dataset.tokens_per_row
-    shapes, init = _initializer(model, tx, mesh, seed=config.run.seed)
-    emit(_built(config, dataset, model, mesh, shapes, tokens_per_step=tokens_per_step))
-    example = _batch_shapes(dataset, rows_per_batch, mesh)
-    step, evaluation = _compile(config, model, tx, shapes, example, mesh, dataset, emit)
 
     def landed(line: MetricsLine) -> None:
         metrics.append(line)
@@ -91,7 +104,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         agenda=Agenda(
             steps=config.train.steps,
             save_every_steps=config.checkpoint.save_every_steps,
-            evaluate_every_steps=config.evaluation.every_steps if len(dataset.heldout) else 0,
+            evaluate_every_steps=config.evaluation.every_steps if parts.evaluates else 0,
         ),
         log=place.log,
         checkpoints=Checkpoints(
@@ -99,27 +112,40 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
             run_dir=place.run_dir,
             log=place.log,
             claim=place.claim,
-            emit=emit,
+            emit=place.emit,
             clock=place.clock,
             before_commit=metrics.sync,
         ),
         guards=(stop_on_nonfinite(),),
-        feed=Feed(
-            at=_feed(config, dataset, place, mesh, stack),
-            num_rows=len(dataset.train),
-            tokens_per_step=tokens_per_step,
-        ),
-        init=init,
-        shapes=shapes,
+        feed=_feed(parts, place, stack),
+        init=parts.init,
+        shapes=parts.shapes,
         step=step,
         evaluate=evaluation,
-        dataset=dataset.fingerprint,
-        computation=computation(config, place.claim, mesh),
+        dataset=parts.dataset.fingerprint,
+        computation=computation(config, place.claim, parts.mesh),
         landed=landed,
-        emit=emit,
+        emit=place.emit,
         clock=place.clock,
     )
-    return Built(run, dataset, model)
+    return Built(run, parts.dataset, parts.model)
+
+
+def _parts(config: RunConfig, emit: Emit) -> Parts:
+    emit(PhaseChanged("data", "opening the corpus"))
+    dataset = data.open_dataset(config.data, progress=lambda what: emit(PhaseChanged("data", what)))
+    emit(PhaseChanged("build", "devices, model, optimizer"))
+    mesh = meshes.build(config.mesh, devices=jax.devices())
+    _refuse_uneven_rows(config.train.global_batch_size, config.train.microbatches, mesh)
+    model = models.build(
+        config.model,
+        vocab_size=dataset.vocab_size,
+        seq_len=config.data.seq_len,
+        platform=jax.default_backend(),
+    )
+    tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
+    shapes, init = _initializer(model, tx, mesh, seed=config.run.seed)
+    return Parts(config, dataset, mesh, model, tx, shapes, init)
 
 
 def use_compilation_cache(folder: str) -> None:
@@ -156,74 +182,65 @@ def _initializer(
     return shapes, jax.jit(init, out_shardings=shardings, compiler_options=options)
 
 
-def _batch_shapes(dataset: Dataset, rows: int, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    one = dataset.train.rows(np.zeros(1, np.int64))
-    sharding = meshes.batch_sharding(mesh)
-    return {
-        name: jax.ShapeDtypeStruct(
-            (rows, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype), sharding=sharding
-        )
-        for name, array in one.items()
-    }
-
-
-def _compile(
-    config: RunConfig,
-    model: Model,
-    tx: Any,
-    shapes: TrainState,
-    batch: dict[str, jax.ShapeDtypeStruct],
-    mesh: Mesh,
-    dataset: Dataset,
-    emit: Emit,
-) -> tuple[Any, Callable[[Any], float]]:
+def _compile(parts: Parts, emit: Emit) -> tuple[Any, Callable[[Any], float]]:
     """Compiles the train step and the evaluation step before the first step."""
+    config, shapes, mesh = parts.config, parts.shapes, parts.mesh
     rate = optim.learning_rate(
         config.optimizer.schedule,
         peak=config.optimizer.learning_rate,
         total_steps=config.train.steps,
     )
     train_step = steps.make_train_step(
-        model,
-        tx,
+        parts.model,
+        parts.tx,
         rate,
         clip_norm=config.optimizer.clip_norm,
         microbatches=config.train.microbatches,
     )
+    batch = _batch_shapes(parts)
     emit(PhaseChanged("compile", "training step"))
     out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(mesh))
     step = jax.jit(train_step, donate_argnums=0, out_shardings=out).lower(shapes, batch).compile()
-    rows = config.train.global_batch_size
-    if not (config.evaluation.every_steps and len(dataset.heldout)):
+    if not parts.evaluates:
         return step, _no_evaluation
     emit(PhaseChanged("compile", "evaluation step"))
-    mask = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=meshes.batch_sharding(mesh))
-    eval_step = (
-        jax.jit(steps.make_eval_step(model), out_shardings=meshes.replicated(mesh))
-        .lower(shapes.params, batch, mask)
-        .compile()
-    )
+    rows = (parts.rows_per_batch,)
+    mask = jax.ShapeDtypeStruct(rows, jnp.float32, sharding=meshes.batch_sharding(mesh))
+    eval_step = jax.jit(steps.make_eval_step(parts.model), out_shardings=meshes.replicated(mesh))
     return step, evaluate.make(
-        eval_step,
-        dataset.heldout,
-        rows_per_batch=rows,
+        eval_step.lower(shapes.params, batch, mask).compile(),
+        parts.dataset.heldout,
+        rows_per_batch=parts.rows_per_batch,
         limit=config.evaluation.batches,
         mesh=mesh,
     )
+
+
+def _batch_shapes(parts: Parts) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the arrays of a batch without their content, as place_batch will lay them."""
+    one = parts.dataset.train.rows(np.zeros(1, np.int64))
+    sharding = meshes.batch_sharding(parts.mesh)
+    return {
+        name: jax.ShapeDtypeStruct(
+            (parts.rows_per_batch, *array.shape[1:]),
+            jax.dtypes.canonicalize_dtype(array.dtype),
+            sharding=sharding,
+        )
+        for name, array in one.items()
+    }
 
 
 def _no_evaluation(params: Any) -> float:
     raise AssertionError("the agenda has no evaluation")
 
 
-def _feed(
-    config: RunConfig, dataset: Dataset, place: Place, mesh: Mesh, stack: contextlib.ExitStack
-) -> Callable[[int], tuple[Batch, Mapping[str, jax.Array]]]:
-    """Returns cursor -> (batch, arrays on devices), read ahead in the background."""
+def _feed(parts: Parts, place: Place, stack: contextlib.ExitStack) -> Feed:
+    """Returns the batches, read and laid on the devices ahead of time, in the background."""
+    config = parts.config
     batch_at = data.batch_at(
-        dataset.train,
+        parts.dataset.train,
         seed=config.run.seed,
-        global_batch_size=config.train.global_batch_size,
+        global_batch_size=parts.rows_per_batch,
         skips=place.log.line().skips,
     )
     prefetch = stack.enter_context(
@@ -231,10 +248,14 @@ def _feed(
             batch_at,
             depth=config.data.prefetch_batches,
             timeout_seconds=config.data.timeout_seconds,
-            place=lambda batch: (batch, meshes.place_batch(mesh, batch.arrays)),
+            place=lambda batch: (batch, meshes.place_batch(parts.mesh, batch.arrays)),
         )
     )
-    return prefetch.get
+    return Feed(
+        at=prefetch.get,
+        num_rows=len(parts.dataset.train),
+        tokens_per_step=parts.tokens_per_step,
+    )
 
 
 def computation(config: RunConfig, claim: Claim, mesh: Mesh) -> dict[str, str]:
@@ -251,23 +272,14 @@ def computation(config: RunConfig, claim: Claim, mesh: Mesh) -> dict[str, str]:
     return words | dict(claim.fingerprint) | dict(claim.versions)
 
 
-def _built(
-    config: RunConfig,
-    dataset: Dataset,
-    model: Model,
-    mesh: Mesh,
-    shapes: TrainState,
-    *,
-    tokens_per_step: int,
-) -> RunBuilt:
-    device = mesh.devices.flat[0]
+def _built(parts: Parts) -> RunBuilt:
     return RunBuilt(
-        model=config.model.kind,
-        params=models.num_params(shapes.params),
-        devices=f"{mesh.devices.size} x {device.device_kind}",
-        rows=len(dataset.train),
-        tokens_per_epoch=len(dataset.train) * dataset.tokens_per_row,
-        steps=config.train.steps,
-        tokens_per_step=tokens_per_step,
-        flops_per_token=model.flops_per_token,
+        model=parts.config.model.kind,
+        params=models.num_params(parts.shapes.params),
+        devices=f"{parts.mesh.devices.size} x {parts.mesh.devices.flat[0].device_kind}",
+        rows=len(parts.dataset.train),
+        tokens_per_epoch=len(parts.dataset.train) * parts.dataset.tokens_per_row,
+        steps=parts.config.train.steps,
+        tokens_per_step=parts.tokens_per_step,
+        flops_per_token=parts.model.flops_per_token,
     )
