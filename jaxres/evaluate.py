@@ -32,12 +32,17 @@ def batches(
 
 def make(
     eval_step: Compiled, heldout: Rows, *, rows_per_batch: int, limit: int, mesh: Mesh
-) -> Callable[[Params], float]:
-    """Returns a function from params to the mean held-out loss over the weights."""
+) -> Callable[[Params, Callable[[], bool]], float | None]:
+    """Returns a function from params to the mean held-out loss over the weights.
 
-    def evaluate(params: Params) -> float:
+    Its second argument is asked before every batch whether to give up; then the result is None.
+    """
+
+    def evaluate(params: Params, give_up: Callable[[], bool]) -> float | None:
         sums = np.zeros(2, np.float64)
         for arrays, mask_B in batches(heldout, rows_per_batch=rows_per_batch, limit=limit):
+            if give_up():
+                return None
             placed: dict[str, Any] = meshes.place_batch(mesh, {**arrays, "mask_B": mask_B})
             mask = placed.pop("mask_B")
             sums += np.asarray(eval_step(params, placed, mask), np.float64)

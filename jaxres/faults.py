@@ -62,10 +62,29 @@ class Fenced(TypedEnd):
     exit = Exit.FENCED
 
 
+class OutOfMemory(TypedEnd):
+    """A device or the host ran out of memory; the message names the settings to change."""
+
+    exit = Exit.OUT_OF_MEMORY
+
+
 class Unrestorable(TypedEnd):
     """Checkpoints exist and none is whole."""
 
     exit = Exit.UNRESTORABLE
+
+
+def message(code: int, reason: str) -> str:
+    r"""Returns what a person reads at a typed end: the reason, and the exit code once.
+
+    >>> message(78, "no such key")
+    'no such key (exit 78 CONFIG)\n'
+    """
+    text = reason.rstrip()
+    if f"(exit {code})" in text:
+        return f"{text}\n"
+    name = Exit(code).name if code in set(Exit) else "by a signal"
+    return f"{text}{chr(10) if chr(10) in text else ' '}(exit {code} {name})\n"
 
 
 @dataclass(frozen=True)
@@ -131,7 +150,8 @@ ALL: tuple[Fault, ...] = (
         "preemption",
         "loop",
         "guards/preemption.py",
-        "all hosts save the same step before the deadline; restart at once, no budget used",
+        "all hosts save the same step before the deadline; restart at once, no budget used "
+        "(so far: SIGTERM on one host)",
         exit=Exit.PREEMPTED,
         state_is_good=True,
     ),
@@ -139,9 +159,10 @@ ALL: tuple[Fault, ...] = (
         "operators_stop",
         "loop",
         "guards/preemption.py",
-        "the same, and nobody restarts",
+        "Ctrl-C or RUN_DIR/stop: save the step that has just finished, stop; nobody restarts",
         exit=Exit.STOPPED,
         state_is_good=True,
+        done=True,
     ),
     _row(
         "silent_corruption",
@@ -177,9 +198,10 @@ ALL: tuple[Fault, ...] = (
     _row(
         "out_of_memory",
         "process",
-        "train/worker.py",
-        "typed end naming the settings to change",
+        "train/memory.py",
+        "typed end naming the settings to change; the kernel's killer is told from other kills",
         exit=Exit.OUT_OF_MEMORY,
+        done=True,
     ),
     _row(
         "unhealthy_device",
@@ -202,6 +224,7 @@ ALL: tuple[Fault, ...] = (
         "supervise/deadlines.py",
         "stacks of all threads, then a sure end",
         exit=Exit.HUNG,
+        done=True,
     ),
     _row(
         "peer_lost",

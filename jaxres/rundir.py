@@ -21,6 +21,20 @@ class RunDir:
         return self.root / "log"
 
     @property
+    def lock(self) -> Path:
+        """What the owner holds a kernel lock on."""
+        return self.root / "owner.lock"
+
+    @property
+    def owner(self) -> Path:
+        """The owner's beat."""
+        return self.root / "owner.json"
+
+    def request(self, name: str) -> Path:
+        """A person's request: `stop` or `save`."""
+        return self.root / name
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of step directories; which of them count is the log's to say."""
         return self.root / "checkpoints"
@@ -32,6 +46,10 @@ class RunDir:
     def metrics(self, attempt: int) -> Path:
         """One line a step, by the lead host."""
         return self.attempt(attempt) / "metrics.jsonl"
+
+    def stacks(self, attempt: int) -> Path:
+        """Stacks of all threads, dumped when a deadline has passed or a person asks."""
+        return self.attempt(attempt) / "stacks.txt"
 
     def events(self, attempt: int, host: int) -> Path:
         """What happened, by one host."""

@@ -160,6 +160,25 @@ def _name(seq: int) -> str:
     return f"{seq:08d}.json"
 
 
+def claim_of(records: Sequence[Record], *, attempt: int) -> Claim:
+    """Returns the claim that opened an attempt."""
+    bodies = (record.body for record in records if record.attempt == attempt)
+    return next(body for body in bodies if isinstance(body, Claim))
+
+
+def newer_claim(folder: Path, *, attempt: int, after: int) -> tuple[Claim | None, int]:
+    """Looks at the records that have come since; cheap enough for every second.
+
+    Returns the claim of a later attempt, or None, and the number of the newest record seen.
+    """
+    while (data := storage.read(folder / _name(after + 1))) is not None:
+        after += 1
+        record = Record.decode(data, path=folder / _name(after))
+        if isinstance(record.body, Claim) and record.attempt > attempt:
+            return record.body, after
+    return None, after
+
+
 class RunLog:
     """The log as one attempt's writer sees it; safe to append to from several threads."""
 
@@ -188,19 +207,32 @@ class RunLog:
     def append(self, body: Body) -> Record:
         """Writes the next record durably.
 
+        The door and its worker both write for their attempt: a slot that the other has taken is
+        passed over.
+
         Raises:
           Fenced: another attempt owns the log by now; nothing was written.
         """
         with self._lock:
             self._settle_unsure()
-            record = Record(self._last_seq + 1, self.attempt, self._clock.wall(), body)
-            path = self._folder / _name(record.seq)
-            self._unsure = record.encode()
-            if not storage.create(path, self._unsure):
-                raise _fenced(path)
-            self._unsure = None
-            self._last_seq = record.seq
-            return record
+            while True:
+                record = Record(self._last_seq + 1, self.attempt, self._clock.wall(), body)
+                path = self._folder / _name(record.seq)
+                self._unsure = record.encode()
+                is_ours = storage.create(path, self._unsure)
+                if not is_ours:
+                    self._refuse_if_fenced(path, body)
+                self._unsure = None
+                self._last_seq = record.seq
+                if is_ours:
+                    return record
+
+    def _refuse_if_fenced(self, path: Path, body: Body) -> None:
+        data = storage.read(path)
+        assert data is not None, path
+        winner = Record.decode(data, path=path)
+        if isinstance(body, Claim) or winner.attempt != self.attempt:
+            raise _fenced(path, winner)
 
     def _settle_unsure(self) -> None:
         """Steps over a record of our own whose writing failed after its name had appeared."""
@@ -216,10 +248,7 @@ class RunLog:
         return fold(read_records(self._folder))
 
 
-def _fenced(path: Path) -> Fenced:
-    data = storage.read(path)
-    assert data is not None, path
-    winner = Record.decode(data, path=path)
+def _fenced(path: Path, winner: Record) -> Fenced:
     who = f"attempt {winner.attempt}"
     if isinstance(winner.body, Claim):
         who += f" (host {winner.body.host}, pid {winner.body.pid})"

@@ -101,6 +101,12 @@ def replace(path: Path, data: bytes) -> None:
         sync_dir(path.parent)
 
 
+def move(path: Path, to: Path) -> None:
+    """Gives what is at `path` another name on the same storage; nothing to do if it is gone."""
+    with typed_errors(path), contextlib.suppress(FileNotFoundError):
+        path.replace(to)
+
+
 def _write_beside(path: Path, data: bytes) -> Path:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:

@@ -27,7 +27,14 @@ BYTES_VOCAB = 257
 
 def check(config: RunConfig) -> list[Problem]:
     """Returns everything that is impossible about this combination of values."""
-    return [*_numbers(config), *_batch(config), *_model(config), *_mesh(config), *_uses(config)]
+    return [
+        *_numbers(config),
+        *_batch(config),
+        *_model(config),
+        *_mesh(config),
+        *_ladder(config),
+        *_uses(config),
+    ]
 
 
 def _numbers(config: RunConfig) -> Iterator[Problem]:
@@ -116,6 +123,25 @@ def _mesh(config: RunConfig) -> Iterator[Problem]:
         names = " and ".join(rest)
         text = f"only one axis can be -1 (all the rest), here {names} are; give the others a number"
         yield Problem(rest[-1], text, others=tuple(rest))
+
+
+def _ladder(config: RunConfig) -> Iterator[Problem]:
+    """Yields limits that would cut short a more precise one below them."""
+    limits, save = config.deadlines, config.checkpoint.timeout_seconds
+    if limits.data_seconds <= config.data.timeout_seconds:
+        yield Problem(
+            "deadlines.data_seconds",
+            f"must be more than data.timeout_seconds={config.data.timeout_seconds:g}, which ends "
+            f"the wait with a better message (got {limits.data_seconds:g})",
+            others=("data.timeout_seconds",),
+        )
+    if limits.save_seconds <= 2 * save:
+        yield Problem(
+            "deadlines.save_seconds",
+            f"must be more than twice checkpoint.timeout_seconds={save:g}, which ends the save "
+            f"with a better message (got {limits.save_seconds:g})",
+            others=("checkpoint.timeout_seconds",),
+        )
 
 
 def _uses(config: RunConfig) -> Iterator[Problem]:

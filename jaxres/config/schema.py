@@ -273,6 +273,23 @@ class TelemetrySection(Section):
     """Length of the text sample at the end of the run; 0: none."""
 
 
+class DeadlinesSection(Section):
+    start_seconds: PositiveFloat = free(300.0)
+    """Longest start-up step without progress: imports, devices, a part of the corpus."""
+    restore_seconds: PositiveFloat = free(1800.0)
+    """Longest restore of a checkpoint."""
+    compile_seconds: PositiveFloat = free(1800.0)
+    """Longest compilation, and longest of the first three steps of an attempt."""
+    data_seconds: PositiveFloat = free(330.0)
+    """Longest wait for a batch; more than data.timeout_seconds, which names the batch."""
+    step_seconds: PositiveFloat = free(30.0)
+    """Longest step, or 10 times the slowest of the last 50 steps where that is more."""
+    evaluate_seconds: PositiveFloat = free(1800.0)
+    """Longest evaluation, and longest text sample."""
+    save_seconds: PositiveFloat = free(1800.0)
+    """Longest blocking part of a save; more than twice checkpoint.timeout_seconds."""
+
+
 class CompileSection(Section):
     cache_dir: Path | None = free(Path("~/.cache/jaxres/xla"))
     """Folder of JAX's persistent compilation cache; null: none."""
@@ -297,5 +314,7 @@ class RunConfig(Section):
     """Loss on held-out data."""
     telemetry: TelemetrySection = TelemetrySection()
     """What a person sees."""
+    deadlines: DeadlinesSection = DeadlinesSection()
+    """How long each phase may go on without progress before the run ends as hung (80)."""
     compilation: CompileSection = CompileSection()
     """How steps are compiled."""

@@ -33,6 +33,10 @@ def same(batch: Batch) -> Any:
     return batch
 
 
+def _never() -> bool:
+    return False
+
+
 class Prefetch(Generic[X]):
     """Owns the thread; `get(cursor)` returns `place(batch_at(cursor))`.
 
@@ -89,9 +93,10 @@ class Prefetch(Generic[X]):
         """Closes."""
         self.close()
 
-    def get(self, cursor: int) -> X:
+    def get(self, cursor: int, *, give_up: Callable[[], bool] = _never) -> X | None:
         """Returns the batch at `cursor`; another cursor than the following one starts anew there.
 
+        `give_up` is asked after every half second of waiting; if it says so the result is None.
         Raises what the computation of this batch raised, and raises it again ever after;
         DataTimeout when the wait has lasted timeout_seconds.
         """
@@ -103,6 +108,8 @@ class Prefetch(Generic[X]):
                 slice_seconds = min(self._timeout_seconds, LIVENESS_SECONDS)
                 if self._changed.wait_for(self._has_result, slice_seconds):
                     return self._take()
+                if give_up():
+                    return None
                 if not self._thread.is_alive():
                     raise DataThreadDied(
                         f"the data thread ended without an error before the batch at cursor "

@@ -1,36 +1,42 @@
-"""The way in: `python -m jaxres.train CONFIG.yaml|RUN_DIR [section.field=value ...]`; no jax.
+"""The door: `python -m jaxres.train CONFIG.yaml|RUN_DIR [section.field=value ...]`; no jax.
 
-Reads the config, holds it against the run directory, takes the run over by a claim, fixes what
-decides bits (NPROC), and only then imports the worker.
+Reads the config, owns the run directory, takes the run over by a claim, fixes what decides bits
+(NPROC), starts the worker behind it, answers signals at once, and turns the worker's end into the
+exit code. `--inline` runs the worker in this process: same codes, no deadlines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import secrets
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from jaxres import config as configs
-from jaxres import runlog, storage
+from jaxres import faults, runlog, storage
+from jaxres.beat import Leaving
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
 from jaxres.faults import ConfigError, Exit, TypedEnd, UsageError
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, Line, RunLog
+from jaxres.runlog import Claim, Line, RunLog, Stop
+from jaxres.supervise.owner import Owner
+from jaxres.supervise.supervisor import Ended, supervise
 
 USAGE = """\
 usage: python -m jaxres.train CONFIG.yaml [section.field=value ...]   start a run, or go on with it
        python -m jaxres.train RUN_DIR [section.field=value ...]       go on with a recorded run
 
 The same command starts a run and resumes it, also after kill -9, from the newest committed step.
+Ctrl-C or `touch RUN_DIR/stop`: save and stop (76); SIGTERM: save and stop (75); a second one ends
+at once. `touch RUN_DIR/save`: one extra checkpoint. `kill -USR1`: stacks of all threads.
+--inline: train in this very process, for debuggers and notebooks; no deadlines.
 """
 
 
@@ -39,39 +45,20 @@ def main(arguments: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in arguments):
         sys.stdout.write(USAGE + "\n" + configs.describe() + "\n")
         return Exit.DONE
-    sys.excepthook = _leave_as_bug
     try:
         return _train(*_parse(arguments))
     except TypedEnd as end:
         sys.stdout.flush()
-        sys.stderr.write(_message(end))
+        sys.stderr.write(faults.message(end.exit, str(end)))
         return end.exit
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; the same command goes on from the newest committed step\n")
+        sys.stderr.write("interrupted before the run had begun\n")
         return 130
 
 
-def _message(end: TypedEnd) -> str:
-    """Returns what a person reads: the message, and the exit code once."""
-    text = str(end).rstrip()
-    if f"(exit {end.exit.value})" in text:
-        return f"{text}\n"
-    before = "\n" if "\n" in text else " "
-    return f"{text}{before}(exit {end.exit.value} {end.exit.name})\n"
-
-
-def _leave_as_bug(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Ends the process for sure: an ordinary exit may wait minutes for other threads and hosts."""
-    traceback.print_exception(kind, error, trace)
-    sys.stderr.write(f"this is a bug, in jaxres or in custom code (exit {Exit.BUG.value} BUG)\n")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(Exit.BUG)
-
-
-def _parse(arguments: Sequence[str]) -> tuple[Path, list[str]]:
+def _parse(arguments: Sequence[str]) -> tuple[Path, list[str], bool]:
+    inline = "--inline" in arguments
+    arguments = [word for word in arguments if word != "--inline"]
     words = [word for word in arguments if "=" not in word]
     overrides = [word for word in arguments if "=" in word]
     unknown = [word for word in words if word.startswith("-")]
@@ -80,32 +67,108 @@ def _parse(arguments: Sequence[str]) -> tuple[Path, list[str]]:
     if len(words) != 1:
         given = "nothing" if not words else " ".join(words)
         raise UsageError(f"expected one config file or run directory, got {given}\n{USAGE}")
-    return Path(words[0]), overrides
+    return Path(words[0]), overrides, inline
 
 
-def _train(target: Path, overrides: Sequence[str]) -> int:
+def _train(target: Path, overrides: Sequence[str], inline: bool) -> int:
     loaded, run_dir = _resolve(target, overrides)
     config = loaded.config
-    records = runlog.read_records(run_dir.log)
-    line = runlog.fold(records)
-    if line.step >= config.train.steps:
-        sys.stdout.write(
-            f"{run_dir.root}: step {line.step} of {config.train.steps} is committed already; "
-            "nothing to do. A new run: another run.seed, run.dir or config.\n"
-        )
+    if _is_done(run_dir, config):
         return Exit.DONE
-    claim = _claim(config, line)
-    log = RunLog.claim(run_dir.log, claim, after=records, clock=SystemClock())
+    clock = SystemClock()
+    with Owner(run_dir, clock=clock) as owner:
+        records = runlog.read_records(run_dir.log)
+        claim = _claim(config, runlog.fold(records))
+        if inline:
+            _refuse_other_threads(claim)
+        log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
+        _record_config(config, run_dir, claim, is_first=not runlog.fold(records).starts)
+        if (stopped := _stop_that_was_asked(run_dir, claim)) is not None:
+            ended = stopped
+        elif inline:
+            ended = _inline(config, run_dir, log, claim)
+        else:
+            ended = supervise(
+                _worker_command(run_dir, claim),
+                run_dir=run_dir,
+                attempt=claim.attempt,
+                last_seq=len(records) + 1,
+                limits=config.deadlines,
+                owner=owner,
+                clock=clock,
+                env=os.environ | {"NPROC": str(claim.threads)},
+            )
+        if ended.on_record:
+            with contextlib.suppress(TypedEnd):
+                log.append(Stop(exit=ended.code, reason=ended.reason, committed=ended.committed))
+    if ended.to_be_said:
+        sys.stderr.write(faults.message(ended.code, ended.reason))
+    return ended.code
+
+
+def _is_done(run_dir: RunDir, config: RunConfig) -> bool:
+    step = runlog.fold(runlog.read_records(run_dir.log)).step
+    if step < config.train.steps:
+        return False
+    sys.stdout.write(
+        f"{run_dir.root}: step {step} of {config.train.steps} is committed already; "
+        "nothing to do. A new run: another run.seed, run.dir or config.\n"
+    )
+    return True
+
+
+def _record_config(config: RunConfig, run_dir: RunDir, claim: Claim, *, is_first: bool) -> None:
+    """Writes the resolved config; only the owner does, never who lost the race for the claim."""
     text = configs.dump_yaml(config).encode()
-    # Only the owner writes: whoever lost the race for the claim must not leave its config here.
-    if not line.starts:
+    if is_first:
         storage.replace(run_dir.config, text)
     storage.make_dir(run_dir.attempt(claim.attempt))
     storage.replace(run_dir.attempt(claim.attempt) / "config.yaml", text)
-    os.environ["NPROC"] = str(claim.threads)
-    from jaxres.train.worker import work
 
-    return work(config, run_dir, log, claim)
+
+def _stop_that_was_asked(run_dir: RunDir, claim: Claim) -> Ended | None:
+    """Honours a `stop` file that lies there already; it never bars the start after this one."""
+    if not run_dir.request("stop").exists():
+        return None
+    storage.move(run_dir.request("stop"), run_dir.attempt(claim.attempt) / "stop")
+    reason = f"{run_dir.request('stop')} was there at the start; the next start goes on"
+    return Ended(Exit.STOPPED, reason, committed=False)
+
+
+def _worker_command(run_dir: RunDir, claim: Claim) -> list[str]:
+    command = [sys.executable, "-m", "jaxres.train.worker", str(run_dir.root)]
+    return [*command, "--attempt", str(claim.attempt), "--parent", str(os.getpid())]
+
+
+def _inline(config: RunConfig, run_dir: RunDir, log: RunLog, claim: Claim) -> Ended:
+    """Trains in this process, for debuggers and notebooks."""
+    os.environ["NPROC"] = str(claim.threads)
+    from jaxres.train import worker
+    from jaxres.train.requests import Requests
+
+    with Requests(alone=True) as requests:
+        worker.catch_bugs(run_dir, claim.attempt, tell=lambda leaving: _put_down(log, leaving))
+        requests.before_early_end(
+            lambda exit: _put_down(log, Leaving(exit, "before the first finished step", False))
+        )
+        leaving = worker.work(config, run_dir, log, claim, requests=requests)
+    on_record = leaving.exit != Exit.FENCED
+    said = leaving.exit != Exit.DONE
+    return Ended(leaving.exit, leaving.reason, leaving.committed, on_record, to_be_said=said)
+
+
+def _put_down(log: RunLog, leaving: Leaving) -> None:
+    with contextlib.suppress(TypedEnd):
+        log.append(Stop(exit=leaving.exit, reason=leaving.reason, committed=leaving.committed))
+
+
+def _refuse_other_threads(claim: Claim) -> None:
+    here = len(os.sched_getaffinity(0))
+    if claim.threads != here:
+        raise ConfigError(
+            f"--inline: this run computes with {claim.threads} CPU threads, this process would "
+            f"with {here}, which changes bits. Leave --inline out: the door sets the number."
+        )
 
 
 def _resolve(target: Path, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from jaxres import step as steps
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
-from jaxres.data import Dataset
+from jaxres.data import Batch, Dataset
 from jaxres.events import Emit, PhaseChanged, RunBuilt
 from jaxres.faults import ConfigError
 from jaxres.guards.divergence import stop_on_nonfinite
@@ -30,6 +30,7 @@ from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog
 from jaxres.state import TrainState
 from jaxres.train.loop import Agenda, Feed, Run
+from jaxres.train.requests import Requests
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Place:
     clock: Clock
     landed: Callable[[MetricsLine], None]
     """Told of every finished step, after its line is written."""
+    requests: Requests
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         dataset=parts.dataset.fingerprint,
         computation=computation(config, place.claim, parts.mesh),
         landed=landed,
+        requests=place.requests,
         emit=place.emit,
         clock=place.clock,
     )
@@ -182,7 +185,9 @@ def _initializer(
     return shapes, jax.jit(init, out_shardings=shardings, compiler_options=options)
 
 
-def _compile(parts: Parts, emit: Emit) -> tuple[Any, Callable[[Any], float]]:
+def _compile(
+    parts: Parts, emit: Emit
+) -> tuple[Any, Callable[[Any, Callable[[], bool]], float | None]]:
     """Compiles the train step and the evaluation step before the first step."""
     config, shapes, mesh = parts.config, parts.shapes, parts.mesh
     rate = optim.learning_rate(
@@ -230,7 +235,7 @@ def _batch_shapes(parts: Parts) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _no_evaluation(params: Any) -> float:
+def _no_evaluation(params: Any, give_up: Any) -> float | None:
     raise AssertionError("the agenda has no evaluation")
 
 
@@ -251,8 +256,24 @@ def _feed(parts: Parts, place: Place, stack: contextlib.ExitStack) -> Feed:
             place=lambda batch: (batch, meshes.place_batch(parts.mesh, batch.arrays)),
         )
     )
+
+    def at(cursor: int) -> tuple[Batch, Mapping[str, jax.Array]] | None:
+        waits = 0
+
+        def give_up() -> bool:
+            nonlocal waits
+            waits += 1
+            if waits == 1:
+                place.emit(PhaseChanged("wait for data"))
+            return place.requests.stop_asked() is not None
+
+        fed = prefetch.get(cursor, give_up=give_up)
+        if waits:
+            place.emit(PhaseChanged("train"))
+        return fed
+
     return Feed(
-        at=prefetch.get,
+        at=at,
         num_rows=len(parts.dataset.train),
         tokens_per_step=parts.tokens_per_step,
     )

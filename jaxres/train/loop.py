@@ -19,12 +19,13 @@ from jaxres.clock import Clock
 from jaxres.data import Batch, sample_digest
 from jaxres.events import Emit, Evaluated, PhaseChanged, TrainingStarted
 from jaxres.faults import ConfigError, Continue, Exit, Stop, Verdict
-from jaxres.guards import Guard, Seen, gravest, judge_step
+from jaxres.guards import Guard, Seen, gravest, judge_step, preemption
 from jaxres.metrics import MetricsLine
 from jaxres.models import Params
 from jaxres.runlog import RunLog, Start, start_of
 from jaxres.state import Progress, TrainState, from_plain, to_plain
 from jaxres.train.guarantee import guarantee
+from jaxres.train.requests import Requests
 
 LAG = 2
 
@@ -45,10 +46,16 @@ class Agenda:
     save_every_steps: int
     evaluate_every_steps: int
 
-    def at(self, progress: Progress, *, saved_step: int) -> Due:
-        """Returns what is due: the last step is always saved, and evaluated if any step is."""
+    def at(self, progress: Progress, *, saved_step: int, asked: bool) -> Due:
+        """Returns what is due: the last step is always saved, and evaluated if any step is.
+
+        Args:
+          progress: where the run is.
+          saved_step: the newest step that is saved or being saved.
+          asked: whether a person wants one extra save.
+        """
         step, last = progress.step, progress.step == self.steps
-        save = step > saved_step and (last or step % self.save_every_steps == 0)
+        save = step > saved_step and (asked or last or step % self.save_every_steps == 0)
         evaluate = (
             self.evaluate_every_steps > 0
             and step > progress.evaluated_step
@@ -61,8 +68,8 @@ class Agenda:
 class Feed:
     """The batches on their way to the devices, and what one step consumes."""
 
-    at: Callable[[int], tuple[Batch, Mapping[str, jax.Array]]]
-    """Cursor -> the batch there, and its arrays on the devices."""
+    at: Callable[[int], tuple[Batch, Mapping[str, jax.Array]] | None]
+    """Cursor -> the batch there, and its arrays on the devices; None: gave up, a stop is asked."""
     num_rows: int
     tokens_per_step: int
 
@@ -82,11 +89,13 @@ class Run:
     """jax.ShapeDtypeStruct with sharding for every array of the state."""
     step: Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, jax.Array]]
     """Donates the state."""
-    evaluate: Callable[[Params], float]
+    evaluate: Callable[[Params, Callable[[], bool]], float | None]
+    """(params, give up?) -> held-out loss; None: gave up between two batches."""
     dataset: str
     computation: dict[str, str]
     landed: Callable[[MetricsLine], None]
     """Told of every finished step, in order."""
+    requests: Requests
     emit: Emit
     clock: Clock
 
@@ -117,24 +126,29 @@ def train(run: Run) -> Ended:
     with run.checkpoints as checkpoints:
         state, progress, flight = restore_or_start(run)
         while True:
-            due = run.agenda.at(progress, saved_step=checkpoints.saved_step)
+            due = run.agenda.at(
+                progress, saved_step=checkpoints.saved_step, asked=run.requests.save_asked()
+            )
             last = progress.step == run.steps
             progress, verdict = look(run, progress, flight, drain=due.save or due.evaluate or last)
             if isinstance(verdict, Stop):
                 if verdict.fault.state_is_good:
-                    checkpoints.save(to_plain(state), progress)
+                    save(run, state, progress)
                 return settle(run, verdict.fault.exit or Exit.BUG, verdict.reason, state, progress)
             if due.evaluate:
                 progress = evaluate(run, state, progress)
+                if progress.evaluated_step < progress.step:
+                    continue  # It gave up because a stop is asked for: the next look sees to it.
             if due.save:
-                run.emit(PhaseChanged("save"))
-                checkpoints.save(to_plain(state), progress)
-                run.emit(PhaseChanged("train"))
+                save(run, state, progress)
             if last:
                 return settle(run, Exit.DONE, "the last step is committed", state, progress)
             if not flight.steps:
                 flight.landed_at = run.clock.monotonic()
-            batch, arrays = run.feed.at(progress.cursor)
+            fed = run.feed.at(progress.cursor)
+            if fed is None:
+                continue
+            batch, arrays = fed
             state, metrics = run.step(state, arrays)
             progress = progress.after(
                 next_cursor=batch.next_cursor,
@@ -184,7 +198,7 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
     Continue lands and judges the steps in flight too. A failed background save is raised here.
     """
     run.checkpoints.poll()
-    memory, verdict = progress.guards, Continue()
+    memory, verdict = progress.guards, preemption.judge(run.requests.stop_asked())
     while flight.steps:
         landing = flight.steps[0][0].step
         if not drain and isinstance(verdict, Continue) and landing > progress.step + 1 - LAG:
@@ -221,12 +235,22 @@ def land(run: Run, flight: Flight) -> Seen:
 def evaluate(run: Run, state: TrainState, progress: Progress) -> Progress:
     """Measures the held-out loss; before the save of the same step, so that a resume has it."""
     run.emit(PhaseChanged("evaluate"))
-    loss = run.evaluate(state.params)
+    loss = run.evaluate(state.params, lambda: run.requests.stop_asked() is not None)
+    run.emit(PhaseChanged("train"))
+    if loss is None:
+        return progress
     progress = progress.evaluated(loss)
     best = loss if progress.best_loss is None else progress.best_loss
     run.emit(Evaluated(progress.step, loss, best, progress.best_step))
-    run.emit(PhaseChanged("train"))
     return progress
+
+
+def save(run: Run, state: TrainState, progress: Progress) -> None:
+    """Takes the snapshot of a judged state; the rest of the save goes on in the background."""
+    run.emit(PhaseChanged("save"))
+    run.checkpoints.save(to_plain(state), progress)
+    run.requests.save_taken()
+    run.emit(PhaseChanged("train"))
 
 
 def settle(run: Run, exit: Exit, reason: str, state: TrainState, progress: Progress) -> Ended:

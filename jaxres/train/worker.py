@@ -1,31 +1,52 @@
-"""The process that trains: builds the run, tells its story, and leaves the end on record."""
+"""The process that trains: builds the run, tells its story, and says how it ended.
+
+Started by the door as `python -m jaxres.train.worker RUN_DIR --attempt N ...`, or called by it with
+`--inline`. Imports jax only in `work`, after signals and stacks are looked after.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
 import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
 
 from rich.console import Console as Terminal
 
-from jaxres import metrics
+from jaxres import config as configs
+from jaxres import faults, runlog, storage
+from jaxres.beat import BeatWriter, Leaving, encode
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
-from jaxres.events import Emit, EventLog, PhaseChanged, RunEnded, RunOpened, SampleWritten
-from jaxres.faults import Exit, Fenced, TypedEnd
+from jaxres.events import Emit, EventLog, PhaseChanged, RunEnded, RunOpened
+from jaxres.faults import Exit, TypedEnd
+from jaxres.metrics import MetricsLine
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, RunLog, Stop
+from jaxres.runlog import Claim, RunLog
 from jaxres.telemetry import Console
-from jaxres.train import farewell
-from jaxres.train.build import Built, Place, build
-from jaxres.train.loop import Ended, train
+from jaxres.train.requests import Requests
+
+PR_SET_PDEATHSIG = 1
 
 
-def work(config: RunConfig, run_dir: RunDir, log: RunLog, claim: Claim) -> Exit:
-    """Trains as the attempt that `claim` has opened, and returns how it ended.
-
-    Raises:
-      TypedEnd: for an end that is nobody's success; it is on record already.
-    """
+def work(
+    config: RunConfig,
+    run_dir: RunDir,
+    log: RunLog,
+    claim: Claim,
+    *,
+    requests: Requests,
+    beat: BeatWriter | None = None,
+) -> Leaving:
+    """Trains as the attempt that `claim` has opened, and returns how it ended."""
     clock = SystemClock()
     with contextlib.ExitStack() as stack:
         console = stack.enter_context(
@@ -36,54 +57,110 @@ def work(config: RunConfig, run_dir: RunDir, log: RunLog, claim: Claim) -> Exit:
                 terminal=Terminal(file=sys.stdout, highlight=False, soft_wrap=True),
             )
         )
+        hearers = [console.heard] + ([beat.heard] if beat else [])
+        landers = [console.landed] + ([beat.landed] if beat else [])
         events = stack.enter_context(
-            EventLog(run_dir.events(claim.attempt, 0), clock=clock, listeners=[console.heard])
+            EventLog(run_dir.events(claim.attempt, 0), clock=clock, listeners=hearers)
         )
-        emit = events.emit
-        emit(RunOpened(str(run_dir.root), claim.attempt, claim.threads))
-        place = Place(run_dir, log, claim, emit, clock, console.landed)
+        events.emit(RunOpened(str(run_dir.root), claim.attempt, claim.threads))
+        events.emit(PhaseChanged("import", "jax and what stands on it"))
+
+        def landed(line: MetricsLine) -> None:
+            requests.stepped()
+            for lander in landers:
+                lander(line)
+
+        from jaxres.train import story
+
         try:
-            built = build(config, place, stack)
-            ended = train(built.run)
+            told = story.tell(
+                config, run_dir, log, claim, requests, events.emit, clock, landed, stack
+            )
+            leaving = told.leaving
         except TypedEnd as end:
-            _leave_on_record(end, emit, log)
-            raise
-        committed = log.line().step == ended.progress.step
-        log.append(Stop(exit=ended.exit, reason=ended.reason, committed=committed))
-        if ended.exit == Exit.DONE and config.telemetry.sample_tokens:
-            _sample(config, built, ended, emit)
-        emit(RunEnded(ended.exit, ended.exit.name, ended.progress.step, committed, ended.reason))
-    _farewell(run_dir, log, ended)
-    return ended.exit
+            if end.exit == Exit.HUNG:
+                os.kill(os.getpid(), signal.SIGUSR1)  # Stacks of all threads.
+            leaving, told = Leaving(end.exit, str(end), committed=False), None
+        _leave_on_record(leaving, events.emit, step=told.step if told else 0)
+    if told is not None:
+        sys.stdout.write(told.farewell)
+        sys.stdout.flush()
+    return leaving
 
 
-def _leave_on_record(end: TypedEnd, emit: Emit, log: RunLog) -> None:
-    """Records a typed end where that is still possible; a full disk must not hide the cause."""
+def _leave_on_record(leaving: Leaving, emit: Emit, *, step: int) -> None:
+    """Emits the end where that is still possible; a full disk must not hide the cause."""
+    name = Exit(leaving.exit).name
     with contextlib.suppress(TypedEnd):
-        emit(RunEnded(end.exit, end.exit.name, 0, False, str(end)))
-    if not isinstance(end, Fenced):
-        with contextlib.suppress(TypedEnd):
-            log.append(Stop(exit=end.exit, reason=str(end), committed=False))
+        emit(RunEnded(leaving.exit, name, step, leaving.committed, leaving.reason))
 
 
-def _sample(config: RunConfig, built: Built, ended: Ended, emit: Emit) -> None:
-    emit(PhaseChanged("sample", f"{config.telemetry.sample_tokens} tokens from the model"))
-    text = farewell.sample(
-        built.model,
-        ended.state.params,
-        built.dataset,
-        config.telemetry,
-        seq_len=config.data.seq_len,
-        seed=config.run.seed,
+def main(arguments: Sequence[str]) -> int:
+    """Runs the worker's process behind a door."""
+    parser = argparse.ArgumentParser(prog="python -m jaxres.train.worker")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--beat-fd", type=int, required=True)
+    options = parser.parse_args(arguments)
+    _die_with(options.parent)
+    run_dir = RunDir(options.run_dir)
+    catch_bugs(
+        run_dir,
+        options.attempt,
+        tell=lambda leaving: os.write(options.beat_fd, encode(leaving)),
     )
-    emit(SampleWritten(config.telemetry.sample_prompt, text))
+    records = runlog.read_records(run_dir.log)
+    claim = runlog.claim_of(records, attempt=options.attempt)
+    log = RunLog(run_dir.log, attempt=options.attempt, last_seq=len(records), clock=SystemClock())
+    recorded = run_dir.attempt(options.attempt) / "config.yaml"
+    config = configs.load_recorded(recorded, ()).config
+    with Requests(alone=False) as requests, BeatWriter(options.beat_fd) as beat:
+        leaving = work(config, run_dir, log, claim, requests=requests, beat=beat)
+    if leaving.exit != Exit.DONE:
+        sys.stderr.write(faults.message(leaving.exit, leaving.reason))
+    return leaving.exit
 
 
-def _farewell(run_dir: RunDir, log: RunLog, ended: Ended) -> None:
-    terminal = Terminal(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
-    if ended.exit != Exit.DONE:
-        terminal.print(f"{run_dir.root}: {ended.exit.name} (exit {ended.exit}): {ended.reason}")
-        return
-    history = metrics.read_history(run_dir, log.line())
-    terminal.print(farewell.loss_curve(history))
-    terminal.print(farewell.directions(run_dir, step=ended.progress.step))
+def _die_with(parent: int) -> None:
+    """Has the kernel kill this process when its door is gone, however the door ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(Exit.BUG)
+
+
+def catch_bugs(run_dir: RunDir, attempt: int, *, tell: Callable[[Leaving], object]) -> None:
+    """Sees to it that stacks and tracebacks land in the attempt's folder and nothing outlives them.
+
+    SIGUSR1 dumps the stacks of all threads by a C handler, which needs no free interpreter. An
+    exception that nobody has caught ends the process at once: an ordinary exit may wait minutes
+    for other threads and hosts.
+    """
+    storage.make_dir(run_dir.attempt(attempt))
+    stacks: IO[str] = run_dir.stacks(attempt).open("a")
+    faulthandler.enable(stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+
+    def leave_as_bug(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        reason = traceback.format_exception_only(kind, error)[-1].strip()
+        path = run_dir.attempt(attempt) / "traceback.txt"
+        with contextlib.suppress(OSError):
+            path.write_text(text)
+            tell(Leaving(Exit.BUG, f"{reason} (traceback: {path})", committed=False))
+        sys.stdout.flush()
+        sys.stderr.write(f"{text}this is a bug, in jaxres or in custom code (exit 70 BUG)\n")
+        sys.stderr.flush()
+        os._exit(Exit.BUG)
+
+    sys.excepthook = leave_as_bug
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: after a failed save Orbax's threads would hold the process for minutes.
+    os._exit(code)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,10 @@ class Namespace:
     def fill(self, folder: Path, *, but_bytes: int = 0) -> Path:
         """Writes a file that leaves so much room on the folder's disk; to be removed again."""
         ballast = self.seen_from_here(folder) / "ballast"
-        free = shutil.disk_usage(ballast.parent).free
-        with ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(free - but_bytes, 1))
+        with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            # Page by page, because others write there meanwhile.
+            while shutil.disk_usage(ballast.parent).free > but_bytes:
+                file.write(bytes(PAGE_BYTES))
         assert shutil.disk_usage(ballast.parent).free <= but_bytes
         return ballast
 

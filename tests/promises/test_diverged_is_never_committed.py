@@ -19,7 +19,7 @@ def assert_all_commits_are_finite(run_dir: RunDir) -> list[int]:
     committed = line(run_dir).committed
     for commit in committed:
         step_dir = (run_dir.root / commit.path).absolute()
-        for path, array in manifest.read_arrays(step_dir, manifest.read(step_dir, commit)).items():
+        for path, array in manifest.read_arrays(step_dir, commit).items():
             assert np.isfinite(array).all(), f"step {commit.step}: {path}"
     return [commit.step for commit in committed]
 

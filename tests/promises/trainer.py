@@ -79,9 +79,23 @@ class Trainer:
         events = read_events(self.run_dir.events(self.attempt, 0))
         return any(event.get("phase") == phase for event in events)
 
-    def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a real signal to the process."""
-        self.process.send_signal(sig)
+    def worker(self) -> int | None:
+        """Returns the pid of the worker behind the door, or None if there is none."""
+        door = self.process.pid
+        try:
+            children = Path(f"/proc/{door}/task/{door}/children").read_text().split()
+        except FileNotFoundError:
+            return None
+        return int(children[0]) if children else None
+
+    def kill(self, sig: signal.Signals = signal.SIGKILL, *, who: str = "all") -> None:
+        """Sends a real signal to the `door`, to the `worker`, or to `all`: first the worker."""
+        worker = self.worker()
+        if who != "door" and worker is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, sig)
+        if who != "worker":
+            self.process.send_signal(sig)
 
     def ended(self, seconds: float = 180) -> int:
         """Waits for the end and returns the exit code; negative: the signal."""
@@ -184,10 +198,14 @@ class Place:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Returns relative path -> bytes of everything below a folder; folders are there too."""
+    """Returns relative path -> bytes of everything below a folder; folders are there too.
+
+    Left out: temporaries, which any claim sweeps, and the owner's beat.
+    """
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"folder"
         for path in sorted(folder.rglob("*"))
+        if not path.name.startswith(".") and path.name not in ("owner.json", "owner.lock")
     }
 
 

@@ -40,6 +40,7 @@ def test_every_typed_end_has_its_own_exit_and_says_what_it_is():
         "StorageUnavailable": Exit.STORAGE,
         "Fenced": Exit.FENCED,
         "Unrestorable": Exit.UNRESTORABLE,
+        "OutOfMemory": Exit.OUT_OF_MEMORY,
     }
     assert all(kind.__doc__ for kind in ends)
 

@@ -10,6 +10,7 @@ from jaxres.guards import Guard
 from jaxres.guards.divergence import stop_on_nonfinite
 from jaxres.state import Progress
 from jaxres.train.loop import LAG, Agenda, Due, Feed, Flight, Run, look, settle
+from jaxres.train.requests import Requests
 
 AGENDA = Agenda(steps=20, save_every_steps=8, evaluate_every_steps=5)
 
@@ -18,14 +19,14 @@ def agenda_of(agenda, **kwargs):
     """The steps at which something is due, in a run that does what is due."""
     saves, evaluations, saved, progress = [], [], 0, Progress(**kwargs)
     while True:
-        due = agenda.at(progress, saved_step=saved)
+        due = agenda.at(progress, saved_step=saved, asked=False)
         if due.evaluate:
             evaluations.append(progress.step)
             progress = dataclasses.replace(progress, evaluated_step=progress.step)
         if due.save:
             saves.append(progress.step)
             saved = progress.step
-        assert agenda.at(progress, saved_step=saved) == Due(save=False, evaluate=False)
+        assert agenda.at(progress, saved_step=saved, asked=False) == Due(save=False, evaluate=False)
         if progress.step == agenda.steps:
             return saves, evaluations
         progress = dataclasses.replace(progress, step=progress.step + 1)
@@ -42,17 +43,17 @@ def test_without_an_interval_nothing_is_evaluated():
 
 
 def test_nothing_is_due_at_step_0_nor_at_a_step_that_was_restored():
-    assert AGENDA.at(Progress(), saved_step=0) == Due(save=False, evaluate=False)
+    assert AGENDA.at(Progress(), saved_step=0, asked=False) == Due(save=False, evaluate=False)
     restored = Progress(step=8, evaluated_step=5)
-    assert AGENDA.at(restored, saved_step=8) == Due(save=False, evaluate=False)
+    assert AGENDA.at(restored, saved_step=8, asked=False) == Due(save=False, evaluate=False)
 
 
 def test_an_evaluation_that_the_saved_progress_has_is_not_made_again():
     at = dataclasses.replace(AGENDA, save_every_steps=5)
     restored = Progress(step=10, evaluated_step=10)
-    assert at.at(restored, saved_step=10) == Due(save=False, evaluate=False)
+    assert at.at(restored, saved_step=10, asked=False) == Due(save=False, evaluate=False)
     before = Progress(step=10, evaluated_step=5)
-    assert at.at(before, saved_step=10) == Due(save=False, evaluate=True)
+    assert at.at(before, saved_step=10, asked=False) == Due(save=False, evaluate=True)
 
 
 class Lost(Exception):
@@ -126,6 +127,7 @@ def fake_run(**parts):
         dataset="d",
         computation={},
         landed=landed.append,
+        requests=Requests(alone=False),
         emit=lambda event: None,
         clock=StoppedClock(),
     )

@@ -1,0 +1,73 @@
+"""Home of: hang. Phases and their limits, fed by finished steps and phase changes only. Pure.
+
+A thread that beats by itself proves nothing about progress, so no timer feeds a deadline. A pause
+of the watcher's own (a suspended laptop, live migration, SIGSTOP) stretches every limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from jaxres.beat import Beat, EnteredPhase, FinishedStep
+from jaxres.config.schema import DeadlinesSection
+
+FIRST_STEPS = 3
+WINDOW_STEPS = 50
+TIMES_THE_SLOWEST = 10
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What the watcher knows of the worker's progress; every time is the watcher's own."""
+
+    since: float
+    """When the phase began or, in training, when the newest step finished."""
+    phase: str = "start"
+    step: int = 0
+    """Newest finished step of this attempt; 0: none yet."""
+    durations: tuple[float, ...] = ()
+    """Seconds of the newest steps, at most WINDOW_STEPS, oldest first."""
+
+    def after(self, beat: Beat, *, now: float) -> Watch:
+        """Returns the watch after a beat; only progress feeds it."""
+        match beat:
+            case EnteredPhase(phase):
+                return dataclasses.replace(self, phase=phase, since=now)
+            case FinishedStep(step, seconds):
+                durations = (*self.durations, seconds)[-WINDOW_STEPS:]
+                return dataclasses.replace(self, step=step, since=now, durations=durations)
+            case _:
+                return self
+
+    def paused(self, seconds: float) -> Watch:
+        """Returns the watch after the watcher itself was asleep for a while."""
+        return dataclasses.replace(self, since=self.since + seconds)
+
+
+def limit_seconds(watch: Watch, limits: DeadlinesSection) -> float:
+    """Returns how long the present phase may go on without progress.
+
+    In training: the step's limit, or 10 times the slowest of the last 50 steps if that is more; the
+    first three steps of an attempt (allocation, caches) have the compilation's.
+    """
+    by_phase = {
+        "restore": limits.restore_seconds,
+        "init": limits.compile_seconds,
+        "compile": limits.compile_seconds,
+        "wait for data": limits.data_seconds,
+        "evaluate": limits.evaluate_seconds,
+        "sample": limits.evaluate_seconds,
+        "save": limits.save_seconds,
+        "settle": limits.save_seconds,
+    }
+    if watch.phase != "train":
+        return by_phase.get(watch.phase, limits.start_seconds)
+    if len(watch.durations) < FIRST_STEPS:
+        return max(limits.compile_seconds, limits.step_seconds)
+    return max(limits.step_seconds, TIMES_THE_SLOWEST * max(watch.durations))
+
+
+def overdue_seconds(watch: Watch, limits: DeadlinesSection, *, now: float) -> float:
+    """Returns by how much the phase has outlasted its limit; negative while it has time left."""
+    return now - watch.since - limit_seconds(watch, limits)

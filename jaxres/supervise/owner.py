@@ -1,0 +1,137 @@
+"""Who may train in a run directory: a kernel lock where there is one, and the owner's beat.
+
+The owner rewrites `owner.json` every second, with a count that never repeats. Another process that
+finds the lock taken watches that count on its own clock: if it moves, the owner lives and the other
+is refused; if it stands still for three beats, the other goes on to claim, and the log fences the
+old owner. The log alone decides; lock and beat only keep healthy owners from being fenced.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+from typing import Any
+
+from jaxres import storage
+from jaxres.clock import Clock
+from jaxres.faults import Fenced
+from jaxres.rundir import RunDir
+
+BEAT_SECONDS = 1.0
+MISSED_BEATS = 3
+LOOK_SECONDS = 0.1
+BEAT_BYTES = 511
+
+
+class Owner:
+    """Owns a run directory until closed or killed; a context manager.
+
+    Raises:
+      Fenced: on entering, if another process owns the directory and lives; nothing was written.
+    """
+
+    def __init__(self, run_dir: RunDir, *, clock: Clock) -> None:
+        self._run_dir = run_dir
+        self._clock = clock
+        self._nonce = secrets.token_hex(8)
+        self._count = 0
+        self._locked = False
+        self._files: list[int] = []
+        """Descriptors of the lock and, once this process owns the directory, of the beat."""
+
+    def __enter__(self) -> Owner:
+        storage.make_dir(self._run_dir.root)
+        path = self._run_dir.lock
+        with storage.typed_errors(path):
+            self._files = [os.open(path, os.O_RDWR | os.O_CREAT, 0o644)]
+        try:
+            self._locked = self._lock()
+            if not self._locked or _was_unlocked(read(self._run_dir)):
+                self._refuse_if_alive()
+            self.beat()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+    def beat(self) -> None:
+        """Shows that the owner lives; takes the lock if the one before has left it meanwhile."""
+        if not self._locked:
+            self._locked = self._lock()
+        self._count += 1
+        words = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "nonce": self._nonce,
+            "count": self._count,
+            "locked": self._locked,
+            "time": self._clock.wall(),
+        }
+        # In place and of one size: needs no space, so that a full disk does not stop the beat.
+        os.pwrite(self._beat_file(), json.dumps(words).encode().ljust(BEAT_BYTES) + b"\n", 0)
+
+    def _beat_file(self) -> int:
+        if len(self._files) == 1:
+            with storage.typed_errors(self._run_dir.owner):
+                self._files.append(os.open(self._run_dir.owner, os.O_RDWR | os.O_CREAT, 0o644))
+        return self._files[1]
+
+    def _lock(self) -> bool:
+        try:
+            fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                return False
+            raise
+        return True
+
+    def _refuse_if_alive(self) -> None:
+        """Watches the beat for as long as three of them take."""
+        seen = read(self._run_dir)
+        deadline = self._clock.monotonic() + MISSED_BEATS * BEAT_SECONDS + LOOK_SECONDS
+        while self._clock.monotonic() < deadline:
+            self._clock.sleep(LOOK_SECONDS)
+            now = read(self._run_dir)
+            if now is not None and _who(now) != _who(seen):
+                raise Fenced(
+                    f"{self._run_dir.root}: owned by host {now['host']}, pid {now['pid']}, which "
+                    "is alive. Nothing was written. Look with `jaxres status`, or end it first."
+                )
+            if not self._locked and self._lock():
+                self._locked = True
+                if not _was_unlocked(now):
+                    return
+
+
+def _who(owner: dict[str, Any] | None) -> tuple[Any, Any] | None:
+    return None if owner is None else (owner["nonce"], owner["count"])
+
+
+def _was_unlocked(owner: dict[str, Any] | None) -> bool:
+    """Whether the last owner had no lock, so that a free lock says nothing about it."""
+    return owner is not None and not owner["locked"]
+
+
+def read(run_dir: RunDir) -> dict[str, Any] | None:
+    """Returns the newest beat: host, pid, nonce, count, locked, time; None if there is none."""
+    data = storage.read(run_dir.owner)
+    if not data:
+        return None
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+def is_alive(run_dir: RunDir, *, clock: Clock) -> bool:
+    """Says whether the last beat is younger than three beats; for people, since clocks differ."""
+    owner = read(run_dir)
+    return owner is not None and clock.wall() - owner["time"] < MISSED_BEATS * BEAT_SECONDS

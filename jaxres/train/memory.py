@@ -1,0 +1,47 @@
+"""Home of: out_of_memory. What a runtime's error says, and which settings to change."""
+
+from __future__ import annotations
+
+import re
+
+from jaxres.config import RunConfig
+
+
+def is_exhausted(error: Exception) -> bool:
+    """Says whether an error means that memory ran out, on a device or on the host."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def advice(config: RunConfig, error: Exception) -> str:
+    """Returns the end's message: what ran out, and the settings to change, with numbers.
+
+    >>> from jaxres.config.schema import RunConfig, DataSection, TextSource, TrainSection
+    >>> data = DataSection(source=TextSource(path="x"))
+    >>> small = RunConfig(data=data, train=TrainSection(steps=1, global_batch_size=24))
+    >>> print(advice(small, MemoryError("RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes")))
+    out of memory: RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes
+    What is committed stays. Change one of these and start the same command again:
+      train.microbatches=2 (1 now: 24 rows of 256 tokens at a time)
+      model.remat=block (none now: every activation is kept)
+      mesh.fsdp=N with more devices (parameters and optimizer state are split over them)
+    """
+    rows = config.train.global_batch_size // config.train.microbatches
+    settings = []
+    more = next((n for n in range(2, rows + 1) if rows % n == 0 and rows > 1), None)
+    if more is not None:
+        settings.append(
+            f"train.microbatches={config.train.microbatches * more} "
+            f"({config.train.microbatches} now: {rows} rows of {config.data.seq_len} tokens at a "
+            "time)"
+        )
+    if config.model.kind == "gpt" and config.model.remat == "none":
+        settings.append("model.remat=block (none now: every activation is kept)")
+    settings.append(
+        "mesh.fsdp=N with more devices (parameters and optimizer state are split over them)"
+    )
+    first_line = re.sub(r"\s+", " ", str(error)).strip()[:300] or type(error).__name__
+    return (
+        f"out of memory: {first_line}\n"
+        "What is committed stays. Change one of these and start the same command again:\n"
+        + "\n".join(f"  {setting}" for setting in settings)
+    )

@@ -1,0 +1,89 @@
+"""What this process was asked for by signals, taken by a thread of its own.
+
+Python runs signal handlers between bytecodes of the main thread, which may sit in XLA for seconds;
+a thread in `sigwait` answers within milliseconds in every phase.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from jaxres.faults import Exit
+
+TAKEN = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+STOPS = {signal.SIGTERM: Exit.PREEMPTED, signal.SIGINT: Exit.STOPPED}
+
+
+class Requests:
+    """Flags that the loop reads between two steps; a context manager.
+
+    With `alone` (no door) it also does what the door does: a stop before the first finished step
+    ends the process at once, and so does a second stop.
+    """
+
+    def __init__(self, *, alone: bool) -> None:
+        self._alone = alone
+        self._stop: Exit | None = None
+        self._save = threading.Event()
+        self._stepped = False
+        self._closed = False
+        self._on_early_end: Callable[[Exit], None] | None = None
+
+    def __enter__(self) -> Requests:
+        # Before any other thread: they inherit the mask.
+        signal.pthread_sigmask(signal.SIG_BLOCK, TAKEN)
+        threading.Thread(target=self._take, name="jaxres-signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+
+    def stop_asked(self) -> Exit | None:
+        """Returns how the run was asked to end, or None."""
+        return self._stop
+
+    def save_asked(self) -> bool:
+        """Says whether an extra save was asked for since the last time it was taken."""
+        return self._save.is_set()
+
+    def save_taken(self) -> None:
+        """Marks the extra save as honoured."""
+        self._save.clear()
+
+    def stepped(self) -> None:
+        """Tells that a step has finished: from now on a stop has something to save."""
+        self._stepped = True
+
+    def before_early_end(self, leave: Callable[[Exit], None]) -> None:
+        """Sets what is written before the process ends at once, without a door."""
+        self._on_early_end = leave
+
+    def _take(self) -> None:
+        while True:
+            number = signal.Signals(signal.sigwait(TAKEN))
+            if number == signal.SIGUSR2:
+                self._save.set()
+                continue
+            again, self._stop = self._stop is not None, STOPS[number]
+            if not self._alone:
+                continue
+            if again or self._closed:
+                self._end_now(128 + number, f"{number.name} again: ended at once")
+            if not self._stepped:
+                if self._on_early_end is not None:
+                    self._on_early_end(self._stop)
+                self._end_now(self._stop, f"{number.name}: nothing new to save yet; ended")
+            self._say(f"{number.name}: saving after the present step, then exit {self._stop.value}")
+
+    def _end_now(self, code: int, text: str) -> None:
+        self._say(text)
+        sys.stdout.flush()
+        os._exit(code)
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"jaxres: {text}\n")
+        sys.stderr.flush()
