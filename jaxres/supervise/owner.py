@@ -76,12 +76,13 @@ class Owner:
             "time": self._clock.wall(),
         }
         # In place and of one size: needs no space, so that a full disk does not stop the beat.
-        os.pwrite(self._beat_file(), json.dumps(words).encode().ljust(BEAT_BYTES) + b"\n", 0)
+        line = json.dumps(words).encode().ljust(BEAT_BYTES) + b"\n"
+        with storage.typed_errors(self._run_dir.owner):
+            os.pwrite(self._beat_file(), line, 0)
 
     def _beat_file(self) -> int:
         if len(self._files) == 1:
-            with storage.typed_errors(self._run_dir.owner):
-                self._files.append(os.open(self._run_dir.owner, os.O_RDWR | os.O_CREAT, 0o644))
+            self._files.append(os.open(self._run_dir.owner, os.O_RDWR | os.O_CREAT, 0o644))
         return self._files[1]
 
     def _lock(self) -> bool:

@@ -21,7 +21,7 @@ from jaxres import storage
 from jaxres.beat import Leaving, decode
 from jaxres.clock import Clock
 from jaxres.config.schema import DeadlinesSection
-from jaxres.faults import Exit
+from jaxres.faults import Exit, StorageUnavailable
 from jaxres.rundir import RunDir
 from jaxres.runlog import newer_claim
 from jaxres.supervise.deadlines import Watch, limit_seconds, overdue_seconds
@@ -197,7 +197,8 @@ def _tick(running: Attempt) -> Ended | None:
                 f"{claim.pid}) owns this run now; this process has written nothing more."
             )
             return Ended(Exit.FENCED, reason, committed=False, on_record=False, to_be_said=True)
-        running.owner.beat()
+        with contextlib.suppress(StorageUnavailable):  # Not the watcher's to judge.
+            running.owner.beat()
         running.beat_at = now
     if (ended := _take_requests(running)) is not None:
         return ended

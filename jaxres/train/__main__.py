@@ -14,8 +14,10 @@ import platform
 import secrets
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from jaxres import config as configs
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in arguments):
         sys.stdout.write(USAGE + "\n" + configs.describe() + "\n")
         return Exit.DONE
+    sys.excepthook = _leave_as_bug
     try:
         return _train(*_parse(arguments))
     except TypedEnd as end:
@@ -54,6 +57,15 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted before the run had begun\n")
         return 130
+
+
+def _leave_as_bug(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Ends the door with its own code; the worker is gone by now."""
+    traceback.print_exception(kind, error, trace)
+    sys.stderr.write(f"this is a bug in jaxres (exit {Exit.BUG.value} BUG)\n")
+    leave(Exit.BUG)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Path, list[str], bool]:
