@@ -180,9 +180,8 @@ def _initializer(
     shapes = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), bare, shardings
     )
-    # Runs once: a lower level compiles in less than half the time, to the same bits.
-    options = {"xla_backend_optimization_level": 1}
-    return shapes, jax.jit(init, out_shardings=shardings, compiler_options=options)
+    jitted = jax.jit(init, out_shardings=shardings, compiler_options=states.INIT_OPTIONS)
+    return shapes, jitted
 
 
 def _compile(

@@ -101,13 +101,20 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(microbatches: int) ->
 def test_a_mesh_computes_the_step_of_one_device(sizes: dict[str, int]) -> None:
     # Reductions over devices add in another order: close, not bit-equal.
     model, tx, function = parts(STILL)
-    begin = jax.jit(lambda: state.init(model, tx, seed=0))()
+
+    def init(**kwargs: Any) -> state.TrainState:
+        make = jax.jit(
+            lambda: state.init(model, tx, seed=0), compiler_options=state.INIT_OPTIONS, **kwargs
+        )
+        return make()
+
+    begin = init()
     _, expected = run(jax.jit(function), begin, num=2)
 
     mesh = meshes.build(MeshSection(**sizes), devices=jax.devices())
     shapes = jax.eval_shape(lambda: state.init(model, tx, seed=0))
     shardings = state.shardings(shapes, model, mesh)
-    placed = jax.jit(lambda: state.init(model, tx, seed=0), out_shardings=shardings)()
+    placed = init(out_shardings=shardings)
     assert equal(placed, begin), "the initial state depends on the mesh"
     for index in range(2):
         arrays = meshes.place_batch(mesh, batch(index))
