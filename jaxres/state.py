@@ -22,7 +22,6 @@ from jaxres import optim
 from jaxres.guards import Memory
 from jaxres.models import Model, Params
 
-
 INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 """How `init` is compiled: it runs once, compiles in half the time, and its bits are the same on any
 mesh (at full optimisation jax 0.12 on CPU gives other last bits when the result is sharded)."""

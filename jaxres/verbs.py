@@ -7,13 +7,11 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
-from jaxres import metrics, runlog
+from jaxres import metrics, runlog, status
 from jaxres.clock import SystemClock
-from jaxres.events import read_events
 from jaxres.faults import Exit, TypedEnd, UsageError
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit, Line
@@ -52,7 +50,7 @@ def main(words: Sequence[str], *, usage: str) -> int:
         line = runlog.fold(records)
         match options.verb, getattr(options, "sub", None):
             case "status", _:
-                text = _status(run_dir, line)
+                text = status.text(run_dir, line, clock=SystemClock())
             case "history", _:
                 text = _history(run_dir, line, as_json=options.json)
             case _, "list":
@@ -64,33 +62,6 @@ def main(words: Sequence[str], *, usage: str) -> int:
         return end.exit
     sys.stdout.write(text)
     return Exit.DONE
-
-
-def _status(run_dir: RunDir, line: Line) -> str:
-    history = metrics.read_history(run_dir, line)
-    rows = [("run", str(run_dir.root)), ("attempt", str(line.attempt))]
-    if history:
-        newest = history[-1]
-        rows.append(("step", f"{newest.step}, loss {newest.loss}, {newest.tokens:,} tokens"))
-    if line.commits:
-        age = SystemClock().wall() - line.commits[-1].time
-        rows.append(("committed", f"step {line.step}, {age:.0f} s ago"))
-    else:
-        rows.append(("committed", "nothing yet"))
-    events = read_events(run_dir.events(line.attempt, 0))
-    if events:
-        at = datetime.fromtimestamp(events[-1]["time"]).isoformat(timespec="seconds")
-        rows.append(("last event", f"{events[-1]['event']} at {at}"))
-    stop = line.last_stop
-    if stop is not None and stop.attempt == line.attempt and isinstance(stop.body, runlog.Stop):
-        name = Exit(stop.body.exit).name
-        rows.append(("ended", f"exit {stop.body.exit} {name}: {stop.body.reason}"))
-        if stop.body.exit != Exit.DONE:
-            rows.append(("next", f"mend the cause, then: python -m jaxres.train {run_dir.root}"))
-    else:
-        rows.append(("ended", "no: running, or killed"))
-        rows.append(("next", f"if it is not running: python -m jaxres.train {run_dir.root}"))
-    return "".join(f"{name:<11}{value}\n" for name, value in rows)
 
 
 def _history(run_dir: RunDir, line: Line, *, as_json: bool) -> str:
