@@ -267,6 +267,8 @@ class EvaluationSection(Section):
 class TelemetrySection(Section):
     log_every_seconds: PositiveFloat = free(10.0)
     """Seconds between plain progress lines where there is no terminal."""
+    tensorboard: bool = free(False)
+    """Whether RUN_DIR/tensorboard gets event files; needs `pip install 'jaxres[tensorboard]'`."""
     sample_prompt: str = free("def ")
     """Text that the sample at the end of the run continues."""
     sample_tokens: NonNegativeInt = free(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.data import Batch, Dataset
-from jaxres.events import Emit, PhaseChanged, RunBuilt
+from jaxres.events import Emit, Event, PhaseChanged, RunBuilt
 from jaxres.faults import ConfigError
 from jaxres.guards.divergence import stop_on_nonfinite
 from jaxres.metrics import MetricsLine, MetricsLog
@@ -28,6 +29,7 @@ from jaxres.models import Model
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog
 from jaxres.state import TrainState
+from jaxres.tensorboard import TensorBoard
 from jaxres.train.loop import Agenda, Feed, Run
 
 
@@ -59,6 +61,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     Raises:
       ConfigError: devices, data and settings that can't go together.
     """
+    place = _with_tensorboard(config, place, stack)
     emit = place.emit
     if config.compilation.cache_dir is not None:
         use_compilation_cache(str(config.compilation.cache_dir.expanduser()))
@@ -94,15 +97,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
             evaluate_every_steps=config.evaluation.every_steps if len(dataset.heldout) else 0,
         ),
         log=place.log,
-        checkpoints=Checkpoints(
-            config.checkpoint,
-            run_dir=place.run_dir,
-            log=place.log,
-            claim=place.claim,
-            emit=emit,
-            clock=place.clock,
-            before_commit=metrics.sync,
-        ),
+        checkpoints=_checkpoints(config, place, before_commit=metrics.sync),
         guards=(stop_on_nonfinite(),),
         feed=Feed(
             at=_feed(config, dataset, place, mesh, stack),
@@ -120,6 +115,44 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         clock=place.clock,
     )
     return Built(run, dataset, model)
+
+
+def _with_tensorboard(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Place:
+    """Returns the place with a listener more, where the config asks for it."""
+    if not config.telemetry.tensorboard:
+        return place
+    board = stack.enter_context(
+        TensorBoard(
+            place.run_dir.tensorboard,
+            attempt=place.log.attempt,
+            emit=place.emit,
+            clock=place.clock,
+        )
+    )
+
+    def emit(event: Event) -> None:
+        place.emit(event)
+        board.heard(event)
+
+    def landed(line: MetricsLine) -> None:
+        place.landed(line)
+        board.landed(line)
+
+    return dataclasses.replace(place, emit=emit, landed=landed)
+
+
+def _checkpoints(
+    config: RunConfig, place: Place, *, before_commit: Callable[[], None]
+) -> Checkpoints:
+    return Checkpoints(
+        config.checkpoint,
+        run_dir=place.run_dir,
+        log=place.log,
+        claim=place.claim,
+        emit=place.emit,
+        clock=place.clock,
+        before_commit=before_commit,
+    )
 
 
 def use_compilation_cache(folder: str) -> None:
