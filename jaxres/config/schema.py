@@ -84,8 +84,8 @@ class DataSection(Section):
     """Share of the corpus, at its end, that training never touches and evaluation reads."""
     cache_dir: Path = free(Path("~/.cache/jaxres"))
     """Folder of tokenised corpora; `~` is the home folder."""
-    prefetch_batches: PositiveInt = free(4)
-    """Batches read ahead in the background."""
+    prefetch_batches: PositiveInt = free(8)
+    """Batches read ahead in the background; refilled when half of them are used."""
     timeout_seconds: PositiveFloat = free(300.0)
     """Longest wait for one batch before the run ends with an error."""
 
