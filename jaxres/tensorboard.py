@@ -21,10 +21,9 @@ from jaxres.faults import ConfigError
 from jaxres.metrics import MetricsLine
 
 CAPACITY = 10_000
-"""Points that wait at most; the thread takes all of them every PERIOD_SECONDS."""
+"""Points that wait at most."""
 PERIOD_SECONDS = 1.0
-FLUSH_PERIODS = 5
-"""Periods from one fsync of the file to the next."""
+"""From one writing of all that waits to the next; a kill loses at most the points since."""
 LAG_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 
@@ -131,13 +130,13 @@ class TensorBoard:
         # (Not tensorboardX's SummaryWriter: at the first error its thread dies, and a later
         # add_scalar waits for ever.)
         writer = EventsWriter(str(self._folder / f"events.{self._attempt:04d}"))
-        periods, ended = 0, False
+        ended = False
         while not ended:
             ended = self._stop.wait(PERIOD_SECONDS)
-            for _ in range(self._points.qsize()):
+            count = self._points.qsize()
+            for _ in range(count):
                 writer.write_event(_encode(self._points.get_nowait()))
-            periods += 1
-            if periods % FLUSH_PERIODS == 0:
+            if count:
                 writer.flush()
         writer.close()
 
