@@ -15,6 +15,8 @@ usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
   history RUN_DIR [--json]                              the one history over all attempts
   checkpoints list RUN_DIR [--json]                     the steps that are committed
   checkpoints digest RUN_DIR [--step N]                 one word for a whole training state
+  checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if
+      [--step N] [--other-step M] [--json]              anything does
 
 `jaxres train --help` lists every config field.
 """

@@ -55,7 +55,7 @@ class MetricsLog:
 
     def append(self, line: MetricsLine) -> None:
         """Writes one line; it outlives the process from here on, the machine from `sync` on."""
-        fields = {name: finite_or_none(v) for name, v in dataclasses.asdict(line).items()}
+        fields = {name: finite_or_none(v) for name, v in vars(line).items()}
         self._lines.append(json.dumps(fields).encode())
 
     def sync(self) -> None:

@@ -39,6 +39,11 @@ class RunDir:
         """The folder of step directories; which of them count is the log's to say."""
         return self.root / "checkpoints"
 
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard's event files, one an attempt."""
+        return self.root / "tensorboard"
+
     def attempt(self, attempt: int) -> Path:
         """The folder of one attempt."""
         return self.root / "attempts" / f"{attempt:04d}"

@@ -36,6 +36,11 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     checkpoints = verbs.add_parser("checkpoints").add_subparsers(dest="sub", required=True)
     verb(checkpoints, "list").add_argument("--json", action="store_true")
     verb(checkpoints, "digest").add_argument("--step", type=int)
+    diff = verb(checkpoints, "diff")
+    diff.add_argument("other_run_dir", type=Path, nargs="?", metavar="OTHER_RUN_DIR")
+    diff.add_argument("--step", type=int)
+    diff.add_argument("--other-step", type=int)
+    diff.add_argument("--json", action="store_true")
     return parser
 
 
@@ -44,10 +49,8 @@ def main(words: Sequence[str], *, usage: str) -> int:
     try:
         options = _parser(usage).parse_args(words)
         run_dir = RunDir(options.run_dir)
-        records = runlog.read_records(run_dir.log)
-        if not records:
-            raise UsageError(f"{run_dir.root}: no run here (no log/). Give the directory of a run.")
-        line = runlog.fold(records)
+        line = _line(run_dir)
+        code = Exit.DONE
         match options.verb, getattr(options, "sub", None):
             case "status", _:
                 text = status.text(run_dir, line, clock=SystemClock())
@@ -55,13 +58,22 @@ def main(words: Sequence[str], *, usage: str) -> int:
                 text = _history(run_dir, line, as_json=options.json)
             case _, "list":
                 text = _list(line, as_json=options.json)
+            case _, "diff":
+                text, code = _diff(run_dir, line, options)
             case _:
                 text = _digest(run_dir, line, step=options.step)
     except TypedEnd as end:
         sys.stderr.write(f"{end}\n")
         return end.exit
     sys.stdout.write(text)
-    return Exit.DONE
+    return code
+
+
+def _line(run_dir: RunDir) -> Line:
+    records = runlog.read_records(run_dir.log)
+    if not records:
+        raise UsageError(f"{run_dir.root}: no run here (no log/). Give the directory of a run.")
+    return runlog.fold(records)
 
 
 def _history(run_dir: RunDir, line: Line, *, as_json: bool) -> str:
@@ -113,6 +125,29 @@ def _digest(run_dir: RunDir, line: Line, *, step: int | None) -> str:
     step_dir = (run_dir.root / commit.path).absolute()
     arrays = manifest.read_arrays(step_dir, commit)
     return content_digest(arrays, progress=manifest.read_progress(step_dir, commit)) + "\n"
+
+
+DIFFERENT = 1
+"""How `checkpoints diff` ends where the states differ."""
+
+
+def _diff(run_dir: RunDir, line: Line, options: argparse.Namespace) -> tuple[str, int]:
+    from jaxres.checkpoint import diff
+
+    a = _commit(run_dir, line, step=options.step)
+    if options.other_run_dir is not None:
+        other_dir = RunDir(options.other_run_dir)
+        b = _commit(other_dir, _line(other_dir), step=options.other_step)
+    else:
+        other_dir, b = run_dir, _commit(run_dir, line, step=options.other_step)
+        if a.step == b.step:
+            raise UsageError(
+                f"{run_dir.root}: step {a.step} is to be compared with itself. Give another run "
+                "directory, or --step N --other-step M of this one."
+            )
+    found = diff.diff(*((d.root.absolute() / c.path, c) for d, c in ((run_dir, a), (other_dir, b))))
+    text = diff.as_json(found) if options.json else diff.as_text(found)
+    return text, Exit.DONE if found.is_equal else DIFFERENT
 
 
 def _commit(run_dir: RunDir, line: Line, *, step: int | None) -> Commit:

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -17,6 +18,8 @@ from jaxres.runlog import canonical_json
 
 MIN_BLOCK_BYTES = 16 * 1024
 MAX_BLOCKS = 4096
+DIGESTED_FACTS = ("step", "cursor", "epoch", "tokens")
+"""The facts of progress.json that are part of the state."""
 
 
 def block_grid(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -75,9 +78,16 @@ def content_digest(arrays: Mapping[str, np.ndarray], *, progress: Mapping[str, i
       arrays: path (`params/...`, `opt/...`, `key`, `step`) -> global array.
       progress: must hold step, cursor, epoch and tokens; other keys are left out.
     """
-    rows = [
-        [path, array.dtype.name, list(array.shape), array_digest(path, array)]
-        for path, array in sorted(arrays.items())
-    ]
-    facts = {name: progress[name] for name in ("step", "cursor", "epoch", "tokens")}
+    rows = [array_row(path, array) for path, array in sorted(arrays.items())]
+    return digest_of_rows(rows, progress=progress)
+
+
+def array_row(path: str, array: np.ndarray) -> list[Any]:
+    """Returns what the content digest takes of one array."""
+    return [path, array.dtype.name, list(array.shape), array_digest(path, array)]
+
+
+def digest_of_rows(rows: Sequence[Sequence[Any]], *, progress: Mapping[str, int]) -> str:
+    """Returns the content digest of the rows of all arrays, which are sorted by path."""
+    facts = {name: progress[name] for name in DIGESTED_FACTS}
     return "sha256:" + hashlib.sha256(canonical_json({"arrays": rows} | facts)).hexdigest()

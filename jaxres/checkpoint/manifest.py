@@ -165,27 +165,29 @@ def read_arrays(step_dir: Path, commit: Commit) -> dict[str, np.ndarray]:
       Unrestorable: the step is damaged.
       StorageUnavailable: storage did not let it be read.
     """
-    manifest = read(step_dir, commit)
+    arrays = read(step_dir, commit).arrays
+    return {path: read_array(step_dir, commit, path, info) for path, info in arrays.items()}
+
+
+def read_array(step_dir: Path, commit: Commit, path: str, info: ArrayInfo) -> np.ndarray:
+    """Reads one array of a committed step, of which the manifest says `info`; raises likewise."""
     try:
-        return _read_arrays(step_dir, manifest)
+        return _read_array(step_dir, path, info)
     except (ValueError, OSError) as error:
         raise unreadable(step_dir, commit.step, error) from error
 
 
-def _read_arrays(step_dir: Path, manifest: Manifest) -> dict[str, np.ndarray]:
+def _read_array(step_dir: Path, path: str, info: ArrayInfo) -> np.ndarray:
     import tensorstore as ts
 
     base = {"driver": "file", "path": f"{step_dir / ARRAYS}/"}
-    found = {}
-    for path, info in manifest.arrays.items():
-        name = path.replace("/", ".")
-        spec = {
-            "driver": "zarr3",
-            "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
-        }
-        array = np.asarray(ts.open(spec, read=True).result().read().result())
-        there = ArrayInfo(array.dtype.name, array.shape)
-        if there != info:
-            raise ValueError(f"{path} is {there}, the manifest says {info}")
-        found[path] = array
-    return found
+    name = path.replace("/", ".")
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
+    }
+    array = np.asarray(ts.open(spec, read=True).result().read().result())
+    there = ArrayInfo(array.dtype.name, array.shape)
+    if there != info:
+        raise ValueError(f"{path} is {there}, the manifest says {info}")
+    return array

@@ -84,8 +84,8 @@ class DataSection(Section):
     """Share of the corpus, at its end, that training never touches and evaluation reads."""
     cache_dir: Path = free(Path("~/.cache/jaxres"))
     """Folder of tokenised corpora; `~` is the home folder."""
-    prefetch_batches: PositiveInt = free(4)
-    """Batches read ahead in the background."""
+    prefetch_batches: PositiveInt = free(8)
+    """Batches read ahead in the background; refilled when half of them are used."""
     timeout_seconds: PositiveFloat = free(300.0)
     """Longest wait for one batch before the run ends with an error."""
 
@@ -267,6 +267,8 @@ class EvaluationSection(Section):
 class TelemetrySection(Section):
     log_every_seconds: PositiveFloat = free(10.0)
     """Seconds between plain progress lines where there is no terminal."""
+    tensorboard: bool = free(False)
+    """Whether RUN_DIR/tensorboard gets event files; needs `pip install 'jaxres[tensorboard]'`."""
     sample_prompt: str = free("def ")
     """Text that the sample at the end of the run continues."""
     sample_tokens: NonNegativeInt = free(0)

@@ -39,17 +39,44 @@ def rows_at(
     >>> rows_at(0, 4, num_rows=4, seed=0, skips=[(1, 3)])[1]
     6
     """
-    if cursor < 0 or count < 0 or not 1 <= num_rows <= MAX_ROWS:
-        raise ValueError(f"no such rows: cursor {cursor}, count {count}, num_rows {num_rows}")
+    _check(cursor, count, num_rows)
     positions = positions_at(cursor, count, skips=skips)
     if count == 0:
         return positions, cursor
+    return _ids(positions, num_rows=num_rows, seed=seed), int(positions[-1]) + 1
+
+
+def batches_at(
+    cursor: int, count: int, *, num_batches: int, num_rows: int, seed: int, skips: Skips = ()
+) -> dict[int, tuple[NDArray[np.int64], int]]:
+    """Returns cursor -> (ids, cursor after them) of consecutive batches of `count` rows.
+
+    As rows_at called for one after the other, at hardly more than the cost of one small call.
+    """
+    _check(cursor, count, num_rows)
+    positions = positions_at(cursor, count * num_batches, skips=skips)
+    ids = _ids(positions, num_rows=num_rows, seed=seed)
+    nexts = (positions[count - 1 :: count] + 1).tolist()
+    cursors = [cursor, *nexts[:-1]]
+    return {
+        at: (ids[i * count : (i + 1) * count], after)
+        for i, (at, after) in enumerate(zip(cursors, nexts, strict=True))
+    }
+
+
+def _check(cursor: int, count: int, num_rows: int) -> None:
+    if cursor < 0 or count < 0 or not 1 <= num_rows <= MAX_ROWS:
+        raise ValueError(f"no such rows: cursor {cursor}, count {count}, num_rows {num_rows}")
+
+
+def _ids(positions: NDArray[np.int64], *, num_rows: int, seed: int) -> NDArray[np.int64]:
+    """Returns the ids of the rows at stream positions, which ascend; at least one."""
     epochs, offsets = np.divmod(positions, num_rows)
     first = int(epochs[0])
     keys_EK = np.array([epoch_keys(seed, e) for e in range(first, int(epochs[-1]) + 1)], np.uint64)
     keys_BK = keys_EK[epochs - first]
     ids = permute(offsets.astype(np.uint64), num_rows=num_rows, keys_BK=keys_BK)
-    return ids.astype(np.int64), int(positions[-1]) + 1
+    return ids.astype(np.int64)
 
 
 def positions_at(cursor: int, count: int, *, skips: Skips) -> NDArray[np.int64]:

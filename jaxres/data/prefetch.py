@@ -40,7 +40,8 @@ def _never() -> bool:
 class Prefetch(Generic[X]):
     """Owns the thread; `get(cursor)` returns `place(batch_at(cursor))`.
 
-    At most `depth` finished batches wait. Nothing is computed before the first get.
+    At most `depth` finished batches wait, and once half of them are taken they are made up for.
+    Nothing is computed before the first get.
     """
 
     @overload
@@ -82,6 +83,7 @@ class Prefetch(Generic[X]):
         self._failure: tuple[int, BaseException, TracebackType | None] | None = None
         self._raised = False
         self._closed = False
+        self._filling = True
         self._thread = threading.Thread(target=self._run, name="jaxres-prefetch", daemon=True)
 
     def __enter__(self) -> Prefetch[X]:
@@ -145,7 +147,8 @@ class Prefetch(Generic[X]):
     def _take(self) -> X:
         if self._ready:
             batch = self._ready.popleft()[1]
-            self._changed.notify_all()
+            if self._may_compute():
+                self._changed.notify_all()
             return batch
         assert self._failure is not None
         self._raised = True
@@ -163,7 +166,11 @@ class Prefetch(Generic[X]):
             return None if self._closed else self._next
 
     def _may_compute(self) -> bool:
-        free = self._failure is None and len(self._ready) < self._depth
+        # Rests until half of the batches or fewer are left, then makes up: several at one waking
+        # cost far less than one at each, because the first of them finds the caches cold.
+        limit = self._depth if self._filling else self._depth // 2 + 1
+        self._filling = len(self._ready) < limit
+        free = self._failure is None and self._filling
         return self._closed or (self._next is not None and free)
 
     def _compute(self, cursor: int) -> None:

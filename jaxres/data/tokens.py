@@ -182,18 +182,35 @@ class TokenRows:
         """Returns where in each window, its first token aside, a document begins."""
         begins_BW = np.zeros((len(ids), self.seq_len + 1), np.bool_)
         offsets = self.corpus.offsets
-        firsts = np.searchsorted(offsets, starts_B, side="right").tolist()
-        lasts = np.searchsorted(offsets, starts_B + self.seq_len, side="right").tolist()
-        for i, start in enumerate(starts_B.tolist()):
-            # The two before the window are looked at because a search lands beside what is amiss.
-            near = offsets[max(0, firsts[i] - 2) : lasts[i] + 1]
-            if firsts[i] > lasts[i] or (near[1:] < near[:-1]).any():
-                raise BadRecord(
-                    f"{self.corpus.folder / 'offsets.npy'}: row {ids[i]}, documents {firsts[i]} to "
-                    f"{lasts[i]} do not begin in rising order. Write the folder anew."
-                )
-            begins_BW[i, offsets[firsts[i] : lasts[i]] - start] = True
+        firsts_B = np.searchsorted(offsets, starts_B, side="right")
+        lasts_B = np.searchsorted(offsets, starts_B + self.seq_len, side="right")
+        # The two before the window are looked at because a search lands beside what is amiss.
+        rows, places = _ranges(np.maximum(firsts_B - 2, 0), np.minimum(lasts_B + 1, len(offsets)))
+        near = offsets[places]
+        falls = (near[1:] < near[:-1]) & (rows[1:] == rows[:-1])
+        if falls.any() or (firsts_B > lasts_B).any():
+            i = min([*rows[1:][falls], *np.flatnonzero(firsts_B > lasts_B)])
+            raise BadRecord(
+                f"{self.corpus.folder / 'offsets.npy'}: row {ids[i]}, documents {firsts_B[i]} to "
+                f"{lasts_B[i]} do not begin in rising order. Write the folder anew."
+            )
+        rows, places = _ranges(firsts_B, lasts_B)
+        begins_BW[rows, offsets[places] - starts_B[rows]] = True
         return begins_BW
+
+
+def _ranges(
+    starts_B: NDArray[np.int64], stops_B: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns all numbers of the ranges in order, each with its range's index: (index, number).
+
+    >>> _ranges(np.array([3, 9, 5]), np.array([5, 9, 6]))
+    (array([0, 0, 2]), array([3, 4, 5]))
+    """
+    lengths_B = np.maximum(stops_B - starts_B, 0)
+    indices = np.repeat(np.arange(len(lengths_B)), lengths_B)
+    before_B = np.cumsum(lengths_B) - lengths_B
+    return indices, np.arange(len(indices)) + (starts_B - before_B)[indices]
 
 
 def split_tokens(

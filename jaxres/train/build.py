@@ -109,15 +109,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
             evaluate_every_steps=config.evaluation.every_steps if parts.evaluates else 0,
         ),
         log=place.log,
-        checkpoints=Checkpoints(
-            config.checkpoint,
-            run_dir=place.run_dir,
-            log=place.log,
-            claim=place.claim,
-            emit=place.emit,
-            clock=place.clock,
-            before_commit=metrics.sync,
-        ),
+        checkpoints=_checkpoints(config, place, before_commit=metrics.sync),
         guards=(stop_on_nonfinite(),),
         feed=_feed(parts, place, stack),
         init=parts.init,
@@ -149,6 +141,20 @@ def _parts(config: RunConfig, emit: Emit) -> Parts:
     tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
     shapes, init = _initializer(model, tx, mesh, seed=config.run.seed)
     return Parts(config, dataset, mesh, model, tx, shapes, init)
+
+
+def _checkpoints(
+    config: RunConfig, place: Place, *, before_commit: Callable[[], None]
+) -> Checkpoints:
+    return Checkpoints(
+        config.checkpoint,
+        run_dir=place.run_dir,
+        log=place.log,
+        claim=place.claim,
+        emit=place.emit,
+        clock=place.clock,
+        before_commit=before_commit,
+    )
 
 
 def use_compilation_cache(folder: str) -> None:

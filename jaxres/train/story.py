@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,11 +13,12 @@ from jaxres import metrics
 from jaxres.beat import Leaving
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
-from jaxres.events import Emit, PhaseChanged, SampleWritten
+from jaxres.events import Emit, Event, PhaseChanged, SampleWritten
 from jaxres.faults import Exit, OutOfMemory
 from jaxres.metrics import MetricsLine
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog
+from jaxres.tensorboard import TensorBoard
 from jaxres.train import farewell, memory
 from jaxres.train.build import Built, Place, build
 from jaxres.train.loop import Ended, train
@@ -50,6 +52,7 @@ def tell(
     """
     place = Place(run_dir, log, claim, emit, clock, landed, requests)
     try:
+        place = _with_tensorboard(config, place, stack)
         built = build(config, place, stack)
         ended = train(built.run)
         text = _goodbye(config, run_dir, log, built, ended)
@@ -79,3 +82,27 @@ def _goodbye(config: RunConfig, run_dir: RunDir, log: RunLog, built: Built, ende
         built.run.emit(SampleWritten(config.telemetry.sample_prompt, text))
     curve = farewell.loss_curve(metrics.read_history(run_dir, log.line()))
     return f"{curve}\n{farewell.directions(run_dir, step=ended.progress.step)}\n"
+
+
+def _with_tensorboard(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Place:
+    """Returns the place with a listener more, where the config asks for it."""
+    if not config.telemetry.tensorboard:
+        return place
+    board = stack.enter_context(
+        TensorBoard(
+            place.run_dir.tensorboard,
+            attempt=place.log.attempt,
+            emit=place.emit,
+            clock=place.clock,
+        )
+    )
+
+    def emit(event: Event) -> None:
+        place.emit(event)
+        board.heard(event)
+
+    def landed(line: MetricsLine) -> None:
+        place.landed(line)
+        board.landed(line)
+
+    return dataclasses.replace(place, emit=emit, landed=landed)

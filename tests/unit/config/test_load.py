@@ -142,7 +142,8 @@ def test_everything_wrong_is_reported_at_once_each_with_its_place(write: Write):
         "command line (train.microbatches=1.0): train.microbatches: must be a whole number "
         "(got 1.0)",
         "command line (telemetry.sample_tokns=3): telemetry.sample_tokns: unknown key; did you "
-        "mean 'sample_tokens'? (keys here: log_every_seconds, sample_prompt, sample_tokens)",
+        "mean 'sample_tokens'? (keys here: log_every_seconds, tensorboard, sample_prompt, "
+        "sample_tokens)",
         "x.yaml:13: steps: unknown key; did you mean train.steps? (keys here: run, data, model, "
         "optimizer, train, mesh, checkpoint, evaluation, telemetry, deadlines, "
         "compilation)",

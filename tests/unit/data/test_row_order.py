@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from jaxres.data.order import rows_at, sample_digest
+from jaxres.data.order import batches_at, rows_at, sample_digest
+from jaxres.data.rows import batch_at
 
 SIZES = [*range(1, 40), 63, 64, 65, 99, 100, 101, 1000, 1797, 4096, 10_007]
 
@@ -117,3 +118,34 @@ def test_order_is_the_same_in_every_version():
     assert ids.tolist() == [902, 105, 130, 359, 185, 639, 85, 16]
     assert sample_digest(ids) == "ee202e97887c8673"
     assert sample_digest(ids) != sample_digest(ids[::-1])
+
+
+@pytest.mark.parametrize("skips", [(), ((3, 9), (40, 41), (300, 700))])
+@pytest.mark.parametrize("size", [1, 7, 24, 600])
+def test_batches_computed_together_are_those_computed_one_by_one(size, skips):
+    kwargs = {"num_rows": 101, "seed": 4, "skips": skips}
+    cursor = 5
+    for at, (ids, after) in batches_at(cursor, size, num_batches=9, **kwargs).items():
+        alone, then = rows_at(cursor, size, **kwargs)
+        assert (at, after, ids.tolist()) == (cursor, then, alone.tolist())
+        cursor = then
+    assert cursor > 5
+
+
+def test_a_batch_is_the_same_wherever_one_was_asked_for_before():
+    class Echo:
+        def __len__(self):
+            return 101
+
+        def rows(self, ids):
+            return {"ids": ids}
+
+    skips = ((3, 9), (300, 700))
+    at = batch_at(Echo(), seed=4, global_batch_size=24, skips=skips)
+    for cursor in (0, 30, 54, 31, 30, 10_000, 0, 600, 299):
+        fresh = batch_at(Echo(), seed=4, global_batch_size=24, skips=skips)(cursor)
+        batch = at(cursor)
+        alone, _ = rows_at(cursor, 24, num_rows=101, seed=4, skips=skips)
+        assert batch.ids.tolist() == alone.tolist()
+        assert (batch.cursor, batch.next_cursor) == (cursor, fresh.next_cursor)
+        assert batch.arrays["ids"].tolist() == fresh.ids.tolist()

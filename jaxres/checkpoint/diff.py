@@ -1,0 +1,260 @@
+"""What differs between two committed states: arrays bit by bit, and the facts beside them.
+
+The comparison proper is pure; `diff` reads two step directories, one array of each at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint.digest import array_row, block_grid, digest_of_rows
+from jaxres.checkpoint.manifest import ArrayInfo, Manifest
+from jaxres.runlog import Commit
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two arrays of one dtype and shape differ; equal bits are equal, NaN or not."""
+
+    elements: int
+    """How many elements have other bits."""
+    of_elements: int
+    first: tuple[int, ...]
+    """Index of the first of them, in C order."""
+    largest: float | None
+    """Largest absolute difference; None if none of the differing pairs is finite."""
+    nonfinite: int
+    """How many of the differing pairs have a NaN or an infinity, and so no difference."""
+    blocks: int
+    """How many blocks of the content digest's grid differ."""
+    of_blocks: int
+
+
+@dataclass(frozen=True)
+class ArrayDiff:
+    """One array that is not the same on both sides."""
+
+    path: str
+    a: ArrayInfo | None
+    """None: absent there."""
+    b: ArrayInfo | None
+    difference: Difference | None
+    """None: absent on one side, or of another dtype or shape."""
+
+
+@dataclass(frozen=True)
+class FactDiff:
+    """One number of progress.json that is not the same on both sides; None: absent."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two states."""
+
+    step_dir: Path
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class StateDiff:
+    """All that differs between states a and b; nothing if they are equal."""
+
+    a: Side
+    b: Side
+    num_arrays: int
+    """Of both sides together."""
+    arrays: tuple[ArrayDiff, ...]
+    facts: tuple[FactDiff, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs, guard memory included."""
+        return not self.arrays and not self.facts
+
+
+def compare(a: np.ndarray, b: np.ndarray) -> Difference | None:
+    """Returns where two arrays of one dtype and shape differ in bits, None if nowhere."""
+    assert (a.dtype, a.shape) == (b.dtype, b.shape), (a.dtype, a.shape, b.dtype, b.shape)
+    unequal = _unequal_bits(a, b)
+    count = int(np.count_nonzero(unequal))
+    if count == 0:
+        return None
+    first = np.unravel_index(int(np.argmax(unequal)), a.shape)
+    largest, nonfinite = _largest(a[unequal], b[unequal])
+    blocks, of_blocks = _blocks(unequal, itemsize=a.dtype.itemsize)
+    return Difference(
+        elements=count,
+        of_elements=a.size,
+        first=tuple(int(i) for i in first),
+        largest=largest,
+        nonfinite=nonfinite,
+        blocks=blocks,
+        of_blocks=of_blocks,
+    )
+
+
+def _unequal_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns a mask of the arrays' shape."""
+    bytes_a, bytes_b = (
+        np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(-1, x.dtype.itemsize)
+        for x in (a, b)
+    )
+    if a.dtype.itemsize in (1, 2, 4, 8):
+        word = np.dtype(f"u{a.dtype.itemsize}")
+        return (bytes_a.view(word) != bytes_b.view(word)).reshape(a.shape)
+    return (bytes_a != bytes_b).any(axis=1).reshape(a.shape)
+
+
+def _largest(a: np.ndarray, b: np.ndarray) -> tuple[float | None, int]:
+    """Returns the largest finite |a - b|, and how many pairs have none; both 1-D."""
+    if a.dtype.kind in "iub":
+        # Unsigned subtraction wraps around to the right magnitude at any width.
+        wide = np.uint64 if a.dtype.kind == "u" else np.int64
+        low, high = np.minimum(a, b).astype(wide), np.maximum(a, b).astype(wide)
+        return float((high.view(np.uint64) - low.view(np.uint64)).max()), 0
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = np.abs(a.astype(wide) - b.astype(wide))
+    finite = np.isfinite(found)
+    return float(found[finite].max()) if finite.any() else None, int(np.count_nonzero(~finite))
+
+
+def _blocks(unequal: np.ndarray, *, itemsize: int) -> tuple[int, int]:
+    """Returns how many blocks of the digest's grid have an unequal element, and how many are."""
+    grid = block_grid(unequal.shape, itemsize)
+    pairs = ((n, size // n) for size, n in zip(unequal.shape, grid, strict=True))
+    cut = unequal.reshape([length for pair in pairs for length in pair])
+    within_block = tuple(range(1, cut.ndim, 2))
+    return int(np.count_nonzero(cut.any(axis=within_block))), math.prod(grid)
+
+
+def facts(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[FactDiff, ...]:
+    """Returns the facts that differ, guard memory as `guards/<guard>/<name>`."""
+    flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
+    return tuple(
+        FactDiff(name, flat_a.get(name), flat_b.get(name))
+        for name in dict.fromkeys([*flat_a, *flat_b])
+        if (name in flat_a, flat_a.get(name)) != (name in flat_b, flat_b.get(name))
+    )
+
+
+def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def diff(a: tuple[Path, Commit], b: tuple[Path, Commit]) -> StateDiff:
+    """Compares two committed steps, each a step directory and its commit.
+
+    Raises:
+      Unrestorable: one of them is damaged.
+      StorageUnavailable: storage did not let it be read.
+    """
+    here, there = _Stored(*a, manifests.read(*a)), _Stored(*b, manifests.read(*b))
+    paths = sorted({*here.manifest.arrays, *there.manifest.arrays})
+    rows_here, rows_there, found = [], [], []
+    for path in paths:
+        array, other = here.array(path), there.array(path)
+        rows_here += [] if array is None else [array_row(path, array)]
+        rows_there += [] if other is None else [array_row(path, other)]
+        infos = here.manifest.arrays.get(path), there.manifest.arrays.get(path)
+        if array is None or other is None or infos[0] != infos[1]:
+            found.append(ArrayDiff(path, *infos, None))
+        elif (difference := compare(array, other)) is not None:
+            found.append(ArrayDiff(path, *infos, difference))
+    progress, other_progress = manifests.read_progress(*a), manifests.read_progress(*b)
+    return StateDiff(
+        a=Side(here.step_dir, here.commit.step, digest_of_rows(rows_here, progress=progress)),
+        b=Side(
+            there.step_dir,
+            there.commit.step,
+            digest_of_rows(rows_there, progress=other_progress),
+        ),
+        num_arrays=len(paths),
+        arrays=tuple(found),
+        facts=facts(progress, other_progress),
+    )
+
+
+@dataclass(frozen=True)
+class _Stored:
+    step_dir: Path
+    commit: Commit
+    manifest: Manifest
+
+    def array(self, path: str) -> np.ndarray | None:
+        """Reads one array, None if the step has none of that path."""
+        info = self.manifest.arrays.get(path)
+        if info is None:
+            return None
+        return manifests.read_array(self.step_dir, self.commit, path, info)
+
+
+def as_text(found: StateDiff) -> str:
+    """Returns what a person reads."""
+    sides = [("A", found.a), ("B", found.b)]
+    rows = [f"{name}  {side.step_dir}  step {side.step}  {side.digest}" for name, side in sides]
+    rows += [f"{array.path}: {_array_words(array)}" for array in found.arrays]
+    rows += [f"{fact.name}: {_word(fact.a)} in A, {_word(fact.b)} in B" for fact in found.facts]
+    if found.is_equal:
+        rows.append(f"equal: {found.a.digest}")
+    else:
+        rows.append(
+            f"{len(found.arrays)} of {found.num_arrays} arrays and {len(found.facts)} facts differ"
+        )
+        if found.a.digest == found.b.digest:
+            rows.append("the content digests are equal: what differs is not a part of them")
+    return "".join(f"{row}\n" for row in rows)
+
+
+def _array_words(array: ArrayDiff) -> str:
+    where = array.difference
+    if where is None:
+        return f"{array.a or 'absent'} in A, {array.b or 'absent'} in B"
+    words = [
+        f"{array.a}: {where.elements:,} of {where.of_elements:,} elements differ",
+        f"in {where.blocks} of {where.of_blocks} blocks",
+        f"first at [{','.join(map(str, where.first))}]",
+    ]
+    if where.largest is not None:
+        words.append(f"largest difference {where.largest:.6g}")
+    if where.nonfinite:
+        words.append(f"{where.nonfinite:,} of them NaN or infinite")
+    return ", ".join(words)
+
+
+def _word(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def as_json(found: StateDiff) -> str:
+    """Returns one object a line: two states, then every difference, then the verdict."""
+    rows: list[dict[str, Any]] = [
+        {"kind": "state", "side": name, "path": str(side.step_dir)}
+        | {"step": side.step, "digest": side.digest}
+        for name, side in (("a", found.a), ("b", found.b))
+    ]
+    for array in found.arrays:
+        infos = {"a": str(array.a) if array.a else None, "b": str(array.b) if array.b else None}
+        where = dataclasses.asdict(array.difference) if array.difference else None
+        rows.append({"kind": "array", "path": array.path, **infos, "difference": where})
+    rows += [{"kind": "fact", **dataclasses.asdict(fact)} for fact in found.facts]
+    rows.append({"kind": "verdict", "equal": found.is_equal})
+    return "".join(json.dumps(row) + "\n" for row in rows)

@@ -1,0 +1,201 @@
+import dataclasses
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxres import events, tensorboard
+from jaxres.clock import SystemClock
+from jaxres.metrics import MetricsLine
+from jaxres.tensorboard import TensorBoard
+
+LINE = MetricsLine(
+    seq=2,
+    step=1,
+    attempt=1,
+    loss=2.0,
+    grad_norm=1.0,
+    learning_rate=0.5,
+    tokens=10,
+    step_seconds=0.1,
+    skipped=False,
+    samples="",
+)
+BUILT = events.RunBuilt("gpt", 1, "1 x cpu", 9, 9, 20, 10, 1.0)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(tensorboard, "PERIOD_SECONDS", 0.005)
+    monkeypatch.setattr(tensorboard, "LAG_SECONDS", 0.2)
+
+
+@pytest.fixture
+def notes():
+    return []
+
+
+@pytest.fixture
+def board(tmp_path, notes, quick):
+    """Opens the board of an attempt."""
+
+    def attempt(number=1, folder=tmp_path / "tensorboard"):
+        return TensorBoard(folder, attempt=number, emit=notes.append, clock=SystemClock())
+
+    return attempt
+
+
+def train(board, steps, *, offset=0.0):
+    """Tells of a segment: a start after the step before the first, then every step."""
+    board.heard(BUILT)
+    board.heard(events.TrainingStarted(steps[0] - 1, None, ""))
+    for step in steps:
+        board.landed(dataclasses.replace(LINE, step=step, loss=step + offset))
+
+
+def curves(folder):
+    """Reads a folder as TensorBoard does: tag -> [(step, value)]."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = reader.EventAccumulator(str(folder), {"scalars": 0})
+    found.Reload()
+    return {
+        tag: [(event.step, event.value) for event in found.Scalars(tag)]
+        for tag in found.Tags()["scalars"]
+    }
+
+
+def test_every_curve_is_there_at_its_step(board, tmp_path, notes):
+    with board() as one:
+        train(one, range(1, 4))
+        one.heard(events.Evaluated(3, 1.5, 1.5, 3))
+    assert curves(tmp_path / "tensorboard") == {
+        "train/loss": [(1, 1.0), (2, 2.0), (3, 3.0)],
+        "train/grad_norm": [(1, 1.0), (2, 1.0), (3, 1.0)],
+        "train/learning_rate": [(1, 0.5), (2, 0.5), (3, 0.5)],
+        "train/tokens_per_second": [(1, 100.0), (2, 100.0), (3, 100.0)],
+        "heldout/loss": [(3, 1.5)],
+    }
+    assert notes == []
+
+
+def test_after_a_kill_no_step_is_there_twice_and_the_restart_wins(board, tmp_path):
+    source = (
+        "import os, sys, time, pathlib; from tests.unit import test_tensorboard as t;"
+        "from jaxres import tensorboard as b; b.PERIOD_SECONDS = 0.005;"
+        "board = b.TensorBoard(pathlib.Path(sys.argv[1]), attempt=1, emit=print,"
+        " clock=t.SystemClock()); board.__enter__(); t.train(board, range(1, 9));"
+        "time.sleep(1); os.kill(os.getpid(), 9)"
+    )
+    folder = tmp_path / "tensorboard"
+    ended = subprocess.run([sys.executable, "-c", source, str(folder)], check=False)
+    assert ended.returncode == -9
+    assert [step for step, _ in curves(folder)["train/loss"]] == list(range(1, 9))
+    with board(2) as two:
+        train(two, range(5, 8), offset=0.5)
+    assert len(list(folder.iterdir())) == 2
+    expected = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5.5), (6, 6.5), (7, 7.5)]
+    assert curves(folder)["train/loss"] == expected
+    assert [step for step, _ in curves(folder)["train/grad_norm"]] == list(range(1, 8))
+
+
+def test_a_file_that_a_kill_cut_short_hides_nothing_of_the_next(board, tmp_path):
+    with board(1) as one:
+        train(one, range(1, 5))
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    file.write_bytes(file.read_bytes()[:-7])
+    with board(2) as two:
+        train(two, range(3, 6))
+    steps = [step for step, _ in curves(tmp_path / "tensorboard")["train/loss"]]
+    assert steps == [1, 2, 3, 4, 5]
+
+
+def test_a_writer_that_fails_is_said_once_and_costs_training_nothing(board, tmp_path, notes):
+    (tmp_path / "file").touch()
+    with board(folder=tmp_path / "file" / "x") as one:
+        deadline = time.monotonic() + 20
+        while not notes:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        train(one, range(1, 3 * tensorboard.CAPACITY))
+    (note,) = notes
+    assert "Not a directory" in note.message
+    assert "metrics lines are unaffected" in note.message
+
+
+class FullDisk:
+    """A file on which every write fails."""
+
+    def write(self, data):
+        raise OSError(28, "No space left on device")
+
+    flush = close = write
+
+
+def test_a_full_disk_is_said_once(board, notes, monkeypatch):
+    writers = pytest.importorskip("tensorboardX.record_writer")
+    monkeypatch.setattr(writers, "open_file", lambda path: FullDisk())
+    with board() as one:
+        train(one, range(1, 5))
+    assert [note.message.count("No space left") for note in notes] == [1]
+
+
+def test_a_writer_that_hangs_costs_one_wait_and_says_what_is_missing(board, notes, monkeypatch):
+    writers = pytest.importorskip("tensorboardX.event_file_writer")
+    monkeypatch.setattr(tensorboard, "CAPACITY", 4)
+    answers = threading.Event()
+    write = writers.EventsWriter.write_event
+
+    def hang(self, event):
+        answers.wait(60)
+        write(self, event)
+
+    monkeypatch.setattr(writers.EventsWriter, "write_event", hang)
+    with board() as one:
+        started = time.monotonic()
+        train(one, range(1, 1000))
+        assert time.monotonic() - started < 20 * tensorboard.LAG_SECONDS
+        (note,) = notes
+        assert "writing lags; points are left out from step" in note.message
+        answers.set()
+    assert len(notes) == 2
+    assert "steps are missing" in notes[1].message
+
+
+def test_a_hanging_writer_is_left_behind_at_the_end(board, notes, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(tensorboard, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(TensorBoard, "_write", lambda self: answers.wait(60))
+    with board() as one:
+        train(one, range(1, 3))
+    assert [note.message.endswith("not written in time") for note in notes] == [True]
+    answers.set()
+
+
+@pytest.mark.parametrize("way", ["absent", "blocked"])
+def test_without_the_package_the_run_is_refused_and_the_extra_named(tmp_path, way):
+    block = {
+        "absent": "sys.modules['tensorboardX'] = None",
+        "blocked": "sys.meta_path.insert(0, Blocker())",
+    }[way]
+    source = f"""
+import pathlib, sys
+class Blocker:
+    def find_spec(self, name, *_):
+        if name == "tensorboardX":
+            raise ImportError(name)
+{block}
+from jaxres.train.__main__ import leave, main
+leave(main(sys.argv[1:]))
+"""
+    config = "configs/quickstart.yaml"
+    words = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path}"]
+    ended = subprocess.run(
+        [sys.executable, "-c", source, config, *words, "telemetry.tensorboard=true"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 78, ended.stderr
+    assert "pip install 'jaxres[tensorboard]'" in ended.stderr
