@@ -37,6 +37,7 @@ from jaxres.config import RunConfig
 from jaxres.events import EventLog
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog
+from jaxres.step import METRICS
 from jaxres.telemetry import Console
 from jaxres.train.build import Built, Place, build
 from jaxres.train.loop import LAG, Agenda, Run, train
@@ -187,7 +188,7 @@ def host_seconds(run: Run) -> tuple[float, float]:
 
     The step is replaced by one that only sleeps, as a host does while its device computes.
     """
-    metrics: Any = np.asarray([1.0, 1.0, 1.0], np.float32)
+    metrics: Any = np.ones(len(METRICS), np.float32)
     slept = 0.0
     marks: list[tuple[float, float]] = []
 
