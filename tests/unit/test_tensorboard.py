@@ -1,4 +1,5 @@
 import dataclasses
+import importlib
 import subprocess
 import sys
 import threading
@@ -57,7 +58,7 @@ def train(board, steps, *, offset=0.0):
 
 def curves(folder):
     """Reads a folder as TensorBoard does: tag -> [(step, value)]."""
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     found = reader.EventAccumulator(str(folder), {"scalars": 0})
     found.Reload()
     return {
@@ -190,7 +191,12 @@ from jaxres.train.__main__ import leave, main
 leave(main(sys.argv[1:]))
 """
     config = "configs/quickstart.yaml"
-    words = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path}"]
+    words = [
+        "--inline",
+        "train.steps=1",
+        f"run.dir={tmp_path / 'run'}",
+        f"data.cache_dir={tmp_path}",
+    ]
     ended = subprocess.run(
         [sys.executable, "-c", source, config, *words, "telemetry.tensorboard=true"],
         capture_output=True,
