@@ -17,6 +17,9 @@ from typing import Any
 from jaxres import storage
 from jaxres.clock import Clock
 
+MAX_WAITING = 10_000
+"""Events that wait in memory while the disk is full."""
+
 
 @dataclass(frozen=True)
 class PhaseChanged:
@@ -95,8 +98,18 @@ class SaveCommitted:
 
 
 @dataclass(frozen=True)
+class SaveFailed:
+    """Storage has refused a step; training goes on, and the next save tries again."""
+
+    step: int
+    reason: str
+    failures: int
+    """In a row, this one included; the next SaveCommitted ends the row."""
+
+
+@dataclass(frozen=True)
 class StepsPruned:
-    """Old step directories were taken off the line and deleted."""
+    """Old steps were taken off the line; their directories are deleted next."""
 
     steps: tuple[int, ...]
 
@@ -136,6 +149,7 @@ Event = (
     | SaveStarted
     | SaveWaited
     | SaveCommitted
+    | SaveFailed
     | StepsPruned
     | SampleWritten
     | Noted
@@ -148,7 +162,7 @@ class EventLog:
     """Appends events to one host's file and tells the listeners; a context manager."""
 
     def __init__(self, path: Path, *, clock: Clock, listeners: Sequence[Emit] = ()) -> None:
-        self._lines = storage.Appender(path)
+        self._lines = storage.Appender(path, max_waiting=MAX_WAITING, beyond="drop oldest")
         self._clock = clock
         self._listeners = listeners
 
@@ -156,16 +170,22 @@ class EventLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lines.close()
+        if missing := self._lines.close():
+            self._tell(Noted(f"{missing} events could not be written to the event file"))
 
     def emit(self, event: Event) -> None:
-        """Writes the event and tells the listeners."""
+        """Writes the event and tells the listeners; storage that refuses is never its end."""
         fields = {
             "time": self._clock.wall(),
             "monotonic": self._clock.monotonic(),
             "event": type(event).__name__,
         } | {name: finite_or_none(value) for name, value in dataclasses.asdict(event).items()}
         self._lines.append(json.dumps(fields).encode())
+        self._tell(event)
+        if dropped := self._lines.take_dropped():
+            self.emit(Noted(f"{dropped} events were dropped while storage refused to take them"))
+
+    def _tell(self, event: Event) -> None:
         for listener in self._listeners:
             listener(event)
 

@@ -183,10 +183,11 @@ ALL: tuple[Fault, ...] = (
         "storage_unavailable",
         "loop",
         "checkpoint/store.py",
-        "bounded retry; training goes on while the last good checkpoint stands "
-        "(so far: a failed save ends the run as 74 at the next look)",
+        "training goes on while the last good checkpoint stands, the next save tries again; "
+        "checkpoint.max_failed_saves in a row, or no commit of the last step, end the run",
         exit=Exit.STORAGE,
         state_is_good=True,
+        done=True,
     ),
     _row(
         "bad_record",

@@ -17,6 +17,9 @@ from jaxres.events import finite_or_none, read_json_lines
 from jaxres.rundir import RunDir
 from jaxres.runlog import Line, start_of
 
+MAX_WAITING = 100_000
+"""Lines that wait in memory while the disk is full; about 30 MB."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsLine:
@@ -45,7 +48,7 @@ class MetricsLog:
     """Appends the lines of one attempt; a context manager."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = storage.Appender(path)
+        self._lines = storage.Appender(path, max_waiting=MAX_WAITING, beyond="refuse")
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -54,12 +57,18 @@ class MetricsLog:
         self._lines.close()
 
     def append(self, line: MetricsLine) -> None:
-        """Writes one line; it outlives the process from here on, the machine from `sync` on."""
+        """Writes one line; it outlives the process from here on, the machine from `sync` on.
+
+        While storage refuses, lines wait in memory.
+
+        Raises:
+          StorageUnavailable: MAX_WAITING lines wait already.
+        """
         fields = {name: finite_or_none(v) for name, v in vars(line).items()}
         self._lines.append(json.dumps(fields).encode())
 
     def sync(self) -> None:
-        """Makes all lines so far durable."""
+        """Makes all lines so far durable, the waiting ones too, or raises."""
         self._lines.sync()
 
 

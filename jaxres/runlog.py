@@ -234,14 +234,25 @@ class RunLog:
         if isinstance(body, Claim) or winner.attempt != self.attempt:
             raise _fenced(path, winner)
 
-    def _settle_unsure(self) -> None:
+    def confirm(self) -> bool:
+        """Says whether the record whose append has just failed stands after all, durably.
+
+        Raises:
+          StorageUnavailable: that can't be told yet; ask again.
+        """
+        with self._lock:
+            return self._settle_unsure()
+
+    def _settle_unsure(self) -> bool:
         """Steps over a record of our own whose writing failed after its name had appeared."""
         path = self._folder / _name(self._last_seq + 1)
-        if self._unsure is not None and storage.read(path) == self._unsure:
+        stands = self._unsure is not None and storage.read(path) == self._unsure
+        if stands:
             with storage.typed_errors(path):
                 storage.sync_dir(self._folder)
             self._last_seq += 1
         self._unsure = None
+        return stands
 
     def line(self) -> Line:
         """Reads the log and folds it."""

@@ -62,6 +62,7 @@ class Console:
         self._recent: deque[MetricsLine] = deque(maxlen=WINDOW_STEPS)
         self._built: events.RunBuilt | None = None
         self._committed = 0
+        self._failed_saves = 0
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="jaxres-console", daemon=True)
@@ -123,8 +124,18 @@ class Console:
                     )
                 case events.SaveWaited(step, seconds):
                     self.say(f"step {step}: waited {seconds:.1f} s for the save before")
+                case events.SaveFailed(step, reason, failures):
+                    self._failed_saves = failures
+                    self.say(
+                        f"ALARM: step {step} could not be saved ({failures} in a row). Training "
+                        f"goes on, the next save tries again; committed is step "
+                        f"{self._committed}. Why: {reason}"
+                    )
                 case events.SaveCommitted(step=step):
                     self._committed = step
+                    if self._failed_saves:
+                        self.say(f"step {step} is committed, after {self._failed_saves} failed")
+                    self._failed_saves = 0
                 case events.SampleWritten(_, text):
                     self.say(f"the model writes:\n{text}\n")
                 case events.Noted(message):

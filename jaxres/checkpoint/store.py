@@ -3,41 +3,54 @@
 Order of a commit: arrays by Orbax (asynchronously, into a directory of this attempt) -> its
 result -> progress.json and MANIFEST.json -> everything fsynced, the metrics lines too -> the commit
 record. Only the record makes the step count: a kill before it leaves the older step in force.
+
+Home of: storage_unavailable. A save that storage refuses leaves nothing behind and is said; the
+run goes on, and the next save tries again, `checkpoint.max_failed_saves` times in a row.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
 from jaxres import storage
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import retention
+from jaxres.checkpoint import orbax, retention
 from jaxres.checkpoint.manifest import ArrayInfo, Manifest
 from jaxres.clock import Clock
 from jaxres.config.schema import CheckpointSection
-from jaxres.events import Emit, SaveCommitted, SaveStarted, SaveWaited, StepsPruned
-from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.events import (
+    Emit,
+    Noted,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+    SaveWaited,
+    StepsPruned,
+)
+from jaxres.faults import ConfigError, Continue, Stop, StorageUnavailable, Verdict, fault
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, Commit, Line, Prune, RunLog, canonical_json
+from jaxres.runlog import Claim, Commit, Prune, RunLog, canonical_json
 from jaxres.state import Progress
 
 Tree = dict[str, Any]
+
+SPARE_BYTES = 4 * 2**20
+"""What a save leaves free for logs, beside a 20th of its own size for what Orbax adds."""
 
 
 class Checkpoints:
     """Owns the step directories of one attempt and the save in flight; a context manager.
 
-    On an exception the save in flight is not committed; without one its failure is raised.
+    On an exception the save in flight is not committed. Failures that are not storage's are raised
+    at the next call, whichever it is; storage's are counted.
     """
 
     def __init__(
@@ -72,23 +85,27 @@ class Checkpoints:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="jaxres-saver")
         self._flight: Future[None] | None = None
         self._abandoned = False
-        self._saved_step = log.line().step
-        self._context = ocp.Context()
-        self._context.array.saving.use_compression = False
-        self._context.array.saving.use_replica_parallel = False
-        self._context.async_options.timeout_secs = math.ceil(section.timeout_seconds)
+        self._committed_step = self._saved_step = log.line().step
+        self._unsure: tuple[Commit, float] | None = None
+        """A commit whose record storage failed to confirm, and when its save began."""
+        self._writer: Any = None
+        """Orbax's response of a save that was given up while Orbax was still at it."""
+        self._failures = 0
+        self._why = ""
+        self._is_silent = False
+        """Whether storage has answered nothing for so long that nothing more is tried."""
+        self._context = orbax.context(timeout_seconds=section.timeout_seconds)
 
     def __enter__(self) -> Checkpoints:
         line = self._log.line()
         storage.make_dir(self._run_dir.checkpoints)
         keep = {Path(commit.path).name for commit in line.committed}
         retention.sweep(self._run_dir.checkpoints, keep=keep, attempt=self._log.attempt)
-        logging.getLogger("absl").addFilter(_tells_more_than_orbax)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._abandoned = kind is not None
-        self._saver.shutdown(wait=True)
+        self._saver.shutdown(wait=not self._is_silent)
         if kind is None:
             self.poll()
 
@@ -96,6 +113,25 @@ class Checkpoints:
     def saved_step(self) -> int:
         """The newest step that is saved or being saved."""
         return self._saved_step
+
+    @property
+    def committed_step(self) -> int:
+        """The newest step that counts."""
+        return self._committed_step
+
+    @property
+    def why_not_committed(self) -> str:
+        """Why the newest save that failed did; empty if none has failed since the last commit."""
+        return self._why
+
+    def verdict(self) -> Verdict:
+        """Returns the stop that too many failed saves, or storage without an answer, call for."""
+        if self._is_silent:
+            return Stop(fault("storage_unavailable"), "storage does not answer")
+        if self._failures >= self._section.max_failed_saves:
+            words = f"{self._failures} saves in a row have failed (checkpoint.max_failed_saves)"
+            return Stop(fault("storage_unavailable"), words)
+        return Continue()
 
     def save(self, state: Tree, progress: Progress) -> None:
         """Snapshots a state and writes it in the background; nothing to do if the line has it.
@@ -106,24 +142,46 @@ class Checkpoints:
           state: the plain nested dict of arrays; may be donated as soon as this returns.
           progress: the host's facts at the same step.
         """
-        if progress.step <= self._saved_step:
+        if progress.step <= self._saved_step or self._is_silent:
             return
         started = self._clock.monotonic()
         if self._flight is not None and not self._flight.done():
             self.wait()
             self._emit(SaveWaited(progress.step, self._clock.monotonic() - started))
         self.poll()
+        if self._is_silent:
+            return
+        try:
+            self._confirm()
+            if progress.step > self._committed_step:
+                self._begin(state, progress)
+        except StorageUnavailable as refusal:
+            self._fail(progress.step, refusal)
+
+    def _begin(self, state: Tree, progress: Progress) -> None:
+        """Takes the snapshot and sends the rest to the background, if there is room for it."""
         started = self._clock.monotonic()
         name = retention.step_name(progress.step, attempt=self._log.attempt)
         step_dir = (self._run_dir.checkpoints / name).absolute()
-        with self._context, storage.typed_errors(step_dir):
-            response = ocp.save_async(str(step_dir), state, checkpointable_name=manifests.ARRAYS)
+        arrays = array_infos(state)
+        self._refuse_beside_another_writer()
+        storage.delete_tree(step_dir)  # A save of this very step that failed may have left it.
+        _refuse_without_room(step_dir.parent, sum(x.nbytes for x in jax.tree.leaves(state)))
+        response = orbax.begin(state, step_dir, self._context)
         self._saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
-        arrays = array_infos(state)
         self._flight = self._saver.submit(
             self._finish, response, step_dir, progress, arrays, started
         )
+
+    def _refuse_beside_another_writer(self) -> None:
+        """Has no more than one snapshot in memory: a save that was given up may still go on."""
+        if self._writer is not None and not orbax.is_over(self._writer):
+            raise StorageUnavailable(
+                f"{self._run_dir.checkpoints}: an earlier save is still being written, after more "
+                f"than {self._section.timeout_seconds:.0f} s (checkpoint.timeout_seconds)."
+            )
+        self._writer = None
 
     def _finish(
         self,
@@ -134,7 +192,22 @@ class Checkpoints:
         started: float,
     ) -> None:
         """Makes one step durable, then makes it count. Runs in the saver's thread."""
-        _settled(response, step_dir, timeout=self._section.timeout_seconds)
+        try:
+            commit = self._write(response, step_dir, progress, arrays)
+            if self._abandoned:
+                return
+            self._commit(commit, started)
+        except StorageUnavailable as refusal:
+            if not self._abandoned:
+                self._fail(progress.step, refusal)
+
+    def _write(
+        self, response: Any, step_dir: Path, progress: Progress, arrays: Mapping[str, ArrayInfo]
+    ) -> Commit:
+        """Returns the record of a step that is durable, as are the metrics lines up to it."""
+        self._writer = response
+        orbax.settle(response, step_dir, timeout=self._section.timeout_seconds)
+        self._writer = None
         facts = canonical_json(dataclasses.asdict(progress))
         storage.replace(step_dir / manifests.PROGRESS, facts)
         files = manifests.inventory(step_dir)
@@ -150,52 +223,102 @@ class Checkpoints:
         storage.replace(step_dir / manifests.MANIFEST, manifest)
         storage.sync_tree(step_dir)
         self._before_commit()
-        if self._abandoned:
-            return
-        size = sum(files.values()) + len(manifest)
-        path = step_dir.relative_to(self._run_dir.root.absolute()).as_posix()
-        self._log.append(
-            Commit(
-                step=progress.step,
-                path=path,
-                manifest=manifests.digest_of(manifest),
-                bytes=size,
-                known_good=False,
-            )
+        return Commit(
+            step=progress.step,
+            path=step_dir.relative_to(self._run_dir.root.absolute()).as_posix(),
+            manifest=manifests.digest_of(manifest),
+            bytes=sum(files.values()) + len(manifest),
+            known_good=False,
         )
-        seconds = self._clock.monotonic() - started
-        self._emit(SaveCommitted(progress.step, path, size, seconds))
-        self._prune(self._log.line())
 
-    def _prune(self, line: Line) -> None:
-        paths = {commit.step: commit.path for commit in line.committed}
-        steps = retention.to_prune(list(paths), keep_last=self._section.keep_last)
-        if not steps:
+    def _commit(self, commit: Commit, started: float) -> None:
+        """Makes a durable step count, by its record."""
+        try:
+            self._log.append(commit)
+        except StorageUnavailable:
+            # The record may stand all the same; then its step counts, and may not be deleted.
+            self._unsure = commit, started
+            if not self._confirm():
+                raise
             return
-        self._log.append(Prune(steps=steps))
-        for step in steps:
-            storage.delete_tree(self._run_dir.root / paths[step])
-        self._emit(StepsPruned(steps))
+        self._count(commit, started)
+
+    def _confirm(self) -> bool:
+        """Counts the commit whose record storage failed to confirm, if the record stands.
+
+        Raises:
+          StorageUnavailable: that can't be told yet.
+        """
+        if self._unsure is None:
+            return False
+        stands = self._log.confirm()
+        (commit, started), self._unsure = self._unsure, None
+        if stands:
+            self._count(commit, started)
+        return stands
+
+    def _count(self, commit: Commit, started: float) -> None:
+        self._committed_step = commit.step
+        self._saved_step = max(self._saved_step, commit.step)
+        self._failures, self._why = 0, ""
+        seconds = self._clock.monotonic() - started
+        self._emit(SaveCommitted(commit.step, commit.path, commit.bytes, seconds))
+        try:
+            self._prune()
+        except (StorageUnavailable, OSError) as error:
+            self._emit(
+                Noted(f"old steps could not be pruned, the next commit tries again: {error}")
+            )
+        self._sweep()
+
+    def _fail(self, step: int, refusal: StorageUnavailable) -> None:
+        """Counts and tells a save that storage has refused, and gives back what room it took."""
+        self._sweep()
+        self._failures += 1
+        self._why = str(refusal)
+        self._saved_step = self._committed_step
+        self._emit(SaveFailed(step, self._why, self._failures))
+
+    def _prune(self) -> None:
+        steps = [commit.step for commit in self._log.line().committed]
+        dead = retention.to_prune(steps, keep_last=self._section.keep_last)
+        if dead:
+            self._log.append(Prune(steps=dead))
+            self._emit(StepsPruned(dead))
+
+    def _sweep(self) -> None:
+        """Deletes what is not on the line; what does not go now goes at the next save's end."""
+        try:
+            keep = {Path(commit.path).name for commit in self._log.line().committed}
+            retention.sweep(self._run_dir.checkpoints, keep=keep, attempt=self._log.attempt)
+        except (StorageUnavailable, ConfigError, OSError) as error:
+            self._emit(
+                Noted(f"dead steps could not be deleted, the next save tries again: {error}")
+            )
 
     def poll(self) -> None:
-        """Raises what the newest background save has failed with, if it has."""
+        """Raises what the newest background save has failed with, unless storage refused it."""
         if self._flight is not None and self._flight.done():
             self._flight.result()
 
     def wait(self) -> None:
-        """Waits until the save in flight is committed; raises if it failed or takes too long."""
-        if self._flight is None:
+        """Waits until the save in flight is over, committed or failed; raises as `poll` does.
+
+        Where it takes too long, storage counts as silent, and no save is tried any more.
+        """
+        if self._flight is None or self._is_silent:
             return
+        limit = 2 * self._section.timeout_seconds
         try:
-            self._flight.result(timeout=2 * self._section.timeout_seconds)
+            self._flight.result(timeout=limit)
         except FutureTimeout:
             if self._flight.done():
                 raise
-            raise StorageUnavailable(
-                f"{self._run_dir.checkpoints}: a save was not durable within "
-                f"{2 * self._section.timeout_seconds:.0f} s. Nothing committed is lost. Is the "
-                "disk slow? checkpoint.timeout_seconds sets the limit."
-            ) from None
+            self._is_silent = True
+            self._why = (
+                f"{self._run_dir.checkpoints}: a save was not durable within {limit:.0f} s. Is the "
+                "disk slow? checkpoint.timeout_seconds sets the limit. Nothing committed is lost."
+            )
 
     def restore(self, commit: Commit, like: Tree) -> tuple[Tree, Progress]:
         """Reads a committed step into arrays sharded as asked for.
@@ -249,28 +372,14 @@ def array_infos(tree: Tree) -> dict[str, ArrayInfo]:
     return infos
 
 
-def _tells_more_than_orbax(record: logging.LogRecord) -> bool:
-    """Drops what Orbax logs: of every failed save several tracebacks, beside the error it raises.
-
-    For the rest of the process, because its threads may log after the save has failed.
-    """
-    return "orbax" not in record.pathname
-
-
-def _settled(response: Any, step_dir: Path, *, timeout: float) -> None:
-    try:
-        response.result(timeout=timeout)
-    except (OSError, ValueError, RuntimeError, TimeoutError) as error:
-        _raise_typed(error, step_dir)
-
-
-def _raise_typed(error: Exception, step_dir: Path) -> NoReturn:
-    if not (isinstance(error, OSError) or manifests.is_storage_fault(error)):
-        raise error
-    raise StorageUnavailable(
-        f"{step_dir}: could not be saved ({error}). Nothing committed is lost. Free some space or "
-        "mend the storage, then start the same command again."
-    ) from error
+def _refuse_without_room(folder: Path, state_bytes: int) -> None:
+    """Keeps the last free bytes for logs, which tell of the full disk."""
+    needed, free = state_bytes + state_bytes // 20 + SPARE_BYTES, storage.free_bytes(folder)
+    if free < needed:
+        raise StorageUnavailable(
+            f"{folder}: no space left: a save needs {needed / 2**20:,.1f} MiB, "
+            f"{free / 2**20:,.1f} MiB are free. Nothing committed is lost. Free some space there."
+        )
 
 
 def _refuse_differences(

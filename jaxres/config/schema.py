@@ -255,6 +255,8 @@ class CheckpointSection(Section):
     """Newest committed steps that are kept."""
     timeout_seconds: PositiveFloat = free(600.0)
     """Longest wait for one save to become durable."""
+    max_failed_saves: PositiveInt = free(20)
+    """Saves in a row that storage may refuse; with that many the run ends (74)."""
 
 
 class EvaluationSection(Section):

@@ -186,10 +186,14 @@ def _tick(running: Attempt) -> Ended | None:
     """Beats, looks for requests and newer claims, and holds the deadline."""
     now = running.clock.monotonic()
     if now - running.beat_at >= BEAT_SECONDS:
-        # First whether we still own the run, then the beat: who was fenced writes nothing.
-        claim, running.last_seq = newer_claim(
-            running.run_dir.log, attempt=running.number, after=running.last_seq
-        )
+        claim = None
+        with contextlib.suppress(StorageUnavailable):  # Not the watcher's to judge.
+            # First whether we still own the run, then the beat: who was fenced writes nothing.
+            claim, running.last_seq = newer_claim(
+                running.run_dir.log, attempt=running.number, after=running.last_seq
+            )
+            if claim is None:
+                running.owner.beat()
         if claim is not None:
             _kill_group(running.process)
             reason = (
@@ -197,11 +201,10 @@ def _tick(running: Attempt) -> Ended | None:
                 f"{claim.pid}) owns this run now; this process has written nothing more."
             )
             return Ended(Exit.FENCED, reason, committed=False, on_record=False, to_be_said=True)
-        with contextlib.suppress(StorageUnavailable):  # Not the watcher's to judge.
-            running.owner.beat()
         running.beat_at = now
-    if (ended := _take_requests(running)) is not None:
-        return ended
+    with contextlib.suppress(StorageUnavailable), storage.typed_errors(running.run_dir.root):
+        if (ended := _take_requests(running)) is not None:
+            return ended
     overdue = overdue_seconds(running.watch, running.limits, now=now)
     return _end_hung(running) if overdue > 0 else None
 
@@ -220,7 +223,8 @@ def _take_requests(running: Attempt) -> Ended | None:
 
 def _honour(running: Attempt, name: str) -> None:
     folder = running.run_dir.attempt(running.number)
-    storage.move(running.run_dir.request(name), folder / f"{name}-{running.watch.step:08d}")
+    with contextlib.suppress(StorageUnavailable):  # Left there, it is honoured once more.
+        storage.move(running.run_dir.request(name), folder / f"{name}-{running.watch.step:08d}")
 
 
 def _answer(running: Attempt, number: int) -> Ended | None:

@@ -7,7 +7,6 @@ exit code. `--inline` runs the worker in this process: same codes, no deadlines.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import platform
@@ -29,7 +28,7 @@ from jaxres.faults import ConfigError, Exit, TypedEnd, UsageError
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog, Stop
 from jaxres.supervise.owner import Owner
-from jaxres.supervise.supervisor import Ended, supervise
+from jaxres.supervise.supervisor import Ended, say, supervise
 
 USAGE = """\
 usage: python -m jaxres.train CONFIG.yaml [section.field=value ...]   start a run, or go on with it
@@ -111,8 +110,7 @@ def _train(target: Path, overrides: Sequence[str], inline: bool) -> int:
                 env=os.environ | {"NPROC": str(claim.threads)},
             )
         if ended.on_record:
-            with contextlib.suppress(TypedEnd):
-                log.append(Stop(exit=ended.code, reason=ended.reason, committed=ended.committed))
+            _put_down(log, Leaving(ended.code, ended.reason, ended.committed))
     if ended.to_be_said:
         sys.stderr.write(faults.message(ended.code, ended.reason))
     return ended.code
@@ -170,8 +168,11 @@ def _inline(config: RunConfig, run_dir: RunDir, log: RunLog, claim: Claim) -> En
 
 
 def _put_down(log: RunLog, leaving: Leaving) -> None:
-    with contextlib.suppress(TypedEnd):
+    """Records the end; where that can't be done, says so, and the end keeps its code."""
+    try:
         log.append(Stop(exit=leaving.exit, reason=leaving.reason, committed=leaving.committed))
+    except (TypedEnd, OSError) as error:
+        say(f"the end could not be recorded: {error}")
 
 
 def _refuse_other_threads(claim: Claim) -> None:

@@ -119,6 +119,8 @@ class Ended:
     reason: str
     state: TrainState
     progress: Progress
+    committed: bool
+    """Whether that state is committed."""
 
 
 def train(run: Run) -> Ended:
@@ -134,7 +136,7 @@ def train(run: Run) -> Ended:
             if isinstance(verdict, Stop):
                 if verdict.fault.state_is_good:
                     save(run, state, progress)
-                return settle(run, verdict.fault.exit or Exit.BUG, verdict.reason, state, progress)
+                return settle(run, verdict, state, progress)
             if due.evaluate:
                 progress = evaluate(run, state, progress)
                 if progress.evaluated_step < progress.step:
@@ -142,7 +144,7 @@ def train(run: Run) -> Ended:
             if due.save:
                 save(run, state, progress)
             if last:
-                return settle(run, Exit.DONE, "the last step is committed", state, progress)
+                return settle(run, None, state, progress)
             if not flight.steps:
                 flight.landed_at = run.clock.monotonic()
             fed = run.feed.at(progress.cursor)
@@ -195,10 +197,13 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
     """Lands finished steps, writes their lines, and folds the guards over each in order.
 
     Returns the progress with the guards' memory, and the gravest verdict; a verdict other than
-    Continue lands and judges the steps in flight too. A failed background save is raised here.
+    Continue lands and judges the steps in flight too. What a background save has failed with is
+    raised here, unless storage refused it.
     """
     run.checkpoints.poll()
-    memory, verdict = progress.guards, preemption.judge(run.requests.stop_asked())
+    memory = progress.guards
+    # A stop that is asked for keeps its code on a full disk too: of two alike the first stands.
+    verdict = gravest([preemption.judge(run.requests.stop_asked()), run.checkpoints.verdict()])
     while flight.steps:
         landing = flight.steps[0][0].step
         if not drain and isinstance(verdict, Continue) and landing > progress.step + 1 - LAG:
@@ -253,8 +258,36 @@ def save(run: Run, state: TrainState, progress: Progress) -> None:
     run.emit(PhaseChanged("train"))
 
 
-def settle(run: Run, exit: Exit, reason: str, state: TrainState, progress: Progress) -> Ended:
-    """Waits until the save in flight is committed."""
+def settle(run: Run, stop: Stop | None, state: TrainState, progress: Progress) -> Ended:
+    """Sees to it that the last step is committed if it should be, and says if it is not.
+
+    Args:
+      run: the run.
+      stop: the verdict that ends the run; None: the run is done.
+      state: the state of the last step.
+      progress: the host's facts at the last step.
+    """
+    checkpoints = run.checkpoints
     run.emit(PhaseChanged("settle", "waiting for the last save"))
-    run.checkpoints.wait()
-    return Ended(exit, reason, state, progress)
+    checkpoints.wait()
+    is_wanted = stop is None or stop.fault.state_is_good
+    if is_wanted and checkpoints.committed_step < progress.step:
+        run.emit(PhaseChanged("settle", "the last save has failed; one more try"))
+        checkpoints.save(to_plain(state), progress)
+        checkpoints.wait()
+    committed = checkpoints.committed_step == progress.step
+    exit = Exit.DONE if stop is None else stop.fault.exit or Exit.BUG
+    reason = "the last step is committed" if stop is None else stop.reason
+    if is_wanted and not committed:
+        words = [] if stop is None else [stop.reason]
+        words.append(f"step {progress.step} could not be committed")
+        reason = f"{'; '.join(words)}: {checkpoints.why_not_committed} {go_on(checkpoints)}"
+        exit = Exit.STORAGE if stop is None else exit
+    return Ended(exit, reason, state, progress, committed)
+
+
+def go_on(checkpoints: Checkpoints) -> str:
+    """Says where the next start goes on after an end without a commit."""
+    step = checkpoints.committed_step
+    where = f"from step {step}" if step else "from the beginning, since no step is committed"
+    return f"Then start the same command: it goes on {where}."

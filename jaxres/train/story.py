@@ -60,8 +60,8 @@ def tell(
         if not memory.is_exhausted(error):
             raise
         raise OutOfMemory(memory.advice(config, error)) from error
-    committed = log.line().step == ended.progress.step
-    return Told(Leaving(ended.exit, ended.reason, committed), ended.progress.step, text)
+    leaving = Leaving(ended.exit, ended.reason, ended.committed)
+    return Told(leaving, ended.progress.step, text)
 
 
 def _goodbye(config: RunConfig, run_dir: RunDir, log: RunLog, built: Built, ended: Ended) -> str:

@@ -89,10 +89,9 @@ def work(
 
 
 def _leave_on_record(leaving: Leaving, emit: Emit, *, step: int) -> None:
-    """Emits the end where that is still possible; a full disk must not hide the cause."""
+    """Emits the end; where the file does not take it, the door hears of it all the same."""
     name = Exit(leaving.exit).name
-    with contextlib.suppress(TypedEnd):
-        emit(RunEnded(leaving.exit, name, step, leaving.committed, leaving.reason))
+    emit(RunEnded(leaving.exit, name, step, leaving.committed, leaving.reason))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -149,6 +148,7 @@ def catch_bugs(run_dir: RunDir, attempt: int, *, tell: Callable[[Leaving], objec
         path = run_dir.attempt(attempt) / "traceback.txt"
         with contextlib.suppress(OSError):
             path.write_text(text)
+        with contextlib.suppress(OSError):
             tell(Leaving(Exit.BUG, f"{reason} (traceback: {path})", committed=False))
         sys.stdout.flush()
         sys.stderr.write(f"{text}this is a bug, in jaxres or in custom code (exit 70 BUG)\n")

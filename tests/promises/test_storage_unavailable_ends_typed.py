@@ -1,17 +1,21 @@
-"""Full and read-only disks end the run typed; what was committed stays whole, and it goes on."""
+"""Full and read-only disks: typed ends at the start; later the run goes on and loses nothing."""
 
 from __future__ import annotations
 
+import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jaxres.events import read_json_lines
+from jaxres.events import read_events
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
+from jaxres.runlog import Stop
 from tests.promises.mounts import Namespace
-from tests.promises.trainer import MLP, TINY, Place, Trainer, digest, line, starts, trajectory
+from tests.promises.trainer import MLP, TINY, Place, Trainer, assert_bit_exact, digest, line, starts
 
 MIB = 2**20
 
@@ -85,37 +89,144 @@ def test_disk_full_at_the_start_ends_as_storage_and_bars_nothing(disk: Disk) -> 
     assert trainer.ended() == 0, trainer.said()
 
 
-@pytest.mark.parametrize("room", [2.5 * MIB, 2.9 * MIB], ids=["one room", "another room"])
-def test_disk_that_saves_fill_ends_the_run_and_loses_nothing(
-    disk: Disk, unbroken: RunDir, room: float
-) -> None:
-    ballast = disk.namespace.fill(disk.inside, but_bytes=int(room))
-    trainer = disk.start("checkpoint.keep_last=1000")
-    trainer.refused(Exit.STORAGE, "Nothing committed is lost", "start the same command")
-    assert_goes_on(disk, trainer, ballast, unbroken)
+FULL = ("checkpoint.keep_last=2", "checkpoint.save_every_steps=20")
+LONG = ("train.steps=1000",)
+"""A run that is long enough for a disk to become full and empty again within it."""
+ALARM = "ALARM: step "
 
 
-def test_disk_that_others_fill_ends_the_run_and_loses_nothing(disk: Disk, unbroken: RunDir) -> None:
-    """With no byte left it may be a line of metrics or events, not a save, that finds it full."""
-    trainer = disk.start("checkpoint.keep_last=1000", "checkpoint.save_every_steps=50")
-    trainer.wait_step(60)
-    ballast = disk.namespace.fill(disk.inside)
-    trainer.refused(Exit.STORAGE, "Nothing committed is lost", "start the same command")
-    assert_goes_on(disk, trainer, ballast, unbroken)
+@pytest.fixture(scope="session")
+def unbroken_long(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+    place = Place(tmp_path_factory.mktemp("unbroken-long"), caches)
+    place.finish("long", *MLP, *LONG)
+    return place.run_dir("long")
 
 
-def assert_goes_on(disk: Disk, trainer: Trainer, ballast: Path, unbroken: RunDir) -> None:
-    """The same command, after space was made, ends where an unbroken run does."""
+def wait_alarm(trainer: Trainer) -> None:
+    trainer.wait(lambda: ALARM in trainer.said(), what="an alarm")
+
+
+def events(trainer: Trainer, kind: str) -> list[dict[str, Any]]:
+    found = read_events(trainer.run_dir.events(trainer.attempt, 0))
+    return [event for event in found if event["event"] == kind]
+
+
+def assert_lines_are_whole(trainer: Trainer) -> list[int]:
+    """Holds that this attempt's metrics have no half line, no hole and no double."""
+    rows = trainer.run_dir.metrics(trainer.attempt).read_bytes().splitlines()
+    steps = [json.loads(row)["step"] for row in rows]
+    assert steps == list(range(steps[0], steps[0] + len(steps))), "a hole or a double in the lines"
+    return steps
+
+
+def assert_commits_are_whole(disk: Disk) -> int:
+    """Holds that every committed step can be read; returns the newest."""
     committed = [commit.step for commit in line(disk.run_dir).committed]
-    assert committed, trainer.said()
-    assert committed[-1] < 200, "the disk was full before the end"
+    assert committed
     for step in committed:
-        digest(disk.run_dir, step)  # reads every array; fails if one is not whole
+        digest(disk.run_dir, step)  # Reads every array; fails if one is not whole.
+    return committed[-1]
+
+
+@pytest.mark.parametrize("but_bytes", [0, 24 * 1024], ids=["to the last byte", "but for lines"])
+def test_full_disk_stops_no_training_and_saving_recovers(
+    disk: Disk, unbroken_long: RunDir, but_bytes: int
+) -> None:
+    trainer = disk.start(*FULL, *LONG)
+    trainer.wait_commit(20)
+    ballast = disk.namespace.fill(disk.inside, but_bytes=but_bytes)
+    wait_alarm(trainer)
+    good = assert_commits_are_whole(disk)
+    trainer.wait(lambda: trainer.said().count(ALARM) >= 3, what="a third failed save")
+    assert line(disk.run_dir).step == good, "nothing is committed on a full disk"
+    assert assert_commits_are_whole(disk) == good
     ballast.unlink()
-    again = disk.start("checkpoint.keep_last=1000")
+    assert trainer.ended() == 0, trainer.said()
+    assert_bit_exact(disk.run_dir, unbroken_long)
+    assert assert_lines_are_whole(trainer) == list(range(1, 1001))
+    assert "is committed, after" in trainer.said()
+    failures = [event["failures"] for event in events(trainer, "SaveFailed")]
+    assert failures == list(range(1, len(failures) + 1)), "one row of failures"
+    assert starts(disk.run_dir) == [0]
+
+
+def test_disk_that_stays_full_ends_as_storage_and_the_same_command_goes_on(
+    disk: Disk, unbroken: RunDir
+) -> None:
+    trainer = disk.start(*FULL)
+    trainer.wait_commit(20)
+    ballast = disk.namespace.fill(disk.inside)
+    trainer.refused(Exit.STORAGE, "step 200 could not be committed", "Then start the same command")
+    good = assert_commits_are_whole(disk)
+    assert good < 200
+    assert f"it goes on from step {good}." in trainer.said()
+    assert trainer.said().count(ALARM) >= 2, "the last step was tried twice"
+    ballast.unlink()
+    again = disk.start(*FULL)
     assert again.ended() == 0, again.said()
-    assert starts(disk.run_dir) == [0, committed[-1]]
-    assert trajectory(disk.run_dir) == trajectory(unbroken)
-    assert digest(disk.run_dir) == digest(unbroken)
-    lines = read_json_lines(disk.run_dir.metrics(trainer.attempt))
-    assert [row["step"] for row in lines] == list(range(1, len(lines) + 1)), "no hole in the lines"
+    assert starts(disk.run_dir) == [0, good]
+    assert_bit_exact(disk.run_dir, unbroken)
+
+
+def test_so_many_failed_saves_in_a_row_end_the_run_as_storage(disk: Disk) -> None:
+    trainer = disk.start(*FULL, *LONG, "checkpoint.max_failed_saves=3")
+    trainer.wait_commit(20)
+    disk.namespace.fill(disk.inside)
+    trainer.refused(Exit.STORAGE, "3 saves in a row have failed", "checkpoint.max_failed_saves")
+    assert_commits_are_whole(disk)
+
+
+@pytest.mark.parametrize(
+    ("sig", "exit"), [(signal.SIGTERM, Exit.PREEMPTED), (signal.SIGINT, Exit.STOPPED)]
+)
+def test_stop_on_a_full_disk_keeps_its_code_and_says_that_nothing_is_committed(
+    disk: Disk, unbroken_long: RunDir, sig: signal.Signals, exit: Exit
+) -> None:
+    trainer = disk.start(*FULL, *LONG)
+    trainer.wait_commit(20)
+    ballast = disk.namespace.fill(disk.inside)
+    wait_alarm(trainer)
+    trainer.kill(sig, who="door")
+    trainer.refused(exit, "could not be committed", "no space left")
+    good = assert_commits_are_whole(disk)
+    stop = line(disk.run_dir).last_stop
+    if stop is None:  # No room for it: said instead.
+        assert "the end could not be recorded" in trainer.said()
+    else:
+        assert isinstance(stop.body, Stop)
+        assert (stop.body.exit, stop.body.committed) == (exit, False)
+        assert "could not be committed" in stop.body.reason
+    ballast.unlink()
+    again = disk.start(*FULL, *LONG)
+    assert again.ended() == 0, again.said()
+    assert starts(disk.run_dir) == [0, good]
+    assert_bit_exact(disk.run_dir, unbroken_long)
+
+
+def test_stop_record_and_ending_event_say_why_nothing_is_committed(disk: Disk) -> None:
+    """With too little room for a save and enough for lines."""
+    trainer = disk.start(*FULL, *LONG)
+    trainer.wait_commit(20)
+    disk.namespace.fill(disk.inside, but_bytes=MIB)
+    wait_alarm(trainer)
+    trainer.kill(signal.SIGTERM, who="door")
+    trainer.refused(Exit.PREEMPTED, "could not be committed", "no space left: a save needs")
+    stop = line(disk.run_dir).last_stop
+    assert stop is not None
+    assert isinstance(stop.body, Stop)
+    assert (stop.body.exit, stop.body.committed) == (Exit.PREEMPTED, False)
+    assert "no space left: a save needs" in stop.body.reason
+    (ended,) = events(trainer, "RunEnded")
+    assert (ended["exit"], ended["committed"]) == (Exit.PREEMPTED, False)
+    assert "no space left: a save needs" in ended["message"]
+
+
+def test_extra_save_that_was_asked_for_is_tried_on_a_full_disk_too(disk: Disk) -> None:
+    trainer = disk.start(*LONG, "checkpoint.save_every_steps=1000")
+    trainer.wait_step(20)
+    ballast = disk.namespace.fill(disk.inside, but_bytes=MIB)
+    disk.run_dir.request("save").touch()
+    wait_alarm(trainer)
+    ballast.unlink()
+    disk.run_dir.request("save").touch()
+    trainer.wait_commit(20)

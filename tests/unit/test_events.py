@@ -1,7 +1,9 @@
 import dataclasses
+import errno
 import math
 import threading
 
+from jaxres import events
 from jaxres.events import (
     Evaluated,
     EventLog,
@@ -88,3 +90,43 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
     path.write_bytes(b'{"a":1}\n{"a":\n\0\0\0\0\n{"a":"\xff"}\n{"a":2}\n{"a":3')
     assert read_json_lines(path) == [{"a": 1}, {"a": 2}]
     assert read_json_lines(tmp_path / "absent") == []
+
+
+class Full:
+    """A file on a full disk, until it has room."""
+
+    def __init__(self, file):
+        self.file, self.has_room = file, False
+
+    def write(self, data):
+        if not self.has_room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(data)
+
+    def close(self):
+        self.file.close()
+
+
+def test_on_a_full_disk_events_are_still_told_and_what_was_dropped_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "MAX_WAITING", 3)
+    heard = []
+    with EventLog(tmp_path / "e", clock=Ticking(), listeners=[heard.append]) as log:
+        disk = log._lines._file = Full(log._lines._file)
+        for number in range(10):
+            log.emit(Noted(str(number)))
+        assert heard == [Noted(str(number)) for number in range(10)]
+        disk.has_room = True
+        log.emit(Noted("10"))
+    told = [event["message"] for event in read_events(tmp_path / "e")]
+    assert told[:5] == ["0", "7", "8", "9", "10"]
+    assert told[5:] == ["6 events were dropped while storage refused to take them"]
+    assert heard[-1] == Noted(told[-1])
+
+
+def test_events_that_never_got_to_the_file_are_said_at_the_end(tmp_path):
+    heard = []
+    with EventLog(tmp_path / "e", clock=Ticking(), listeners=[heard.append]) as log:
+        log._lines._file = Full(log._lines._file)
+        log.emit(Noted("one"))
+        log.emit(Noted("two"))
+    assert heard[-1] == Noted("2 events could not be written to the event file")

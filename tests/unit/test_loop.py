@@ -8,7 +8,7 @@ import pytest
 from jaxres.faults import Continue, Exit, Stop, fault
 from jaxres.guards import Guard
 from jaxres.guards.divergence import stop_on_nonfinite
-from jaxres.state import Progress
+from jaxres.state import Progress, TrainState
 from jaxres.train.loop import LAG, Agenda, Due, Feed, Flight, Run, look, settle
 from jaxres.train.requests import Requests
 
@@ -66,6 +66,11 @@ class FakeCheckpoints:
 
     asked: list = dataclasses.field(default_factory=list)
     failing: str = ""
+    committed_step: int = 0
+    in_flight: list = dataclasses.field(default_factory=list)
+    full: bool = False
+    calls_for: object = dataclasses.field(default_factory=Continue)
+    why_not_committed: str = "no space left."
 
     def _note(self, what):
         self.asked.append(what)
@@ -77,6 +82,16 @@ class FakeCheckpoints:
 
     def wait(self):
         self._note("wait")
+        if self.in_flight:
+            self.committed_step = self.in_flight.pop()
+
+    def save(self, state, progress):
+        self._note("save")
+        if not self.full:
+            self.in_flight.append(progress.step)
+
+    def verdict(self):
+        return self.calls_for
 
 
 @dataclasses.dataclass
@@ -237,11 +252,59 @@ def test_a_failed_save_is_raised_by_the_next_look_before_anything_lands():
     assert landed == []
 
 
+TINY = TrainState(params={}, opt={}, step=np.int32(20), key=np.zeros(2, np.uint32))
+TERMED = Stop(fault("preemption"), "asked by SIGTERM")
+SPIKED = Stop(fault("diverged"), "step 19: loss is not finite")
+
+
+def settled(stop, **checkpoints):
+    """How a run of 20 steps ends, and what its checkpoints were asked for."""
+    run, _ = fake_run(checkpoints=FakeCheckpoints(**checkpoints))
+    ended = settle(run, stop, TINY, Progress(step=20))
+    return ended, run.checkpoints.asked
+
+
 def test_nothing_is_called_committed_before_the_last_save_is():
-    run, _ = fake_run()
-    ended = settle(run, Exit.DONE, "why", "state", Progress(step=20))
-    assert run.checkpoints.asked == ["wait"]
-    assert (ended.exit, ended.reason, ended.progress.step) == (Exit.DONE, "why", 20)
-    failing, _ = fake_run(checkpoints=FakeCheckpoints(failing="wait"))
+    ended, asked = settled(None, in_flight=[20])
+    assert asked == ["wait"]
+    assert (ended.exit, ended.committed, ended.progress.step) == (Exit.DONE, True, 20)
     with pytest.raises(Lost):
-        settle(failing, Exit.DONE, "why", "state", Progress(step=20))
+        settled(None, failing="wait")
+
+
+def test_a_last_save_that_failed_is_tried_once_more():
+    ended, asked = settled(None)
+    assert asked == ["wait", "save", "wait"]
+    assert (ended.exit, ended.committed) == (Exit.DONE, True)
+
+
+def test_a_last_step_that_cannot_be_committed_ends_the_run_as_storage():
+    ended, asked = settled(None, full=True, committed_step=16)
+    assert asked == ["wait", "save", "wait"]
+    assert (ended.exit, ended.committed) == (Exit.STORAGE, False)
+    assert ended.reason == (
+        "step 20 could not be committed: no space left. Then start the same command: it goes on "
+        "from step 16."
+    )
+
+
+def test_a_stop_that_was_asked_for_keeps_its_code_and_says_why_nothing_is_committed():
+    ended, _ = settled(TERMED, full=True)
+    assert (ended.exit, ended.committed) == (Exit.PREEMPTED, False)
+    assert ended.reason.startswith("asked by SIGTERM; step 20 could not be committed: no space")
+    assert ended.reason.endswith("it goes on from the beginning, since no step is committed.")
+
+
+def test_a_state_that_is_not_good_is_never_saved_at_the_end():
+    ended, asked = settled(SPIKED, full=True)
+    assert asked == ["wait"]
+    assert (ended.exit, ended.committed, ended.reason) == (Exit.DIVERGED, False, SPIKED.reason)
+
+
+def test_too_many_failed_saves_stop_the_run_and_a_stop_that_was_asked_for_goes_before():
+    full = Stop(fault("storage_unavailable"), "20 saves in a row have failed")
+    run, _ = fake_run(checkpoints=FakeCheckpoints(calls_for=full))
+    flight, progress = in_flight(4)
+    assert look(run, progress, flight, drain=False)[1] == full
+    run.requests._stop = Exit.PREEMPTED
+    assert look(run, progress, flight, drain=False)[1] == TERMED

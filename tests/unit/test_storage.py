@@ -120,8 +120,12 @@ def test_a_tree_goes_by_name_first_and_its_trash_goes_at_the_next_start(tmp_path
     assert contents(tmp_path) == {}
 
 
+def opened(path, *, max_waiting=2, beyond="refuse"):
+    return storage.Appender(path, max_waiting=max_waiting, beyond=beyond)
+
+
 def appended(path: Path, *lines: bytes) -> bytes:
-    appender = storage.Appender(path)
+    appender = opened(path)
     for line in lines:
         appender.append(line)
     appender.sync()
@@ -157,7 +161,7 @@ class Dribbling:
 
 
 def test_a_line_that_is_taken_in_parts_is_whole_in_the_end(tmp_path):
-    appender = storage.Appender(tmp_path / "a")
+    appender = opened(tmp_path / "a")
     appender._file = Dribbling(appender._file, room=1000)
     appender.append(b"one long line")
     appender.append(b"two")
@@ -165,15 +169,87 @@ def test_a_line_that_is_taken_in_parts_is_whole_in_the_end(tmp_path):
     assert (tmp_path / "a").read_bytes() == b"one long line\ntwo\n"
 
 
-def test_a_line_that_a_full_disk_cut_short_does_not_take_the_next_with_it(tmp_path):
-    appender = storage.Appender(tmp_path / "a")
-    appender._file = disk = Dribbling(appender._file, room=5)
-    with pytest.raises(StorageUnavailable, match="no space left"):
-        appender.append(b"one long line")
-    disk.room = 1000
+def on_disk(appender, *, room):
+    """Puts the file on a disk with so much room; `room` of what is returned is the dial."""
+    appender._file = Dribbling(appender._file, room=room)
+    return appender._file
+
+
+def test_lines_wait_while_the_disk_is_full_and_come_whole_and_in_order(tmp_path):
+    appender = opened(tmp_path / "a")
+    disk = on_disk(appender, room=5)
+    appender.append(b"one long line")
     appender.append(b"two")
+    assert (tmp_path / "a").read_bytes() == b"one l"
+    disk.room = 10
+    appender.append(b"three")
+    assert (tmp_path / "a").read_bytes() == b"one long line\nt"
+    disk.room = 1000
+    appender.append(b"four")
+    assert appender.close() == 0
+    assert (tmp_path / "a").read_bytes() == b"one long line\ntwo\nthree\nfour\n"
+
+
+def test_more_lines_than_may_wait_are_refused(tmp_path):
+    appender = opened(tmp_path / "a", max_waiting=2)
+    on_disk(appender, room=0)
+    for line in (b"one", b"two", b"three"):  # The first is the one being written.
+        appender.append(line)
+    with pytest.raises(StorageUnavailable, match="no space left"):
+        appender.append(b"four")
+    assert appender.close() == 4
+
+
+def test_more_lines_than_may_wait_push_out_the_oldest_whole_ones_which_are_counted(tmp_path):
+    appender = opened(tmp_path / "a", max_waiting=2, beyond="drop oldest")
+    disk = on_disk(appender, room=2)
+    for line in (b"one", b"two", b"three", b"four", b"five"):
+        appender.append(line)
+    assert appender.take_dropped() == 0, "told when storage is back"
+    disk.room = 1000
+    appender.append(b"six")
+    assert appender.take_dropped() == 2
+    assert appender.take_dropped() == 0
+    assert appender.close() == 0
+    assert (tmp_path / "a").read_bytes() == b"one\nfour\nfive\nsix\n"
+
+
+def test_a_sync_writes_what_waits_or_fails(tmp_path):
+    appender = opened(tmp_path / "a")
+    disk, real = on_disk(appender, room=0), appender._file.file
+    disk.fileno = real.fileno
+    appender.append(b"one")
+    with pytest.raises(StorageUnavailable, match="no space left"):
+        appender.sync()
+    disk.room = 1000
+    appender.sync()
     appender.close()
-    assert (tmp_path / "a").read_bytes() == b"one l\ntwo\n"
+    assert (tmp_path / "a").read_bytes() == b"one\n"
+
+
+def test_after_a_failed_fsync_nothing_is_called_durable_any_more(tmp_path, monkeypatch):
+    appender = opened(tmp_path / "a")
+    appender.append(b"one")
+    with monkeypatch.context() as failed:
+        failed.setattr(os, "fsync", failing(errno.EIO))
+        with pytest.raises(StorageUnavailable):
+            appender.sync()
+    for refused in (appender.sync, lambda: appender.append(b"two")):
+        with pytest.raises(StorageUnavailable, match="may be lost"):
+            refused()
+    appender.close()
+
+
+def test_a_place_that_may_no_longer_be_written_is_an_end_for_who_refuses_only(tmp_path):
+    for beyond, name in (("refuse", "a"), ("drop oldest", "b")):
+        appender = opened(tmp_path / name, beyond=beyond)
+        appender._file.close()
+        appender._file = type("Gone", (), {"write": failing(errno.EROFS), "close": len})()
+        if beyond == "refuse":
+            with pytest.raises(ConfigError, match="Read-only"):
+                appender.append(b"one")
+        else:
+            appender.append(b"one")
 
 
 @pytest.fixture

@@ -43,9 +43,13 @@ class Place:
     log: RunLog
     events: list = field(default_factory=list)
 
-    def checkpoints(self, *, before_commit=nothing, keep_last=2, emit=None, log=None):
+    def checkpoints(
+        self, *, before_commit=nothing, keep_last=2, emit=None, log=None, timeout_seconds=60
+    ):
         return Checkpoints(
-            CheckpointSection(keep_last=keep_last, timeout_seconds=60),
+            CheckpointSection(
+                keep_last=keep_last, timeout_seconds=timeout_seconds, max_failed_saves=3
+            ),
             run_dir=self.run_dir,
             log=log or self.log,
             claim=CLAIM,
