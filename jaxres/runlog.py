@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxres import storage
 from jaxres.clock import Clock
-from jaxres.faults import ConfigError, Fenced
+from jaxres.faults import ConfigError, Fenced, StorageUnavailable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +247,8 @@ class RunLog:
         """Steps over a record of our own whose writing failed after its name had appeared."""
         path = self._folder / _name(self._last_seq + 1)
         stands = self._unsure is not None and storage.read(path) == self._unsure
+        if self._unsure is not None and not stands and not self._folder.is_dir():
+            raise StorageUnavailable(f"{self._folder}: the run's log is gone; bring it back.")
         if stands:
             with storage.typed_errors(path):
                 storage.sync_dir(self._folder)

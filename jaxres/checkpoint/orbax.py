@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +21,9 @@ from jaxres.faults import StorageUnavailable
 
 Tree = dict[str, Any]
 
+SPARE_BYTES = 4 * 2**20
+"""What a save leaves free for logs, beside a 20th of its own size for what Orbax adds."""
+
 
 def context(*, timeout_seconds: float) -> ocp.Context:
     """Returns the settings of every save and load; from now on Orbax logs nothing."""
@@ -27,7 +32,23 @@ def context(*, timeout_seconds: float) -> ocp.Context:
     settings.array.saving.use_replica_parallel = False
     settings.async_options.timeout_secs = math.ceil(timeout_seconds)
     logging.getLogger("absl").addFilter(_tells_more_than_orbax)
+    if not isinstance(sys.unraisablehook, _LateWrites):
+        sys.unraisablehook = _LateWrites(sys.unraisablehook)
     return settings
+
+
+class _LateWrites:
+    """Drops one complaint: when one write of a save fails, Orbax closes its event loop, and the
+    other writes, which TensorStore still ends, find it closed. The save's own error is raised.
+    """
+
+    def __init__(self, otherwise: Callable[[Any], object]) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            self._otherwise(unraisable)
 
 
 def _tells_more_than_orbax(record: logging.LogRecord) -> bool:
@@ -36,6 +57,16 @@ def _tells_more_than_orbax(record: logging.LogRecord) -> bool:
     For the rest of the process, because its threads may log after the save has failed.
     """
     return "orbax" not in record.pathname
+
+
+def refuse_without_room(folder: Path, state_bytes: int) -> None:
+    """Keeps the last free bytes for logs, which tell of the full disk."""
+    needed, free = state_bytes + state_bytes // 20 + SPARE_BYTES, storage.free_bytes(folder)
+    if free < needed:
+        raise StorageUnavailable(
+            f"{folder}: no space left: a save needs {needed / 2**20:,.1f} MiB, "
+            f"{free / 2**20:,.1f} MiB are free. Nothing committed is lost. Free some space there."
+        )
 
 
 def begin(state: Tree, step_dir: Path, context: ocp.Context) -> Any:

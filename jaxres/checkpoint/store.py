@@ -42,9 +42,6 @@ from jaxres.state import Progress
 
 Tree = dict[str, Any]
 
-SPARE_BYTES = 4 * 2**20
-"""What a save leaves free for logs, beside a 20th of its own size for what Orbax adds."""
-
 
 class Checkpoints:
     """Owns the step directories of one attempt and the save in flight; a context manager.
@@ -165,8 +162,8 @@ class Checkpoints:
         step_dir = (self._run_dir.checkpoints / name).absolute()
         arrays = array_infos(state)
         self._refuse_beside_another_writer()
-        storage.delete_tree(step_dir)  # A save of this very step that failed may have left it.
-        _refuse_without_room(step_dir.parent, sum(x.nbytes for x in jax.tree.leaves(state)))
+        self._refuse_beside_leftovers(step_dir)
+        orbax.refuse_without_room(step_dir.parent, sum(x.nbytes for x in jax.tree.leaves(state)))
         response = orbax.begin(state, step_dir, self._context)
         self._saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
@@ -182,6 +179,13 @@ class Checkpoints:
                 f"than {self._section.timeout_seconds:.0f} s (checkpoint.timeout_seconds)."
             )
         self._writer = None
+
+    def _refuse_beside_leftovers(self, step_dir: Path) -> None:
+        """Clears what a failed save of this very step has left, unless the log says it counts."""
+        if step_dir.exists():
+            self._sweep()
+        if step_dir.exists():
+            raise StorageUnavailable(f"{step_dir}: an earlier save's files can't be deleted yet.")
 
     def _finish(
         self,
@@ -289,7 +293,11 @@ class Checkpoints:
     def _sweep(self) -> None:
         """Deletes what is not on the line; what does not go now goes at the next save's end."""
         try:
-            keep = {Path(commit.path).name for commit in self._log.line().committed}
+            line = self._log.line()
+            if line.attempt < self._log.attempt or line.step < self._committed_step:
+                # Nothing that counts may be taken for dead because storage hides its record.
+                raise StorageUnavailable(f"{self._run_dir.log}: records are missing by now.")
+            keep = {Path(commit.path).name for commit in line.committed}
             retention.sweep(self._run_dir.checkpoints, keep=keep, attempt=self._log.attempt)
         except (StorageUnavailable, ConfigError, OSError) as error:
             self._emit(
@@ -370,16 +378,6 @@ def array_infos(tree: Tree) -> dict[str, ArrayInfo]:
             )
         infos[path] = ArrayInfo(str(leaf.dtype), tuple(leaf.shape))
     return infos
-
-
-def _refuse_without_room(folder: Path, state_bytes: int) -> None:
-    """Keeps the last free bytes for logs, which tell of the full disk."""
-    needed, free = state_bytes + state_bytes // 20 + SPARE_BYTES, storage.free_bytes(folder)
-    if free < needed:
-        raise StorageUnavailable(
-            f"{folder}: no space left: a save needs {needed / 2**20:,.1f} MiB, "
-            f"{free / 2**20:,.1f} MiB are free. Nothing committed is lost. Free some space there."
-        )
 
 
 def _refuse_differences(

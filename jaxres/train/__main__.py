@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from jaxres import config as configs
-from jaxres import faults, runlog, storage
+from jaxres import faults, output, runlog, storage
 from jaxres.beat import Leaving
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
@@ -281,4 +281,5 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    output.never_fail()
     leave(main(sys.argv[1:]))

@@ -22,7 +22,7 @@ from typing import IO
 from rich.console import Console as Terminal
 
 from jaxres import config as configs
-from jaxres import faults, runlog, storage
+from jaxres import faults, output, runlog, storage
 from jaxres.beat import BeatWriter, Leaving, encode
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
@@ -159,6 +159,7 @@ def catch_bugs(run_dir: RunDir, attempt: int, *, tell: Callable[[Leaving], objec
 
 
 if __name__ == "__main__":
+    output.never_fail()
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

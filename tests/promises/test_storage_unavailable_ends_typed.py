@@ -230,3 +230,33 @@ def test_extra_save_that_was_asked_for_is_tried_on_a_full_disk_too(disk: Disk) -
     ballast.unlink()
     disk.run_dir.request("save").touch()
     trainer.wait_commit(20)
+
+
+def test_log_file_on_the_full_disk_changes_no_end(disk: Disk, place: Place) -> None:
+    log = disk.inside / "train.log"
+    through = (*disk.namespace.through, "sh", "-c", f'exec "$@" >{log} 2>&1', "sh")
+    disk.place = Place(place.root, place.caches, through=through)
+    trainer = disk.start(*FULL)
+    trainer.wait_commit(20)
+    ballast = disk.namespace.fill(disk.inside)
+    assert trainer.ended() == Exit.STORAGE
+    good = assert_commits_are_whole(disk)
+    ballast.unlink()
+    again = disk.start(*FULL)
+    assert again.ended() == 0
+    assert starts(disk.run_dir) == [0, good]
+
+
+def test_storage_that_goes_away_stops_no_training_and_comes_back(
+    disk: Disk, unbroken_long: RunDir
+) -> None:
+    """As a share that is taken away for a moment: its names are gone, then there again."""
+    trainer = disk.start(*FULL, *LONG)
+    trainer.wait_commit(20)
+    away = disk.run_dir.root.with_name("away")
+    disk.run_dir.root.rename(away)
+    wait_alarm(trainer)
+    away.rename(disk.run_dir.root)
+    assert trainer.ended() == 0, trainer.said()
+    assert_bit_exact(disk.run_dir, unbroken_long)
+    assert assert_lines_are_whole(trainer) == list(range(1, 1001))

@@ -235,6 +235,46 @@ def test_what_a_failed_save_could_not_delete_does_not_bar_the_retry(place, monke
     assert commits(place) == [8]
 
 
+@pytest.mark.parametrize("left", [0, 2])
+def test_no_step_is_taken_for_dead_because_storage_hides_its_record(place, monkeypatch, left):
+    """A log that is away for a moment reads as an empty one; after a remount, as an old one."""
+    with place.checkpoints(keep_last=3) as checkpoints:
+        try_save(checkpoints, 8)
+        try_save(checkpoints, 16)
+        whole = runlog.read_records(place.run_dir.log)
+        with monkeypatch.context() as away:
+            away.setattr(runlog, "read_records", lambda folder: whole[:left])
+            away.setattr(storage, "free_bytes", lambda folder: 0)
+            try_save(checkpoints, 24)
+        assert steps_there(place) == ["00000008-0001", "00000016-0001"]
+        assert any(
+            isinstance(e, Noted) and "records are missing" in e.message for e in place.events
+        )
+        try_save(checkpoints, 24)
+    assert commits(place) == [8, 16, 24]
+
+
+def test_a_record_is_not_given_up_while_the_log_is_away(place, monkeypatch):
+    """It may stand there: what it names must not be deleted before that is known."""
+    real, log = storage.create, place.run_dir.log
+
+    def create_and_vanish(path, data):
+        real(path, data)
+        log.rename(log.with_name("away"))
+        raise StorageUnavailable("the folder is gone")
+
+    with place.checkpoints() as checkpoints:
+        with monkeypatch.context() as half:
+            half.setattr(runlog.storage, "create", create_and_vanish)
+            try_save(checkpoints, 8)
+        assert checkpoints.committed_step == 0
+        assert steps_there(place) == ["00000008-0001"]
+        log.with_name("away").rename(log)
+        try_save(checkpoints, 8)
+        assert checkpoints.committed_step == 8
+    assert commits(place) == [8]
+
+
 def test_storage_that_stays_silent_calls_for_a_stop_and_holds_nobody(place):
     gate = threading.Event()
     checkpoints = place.checkpoints(before_commit=gate.wait, timeout_seconds=0.5)
