@@ -28,6 +28,8 @@ class Watch:
     """Newest finished step of this attempt; 0: none yet."""
     durations: tuple[float, ...] = ()
     """Seconds of the newest steps, at most WINDOW_STEPS, oldest first."""
+    slept: float = 0.0
+    """Seconds of this step that the watcher was asleep, and perhaps the worker with it."""
 
     def after(self, beat: Beat, *, now: float) -> Watch:
         """Returns the watch after a beat; only progress feeds it."""
@@ -35,14 +37,16 @@ class Watch:
             case EnteredPhase(phase):
                 return dataclasses.replace(self, phase=phase, since=now)
             case FinishedStep(step, seconds):
-                durations = (*self.durations, seconds)[-WINDOW_STEPS:]
-                return dataclasses.replace(self, step=step, since=now, durations=durations)
+                awake = max(0.0, seconds - self.slept)  # Else one Ctrl-Z ends all deadlines.
+                durations = (*self.durations, awake)[-WINDOW_STEPS:]
+                return Watch(since=now, phase=self.phase, step=step, durations=durations)
             case _:
                 return self
 
     def paused(self, seconds: float) -> Watch:
         """Returns the watch after the watcher itself was asleep for a while."""
-        return dataclasses.replace(self, since=self.since + seconds)
+        since, slept = self.since + seconds, self.slept + seconds
+        return dataclasses.replace(self, since=since, slept=slept)
 
 
 def limit_seconds(watch: Watch, limits: DeadlinesSection) -> float:
