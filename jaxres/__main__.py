@@ -27,9 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(USAGE)
         return Exit.DONE if words else Exit.USAGE
     if words[0] == "train":
+        from jaxres.supervise import signals
+
+        signals.hold()
         from jaxres.train import __main__ as train
 
-        train.leave(train.main(words[1:]))
+        train.run(words[1:])
     from jaxres import verbs
 
     return verbs.main(words, usage=USAGE)

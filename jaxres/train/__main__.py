@@ -7,7 +7,13 @@ exit code. `--inline` runs the worker in this process: same codes, no deadlines.
 
 from __future__ import annotations
 
+from jaxres.supervise import signals
+
+if __name__ == "__main__":
+    signals.hold()  # First of all: a signal during the other imports waits for `run`.
+
 import contextlib
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -21,7 +27,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from jaxres import config as configs
-from jaxres import faults, runlog, storage
+from jaxres import faults, runlog, screen, storage
 from jaxres.beat import Leaving
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
@@ -30,6 +36,7 @@ from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog, Stop
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.supervisor import Ended, supervise
+from jaxres.train import memory
 
 USAGE = """\
 usage: python -m jaxres.train CONFIG.yaml [section.field=value ...]   start a run, or go on with it
@@ -51,20 +58,17 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _train(*_parse(arguments))
     except TypedEnd as end:
-        sys.stdout.flush()
-        sys.stderr.write(faults.message(end.exit, str(end)))
+        screen.flush()
+        screen.tell(faults.message(end.exit, str(end)))
         return end.exit
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted before the run had begun\n")
-        return 130
 
 
 def _leave_as_bug(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Ends the door with its own code; the worker is gone by now."""
-    traceback.print_exception(kind, error, trace)
-    sys.stderr.write(f"this is a bug in jaxres (exit {Exit.BUG.value} BUG)\n")
+    screen.tell("".join(traceback.format_exception(kind, error, trace)))
+    screen.tell(f"this is a bug in jaxres (exit {Exit.BUG.value} BUG)\n")
     leave(Exit.BUG)
 
 
@@ -89,6 +93,7 @@ def _train(target: Path, overrides: Sequence[str], inline: bool) -> int:
         return Exit.DONE
     clock = SystemClock()
     with Owner(run_dir, clock=clock) as owner:
+        signals.hold()  # Until somebody can answer them: the attempt is to end on record.
         records = runlog.read_records(run_dir.log)
         claim = _claim(config, runlog.fold(records))
         if inline:
@@ -110,11 +115,14 @@ def _train(target: Path, overrides: Sequence[str], inline: bool) -> int:
                 clock=clock,
                 env=os.environ | {"NPROC": str(claim.threads)},
             )
+            if ended.code == Exit.OUT_OF_MEMORY and ended.to_be_said:
+                advice = memory.host_advice(config, ended.reason)
+                ended = dataclasses.replace(ended, reason=advice)
         if ended.on_record:
             with contextlib.suppress(TypedEnd):
                 log.append(Stop(exit=ended.code, reason=ended.reason, committed=ended.committed))
     if ended.to_be_said:
-        sys.stderr.write(faults.message(ended.code, ended.reason))
+        screen.tell(faults.message(ended.code, ended.reason))
     return ended.code
 
 
@@ -270,14 +278,17 @@ def _first_line(path: Path) -> str:
     return path.read_text().splitlines()[0]
 
 
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Is the door; signals were held since the process began."""
+    signals.raise_stops()
+    leave(main(arguments))
+
+
 def leave(code: int) -> NoReturn:
     """Ends the process for sure: after a failed save Orbax's threads would hold it for minutes."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code == Exit.DONE:
-        sys.exit(code)
+    screen.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    run(sys.argv[1:])
