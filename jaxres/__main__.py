@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signals.hold()
         from jaxres.train import __main__ as train
 
-        train.run(words[1:])
+        train.leave(train.main(words[1:]))
     from jaxres import verbs
 
     return verbs.main(words, usage=USAGE)

@@ -78,6 +78,7 @@ class Attempt:
     """Whether one of AT_ONCE has come."""
     deaf: bool = False
     """Whether the worker has closed its end of the pipe."""
+    looked_at: float = math.inf
     beat_at: float = -math.inf
     ticked_at: float = -math.inf
 
@@ -140,14 +141,10 @@ def _wait(running: Attempt, wakeup: int) -> Ended:
     """Answers whatever comes until the worker has ended."""
     pidfd = os.pidfd_open(running.process.pid)
     try:
-        looked_at = running.clock.monotonic()
         while True:
             sources = [wakeup, pidfd] if running.deaf else [wakeup, pidfd, running.beats]
             ready, _, _ = select.select(sources, [], [], TICK_SECONDS)
-            now = running.clock.monotonic()
-            if now - looked_at > SLEPT_SECONDS:
-                running.watch = running.watch.paused(now - looked_at)
-            looked_at = now
+            _stretch(running)
             _take_beats(running)
             if pidfd in ready:
                 _take_beats(running)
@@ -155,10 +152,19 @@ def _wait(running: Attempt, wakeup: int) -> Ended:
             for number in _pending(wakeup):
                 if (ended := _answer(running, number)) is not None:
                     return ended
+            _stretch(running)  # An answer may have been a sleep.
             if (ended := _tick(running)) is not None:
                 return ended
     finally:
         os.close(pidfd)
+
+
+def _stretch(running: Attempt) -> None:
+    """Lets no limit run while this process was asleep."""
+    now = running.clock.monotonic()
+    if now - running.looked_at > SLEPT_SECONDS:
+        running.watch = running.watch.paused(now - running.looked_at)
+    running.looked_at = now
 
 
 def _tick(running: Attempt) -> Ended | None:
@@ -271,6 +277,9 @@ def _sleep_together(running: Attempt) -> None:
 
 def _end_hung(running: Attempt) -> Ended:
     """Asks for the stacks of all threads, aborts, kills; each step sure to end."""
+    if (word := running.leaving) is not None:
+        _kill_group(running.process)
+        return Ended(word.exit, word.reason, word.committed, word.exit != Exit.FENCED, True)
     watch, limit = running.watch, limit_seconds(running.watch, running.limits)
     stacks = running.run_dir.stacks(running.number)
     reason = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from jaxres.supervise import signals
 
 if __name__ == "__main__":
-    signals.hold()  # First of all: a signal during the other imports waits for `run`.
+    signals.hold()  # First of all: a signal during the other imports waits for `main`.
 
 import contextlib
 import dataclasses
@@ -56,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         return Exit.DONE
     sys.excepthook = _leave_as_bug
     try:
+        signals.raise_stops()
         return _train(*_parse(arguments))
     except TypedEnd as end:
         screen.flush()
@@ -152,7 +153,7 @@ def _stop_that_was_asked(run_dir: RunDir, claim: Claim) -> Ended | None:
         return None
     storage.move(run_dir.request("stop"), run_dir.attempt(claim.attempt) / "stop")
     reason = f"{run_dir.request('stop')} was there at the start; the next start goes on"
-    return Ended(Exit.STOPPED, reason, committed=False)
+    return Ended(Exit.STOPPED, reason, committed=False, to_be_said=True)
 
 
 def _worker_command(run_dir: RunDir, claim: Claim) -> list[str]:
@@ -278,12 +279,6 @@ def _first_line(path: Path) -> str:
     return path.read_text().splitlines()[0]
 
 
-def run(arguments: Sequence[str]) -> NoReturn:
-    """Is the door; signals were held since the process began."""
-    signals.raise_stops()
-    leave(main(arguments))
-
-
 def leave(code: int) -> NoReturn:
     """Ends the process for sure: after a failed save Orbax's threads would hold it for minutes."""
     screen.flush()
@@ -291,4 +286,4 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    leave(main(sys.argv[1:]))
