@@ -29,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(USAGE)
         return Exit.DONE if words else Exit.USAGE
     if words[0] == "train":
+        from jaxres.supervise import signals
+
+        signals.hold()
         from jaxres.train import __main__ as train
 
         train.leave(train.main(words[1:]))

@@ -1,13 +1,14 @@
 """What the worker tells its door through a pipe: phase changes, finished steps, its end.
 
-The same facts as in the event file, one JSON line each. They are made by progress alone: the
-forwarding thread waits for facts, it makes none.
+The same facts as in the event file, one JSON line each. They are made by progress alone: no timer
+and no thread makes one.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import threading
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -41,6 +42,9 @@ class Leaving:
     committed: bool
 
 
+CLOSE_SECONDS = 3600.0
+FULL_SECONDS = 1.0
+
 Beat = EnteredPhase | FinishedStep | Leaving
 _KINDS: dict[str, type[Beat]] = {
     kind.__name__: kind for kind in (EnteredPhase, FinishedStep, Leaving)
@@ -50,8 +54,9 @@ _KINDS: dict[str, type[Beat]] = {
 class BeatWriter:
     """Forwards the worker's progress to a pipe; a listener of events and finished steps.
 
-    Training never waits for the door: a thread writes, and a step that is not written yet gives way
-    to the next one, so that little is kept while the door sleeps.
+    What `heard` and `landed` were told is in the pipe when they return, so that a door that is
+    awake never knows less than a reader of the files. Training never waits for one that sleeps:
+    while the pipe is full a thread keeps what comes, and a step gives way to the next one.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -62,6 +67,7 @@ class BeatWriter:
         self._thread = threading.Thread(target=self._forward, name="jaxres-beat", daemon=True)
 
     def __enter__(self) -> BeatWriter:
+        os.set_blocking(self._descriptor, False)
         self._thread.start()
         return self
 
@@ -69,7 +75,7 @@ class BeatWriter:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join(timeout=1)
+        self._thread.join(timeout=CLOSE_SECONDS)
 
     def heard(self, event: Event) -> None:
         """Forwards a phase change, and the end of the run."""
@@ -84,11 +90,22 @@ class BeatWriter:
 
     def _send(self, beat: Beat) -> None:
         with self._changed:
+            if not self._waiting and self._is_written(beat):
+                return
             both_steps = isinstance(beat, FinishedStep) and self._waiting
             if both_steps and isinstance(self._waiting[-1], FinishedStep):
                 self._waiting.pop()
             self._waiting.append(beat)
             self._changed.notify()
+
+    def _is_written(self, beat: Beat) -> bool:
+        try:
+            os.write(self._descriptor, encode(beat))  # Below PIPE_BUF: all of it or nothing.
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:
+            pass  # The door is gone; so are we, in a moment.
+        return True
 
     def _forward(self) -> None:
         while True:
@@ -96,19 +113,26 @@ class BeatWriter:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
                     return
-                beat = self._waiting.popleft()
-            try:
-                os.write(self._descriptor, encode(beat))
-            except BrokenPipeError:
-                return  # The door is gone; so are we, in a moment.
+            select.select([], [self._descriptor], [], FULL_SECONDS)
+            with self._changed:
+                while self._waiting and self._is_written(self._waiting[0]):
+                    self._waiting.popleft()
+
+
+def write_now(descriptor: int, beat: Beat) -> None:
+    """Writes a last beat, however long the door sleeps: if it never wakes, nobody asks."""
+    os.set_blocking(descriptor, True)
+    os.write(descriptor, encode(beat))
 
 
 def encode(beat: Beat) -> bytes:
-    """Returns the line that stands for a beat; below PIPE_BUF, so that it is written whole."""
+    """Returns the line that stands for a beat; at most PIPE_BUF, so that it is written whole."""
     fields = asdict(beat)
-    if isinstance(beat, Leaving):
-        fields["reason"] = beat.reason[:2000]
-    return json.dumps({"beat": type(beat).__name__} | fields).encode() + b"\n"
+    while True:
+        line = json.dumps({"beat": type(beat).__name__} | fields).encode() + b"\n"
+        if len(line) <= select.PIPE_BUF:
+            return line
+        fields["reason"] = fields["reason"][: len(fields["reason"]) * 3 // 4]
 
 
 def decode(line: bytes) -> Beat:

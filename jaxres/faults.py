@@ -62,6 +62,18 @@ class Fenced(TypedEnd):
     exit = Exit.FENCED
 
 
+class Preempted(TypedEnd):
+    """A notice came before there was anything to save. Home: supervise/signals.py."""
+
+    exit = Exit.PREEMPTED
+
+
+class Stopped(TypedEnd):
+    """The operator's stop came before there was anything to save. Home: supervise/signals.py."""
+
+    exit = Exit.STOPPED
+
+
 class OutOfMemory(TypedEnd):
     """A device or the host ran out of memory; the message names the settings to change."""
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from jaxres.beat import Beat, EnteredPhase, FinishedStep
+from jaxres.beat import Beat, EnteredPhase, FinishedStep, Leaving
 from jaxres.config.schema import DeadlinesSection
 
 FIRST_STEPS = 3
 WINDOW_STEPS = 50
 TIMES_THE_SLOWEST = 10
+LEAVE = "leave"
+LEAVE_SECONDS = 30.0
+"""Longest way out of a worker that has said why it ends: threads that hang are joined for seconds,
+and its own word is better than the watcher's."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Watch:
     """Newest finished step of this attempt; 0: none yet."""
     durations: tuple[float, ...] = ()
     """Seconds of the newest steps, at most WINDOW_STEPS, oldest first."""
+    slept: float = 0.0
+    """Seconds of this step that the watcher was asleep, and perhaps the worker with it."""
 
     def after(self, beat: Beat, *, now: float) -> Watch:
         """Returns the watch after a beat; only progress feeds it."""
@@ -35,14 +41,16 @@ class Watch:
             case EnteredPhase(phase):
                 return dataclasses.replace(self, phase=phase, since=now)
             case FinishedStep(step, seconds):
-                durations = (*self.durations, seconds)[-WINDOW_STEPS:]
-                return dataclasses.replace(self, step=step, since=now, durations=durations)
-            case _:
-                return self
+                awake = max(0.0, seconds - self.slept)  # Else one Ctrl-Z ends all deadlines.
+                durations = (*self.durations, awake)[-WINDOW_STEPS:]
+                return Watch(since=now, phase=self.phase, step=step, durations=durations)
+            case Leaving():
+                return dataclasses.replace(self, phase=LEAVE, since=now)
 
     def paused(self, seconds: float) -> Watch:
         """Returns the watch after the watcher itself was asleep for a while."""
-        return dataclasses.replace(self, since=self.since + seconds)
+        since, slept = self.since + seconds, self.slept + seconds
+        return dataclasses.replace(self, since=since, slept=slept)
 
 
 def limit_seconds(watch: Watch, limits: DeadlinesSection) -> float:
@@ -60,6 +68,7 @@ def limit_seconds(watch: Watch, limits: DeadlinesSection) -> float:
         "sample": limits.evaluate_seconds,
         "save": limits.save_seconds,
         "settle": limits.save_seconds,
+        LEAVE: LEAVE_SECONDS,
     }
     if watch.phase != "train":
         return by_phase.get(watch.phase, limits.start_seconds)

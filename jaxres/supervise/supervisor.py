@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import select
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from jaxres import storage
+from jaxres import screen, storage
 from jaxres.beat import Leaving, decode
 from jaxres.clock import Clock
 from jaxres.config.schema import DeadlinesSection
-from jaxres.faults import Exit, StorageUnavailable
+from jaxres.faults import Exit, StorageUnavailable, TypedEnd
 from jaxres.rundir import RunDir
 from jaxres.runlog import newer_claim
+from jaxres.supervise import signals
 from jaxres.supervise.deadlines import Watch, limit_seconds, overdue_seconds
+from jaxres.supervise.kernel import out_of_memory_kills
 from jaxres.supervise.owner import BEAT_SECONDS, Owner
 
 TICK_SECONDS = 0.25
@@ -32,14 +34,13 @@ SLEPT_SECONDS = 2.0
 """A tick that took longer than this was no tick: the process itself was asleep."""
 STACKS_GRACE_SECONDS = 0.7
 ABORT_GRACE_SECONDS = 0.7
-STOP_SIGNALS = {
-    signal.SIGTERM: Exit.PREEMPTED,
-    signal.SIGHUP: Exit.PREEMPTED,
-    signal.SIGINT: Exit.STOPPED,
-}
+KILL_GRACE_SECONDS = 5.0
+"""A killed process that waits for dead storage is not even gone; the door leaves it behind."""
 FORWARDED = {Exit.PREEMPTED: signal.SIGTERM, Exit.STOPPED: signal.SIGINT}
-WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-"""Blocked when the worker is spawned, and taken by a thread of its own as soon as it has one."""
+AT_ONCE = (signal.SIGTERM, signal.SIGINT)
+"""Of these the second ends at once. Not of SIGHUP: a closed terminal may send it twice."""
+WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""Blocked when the worker is spawned, and taken by it as soon as it can."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,13 @@ class Attempt:
     asked: Exit | None = None
     leaving: Leaving | None = None
     rest: bytes = b""
-    signals: list[int] = field(default_factory=list)
-    beat_at: float = 0.0
+    hurried: bool = False
+    """Whether one of AT_ONCE has come."""
+    deaf: bool = False
+    """Whether the worker has closed its end of the pipe."""
+    looked_at: float = math.inf
+    beat_at: float = -math.inf
+    ticked_at: float = -math.inf
 
 
 def supervise(
@@ -100,8 +106,8 @@ def supervise(
       clock: the watcher's.
       env: the worker's environment.
     """
-    with _wakeup() as wakeup:
-        out_of_memory_before = _kernel_kills()
+    with signals.as_bytes() as wakeup:
+        kills_before = out_of_memory_kills()
         read_end, write_end = os.pipe()
         process = _spawn([*command, "--beat-fd", str(write_end)], write_end, env=env)
         os.close(write_end)
@@ -114,12 +120,8 @@ def supervise(
         finally:
             _kill_group(process)
             os.close(read_end)
-        if ended.code == 128 + signal.SIGKILL and _kernel_kills() > out_of_memory_before:
-            reason = (
-                "the kernel killed the worker because the host ran out of memory. Lower "
-                "data.prefetch_batches, or take a host with more memory; while a checkpoint is "
-                "written the state is in memory twice."
-            )
+        if ended.code == 128 + signal.SIGKILL and out_of_memory_kills() > kills_before:
+            reason = f"the kernel killed the worker for want of memory ({_where(running)})"
             return dataclasses.replace(ended, code=Exit.OUT_OF_MEMORY, reason=reason)
         return ended
 
@@ -135,40 +137,14 @@ def _spawn(command: Sequence[str], beat: int, *, env: dict[str, str]) -> subproc
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextlib.contextmanager
-def _wakeup() -> Iterator[int]:
-    """Turns signals into bytes on a pipe, so that `select` wakes at once."""
-    read_end, write_end = os.pipe()
-    os.set_blocking(read_end, False)
-    os.set_blocking(write_end, False)
-    taken = [*STOP_SIGNALS, signal.SIGUSR1, signal.SIGTSTP]
-    handlers = {number: signal.signal(number, _noted) for number in taken}
-    before = signal.set_wakeup_fd(write_end)
-    try:
-        yield read_end
-    finally:
-        signal.set_wakeup_fd(before)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        os.close(read_end)
-        os.close(write_end)
-
-
-def _noted(number: int, frame: object) -> None:
-    """Does nothing: the byte on the wake-up pipe is what counts."""
-
-
 def _wait(running: Attempt, wakeup: int) -> Ended:
     """Answers whatever comes until the worker has ended."""
     pidfd = os.pidfd_open(running.process.pid)
     try:
-        looked_at = running.clock.monotonic()
         while True:
-            ready, _, _ = select.select([wakeup, running.beats, pidfd], [], [], TICK_SECONDS)
-            now = running.clock.monotonic()
-            if now - looked_at > SLEPT_SECONDS:
-                running.watch = running.watch.paused(now - looked_at)
-            looked_at = now
+            sources = [wakeup, pidfd] if running.deaf else [wakeup, pidfd, running.beats]
+            ready, _, _ = select.select(sources, [], [], TICK_SECONDS)
+            _stretch(running)
             _take_beats(running)
             if pidfd in ready:
                 _take_beats(running)
@@ -176,77 +152,110 @@ def _wait(running: Attempt, wakeup: int) -> Ended:
             for number in _pending(wakeup):
                 if (ended := _answer(running, number)) is not None:
                     return ended
+            _stretch(running)  # An answer may have been a sleep.
             if (ended := _tick(running)) is not None:
                 return ended
     finally:
         os.close(pidfd)
 
 
+def _stretch(running: Attempt) -> None:
+    """Lets no limit run while this process was asleep."""
+    now = running.clock.monotonic()
+    if now - running.looked_at > SLEPT_SECONDS:
+        running.watch = running.watch.paused(now - running.looked_at)
+    running.looked_at = now
+
+
 def _tick(running: Attempt) -> Ended | None:
     """Beats, looks for requests and newer claims, and holds the deadline."""
     now = running.clock.monotonic()
+    if now - running.ticked_at < TICK_SECONDS:
+        return None  # A finished step has woken us.
+    running.ticked_at = now
     if now - running.beat_at >= BEAT_SECONDS:
-        claim = None
-        with contextlib.suppress(StorageUnavailable):  # Not the watcher's to judge.
-            # First whether we still own the run, then the beat: who was fenced writes nothing.
-            claim, running.last_seq = newer_claim(
-                running.run_dir.log, attempt=running.number, after=running.last_seq
-            )
-            if claim is None:
-                running.owner.beat()
-        if claim is not None:
-            _kill_group(running.process)
-            reason = (
-                f"{running.run_dir.root}: attempt {claim.attempt} (host {claim.host}, pid "
-                f"{claim.pid}) owns this run now; this process has written nothing more."
-            )
-            return Ended(Exit.FENCED, reason, committed=False, on_record=False, to_be_said=True)
         running.beat_at = now
-    with contextlib.suppress(StorageUnavailable), storage.typed_errors(running.run_dir.root):
-        if (ended := _take_requests(running)) is not None:
+        if (ended := _beat(running)) is not None:
             return ended
+    if (ended := _take_requests(running)) is not None:
+        return ended
     overdue = overdue_seconds(running.watch, running.limits, now=now)
     return _end_hung(running) if overdue > 0 else None
 
 
+def _beat(running: Attempt) -> Ended | None:
+    """Looks whether we still own the run, and only then beats: who was fenced writes nothing."""
+    try:
+        claim, running.last_seq = newer_claim(
+            running.run_dir.log, attempt=running.number, after=running.last_seq
+        )
+        if claim is None:
+            running.owner.beat()
+            return None
+    except StorageUnavailable:
+        return None  # Not the watcher's to judge; the log fences whoever writes.
+    _kill_group(running.process)
+    reason = (
+        f"{running.run_dir.root}: attempt {claim.attempt} (host {claim.host}, pid "
+        f"{claim.pid}) owns this run now; this process has written nothing more."
+    )
+    return Ended(Exit.FENCED, reason, committed=False, on_record=False, to_be_said=True)
+
+
 def _take_requests(running: Attempt) -> Ended | None:
     """Honours the files that a person has put into the run directory."""
-    if running.run_dir.request("stop").exists():
-        _honour(running, "stop")
-        return _ask_to_stop(running, Exit.STOPPED, f"{running.run_dir.request('stop')}")
-    if running.run_dir.request("save").exists():
-        _honour(running, "save")
-        say(f"save asked for: one extra checkpoint after the present step ({_where(running)})")
-        running.process.send_signal(signal.SIGUSR2)
+    stop, save = running.run_dir.request("stop"), running.run_dir.request("save")
+    if _is_there(stop) and (_honour(running, stop) or running.asked is None):
+        return _ask_to_stop(running, Exit.STOPPED, str(stop))
+    # Not honoured again and again where it can't be moved.
+    if _is_there(save) and _honour(running, save):
+        _ask_to_save(running)
     return None
 
 
-def _honour(running: Attempt, name: str) -> None:
+def _is_there(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.exists()
+    return False
+
+
+def _honour(running: Attempt, request: Path) -> bool:
+    """Moves a request into the attempt's folder; says whether that went well."""
     folder = running.run_dir.attempt(running.number)
-    with contextlib.suppress(StorageUnavailable):  # Left there, it is honoured once more.
-        storage.move(running.run_dir.request(name), folder / f"{name}-{running.watch.step:08d}")
+    with contextlib.suppress(TypedEnd, OSError):
+        storage.move(request, folder / f"{request.name}-{running.watch.step:08d}")
+        return True
+    return False
+
+
+def _ask_to_save(running: Attempt) -> None:
+    say(f"save asked for: one extra checkpoint after the present step ({_where(running)})")
+    running.process.send_signal(signal.SIGUSR2)
 
 
 def _answer(running: Attempt, number: int) -> Ended | None:
     if number == signal.SIGUSR1:
         running.process.send_signal(signal.SIGUSR1)
         say(f"stacks of all threads are in {running.run_dir.stacks(running.number)}")
+    elif number == signal.SIGUSR2:
+        _ask_to_save(running)
     elif number == signal.SIGTSTP:
         _sleep_together(running)
-    elif number in STOP_SIGNALS:
-        return _ask_to_stop(running, STOP_SIGNALS[signal.Signals(number)], _name(number))
+    elif number in signals.STOPS:
+        again, running.hurried = running.hurried, running.hurried or number in AT_ONCE
+        if again and number in AT_ONCE:
+            _kill_group(running.process)
+            say(f"{_name(number)} again: ended at once; what is committed stays")
+            return Ended(128 + number, f"{_name(number)} a second time", committed=False)
+        return _ask_to_stop(running, signals.STOPS[signal.Signals(number)], _name(number))
     return None
 
 
 def _ask_to_stop(running: Attempt, exit: Exit, why: str) -> Ended | None:
-    """First time: asks the worker to save and leave. Again, by a signal: ends at once."""
+    """Asks the worker to save and leave; before the first finished step ends it at once."""
     if running.asked is not None:
-        if not why.startswith("SIG"):
-            return None
-        _kill_group(running.process)
-        number = int(signal.Signals[why])
-        say(f"{why} again: ended at once; what is committed stays")
-        return Ended(128 + number, f"{why} a second time", committed=False)
+        say(f"{why}: saving already, exit {running.asked.value} comes ({_where(running)})")
+        return None
     running.asked = exit
     if running.watch.step == 0:
         _kill_group(running.process)
@@ -259,13 +268,18 @@ def _ask_to_stop(running: Attempt, exit: Exit, why: str) -> Ended | None:
 
 def _sleep_together(running: Attempt) -> None:
     """Ctrl-Z: the worker sleeps while this process does; a sleep is no hang."""
-    os.killpg(running.process.pid, signal.SIGSTOP)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(running.process.pid, signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
-    os.killpg(running.process.pid, signal.SIGCONT)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(running.process.pid, signal.SIGCONT)
 
 
 def _end_hung(running: Attempt) -> Ended:
     """Asks for the stacks of all threads, aborts, kills; each step sure to end."""
+    if (word := running.leaving) is not None:
+        _kill_group(running.process)
+        return Ended(word.exit, word.reason, word.committed, word.exit != Exit.FENCED, True)
     watch, limit = running.watch, limit_seconds(running.watch, running.limits)
     stacks = running.run_dir.stacks(running.number)
     reason = (
@@ -285,9 +299,10 @@ def _end_hung(running: Attempt) -> Ended:
 
 
 def _take_beats(running: Attempt) -> None:
-    while select.select([running.beats], [], [], 0)[0]:
+    while not running.deaf and select.select([running.beats], [], [], 0)[0]:
         data = os.read(running.beats, 65536)
         if not data:
+            running.deaf = True
             return
         *lines, running.rest = (running.rest + data).split(b"\n")
         now = running.clock.monotonic()
@@ -306,7 +321,10 @@ def _pending(wakeup: int) -> bytes:
 
 
 def _translate(running: Attempt, status: int) -> Ended:
-    """Turns the worker's end into an exit code: its own, or 128 + the signal that killed it."""
+    """Turns the worker's end into an exit code: its own, or 128 + the signal that killed it.
+
+    A code without a word before it is custom code's `os._exit`, and no end of a run.
+    """
     leaving = running.leaving
     if status < 0:
         reason = f"the worker was ended by {_name(-status)} ({_where(running)})"
@@ -314,8 +332,8 @@ def _translate(running: Attempt, status: int) -> Ended:
     if leaving is not None and leaving.exit == status:
         on_record = status != Exit.FENCED
         return Ended(status, leaving.reason, leaving.committed, on_record=on_record)
-    reason = f"the worker left with {status} ({_where(running)})"
-    return Ended(status, reason, committed=False, to_be_said=True)
+    reason = f"the worker left with {status} and did not say why ({_where(running)})"
+    return Ended(Exit.BUG, reason, committed=False, to_be_said=True)
 
 
 def _where(running: Attempt) -> str:
@@ -333,18 +351,10 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """Ends the worker and all it has started, for sure."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _kernel_kills() -> int:
-    """Returns how many processes the kernel has killed for want of memory, on this host."""
-    for line in Path("/proc/vmstat").read_text().splitlines():
-        if line.startswith("oom_kill "):
-            return int(line.split()[1])
-    return 0
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=KILL_GRACE_SECONDS)
 
 
 def say(text: str) -> None:
     """Answers the person at the terminal, at once."""
-    sys.stderr.write(f"jaxres: {text}\n")
-    sys.stderr.flush()
+    screen.tell(f"jaxres: {text}\n")

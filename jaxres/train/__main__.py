@@ -7,6 +7,12 @@ exit code. `--inline` runs the worker in this process: same codes, no deadlines.
 
 from __future__ import annotations
 
+from jaxres.supervise import signals
+
+if __name__ == "__main__":
+    signals.hold()  # First of all: a signal during the other imports waits for `main`.
+
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -20,7 +26,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from jaxres import config as configs
-from jaxres import faults, output, runlog, storage
+from jaxres import faults, runlog, screen, storage
 from jaxres.beat import Leaving
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
@@ -28,7 +34,8 @@ from jaxres.faults import ConfigError, Exit, TypedEnd, UsageError
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog, Stop
 from jaxres.supervise.owner import Owner
-from jaxres.supervise.supervisor import Ended, say, supervise
+from jaxres.supervise.supervisor import Ended, supervise
+from jaxres.train import memory
 
 USAGE = """\
 usage: python -m jaxres.train CONFIG.yaml [section.field=value ...]   start a run, or go on with it
@@ -48,22 +55,20 @@ def main(arguments: Sequence[str]) -> int:
         return Exit.DONE
     sys.excepthook = _leave_as_bug
     try:
+        signals.raise_stops()
         return _train(*_parse(arguments))
     except TypedEnd as end:
-        sys.stdout.flush()
-        sys.stderr.write(faults.message(end.exit, str(end)))
+        screen.flush()
+        screen.tell(faults.message(end.exit, str(end)))
         return end.exit
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted before the run had begun\n")
-        return 130
 
 
 def _leave_as_bug(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Ends the door with its own code; the worker is gone by now."""
-    traceback.print_exception(kind, error, trace)
-    sys.stderr.write(f"this is a bug in jaxres (exit {Exit.BUG.value} BUG)\n")
+    screen.tell("".join(traceback.format_exception(kind, error, trace)))
+    screen.tell(f"this is a bug in jaxres (exit {Exit.BUG.value} BUG)\n")
     leave(Exit.BUG)
 
 
@@ -88,6 +93,7 @@ def _train(target: Path, overrides: Sequence[str], inline: bool) -> int:
         return Exit.DONE
     clock = SystemClock()
     with Owner(run_dir, clock=clock) as owner:
+        signals.hold()  # Until somebody can answer them: the attempt is to end on record.
         records = runlog.read_records(run_dir.log)
         claim = _claim(config, runlog.fold(records))
         if inline:
@@ -109,10 +115,13 @@ def _train(target: Path, overrides: Sequence[str], inline: bool) -> int:
                 clock=clock,
                 env=os.environ | {"NPROC": str(claim.threads)},
             )
+            if ended.code == Exit.OUT_OF_MEMORY and ended.to_be_said:
+                advice = memory.host_advice(config, ended.reason)
+                ended = dataclasses.replace(ended, reason=advice)
         if ended.on_record:
             _put_down(log, Leaving(ended.code, ended.reason, ended.committed))
     if ended.to_be_said:
-        sys.stderr.write(faults.message(ended.code, ended.reason))
+        screen.tell(faults.message(ended.code, ended.reason))
     return ended.code
 
 
@@ -142,7 +151,7 @@ def _stop_that_was_asked(run_dir: RunDir, claim: Claim) -> Ended | None:
         return None
     storage.move(run_dir.request("stop"), run_dir.attempt(claim.attempt) / "stop")
     reason = f"{run_dir.request('stop')} was there at the start; the next start goes on"
-    return Ended(Exit.STOPPED, reason, committed=False)
+    return Ended(Exit.STOPPED, reason, committed=False, to_be_said=True)
 
 
 def _worker_command(run_dir: RunDir, claim: Claim) -> list[str]:
@@ -172,7 +181,7 @@ def _put_down(log: RunLog, leaving: Leaving) -> None:
     try:
         log.append(Stop(exit=leaving.exit, reason=leaving.reason, committed=leaving.committed))
     except (TypedEnd, OSError) as error:
-        say(f"the end could not be recorded: {error}")
+        screen.tell(f"jaxres: the end could not be recorded: {error}\n")
 
 
 def _refuse_other_threads(claim: Claim) -> None:
@@ -273,13 +282,10 @@ def _first_line(path: Path) -> str:
 
 def leave(code: int) -> NoReturn:
     """Ends the process for sure: after a failed save Orbax's threads would hold it for minutes."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code == Exit.DONE:
-        sys.exit(code)
+    screen.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    output.never_fail()
+    screen.never_fail()
     leave(main(sys.argv[1:]))

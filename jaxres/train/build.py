@@ -52,7 +52,7 @@ class Place:
     emit: Emit
     clock: Clock
     landed: Callable[[MetricsLine], None]
-    """Told of every finished step, after its line is written."""
+    """Told of every finished step, before its line is written."""
     requests: Requests
 
 
@@ -98,8 +98,8 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     metrics = stack.enter_context(MetricsLog(place.run_dir.metrics(place.log.attempt)))
 
     def landed(line: MetricsLine) -> None:
+        place.landed(line)  # First: whoever reads the line may rely on the door's knowing of it.
         metrics.append(line)
-        place.landed(line)
 
     run = Run(
         steps=config.train.steps,

@@ -6,9 +6,10 @@ the steps up to k - LAG, so decisions depend neither on timing nor on who looks 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -18,7 +19,7 @@ from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import Clock
 from jaxres.data import Batch, sample_digest
 from jaxres.events import Emit, Evaluated, PhaseChanged, TrainingStarted
-from jaxres.faults import ConfigError, Continue, Exit, Stop, Verdict
+from jaxres.faults import ConfigError, Continue, Exit, Stop, TypedEnd, Verdict
 from jaxres.guards import Guard, Seen, gravest, judge_step, preemption
 from jaxres.metrics import MetricsLine
 from jaxres.models import Params
@@ -125,7 +126,7 @@ class Ended:
 
 def train(run: Run) -> Ended:
     """Trains from the newest committed step to `run.steps`, or until a verdict ends it."""
-    with run.checkpoints as checkpoints:
+    with run.checkpoints as checkpoints, _waiting_told(run):
         state, progress, flight = restore_or_start(run)
         while True:
             due = run.agenda.at(
@@ -158,6 +159,20 @@ def train(run: Run) -> Ended:
                 tokens=run.feed.tokens_per_step,
             )
             flight.steps.append((progress, sample_digest(batch.ids), metrics))
+
+
+@contextlib.contextmanager
+def _waiting_told(run: Run) -> Iterator[None]:
+    """Says after a failure that a save in flight is awaited, which has a longer limit than a step.
+
+    Else a slow disk would turn a divergence into a hang.
+    """
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(TypedEnd):
+            run.emit(PhaseChanged("settle", "ending; waiting for the save in flight"))
+        raise
 
 
 def restore_or_start(run: Run) -> tuple[TrainState, Progress, Flight]:

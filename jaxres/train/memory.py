@@ -45,3 +45,32 @@ def advice(config: RunConfig, error: Exception) -> str:
         "What is committed stays. Change one of these and start the same command again:\n"
         + "\n".join(f"  {setting}" for setting in settings)
     )
+
+
+def host_advice(config: RunConfig, reason: str) -> str:
+    """Returns the end's message after the kernel has killed the worker for want of host memory.
+
+    >>> from jaxres.config.schema import RunConfig, DataSection, TextSource, TrainSection
+    >>> data = DataSection(source=TextSource(path="x"))
+    >>> small = RunConfig(data=data, train=TrainSection(steps=1, global_batch_size=24))
+    >>> print(host_advice(small, "killed"))
+    killed
+    What is committed stays. Change one of these and start the same command again:
+      data.prefetch_batches=2 (4 now: batches of 24 rows that wait in memory)
+      a host with more memory (while a checkpoint is written the state is there twice)
+    """
+    now = config.data.prefetch_batches
+    settings = []
+    if now > 1:
+        rows = config.train.global_batch_size
+        settings.append(
+            f"data.prefetch_batches={now // 2} ({now} now: batches of {rows} rows that wait in "
+            "memory)"
+        )
+    settings.append(
+        "a host with more memory (while a checkpoint is written the state is there twice)"
+    )
+    return (
+        f"{reason}\nWhat is committed stays. Change one of these and start the same command again:"
+        + "".join(f"\n  {setting}" for setting in settings)
+    )

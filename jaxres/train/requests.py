@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 
+from jaxres import screen
 from jaxres.faults import Exit
-
-TAKEN = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-STOPS = {signal.SIGTERM: Exit.PREEMPTED, signal.SIGINT: Exit.STOPPED}
+from jaxres.supervise import signals
 
 
 class Requests:
@@ -27,6 +25,7 @@ class Requests:
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
+        self._taken: set[signal.Signals] = set()
         self._stop: Exit | None = None
         self._save = threading.Event()
         self._stepped = False
@@ -35,7 +34,11 @@ class Requests:
 
     def __enter__(self) -> Requests:
         # Before any other thread: they inherit the mask.
-        signal.pthread_sigmask(signal.SIG_BLOCK, TAKEN)
+        taken = {n for n in signals.heeded() if n in signals.STOPS} | {signal.SIGUSR2}
+        signal.pthread_sigmask(signal.SIG_BLOCK, taken)
+        if self._alone:  # The way in has held it until here.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
+        self._taken = taken
         threading.Thread(target=self._take, name="jaxres-signals", daemon=True).start()
         return self
 
@@ -64,14 +67,14 @@ class Requests:
 
     def _take(self) -> None:
         while True:
-            number = signal.Signals(signal.sigwait(TAKEN))
+            number = signal.Signals(signal.sigwait(self._taken))
             if number == signal.SIGUSR2:
                 self._save.set()
                 continue
-            again, self._stop = self._stop is not None, STOPS[number]
+            again, self._stop = self._stop is not None, self._stop or signals.STOPS[number]
             if not self._alone:
                 continue
-            if again or self._closed:
+            if self._closed or (again and number != signal.SIGHUP):
                 self._end_now(128 + number, f"{number.name} again: ended at once")
             if not self._stepped:
                 if self._on_early_end is not None:
@@ -81,9 +84,8 @@ class Requests:
 
     def _end_now(self, code: int, text: str) -> None:
         self._say(text)
-        sys.stdout.flush()
+        screen.flush()
         os._exit(code)
 
     def _say(self, text: str) -> None:
-        sys.stderr.write(f"jaxres: {text}\n")
-        sys.stderr.flush()
+        screen.tell(f"jaxres: {text}\n")

@@ -22,8 +22,8 @@ from typing import IO
 from rich.console import Console as Terminal
 
 from jaxres import config as configs
-from jaxres import faults, output, runlog, storage
-from jaxres.beat import BeatWriter, Leaving, encode
+from jaxres import faults, runlog, screen, storage
+from jaxres.beat import BeatWriter, Leaving, write_now
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.events import Emit, EventLog, PhaseChanged, RunEnded, RunOpened
@@ -57,8 +57,8 @@ def work(
                 terminal=Terminal(file=sys.stdout, highlight=False, soft_wrap=True),
             )
         )
-        hearers = [console.heard] + ([beat.heard] if beat else [])
-        landers = [console.landed] + ([beat.landed] if beat else [])
+        hearers = ([beat.heard] if beat else []) + [console.heard]
+        landers = ([beat.landed] if beat else []) + [console.landed]
         events = stack.enter_context(
             EventLog(run_dir.events(claim.attempt, 0), clock=clock, listeners=hearers)
         )
@@ -84,7 +84,7 @@ def work(
         _leave_on_record(leaving, events.emit, step=told.step if told else 0)
     if told is not None:
         sys.stdout.write(told.farewell)
-        sys.stdout.flush()
+        screen.flush()
     return leaving
 
 
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
     catch_bugs(
         run_dir,
         options.attempt,
-        tell=lambda leaving: os.write(options.beat_fd, encode(leaving)),
+        tell=lambda leaving: write_now(options.beat_fd, leaving),
     )
     records = runlog.read_records(run_dir.log)
     claim = runlog.claim_of(records, attempt=options.attempt)
@@ -115,9 +115,12 @@ def main(arguments: Sequence[str]) -> int:
     recorded = run_dir.attempt(options.attempt) / "config.yaml"
     config = configs.load_recorded(recorded, ()).config
     with Requests(alone=False) as requests, BeatWriter(options.beat_fd) as beat:
-        leaving = work(config, run_dir, log, claim, requests=requests, beat=beat)
+        try:
+            leaving = work(config, run_dir, log, claim, requests=requests, beat=beat)
+        except SystemExit as error:
+            raise RuntimeError("custom code has called sys.exit; raise an error instead") from error
     if leaving.exit != Exit.DONE:
-        sys.stderr.write(faults.message(leaving.exit, leaving.reason))
+        screen.tell(faults.message(leaving.exit, leaving.reason))
     return leaving.exit
 
 
@@ -139,29 +142,34 @@ def catch_bugs(run_dir: RunDir, attempt: int, *, tell: Callable[[Leaving], objec
     stacks: IO[str] = run_dir.stacks(attempt).open("a")
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # The door has blocked it.
 
     def leave_as_bug(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        text = "".join(traceback.format_exception(kind, error, trace))
-        reason = traceback.format_exception_only(kind, error)[-1].strip()
-        path = run_dir.attempt(attempt) / "traceback.txt"
+        if isinstance(error, TypedEnd):  # From before the run, or after it.
+            leaving = Leaving(error.exit, str(error), committed=False)
+            text = faults.message(error.exit, str(error))
+        else:
+            text = "".join(traceback.format_exception(kind, error, trace))
+            reason = traceback.format_exception_only(kind, error)[-1].strip()
+            path = run_dir.attempt(attempt) / "traceback.txt"
+            with contextlib.suppress(OSError):
+                path.write_text(text)
+            leaving = Leaving(Exit.BUG, f"{reason} (traceback: {path})", committed=False)
+            text += "this is a bug, in jaxres or in custom code (exit 70 BUG)\n"
+        screen.flush()
+        screen.tell(text)
         with contextlib.suppress(OSError):
-            path.write_text(text)
-        with contextlib.suppress(OSError):
-            tell(Leaving(Exit.BUG, f"{reason} (traceback: {path})", committed=False))
-        sys.stdout.flush()
-        sys.stderr.write(f"{text}this is a bug, in jaxres or in custom code (exit 70 BUG)\n")
-        sys.stderr.flush()
-        os._exit(Exit.BUG)
+            tell(leaving)
+        os._exit(leaving.exit)
 
     sys.excepthook = leave_as_bug
 
 
 if __name__ == "__main__":
-    output.never_fail()
+    screen.never_fail()
     code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    screen.flush()
     # Not sys.exit: after a failed save Orbax's threads would hold the process for minutes.
     os._exit(code)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.rundir import RunDir
-from tests.promises.trainer import MLP, Place
+from tests.promises.trainer import FAULTY, MLP, Place
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +38,11 @@ def killed(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     trainer.kill()
     assert trainer.ended() == -9, trainer.said()
     return trainer.run_dir
+
+
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+    """A FAULTY run in which nothing went wrong; only to be looked at."""
+    place = Place(tmp_path_factory.mktemp("calm"), caches)
+    place.finish("calm", config=FAULTY)
+    return place.run_dir("calm")

@@ -78,7 +78,10 @@ def test_zombie_deletes_nothing_of_an_heir_that_is_at_work(place: Place, unbroke
 
     heir = place.start("run", *MLP, "checkpoint.save_every_steps=1", "train.steps=1000000")
     heir.wait_commit(10)
-    zombie.kill(signal.SIGCONT)
+    # The worker alone first: an awake door would end it before it sweeps.
+    zombie.kill(signal.SIGCONT, who="worker")
+    zombie.wait(lambda: zombie.entered("init") or zombie.entered("restore"), what="a sweep")
+    zombie.kill(signal.SIGCONT, who="door")
     zombie.refused(Exit.FENCED, "attempt 2")
     assert zombie.entered("init") or zombie.entered("restore"), "it has swept"
     heir.wait_commit(line(heir.run_dir).step + 2)

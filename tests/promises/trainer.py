@@ -18,13 +18,15 @@ from typing import Any
 
 from jaxres import runlog, verbs
 from jaxres.events import read_events, read_json_lines
-from jaxres.faults import Exit
 from jaxres.rundir import RunDir
-from jaxres.runlog import Line
+from jaxres.runlog import Line, Stop
 
 POLL_SECONDS = 0.001
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
+FAULTY = Path(__file__).with_name("faulty.yaml")
+PACED = {"PACE": "0.001"}
+"""Environment of a FAULTY run of some 20 steps a second, to be met in the middle."""
 STEPS = 200
 MLP = (
     "model.kind=mlp",
@@ -109,12 +111,28 @@ class Trainer:
         """Waits until a step at or after `step` is committed."""
         self.wait(lambda: line(self.run_dir).step >= step, what=f"commit of step {step}")
 
-    def refused(self, exit: Exit, *words: str) -> str:
+    def steps(self) -> list[int]:
+        """Returns the steps that this attempt has finished."""
+        return [row["step"] for row in read_json_lines(self.run_dir.metrics(self.attempt))]
+
+    def last_words(self) -> Stop | None:
+        """Returns the stop record of this attempt, if it has left one."""
+        record = line(self.run_dir).last_stop
+        if record is None or record.attempt != self.attempt:
+            return None
+        assert isinstance(record.body, Stop), record
+        return record.body
+
+    def wait_word(self, word: str) -> None:
+        """Waits until it has said something."""
+        self.wait(lambda: word in self.said(), what=f"word {word!r}")
+
+    def refused(self, exit: int, *words: str) -> str:
         """Waits for a typed end: that code, one message with these words, and no traceback."""
         code, said = self.ended(), self.said()
-        assert code == exit, f"exit {code}, expected {exit.value}\n{said}"
+        assert code == exit, f"exit {code}, expected {exit}\n{said}"
         assert "Traceback" not in said, said
-        assert said.count(f"(exit {exit.value}") == 1, said
+        assert said.count(f"(exit {int(exit)}") == 1, said
         for word in words:
             assert word in said, f"no {word!r} in:\n{said}"
         return said

@@ -1,0 +1,117 @@
+"""User code that goes wrong on demand: rows and a model, imported by the training process only.
+
+What goes wrong is no part of the config, so that the same command without it is the same run. The
+environment says it: FAULT="WHERE:COUNT:WHAT", as "row:300:spin"; PACE is seconds a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+VOCAB = 64
+NUM_ROWS = 2000
+HELDOUT_FROM = 1800
+MANY_SECONDS = 3600
+
+
+class OnPurpose(Exception):
+    """What a test has asked for."""
+
+
+def spin() -> NoReturn:
+    while True:
+        pass
+
+
+def hold() -> NoReturn:
+    """Keeps the interpreter to itself, as a stuck extension does."""
+    keeping = ctypes.PyDLL(None)
+    while True:
+        keeping.sleep(MANY_SECONDS)
+
+
+def fail() -> NoReturn:
+    raise OnPurpose("as the test has asked")
+
+
+def exhaust_device() -> None:
+    jnp.zeros((1 << 46,), jnp.float32).block_until_ready()
+
+
+def exhaust_host() -> None:
+    bytearray(1 << 62)
+
+
+def eat() -> None:
+    """Takes half a gigabyte, page by page."""
+    eaten = [b"x" * (1 << 20) for _ in range(512)]
+    del eaten
+
+
+WHATS = {
+    "eat": eat,
+    "sleep": lambda: time.sleep(MANY_SECONDS),
+    "nap": lambda: time.sleep(5),
+    "spin": spin,
+    "hold": hold,
+    "fail": fail,
+    "sys_exit": lambda: sys.exit(0),
+    "os_exit": lambda: os._exit(0),
+    "exhaust_device": exhaust_device,
+    "exhaust_host": exhaust_host,
+}
+COUNTS = {where: itertools.count(1) for where in ("build", "trace", "row", "heldout")}
+
+
+def reach(where: str) -> None:
+    """Goes wrong if this is the time and place that was asked for."""
+    count = next(COUNTS[where])
+    asked_where, asked_count, what = os.environ.get("FAULT", "::").split(":")
+    if where == asked_where and count == int(asked_count):
+        WHATS[what]()
+
+
+class Items:
+    """Rows of tokens; the last tenth is held out and read by the main thread, the rest is not."""
+
+    vocab_size = VOCAB
+    fingerprint = "faulty"
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        reach("heldout" if index >= HELDOUT_FROM else "row")
+        time.sleep(float(os.environ.get("PACE", "0")))
+        return np.random.default_rng(index).integers(0, VOCAB, 17)
+
+
+def rows() -> Items:
+    reach("build")
+    return Items()
+
+
+def model(*, vocab_size: int, seq_len: int) -> SimpleNamespace:
+    """A bias a token."""
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return {"bias_V": 0.01 * jax.random.normal(key, (vocab_size,))}
+
+    def loss(params: dict[str, Any], batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
+        reach("trace")
+        log_probs_V = jax.nn.log_softmax(params["bias_V"])
+        weights_BT = batch["weights_BT"]
+        nats_B = -jnp.sum(log_probs_V[batch["targets_BT"]] * weights_BT, axis=1)
+        return nats_B, jnp.sum(weights_BT, axis=1)
+
+    return SimpleNamespace(init=init, loss=loss)
