@@ -71,7 +71,7 @@ def test_hang_ends_within_its_limit(place: Place, calm: RunDir, name: str) -> No
     hang = HANGS[name]
     trainer = place.start("run", *hang.limits, config=FAULTY, env={"FAULT": hang.fault})
     since = began(trainer, hang)
-    code = trainer.ended()
+    code = trainer.ended(seconds=3 * hang.seconds + 30)
     seconds = time.monotonic() - since
     said = trainer.said()
     assert code == Exit.HUNG, said

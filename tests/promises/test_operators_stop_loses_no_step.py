@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import signal
@@ -108,17 +109,33 @@ def test_stop_before_the_first_step_ends_at_once(place: Place, phase: str, ask: 
     assert not trainer.run_dir.request("stop").exists()
 
 
-def test_stop_in_the_first_instants_is_typed(place: Place) -> None:
-    """Also while the door imports, or waits for its claim: never the signal's default."""
-    for number, exit in ((signal.SIGTERM, Exit.PREEMPTED), (signal.SIGINT, Exit.STOPPED)):
-        for seconds in (0.06, 0.12, 0.2, 0.35):
-            trainer = place.start("run", config=FAULTY)
-            # Python itself needs some 20 ms until the first line of ours.
-            time.sleep(seconds)
-            trainer.kill(number, who="door")
-            code = trainer.ended()
-            assert code == exit or (code < 0 and seconds < 0.1), f"{seconds}: {trainer.said()}"
-            assert "Traceback" not in trainer.said(), trainer.said()
+def signal_is(which: str, number: int, pid: int) -> bool:
+    """Whether a process has a signal blocked (SigBlk) or caught (SigCgt) by now."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition(f"{which}:")[2].split()[0], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("stage", ["imports", "wait for the owner"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_stop_before_there_is_a_worker_is_typed(
+    place: Place, number: signal.Signals, stage: str
+) -> None:
+    exit = Exit.STOPPED if number == signal.SIGINT else Exit.PREEMPTED
+    run_dir = place.run_dir("run")
+    run_dir.root.mkdir()
+    with run_dir.lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # Whoever comes watches for three beats.
+        trainer = place.start("run", config=FAULTY)
+        pid = trainer.process.pid
+        trainer.wait(lambda: signal_is("SigBlk", number, pid), what="held signals")
+        if stage == "wait for the owner":
+            trainer.wait(
+                lambda: signal_is("SigCgt", number, pid) and not signal_is("SigBlk", number, pid),
+                what="signals that are answered",
+            )
+        trainer.kill(number, who="door")
+        trainer.refused(exit, f"{number.name} before the run had begun")
+    assert [path.name for path in run_dir.root.iterdir()] == ["owner.lock"]
 
 
 LATE: dict[str, Callable[[Trainer], None]] = {

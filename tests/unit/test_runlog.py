@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 import math
@@ -318,3 +319,35 @@ def test_threads_of_one_attempt_append_in_one_order(tmp_path):
     for thread in threads:
         thread.join()
     assert len(runlog.read_records(tmp_path)) == 201
+
+
+def test_door_and_worker_of_one_attempt_append_until_the_next_claim(tmp_path):
+    """Each passes over what the other has written; both are fenced, and nobody writes after it."""
+    claimed(tmp_path)
+    writers = [RunLog(tmp_path, attempt=1, last_seq=1, clock=StoppedClock()) for _ in range(2)]
+    counts, fenced, barrier = [0, 0], [], threading.Barrier(3)
+
+    def append(number):
+        barrier.wait()
+        try:
+            for counts[number] in range(1000):
+                writers[number].append(COMMIT)
+        except Fenced:
+            fenced.append(number)
+
+    threads = [threading.Thread(target=append, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    heir, is_heir = dataclasses.replace(CLAIM, attempt=2), False
+    while not is_heir:
+        read = [record(1, CLAIM)] * len(storage.list_names(tmp_path))
+        with contextlib.suppress(Fenced):
+            RunLog.claim(tmp_path, heir, after=read, clock=StoppedClock())
+            is_heir = True
+    for thread in threads:
+        thread.join()
+    records = runlog.read_records(tmp_path)
+    assert [record.attempt for record in records] == [1] * (len(records) - 1) + [2]
+    assert sorted(fenced) == [0, 1]
+    assert sum(counts) == len(records) - 2

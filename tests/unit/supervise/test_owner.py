@@ -1,0 +1,136 @@
+"""Promises of the owner, on a clock that only moves when somebody waits."""
+
+import json
+import os
+
+import pytest
+
+from jaxres.faults import Fenced
+from jaxres.rundir import RunDir
+from jaxres.supervise import owner as owners
+from jaxres.supervise.owner import BEAT_SECONDS, MISSED_BEATS, Owner
+
+
+class FakeClock:
+    """Calls back on every sleep, as whoever else runs meanwhile."""
+
+    def __init__(self, meanwhile=lambda: None):
+        self.now = 0.0
+        self.meanwhile = meanwhile
+
+    def monotonic(self):
+        return self.now
+
+    def wall(self):
+        return 1000.0 + self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.meanwhile()
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return RunDir(tmp_path / "run")
+
+
+def without_lock(monkeypatch):
+    def refuse(*_):
+        raise OSError(owners.errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(owners.fcntl, "flock", refuse)
+
+
+def test_free_run_is_owned_at_once(run_dir):
+    clock = FakeClock()
+    with Owner(run_dir, clock=clock):
+        seen = owners.read(run_dir)
+    assert clock.now == 0
+    assert (seen["pid"], seen["locked"], seen["count"]) == (os.getpid(), True, 1)
+
+
+def test_living_owner_is_named_and_nothing_is_written(run_dir):
+    with Owner(run_dir, clock=FakeClock()) as first:
+        clock = FakeClock(meanwhile=first.beat)
+        with pytest.raises(Fenced, match=f"pid {os.getpid()}"):
+            Owner(run_dir, clock=clock).__enter__()
+        assert owners.read(run_dir)["nonce"] == first._nonce
+        assert sorted(path.name for path in run_dir.root.iterdir()) == ["owner.json", "owner.lock"]
+    assert clock.now <= BEAT_SECONDS
+
+
+def test_owner_that_misses_three_beats_is_succeeded(run_dir):
+    with Owner(run_dir, clock=FakeClock()) as sleeper:
+        clock = FakeClock()
+        with Owner(run_dir, clock=clock) as heir:
+            assert clock.now >= MISSED_BEATS * BEAT_SECONDS
+            assert owners.read(run_dir)["nonce"] == heir._nonce
+            assert owners.read(run_dir)["locked"] is False
+            sleeper.__exit__()
+            heir.beat()
+            assert owners.read(run_dir)["locked"] is True
+
+
+def test_death_of_the_owner_while_one_watches_ends_the_wait(run_dir):
+    first = Owner(run_dir, clock=FakeClock()).__enter__()
+    clock = FakeClock(meanwhile=first.__exit__)
+    with Owner(run_dir, clock=clock):
+        assert clock.now < BEAT_SECONDS
+
+
+def test_free_lock_says_nothing_of_an_owner_that_never_had_it(run_dir):
+    """The sleeper that held it has died; its heir lives and has not taken it yet."""
+    sleeper = Owner(run_dir, clock=FakeClock()).__enter__()
+    with Owner(run_dir, clock=FakeClock()) as heir:
+        sleeper.__exit__()
+        clock = FakeClock(meanwhile=heir.beat)
+        with pytest.raises(Fenced):
+            Owner(run_dir, clock=clock).__enter__()
+
+
+def test_dead_owner_that_never_had_the_lock_is_waited_out(run_dir):
+    sleeper = Owner(run_dir, clock=FakeClock()).__enter__()
+    Owner(run_dir, clock=FakeClock()).__enter__().__exit__()
+    sleeper.__exit__()
+    clock = FakeClock()
+    with Owner(run_dir, clock=clock):
+        assert clock.now >= MISSED_BEATS * BEAT_SECONDS
+
+
+def test_without_any_locks_the_beat_decides(run_dir, monkeypatch):
+    without_lock(monkeypatch)
+    with Owner(run_dir, clock=FakeClock()) as first:
+        with pytest.raises(Fenced):
+            Owner(run_dir, clock=FakeClock(meanwhile=first.beat)).__enter__()
+        clock = FakeClock()
+        with Owner(run_dir, clock=clock):
+            assert clock.now >= MISSED_BEATS * BEAT_SECONDS
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"x" * 512])
+def test_beat_that_cannot_be_read_is_no_owner(run_dir, data):
+    run_dir.root.mkdir()
+    run_dir.owner.write_bytes(data)
+    assert owners.read(run_dir) is None
+    with Owner(run_dir, clock=FakeClock()):
+        assert json.loads(run_dir.owner.read_bytes())["count"] == 1
+
+
+def test_beats_are_of_one_size_and_of_growing_count(run_dir):
+    with Owner(run_dir, clock=FakeClock()) as owner:
+        sizes, counts = set(), []
+        for _ in range(200):
+            owner.beat()
+            sizes.add(run_dir.owner.stat().st_size)
+            counts.append(owners.read(run_dir)["count"])
+    assert sizes == {owners.BEAT_BYTES + 1}
+    assert counts == list(range(2, 202))
+
+
+def test_people_are_told_who_is_alive(run_dir):
+    clock = FakeClock()
+    assert not owners.is_alive(run_dir, clock=clock)
+    with Owner(run_dir, clock=clock):
+        assert owners.is_alive(run_dir, clock=clock)
+        clock.now += MISSED_BEATS * BEAT_SECONDS + 1
+        assert not owners.is_alive(run_dir, clock=clock)
