@@ -1,7 +1,7 @@
 import errno
 import io
 
-from jaxres.output import Unfailing
+from jaxres.screen import Screen
 
 
 class Full(io.StringIO):
@@ -13,13 +13,13 @@ class Full(io.StringIO):
 
 
 def test_words_that_nobody_takes_are_lost_and_end_nothing():
-    stream = Unfailing(Full())
+    stream = Screen(Full())
     assert stream.write("words") == 5
     stream.flush()
 
 
 def test_words_that_are_taken_arrive_and_the_rest_is_the_streams_own():
     there = io.StringIO()
-    Unfailing(there).write("words")
+    Screen(there).write("words")
     assert there.getvalue() == "words"
-    assert Unfailing(there).isatty() is False
+    assert Screen(there).isatty() is False
