@@ -11,6 +11,7 @@ import pytest
 
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
+from jaxres.supervise import owner
 from tests.promises.trainer import FAULTY, PACED, Place, Trainer, assert_bit_exact
 
 GRACE_SECONDS = 2.0
@@ -116,7 +117,11 @@ def test_door_that_slept_past_every_deadline_raises_no_alarm(place: Place, calm:
     trainer.wait_step(5)
     trainer.kill(signal.SIGSTOP)
     time.sleep(10)
-    trainer.kill(signal.SIGCONT)
+    beat = owner.read(trainer.run_dir)
+    trainer.kill(signal.SIGCONT, who="door")
+    # The worker wakes last, so that no progress of its own excuses the pause.
+    trainer.wait(lambda: owner.read(trainer.run_dir) != beat, what="a beat of the door")
+    trainer.kill(signal.SIGCONT, who="worker")
     assert trainer.ended() == 0, trainer.said()
     assert_bit_exact(trainer.run_dir, calm)
 
