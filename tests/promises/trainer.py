@@ -182,15 +182,16 @@ class Place:
         """Starts `python -m jaxres.train` with these words."""
         attempt = line(run_dir).attempt + 1
         output = self.root / f"{run_dir.root.name}-{attempt}-{len(self.trainers)}.txt"
+        # Not by a function between fork and exec: jax forbids forks once it has a backend.
+        pinned = ("taskset", "--cpu-list", ",".join(map(str, sorted(cores)))) if cores else ()
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [*self.through, sys.executable, "-m", "jaxres.train", *words],
+                [*self.through, *pinned, sys.executable, "-m", "jaxres.train", *words],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {}),
-                preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
             )
         trainer = Trainer(run_dir, process, output, attempt)
         self.trainers.append(trainer)
@@ -223,7 +224,8 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"folder"
         for path in sorted(folder.rglob("*"))
-        if not path.name.startswith(".") and path.name not in ("owner.json", "owner.lock")
+        if path.name not in ("owner.json", "owner.lock")
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     }
 
 
