@@ -56,7 +56,7 @@ def host_advice(config: RunConfig, reason: str) -> str:
     >>> print(host_advice(small, "killed"))
     killed
     What is committed stays. Change one of these and start the same command again:
-      data.prefetch_batches=2 (4 now: batches of 24 rows that wait in memory)
+      data.prefetch_batches=4 (8 now: batches of 24 rows that wait in memory)
       a host with more memory (while a checkpoint is written the state is there twice)
     """
     now = config.data.prefetch_batches

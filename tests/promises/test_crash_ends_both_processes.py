@@ -140,7 +140,7 @@ def test_kernels_memory_kill_is_told_from_other_kills(place: Place, calm: RunDir
         in_use = "memory.usage_in_bytes" if is_old else "memory.current"
         (group / limit).write_text(str(int((group / in_use).read_text()) + (64 << 20)))
         said = trainer.refused(Exit.OUT_OF_MEMORY, "the kernel killed the worker")
-        assert "data.prefetch_batches=2 (8 now: batches of 24 rows" in said
+        assert "data.prefetch_batches=4 (8 now: batches of 24 rows" in said
         place.through = ()
         place.finish("run", config=FAULTY)
         assert_bit_exact(trainer.run_dir, calm)
