@@ -94,7 +94,7 @@ def _age(seconds: float) -> str:
     """Returns a duration in the largest unit that fits.
 
     >>> _age(59), _age(3700), _age(200000)
-    ('59 s', '61 min', '55 h')
+    ('59 s', '62 min', '56 h')
     """
     if seconds < 120:
         return f"{seconds:.0f} s"
