@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxres.events import Event, PhaseChanged, RunEnded
+from jaxres.events import Event, PhaseChanged
 from jaxres.metrics import MetricsLine
 
 
@@ -78,15 +78,17 @@ class BeatWriter:
         self._thread.join(timeout=CLOSE_SECONDS)
 
     def heard(self, event: Event) -> None:
-        """Forwards a phase change, and the end of the run."""
+        """Forwards a phase change."""
         if isinstance(event, PhaseChanged):
             self._send(EnteredPhase(event.phase))
-        elif isinstance(event, RunEnded):
-            self._send(Leaving(event.exit, event.message, event.committed))
 
     def landed(self, line: MetricsLine) -> None:
         """Forwards a finished step."""
         self._send(FinishedStep(line.step, line.step_seconds))
+
+    def leaving(self, word: Leaving) -> None:
+        """Tells how the run ends; no event, for a full disk must not hide it."""
+        self._send(word)
 
     def _send(self, beat: Beat) -> None:
         with self._changed:

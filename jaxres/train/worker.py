@@ -81,6 +81,8 @@ def work(
             if end.exit == Exit.HUNG:
                 os.kill(os.getpid(), signal.SIGUSR1)  # Stacks of all threads.
             leaving, told = Leaving(end.exit, str(end), committed=False), None
+        if beat is not None:
+            beat.leaving(leaving)
         _leave_on_record(leaving, events.emit, step=told.step if told else 0)
     if told is not None:
         sys.stdout.write(told.farewell)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxres import beat as beats
 from jaxres.beat import BeatWriter, EnteredPhase, FinishedStep, Leaving, decode, encode
-from jaxres.events import Noted, PhaseChanged, RunEnded
+from jaxres.events import Noted, PhaseChanged
 from jaxres.metrics import MetricsLine
 
 
@@ -52,7 +52,7 @@ def test_what_it_was_told_is_in_the_pipe_when_it_returns(pipe):
         assert drain(pipe[0]) == [FinishedStep(1, 0.5)]
         writer.heard(Noted("nobody's progress"))
         assert drain(pipe[0]) == []
-        writer.heard(RunEnded(75, "PREEMPTED", 1, True, "asked"))
+        writer.leaving(Leaving(75, "asked", True))
         assert drain(pipe[0]) == [Leaving(75, "asked", True)]
 
 
