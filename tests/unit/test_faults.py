@@ -41,6 +41,8 @@ def test_every_typed_end_has_its_own_exit_and_says_what_it_is():
         "Fenced": Exit.FENCED,
         "Unrestorable": Exit.UNRESTORABLE,
         "OutOfMemory": Exit.OUT_OF_MEMORY,
+        "Preempted": Exit.PREEMPTED,
+        "Stopped": Exit.STOPPED,
     }
     assert all(kind.__doc__ for kind in ends)
 
