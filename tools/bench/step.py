@@ -45,7 +45,7 @@ from jaxres.train.requests import Requests
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
-SMALL = ("data.seq_len=64", "model.num_layers=1", "model.d_model=64", "model.num_heads=2")
+SMALL = ("data.seq_len=96", "model.num_layers=1", "model.d_model=64", "model.num_heads=2")
 """A model whose step takes about 20 ms on two cores."""
 LIMIT = 1.05
 NUM_PLACED = 8
