@@ -37,7 +37,7 @@ from jaxres.events import (
 )
 from jaxres.faults import ConfigError, Continue, Stop, StorageUnavailable, Verdict, fault
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, Commit, Prune, RunLog, canonical_json
+from jaxres.runlog import Claim, Commit, Line, Prune, RunLog, canonical_json
 from jaxres.state import Progress
 
 Tree = dict[str, Any]
@@ -94,10 +94,8 @@ class Checkpoints:
         self._context = orbax.context(timeout_seconds=section.timeout_seconds)
 
     def __enter__(self) -> Checkpoints:
-        line = self._log.line()
         storage.make_dir(self._run_dir.checkpoints)
-        keep = {Path(commit.path).name for commit in line.committed}
-        retention.sweep(self._run_dir.checkpoints, keep=keep, attempt=self._log.attempt)
+        self._delete_all_but(self._log.line())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -297,12 +295,16 @@ class Checkpoints:
             if line.attempt < self._log.attempt or line.step < self._committed_step:
                 # Nothing that counts may be taken for dead because storage hides its record.
                 raise StorageUnavailable(f"{self._run_dir.log}: records are missing by now.")
-            keep = {Path(commit.path).name for commit in line.committed}
-            retention.sweep(self._run_dir.checkpoints, keep=keep, attempt=self._log.attempt)
+            self._delete_all_but(line)
         except (StorageUnavailable, ConfigError, OSError) as error:
             self._emit(
                 Noted(f"dead steps could not be deleted, the next save tries again: {error}")
             )
+
+    def _delete_all_but(self, line: Line) -> None:
+        """Deletes the step directories, of this attempt or earlier ones, that are off the line."""
+        keep = {Path(commit.path).name for commit in line.committed}
+        retention.sweep(self._run_dir.checkpoints, keep=keep, attempt=self._log.attempt)
 
     def poll(self) -> None:
         """Raises what the newest background save has failed with, unless storage refused it."""

@@ -85,7 +85,7 @@ def directions(run_dir: RunDir, *, step: int) -> str:
             "",
             "where things are",
             f"  {run_dir.checkpoints}/   checkpoints that stock Orbax reads",
-            f"  {root}/attempts/0001/metrics.jsonl   one line a step",
+            f"  {root}/attempts/*/metrics.jsonl   one line a step",
             "what to try next",
             f"  python -m jaxres status {root}",
             f"  python -m jaxres history {root}",
