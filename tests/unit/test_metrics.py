@@ -8,7 +8,8 @@ import numpy as np
 from jaxres import runlog
 from jaxres.metrics import MetricsLine, MetricsLog, read_history, surviving
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, Commit, Record, Start
+from jaxres.runlog import Commit, Record, Start
+from tests.unit.records import CLAIM
 
 LINE = MetricsLine(
     seq=2,
@@ -33,19 +34,7 @@ def log_of(*bodies):
 
 
 def claim(attempt):
-    return Claim(
-        attempt=attempt,
-        host="h",
-        pid=1,
-        boot_id="b",
-        nonce="n",
-        coordinator=None,
-        num_hosts=1,
-        threads=2,
-        versions={},
-        fingerprint={},
-        trajectory="t",
-    )
+    return dataclasses.replace(CLAIM, attempt=attempt)
 
 
 def start(step):

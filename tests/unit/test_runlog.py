@@ -11,7 +11,8 @@ import pytest
 
 from jaxres import runlog, storage
 from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable
-from jaxres.runlog import Claim, Commit, Prune, Record, RunLog, Skip, Start, Stop, canonical_json
+from jaxres.runlog import Commit, Prune, Record, RunLog, Skip, Start, Stop, canonical_json
+from tests.unit.records import CLAIM
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "log" / "plain"
 
@@ -30,19 +31,6 @@ class StoppedClock:
         self.now += seconds
 
 
-CLAIM = Claim(
-    attempt=1,
-    host="node-a",
-    pid=7,
-    boot_id="b",
-    nonce="n",
-    coordinator=None,
-    num_hosts=1,
-    threads=2,
-    versions={"jax": "1"},
-    fingerprint={"cpu": "x"},
-    trajectory="7a",
-)
 COMMIT = Commit(step=8, path="checkpoints/x", manifest="sha256:0", bytes=3, known_good=False)
 BODIES = [
     CLAIM,

@@ -9,7 +9,8 @@ from pathlib import Path
 from jaxres import runlog, status
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, RunLog, Stop
+from jaxres.runlog import RunLog, Stop
+from tests.unit.records import CLAIM
 
 
 @dataclass
@@ -30,20 +31,7 @@ class StillClock:
 
 def claimed(folder: Path, clock: StillClock) -> tuple[RunDir, RunLog]:
     run_dir = RunDir(folder)
-    claim = Claim(
-        attempt=1,
-        host="h",
-        pid=7,
-        boot_id="b",
-        nonce="n",
-        coordinator=None,
-        num_hosts=1,
-        threads=2,
-        versions={},
-        fingerprint={},
-        trajectory="t",
-    )
-    return run_dir, RunLog.claim(run_dir.log, claim, after=[], clock=clock)
+    return run_dir, RunLog.claim(run_dir.log, CLAIM, after=[], clock=clock)
 
 
 def beat(run_dir: RunDir, clock: StillClock) -> None:

@@ -13,22 +13,9 @@ from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import SystemClock
 from jaxres.config.schema import CheckpointSection
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, RunLog, read_records
+from jaxres.runlog import RunLog, read_records
 from jaxres.state import Progress
-
-CLAIM = Claim(
-    attempt=1,
-    host="node-a",
-    pid=7,
-    boot_id="b",
-    nonce="n",
-    coordinator=None,
-    num_hosts=1,
-    threads=2,
-    versions={"jax": "1"},
-    fingerprint={"cpu": "x"},
-    trajectory="7a",
-)
+from tests.unit.records import CLAIM
 
 
 def nothing():
