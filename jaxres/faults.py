@@ -74,6 +74,12 @@ class Stopped(TypedEnd):
     exit = Exit.STOPPED
 
 
+class PeerLost(TypedEnd):
+    """Another host of the run is gone, or does not come; the message names it."""
+
+    exit = Exit.PEER_LOST
+
+
 class OutOfMemory(TypedEnd):
     """A device or the host ran out of memory; the message names the settings to change."""
 

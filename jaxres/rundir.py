@@ -52,9 +52,13 @@ class RunDir:
         """One line a step, by the lead host."""
         return self.attempt(attempt) / "metrics.jsonl"
 
-    def stacks(self, attempt: int) -> Path:
-        """Stacks of all threads, dumped when a deadline has passed or a person asks."""
-        return self.attempt(attempt) / "stacks.txt"
+    def stacks(self, attempt: int, host: int) -> Path:
+        """Stacks of all threads of one host's worker, when a deadline has passed or one asks."""
+        return self.attempt(attempt) / f"stacks-host{host:03d}.txt"
+
+    def traceback(self, attempt: int, host: int) -> Path:
+        """The traceback of an exception that one host's worker has not caught."""
+        return self.attempt(attempt) / f"traceback-host{host:03d}.txt"
 
     def events(self, attempt: int, host: int) -> Path:
         """What happened, by one host."""

@@ -79,7 +79,7 @@ def _ending(run_dir: RunDir, line: Line, *, alive: bool) -> list[tuple[str, str]
         ]
     assert isinstance(stop.body, runlog.Stop)
     advice = NEXT.get(stop.body.exit, "look at the output, then: python -m jaxres.train {root}")  # type: ignore[call-overload]
-    told = advice.format(root=run_dir.root, stacks=run_dir.stacks(line.attempt))
+    told = advice.format(root=run_dir.root, stacks=run_dir.stacks(line.attempt, 0))
     return [("ended", _words(stop)), ("next", told)]
 
 

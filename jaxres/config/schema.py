@@ -225,6 +225,9 @@ class TrainSection(Section):
     """Rows a step, over all devices and hosts."""
     microbatches: PositiveInt = free(1)
     """Parts in which a step's batch is computed one after the other; more parts, less memory."""
+    max_rows_per_device: PositiveInt | None = free(None)
+    """Rows that a device computes at once at most: where fewer devices come back, the batch is cut
+    into more parts than train.microbatches, and stays the same. null: no bound."""
     reduction: Literal["fast", "invariant"] = "fast"
     """invariant: gradients equal bit for bit on any device count (not built yet)."""
 
@@ -294,6 +297,13 @@ class DeadlinesSection(Section):
     """Longest blocking part of a save; more than twice checkpoint.timeout_seconds."""
 
 
+class HostsSection(Section):
+    join_seconds: PositiveFloat = free(300.0)
+    """Longest wait, at the start of an attempt, until every host has come."""
+    heartbeat_seconds: PositiveFloat = free(10.0)
+    """A host that has not been heard of for so long is gone. Below 5, a busy machine looks dead."""
+
+
 class CompileSection(Section):
     cache_dir: Path | None = free(Path("~/.cache/jaxres/xla"))
     """Folder of JAX's persistent compilation cache; null: none."""
@@ -320,5 +330,7 @@ class RunConfig(Section):
     """What a person sees."""
     deadlines: DeadlinesSection = DeadlinesSection()
     """How long each phase may go on without progress before the run ends as hung (80)."""
+    hosts: HostsSection = HostsSection()
+    """How the hosts of a job find each other, and when one counts as gone."""
     compilation: CompileSection = CompileSection()
     """How steps are compiled."""

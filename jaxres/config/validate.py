@@ -134,12 +134,9 @@ def _unknown_key(key: str, slot: Slot, kind: str | None) -> str:
     others = [kind_of(s) for s in slot.sections if s is not section and name in s.model_fields]
     if others:
         return f"unknown key for kind {kind}; {_one_of(tuple(others))} has it ({_keys(known)})"
-    near = did_you_mean(name, known)
-    if not near:
-        places = _places_of(
-            name, [leaf for leaf in leaves() if leaf.key.rpartition(".")[0] != parent]
-        )
-        near = f"; did you mean {_one_of(places)}?" if places else ""
+    places = _places_of(name, [leaf for leaf in leaves() if leaf.key.rpartition(".")[0] != parent])
+    # The very name in another section is likelier than a similar one here.
+    near = f"; did you mean {_one_of(places)}?" if places else did_you_mean(name, known)
     return f"unknown key{near} ({_keys(known)})"
 
 

@@ -236,7 +236,7 @@ def _ask_to_save(running: Attempt) -> None:
 def _answer(running: Attempt, number: int) -> Ended | None:
     if number == signal.SIGUSR1:
         running.process.send_signal(signal.SIGUSR1)
-        say(f"stacks of all threads are in {running.run_dir.stacks(running.number)}")
+        say(f"stacks of all threads are in {running.run_dir.stacks(running.number, 0)}")
     elif number == signal.SIGUSR2:
         _ask_to_save(running)
     elif number == signal.SIGTSTP:
@@ -281,7 +281,7 @@ def _end_hung(running: Attempt) -> Ended:
         _kill_group(running.process)
         return Ended(word.exit, word.reason, word.committed, word.exit != Exit.FENCED, True)
     watch, limit = running.watch, limit_seconds(running.watch, running.limits)
-    stacks = running.run_dir.stacks(running.number)
+    stacks = running.run_dir.stacks(running.number, 0)
     reason = (
         f"no progress for {limit:.1f} s in phase '{watch.phase}' after step {watch.step} of this "
         f"attempt; stacks of all threads, where they could be had: {stacks}. If that is no hang, "

@@ -141,7 +141,7 @@ def catch_bugs(run_dir: RunDir, attempt: int, *, tell: Callable[[Leaving], objec
     for other threads and hosts.
     """
     storage.make_dir(run_dir.attempt(attempt))
-    stacks: IO[str] = run_dir.stacks(attempt).open("a")
+    stacks: IO[str] = run_dir.stacks(attempt, 0).open("a")
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # The door has blocked it.
@@ -155,7 +155,7 @@ def catch_bugs(run_dir: RunDir, attempt: int, *, tell: Callable[[Leaving], objec
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
             reason = traceback.format_exception_only(kind, error)[-1].strip()
-            path = run_dir.attempt(attempt) / "traceback.txt"
+            path = run_dir.traceback(attempt, 0)
             with contextlib.suppress(OSError):
                 path.write_text(text)
             leaving = Leaving(Exit.BUG, f"{reason} (traceback: {path})", committed=False)

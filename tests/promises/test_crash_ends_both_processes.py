@@ -81,13 +81,13 @@ def test_error_in_custom_code_is_a_bug_told_once(place: Place, calm: RunDir, fau
     name = "sys.exit" if "sys_exit" in fault else "OnPurpose"
     assert said.count("(exit 70 BUG)") == 1, said
     assert f"{name}" in said
-    written = (trainer.run_dir.attempt(1) / "traceback.txt").read_text()
+    written = trainer.run_dir.traceback(1, 0).read_text()
     assert "faulty.py" in written
     assert said.count("most recent call last") == written.count("most recent call last")
     words = trainer.last_words()
     assert words is not None
     assert words.exit == Exit.BUG
-    assert "traceback.txt" in words.reason
+    assert "traceback-host000.txt" in words.reason
     place.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)
 

@@ -82,7 +82,7 @@ def test_hang_ends_within_its_limit(place: Place, calm: RunDir, name: str) -> No
         assert f"no progress for {hang.seconds:.1f} s in phase '{hang.phase}'" in said
     assert hang.by_name in said, said
     if hang.stacks is not None:
-        assert f" in {hang.stacks}" in trainer.run_dir.stacks(1).read_text()
+        assert f" in {hang.stacks}" in trainer.run_dir.stacks(1, 0).read_text()
     words = trainer.last_words()
     assert words is not None
     assert (words.exit, words.committed) == (Exit.HUNG, False)

@@ -236,7 +236,7 @@ def test_sigusr1_dumps_stacks_and_training_goes_on(place: Place, calm: RunDir, w
     else:  # The worker is there, and perhaps not its handler.
         trainer.wait(lambda: trainer.worker() is not None, what="a worker")
     trainer.kill(signal.SIGUSR1, who="door")
-    stacks = trainer.run_dir.stacks(1)
+    stacks = trainer.run_dir.stacks(1, 0)
     trainer.wait(
         lambda: stacks.exists() and "most recent call first" in stacks.read_text(), what="stacks"
     )

@@ -41,6 +41,7 @@ def test_every_typed_end_has_its_own_exit_and_says_what_it_is():
         "Fenced": Exit.FENCED,
         "Unrestorable": Exit.UNRESTORABLE,
         "OutOfMemory": Exit.OUT_OF_MEMORY,
+        "PeerLost": Exit.PEER_LOST,
         "Preempted": Exit.PREEMPTED,
         "Stopped": Exit.STOPPED,
     }

@@ -64,7 +64,7 @@ def test_an_end_is_told_with_its_cause_and_what_to_do(tmp_path):
     log.append(Stop(exit=Exit.HUNG, reason="no progress for 30.0 s", committed=False))
     clock.now += 100
     assert told(run_dir, clock)["ended"] == "exit 80 HUNG (attempt 1): no progress for 30.0 s"
-    assert "stacks.txt" in told(run_dir, clock)["next"]
+    assert "stacks-host000.txt" in told(run_dir, clock)["next"]
 
 
 def test_a_worker_that_a_signal_has_killed_is_told_by_the_signal(tmp_path):
