@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -11,10 +11,28 @@ from jax.sharding import Mesh
 
 from jaxres import mesh as meshes
 from jaxres.data import Arrays, Rows
+from jaxres.faults import Stop, Verdict
 from jaxres.models import Params
 from jaxres.step import Batch
 
-Compiled = Callable[[Params, Batch, jax.Array], jax.Array]
+Compiled = Callable[[Params, Batch, jax.Array, Any], jax.Array]
+NUM_SUMS = 2
+
+
+class Listener(Protocol):
+    """What an evaluation needs of the agreement of all hosts."""
+
+    def facts(self, *, busy_seconds: float) -> Any:
+        """Returns this host's word for the next batch."""
+        ...
+
+    def heard(self, facts: np.ndarray) -> object:
+        """Takes the words of all hosts."""
+        ...
+
+    def verdict(self) -> Verdict:
+        """Returns the stop that all hosts have heard of."""
+        ...
 
 
 def batches(
@@ -32,20 +50,24 @@ def batches(
 
 def make(
     eval_step: Compiled, heldout: Rows, *, rows_per_batch: int, limit: int, mesh: Mesh
-) -> Callable[[Params, Callable[[], bool]], float | None]:
+) -> Callable[[Params, Listener], float | None]:
     """Returns a function from params to the mean held-out loss over the weights.
 
-    Its second argument is asked before every batch whether to give up; then the result is None.
+    It gives up between two batches, on all hosts alike, when a stop is asked for; then it returns
+    None.
     """
 
-    def evaluate(params: Params, give_up: Callable[[], bool]) -> float | None:
-        sums = np.zeros(2, np.float64)
+    def evaluate(params: Params, hosts: Listener) -> float | None:
+        sums = np.zeros(NUM_SUMS, np.float64)
         for arrays, mask_B in batches(heldout, rows_per_batch=rows_per_batch, limit=limit):
-            if give_up():
+            if isinstance(hosts.verdict(), Stop):
                 return None
             placed: dict[str, Any] = meshes.place_batch(mesh, {**arrays, "mask_B": mask_B})
             mask = placed.pop("mask_B")
-            sums += np.asarray(eval_step(params, placed, mask), np.float64)
+            facts = hosts.facts(busy_seconds=0.0)
+            values = np.asarray(eval_step(params, placed, mask, facts), np.float64)
+            sums += values[:NUM_SUMS]
+            hosts.heard(values[NUM_SUMS:])
         return float(sums[0] / sums[1])
 
     return evaluate

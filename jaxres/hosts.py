@@ -1,8 +1,10 @@
-"""Which part of a job of many hosts this process is."""
+"""Which part of a job of many hosts this process is, and what it may ask of the others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -11,6 +13,8 @@ class Member:
 
     host: int = 0
     num_hosts: int = 1
+    coordinator: str | None = None
+    """host:port where the workers of this attempt meet; None for a host that is alone."""
 
     @property
     def leads(self) -> bool:
@@ -24,3 +28,50 @@ class Member:
 
 
 ALONE = Member()
+
+
+class Peers(Protocol):
+    """What the parts of a run may ask of the job's other hosts."""
+
+    member: Member
+
+    def same(self, topic: str, decide: Callable[[], str], *, seconds: float) -> str:
+        """Returns the lead's word on a topic, on every host; only the lead decides.
+
+        Args:
+          topic: unique within the attempt.
+          decide: called on the lead only; what it raises is raised there, and is no word.
+          seconds: how long the others wait for the word.
+
+        Raises:
+          PeerLost: the word did not come.
+        """
+        ...
+
+    def meet(self, topic: str, *, seconds: float) -> None:
+        """Waits until every host has come to the same point.
+
+        Raises:
+          PeerLost: somebody did not come; the message names who.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Comes right before the process ends by its own word: the lead goes last."""
+        ...
+
+
+class Alone:
+    """The job of one host: decides at once, waits for nobody."""
+
+    member = ALONE
+
+    def same(self, topic: str, decide: Callable[[], str], *, seconds: float) -> str:
+        """Returns its own word."""
+        return decide()
+
+    def meet(self, topic: str, *, seconds: float) -> None:
+        """Has nobody to wait for."""
+
+    def leave(self) -> None:
+        """Has nobody to take leave of."""

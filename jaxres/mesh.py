@@ -58,6 +58,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
+def one_row_a_device(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of arrays of which every device holds one row."""
+    return NamedSharding(mesh, PartitionSpec(AXES))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of arrays that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())

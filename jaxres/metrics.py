@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,8 @@ class MetricsLine:
     """Whether the update was masked."""
     samples: str
     """xxh3-64 of the ids of the global batch's rows in order."""
+    busy_seconds: Sequence[float] = ()
+    """How long each host worked by itself before it dispatched the step; empty for a lone host."""
 
 
 class MetricsLog:
@@ -91,5 +93,5 @@ def read_history(run_dir: RunDir, line: Line) -> list[MetricsLine]:
     found = []
     for attempt in range(1, line.attempt + 1):
         for fields in read_json_lines(run_dir.metrics(attempt)):
-            found.append(MetricsLine(**{name: fields[name] for name in names}))
+            found.append(MetricsLine(**{name: fields[name] for name in names if name in fields}))
     return surviving(line, found)

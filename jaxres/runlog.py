@@ -256,9 +256,18 @@ class RunLog:
         self._unsure = None
         return stands
 
+    @property
+    def folder(self) -> Path:
+        """Where the records are."""
+        return self._folder
+
+    def records(self) -> list[Record]:
+        """Reads the whole log."""
+        return read_records(self._folder)
+
     def line(self) -> Line:
         """Reads the log and folds it."""
-        return fold(read_records(self._folder))
+        return fold(self.records())
 
 
 def _fenced(path: Path, winner: Record) -> Fenced:

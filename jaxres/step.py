@@ -22,8 +22,12 @@ Batch = Mapping[str, jax.Array]
 METRICS = ("loss", "grad_norm", "learning_rate", "state_is_finite")
 """What the entries of a step's metrics vector mean; the last is 1 or 0, of the state after it."""
 
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Float[Array, "4"]]]
-EvalStep = Callable[[Params, Batch, Float[Array, " B"]], Float[Array, "2"]]
+Facts = Float[Array, "D F"] | None
+"""Every device's row is the word of its host; None for a host that is alone."""
+TrainStep = Callable[..., tuple[TrainState, Float[Array, " M"]]]
+"""(state, batch, facts=None) -> (state, metrics)."""
+EvalStep = Callable[..., Float[Array, " M"]]
+"""(params, batch, mask_B, facts=None) -> sums."""
 
 
 def make_train_step(
@@ -36,10 +40,13 @@ def make_train_step(
 ) -> TrainStep:
     """Returns the step: the state is to be donated, the metrics vector is float32 (see METRICS).
 
-    The loss is the weighted mean over the whole batch, whatever the number of microbatches.
+    After the metrics come the words of all hosts, row by row, for every host to read. The loss is
+    the weighted mean over the whole batch, whatever the number of microbatches.
     """
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Float[Array, "4"]]:
+    def train_step(
+        state: TrainState, batch: Batch, facts: Facts = None
+    ) -> tuple[TrainState, Float[Array, " M"]]:
         next_key, step_key = jax.random.split(jax.random.wrap_key_data(state.key))
         loss, grads = _mean_loss_and_gradient(
             model, state.params, batch, step_key, microbatches=microbatches
@@ -51,9 +58,15 @@ def make_train_step(
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
         after = TrainState(params=params, opt=opt, key=jax.random.key_data(next_key), step=step)
         finite = _all_finite((params, opt))
-        return after, jnp.stack([loss, grad_norm, learning_rate, finite]).astype(jnp.float32)
+        return after, _with_facts([loss, grad_norm, learning_rate, finite], facts)
 
     return train_step
+
+
+def _with_facts(numbers: list[jax.Array], facts: Facts) -> Float[Array, " M"]:
+    """Returns one small vector, so that the host fetches one array a step."""
+    vector = jnp.stack(numbers).astype(jnp.float32)
+    return vector if facts is None else jnp.concatenate([vector, facts.reshape(-1)])
 
 
 def _mean_loss_and_gradient(
@@ -94,10 +107,15 @@ def _split(array_B: jax.Array, microbatches: int) -> jax.Array:
 
 
 def make_eval_step(model: Model) -> EvalStep:
-    """Returns a function that gives the sums (loss, weight) over the rows whose mask is 1."""
+    """Returns a function that gives the sums (loss, weight) over the rows whose mask is 1, and
+    after them the words of all hosts.
+    """
 
-    def eval_step(params: Params, batch: Batch, mask_B: Float[Array, " B"]) -> Float[Array, "2"]:
+    def eval_step(
+        params: Params, batch: Batch, mask_B: Float[Array, " B"], facts: Facts = None
+    ) -> Float[Array, " M"]:
         loss_sum_B, weight_B = model.loss(params, batch, None)
-        return jnp.stack([jnp.sum(loss_sum_B * mask_B), jnp.sum(weight_B * mask_B)])
+        sums = [jnp.sum(loss_sum_B * mask_B), jnp.sum(weight_B * mask_B)]
+        return _with_facts(sums, facts)
 
     return eval_step

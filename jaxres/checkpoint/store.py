@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from orbax.checkpoint import v1 as ocp
 
 from jaxres import storage
+from jaxres.checkpoint import arrays, retention
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import orbax, retention
+from jaxres.checkpoint.arrays import Tree, array_infos
 from jaxres.checkpoint.manifest import ArrayInfo, Manifest
+from jaxres.checkpoint.restore import restore
 from jaxres.clock import Clock
 from jaxres.config.schema import CheckpointSection
 from jaxres.events import (
@@ -36,11 +37,14 @@ from jaxres.events import (
     StepsPruned,
 )
 from jaxres.faults import ConfigError, Continue, Stop, StorageUnavailable, Verdict, fault
+from jaxres.hosts import Peers
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Commit, Line, Prune, RunLog, canonical_json
 from jaxres.state import Progress
 
-Tree = dict[str, Any]
+BEGIN, NOTHING, COUNTS = "begin", "nothing to do", "counts"
+"""The lead's words about a save; any other word is the reason why there is none."""
+WORD_SECONDS = 60.0
 
 
 class Checkpoints:
@@ -57,6 +61,7 @@ class Checkpoints:
         run_dir: RunDir,
         log: RunLog,
         claim: Claim,
+        peers: Peers,
         emit: Emit,
         clock: Clock,
         before_commit: Callable[[], None],
@@ -68,6 +73,7 @@ class Checkpoints:
           run_dir: where the steps go.
           log: where commits and prunes go.
           claim: this attempt's; its versions and fingerprint go into every manifest.
+          peers: the job's other hosts: each writes its shards; the lead decides and commits.
           emit: told of every save.
           clock: times the saves.
           before_commit: makes durable what must be so before a step counts (the metrics lines).
@@ -76,12 +82,15 @@ class Checkpoints:
         self._run_dir = run_dir
         self._log = log
         self._claim = claim
+        self._peers = peers
         self._emit = emit
         self._clock = clock
         self._before_commit = before_commit
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="jaxres-saver")
         self._flight: Future[None] | None = None
         self._abandoned = False
+        self._calls = 0
+        """Saves that were asked for so far: the same number on every host."""
         self._committed_step = self._saved_step = log.line().step
         self._unsure: tuple[Commit, float] | None = None
         """A commit whose record storage failed to confirm, and when its save began."""
@@ -91,18 +100,26 @@ class Checkpoints:
         self._why = ""
         self._is_silent = False
         """Whether storage has answered nothing for so long that nothing more is tried."""
-        self._context = orbax.context(timeout_seconds=section.timeout_seconds)
+        self._context = arrays.context(timeout_seconds=section.timeout_seconds)
 
     def __enter__(self) -> Checkpoints:
-        storage.make_dir(self._run_dir.checkpoints)
-        self._delete_all_but(self._log.line())
+        if self._peers.member.leads:
+            storage.make_dir(self._run_dir.checkpoints)
+            self._delete_all_but(self._log.line())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._abandoned = kind is not None
-        self._saver.shutdown(wait=not self._is_silent)
+        # Of many hosts one may be gone, and Orbax waits for it for minutes.
+        in_vain = self._is_silent or (self._abandoned and not self._peers.member.is_alone)
+        self._saver.shutdown(wait=not in_vain)
         if kind is None:
             self.poll()
+
+    @property
+    def _silence_seconds(self) -> float:
+        """When a save counts as silent: Orbax's limit, and as much for the rest."""
+        return 2 * self._section.timeout_seconds
 
     @property
     def saved_step(self) -> int:
@@ -137,41 +154,64 @@ class Checkpoints:
           state: the plain nested dict of arrays; may be donated as soon as this returns.
           progress: the host's facts at the same step.
         """
-        if progress.step <= self._saved_step or self._is_silent:
+        self._calls += 1
+        seconds = self._silence_seconds + WORD_SECONDS
+        word = self._peers.same(
+            f"save/{self._calls}", lambda: self._decide(state, progress.step), seconds=seconds
+        )
+        if word == NOTHING:
             return
+        try:
+            if word != BEGIN:
+                raise StorageUnavailable(word)
+            self._begin(state, progress)
+        except StorageUnavailable as refusal:
+            self._fail(progress.step, str(refusal))
+
+    def _decide(self, state: Tree, step: int) -> str:
+        """Returns the lead's word on what is to be done: BEGIN, NOTHING, or why not."""
+        if step <= self._saved_step or self._is_silent:
+            return NOTHING
         started = self._clock.monotonic()
         if self._flight is not None and not self._flight.done():
             self.wait()
-            self._emit(SaveWaited(progress.step, self._clock.monotonic() - started))
+            self._emit(SaveWaited(step, self._clock.monotonic() - started))
         self.poll()
         if self._is_silent:
-            return
+            return NOTHING
         try:
             self._confirm()
-            if progress.step > self._committed_step:
-                self._begin(state, progress)
+            if step <= self._committed_step:
+                return NOTHING
+            self._refuse_beside_another_writer()
+            self._refuse_beside_leftovers(self._step_dir(step))
+            size_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
+            arrays.refuse_without_room(self._run_dir.checkpoints.absolute(), size_bytes)
         except StorageUnavailable as refusal:
-            self._fail(progress.step, refusal)
+            return str(refusal)
+        return BEGIN
+
+    def _step_dir(self, step: int) -> Path:
+        name = retention.step_name(step, attempt=self._log.attempt)
+        return (self._run_dir.checkpoints / name).absolute()
 
     def _begin(self, state: Tree, progress: Progress) -> None:
-        """Takes the snapshot and sends the rest to the background, if there is room for it."""
+        """Takes the snapshot and sends the rest to the background."""
         started = self._clock.monotonic()
-        name = retention.step_name(progress.step, attempt=self._log.attempt)
-        step_dir = (self._run_dir.checkpoints / name).absolute()
-        arrays = array_infos(state)
-        self._refuse_beside_another_writer()
-        self._refuse_beside_leftovers(step_dir)
-        orbax.refuse_without_room(step_dir.parent, sum(x.nbytes for x in jax.tree.leaves(state)))
-        response = orbax.begin(state, step_dir, self._context)
+        infos = array_infos(state)
+        if not self._peers.member.leads:
+            self.wait()  # The lead has.
+        response = arrays.begin(state, self._step_dir(progress.step), self._context)
         self._saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
+        finish = self._finish if self._peers.member.leads else self._follow
         self._flight = self._saver.submit(
-            self._finish, response, step_dir, progress, arrays, started
+            finish, response, progress, infos, started, f"saved/{self._calls}"
         )
 
     def _refuse_beside_another_writer(self) -> None:
         """Has no more than one snapshot in memory: a save that was given up may still go on."""
-        if self._writer is not None and not orbax.is_over(self._writer):
+        if self._writer is not None and not arrays.is_over(self._writer):
             raise StorageUnavailable(
                 f"{self._run_dir.checkpoints}: an earlier save is still being written, after more "
                 f"than {self._section.timeout_seconds:.0f} s (checkpoint.timeout_seconds)."
@@ -188,27 +228,50 @@ class Checkpoints:
     def _finish(
         self,
         response: Any,
-        step_dir: Path,
         progress: Progress,
-        arrays: Mapping[str, ArrayInfo],
+        infos: Mapping[str, ArrayInfo],
         started: float,
+        topic: str,
     ) -> None:
         """Makes one step durable, then makes it count. Runs in the saver's thread."""
         try:
-            commit = self._write(response, step_dir, progress, arrays)
+            commit = self._write(response, progress, infos)
             if self._abandoned:
                 return
             self._commit(commit, started)
         except StorageUnavailable as refusal:
-            if not self._abandoned:
-                self._fail(progress.step, refusal)
+            if self._abandoned:
+                return
+            self._fail(progress.step, str(refusal))
+        counts = self._committed_step >= progress.step
+        self._peers.same(topic, lambda: COUNTS if counts else self._why, seconds=0)
 
-    def _write(
-        self, response: Any, step_dir: Path, progress: Progress, arrays: Mapping[str, ArrayInfo]
-    ) -> Commit:
+    def _follow(
+        self,
+        response: Any,
+        progress: Progress,
+        infos: Mapping[str, ArrayInfo],
+        started: float,
+        topic: str,
+    ) -> None:
+        """Writes this host's shards and hears whether the step counts. In the saver's thread."""
+        try:
+            step_dir = self._step_dir(progress.step)
+            arrays.settle(response, step_dir, timeout=self._section.timeout_seconds)
+        except StorageUnavailable as refusal:
+            self._emit(Noted(f"this host could not write its part: {refusal}"))
+        seconds = self._silence_seconds
+        word = self._peers.same(topic, _not_the_lead, seconds=seconds)
+        if word == COUNTS:
+            self._mark(progress.step)
+        else:
+            self._fail(progress.step, word)
+
+    def _write(self, response: Any, progress: Progress, infos: Mapping[str, ArrayInfo]) -> Commit:
         """Returns the record of a step that is durable, as are the metrics lines up to it."""
+        step_dir = self._step_dir(progress.step)
         self._writer = response
-        orbax.settle(response, step_dir, timeout=self._section.timeout_seconds)
+        arrays.settle(response, step_dir, timeout=self._section.timeout_seconds)
         self._writer = None
         facts = canonical_json(dataclasses.asdict(progress))
         storage.replace(step_dir / manifests.PROGRESS, facts)
@@ -217,7 +280,7 @@ class Checkpoints:
             step=progress.step,
             attempt=self._log.attempt,
             files=files,
-            arrays=arrays,
+            arrays=infos,
             versions=self._claim.versions,
             fingerprint=self._claim.fingerprint,
             trajectory=self._claim.trajectory,
@@ -259,10 +322,13 @@ class Checkpoints:
             self._count(commit, started)
         return stands
 
-    def _count(self, commit: Commit, started: float) -> None:
-        self._committed_step = commit.step
-        self._saved_step = max(self._saved_step, commit.step)
+    def _mark(self, step: int) -> None:
+        self._committed_step = step
+        self._saved_step = max(self._saved_step, step)
         self._failures, self._why = 0, ""
+
+    def _count(self, commit: Commit, started: float) -> None:
+        self._mark(commit.step)
         seconds = self._clock.monotonic() - started
         self._emit(SaveCommitted(commit.step, commit.path, commit.bytes, seconds))
         try:
@@ -273,11 +339,12 @@ class Checkpoints:
             )
         self._sweep()
 
-    def _fail(self, step: int, refusal: StorageUnavailable) -> None:
+    def _fail(self, step: int, why: str) -> None:
         """Counts and tells a save that storage has refused, and gives back what room it took."""
-        self._sweep()
+        if self._peers.member.leads:
+            self._sweep()
         self._failures += 1
-        self._why = str(refusal)
+        self._why = why
         self._saved_step = self._committed_step
         self._emit(SaveFailed(step, self._why, self._failures))
 
@@ -318,7 +385,7 @@ class Checkpoints:
         """
         if self._flight is None or self._is_silent:
             return
-        limit = 2 * self._section.timeout_seconds
+        limit = self._silence_seconds
         try:
             self._flight.result(timeout=limit)
         except FutureTimeout:
@@ -331,69 +398,12 @@ class Checkpoints:
             )
 
     def restore(self, commit: Commit, like: Tree) -> tuple[Tree, Progress]:
-        """Reads a committed step into arrays sharded as asked for.
-
-        Args:
-          commit: the step's record.
-          like: nested dict of jax.ShapeDtypeStruct with shardings.
-
-        Raises:
-          Unrestorable: the step is damaged.
-          StorageUnavailable: storage did not let it be read; nothing is judged.
-          ConfigError: it was read, but holds other arrays than the model wants.
-        """
+        """Reads a committed step into arrays sharded as asked for; see checkpoint/restore.py."""
         step_dir = (self._run_dir.root / commit.path).absolute()
-        manifest = manifests.read(step_dir, commit)
-        _refuse_differences(step_dir, manifest.arrays, array_infos(like))
-        try:
-            with self._context:
-                state = ocp.load(str(step_dir), like, checkpointable_name=manifests.ARRAYS)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            # Orbax checks none of its JSON files: a flipped letter shows as any of these.
-            raise manifests.unreadable(step_dir, commit.step, error) from error
-        assert isinstance(state, dict), type(state)
-        facts = manifests.read_progress(step_dir, commit)
-        try:
-            return state, Progress(**facts)
-        except TypeError as error:
-            what = f"{manifests.PROGRESS} is not this version's ({error})"
-            raise manifests.damaged(step_dir, commit.step, what) from error
+        found = restore(step_dir, commit, like, self._context)
+        self._committed_step = self._saved_step = commit.step
+        return found
 
 
-def array_infos(tree: Tree) -> dict[str, ArrayInfo]:
-    """Returns path (`params/blocks/...`) -> dtype and global shape of every array in a tree.
-
-    Raises:
-      ConfigError: two arrays have the same path, or would have in the files, where `.` stands for
-        `/`; one of them would be lost.
-    """
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    infos: dict[str, ArrayInfo] = {}
-    names: dict[str, str] = {}
-    for keys, leaf in flat:
-        path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        other = names.setdefault(path.replace("/", "."), path)
-        if path in infos or other != path:
-            raise ConfigError(
-                f"model: two arrays of the state would be stored as one: {other} and {path}. "
-                "Rename one of them, without a dot or slash in its name."
-            )
-        infos[path] = ArrayInfo(str(leaf.dtype), tuple(leaf.shape))
-    return infos
-
-
-def _refuse_differences(
-    step_dir: Path, there: Mapping[str, ArrayInfo], here: Mapping[str, ArrayInfo]
-) -> None:
-    rows = [
-        f"  {path}: {there.get(path, 'absent')} there, {here.get(path, 'absent')} here"
-        for path in sorted({*there, *here})
-        if there.get(path) != here.get(path)
-    ]
-    if rows:
-        raise ConfigError(
-            f"{step_dir}: the checkpoint holds other arrays than this model and optimizer\n"
-            + "\n".join(rows)
-            + "\nThe config is the same, so the code has changed: go back to the code that started "
-            "the run, or start a new run in another run.dir."
-        )
+def _not_the_lead() -> str:
+    raise AssertionError("only the lead decides")

@@ -31,6 +31,7 @@ from jaxres.beat import Leaving
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
 from jaxres.faults import ConfigError, Exit, TypedEnd, UsageError
+from jaxres.hosts import ALONE
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog, Stop
 from jaxres.supervise.owner import Owner
@@ -166,7 +167,7 @@ def _inline(config: RunConfig, run_dir: RunDir, log: RunLog, claim: Claim) -> En
     from jaxres.train.requests import Requests
 
     with Requests(alone=True) as requests:
-        worker.catch_bugs(run_dir, claim.attempt, tell=lambda leaving: _put_down(log, leaving))
+        worker.catch_bugs(run_dir, claim.attempt, ALONE, tell=lambda word: _put_down(log, word))
         requests.before_early_end(
             lambda exit: _put_down(log, Leaving(exit, "before the first finished step", False))
         )

@@ -18,7 +18,6 @@ from jaxres import mesh as meshes
 from jaxres import state as states
 from jaxres import step as steps
 from jaxres.checkpoint.store import Checkpoints
-from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.data import Batch, Dataset
 from jaxres.events import Emit, PhaseChanged, RunBuilt
@@ -26,11 +25,11 @@ from jaxres.faults import ConfigError
 from jaxres.guards.divergence import stop_on_nonfinite
 from jaxres.metrics import MetricsLine, MetricsLog
 from jaxres.models import Model
-from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, RunLog
+from jaxres.runlog import Claim
 from jaxres.state import TrainState
+from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
 from jaxres.train.loop import Agenda, Feed, Run
-from jaxres.train.requests import Requests
+from jaxres.train.place import Place
 
 
 @dataclass(frozen=True)
@@ -40,20 +39,6 @@ class Built:
     run: Run
     dataset: Dataset
     model: Model
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run lives and who tells of it: what build is given beside the config."""
-
-    run_dir: RunDir
-    log: RunLog
-    claim: Claim
-    emit: Emit
-    clock: Clock
-    landed: Callable[[MetricsLine], None]
-    """Told of every finished step, before its line is written."""
-    requests: Requests
 
 
 @dataclass(frozen=True)
@@ -94,13 +79,12 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         use_compilation_cache(str(config.compilation.cache_dir.expanduser()))
     parts = _parts(config, place.emit)
     place.emit(_built(parts))
-    step, evaluation = _compile(parts, place.emit)
-    metrics = stack.enter_context(MetricsLog(place.run_dir.metrics(place.log.attempt)))
-
-    def landed(line: MetricsLine) -> None:
-        place.landed(line)  # First: whoever reads the line may rely on the door's knowing of it.
-        metrics.append(line)
-
+    step, evaluation = _compile(parts, place)
+    # The first collective of a job waits for half a minute only, and one host may have compiled
+    # for long where another has found the program in its cache.
+    place.peers.meet("compiled", seconds=config.deadlines.compile_seconds)
+    landed, sync = _metrics(place, stack)
+    checkpoints = _checkpoints(config, place, before_commit=sync)
     run = Run(
         steps=config.train.steps,
         agenda=Agenda(
@@ -109,7 +93,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
             evaluate_every_steps=config.evaluation.every_steps if parts.evaluates else 0,
         ),
         log=place.log,
-        checkpoints=_checkpoints(config, place, before_commit=metrics.sync),
+        checkpoints=checkpoints,
         guards=(stop_on_nonfinite(),),
         feed=_feed(parts, place, stack),
         init=parts.init,
@@ -119,11 +103,34 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         dataset=parts.dataset.fingerprint,
         computation=computation(config, place.claim, parts.mesh),
         landed=landed,
-        requests=place.requests,
+        agreement=_agreement(place, checkpoints, parts.mesh),
+        peers=place.peers,
+        meeting_seconds=config.deadlines.restore_seconds,
         emit=place.emit,
         clock=place.clock,
     )
     return Built(run, parts.dataset, parts.model)
+
+
+def _metrics(
+    place: Place, stack: contextlib.ExitStack
+) -> tuple[Callable[[MetricsLine], None], Callable[[], None]]:
+    """Returns what hears of every finished step, and what makes the lines durable."""
+    if not place.peers.member.leads:
+        return place.landed, lambda: None
+    metrics = stack.enter_context(MetricsLog(place.run_dir.metrics(place.log.attempt)))
+
+    def landed(line: MetricsLine) -> None:
+        place.landed(line)  # First: whoever reads the line may rely on the door's knowing of it.
+        metrics.append(line)
+
+    return landed, metrics.sync
+
+
+def _agreement(place: Place, checkpoints: Checkpoints, mesh: Mesh) -> Agreement:
+    if place.peers.member.is_alone:
+        return OwnWord(place.requests, checkpoints.verdict)
+    return AllWords(place.requests, checkpoints.verdict, mesh=mesh)
 
 
 def _parts(config: RunConfig, emit: Emit) -> Parts:
@@ -152,6 +159,7 @@ def _checkpoints(
         log=place.log,
         claim=place.claim,
         emit=place.emit,
+        peers=place.peers,
         clock=place.clock,
         before_commit=before_commit,
     )
@@ -191,10 +199,10 @@ def _initializer(
 
 
 def _compile(
-    parts: Parts, emit: Emit
-) -> tuple[Any, Callable[[Any, Callable[[], bool]], float | None]]:
+    parts: Parts, place: Place
+) -> tuple[Any, Callable[[Any, evaluate.Listener], float | None]]:
     """Compiles the train step and the evaluation step before the first step."""
-    config, shapes, mesh = parts.config, parts.shapes, parts.mesh
+    config, shapes, mesh, emit = parts.config, parts.shapes, parts.mesh, place.emit
     rate = optim.learning_rate(
         config.optimizer.schedule,
         peak=config.optimizer.learning_rate,
@@ -210,7 +218,9 @@ def _compile(
     batch = _batch_shapes(parts)
     emit(PhaseChanged("compile", "training step"))
     out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(mesh))
-    step = jax.jit(train_step, donate_argnums=0, out_shardings=out).lower(shapes, batch).compile()
+    facts = None if place.peers.member.is_alone else facts_shape(mesh)
+    jitted = jax.jit(train_step, donate_argnums=0, out_shardings=out)
+    step = jitted.lower(shapes, batch, facts).compile()
     if not parts.evaluates:
         return step, _no_evaluation
     emit(PhaseChanged("compile", "evaluation step"))
@@ -218,7 +228,7 @@ def _compile(
     mask = jax.ShapeDtypeStruct(rows, jnp.float32, sharding=meshes.batch_sharding(mesh))
     eval_step = jax.jit(steps.make_eval_step(parts.model), out_shardings=meshes.replicated(mesh))
     return step, evaluate.make(
-        eval_step.lower(shapes.params, batch, mask).compile(),
+        eval_step.lower(shapes.params, batch, mask, facts).compile(),
         parts.dataset.heldout,
         rows_per_batch=parts.rows_per_batch,
         limit=config.evaluation.batches,
@@ -240,7 +250,7 @@ def _batch_shapes(parts: Parts) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _no_evaluation(params: Any, give_up: Any) -> float | None:
+def _no_evaluation(params: Any, hosts: Any) -> float | None:
     raise AssertionError("the agenda has no evaluation")
 
 
@@ -270,7 +280,8 @@ def _feed(parts: Parts, place: Place, stack: contextlib.ExitStack) -> Feed:
             waits += 1
             if waits == 1:
                 place.emit(PhaseChanged("wait for data"))
-            return place.requests.stop_asked() is not None
+            # The others are in the step already, and can't be called back.
+            return place.peers.member.is_alone and place.requests.stop_asked() is not None
 
         fed = prefetch.get(cursor, give_up=give_up)
         if waits:

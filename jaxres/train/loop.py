@@ -11,6 +11,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,16 +20,21 @@ from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import Clock
 from jaxres.data import Batch, sample_digest
 from jaxres.events import Emit, Evaluated, PhaseChanged, TrainingStarted
-from jaxres.faults import ConfigError, Continue, Exit, Stop, TypedEnd, Verdict
-from jaxres.guards import Guard, Seen, gravest, judge_step, preemption
+from jaxres.faults import ConfigError, Continue, Exit, Stop, StorageUnavailable, TypedEnd, Verdict
+from jaxres.guards import Guard, Seen, gravest, judge_step
+from jaxres.hosts import Peers
 from jaxres.metrics import MetricsLine
 from jaxres.models import Params
-from jaxres.runlog import RunLog, Start, start_of
+from jaxres.runlog import Line, RunLog, Start, fold, start_of
 from jaxres.state import Progress, TrainState, from_plain, to_plain
+from jaxres.step import METRICS
+from jaxres.train.agreement import Agreement
 from jaxres.train.guarantee import guarantee
-from jaxres.train.requests import Requests
 
 LAG = 2
+WORD_SECONDS = 60.0
+"""Longest wait for a word of the lead's that takes it one look at storage."""
+LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ class Feed:
     """The batches on their way to the devices, and what one step consumes."""
 
     at: Callable[[int], tuple[Batch, Mapping[str, jax.Array]] | None]
-    """Cursor -> the batch there, and its arrays on the devices; None: gave up, a stop is asked."""
+    """Cursor -> the batch there, and its arrays on the devices; None: gave up, since this host is
+    alone and a stop is asked."""
     num_rows: int
     tokens_per_step: int
 
@@ -88,15 +95,18 @@ class Run:
     init: Callable[[], TrainState]
     shapes: TrainState
     """jax.ShapeDtypeStruct with sharding for every array of the state."""
-    step: Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, jax.Array]]
-    """Donates the state."""
-    evaluate: Callable[[Params, Callable[[], bool]], float | None]
-    """(params, give up?) -> held-out loss; None: gave up between two batches."""
+    step: Callable[[TrainState, Mapping[str, jax.Array], Any], tuple[TrainState, jax.Array]]
+    """(state, batch, own word) -> state, metrics and all hosts' words. Donates the state."""
+    evaluate: Callable[[Params, Agreement], float | None]
+    """Params -> held-out loss; None: gave up between two batches, on all hosts alike."""
     dataset: str
     computation: dict[str, str]
     landed: Callable[[MetricsLine], None]
     """Told of every finished step, in order."""
-    requests: Requests
+    agreement: Agreement
+    peers: Peers
+    meeting_seconds: float
+    """How long a host waits for the others before training, while they restore."""
     emit: Emit
     clock: Clock
 
@@ -109,7 +119,22 @@ class Flight:
     """Number of the start record whose segment they belong to."""
     landed_at: float
     """When the last step landed, or, with none in flight, when the next one was begun."""
+    dispatched_at: float
+    """When the last step was dispatched, or, with none in flight, when the next one was begun."""
+    waited_seconds: float = 0.0
+    """How much of the time since then this host has waited for the devices, and so for others."""
     steps: deque[tuple[Progress, str, jax.Array]] = dataclasses.field(default_factory=deque)
+
+    def rest(self, now: float) -> None:
+        """Has no step in flight: what was done meanwhile belongs to none."""
+        self.landed_at = self.dispatched_at = now
+        self.waited_seconds = 0.0
+
+    def busy_seconds(self, now: float) -> float:
+        """Returns how long this host has worked by itself for the step that it dispatches now."""
+        busy = now - self.dispatched_at - self.waited_seconds
+        self.dispatched_at, self.waited_seconds = now, 0.0
+        return busy
 
 
 @dataclass(frozen=True)
@@ -130,7 +155,7 @@ def train(run: Run) -> Ended:
         state, progress, flight = restore_or_start(run)
         while True:
             due = run.agenda.at(
-                progress, saved_step=checkpoints.saved_step, asked=run.requests.save_asked()
+                progress, saved_step=checkpoints.saved_step, asked=run.agreement.save_asked()
             )
             last = progress.step == run.steps
             progress, verdict = look(run, progress, flight, drain=due.save or due.evaluate or last)
@@ -147,12 +172,14 @@ def train(run: Run) -> Ended:
             if last:
                 return settle(run, None, state, progress)
             if not flight.steps:
-                flight.landed_at = run.clock.monotonic()
+                flight.rest(run.clock.monotonic())
             fed = run.feed.at(progress.cursor)
             if fed is None:
                 continue
             batch, arrays = fed
-            state, metrics = run.step(state, arrays)
+            busy_seconds = flight.busy_seconds(run.clock.monotonic())
+            word = run.agreement.facts(busy_seconds=busy_seconds)
+            state, metrics = run.step(state, arrays, word)
             progress = progress.after(
                 next_cursor=batch.next_cursor,
                 num_rows=run.feed.num_rows,
@@ -182,7 +209,7 @@ def restore_or_start(run: Run) -> tuple[TrainState, Progress, Flight]:
       ConfigError: the rows are not the ones that the run has trained on.
       Unrestorable: there is a committed step, and it can't be read.
     """
-    line = run.log.line()
+    line = _same_line(run)
     # Rows that no committed step has seen bind nobody: mended data may go on in the same place.
     if line.newest is not None and line.dataset != run.dataset:
         raise ConfigError(
@@ -199,13 +226,41 @@ def restore_or_start(run: Run) -> tuple[TrainState, Progress, Flight]:
         plain, progress = run.checkpoints.restore(commit, to_plain(run.shapes))
         state = from_plain(plain)
     path = commit.path if commit else None
-    start = run.log.append(
-        Start(step=progress.step, path=path, dataset=run.dataset, computation=run.computation)
+    seq = _begin_segment(
+        run, Start(step=progress.step, path=path, dataset=run.dataset, computation=run.computation)
     )
     before = [start_of(record).computation for record in line.starts]
     run.emit(TrainingStarted(progress.step, path, guarantee(before, run.computation)))
     run.emit(PhaseChanged("train"))
-    return state, progress, Flight(seq=start.seq, landed_at=run.clock.monotonic())
+    now = run.clock.monotonic()
+    return state, progress, Flight(seq, landed_at=now, dispatched_at=now)
+
+
+def _same_line(run: Run) -> Line:
+    """Returns the line as the lead has read it; on the others, once they see as much of it."""
+    records = run.log.records()
+    seen = int(run.peers.same("records", lambda: str(len(records)), seconds=WORD_SECONDS))
+    end = run.clock.monotonic() + WORD_SECONDS
+    while len(records) < seen:
+        if run.clock.monotonic() > end:
+            raise StorageUnavailable(
+                f"{run.log.folder}: host 0 has read {seen} records here, this host finds only "
+                f"{len(records)} after {WORD_SECONDS:.0f} s. Is that the same storage?"
+            )
+        run.clock.sleep(LOOK_SECONDS)
+        records = run.log.records()
+    return fold(records[:seen])
+
+
+def _begin_segment(run: Run, start: Start) -> int:
+    """Records that training begins, once every host has the state; returns the record's number.
+
+    From here to the first step no host is far behind: the first collective of a job has a short
+    limit of its own.
+    """
+    run.peers.meet("restored", seconds=run.meeting_seconds)
+    word = run.peers.same("start", lambda: str(run.log.append(start).seq), seconds=WORD_SECONDS)
+    return int(word)
 
 
 def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[Progress, Verdict]:
@@ -217,23 +272,25 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
     """
     run.checkpoints.poll()
     memory = progress.guards
-    # A stop that is asked for keeps its code on a full disk too: of two alike the first stands.
-    verdict = gravest([preemption.judge(run.requests.stop_asked()), run.checkpoints.verdict()])
+    verdict = run.agreement.verdict()
     while flight.steps:
         landing = flight.steps[0][0].step
         if not drain and isinstance(verdict, Continue) and landing > progress.step + 1 - LAG:
             break
         seen = land(run, flight)
         memory, judged = judge_step(run.guards, memory, seen)
-        verdict = gravest([verdict, judged])
+        verdict = gravest([verdict, judged, run.agreement.verdict()])
     return dataclasses.replace(progress, guards=memory), verdict
 
 
 def land(run: Run, flight: Flight) -> Seen:
     """Waits for the oldest step in flight, writes its line, and returns what the guards may see."""
     progress, samples, metrics = flight.steps.popleft()
-    loss, grad_norm, learning_rate, finite = (float(value) for value in np.asarray(metrics))
+    begun = run.clock.monotonic()
+    values = np.asarray(metrics)
     now = run.clock.monotonic()
+    flight.waited_seconds += now - begun
+    loss, grad_norm, learning_rate, finite = (float(value) for value in values[: len(METRICS)])
     run.landed(
         MetricsLine(
             seq=flight.seq,
@@ -246,6 +303,7 @@ def land(run: Run, flight: Flight) -> Seen:
             step_seconds=now - flight.landed_at,
             skipped=False,
             samples=samples,
+            busy_seconds=run.agreement.heard(values[len(METRICS) :]),
         )
     )
     flight.landed_at = now
@@ -255,7 +313,7 @@ def land(run: Run, flight: Flight) -> Seen:
 def evaluate(run: Run, state: TrainState, progress: Progress) -> Progress:
     """Measures the held-out loss; before the save of the same step, so that a resume has it."""
     run.emit(PhaseChanged("evaluate"))
-    loss = run.evaluate(state.params, lambda: run.requests.stop_asked() is not None)
+    loss = run.evaluate(state.params, run.agreement)
     run.emit(PhaseChanged("train"))
     if loss is None:
         return progress
@@ -269,7 +327,7 @@ def save(run: Run, state: TrainState, progress: Progress) -> None:
     """Takes the snapshot of a judged state; the rest of the save goes on in the background."""
     run.emit(PhaseChanged("save"))
     run.checkpoints.save(to_plain(state), progress)
-    run.requests.save_taken()
+    run.agreement.save_taken()
     run.emit(PhaseChanged("train"))
 
 
@@ -286,9 +344,10 @@ def settle(run: Run, stop: Stop | None, state: TrainState, progress: Progress) -
     run.emit(PhaseChanged("settle", "waiting for the last save"))
     checkpoints.wait()
     is_wanted = stop is None or stop.fault.state_is_good
-    if is_wanted and checkpoints.committed_step < progress.step:
-        run.emit(PhaseChanged("settle", "the last save has failed; one more try"))
-        checkpoints.save(to_plain(state), progress)
+    if is_wanted:
+        if checkpoints.committed_step < progress.step:
+            run.emit(PhaseChanged("settle", "the last save has failed; one more try"))
+        checkpoints.save(to_plain(state), progress)  # Nothing to do at a step that is committed.
         checkpoints.wait()
     committed = checkpoints.committed_step == progress.step
     exit = Exit.DONE if stop is None else stop.fault.exit or Exit.BUG

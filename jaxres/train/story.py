@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 
 from jaxres import metrics
 from jaxres.beat import Leaving
-from jaxres.clock import Clock
 from jaxres.config import RunConfig
-from jaxres.events import Emit, Event, PhaseChanged, SampleWritten
-from jaxres.faults import Exit, OutOfMemory
+from jaxres.events import Event, PhaseChanged, SampleWritten
+from jaxres.faults import Exit, OutOfMemory, PeerLost
+from jaxres.hosts import Member, Peers
 from jaxres.metrics import MetricsLine
-from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, RunLog
+from jaxres.peers import first_line, is_loss, join
 from jaxres.tensorboard import TensorBoard
 from jaxres.train import farewell, memory
-from jaxres.train.build import Built, Place, build
+from jaxres.train.build import Built, build
 from jaxres.train.loop import Ended, train
-from jaxres.train.requests import Requests
+from jaxres.train.place import Place
 
 
 @dataclass(frozen=True)
@@ -32,39 +30,54 @@ class Told:
     leaving: Leaving
     step: int
     farewell: str
+    peers: Peers
+    """Who is to be told before the process ends."""
 
 
 def tell(
     config: RunConfig,
-    run_dir: RunDir,
-    log: RunLog,
-    claim: Claim,
-    requests: Requests,
-    emit: Emit,
-    clock: Clock,
-    landed: Callable[[MetricsLine], None],
+    place: Place,
     stack: contextlib.ExitStack,
+    *,
+    member: Member,
 ) -> Told:
-    """Builds the run, trains, and says goodbye.
+    """Joins the other hosts, builds the run, trains, and says goodbye.
+
+    Args:
+      config: the run's.
+      place: where it lives, and who tells of it.
+      stack: closes what was opened.
+      member: this process's part among the hosts.
 
     Raises:
       TypedEnd: for an end that is nobody's success.
     """
-    place = Place(run_dir, log, claim, emit, clock, landed, requests)
     try:
+        place = _joined(config, place, member)
         place = _with_tensorboard(config, place, stack)
         built = build(config, place, stack)
         ended = train(built.run)
-        text = _goodbye(config, run_dir, log, built, ended)
+        text = _goodbye(config, place, built, ended)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if not memory.is_exhausted(error):
-            raise
-        raise OutOfMemory(memory.advice(config, error)) from error
+        if memory.is_exhausted(error):
+            raise OutOfMemory(memory.advice(config, error)) from error
+        if not member.is_alone and is_loss(error):
+            raise PeerLost(f"another host is gone: {first_line(error)}") from error
+        raise
     leaving = Leaving(ended.exit, ended.reason, ended.committed)
-    return Told(leaving, ended.progress.step, text)
+    return Told(leaving, ended.progress.step, text, place.peers)
 
 
-def _goodbye(config: RunConfig, run_dir: RunDir, log: RunLog, built: Built, ended: Ended) -> str:
+def _joined(config: RunConfig, place: Place, member: Member) -> Place:
+    """Returns the place with the job's other hosts, where there are any."""
+    if member.is_alone:
+        return place
+    place.emit(PhaseChanged("join", f"{member.num_hosts} hosts at {member.coordinator}"))
+    job = join(member, heartbeat_seconds=config.hosts.heartbeat_seconds, clock=place.clock)
+    return dataclasses.replace(place, peers=job)
+
+
+def _goodbye(config: RunConfig, place: Place, built: Built, ended: Ended) -> str:
     if ended.exit != Exit.DONE:
         return ""
     if config.telemetry.sample_tokens:
@@ -80,13 +93,15 @@ def _goodbye(config: RunConfig, run_dir: RunDir, log: RunLog, built: Built, ende
             seed=config.run.seed,
         )
         built.run.emit(SampleWritten(config.telemetry.sample_prompt, text))
-    curve = farewell.loss_curve(metrics.read_history(run_dir, log.line()))
-    return f"{curve}\n{farewell.directions(run_dir, step=ended.progress.step)}\n"
+    if not place.peers.member.leads:
+        return ""
+    curve = farewell.loss_curve(metrics.read_history(place.run_dir, place.log.line()))
+    return f"{curve}\n{farewell.directions(place.run_dir, step=ended.progress.step)}\n"
 
 
 def _with_tensorboard(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Place:
     """Returns the place with a listener more, where the config asks for it."""
-    if not config.telemetry.tensorboard:
+    if not (config.telemetry.tensorboard and place.peers.member.leads):
         return place
     board = stack.enter_context(
         TensorBoard(

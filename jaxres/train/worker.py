@@ -28,10 +28,12 @@ from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.events import Emit, EventLog, PhaseChanged, RunEnded, RunOpened
 from jaxres.faults import Exit, TypedEnd
+from jaxres.hosts import ALONE, Alone, Member
 from jaxres.metrics import MetricsLine
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog
 from jaxres.telemetry import Console
+from jaxres.train.place import Place
 from jaxres.train.requests import Requests
 
 PR_SET_PDEATHSIG = 1
@@ -45,37 +47,31 @@ def work(
     *,
     requests: Requests,
     beat: BeatWriter | None = None,
+    member: Member = ALONE,
 ) -> Leaving:
-    """Trains as the attempt that `claim` has opened, and returns how it ended."""
+    """Trains as one host of the attempt that `claim` has opened, and returns how it ended."""
     clock = SystemClock()
     with contextlib.ExitStack() as stack:
-        console = stack.enter_context(
-            Console(
-                attempt=claim.attempt,
-                log_every_seconds=config.telemetry.log_every_seconds,
-                clock=clock,
-                terminal=Terminal(file=sys.stdout, highlight=False, soft_wrap=True),
-            )
-        )
-        hearers = ([beat.heard] if beat else []) + [console.heard]
-        landers = ([beat.landed] if beat else []) + [console.landed]
+        listeners: list[BeatWriter | Console] = [beat] if beat else []
+        if member.leads:
+            listeners.append(stack.enter_context(_console(config, claim, clock)))
+        hearers = [listener.heard for listener in listeners]
         events = stack.enter_context(
-            EventLog(run_dir.events(claim.attempt, 0), clock=clock, listeners=hearers)
+            EventLog(run_dir.events(claim.attempt, member.host), clock=clock, listeners=hearers)
         )
         events.emit(RunOpened(str(run_dir.root), claim.attempt, claim.threads))
         events.emit(PhaseChanged("import", "jax and what stands on it"))
 
         def landed(line: MetricsLine) -> None:
             requests.stepped()
-            for lander in landers:
-                lander(line)
+            for listener in listeners:
+                listener.landed(line)
 
         from jaxres.train import story
 
         try:
-            told = story.tell(
-                config, run_dir, log, claim, requests, events.emit, clock, landed, stack
-            )
+            place = Place(run_dir, log, claim, events.emit, clock, landed, requests, Alone())
+            told = story.tell(config, place, stack, member=member)
             leaving = told.leaving
         except TypedEnd as end:
             if end.exit == Exit.HUNG:
@@ -87,7 +83,17 @@ def work(
     if told is not None:
         sys.stdout.write(told.farewell)
         screen.flush()
+        told.peers.leave()
     return leaving
+
+
+def _console(config: RunConfig, claim: Claim, clock: SystemClock) -> Console:
+    return Console(
+        attempt=claim.attempt,
+        log_every_seconds=config.telemetry.log_every_seconds,
+        clock=clock,
+        terminal=Terminal(file=sys.stdout, highlight=False, soft_wrap=True),
+    )
 
 
 def _leave_on_record(leaving: Leaving, emit: Emit, *, step: int) -> None:
@@ -103,12 +109,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--beat-fd", type=int, required=True)
+    parser.add_argument("--host", type=int, default=0)
+    parser.add_argument("--num-hosts", type=int, default=1)
+    parser.add_argument("--coordinator")
     options = parser.parse_args(arguments)
     _die_with(options.parent)
     run_dir = RunDir(options.run_dir)
+    member = Member(options.host, options.num_hosts, options.coordinator)
     catch_bugs(
         run_dir,
         options.attempt,
+        member,
         tell=lambda leaving: write_now(options.beat_fd, leaving),
     )
     records = runlog.read_records(run_dir.log)
@@ -118,7 +129,15 @@ def main(arguments: Sequence[str]) -> int:
     config = configs.load_recorded(recorded, ()).config
     with Requests(alone=False) as requests, BeatWriter(options.beat_fd) as beat:
         try:
-            leaving = work(config, run_dir, log, claim, requests=requests, beat=beat)
+            leaving = work(
+                config,
+                run_dir,
+                log,
+                claim,
+                requests=requests,
+                beat=beat,
+                member=member,
+            )
         except SystemExit as error:
             raise RuntimeError("custom code has called sys.exit; raise an error instead") from error
     if leaving.exit != Exit.DONE:
@@ -133,7 +152,9 @@ def _die_with(parent: int) -> None:
         os._exit(Exit.BUG)
 
 
-def catch_bugs(run_dir: RunDir, attempt: int, *, tell: Callable[[Leaving], object]) -> None:
+def catch_bugs(
+    run_dir: RunDir, attempt: int, member: Member, *, tell: Callable[[Leaving], object]
+) -> None:
     """Sees to it that stacks and tracebacks land in the attempt's folder and nothing outlives them.
 
     SIGUSR1 dumps the stacks of all threads by a C handler, which needs no free interpreter. An
@@ -141,7 +162,7 @@ def catch_bugs(run_dir: RunDir, attempt: int, *, tell: Callable[[Leaving], objec
     for other threads and hosts.
     """
     storage.make_dir(run_dir.attempt(attempt))
-    stacks: IO[str] = run_dir.stacks(attempt, 0).open("a")
+    stacks: IO[str] = run_dir.stacks(attempt, member.host).open("a")
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # The door has blocked it.
@@ -155,7 +176,7 @@ def catch_bugs(run_dir: RunDir, attempt: int, *, tell: Callable[[Leaving], objec
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
             reason = traceback.format_exception_only(kind, error)[-1].strip()
-            path = run_dir.traceback(attempt, 0)
+            path = run_dir.traceback(attempt, member.host)
             with contextlib.suppress(OSError):
                 path.write_text(text)
             leaving = Leaving(Exit.BUG, f"{reason} (traceback: {path})", committed=False)

@@ -8,7 +8,9 @@ import pytest
 from jaxres.faults import Continue, Exit, Stop, fault
 from jaxres.guards import Guard
 from jaxres.guards.divergence import stop_on_nonfinite
+from jaxres.hosts import Alone
 from jaxres.state import Progress, TrainState
+from jaxres.train.agreement import OwnWord
 from jaxres.train.loop import LAG, Agenda, Due, Feed, Flight, Run, look, settle
 from jaxres.train.requests import Requests
 
@@ -128,11 +130,12 @@ def unused(*_):
 def fake_run(**parts):
     """A run whose parts do nothing, and the lines that have landed."""
     landed = []
+    checkpoints = parts.get("checkpoints") or FakeCheckpoints()
     run = Run(
         steps=20,
         agenda=AGENDA,
         log=FakeLog(),
-        checkpoints=FakeCheckpoints(),
+        checkpoints=checkpoints,
         guards=(counting_guard(), stop_on_nonfinite()),
         feed=Feed(at=unused, num_rows=100, tokens_per_step=10),
         init=unused,
@@ -142,7 +145,9 @@ def fake_run(**parts):
         dataset="d",
         computation={},
         landed=landed.append,
-        requests=Requests(alone=False),
+        agreement=OwnWord(parts.pop("requests", Requests(alone=False)), checkpoints.verdict),
+        peers=Alone(),
+        meeting_seconds=1.0,
         emit=lambda event: None,
         clock=StoppedClock(),
     )
@@ -162,7 +167,7 @@ def dispatch(flight, progress, **kwargs):
 
 def in_flight(steps, **kwargs):
     """A flight that nobody has looked at, and the progress after it."""
-    flight, progress = Flight(seq=7, landed_at=0.0), Progress()
+    flight, progress = Flight(seq=7, landed_at=0.0, dispatched_at=0.0), Progress()
     for _ in range(steps):
         progress = dispatch(flight, progress, **kwargs)
     return flight, progress
@@ -170,7 +175,7 @@ def in_flight(steps, **kwargs):
 
 def test_a_look_before_step_k_lands_exactly_the_steps_up_to_k_less_the_lag():
     run, landed = fake_run()
-    flight, progress = Flight(seq=7, landed_at=0.0), Progress()
+    flight, progress = Flight(seq=7, landed_at=0.0, dispatched_at=0.0), Progress()
     for k in range(1, 13):
         progress, verdict = look(run, progress, flight, drain=False)
         assert verdict == Continue()
@@ -202,7 +207,7 @@ def test_guards_remember_the_same_however_the_looks_fall():
     memories = []
     for drains in ((), (1, 2, 3, 4, 5, 6), (3,), (2, 5)):
         run, _ = fake_run()
-        flight, progress = Flight(seq=7, landed_at=0.0), Progress()
+        flight, progress = Flight(seq=7, landed_at=0.0, dispatched_at=0.0), Progress()
         for k in range(1, 7):
             progress, _ = look(run, progress, flight, drain=k in drains)
             progress = dispatch(flight, progress)
@@ -241,7 +246,7 @@ def test_a_line_tells_of_its_own_step_whatever_has_been_dispatched_since():
     assert (first.step, first.seq, first.attempt) == (1, 7, 3)
     assert (first.loss, first.grad_norm, first.learning_rate) == (2.5, 2.0, 0.5)
     assert (first.tokens, first.samples, first.skipped) == (10, "ids1", False)
-    assert [line.step_seconds for line in landed] == [1.0, 1.0]
+    assert [line.step_seconds for line in landed] == [2.0, 2.0], "two ticks a landing"
 
 
 def test_a_failed_save_is_raised_by_the_next_look_before_anything_lands():

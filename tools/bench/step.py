@@ -35,12 +35,14 @@ from jaxres import mesh as meshes
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.events import EventLog
+from jaxres.hosts import Alone
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog
 from jaxres.step import METRICS
 from jaxres.telemetry import Console
-from jaxres.train.build import Built, Place, build
+from jaxres.train.build import Built, build
 from jaxres.train.loop import LAG, Agenda, Run, train
+from jaxres.train.place import Place
 from jaxres.train.requests import Requests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +93,7 @@ def built(config: RunConfig, *, live: bool) -> Iterator[Built]:
             EventLog(run_dir.events(1, 0), clock=clock, listeners=[console.heard])
         )
         requests = Requests(alone=False)
-        place = Place(run_dir, log, claim, events.emit, clock, console.landed, requests)
+        place = Place(run_dir, log, claim, events.emit, clock, console.landed, requests, Alone())
         yield build(config, place, stack)
 
 
@@ -138,7 +140,7 @@ class Bare:
         for i in range(steps):
             if len(flight) == LAG:
                 np.asarray(flight.popleft())
-            state, metrics = step(state, self.batches[i % NUM_PLACED])
+            state, metrics = step(state, self.batches[i % NUM_PLACED], None)
             flight.append(metrics)
         jax.block_until_ready(state)
         self.state = state
@@ -157,7 +159,7 @@ class Turns:
     pairs: list[tuple[Cost, Cost]] = field(default_factory=list)
     """Of a step: jaxres, bare."""
 
-    def __call__(self, state: Any, arrays: Any) -> Any:
+    def __call__(self, state: Any, arrays: Any, facts: Any) -> Any:
         """Takes one step of the run."""
         if self.calls % self.steps_per_block == 0:
             jax.block_until_ready(state)
@@ -166,7 +168,7 @@ class Turns:
             self.pairs.append((ours, self.bare.cost(self.steps_per_block)))
             self.started = Cost.now()
         self.calls += 1
-        return self.step(state, arrays)
+        return self.step(state, arrays, facts)
 
 
 def take_turns(run: Run, *, blocks: int, steps: int, save_every: int) -> list[tuple[Cost, Cost]]:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import SystemClock
 from jaxres.config.schema import CheckpointSection
+from jaxres.hosts import Alone
 from jaxres.rundir import RunDir
 from jaxres.runlog import RunLog, read_records
 from jaxres.state import Progress
@@ -40,6 +41,7 @@ class Place:
             run_dir=self.run_dir,
             log=log or self.log,
             claim=CLAIM,
+            peers=Alone(),
             emit=emit or self.events.append,
             clock=SystemClock(),
             before_commit=before_commit,

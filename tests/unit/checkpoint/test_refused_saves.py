@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from jaxres import runlog, storage
-from jaxres.checkpoint import orbax, retention, store
+from jaxres.checkpoint import arrays, retention, store
 from jaxres.events import Noted, SaveCommitted, SaveFailed, SaveStarted, StepsPruned
 from jaxres.faults import Continue, Exit, Stop, StorageUnavailable
 from jaxres.rundir import RunDir
@@ -292,16 +292,16 @@ def test_storage_that_stays_silent_calls_for_a_stop_and_holds_nobody(place):
 
 
 def test_beside_an_orbax_that_is_still_writing_no_second_snapshot_is_taken(place, monkeypatch):
-    real, over = orbax.settle, []
+    real, over = arrays.settle, []
 
     def too_slow(response, step_dir, *, timeout):
         real(response, step_dir, timeout=timeout)
         raise StorageUnavailable("it took too long")
 
     with place.checkpoints() as checkpoints:
-        monkeypatch.setattr(orbax, "is_over", lambda response: bool(over))
+        monkeypatch.setattr(arrays, "is_over", lambda response: bool(over))
         with monkeypatch.context() as slow:
-            slow.setattr(orbax, "settle", too_slow)
+            slow.setattr(arrays, "settle", too_slow)
             try_save(checkpoints, 8)
         try_save(checkpoints, 16)
         assert "still being written" in checkpoints.why_not_committed

@@ -18,7 +18,6 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxres import runlog, verbs
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import store
 from jaxres.checkpoint.digest import content_digest
 from jaxres.events import SaveCommitted, SaveFailed, SaveStarted, SaveWaited, StepsPruned
 from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable, Unrestorable
@@ -408,7 +407,7 @@ def test_storage_that_does_not_answer_is_never_taken_for_damage(place, monkeypat
     def load(*_, **__):
         raise error
 
-    monkeypatch.setattr(store.ocp, "load", load)
+    monkeypatch.setattr(restoring.ocp, "load", load)
     with pytest.raises(StorageUnavailable, match="Nothing was judged damaged"):
         restore(place, commit, like(state(8)))
 
@@ -454,6 +453,6 @@ def test_a_copied_step_directory_has_the_same_digest(place, tmp_path):
 @pytest.mark.parametrize("twin", [{"a/b": 0}, {"a.b": 0}])
 def test_two_arrays_that_would_be_stored_as_one_are_refused(twin):
     leaf = jax.ShapeDtypeStruct((), jnp.int32)
-    assert len(store.array_infos({"a": {"b": leaf}, "a_b": leaf})) == 2
+    assert len(arrays.array_infos({"a": {"b": leaf}, "a_b": leaf})) == 2
     with pytest.raises(ConfigError, match="would be stored as one: a/b and a"):
-        store.array_infos({"a": {"b": leaf}, **dict.fromkeys(twin, leaf)})
+        arrays.array_infos({"a": {"b": leaf}, **dict.fromkeys(twin, leaf)})

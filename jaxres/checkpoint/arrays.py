@@ -1,4 +1,4 @@
-"""Orbax's asynchronous saves as this project uses them, with typed errors.
+"""The arrays of a step: Orbax's asynchronous saves as this project uses them, typed errors.
 
 Every save has a response of its own, which is asked for its result: without that a failed save
 would be raised by the next one, which then saves nothing.
@@ -13,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 from orbax.checkpoint import v1 as ocp
 
 from jaxres import storage
 from jaxres.checkpoint import manifest as manifests
-from jaxres.faults import StorageUnavailable
+from jaxres.checkpoint.manifest import ArrayInfo
+from jaxres.faults import ConfigError, StorageUnavailable
 
 Tree = dict[str, Any]
 
@@ -104,3 +106,25 @@ def _raise_typed(error: Exception, step_dir: Path) -> NoReturn:
         f"{step_dir}: could not be saved ({error}). Nothing committed is lost. Free some space or "
         "mend the storage."
     ) from error
+
+
+def array_infos(tree: Tree) -> dict[str, ArrayInfo]:
+    """Returns path (`params/blocks/...`) -> dtype and global shape of every array in a tree.
+
+    Raises:
+      ConfigError: two arrays have the same path, or would have in the files, where `.` stands for
+        `/`; one of them would be lost.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    infos: dict[str, ArrayInfo] = {}
+    names: dict[str, str] = {}
+    for keys, leaf in flat:
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        other = names.setdefault(path.replace("/", "."), path)
+        if path in infos or other != path:
+            raise ConfigError(
+                f"model: two arrays of the state would be stored as one: {other} and {path}. "
+                "Rename one of them, without a dot or slash in its name."
+            )
+        infos[path] = ArrayInfo(str(leaf.dtype), tuple(leaf.shape))
+    return infos

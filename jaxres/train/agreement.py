@@ -1,0 +1,177 @@
+"""How all hosts come to act at the same step: a small word of each goes through the step itself.
+
+Every host gives its word (a stop or a save that it was asked for, how long it worked by itself)
+with the batch; the step returns the words of all, and `look` lands them at a fixed lag. So all
+hosts know the same at the same step, whenever and wherever a request came, and no message can
+overtake a dispatch. docs/adr/0007 has the alternative that was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxres import mesh as meshes
+from jaxres.faults import Continue, Exit, Stop, Verdict, fault
+from jaxres.guards import gravest, preemption
+from jaxres.train.requests import Requests
+
+FACTS = ("stop", "save", "storage", "busy_seconds")
+"""What the columns of a word mean; see Word."""
+STOPS: tuple[Exit | None, ...] = (None, Exit.PREEMPTED, Exit.STOPPED)
+"""What a stop's number means; of two the greater stands: an operator's stop is for good."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """What one host has to say at one step."""
+
+    stop: Exit | None = None
+    save: bool = False
+    storage: bool = False
+    """Whether storage has refused too many saves; only the lead knows."""
+    busy_seconds: float = 0.0
+    """How long this host worked by itself since the step before, waiting for nobody."""
+
+    def encode(self) -> np.ndarray:
+        """Returns the word as float32[len(FACTS)]."""
+        stop = STOPS.index(self.stop)
+        return np.asarray([stop, self.save, self.storage, self.busy_seconds], np.float32)
+
+    @staticmethod
+    def decode(facts: np.ndarray) -> Word:
+        """Reads a word back.
+
+        >>> Word.decode(Word(Exit.STOPPED, save=True, busy_seconds=0.5).encode())
+        Word(stop=<Exit.STOPPED: 76>, save=True, storage=False, busy_seconds=0.5)
+        """
+        stop, save, storage, seconds = (float(value) for value in facts)
+        return Word(STOPS[int(stop)], save > 0, storage > 0, seconds)
+
+
+class Agreement(Protocol):
+    """What the loop asks before it acts; the answers are the same on every host."""
+
+    def facts(self, *, busy_seconds: float) -> Any:
+        """Returns this host's word as it enters the next step; None where nobody else listens."""
+        ...
+
+    def heard(self, facts: np.ndarray) -> tuple[float, ...]:
+        """Takes what a landed step has returned of all hosts' words; returns their busy seconds."""
+        ...
+
+    def verdict(self) -> Verdict:
+        """Returns the stop that was asked for anywhere, or that storage calls for."""
+        ...
+
+    def save_asked(self) -> bool:
+        """Says whether an extra save was asked for anywhere since the last one."""
+        ...
+
+    def save_taken(self) -> None:
+        """Marks the extra save as honoured."""
+        ...
+
+
+class OwnWord:
+    """The agreement of a host that is alone: what it was asked for holds at once."""
+
+    def __init__(self, requests: Requests, storage: Callable[[], Verdict]) -> None:
+        self._requests = requests
+        self._storage = storage
+
+    def facts(self, *, busy_seconds: float) -> None:
+        """Has nobody to tell."""
+
+    def heard(self, facts: np.ndarray) -> tuple[float, ...]:
+        """Has nobody to hear."""
+        return ()
+
+    def verdict(self) -> Verdict:
+        """Returns the stop that was asked for, or that storage calls for; of two alike the first
+        stands, so that a stop keeps its code on a full disk too.
+        """
+        return gravest([preemption.judge(self._requests.stop_asked()), self._storage()])
+
+    def save_asked(self) -> bool:
+        """Says whether an extra save was asked for since the last one."""
+        return self._requests.save_asked()
+
+    def save_taken(self) -> None:
+        """Marks the extra save as honoured."""
+        self._requests.save_taken()
+
+
+class AllWords:
+    """The agreement of many hosts: what holds is what a landed step has brought."""
+
+    def __init__(self, requests: Requests, storage: Callable[[], Verdict], *, mesh: Mesh) -> None:
+        self._requests = requests
+        self._storage = storage
+        self._place, self._rows = _through(mesh)
+        self._stop: Exit | None = None
+        self._storage_stop = False
+        self._save = False
+
+    def facts(self, *, busy_seconds: float) -> jax.Array:
+        """Returns this host's word, laid on its devices."""
+        word = Word(
+            stop=self._requests.stop_asked(),
+            save=self._requests.save_asked(),
+            storage=isinstance(self._storage(), Stop),
+            busy_seconds=busy_seconds,
+        )
+        return self._place(word.encode())
+
+    def heard(self, facts: np.ndarray) -> tuple[float, ...]:
+        """Folds the words of all hosts at one step."""
+        words = [Word.decode(row) for row in facts.reshape(-1, len(FACTS))[self._rows]]
+        self._stop = max(self._stop, *(word.stop for word in words), key=STOPS.index)
+        self._save |= any(word.save for word in words)
+        self._storage_stop |= any(word.storage for word in words)
+        return tuple(word.busy_seconds for word in words)
+
+    def verdict(self) -> Verdict:
+        """Returns the stop that all hosts have heard of."""
+        storage: Verdict = Continue()
+        if self._storage_stop:
+            own = self._storage()
+            words = "the saves of this run have failed too often in a row, says its lead host"
+            storage = own if isinstance(own, Stop) else Stop(fault("storage_unavailable"), words)
+        return gravest([preemption.judge(self._stop), storage])
+
+    def save_asked(self) -> bool:
+        """Says whether an extra save was asked for anywhere since the last one."""
+        return self._save
+
+    def save_taken(self) -> None:
+        """Marks the extra save as honoured, here and for what is still on its way."""
+        self._save = False
+        self._requests.save_taken()
+
+
+def facts_shape(mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Returns the array of all words without its content."""
+    sharding = meshes.one_row_a_device(mesh)
+    return jax.ShapeDtypeStruct((mesh.size, len(FACTS)), np.float32, sharding=sharding)
+
+
+def _through(mesh: Mesh) -> tuple[Callable[[np.ndarray], jax.Array], Sequence[int]]:
+    """Returns how a word is laid on the devices, and which rows to read: one of every host."""
+    form = facts_shape(mesh)
+    sharding = form.sharding
+    assert sharding is not None
+    mine = list(sharding.addressable_devices)
+    hosts = [device.process_index for device in mesh.devices.flat]
+    rows = [hosts.index(host) for host in sorted(set(hosts))]
+
+    def place(word: np.ndarray) -> jax.Array:
+        pieces = jax.device_put([word[None]] * len(mine), mine)
+        return jax.make_array_from_single_device_arrays(form.shape, sharding, pieces)
+
+    return place, rows
