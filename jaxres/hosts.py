@@ -28,6 +28,8 @@ class Member:
 
 
 ALONE = Member()
+WORD_SECONDS = 60.0
+"""Longest wait for a word that takes the lead one look at storage."""
 
 
 class Peers(Protocol):

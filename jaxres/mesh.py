@@ -48,6 +48,14 @@ def build(section: MeshSection, *, devices: Sequence[Any]) -> Mesh:
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def devices_in_words(mesh: Mesh) -> str:
+    """Returns how many devices of what kind there are, and on how many hosts if on several."""
+    device = mesh.devices.flat[0]
+    hosts = len({each.process_index for each in mesh.devices.flat})
+    words = f"{mesh.size} x {device.platform} {device.device_kind}"
+    return words if hosts == 1 else f"{words} on {hosts} hosts"
+
+
 def batch_shards(mesh: Mesh) -> int:
     """Returns into how many parts the rows of a batch are split."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

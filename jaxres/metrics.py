@@ -93,5 +93,7 @@ def read_history(run_dir: RunDir, line: Line) -> list[MetricsLine]:
     found = []
     for attempt in range(1, line.attempt + 1):
         for fields in read_json_lines(run_dir.metrics(attempt)):
-            found.append(MetricsLine(**{name: fields[name] for name in names if name in fields}))
+            known = {name: fields[name] for name in names if name in fields}
+            known["busy_seconds"] = tuple(known.get("busy_seconds", ()))
+            found.append(MetricsLine(**known))
     return surviving(line, found)

@@ -37,14 +37,13 @@ from jaxres.events import (
     StepsPruned,
 )
 from jaxres.faults import ConfigError, Continue, Stop, StorageUnavailable, Verdict, fault
-from jaxres.hosts import Peers
+from jaxres.hosts import WORD_SECONDS, Peers
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Commit, Line, Prune, RunLog, canonical_json
 from jaxres.state import Progress
 
 BEGIN, NOTHING, COUNTS = "begin", "nothing to do", "counts"
 """The lead's words about a save; any other word is the reason why there is none."""
-WORD_SECONDS = 60.0
 
 
 class Checkpoints:
@@ -71,7 +70,7 @@ class Checkpoints:
         Args:
           section: intervals, retention, limits.
           run_dir: where the steps go.
-          log: where commits and prunes go.
+          log: takes commits and prunes.
           claim: this attempt's; its versions and fingerprint go into every manifest.
           peers: the job's other hosts: each writes its shards; the lead decides and commits.
           emit: told of every save.
@@ -98,6 +97,7 @@ class Checkpoints:
         """Orbax's response of a save that was given up while Orbax was still at it."""
         self._failures = 0
         self._why = ""
+        self._silence_seconds = 2 * section.timeout_seconds  # Orbax's limit, and the rest.
         self._is_silent = False
         """Whether storage has answered nothing for so long that nothing more is tried."""
         self._context = arrays.context(timeout_seconds=section.timeout_seconds)
@@ -115,11 +115,6 @@ class Checkpoints:
         self._saver.shutdown(wait=not in_vain)
         if kind is None:
             self.poll()
-
-    @property
-    def _silence_seconds(self) -> float:
-        """When a save counts as silent: Orbax's limit, and as much for the rest."""
-        return 2 * self._section.timeout_seconds
 
     @property
     def saved_step(self) -> int:
@@ -260,8 +255,7 @@ class Checkpoints:
             arrays.settle(response, step_dir, timeout=self._section.timeout_seconds)
         except StorageUnavailable as refusal:
             self._emit(Noted(f"this host could not write its part: {refusal}"))
-        seconds = self._silence_seconds
-        word = self._peers.same(topic, _not_the_lead, seconds=seconds)
+        word = self._peers.same(topic, lambda: COUNTS, seconds=self._silence_seconds)
         if word == COUNTS:
             self._mark(progress.step)
         else:
@@ -403,7 +397,3 @@ class Checkpoints:
         found = restore(step_dir, commit, like, self._context)
         self._committed_step = self._saved_step = commit.step
         return found
-
-
-def _not_the_lead() -> str:
-    raise AssertionError("only the lead decides")

@@ -297,9 +297,8 @@ def _feed(parts: Parts, place: Place, stack: contextlib.ExitStack) -> Feed:
 
 def computation(config: RunConfig, claim: Claim, mesh: Mesh) -> dict[str, str]:
     """Returns what decides bits besides the trajectory; equal words, equal bits."""
-    device = mesh.devices.flat[0]
     words = {
-        "devices": f"{mesh.devices.size} x {device.platform} {device.device_kind}",
+        "devices": meshes.devices_in_words(mesh),
         "mesh": " ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh.axis_names),
         "microbatches": str(config.train.microbatches),
         "threads": str(claim.threads),

@@ -17,14 +17,19 @@ def guarantee(before: Sequence[Mapping[str, str]], now: Mapping[str, str]) -> st
     >>> guarantee([{"jax": "0.10.2"}], {"jax": "0.10.2", "devices": "1 x cpu cpu"})
     'statistical: devices not recorded -> 1 x cpu cpu'
     """
-    changes = {
-        f"{name} {there.get(name, 'not recorded')} -> {now.get(name, 'not recorded')}"
-        for there in before
-        for name in {*there, *now}
-        if there.get(name) != now.get(name)
-    }
-    if changes:
-        return "statistical: " + ", ".join(sorted(changes))
+    changes: dict[str, list[str]] = {}
+    for there in before:
+        for name in {*there, *now}:
+            was = there.get(name, "not recorded")
+            if was != now.get(name) and was not in changes.setdefault(name, []):
+                changes[name].append(was)
+    told = [
+        f"{name} {' and '.join(was)} -> {now.get(name, 'not recorded')}"
+        for name, was in sorted(changes.items())
+        if was
+    ]
+    if told:
+        return "statistical: " + ", ".join(told)
     if " gpu " in now.get("devices", "") and "deterministic_ops=true" not in now.get(
         "xla_flags", ""
     ):

@@ -22,7 +22,7 @@ from jaxres.data import Batch, sample_digest
 from jaxres.events import Emit, Evaluated, PhaseChanged, TrainingStarted
 from jaxres.faults import ConfigError, Continue, Exit, Stop, StorageUnavailable, TypedEnd, Verdict
 from jaxres.guards import Guard, Seen, gravest, judge_step
-from jaxres.hosts import Peers
+from jaxres.hosts import WORD_SECONDS, Peers
 from jaxres.metrics import MetricsLine
 from jaxres.models import Params
 from jaxres.runlog import Line, RunLog, Start, fold, start_of
@@ -32,8 +32,6 @@ from jaxres.train.agreement import Agreement
 from jaxres.train.guarantee import guarantee
 
 LAG = 2
-WORD_SECONDS = 60.0
-"""Longest wait for a word of the lead's that takes it one look at storage."""
 LOOK_SECONDS = 0.1
 
 

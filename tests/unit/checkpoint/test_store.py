@@ -17,7 +17,9 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from jaxres import runlog, verbs
+from jaxres.checkpoint import arrays
 from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint import restore as restoring
 from jaxres.checkpoint.digest import content_digest
 from jaxres.events import SaveCommitted, SaveFailed, SaveStarted, SaveWaited, StepsPruned
 from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable, Unrestorable
