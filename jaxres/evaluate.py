@@ -22,7 +22,7 @@ NUM_SUMS = 2
 class Listener(Protocol):
     """What an evaluation needs of the agreement of all hosts."""
 
-    def facts(self, *, busy_seconds: float) -> Any:
+    def facts(self, *, busy_seconds: float | None) -> Any:
         """Returns this host's word for the next batch."""
         ...
 
@@ -64,7 +64,7 @@ def make(
                 return None
             placed: dict[str, Any] = meshes.place_batch(mesh, {**arrays, "mask_B": mask_B})
             mask = placed.pop("mask_B")
-            facts = hosts.facts(busy_seconds=0.0)
+            facts = hosts.facts(busy_seconds=None)
             values = np.asarray(eval_step(params, placed, mask, facts), np.float64)
             sums += values[:NUM_SUMS]
             hosts.heard(values[NUM_SUMS:])

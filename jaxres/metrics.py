@@ -43,7 +43,7 @@ class MetricsLine:
     samples: str
     """xxh3-64 of the ids of the global batch's rows in order."""
     busy_seconds: Sequence[float] = ()
-    """How long each host worked by itself before it dispatched the step; empty for a lone host."""
+    """How long each host works by itself for a step, newly known every 8; empty for a lone host."""
 
 
 class MetricsLog:

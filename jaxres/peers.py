@@ -52,13 +52,13 @@ class Job:
         """Returns the lead's word on a topic."""
         if self.member.leads:
             word = decide()
-            self._client.key_value_set(f"word/{topic}", word)
+            self.say(f"word/{topic}", word)
             return word
-        return self._hear(f"word/{topic}", host=0, seconds=seconds)
+        return self.hear(f"word/{topic}", host=0, seconds=seconds)
 
     def meet(self, topic: str, *, seconds: float) -> None:
         """Waits until every host has come to the same point."""
-        self._client.key_value_set(f"here/{topic}/{self.member.host}", "1")
+        self.say(f"here/{topic}/{self.member.host}", "1")
         self._hear_all(f"here/{topic}", range(self.member.num_hosts), seconds=seconds)
 
     def leave(self) -> None:
@@ -67,7 +67,7 @@ class Job:
         Its end takes the store away, upon which JAX aborts whoever is still there.
         """
         if not self.member.leads:
-            self._client.key_value_set(f"left/{self.member.host}", "1")
+            self.say(f"left/{self.member.host}", "1")
             return
         with contextlib.suppress(PeerLost):
             self._hear_all("left", range(1, self.member.num_hosts), seconds=LEAVE_SECONDS)
@@ -76,9 +76,18 @@ class Job:
         end = self._clock.monotonic() + seconds
         for host in hosts:
             rest = max(0.0, end - self._clock.monotonic())
-            self._hear(f"{topic}/{host}", host=host, seconds=rest)
+            self.hear(f"{topic}/{host}", host=host, seconds=rest)
 
-    def _hear(self, key: str, *, host: int, seconds: float) -> str:
+    def say(self, key: str, word: str) -> None:
+        """Puts a word where the others can hear it; once for each key."""
+        self._client.key_value_set(key, word)
+
+    def hear(self, key: str, *, host: int, seconds: float) -> str:
+        """Waits for a host's word.
+
+        Raises:
+          PeerLost: it did not come; the message names the host.
+        """
         try:
             return self._client.blocking_key_value_get(key, max(1, math.ceil(seconds * 1000)))
         except jax.errors.JaxRuntimeError as error:

@@ -23,6 +23,8 @@ from jaxres.train.requests import Requests
 
 FACTS = ("stop", "save", "storage", "busy_seconds")
 """What the columns of a word mean; see Word."""
+TIMED_STEPS = 8
+"""Steps whose mean is a host's timing: a word that stays as it is costs nothing to give again."""
 STOPS: tuple[Exit | None, ...] = (None, Exit.PREEMPTED, Exit.STOPPED)
 """What a stop's number means; of two the greater stands: an operator's stop is for good."""
 
@@ -36,7 +38,7 @@ class Word:
     storage: bool = False
     """Whether storage has refused too many saves; only the lead knows."""
     busy_seconds: float = 0.0
-    """How long this host worked by itself since the step before, waiting for nobody."""
+    """How long this host worked by itself for a step, waiting for nobody; see TIMED_STEPS."""
 
     def encode(self) -> np.ndarray:
         """Returns the word as float32[len(FACTS)]."""
@@ -57,8 +59,12 @@ class Word:
 class Agreement(Protocol):
     """What the loop asks before it acts; the answers are the same on every host."""
 
-    def facts(self, *, busy_seconds: float) -> Any:
-        """Returns this host's word as it enters the next step; None where nobody else listens."""
+    def facts(self, *, busy_seconds: float | None) -> Any:
+        """Returns this host's word as it enters the next step; None where nobody else listens.
+
+        Args:
+          busy_seconds: how long this host worked by itself for that step; None: it is no step.
+        """
         ...
 
     def heard(self, facts: np.ndarray) -> tuple[float, ...]:
@@ -85,7 +91,7 @@ class OwnWord:
         self._requests = requests
         self._storage = storage
 
-    def facts(self, *, busy_seconds: float) -> None:
+    def facts(self, *, busy_seconds: float | None) -> None:
         """Has nobody to tell."""
 
     def heard(self, facts: np.ndarray) -> tuple[float, ...]:
@@ -117,16 +123,30 @@ class AllWords:
         self._stop: Exit | None = None
         self._storage_stop = False
         self._save = False
+        self._busy: list[float] = []
+        self._given: tuple[Word, jax.Array] | None = None
 
-    def facts(self, *, busy_seconds: float) -> jax.Array:
+    def facts(self, *, busy_seconds: float | None) -> jax.Array:
         """Returns this host's word, laid on its devices."""
         word = Word(
             stop=self._requests.stop_asked(),
             save=self._requests.save_asked(),
             storage=isinstance(self._storage(), Stop),
-            busy_seconds=busy_seconds,
+            busy_seconds=self._timing(busy_seconds),
         )
-        return self._place(word.encode())
+        if self._given is None or self._given[0] != word:
+            self._given = word, self._place(word.encode())
+        return self._given[1]
+
+    def _timing(self, busy_seconds: float | None) -> float:
+        """Returns the mean of the last TIMED_STEPS whole, so that it changes once in as many."""
+        if busy_seconds is not None:
+            self._busy.append(busy_seconds)
+        if len(self._busy) < TIMED_STEPS:
+            return self._given[0].busy_seconds if self._given else 0.0
+        mean = sum(self._busy) / len(self._busy)
+        self._busy.clear()
+        return mean
 
     def heard(self, facts: np.ndarray) -> tuple[float, ...]:
         """Folds the words of all hosts at one step."""
