@@ -88,6 +88,8 @@ class FakeCheckpoints:
             self.committed_step = self.in_flight.pop()
 
     def save(self, state, progress):
+        if progress.step <= self.committed_step:
+            return  # As the real ones: nothing to do.
         self._note("save")
         if not self.full:
             self.in_flight.append(progress.step)
@@ -271,7 +273,7 @@ def settled(stop, **checkpoints):
 
 def test_nothing_is_called_committed_before_the_last_save_is():
     ended, asked = settled(None, in_flight=[20])
-    assert asked == ["wait"]
+    assert asked == ["wait", "wait"]
     assert (ended.exit, ended.committed, ended.progress.step) == (Exit.DONE, True, 20)
     with pytest.raises(Lost):
         settled(None, failing="wait")
@@ -308,8 +310,9 @@ def test_a_state_that_is_not_good_is_never_saved_at_the_end():
 
 def test_too_many_failed_saves_stop_the_run_and_a_stop_that_was_asked_for_goes_before():
     full = Stop(fault("storage_unavailable"), "20 saves in a row have failed")
-    run, _ = fake_run(checkpoints=FakeCheckpoints(calls_for=full))
+    requests = Requests(alone=False)
+    run, _ = fake_run(checkpoints=FakeCheckpoints(calls_for=full), requests=requests)
     flight, progress = in_flight(4)
     assert look(run, progress, flight, drain=False)[1] == full
-    run.requests._stop = Exit.PREEMPTED
+    requests._stop = Exit.PREEMPTED
     assert look(run, progress, flight, drain=False)[1] == TERMED
