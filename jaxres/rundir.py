@@ -56,6 +56,10 @@ class RunDir:
         """Stacks of all threads of one host's worker, when a deadline has passed or one asks."""
         return self.attempt(attempt) / f"stacks-host{host:03d}.txt"
 
+    def output(self, attempt: int, host: int) -> Path:
+        """What one host's worker, the libraries in it and custom code have printed."""
+        return self.attempt(attempt) / f"output-host{host:03d}.txt"
+
     def traceback(self, attempt: int, host: int) -> Path:
         """The traceback of an exception that one host's worker has not caught."""
         return self.attempt(attempt) / f"traceback-host{host:03d}.txt"

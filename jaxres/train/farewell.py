@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jaxres import mesh as meshes
 from jaxres.config.schema import TelemetrySection
 from jaxres.data import Dataset
 from jaxres.metrics import MetricsLine
@@ -59,20 +59,22 @@ def _continue(
     seq_len: int,
     seed: int,
 ) -> list[int]:
-    """Draws tokens one by one, each from the last `seq_len` tokens."""
+    """Draws tokens one by one, each from the last `seq_len` tokens; on all hosts alike."""
 
-    @jax.jit
-    def draw(window_1T: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
+    def draw(params: Params, window_1T: jax.Array, last: jax.Array, index: jax.Array) -> jax.Array:
         logits_V = logits(params, window_1T)[0, last]
+        key = jax.random.fold_in(jax.random.key(seed), index)
         return jax.random.categorical(key, logits_V / 0.8)
 
+    whole = meshes.replicated(jax.tree.leaves(params)[0].sharding.mesh)
+    drawn = jax.jit(draw, out_shardings=whole)
     tokens = list(prompt)
     for index in range(count):
         recent = tokens[-seq_len:]
         window_1T = np.zeros((1, seq_len), np.int32)
         window_1T[0, : len(recent)] = recent
-        key = jax.random.fold_in(jax.random.key(seed), index)
-        tokens.append(int(draw(jnp.asarray(window_1T), jnp.asarray(len(recent) - 1), key)))
+        place, turn = np.int32(len(recent) - 1), np.int32(index)
+        tokens.append(int(drawn(params, window_1T, place, turn)))
     return tokens
 
 

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, TextIO
 
 from rich.console import Console as Terminal
 
@@ -48,13 +48,18 @@ def work(
     requests: Requests,
     beat: BeatWriter | None = None,
     member: Member = ALONE,
+    terminal: TextIO | None = None,
 ) -> Leaving:
-    """Trains as one host of the attempt that `claim` has opened, and returns how it ended."""
+    """Trains as one host of the attempt that `claim` has opened, and returns how it ended.
+
+    What a person is to see goes to `terminal`, by default standard output.
+    """
+    shown = terminal or sys.stdout
     clock = SystemClock()
     with contextlib.ExitStack() as stack:
         listeners: list[BeatWriter | Console] = [beat] if beat else []
         if member.leads:
-            listeners.append(stack.enter_context(_console(config, claim, clock)))
+            listeners.append(stack.enter_context(_console(config, claim, clock, shown)))
         hearers = [listener.heard for listener in listeners]
         events = stack.enter_context(
             EventLog(run_dir.events(claim.attempt, member.host), clock=clock, listeners=hearers)
@@ -81,18 +86,18 @@ def work(
             beat.leaving(leaving)
         _leave_on_record(leaving, events.emit, step=told.step if told else 0)
     if told is not None:
-        sys.stdout.write(told.farewell)
-        screen.flush()
+        shown.write(told.farewell)
+        shown.flush()
         told.peers.leave()
     return leaving
 
 
-def _console(config: RunConfig, claim: Claim, clock: SystemClock) -> Console:
+def _console(config: RunConfig, claim: Claim, clock: SystemClock, terminal: TextIO) -> Console:
     return Console(
         attempt=claim.attempt,
         log_every_seconds=config.telemetry.log_every_seconds,
         clock=clock,
-        terminal=Terminal(file=sys.stdout, highlight=False, soft_wrap=True),
+        terminal=Terminal(file=terminal, highlight=False, soft_wrap=True),
     )
 
 
@@ -116,6 +121,7 @@ def main(arguments: Sequence[str]) -> int:
     _die_with(options.parent)
     run_dir = RunDir(options.run_dir)
     member = Member(options.host, options.num_hosts, options.coordinator)
+    terminal = None if member.is_alone else _speak_aside(run_dir, options.attempt, member)
     catch_bugs(
         run_dir,
         options.attempt,
@@ -137,12 +143,28 @@ def main(arguments: Sequence[str]) -> int:
                 requests=requests,
                 beat=beat,
                 member=member,
+                terminal=terminal,
             )
         except SystemExit as error:
             raise RuntimeError("custom code has called sys.exit; raise an error instead") from error
     if leaving.exit != Exit.DONE:
         screen.tell(faults.message(leaving.exit, leaving.reason))
     return leaving.exit
+
+
+def _speak_aside(run_dir: RunDir, attempt: int, member: Member) -> TextIO:
+    """Sends what anybody prints in this process to a file, and returns the terminal.
+
+    JAX and Gloo write about each connection, and pages when a peer is lost, from every host.
+    """
+    storage.make_dir(run_dir.attempt(attempt))
+    terminal = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    screen.flush()
+    path = run_dir.output(attempt, member.host)
+    with storage.typed_errors(path), path.open("ab") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    return screen.Screen(terminal)  # type: ignore[return-value]
 
 
 def _die_with(parent: int) -> None:
