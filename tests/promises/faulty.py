@@ -1,7 +1,8 @@
 """User code that goes wrong on demand: rows and a model, imported by the training process only.
 
 What goes wrong is no part of the config, so that the same command without it is the same run. The
-environment says it: FAULT="WHERE:COUNT:WHAT", as "row:300:spin"; PACE is seconds a row.
+environment says it: FAULT="WHERE:COUNT:WHAT", as "row:300:spin"; PACE is seconds a row, JITTER is
+the mean of random ones, which are others in every process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import random
 import sys
 import time
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ VOCAB = 64
 NUM_ROWS = 2000
 HELDOUT_FROM = 1800
 MANY_SECONDS = 3600
+CHANCE = random.Random(os.getpid())
 
 
 class OnPurpose(Exception):
@@ -93,6 +96,8 @@ class Items:
     def __getitem__(self, index: int) -> Any:
         reach("heldout" if index >= HELDOUT_FROM else "row")
         time.sleep(float(os.environ.get("PACE", "0")))
+        if jitter := float(os.environ.get("JITTER", "0")):
+            time.sleep(CHANCE.expovariate(1 / jitter))
         return np.random.default_rng(index).integers(0, VOCAB, 17)
 
 

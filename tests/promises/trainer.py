@@ -78,17 +78,26 @@ class Trainer:
 
     def entered(self, phase: str) -> bool:
         """Says whether this attempt has entered a phase."""
-        events = read_events(self.run_dir.events(self.attempt, 0))
-        return any(event.get("phase") == phase for event in events)
+        return any(event.get("phase") == phase for event in self.events())
+
+    def events(self, host: int = 0) -> list[dict[str, Any]]:
+        """Returns what one host of this attempt has told so far."""
+        return read_events(self.run_dir.events(self.attempt, host))
 
     def worker(self) -> int | None:
         """Returns the pid of the worker behind the door, or None if there is none."""
-        door = self.process.pid
-        try:
-            children = Path(f"/proc/{door}/task/{door}/children").read_text().split()
-        except FileNotFoundError:
-            return None
-        return int(children[0]) if children else None
+        return next(iter(self.workers().values()), None)
+
+    def workers(self) -> dict[int, int]:
+        """Returns host -> pid of the workers behind the door that are running."""
+        door, found = self.process.pid, {}
+        with contextlib.suppress(FileNotFoundError):
+            for child in Path(f"/proc/{door}/task/{door}/children").read_text().split():
+                words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+                if "jaxres.train.worker" in words:
+                    host = words[words.index("--host") + 1] if "--host" in words else "0"
+                    found[int(host)] = int(child)
+        return found
 
     def kill(self, sig: signal.Signals = signal.SIGKILL, *, who: str = "all") -> None:
         """Sends a real signal to the `door`, to the `worker`, or to `all`: first the worker."""
@@ -161,32 +170,53 @@ class Place:
         env: dict[str, str] | None = None,
     ) -> Trainer:
         """Starts training in run directory `name`; `cores` is the affinity it is given."""
-        run_dir = self.run_dir(name)
-        words = [
+        words = self._words(name, *overrides, config=config)
+        return self.command(self.run_dir(name), words, cores=cores, env=env)
+
+    def _words(self, name: str, *overrides: str, config: Path | None) -> list[str]:
+        return [
             str(config or TINY),
-            f"run.dir={run_dir.root}",
+            f"run.dir={self.run_dir(name).root}",
             f"data.cache_dir={self.caches}",
             f"compilation.cache_dir={self.caches / 'xla'}",
             *overrides,
         ]
-        return self.command(run_dir, words, cores=cores, env=env)
+
+    def launch(
+        self,
+        name: str,
+        *overrides: str,
+        hosts: int,
+        config: Path | None = None,
+        env: dict[str, str] | None = None,
+    ) -> Trainer:
+        """Starts training with several workers behind one door."""
+        words = [*self._words(name, *overrides, config=config), "--hosts", str(hosts)]
+        return self.command(self.run_dir(name), words, verb=("jaxres.launch", "local"), env=env)
+
+    def launched(self, name: str, *overrides: str, **kwargs: Any) -> Trainer:
+        """Trains with several workers to the end, which must be a good one."""
+        trainer = self.launch(name, *overrides, **kwargs)
+        assert trainer.ended() == 0, trainer.said()
+        return trainer
 
     def command(
         self,
         run_dir: RunDir,
         words: list[str],
         *,
+        verb: tuple[str, ...] = ("jaxres.train",),
         cores: set[int] | None = None,
         env: dict[str, str] | None = None,
     ) -> Trainer:
-        """Starts `python -m jaxres.train` with these words."""
+        """Starts `python -m jaxres.train`, or another verb, with these words."""
         attempt = line(run_dir).attempt + 1
         output = self.root / f"{run_dir.root.name}-{attempt}-{len(self.trainers)}.txt"
         # Not by a function between fork and exec: jax forbids forks once it has a backend.
         pinned = ("taskset", "--cpu-list", ",".join(map(str, sorted(cores)))) if cores else ()
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [*self.through, *pinned, sys.executable, "-m", "jaxres.train", *words],
+                [*self.through, *pinned, sys.executable, "-m", *verb, *words],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -245,7 +275,7 @@ def history(run_dir: RunDir) -> list[dict[str, Any]]:
     return [json.loads(row) for row in _verb(["history", str(run_dir.root), "--json"]).splitlines()]
 
 
-WALL_CLOCK_FACTS = ("attempt", "step_seconds")
+WALL_CLOCK_FACTS = ("attempt", "step_seconds", "busy_seconds")
 
 
 def trajectory(run_dir: RunDir) -> list[dict[str, Any]]:

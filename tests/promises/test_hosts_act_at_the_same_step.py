@@ -1,0 +1,54 @@
+"""Saves and stops that one host is asked for, at any moment: all hosts act at the same step."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from jaxres.faults import Exit
+from tests.promises.trainer import FAULTY, Place, Trainer, digest, line
+
+HOSTS = 3
+ROUNDS = 5
+SAVES = 9
+ENDLESS = ("train.steps=1000000", "checkpoint.save_every_steps=1000000", "evaluation.every_steps=7")
+JITTER = {"JITTER": "0.004"}
+"""Every host reads 8 rows a step, and each row takes it as long as chance has it."""
+
+
+def saved(trainer: Trainer, host: int) -> list[int]:
+    """Returns the steps that a host has begun to save."""
+    return [e["step"] for e in trainer.events(host) if e["event"] == "SaveStarted"]
+
+
+@pytest.mark.parametrize("seed", range(ROUNDS))
+def test_all_hosts_save_and_stop_at_the_same_step(place: Place, seed: int) -> None:
+    chance = random.Random(seed)
+    trainer = place.launch(
+        "run", *ENDLESS, "checkpoint.keep_last=100", hosts=HOSTS, config=FAULTY, env=JITTER
+    )
+    trainer.wait_step(2)
+    workers = trainer.workers()
+    for count in range(1, SAVES + 1):
+        time.sleep(chance.uniform(0, 0.3))
+        os.kill(workers[chance.randrange(HOSTS)], signal.SIGUSR2)
+        trainer.wait(lambda n=count: len(saved(trainer, 0)) >= n, what=f"save {count}")
+    time.sleep(chance.uniform(0, 0.3))
+    os.kill(workers[chance.randrange(HOSTS)], signal.SIGTERM)
+    trainer.refused(Exit.PREEMPTED)
+
+    steps = saved(trainer, 0)
+    assert len(steps) == len(set(steps)) == SAVES + 1, steps
+    for host in range(1, HOSTS):
+        assert saved(trainer, host) == steps, f"host {host} has saved at other steps"
+    ends = [trainer.events(host)[-1] for host in range(HOSTS)]
+    assert {(end["event"], end["step"], end["committed"]) for end in ends} == {
+        ("RunEnded", steps[-1], True)
+    }
+    assert [commit.step for commit in line(trainer.run_dir).committed] == steps
+    for step in steps:
+        assert digest(trainer.run_dir, step).startswith("sha256:")
