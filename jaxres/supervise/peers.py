@@ -218,9 +218,10 @@ class Peers:
         return self.reception
 
     def add(self, host: int, name: str, wire: Wire) -> Channel:
-        """Takes a host's connection over, in the place of an earlier one."""
+        """Takes a host's connection over, in the place of an earlier one and all it has said."""
         if (before := self.channels.pop(host, None)) is not None:
             before.wire.close()
+            self._heard = deque(heard for heard in self._heard if heard[0] != host)
         channel = Channel(host, name, wire, awake=self.awake, silence_seconds=self._silence_seconds)
         self.channels[host] = channel
         with contextlib.suppress(FileExistsError):

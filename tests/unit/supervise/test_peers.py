@@ -1,5 +1,6 @@
 """Promises of the doors' connections: who dies is known at once, who sleeps is not blamed."""
 
+import select
 import signal
 import socket
 import time
@@ -169,6 +170,27 @@ def test_who_wakes_to_a_closed_connection_is_told_so(still_pair):
     assert [type(word) for _, word in peers.hear()] == [Verdict, Lost]
 
 
+def test_newer_connection_of_a_host_takes_the_place_of_a_dead_one(pair):
+    peers, theirs = pair
+    theirs.close()
+    peers._collect()  # The loss is known, and not told yet.
+    ours, again = socket.socketpair()
+    with again:
+        peers.add(1, "node1", Wire(ours))
+        again.sendall(encode(Here(1, "train")))
+        assert peers.hear() == [(1, Here(1, "train"))]
+        again.shutdown(socket.SHUT_WR)
+
+
+def test_select_wakes_when_there_is_something_to_hear(pair):
+    peers, theirs = pair
+    assert select.select([peers], [], [], 0)[0] == []
+    theirs.sendall(encode(Go()))
+    assert select.select([peers], [], [], 5)[0] == [peers]
+    assert peers.hear() == [(1, Go())]
+    assert select.select([peers], [], [], 0)[0] == []
+
+
 def test_time_awake_leaves_out_sleep():
     clock = Hand()
     awake = Awake(clock)
@@ -181,7 +203,7 @@ def test_time_awake_leaves_out_sleep():
 
 def start(address, process_count):
     """Enters the roll call as lead of so many processes; returns the lead, to be closed."""
-    leading = lead(address, num_hosts=process_count + 1, heartbeat_seconds=1.2).__enter__()
+    leading = lead(address, num_hosts=process_count + 1, heartbeat_seconds=3.0).__enter__()
     leading.gather()
     return leading, leading.announce(ATTEMPT)
 
@@ -189,22 +211,21 @@ def start(address, process_count):
 def test_killed_door_is_known_at_once_and_a_stopped_one_after_its_silence():
     address = free_address()
     with (
-        door(address, hello(1, num_hosts=3), heartbeat_seconds=1.2) as first,
+        door(address, hello(1, num_hosts=3)) as first,
         door(address, hello(2, num_hosts=3), heartbeat_seconds=30.0) as second,
     ):
         leading, peers = start(address, 2)
         try:
             assert hear(peers, Here, beat=Standing((0, 0, 0)))[1].phase == "train"
             first.kill()
-            killed = time.monotonic()
             host, lost = hear(peers, Lost, beat=Standing((0, 0, 0)))
             assert host == 1
-            assert "host 1 (node1) is gone after step" in lost.reason
-            assert time.monotonic() - killed < 1.0
+            assert "host 1 (node1) is gone" in lost.reason
+            assert "nothing was heard" not in lost.reason
             second.send_signal(signal.SIGSTOP)
             host, lost = hear(peers, Lost, beat=Standing((0, 0, 0)))
             assert host == 2
-            assert "nothing was heard of it for 1.2 s" in lost.reason
+            assert "nothing was heard of it for 3 s" in lost.reason
             second.send_signal(signal.SIGCONT)
             assert "closed the connection" in second.stdout.read()
         finally:
@@ -222,12 +243,12 @@ def test_verdict_is_heard_before_the_end_even_if_the_lead_leaves_at_once():
 
 def test_frozen_lead_is_lost_after_its_silence():
     address = free_address()
-    with door(address, hello(1), heartbeat_seconds=1.0) as follower:
+    with door(address, hello(1), heartbeat_seconds=2.0) as follower:
         leading, _ = start(address, 1)
         try:
             assert follower.stdout.readline() == "started\n"
             word = follower.stdout.readline()  # This process says nothing meanwhile.
-            assert f"host 0 ({address}) is gone: nothing was heard of it for 1 s" in word
+            assert f"host 0 ({address}) is gone: nothing was heard of it for 2 s" in word
         finally:
             leading.__exit__(None, None, None)
 

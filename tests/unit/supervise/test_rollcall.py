@@ -171,6 +171,24 @@ def test_taken_port_is_one_clear_error(address):
     assert "--coordinator" in str(refused.value)
 
 
+def test_port_that_is_taken_on_one_interface_only_is_taken(address):
+    with socket.create_server((address.host, address.port)):
+        everywhere = Address("node0.example", address.port)
+        with pytest.raises(ConfigError, match="has this port"), lead(everywhere):
+            raise AssertionError
+
+
+@pytest.mark.parametrize("seen_from_a_follower", ["127.0.0.1", "::1", "localhost"])
+def test_lead_listens_on_all_interfaces_whatever_its_name_means_to_itself(
+    address, seen_from_a_follower
+):
+    _, announced = together(
+        partial(begin, Address("node0.example", address.port)),
+        partial(follow, Address(seen_from_a_follower, address.port), hello(1)),
+    )
+    assert announced == ATTEMPT
+
+
 def test_second_lead_does_not_share_the_port(address):
     with lead(address), pytest.raises(ConfigError, match="has this port"), lead(address):
         raise AssertionError
