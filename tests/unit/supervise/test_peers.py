@@ -3,6 +3,7 @@
 import select
 import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -105,6 +106,24 @@ def test_last_words_come_before_the_loss_and_nothing_after_it(pair):
     assert peers.hear() == []
     peers.tell(Go())
     peers.beat(Standing((1,)))
+
+
+def test_close_lets_a_slow_reader_have_the_last_word():
+    ours, theirs = socket.socketpair()
+    peers = Peers(clock=CLOCK, silence_seconds=10.0)
+    peers.add(1, "node1", Wire(ours))
+    for _ in range(10):
+        peers.tell(StopAsked(75, "x" * 60000))
+    peers.tell(Verdict(82, 1, "unhealthy", 40))
+    assert peers.channels[1].wire.wants_to_write
+    closing = threading.Thread(target=peers.close)
+    closing.start()
+    data = b""
+    while got := theirs.recv(4096):
+        data += got
+    theirs.close()
+    closing.join()
+    assert decode(data.splitlines()[-1]) == Verdict(82, 1, "unhealthy", 40)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jaxres.hosts import Address
 from jaxres.supervise import peers as peers_module
 from jaxres.supervise import rollcall
 from jaxres.supervise.rollcall import Follower
-from jaxres.supervise.wire import reserve_port
+from jaxres.supervise.wire import connect, reserve_port
 from jaxres.supervise.words import MAX_BYTES, Lost, Verdict, encode
 from tests.unit.supervise.doors import (
     ATTEMPT,
@@ -267,6 +267,23 @@ def test_absent_lead_is_named(address):
         follow(address, hello(1), join_seconds=0.5)
     assert f"host 0 at {address} did not answer within 0.5 s" in str(lost.value)
     assert "refused" in str(lost.value)
+
+
+def test_client_that_meets_itself_has_met_nobody(address, monkeypatch):
+    """The kernel may choose, for a client on the same machine, the very port it asks for."""
+
+    def itself(place, timeout):
+        client = socket.socket()
+        client.bind(place)
+        client.connect(place)
+        return client
+
+    monkeypatch.setattr(socket, "create_connection", itself)
+    with pytest.raises(OSError, match="refused"):
+        connect(address, seconds=1.0)
+    monkeypatch.undo()
+    with lead(address):
+        pass
 
 
 def test_lead_whose_name_is_unknown_is_named():
