@@ -70,6 +70,8 @@ class Lead:
         self._clock = clock
         self._hellos: dict[int, Hello] = {}
         """Who has come, by the id it gave; the words of it come through a channel of that id."""
+        self._wrong: set[int] = set()
+        """Those of them that differ in what must be equal."""
         self._until = 0.0
         self._told = False
         """Whether the others know already how this ends."""
@@ -101,9 +103,9 @@ class Lead:
         self._until = awake.now() + self._join_seconds
         self.peers.answer = self._write_down
         wrong_until: float | None = None
-        while (absent := self._absent()) or self._is_wrong():
+        while (absent := self._absent()) or self._wrong:
             now = awake.now()
-            if not self._is_wrong():
+            if not self._wrong:
                 wrong_until = None
             elif wrong_until is None:
                 wrong_until = min(self._until, now + BYSTANDERS_SECONDS)
@@ -157,9 +159,6 @@ class Lead:
     def _joined(self) -> list[Hello]:
         return [self._hellos[host] for host in sorted(self._hellos)]
 
-    def _is_wrong(self) -> bool:
-        return any(differences(self._hello, hello) for hello in self._hellos.values())
-
     def _take(self, heard: tuple[int, Word] | None) -> None:
         """Strikes out who has left while the roll is called."""
         match heard:
@@ -167,6 +166,7 @@ class Lead:
                 raise self._ending(self._left(host, farewell))
             case (host, Lost()) if self.peers.channels[host].is_lost:
                 self._hellos.pop(host, None)
+                self._wrong.discard(host)
             case _:
                 pass
 
@@ -183,6 +183,9 @@ class Lead:
             self._reception.send_away(wire, Farewell(Exit.CONFIG, reason))
             return
         self._hellos[hello.host] = hello
+        self._wrong.discard(hello.host)
+        if differences(self._hello, hello):
+            self._wrong.add(hello.host)
         self.peers.add(hello.host, hello.name, wire)
         seconds_left = max(0.0, self._until - self.peers.awake.now())
         self.peers.tell(Welcome(seconds_left), to=hello.host)

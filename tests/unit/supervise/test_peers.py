@@ -222,7 +222,7 @@ def test_time_awake_leaves_out_sleep():
 
 def start(address, process_count):
     """Enters the roll call as lead of so many processes; returns the lead, to be closed."""
-    leading = lead(address, num_hosts=process_count + 1, heartbeat_seconds=3.0).__enter__()
+    leading = lead(address, num_hosts=process_count + 1, heartbeat_seconds=2.0).__enter__()
     leading.gather()
     return leading, leading.announce(ATTEMPT)
 
@@ -244,7 +244,7 @@ def test_killed_door_is_known_at_once_and_a_stopped_one_after_its_silence():
             second.send_signal(signal.SIGSTOP)
             host, lost = hear(peers, Lost, beat=Standing((0, 0, 0)))
             assert host == 2
-            assert "nothing was heard of it for 3 s" in lost.reason
+            assert "nothing was heard of it for 2 s" in lost.reason
             second.send_signal(signal.SIGCONT)
             assert "closed the connection" in second.stdout.read()
         finally:

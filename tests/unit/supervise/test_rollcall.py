@@ -11,7 +11,7 @@ import pytest
 from jaxres.faults import ConfigError, Exit, Fenced, PeerLost, Preempted, Stopped, TypedEnd
 from jaxres.hosts import Address
 from jaxres.supervise import peers as peers_module
-from jaxres.supervise import rollcall
+from jaxres.supervise import rollcall, wire
 from jaxres.supervise.rollcall import Follower
 from jaxres.supervise.wire import connect, reserve_port
 from jaxres.supervise.words import MAX_BYTES, Lost, Verdict, encode
@@ -31,6 +31,16 @@ from tests.unit.supervise.doors import (
 @pytest.fixture
 def address():
     return free_address()
+
+
+def dial(address):
+    """Connects as a stranger, as soon as somebody listens."""
+    for _ in range(500):
+        try:
+            return socket.create_connection((address.host, address.port))
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    raise AssertionError(address)
 
 
 def assert_all_end(ends, kind, *words):
@@ -84,7 +94,7 @@ def test_absent_host_is_named_and_those_that_came_are_told(address):
     ],
 )
 def test_host_that_differs_ends_all_with_one_message(address, other, words, monkeypatch):
-    monkeypatch.setattr(rollcall, "BYSTANDERS_SECONDS", 0.3)
+    monkeypatch.setattr(rollcall, "BYSTANDERS_SECONDS", 0.1)
     said = replace(hello(1), **other)
     ends = together(partial(begin, address), partial(follow, address, said))
     who = f"host {said.host} (node1, pid 1001)"
@@ -109,7 +119,7 @@ def test_bystanders_of_a_host_that_differs_end_too(address):
 
 def test_doubled_id_is_refused_and_the_others_go_on(address):
     def double():
-        time.sleep(0.5)
+        time.sleep(0.6)
         return follow(address, hello(1, num_hosts=3, nonce="other", name="elsewhere"))
 
     def last():
@@ -134,7 +144,7 @@ def test_second_host_0_among_followers_is_refused(address):
         return follow(address, hello(0, nonce="other"))
 
     def last():
-        time.sleep(0.7)
+        time.sleep(0.5)
         return follow(address, hello(1))
 
     _, refused, announced = together(partial(begin, address), wrong, last)
@@ -145,14 +155,13 @@ def test_second_host_0_among_followers_is_refused(address):
 
 def test_host_that_died_while_the_roll_is_called_may_come_again(address):
     def dies_and_comes_again():
-        time.sleep(0.2)
-        with socket.create_connection((address.host, address.port)) as gone:
+        with dial(address) as gone:
             gone.sendall(encode(hello(1, num_hosts=3, nonce="dead")))
             assert b"Welcome" in gone.recv(65536)
         return follow(address, hello(1, num_hosts=3))
 
     def last():
-        time.sleep(1.0)
+        time.sleep(0.6)
         return follow(address, hello(2, num_hosts=3))
 
     hellos, *announced = together(partial(begin, address, num_hosts=3), dies_and_comes_again, last)
@@ -160,7 +169,8 @@ def test_host_that_died_while_the_roll_is_called_may_come_again(address):
     assert announced == [ATTEMPT, ATTEMPT]
 
 
-def test_taken_port_is_one_clear_error(address):
+def test_taken_port_is_one_clear_error(address, monkeypatch):
+    monkeypatch.setattr(wire, "BIND_SECONDS", 0.2)
     with socket.socket() as other:
         other.bind((address.host, address.port))
         other.listen()
@@ -171,7 +181,8 @@ def test_taken_port_is_one_clear_error(address):
     assert "--coordinator" in str(refused.value)
 
 
-def test_port_that_is_taken_on_one_interface_only_is_taken(address):
+def test_port_that_is_taken_on_one_interface_only_is_taken(address, monkeypatch):
+    monkeypatch.setattr(wire, "BIND_SECONDS", 0.2)
     with socket.create_server((address.host, address.port)):
         everywhere = Address("node0.example", address.port)
         with pytest.raises(ConfigError, match="has this port"), lead(everywhere):
@@ -189,7 +200,8 @@ def test_lead_listens_on_all_interfaces_whatever_its_name_means_to_itself(
     assert announced == ATTEMPT
 
 
-def test_second_lead_does_not_share_the_port(address):
+def test_second_lead_does_not_share_the_port(address, monkeypatch):
+    monkeypatch.setattr(wire, "BIND_SECONDS", 0.2)
     with lead(address), pytest.raises(ConfigError, match="has this port"), lead(address):
         raise AssertionError
 
@@ -210,8 +222,7 @@ def test_second_lead_does_not_share_the_port(address):
 )
 def test_stranger_at_the_port_is_dropped_and_nothing_else_happens(address, data):
     def stranger():
-        time.sleep(0.2)
-        with socket.create_connection((address.host, address.port)) as connected:
+        with dial(address) as connected:
             connected.settimeout(5)
             try:
                 connected.sendall(data)
@@ -250,8 +261,7 @@ def test_crowd_of_strangers_is_bounded(address, monkeypatch):
     monkeypatch.setattr(peers_module, "ROOM_FOR_STRANGERS", 4)
 
     def crowd():
-        time.sleep(0.2)
-        strangers = [socket.create_connection((address.host, address.port)) for _ in range(20)]
+        strangers = [dial(address) for _ in range(20)]
         try:
             return follow(address, hello(1))
         finally:
@@ -314,8 +324,7 @@ def test_other_version_of_the_roll_call_is_named_on_its_side(address):
     line = encode(hello(1)).replace(b'"jaxres": 1', b'"jaxres": 2', 1)
 
     def stranger():
-        time.sleep(0.2)
-        with socket.create_connection((address.host, address.port)) as connected:
+        with dial(address) as connected:
             connected.sendall(line)
             answer = connected.recv(65536)
         follow(address, hello(1))
