@@ -92,6 +92,16 @@ class Unrestorable(TypedEnd):
     exit = Exit.UNRESTORABLE
 
 
+def typed_end(code: int, reason: str) -> TypedEnd:
+    """Returns the end that has this code, as another process tells it.
+
+    >>> typed_end(79, "host 2 is gone")
+    PeerLost('host 2 is gone')
+    """
+    kinds = {kind.exit: kind for kind in TypedEnd.__subclasses__() if kind.__module__ == __name__}
+    return kinds.get(Exit(code), TypedEnd)(reason) if code in set(Exit) else TypedEnd(reason)
+
+
 def message(code: int, reason: str) -> str:
     r"""Returns what a person reads at a typed end: the reason, and the exit code once.
 

@@ -1,0 +1,316 @@
+"""Promises of the doors' connections: who dies is known at once, who sleeps is not blamed."""
+
+import select
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from jaxres.membership import Address
+from jaxres.supervise.peers import Awake, Peers
+from jaxres.supervise.wire import MAX_UNSENT_BYTES, Wire
+from jaxres.supervise.words import (
+    MAX_BYTES,
+    Farewell,
+    Go,
+    Here,
+    Lost,
+    NoWord,
+    Seen,
+    Standing,
+    StopAsked,
+    Verdict,
+    WorkerEnded,
+    decode,
+    encode,
+    fields_of,
+)
+from tests.unit.supervise.doors import (
+    ATTEMPT,
+    CLOCK,
+    door,
+    free_address,
+    hear,
+    hello,
+    lead,
+)
+
+
+class Hand:
+    """A clock that is moved by hand."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    with Peers(clock=CLOCK, silence_seconds=10.0) as peers:
+        peers.add(1, "node1", Wire(ours))
+        yield peers, theirs
+        theirs.close()
+
+
+@pytest.fixture
+def still_pair():
+    """A pair whose time stands still."""
+    ours, theirs = socket.socketpair()
+    clock = Hand()
+    peers = Peers(clock=clock, silence_seconds=10.0)
+    channel = peers.add(1, "node1", Wire(ours))
+    yield clock, peers, theirs
+    channel.wire.close()
+    theirs.close()
+    peers.close()
+
+
+def test_words_come_as_they_were_said(pair):
+    peers, theirs = pair
+    said = [
+        Here(3, "train"),
+        WorkerEnded(70, "é\n" * 10, committed=False, said=True, step=3),
+        StopAsked(75, "SIGTERM"),
+        Standing((3, 2)),
+        Verdict(79, 1, "host 1 is gone", 3),
+        Go(),
+    ]
+    theirs.sendall(b"".join(encode(word) for word in said))
+    assert peers.hear() == [(1, word) for word in said]
+    assert peers.channels[1].step == 3
+
+
+def test_word_in_pieces_is_one_word(pair):
+    peers, theirs = pair
+    line = encode(Here(7, "x"))
+    for at in range(len(line)):
+        assert peers.hear() == []
+        theirs.sendall(line[at : at + 1])
+    assert peers.hear() == [(1, Here(7, "x"))]
+
+
+def test_last_words_come_before_the_loss_and_nothing_after_it(pair):
+    peers, theirs = pair
+    theirs.sendall(encode(Here(5, "train")) + encode(Farewell(76, "SIGINT")))
+    theirs.close()
+    assert peers.hear() == [
+        (1, Here(5, "train")),
+        (1, Farewell(76, "SIGINT")),
+        (1, Lost("host 1 (node1) is gone after step 5: it closed the connection")),
+    ]
+    assert peers.hear() == []
+    peers.tell(Go())
+    peers.beat(Standing((1,)))
+
+
+def test_close_lets_a_slow_reader_have_the_last_word():
+    ours, theirs = socket.socketpair()
+    peers = Peers(clock=CLOCK, silence_seconds=10.0)
+    peers.add(1, "node1", Wire(ours))
+    for _ in range(10):
+        peers.tell(StopAsked(75, "x" * 60000))
+    peers.tell(Verdict(82, 1, "unhealthy", 40))
+    assert peers.channels[1].wire.wants_to_write
+    closing = threading.Thread(target=peers.close)
+    closing.start()
+    data = b""
+    while got := theirs.recv(4096):
+        data += got
+    theirs.close()
+    closing.join()
+    assert decode(data.splitlines()[-1]) == Verdict(82, 1, "unhealthy", 40)
+
+
+@pytest.mark.parametrize(
+    "data", [b"x\n", b"{}\n", b"x" * (MAX_BYTES + 1), b'{"jaxres": 1, "Here": {"step": "x"}}\n']
+)
+def test_peer_that_talks_nonsense_is_gone(pair, data):
+    peers, theirs = pair
+    theirs.sendall(data)
+    [(host, word)] = peers.hear()
+    assert host == 1
+    assert isinstance(word, Lost)
+
+
+def test_peer_that_does_not_read_is_gone_and_holds_up_nobody(pair):
+    peers, _theirs = pair
+    started = time.monotonic()
+    for _ in range(10 * MAX_UNSENT_BYTES // 30000):
+        peers.tell(StopAsked(75, "x" * 30000))
+    assert isinstance(peers.hear()[-1][1], Lost)
+    assert time.monotonic() - started < 5
+
+
+def test_beats_give_way_to_a_peer_that_does_not_read(still_pair):
+    clock, peers, _theirs = still_pair
+    for _ in range(2000):
+        clock.now += 1.0
+        peers.beat(Standing(tuple(range(1000))))
+    assert not peers.channels[1].is_lost
+
+
+def test_beats_come_once_a_second(still_pair):
+    clock, peers, theirs = still_pair
+    for _ in range(100):
+        clock.now += 0.1
+        peers.beat(Here(1, "train"))
+    assert 9 <= theirs.recv(65536).count(b"\n") <= 10
+
+
+def test_silence_beyond_the_limit_is_a_loss(still_pair):
+    clock, peers, theirs = still_pair
+    for _ in range(10):
+        clock.now += 1.0
+        assert peers.hear() == []
+    clock.now += 1.0
+    [(_, word)] = peers.hear()
+    assert "nothing was heard of it for 10 s (hosts.heartbeat_seconds)" in word.reason
+    assert theirs.recv(1) == b""
+
+
+def test_own_sleep_blames_nobody(still_pair):
+    clock, peers, _ = still_pair
+    clock.now += 3600.0
+    assert peers.hear() == []
+    clock.now += 9.5
+    assert peers.hear() == []
+
+
+def test_who_wakes_to_a_closed_connection_is_told_so(still_pair):
+    clock, peers, theirs = still_pair
+    clock.now += 3600.0
+    theirs.sendall(encode(Verdict(79, 1, "silent", 8)))
+    theirs.close()
+    assert [type(word) for _, word in peers.hear()] == [Verdict, Lost]
+
+
+def test_newer_connection_of_a_host_takes_the_place_of_a_dead_one(pair):
+    peers, theirs = pair
+    theirs.close()
+    peers._collect()  # The loss is known, and not told yet.
+    ours, again = socket.socketpair()
+    with again:
+        peers.add(1, "node1", Wire(ours))
+        again.sendall(encode(Here(1, "train")))
+        assert peers.hear() == [(1, Here(1, "train"))]
+        again.shutdown(socket.SHUT_WR)
+
+
+def test_select_wakes_when_there_is_something_to_hear(pair):
+    peers, theirs = pair
+    assert select.select([peers], [], [], 0)[0] == []
+    theirs.sendall(encode(Go()))
+    assert select.select([peers], [], [], 5)[0] == [peers]
+    assert peers.hear() == [(1, Go())]
+    assert select.select([peers], [], [], 0)[0] == []
+
+
+def test_time_awake_leaves_out_sleep():
+    clock = Hand()
+    awake = Awake(clock)
+    started = awake.now()
+    for seconds in (1.0, 50.0, 1.5, 2.0, 3.0):
+        clock.now += seconds
+        awake.now()
+    assert awake.now() - started == 4.5
+
+
+def start(address, process_count):
+    """Enters the roll call as lead of so many processes; returns the lead, to be closed."""
+    leading = lead(address, num_hosts=process_count + 1, heartbeat_seconds=2.0).__enter__()
+    leading.gather()
+    return leading, leading.announce(ATTEMPT)
+
+
+def test_killed_door_is_known_at_once_and_a_stopped_one_after_its_silence():
+    address = free_address()
+    with (
+        door(address, hello(1, num_hosts=3)) as first,
+        door(address, hello(2, num_hosts=3), heartbeat_seconds=30.0) as second,
+    ):
+        leading, peers = start(address, 2)
+        try:
+            assert hear(peers, Here, beat=Standing((0, 0, 0)))[1].phase == "train"
+            first.kill()
+            host, lost = hear(peers, Lost, beat=Standing((0, 0, 0)))
+            assert host == 1
+            assert "host 1 (node1) is gone" in lost.reason
+            assert "nothing was heard" not in lost.reason
+            second.send_signal(signal.SIGSTOP)
+            host, lost = hear(peers, Lost, beat=Standing((0, 0, 0)))
+            assert host == 2
+            assert "nothing was heard of it for 2 s" in lost.reason
+            second.send_signal(signal.SIGCONT)
+            assert "closed the connection" in second.stdout.read()
+        finally:
+            leading.__exit__(None, None, None)
+
+
+def test_verdict_is_heard_before_the_end_even_if_the_lead_leaves_at_once():
+    address = free_address()
+    with door(address, hello(1)) as follower:
+        leading, peers = start(address, 1)
+        peers.tell(Verdict(82, 1, "host 1 is unhealthy", 40))
+        leading.__exit__(None, None, None)
+        assert "host 1 is unhealthy" in follower.stdout.read()
+
+
+def test_frozen_lead_is_lost_after_its_silence():
+    address = free_address()
+    with door(address, hello(1), heartbeat_seconds=2.0) as follower:
+        leading, _ = start(address, 1)
+        try:
+            assert follower.stdout.readline() == "started\n"
+            word = follower.stdout.readline()  # This process says nothing meanwhile.
+            assert f"host 0 ({address}) is gone: nothing was heard of it for 2 s" in word
+        finally:
+            leading.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("text", ["x", "é", "\U0001f525", "\n", "\x00", "\udcff", '"'])
+@pytest.mark.parametrize("length", [0, 100, 100_000])
+def test_no_word_is_longer_than_allowed(text, length):
+    line = encode(Farewell(70, text * length))
+    assert len(line) <= MAX_BYTES
+    assert line.count(b"\n") == 1
+    back = decode(line)
+    assert isinstance(back, Farewell)
+    assert len(back.reason) >= min(length, 1000)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{",
+        b'{"jaxres": 1}',
+        b'{"jaxres": 1, "Lost": {"reason": "x"}}',
+        b'{"jaxres": 1, "Seen": {}}',
+        b'{"jaxres": 1, "Seen": null}',
+        b'{"jaxres": 2, "Seen": {"seen": true}}',
+        b"[" * 60000,
+        b"\xff\xfe",
+    ],
+)
+def test_line_that_is_no_word_is_refused(line):
+    with pytest.raises(NoWord):
+        decode(line)
+
+
+def test_field_of_a_later_version_is_passed_over():
+    assert decode(b'{"jaxres": 1, "Seen": {"seen": true, "why": 3}}') == Seen(True)
+
+
+def test_huge_config_is_compared_by_digest_only():
+    assert fields_of({"model": {str(n): "x" * 80 for n in range(1000)}}) == {}
+
+
+def test_address_is_written_as_it_is_given():
+    assert str(Address("::1", 5)) == "[::1]:5"
