@@ -5,19 +5,20 @@ An *axis* is a mesh axis, a *dim* is a tensor dimension.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
+from jaxres import topology
 from jaxres.config.schema import MeshSection
-from jaxres.faults import ConfigError
+from jaxres.topology import AXES, Plan
 
-AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
+AUTO = (AxisType.Auto,) * len(AXES)
 
 RULES: dict[str, str] = {
     "vocab": "tensor",
@@ -35,22 +36,23 @@ def build(section: MeshSection, *, devices: Sequence[Any]) -> Mesh:
     Raises:
       ConfigError: the axes do not multiply to the number of devices.
     """
-    sizes = section.sizes()
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    rest, remainder = divmod(len(devices), fixed)
-    shape = tuple(rest if size == -1 else size for size in sizes.values())
-    if remainder or math.prod(shape) != len(devices):
-        raise ConfigError(
-            f"mesh: {' x '.join(f'{name}={size}' for name, size in sizes.items())} does not make "
-            f"{len(devices)} device(s). Give axes whose product is {len(devices)}; one may be -1 "
-            "(all the rest)."
-        )
-    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    sizes = topology.axis_sizes(section, num_devices=len(devices))
+    return Mesh(arranged(devices, sizes), AXES, axis_types=AUTO)
 
 
-def batch_shards(mesh: Mesh) -> int:
-    """Returns into how many parts the rows of a batch are split."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+def abstract(plan: Plan) -> Any:
+    """Returns what stands in for a Mesh whose devices are not here: to lay out and to lower."""
+    return AbstractMesh(plan.sizes, AXES, axis_types=AUTO)
+
+
+def arranged(devices: Sequence[Any], sizes: tuple[int, ...]) -> NDArray[Any]:
+    """Returns the devices as an array of these sizes, host by host along the last dims.
+
+    So `tensor`, which talks the most, lies inside a host wherever its size allows.
+    """
+    array = np.empty(len(devices), object)
+    array[:] = sorted(devices, key=lambda device: (device.process_index, device.id))
+    return array.reshape(sizes)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxres import data, evaluate, models, optim
+from jaxres import data, evaluate, models, optim, topology
 from jaxres import mesh as meshes
 from jaxres import state as states
 from jaxres import step as steps
@@ -21,14 +21,14 @@ from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.data import Batch, Dataset
-from jaxres.events import Emit, PhaseChanged, RunBuilt
-from jaxres.faults import ConfigError
+from jaxres.events import Emit, Noted, PhaseChanged, RunBuilt
 from jaxres.guards.divergence import stop_on_nonfinite
 from jaxres.metrics import MetricsLine, MetricsLog
 from jaxres.models import Model
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog
 from jaxres.state import TrainState
+from jaxres.topology import Plan
 from jaxres.train.loop import Agenda, Feed, Run
 from jaxres.train.requests import Requests
 
@@ -62,6 +62,7 @@ class Parts:
 
     config: RunConfig
     dataset: Dataset
+    plan: Plan
     mesh: Mesh
     model: Model
     tx: optax.GradientTransformation
@@ -117,7 +118,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         step=step,
         evaluate=evaluation,
         dataset=parts.dataset.fingerprint,
-        computation=computation(config, place.claim, parts.mesh),
+        computation=computation(config, place.claim, parts.mesh, parts.plan),
         landed=landed,
         requests=place.requests,
         emit=place.emit,
@@ -130,17 +131,33 @@ def _parts(config: RunConfig, emit: Emit) -> Parts:
     emit(PhaseChanged("data", "opening the corpus"))
     dataset = data.open_dataset(config.data, progress=lambda what: emit(PhaseChanged("data", what)))
     emit(PhaseChanged("build", "devices, model, optimizer"))
-    mesh = meshes.build(config.mesh, devices=jax.devices())
-    _refuse_uneven_rows(config.train.global_batch_size, config.train.microbatches, mesh)
+    devices = jax.devices()
+    plan = topology.plan(
+        config.mesh,
+        config.train,
+        config.model,
+        num_devices=len(devices),
+        num_hosts=jax.process_count(),
+    )
+    if slow := topology.crosses_hosts(plan, devices_per_host=jax.local_device_count()):
+        emit(Noted(slow))
+    mesh = meshes.build(config.mesh, devices=devices)
+    return assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
+
+
+def assemble(
+    config: RunConfig, dataset: Dataset, *, plan: Plan, mesh: Mesh, platform: str
+) -> Parts:
+    """Returns the parts on a mesh, which may be one without devices; computes nothing yet."""
     model = models.build(
         config.model,
         vocab_size=dataset.vocab_size,
         seq_len=config.data.seq_len,
-        platform=jax.default_backend(),
+        platform=platform,
     )
     tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
     shapes, init = _initializer(model, tx, mesh, seed=config.run.seed)
-    return Parts(config, dataset, mesh, model, tx, shapes, init)
+    return Parts(config, dataset, plan, mesh, model, tx, shapes, init)
 
 
 def _checkpoints(
@@ -161,16 +178,6 @@ def use_compilation_cache(folder: str) -> None:
     """Keeps compiled programs in `folder`, also the ones that compile fast."""
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def _refuse_uneven_rows(rows: int, microbatches: int, mesh: Mesh) -> None:
-    parts = meshes.batch_shards(mesh) * microbatches
-    if rows % parts:
-        raise ConfigError(
-            f"train.global_batch_size={rows} can't be split evenly over mesh.data x mesh.fsdp = "
-            f"{meshes.batch_shards(mesh)} device(s) and train.microbatches={microbatches}; "
-            f"try {rows // parts * parts or parts} or {(rows // parts + 1) * parts}."
-        )
 
 
 def _initializer(
@@ -205,7 +212,7 @@ def _compile(
         parts.tx,
         rate,
         clip_norm=config.optimizer.clip_norm,
-        microbatches=config.train.microbatches,
+        microbatches=parts.plan.microbatches,
     )
     batch = _batch_shapes(parts)
     emit(PhaseChanged("compile", "training step"))
@@ -284,13 +291,13 @@ def _feed(parts: Parts, place: Place, stack: contextlib.ExitStack) -> Feed:
     )
 
 
-def computation(config: RunConfig, claim: Claim, mesh: Mesh) -> dict[str, str]:
+def computation(config: RunConfig, claim: Claim, mesh: Mesh, plan: Plan) -> dict[str, str]:
     """Returns what decides bits besides the trajectory; equal words, equal bits."""
     device = mesh.devices.flat[0]
     words = {
         "devices": f"{mesh.devices.size} x {device.platform} {device.device_kind}",
         "mesh": " ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh.axis_names),
-        "microbatches": str(config.train.microbatches),
+        "microbatches": str(plan.microbatches),
         "threads": str(claim.threads),
     }
     if config.model.kind == "gpt":

@@ -43,6 +43,11 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
             "needs an even one; try 24",
         ),
         (
+            ["model.num_kv_heads=4", "mesh.tensor=3"],
+            "mesh.tensor: 3 does not divide model.num_heads=12 and model.num_kv_heads=4; "
+            "try one of 1, 2, 4",
+        ),
+        (
             ["model.num_kv_heads=5"],
             "model.num_kv_heads: 5 does not divide model.num_heads=12; "
             "try one of 1, 2, 3, 4, 6, 12",
