@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxres import mesh as meshes
 from jaxres.data import Arrays, Rows
+from jaxres.mesh import LocalRows
 from jaxres.models import Params
 from jaxres.step import Batch
 
@@ -18,14 +19,15 @@ Compiled = Callable[[Params, Batch, jax.Array], jax.Array]
 
 
 def batches(
-    heldout: Rows, *, rows_per_batch: int, limit: int
+    heldout: Rows, *, rows_per_batch: int, limit: int, local: LocalRows
 ) -> Iterator[tuple[Arrays, np.ndarray]]:
     """Yields the first `limit` batches of the held-out rows in order, and which rows are real.
 
-    The last batch is filled up with row 0, masked out (mask_B float32: 1 real, 0 filling).
+    The last batch is filled up with row 0, masked out (mask_B float32: 1 real, 0 filling). Read and
+    yielded are the local rows of each batch.
     """
     for start in range(0, min(len(heldout), limit * rows_per_batch), rows_per_batch):
-        ids = np.arange(start, start + rows_per_batch)
+        ids = start + local.rows
         mask_B = (ids < len(heldout)).astype(np.float32)
         yield heldout.rows(np.where(mask_B > 0, ids, 0)), mask_B
 
@@ -38,12 +40,17 @@ def make(
     Its second argument is asked before every batch whether to give up; then the result is None.
     """
 
+    local = meshes.local_rows(mesh, rows_per_batch)
+
     def evaluate(params: Params, give_up: Callable[[], bool]) -> float | None:
         sums = np.zeros(2, np.float64)
-        for arrays, mask_B in batches(heldout, rows_per_batch=rows_per_batch, limit=limit):
+        rows = batches(heldout, rows_per_batch=rows_per_batch, limit=limit, local=local)
+        for arrays, mask_B in rows:
             if give_up():
                 return None
-            placed: dict[str, Any] = meshes.place_batch(mesh, {**arrays, "mask_B": mask_B})
+            placed: dict[str, Any] = meshes.place_batch(
+                mesh, {**arrays, "mask_B": mask_B}, local=local
+            )
             mask = placed.pop("mask_B")
             sums += np.asarray(eval_step(params, placed, mask), np.float64)
         return float(sums[0] / sums[1])

@@ -5,7 +5,8 @@ An *axis* is a mesh axis, a *dim* is a tensor dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -80,10 +81,59 @@ def param_sharding(mesh: Mesh, dims: Sequence[str | None], shape: Sequence[int])
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def place_batch(mesh: Mesh, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Puts the rows of a global batch on the devices that compute them."""
+@dataclass(frozen=True)
+class LocalRows:
+    """Which rows of a global batch this process's devices compute, and so this process reads."""
+
+    rows: NDArray[np.int64]
+    """Ascending indices into the global batch."""
+    num_rows: int
+    """Of the global batch."""
+
+    def place_of(self, index: slice) -> slice:
+        """Returns where the global rows of a device lie among the local ones: in one piece."""
+        start, stop, _ = index.indices(self.num_rows)
+        first = int(np.searchsorted(self.rows, start))
+        return slice(first, first + stop - start)
+
+
+def local_rows(mesh: Mesh, num_rows: int) -> LocalRows:
+    """Returns the rows of a batch that this process's devices compute, each of them once."""
+    indices = batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
+    return rows_of([index for index in indices if index is not None], num_rows)
+
+
+def rows_of(indices: Iterable[tuple[slice, ...]], num_rows: int) -> LocalRows:
+    """Returns the rows that some devices compute, by what each of them takes of the batch."""
+    taken = [np.arange(*index[0].indices(num_rows), dtype=np.int64) for index in indices]
+    return LocalRows(np.unique(np.concatenate(taken)), num_rows)
+
+
+def place_batch(
+    mesh: Mesh, arrays: Mapping[str, np.ndarray], *, local: LocalRows | None = None
+) -> dict[str, jax.Array]:
+    """Puts the rows of a global batch on the devices that compute them.
+
+    Args:
+      mesh: the devices.
+      arrays: of the local rows.
+      local: which rows of the global batch those are; None: all.
+    """
     sharding = batch_sharding(mesh)
+    if local is None or len(local.rows) == local.num_rows:
+        return {
+            name: jax.make_array_from_callback(
+                array.shape, sharding, lambda index, a=array: a[index]
+            )
+            for name, array in arrays.items()
+        }
+    shapes = {name: (local.num_rows, *array.shape[1:]) for name, array in arrays.items()}
     return {
-        name: jax.make_array_from_callback(array.shape, sharding, lambda index, a=array: a[index])
+        name: jax.make_array_from_callback(shapes[name], sharding, _piece_of(array, local))
         for name, array in arrays.items()
     }
+
+
+def _piece_of(array: NDArray[Any], local: LocalRows) -> Callable[[Any], NDArray[Any]]:
+    """Returns the function from what a device takes of the global array to its numbers."""
+    return lambda index: array[local.place_of(index[0])]

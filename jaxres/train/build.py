@@ -254,18 +254,23 @@ def _no_evaluation(params: Any, give_up: Any) -> float | None:
 def _feed(parts: Parts, place: Place, stack: contextlib.ExitStack) -> Feed:
     """Returns the batches, read and laid on the devices ahead of time, in the background."""
     config = parts.config
+    local = meshes.local_rows(parts.mesh, parts.rows_per_batch)
     batch_at = data.batch_at(
         parts.dataset.train,
         seed=config.run.seed,
         global_batch_size=parts.rows_per_batch,
         skips=place.log.line().skips,
+        local=local.rows,
     )
     prefetch = stack.enter_context(
         data.Prefetch(
             batch_at,
             depth=config.data.prefetch_batches,
             timeout_seconds=config.data.timeout_seconds,
-            place=lambda batch: (batch, meshes.place_batch(parts.mesh, batch.arrays)),
+            place=lambda batch: (
+                batch,
+                meshes.place_batch(parts.mesh, batch.arrays, local=local),
+            ),
         )
     )
 

@@ -104,9 +104,9 @@ def test_an_impossible_combination_is_refused(write: Write, words: list[str], li
     "words",
     [
         ["train.global_batch_size=48", "train.microbatches=3"],
-        ["mesh.data=-1", "mesh.fsdp=5", "mesh.tensor=7"],
+        ["mesh.data=-1", "mesh.fsdp=5", "mesh.tensor=6"],
         ["mesh.data=1", "mesh.fsdp=-1"],
-        ["mesh.data=4", "mesh.fsdp=6", "mesh.tensor=5"],
+        ["mesh.data=4", "mesh.fsdp=6", "mesh.tensor=4"],
         ["model.num_kv_heads=4", "model.vocab_size=257"],
         ["model.vocab_size=2", CUSTOM],
         ["model.attention=cudnn"],
