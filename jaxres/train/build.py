@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxres import data, evaluate, models, optim, topology
+from jaxres import data, evaluate, layout, models, optim, storage, topology
 from jaxres import mesh as meshes
 from jaxres import state as states
 from jaxres import step as steps
@@ -23,12 +23,14 @@ from jaxres.config import RunConfig
 from jaxres.data import Batch, Dataset
 from jaxres.events import Emit, Noted, PhaseChanged, RunBuilt
 from jaxres.guards.divergence import stop_on_nonfinite
+from jaxres.layout import Layout
 from jaxres.metrics import MetricsLine, MetricsLog
 from jaxres.models import Model
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog
 from jaxres.state import TrainState
 from jaxres.topology import Plan
+from jaxres.train import memory
 from jaxres.train.loop import Agenda, Feed, Run
 from jaxres.train.requests import Requests
 
@@ -94,7 +96,8 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     if config.compilation.cache_dir is not None:
         use_compilation_cache(str(config.compilation.cache_dir.expanduser()))
     parts = _parts(config, place.emit)
-    place.emit(_built(parts))
+    laid = _lay_out(parts, place)
+    place.emit(_built(parts, laid))
     step, evaluation = _compile(parts, place.emit)
     metrics = stack.enter_context(MetricsLog(place.run_dir.metrics(place.log.attempt)))
 
@@ -131,6 +134,18 @@ def _parts(config: RunConfig, emit: Emit) -> Parts:
     emit(PhaseChanged("data", "opening the corpus"))
     dataset = data.open_dataset(config.data, progress=lambda what: emit(PhaseChanged("data", what)))
     emit(PhaseChanged("build", "devices, model, optimizer"))
+    plan, mesh, slow = devices_here(config)
+    if slow is not None:
+        emit(Noted(slow))
+    return assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
+
+
+def devices_here(config: RunConfig) -> tuple[Plan, Mesh, str | None]:
+    """Returns how the devices that are there share the work, and what is slow about it.
+
+    Raises:
+      ConfigError: their number will not do.
+    """
     devices = jax.devices()
     plan = topology.plan(
         config.mesh,
@@ -139,10 +154,8 @@ def _parts(config: RunConfig, emit: Emit) -> Parts:
         num_devices=len(devices),
         num_hosts=jax.process_count(),
     )
-    if slow := topology.crosses_hosts(plan, devices_per_host=jax.local_device_count()):
-        emit(Noted(slow))
-    mesh = meshes.build(config.mesh, devices=devices)
-    return assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
+    slow = topology.crosses_hosts(plan, devices_per_host=jax.local_device_count())
+    return plan, meshes.build(config.mesh, devices=devices), slow
 
 
 def assemble(
@@ -158,6 +171,31 @@ def assemble(
     tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
     shapes, init = _initializer(model, tx, mesh, seed=config.run.seed)
     return Parts(config, dataset, plan, mesh, model, tx, shapes, init)
+
+
+def state_shapes(
+    config: RunConfig, *, vocab_size: int | None, mesh: Mesh, platform: str
+) -> tuple[TrainState, Model]:
+    """Returns the state's shapes with shardings and the model, for which no data are needed."""
+    model = models.build(
+        config.model, vocab_size=vocab_size, seq_len=config.data.seq_len, platform=platform
+    )
+    tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
+    return _initializer(model, tx, mesh, seed=config.run.seed)[0], model
+
+
+def _lay_out(parts: Parts, place: Place) -> Layout:
+    """Tells what lies on every device.
+
+    Raises:
+      ConfigError: the state alone is larger than a device.
+    """
+    laid = layout.of(parts.shapes, parts.model, parts.mesh)
+    storage.replace(place.run_dir.sharding(place.log.attempt), laid.table().encode())
+    for warning in laid.warnings():
+        place.emit(Noted(warning))
+    memory.refuse_large_state(laid.device_bytes, layout.device_limit(parts.mesh))
+    return laid
 
 
 def _checkpoints(
@@ -197,11 +235,9 @@ def _initializer(
     return shapes, jitted
 
 
-def _compile(
-    parts: Parts, emit: Emit
-) -> tuple[Any, Callable[[Any, Callable[[], bool]], float | None]]:
-    """Compiles the train step and the evaluation step before the first step."""
-    config, shapes, mesh = parts.config, parts.shapes, parts.mesh
+def traced_step(parts: Parts) -> Any:
+    """Returns the train step traced: to be lowered, also for devices that are not here."""
+    config, shapes = parts.config, parts.shapes
     rate = optim.learning_rate(
         config.optimizer.schedule,
         peak=config.optimizer.learning_rate,
@@ -214,10 +250,21 @@ def _compile(
         clip_norm=config.optimizer.clip_norm,
         microbatches=parts.plan.microbatches,
     )
-    batch = _batch_shapes(parts)
+    out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(parts.mesh))
+    jitted = jax.jit(train_step, donate_argnums=0, out_shardings=out)
+    return jitted.trace(shapes, _batch_shapes(parts))
+
+
+def _compile(
+    parts: Parts, emit: Emit
+) -> tuple[Any, Callable[[Any, Callable[[], bool]], float | None]]:
+    """Compiles the train step and the evaluation step before the first step."""
+    config, shapes, mesh = parts.config, parts.shapes, parts.mesh
     emit(PhaseChanged("compile", "training step"))
-    out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(mesh))
-    step = jax.jit(train_step, donate_argnums=0, out_shardings=out).lower(shapes, batch).compile()
+    step = traced_step(parts).lower().compile()
+    large = memory.large_step(config, layout.step_bytes(step), layout.device_limit(mesh))
+    if large is not None:
+        emit(Noted(large))
     if not parts.evaluates:
         return step, _no_evaluation
     emit(PhaseChanged("compile", "evaluation step"))
@@ -225,7 +272,7 @@ def _compile(
     mask = jax.ShapeDtypeStruct(rows, jnp.float32, sharding=meshes.batch_sharding(mesh))
     eval_step = jax.jit(steps.make_eval_step(parts.model), out_shardings=meshes.replicated(mesh))
     return step, evaluate.make(
-        eval_step.lower(shapes.params, batch, mask).compile(),
+        eval_step.lower(shapes.params, _batch_shapes(parts), mask).compile(),
         parts.dataset.heldout,
         rows_per_batch=parts.rows_per_batch,
         limit=config.evaluation.batches,
@@ -310,7 +357,7 @@ def computation(config: RunConfig, claim: Claim, mesh: Mesh, plan: Plan) -> dict
     return words | dict(claim.fingerprint) | dict(claim.versions)
 
 
-def _built(parts: Parts) -> RunBuilt:
+def _built(parts: Parts, laid: Layout) -> RunBuilt:
     return RunBuilt(
         model=parts.config.model.kind,
         params=models.num_params(parts.shapes.params),
@@ -320,4 +367,5 @@ def _built(parts: Parts) -> RunBuilt:
         steps=parts.config.train.steps,
         tokens_per_step=parts.tokens_per_step,
         flops_per_token=parts.model.flops_per_token,
+        state_bytes_per_device=laid.device_bytes,
     )
