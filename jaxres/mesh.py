@@ -61,6 +61,23 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
+def keep_rows(mesh: Mesh) -> Callable[[Any], Any]:
+    """Returns what pins the first dim of activations to the devices that hold their rows.
+
+    Without it XLA may follow the parameters: with an embedding split over fsdp it splits the width
+    of the activations instead of their rows, and every device holds those of the whole batch.
+    """
+    if mesh.size == 1:
+        return lambda x: x
+
+    def keep(x: Any) -> Any:
+        others = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
+        spec = PartitionSpec(BATCH_AXES, *others)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return keep
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of arrays that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())

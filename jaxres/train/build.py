@@ -167,6 +167,7 @@ def assemble(
         vocab_size=dataset.vocab_size,
         seq_len=config.data.seq_len,
         platform=platform,
+        keep_rows=meshes.keep_rows(mesh),
     )
     tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
     shapes, init = _initializer(model, tx, mesh, seed=config.run.seed)
