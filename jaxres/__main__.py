@@ -17,6 +17,8 @@ usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
   checkpoints digest RUN_DIR [--step N]                 one word for a whole training state
   checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if
       [--step N] [--other-step M] [--json]              anything does
+  doctor CONFIG.yaml [section.field=value ...]          looks before a run: pass, warn or fail, with
+      [--devices N [--hosts H]]                         what to do; for N devices that are not here
 
 `jaxres train --help` lists every config field.
 """
@@ -35,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from jaxres.train import __main__ as train
 
         train.leave(train.main(words[1:]))
+    if words[0] == "doctor":
+        from jaxres.train import doctor
+
+        return doctor.main(words[1:])
     from jaxres import verbs
 
     return verbs.main(words, usage=USAGE)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxres import mesh as meshes
 from jaxres.data import Arrays, Rows
 from jaxres.faults import Stop, Verdict
+from jaxres.mesh import LocalRows
 from jaxres.models import Params
 from jaxres.step import Batch
 
@@ -36,14 +37,15 @@ class Listener(Protocol):
 
 
 def batches(
-    heldout: Rows, *, rows_per_batch: int, limit: int
+    heldout: Rows, *, rows_per_batch: int, limit: int, local: LocalRows
 ) -> Iterator[tuple[Arrays, np.ndarray]]:
     """Yields the first `limit` batches of the held-out rows in order, and which rows are real.
 
-    The last batch is filled up with row 0, masked out (mask_B float32: 1 real, 0 filling).
+    The last batch is filled up with row 0, masked out (mask_B float32: 1 real, 0 filling). Read and
+    yielded are the local rows of each batch.
     """
     for start in range(0, min(len(heldout), limit * rows_per_batch), rows_per_batch):
-        ids = np.arange(start, start + rows_per_batch)
+        ids = start + local.rows
         mask_B = (ids < len(heldout)).astype(np.float32)
         yield heldout.rows(np.where(mask_B > 0, ids, 0)), mask_B
 
@@ -57,12 +59,17 @@ def make(
     None.
     """
 
+    local = meshes.local_rows(mesh, rows_per_batch)
+
     def evaluate(params: Params, hosts: Listener) -> float | None:
         sums = np.zeros(NUM_SUMS, np.float64)
-        for arrays, mask_B in batches(heldout, rows_per_batch=rows_per_batch, limit=limit):
+        rows = batches(heldout, rows_per_batch=rows_per_batch, limit=limit, local=local)
+        for arrays, mask_B in rows:
             if isinstance(hosts.verdict(), Stop):
                 return None
-            placed: dict[str, Any] = meshes.place_batch(mesh, {**arrays, "mask_B": mask_B})
+            placed: dict[str, Any] = meshes.place_batch(
+                mesh, {**arrays, "mask_B": mask_B}, local=local
+            )
             mask = placed.pop("mask_B")
             facts = hosts.facts(busy_seconds=None)
             values = np.asarray(eval_step(params, placed, mask, facts), np.float64)

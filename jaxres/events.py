@@ -50,6 +50,8 @@ class RunBuilt:
     steps: int
     tokens_per_step: int
     flops_per_token: float
+    state_bytes_per_device: int
+    """Parameters, optimizer state and key."""
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,21 @@ An *axis* is a mesh axis, a *dim* is a tensor dimension.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
+from jaxres import topology
 from jaxres.config.schema import MeshSection
-from jaxres.faults import ConfigError
+from jaxres.topology import AXES, Plan
 
-AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
+AUTO = (AxisType.Auto,) * len(AXES)
 
 RULES: dict[str, str] = {
     "vocab": "tensor",
@@ -35,17 +37,8 @@ def build(section: MeshSection, *, devices: Sequence[Any]) -> Mesh:
     Raises:
       ConfigError: the axes do not multiply to the number of devices.
     """
-    sizes = section.sizes()
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    rest, remainder = divmod(len(devices), fixed)
-    shape = tuple(rest if size == -1 else size for size in sizes.values())
-    if remainder or math.prod(shape) != len(devices):
-        raise ConfigError(
-            f"mesh: {' x '.join(f'{name}={size}' for name, size in sizes.items())} does not make "
-            f"{len(devices)} device(s). Give axes whose product is {len(devices)}; one may be -1 "
-            "(all the rest)."
-        )
-    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    sizes = topology.axis_sizes(section, num_devices=len(devices))
+    return Mesh(arranged(devices, sizes), AXES, axis_types=AUTO)
 
 
 def devices_in_words(mesh: Mesh) -> str:
@@ -56,9 +49,19 @@ def devices_in_words(mesh: Mesh) -> str:
     return words if hosts == 1 else f"{words} on {hosts} hosts"
 
 
-def batch_shards(mesh: Mesh) -> int:
-    """Returns into how many parts the rows of a batch are split."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+def abstract(plan: Plan) -> Any:
+    """Returns what stands in for a Mesh whose devices are not here: to lay out and to lower."""
+    return AbstractMesh(plan.sizes, AXES, axis_types=AUTO)
+
+
+def arranged(devices: Sequence[Any], sizes: tuple[int, ...]) -> NDArray[Any]:
+    """Returns the devices as an array of these sizes, host by host along the last dims.
+
+    So `tensor`, which talks the most, lies inside a host wherever its size allows.
+    """
+    array = np.empty(len(devices), object)
+    array[:] = sorted(devices, key=lambda device: (device.process_index, device.id))
+    return array.reshape(sizes)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -69,6 +72,23 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def one_row_a_device(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of arrays of which every device holds one row."""
     return NamedSharding(mesh, PartitionSpec(AXES))
+
+
+def keep_rows(mesh: Mesh) -> Callable[[Any], Any]:
+    """Returns what pins the first dim of activations to the devices that hold their rows.
+
+    Without it XLA may follow the parameters: with an embedding split over fsdp it splits the width
+    of the activations instead of their rows, and every device holds those of the whole batch.
+    """
+    if mesh.size == 1:
+        return lambda x: x
+
+    def keep(x: Any) -> Any:
+        others = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
+        spec = PartitionSpec(BATCH_AXES, *others)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return keep
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -91,10 +111,59 @@ def param_sharding(mesh: Mesh, dims: Sequence[str | None], shape: Sequence[int])
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def place_batch(mesh: Mesh, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Puts the rows of a global batch on the devices that compute them."""
+@dataclass(frozen=True)
+class LocalRows:
+    """Which rows of a global batch this process's devices compute, and so this process reads."""
+
+    rows: NDArray[np.int64]
+    """Ascending indices into the global batch."""
+    num_rows: int
+    """Of the global batch."""
+
+    def place_of(self, index: slice) -> slice:
+        """Returns where the global rows of a device lie among the local ones: in one piece."""
+        start, stop, _ = index.indices(self.num_rows)
+        first = int(np.searchsorted(self.rows, start))
+        return slice(first, first + stop - start)
+
+
+def local_rows(mesh: Mesh, num_rows: int) -> LocalRows:
+    """Returns the rows of a batch that this process's devices compute, each of them once."""
+    indices = batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
+    return rows_of([index for index in indices if index is not None], num_rows)
+
+
+def rows_of(indices: Iterable[tuple[slice, ...]], num_rows: int) -> LocalRows:
+    """Returns the rows that some devices compute, by what each of them takes of the batch."""
+    taken = [np.arange(*index[0].indices(num_rows), dtype=np.int64) for index in indices]
+    return LocalRows(np.unique(np.concatenate(taken)), num_rows)
+
+
+def place_batch(
+    mesh: Mesh, arrays: Mapping[str, np.ndarray], *, local: LocalRows | None = None
+) -> dict[str, jax.Array]:
+    """Puts the rows of a global batch on the devices that compute them.
+
+    Args:
+      mesh: the devices.
+      arrays: of the local rows.
+      local: which rows of the global batch those are; None: all.
+    """
     sharding = batch_sharding(mesh)
+    if local is None or len(local.rows) == local.num_rows:
+        return {
+            name: jax.make_array_from_callback(
+                array.shape, sharding, lambda index, a=array: a[index]
+            )
+            for name, array in arrays.items()
+        }
+    shapes = {name: (local.num_rows, *array.shape[1:]) for name, array in arrays.items()}
     return {
-        name: jax.make_array_from_callback(array.shape, sharding, lambda index, a=array: a[index])
+        name: jax.make_array_from_callback(shapes[name], sharding, _piece_of(array, local))
         for name, array in arrays.items()
     }
+
+
+def _piece_of(array: NDArray[Any], local: LocalRows) -> Callable[[Any], NDArray[Any]]:
+    """Returns the function from what a device takes of the global array to its numbers."""
+    return lambda index: array[local.place_of(index[0])]

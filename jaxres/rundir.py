@@ -52,6 +52,10 @@ class RunDir:
         """One line a step, by the lead host."""
         return self.attempt(attempt) / "metrics.jsonl"
 
+    def sharding(self, attempt: int) -> Path:
+        """What lies on every device, by the lead host."""
+        return self.attempt(attempt) / "sharding.txt"
+
     def stacks(self, attempt: int, host: int) -> Path:
         """Stacks of all threads of one host's worker, when a deadline has passed or one asks."""
         return self.attempt(attempt) / f"stacks-host{host:03d}.txt"

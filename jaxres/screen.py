@@ -57,3 +57,18 @@ def flush() -> None:
     """Hands on all that was written so far."""
     Screen(sys.stdout).flush()
     Screen(sys.stderr).flush()
+
+
+def size(number: float) -> str:
+    """Returns bytes as a person reads them.
+
+    >>> size(0), size(1023), size(1536), size(3 * 2**40)
+    ('0 B', '1023 B', '1.5 KiB', '3.0 TiB')
+    """
+    if number < 1024:
+        return f"{number:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        number /= 1024
+        if number < 1024:
+            return f"{number:.1f} {unit}"
+    return f"{number / 1024:.1f} TiB"

@@ -19,6 +19,7 @@ from jaxres import events
 from jaxres.clock import Clock
 from jaxres.events import Event
 from jaxres.metrics import MetricsLine
+from jaxres.screen import size
 
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
@@ -231,7 +232,7 @@ def _parts(built: events.RunBuilt) -> str:
         f"{built.model}, {built.params / 1e6:.2f} M parameters, "
         f"{built.flops_per_token / 1e6:.1f} MFLOP a token, on {built.devices} · "
         f"{built.rows:,} rows, {built.tokens_per_epoch / 1e6:.1f} M tokens an epoch · "
-        f"{built.steps:,} steps"
+        f"{built.steps:,} steps · state {size(built.state_bytes_per_device)} a device"
     )
 
 

@@ -123,6 +123,16 @@ def _mesh(config: RunConfig) -> Iterator[Problem]:
         names = " and ".join(rest)
         text = f"only one axis can be -1 (all the rest), here {names} are; give the others a number"
         yield Problem(rest[-1], text, others=tuple(rest))
+    model, tensor = config.model, config.mesh.tensor
+    if isinstance(model, GptModel) and tensor > 0 and tensor not in model.tensor_sizes():
+        heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
+        fitting = ", ".join(map(str, model.tensor_sizes()))
+        yield Problem(
+            "mesh.tensor",
+            f"{tensor} does not divide model.num_heads={heads} and model.num_kv_heads={groups}; "
+            f"try one of {fitting}",
+            others=("model.num_heads", "model.num_kv_heads"),
+        )
 
 
 def _ladder(config: RunConfig) -> Iterator[Problem]:

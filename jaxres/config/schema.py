@@ -6,6 +6,7 @@ Every field is a *trajectory* key (it changes what is computed) unless it is dec
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -118,6 +119,11 @@ class GptModel(Section):
     """Attention kernel; auto: cudnn on GPU with bfloat16, else xla."""
     remat: Literal["none", "block"] = free("none")
     """block: recompute each block in the backward pass; less memory, about a third more work."""
+
+    def tensor_sizes(self) -> tuple[int, ...]:
+        """Returns the sizes of mesh.tensor that split the heads evenly."""
+        both = math.gcd(self.num_heads, self.num_kv_heads or self.num_heads)
+        return tuple(n for n in range(1, both + 1) if both % n == 0)
 
 
 class MlpModel(Section):

@@ -41,7 +41,9 @@ class Batch:
     """One step's rows, and where in the permuted stream they lie."""
 
     arrays: Arrays
+    """Of the local rows only, where a process reads its own."""
     ids: NDArray[np.int64]
+    """Of all rows of the global batch."""
     cursor: int
     """Where the batch was asked for."""
     next_cursor: int
@@ -49,11 +51,17 @@ class Batch:
 
 
 def batch_at(
-    rows: Rows, *, seed: int, global_batch_size: int, skips: Skips = ()
+    rows: Rows,
+    *,
+    seed: int,
+    global_batch_size: int,
+    skips: Skips = (),
+    local: NDArray[np.int64] | None = None,
 ) -> Callable[[int], Batch]:
     """Returns the pure function from cursor to batch.
 
-    A batch may span epochs, so fewer rows than a batch are enough; one row is needed.
+    A batch may span epochs, so fewer rows than a batch are enough; one row is needed. Only the
+    rows at the indices `local` of the global batch are read; None: all.
     """
     num_rows = len(rows)
     num_batches = max(1, AHEAD_ROWS // global_batch_size)
@@ -73,7 +81,8 @@ def batch_at(
             )
             ahead, found = fresh, fresh[cursor]
         ids, next_cursor = found
-        return Batch(arrays=rows.rows(ids), ids=ids, cursor=cursor, next_cursor=next_cursor)
+        mine = ids if local is None else ids[local]
+        return Batch(arrays=rows.rows(mine), ids=ids, cursor=cursor, next_cursor=next_cursor)
 
     return at
 

@@ -15,9 +15,11 @@ from jaxres.config.schema import GptModel
 from jaxres.faults import ConfigError
 from jaxres.models.model import (
     Batch,
+    KeepRows,
     LossSums,
     Model,
     Params,
+    anywhere,
     cross_entropy,
     embedding_rows,
     normal,
@@ -165,12 +167,13 @@ class Gpt(nnx.Module):
         segment_ids_BT: Int[Array, "B T"],
         positions_BT: Int[Array, "B T"],
         key: Key[Array, ""] | None,
+        keep_rows: KeepRows = anywhere,
     ) -> Float[Array, "B T V"]:
         """Returns float32 logits; a key draws the dropout."""
         config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
         # Rows are looked up in float32, so that the gradients of a frequent token, which add up
         # one by one, do not drown in bfloat16's 8 bits.
-        x_BTD = self.embedding[...][tokens_BT].astype(dtype)
+        x_BTD = keep_rows(self.embedding[...][tokens_BT].astype(dtype))
         width = config.d_model // config.num_heads
         angles_BTC = rope_angles(positions_BT, width=width, theta=config.rope_theta)
         mask_B1TS = attention_mask(segment_ids_BT)
@@ -178,7 +181,8 @@ class Gpt(nnx.Module):
 
         def block(x_BTD: Array, layer: Any) -> tuple[Array, None]:
             weights, layer_key = layer
-            return nnx.merge(definition, weights)(x_BTD, layer_key, angles_BTC, mask_B1TS), None
+            x_BTD = nnx.merge(definition, weights)(x_BTD, layer_key, angles_BTC, mask_B1TS)
+            return keep_rows(x_BTD), None
 
         if config.remat == "block":
             block = jax.checkpoint(block, prevent_cse=False)  # a scan's body needs no such guard
@@ -186,7 +190,7 @@ class Gpt(nnx.Module):
         if key is not None and config.dropout > 0:
             keys_L = jax.random.split(key, config.num_layers)
         x_BTD, _ = jax.lax.scan(block, x_BTD, (cast_matrices(layers, dtype), keys_L))
-        return self.unembed(self.norm(x_BTD))
+        return keep_rows(self.unembed(self.norm(x_BTD)))
 
     def unembed(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns logits, added up in float32."""
@@ -251,7 +255,14 @@ def attention_kernel(config: GptModel, *, seq_len: int, platform: str) -> str:
     return "cudnn" if cudnn else "xla"
 
 
-def build(config: GptModel, *, vocab_size: int | None, seq_len: int, platform: str) -> Model:
+def build(
+    config: GptModel,
+    *,
+    vocab_size: int | None,
+    seq_len: int,
+    platform: str,
+    keep_rows: KeepRows = anywhere,
+) -> Model:
     """Builds a decoder; raises ConfigError where sizes or kernel do not fit."""
     check(config, platform=platform)
     rows = embedding_rows(config.vocab_size, vocab_size=vocab_size)
@@ -263,7 +274,7 @@ def build(config: GptModel, *, vocab_size: int | None, seq_len: int, platform: s
 
     def loss(params: Params, batch: Batch, key: Key[Array, ""] | None) -> LossSums:
         inputs = (batch["tokens_BT"], batch["segment_ids_BT"], batch["positions_BT"])
-        logits_BTV = forward(params, *inputs, key)
+        logits_BTV = forward(params, *inputs, key, keep_rows)
         return cross_entropy(logits_BTV, batch["targets_BT"], batch["weights_BT"])
 
     def logits(params: Params, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:

@@ -13,9 +13,11 @@ from jaxtyping import Array, Float, Int, Key
 from jaxres.config.schema import MlpModel
 from jaxres.models.model import (
     Batch,
+    KeepRows,
     LossSums,
     Model,
     Params,
+    anywhere,
     cross_entropy,
     embedding_rows,
     normal,
@@ -47,18 +49,20 @@ class Mlp(nnx.Module):
         )
         self.head = normal(rngs, (config.d_model, rows), ("embed", "vocab"))
 
-    def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    def __call__(
+        self, tokens_BT: Int[Array, "B T"], keep_rows: KeepRows = anywhere
+    ) -> Float[Array, "B T V"]:
         """Returns logits; positions do not see each other."""
         definition, layers = nnx.split(self.layers)
 
         def layer(x_BTD: Array, weights: Any) -> tuple[Array, None]:
-            return x_BTD + jax.nn.gelu(nnx.merge(definition, weights)(x_BTD)), None
+            return keep_rows(x_BTD + jax.nn.gelu(nnx.merge(definition, weights)(x_BTD))), None
 
-        x_BTD, _ = jax.lax.scan(layer, self.embedding[...][tokens_BT], layers)
-        return x_BTD @ self.head[...]
+        x_BTD, _ = jax.lax.scan(layer, keep_rows(self.embedding[...][tokens_BT]), layers)
+        return keep_rows(x_BTD @ self.head[...])
 
 
-def build(config: MlpModel, *, vocab_size: int | None) -> Model:
+def build(config: MlpModel, *, vocab_size: int | None, keep_rows: KeepRows = anywhere) -> Model:
     """Builds the model; it has no dropout, so that the key of its loss is ignored."""
     rows = embedding_rows(config.vocab_size, vocab_size=vocab_size)
     init, axes, definition = split(lambda rngs: Mlp(config, rows=rows, rngs=rngs))
@@ -68,7 +72,7 @@ def build(config: MlpModel, *, vocab_size: int | None) -> Model:
 
     def loss(params: Params, batch: Batch, key: Key[Array, ""] | None) -> LossSums:
         del key
-        logits_BTV = logits(params, batch["tokens_BT"])
+        logits_BTV = nnx.merge(definition, params)(batch["tokens_BT"], keep_rows)
         return cross_entropy(logits_BTV, batch["targets_BT"], batch["weights_BT"])
 
     # Matrix products as in PaLM (arXiv 2204.02311), appendix B; there is no attention.

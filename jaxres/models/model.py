@@ -26,6 +26,8 @@ Segment ids number the documents within a row, positions count within a document
 """
 LossSums = tuple[Float[Array, " B"], Float[Array, " B"]]
 """Weighted cross entropy and weight, each summed over a row's positions; float32."""
+KeepRows = Callable[[Array], Array]
+"""Pins the first dim of activations to the devices that hold their rows; see mesh.keep_rows."""
 M = TypeVar("M", bound=nnx.Module)
 
 
@@ -47,6 +49,11 @@ class Model:
     After PaLM (arXiv 2204.02311), appendix B: recomputation (remat) and the optimizer do not
     count, and attention counts its full square.
     """
+
+
+def anywhere(x: Array) -> Array:
+    """Leaves it to the compiler where activations lie; one device has no choice anyway."""
+    return x
 
 
 def num_params(params: Params) -> int:

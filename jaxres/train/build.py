@@ -13,20 +13,22 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxres import data, evaluate, models, optim
+from jaxres import data, evaluate, layout, models, optim, storage, topology
 from jaxres import mesh as meshes
 from jaxres import state as states
 from jaxres import step as steps
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.config import RunConfig
 from jaxres.data import Batch, Dataset
-from jaxres.events import Emit, PhaseChanged, RunBuilt
-from jaxres.faults import ConfigError
+from jaxres.events import Emit, Noted, PhaseChanged, RunBuilt
 from jaxres.guards.divergence import stop_on_nonfinite
+from jaxres.layout import Layout
 from jaxres.metrics import MetricsLine, MetricsLog
 from jaxres.models import Model
 from jaxres.runlog import Claim
 from jaxres.state import TrainState
+from jaxres.topology import Plan
+from jaxres.train import memory
 from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
 from jaxres.train.loop import Agenda, Feed, Run
 from jaxres.train.place import Place
@@ -47,6 +49,7 @@ class Parts:
 
     config: RunConfig
     dataset: Dataset
+    plan: Plan
     mesh: Mesh
     model: Model
     tx: optax.GradientTransformation
@@ -78,7 +81,8 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     if config.compilation.cache_dir is not None:
         use_compilation_cache(str(config.compilation.cache_dir.expanduser()))
     parts = _parts(config, place.emit)
-    place.emit(_built(parts))
+    laid = _lay_out(parts, place)
+    place.emit(_built(parts, laid))
     step, evaluation = _compile(parts, place)
     # The first collective of a job waits for half a minute only, and one host may have compiled
     # for long where another has found the program in its cache.
@@ -101,7 +105,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         step=step,
         evaluate=evaluation,
         dataset=parts.dataset.fingerprint,
-        computation=computation(config, place.claim, parts.mesh),
+        computation=computation(config, place.claim, parts.mesh, parts.plan),
         landed=landed,
         agreement=_agreement(place, checkpoints, parts.mesh),
         peers=place.peers,
@@ -137,17 +141,70 @@ def _parts(config: RunConfig, emit: Emit) -> Parts:
     emit(PhaseChanged("data", "opening the corpus"))
     dataset = data.open_dataset(config.data, progress=lambda what: emit(PhaseChanged("data", what)))
     emit(PhaseChanged("build", "devices, model, optimizer"))
-    mesh = meshes.build(config.mesh, devices=jax.devices())
-    _refuse_uneven_rows(config.train.global_batch_size, config.train.microbatches, mesh)
+    plan, mesh, slow = devices_here(config)
+    if slow is not None:
+        emit(Noted(slow))
+    return assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
+
+
+def devices_here(config: RunConfig) -> tuple[Plan, Mesh, str | None]:
+    """Returns how the devices that are there share the work, and what is slow about it.
+
+    Raises:
+      ConfigError: their number will not do.
+    """
+    devices = jax.devices()
+    plan = topology.plan(
+        config.mesh,
+        config.train,
+        config.model,
+        num_devices=len(devices),
+        num_hosts=jax.process_count(),
+    )
+    slow = topology.crosses_hosts(plan, devices_per_host=jax.local_device_count())
+    return plan, meshes.build(config.mesh, devices=devices), slow
+
+
+def assemble(
+    config: RunConfig, dataset: Dataset, *, plan: Plan, mesh: Mesh, platform: str
+) -> Parts:
+    """Returns the parts on a mesh, which may be one without devices; computes nothing yet."""
     model = models.build(
         config.model,
         vocab_size=dataset.vocab_size,
         seq_len=config.data.seq_len,
-        platform=jax.default_backend(),
+        platform=platform,
+        keep_rows=meshes.keep_rows(mesh),
     )
     tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
     shapes, init = _initializer(model, tx, mesh, seed=config.run.seed)
-    return Parts(config, dataset, mesh, model, tx, shapes, init)
+    return Parts(config, dataset, plan, mesh, model, tx, shapes, init)
+
+
+def state_shapes(
+    config: RunConfig, *, vocab_size: int | None, mesh: Mesh, platform: str
+) -> tuple[TrainState, Model]:
+    """Returns the state's shapes with shardings and the model, for which no data are needed."""
+    model = models.build(
+        config.model, vocab_size=vocab_size, seq_len=config.data.seq_len, platform=platform
+    )
+    tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
+    return _initializer(model, tx, mesh, seed=config.run.seed)[0], model
+
+
+def _lay_out(parts: Parts, place: Place) -> Layout:
+    """Tells what lies on every device.
+
+    Raises:
+      ConfigError: the state alone is larger than a device.
+    """
+    laid = layout.of(parts.shapes, parts.model, parts.mesh)
+    if place.peers.member.leads:
+        storage.replace(place.run_dir.sharding(place.log.attempt), laid.table().encode())
+    for warning in laid.warnings():
+        place.emit(Noted(warning))
+    memory.refuse_large_state(laid.device_bytes, layout.device_limit(parts.mesh))
+    return laid
 
 
 def _checkpoints(
@@ -171,16 +228,6 @@ def use_compilation_cache(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def _refuse_uneven_rows(rows: int, microbatches: int, mesh: Mesh) -> None:
-    parts = meshes.batch_shards(mesh) * microbatches
-    if rows % parts:
-        raise ConfigError(
-            f"train.global_batch_size={rows} can't be split evenly over mesh.data x mesh.fsdp = "
-            f"{meshes.batch_shards(mesh)} device(s) and train.microbatches={microbatches}; "
-            f"try {rows // parts * parts or parts} or {(rows // parts + 1) * parts}."
-        )
-
-
 def _initializer(
     model: Model, tx: Any, mesh: Mesh, *, seed: int
 ) -> tuple[TrainState, Callable[[], TrainState]]:
@@ -198,11 +245,14 @@ def _initializer(
     return shapes, jitted
 
 
-def _compile(
-    parts: Parts, place: Place
-) -> tuple[Any, Callable[[Any, evaluate.Listener], float | None]]:
-    """Compiles the train step and the evaluation step before the first step."""
-    config, shapes, mesh, emit = parts.config, parts.shapes, parts.mesh, place.emit
+def traced_step(parts: Parts, *, facts: Any = None) -> Any:
+    """Returns the train step traced: to be lowered, also for devices that are not here.
+
+    Args:
+      parts: of the run.
+      facts: the shape of all hosts' words; None for a host that is alone.
+    """
+    config, shapes = parts.config, parts.shapes
     rate = optim.learning_rate(
         config.optimizer.schedule,
         peak=config.optimizer.learning_rate,
@@ -213,14 +263,24 @@ def _compile(
         parts.tx,
         rate,
         clip_norm=config.optimizer.clip_norm,
-        microbatches=config.train.microbatches,
+        microbatches=parts.plan.microbatches,
     )
-    batch = _batch_shapes(parts)
-    emit(PhaseChanged("compile", "training step"))
-    out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(mesh))
-    facts = None if place.peers.member.is_alone else facts_shape(mesh)
+    out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(parts.mesh))
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=out)
-    step = jitted.lower(shapes, batch, facts).compile()
+    return jitted.trace(shapes, _batch_shapes(parts), facts)
+
+
+def _compile(
+    parts: Parts, place: Place
+) -> tuple[Any, Callable[[Any, evaluate.Listener], float | None]]:
+    """Compiles the train step and the evaluation step before the first step."""
+    config, shapes, mesh, emit = parts.config, parts.shapes, parts.mesh, place.emit
+    emit(PhaseChanged("compile", "training step"))
+    facts = None if place.peers.member.is_alone else facts_shape(mesh)
+    step = traced_step(parts, facts=facts).lower().compile()
+    large = memory.large_step(config, layout.step_bytes(step), layout.device_limit(mesh))
+    if large is not None:
+        emit(Noted(large))
     if not parts.evaluates:
         return step, _no_evaluation
     emit(PhaseChanged("compile", "evaluation step"))
@@ -228,7 +288,7 @@ def _compile(
     mask = jax.ShapeDtypeStruct(rows, jnp.float32, sharding=meshes.batch_sharding(mesh))
     eval_step = jax.jit(steps.make_eval_step(parts.model), out_shardings=meshes.replicated(mesh))
     return step, evaluate.make(
-        eval_step.lower(shapes.params, batch, mask, facts).compile(),
+        eval_step.lower(shapes.params, _batch_shapes(parts), mask, facts).compile(),
         parts.dataset.heldout,
         rows_per_batch=parts.rows_per_batch,
         limit=config.evaluation.batches,
@@ -257,18 +317,23 @@ def _no_evaluation(params: Any, hosts: Any) -> float | None:
 def _feed(parts: Parts, place: Place, stack: contextlib.ExitStack) -> Feed:
     """Returns the batches, read and laid on the devices ahead of time, in the background."""
     config = parts.config
+    local = meshes.local_rows(parts.mesh, parts.rows_per_batch)
     batch_at = data.batch_at(
         parts.dataset.train,
         seed=config.run.seed,
         global_batch_size=parts.rows_per_batch,
         skips=place.log.line().skips,
+        local=local.rows,
     )
     prefetch = stack.enter_context(
         data.Prefetch(
             batch_at,
             depth=config.data.prefetch_batches,
             timeout_seconds=config.data.timeout_seconds,
-            place=lambda batch: (batch, meshes.place_batch(parts.mesh, batch.arrays)),
+            place=lambda batch: (
+                batch,
+                meshes.place_batch(parts.mesh, batch.arrays, local=local),
+            ),
         )
     )
 
@@ -295,12 +360,12 @@ def _feed(parts: Parts, place: Place, stack: contextlib.ExitStack) -> Feed:
     )
 
 
-def computation(config: RunConfig, claim: Claim, mesh: Mesh) -> dict[str, str]:
+def computation(config: RunConfig, claim: Claim, mesh: Mesh, plan: Plan) -> dict[str, str]:
     """Returns what decides bits besides the trajectory; equal words, equal bits."""
     words = {
         "devices": meshes.devices_in_words(mesh),
         "mesh": " ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh.axis_names),
-        "microbatches": str(config.train.microbatches),
+        "microbatches": str(plan.microbatches),
         "threads": str(claim.threads),
     }
     if config.model.kind == "gpt":
@@ -308,7 +373,7 @@ def computation(config: RunConfig, claim: Claim, mesh: Mesh) -> dict[str, str]:
     return words | dict(claim.fingerprint) | dict(claim.versions)
 
 
-def _built(parts: Parts) -> RunBuilt:
+def _built(parts: Parts, laid: Layout) -> RunBuilt:
     return RunBuilt(
         model=parts.config.model.kind,
         params=models.num_params(parts.shapes.params),
@@ -318,4 +383,5 @@ def _built(parts: Parts) -> RunBuilt:
         steps=parts.config.train.steps,
         tokens_per_step=parts.tokens_per_step,
         flops_per_token=parts.model.flops_per_token,
+        state_bytes_per_device=laid.device_bytes,
     )

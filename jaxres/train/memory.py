@@ -5,11 +5,40 @@ from __future__ import annotations
 import re
 
 from jaxres.config import RunConfig
+from jaxres.faults import ConfigError
+from jaxres.screen import size
 
 
 def is_exhausted(error: Exception) -> bool:
     """Says whether an error means that memory ran out, on a device or on the host."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def refuse_large_state(state_bytes: int, limit_bytes: int | None) -> None:
+    """Refuses a state that alone exceeds a device, which is known before the run.
+
+    Raises:
+      ConfigError: it does.
+    """
+    if limit_bytes is None or state_bytes <= limit_bytes:
+        return
+    raise ConfigError(
+        f"parameters and optimizer state take {size(state_bytes)} of each device, which has "
+        f"{size(limit_bytes)}. Split them over {state_bytes / limit_bytes:.1f} times as many "
+        "devices or more (mesh.fsdp, then mesh.tensor), or choose a smaller model "
+        "(`jaxres doctor CONFIG --devices N` tells what N devices would hold)"
+    )
+
+
+def large_step(config: RunConfig, step_bytes: int | None, limit_bytes: int | None) -> str | None:
+    """Returns a warning where XLA's estimate of a step exceeds a device; None where it does not."""
+    if step_bytes is None or limit_bytes is None or step_bytes <= limit_bytes:
+        return None
+    return (
+        f"a step needs about {size(step_bytes)} of each device (XLA's estimate), which has "
+        f"{size(limit_bytes)}. If it runs out of memory change one of these: "
+        + "; ".join(_device_settings(config))
+    )
 
 
 def advice(config: RunConfig, error: Exception) -> str:
@@ -25,6 +54,16 @@ def advice(config: RunConfig, error: Exception) -> str:
       model.remat=block (none now: every activation is kept)
       mesh.fsdp=N with more devices (parameters and optimizer state are split over them)
     """
+    first_line = re.sub(r"\s+", " ", str(error)).strip()[:300] or type(error).__name__
+    return (
+        f"out of memory: {first_line}\n"
+        "What is committed stays. Change one of these and start the same command again:\n"
+        + "\n".join(f"  {setting}" for setting in _device_settings(config))
+    )
+
+
+def _device_settings(config: RunConfig) -> list[str]:
+    """Returns the settings that make a step take less of a device, with numbers."""
     rows = config.train.global_batch_size // config.train.microbatches
     settings = []
     more = next((n for n in range(2, rows + 1) if rows % n == 0 and rows > 1), None)
@@ -39,12 +78,7 @@ def advice(config: RunConfig, error: Exception) -> str:
     settings.append(
         "mesh.fsdp=N with more devices (parameters and optimizer state are split over them)"
     )
-    first_line = re.sub(r"\s+", " ", str(error)).strip()[:300] or type(error).__name__
-    return (
-        f"out of memory: {first_line}\n"
-        "What is committed stays. Change one of these and start the same command again:\n"
-        + "\n".join(f"  {setting}" for setting in settings)
-    )
+    return settings
 
 
 def host_advice(config: RunConfig, reason: str) -> str:

@@ -51,6 +51,10 @@ BAD_CONFIGS = {
     "not built yet": Bad(
         ("train.reduction=invariant",), ("train.reduction", "not built yet", "use fast")
     ),
+    "heads not divisible": Bad(
+        ("mesh.tensor=4",),
+        ("mesh.tensor: 4 does not divide model.num_heads=2", "model.num_kv_heads=2", "1, 2"),
+    ),
     "uneven microbatches": Bad(
         ("train.microbatches=7",), ("24 is not divisible by train.microbatches=7", "21 or 28")
     ),
@@ -71,7 +75,7 @@ BAD_PARTS = {
     ),
     "batch not divisible by devices": Bad(
         ("train.global_batch_size=22",),
-        ("train.global_batch_size=22", "4 device(s)", "try 20 or 24"),
+        ("train.global_batch_size=22", "4 devices:", "try 20 or 24", "feasible: 1, 2, 11, 22"),
         (("JAX_NUM_CPU_DEVICES", "4"),),
     ),
     "mesh of other devices": Bad(

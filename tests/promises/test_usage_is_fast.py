@@ -17,7 +17,7 @@ COMMANDS = {
     "jaxres": ["jaxres", "--help"],
     "jaxres train": ["jaxres", "train", "--help"],
 }
-VERBS = ("train", "status", "history", "checkpoints list", "checkpoints digest")
+VERBS = ("train", "status", "history", "checkpoints list", "checkpoints digest", "doctor")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -24,7 +24,7 @@ LINE = MetricsLine(
     skipped=False,
     samples="",
 )
-BUILT = events.RunBuilt("gpt", 1, "1 x cpu", 9, 9, 20, 10, 1.0)
+BUILT = events.RunBuilt("gpt", 1, "1 x cpu", 9, 9, 20, 10, 1.0, 99)
 
 
 @pytest.fixture

@@ -43,6 +43,11 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
             "needs an even one; try 24",
         ),
         (
+            ["model.num_kv_heads=4", "mesh.tensor=3"],
+            "mesh.tensor: 3 does not divide model.num_heads=12 and model.num_kv_heads=4; "
+            "try one of 1, 2, 4",
+        ),
+        (
             ["model.num_kv_heads=5"],
             "model.num_kv_heads: 5 does not divide model.num_heads=12; "
             "try one of 1, 2, 3, 4, 6, 12",
@@ -99,9 +104,9 @@ def test_an_impossible_combination_is_refused(write: Write, words: list[str], li
     "words",
     [
         ["train.global_batch_size=48", "train.microbatches=3"],
-        ["mesh.data=-1", "mesh.fsdp=5", "mesh.tensor=7"],
+        ["mesh.data=-1", "mesh.fsdp=5", "mesh.tensor=6"],
         ["mesh.data=1", "mesh.fsdp=-1"],
-        ["mesh.data=4", "mesh.fsdp=6", "mesh.tensor=5"],
+        ["mesh.data=4", "mesh.fsdp=6", "mesh.tensor=4"],
         ["model.num_kv_heads=4", "model.vocab_size=257"],
         ["model.vocab_size=2", CUSTOM],
         ["model.attention=cudnn"],

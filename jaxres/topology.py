@@ -1,0 +1,212 @@
+"""How devices share the work: sizes of the mesh's axes, parts of the batch, and what will do.
+
+Pure numbers, known before a device is touched: launchers ask it which number of hosts will do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxres.config.schema import CustomModel, GptModel, MeshSection, MlpModel, TrainSection
+from jaxres.faults import ConfigError
+
+AXES = ("data", "fsdp", "tensor")
+"""Of the mesh, in the order of its dims: neighbours along `tensor` are neighbours in a host."""
+NUM_NAMED = 8
+"""Feasible counts that an error names, the nearest ones."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One global batch over devices: microbatches x rows_per_device x batch_shards = its rows."""
+
+    data: int
+    fsdp: int
+    tensor: int
+    microbatches: int
+    """Parts of the batch, computed one after the other."""
+    rows_per_device: int
+    """Rows of a microbatch that a device computes at once."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Devices along each of AXES."""
+        return self.data, self.fsdp, self.tensor
+
+    @property
+    def batch_shards(self) -> int:
+        """Into how many parts the rows of a batch are split."""
+        return self.data * self.fsdp
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Why a number of devices will not do."""
+
+    reason: str
+
+
+def plan(
+    mesh: MeshSection,
+    train: TrainSection,
+    model: GptModel | MlpModel | CustomModel,
+    *,
+    num_devices: int,
+    num_hosts: int = 1,
+) -> Plan:
+    """Returns how all `num_devices` devices, evenly spread over the hosts, share a batch.
+
+    The global batch stays what the config says. Where train.max_rows_per_device bounds the rows,
+    the microbatches are the fewest from train.microbatches on that keep to it.
+
+    Raises:
+      ConfigError: something does not divide; it names what, and which numbers of devices will do.
+    """
+    found = _fit(mesh, train, model, num_devices)
+    if isinstance(found, Plan):
+        return found
+    per_host = num_devices // num_hosts
+    where, step = _count(num_devices, "device"), 1
+    if num_hosts > 1:
+        step = per_host
+        where = f"{_count(num_hosts, 'host')} x {_count(per_host, 'device')}"
+    fitting = feasible(mesh, train, model, limit=max(64, 8 * num_devices), multiple_of=step)
+    raise ConfigError(f"{where}: {found.reason}; feasible: {_nearest(fitting, num_devices)}")
+
+
+def feasible(
+    mesh: MeshSection,
+    train: TrainSection,
+    model: GptModel | MlpModel | CustomModel,
+    *,
+    limit: int,
+    multiple_of: int = 1,
+) -> tuple[int, ...]:
+    """Returns the numbers of devices up to `limit` that will do; multiples of the devices a host.
+
+    >>> train = TrainSection(steps=1, global_batch_size=6)
+    >>> feasible(MeshSection(), train, MlpModel(), limit=8)
+    (1, 2, 3, 6)
+    """
+    counts = range(multiple_of, limit + 1, multiple_of)
+    return tuple(n for n in counts if isinstance(_fit(mesh, train, model, n), Plan))
+
+
+def largest(
+    mesh: MeshSection,
+    train: TrainSection,
+    model: GptModel | MlpModel | CustomModel,
+    *,
+    num_hosts: int,
+    devices_per_host: int,
+) -> int:
+    """Returns the largest number of hosts, of the `num_hosts` that came back, that will do.
+
+    Raises:
+      ConfigError: not even one host will do.
+    """
+    for hosts in range(num_hosts, 0, -1):
+        if isinstance(_fit(mesh, train, model, hosts * devices_per_host), Plan):
+            return hosts
+    all_devices = num_hosts * devices_per_host
+    plan(mesh, train, model, num_devices=all_devices, num_hosts=num_hosts)
+    raise AssertionError("a plan for all hosts, though none was found")
+
+
+def axis_sizes(mesh: MeshSection, *, num_devices: int) -> tuple[int, int, int]:
+    """Returns the size of each of AXES; -1 becomes all the rest.
+
+    Raises:
+      ConfigError: the axes do not multiply to the number of devices.
+    """
+    sizes = mesh.sizes()
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    data, fsdp, tensor = (num_devices // fixed if s == -1 else s for s in sizes.values())
+    if data * fsdp * tensor != num_devices or num_devices == 0:
+        raise ConfigError(
+            f"mesh: {' x '.join(f'{name}={size}' for name, size in sizes.items())} does not make "
+            f"{num_devices} device(s). Give axes whose product is {num_devices}; one may be -1 "
+            "(all the rest)"
+        )
+    return data, fsdp, tensor
+
+
+def crosses_hosts(plan: Plan, *, devices_per_host: int) -> str | None:
+    """Returns what is slow about a tensor axis that does not lie inside hosts, and what to do.
+
+    >>> crosses_hosts(Plan(1, 1, 8, 1, 1), devices_per_host=8) is None
+    True
+    """
+    if devices_per_host % plan.tensor == 0:
+        return None
+    inside = math.gcd(plan.tensor, devices_per_host)
+    return (
+        f"mesh.tensor={plan.tensor} spans hosts of {_count(devices_per_host, 'device')}: every "
+        f"matrix product waits for the network between hosts. Choose mesh.tensor={inside}, and "
+        "mesh.fsdp for the rest"
+    )
+
+
+def _fit(
+    mesh: MeshSection,
+    train: TrainSection,
+    model: GptModel | MlpModel | CustomModel,
+    num_devices: int,
+) -> Plan | Misfit:
+    try:
+        data, fsdp, tensor = axis_sizes(mesh, num_devices=num_devices)
+    except ConfigError as error:
+        return Misfit(str(error))
+    if isinstance(model, GptModel) and tensor not in model.tensor_sizes():
+        heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
+        return Misfit(
+            f"mesh.tensor={tensor} must divide model.num_heads={heads} and "
+            f"model.num_kv_heads={groups}: choose mesh.tensor from "
+            f"{', '.join(map(str, model.tensor_sizes()))}"
+        )
+    shards, batch = data * fsdp, train.global_batch_size
+    if batch % shards:
+        below = batch // shards * shards
+        return Misfit(
+            f"train.global_batch_size={batch} can't be split over mesh.data x mesh.fsdp = {shards} "
+            f"(a new run: try {f'{below} or ' if below else ''}{below + shards})"
+        )
+    microbatches = _microbatches(train, batch // shards)
+    if microbatches is None:
+        return Misfit(
+            f"train.microbatches={train.microbatches} does not divide the {batch // shards} rows "
+            f"of a device (train.global_batch_size={batch} over mesh.data x mesh.fsdp = {shards}). "
+            "Change it, or set train.max_rows_per_device, which chooses the parts by itself"
+        )
+    return Plan(data, fsdp, tensor, microbatches, batch // shards // microbatches)
+
+
+def _microbatches(train: TrainSection, rows: int) -> int | None:
+    """Returns the parts in which a device computes its rows, None if there is no such number."""
+    bound = train.max_rows_per_device
+    if bound is None:
+        return None if rows % train.microbatches else train.microbatches
+    least = max(train.microbatches, -(-rows // bound))
+    return next((n for n in range(least, rows + 1) if rows % n == 0), None)
+
+
+def _nearest(counts: tuple[int, ...], num_devices: int) -> str:
+    if not counts:
+        return "no number of devices with these axes"
+    near = sorted(sorted(counts, key=lambda n: abs(n - num_devices))[:NUM_NAMED])
+    return f"{', '.join(map(str, near))} {'device' if near == [1] else 'devices'}"
+
+
+def _count(number: int, noun: str) -> str:
+    """Counts things.
+
+    >>> _count(1, "host"), _count(5, "host")
+    ('1 host', '5 hosts')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,136 @@
+"""The checklist before a run: every line says pass, warn or fail, and what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxres.train import doctor
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "tests" / "promises" / "tiny.yaml"
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture
+def ask(tmp_path: Path, caches: Path, capsys: pytest.CaptureFixture[str]):
+    def ask(*words: str, config: Path = TINY) -> tuple[int, str, str]:
+        code = doctor.main(
+            [
+                str(config),
+                f"run.dir={tmp_path / 'run'}",
+                f"data.cache_dir={caches}",
+                "model.kind=mlp",
+                *words,
+            ]
+        )
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return ask
+
+
+def lines(out: str) -> list[tuple[str, str]]:
+    """Returns status and name of every check."""
+    rows = out.partition("\n\n")[0].splitlines()
+    return [(row.split()[0], row.split()[1]) for row in rows if row[:4] in ("pass", "warn", "fail")]
+
+
+def test_a_run_that_can_start_passes_and_nothing_is_written(ask, tmp_path: Path) -> None:
+    code, out, err = ask("mesh.fsdp=2")
+    assert (code, err) == (0, "")
+    names = ("config", "data", "mesh", "batch", "state", "step", "run.dir")
+    assert lines(out) == [("pass", name) for name in names]
+    assert "8 x cpu: data=4 fsdp=2 tensor=1" in out
+    assert "24 rows = 1 (microbatches) x 3 (rows a device at once) x 8 (batch shards)" in out
+    assert "params/embedding" in out
+    assert "mesh data=4 fsdp=2 tensor=1" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_fails_is_named_and_the_rest_is_looked_at(ask, tmp_path: Path) -> None:
+    code, out, err = ask("train.global_batch_size=20", "data.source.path=/nowhere")
+    assert code == 78
+    assert "2 checks fail" in err
+    assert lines(out) == [
+        ("pass", "config"),
+        ("fail", "data"),
+        ("fail", "mesh"),
+        ("pass", "run.dir"),
+    ]
+    assert "feasible: 1, 2, 4, 5, 10, 20 devices" in out
+
+
+def test_it_plans_for_devices_that_are_not_here(ask) -> None:
+    words = ("model.kind=gpt", "mesh.fsdp=4", "mesh.tensor=2")
+    code, out, _ = ask(*words, "--devices", "48", "--hosts", "48")
+    assert code == 0
+    assert ("warn", "mesh") in lines(out)
+    assert "Choose mesh.tensor=1" in out
+    assert "48 devices that are not here, 1 a host: data=6 fsdp=4 tensor=2" in out
+    assert out.endswith("a device, mesh data=6 fsdp=4 tensor=2\n")
+    assert ("fail", "mesh") in lines(ask("--devices", "25")[1])
+
+
+def test_what_is_large_and_whole_is_a_warning(ask) -> None:
+    code, out, _ = ask("model.d_model=1000", "mesh.fsdp=16", "--devices", "16", "train.steps=9")
+    assert code == 78  # 24 rows over 16
+    code, out, _ = ask(
+        "model.d_model=1000", "mesh.fsdp=16", "--devices", "16", "train.global_batch_size=48"
+    )
+    assert code == 0
+    assert ("warn", "state") in lines(out)
+    assert "embed=1000 (model.d_model) is not divisible by mesh.fsdp=16" in out
+
+
+def test_a_disk_too_small_is_a_warning(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Disk", (), {"free": 9}))
+    code, out, _ = ask("mesh.data=8")
+    assert code == 0
+    assert lines(out)[-1] == ("warn", "run.dir")
+    assert "lower checkpoint.keep_last" in out
+
+
+def test_a_place_that_can_not_be_written_fails(ask) -> None:
+    code, out, _ = ask("run.dir=/proc/nowhere/run")
+    assert code == 78
+    assert lines(out)[-1] == ("fail", "run.dir")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["train.step=3"], 78, "did you mean 'steps'?"),
+        (["mesh.tensor=3", "model.kind=gpt"], 78, "does not divide model.num_heads=2"),
+        (["--devices", "5", "--hosts", "2"], 64, "not a multiple"),
+        (["--hosts", "2"], 64, "--hosts goes with --devices"),
+        (["--frobnicate"], 64, "unrecognized arguments"),
+    ],
+)
+def test_bad_words_are_one_clear_error(ask, words: list[str], code: int, says: str) -> None:
+    ended, out, err = ask(*words)
+    assert (ended, out) == (code, "")
+    assert says in err
+    assert err.count(f"(exit {code}") == 1
+
+
+def test_a_bad_config_is_refused_before_jax_is_loaded() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "jaxres", "doctor", str(TINY), "train.step=3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 78, ended.stderr
+    assert "did you mean 'steps'?" in ended.stderr
+    modules = {row.rpartition("|")[2].strip() for row in ended.stderr.splitlines()}
+    assert "jaxres.faults" in modules, "importtime was not read as meant"
+    assert "jax" not in modules

@@ -1,0 +1,116 @@
+"""What lies on every device, and what is said of arrays that could not be split."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxres import layout, models, optim, state
+from jaxres import mesh as meshes
+from jaxres.config.schema import AdamwOptimizer, GptModel, MeshSection
+from jaxres.faults import ConfigError
+from jaxres.layout import Layout, Placed
+from jaxres.topology import Plan
+from jaxres.train import memory
+
+MIB = 2**20
+
+
+def laid_out(sizes: tuple[int, int, int], *, vocab: int = 64, mesh: Any = None, **keys: Any) -> Any:
+    """The layout of a small decoder on a mesh, by default of devices that are not here."""
+    config = GptModel(**({"num_layers": 2, "d_model": 32, "num_heads": 4} | keys))
+    model = models.build(config, vocab_size=vocab, seq_len=16, platform="cpu")
+    tx = optim.build(AdamwOptimizer(), decay_mask=optim.matrices(model.axes))
+    mesh = meshes.abstract(Plan(*sizes, 1, 1)) if mesh is None else mesh
+    bare = jax.eval_shape(lambda: state.init(model, tx, seed=0))
+    shapes = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        bare,
+        state.shardings(bare, model, mesh),
+    )
+    return layout.of(shapes, model, mesh), shapes
+
+
+def test_bytes_a_device_are_those_of_the_arrays_that_lie_there() -> None:
+    mesh = meshes.build(MeshSection(fsdp=4, tensor=2), devices=jax.devices())
+    laid, shapes = laid_out((1, 4, 2), mesh=mesh)
+    placed = jax.tree.map(
+        lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), state.to_plain(shapes)
+    )
+    held = [
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(placed)
+        for shard in leaf.addressable_shards
+        if shard.device == mesh.devices.flat[3]
+    ]
+    assert laid.device_bytes == sum(held)
+    assert laid.global_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(placed))
+    assert laid_out((1, 4, 2))[0] == laid, "a mesh without devices lays out otherwise"
+
+
+def test_every_array_of_the_state_is_in_the_table_with_its_split() -> None:
+    laid, shapes = laid_out((2, 4, 2))
+    paths = [array.path for array in laid.arrays]
+    assert len(paths) == len(jax.tree.leaves(shapes))
+    by_path = {array.path: array for array in laid.arrays}
+    query = by_path["params/blocks/attention/query"]
+    assert (query.shape, query.spec) == ((2, 32, 4, 8), "-, fsdp, tensor, -")
+    assert query.device_bytes == 2 * 32 * 4 * 8 * 4 // 8
+    for moment in ("mu", "nu"):
+        twin = by_path[f"opt/{moment}/blocks/attention/query"]
+        assert (twin.spec, twin.device_bytes) == (query.spec, query.device_bytes)
+    table = laid.table().splitlines()
+    assert len(table) == len(paths) + 2
+    assert table[-1].endswith("a device, mesh data=2 fsdp=4 tensor=2")
+
+
+def test_a_dim_that_its_axis_does_not_divide_is_said_with_the_fix() -> None:
+    laid, _ = laid_out((1, 16, 1), d_model=1000, num_heads=10)
+    (said,) = laid.warnings()
+    assert said.startswith("embed=1000 (model.d_model) is not divisible by mesh.fsdp=16, so arrays")
+    assert said.endswith("choose embed=1008 in a new run, or mesh.fsdp=8")
+    assert laid_out((1, 8, 1), d_model=1000, num_heads=10)[0].warnings() == []
+    assert laid_out((16, 1, 1), d_model=1000, num_heads=10)[0].warnings() == []
+
+
+def one_array(held: int, *, dims: tuple[str | None, ...], others: int) -> Layout:
+    array = Placed("params/w", dims, (9, 9), "float32", "-", held)
+    rest = Placed("params/rest", ("mlp",), (8,), "float32", "fsdp", others)
+    return Layout((array, rest), {"data": 1, "fsdp": 8, "tensor": 1})
+
+
+@pytest.mark.parametrize(
+    ("held", "others", "said"),
+    [
+        (MIB, 10 * MIB, True),  # 9 % of the state
+        (MIB, 100 * MIB, False),
+        (65 * MIB, 10_000 * MIB, True),  # under 1 %, but large
+    ],
+)
+def test_only_what_is_large_is_warned_of(held: int, others: int, said: bool) -> None:
+    named = one_array(held, dims=("embed", None), others=others).warnings()
+    assert [text.partition(" is not")[0] for text in named] == ["embed=9 (model.d_model)"] * said
+    unnamed = one_array(held, dims=(None, None), others=others).warnings()
+    assert [text.partition(" (")[0] for text in unnamed] == ["params/w"] * said
+
+
+def test_only_a_state_that_alone_exceeds_the_device_is_refused() -> None:
+    memory.refuse_large_state(10, None)
+    memory.refuse_large_state(10, 10)
+    with pytest.raises(ConfigError, match=r"150\.0 MiB of each device, which has 100\.0 MiB.*1\.5"):
+        memory.refuse_large_state(150 * MIB, 100 * MIB)
+
+
+def test_the_steps_estimate_counts_donated_arrays_once() -> None:
+    stats = SimpleNamespace(
+        argument_size_in_bytes=100,
+        output_size_in_bytes=90,
+        alias_size_in_bytes=80,
+        temp_size_in_bytes=7,
+    )
+    assert layout.step_bytes(SimpleNamespace(memory_analysis=lambda: stats)) == 117
+    assert layout.step_bytes(SimpleNamespace(memory_analysis=lambda: None)) is None

@@ -1,0 +1,141 @@
+"""Devices in the order of their hosts, and the rows that each host reads."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+
+from jaxres import evaluate
+from jaxres import mesh as meshes
+from jaxres.config.schema import MeshSection
+from jaxres.data import batch_at
+
+
+@dataclass(frozen=True)
+class FakeDevice:
+    process_index: int
+    id: int
+
+
+class Echo:
+    """Rows that are their own ids."""
+
+    def __len__(self) -> int:
+        return 101
+
+    def rows(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        return {"ids": ids}
+
+
+def hosts_of(sizes: tuple[int, int, int], *, num_hosts: int) -> np.ndarray:
+    """The host of each device of a mesh, whose devices come in any order."""
+    num = int(np.prod(sizes))
+    devices = [FakeDevice(i * num_hosts // num, i) for i in range(num)]
+    shuffled = np.random.default_rng(0).permutation(np.arange(num)).tolist()
+    array = meshes.arranged([devices[i] for i in shuffled], sizes)
+    assert sorted(d.id for d in array.flat) == list(range(num))
+    return np.vectorize(lambda device: device.process_index)(array)
+
+
+def test_tensor_axes_lie_inside_hosts() -> None:
+    hosts = hosts_of((2, 4, 8), num_hosts=8)
+    assert (hosts == hosts[:, :, :1]).all()
+    hosts = hosts_of((2, 2, 4), num_hosts=2)  # fsdp and tensor together fill a host
+    assert (hosts == hosts[:, :1, :1]).all()
+    assert set(hosts_of((1, 1, 4), num_hosts=2).flat) == {0, 1}, "where it must, it crosses"
+
+
+def test_the_devices_of_a_mesh_are_in_order() -> None:
+    mesh = meshes.build(MeshSection(fsdp=2, tensor=2), devices=jax.devices()[::-1])
+    assert [device.id for device in mesh.devices.flat] == list(range(8))
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def index_maps(data: int, fsdp: int, tensor: int, *, hosts: int, rows: int) -> list[list[tuple]]:
+    """What the devices of each host take of a batch: split over data and fsdp, the same along
+    tensor; hosts take the devices in order."""
+    shards = data * fsdp
+    per_shard = rows // shards
+    devices = [
+        (slice(shard * per_shard, (shard + 1) * per_shard, None),)
+        for shard in range(shards)
+        for _ in range(tensor)
+    ]
+    per_host = len(devices) // hosts
+    return [devices[h * per_host : (h + 1) * per_host] for h in range(hosts)]
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 2, 2), (4, 1, 1), (1, 4, 2), (8, 2, 1), (1, 1, 4), (2, 1, 8)]
+)
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_hosts_read_the_rows_of_their_devices_and_no_others(
+    sizes: tuple[int, int, int], hosts: int
+) -> None:
+    rows = 48
+    maps = index_maps(*sizes, hosts=hosts, rows=rows)
+    read = [meshes.rows_of(indices, rows) for indices in maps]
+    for indices, local in zip(maps, read, strict=True):
+        mine = np.arange(rows)[local.rows]  # what the host has read, by its place in the batch
+        for (index,) in indices:
+            assert np.array_equal(mine[local.place_of(index)], np.arange(rows)[index])
+        needed = {row for (index,) in indices for row in range(*index.indices(rows))}
+        assert set(local.rows.tolist()) == needed, "too much was read, or too little"
+        assert len(local.rows) == len(needed), "a row was read twice"
+    together = np.concatenate([local.rows for local in read])
+    assert set(together.tolist()) == set(range(rows))
+    if sizes[2] <= sizes[0] * sizes[1] * sizes[2] // hosts:  # No tensor axis crosses hosts.
+        assert len(together) == rows, "two hosts read the same row"
+
+
+def test_rows_that_do_not_adjoin_find_their_places() -> None:
+    # Two devices of one host that lie apart in the mesh, and a whole batch on one device.
+    local = meshes.rows_of([(slice(8, 12, None),), (slice(0, 4, None),)], 16)
+    assert local.rows.tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert local.place_of(slice(8, 12)) == slice(4, 8)
+    whole = meshes.rows_of([(slice(None),)], 16)
+    assert whole.rows.tolist() == list(range(16))
+    assert whole.place_of(slice(None)) == slice(0, 16)
+
+
+def test_a_host_of_several_reads_its_share_and_knows_the_ids_of_all() -> None:
+    whole = batch_at(Echo(), seed=4, global_batch_size=24)
+    for cursor, host in itertools.product((0, 24, 10**6), range(4)):
+        local = meshes.rows_of([(slice(host * 6, host * 6 + 6),)], 24)
+        mine = batch_at(Echo(), seed=4, global_batch_size=24, local=local.rows)(cursor)
+        everything = whole(cursor)
+        assert np.array_equal(mine.ids, everything.ids)
+        assert mine.next_cursor == everything.next_cursor
+        for name, array in everything.arrays.items():
+            assert np.array_equal(mine.arrays[name], array[host * 6 : host * 6 + 6])
+
+
+def test_held_out_rows_are_read_by_share_too() -> None:
+    whole = meshes.rows_of([(slice(None),)], 12)
+    number = len(Echo())
+    limit = -(-number // 12)
+    for (arrays, mask), host in itertools.product(
+        list(evaluate.batches(Echo(), rows_per_batch=12, limit=limit, local=whole))[-1:], range(3)
+    ):
+        local = meshes.rows_of([(slice(host * 4, host * 4 + 4),)], 12)
+        mine, my_mask = list(evaluate.batches(Echo(), rows_per_batch=12, limit=limit, local=local))[
+            -1
+        ]
+        assert np.array_equal(my_mask, mask[local.rows])
+        for name, array in arrays.items():
+            assert np.array_equal(mine[name], array[local.rows])
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 4, "tensor": 2}, {"data": 2, "tensor": 4}])
+def test_a_placed_batch_is_the_batch(sizes: dict[str, int]) -> None:
+    mesh = meshes.build(MeshSection(**sizes), devices=jax.devices())
+    array = np.arange(24 * 3, dtype=np.int32).reshape(24, 3)
+    local = meshes.local_rows(mesh, 24)
+    assert local.rows.tolist() == list(range(24)), "one process computes all rows"
+    placed = meshes.place_batch(mesh, {"x": array}, local=local)["x"]
+    assert np.array_equal(placed, array)
+    assert placed.sharding == meshes.batch_sharding(mesh)
