@@ -16,8 +16,10 @@ COMMANDS = {
     "train -h": ["jaxres.train", "-h"],
     "jaxres": ["jaxres", "--help"],
     "jaxres train": ["jaxres", "train", "--help"],
+    "launch, with every key of train": ["jaxres.launch", "--help"],
+    "launch local, with every key of train": ["jaxres", "launch", "local", "--help"],
 }
-VERBS = ("train", "status", "history", "checkpoints list", "checkpoints digest")
+VERBS = ("train", "launch local", "status", "history", "checkpoints list", "checkpoints digest")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

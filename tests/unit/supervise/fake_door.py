@@ -18,7 +18,7 @@ def main() -> None:
     folder, parts, limits = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
     worker = str(Path(__file__).with_name("fake_worker.py"))
     supervisor.SILENT_SECONDS = 0.4
-    lookout.CLOSE_SECONDS = 0.2
+    lookout.BEAT_SECONDS, lookout.CLOSE_SECONDS = 0.2, 0.2
     run_dir = RunDir(folder / "run")
     with Owner(run_dir, clock=SystemClock()) as owner:
         ended = supervisor.supervise(

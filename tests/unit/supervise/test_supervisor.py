@@ -223,10 +223,10 @@ def test_ctrl_z_puts_all_to_sleep_together(start):
 
 
 def test_of_hosts_that_wait_for_each_other_the_one_behind_is_hung(start):
-    door = start({"steps": 7}, {"steps": 5}, {"steps": 7}, step_seconds=1, compile_seconds=1)
+    door = start({"steps": 7}, {"steps": 5}, {"steps": 7}, step_seconds=0.7, compile_seconds=0.7)
     ended, _ = door.ended()
     assert (ended["code"], ended["culprit"]) == (Exit.HUNG, 1)
-    assert "no progress for 1.0 s in phase 'train' after step 5" in ended["reason"]
+    assert "no progress for 0.7 s in phase 'train' after step 5" in ended["reason"]
     assert door.heard(signal.SIGUSR1) == [0, 1, 2]
 
 
@@ -259,7 +259,7 @@ def hang_storage(door):
 
 
 def test_storage_that_hangs_stops_no_deadline(start):
-    door = start({"steps": 30}, step_seconds=1.5, compile_seconds=1.5)
+    door = start({"steps": 30}, step_seconds=1.2, compile_seconds=1.2)
     door.wait_steps()
     hang_storage(door)
     ended, seconds = door.ended()
