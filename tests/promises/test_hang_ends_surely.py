@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
-from jaxres.supervise import owner
+from jaxres.supervise import opening, owner
 from tests.promises.trainer import FAULTY, PACED, Place, Trainer, assert_bit_exact
 
 GRACE_SECONDS = 2.0
@@ -87,6 +88,27 @@ def test_hang_ends_within_its_limit(place: Place, calm: RunDir, name: str) -> No
     assert words is not None
     assert (words.exit, words.committed) == (Exit.HUNG, False)
 
+    place.finish("run", config=FAULTY)
+    assert_bit_exact(trainer.run_dir, calm)
+
+
+def test_hang_ends_surely_while_storage_hangs_too(place: Place, calm: RunDir) -> None:
+    """The door's look hangs before the worker does: opening a FIFO waits for its writer."""
+    free = ("deadlines.step_seconds=2", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
+    trainer = place.start("run", *free, config=FAULTY, env=PACED)
+    trainer.wait_step(3)
+    records = list(trainer.run_dir.log.glob("0*.json"))
+    fifo = trainer.run_dir.log / f"{len(records) + 1:08d}.json"
+    os.mkfifo(fifo)
+    time.sleep(1.2 * owner.BEAT_SECONDS)  # By then it has looked.
+    trainer.kill(signal.SIGSTOP, who="worker")
+    since = time.monotonic()
+    code = trainer.ended()
+    seconds, said = time.monotonic() - since, trainer.said()
+    assert code == Exit.HUNG, said
+    assert "the end could not be recorded" in said
+    assert seconds < 3 * 2 + opening.RECORD_SECONDS + GRACE_SECONDS, f"{seconds:.1f} s\n{said}"
+    fifo.unlink()
     place.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)
 
