@@ -139,10 +139,11 @@ def test_door_that_slept_past_every_deadline_raises_no_alarm(place: Place, calm:
     trainer.wait_step(5)
     trainer.kill(signal.SIGSTOP)
     time.sleep(10)
-    beat = owner.read(trainer.run_dir)
+    trainer.kill(signal.SIGUSR1, who="door")
     trainer.kill(signal.SIGCONT, who="door")
-    # The worker wakes last, so that no progress of its own excuses the pause.
-    trainer.wait(lambda: owner.read(trainer.run_dir) != beat, what="a beat of the door")
+    # The worker wakes last, so that no progress of its own excuses the pause. The door looks at
+    # deadlines right after it has answered, before it reads what the worker says.
+    trainer.wait_word("stacks of all threads")
     trainer.kill(signal.SIGCONT, who="worker")
     assert trainer.ended() == 0, trainer.said()
     assert_bit_exact(trainer.run_dir, calm)
