@@ -11,6 +11,7 @@ USAGE = """\
 usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
 
   train CONFIG.yaml|RUN_DIR [section.field=value ...]   start a run, or go on with it
+  launch local CONFIG.yaml|RUN_DIR ... --hosts N        the same with N workers on this machine
   status RUN_DIR                                        how far it is, and what happened last
   history RUN_DIR [--json]                              the one history over all attempts
   checkpoints list RUN_DIR [--json]                     the steps that are committed
@@ -41,6 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from jaxres.train import doctor
 
         return doctor.main(words[1:])
+    if words[0] == "launch":
+        from jaxres.supervise import signals
+
+        signals.hold()
+        from jaxres.launch import __main__ as launch
+
+        launch.leave(launch.main(words[1:]))
     from jaxres import verbs
 
     return verbs.main(words, usage=USAGE)

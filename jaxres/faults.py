@@ -258,9 +258,10 @@ ALL: tuple[Fault, ...] = (
     _row(
         "peer_lost",
         "process",
-        "train/__main__.py",
-        "survivors end at once with their own code, not as a bug",
+        "supervise/blame.py",
+        "survivors end at once with their own code, not as a bug; the message names the lost host",
         exit=Exit.PEER_LOST,
+        done=True,
     ),
     _row("crash", "host", "supervise/restart.py", "restart with backoff", exit=Exit.BUG),
     _row(

@@ -40,6 +40,7 @@ class Owner:
         self._nonce = secrets.token_hex(8)
         self._count = 0
         self._locked = False
+        self._left_open = False
         self._files: list[int] = []
         """Descriptors of the lock and, once this process owns the directory, of the beat."""
 
@@ -59,8 +60,12 @@ class Owner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._files:
+        while self._files and not self._left_open:
             os.close(self._files.pop())
+
+    def leave_open(self) -> None:
+        """Leaves lock and beat to the end of the process: somebody may hang in a write to them."""
+        self._left_open = True
 
     def beat(self) -> None:
         """Shows that the owner lives; takes the lock if the one before has left it meanwhile."""

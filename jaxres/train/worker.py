@@ -147,9 +147,7 @@ def main(arguments: Sequence[str]) -> int:
             )
         except SystemExit as error:
             raise RuntimeError("custom code has called sys.exit; raise an error instead") from error
-    if leaving.exit != Exit.DONE:
-        screen.tell(faults.message(leaving.exit, leaving.reason))
-    return leaving.exit
+    return leaving.exit  # The door says why, once for all hosts.
 
 
 def _speak_aside(run_dir: RunDir, attempt: int, member: Member) -> TextIO:
@@ -175,13 +173,18 @@ def _die_with(parent: int) -> None:
 
 
 def catch_bugs(
-    run_dir: RunDir, attempt: int, member: Member, *, tell: Callable[[Leaving], object]
+    run_dir: RunDir,
+    attempt: int,
+    member: Member,
+    *,
+    tell: Callable[[Leaving], object],
+    say: Callable[[str], object] | None = None,
 ) -> None:
     """Sees to it that stacks and tracebacks land in the attempt's folder and nothing outlives them.
 
     SIGUSR1 dumps the stacks of all threads by a C handler, which needs no free interpreter. An
     exception that nobody has caught ends the process at once: an ordinary exit may wait minutes
-    for other threads and hosts.
+    for other threads and hosts. `say` tells a person; None: the door does.
     """
     storage.make_dir(run_dir.attempt(attempt))
     stacks: IO[str] = run_dir.stacks(attempt, member.host).open("a")
@@ -199,12 +202,15 @@ def catch_bugs(
             text = "".join(traceback.format_exception(kind, error, trace))
             reason = traceback.format_exception_only(kind, error)[-1].strip()
             path = run_dir.traceback(attempt, member.host)
-            with contextlib.suppress(OSError):
-                path.write_text(text)
+            try:
+                path.write_text(text)  # The door shows it.
+            except OSError:
+                screen.tell(text)
             leaving = Leaving(Exit.BUG, f"{reason} (traceback: {path})", committed=False)
             text += "this is a bug, in jaxres or in custom code (exit 70 BUG)\n"
         screen.flush()
-        screen.tell(text)
+        if say is not None:
+            say(text)
         with contextlib.suppress(OSError):
             tell(leaving)
         os._exit(leaving.exit)

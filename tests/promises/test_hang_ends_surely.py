@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
-from jaxres.supervise import owner
+from jaxres.supervise import opening, owner
 from tests.promises.trainer import FAULTY, PACED, Place, Trainer, assert_bit_exact
 
 GRACE_SECONDS = 2.0
@@ -91,6 +92,27 @@ def test_hang_ends_within_its_limit(place: Place, calm: RunDir, name: str) -> No
     assert_bit_exact(trainer.run_dir, calm)
 
 
+def test_hang_ends_surely_while_storage_hangs_too(place: Place, calm: RunDir) -> None:
+    """The door's look hangs before the worker does: opening a FIFO waits for its writer."""
+    free = ("deadlines.step_seconds=2", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
+    trainer = place.start("run", *free, config=FAULTY, env=PACED)
+    trainer.wait_step(3)
+    records = list(trainer.run_dir.log.glob("0*.json"))
+    fifo = trainer.run_dir.log / f"{len(records) + 1:08d}.json"
+    os.mkfifo(fifo)
+    time.sleep(1.2 * owner.BEAT_SECONDS)  # By then it has looked.
+    trainer.kill(signal.SIGSTOP, who="worker")
+    since = time.monotonic()
+    code = trainer.ended()
+    seconds, said = time.monotonic() - since, trainer.said()
+    assert code == Exit.HUNG, said
+    assert "the end could not be recorded" in said
+    assert seconds < 3 * 2 + opening.RECORD_SECONDS + GRACE_SECONDS, f"{seconds:.1f} s\n{said}"
+    fifo.unlink()
+    place.finish("run", config=FAULTY)
+    assert_bit_exact(trainer.run_dir, calm)
+
+
 def test_stopped_worker_ends_within_the_steps_limit(place: Place, calm: RunDir) -> None:
     # No save and no evaluation, which have limits of their own.
     free = ("deadlines.step_seconds=2", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
@@ -117,10 +139,11 @@ def test_door_that_slept_past_every_deadline_raises_no_alarm(place: Place, calm:
     trainer.wait_step(5)
     trainer.kill(signal.SIGSTOP)
     time.sleep(10)
-    beat = owner.read(trainer.run_dir)
+    trainer.kill(signal.SIGUSR1, who="door")
     trainer.kill(signal.SIGCONT, who="door")
-    # The worker wakes last, so that no progress of its own excuses the pause.
-    trainer.wait(lambda: owner.read(trainer.run_dir) != beat, what="a beat of the door")
+    # The worker wakes last, so that no progress of its own excuses the pause. The door looks at
+    # deadlines right after it has answered, before it reads what the worker says.
+    trainer.wait_word("stacks of all threads")
     trainer.kill(signal.SIGCONT, who="worker")
     assert trainer.ended() == 0, trainer.said()
     assert_bit_exact(trainer.run_dir, calm)

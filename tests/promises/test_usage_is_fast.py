@@ -16,8 +16,13 @@ COMMANDS = {
     "train -h": ["jaxres.train", "-h"],
     "jaxres": ["jaxres", "--help"],
     "jaxres train": ["jaxres", "train", "--help"],
+    "launch, with every key of train": ["jaxres.launch", "--help"],
+    "launch local, with every key of train": ["jaxres", "launch", "local", "--help"],
 }
-VERBS = ("train", "status", "history", "checkpoints list", "checkpoints digest", "doctor")
+VERBS = (
+    *("train", "launch local", "status", "history", "checkpoints list", "checkpoints digest"),
+    "doctor",
+)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

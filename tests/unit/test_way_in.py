@@ -1,28 +1,31 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from jaxres import config as configs
-from jaxres import runlog
+from jaxres import runlog, storage
+from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, Exit, Fenced
 from jaxres.runlog import RunLog, Start
+from jaxres.supervise import opening
 from jaxres.train import __main__ as way_in
 
 
 def quickstart(tmp_path, *overrides):
-    return way_in._resolve(
+    return opening.resolve(
         configs_dir() / "quickstart.yaml", [f"run.dir={tmp_path / 'run'}", *overrides]
     )
 
 
 def configs_dir():
-    return way_in.Path(__file__).parents[2] / "configs"
+    return Path(__file__).parents[2] / "configs"
 
 
 def test_who_loses_the_race_for_the_claim_leaves_no_config_behind(tmp_path, monkeypatch):
     resolved = quickstart(tmp_path, "run.seed=2")
-    winner = way_in._claim(resolved[0].config, runlog.fold([]))
+    winner = opening.new_claim(resolved[0].config, runlog.fold([]), env={})
     read = runlog.read_records
 
     reads = []
@@ -31,10 +34,10 @@ def test_who_loses_the_race_for_the_claim_leaves_no_config_behind(tmp_path, monk
         records = read(folder)
         reads.append(folder)
         if len(reads) == 2:  # The first read asks whether the run is done already.
-            RunLog.claim(folder, winner, after=records, clock=way_in.SystemClock())
+            RunLog.claim(folder, winner, after=records, clock=SystemClock())
         return records
 
-    monkeypatch.setattr(way_in, "_resolve", lambda *_: resolved)
+    monkeypatch.setattr(opening, "resolve", lambda *_: resolved)
     monkeypatch.setattr(runlog, "read_records", read_then_lose)
     with pytest.raises(Fenced):
         way_in._train(tmp_path, [], inline=False)
@@ -46,9 +49,9 @@ def test_who_loses_the_race_for_the_claim_leaves_no_config_behind(tmp_path, monk
 def started(tmp_path):
     """The first attempt of a run, which has trained with the quickstart."""
     loaded, run_dir = quickstart(tmp_path)
-    claim = way_in._claim(loaded.config, runlog.fold([]))
-    log = RunLog.claim(run_dir.log, claim, after=[], clock=way_in.SystemClock())
-    way_in.storage.make_dir(run_dir.attempt(1))
+    claim = opening.new_claim(loaded.config, runlog.fold([]), env={})
+    log = RunLog.claim(run_dir.log, claim, after=[], clock=SystemClock())
+    storage.make_dir(run_dir.attempt(1))
     for path in (run_dir.config, run_dir.attempt(1) / "config.yaml"):
         path.write_text(configs.dump_yaml(loaded.config))
     quickstart(tmp_path, "run.seed=2")
@@ -65,7 +68,7 @@ def test_a_run_is_held_to_the_config_that_it_was_started_with(tmp_path, started)
 def test_an_edited_or_deleted_config_does_not_change_what_a_run_is(tmp_path, started):
     other = quickstart(tmp_path / "elsewhere", "run.seed=2")[0].config
     started.config.write_text(configs.dump_yaml(other))
-    assert way_in._resolve(started.root, [])[0].config.run.seed != other.run.seed
+    assert opening.resolve(started.root, [])[0].config.run.seed != other.run.seed
     started.config.unlink()
     with pytest.raises(ConfigError, match="another trajectory"):
         quickstart(tmp_path, "run.seed=2")

@@ -1,0 +1,1 @@
+"""Starts and supervises whole jobs: `local` on this machine. Never imports jax."""

@@ -1,0 +1,39 @@
+"""The launcher: `python -m jaxres.launch local CONFIG|RUN_DIR ... --hosts N`; no jax."""
+
+from __future__ import annotations
+
+from jaxres.supervise import signals
+
+if __name__ == "__main__":
+    signals.hold()  # First of all: a signal during the other imports waits for `main`.
+
+import os
+import sys
+from collections.abc import Sequence
+
+from jaxres import config as configs
+from jaxres import screen
+from jaxres.faults import Exit, UsageError
+from jaxres.launch import local
+from jaxres.supervise import opening
+from jaxres.supervise.opening import leave
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    if any(word in ("-h", "--help") for word in arguments):
+        sys.stdout.write(local.USAGE + "\n" + configs.describe() + "\n")
+        return Exit.DONE
+    return opening.answered(lambda: _launch(arguments))
+
+
+def _launch(arguments: Sequence[str]) -> int:
+    if arguments[:1] != ["local"]:
+        given = f"got {arguments[0]}" if arguments else "got nothing"
+        raise UsageError(f"expected where to launch: local ({given})\n{local.USAGE}")
+    return local.launch(local.parse(arguments[1:]), env=os.environ)
+
+
+if __name__ == "__main__":
+    screen.never_fail()
+    leave(main(sys.argv[1:]))

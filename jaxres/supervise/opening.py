@@ -1,0 +1,334 @@
+"""The way into an attempt and out of it, shared by all commands that train; no jax.
+
+Reads the config, owns the run directory, takes the run over by a claim, fixes what decides bits
+(NPROC), lets the attempt run, and puts its end down: in the log, on the screen, as the exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import secrets
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from jaxres import config as configs
+from jaxres import faults, runlog, screen, storage
+from jaxres.beat import Leaving
+from jaxres.clock import Clock, SystemClock
+from jaxres.config import Loaded, RunConfig
+from jaxres.faults import ConfigError, Exit, TypedEnd, UsageError
+from jaxres.hosts import ALONE, Member
+from jaxres.rundir import RunDir
+from jaxres.runlog import Claim, Line, RunLog, Stop
+from jaxres.supervise import signals
+from jaxres.supervise.owner import Owner
+from jaxres.supervise.patience import within
+from jaxres.supervise.supervisor import Ended, supervise
+
+RECORD_SECONDS = 10.0
+"""Longest wait, at the end, for storage to take the last record or to give a traceback."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An attempt that has been claimed, and may train."""
+
+    config: RunConfig
+    run_dir: RunDir
+    log: RunLog
+    claim: Claim
+    owner: Owner
+    clock: Clock
+    last_seq: int
+    """Number of the claim's record."""
+
+
+def answered(act: Callable[[], int]) -> int:
+    """Acts, and turns whatever comes, signals included, into an exit code and one message."""
+    sys.excepthook = _leave_as_bug
+    try:
+        signals.raise_stops()
+        return act()
+    except TypedEnd as end:
+        screen.flush()
+        screen.tell(faults.message(end.exit, str(end)))
+        return end.exit
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process for sure: after a failed save Orbax's threads would hold it for minutes."""
+    screen.flush()
+    os._exit(code)
+
+
+def _leave_as_bug(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Ends the door with its own code; the workers are gone by now."""
+    screen.tell("".join(traceback.format_exception(kind, error, trace)))
+    screen.tell(f"this is a bug in jaxres (exit {Exit.BUG.value} BUG)\n")
+    leave(Exit.BUG)
+
+
+def attempt(
+    target: Path,
+    overrides: Sequence[str],
+    *,
+    run: Callable[[Opened], Ended],
+    env: Mapping[str, str],
+    num_hosts: int = 1,
+    coordinator: str | None = None,
+    threads: int | None = None,
+) -> int:
+    """Opens an attempt, lets it run and puts its end down; returns the exit code.
+
+    Args:
+      target: a config file or a run directory.
+      overrides: `section.field=value` words.
+      run: runs the opened attempt to its end.
+      env: the environment that the attempt is to have.
+      num_hosts: workers of the job.
+      coordinator: where they find each other.
+      threads: CPU threads that can't be changed any more; None: the run's own are set.
+    """
+    loaded, run_dir = resolve(target, overrides)
+    config = loaded.config
+    if _is_done(run_dir, config):
+        return Exit.DONE
+    clock = SystemClock()
+    with Owner(run_dir, clock=clock) as owner:
+        signals.hold()  # Until somebody can answer them: the attempt is to end on record.
+        records = runlog.read_records(run_dir.log)
+        claim = new_claim(
+            config, runlog.fold(records), env=env, num_hosts=num_hosts, coordinator=coordinator
+        )
+        if threads is not None:
+            _refuse_other_threads(claim, threads)
+        log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
+        _record_config(config, run_dir, claim, is_first=not runlog.fold(records).starts)
+        ended = _stop_that_was_asked(run_dir, claim)
+        if ended is None:
+            last_seq = len(records) + 1
+            ended = run(Opened(config, run_dir, log, claim, owner, clock, last_seq))
+        if ended.on_record:
+            _put_down_in_time(log, ended, run_dir=run_dir, owner=owner)
+    if ended.to_be_said:
+        _say(ended, run_dir, claim)
+    return ended.code
+
+
+def behind_a_door(
+    opened: Opened, *, env: Mapping[str, str], advise: Callable[[RunConfig, str], str]
+) -> Ended:
+    """Runs the attempt's workers as processes of this machine, one a host.
+
+    Args:
+      opened: the attempt.
+      env: the workers' environment but for what the attempt fixes.
+      advise: makes the message after the kernel has killed a worker for want of memory.
+    """
+    claim = opened.claim
+    hosts = [Member(host, claim.num_hosts) for host in range(claim.num_hosts)]
+    ended = supervise(
+        {member.host: _worker_command(opened.run_dir, claim, member) for member in hosts},
+        run_dir=opened.run_dir,
+        attempt=claim.attempt,
+        last_seq=opened.last_seq,
+        limits=opened.config.deadlines,
+        owner=opened.owner,
+        clock=opened.clock,
+        env={**env, "NPROC": str(claim.threads)},
+    )
+    if ended.code == Exit.OUT_OF_MEMORY and not ended.own_word:
+        return dataclasses.replace(ended, reason=advise(opened.config, ended.reason))
+    return ended
+
+
+def _worker_command(run_dir: RunDir, claim: Claim, member: Member) -> list[str]:
+    command = [sys.executable, "-m", "jaxres.train.worker", str(run_dir.root)]
+    command += ["--attempt", str(claim.attempt), "--parent", str(os.getpid())]
+    if member == ALONE:
+        return command
+    place = ["--host", str(member.host), "--num-hosts", str(member.num_hosts)]
+    assert claim.coordinator is not None
+    return [*command, *place, "--coordinator", claim.coordinator]
+
+
+def put_down(log: RunLog, leaving: Leaving) -> None:
+    """Records the end; where that can't be done, says so, and the end keeps its code."""
+    try:
+        log.append(Stop(exit=leaving.exit, reason=leaving.reason, committed=leaving.committed))
+    except (TypedEnd, OSError) as error:
+        screen.tell(f"jaxres: the end could not be recorded: {error}\n")
+
+
+def _put_down_in_time(log: RunLog, ended: Ended, *, run_dir: RunDir, owner: Owner) -> None:
+    """Records the end, or gives up: an end is sure whatever storage does."""
+
+    def record() -> bool:
+        put_down(log, Leaving(ended.code, ended.reason, ended.committed))
+        return True
+
+    if within(RECORD_SECONDS, record) is None:
+        owner.leave_open()  # Closing would wait for the same storage.
+        silence = f"{run_dir.root}: storage has not answered for {RECORD_SECONDS:.0f} s"
+        screen.tell(f"jaxres: the end could not be recorded: {silence}\n")
+
+
+def _say(ended: Ended, run_dir: RunDir, claim: Claim) -> None:
+    """Tells the person how it ended, once for all hosts; a bug with its traceback."""
+    text = faults.message(ended.code, ended.reason)
+    if ended.code == Exit.BUG and ended.own_word and ended.culprit is not None:
+        path = run_dir.traceback(claim.attempt, ended.culprit)
+        trace = None
+        with contextlib.suppress(TypedEnd, OSError):
+            trace = within(RECORD_SECONDS, lambda: storage.read(path))
+        told = [] if trace is None else [trace.decode(errors="replace")]
+        if claim.num_hosts > 1 or not told:
+            told.append(f"{ended.reason}\n")
+        bug = f"this is a bug, in jaxres or in custom code (exit {Exit.BUG.value} BUG)\n"
+        text = "".join([*told, bug])
+    screen.flush()
+    screen.tell(text)
+
+
+def _is_done(run_dir: RunDir, config: RunConfig) -> bool:
+    step = runlog.fold(runlog.read_records(run_dir.log)).step
+    if step < config.train.steps:
+        return False
+    sys.stdout.write(
+        f"{run_dir.root}: step {step} of {config.train.steps} is committed already; "
+        "nothing to do. A new run: another run.seed, run.dir or config.\n"
+    )
+    return True
+
+
+def _record_config(config: RunConfig, run_dir: RunDir, claim: Claim, *, is_first: bool) -> None:
+    """Writes the resolved config; only the owner does, never who lost the race for the claim."""
+    text = configs.dump_yaml(config).encode()
+    if is_first:
+        storage.replace(run_dir.config, text)
+    storage.make_dir(run_dir.attempt(claim.attempt))
+    storage.replace(run_dir.attempt(claim.attempt) / "config.yaml", text)
+
+
+def _stop_that_was_asked(run_dir: RunDir, claim: Claim) -> Ended | None:
+    """Honours a `stop` file that lies there already; it never bars the start after this one."""
+    if not run_dir.request("stop").exists():
+        return None
+    storage.move(run_dir.request("stop"), run_dir.attempt(claim.attempt) / "stop")
+    reason = f"{run_dir.request('stop')} was there at the start; the next start goes on"
+    return Ended(Exit.STOPPED, reason, committed=False, to_be_said=True)
+
+
+def _refuse_other_threads(claim: Claim, threads: int) -> None:
+    if claim.threads != threads:
+        raise ConfigError(
+            f"--inline: this run computes with {claim.threads} CPU threads, this process would "
+            f"with {threads}, which changes bits. Leave --inline out: the door sets the number."
+        )
+
+
+def resolve(target: Path, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
+    """Returns the config and the run directory; a recorded run must have the same trajectory."""
+    if target.is_dir():
+        run_dir = RunDir(target)
+        if storage.read(run_dir.config) is None:
+            raise UsageError(
+                f"{target}: no config.yaml here, so this is not a run directory. Give a config "
+                "file (configs/quickstart.yaml) or the directory of a run."
+            )
+        loaded = configs.load_recorded(_newest_config(run_dir), overrides)
+        elsewhere = loaded.config.run.dir
+        if elsewhere is not None and elsewhere.absolute() != target.absolute():
+            raise ConfigError(
+                f"run.dir={elsewhere}: the run directory is given already, as {target}. Leave "
+                "run.dir out, or give the config file instead of the directory."
+            )
+    else:
+        loaded = configs.load(target, overrides)
+        run_dir = RunDir(configs.run_dir(loaded.config, loaded.name))
+    started = runlog.fold(runlog.read_records(run_dir.log)).starts
+    if started:
+        recorded = configs.load_recorded(_record(run_dir, started[0].attempt), ()).config
+        configs.check_same(recorded, loaded.config, run_dir.root, origins=loaded.origins)
+    return loaded, run_dir
+
+
+def _record(run_dir: RunDir, attempt: int) -> Path:
+    """Returns the config that the first attempt to start has trained with.
+
+    Its own copy, since config.yaml may be edited, or come late from an attempt that was fenced.
+    """
+    copy = run_dir.attempt(attempt) / "config.yaml"
+    for path in (copy, run_dir.config):
+        if storage.read(path) is not None:
+            return path
+    raise ConfigError(
+        f"{run_dir.root}: this run has started, and the config that it was started with is in "
+        f"neither {copy} nor {run_dir.config}. Restore one of them from a copy."
+    )
+
+
+def _newest_config(run_dir: RunDir) -> Path:
+    """Returns the config of the last attempt that trained: free keys may have changed since the
+    first, and one of an attempt that never got to train may be what is wrong with it.
+    """
+    starts = runlog.fold(runlog.read_records(run_dir.log)).starts
+    return _record(run_dir, starts[-1].attempt) if starts else run_dir.config
+
+
+def new_claim(
+    config: RunConfig,
+    line: Line,
+    *,
+    env: Mapping[str, str],
+    num_hosts: int = 1,
+    coordinator: str | None = None,
+) -> Claim:
+    """Returns the claim that opens the run's next attempt."""
+    cores = len(os.sched_getaffinity(0))
+    return Claim(
+        attempt=line.attempt + 1,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        boot_id=_first_line(Path("/proc/sys/kernel/random/boot_id")),
+        nonce=secrets.token_hex(8),
+        coordinator=coordinator,
+        num_hosts=num_hosts,
+        threads=line.claims[0].threads if line.claims else cores,
+        versions=_versions(),
+        fingerprint={
+            "cpu": _cpu_model(),
+            "machine": platform.machine(),
+            "xla_flags": env.get("XLA_FLAGS", ""),
+        },
+        trajectory=configs.digest(config),
+    )
+
+
+def _versions() -> dict[str, str]:
+    """Returns the versions of the libraries that decide bits, without importing them."""
+    names = ("jaxres", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _first_line(path: Path) -> str:
+    return path.read_text().splitlines()[0]

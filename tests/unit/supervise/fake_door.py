@@ -1,0 +1,46 @@
+"""A door of fake workers: `fake_door.py FOLDER PARTS LIMITS`; prints how it ended as JSON."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+from jaxres import screen
+from jaxres.clock import SystemClock
+from jaxres.config.schema import DeadlinesSection
+from jaxres.rundir import RunDir
+from jaxres.supervise import lookout, supervisor
+from jaxres.supervise.owner import Owner
+
+
+def main() -> None:
+    folder, parts, limits = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    worker = str(Path(__file__).with_name("fake_worker.py"))
+    supervisor.SILENT_SECONDS = 0.4
+    lookout.BEAT_SECONDS, lookout.CLOSE_SECONDS = 0.2, 0.2
+    run_dir = RunDir(folder / "run")
+    with Owner(run_dir, clock=SystemClock()) as owner:
+        ended = supervisor.supervise(
+            {
+                host: [
+                    *(sys.executable, "-I", "-S", worker),
+                    *(str(folder), str(host), str(len(parts)), json.dumps(part)),
+                ]
+                for host, part in enumerate(parts)
+            },
+            run_dir=run_dir,
+            attempt=1,
+            last_seq=1,
+            limits=DeadlinesSection(**limits),
+            owner=owner,
+            clock=SystemClock(),
+            env=os.environ,
+        )
+    sys.stdout.write(json.dumps(dataclasses.asdict(ended)))
+    screen.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

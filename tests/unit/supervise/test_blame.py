@@ -1,0 +1,165 @@
+"""Promises of the pure blame: when all end, which end is the cause, what each host says."""
+
+import math
+
+import pytest
+
+from jaxres.faults import Exit
+from jaxres.supervise.blame import GRACE_SECONDS, End, Known, decide, due, most_silent
+
+SETTLE = 100.0
+KILLED, ABORTED, SEGV = 137, 134, 139
+
+
+def word(code, at=0.0, *, committed=False):
+    return End(code, f"word {code}", at, own_word=True, committed=committed)
+
+
+def crash(code, at=0.0):
+    return End(code, f"crash {code}", at, own_word=False)
+
+
+def known(*ends, steps=(), stopped=(), since=()):
+    steps = steps or [57] * len(ends)
+    since = since or [0.0] * len(ends)
+    return [
+        Known(h, "node", 100 + h, "train", steps[h], since[h], is_stopped=h in stopped, end=end)
+        for h, end in enumerate(ends)
+    ]
+
+
+AGREED = (0, 74, 75, 76, 81, 82)
+UNEXPECTED = (
+    *(word(code, 5.0) for code in (70, 78, 79, 80, 83, 85, 86)),
+    *(crash(code, 5.0) for code in (KILLED, ABORTED, SEGV, 70, 80, 86)),
+)
+
+
+def test_while_all_run_nothing_is_due():
+    assert due([None] * 4, settle_seconds=SETTLE) == math.inf
+
+
+def test_when_all_have_ended_it_is_due_at_once():
+    assert due([crash(KILLED, 9.0)], settle_seconds=SETTLE) == -math.inf
+    assert due([word(75, 9.0)] * 4, settle_seconds=SETTLE) == -math.inf
+
+
+@pytest.mark.parametrize("code", AGREED)
+def test_an_agreed_end_gives_the_others_time(code):
+    assert due([None, word(code, 5.0), word(code, 7.0)], settle_seconds=SETTLE) == 5 + SETTLE
+
+
+@pytest.mark.parametrize("end", UNEXPECTED, ids=str)
+def test_any_other_end_gives_them_a_moment(end):
+    assert due([None, end], settle_seconds=SETTLE) == 5 + GRACE_SECONDS
+    assert due([None, word(75, 1.0), end], settle_seconds=SETTLE) == 5 + GRACE_SECONDS
+    late = crash(ABORTED, 9.0)
+    assert due([None, late, end], settle_seconds=SETTLE) == 5 + GRACE_SECONDS
+
+
+LOST, ABORT = word(79, 1.1), crash(ABORTED, 1.3)
+CAUSES = {
+    "killed, others lost it": ([crash(KILLED, 1.0), LOST, ABORT], KILLED, 0),
+    "others were seen first": ([LOST, ABORT, crash(KILLED, 2.0)], KILLED, 2),
+    "bug, others lost it": ([ABORT, word(70, 2.0), LOST], 70, 1),
+    "left without a word": ([ABORT, crash(70, 2.0), None], 70, 1),
+    "memory before bug": ([word(70, 1.0), crash(86, 2.0), None], 86, 1),
+    "hang before bug": ([word(70, 1.0), crash(80, 2.0), None], 80, 1),
+    "memory before hang": ([crash(80, 1.0), word(86, 2.0), None], 86, 1),
+    "diverged before memory": ([crash(86, 1.0), word(81, 2.0), None], 81, 1),
+    "unhealthy before diverged": ([word(81, 1.0), word(82, 2.0), None], 82, 1),
+    "fenced before all": ([word(82, 1.0), word(83, 2.0), None], 83, 1),
+    "unrestorable before hang": ([crash(80, 1.0), word(85, 2.0), None], 85, 1),
+    "of a crash and a bug the first": ([word(70, 1.1), crash(SEGV, 1.0), None], SEGV, 1),
+    "of a bug and a crash the first": ([word(70, 1.0), crash(SEGV, 1.1), None], 70, 0),
+    "at one instant the bug": ([crash(SEGV, 1.0), word(70, 1.0), None], 70, 1),
+    "storage, others lost it": ([ABORT, word(74, 2.0), LOST], 74, 1),
+    "storage, then a bug": ([word(70, 2.0), word(74, 1.0), None], 74, 1),
+    "frozen": ([LOST, ABORT, None], 79, 2),
+    "only aborts, one runs": ([None, ABORT, ABORT], 79, 0),
+    "one abort, others by word": ([word(79, 1.4), ABORT, word(79, 1.5)], ABORTED, 1),
+    "lost by word before an abort": ([word(79, 1.2), ABORT, word(79, 1.5)], 79, None),
+    "all aborted": ([ABORT, ABORT, ABORT], 79, None),
+    "all done": ([word(0, 1.0, committed=True), word(0, 2.0), word(0, 3.0)], 0, None),
+    "done, then aborts": ([word(0, 1.0, committed=True), ABORT, None], 0, None),
+    "done, then a crash": ([word(0, 1.0, committed=True), crash(SEGV, 2.0), None], 0, None),
+    "committed stop, then a bug": ([word(76, 1.0, committed=True), word(70, 2.0), None], 76, None),
+    "stop of no commit, a crash": ([word(75, 1.0), crash(KILLED, 2.0), ABORT], KILLED, 1),
+    "a follower's stop, the lead's crash": (
+        [crash(SEGV, 2.0), word(75, 1.0, committed=True), ABORT],
+        SEGV,
+        0,
+    ),
+    "committed stop, yet unhealthy": (
+        [word(75, 1.0, committed=True), word(82, 2.0), None],
+        82,
+        1,
+    ),
+    "a follower's stop, the lead aborted": ([ABORT, word(75, 1.0), word(75, 1.1)], 75, None),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_cause_is_told_from_its_consequences(name):
+    ends, code, culprit = CAUSES[name]
+    found = decide(known(*ends))
+    assert (found.code, found.culprit) == (code, culprit), found.reason
+    if culprit is not None:
+        assert f"host {culprit} (node, pid {100 + culprit}" in found.reason
+        assert "last finished step" in found.reason
+        assert "57" in found.reason
+
+
+def test_a_frozen_host_is_named_with_its_last_step():
+    found = decide(known(LOST, ABORT, None, LOST))
+    assert found.reason == (
+        "host 2 (node, pid 102) has stopped answering; its last finished step is 57"
+    )
+    assert not found.committed
+    assert not found.own_word
+
+
+def test_the_cause_keeps_its_own_words():
+    found = decide(known(ABORT, word(70, 2.0), steps=(57, 56)))
+    assert found.reason == "host 1 (node, pid 101, last finished step 56): word 70"
+    assert found.own_word
+
+
+def test_an_agreed_end_is_told_in_the_leads_words():
+    found = decide(known(word(75, 2.0, committed=True), word(75, 1.0)))
+    assert (found.reason, found.committed) == ("word 75", True)
+
+
+def test_survivors_end_with_their_own_code_or_as_who_lost_a_peer():
+    found = decide(known(LOST, ABORT, crash(KILLED, 1.0), None, word(75, 0.5)))
+    assert [code for code, _ in found.told] == [79, 79, KILLED, 79, 75]
+    for host in (0, 1, 3):
+        assert found.told[host][1] == found.reason
+
+
+def test_of_an_agreed_end_all_tell():
+    found = decide(known(word(81, 1.0), word(81, 2.0), None))
+    assert [code for code, _ in found.told] == [81, 81, 79]
+    found = decide(known(word(75, 1.0, committed=True), ABORT, None))
+    assert [code for code, _ in found.told] == [75, 75, 75]
+
+
+def test_who_is_stopped_is_the_silent_one_then_who_is_behind_then_who_was_heard_first():
+    four = known(None, None, None, None, steps=(57, 55, 56, 55), since=(1, 4, 0, 3), stopped=(2,))
+    assert most_silent(four).host == 2
+    four = known(None, None, None, None, steps=(57, 55, 56, 55), since=(1, 4, 0, 3))
+    assert most_silent(four).host == 3
+    assert most_silent(known(None, ABORT, None, steps=(57, 1, 58))).host == 0
+
+
+@pytest.mark.parametrize("end", [word(75), crash(KILLED), crash(ABORTED), word(79), word(70)])
+def test_a_host_without_peers_is_told_as_it_is(end):
+    found = decide(known(end))
+    assert (found.code, found.reason, found.culprit) == (end.code, end.reason, 0)
+    assert found.told == ((end.code, end.reason),)
+
+
+def test_every_exit_code_has_a_place():
+    for code in Exit:
+        found = decide(known(word(code, 1.0), LOST))
+        assert found.code == code
