@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxres.faults import UsageError
-from jaxres.supervise import opening, port
+from jaxres.supervise import opening
+from jaxres.supervise.meeting import behind_one_door
 from jaxres.train import memory
 
 USAGE = """\
@@ -75,12 +76,5 @@ def launch(asked: Asked, *, env: Mapping[str, str]) -> int:
     if asked.devices_per_host is not None:
         env = {**env, "JAX_NUM_CPU_DEVICES": str(asked.devices_per_host)}
     run = functools.partial(opening.behind_a_door, env=env, advise=memory.host_advice)
-    with port.held() as address:
-        return opening.attempt(
-            asked.target,
-            asked.overrides,
-            run=run,
-            env=env,
-            num_hosts=asked.num_hosts,
-            coordinator=address if asked.num_hosts > 1 else None,
-        )
+    meet = functools.partial(behind_one_door, num_hosts=asked.num_hosts)
+    return opening.attempt(asked.target, asked.overrides, run=run, env=env, meet=meet)

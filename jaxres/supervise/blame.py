@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxres.faults import Exit
@@ -41,6 +41,8 @@ class End:
     own_word: bool
     """Whether the worker itself has said so."""
     committed: bool = False
+    is_gone: bool = False
+    """Whether the host itself is gone: its door no longer answers. Nobody else's fault."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Known:
     host: int
     name: str
     """Of the machine."""
-    pid: int
-    """The worker's."""
+    pid: int | None
+    """The worker's; None: it is on another machine."""
     phase: str
     step: int
     """Newest finished step of this attempt; 0: none yet."""
@@ -73,7 +75,7 @@ class Blame:
     """The host whose end is the cause; None: the hosts agreed, or nobody can tell."""
     own_word: bool
     """Whether the reason is the culprit's own."""
-    told: tuple[tuple[int, str], ...]
+    told: Mapping[int, tuple[int, str]]
     """By host: the code and the message that its own door ends with."""
 
 
@@ -126,14 +128,15 @@ def most_silent(hosts: Sequence[Known]) -> Known:
 
 def named(host: Known, *, with_step: bool = False) -> str:
     """Returns how a message names a host."""
-    step = f", last finished step {host.step}" if with_step else ""
-    return f"host {host.host} ({host.name}, pid {host.pid}{step})"
+    pid = [] if host.pid is None else [f"pid {host.pid}"]
+    step = [f"last finished step {host.step}"] if with_step else []
+    return f"host {host.host} ({', '.join([host.name, *pid, *step])})"
 
 
 def _alone(host: Known) -> Blame:
     end = host.end
     assert end is not None, host
-    told = ((end.code, end.reason),)
+    told = {host.host: (end.code, end.reason)}
     return Blame(end.code, end.reason, end.committed, host.host, end.own_word, told)
 
 
@@ -151,7 +154,7 @@ def _blame(hosts: Sequence[Known], end: End, reason: str, *, culprit: Known | No
         end.committed,
         culprit=None if culprit is None else culprit.host,
         own_word=end.own_word,
-        told=tuple(_told(host, end, reason, culprit=culprit) for host in hosts),
+        told={host.host: _told(host, end, reason, culprit=culprit) for host in hosts},
     )
 
 
@@ -170,6 +173,8 @@ def _is_agreed(end: End) -> bool:
 
 def _is_consequence(end: End) -> bool:
     """Whether an end may be no more than the loss of a peer."""
+    if end.is_gone:
+        return False
     return end.code == Exit.PEER_LOST or (end.code == ABORTED and not end.own_word)
 
 

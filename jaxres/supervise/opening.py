@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import secrets
@@ -28,12 +27,16 @@ from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded, RunConfig
 from jaxres.faults import ConfigError, Exit, TypedEnd, UsageError
 from jaxres.hosts import ALONE, Member
+from jaxres.membership import Address
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog, Stop
 from jaxres.supervise import signals
+from jaxres.supervise.attempt import Ended
+from jaxres.supervise.meeting import Job, Meet, alone, boot_id, following, versions
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
-from jaxres.supervise.supervisor import Ended, supervise
+from jaxres.supervise.peers import Peers
+from jaxres.supervise.supervisor import supervise
 
 RECORD_SECONDS = 10.0
 """Longest wait, at the end, for storage to take the last record or to give a traceback."""
@@ -51,6 +54,10 @@ class Opened:
     clock: Clock
     last_seq: int
     """Number of the claim's record."""
+    hosts: tuple[int, ...]
+    """Whose workers run behind this door."""
+    peers: Peers | None
+    """The doors of the other hosts, if they have any."""
 
 
 def answered(act: Callable[[], int]) -> int:
@@ -86,8 +93,7 @@ def attempt(
     *,
     run: Callable[[Opened], Ended],
     env: Mapping[str, str],
-    num_hosts: int = 1,
-    coordinator: str | None = None,
+    meet: Meet = alone,
     threads: int | None = None,
 ) -> int:
     """Opens an attempt, lets it run and puts its end down; returns the exit code.
@@ -97,8 +103,7 @@ def attempt(
       overrides: `section.field=value` words.
       run: runs the opened attempt to its end.
       env: the environment that the attempt is to have.
-      num_hosts: workers of the job.
-      coordinator: where they find each other.
+      meet: brings the job's hosts together, before anything is claimed.
       threads: CPU threads that can't be changed any more; None: the run's own are set.
     """
     loaded, run_dir = resolve(target, overrides)
@@ -106,22 +111,73 @@ def attempt(
     if _is_done(run_dir, config):
         return Exit.DONE
     clock = SystemClock()
-    with Owner(run_dir, clock=clock) as owner:
+    with meet(config, run_dir) as job, Owner(run_dir, clock=clock) as owner:
         signals.hold()  # Until somebody can answer them: the attempt is to end on record.
         records = runlog.read_records(run_dir.log)
-        claim = new_claim(
-            config, runlog.fold(records), env=env, num_hosts=num_hosts, coordinator=coordinator
-        )
+        claim = new_claim(config, runlog.fold(records), env=env, job=job)
         if threads is not None:
             _refuse_other_threads(claim, threads)
         log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
         _record_config(config, run_dir, claim, is_first=not runlog.fold(records).starts)
         ended = _stop_that_was_asked(run_dir, claim)
-        if ended is None:
+        if ended is not None:
+            job.dismiss(ended.code, ended.reason)
+        else:
             last_seq = len(records) + 1
-            ended = run(Opened(config, run_dir, log, claim, owner, clock, last_seq))
+            opened = Opened(config, run_dir, log, claim, owner, clock, last_seq, job.hosts, None)
+            ended = _announced(opened, job, run)
         if ended.on_record:
             _put_down_in_time(log, ended, run_dir=run_dir, owner=owner)
+    if ended.to_be_said:
+        _say(ended, run_dir, claim)
+    return ended.code
+
+
+def _announced(opened: Opened, job: Job, run: Callable[[Opened], Ended]) -> Ended:
+    """Runs the attempt once every host has seen the claim; an end before that is on record too."""
+    try:
+        signals.raise_stops()
+        peers = job.announce(opened.claim)
+    except TypedEnd as end:
+        return Ended(end.exit, str(end), committed=False, to_be_said=True)
+    finally:
+        signals.hold()
+    return run(dataclasses.replace(opened, peers=peers))
+
+
+def follow(
+    target: Path,
+    overrides: Sequence[str],
+    *,
+    member: Member,
+    address: Address,
+    env: Mapping[str, str],
+    advise: Callable[[RunConfig, str], str],
+) -> int:
+    """Runs one host's part of an attempt that another host's door opens; returns the exit code."""
+    loaded, run_dir = resolve(target, overrides)
+    config = loaded.config
+    if _is_done(run_dir, config):
+        return Exit.DONE
+    clock = SystemClock()
+    with following(config, run_dir, member, address, clock=clock) as (attempt_number, peers):
+        signals.hold()
+        records = runlog.read_records(run_dir.log)
+        claim = runlog.claim_of(records, attempt=attempt_number)
+        command = _worker_command(run_dir, claim, member)
+        ended = supervise(
+            {member.host: command},
+            run_dir=run_dir,
+            attempt=claim.attempt,
+            last_seq=len(records),
+            limits=config.deadlines,
+            owner=None,
+            clock=clock,
+            env={**env, "NPROC": str(claim.threads)},
+            num_hosts=member.num_hosts,
+            peers=peers,
+        )
+    ended = _advised(ended, config, advise)
     if ended.to_be_said:
         _say(ended, run_dir, claim)
     return ended.code
@@ -130,7 +186,7 @@ def attempt(
 def behind_a_door(
     opened: Opened, *, env: Mapping[str, str], advise: Callable[[RunConfig, str], str]
 ) -> Ended:
-    """Runs the attempt's workers as processes of this machine, one a host.
+    """Runs the attempt's workers of this door as processes of this machine, one a host.
 
     Args:
       opened: the attempt.
@@ -138,7 +194,7 @@ def behind_a_door(
       advise: makes the message after the kernel has killed a worker for want of memory.
     """
     claim = opened.claim
-    hosts = [Member(host, claim.num_hosts) for host in range(claim.num_hosts)]
+    hosts = [Member(host, claim.num_hosts) for host in opened.hosts]
     ended = supervise(
         {member.host: _worker_command(opened.run_dir, claim, member) for member in hosts},
         run_dir=opened.run_dir,
@@ -148,9 +204,16 @@ def behind_a_door(
         owner=opened.owner,
         clock=opened.clock,
         env={**env, "NPROC": str(claim.threads)},
+        num_hosts=claim.num_hosts,
+        peers=opened.peers,
     )
+    return _advised(ended, opened.config, advise)
+
+
+def _advised(ended: Ended, config: RunConfig, advise: Callable[[RunConfig, str], str]) -> Ended:
+    """Adds what to change where the kernel has killed a worker for want of memory."""
     if ended.code == Exit.OUT_OF_MEMORY and not ended.own_word:
-        return dataclasses.replace(ended, reason=advise(opened.config, ended.reason))
+        return dataclasses.replace(ended, reason=advise(config, ended.reason))
     return ended
 
 
@@ -293,8 +356,7 @@ def new_claim(
     line: Line,
     *,
     env: Mapping[str, str],
-    num_hosts: int = 1,
-    coordinator: str | None = None,
+    job: Job,
 ) -> Claim:
     """Returns the claim that opens the run's next attempt."""
     cores = len(os.sched_getaffinity(0))
@@ -302,12 +364,12 @@ def new_claim(
         attempt=line.attempt + 1,
         host=socket.gethostname(),
         pid=os.getpid(),
-        boot_id=_first_line(Path("/proc/sys/kernel/random/boot_id")),
+        boot_id=boot_id(),
         nonce=secrets.token_hex(8),
-        coordinator=coordinator,
-        num_hosts=num_hosts,
+        coordinator=job.coordinator,
+        num_hosts=job.num_hosts,
         threads=line.claims[0].threads if line.claims else cores,
-        versions=_versions(),
+        versions=versions(),
         fingerprint={
             "cpu": _cpu_model(),
             "machine": platform.machine(),
@@ -317,18 +379,8 @@ def new_claim(
     )
 
 
-def _versions() -> dict[str, str]:
-    """Returns the versions of the libraries that decide bits, without importing them."""
-    names = ("jaxres", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-    return {name: importlib.metadata.version(name) for name in names}
-
-
 def _cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor()
-
-
-def _first_line(path: Path) -> str:
-    return path.read_text().splitlines()[0]

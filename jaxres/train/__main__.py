@@ -22,9 +22,11 @@ from jaxres import screen
 from jaxres.beat import Leaving
 from jaxres.faults import Exit, UsageError
 from jaxres.hosts import ALONE
+from jaxres.membership import membership, take_flags
 from jaxres.supervise import opening
+from jaxres.supervise.attempt import Ended
+from jaxres.supervise.meeting import leading
 from jaxres.supervise.opening import Opened, leave
-from jaxres.supervise.supervisor import Ended
 from jaxres.train import memory
 
 USAGE = """\
@@ -35,6 +37,13 @@ The same command starts a run and resumes it, also after kill -9, from the newes
 Ctrl-C or `touch RUN_DIR/stop`: save and stop (76); SIGTERM: save and stop (75); a second one ends
 at once. `touch RUN_DIR/save`: one extra checkpoint. `kill -USR1`: stacks of all threads.
 --inline: train in this very process, for debuggers and notebooks; no deadlines.
+
+On many hosts start the same command on each, with a run directory that all of them share:
+--coordinator HOST:PORT   where host 0 listens for the others (JAXRES_COORDINATOR)
+--num-hosts N             how many they are (JAXRES_NUM_HOSTS)
+--host-id I               which of them this is, from 0 (JAXRES_HOST_ID)
+Slurm's and indexed Jobs' own variables do as well. Workers on this machine only:
+`python -m jaxres.launch local`.
 """
 
 
@@ -43,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in arguments):
         sys.stdout.write(USAGE + "\n" + configs.describe() + "\n")
         return Exit.DONE
-    return opening.answered(lambda: _train(*_parse(arguments)))
+    return opening.answered(lambda: _train(arguments))
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Path, list[str], bool]:
@@ -60,12 +69,23 @@ def _parse(arguments: Sequence[str]) -> tuple[Path, list[str], bool]:
     return Path(words[0]), overrides, inline
 
 
-def _train(target: Path, overrides: Sequence[str], inline: bool) -> int:
+def _train(arguments: Sequence[str]) -> int:
+    env, advise = os.environ, memory.host_advice
+    flags, words = take_flags(arguments)
+    target, overrides, inline = _parse(words)
+    member, address = membership(flags, env)
     if inline:
+        if not member.is_alone:
+            raise UsageError("--inline: a process without a door is alone; leave out either.")
         threads = len(os.sched_getaffinity(0))
-        return opening.attempt(target, overrides, run=_inline, env=os.environ, threads=threads)
-    run = functools.partial(opening.behind_a_door, env=os.environ, advise=memory.host_advice)
-    return opening.attempt(target, overrides, run=run, env=os.environ)
+        return opening.attempt(target, overrides, run=_inline, env=env, threads=threads)
+    run = functools.partial(opening.behind_a_door, env=env, advise=advise)
+    if address is None:
+        return opening.attempt(target, overrides, run=run, env=env)
+    if member.leads:
+        meet = functools.partial(leading, member=member, address=address)
+        return opening.attempt(target, overrides, run=run, env=env, meet=meet)
+    return opening.follow(target, overrides, member=member, address=address, env=env, advise=advise)
 
 
 def _inline(opened: Opened) -> Ended:

@@ -10,6 +10,7 @@ from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, Exit, Fenced
 from jaxres.runlog import RunLog, Start
 from jaxres.supervise import opening
+from jaxres.supervise.meeting import Job
 from jaxres.train import __main__ as way_in
 
 
@@ -25,7 +26,7 @@ def configs_dir():
 
 def test_who_loses_the_race_for_the_claim_leaves_no_config_behind(tmp_path, monkeypatch):
     resolved = quickstart(tmp_path, "run.seed=2")
-    winner = opening.new_claim(resolved[0].config, runlog.fold([]), env={})
+    winner = opening.new_claim(resolved[0].config, runlog.fold([]), env={}, job=Job())
     read = runlog.read_records
 
     reads = []
@@ -49,7 +50,7 @@ def test_who_loses_the_race_for_the_claim_leaves_no_config_behind(tmp_path, monk
 def started(tmp_path):
     """The first attempt of a run, which has trained with the quickstart."""
     loaded, run_dir = quickstart(tmp_path)
-    claim = opening.new_claim(loaded.config, runlog.fold([]), env={})
+    claim = opening.new_claim(loaded.config, runlog.fold([]), env={}, job=Job())
     log = RunLog.claim(run_dir.log, claim, after=[], clock=SystemClock())
     storage.make_dir(run_dir.attempt(1))
     for path in (run_dir.config, run_dir.attempt(1) / "config.yaml"):

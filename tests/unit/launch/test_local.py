@@ -77,9 +77,10 @@ def test_the_attempt_is_opened_for_so_many_hosts(monkeypatch):
     for num_hosts, devices in ((1, None), (3, 2)):
         local.launch(Asked(Path("c"), (), num_hosts, devices), env={"HOME": "/"})
     alone, three = opened
-    assert (alone["num_hosts"], alone["coordinator"]) == (1, None)
+    with alone["meet"](None, None) as one, three["meet"](None, None) as job:
+        assert (one.num_hosts, one.hosts, one.coordinator) == (1, (0,), None)
+        assert (job.num_hosts, job.hosts) == (3, (0, 1, 2))
+        assert job.coordinator.startswith("127.0.0.1:")
     assert alone["env"] == {"HOME": "/"}
-    assert three["num_hosts"] == 3
-    assert three["coordinator"].startswith("127.0.0.1:")
     assert three["env"] == {"HOME": "/", "JAX_NUM_CPU_DEVICES": "2"}
     assert three["run"].keywords["env"] == three["env"]

@@ -36,6 +36,7 @@ def main() -> None:
             owner=owner,
             clock=SystemClock(),
             env=os.environ,
+            num_hosts=len(parts),
         )
     sys.stdout.write(json.dumps(dataclasses.asdict(ended)))
     screen.flush()

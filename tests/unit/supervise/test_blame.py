@@ -132,16 +132,16 @@ def test_an_agreed_end_is_told_in_the_leads_words():
 
 def test_survivors_end_with_their_own_code_or_as_who_lost_a_peer():
     found = decide(known(LOST, ABORT, crash(KILLED, 1.0), None, word(75, 0.5)))
-    assert [code for code, _ in found.told] == [79, 79, KILLED, 79, 75]
+    assert [code for code, _ in found.told.values()] == [79, 79, KILLED, 79, 75]
     for host in (0, 1, 3):
         assert found.told[host][1] == found.reason
 
 
 def test_of_an_agreed_end_all_tell():
     found = decide(known(word(81, 1.0), word(81, 2.0), None))
-    assert [code for code, _ in found.told] == [81, 81, 79]
+    assert [code for code, _ in found.told.values()] == [81, 81, 79]
     found = decide(known(word(75, 1.0, committed=True), ABORT, None))
-    assert [code for code, _ in found.told] == [75, 75, 75]
+    assert [code for code, _ in found.told.values()] == [75, 75, 75]
 
 
 def test_who_is_stopped_is_the_silent_one_then_who_is_behind_then_who_was_heard_first():
@@ -156,7 +156,7 @@ def test_who_is_stopped_is_the_silent_one_then_who_is_behind_then_who_was_heard_
 def test_a_host_without_peers_is_told_as_it_is(end):
     found = decide(known(end))
     assert (found.code, found.reason, found.culprit) == (end.code, end.reason, 0)
-    assert found.told == ((end.code, end.reason),)
+    assert found.told == {0: (end.code, end.reason)}
 
 
 def test_every_exit_code_has_a_place():

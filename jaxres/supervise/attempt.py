@@ -1,0 +1,80 @@
+"""What a door knows of the attempt that it watches, and how an attempt ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxres import screen
+from jaxres.clock import Clock
+from jaxres.config.schema import DeadlinesSection
+from jaxres.faults import Exit
+from jaxres.rundir import RunDir
+from jaxres.supervise.others import Following, Led, Remote
+from jaxres.supervise.process import Worker
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the attempt ended, for the process's exit code and the stop record."""
+
+    code: int
+    reason: str
+    committed: bool
+    on_record: bool = True
+    """False: fenced; this attempt may write nothing more."""
+    to_be_said: bool = False
+    """Whether nobody has told the person yet."""
+    culprit: int | None = None
+    """The host that is the cause, where one is."""
+    own_word: bool = False
+    """Whether its worker itself has said why."""
+
+
+@dataclass
+class Attempt:
+    """What the supervisor knows of the running workers; owned by `supervise`."""
+
+    run_dir: RunDir
+    number: int
+    limits: DeadlinesSection
+    clock: Clock
+    workers: list[Worker]
+    others: Led | Following | None
+    """The hosts behind other doors, if there are any."""
+    asked: Exit | None = None
+    hurried: bool = False
+    """Whether one of AT_ONCE has come."""
+    looked_at: float = float("inf")
+    ticked_at: float = float("-inf")
+    silence_told: bool = False
+
+    @property
+    def hosts(self) -> list[Worker | Remote]:
+        """All hosts that this door decides about."""
+        return [*self.workers, *(self.others.hosts if self.others else ())]
+
+    @property
+    def running(self) -> list[Worker]:
+        """The workers here that have not ended."""
+        return [worker for worker in self.workers if worker.end is None]
+
+    @property
+    def step(self) -> int:
+        """The newest step that any host has finished."""
+        return max((host.watch.step for host in self.hosts), default=0)
+
+    def where(self) -> str:
+        """Returns how far the attempt has come, for a message."""
+        if len(self.hosts) == 1:
+            return self.workers[0].where()
+        return f"{len(self.hosts)} hosts, step {self.step} of this attempt"
+
+    def stacks(self) -> str:
+        """Returns where stacks are dumped to, for a message."""
+        first, last = (self.run_dir.stacks(self.number, self.workers[n].host) for n in (0, -1))
+        return f"{first}" if first == last else f"{first} to {last.name}"
+
+
+def say(text: str) -> None:
+    """Answers the person at the terminal, at once."""
+    screen.tell(f"jaxres: {text}\n")
