@@ -40,6 +40,11 @@ class Plan:
         return self.data * self.fsdp
 
     @property
+    def rows_at_once(self) -> int:
+        """Rows of a microbatch, over all devices."""
+        return self.rows_per_device * self.batch_shards
+
+    @property
     def num_devices(self) -> int:
         """Devices of the mesh."""
         return math.prod(self.sizes)

@@ -267,7 +267,7 @@ def traced_step(parts: Parts, *, facts: Any = None) -> Any:
     )
     out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(parts.mesh))
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=out)
-    return jitted.trace(shapes, _batch_shapes(parts), facts)
+    return jitted.trace(shapes, _batch_shapes(parts, rows=parts.rows_per_batch), facts)
 
 
 def _compile(
@@ -284,25 +284,25 @@ def _compile(
     if not parts.evaluates:
         return step, _no_evaluation
     emit(PhaseChanged("compile", "evaluation step"))
-    rows = (parts.rows_per_batch,)
-    mask = jax.ShapeDtypeStruct(rows, jnp.float32, sharding=meshes.batch_sharding(mesh))
+    rows = parts.plan.rows_at_once  # A whole batch may be more than what fits.
+    mask = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=meshes.batch_sharding(mesh))
     eval_step = jax.jit(steps.make_eval_step(parts.model), out_shardings=meshes.replicated(mesh))
     return step, evaluate.make(
-        eval_step.lower(shapes.params, _batch_shapes(parts), mask, facts).compile(),
+        eval_step.lower(shapes.params, _batch_shapes(parts, rows=rows), mask, facts).compile(),
         parts.dataset.heldout,
-        rows_per_batch=parts.rows_per_batch,
-        limit=config.evaluation.batches,
+        rows_per_batch=rows,
+        limit=config.evaluation.batches * parts.plan.microbatches,
         mesh=mesh,
     )
 
 
-def _batch_shapes(parts: Parts) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the arrays of a batch without their content, as place_batch will lay them."""
+def _batch_shapes(parts: Parts, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the arrays of so many rows without content, as place_batch will lay them."""
     one = parts.dataset.train.rows(np.zeros(1, np.int64))
     sharding = meshes.batch_sharding(parts.mesh)
     return {
         name: jax.ShapeDtypeStruct(
-            (parts.rows_per_batch, *array.shape[1:]),
+            (rows, *array.shape[1:]),
             jax.dtypes.canonicalize_dtype(array.dtype),
             sharding=sharding,
         )

@@ -64,10 +64,13 @@ def advice(config: RunConfig, error: Exception) -> str:
 
 def _device_settings(config: RunConfig) -> list[str]:
     """Returns the settings that make a step take less of a device, with numbers."""
-    rows = config.train.global_batch_size // config.train.microbatches
     settings = []
+    rows = config.train.global_batch_size // config.train.microbatches
     more = next((n for n in range(2, rows + 1) if rows % n == 0 and rows > 1), None)
-    if more is not None:
+    bound = config.train.max_rows_per_device
+    if bound is not None and bound > 1:
+        settings.append(f"train.max_rows_per_device={bound // 2} ({bound} now)")
+    elif bound is None and more is not None:
         settings.append(
             f"train.microbatches={config.train.microbatches * more} "
             f"({config.train.microbatches} now: {rows} rows of {config.data.seq_len} tokens at a "

@@ -51,7 +51,8 @@ def test_the_samples_stay_when_devices_are_lost(place: Place, unbroken: RunDir, 
     assert begun[1] >= 40, "nothing was resumed"
     here, there = history(trainer.run_dir), history(unbroken)
     assert [row["step"] for row in here] == [row["step"] for row in there]
-    assert [row["samples"] for row in here] == [row["samples"] for row in there]
+    samples = [row["samples"] for row in there]
+    assert [row["samples"] for row in here] == samples, "other samples were trained on"
     assert [row["tokens"] for row in here] == [row["tokens"] for row in there]
     np.testing.assert_allclose(
         [row["loss"] for row in here], [row["loss"] for row in there], rtol=BOUND

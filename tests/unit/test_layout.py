@@ -11,7 +11,15 @@ import pytest
 
 from jaxres import layout, models, optim, state
 from jaxres import mesh as meshes
-from jaxres.config.schema import AdamwOptimizer, GptModel, MeshSection
+from jaxres.config.schema import (
+    AdamwOptimizer,
+    DataSection,
+    GptModel,
+    MeshSection,
+    RunConfig,
+    TextSource,
+    TrainSection,
+)
 from jaxres.faults import ConfigError
 from jaxres.layout import Layout, Placed
 from jaxres.topology import Plan
@@ -114,3 +122,15 @@ def test_the_steps_estimate_counts_donated_arrays_once() -> None:
     )
     assert layout.step_bytes(SimpleNamespace(memory_analysis=lambda: stats)) == 117
     assert layout.step_bytes(SimpleNamespace(memory_analysis=lambda: None)) is None
+
+
+def test_a_step_that_may_not_fit_is_a_warning_with_settings() -> None:
+    train = TrainSection(steps=1, max_rows_per_device=4)
+    config = RunConfig(data=DataSection(source=TextSource(path="x")), train=train)
+    for step_bytes, limit in ((None, 5), (5, None), (5, 5)):
+        assert memory.large_step(config, step_bytes, limit) is None
+    said = memory.large_step(config, 6 * MIB, 5 * MIB)
+    assert said is not None
+    assert "about 6.0 MiB of each device" in said
+    assert "train.max_rows_per_device=2 (4 now)" in said
+    assert "model.remat=block" in said

@@ -130,6 +130,16 @@ def test_held_out_rows_are_read_by_share_too() -> None:
             assert np.array_equal(mine[name], array[local.rows])
 
 
+def test_an_evaluation_in_parts_reads_the_rows_of_one_in_whole_batches() -> None:
+    def rows(num: int, *, limit: int) -> list[int]:
+        whole = meshes.rows_of([(slice(None),)], num)
+        found = evaluate.batches(Echo(), rows_per_batch=num, limit=limit, local=whole)
+        return [i for arrays, mask in found for i in arrays["ids"][mask > 0].tolist()]
+
+    for limit in (1, 3, 8, 99):
+        assert rows(24, limit=limit) == rows(6, limit=4 * limit) == rows(8, limit=3 * limit)
+
+
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 4, "tensor": 2}, {"data": 2, "tensor": 4}])
 def test_a_placed_batch_is_the_batch(sizes: dict[str, int]) -> None:
     mesh = meshes.build(MeshSection(**sizes), devices=jax.devices())

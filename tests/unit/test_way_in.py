@@ -41,7 +41,7 @@ def test_who_loses_the_race_for_the_claim_leaves_no_config_behind(tmp_path, monk
     monkeypatch.setattr(opening, "resolve", lambda *_: resolved)
     monkeypatch.setattr(runlog, "read_records", read_then_lose)
     with pytest.raises(Fenced):
-        way_in._train(tmp_path, [], inline=False)
+        way_in._train([str(tmp_path)])
     written = [p for p in resolved[1].root.rglob("*") if p.is_file()]
     assert {path.name for path in written} == {"00000001.json", "owner.lock", "owner.json"}
 
