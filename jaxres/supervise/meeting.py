@@ -28,7 +28,7 @@ from jaxres.rundir import RunDir
 from jaxres.runlog import Claim
 from jaxres.supervise import port
 from jaxres.supervise.peers import Peers
-from jaxres.supervise.rollcall import Follower, Lead
+from jaxres.supervise.rollcall import SEE_SECONDS, Follower, Lead
 from jaxres.supervise.wire import reserve_port
 from jaxres.supervise.words import Announcement, Farewell, Hello, fields_of
 
@@ -91,7 +91,7 @@ def leading(
 
         def announce(claim: Claim) -> Peers:
             told = Announcement(claim.attempt, claim.nonce, workers_at, claim.threads)
-            return lead.announce(told)
+            return lead.announce(told, see_seconds=_see_seconds(config))
 
         yield Job(
             member.num_hosts,
@@ -114,13 +114,18 @@ def following(
     hello = _hello(config, run_dir, member)
     with Follower(hello, address, **_limits(config), clock=clock) as follower:
         announcement = follower.meet()
-        peers = follower.confirm(announcement, functools.partial(_sees, run_dir))
+        sees = functools.partial(_sees, run_dir)
+        peers = follower.confirm(announcement, sees, see_seconds=_see_seconds(config))
         yield announcement.attempt, peers
 
 
 def _limits(config: RunConfig) -> dict[str, float]:
     hosts = config.hosts
     return {"join_seconds": hosts.join_seconds, "heartbeat_seconds": hosts.heartbeat_seconds}
+
+
+def _see_seconds(config: RunConfig) -> float:
+    return min(SEE_SECONDS, config.hosts.join_seconds)
 
 
 def _sees(run_dir: RunDir, attempt: int, nonce: str) -> bool:

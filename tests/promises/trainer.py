@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -206,6 +207,7 @@ class Place:
         words: list[str],
         *,
         verb: tuple[str, ...] = ("jaxres.train",),
+        through: tuple[str, ...] = (),
         cores: set[int] | None = None,
         env: dict[str, str] | None = None,
     ) -> Trainer:
@@ -216,7 +218,7 @@ class Place:
         pinned = ("taskset", "--cpu-list", ",".join(map(str, sorted(cores)))) if cores else ()
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [*self.through, *pinned, sys.executable, "-m", *verb, *words],
+                [*self.through, *through, *pinned, sys.executable, "-m", *verb, *words],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -226,6 +228,33 @@ class Place:
         trainer = Trainer(run_dir, process, output, attempt)
         self.trainers.append(trainer)
         return trainer
+
+    def door(
+        self,
+        name: str,
+        *overrides: str,
+        host: int,
+        hosts: int,
+        at: str,
+        config: Path | None = None,
+        env: dict[str, str] | None = None,
+        through: tuple[str, ...] = (),
+    ) -> Trainer:
+        """Starts one host's own door, which meets the others at an address."""
+        words = self._words(name, *overrides, config=config)
+        words += ["--coordinator", at, f"--num-hosts={hosts}", "--host-id", str(host)]
+        return self.command(self.run_dir(name), words, env=env, through=through)
+
+    def doors(self, name: str, *overrides: str, hosts: int, **kwargs: Any) -> list[Trainer]:
+        """Starts a door for every host."""
+        at, attempt = free_address(), line(self.run_dir(name)).attempt + 1
+        found = [
+            self.door(name, *overrides, host=host, hosts=hosts, at=at, **kwargs)
+            for host in range(hosts)
+        ]
+        for trainer in found:
+            trainer.attempt = attempt
+        return found
 
     def finish(self, name: str, *overrides: str, **kwargs: Any) -> Trainer:
         """Trains to the end, which must be a good one."""
@@ -244,6 +273,13 @@ class Place:
             if trainer.process.poll() is None:
                 trainer.process.kill()
                 trainer.process.wait()
+
+
+def free_address() -> str:
+    """Returns an address of this machine where nobody listens."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
