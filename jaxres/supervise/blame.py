@@ -105,7 +105,8 @@ def decide(hosts: Sequence[Known]) -> Blame:
         host, end = min(causes, key=lambda cause: _gravity(*cause))
         if end.code in GOOD:
             return _blame(hosts, end, end.reason, culprit=None)
-        return _blame(hosts, end, f"{named(host, with_step=True)}: {end.reason}", culprit=host)
+        who = "" if end.is_gone else f"{named(host, with_step=True)}: "  # It is named by then.
+        return _blame(hosts, end, f"{who}{end.reason}", culprit=host)
     if len(ends) < len(hosts):
         return _silent(hosts)
     host, first = min(ends, key=lambda one: (one[1].at, one[0].host))

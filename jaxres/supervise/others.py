@@ -82,7 +82,8 @@ class Led:
                     remote.heard(word, now=now)
                 case words.StopAsked():
                     asked.append(word)
-                case words.WorkerEnded(code, reason, committed, said):
+                case words.WorkerEnded(code, reason, committed, said, step):
+                    remote.heard(words.Here(step, remote.watch.phase), now=now)
                     remote.end = remote.end or End(code, reason, now, said, committed)
                 case words.Farewell(code, reason):
                     remote.end = remote.end or End(code, reason, now, own_word=True)

@@ -1,0 +1,156 @@
+"""Three hosts with a door each; one is lost: the other doors end as 79 in time, and name it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from jaxres.faults import Exit
+from jaxres.rundir import RunDir
+from tests.promises.networks import network, permitted
+from tests.promises.proxy import proxy
+from tests.promises.trainer import MLP, Place, Trainer, assert_bit_exact, free_address, starts
+
+HOSTS = 3
+HEARTBEAT_SECONDS = 5
+SHORT = (*MLP, "train.steps=80", f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}")
+MARGIN = 3
+"""Deadlines are asserted at three times their value, since a machine may be busy."""
+
+
+def kill_worker(trainer: Trainer) -> None:
+    trainer.kill(signal.SIGKILL, who="worker")
+
+
+def kill_all(trainer: Trainer) -> None:
+    trainer.kill(signal.SIGKILL)
+
+
+def stop_all(trainer: Trainer) -> None:
+    trainer.kill(signal.SIGSTOP)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How a host is lost, how soon the others must know, and how its own door ends."""
+
+    lose: Callable[[Trainer], None]
+    host: int
+    seconds: float
+    own_code: int | None
+
+
+LOSSES = {
+    "its worker is killed": Loss(kill_worker, 2, 1, 128 + signal.SIGKILL),
+    "it is killed": Loss(kill_all, 2, 1, -signal.SIGKILL),
+    "the lead is killed": Loss(kill_all, 0, 1, -signal.SIGKILL),
+    "it is stopped": Loss(stop_all, 2, HEARTBEAT_SECONDS + 2, None),
+}
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+    """The same run, of which no host was lost."""
+    place = Place(tmp_path_factory.mktemp("calm"), caches)
+    place.launched("calm", *SHORT, hosts=HOSTS)
+    return place.run_dir("calm")
+
+
+def under_way(trainers: list[Trainer]) -> None:
+    trainers[0].wait_commit(20)
+    trainers[0].wait_step(25)
+
+
+def named_by_the_others(trainers: list[Trainer], lost: int, *, seconds: float) -> None:
+    """Every other door ends as 79 within three times these seconds, and names the lost host."""
+    since = time.monotonic()
+    for host, trainer in enumerate(trainers):
+        if host != lost:
+            said = trainer.refused(Exit.PEER_LOST, f"host {lost} (")
+            assert re.search(r"(last finished|after) step (is )?\d+", said), said
+    assert time.monotonic() - since < MARGIN * seconds
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_lost_host_is_named_by_every_other_door(place: Place, calm: RunDir, name: str) -> None:
+    loss = LOSSES[name]
+    trainers = place.doors("run", *SHORT, hosts=HOSTS)
+    under_way(trainers)
+    loss.lose(trainers[loss.host])
+    named_by_the_others(trainers, loss.host, seconds=loss.seconds)
+    if loss.own_code is not None:
+        assert trainers[loss.host].ended() == loss.own_code, trainers[loss.host].said()
+    place.end_all()
+
+    place.launched("run", *SHORT, hosts=HOSTS)
+    assert starts(place.run_dir("run"))[1] >= 20, "it has resumed"
+    assert_bit_exact(place.run_dir("run"), calm)
+
+
+def test_a_stop_at_one_host_saves_one_step_for_all(place: Place) -> None:
+    trainers = place.doors("run", *MLP, "train.steps=1000000", hosts=2)
+    under_way(trainers)
+    os.kill(trainers[1].process.pid, signal.SIGTERM)
+    assert [trainer.ended() for trainer in trainers] == [Exit.PREEMPTED] * 2
+    (words,) = {(w.exit, w.committed) for w in [trainers[0].last_words()] if w is not None}
+    assert words == (Exit.PREEMPTED, True)
+
+
+def test_a_stop_before_the_first_step_ends_all_hosts_at_once(place: Place) -> None:
+    trainers = place.doors("run", *MLP, hosts=2)
+    trainers[0].wait_phase("import")
+    os.kill(trainers[1].process.pid, signal.SIGTERM)
+    assert [trainer.ended() for trainer in trainers] == [Exit.PREEMPTED] * 2
+    for trainer in trainers:
+        assert "SIGTERM on" in trainer.said()
+    assert starts(trainers[0].run_dir) == []
+
+
+CutOff = tuple[list[Trainer], Callable[[], None]]
+
+
+@contextlib.contextmanager
+def cut_off(place: Place, folder: Path, *, lost: int) -> Iterator[CutOff]:
+    """Yields the doors, and what cuts one of them off from the rest."""
+    if permitted():
+        with network(HOSTS, folder=folder) as net:
+            at = f"{net.machines[0].address}:7077"
+            yield (
+                [
+                    place.door("run", *SHORT, host=m.host, hosts=HOSTS, at=at, through=m.through)
+                    for m in net.machines
+                ],
+                lambda: net.cut(lost),
+            )
+        return
+    at = free_address()
+    with proxy(at) as between:
+        addresses = [between.address if host == lost else at for host in range(HOSTS)]
+        yield (
+            [
+                place.door("run", *SHORT, host=host, hosts=HOSTS, at=address)
+                for host, address in enumerate(addresses)
+            ],
+            between.cut,
+        )
+
+
+def test_a_host_whose_network_is_cut_is_lost_and_knows_it(place: Place, tmp_path: Path) -> None:
+    with cut_off(place, tmp_path, lost=2) as (trainers, cut):
+        for trainer in trainers:
+            trainer.attempt = 1
+        under_way(trainers)
+        cut()
+        since = time.monotonic()
+        for trainer in trainers[:2]:
+            trainer.refused(Exit.PEER_LOST, "host 2 (")
+        trainers[2].refused(Exit.PEER_LOST, "host 0 (")
+        assert time.monotonic() - since < MARGIN * (HEARTBEAT_SECONDS + 2)
