@@ -21,7 +21,8 @@ from tests.promises.trainer import MLP, Place, Trainer, assert_bit_exact, free_a
 
 HOSTS = 3
 HEARTBEAT_SECONDS = 5
-SHORT = (*MLP, "train.steps=80", f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}")
+LONG = (*MLP, "train.steps=1000000", f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}")
+SHORT = (*LONG, "train.steps=80")
 MARGIN = 3
 """Deadlines are asserted at three times their value, since a machine may be busy."""
 
@@ -125,7 +126,7 @@ def cut_off(place: Place, folder: Path, *, lost: int) -> Iterator[CutOff]:
             at = f"{net.machines[0].address}:7077"
             yield (
                 [
-                    place.door("run", *SHORT, host=m.host, hosts=HOSTS, at=at, through=m.through)
+                    place.door("run", *LONG, host=m.host, hosts=HOSTS, at=at, through=m.through)
                     for m in net.machines
                 ],
                 lambda: net.cut(lost),
@@ -136,7 +137,7 @@ def cut_off(place: Place, folder: Path, *, lost: int) -> Iterator[CutOff]:
         addresses = [between.address if host == lost else at for host in range(HOSTS)]
         yield (
             [
-                place.door("run", *SHORT, host=host, hosts=HOSTS, at=address)
+                place.door("run", *LONG, host=host, hosts=HOSTS, at=address)
                 for host, address in enumerate(addresses)
             ],
             between.cut,
