@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
@@ -34,8 +35,7 @@ def restore(
     manifest = manifests.read(step_dir, commit)
     _refuse_differences(step_dir, manifest.arrays, array_infos(like))
     try:
-        with context:
-            state = ocp.load(str(step_dir), like, checkpointable_name=manifests.ARRAYS)
+        state = load(step_dir, like, context)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         # Orbax checks none of its JSON files: a flipped letter shows as any of these.
         raise manifests.unreadable(step_dir, commit.step, error) from error
@@ -46,6 +46,12 @@ def restore(
     except TypeError as error:
         what = f"{manifests.PROGRESS} is not this version's ({error})"
         raise manifests.damaged(step_dir, commit.step, what) from error
+
+
+def load(step_dir: Path, like: Tree, context: ocp.Context) -> Any:
+    """Reads the arrays, laid out as asked for, and checks nothing."""
+    with context:
+        return ocp.load(str(step_dir), like, checkpointable_name=manifests.ARRAYS)
 
 
 def _refuse_differences(
