@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from jaxres.clock import Clock
-from jaxres.faults import PeerLost
+from jaxres.faults import ConfigError, PeerLost
 from jaxres.hosts import Member
 
 SHUTDOWN_SECONDS = 5
@@ -116,10 +117,29 @@ def join(member: Member, *, heartbeat_seconds: float, clock: Clock) -> Job:
         coordinator_bind_address=coordinator if member.leads and _is_loopback(address) else None,
         cluster_detection_method="deactivate",
     )
+    if jax.default_backend() == "cpu" and not _is_loopback(address):
+        refuse_unreachable_name()
     # The store has no public door; Orbax and JAX's own libraries take this one too.
     from jax._src import distributed
 
     return Job(member, distributed.global_state.client, clock=clock)
+
+
+def refuse_unreachable_name() -> None:
+    """Gloo tells the other hosts this host's name, and connects to what it stands for.
+
+    Raises:
+      ConfigError: it stands for this very machine, as in many a fresh Debian.
+    """
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(name)
+        if address.startswith("127."):
+            raise ConfigError(
+                f"this host's name, {name}, stands for {address} here, where other hosts can't "
+                "reach it (CPU hosts talk through Gloo, which uses the name). Give the name its "
+                "network address in /etc/hosts."
+            )
 
 
 def _is_loopback(address: str) -> bool:

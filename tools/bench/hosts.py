@@ -1,0 +1,58 @@
+"""What jaxres itself costs each host a step, in a real job of several hosts.
+
+    python tools/bench/hosts.py --hosts 2
+
+Runs `launch local` on a small model and reads the timings that the hosts tell each other: how long
+each worked by itself a step (data, landing, lines, events, guards, word, dispatch), waiting for
+neither devices nor hosts. On this machine all hosts share the cores with XLA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxres import runlog
+from jaxres.metrics import read_history
+from jaxres.rundir import RunDir
+
+CONFIG = Path(__file__).parents[2] / "tests" / "promises" / "tiny.yaml"
+SETTLED = 40
+"""Steps that are left out at the start: caches are cold."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the job and prints the medians."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=400)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = RunDir(Path(folder, "run"))
+        words = [f"run.dir={run_dir.root}", f"train.steps={options.steps}"]
+        words += [f"data.cache_dir={folder}/cache", f"compilation.cache_dir={folder}/xla"]
+        words += ["checkpoint.save_every_steps=1000000", "evaluation.every_steps=0"]
+        command = [sys.executable, "-m", "jaxres.launch", "local", str(CONFIG), *words]
+        subprocess.run(
+            [*command, "--hosts", str(options.hosts)], check=True, stdout=subprocess.DEVNULL
+        )
+        history = read_history(run_dir, runlog.fold(runlog.read_records(run_dir.log)))
+    steps = history[SETTLED:]
+    step = statistics.median(line.step_seconds for line in steps)
+    print(f"{options.hosts} hosts, {len(steps)} steps of {step * 1e3:.1f} ms")
+    for host in range(options.hosts):
+        busy = [line.busy_seconds[host] for line in steps]
+        print(
+            f"host {host}: by itself {statistics.median(busy) * 1e3:.3f} ms a step "
+            f"(worst of the means over 8 steps {max(busy) * 1e3:.3f})"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
