@@ -1,4 +1,4 @@
-"""Promises of what hosts say outside the step, over a store as JAX's is: no wait without a limit."""
+"""Promises of what hosts say outside the step, over a store like JAX's: no wait lacks a limit."""
 
 import socket
 import threading
