@@ -37,8 +37,12 @@ def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     ("sig", "host", "code", "seconds"),
     [
         (signal.SIGKILL, 2, 128 + signal.SIGKILL, KILLED_SECONDS),
-        (signal.SIGKILL, 0, 128 + signal.SIGKILL, KILLED_SECONDS),
-        (signal.SIGSTOP, 3, Exit.PEER_LOST, STOPPED_SECONDS),
+        pytest.param(
+            *(signal.SIGKILL, 0, 128 + signal.SIGKILL, KILLED_SECONDS), marks=pytest.mark.campaign
+        ),
+        pytest.param(
+            *(signal.SIGSTOP, 3, Exit.PEER_LOST, STOPPED_SECONDS), marks=pytest.mark.campaign
+        ),
         (signal.SIGSTOP, 0, Exit.PEER_LOST, STOPPED_SECONDS),
     ],
 )

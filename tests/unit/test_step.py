@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxres import mesh as meshes
 from jaxres import models, optim, state, step
-from jaxres.config.schema import AdamwOptimizer, CosineSchedule, GptModel, MeshSection
+from jaxres.config.schema import AdamwOptimizer, CosineSchedule, GptModel
 
 B, T, V = 24, 16, 64
 TINY = GptModel(num_layers=2, d_model=32, num_heads=2, dropout=0.1, compute_dtype="float32")
@@ -95,34 +94,6 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(microbatches: int) ->
         strict=True,
     ):
         np.testing.assert_allclose(a, b, atol=1e-6)
-
-
-@pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 8, "data": 1}, {"fsdp": 2, "tensor": 2}])
-def test_a_mesh_computes_the_step_of_one_device(sizes: dict[str, int]) -> None:
-    # Reductions over devices add in another order: close, not bit-equal.
-    model, tx, function = parts(STILL)
-
-    def init(**kwargs: Any) -> state.TrainState:
-        make = jax.jit(
-            lambda: state.init(model, tx, seed=0), compiler_options=state.INIT_OPTIONS, **kwargs
-        )
-        return make()
-
-    begin = init()
-    _, expected = run(jax.jit(function), begin, num=2)
-
-    mesh = meshes.build(MeshSection(**sizes), devices=jax.devices())
-    shapes = jax.eval_shape(lambda: state.init(model, tx, seed=0))
-    shardings = state.shardings(shapes, model, mesh)
-    placed = init(out_shardings=shardings)
-    assert equal(placed, begin), "the initial state depends on the mesh"
-    for index in range(2):
-        arrays = meshes.place_batch(mesh, batch(index))
-        placed, metrics = jax.jit(function, out_shardings=(shardings, None))(placed, arrays)
-        np.testing.assert_allclose(metrics, expected[index], rtol=1e-4)
-    if sizes.get("fsdp", 1) > 1:
-        embedding = placed.params["embedding"]
-        assert embedding.addressable_shards[0].data.size < embedding.size
 
 
 def test_the_evaluation_step_leaves_masked_rows_out() -> None:
