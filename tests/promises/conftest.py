@@ -1,5 +1,6 @@
 """One place for each test's runs; the caches of corpora and compiled steps are shared by all."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from tests.promises.trainer import FAULTY, MLP, Place
 
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("caches")
+    shared = os.environ.get("JAXRES_TEST_CACHES")  # Of many runs of a few tests, as the mutants'.
+    return Path(shared) if shared else tmp_path_factory.mktemp("caches")
 
 
 @pytest.fixture

@@ -59,7 +59,8 @@ def main(arguments: list[str]) -> int:
         mutants = [m for m in mutants if changed & (m.files | {m.promise.partition("::")[0]})]
     elif arguments:
         mutants = [m for m in mutants if m.name in arguments]
-    survivors = [mutant.name for mutant in mutants if not _dies(mutant)]
+    with tempfile.TemporaryDirectory(prefix="jaxres-mutants-caches-") as caches:
+        survivors = [mutant.name for mutant in mutants if not _dies(mutant, caches=caches)]
     print(f"mutants: {len(mutants) - len(survivors)} of {len(mutants)} died {survivors or ''}")
     return 1 if survivors else 0
 
@@ -71,7 +72,7 @@ def _changed_since(commit: str) -> set[str]:
     return set(listed.stdout.split())
 
 
-def _dies(mutant: Mutant) -> bool:
+def _dies(mutant: Mutant, *, caches: str) -> bool:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="jaxres-mutant-") as folder:
         tree = Path(folder, "tree")
@@ -80,7 +81,7 @@ def _dies(mutant: Mutant) -> bool:
         ended = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", mutant.promise],
             cwd=tree,
-            env=os.environ | {"PYTHONPATH": str(tree)},
+            env=os.environ | {"PYTHONPATH": str(tree), "JAXRES_TEST_CACHES": caches},
             capture_output=True,
             text=True,
             timeout=LIMIT_SECONDS,
