@@ -36,3 +36,13 @@ def test_each_sample_is_used_once_whatever_hosts_come_back(place: Place, unbroke
     assert [row["learning_rate"] for row in here] == [row["learning_rate"] for row in there]
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(here, there, strict=True))
     assert apart < BOUND, apart
+
+
+def test_hosts_whose_devices_share_rows_read_the_same_rows(place: Place, unbroken: RunDir) -> None:
+    # A host's number is no block of rows here: hosts 0 and 1 compute the first half of every batch
+    # together, hosts 2 and 3 the second.
+    trainer = place.launched("shared", *MLP, "train.steps=20", "mesh.tensor=2", hosts=4)
+    here, there = history(trainer.run_dir), history(unbroken)[:20]
+    assert [row["samples"] for row in here] == [row["samples"] for row in there]
+    apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(here, there, strict=True))
+    assert apart < BOUND, f"other rows than the run on one host: its losses are {apart} away"
