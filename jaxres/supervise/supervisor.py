@@ -21,7 +21,7 @@ from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim
 from jaxres.supervise import blame, lookout, signals
-from jaxres.supervise.blame import End
+from jaxres.supervise.blame import End, Known
 from jaxres.supervise.deadlines import LEAVE_SECONDS, limit_seconds, overdue_seconds
 from jaxres.supervise.kernel import out_of_memory_kills
 from jaxres.supervise.lookout import Lookout, Report
@@ -214,31 +214,31 @@ def _tick(running: Attempt, watch: Lookout) -> Ended | None:
         running.silence_told = is_silent
         state = "does not answer; deadlines and signals go on" if is_silent else "answers again"
         say(f"{running.run_dir.root}: storage {state} ({running.where()})")
-    for worker in running.running:
-        if overdue_seconds(worker.watch, running.limits, now=now) <= 0:
-            continue
-        if worker.word is None:
-            return _end_hung(running)
-        worker.signal_group(signal.SIGKILL)
-        worker.end = worker.end_by_word(now)
+    overdue = [w for w in running.running if overdue_seconds(w.watch, running.limits, now=now) > 0]
+    for worker in overdue:
+        if worker.word is not None:
+            worker.signal_group(signal.SIGKILL)
+            worker.end = worker.end_by_word(now)
+    late = {worker.host for worker in overdue if worker.word is None}
+    if late:
+        known = [worker.known() for worker in running.running]
+        if hung := blame.hung(known, late):
+            return _end_hung(running, hung)
     return None
 
 
-def _end_hung(running: Attempt) -> Ended:
-    """Asks for the stacks of all threads of all workers, aborts, kills; each step sure to end.
-
-    Where hosts wait for each other they are all overdue: the one that they wait for is hung.
-    """
+def _end_hung(running: Attempt, hung: Sequence[Known]) -> Ended:
+    """Asks for the stacks of all threads of all workers, aborts, kills; each step sure to end."""
     workers = running.running
-    known = blame.most_silent([worker.known() for worker in workers])
+    known, *others = hung
     worker = next(worker for worker in workers if worker.host == known.host)
     limit = limit_seconds(worker.watch, running.limits)
     reason = (
         f"no progress for {limit:.1f} s in phase '{known.phase}' after step {known.step} of this "
-        f"attempt; stacks of all threads, where they could be had: {running.stacks()}. If that is "
-        "no hang, raise the phase's limit (deadlines.*)."
+        f"attempt; {_alike(known, others)}stacks of all threads, where they could be had: "
+        f"{running.stacks()}. If that is no hang, raise the phase's limit (deadlines.*)."
     )
-    hung = End(Exit.HUNG, reason, running.clock.monotonic(), own_word=False)
+    end = End(Exit.HUNG, reason, running.clock.monotonic(), own_word=False)
     for number, grace in (
         (signal.SIGUSR1, STACKS_GRACE_SECONDS),
         (signal.SIGABRT, ABORT_GRACE_SECONDS),
@@ -246,8 +246,16 @@ def _end_hung(running: Attempt) -> Ended:
         for each in workers:
             each.signal(number)
         wait_for(workers, seconds=grace, clock=running.clock)
-    worker.end = hung
+    worker.end = end
     return _conclude(running)
+
+
+def _alike(known: Known, others: Sequence[Known]) -> str:
+    """Says which hosts look the same from here: where they wait for each other, any may be hung."""
+    alike = [o.host for o in others if (o.phase, o.step) == (known.phase, known.step)]
+    if not alike or known.is_stopped:
+        return ""
+    return f"host {', '.join(map(str, alike))} looks the same, the stacks tell them apart; "
 
 
 def _heed(running: Attempt, report: Report) -> Ended | None:
