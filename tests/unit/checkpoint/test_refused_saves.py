@@ -334,12 +334,16 @@ def test_what_another_host_could_not_write_is_told_and_its_row_of_failures_ends(
         def told(self, topic):
             return told
 
+    def in_vain(writing, step_dir, *, timeout):
+        assert writing.ended(timeout=timeout)
+        raise StorageUnavailable("refused")
+
     checkpoints = place.checkpoints()
     checkpoints._peers = Two()
     with checkpoints:
         told.append("host 1: no space left")
         with monkeypatch.context() as failing:
-            failing.setattr(arrays, "settle", refuse)
+            failing.setattr(arrays, "settle", in_vain)
             try_save(checkpoints, 8)
         assert checkpoints.why_not_committed == "host 1: no space left; refused"
         try_save(checkpoints, 16)
