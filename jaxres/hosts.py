@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +58,14 @@ class Peers(Protocol):
         """
         ...
 
+    def tell(self, topic: str, word: str) -> None:
+        """Leaves a word of this host's for whoever asks for it."""
+        ...
+
+    def told(self, topic: str) -> Sequence[str]:
+        """Returns what hosts have told so far, each with its name; waits for nobody."""
+        ...
+
     def leave(self) -> None:
         """Comes right before the process ends by its own word: the lead goes last."""
         ...
@@ -74,6 +82,13 @@ class Alone:
 
     def meet(self, topic: str, *, seconds: float) -> None:
         """Has nobody to wait for."""
+
+    def tell(self, topic: str, word: str) -> None:
+        """Has nobody to tell."""
+
+    def told(self, topic: str) -> Sequence[str]:
+        """Was told nothing."""
+        return ()
 
     def leave(self) -> None:
         """Has nobody to take leave of."""

@@ -62,6 +62,16 @@ class Job:
         self.say(f"here/{topic}/{self.member.host}", "1")
         self._hear_all(f"here/{topic}", range(self.member.num_hosts), seconds=seconds)
 
+    def tell(self, topic: str, word: str) -> None:
+        """Leaves a word of this host's for whoever asks for it."""
+        self.say(f"told/{topic}/{self.member.host}", word)
+
+    def told(self, topic: str) -> Sequence[str]:
+        """Returns what hosts have told so far, each with its name; waits for nobody."""
+        prefix = f"told/{topic}/"
+        words = self._client.key_value_dir_get(prefix)
+        return [f"host {key.rpartition('/')[2]}: {word}" for key, word in sorted(words)]
+
     def leave(self) -> None:
         """Comes right before the process ends by its own word: the lead goes last.
 

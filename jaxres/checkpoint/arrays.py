@@ -1,7 +1,7 @@
 """The arrays of a step: Orbax's asynchronous saves as this project uses them, typed errors.
 
-Every save has a response of its own, which is asked for its result: without that a failed save
-would be raised by the next one, which then saves nothing.
+Every save is asked for its own result: without that a failed save would be raised by the next one,
+which then saves nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,9 @@ Tree = dict[str, Any]
 
 SPARE_BYTES = 4 * 2**20
 """What a save leaves free for logs, beside a 20th of its own size for what Orbax adds."""
+
+BESIDE_ORBAX = 1.25
+"""Orbax waits for other hosts as long as it may take itself; its error says more than our limit."""
 
 
 def context(*, timeout_seconds: float) -> ocp.Context:
@@ -71,39 +75,69 @@ def refuse_without_room(folder: Path, state_bytes: int) -> None:
         )
 
 
-def begin(state: Tree, step_dir: Path, context: ocp.Context) -> Any:
-    """Returns Orbax's response to a save that it has begun."""
+class Writing:
+    """A save that Orbax has begun.
+
+    Orbax's own limits raise the TimeoutError by which its result, asked with a limit, says that it
+    is not there yet: so a thread asks without one.
+    """
+
+    def __init__(self, response: Any) -> None:
+        self._response = response
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._await, name="jaxres-orbax", daemon=True).start()
+
+    def _await(self) -> None:
+        try:
+            self._response.result()
+        except BaseException as error:  # noqa: BLE001  It crosses to the waiter's thread.
+            self._error = error
+        self._over.set()
+
+    def is_over(self) -> bool:
+        """Says whether Orbax has ended, either way."""
+        return self._over.is_set()
+
+    def ended(self, *, timeout: float) -> bool:
+        """Waits until Orbax has ended, and raises what it has failed with; False: it has not."""
+        if not self._over.wait(timeout):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+def begin(state: Tree, step_dir: Path, context: ocp.Context) -> Writing:
+    """Returns a save that Orbax has begun."""
     with context, storage.typed_errors(step_dir):
         try:
-            return ocp.save_async(str(step_dir), state, checkpointable_name=manifests.ARRAYS)
+            return Writing(
+                ocp.save_async(str(step_dir), state, checkpointable_name=manifests.ARRAYS)
+            )
         except ValueError as error:
             _raise_typed(error, step_dir)
 
 
-def is_over(response: Any) -> bool:
-    """Says whether Orbax has ended a save, either way."""
-    try:
-        response.result(timeout=0)
-    except TimeoutError:
-        return False
-    except (OSError, ValueError, RuntimeError):
-        return True
-    return True
-
-
-def settle(response: Any, step_dir: Path, *, timeout: float) -> None:
+def settle(writing: Writing, step_dir: Path, *, timeout: float) -> None:
     """Waits until Orbax has written a step; raises StorageUnavailable if storage refused."""
     try:
-        response.result(timeout=timeout)
-    except (OSError, ValueError, RuntimeError, TimeoutError) as error:
+        is_over = writing.ended(timeout=BESIDE_ORBAX * timeout)
+    except (OSError, ValueError, RuntimeError) as error:
         _raise_typed(error, step_dir)
+    if not is_over:
+        raise StorageUnavailable(
+            f"{step_dir}: was not written within {timeout:.0f} s (checkpoint.timeout_seconds). "
+            "Nothing committed is lost. Is the storage slow?"
+        )
 
 
 def _raise_typed(error: Exception, step_dir: Path) -> NoReturn:
     if not (isinstance(error, OSError) or manifests.is_storage_fault(error)):
         raise error
+    why = str(error).partition("\n")[0]  # JAX tells of a barrier on ten lines.
     raise StorageUnavailable(
-        f"{step_dir}: could not be saved ({error}). Nothing committed is lost. Free some space or "
+        f"{step_dir}: could not be saved ({why}). Nothing committed is lost. Free some space or "
         "mend the storage."
     ) from error
 

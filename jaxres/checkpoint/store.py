@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxres import storage
 from jaxres.checkpoint import arrays, retention
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.arrays import Tree, array_infos
+from jaxres.checkpoint.arrays import Tree, Writing, array_infos
 from jaxres.checkpoint.manifest import ArrayInfo, Manifest
 from jaxres.checkpoint.restore import restore
 from jaxres.clock import Clock
@@ -93,8 +92,8 @@ class Checkpoints:
         self._committed_step = self._saved_step = log.line().step
         self._unsure: tuple[Commit, float] | None = None
         """A commit whose record storage failed to confirm, and when its save began."""
-        self._writer: Any = None
-        """Orbax's response of a save that was given up while Orbax was still at it."""
+        self._writer: Writing | None = None
+        """A save that was given up while Orbax was still at it."""
         self._failures = 0
         self._why = ""
         self._silence_seconds = 2 * section.timeout_seconds  # Orbax's limit, and the rest.
@@ -196,17 +195,17 @@ class Checkpoints:
         infos = array_infos(state)
         if not self._peers.member.leads:
             self.wait()  # The lead has.
-        response = arrays.begin(state, self._step_dir(progress.step), self._context)
+        writing = arrays.begin(state, self._step_dir(progress.step), self._context)
         self._saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         finish = self._finish if self._peers.member.leads else self._follow
         self._flight = self._saver.submit(
-            finish, response, progress, infos, started, f"saved/{self._calls}"
+            finish, writing, progress, infos, started, f"saved/{self._calls}"
         )
 
     def _refuse_beside_another_writer(self) -> None:
         """Has no more than one snapshot in memory: a save that was given up may still go on."""
-        if self._writer is not None and not arrays.is_over(self._writer):
+        if self._writer is not None and not self._writer.is_over():
             raise StorageUnavailable(
                 f"{self._run_dir.checkpoints}: an earlier save is still being written, after more "
                 f"than {self._section.timeout_seconds:.0f} s (checkpoint.timeout_seconds)."
@@ -222,7 +221,7 @@ class Checkpoints:
 
     def _finish(
         self,
-        response: Any,
+        writing: Writing,
         progress: Progress,
         infos: Mapping[str, ArrayInfo],
         started: float,
@@ -230,20 +229,20 @@ class Checkpoints:
     ) -> None:
         """Makes one step durable, then makes it count. Runs in the saver's thread."""
         try:
-            commit = self._write(response, progress, infos)
+            commit = self._write(writing, progress, infos)
             if self._abandoned:
                 return
             self._commit(commit, started)
         except StorageUnavailable as refusal:
             if self._abandoned:
                 return
-            self._fail(progress.step, str(refusal))
+            self._fail(progress.step, "; ".join([*self._peers.told(topic), str(refusal)]))
         counts = self._committed_step >= progress.step
         self._peers.same(topic, lambda: COUNTS if counts else self._why, seconds=0)
 
     def _follow(
         self,
-        response: Any,
+        writing: Writing,
         progress: Progress,
         infos: Mapping[str, ArrayInfo],
         started: float,
@@ -252,20 +251,22 @@ class Checkpoints:
         """Writes this host's shards and hears whether the step counts. In the saver's thread."""
         try:
             step_dir = self._step_dir(progress.step)
-            arrays.settle(response, step_dir, timeout=self._section.timeout_seconds)
+            arrays.settle(writing, step_dir, timeout=self._section.timeout_seconds)
         except StorageUnavailable as refusal:
-            self._emit(Noted(f"this host could not write its part: {refusal}"))
+            self._peers.tell(topic, str(refusal))
         word = self._peers.same(topic, lambda: COUNTS, seconds=self._silence_seconds)
         if word == COUNTS:
             self._mark(progress.step)
         else:
             self._fail(progress.step, word)
 
-    def _write(self, response: Any, progress: Progress, infos: Mapping[str, ArrayInfo]) -> Commit:
+    def _write(
+        self, writing: Writing, progress: Progress, infos: Mapping[str, ArrayInfo]
+    ) -> Commit:
         """Returns the record of a step that is durable, as are the metrics lines up to it."""
         step_dir = self._step_dir(progress.step)
-        self._writer = response
-        arrays.settle(response, step_dir, timeout=self._section.timeout_seconds)
+        self._writer = writing
+        arrays.settle(writing, step_dir, timeout=self._section.timeout_seconds)
         self._writer = None
         facts = canonical_json(dataclasses.asdict(progress))
         storage.replace(step_dir / manifests.PROGRESS, facts)

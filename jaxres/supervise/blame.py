@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxres.faults import Exit
@@ -25,6 +25,10 @@ GRAVEST_FIRST = (
     *(Exit.FENCED, Exit.UNHEALTHY, Exit.DIVERGED, Exit.UNRESTORABLE, Exit.CONFIG),
     *(Exit.OUT_OF_MEMORY, Exit.HUNG),
 )
+ORDER = ("start", "import", "join", "data", "build", "compile", "init", "restore")
+"""Phases before training, in the order in which every host goes through them."""
+BETWEEN_STEPS = ("evaluate", "save")
+"""Phases that all hosts enter at the same step. Not the way out: one host may take it alone."""
 BEFORE_ITS_EQUALS = (Exit.BUG, Exit.STORAGE)
 """Of ends at the same instant that are equally grave, a bug first, a crash last."""
 
@@ -124,7 +128,40 @@ def most_silent(hosts: Sequence[Known]) -> Known:
     One that is stopped; else the one with the fewest steps; else the one that was heard of first.
     """
     running = [host for host in hosts if host.end is None]
-    return min(running, key=lambda host: (not host.is_stopped, host.step, host.since, host.host))
+    return min(running, key=_silence)
+
+
+def hung(hosts: Sequence[Known], overdue: Container[int]) -> list[Known]:
+    """Returns the overdue hosts that are not kept waiting by one that still has time; silent first.
+
+    A host in a collective is overdue by the limit of its own phase, while the one that it waits for
+    may have a longer one: for its data, or to compile.
+
+    Args:
+      hosts: all that are running, those too that have said why they leave.
+      overdue: which of them have outlasted the limit of their phase.
+    """
+    late = [host for host in hosts if host.host in overdue]
+    in_time = [host for host in hosts if host.host not in overdue]
+    found = [host for host in late if not any(_may_wait(host, other) for other in in_time)]
+    return sorted(found, key=_silence)
+
+
+def _may_wait(host: Known, other: Known) -> bool:
+    """Whether a host may be waiting for another one: unless that one is ahead."""
+    if host.step != other.step:
+        return other.step < host.step
+    if host.phase == "train" and other.phase in BETWEEN_STEPS:
+        return other.since < host.since
+    return _rank(other) <= _rank(host)
+
+
+def _rank(host: Known) -> int:
+    return ORDER.index(host.phase) if host.phase in ORDER else len(ORDER)
+
+
+def _silence(host: Known) -> tuple[bool, int, float, int]:
+    return not host.is_stopped, host.step, host.since, host.host
 
 
 def named(host: Known, *, with_step: bool = False) -> str:

@@ -21,7 +21,7 @@ from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from jaxres.supervise import answers, blame, signals
 from jaxres.supervise.attempt import Attempt, Ended, say
-from jaxres.supervise.blame import End
+from jaxres.supervise.blame import End, Known
 from jaxres.supervise.deadlines import LEAVE_SECONDS, limit_seconds, overdue_seconds
 from jaxres.supervise.kernel import out_of_memory_kills
 from jaxres.supervise.lookout import Lookout
@@ -233,39 +233,40 @@ def _tick(running: Attempt, watch: Lookout | None) -> Ended | None:
         if worker in late and worker.word is not None:
             worker.signal_group(signal.SIGKILL)
             worker.end = worker.end_by_word(now)
-    # Hosts wait for each other inside a step: while one of them has time left, none is hung.
-    waiting = [host for host in running.hosts if host.end is None]
-    if waiting and all(host in late for host in waiting) and not _follows(running):
-        return _end_hung(running)
-    return None
+    if isinstance(running.others, Following):
+        return None  # The lead's door knows what all hosts wait for.
+    overdue = {host.host for host in late if host.end is None}
+    known = [host.known() for host in running.hosts if host.end is None] if overdue else []
+    hung = blame.hung(known, overdue)
+    return _end_hung(running, hung) if hung else None
 
 
 def _is_overdue(running: Attempt, host: Worker | Remote, now: float) -> bool:
     return overdue_seconds(host.watch, running.limits, now=now) > 0
 
 
-def _follows(running: Attempt) -> bool:
-    """Whether another door holds the deadlines, who knows what all hosts wait for."""
-    return isinstance(running.others, Following)
-
-
-def _end_hung(running: Attempt) -> Ended:
-    """Asks for the stacks of all threads of all workers, aborts, kills; each step sure to end.
-
-    Where hosts wait for each other they are all overdue: the one that they wait for is hung.
-    """
-    known = blame.most_silent([host.known() for host in running.hosts])
+def _end_hung(running: Attempt, hung: Sequence[Known]) -> Ended:
+    """Asks for the stacks of all threads of all workers, aborts, kills; each step sure to end."""
+    known, *others = hung
     host = next(host for host in running.hosts if host.host == known.host)
     limit = limit_seconds(host.watch, running.limits)
     reason = (
         f"no progress for {limit:.1f} s in phase '{known.phase}' after step {known.step} of this "
-        f"attempt; stacks of all threads, where they could be had: {running.stacks()}. If that is "
-        "no hang, raise the phase's limit (deadlines.*)."
+        f"attempt; {_alike(known, others)}stacks of all threads, where they could be had: "
+        f"{running.stacks()}. If that is no hang, raise the phase's limit (deadlines.*)."
     )
-    hung = End(Exit.HUNG, reason, running.clock.monotonic(), own_word=False)
+    end = End(Exit.HUNG, reason, running.clock.monotonic(), own_word=False)
     _dump_stacks(running)
-    host.end = hung
+    host.end = end
     return _conclude(running)
+
+
+def _alike(known: Known, others: Sequence[Known]) -> str:
+    """Says which hosts look the same from here: where they wait for each other, any may be hung."""
+    alike = [o.host for o in others if (o.phase, o.step) == (known.phase, known.step)]
+    if not alike or known.is_stopped:
+        return ""
+    return f"host {', '.join(map(str, alike))} looks the same, the stacks tell them apart; "
 
 
 def _dump_stacks(running: Attempt) -> None:

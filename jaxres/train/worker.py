@@ -200,7 +200,8 @@ def catch_bugs(
             text = faults.message(error.exit, str(error))
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
-            reason = traceback.format_exception_only(kind, error)[-1].strip()
+            lines = traceback.format_exception_only(kind, error)  # Notes come last.
+            reason = next(line for line in lines if not line.startswith(" ")).strip()
             path = run_dir.traceback(attempt, member.host)
             try:
                 path.write_text(text)  # The door shows it.

@@ -1,8 +1,9 @@
 """User code that goes wrong on demand: rows and a model, imported by the training process only.
 
 What goes wrong is no part of the config, so that the same command without it is the same run. The
-environment says it: FAULT="WHERE:COUNT:WHAT", as "row:300:spin"; PACE is seconds a row, JITTER is
-the mean of random ones, which are others in every process.
+environment says it: FAULT="WHERE:COUNT:WHAT", as "row:300:spin", on every host, or on one only, as
+"row:300:spin:2"; PACE is seconds a row, JITTER is the mean of random ones, which are others in
+every process.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ COUNTS = {where: itertools.count(1) for where in ("build", "trace", "row", "held
 def reach(where: str) -> None:
     """Goes wrong if this is the time and place that was asked for."""
     count = next(COUNTS[where])
-    asked_where, asked_count, what = os.environ.get("FAULT", "::").split(":")
-    if where == asked_where and count == int(asked_count):
+    asked_where, asked_count, what, *host = os.environ.get("FAULT", "::").split(":")
+    is_time = where == asked_where and count == int(asked_count)
+    if is_time and host in ([], [str(jax.process_index())]):
         WHATS[what]()
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 
+import pytest
+
+from jaxres import runlog
 from jaxres.rundir import RunDir
-from tests.promises.trainer import MLP, STEPS, Place, history, line, starts
+from tests.promises.trainer import MLP, STEPS, Place, Trainer, history, line, starts
 
 HOSTS = (1, 2, 4, 3, 1)
 BOUND = 1e-3
@@ -36,3 +40,30 @@ def test_each_sample_is_used_once_whatever_hosts_come_back(place: Place, unbroke
     assert [row["learning_rate"] for row in here] == [row["learning_rate"] for row in there]
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(here, there, strict=True))
     assert apart < BOUND, apart
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Trainer:
+    """Four hosts, of which two and two compute the same rows: a host's number is no block of rows.
+
+    Hosts 0 and 1 take the first half of every batch, hosts 2 and 3 the second.
+    """
+    place = Place(tmp_path_factory.mktemp("shared"), caches)
+    return place.launched("shared", *MLP, "train.steps=20", "mesh.tensor=2", hosts=4)
+
+
+def test_hosts_whose_devices_share_rows_read_the_same_rows(
+    shared: Trainer, unbroken: RunDir
+) -> None:
+    here, there = history(shared.run_dir), history(unbroken)[:20]
+    assert [row["samples"] for row in here] == [row["samples"] for row in there]
+    apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(here, there, strict=True))
+    assert apart < BOUND, f"other rows than the run on one host: its losses are {apart} away"
+
+
+def test_only_the_lead_writes_what_all_share(shared: Trainer) -> None:
+    records = [type(record.body).__name__ for record in runlog.read_records(shared.run_dir.log)]
+    assert records == ["Claim", "Start", "Commit", "Stop"], "more than one host wrote the log"
+    assert shared.steps() == list(range(1, 21)), "more than one host wrote the metrics"
+    names = [path.name for path in shared.run_dir.attempt(1).glob("*host00[1-3]*")]
+    assert {name.partition("-")[0] for name in names} == {"events", "output", "stacks"}, names

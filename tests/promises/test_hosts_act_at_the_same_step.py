@@ -16,6 +16,13 @@ HOSTS = 3
 ROUNDS = 5
 SAVES = 9
 ENDLESS = ("train.steps=1000000", "checkpoint.save_every_steps=1000000", "evaluation.every_steps=7")
+LIMITS = (
+    "checkpoint.timeout_seconds=10",
+    "deadlines.save_seconds=21",
+    "deadlines.evaluate_seconds=20",
+    "deadlines.step_seconds=10",
+)
+"""Hosts that act at different steps wait for each other for ever: a hang is what would be found."""
 JITTER = {"JITTER": "0.004"}
 """Every host reads 8 rows a step, and each row takes it as long as chance has it."""
 
@@ -25,18 +32,31 @@ def saved(trainer: Trainer, host: int) -> list[int]:
     return [e["step"] for e in trainer.events(host) if e["event"] == "SaveStarted"]
 
 
+def trains_after(trainer: Trainer, *, saves: int) -> bool:
+    """Says whether every host has begun so many saves, and trains again.
+
+    A request that comes while a save of the same step is taken is one with it.
+    """
+    for host in range(HOSTS):
+        names = [(e["event"], e.get("phase")) for e in trainer.events(host)]
+        begun = [index for index, (event, _) in enumerate(names) if event == "SaveStarted"]
+        if len(begun) < saves or ("PhaseChanged", "train") not in names[begun[saves - 1] :]:
+            return False
+    return True
+
+
 @pytest.mark.parametrize("seed", range(ROUNDS))
 def test_all_hosts_save_and_stop_at_the_same_step(place: Place, seed: int) -> None:
     chance = random.Random(seed)
     trainer = place.launch(
-        "run", *ENDLESS, "checkpoint.keep_last=100", hosts=HOSTS, config=FAULTY, env=JITTER
+        "run", *ENDLESS, *LIMITS, "checkpoint.keep_last=100", hosts=HOSTS, config=FAULTY, env=JITTER
     )
     trainer.wait_step(2)
     workers = trainer.workers()
     for count in range(1, SAVES + 1):
         time.sleep(chance.uniform(0, 0.3))
         os.kill(workers[chance.randrange(HOSTS)], signal.SIGUSR2)
-        trainer.wait(lambda n=count: len(saved(trainer, 0)) >= n, what=f"save {count}")
+        trainer.wait(lambda n=count: trains_after(trainer, saves=n), what=f"save {count}")
     time.sleep(chance.uniform(0, 0.3))
     os.kill(workers[chance.randrange(HOSTS)], signal.SIGTERM)
     trainer.refused(Exit.PREEMPTED)

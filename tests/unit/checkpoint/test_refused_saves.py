@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from jaxres import runlog, storage
 from jaxres.checkpoint import arrays, retention, store
 from jaxres.events import Noted, SaveCommitted, SaveFailed, SaveStarted, StepsPruned
 from jaxres.faults import Continue, Exit, Stop, StorageUnavailable
+from jaxres.hosts import Alone
 from jaxres.rundir import RunDir
 from tests.promises.mounts import Namespace
 from tests.unit.checkpoint.conftest import claimed, like, progress, state
@@ -299,7 +301,7 @@ def test_beside_an_orbax_that_is_still_writing_no_second_snapshot_is_taken(place
         raise StorageUnavailable("it took too long")
 
     with place.checkpoints() as checkpoints:
-        monkeypatch.setattr(arrays, "is_over", lambda response: bool(over))
+        monkeypatch.setattr(arrays.Writing, "is_over", lambda writing: bool(over))
         with monkeypatch.context() as slow:
             slow.setattr(arrays, "settle", too_slow)
             try_save(checkpoints, 8)
@@ -309,3 +311,41 @@ def test_beside_an_orbax_that_is_still_writing_no_second_snapshot_is_taken(place
         try_save(checkpoints, 24)
     assert commits(place) == [24]
     assert [event.step for event in place.events if isinstance(event, SaveStarted)] == [8, 24]
+
+
+def test_a_save_that_orbax_itself_has_given_up_is_over():
+    """Orbax's limits raise the error by which a future says that it is not there yet."""
+
+    class Response:
+        def result(self, timeout=None):
+            raise TimeoutError("Timeout waiting at barrier")
+
+    writing = arrays.Writing(Response())
+    with pytest.raises(StorageUnavailable, match="Timeout waiting at barrier"):
+        arrays.settle(writing, Path("step"), timeout=10)
+    assert writing.is_over()
+
+
+def test_what_another_host_could_not_write_is_told_and_its_row_of_failures_ends(place, monkeypatch):
+    """The lead's own error only says that somebody did not come."""
+    told = []
+
+    class Two(Alone):
+        def told(self, topic):
+            return told
+
+    def in_vain(writing, step_dir, *, timeout):
+        assert writing.ended(timeout=timeout)
+        raise StorageUnavailable("refused")
+
+    checkpoints = place.checkpoints()
+    checkpoints._peers = Two()
+    with checkpoints:
+        told.append("host 1: no space left")
+        with monkeypatch.context() as failing:
+            failing.setattr(arrays, "settle", in_vain)
+            try_save(checkpoints, 8)
+        assert checkpoints.why_not_committed == "host 1: no space left; refused"
+        try_save(checkpoints, 16)
+        assert checkpoints.why_not_committed == ""
+    assert commits(place) == [16]

@@ -4,9 +4,11 @@
 
 PART is JSON; a key that is absent means that nothing of that kind happens:
   steps: steps to make before it stands still (default: for ever)
+  enters: phase that it enters when it has made them
   end: [code, after_steps], said before it is done; `silent`: the end is not said
   on_stop: [code, seconds]: how it ends, and after how long, when asked to stop
   on_loss: "abort" or "word": how it ends when a peer is gone or stopped
+  lingers: seconds between its word and its end
   then: signal number that ends it once it has said its word
 """
 
@@ -40,6 +42,8 @@ class Worker:
                 step += 1
                 self.beat("FinishedStep", step=step, seconds=0.02)
                 self.write("step", step)
+                if step == self.part.get("steps") and "enters" in self.part:
+                    self.beat("EnteredPhase", phase=self.part["enters"])
             if "end" in self.part and step >= self.part["end"][1]:
                 self.leave(self.part["end"][0], f"part {self.host}")
             if "on_stop" in self.part and self.asked & {signal.SIGTERM, signal.SIGINT}:
@@ -69,6 +73,7 @@ class Worker:
     def leave(self, code, reason):
         if "silent" not in self.part:
             self.beat("Leaving", exit=code, reason=reason, committed=code in (0, 75, 76))
+        time.sleep(self.part.get("lingers", 0))
         if "then" in self.part:
             os.kill(os.getpid(), self.part["then"])
         os._exit(code)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from jaxres.faults import Exit
-from jaxres.supervise.blame import GRACE_SECONDS, End, Known, decide, due, most_silent
+from jaxres.supervise.blame import GRACE_SECONDS, End, Known, decide, due, hung, most_silent
 
 SETTLE = 100.0
 KILLED, ABORTED, SEGV = 137, 134, 139
@@ -142,6 +142,48 @@ def test_of_an_agreed_end_all_tell():
     assert [code for code, _ in found.told.values()] == [81, 81, 79]
     found = decide(known(word(75, 1.0, committed=True), ABORT, None))
     assert [code for code, _ in found.told.values()] == [75, 75, 75]
+
+
+def at(*places):
+    """Hosts at (phase, step, since)."""
+    return [Known(h, "node", 100 + h, *place) for h, place in enumerate(places)]
+
+
+TRAIN = ("train", 40, 1.0)
+WAITING = {
+    "for another's data": at(TRAIN, ("wait for data", 39, 1.5)),
+    "for another's data, right after a save": at(TRAIN, ("wait for data", 40, 1.5)),
+    "for one that still compiles": at(("compile", 0, 1.0), ("compile", 0, 2.0)),
+    "for one that opens the corpus": at(("compile", 0, 1.0), ("data", 0, 2.0)),
+    "for one that restores": at(("train", 0, 1.0), ("restore", 0, 0.5)),
+    "for one that still evaluates": at(("train", 40, 1.0), ("evaluate", 40, 0.5)),
+    "for one that leaves": at(TRAIN, ("leave", 40, 2.0)),
+    "for one that has failed and waits for its save": at(TRAIN, ("settle", 40, 2.0)),
+    "for one in its first step": at(("train", 1, 1.0), ("train", 0, 2.0)),
+}
+HUNG = {
+    "with fewer steps": at(TRAIN, ("train", 41, 2.0)),
+    "before the evaluation in which another waits": at(TRAIN, ("evaluate", 40, 2.0)),
+    "before the save in which another waits": at(TRAIN, ("save", 40, 2.0)),
+    "in the corpus while another has compiled": at(("data", 0, 1.0), ("compile", 0, 2.0)),
+    "in the restore while another trains": at(("restore", 0, 1.0), ("train", 0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("why", WAITING)
+def test_who_may_wait_for_one_in_time_is_not_hung(why):
+    assert hung(WAITING[why], {0}) == []
+    assert {host.host for host in hung(WAITING[why], {0, 1})} == {0, 1}, "both are overdue"
+
+
+@pytest.mark.parametrize("why", HUNG)
+def test_who_is_behind_is_hung_though_those_who_wait_have_time(why):
+    assert [host.host for host in hung(HUNG[why], {0})] == [0]
+
+
+def test_of_many_that_are_overdue_the_silent_one_comes_first():
+    hosts = at(TRAIN, ("train", 39, 5.0), TRAIN)
+    assert [host.host for host in hung(hosts, {0, 1, 2})] == [1, 0, 2]
 
 
 def test_who_is_stopped_is_the_silent_one_then_who_is_behind_then_who_was_heard_first():

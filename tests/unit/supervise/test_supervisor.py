@@ -230,6 +230,27 @@ def test_of_hosts_that_wait_for_each_other_the_one_behind_is_hung(start):
     assert door.heard(signal.SIGUSR1) == [0, 1, 2]
 
 
+def test_hosts_that_wait_for_anothers_data_are_not_hung_while_its_data_may_come(start):
+    late = {"steps": 5, "enters": "wait for data"}
+    limits = {"step_seconds": 0.3, "compile_seconds": 0.3, "data_seconds": 1.5}
+    ended, seconds = start({"steps": 7}, late, {"steps": 7}, **limits).ended()
+    assert seconds > 1.5
+    assert (ended["code"], ended["culprit"]) == (Exit.HUNG, 1)
+    assert "no progress for 1.5 s in phase 'wait for data' after step 5" in ended["reason"]
+
+
+def test_hosts_that_wait_for_one_who_leaves_are_not_hung(start):
+    leaves = {"steps": 5, "end": [80, 5], "lingers": 1.5}
+    ended, _ = start({"steps": 7}, leaves, step_seconds=0.3, compile_seconds=0.3).ended()
+    assert (ended["code"], ended["culprit"], ended["own_word"]) == (Exit.HUNG, 1, True)
+
+
+def test_of_hosts_that_look_the_same_the_others_are_named_too(start):
+    ended, _ = start(*[{"steps": 5}] * 3, step_seconds=0.3, compile_seconds=0.3).ended()
+    assert ended["code"] == Exit.HUNG
+    assert "looks the same, the stacks tell them apart" in ended["reason"]
+
+
 def test_an_overtaken_attempt_ends_all_and_leaves_no_record(start):
     door = start(BLIND, BLIND)
     door.wait_steps()
