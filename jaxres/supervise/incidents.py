@@ -181,31 +181,34 @@ def _stamp(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds")
 
 
-@dataclass
-class CommitWatch:
-    """Says when no step was committed for too long, and when there is one again."""
+def of_event(event: object, *, run: str) -> Incident | None:
+    """Returns what an event of the supervisor's own file tells the world, if anything.
 
-    limit_seconds: float | None
-    """None: never."""
-    step: int
-    since: float
-    """When the newest commit was seen, on the watcher's monotonic clock."""
-    times_told: int = 0
-    """Of the present silence or, while there is none, of earlier ones too: the incident's seq."""
-    is_silent: bool = False
-
-    def look(self, step: int, *, now: float) -> Kind | None:
-        """Returns what is to be told, once each; `times_told` is its seq."""
-        if step > self.step:
-            self.step, self.since = step, now
-            was_silent, self.is_silent = self.is_silent, False
-            return "commits_again" if was_silent else None
-        if self.limit_seconds is None or self.is_silent or now - self.since < self.limit_seconds:
-            return None
-        self.is_silent = True
-        self.times_told += 1
-        return "no_commit_for_too_long"
-
-    def paused(self, seconds: float) -> None:
-        """Stretches the limit by a sleep of the watcher's own."""
-        self.since += seconds
+    By name, so that an event which an older or newer supervisor does not have is no error.
+    """
+    name, facts = type(event).__name__, vars(event)
+    code = facts.get("exit")
+    if name == "AttemptRestarted":
+        kind: Kind = "preempted" if code == Exit.PREEMPTED else "restarted"
+        after = f"in {facts.get('after_seconds', 0.0):.0f} s"
+        what_next = f"attempt {facts['attempt'] + 1} from step {facts['step']} {after}"
+    elif name == "GaveUp":
+        kind, what_next = "gave_up", "somebody has to look: jaxres status RUN_DIR"
+    elif name == "SupervisionEnded" and code == Exit.DONE:
+        kind, what_next = "finished", ""
+    elif name == "SupervisionEnded" and code == Exit.PREEMPTED:
+        kind, what_next = "preempted", "the supervisor itself has ended; start it again"
+    else:
+        return None
+    told = [f"{facts.get('reason', '')}"]
+    told += [f"({facts['budget']})"] if facts.get("budget") else []
+    return Incident(
+        kind=kind,
+        run=run,
+        attempt=facts["attempt"],
+        step=facts["step"],
+        host=facts.get("culprit"),
+        code=code,
+        reason=" ".join(told),
+        next=what_next,
+    )

@@ -17,13 +17,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxres import storage
+from jaxres import runlog, storage
 from jaxres.clock import Clock
 from jaxres.config.alerts import AlertsSection, AlertTarget, PagerdutyTarget, variable
 from jaxres.events import read_json_lines
 from jaxres.faults import ConfigError, TypedEnd
 from jaxres.rundir import RunDir
+from jaxres.runlog import Claim
 from jaxres.supervise import incidents, ledger, webhook
+from jaxres.supervise.commits import Commits
 from jaxres.supervise.incidents import ALWAYS_TOLD, Incident
 from jaxres.supervise.ledger import Ledger
 
@@ -97,8 +99,7 @@ class Alerts:
         targets: Sequence[Target],
         run_dir: RunDir,
         *,
-        nonce: str,
-        max_per_hour: int,
+        section: AlertsSection,
         clock: Clock,
         say: Callable[[str], None],
         retry_seconds: float = RETRY_SECONDS,
@@ -107,21 +108,24 @@ class Alerts:
 
         Args:
           targets: as `resolve` returns them; none of them: nothing is started or written.
-          run_dir: where `alerts.jsonl` is.
-          nonce: of the run's first claim; with attempt, kind and seq it names an incident for ever.
-          max_per_hour: messages a target gets.
+          run_dir: where `alerts.jsonl` is, and the log whose commits are watched.
+          section: the limits.
           clock: for retries and time stamps.
           say: tells the person at the terminal what could not be delivered.
           retry_seconds: first wait before a retry.
         """
-        self._nonce = nonce
+        self._run_dir = run_dir
         self._clock = clock
         self._say = say
+        minutes = section.no_commit_minutes if targets else None
+        self._commits = (
+            None if minutes is None else Commits(self.tell, run_dir, 60 * minutes, clock)
+        )
         self._outlets = [
             Outlet(
                 target,
                 run_dir,
-                max_per_hour=max_per_hour,
+                max_per_hour=section.max_per_hour,
                 clock=clock,
                 say=say,
                 retry_seconds=retry_seconds,
@@ -132,10 +136,14 @@ class Alerts:
     def __enter__(self) -> Alerts:
         for outlet in self._outlets:
             outlet.start()
+        if self._commits is not None:
+            self._commits.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         deadline = self._clock.monotonic() + CLOSE_SECONDS
+        if self._commits is not None:
+            self._commits.close()
         for outlet in self._outlets:
             outlet.close()
         for outlet in self._outlets:
@@ -144,9 +152,14 @@ class Alerts:
 
     def tell(self, incident: Incident) -> None:
         """Hands an incident over, at once; one that was told before is not told again."""
-        key = incidents.key(incident, nonce=self._nonce)
         for outlet in self._outlets:
-            outlet.take(key, incident)
+            outlet.take(incident)
+
+    def hear(self, event: object) -> None:
+        """Tells of what the supervisor has decided; a listener of its events."""
+        incident = incidents.of_event(event, run=self._run_dir.root.absolute().name)
+        if incident is not None:
+            self.tell(incident)
 
 
 class Outlet:
@@ -164,12 +177,14 @@ class Outlet:
     ) -> None:
         self.name = target.name
         self._target = target
+        self._run_dir = run_dir
         self._path = run_dir.alerts
+        self._nonce_read: str | None = None
         self._max_per_hour = max_per_hour
         self._clock = clock
         self._say = say
         self._retry_seconds = retry_seconds
-        self._queue: queue.Queue[tuple[str, Incident, float] | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[tuple[Incident, float] | None] = queue.Queue(MAX_QUEUED)
         """None only wakes the thread."""
         self._closing = threading.Event()
         self._ledger = Ledger(target.name)
@@ -188,12 +203,12 @@ class Outlet:
         """Starts the thread."""
         self._thread.start()
 
-    def take(self, key: str, incident: Incident) -> None:
+    def take(self, incident: Incident) -> None:
         """Hands an incident to the thread; never waits."""
         if not incidents.is_wanted(self._target.config, incident.kind):
             return
         try:
-            self._queue.put_nowait((key, incident, self._clock.wall()))
+            self._queue.put_nowait((incident, self._clock.wall()))
         except queue.Full:
             self._lost += 1
 
@@ -257,13 +272,25 @@ class Outlet:
                 wait = wait_seconds if is_first else 0.0
                 taken = self._queue.get(block=wait != 0.0, timeout=wait or None)
                 is_first = False
-                if taken is not None and taken[0] not in self._ledger.known:
+                if taken is not None:
                     self._remember(*taken)
         self._leave_out_too_many()
 
-    def _remember(self, key: str, incident: Incident, time: float) -> None:
+    def _remember(self, incident: Incident, time: float) -> None:
+        key = incidents.key(incident, nonce=self._nonce())
+        if key in self._ledger.known:
+            return
         self._taken_at[key] = self._clock.monotonic()
         self._put_down(key, "told", time=time, incident=dataclasses.asdict(incident))
+
+    def _nonce(self) -> str:
+        """Returns the nonce of the run's first claim: the run's own name, wherever it is moved."""
+        if self._nonce_read is None:
+            with contextlib.suppress(TypedEnd):
+                for record in runlog.read_after(self._run_dir.log, 0)[:1]:
+                    if isinstance(record.body, Claim):
+                        self._nonce_read = record.body.nonce
+        return self._nonce_read or "unclaimed"
 
     def _leave_out_too_many(self) -> None:
         """Leaves out what waits in vain, the oldest first, and the last word about a run last."""

@@ -6,7 +6,8 @@ from typing import Any
 
 from jaxres.config.alerts import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.supervise import ledger
-from jaxres.supervise.incidents import CommitWatch, Incident, Kind, key, messages
+from jaxres.supervise.commits import CommitWatch
+from jaxres.supervise.incidents import Incident, Kind, key, messages
 from jaxres.supervise.ledger import Ledger
 
 FALL = Incident(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from jaxres.clock import SystemClock
 from jaxres.config.alerts import AlertsSection, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.faults import ConfigError
 from jaxres.rundir import RunDir
+from jaxres.runlog import Commit, RunLog
 from jaxres.supervise import webhook
 from jaxres.supervise.incidents import Incident, Kind
 from jaxres.supervise.notify import Alerts, resolve, without_secrets
+from tests.unit.records import CLAIM
 from tests.unit.supervise.hooks import Hook, served
 
 SECRET = "s3cret-token"
@@ -42,16 +45,20 @@ def alerts(
     said: Said | None = None,
     max_per_hour: int = 100,
     kinds: tuple[str, ...] | None = None,
+    no_commit_minutes: float | None = None,
 ) -> Alerts:
     urls = {f"HOOK_{n}": h if isinstance(h, str) else h.url for n, h in enumerate(hooks)}
     section = AlertsSection(
-        targets=tuple(GenericTarget(url_env=name, kinds=kinds) for name in urls)
+        targets=tuple(GenericTarget(url_env=name, kinds=kinds) for name in urls),
+        max_per_hour=max_per_hour,
+        no_commit_minutes=no_commit_minutes,
     )
+    if urls and not RunDir(folder).log.exists():
+        RunLog.claim(RunDir(folder).log, CLAIM, after=[], clock=SystemClock())
     return Alerts(
         resolve(section, env=urls),
         RunDir(folder),
-        nonce="n0",
-        max_per_hour=max_per_hour,
+        section=section,
         clock=SystemClock(),
         say=Said() if said is None else said,
         retry_seconds=0.02,
@@ -72,7 +79,7 @@ def test_each_incident_is_delivered_once_also_after_errors(tmp_path):
             hook.wait(lambda: len(hook.taken) == 3)
         assert [body["attempt"] for body in hook.taken] == [1, 2, 3]
         assert hook.keys == [body["id"] for body in hook.taken]
-        assert hook.keys == ["n0-1-restarted-0", "n0-2-restarted-0", "n0-3-restarted-0"]
+        assert hook.keys == ["n-1-restarted-0", "n-2-restarted-0", "n-3-restarted-0"]
         assert len(hook.asked) == 3 + 4, "each failure is tried again once"
     assert len(said) == 1, "one word for a row of failures"
     assert "answered 500" in said[0]
@@ -230,3 +237,65 @@ def test_a_request_ends_however_slowly_the_other_side_answers(monkeypatch):
         assert time.monotonic() - started < 2
     assert (answer.is_delivered, answer.may_be_repeated) == (False, True)
     assert SECRET not in answer.words
+
+
+def test_silence_about_commits_is_told_and_so_is_its_end(tmp_path):
+    with served() as hook, alerts(tmp_path, hook, no_commit_minutes=0.2 / 60) as _:
+        hook.wait(lambda: len(hook.taken) == 1)
+        log = RunLog(RunDir(tmp_path).log, attempt=1, last_seq=1, clock=SystemClock())
+        log.append(Commit(step=40, path="p", manifest="m", bytes=1, known_good=True))
+        hook.wait(lambda: len(hook.taken) >= 2)
+    told = [(body["kind"], body["attempt"], body["step"]) for body in hook.taken]
+    assert told[:2] == [("no_commit_for_too_long", 1, 0), ("commits_again", 1, 40)]
+
+
+@dataclass(frozen=True)
+class AttemptRestarted:
+    """As the supervisor emits it."""
+
+    attempt: int = 2
+    exit: int = 137
+    name: str = "SIGKILL"
+    culprit: int | None = 1
+    step: int = 40
+    after_seconds: float = 1.2
+    budget: str = "failure 1 of 5"
+    reason: str = "host 1 was ended"
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    attempt: int = 3
+    exit: int = 84
+    step: int = 40
+    reason: str = "5 attempts"
+
+
+@dataclass(frozen=True)
+class SupervisionEnded:
+    exit: int
+    attempt: int = 3
+    step: int = 120
+    reason: str = ""
+
+
+def test_a_supervisors_events_are_told(tmp_path):
+    decided = [
+        *(AttemptRestarted(), AttemptRestarted(exit=75, attempt=3), GaveUp()),
+        *(SupervisionEnded(76), SupervisionEnded(75, attempt=4), SupervisionEnded(0), object),
+    ]
+    with served() as hook, alerts(tmp_path / "tiny", hook) as told:
+        for event in decided:
+            told.hear(event)
+        hook.wait(lambda: len(hook.taken) == 5)
+    kinds = [body["kind"] for body in hook.taken]
+    assert kinds == ["restarted", "preempted", "gave_up", "preempted", "finished"]
+    first = hook.taken[0]
+    assert (first["run"], first["host"], first["code"], first["exit"]) == (
+        "tiny",
+        1,
+        137,
+        "signal 9",
+    )
+    assert first["reason"] == "host 1 was ended (failure 1 of 5)"
+    assert first["next"] == "attempt 3 from step 40 in 1 s"
