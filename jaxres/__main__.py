@@ -12,8 +12,11 @@ usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
 
   train CONFIG.yaml|RUN_DIR [section.field=value ...]   start a run, or go on with it
   launch local CONFIG.yaml|RUN_DIR ... --hosts N        the same with N workers on this machine
-  status RUN_DIR                                        how far it is, and what happened last
+  status RUN_DIR [--json] [--watch]                     how far it is, what happened, what is next;
+      exit 0: running, restarting or done; 1: down, the same command goes on; 3: needs a person.
+      --watch: looks for 3 s whether it lives, where the clocks of two machines may differ
   history RUN_DIR [--json]                              the one history over all attempts
+  history RUN_DIR --attempts [--json]                   why each attempt ended, and what it gained
   checkpoints list RUN_DIR [--json]                     the steps that are committed
   checkpoints digest RUN_DIR [--step N]                 one word for a whole training state
   checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if

@@ -30,6 +30,16 @@ class RunDir:
         """The owner's beat."""
         return self.root / "owner.json"
 
+    @property
+    def alerts(self) -> Path:
+        """What targets of alerts have been told, by all supervisors one after the other."""
+        return self.root / "alerts.jsonl"
+
+    @property
+    def supervisor_events(self) -> Path:
+        """What the supervisor of all attempts has decided."""
+        return self.root / "events-supervisor.jsonl"
+
     def request(self, name: str) -> Path:
         """A person's request: `stop` or `save`."""
         return self.root / name

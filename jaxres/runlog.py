@@ -179,6 +179,14 @@ def newer_claim(folder: Path, *, attempt: int, after: int) -> tuple[Claim | None
     return None, after
 
 
+def read_after(folder: Path, after: int) -> list[Record]:
+    """Reads the records that have come since number `after`, in order."""
+    found = []
+    while (data := storage.read(path := folder / _name(after + len(found) + 1))) is not None:
+        found.append(Record.decode(data, path=path))
+    return found
+
+
 class RunLog:
     """The log as one attempt's writer sees it; safe to append to from several threads."""
 

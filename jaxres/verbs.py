@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from jaxres import metrics, runlog, status
+from jaxres import attempts, metrics, runlog, status
 from jaxres.clock import SystemClock
 from jaxres.faults import Exit, TypedEnd, UsageError
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit, Line
+from jaxres.supervise import owner
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,8 +32,12 @@ def _parser(usage: str) -> argparse.ArgumentParser:
         found.add_argument("run_dir", type=Path, metavar="RUN_DIR")
         return found
 
-    verb(verbs, "status")
-    verb(verbs, "history").add_argument("--json", action="store_true")
+    look = verb(verbs, "status")
+    look.add_argument("--json", action="store_true")
+    look.add_argument("--watch", action="store_true")
+    history = verb(verbs, "history")
+    history.add_argument("--attempts", action="store_true")
+    history.add_argument("--json", action="store_true")
     checkpoints = verbs.add_parser("checkpoints").add_subparsers(dest="sub", required=True)
     verb(checkpoints, "list").add_argument("--json", action="store_true")
     verb(checkpoints, "digest").add_argument("--step", type=int)
@@ -53,7 +58,13 @@ def main(words: Sequence[str], *, usage: str) -> int:
         code = Exit.DONE
         match options.verb, getattr(options, "sub", None):
             case "status", _:
-                text = status.text(run_dir, line, clock=SystemClock())
+                seen = status.look(run_dir, line, clock=SystemClock(), watch=options.watch)
+                text = status.as_json(seen) if options.json else status.as_text(seen)
+                code = seen.outlook.code
+            case "history", _ if options.attempts:
+                is_alive = owner.is_alive(run_dir, clock=SystemClock())
+                found = attempts.read(run_dir, is_alive=is_alive)
+                text = attempts.as_json(found) if options.json else attempts.as_text(found)
             case "history", _:
                 text = _history(run_dir, line, as_json=options.json)
             case _, "list":

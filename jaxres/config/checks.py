@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxres.config.problems import Problem
+from jaxres.config.alerts import KINDS, PagerdutyTarget, variable
+from jaxres.config.problems import Problem, did_you_mean, show
 from jaxres.config.schema import (
     BytesTokenizer,
     CustomModel,
@@ -34,6 +35,7 @@ def check(config: RunConfig) -> list[Problem]:
         *_mesh(config),
         *_ladder(config),
         *_uses(config),
+        *_alerts(config),
     ]
 
 
@@ -181,3 +183,19 @@ def _uses(config: RunConfig) -> Iterator[Problem]:
             taken = {"vocab_size", "seq_len"} if isinstance(part, CustomModel) else set()
             for name in sorted(taken & set(part.args)):
                 yield Problem(f"{key}.args.{name}", "is passed by jaxres itself; take it out")
+
+
+def _alerts(config: RunConfig) -> Iterator[Problem]:
+    seen: set[tuple[str, str]] = set()
+    for number, target in enumerate(config.alerts.targets):
+        key, name = f"alerts.targets[{number}]", (target.kind, variable(target))
+        if name in seen:
+            yield Problem(key, f"is there twice: {target.kind} with {name[1]}; leave one out")
+        seen.add(name)
+        for kind in target.kinds or ():
+            if kind not in KINDS:
+                text = f"there is no {show(kind)}{did_you_mean(kind, KINDS)} ({', '.join(KINDS)})"
+                yield Problem(f"{key}.kinds", text)
+        safe = ("https://", "http://127.0.0.1")
+        if isinstance(target, PagerdutyTarget) and not target.url.startswith(safe):
+            yield Problem(f"{key}.url", "must begin with https:// (the key goes there)")

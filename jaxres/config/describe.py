@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from jaxres.config import yaml12
 from jaxres.config.fields import ROOT, Leaf, Slot, is_free, kinds, leaves
 from jaxres.config.problems import show
-from jaxres.config.schema import RunConfig
+from jaxres.config.schema import RunConfig, Section
 
 _NAMES = {
     "int": "whole number",
@@ -108,7 +108,9 @@ def _type(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:
     if origin is dict:
         return "section of free keys"
     if parts:
-        return " or ".join(_type(part) for part in parts)
+        return " or ".join(dict.fromkeys(_type(part) for part in parts))
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "{kind: ...}"
     bounds = [
         f"{sign} {getattr(item, name):g}"
         for item in metadata

@@ -14,6 +14,9 @@ from pydantic.fields import FieldInfo
 
 from jaxres.config.schema import RunConfig, Section
 
+ITEMS = "[]"
+"""After a key: what stands in its list."""
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -29,6 +32,8 @@ class Slot:
     """The plain types of a value, without constraints."""
     by_kind: bool = False
     """Whether `kind` chooses among sections."""
+    is_list: bool = False
+    """Whether any number of the sections may stand here, as a list."""
 
     @property
     def is_text(self) -> bool:
@@ -45,7 +50,8 @@ class Slot:
 
     def child(self, key: str) -> Slot | None:
         """Returns what may stand at a key of any of these sections; None for an unknown key."""
-        infos = [s.model_fields[key] for s in self.sections if key in s.model_fields]
+        name = key.removesuffix(ITEMS)
+        infos = [s.model_fields[name] for s in self.sections if name in s.model_fields]
         return slot_of(infos[0]) if infos else None
 
 
@@ -68,6 +74,9 @@ def is_free(info: FieldInfo) -> bool:
 def slot_of(info: FieldInfo) -> Slot:
     """Returns what may stand at a field."""
     plain = tuple(_plain_types(info.annotation))
+    items = _sections_of_list(plain)
+    if items:
+        return Slot(sections=items, by_kind=True, is_list=True)
     sections = tuple(t for t in plain if isinstance(t, type) and issubclass(t, Section))
     if not sections:
         is_open = any(typing.get_origin(t) is dict for t in plain)
@@ -75,6 +84,12 @@ def slot_of(info: FieldInfo) -> Slot:
     default = info.default
     kind = getattr(default, "kind", None) if isinstance(default, Section) else None
     return Slot(sections=sections, default_kind=kind, by_kind=info.discriminator == "kind")
+
+
+def _sections_of_list(plain: tuple[Any, ...]) -> tuple[type[Section], ...]:
+    lists = [t for t in plain if typing.get_origin(t) is tuple]
+    inner = [t for found in lists for t in _plain_types(typing.get_args(found)[0])]
+    return tuple(t for t in inner if isinstance(t, type) and issubclass(t, Section))
 
 
 def _plain_types(annotation: Any) -> Iterator[Any]:
@@ -115,7 +130,10 @@ def _leaves(
         below = (*under, (".".join(path), kind_of(section))) if slot.by_kind else under
         for key, info in section.model_fields.items():
             child = slot_of(info)
-            if child.sections:
+            if child.is_list:
+                yield Leaf(".".join((*path, key)), info, section, below)
+                yield from _leaves(child, (*path, key + ITEMS), below)
+            elif child.sections:
                 yield from _leaves(child, (*path, key), below)
             elif key != "kind" or not slot.by_kind:
                 yield Leaf(".".join((*path, key)), info, section, below)

@@ -82,7 +82,9 @@ def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
     for word in overrides:
         name, _, raw = word.removeprefix("--").partition("=")
         path = tuple(name.split("."))
-        node, wrong = _value(path, raw, f"{COMMAND_LINE} ({one_line(shorten(f'{name}={raw}'))})")
+        # Where a secret may have been put by mistake, the value is not shown.
+        word = f"{name}=..." if path[0] == "alerts" else f"{name}={raw}"
+        node, wrong = _value(path, raw, f"{COMMAND_LINE} ({one_line(shorten(word))})")
         for key in reversed(path):
             node = Node({key: node}, node.where)
         wrong += shape_problems(node, ROOT)
@@ -134,7 +136,7 @@ def _graft(lower: Node, upper: Node) -> Node:
 
 def shape_problems(node: Node, slot: Slot | None, path: tuple[str, ...] = ()) -> list[Problem]:
     """Returns what is a section and should be a value, or the other way round; drops it there."""
-    if slot is None or slot.is_open:
+    if slot is None or slot.is_open or slot.is_list:
         return []
     if not slot.sections:
         if not isinstance(node.value, dict):

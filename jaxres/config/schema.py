@@ -8,31 +8,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, NonNegativeInt, PositiveInt
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+from jaxres.config.alerts import AlertsSection
+from jaxres.config.section import Fraction, NonNegativeFloat, PositiveFloat, Section, free
+
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-
-
-def free(default: Any, **constraints: Any) -> Any:
-    """Declares a field that may change at any restart because it does not change the trajectory."""
-    return Field(default, json_schema_extra={"free": True}, **constraints)
-
-
-class Section(BaseModel):
-    """Settings shared by all sections: frozen, strict, finite, unknown keys refused."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
 
 
 class RunSection(Section):
@@ -62,7 +45,7 @@ class CustomSource(Section):
     kind: Literal["custom"] = "custom"
     target: Target
     """`package.module:build`; called with `args`; the result has __len__ and __getitem__."""
-    args: dict[str, JsonValue] = {}
+    args: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it.
     """Keyword arguments of the target."""
 
 
@@ -140,7 +123,7 @@ class CustomModel(Section):
     kind: Literal["custom"] = "custom"
     target: Target
     """`package.module:build`; called with `args`, vocab_size and seq_len; returns models.Model."""
-    args: dict[str, JsonValue] = {}
+    args: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it.
     """Keyword arguments of the target."""
 
 
@@ -340,3 +323,5 @@ class RunConfig(Section):
     """How the hosts of a job find each other, and when one counts as gone."""
     compilation: CompileSection = CompileSection()
     """How steps are compiled."""
+    alerts: AlertsSection = AlertsSection()
+    """Who is told when a supervised run falls, comes back, gives up or ends."""

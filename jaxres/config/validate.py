@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from jaxres.config.alerts import NOT_A_NAME
 from jaxres.config.fields import ROOT, Leaf, Slot, kind_of, kinds, leaves
 from jaxres.config.problems import Problem, did_you_mean, show
 from jaxres.config.schema import RunConfig
@@ -74,7 +75,8 @@ def _explain(details: ErrorDetails, data: dict[str, Any]) -> Problem:
     """Turns one of pydantic's errors into a problem with the key as the user writes it."""
     key, slot, kind = _locate(details["loc"], data)
     what, context, given = details["type"], details.get("ctx", {}), details["input"]
-    got = f" (got {show(given)})"
+    # Where a secret may have been put by mistake, nothing is shown.
+    got = "" if key.startswith("alerts.targets") else f" (got {show(given)})"
     if what == "extra_forbidden":
         return Problem(key, _unknown_key(key, slot, kind))
     if what == "missing":
@@ -89,6 +91,8 @@ def _explain(details: ErrorDetails, data: dict[str, Any]) -> Problem:
         return Problem(
             f"{key}.kind", f"must be {choices} (got {show(tag)}){did_you_mean(str(tag), allowed)}"
         )
+    if what == NOT_A_NAME:
+        return Problem(key, details["msg"])
     if what in _BOUNDS:
         words, name = _BOUNDS[what]
         return Problem(key, f"must be {words} {context[name]:g}{got}")
@@ -116,12 +120,15 @@ def _locate(loc: tuple[int | str, ...], data: Any) -> tuple[str, Slot, str | Non
     while rest:
         part = rest.pop(0)
         key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
+        if isinstance(part, int) and slot.is_list and isinstance(data, list):
+            data, kind = data[part], str(rest.pop(0)) if rest else None
+            continue
         data = data.get(part) if isinstance(data, dict) else None
         child = slot.child(str(part)) if slot.sections else None
         if child is None or not child.sections:
             continue
         slot, kind = child, None
-        if slot.by_kind and rest:
+        if slot.by_kind and rest and not slot.is_list:
             kind = str(rest.pop(0))
     return key, slot, kind
 

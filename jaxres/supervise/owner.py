@@ -141,3 +141,14 @@ def is_alive(run_dir: RunDir, *, clock: Clock) -> bool:
     """Says whether the last beat is younger than three beats; for people, since clocks differ."""
     owner = read(run_dir)
     return owner is not None and clock.wall() - owner["time"] < MISSED_BEATS * BEAT_SECONDS
+
+
+def moves(run_dir: RunDir, *, clock: Clock, seconds: float) -> bool:
+    """Says whether the beat moves within some seconds, whatever the clocks say."""
+    seen, deadline = _who(read(run_dir)), clock.monotonic() + seconds
+    while clock.monotonic() < deadline:
+        clock.sleep(LOOK_SECONDS)
+        now = _who(read(run_dir))
+        if now is not None and now != seen:
+            return True
+    return False
