@@ -44,6 +44,11 @@ class RunDir:
         """The folder of TensorBoard's event files, one an attempt."""
         return self.root / "tensorboard"
 
+    @property
+    def supervisor_events(self) -> Path:
+        """What a supervisor has decided, over all attempts."""
+        return self.root / "events-supervisor.jsonl"
+
     def attempt(self, attempt: int) -> Path:
         """The folder of one attempt."""
         return self.root / "attempts" / f"{attempt:04d}"

@@ -187,12 +187,14 @@ class Place:
         self,
         name: str,
         *overrides: str,
-        hosts: int,
+        hosts: int | str,
         config: Path | None = None,
         env: dict[str, str] | None = None,
+        restart: bool = False,
     ) -> Trainer:
-        """Starts training with several workers behind one door."""
+        """Starts training with several workers behind one door, or behind a supervisor."""
         words = [*self._words(name, *overrides, config=config), "--hosts", str(hosts)]
+        words += [] if restart else ["--no-restart"]
         return self.command(self.run_dir(name), words, verb=("jaxres.launch", "local"), env=env)
 
     def launched(self, name: str, *overrides: str, **kwargs: Any) -> Trainer:
