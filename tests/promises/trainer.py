@@ -147,6 +147,13 @@ class Trainer:
             assert word in said, f"no {word!r} in:\n{said}"
         return said
 
+    def refused_after_restarts(self, exit: int) -> str:
+        """Waits for a typed end of a supervisor, and returns what it has said."""
+        code, said = self.ended(), self.said()
+        assert code == exit, f"exit {code}, expected {exit}\n{said}"
+        assert said.count(f"(exit {int(exit)}") == 1, said
+        return said
+
 
 @dataclass
 class Place:
