@@ -11,6 +11,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,9 +20,9 @@ from jaxres import faults, runlog, screen
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.events import AttemptRestarted, Event, EventLog, GaveUp, SupervisionEnded
-from jaxres.faults import Exit, TypedEnd
+from jaxres.faults import Exit, Fenced, StorageUnavailable, TypedEnd
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, Line
+from jaxres.runlog import Claim, Line, Record
 from jaxres.supervise import lookout, meeting, opening, remains, restart, signals
 from jaxres.supervise.attempt import Ended, say
 from jaxres.supervise.deadlines import LEAVE_SECONDS
@@ -43,6 +44,8 @@ class Run:
 
     config: RunConfig
     run_dir: RunDir
+    folder: str
+    """Identity of the run directory."""
     owner: Owner
     clock: Clock
     wakeup: int
@@ -95,6 +98,7 @@ def keep_up(
         run = Run(
             config=config,
             run_dir=run_dir,
+            folder=remains.identity(run_dir),
             owner=owner,
             clock=clock,
             wakeup=stack.enter_context(signals.as_bytes()),
@@ -140,18 +144,22 @@ def _attempt(run: Run, *, without: frozenset[int]) -> Ended:
     assert places is not None, without
     run.places, run.claim = places, None
     try:
-        cleared = remains.end(run.run_dir, run.line.claims, clock=run.clock)
-        if cleared:
-            say(f"{cleared} process(es) that an earlier attempt had left behind were ended")
+        _take(run, runlog.read_records(run.run_dir.log))
+        _clear(run, run.line.claims)
         if opening.is_done(run.run_dir, run.config):
             return Ended(Exit.DONE, "the last step is committed", True, on_record=False)
         meet = meeting.behind_one_door(run.config, run.run_dir, num_hosts=len(places))
         with meet as job:
-            return _claimed(run, job)
+            ended = _claimed(run, job)
+        with contextlib.suppress(StorageUnavailable):  # The next attempt tries again.
+            _clear(run, [run.claim] if run.claim else [])
+        return ended
     except TypedEnd as end:
         return Ended(end.exit, str(end), committed=False, on_record=False, to_be_said=True)
     finally:
-        _read_line(run)
+        with contextlib.suppress(TypedEnd, OSError):
+            records = within(opening.RECORD_SECONDS, lambda: runlog.read_records(run.run_dir.log))
+            _take(run, records or [])
 
 
 def _claimed(run: Run, job: meeting.Job) -> Ended:
@@ -167,12 +175,33 @@ def _claimed(run: Run, job: meeting.Job) -> Ended:
     return ended
 
 
-def _read_line(run: Run) -> None:
-    """Reads what the log says by now; where it does not answer, what it said before stands."""
-    with contextlib.suppress(TypedEnd, OSError):
-        records = within(opening.RECORD_SECONDS, lambda: runlog.read_records(run.run_dir.log))
-        if records is not None:
-            run.line, run.last_seq = runlog.fold(records), len(records)
+def _take(run: Run, records: Sequence[Record]) -> None:
+    """Takes in what the log says by now.
+
+    Raises:
+      Fenced: another process has claimed the run; what it has started is not ours to end.
+    """
+    line = runlog.fold(records)
+    if line.attempt > run.line.attempt and not _is_ours(line.claims[-1]):
+        raise Fenced(_overtaken(run, line.claims[-1]))
+    if line.attempt >= run.line.attempt:
+        run.line, run.last_seq = line, len(records)
+
+
+def _is_ours(claim: Claim) -> bool:
+    ours = (socket.gethostname(), os.getpid(), meeting.boot_id())
+    return (claim.host, claim.pid, claim.boot_id) == ours
+
+
+def _overtaken(run: Run, claim: Claim) -> str:
+    who = f"attempt {claim.attempt} (host {claim.host}, pid {claim.pid})"
+    return f"{run.run_dir.root}: {who} owns this run now; this process has written nothing more."
+
+
+def _clear(run: Run, claims: Sequence[Claim]) -> None:
+    """Ends what attempts have left behind."""
+    if cleared := remains.end(run.folder, claims, clock=run.clock):
+        say(f"{cleared} process(es) that an attempt had left behind were ended")
 
 
 def _outcome(run: Run, ended: Ended) -> Outcome:
@@ -241,8 +270,7 @@ def _heed(run: Run, report: lookout.Report) -> Ended | None:
         case lookout.StopAsked(path):
             return _stopped(Exit.STOPPED, str(path))
         case lookout.Overtaken(claim):
-            who = f"attempt {claim.attempt} (host {claim.host}, pid {claim.pid})"
-            reason = f"{run.run_dir.root}: {who} owns this run now; nothing more was written."
+            reason = _overtaken(run, claim)
             return Ended(Exit.FENCED, reason, committed=False, on_record=False, to_be_said=True)
         case lookout.Failed(TypedEnd() as end):
             return Ended(end.exit, str(end), committed=False, on_record=False, to_be_said=True)

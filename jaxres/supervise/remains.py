@@ -14,6 +14,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from jaxres import storage
 from jaxres.clock import Clock
 from jaxres.faults import StorageUnavailable
 from jaxres.rundir import RunDir
@@ -33,26 +34,38 @@ def adopt_orphans() -> None:
 
 def marked(env: Mapping[str, str], run_dir: RunDir, claim: Claim) -> dict[str, str]:
     """Returns the environment with the attempt's mark."""
-    return {**env, MARK: _mark(run_dir, claim)}
+    return {**env, MARK: _mark(identity(run_dir), claim)}
 
 
-def end(run_dir: RunDir, claims: Iterable[Claim], *, clock: Clock) -> int:
-    """Ends what attempts of this run have left behind on this machine; returns how many there were.
+def identity(run_dir: RunDir) -> str:
+    """Returns what stays when a run directory is moved, and is another for its copy."""
+    with storage.typed_errors(run_dir.root):
+        folder = run_dir.root.stat()
+    return f"{folder.st_dev}.{folder.st_ino}"
+
+
+def end(folder: str, claims: Iterable[Claim], *, clock: Clock) -> int:
+    """Ends what attempts have left behind on this machine; returns how many processes there were.
 
     Only for the owner of the run: none of these attempts may still be at work.
+
+    Args:
+      folder: the identity of the run directory.
+      claims: of the attempts.
+      clock: the supervisor's.
 
     Raises:
       StorageUnavailable: some can't be ended, since they hang in the kernel.
     """
-    marks = {f"{MARK}={_mark(run_dir, claim)}".encode() for claim in claims}
+    marks = {f"{MARK}={_mark(folder, claim)}".encode() for claim in claims}
     killed: set[int] = set()
     until = clock.monotonic() + GONE_SECONDS
     while left := _left(marks):
         if clock.monotonic() > until:
             named = ", ".join(map(str, sorted(left)))
             raise StorageUnavailable(
-                f"{run_dir.root}: processes of an earlier attempt are killed and not gone: they "
-                f"hang in the kernel (pid {named}), as by storage that does not answer."
+                f"processes of an earlier attempt are killed and not gone: they hang in the "
+                f"kernel (pid {named}), as where storage does not answer. Mend it."
             )
         for pid in left:
             _kill(pid, marks)
@@ -61,10 +74,9 @@ def end(run_dir: RunDir, claims: Iterable[Claim], *, clock: Clock) -> int:
     return len(killed)
 
 
-def _mark(run_dir: RunDir, claim: Claim) -> str:
+def _mark(folder: str, claim: Claim) -> str:
     """Returns what tells an attempt from all others, also from those of a copy of the run."""
-    folder = run_dir.root.stat()
-    return f"{claim.nonce}.{folder.st_dev}.{folder.st_ino}"
+    return f"{claim.nonce}.{folder}"
 
 
 def _left(marks: set[bytes]) -> set[int]:

@@ -77,7 +77,7 @@ def kill_at_random(trainer: Trainer, *, kills: int, seed: int) -> None:
         time.sleep(chance.uniform(0, 0.5))
         victim = chance.choice(sorted(trainer.workers().values()))
         os.kill(victim, signal.SIGKILL)
-        trainer.wait(lambda: attempts(trainer) > attempt, what="the next attempt")
+        wait_attempt(trainer, attempt + 1)
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -131,7 +131,7 @@ def test_progress_gives_the_budget_back(place: Place, calm: RunDir) -> None:
         wait_attempt(trainer, attempt)
         trainer.wait_commit(10 * attempt)
         trainer.kill(who="worker")
-        trainer.wait(lambda: len(decisions(trainer)) == attempt, what="another attempt")
+        wait_attempt(trainer, attempt + 1)
     assert trainer.ended() == 0, trainer.said()
     assert_bit_exact(trainer.run_dir, calm)
 
@@ -197,7 +197,7 @@ def test_nothing_of_an_attempt_is_left_when_the_next_begins(place: Place, calm: 
     wait_attempt(trainer, 2)
     assert not before & set(members(trainer.run_dir)), "left behind"
     assert trainer.ended() == 0, trainer.said()
-    assert "process(es) that an earlier attempt had left behind were ended" in trainer.said()
+    assert "process(es) that an attempt had left behind were ended" in trainer.said()
     assert_bit_exact(trainer.run_dir, calm)
     assert_nothing_left(trainer.run_dir)
 
