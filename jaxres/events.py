@@ -142,6 +142,51 @@ class RunEnded:
     message: str = ""
 
 
+@dataclass(frozen=True)
+class AttemptRestarted:
+    """A supervisor has decided that another attempt follows one that has ended."""
+
+    attempt: int
+    """The one that has ended."""
+    exit: int
+    name: str
+    culprit: int | None
+    """Host of that attempt that is the cause, where one is."""
+    step: int
+    """Newest committed step: the next attempt begins there."""
+    after_seconds: float
+    num_hosts: int
+    """Of the next attempt."""
+    without_hosts: tuple[int, ...]
+    """Places that are not used any more."""
+    budget: str
+    """What is used of which budget."""
+    reason: str
+    """Why the attempt has ended."""
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """A supervisor has decided that no other attempt follows, and a person has to look."""
+
+    attempt: int
+    exit: int
+    name: str
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class SupervisionEnded:
+    """A supervisor has ended as it should: the run is done, or was asked to stop."""
+
+    attempt: int
+    exit: int
+    name: str
+    step: int
+    reason: str
+
+
 Event = (
     PhaseChanged
     | RunOpened
@@ -156,6 +201,9 @@ Event = (
     | SampleWritten
     | Noted
     | RunEnded
+    | AttemptRestarted
+    | GaveUp
+    | SupervisionEnded
 )
 Emit = Callable[[Event], None]
 

@@ -263,13 +263,21 @@ ALL: tuple[Fault, ...] = (
         exit=Exit.PEER_LOST,
         done=True,
     ),
-    _row("crash", "host", "supervise/restart.py", "restart with backoff", exit=Exit.BUG),
+    _row(
+        "crash",
+        "host",
+        "supervise/restart.py",
+        "`launch local` restarts from the newest committed step, with backoff",
+        exit=Exit.BUG,
+        done=True,
+    ),
     _row(
         "crash_loop",
         "host",
         "supervise/restart.py",
-        "give up, say why",
+        "no new committed step, n times: give up, say why, show the end of the right log",
         exit=Exit.NO_PROGRESS,
+        done=True,
     ),
     _row(
         "zombie",

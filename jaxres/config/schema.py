@@ -293,6 +293,33 @@ class HostsSection(Section):
     """A host that has not been heard of for so long is gone. Below 5, a busy machine looks dead."""
 
 
+class RestartSection(Section):
+    max_attempts_without_commit: PositiveInt = free(5)
+    """Failures in a row (crash, exception, hang, lost host) without a new committed step, after
+    which the supervisor gives up (84). A new commit gives this and all other budgets back."""
+    backoff_seconds: NonNegativeFloat = free(1.0)
+    """Wait after the first failure; doubled by each further one without a new commit."""
+    max_backoff_seconds: NonNegativeFloat = free(60.0)
+    """Longest wait after a failure, before jitter."""
+    jitter: Fraction = free(0.25)
+    """Largest random part of a wait, as a share of it, so that jobs do not come back in step."""
+    max_preemptions_without_commit: PositiveInt = free(100)
+    """Preemptions (75) in a row without a new committed step; each is followed at once."""
+    max_storage_attempts: PositiveInt = free(20)
+    """Attempts in a row that storage may end (74) without a new committed step."""
+    storage_backoff_seconds: NonNegativeFloat = free(30.0)
+    """Wait after storage has ended an attempt; doubled by each further one."""
+    max_storage_backoff_seconds: NonNegativeFloat = free(600.0)
+    """Longest wait for storage, before jitter."""
+
+
+class LaunchSection(Section):
+    max_hours: PositiveFloat | None = free(None)
+    """Hours after which the supervisor saves and ends (84); null: no limit."""
+    max_restarts_per_1000_steps: PositiveInt | None = free(None)
+    """Restarts, for whatever cause, within 1000 committed steps; one more ends the run (84)."""
+
+
 class CompileSection(Section):
     cache_dir: Path | None = free(Path("~/.cache/jaxres/xla"))
     """Folder of JAX's persistent compilation cache; null: none."""
@@ -321,6 +348,10 @@ class RunConfig(Section):
     """How long each phase may go on without progress before the run ends as hung (80)."""
     hosts: HostsSection = HostsSection()
     """How the hosts of a job find each other, and when one counts as gone."""
+    restart: RestartSection = RestartSection()
+    """When `launch` tries again, and when it gives up."""
+    launch: LaunchSection = LaunchSection()
+    """Limits that protect a wallet."""
     compilation: CompileSection = CompileSection()
     """How steps are compiled."""
     alerts: AlertsSection = AlertsSection()

@@ -61,7 +61,8 @@ def answer(running: Attempt, number: int) -> Ended | None:
         if again and number in AT_ONCE:
             kill_groups(running.workers, clock=running.clock)
             say(f"{signal_name(number)} again: ended at once; what is committed stays")
-            return Ended(128 + number, f"{signal_name(number)} a second time", committed=False)
+            why = f"{signal_name(number)} a second time"
+            return Ended(128 + number, why, committed=False, asked=128 + number)
         stop = signals.STOPS[signal.Signals(number)]
         return ask_to_stop(running, stop, signal_name(number))
     return None

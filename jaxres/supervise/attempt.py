@@ -28,6 +28,8 @@ class Ended:
     """The host that is the cause, where one is."""
     own_word: bool = False
     """Whether its worker itself has said why."""
+    asked: int | None = None
+    """The code that the door was asked to end with, if it was."""
 
 
 @dataclass
@@ -41,6 +43,8 @@ class Attempt:
     workers: list[Worker]
     others: Led | Following | None
     """The hosts behind other doors, if there are any."""
+    until: float
+    """When the workers are asked to save and stop; inf: never."""
     asked: Exit | None = None
     hurried: bool = False
     """Whether one of AT_ONCE has come."""

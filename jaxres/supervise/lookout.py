@@ -91,6 +91,8 @@ class Lookout:
         self._beat_at = -math.inf
         self._stop_told = False
         self._closed = threading.Event()
+        self.has_answered = False
+        """Whether storage has answered a whole look."""
         self.wakeup, self._write_end = os.pipe()
         """The first: readable whenever there may be a report."""
         self._thread = threading.Thread(target=self._watch, name="jaxres-lookout", daemon=True)
@@ -135,6 +137,7 @@ class Lookout:
                 self._report(Failed(error))
                 goes_on = False
             self._looking_since = math.inf
+            self.has_answered = True
             if not goes_on or self._closed.wait(LOOK_SECONDS):
                 return
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import platform
 import secrets
@@ -24,18 +25,19 @@ from jaxres import config as configs
 from jaxres import faults, runlog, screen, storage
 from jaxres.beat import Leaving
 from jaxres.clock import Clock, SystemClock
-from jaxres.config import Loaded, RunConfig
-from jaxres.faults import ConfigError, Exit, TypedEnd, UsageError
+from jaxres.config import RunConfig
+from jaxres.faults import ConfigError, Exit, TypedEnd
 from jaxres.hosts import ALONE, Member
 from jaxres.membership import Address
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog, Stop
-from jaxres.supervise import signals
+from jaxres.supervise import remains, signals
 from jaxres.supervise.attempt import Ended
 from jaxres.supervise.meeting import Job, Meet, alone, boot_id, following, versions
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
 from jaxres.supervise.peers import Peers
+from jaxres.supervise.recorded import resolve
 from jaxres.supervise.supervisor import supervise
 
 RECORD_SECONDS = 10.0
@@ -108,29 +110,44 @@ def attempt(
     """
     loaded, run_dir = resolve(target, overrides)
     config = loaded.config
-    if _is_done(run_dir, config):
+    if is_done(run_dir, config):
         return Exit.DONE
     clock = SystemClock()
     with meet(config, run_dir) as job, Owner(run_dir, clock=clock) as owner:
         signals.hold()  # Until somebody can answer them: the attempt is to end on record.
-        records = runlog.read_records(run_dir.log)
-        claim = new_claim(config, runlog.fold(records), env=env, job=job)
-        if threads is not None:
-            _refuse_other_threads(claim, threads)
-        log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
-        _record_config(config, run_dir, claim, is_first=not runlog.fold(records).starts)
-        ended = _stop_that_was_asked(run_dir, claim)
+        log, opened = claim_next(
+            config, run_dir, job=job, owner=owner, clock=clock, env=env, threads=threads
+        )
+        ended = stop_that_was_asked(run_dir, opened.claim)
         if ended is not None:
             job.dismiss(ended.code, ended.reason)
         else:
-            last_seq = len(records) + 1
-            opened = Opened(config, run_dir, log, claim, owner, clock, last_seq, job.hosts, None)
             ended = _announced(opened, job, run)
-        if ended.on_record:
-            _put_down_in_time(log, ended, run_dir=run_dir, owner=owner)
+        put_down_in_time(log, ended, run_dir=run_dir, owner=owner)
     if ended.to_be_said:
-        _say(ended, run_dir, claim)
+        say_end(ended, run_dir, opened.claim)
     return ended.code
+
+
+def claim_next(
+    config: RunConfig,
+    run_dir: RunDir,
+    *,
+    job: Job,
+    owner: Owner,
+    clock: Clock,
+    env: Mapping[str, str],
+    threads: int | None = None,
+) -> tuple[RunLog, Opened]:
+    """Claims the run's next attempt and records its config."""
+    records = runlog.read_records(run_dir.log)
+    claim = new_claim(config, runlog.fold(records), env=env, job=job)
+    if threads is not None:
+        _refuse_other_threads(claim, threads)
+    log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
+    _record_config(config, run_dir, claim, is_first=not runlog.fold(records).starts)
+    last_seq = len(records) + 1
+    return log, Opened(config, run_dir, log, claim, owner, clock, last_seq, job.hosts, None)
 
 
 def _announced(opened: Opened, job: Job, run: Callable[[Opened], Ended]) -> Ended:
@@ -157,7 +174,7 @@ def follow(
     """Runs one host's part of an attempt that another host's door opens; returns the exit code."""
     loaded, run_dir = resolve(target, overrides)
     config = loaded.config
-    if _is_done(run_dir, config):
+    if is_done(run_dir, config):
         return Exit.DONE
     clock = SystemClock()
     with following(config, run_dir, member, address, clock=clock) as (attempt_number, peers):
@@ -179,12 +196,17 @@ def follow(
         )
     ended = _advised(ended, config, advise)
     if ended.to_be_said:
-        _say(ended, run_dir, claim)
+        say_end(ended, run_dir, claim)
     return ended.code
 
 
 def behind_a_door(
-    opened: Opened, *, env: Mapping[str, str], advise: Callable[[RunConfig, str], str]
+    opened: Opened,
+    *,
+    env: Mapping[str, str],
+    advise: Callable[[RunConfig, str], str],
+    wakeup: int | None = None,
+    until: float = math.inf,
 ) -> Ended:
     """Runs the attempt's workers of this door as processes of this machine, one a host.
 
@@ -192,6 +214,8 @@ def behind_a_door(
       opened: the attempt.
       env: the workers' environment but for what the attempt fixes.
       advise: makes the message after the kernel has killed a worker for want of memory.
+      wakeup: where signals come as bytes, if the caller takes them.
+      until: when the attempt is asked to save and stop, on its clock.
     """
     claim = opened.claim
     hosts = [Member(host, claim.num_hosts) for host in opened.hosts]
@@ -203,9 +227,11 @@ def behind_a_door(
         limits=opened.config.deadlines,
         owner=opened.owner,
         clock=opened.clock,
-        env={**env, "NPROC": str(claim.threads)},
+        env=remains.marked({**env, "NPROC": str(claim.threads)}, opened.run_dir, claim),
         num_hosts=claim.num_hosts,
         peers=opened.peers,
+        wakeup=wakeup,
+        until=until,
     )
     return _advised(ended, opened.config, advise)
 
@@ -235,8 +261,10 @@ def put_down(log: RunLog, leaving: Leaving) -> None:
         screen.tell(f"jaxres: the end could not be recorded: {error}\n")
 
 
-def _put_down_in_time(log: RunLog, ended: Ended, *, run_dir: RunDir, owner: Owner) -> None:
+def put_down_in_time(log: RunLog, ended: Ended, *, run_dir: RunDir, owner: Owner) -> None:
     """Records the end, or gives up: an end is sure whatever storage does."""
+    if not ended.on_record:
+        return
 
     def record() -> bool:
         put_down(log, Leaving(ended.code, ended.reason, ended.committed))
@@ -248,7 +276,7 @@ def _put_down_in_time(log: RunLog, ended: Ended, *, run_dir: RunDir, owner: Owne
         screen.tell(f"jaxres: the end could not be recorded: {silence}\n")
 
 
-def _say(ended: Ended, run_dir: RunDir, claim: Claim) -> None:
+def say_end(ended: Ended, run_dir: RunDir, claim: Claim) -> None:
     """Tells the person how it ended, once for all hosts; a bug with its traceback."""
     text = faults.message(ended.code, ended.reason)
     if ended.code == Exit.BUG and ended.own_word and ended.culprit is not None:
@@ -265,7 +293,7 @@ def _say(ended: Ended, run_dir: RunDir, claim: Claim) -> None:
     screen.tell(text)
 
 
-def _is_done(run_dir: RunDir, config: RunConfig) -> bool:
+def is_done(run_dir: RunDir, config: RunConfig) -> bool:
     step = runlog.fold(runlog.read_records(run_dir.log)).step
     if step < config.train.steps:
         return False
@@ -285,7 +313,7 @@ def _record_config(config: RunConfig, run_dir: RunDir, claim: Claim, *, is_first
     storage.replace(run_dir.attempt(claim.attempt) / "config.yaml", text)
 
 
-def _stop_that_was_asked(run_dir: RunDir, claim: Claim) -> Ended | None:
+def stop_that_was_asked(run_dir: RunDir, claim: Claim) -> Ended | None:
     """Honours a `stop` file that lies there already; it never bars the start after this one."""
     if not run_dir.request("stop").exists():
         return None
@@ -300,55 +328,6 @@ def _refuse_other_threads(claim: Claim, threads: int) -> None:
             f"--inline: this run computes with {claim.threads} CPU threads, this process would "
             f"with {threads}, which changes bits. Leave --inline out: the door sets the number."
         )
-
-
-def resolve(target: Path, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
-    """Returns the config and the run directory; a recorded run must have the same trajectory."""
-    if target.is_dir():
-        run_dir = RunDir(target)
-        if storage.read(run_dir.config) is None:
-            raise UsageError(
-                f"{target}: no config.yaml here, so this is not a run directory. Give a config "
-                "file (configs/quickstart.yaml) or the directory of a run."
-            )
-        loaded = configs.load_recorded(_newest_config(run_dir), overrides)
-        elsewhere = loaded.config.run.dir
-        if elsewhere is not None and elsewhere.absolute() != target.absolute():
-            raise ConfigError(
-                f"run.dir={elsewhere}: the run directory is given already, as {target}. Leave "
-                "run.dir out, or give the config file instead of the directory."
-            )
-    else:
-        loaded = configs.load(target, overrides)
-        run_dir = RunDir(configs.run_dir(loaded.config, loaded.name))
-    started = runlog.fold(runlog.read_records(run_dir.log)).starts
-    if started:
-        recorded = configs.load_recorded(_record(run_dir, started[0].attempt), ()).config
-        configs.check_same(recorded, loaded.config, run_dir.root, origins=loaded.origins)
-    return loaded, run_dir
-
-
-def _record(run_dir: RunDir, attempt: int) -> Path:
-    """Returns the config that the first attempt to start has trained with.
-
-    Its own copy, since config.yaml may be edited, or come late from an attempt that was fenced.
-    """
-    copy = run_dir.attempt(attempt) / "config.yaml"
-    for path in (copy, run_dir.config):
-        if storage.read(path) is not None:
-            return path
-    raise ConfigError(
-        f"{run_dir.root}: this run has started, and the config that it was started with is in "
-        f"neither {copy} nor {run_dir.config}. Restore one of them from a copy."
-    )
-
-
-def _newest_config(run_dir: RunDir) -> Path:
-    """Returns the config of the last attempt that trained: free keys may have changed since the
-    first, and one of an attempt that never got to train may be what is wrong with it.
-    """
-    starts = runlog.fold(runlog.read_records(run_dir.log)).starts
-    return _record(run_dir, starts[-1].attempt) if starts else run_dir.config
 
 
 def new_claim(

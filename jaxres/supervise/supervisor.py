@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import select
 import signal
@@ -52,6 +53,8 @@ def supervise(
     env: Mapping[str, str],
     num_hosts: int,
     peers: Peers | None = None,
+    wakeup: int | None = None,
+    until: float = math.inf,
 ) -> Ended:
     """Runs the workers to their end.
 
@@ -66,22 +69,18 @@ def supervise(
       env: the workers' environment.
       num_hosts: of the whole job.
       peers: the doors of the other hosts, if they have any.
+      wakeup: where signals come as bytes; None: they are taken for as long as the workers run.
+      until: when the workers are asked to save and stop, on the clock.
     """
-    with signals.as_bytes() as wakeup, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        wakeup = stack.enter_context(signals.as_bytes()) if wakeup is None else wakeup
         others = None if peers is None else _others(peers, commands, clock=clock)
-        running = Attempt(run_dir, attempt, limits, clock, [], others)
+        running = Attempt(run_dir, attempt, limits, clock, [], others, until)
         kills_before = out_of_memory_kills()
         try:
+            how = {"is_alone": num_hosts == 1, "env": env, "kills_before": kills_before}
             for host, command in sorted(commands.items()):
-                worker = spawn(
-                    command,
-                    host=host,
-                    is_alone=num_hosts == 1,
-                    env=env,
-                    kills_before=kills_before,
-                    clock=clock,
-                )
-                running.workers.append(worker)
+                running.workers.append(spawn(command, host=host, clock=clock, **how))
             watch = None
             if owner is not None:
                 watch = Lookout(
@@ -94,6 +93,8 @@ def supervise(
                 )
                 stack.enter_context(watch)
             ended = _wait(running, wakeup, watch)
+            if ended.asked is None:
+                ended = dataclasses.replace(ended, asked=running.asked)
             _tell_others(running, ended)
             return ended
         finally:
@@ -228,6 +229,8 @@ def _tick(running: Attempt, watch: Lookout | None) -> Ended | None:
         running.silence_told = is_silent
         state = "does not answer; deadlines and signals go on" if is_silent else "answers again"
         say(f"{running.run_dir.root}: storage {state} ({running.where()})")
+    if now >= running.until and running.asked is None:
+        return answers.ask_to_stop(running, Exit.STOPPED, "launch.max_hours are over")
     late = [host for host in running.hosts if host.end is None and _is_overdue(running, host, now)]
     for worker in running.running:
         if worker in late and worker.word is not None:

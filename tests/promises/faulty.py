@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import os
 import random
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxres.faults import Exit, TypedEnd
 
 VOCAB = 64
 NUM_ROWS = 2000
@@ -62,7 +65,27 @@ def eat() -> None:
     del eaten
 
 
+class Unhealthy(TypedEnd):
+    """What a guard of the hardware will say."""
+
+    exit = Exit.UNHEALTHY
+
+
+def unhealthy() -> None:
+    if jax.process_index() == 1:
+        raise Unhealthy("a device has failed, as the test has asked")
+
+
+def spawn() -> None:
+    """Starts what outlives a process group, with and without what the process has inherited."""
+    command = [sys.executable, "-c", f"import time; time.sleep({MANY_SECONDS})", os.environ["TAG"]]
+    for environment in (None, {}):
+        subprocess.Popen(command, start_new_session=True, env=environment)
+
+
 WHATS = {
+    "unhealthy": unhealthy,
+    "spawn": spawn,
     "eat": eat,
     "sleep": lambda: time.sleep(MANY_SECONDS),
     "nap": lambda: time.sleep(5),

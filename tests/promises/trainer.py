@@ -147,6 +147,13 @@ class Trainer:
             assert word in said, f"no {word!r} in:\n{said}"
         return said
 
+    def refused_after_restarts(self, exit: int) -> str:
+        """Waits for a typed end of a supervisor, and returns what it has said."""
+        code, said = self.ended(), self.said()
+        assert code == exit, f"exit {code}, expected {exit}\n{said}"
+        assert said.count(f"(exit {int(exit)}") == 1, said
+        return said
+
 
 @dataclass
 class Place:
@@ -187,12 +194,14 @@ class Place:
         self,
         name: str,
         *overrides: str,
-        hosts: int,
+        hosts: int | str,
         config: Path | None = None,
         env: dict[str, str] | None = None,
+        restart: bool = False,
     ) -> Trainer:
-        """Starts training with several workers behind one door."""
+        """Starts training with several workers behind one door, or behind a supervisor."""
         words = [*self._words(name, *overrides, config=config), "--hosts", str(hosts)]
+        words += [] if restart else ["--no-restart"]
         return self.command(self.run_dir(name), words, verb=("jaxres.launch", "local"), env=env)
 
     def launched(self, name: str, *overrides: str, **kwargs: Any) -> Trainer:

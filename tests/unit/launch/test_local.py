@@ -16,12 +16,14 @@ from tests.unit.records import CLAIM
 @pytest.mark.parametrize(
     ("words", "asked"),
     [
-        ("c.yaml --hosts 4", Asked(Path("c.yaml"), (), 4, None)),
-        ("--hosts=1 runs/a", Asked(Path("runs/a"), (), 1, None)),
+        ("c.yaml --hosts 4", Asked(Path("c.yaml"), (), 4, 4, None)),
+        ("--hosts=1 runs/a", Asked(Path("runs/a"), (), 1, 1, None)),
         (
             "c.yaml train.steps=3 --hosts 2 --devices-per-host=8 --run.seed=1",
-            Asked(Path("c.yaml"), ("train.steps=3", "--run.seed=1"), 2, 8),
+            Asked(Path("c.yaml"), ("train.steps=3", "--run.seed=1"), 2, 2, 8),
         ),
+        ("c.yaml --hosts 2..4", Asked(Path("c.yaml"), (), 2, 4, None)),
+        ("c.yaml --no-restart --hosts 2", Asked(Path("c.yaml"), (), 2, 2, None, restart=False)),
     ],
 )
 def test_words_are_read(words, asked):
@@ -37,6 +39,9 @@ def test_words_are_read(words, asked):
         ("c.yaml --hosts -1", "--hosts -1"),
         ("c.yaml --hosts=two", "--hosts two"),
         ("c.yaml --hosts 1.5", "--hosts 1.5"),
+        ("c.yaml --hosts 4..2", "--hosts 4..2"),
+        ("c.yaml --hosts 2..", "--hosts "),
+        ("c.yaml --hosts ..2", "--hosts "),
         ("c.yaml --hosts 2 --devices-per-host 0", "--devices-per-host 0"),
         ("--hosts 2", "got nothing"),
         ("a.yaml b.yaml --hosts 2", "a.yaml b.yaml"),
@@ -75,7 +80,8 @@ def test_the_attempt_is_opened_for_so_many_hosts(monkeypatch):
     opened = []
     monkeypatch.setattr(opening, "attempt", lambda *_, **given: opened.append(given) or 0)
     for num_hosts, devices in ((1, None), (3, 2)):
-        local.launch(Asked(Path("c"), (), num_hosts, devices), env={"HOME": "/"})
+        asked = Asked(Path("c"), (), num_hosts, num_hosts, devices, restart=False)
+        local.launch(asked, env={"HOME": "/"})
     alone, three = opened
     with alone["meet"](None, None) as one, three["meet"](None, None) as job:
         assert (one.num_hosts, one.hosts, one.coordinator) == (1, (0,), None)

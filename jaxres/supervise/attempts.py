@@ -1,0 +1,318 @@
+"""Attempt after attempt, until the run is done or `restart` says that no other is to follow.
+
+One process owns the run directory for all of them, also in between: it beats, answers signals and
+looks for requests while it waits. Every attempt is a claim of its own with a port of its own, and
+nothing that an earlier one has started is left when it is claimed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from jaxres import faults, runlog, screen
+from jaxres.clock import Clock
+from jaxres.config import RunConfig
+from jaxres.events import AttemptRestarted, Event, EventLog, GaveUp, SupervisionEnded
+from jaxres.faults import Exit, Fenced, StorageUnavailable, TypedEnd
+from jaxres.rundir import RunDir
+from jaxres.runlog import Claim, Line, Record
+from jaxres.supervise import lookout, meeting, opening, remains, restart, signals
+from jaxres.supervise.attempt import Ended, say
+from jaxres.supervise.deadlines import LEAVE_SECONDS
+from jaxres.supervise.last_words import exit_name, last_words
+from jaxres.supervise.lookout import Lookout
+from jaxres.supervise.owner import Owner
+from jaxres.supervise.patience import within
+from jaxres.supervise.restart import Again, GiveUp, Outcome, Policy
+
+TICK_SECONDS = 0.25
+LOOK_SECONDS = 0.02
+"""Between looks whether storage has answered yet."""
+GOOD = (Exit.DONE, Exit.PREEMPTED, Exit.STOPPED)
+
+
+@dataclass
+class Run:
+    """What the supervisor knows of its run; owned by `keep_up`."""
+
+    config: RunConfig
+    run_dir: RunDir
+    folder: str
+    """Identity of the run directory."""
+    owner: Owner
+    clock: Clock
+    wakeup: int
+    """Where signals come as bytes."""
+    policy: Policy
+    emit: Callable[[Event], None]
+    train: Callable[..., Ended]
+    """Runs an opened attempt."""
+    env: Mapping[str, str]
+    line: Line
+    """The newest that could be read."""
+    last_seq: int
+    first_step: int
+    """Newest committed step when the supervisor began."""
+    claim: Claim | None = None
+    """Of the newest attempt of this supervisor."""
+    places: tuple[int, ...] = ()
+    """Of that attempt's hosts."""
+    history: list[Outcome] = field(default_factory=list)
+
+
+def keep_up(
+    config: RunConfig,
+    run_dir: RunDir,
+    *,
+    policy: Policy,
+    train: Callable[..., Ended],
+    env: Mapping[str, str],
+    clock: Clock,
+    listeners: Sequence[Callable[[Event], None]] = (),
+) -> int:
+    """Supervises the run to its end, and returns the exit code.
+
+    Args:
+      config: of every attempt.
+      run_dir: the run's, which has no owner that lives.
+      policy: when to go on.
+      train: runs an opened attempt to its end; is given `env`, `wakeup` and `until`.
+      env: the environment that attempts are to have.
+      clock: the supervisor's.
+      listeners: are told what is decided, right after it has been written.
+    """
+    remains.adopt_orphans()
+    with contextlib.ExitStack() as stack:
+        owner = stack.enter_context(Owner(run_dir, clock=clock))
+        records = runlog.read_records(run_dir.log)
+        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=listeners)
+        stack.push(lambda *_: within(opening.RECORD_SECONDS, log.__exit__))
+        line = runlog.fold(records)
+        run = Run(
+            config=config,
+            run_dir=run_dir,
+            folder=remains.identity(run_dir),
+            owner=owner,
+            clock=clock,
+            wakeup=stack.enter_context(signals.as_bytes()),
+            policy=policy,
+            emit=partial(_emit_in_time, log),
+            train=train,
+            env=env,
+            line=line,
+            last_seq=len(records),
+            first_step=line.step,
+        )
+        return _attempts(run)
+
+
+def _emit_in_time(log: EventLog, event: Event) -> None:
+    """Writes an event, or goes on without: storage that hangs holds up nobody."""
+
+    def emitted() -> bool:
+        log.emit(event)
+        return True
+
+    if within(opening.RECORD_SECONDS, emitted) is None:
+        say("the event could not be written: storage does not answer")
+
+
+def _attempts(run: Run) -> int:
+    """Makes attempts until one of them is the last."""
+    ended = _attempt(run, without=frozenset())
+    while True:
+        run.history.append(_outcome(run, ended))
+        decision = restart.decide(run.history, run.clock.monotonic(), run.policy)
+        if isinstance(decision, GiveUp):
+            return _leave(run, ended, decision.exit, decision.reason)
+        if ended.asked is not None:
+            return _leave(run, ended, ended.asked, f"asked to stop; {ended.reason}")
+        _tell_of_restart(run, ended, decision)
+        ended = _pause(run, decision.after_seconds) or _attempt(run, without=decision.without_hosts)
+
+
+def _attempt(run: Run, *, without: frozenset[int]) -> Ended:
+    """Makes one attempt; what keeps it from beginning is an end too."""
+    places = restart.hosts(run.policy, without)
+    assert places is not None, without
+    run.places, run.claim = places, None
+    try:
+        _take(run, runlog.read_records(run.run_dir.log))
+        _clear(run, run.line.claims)
+        if opening.is_done(run.run_dir, run.config):
+            return Ended(Exit.DONE, "the last step is committed", True, on_record=False)
+        meet = meeting.behind_one_door(run.config, run.run_dir, num_hosts=len(places))
+        with meet as job:
+            ended = _claimed(run, job)
+        with contextlib.suppress(StorageUnavailable):  # The next attempt tries again.
+            _clear(run, [run.claim] if run.claim else [])
+        return ended
+    except TypedEnd as end:
+        return Ended(end.exit, str(end), committed=False, on_record=False, to_be_said=True)
+    finally:
+        with contextlib.suppress(TypedEnd, OSError):
+            records = within(opening.RECORD_SECONDS, lambda: runlog.read_records(run.run_dir.log))
+            _take(run, records or [])
+
+
+def _claimed(run: Run, job: meeting.Job) -> Ended:
+    log, opened = opening.claim_next(
+        run.config, run.run_dir, job=job, owner=run.owner, clock=run.clock, env=run.env
+    )
+    run.claim = opened.claim
+    ended = opening.stop_that_was_asked(run.run_dir, opened.claim)
+    if ended is None:
+        until = restart.ends_at(run.policy)
+        ended = run.train(opened, env=run.env, wakeup=run.wakeup, until=until)
+    opening.put_down_in_time(log, ended, run_dir=run.run_dir, owner=run.owner)
+    return ended
+
+
+def _take(run: Run, records: Sequence[Record]) -> None:
+    """Takes in what the log says by now.
+
+    Raises:
+      Fenced: another process has claimed the run; what it has started is not ours to end.
+    """
+    line = runlog.fold(records)
+    if line.attempt > run.line.attempt and not _is_ours(line.claims[-1]):
+        raise Fenced(_overtaken(run, line.claims[-1]))
+    if line.attempt >= run.line.attempt:
+        run.line, run.last_seq = line, len(records)
+
+
+def _is_ours(claim: Claim) -> bool:
+    ours = (socket.gethostname(), os.getpid(), meeting.boot_id())
+    return (claim.host, claim.pid, claim.boot_id) == ours
+
+
+def _overtaken(run: Run, claim: Claim) -> str:
+    who = f"attempt {claim.attempt} (host {claim.host}, pid {claim.pid})"
+    return f"{run.run_dir.root}: {who} owns this run now; this process has written nothing more."
+
+
+def _clear(run: Run, claims: Sequence[Claim]) -> None:
+    """Ends what attempts have left behind."""
+    if cleared := remains.end(run.folder, claims, clock=run.clock):
+        say(f"{cleared} process(es) that an attempt had left behind were ended")
+
+
+def _outcome(run: Run, ended: Ended) -> Outcome:
+    before = run.history[-1].step_after if run.history else run.first_step
+    culprit = None if ended.culprit is None else run.places[ended.culprit]
+    now = run.clock.monotonic()
+    return Outcome(ended.code, ended.reason, before, max(before, run.line.step), now, culprit)
+
+
+def _pause(run: Run, seconds: float) -> Ended | None:
+    """Waits until it is time and storage answers; returns how all ends, if it does meanwhile."""
+    began = run.clock.monotonic()
+    watch = Lookout(
+        run.run_dir,
+        attempt=run.line.attempt,
+        last_seq=run.last_seq,
+        owner=run.owner,
+        clock=run.clock,
+        step=lambda: run.line.step,
+    )
+    patience = seconds + run.policy.restart.max_storage_backoff_seconds + LEAVE_SECONDS
+    with watch:
+        while True:
+            left = began + seconds - run.clock.monotonic()
+            tick = min(TICK_SECONDS, max(LOOK_SECONDS, left))
+            select.select([run.wakeup, watch.wakeup], [], [], tick)
+            for number in _pending(run.wakeup):
+                if (ended := _answer(number)) is not None:
+                    return ended
+            for report in watch.reports():
+                if (ended := _heed(run, report)) is not None:
+                    return ended
+            now = run.clock.monotonic()
+            if now >= began + seconds and watch.has_answered:
+                return None
+            if now >= restart.ends_at(run.policy):
+                return Ended(Exit.STOPPED, "no attempt was running", committed=False)
+            if now >= began + patience:
+                reason = f"{run.run_dir.root}: storage has not answered for {now - began:.0f} s"
+                return Ended(Exit.STORAGE, reason, committed=False, to_be_said=True)
+
+
+def _pending(wakeup: int) -> bytes:
+    with contextlib.suppress(BlockingIOError):
+        return os.read(wakeup, 4096)
+    return b""
+
+
+def _answer(number: int) -> Ended | None:
+    """Answers a signal while no attempt runs."""
+    if number == signal.SIGTSTP:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if number not in signals.STOPS:
+        return None
+    code, name = signals.STOPS[signal.Signals(number)], signal.Signals(number).name
+    return _stopped(code, name)
+
+
+def _stopped(code: Exit, why: str) -> Ended:
+    reason = f"{why} between two attempts: nothing new to save"
+    return Ended(code, reason, committed=False, asked=code, to_be_said=True)
+
+
+def _heed(run: Run, report: lookout.Report) -> Ended | None:
+    match report:
+        case lookout.StopAsked(path):
+            return _stopped(Exit.STOPPED, str(path))
+        case lookout.Overtaken(claim):
+            reason = _overtaken(run, claim)
+            return Ended(Exit.FENCED, reason, committed=False, on_record=False, to_be_said=True)
+        case lookout.Failed(TypedEnd() as end):
+            return Ended(end.exit, str(end), committed=False, on_record=False, to_be_said=True)
+        case lookout.Failed(error):
+            raise error
+        case lookout.SaveAsked():
+            say("save asked for, but nothing runs: the next attempt goes on from the last commit")
+    return None
+
+
+def _tell_of_restart(run: Run, ended: Ended, decision: Again) -> None:
+    number, step = run.line.attempt, run.line.step
+    hosts = len(restart.hosts(run.policy, decision.without_hosts) or ())
+    run.emit(
+        AttemptRestarted(
+            attempt=number,
+            exit=ended.code,
+            name=exit_name(ended.code),
+            culprit=ended.culprit,
+            step=step,
+            after_seconds=decision.after_seconds,
+            num_hosts=hosts,
+            without_hosts=tuple(sorted(decision.without_hosts)),
+            budget=decision.reason,
+            reason=ended.reason,
+        )
+    )
+    excluded = f" with {hosts} host(s)" if decision.without_hosts else ""
+    say(f"attempt {number} ended: {ended.reason} ({ended.code} {exit_name(ended.code)})")
+    say(f"again from step {step}{excluded} in {decision.after_seconds:.1f} s ({decision.reason})")
+
+
+def _leave(run: Run, ended: Ended, code: int, reason: str) -> int:
+    """Puts the supervisor's own end down, and tells the person why and what to do."""
+    kind = SupervisionEnded if code in GOOD else GaveUp
+    if code != Exit.FENCED:
+        run.emit(kind(run.line.attempt, code, exit_name(code), run.line.step, reason))
+    if code != ended.code or (run.claim is None and ended.to_be_said):
+        screen.flush()
+        screen.tell(faults.message(code, reason))
+    elif run.claim is not None and ended.to_be_said:
+        opening.say_end(ended, run.run_dir, run.claim)
+    if kind is GaveUp:
+        screen.tell(last_words(run.run_dir, run.line.attempt, ended, code=code))
+    return code

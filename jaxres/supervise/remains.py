@@ -1,0 +1,130 @@
+"""Sees to it that nothing which an attempt has started outlives it: also children of children.
+
+Two nets. Every process of an attempt has its mark in the environment, made of the nonce in the
+attempt's claim, so that a later supervisor, too, finds exactly those. And while a supervisor lives,
+orphans come to it, so that whatever descends from it after an attempt is a remainder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from jaxres import storage
+from jaxres.clock import Clock
+from jaxres.faults import StorageUnavailable
+from jaxres.rundir import RunDir
+from jaxres.runlog import Claim
+
+MARK = "JAXRES_ATTEMPT"
+PR_SET_CHILD_SUBREAPER = 36
+GONE_SECONDS = 10.0
+"""Longest wait until killed processes are gone: one that hangs in the kernel may never be."""
+LOOK_SECONDS = 0.01
+
+
+def adopt_orphans() -> None:
+    """From now on, whoever descends from this process and loses its parent becomes its child."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def marked(env: Mapping[str, str], run_dir: RunDir, claim: Claim) -> dict[str, str]:
+    """Returns the environment with the attempt's mark."""
+    return {**env, MARK: _mark(identity(run_dir), claim)}
+
+
+def identity(run_dir: RunDir) -> str:
+    """Returns what stays when a run directory is moved, and is another for its copy."""
+    with storage.typed_errors(run_dir.root):
+        folder = run_dir.root.stat()
+    return f"{folder.st_dev}.{folder.st_ino}"
+
+
+def end(folder: str, claims: Iterable[Claim], *, clock: Clock) -> int:
+    """Ends what attempts have left behind on this machine; returns how many processes there were.
+
+    Only for the owner of the run: none of these attempts may still be at work.
+
+    Args:
+      folder: the identity of the run directory.
+      claims: of the attempts.
+      clock: the supervisor's.
+
+    Raises:
+      StorageUnavailable: some can't be ended, since they hang in the kernel.
+    """
+    marks = {f"{MARK}={_mark(folder, claim)}".encode() for claim in claims}
+    killed: set[int] = set()
+    until = clock.monotonic() + GONE_SECONDS
+    while left := _left(marks):
+        if clock.monotonic() > until:
+            named = ", ".join(map(str, sorted(left)))
+            raise StorageUnavailable(
+                f"processes of an earlier attempt are killed and not gone: they hang in the "
+                f"kernel (pid {named}), as where storage does not answer. Mend it."
+            )
+        for pid in left:
+            _kill(pid, marks)
+        killed |= left
+        clock.sleep(LOOK_SECONDS)
+    return len(killed)
+
+
+def _mark(folder: str, claim: Claim) -> str:
+    """Returns what tells an attempt from all others, also from those of a copy of the run."""
+    return f"{claim.nonce}.{folder}"
+
+
+def _left(marks: set[bytes]) -> set[int]:
+    """Returns those who bear a mark or descend from this process, without the dead."""
+    found, parents = set[int](), dict[int, int]()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state in "ZX":
+                _bury(int(entry.name), int(parent))
+                continue
+            parents[int(entry.name)] = int(parent)
+            if _bears(int(entry.name), marks):
+                found.add(int(entry.name))
+    return found | {pid for pid in parents if _descends(pid, parents)}
+
+
+def _bury(pid: int, parent: int) -> None:
+    """Takes leave of a dead child that was adopted, so that it does not stay in the table."""
+    if parent == os.getpid():
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _bears(pid: int, marks: set[bytes]) -> bool:
+    with contextlib.suppress(OSError):
+        return not marks.isdisjoint(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    return False
+
+
+def _descends(pid: int, parents: Mapping[int, int]) -> bool:
+    """Whether a process descends from this one, as far as the table of parents tells."""
+    for _ in parents:
+        pid = parents.get(pid, 0)
+        if pid == os.getpid():
+            return True
+    return False
+
+
+def _kill(pid: int, marks: set[bytes]) -> None:
+    """Kills a process; one that has got its number meanwhile is left alone."""
+    with contextlib.suppress(OSError):
+        held = os.pidfd_open(pid)
+        try:
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if _bears(pid, marks) or parent == os.getpid():
+                signal.pidfd_send_signal(held, signal.SIGKILL)
+        finally:
+            os.close(held)
