@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -300,3 +305,33 @@ def test_a_supervisors_events_are_told(tmp_path):
     )
     assert first["reason"] == "host 1 was ended (failure 1 of 5)"
     assert first["next"] == "attempt 3 from step 40 in 1 s"
+
+
+@pytest.mark.parametrize(("asked", "waits"), [("7", 7.0), ("99999", 300.0), ("soon", 0.0)])
+def test_a_target_that_wants_to_be_left_alone_says_for_how_long(asked: str, waits: float):
+    with served(429, Retry_After=asked) as hook:
+        answer = webhook.post(hook.url, {}, key="k")
+    assert (answer.may_be_repeated, answer.wait_seconds) == (True, waits)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")
+def test_a_server_whose_certificate_nobody_vouches_for_gets_no_word(tmp_path):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    words = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate}"
+    subprocess.run([*words.split(), "-subj", "/CN=127.0.0.1"], check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    heard: list[bytes] = []
+
+    def listen(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError), listening.accept()[0] as raw:
+            heard.append(tls.wrap_socket(raw, server_side=True).recv(100))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=listen, args=[listening])
+        thread.start()
+        url = f"https://127.0.0.1:{listening.getsockname()[1]}/{SECRET}"
+        answer = webhook.post(url, {}, key="k")
+        thread.join()
+    assert heard == []
+    assert (answer.is_delivered, answer.words) == (False, "SSLCertVerificationError")
