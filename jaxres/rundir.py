@@ -35,11 +35,6 @@ class RunDir:
         """What targets of alerts have been told, by all supervisors one after the other."""
         return self.root / "alerts.jsonl"
 
-    @property
-    def supervisor_events(self) -> Path:
-        """What the supervisor of all attempts has decided."""
-        return self.root / "events-supervisor.jsonl"
-
     def request(self, name: str) -> Path:
         """A person's request: `stop` or `save`."""
         return self.root / name
@@ -53,6 +48,11 @@ class RunDir:
     def tensorboard(self) -> Path:
         """The folder of TensorBoard's event files, one an attempt."""
         return self.root / "tensorboard"
+
+    @property
+    def supervisor_events(self) -> Path:
+        """What a supervisor has decided, over all attempts."""
+        return self.root / "events-supervisor.jsonl"
 
     def attempt(self, attempt: int) -> Path:
         """The folder of one attempt."""

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from jaxres.config import yaml12
-from jaxres.config.fields import ROOT, Leaf, Slot, is_free, kinds, leaves
+from jaxres.config.fields import ITEMS, ROOT, Leaf, Slot, is_free, kinds, leaves
 from jaxres.config.problems import show
 from jaxres.config.schema import RunConfig, Section
 
@@ -68,7 +68,7 @@ def _heading(leaf: Leaf, last: tuple[str, ...] | None) -> Iterator[str]:
 def _choice(key: str, kind: str) -> str:
     slot: Slot | None = ROOT
     for part in key.split("."):
-        slot = slot.child(part) if slot else None
+        slot = slot.child(part.removesuffix(ITEMS)) if slot else None
     assert slot is not None
     others = [name for name in kinds(slot) if name != kind]
     default = " (default)" if kind == slot.default_kind else ""

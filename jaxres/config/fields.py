@@ -50,8 +50,7 @@ class Slot:
 
     def child(self, key: str) -> Slot | None:
         """Returns what may stand at a key of any of these sections; None for an unknown key."""
-        name = key.removesuffix(ITEMS)
-        infos = [s.model_fields[name] for s in self.sections if name in s.model_fields]
+        infos = [s.model_fields[key] for s in self.sections if key in s.model_fields]
         return slot_of(infos[0]) if infos else None
 
 

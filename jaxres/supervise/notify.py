@@ -92,7 +92,10 @@ def without_secrets(section: AlertsSection, env: Mapping[str, str]) -> dict[str,
 
 
 class Alerts:
-    """Tells every target of incidents until closed; a context manager."""
+    """Tells every target of incidents until closed; a context manager.
+
+    To be entered by who owns the run: it takes up what a predecessor could not deliver.
+    """
 
     def __init__(
         self,
@@ -221,7 +224,8 @@ class Outlet:
     def join(self, seconds: float) -> int:
         """Waits for the thread, and returns how many incidents are not delivered."""
         self._thread.join(timeout=seconds)
-        return len(self._ledger.waiting) + self._lost
+        untaken = sum(one is not None for one in list(self._queue.queue))
+        return len(self._ledger.waiting) + untaken + self._lost
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # All are the main one's.
