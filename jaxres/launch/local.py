@@ -12,7 +12,8 @@ from jaxres import topology
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.faults import Exit, UsageError
-from jaxres.supervise import opening
+from jaxres.supervise import notify, opening
+from jaxres.supervise.attempt import say
 from jaxres.supervise.attempts import keep_up
 from jaxres.supervise.meeting import behind_one_door
 from jaxres.supervise.recorded import resolve
@@ -119,7 +120,10 @@ def launch(asked: Asked, *, env: Mapping[str, str]) -> int:
         began=clock.monotonic(),
         seed=secrets.randbits(32),
     )
-    return keep_up(config, run_dir, policy=policy, train=train, env=env, clock=clock)
+    targets = notify.resolve(config.alerts, env=env)
+    alerts = notify.Alerts(targets, run_dir, section=config.alerts, clock=clock, say=say)
+    env = notify.without_secrets(config.alerts, env)
+    return keep_up(config, run_dir, policy=policy, train=train, env=env, clock=clock, alerts=alerts)
 
 
 def _fitting(asked: Asked, config: RunConfig, env: Mapping[str, str]) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from jaxres.supervise.attempt import Ended, say
 from jaxres.supervise.deadlines import LEAVE_SECONDS
 from jaxres.supervise.last_words import exit_name, last_words
 from jaxres.supervise.lookout import Lookout
+from jaxres.supervise.notify import Alerts
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
 from jaxres.supervise.restart import Again, GiveUp, Outcome, Policy
@@ -75,7 +76,7 @@ def keep_up(
     train: Callable[..., Ended],
     env: Mapping[str, str],
     clock: Clock,
-    listeners: Sequence[Callable[[Event], None]] = (),
+    alerts: Alerts,
 ) -> int:
     """Supervises the run to its end, and returns the exit code.
 
@@ -86,13 +87,15 @@ def keep_up(
       train: runs an opened attempt to its end; is given `env`, `wakeup` and `until`.
       env: the environment that attempts are to have.
       clock: the supervisor's.
-      listeners: are told what is decided, right after it has been written.
+      alerts: are told what is decided; entered once the run is owned, since who is refused may
+        neither write nor tell anything.
     """
     remains.adopt_orphans()
     with contextlib.ExitStack() as stack:
         owner = stack.enter_context(Owner(run_dir, clock=clock))
+        stack.enter_context(alerts)
         records = runlog.read_records(run_dir.log)
-        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=listeners)
+        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.hear])
         stack.push(lambda *_: within(opening.RECORD_SECONDS, log.__exit__))
         line = runlog.fold(records)
         run = Run(
