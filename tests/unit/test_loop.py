@@ -5,14 +5,16 @@ from collections import deque
 import numpy as np
 import pytest
 
-from jaxres.faults import Continue, Exit, Stop, fault
+from jaxres.faults import Continue, Exit, Stop, StorageUnavailable, fault
 from jaxres.guards import Guard
 from jaxres.guards.divergence import stop_on_nonfinite
 from jaxres.hosts import Alone
+from jaxres.runlog import Record, fold
 from jaxres.state import Progress, TrainState
 from jaxres.train.agreement import OwnWord
-from jaxres.train.loop import LAG, Agenda, Due, Feed, Flight, Run, look, settle
+from jaxres.train.loop import LAG, Agenda, Due, Feed, Flight, Run, _same_line, look, settle
 from jaxres.train.requests import Requests
+from tests.unit.records import CLAIM
 
 AGENDA = Agenda(steps=20, save_every_steps=8, evaluate_every_steps=5)
 
@@ -316,3 +318,37 @@ def test_too_many_failed_saves_stop_the_run_and_a_stop_that_was_asked_for_goes_b
     assert look(run, progress, flight, drain=False)[1] == full
     requests._stop = Exit.PREEMPTED
     assert look(run, progress, flight, drain=False)[1] == TERMED
+
+
+class LateLog(FakeLog):
+    """A log of which this host sees more at every look."""
+
+    folder = "run/log"
+
+    def __init__(self, *seen):
+        self.seen = list(seen)
+
+    def records(self):
+        return RECORDS[: self.seen.pop(0) if len(self.seen) > 1 else self.seen[0]]
+
+
+class Follower(Alone):
+    def same(self, topic, decide, *, seconds):
+        return "2"
+
+
+RECORDS = [Record(seq, 1, 0.0, CLAIM) for seq in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("seen", [(0, 1, 2), (2,), (3,), (1, 3)])
+def test_a_follower_goes_by_the_records_that_the_lead_has_read(seen):
+    run, _ = fake_run(log=LateLog(*seen), peers=Follower())
+    assert _same_line(run) == fold(RECORDS[:2])
+
+
+def test_a_follower_that_never_sees_them_says_which_storage():
+    run, _ = fake_run(log=LateLog(1), peers=Follower())
+    with pytest.raises(
+        StorageUnavailable, match=r"run/log: host 0 has read 2 records.* only 1 after"
+    ):
+        _same_line(run)

@@ -12,7 +12,7 @@ from jaxres import runlog, storage
 from jaxres.checkpoint import arrays, retention, store
 from jaxres.events import Noted, SaveCommitted, SaveFailed, SaveStarted, StepsPruned
 from jaxres.faults import Continue, Exit, Stop, StorageUnavailable
-from jaxres.hosts import Alone
+from jaxres.hosts import Alone, Member
 from jaxres.rundir import RunDir
 from tests.promises.mounts import Namespace
 from tests.unit.checkpoint.conftest import claimed, like, progress, state
@@ -354,3 +354,21 @@ def test_what_another_host_could_not_write_is_told_and_its_row_of_failures_ends(
         try_save(checkpoints, 16)
         assert checkpoints.why_not_committed == ""
     assert commits(place) == [16]
+
+
+@pytest.mark.parametrize(("word", "counts"), [(store.COUNTS, True), ("host 0: full", False)])
+def test_a_step_counts_on_a_follower_when_the_lead_says_so(place, word, counts):
+    class Follower(Alone):
+        member = Member(host=1, num_hosts=2)
+
+        def same(self, topic, decide, *, seconds):
+            return word if topic.startswith("saved/") else store.BEGIN
+
+    place.run_dir.checkpoints.mkdir()
+    checkpoints = place.checkpoints()
+    checkpoints._peers = Follower()
+    with checkpoints:
+        try_save(checkpoints, 8)
+        assert checkpoints.committed_step == (8 if counts else 0)
+        assert checkpoints.why_not_committed == ("" if counts else "host 0: full")
+    assert commits(place) == [], "only the lead writes the log"
