@@ -292,6 +292,21 @@ def test_an_unhealthy_host_is_left_out(place: Place, calm_pair: RunDir) -> None:
     ]
 
 
+def test_a_log_that_is_away_is_waited_for_and_never_begun_anew(place: Place, calm: RunDir) -> None:
+    trainer = start(place, "restart.storage_backoff_seconds=1", PACE="0.002")
+    trainer.wait_commit(20)
+    log = trainer.run_dir.log
+    log.rename(log.with_name("away"))
+    trainer.kill(who="worker")
+    trainer.wait(lambda: len(decisions(trainer)) == 2, what="two decisions")
+    assert not log.exists()
+    log.with_name("away").rename(log)
+    assert trainer.ended() == 0, trainer.said()
+    codes = [event["exit"] for event in decisions(trainer)]
+    assert codes == [128 + signal.SIGKILL] + [Exit.STORAGE] * (len(codes) - 1)
+    assert_bit_exact(trainer.run_dir, calm)
+
+
 def test_hours_that_are_over_save_and_end(place: Place) -> None:
     trainer = start(place, "launch.max_hours=0.003", PACE="0.02")
     said = trainer.refused_after_restarts(Exit.NO_PROGRESS)
