@@ -11,7 +11,8 @@ USAGE = """\
 usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
 
   train CONFIG.yaml|RUN_DIR [section.field=value ...]   start a run, or go on with it
-  launch local CONFIG.yaml|RUN_DIR ... --hosts N        the same with N workers on this machine
+  launch local CONFIG.yaml|RUN_DIR ... --hosts N        the same with N workers on this machine; one
+      that falls comes back by itself
   status RUN_DIR                                        how far it is, and what happened last
   history RUN_DIR [--json]                              the one history over all attempts
   checkpoints list RUN_DIR [--json]                     the steps that are committed

@@ -187,6 +187,20 @@ def test_a_stopped_worker_is_hung_and_comes_back(place: Place, calm: RunDir) -> 
     assert_bit_exact(trainer.run_dir, calm)
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_stopped_worker_of_two_is_lost_and_comes_back(
+    place: Place, calm_pair: RunDir, host: int
+) -> None:
+    trainer = start(place, "hosts.heartbeat_seconds=5", hosts=2)
+    trainer.wait_step(13)
+    os.kill(trainer.workers()[host], signal.SIGSTOP)
+    assert trainer.ended() == 0, trainer.said()
+    told = [(event["exit"], event["culprit"]) for event in decisions(trainer)]
+    assert told == [(Exit.PEER_LOST, host)]
+    assert_bit_exact(trainer.run_dir, calm_pair)
+
+
 def test_nothing_of_an_attempt_is_left_when_the_next_begins(place: Place, calm: RunDir) -> None:
     tag = str(place.run_dir("run").root)
     trainer = start(place, FAULT="build:1:spawn", TAG=tag)
