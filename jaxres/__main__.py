@@ -11,7 +11,8 @@ USAGE = """\
 usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
 
   train CONFIG.yaml|RUN_DIR [section.field=value ...]   start a run, or go on with it
-  launch local CONFIG.yaml|RUN_DIR ... --hosts N        the same with N workers on this machine
+  launch local CONFIG.yaml|RUN_DIR ... --hosts N        the same with N workers on this machine; one
+      that falls comes back by itself
   status RUN_DIR [--json] [--watch]                     how far it is, what happened, what is next;
       exit 0: running, restarting or done; 1: down, the same command goes on; 3: needs a person.
       --watch: looks for 3 s whether it lives, where the clocks of two machines may differ

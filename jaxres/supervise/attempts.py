@@ -8,6 +8,7 @@ nothing that an earlier one has started is left when it is claimed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import signal
@@ -162,14 +163,16 @@ def _attempt(run: Run, *, without: frozenset[int]) -> Ended:
     finally:
         with contextlib.suppress(TypedEnd, OSError):
             records = within(opening.RECORD_SECONDS, lambda: runlog.read_records(run.run_dir.log))
-            _take(run, records or [])
+            if records is not None:
+                _take(run, records)
 
 
 def _claimed(run: Run, job: meeting.Job) -> Ended:
     log, opened = opening.claim_next(
         run.config, run.run_dir, job=job, owner=run.owner, clock=run.clock, env=run.env
     )
-    run.claim = opened.claim
+    run.claim, run.last_seq = opened.claim, opened.last_seq
+    run.line = dataclasses.replace(run.line, claims=(*run.line.claims, opened.claim))
     ended = opening.stop_that_was_asked(run.run_dir, opened.claim)
     if ended is None:
         until = restart.ends_at(run.policy)
@@ -183,12 +186,15 @@ def _take(run: Run, records: Sequence[Record]) -> None:
 
     Raises:
       Fenced: another process has claimed the run; what it has started is not ours to end.
+      StorageUnavailable: the log is away, which is no empty log.
     """
     line = runlog.fold(records)
     if line.attempt > run.line.attempt and not _is_ours(line.claims[-1]):
         raise Fenced(_overtaken(run, line.claims[-1]))
-    if line.attempt >= run.line.attempt:
-        run.line, run.last_seq = line, len(records)
+    if len(records) < run.last_seq:
+        gone = f"{run.run_dir.log}: {run.last_seq} records were here, now {len(records)} are"
+        raise StorageUnavailable(f"{gone}. Bring the folder back; nothing was changed.")
+    run.line, run.last_seq = line, len(records)
 
 
 def _is_ours(claim: Claim) -> bool:

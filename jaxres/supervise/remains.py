@@ -25,6 +25,8 @@ PR_SET_CHILD_SUBREAPER = 36
 GONE_SECONDS = 10.0
 """Longest wait until killed processes are gone: one that hangs in the kernel may never be."""
 LOOK_SECONDS = 0.01
+MOST_AT_ONCE = 100
+"""Orphans that are buried at once; the others wait for the next time."""
 
 
 def adopt_orphans() -> None:
@@ -35,6 +37,22 @@ def adopt_orphans() -> None:
 def marked(env: Mapping[str, str], run_dir: RunDir, claim: Claim) -> dict[str, str]:
     """Returns the environment with the attempt's mark."""
     return {**env, MARK: _mark(identity(run_dir), claim)}
+
+
+def bury(workers: Iterable[int]) -> None:
+    """Takes leave of adopted orphans that have ended, so that none stays in the process table.
+
+    Args:
+      workers: pids of the children whose ends somebody else waits for.
+    """
+    waited_for = set(workers)
+    for _ in range(MOST_AT_ONCE):
+        with contextlib.suppress(ChildProcessError):
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is not None and found.si_pid not in waited_for:
+                os.waitpid(found.si_pid, os.WNOHANG)
+                continue
+        return
 
 
 def identity(run_dir: RunDir) -> str:

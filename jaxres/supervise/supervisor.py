@@ -20,7 +20,7 @@ from jaxres.clock import Clock
 from jaxres.config.schema import DeadlinesSection
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
-from jaxres.supervise import answers, blame, signals
+from jaxres.supervise import answers, blame, remains, signals
 from jaxres.supervise.attempt import Attempt, Ended, say
 from jaxres.supervise.blame import End, Known
 from jaxres.supervise.deadlines import LEAVE_SECONDS, limit_seconds, overdue_seconds
@@ -224,6 +224,7 @@ def _tick(running: Attempt, watch: Lookout | None) -> Ended | None:
     if now - running.ticked_at < TICK_SECONDS:
         return None  # A finished step has woken us.
     running.ticked_at = now
+    remains.bury(worker.process.pid for worker in running.workers)
     is_silent = watch is not None and watch.silent_seconds(now=now) > SILENT_SECONDS
     if is_silent != running.silence_told:
         running.silence_told = is_silent

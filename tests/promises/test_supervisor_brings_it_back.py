@@ -187,6 +187,20 @@ def test_a_stopped_worker_is_hung_and_comes_back(place: Place, calm: RunDir) -> 
     assert_bit_exact(trainer.run_dir, calm)
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_stopped_worker_of_two_is_lost_and_comes_back(
+    place: Place, calm_pair: RunDir, host: int
+) -> None:
+    trainer = start(place, "hosts.heartbeat_seconds=5", hosts=2)
+    trainer.wait_step(13)
+    os.kill(trainer.workers()[host], signal.SIGSTOP)
+    assert trainer.ended() == 0, trainer.said()
+    told = [(event["exit"], event["culprit"]) for event in decisions(trainer)]
+    assert told == [(Exit.PEER_LOST, host)]
+    assert_bit_exact(trainer.run_dir, calm_pair)
+
+
 def test_nothing_of_an_attempt_is_left_when_the_next_begins(place: Place, calm: RunDir) -> None:
     tag = str(place.run_dir("run").root)
     trainer = start(place, FAULT="build:1:spawn", TAG=tag)
@@ -290,6 +304,21 @@ def test_an_unhealthy_host_is_left_out(place: Place, calm_pair: RunDir) -> None:
     assert [row["samples"] for row in rows_of(trainer.run_dir)] == [
         row["samples"] for row in rows_of(calm_pair)
     ]
+
+
+def test_a_log_that_is_away_is_waited_for_and_never_begun_anew(place: Place, calm: RunDir) -> None:
+    trainer = start(place, "restart.storage_backoff_seconds=1", PACE="0.002")
+    trainer.wait_commit(20)
+    log = trainer.run_dir.log
+    log.rename(log.with_name("away"))
+    trainer.kill(who="worker")
+    trainer.wait(lambda: len(decisions(trainer)) == 2, what="two decisions")
+    assert not log.exists()
+    log.with_name("away").rename(log)
+    assert trainer.ended() == 0, trainer.said()
+    codes = [event["exit"] for event in decisions(trainer)]
+    assert codes == [128 + signal.SIGKILL] + [Exit.STORAGE] * (len(codes) - 1)
+    assert_bit_exact(trainer.run_dir, calm)
 
 
 def test_hours_that_are_over_save_and_end(place: Place) -> None:

@@ -1,0 +1,133 @@
+"""Promises of the time between two attempts: who is overtaken, and what storage does meanwhile."""
+
+import dataclasses
+import os
+import signal
+import socket
+
+import pytest
+
+from jaxres import runlog
+from jaxres.clock import SystemClock
+from jaxres.config.schema import LaunchSection, RestartSection
+from jaxres.faults import Exit, Fenced, StorageUnavailable
+from jaxres.rundir import RunDir
+from jaxres.runlog import Record
+from jaxres.supervise import attempts, lookout
+from jaxres.supervise.attempts import Run
+from jaxres.supervise.meeting import boot_id
+from jaxres.supervise.owner import Owner
+from jaxres.supervise.restart import Policy
+from tests.unit.records import CLAIM
+
+OURS = dataclasses.replace(
+    CLAIM, attempt=1, host=socket.gethostname(), pid=os.getpid(), boot_id=boot_id()
+)
+HEIR = dataclasses.replace(OURS, attempt=2, pid=os.getpid() + 1)
+
+
+def write(run_dir, claim):
+    seq = claim.attempt
+    path = run_dir.log / f"{seq:08d}.json"
+    path.write_bytes(Record(seq, claim.attempt, 0.0, claim).encode())
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A supervisor between its first attempt and the next."""
+    monkeypatch.setattr(lookout, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lookout, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(attempts, "LEAVE_SECONDS", 0.0)
+    run_dir, clock = RunDir(tmp_path), SystemClock()
+    run_dir.log.mkdir()
+    run_dir.attempt(1).mkdir(parents=True)
+    write(run_dir, OURS)
+    limits = RestartSection(max_storage_backoff_seconds=1.0)
+    policy = Policy(limits, LaunchSection(), (1,), began=clock.monotonic(), seed=1)
+    wakeup, write_end = os.pipe()
+    os.set_blocking(wakeup, False)
+    with Owner(run_dir, clock=clock) as owner:
+        run = Run(
+            config=None,  # type: ignore[arg-type]
+            run_dir=run_dir,
+            folder="",
+            owner=owner,
+            clock=clock,
+            wakeup=wakeup,
+            policy=policy,
+            emit=lambda event: None,
+            train=lambda opened: None,  # type: ignore[arg-type, return-value]
+            env={},
+            line=runlog.fold([]),
+            last_seq=0,
+            first_step=0,
+        )
+        attempts._take(run, runlog.read_records(run_dir.log))
+        run.signal = lambda number: os.write(write_end, bytes([number]))  # type: ignore[attr-defined]
+        yield run
+    os.close(wakeup)
+    os.close(write_end)
+
+
+def test_another_owners_claim_is_not_taken_for_ours(run):
+    write(run.run_dir, HEIR)
+    with pytest.raises(Fenced, match=f"attempt 2 .*pid {HEIR.pid}.* owns this run now"):
+        attempts._take(run, runlog.read_records(run.run_dir.log))
+    assert run.line.claims == (OURS,), "what the heir has started is not ours to end"
+
+
+def test_a_claim_of_ours_that_failed_on_its_way_is_ours(run):
+    write(run.run_dir, dataclasses.replace(OURS, attempt=2))
+    attempts._take(run, runlog.read_records(run.run_dir.log))
+    assert run.line.attempt == 2
+
+
+def test_a_log_that_is_away_is_no_empty_log(run):
+    with pytest.raises(StorageUnavailable, match="1 records were here, now 0 are"):
+        attempts._take(run, [])
+    assert run.line.attempt == 1
+
+
+def test_a_pause_ends_in_time(run):
+    since = run.clock.monotonic()
+    assert attempts._pause(run, 0.3) is None
+    assert 0.3 <= run.clock.monotonic() - since < 2
+
+
+def test_who_is_overtaken_in_a_pause_ends_and_writes_nothing(run):
+    write(run.run_dir, HEIR)
+    ended = attempts._pause(run, 20)
+    assert (ended.code, ended.on_record) == (Exit.FENCED, False)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 76)],
+)
+def test_a_signal_ends_a_pause_at_once(run, number, code):
+    run.signal(number)
+    since = run.clock.monotonic()
+    ended = attempts._pause(run, 20)
+    assert (ended.code, ended.asked) == (code, code)
+    assert run.clock.monotonic() - since < 2
+
+
+def test_other_signals_end_no_pause(run):
+    run.signal(signal.SIGUSR1)
+    run.signal(signal.SIGUSR2)
+    assert attempts._pause(run, 0.1) is None
+
+
+def test_storage_that_hangs_lets_no_attempt_begin_and_keeps_no_signal_waiting(run):
+    os.mkfifo(run.run_dir.log / "00000002.json")
+    ended = attempts._pause(run, 0.0)
+    assert ended.code == Exit.STORAGE
+    assert "storage has not answered for" in ended.reason
+    run.signal(signal.SIGTERM)
+    assert attempts._pause(run, 0.0).code == 75
+
+
+def test_hours_that_are_over_end_a_pause(run):
+    limits = LaunchSection(max_hours=0.1 / 3600)
+    run.policy = dataclasses.replace(run.policy, launch=limits, began=run.clock.monotonic())
+    assert attempts._pause(run, 20).code == Exit.STOPPED

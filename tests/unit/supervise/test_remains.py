@@ -1,0 +1,91 @@
+"""Promises of what attempts leave behind: exactly that is ended, and nothing that only looks so."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxres.rundir import RunDir
+from jaxres.supervise import remains
+from tests.unit.records import CLAIM
+
+ROOT = Path(__file__).parents[3]
+SLEEP = [sys.executable, "-I", "-S", "-c", "import time; print(flush=True); time.sleep(600)"]
+
+
+@pytest.fixture
+def sleeper():
+    """Starts processes that are this one's children, so that only their marks speak against."""
+    started = []
+
+    def start(mark):
+        env = os.environ | ({remains.MARK: mark} if mark else {})
+        process = subprocess.Popen(SLEEP, stdout=subprocess.PIPE, env=env, start_new_session=True)
+        started.append(process)
+        process.stdout.readline()
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def supervisor(code):
+    """Runs code in a process of its own: `end` ends whatever descends from it."""
+    given = "from jaxres.supervise import remains; from jaxres.clock import SystemClock; "
+    given += "from tests.unit.records import CLAIM; import os, subprocess, sys, time; "
+    found = subprocess.run(
+        [sys.executable, "-c", given + code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
+
+
+def test_exactly_those_that_bear_the_mark_are_ended(sleeper):
+    marked = sleeper(f"{CLAIM.nonce}.1.2")
+    others = [
+        sleeper(f"{CLAIM.nonce}.1.3"),  # A copy of the run directory has the same claims.
+        sleeper(f"other{CLAIM.nonce}.1.2"),
+        sleeper(f"{CLAIM.nonce}.1.22"),
+        sleeper(None),
+    ]
+    assert supervisor("print(remains.end('1.2', [CLAIM], clock=SystemClock()))") == "1"
+    assert marked.wait(timeout=5) == -9
+    assert [other.poll() for other in others] == [None] * 4
+
+
+def test_orphans_without_a_mark_are_ended_while_their_supervisor_lives():
+    orphan = "['sh', '-c', 'env -i setsid sleep 600 > /dev/null & echo $!']"
+    code = f"remains.adopt_orphans(); pid = subprocess.check_output({orphan}).decode().strip(); "
+    code += "print(pid, remains.end('1.2', [], clock=SystemClock()))"
+    pid, number = supervisor(code).split()
+    assert number == "1"
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_dead_orphans_are_buried_and_workers_left_to_who_waits_for_them():
+    code = "remains.adopt_orphans(); "
+    code += "subprocess.run(['sh', '-c', 'sleep 0.1 & sleep 0.1 & exit 0']); "
+    code += "time.sleep(0.5); worker = subprocess.Popen(['false']); time.sleep(0.3); "
+    code += "remains.bury([worker.pid]); print(worker.wait(), "
+    code += "open(f'/proc/self/task/{os.getpid()}/children').read())"
+    assert supervisor(code) == "1"
+
+
+def test_a_moved_run_keeps_its_identity_and_a_copy_has_its_own(tmp_path):
+    first = tmp_path / "first"
+    first.mkdir()
+    known = remains.identity(RunDir(first))
+    moved = first.rename(tmp_path / "moved")
+    assert remains.identity(RunDir(moved)) == known
+    (tmp_path / "copy").mkdir()
+    assert remains.identity(RunDir(tmp_path / "copy")) != known
