@@ -13,6 +13,7 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -80,7 +81,9 @@ def work(
             leaving = told.leaving
         except TypedEnd as end:
             if end.exit == Exit.HUNG:
-                os.kill(os.getpid(), signal.SIGUSR1)  # Stacks of all threads.
+                path = run_dir.stacks(claim.attempt, member.host)
+                with contextlib.suppress(OSError), path.open("a") as stacks:
+                    faulthandler.dump_traceback(stacks, all_threads=True)
             leaving, told = Leaving(end.exit, str(end), committed=False), None
         if beat is not None:
             beat.leaving(leaving)
@@ -172,6 +175,13 @@ def _die_with(parent: int) -> None:
         os._exit(Exit.BUG)
 
 
+def _dump_at(stacks: IO[str]) -> None:
+    """Dumps the stacks of all threads whenever SIGUSR1 comes."""
+    while True:
+        signal.sigwait([signal.SIGUSR1])
+        faulthandler.dump_traceback(stacks, all_threads=True)
+
+
 def catch_bugs(
     run_dir: RunDir,
     attempt: int,
@@ -182,15 +192,17 @@ def catch_bugs(
 ) -> None:
     """Sees to it that stacks and tracebacks land in the attempt's folder and nothing outlives them.
 
-    SIGUSR1 dumps the stacks of all threads by a C handler, which needs no free interpreter. An
-    exception that nobody has caught ends the process at once: an ordinary exit may wait minutes
-    for other threads and hosts. `say` tells a person; None: the door does.
+    SIGUSR1 dumps the stacks of all threads by a thread that holds the interpreter meanwhile: a C
+    handler reads what other threads change, and has crashed a healthy run. Where nobody gets the
+    interpreter any more the door follows up with SIGABRT, which the C handler takes. An exception
+    that nobody has caught ends the process at once: an ordinary exit may wait minutes for other
+    threads and hosts. `say` tells a person; None: the door does.
     """
     storage.make_dir(run_dir.attempt(attempt))
     stacks: IO[str] = run_dir.stacks(attempt, member.host).open("a")
     faulthandler.enable(stacks, all_threads=True)
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # The door has blocked it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # In every thread that follows.
+    threading.Thread(target=_dump_at, args=(stacks,), name="jaxres-stacks", daemon=True).start()
 
     def leave_as_bug(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -242,6 +243,19 @@ def test_sigusr1_dumps_stacks_and_training_goes_on(place: Place, calm: RunDir, w
     )
     assert trainer.ended() == 0, trainer.said()
     assert str(stacks) in trainer.said()
+    assert_bit_exact(trainer.run_dir, calm)
+
+
+def test_sigusr1_many_times_harms_no_training(place: Place, calm: RunDir) -> None:
+    trainer = place.start("run", config=FAULTY, env=PACED)
+    trainer.wait_step(1)
+    asked = 0
+    while trainer.process.poll() is None and asked < 3000:
+        with contextlib.suppress(ProcessLookupError):
+            trainer.kill(signal.SIGUSR1, who="worker")
+        asked += 1
+    assert trainer.ended() == 0, trainer.said()
+    assert trainer.run_dir.stacks(1, 0).read_text().count("Current thread") > 10
     assert_bit_exact(trainer.run_dir, calm)
 
 
