@@ -266,6 +266,18 @@ def test_a_stop_while_it_waits_is_answered_at_once(place: Place, how: str) -> No
     assert_nothing_left(trainer.run_dir)
 
 
+def test_a_second_signal_ends_at_once_and_nothing_follows(place: Place) -> None:
+    trainer = start(place, PACE="0.2")
+    trainer.wait_step(1)
+    trainer.kill(signal.SIGTERM, who="door")
+    trainer.wait_word("saving after the present step")
+    trainer.kill(signal.SIGTERM, who="door")
+    assert trainer.ended(seconds=20) == 128 + signal.SIGTERM, trainer.said()
+    assert attempts(trainer) == 1
+    assert not decisions(trainer, "GaveUp")
+    assert_nothing_left(trainer.run_dir)
+
+
 def test_a_stop_while_it_trains_is_kept_and_not_tried_again(place: Place, calm: RunDir) -> None:
     trainer = start(place)
     trainer.wait_step(13)
