@@ -137,7 +137,8 @@ def _attempts(run: Run) -> int:
         if isinstance(decision, GiveUp):
             return _leave(run, ended, decision.exit, decision.reason)
         if ended.asked is not None:
-            return _leave(run, ended, ended.asked, f"asked to stop; {ended.reason}")
+            why = "" if ended.asked == ended.code else "asked to stop, then "
+            return _leave(run, ended, ended.asked, f"{why}{ended.reason}")
         _tell_of_restart(run, ended, decision)
         ended = _pause(run, decision.after_seconds) or _attempt(run, without=decision.without_hosts)
 
@@ -314,14 +315,16 @@ def _tell_of_restart(run: Run, ended: Ended, decision: Again) -> None:
 
 def _leave(run: Run, ended: Ended, code: int, reason: str) -> int:
     """Puts the supervisor's own end down, and tells the person why and what to do."""
-    kind = SupervisionEnded if code in GOOD else GaveUp
+    as_asked = code in GOOD or code == ended.asked
+    kind = SupervisionEnded if as_asked else GaveUp
     if code != Exit.FENCED:
         run.emit(kind(run.line.attempt, code, exit_name(code), run.line.step, reason))
-    if code != ended.code or (run.claim is None and ended.to_be_said):
+    is_the_attempts = (code, reason) == (ended.code, ended.reason)
+    if not is_the_attempts or (run.claim is None and ended.to_be_said):
         screen.flush()
         screen.tell(faults.message(code, reason))
-    elif run.claim is not None and ended.to_be_said:
+    elif ended.to_be_said and run.claim is not None:
         opening.say_end(ended, run.run_dir, run.claim)
-    if kind is GaveUp:
+    if not as_asked:
         screen.tell(last_words(run.run_dir, run.line.attempt, ended, code=code))
     return code

@@ -19,14 +19,12 @@ REMEDIES = {
     Exit.PREEMPTED: "look why the machine is taken back before a step is committed",
     Exit.PEER_LOST: "look at the host named and at the network between the hosts",
     Exit.HUNG: "look at the stacks; if that is no hang, raise the phase's limit (deadlines.*)",
-    Exit.DIVERGED: "lower the learning rate or look at the rows, then start a new run",
     Exit.UNHEALTHY: "take the host named out of service, or mend it",
     Exit.OUT_OF_MEMORY: "change one of the settings named",
-    Exit.UNRESTORABLE: "restore the checkpoint from a copy, or start a new run",
 }
 """By what has ended the last attempt."""
 AFTER_A_CRASH = "look what ends the worker: its output, the kernel's log (dmesg)"
-SAID_ALREADY = (Exit.CONFIG, Exit.USAGE, Exit.FENCED)
+SAID_ALREADY = (Exit.CONFIG, Exit.USAGE, Exit.FENCED, Exit.DIVERGED, Exit.UNRESTORABLE)
 """Ends whose message has its own remedy."""
 
 
@@ -43,8 +41,7 @@ def last_words(run_dir: RunDir, attempt: int, ended: Ended, *, code: int) -> str
         return ""
     remedy = REMEDIES.get(Exit(ended.code), "") if ended.code in set(Exit) else AFTER_A_CRASH
     words = [f"what to do: {remedy}; then start the same command again\n"] if remedy else []
-    traceback_is_shown = code == Exit.BUG
-    if not traceback_is_shown and (found := _log(run_dir, attempt, ended)) is not None:
+    if (found := _log(run_dir, attempt, ended)) is not None:
         path, lines = found
         shown = lines[-TAIL_LINES:]
         words.append(f"the last {len(shown)} of {len(lines)} lines of {path}:\n")

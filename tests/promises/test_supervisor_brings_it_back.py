@@ -126,7 +126,7 @@ def test_one_that_fails_at_once_every_time_is_given_up(place: Place) -> None:
 
 def test_progress_gives_the_budget_back(place: Place, calm: RunDir) -> None:
     """Three failures with a budget of two: each of them has committed something new before."""
-    trainer = start(place, "restart.max_attempts_without_commit=2")
+    trainer = start(place, "restart.max_attempts_without_commit=2", PACE="0.003")
     for attempt in (1, 2, 3):
         wait_attempt(trainer, attempt)
         trainer.wait_commit(10 * attempt)
@@ -266,6 +266,18 @@ def test_a_stop_while_it_waits_is_answered_at_once(place: Place, how: str) -> No
     assert_nothing_left(trainer.run_dir)
 
 
+def test_a_second_signal_ends_at_once_and_nothing_follows(place: Place) -> None:
+    trainer = start(place, PACE="0.05")
+    trainer.wait_step(1)
+    trainer.kill(signal.SIGTERM, who="door")
+    trainer.wait_word("saving after the present step")
+    trainer.kill(signal.SIGTERM, who="door")
+    assert trainer.ended(seconds=20) == 128 + signal.SIGTERM, trainer.said()
+    assert attempts(trainer) == 1
+    assert not decisions(trainer, "GaveUp")
+    assert_nothing_left(trainer.run_dir)
+
+
 def test_a_stop_while_it_trains_is_kept_and_not_tried_again(place: Place, calm: RunDir) -> None:
     trainer = start(place)
     trainer.wait_step(13)
@@ -285,7 +297,7 @@ def test_a_suspended_supervisor_recovers_nothing_and_a_second_one_is_refused(
     trainer = start(place, *limits, PACE="0.01")
     trainer.wait_step(13)
     trainer.kill(signal.SIGSTOP, who="door")
-    time.sleep(7)
+    time.sleep(5)
     trainer.kill(signal.SIGCONT, who="door")
     second = start(place)
     second.refused(Exit.FENCED, f"pid {trainer.process.pid}")

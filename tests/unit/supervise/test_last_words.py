@@ -43,6 +43,6 @@ def test_a_log_that_is_not_there_is_not_spoken_of(run_dir):
     assert "lines of" not in last_words(run_dir, 3, ended, code=Exit.NO_PROGRESS)
 
 
-@pytest.mark.parametrize("code", [Exit.CONFIG, Exit.USAGE, Exit.FENCED])
+@pytest.mark.parametrize("code", [Exit.CONFIG, Exit.DIVERGED, Exit.FENCED])
 def test_a_message_with_its_own_remedy_gets_no_other(run_dir, code):
     assert last_words(run_dir, 3, Ended(code, "why", committed=False), code=code) == ""
