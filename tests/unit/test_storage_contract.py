@@ -1,0 +1,131 @@
+"""What run log, claims and manifests rely on, whatever holds the bytes: every storage must pass.
+
+So far there is one, a local folder. A bucket comes as one more entry of STORAGES.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxres import storage
+
+STORAGES: dict[str, Callable[[Path], Path]] = {"local": lambda folder: folder / "run"}
+WRITERS = 6
+SIZE_BYTES = 300_000
+"""More than one write takes."""
+
+CREATE = """
+import sys, time
+from pathlib import Path
+from jaxres import storage
+place, begin = Path(sys.argv[1]), float(sys.argv[3])
+body = sys.argv[2].encode() * int(sys.argv[4])
+won = []
+for number in range(int(sys.argv[5])):
+    time.sleep(max(0.0, begin + 0.02 * number - time.time()))
+    if storage.create(place / f"{number:08d}.json", body):
+        won.append(number)
+print(*won)
+"""
+REPLACE = """
+import sys
+from itertools import count
+from pathlib import Path
+from jaxres import storage
+print("ready", flush=True)
+for number in count():
+    storage.replace(Path(sys.argv[1]), str(number % 10).encode() * int(sys.argv[2]))
+"""
+
+
+@pytest.fixture(params=STORAGES)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    found = STORAGES[request.param](tmp_path)
+    storage.make_dir(found)
+    return found
+
+
+def started(script: str, *words: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", script, *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def is_whole(body: bytes | None) -> bool:
+    return body is not None and len(body) == SIZE_BYTES and len(set(body)) == 1
+
+
+def test_what_was_never_written_reads_as_nothing(place: Path) -> None:
+    assert storage.read(place / "absent") is None
+    assert storage.list_names(place) == []
+
+
+def test_what_was_written_reads_back_and_keeps_its_first_content(place: Path) -> None:
+    assert storage.create(place / "claim", b"first")
+    assert not storage.create(place / "claim", b"second")
+    assert storage.read(place / "claim") == b"first"
+    storage.replace(place / "claim", b"third, and longer")
+    storage.replace(place / "claim", b"4th")
+    assert storage.read(place / "claim") == b"4th", "no tail of what was longer"
+
+
+def test_of_many_processes_exactly_one_creates_each_name(place: Path) -> None:
+    rounds, begin = 40, time.time() + 1.0
+    racers = [started(CREATE, place, name, begin, 1000, rounds) for name in "abcdef"[:WRITERS]]
+    won = [racer.communicate(timeout=60)[0].split() for racer in racers]
+    winners = {number: racer for racer, numbers in enumerate(won) for number in numbers}
+    assert sum(len(numbers) for numbers in won) == len(winners) == rounds, "two have won one name"
+    names = storage.list_names(place)
+    assert names == [f"{number:08d}.json" for number in range(rounds)]
+    for number, name in enumerate(names):
+        assert storage.read(place / name) == "abcdef"[winners[str(number)]].encode() * 1000
+
+
+def test_a_name_that_was_created_when_its_writer_was_killed_is_whole(place: Path) -> None:
+    chance, cut = random.Random(3), 0
+    for attempt in range(6):
+        folder = place / f"attempt{attempt}"
+        storage.make_dir(folder)
+        writer = started(CREATE, folder, "x", 0, SIZE_BYTES, 100_000)
+        while not storage.list_names(folder):
+            assert writer.poll() is None
+        time.sleep(chance.uniform(0, 0.05))
+        writer.kill()
+        assert writer.wait() == -signal.SIGKILL
+        writer.communicate()
+        names = storage.list_names(folder)
+        cut += len(names)
+        assert all(is_whole(storage.read(folder / name)) for name in names)
+    assert cut > 6, "the kills came before anything was written"
+
+
+def test_a_reader_sees_one_version_or_the_next_and_a_kill_leaves_one(place: Path) -> None:
+    path = place / "owner"
+    storage.replace(path, b"9" * SIZE_BYTES)
+    for _ in range(4):
+        writer = started(REPLACE, path, SIZE_BYTES)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        seen = {storage.read(path) for _ in range(60)}
+        writer.kill()
+        writer.communicate()
+        assert all(is_whole(body) for body in seen)
+        assert is_whole(storage.read(path))
+    storage.delete_temporaries(place)
+    assert storage.list_names(place) == ["owner"]
+
+
+def test_a_tree_that_was_deleted_is_gone_by_name_and_its_neighbours_stay(place: Path) -> None:
+    for step in ("00000008-0001", "00000016-0001"):
+        storage.make_dir(place / step / "arrays")
+        storage.replace(place / step / "arrays" / "d", b"x")
+    storage.delete_tree(place / "00000008-0001")
+    assert storage.list_names(place) == ["00000016-0001"]
+    assert storage.read(place / "00000016-0001" / "arrays" / "d") == b"x"
