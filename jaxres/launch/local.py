@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxres import topology
+from jaxres.alerts import notify
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.faults import Exit, UsageError
-from jaxres.supervise import notify, opening
+from jaxres.supervise import opening
 from jaxres.supervise.attempt import say
 from jaxres.supervise.attempts import keep_up
 from jaxres.supervise.meeting import behind_one_door

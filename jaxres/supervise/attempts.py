@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxres import faults, runlog, screen
+from jaxres.alerts.notify import Alerts
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.events import AttemptRestarted, Event, EventLog, GaveUp, SupervisionEnded
@@ -29,7 +30,6 @@ from jaxres.supervise.attempt import Ended, say
 from jaxres.supervise.deadlines import LEAVE_SECONDS
 from jaxres.supervise.last_words import exit_name, last_words
 from jaxres.supervise.lookout import Lookout
-from jaxres.supervise.notify import Alerts
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
 from jaxres.supervise.restart import Again, GiveUp, Outcome, Policy

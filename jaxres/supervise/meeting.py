@@ -22,15 +22,15 @@ from jaxres import config as configs
 from jaxres import runlog, storage
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
+from jaxres.doors.peers import Peers
+from jaxres.doors.rollcall import SEE_SECONDS, Follower, Lead
+from jaxres.doors.wire import reserve_port
+from jaxres.doors.words import Announcement, Farewell, Hello, fields_of
 from jaxres.hosts import Member
 from jaxres.membership import Address
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim
 from jaxres.supervise import port
-from jaxres.supervise.peers import Peers
-from jaxres.supervise.rollcall import SEE_SECONDS, Follower, Lead
-from jaxres.supervise.wire import reserve_port
-from jaxres.supervise.words import Announcement, Farewell, Hello, fields_of
 
 
 def _nobody(claim: Claim) -> None:

@@ -26,6 +26,7 @@ from jaxres import faults, runlog, screen, storage
 from jaxres.beat import Leaving
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
+from jaxres.doors.peers import Peers
 from jaxres.faults import ConfigError, Exit, TypedEnd
 from jaxres.hosts import ALONE, Member
 from jaxres.membership import Address
@@ -36,7 +37,6 @@ from jaxres.supervise.attempt import Ended
 from jaxres.supervise.meeting import Job, Meet, alone, boot_id, following, versions
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
-from jaxres.supervise.peers import Peers
 from jaxres.supervise.recorded import resolve
 from jaxres.supervise.supervisor import supervise
 

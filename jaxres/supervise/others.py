@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxres.beat import EnteredPhase, FinishedStep
+from jaxres.doors import words
+from jaxres.doors.peers import Peers
 from jaxres.faults import Exit
-from jaxres.supervise import words
 from jaxres.supervise.blame import GOOD, Blame, End, Known
 from jaxres.supervise.deadlines import Watch
-from jaxres.supervise.peers import Peers
 
 LEAD = 0
 

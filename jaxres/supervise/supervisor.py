@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 
 from jaxres.clock import Clock
 from jaxres.config.schema import DeadlinesSection
+from jaxres.doors.peers import Peers
+from jaxres.doors.words import Verdict
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from jaxres.supervise import answers, blame, remains, signals
@@ -28,9 +30,7 @@ from jaxres.supervise.kernel import out_of_memory_kills
 from jaxres.supervise.lookout import Lookout
 from jaxres.supervise.others import LEAD, Following, Led, Remote
 from jaxres.supervise.owner import Owner
-from jaxres.supervise.peers import Peers
 from jaxres.supervise.process import Worker, kill_groups, spawn, wait_for
-from jaxres.supervise.words import Verdict
 
 TICK_SECONDS = 0.25
 SLEPT_SECONDS = 2.0

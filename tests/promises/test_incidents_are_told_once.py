@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxres.faults import Exit
 from tests.promises.trainer import FAULTY, PACED, Place
-from tests.unit.supervise.hooks import served
+from tests.unit.alerts.hooks import served
 
 TARGETS = "alerts.targets=[{kind: generic, url_env: HOOK}, {kind: slack, url_env: DEAD}]"
 SECRET = "s3cret-token"

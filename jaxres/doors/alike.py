@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxres.supervise.words import Hello
+from jaxres.doors.words import Hello
 
 MANY = 5
 """No more differences or hosts than this in one message."""

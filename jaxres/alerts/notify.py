@@ -18,16 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxres import runlog, storage
+from jaxres.alerts import incidents, ledger, webhook
+from jaxres.alerts.commits import Commits
+from jaxres.alerts.incidents import ALWAYS_TOLD, Incident
+from jaxres.alerts.ledger import Ledger
 from jaxres.clock import Clock
 from jaxres.config.alerts import AlertsSection, AlertTarget, PagerdutyTarget, variable
 from jaxres.events import read_json_lines
 from jaxres.faults import ConfigError, TypedEnd
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim
-from jaxres.supervise import incidents, ledger, webhook
-from jaxres.supervise.commits import Commits
-from jaxres.supervise.incidents import ALWAYS_TOLD, Incident
-from jaxres.supervise.ledger import Ledger
 
 MAX_QUEUED = 1000
 """Incidents that wait for the thread; more than that only come while storage hangs."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxres.supervise.incidents import ALWAYS_TOLD, RESOLVES, Incident
+from jaxres.alerts.incidents import ALWAYS_TOLD, RESOLVES, Incident
 
 HOUR_SECONDS = 3600.0
 State = Literal["told", "delivered", "left_out"]

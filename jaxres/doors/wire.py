@@ -11,9 +11,9 @@ import socket
 import struct
 
 from jaxres.clock import Clock
+from jaxres.doors.words import MAX_BYTES, NoWord, Word, decode, encode
 from jaxres.faults import ConfigError
 from jaxres.membership import Address
-from jaxres.supervise.words import MAX_BYTES, NoWord, Word, decode, encode
 
 MAX_UNSENT_BYTES = 1 << 20
 MAX_READS = 16

@@ -13,12 +13,10 @@ from types import TracebackType
 
 from jaxres import faults
 from jaxres.clock import Clock
-from jaxres.faults import ConfigError, Exit, PeerLost, TypedEnd
-from jaxres.membership import Address
-from jaxres.supervise.alike import complaint, differences, few, hosts, not_shared, who
-from jaxres.supervise.peers import DOUBT_SECONDS, HELLO_SECONDS, Peers
-from jaxres.supervise.wire import Wire, connect, listen
-from jaxres.supervise.words import (
+from jaxres.doors.alike import complaint, differences, few, hosts, not_shared, who
+from jaxres.doors.peers import DOUBT_SECONDS, HELLO_SECONDS, Peers
+from jaxres.doors.wire import Wire, connect, listen
+from jaxres.doors.words import (
     Announcement,
     Farewell,
     Gathered,
@@ -30,6 +28,8 @@ from jaxres.supervise.words import (
     Welcome,
     Word,
 )
+from jaxres.faults import ConfigError, Exit, PeerLost, TypedEnd
+from jaxres.membership import Address
 
 LOOK_SECONDS = 0.25
 RETRY_SECONDS = 0.2

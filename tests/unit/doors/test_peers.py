@@ -8,10 +8,9 @@ import time
 
 import pytest
 
-from jaxres.membership import Address
-from jaxres.supervise.peers import Awake, Peers
-from jaxres.supervise.wire import MAX_UNSENT_BYTES, Wire
-from jaxres.supervise.words import (
+from jaxres.doors.peers import Awake, Peers
+from jaxres.doors.wire import MAX_UNSENT_BYTES, Wire
+from jaxres.doors.words import (
     MAX_BYTES,
     Farewell,
     Go,
@@ -27,7 +26,8 @@ from jaxres.supervise.words import (
     encode,
     fields_of,
 )
-from tests.unit.supervise.doors import (
+from jaxres.membership import Address
+from tests.unit.doors.doors import (
     ATTEMPT,
     CLOCK,
     door,

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 from jaxres.clock import SystemClock
+from jaxres.doors.rollcall import Follower, Lead
+from jaxres.doors.words import Announcement, Farewell, Hello, Here, Lost, Over, Verdict
 from jaxres.faults import TypedEnd
 from jaxres.membership import Address
-from jaxres.supervise.rollcall import Follower, Lead
-from jaxres.supervise.words import Announcement, Farewell, Hello, Here, Lost, Over, Verdict
 
 CLOCK = SystemClock()
 LIMITS = {"join_seconds": 20.0, "heartbeat_seconds": 10.0, "clock": CLOCK}
@@ -93,7 +93,7 @@ def hear(peers, kind, *, seconds=10.0, beat=None):
 def door(address, said, **limits):
     """Starts a follower's door as a process; it prints a line when it is started and at its end."""
     words = json.dumps([address.host, address.port, asdict(said), limits])
-    command = [sys.executable, "-m", "tests.unit.supervise.doors", words]
+    command = [sys.executable, "-m", "tests.unit.doors.doors", words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield process

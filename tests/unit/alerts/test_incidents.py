@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxres.alerts import ledger
+from jaxres.alerts.commits import CommitWatch
+from jaxres.alerts.incidents import Incident, Kind, key, messages
+from jaxres.alerts.ledger import Ledger
 from jaxres.config.alerts import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
-from jaxres.supervise import ledger
-from jaxres.supervise.commits import CommitWatch
-from jaxres.supervise.incidents import Incident, Kind, key, messages
-from jaxres.supervise.ledger import Ledger
 
 FALL = Incident(
     kind="gave_up",

@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 
+from jaxres.alerts import webhook
+from jaxres.alerts.incidents import Incident, Kind
+from jaxres.alerts.notify import CLOSE_SECONDS, Alerts, resolve, without_secrets
 from jaxres.clock import SystemClock
 from jaxres.config.alerts import AlertsSection, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.faults import ConfigError
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit, RunLog
-from jaxres.supervise import webhook
-from jaxres.supervise.incidents import Incident, Kind
-from jaxres.supervise.notify import CLOSE_SECONDS, Alerts, resolve, without_secrets
+from tests.unit.alerts.hooks import Hook, served
 from tests.unit.records import CLAIM
-from tests.unit.supervise.hooks import Hook, served
 
 SECRET = "s3cret-token"
 

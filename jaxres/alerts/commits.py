@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from jaxres import runlog
+from jaxres.alerts.incidents import Incident, Kind
 from jaxres.clock import Clock
 from jaxres.faults import TypedEnd
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit, Record
-from jaxres.supervise.incidents import Incident, Kind
 
 LOOK_SECONDS = 30.0
 """Between looks for a new commit."""

@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 
+from jaxres.doors import peers as peers_module
+from jaxres.doors import rollcall, wire
+from jaxres.doors.rollcall import Follower
+from jaxres.doors.wire import connect, reserve_port
+from jaxres.doors.words import MAX_BYTES, Lost, Verdict, encode
 from jaxres.faults import ConfigError, Exit, Fenced, PeerLost, Preempted, Stopped, TypedEnd
 from jaxres.membership import Address
-from jaxres.supervise import peers as peers_module
-from jaxres.supervise import rollcall, wire
-from jaxres.supervise.rollcall import Follower
-from jaxres.supervise.wire import connect, reserve_port
-from jaxres.supervise.words import MAX_BYTES, Lost, Verdict, encode
-from tests.unit.supervise.doors import (
+from tests.unit.doors.doors import (
     ATTEMPT,
     LIMITS,
     begin,

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable
 
 from jaxres.clock import Clock
-from jaxres.supervise.wire import Wire
-from jaxres.supervise.words import Farewell, Hello, Here, Lost, Standing, Word, WorkerEnded
+from jaxres.doors.wire import Wire
+from jaxres.doors.words import Farewell, Hello, Here, Lost, Standing, Word, WorkerEnded
 
 BEAT_SECONDS = 1.0
 SLEPT_SECONDS = 2.0

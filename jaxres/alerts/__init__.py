@@ -1,0 +1,1 @@
+"""Tells people of incidents through webhooks; never imports jax, disturbs nothing that trains."""

@@ -1,0 +1,1 @@
+"""How the doors of several hosts meet, check each other, and speak; never imports jax."""
