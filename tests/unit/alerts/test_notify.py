@@ -157,7 +157,7 @@ def test_only_the_kinds_that_are_asked_for_are_told(tmp_path):
 TELLER = """
 import sys, time
 from pathlib import Path
-from tests.unit.supervise.test_notify import alerts, incident
+from tests.unit.alerts.test_notify import alerts, incident
 with alerts(Path(sys.argv[1]), sys.argv[2]) as told:
     for attempt in range(1, 31):
         told.tell(incident(attempt=attempt))
