@@ -19,7 +19,7 @@ from typing import Literal
 
 from jaxres.faults import ConfigError, StorageUnavailable, TypedEnd
 
-FULL = {errno.ENOSPC, errno.EDQUOT}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {
     errno.EROFS,
     errno.EACCES,

@@ -33,6 +33,7 @@ _STORAGE_WORDS = (
     "DEADLINE_EXCEEDED",
     "No space left",
     "Disk quota",
+    "File too large",
     "Permission denied",
     "Input/output error",
     "Stale file handle",
