@@ -3,8 +3,9 @@
     python tools/bench/hosts.py --hosts 2
 
 Runs `launch local` on a small model and reads the timings that the hosts tell each other: how long
-each worked by itself a step (data, landing, lines, events, guards, word, dispatch), waiting for
-neither devices nor hosts. On this machine all hosts share the cores with XLA.
+each worked by itself a step (data, landing, lines, events, guards, word, and JAX's own dispatch),
+waiting for neither devices nor hosts. It is time by the clock: where hosts and XLA share the cores,
+it has in it that they take turns.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir(Path(folder, "run"))
         words = [f"run.dir={run_dir.root}", f"train.steps={options.steps}"]
         words += [f"data.cache_dir={folder}/cache", f"compilation.cache_dir={folder}/xla"]
         words += ["checkpoint.save_every_steps=1000000", "evaluation.every_steps=0"]
+        words += options.overrides
         command = [sys.executable, "-m", "jaxres.launch", "local", str(CONFIG), *words]
-        subprocess.run(
-            [*command, "--hosts", str(options.hosts)], check=True, stdout=subprocess.DEVNULL
-        )
+        command += ["--no-restart", "--hosts", str(options.hosts)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         history = read_history(run_dir, runlog.fold(runlog.read_records(run_dir.log)))
     steps = history[SETTLED:]
     step = statistics.median(line.step_seconds for line in steps)
