@@ -185,16 +185,18 @@ def _any(unbound: socket.socket) -> str:
     return "::" if unbound.family == socket.AF_INET6 else "0.0.0.0"
 
 
-def reserve_port() -> socket.socket:
+def reserve_port(host: str = "") -> socket.socket:
     """Returns a socket that keeps a fresh port for JAX's service until it is closed.
+
+    At a literal address, or at all of this machine's.
 
     It does not listen: the service binds beside it, since both ask for SO_REUSEPORT. Held for the
     whole attempt it keeps the service of another attempt from starting on the same port unseen.
     """
-    kept = _unbound("")
+    kept = _unbound(host)
     try:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        kept.bind((_any(kept), 0))
+        kept.bind((host or _any(kept), 0))
     except BaseException:
         kept.close()
         raise

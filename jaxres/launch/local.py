@@ -17,7 +17,7 @@ from jaxres.supervise import opening
 from jaxres.supervise.attempt import say
 from jaxres.supervise.attempts import keep_up
 from jaxres.supervise.meeting import behind_one_door
-from jaxres.supervise.recorded import resolve
+from jaxres.supervise.recorded import resolve, target_of
 from jaxres.supervise.restart import Policy
 from jaxres.train import memory
 
@@ -69,21 +69,14 @@ def parse(arguments: Sequence[str]) -> Asked:
             values[flag] = value if equals else next(rest, "")
         elif word != NO_RESTART:
             words.append(word)
-    overrides = tuple(word for word in words if "=" in word)
-    targets = [word for word in words if "=" not in word]
-    unknown = [word for word in targets if word.startswith("-")]
-    if unknown:
-        raise UsageError(f"{unknown[0]}: unknown flag\n{USAGE}")
-    if len(targets) != 1:
-        given = " ".join(targets) or "nothing"
-        raise UsageError(f"expected one config file or run directory, got {given}\n{USAGE}")
+    target, overrides = target_of(words, usage=USAGE)
     if "--hosts" not in values:
         raise UsageError(f"--hosts: how many workers?\n{USAGE}")
     least, most = _range(values["--hosts"])
     devices = values.get("--devices-per-host")
     per_host = None if devices is None else _count("--devices-per-host", devices)
     restart = NO_RESTART not in arguments
-    return Asked(Path(targets[0]), overrides, least, most, per_host, restart)
+    return Asked(target, tuple(overrides), least, most, per_host, restart)
 
 
 def _range(value: str) -> tuple[int, int]:

@@ -238,7 +238,7 @@ def _pause(run: Run, seconds: float) -> Ended | None:
             left = began + seconds - run.clock.monotonic()
             tick = min(TICK_SECONDS, max(LOOK_SECONDS, left))
             select.select([run.wakeup, watch.wakeup], [], [], tick)
-            for number in _pending(run.wakeup):
+            for number in signals.taken(run.wakeup):
                 if (ended := _answer(number)) is not None:
                     return ended
             for report in watch.reports():
@@ -252,12 +252,6 @@ def _pause(run: Run, seconds: float) -> Ended | None:
             if now >= began + patience:
                 reason = f"{run.run_dir.root}: storage has not answered for {now - began:.0f} s"
                 return Ended(Exit.STORAGE, reason, committed=False, to_be_said=True)
-
-
-def _pending(wakeup: int) -> bytes:
-    with contextlib.suppress(BlockingIOError):
-        return os.read(wakeup, 4096)
-    return b""
 
 
 def _answer(number: int) -> Ended | None:

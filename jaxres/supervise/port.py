@@ -8,8 +8,9 @@ for the attempt: nobody else is given it, and the lead's service can still start
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator
+
+from jaxres.doors.wire import reserve_port
 
 LOOPBACK = "127.0.0.1"
 
@@ -17,7 +18,5 @@ LOOPBACK = "127.0.0.1"
 @contextlib.contextmanager
 def held(host: str = LOOPBACK) -> Iterator[str]:
     """Yields `host:port`, and keeps the port until the end of the block."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind((host, 0))
+    with reserve_port(host) as holder:
         yield f"{host}:{holder.getsockname()[1]}"

@@ -12,6 +12,22 @@ from jaxres.faults import ConfigError, UsageError
 from jaxres.rundir import RunDir
 
 
+def target_of(words: Sequence[str], *, usage: str) -> tuple[Path, list[str]]:
+    """Returns the config file or run directory that a command's words name, and the overrides.
+
+    Raises:
+      UsageError: unknown flags, or not exactly one file or directory.
+    """
+    targets = [word for word in words if "=" not in word]
+    unknown = [word for word in targets if word.startswith("-")]
+    if unknown:
+        raise UsageError(f"{unknown[0]}: unknown flag\n{usage}")
+    if len(targets) != 1:
+        given = " ".join(targets) or "nothing"
+        raise UsageError(f"expected one config file or run directory, got {given}\n{usage}")
+    return Path(targets[0]), [word for word in words if "=" in word]
+
+
 def resolve(target: Path, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
     """Returns the config and the run directory; a recorded run must have the same trajectory."""
     if target.is_dir():

@@ -70,6 +70,13 @@ def as_bytes() -> Iterator[int]:
         os.close(write_end)
 
 
+def taken(wakeup: int) -> bytes:
+    """Returns the signals that have come on the pipe since the last time, in order."""
+    with contextlib.suppress(BlockingIOError):
+        return os.read(wakeup, 4096)
+    return b""
+
+
 def _noted(number: int, frame: object) -> None:
     """Does nothing: the byte on the wake-up pipe is what counts."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import select
 import signal
 from collections.abc import Mapping, Sequence
@@ -132,7 +131,7 @@ def _wait(running: Attempt, wakeup: int, watch: Lookout | None) -> Ended:
             return ended
         if (ended := _first_end(running)) is not None:
             return ended
-        for number in _pending(wakeup):
+        for number in signals.taken(wakeup):
             if (ended := answers.answer(running, number)) is not None:
                 return ended
         for report in watch.reports() if watch else ():
@@ -283,10 +282,3 @@ def _dump_stacks(running: Attempt) -> None:
         for each in workers:
             each.signal(number)
         wait_for(workers, seconds=grace, clock=running.clock)
-
-
-def _pending(wakeup: int) -> bytes:
-    try:
-        return os.read(wakeup, 4096)
-    except BlockingIOError:
-        return b""

@@ -27,6 +27,7 @@ from jaxres.supervise import opening
 from jaxres.supervise.attempt import Ended
 from jaxres.supervise.meeting import leading
 from jaxres.supervise.opening import Opened, leave
+from jaxres.supervise.recorded import target_of
 from jaxres.train import memory
 
 USAGE = """\
@@ -57,16 +58,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> tuple[Path, list[str], bool]:
     inline = "--inline" in arguments
-    arguments = [word for word in arguments if word != "--inline"]
-    words = [word for word in arguments if "=" not in word]
-    overrides = [word for word in arguments if "=" in word]
-    unknown = [word for word in words if word.startswith("-")]
-    if unknown:
-        raise UsageError(f"{unknown[0]}: unknown flag\n{USAGE}")
-    if len(words) != 1:
-        given = "nothing" if not words else " ".join(words)
-        raise UsageError(f"expected one config file or run directory, got {given}\n{USAGE}")
-    return Path(words[0]), overrides, inline
+    words = [word for word in arguments if word != "--inline"]
+    return *target_of(words, usage=USAGE), inline
 
 
 def _train(arguments: Sequence[str]) -> int:
