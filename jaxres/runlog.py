@@ -279,13 +279,17 @@ class RunLog:
 
 
 def _fenced(path: Path, winner: Record) -> Fenced:
-    who = f"attempt {winner.attempt}"
-    if isinstance(winner.body, Claim):
-        who += f" (host {winner.body.host}, pid {winner.body.pid})"
-    return Fenced(
-        f"{path.parent.parent}: {who} owns this run now; this process has written nothing more. "
-        "Only one process may train in a run directory."
-    )
+    claim = winner.body if isinstance(winner.body, Claim) else None
+    owner = overtaken(path.parent.parent, winner.attempt, claim)
+    return Fenced(f"{owner} Only one process may train in a run directory.")
+
+
+def overtaken(root: Path, attempt: int, claim: Claim | None) -> str:
+    """Says that another attempt owns the run, and whose it is where its claim is known."""
+    who = f"attempt {attempt}"
+    if claim is not None:
+        who += f" (host {claim.host}, pid {claim.pid})"
+    return f"{root}: {who} owns this run now; this process has written nothing more."
 
 
 @dataclass(frozen=True)

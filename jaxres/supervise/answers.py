@@ -6,7 +6,7 @@ import os
 import signal
 
 from jaxres.faults import Exit
-from jaxres.runlog import Claim
+from jaxres.runlog import Claim, overtaken
 from jaxres.supervise import lookout, signals
 from jaxres.supervise.attempt import Attempt, Ended, say
 from jaxres.supervise.lookout import Report
@@ -34,10 +34,7 @@ def heed(running: Attempt, report: Report) -> Ended | None:
 
 def _fenced(running: Attempt, claim: Claim) -> Ended:
     kill_groups(running.workers, clock=running.clock)
-    reason = (
-        f"{running.run_dir.root}: attempt {claim.attempt} (host {claim.host}, pid "
-        f"{claim.pid}) owns this run now; this process has written nothing more."
-    )
+    reason = overtaken(running.run_dir.root, claim.attempt, claim)
     return Ended(Exit.FENCED, reason, committed=False, on_record=False, to_be_said=True)
 
 

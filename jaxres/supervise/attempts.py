@@ -204,8 +204,7 @@ def _is_ours(claim: Claim) -> bool:
 
 
 def _overtaken(run: Run, claim: Claim) -> str:
-    who = f"attempt {claim.attempt} (host {claim.host}, pid {claim.pid})"
-    return f"{run.run_dir.root}: {who} owns this run now; this process has written nothing more."
+    return runlog.overtaken(run.run_dir.root, claim.attempt, claim)
 
 
 def _clear(run: Run, claims: Sequence[Claim]) -> None:
