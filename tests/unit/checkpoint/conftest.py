@@ -40,7 +40,7 @@ class Place:
             ),
             run_dir=self.run_dir,
             log=log or self.log,
-            claim=CLAIM,
+            claim=dataclasses.replace(CLAIM, attempt=self.log.attempt),
             peers=Alone(),
             emit=emit or self.events.append,
             clock=SystemClock(),
