@@ -20,6 +20,7 @@ usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
   history RUN_DIR --attempts [--json]                   why each attempt ended, and what it gained
   checkpoints list RUN_DIR [--json]                     the steps that are committed
   checkpoints digest RUN_DIR [--step N]                 one word for a whole training state
+  checkpoints verify RUN_DIR [--step N]                 reads every byte; exit 1 if one has changed
   checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if
       [--step N] [--other-step M] [--json]              anything does
   doctor CONFIG.yaml [section.field=value ...]          looks before a run: pass, warn or fail, with
