@@ -117,6 +117,18 @@ class StepsPruned:
 
 
 @dataclass(frozen=True)
+class StepQuarantined:
+    """A committed step was proved damaged; an older one is restored, and this one counts no more.
+
+    Its files stay for people to look at.
+    """
+
+    step: int
+    path: str
+    evidence: str
+
+
+@dataclass(frozen=True)
 class SampleWritten:
     """The model continued a prompt."""
 
@@ -198,6 +210,7 @@ Event = (
     | SaveCommitted
     | SaveFailed
     | StepsPruned
+    | StepQuarantined
     | SampleWritten
     | Noted
     | RunEnded

@@ -6,138 +6,26 @@ written nothing: there is one linearisation point, however long a process was pa
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxres import storage
 from jaxres.clock import Clock
-from jaxres.faults import ConfigError, Fenced, StorageUnavailable
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """An attempt takes the run over."""
-
-    attempt: int
-    host: str
-    pid: int
-    boot_id: str
-    nonce: str
-    coordinator: str | None
-    num_hosts: int
-    threads: int
-    """XLA's CPU thread count (NPROC): it decides bits, so every later attempt uses the first's."""
-    versions: dict[str, str]
-    fingerprint: dict[str, str]
-    trajectory: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Training begins at a step: 0, or a committed one that was restored."""
-
-    step: int
-    path: str | None
-    dataset: str
-    """Fingerprint of the rows; a later attempt must have the same."""
-    computation: dict[str, str]
-    """What decides bits besides the trajectory: devices, mesh, microbatches, threads, versions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Commit:
-    """A step directory is whole and durable, and counts from now on."""
-
-    step: int
-    path: str
-    manifest: str
-    bytes: int
-    known_good: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Skip:
-    """Rows of the stream, as half-open ranges of positions, that training leaves out."""
-
-    rows: tuple[tuple[int, int], ...]
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prune:
-    """Steps are dead for everyone, before a byte of them is deleted."""
-
-    steps: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stop:
-    """An attempt ended by itself."""
-
-    exit: int
-    reason: str
-    committed: bool
-
-
-Body = Claim | Start | Commit | Skip | Prune | Stop
-_KINDS: dict[str, type[Body]] = {
-    kind.__name__.lower(): kind for kind in (Claim, Start, Commit, Skip, Prune, Stop)
-}
-
-
-@dataclass(frozen=True)
-class Record:
-    """A numbered decision: what was decided, by which attempt, and when (for people only)."""
-
-    seq: int
-    attempt: int
-    time: float
-    body: Body
-
-    def encode(self) -> bytes:
-        """Returns the record as canonical JSON."""
-        common = {
-            "seq": self.seq,
-            "kind": type(self.body).__name__.lower(),
-            "attempt": self.attempt,
-            "time": self.time,
-        }
-        return canonical_json(common | dataclasses.asdict(self.body))
-
-    @staticmethod
-    def decode(data: bytes, *, path: Path) -> Record:
-        """Reads a record back; one that can't be read is never passed over."""
-        try:
-            fields: dict[str, Any] = json.loads(data)
-            kind = _KINDS[fields.pop("kind")]
-            seq, attempt, time = fields.pop("seq"), fields.pop("attempt"), fields.pop("time")
-            if kind is Claim:
-                fields["attempt"] = attempt
-            body = kind(**{name: _frozen(value) for name, value in fields.items()})
-            if path.name != _name(seq):
-                raise ValueError(f"it says that it is record {seq}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{path}: not a record that this version of jaxres can read ({error!r}). "
-                "Was the run written by a newer version, or the file edited? Nothing was changed."
-            ) from error
-        return Record(seq=seq, attempt=attempt, time=time, body=body)
-
-
-def canonical_json(value: Any) -> bytes:
-    """Returns the one JSON text of a value: sorted keys, no spaces, finite numbers."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    ).encode()
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+from jaxres.faults import ConfigError, Fenced, StorageUnavailable, Unrestorable
+from jaxres.records import (
+    Body,
+    Claim,
+    Commit,
+    Prune,
+    Quarantine,
+    Record,
+    Skip,
+    Start,
+    Stop,
+    file_name,
+)
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -145,19 +33,23 @@ def read_records(folder: Path) -> list[Record]:
     records = []
     for number, name in enumerate(storage.list_names(folder), start=1):
         path = folder / name
-        if name != _name(number):
+        if name != file_name(number):
             raise ConfigError(
-                f"{path}: expected record {_name(number)} here. A record is missing or a file does "
-                "not belong; restore the folder from a copy. Nothing was changed."
+                f"{path}: expected record {file_name(number)} here. A record is missing or a file "
+                "does not belong; restore the folder from a copy. Nothing was changed."
             )
-        data = storage.read(path)
-        assert data is not None, path
-        records.append(Record.decode(data, path=path))
+        records.append(_read(path))
     return records
 
 
-def _name(seq: int) -> str:
-    return f"{seq:08d}.json"
+def _read(path: Path) -> Record:
+    data = storage.read(path)
+    assert data is not None, path
+    try:
+        return Record.decode(data, path=path)
+    except Unrestorable:  # One wrong read proves nothing.
+        storage.forget(path)
+        return Record.decode(storage.read(path) or b"", path=path)
 
 
 def claim_of(records: Sequence[Record], *, attempt: int) -> Claim:
@@ -171,9 +63,9 @@ def newer_claim(folder: Path, *, attempt: int, after: int) -> tuple[Claim | None
 
     Returns the claim of a later attempt, or None, and the number of the newest record seen.
     """
-    while (data := storage.read(folder / _name(after + 1))) is not None:
+    while (data := storage.read(folder / file_name(after + 1))) is not None:
         after += 1
-        record = Record.decode(data, path=folder / _name(after))
+        record = Record.decode(data, path=folder / file_name(after))
         if isinstance(record.body, Claim) and record.attempt > attempt:
             return record.body, after
     return None, after
@@ -182,7 +74,7 @@ def newer_claim(folder: Path, *, attempt: int, after: int) -> tuple[Claim | None
 def read_after(folder: Path, after: int) -> list[Record]:
     """Reads the records that have come since number `after`, in order."""
     found = []
-    while (data := storage.read(path := folder / _name(after + len(found) + 1))) is not None:
+    while (data := storage.read(path := folder / file_name(after + len(found) + 1))) is not None:
         found.append(Record.decode(data, path=path))
     return found
 
@@ -225,7 +117,7 @@ class RunLog:
             self._settle_unsure()
             while True:
                 record = Record(self._last_seq + 1, self.attempt, self._clock.wall(), body)
-                path = self._folder / _name(record.seq)
+                path = self._folder / file_name(record.seq)
                 self._unsure = record.encode()
                 is_ours = storage.create(path, self._unsure)
                 if not is_ours:
@@ -236,9 +128,7 @@ class RunLog:
                     return record
 
     def _refuse_if_fenced(self, path: Path, body: Body) -> None:
-        data = storage.read(path)
-        assert data is not None, path
-        winner = Record.decode(data, path=path)
+        winner = _read(path)
         if isinstance(body, Claim) or winner.attempt != self.attempt:
             raise _fenced(path, winner)
 
@@ -253,7 +143,7 @@ class RunLog:
 
     def _settle_unsure(self) -> bool:
         """Steps over a record of our own whose writing failed after its name had appeared."""
-        path = self._folder / _name(self._last_seq + 1)
+        path = self._folder / file_name(self._last_seq + 1)
         stands = self._unsure is not None and storage.read(path) == self._unsure
         if self._unsure is not None and not stands and not self._folder.is_dir():
             raise StorageUnavailable(f"{self._folder}: the run's log is gone; bring it back.")
@@ -301,6 +191,10 @@ class Line:
     """Records whose body is a Start: each opens a segment of metrics lines."""
     commits: tuple[Record, ...] = ()
     """Records whose body is a Commit, of steps that still count, ascending by step."""
+    quarantined: tuple[tuple[Record, Quarantine], ...] = ()
+    """Commit records of damaged steps, each with what was decided, ascending by step."""
+    paths: frozenset[str] = frozenset()
+    """Of all steps that were ever committed; no other step may take one's place."""
     skips: tuple[tuple[int, int], ...] = ()
     last_stop: Record | None = None
 
@@ -318,6 +212,13 @@ class Line:
     def committed(self) -> tuple[Commit, ...]:
         """The steps that count, ascending."""
         return tuple(_commit_of(record) for record in self.commits)
+
+    @property
+    def stay(self) -> frozenset[str]:
+        """Names of the step directories that nobody may delete: they count, or are evidence."""
+        paths = [commit.path for commit in self.committed]
+        paths += [decided.path for _, decided in self.quarantined]
+        return frozenset(path.rpartition("/")[2] for path in paths)
 
     @property
     def step(self) -> int:
@@ -347,6 +248,8 @@ def fold(records: Sequence[Record]) -> Line:
     claims: list[Claim] = []
     starts: list[Record] = []
     commits: dict[int, Record] = {}
+    quarantined: list[tuple[Record, Quarantine]] = []
+    paths: set[str] = set()
     skips: list[tuple[int, int]] = []
     last_stop = None
     for record in records:
@@ -355,8 +258,12 @@ def fold(records: Sequence[Record]) -> Line:
                 claims.append(record.body)
             case Start():
                 starts.append(record)
-            case Commit(step=step):
+            case Commit(step=step, path=path):
                 commits[step] = record
+                paths.add(path)
+            case Quarantine(step=step, path=path):
+                if step in commits and _commit_of(commits[step]).path == path:
+                    quarantined.append((commits.pop(step), record.body))
             case Skip(rows=rows):
                 skips.extend(rows)
             case Prune(steps=steps):
@@ -368,6 +275,8 @@ def fold(records: Sequence[Record]) -> Line:
         claims=tuple(claims),
         starts=tuple(starts),
         commits=tuple(commits[step] for step in sorted(commits)),
+        quarantined=tuple(sorted(quarantined, key=lambda pair: pair[1].step)),
+        paths=frozenset(paths),
         skips=tuple(sorted(skips)),
         last_stop=last_stop,
     )

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from jaxres import storage
 
-_STEP_DIR = re.compile(r"\d{8,}-(\d{4,})(\..*)?")
-"""<step>-<attempt>, and with a suffix while Orbax still writes it."""
+_STEP_DIR = re.compile(r"\d{8,}-(\d{4,})(-\d+)?(\..*)?")
+"""<step>-<attempt>, a number where an attempt saves a step again, a suffix while Orbax writes."""
+
+
+def step_names(step: int, *, attempt: int) -> Iterator[str]:
+    """Yields the names that a step directory may have: an attempt may save a step again.
+
+    >>> [name for name, _ in zip(step_names(8, attempt=2), range(2))]
+    ['00000008-0002', '00000008-0002-2']
+    """
+    name = step_name(step, attempt=attempt)
+    yield name
+    yield from (f"{name}-{number}" for number in itertools.count(2))
 
 
 def step_name(step: int, *, attempt: int) -> str:

@@ -33,6 +33,8 @@ from jaxres.train.guarantee import guarantee
 
 LAG = 2
 LOOK_SECONDS = 0.1
+RESTORE_SHARE = 0.9
+"""Of the deadline of a restore: storage that hangs is storage's fault, before it is a hang."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ def restore_or_start(run: Run) -> tuple[TrainState, Progress, Flight]:
 
     Raises:
       ConfigError: the rows are not the ones that the run has trained on.
-      Unrestorable: there is a committed step, and it can't be read.
+      Unrestorable: steps are committed, and none is whole.
     """
     line = _same_line(run)
     # Rows that no committed step has seen bind nobody: mended data may go on in the same place.
@@ -215,20 +217,21 @@ def restore_or_start(run: Run) -> tuple[TrainState, Progress, Flight]:
             f"{run.dataset} here, {line.dataset} there). Bring the old data back, or start a new "
             "run in another run.dir."
         )
-    commit = line.newest
-    if commit is None:
+    shapes, seconds = to_plain(run.shapes), RESTORE_SHARE * run.meeting_seconds
+    restored = run.checkpoints.restore(line, shapes, seconds=seconds)
+    if restored is None:
         run.emit(PhaseChanged("init", "new parameters from the seed"))
         state, progress = run.init(), Progress()
     else:
-        run.emit(PhaseChanged("restore", f"step {commit.step}"))
-        plain, progress = run.checkpoints.restore(commit, to_plain(run.shapes))
-        state = from_plain(plain)
-    path = commit.path if commit else None
+        state, progress = from_plain(restored.state), restored.progress
+    path = restored.commit.path if restored else None
     seq = _begin_segment(
         run, Start(step=progress.step, path=path, dataset=run.dataset, computation=run.computation)
     )
     before = [start_of(record).computation for record in line.starts]
-    run.emit(TrainingStarted(progress.step, path, guarantee(before, run.computation)))
+    is_verified = restored is None or restored.is_verified
+    level = guarantee(before, run.computation, is_verified=is_verified)
+    run.emit(TrainingStarted(progress.step, path, level))
     run.emit(PhaseChanged("train"))
     now = run.clock.monotonic()
     return state, progress, Flight(seq, landed_at=now, dispatched_at=now)
