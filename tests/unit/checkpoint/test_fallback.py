@@ -25,7 +25,7 @@ from tests import damage
 from tests.promises.trainer import ROOT
 from tests.unit.checkpoint import conftest
 from tests.unit.checkpoint.conftest import like, progress, sharding
-from tests.unit.checkpoint.test_store import assert_equal, commits, forgotten_tasks
+from tests.unit.checkpoint.test_store import Lost, assert_equal, commits, forgotten_tasks, lose
 
 
 def state(step):
@@ -171,9 +171,11 @@ def test_a_flipped_bit_that_stock_orbax_restores_is_found_and_its_array_named(sa
 
 
 def test_a_step_directory_without_a_record_is_no_step(saved):
-    """However whole it looks: a save that was killed before its record, or a copy."""
-    copy = saved.run_dir.checkpoints / "00000032-0001"
-    shutil.copytree(saved.step_dir(24), copy)
+    """However whole it is: a save that was killed right before its record."""
+    with contextlib.suppress(Lost), saved.checkpoints(before_commit=lose) as checkpoints:
+        checkpoints.save(state(32), progress(32))
+        checkpoints.wait()
+    assert (saved.run_dir.checkpoints / "00000032-0002" / "MANIFEST.json").exists()
     found, _ = restore(saved)
     assert found.commit.step == 24
     assert saved.log.line().quarantined == ()
