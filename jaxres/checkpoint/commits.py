@@ -6,16 +6,14 @@ record names is dead, whoever wrote it.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from jaxres.checkpoint import retention
+from jaxres.checkpoint import pruning
 from jaxres.clock import Clock
 from jaxres.config.schema import CheckpointSection
 from jaxres.events import Emit, Noted, SaveCommitted, SaveFailed, StepsPruned
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.hosts import Peers
 from jaxres.rundir import RunDir
-from jaxres.runlog import Commit, Line, Prune, RunLog
+from jaxres.runlog import Commit, Line, RunLog
 
 
 class Commits:
@@ -101,11 +99,9 @@ class Commits:
         self._emit(SaveFailed(step, self.why, self.failures))
 
     def _prune(self) -> None:
-        steps = [commit.step for commit in self._log.line().committed]
-        dead = retention.to_prune(steps, keep_last=self._section.keep_last)
-        if dead:
-            self._log.append(Prune(steps=dead))
-            self._emit(StepsPruned(dead))
+        pruned = pruning.prune(self._log, self._section.keep, run_dir=self._run_dir)
+        if pruned:
+            self._emit(StepsPruned(pruned))
 
     def sweep(self) -> None:
         """Deletes what is not on the line; what does not go now goes at the next save's end."""
@@ -122,5 +118,4 @@ class Commits:
 
     def delete_all_but(self, line: Line) -> None:
         """Deletes the step directories, of this attempt or earlier ones, that are off the line."""
-        keep = {Path(commit.path).name for commit in line.committed}
-        retention.sweep(self._run_dir.checkpoints, keep=keep, attempt=self._log.attempt)
+        pruning.delete_all_but(line, run_dir=self._run_dir, attempt=self._log.attempt)

@@ -50,4 +50,6 @@ def seal(
         manifest=manifests.digest_of(manifest),
         bytes=sum(files.values()) + len(manifest),
         known_good=False,
+        heldout_loss=progress.heldout_loss,
+        evaluated_step=progress.evaluated_step,
     )

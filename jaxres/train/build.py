@@ -19,6 +19,7 @@ from jaxres import state as states
 from jaxres import step as steps
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.config import RunConfig
+from jaxres.config.saving import StepsWhen
 from jaxres.data import Batch, Dataset
 from jaxres.events import Emit, Noted, PhaseChanged, RunBuilt
 from jaxres.guards.divergence import stop_on_nonfinite
@@ -89,11 +90,12 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     place.peers.meet("compiled", seconds=config.deadlines.compile_seconds)
     landed, sync = _metrics(place, stack)
     checkpoints = _checkpoints(config, place, before_commit=sync)
+    when = config.checkpoint.when
     run = Run(
         steps=config.train.steps,
         agenda=Agenda(
             steps=config.train.steps,
-            save_every_steps=config.checkpoint.save_every_steps,
+            save_every_steps=when.every_steps if isinstance(when, StepsWhen) else None,
             evaluate_every_steps=config.evaluation.every_steps if parts.evaluates else 0,
         ),
         log=place.log,

@@ -48,7 +48,8 @@ class Agenda:
     """Says what is due at a step; nothing that the run already has. Pure."""
 
     steps: int
-    save_every_steps: int
+    save_every_steps: int | None
+    """None: whoever goes by a clock asks for each save."""
     evaluate_every_steps: int
 
     def at(self, progress: Progress, *, saved_step: int, asked: bool) -> Due:
@@ -57,10 +58,12 @@ class Agenda:
         Args:
           progress: where the run is.
           saved_step: the newest step that is saved or being saved.
-          asked: whether a person wants one extra save.
+          asked: whether a person, or the lead's clock, wants a save.
         """
         step, last = progress.step, progress.step == self.steps
-        save = step > saved_step and (asked or last or step % self.save_every_steps == 0)
+        every = self.save_every_steps
+        regular = every is not None and step % every == 0
+        save = step > saved_step and (asked or last or regular)
         evaluate = (
             self.evaluate_every_steps > 0
             and step > progress.evaluated_step

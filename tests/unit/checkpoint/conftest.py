@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import SystemClock
+from jaxres.config.saving import KeepSection
 from jaxres.config.schema import CheckpointSection
 from jaxres.hosts import Alone
 from jaxres.rundir import RunDir
@@ -36,7 +37,9 @@ class Place:
     ):
         return Checkpoints(
             CheckpointSection(
-                keep_last=keep_last, timeout_seconds=timeout_seconds, max_failed_saves=3
+                keep=KeepSection(last=keep_last),
+                timeout_seconds=timeout_seconds,
+                max_failed_saves=3,
             ),
             run_dir=self.run_dir,
             log=log or self.log,

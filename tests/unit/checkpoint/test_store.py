@@ -233,10 +233,10 @@ def wait_abandoned(checkpoints):
 
 
 def test_a_fenced_owner_neither_commits_nor_prunes(place):
-    place.save(8)
+    place.save(8, 16)
     with pytest.raises(Fenced):
-        place.save(16, keep_last=1, before_commit=lambda: place.again())
-    assert commits(place) == [8]
+        place.save(24, before_commit=lambda: place.again())
+    assert commits(place) == [8, 16]
     assert place.step_dir(8).exists()
 
 
