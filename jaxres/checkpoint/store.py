@@ -27,7 +27,7 @@ from jaxres.checkpoint.restore import restore
 from jaxres.checkpoint.seal import seal
 from jaxres.clock import Clock
 from jaxres.config.schema import CheckpointSection
-from jaxres.events import Emit, SaveStarted, SaveWaited
+from jaxres.events import Emit, SaveSkipped, SaveStarted, SaveWaited
 from jaxres.faults import Continue, Stop, StorageUnavailable, Verdict, fault
 from jaxres.hosts import WORD_SECONDS, Peers
 from jaxres.rundir import RunDir
@@ -131,7 +131,12 @@ class Checkpoints:
             return Stop(fault("storage_unavailable"), words)
         return Continue()
 
-    def save(self, state: Tree, progress: Progress) -> None:
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._flight is not None and not self._flight.done()
+
+    def save(self, state: Tree, progress: Progress, *, may_skip: bool = False) -> None:
         """Snapshots a state and writes it in the background; nothing to do if the line has it.
 
         One save is in flight at a time: a save due earlier waits for the one before.
@@ -139,11 +144,16 @@ class Checkpoints:
         Args:
           state: the plain nested dict of arrays; may be donated as soon as this returns.
           progress: the host's facts at the same step.
+          may_skip: whether `checkpoint.busy` may leave it out. The lead's word counts: another
+            host's part of the save before may be over earlier or later.
         """
         self._calls += 1
         seconds = self._silence_seconds + WORD_SECONDS
+        skips = may_skip and self._section.busy == "skip"
         word = self._peers.same(
-            f"save/{self._calls}", lambda: self._decide(state, progress.step), seconds=seconds
+            f"save/{self._calls}",
+            lambda: self._decide(state, progress.step, skips=skips),
+            seconds=seconds,
         )
         if word == NOTHING:
             return
@@ -154,12 +164,15 @@ class Checkpoints:
         except StorageUnavailable as refusal:
             self._commits.fail(progress.step, str(refusal))
 
-    def _decide(self, state: Tree, step: int) -> str:
+    def _decide(self, state: Tree, step: int, *, skips: bool) -> str:
         """Returns the lead's word on what is to be done: BEGIN, NOTHING, or why not."""
         if step <= self._commits.saved_step or self._is_silent:
             return NOTHING
         started = self._clock.monotonic()
-        if self._flight is not None and not self._flight.done():
+        if self.is_busy:
+            if skips:
+                self._emit(SaveSkipped(step))
+                return NOTHING
             self.wait()
             self._emit(SaveWaited(step, self._clock.monotonic() - started))
         self.poll()

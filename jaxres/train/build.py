@@ -19,7 +19,6 @@ from jaxres import state as states
 from jaxres import step as steps
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.config import RunConfig
-from jaxres.config.saving import StepsWhen
 from jaxres.data import Batch, Dataset
 from jaxres.events import Emit, Noted, PhaseChanged, RunBuilt
 from jaxres.guards.divergence import stop_on_nonfinite
@@ -29,7 +28,7 @@ from jaxres.models import Model
 from jaxres.runlog import Claim
 from jaxres.state import TrainState
 from jaxres.topology import Plan
-from jaxres.train import memory
+from jaxres.train import memory, pacer
 from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
 from jaxres.train.loop import Agenda, Feed, Run
 from jaxres.train.place import Place
@@ -88,14 +87,14 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     # The first collective of a job waits for half a minute only, and one host may have compiled
     # for long where another has found the program in its cache.
     place.peers.meet("compiled", seconds=config.deadlines.compile_seconds)
+    place, is_due = pacer.listen(config.checkpoint.when, place)
     landed, sync = _metrics(place, stack)
     checkpoints = _checkpoints(config, place, before_commit=sync)
-    when = config.checkpoint.when
     run = Run(
         steps=config.train.steps,
         agenda=Agenda(
             steps=config.train.steps,
-            save_every_steps=when.every_steps if isinstance(when, StepsWhen) else None,
+            save_every_steps=pacer.every_steps(config.checkpoint.when),
             evaluate_every_steps=config.evaluation.every_steps if parts.evaluates else 0,
         ),
         log=place.log,
@@ -109,7 +108,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         dataset=parts.dataset.fingerprint,
         computation=computation(config, place.claim, parts.mesh, parts.plan),
         landed=landed,
-        agreement=_agreement(place, checkpoints, parts.mesh),
+        agreement=_agreement(place, checkpoints, parts.mesh, is_due),
         peers=place.peers,
         meeting_seconds=config.deadlines.restore_seconds,
         emit=place.emit,
@@ -133,10 +132,15 @@ def _metrics(
     return landed, metrics.sync
 
 
-def _agreement(place: Place, checkpoints: Checkpoints, mesh: Mesh) -> Agreement:
+def _agreement(
+    place: Place, checkpoints: Checkpoints, mesh: Mesh, by_clock: Callable[[], bool]
+) -> Agreement:
+    def is_due() -> bool:
+        return not checkpoints.is_busy and by_clock()
+
     if place.peers.member.is_alone:
-        return OwnWord(place.requests, checkpoints.verdict)
-    return AllWords(place.requests, checkpoints.verdict, mesh=mesh)
+        return OwnWord(place.requests, checkpoints.verdict, is_due=is_due)
+    return AllWords(place.requests, checkpoints.verdict, mesh=mesh, is_due=is_due)
 
 
 def _parts(config: RunConfig, emit: Emit) -> Parts:

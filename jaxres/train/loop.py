@@ -169,7 +169,8 @@ def train(run: Run) -> Ended:
                 if progress.evaluated_step < progress.step:
                     continue  # It gave up because a stop is asked for: the next look sees to it.
             if due.save:
-                save(run, state, progress)
+                may_skip = not (last or run.agreement.save_asked())
+                save(run, state, progress, may_skip=may_skip)
             if last:
                 return settle(run, None, state, progress)
             if not flight.steps:
@@ -324,10 +325,10 @@ def evaluate(run: Run, state: TrainState, progress: Progress) -> Progress:
     return progress
 
 
-def save(run: Run, state: TrainState, progress: Progress) -> None:
+def save(run: Run, state: TrainState, progress: Progress, *, may_skip: bool = False) -> None:
     """Takes the snapshot of a judged state; the rest of the save goes on in the background."""
     run.emit(PhaseChanged("save"))
-    run.checkpoints.save(to_plain(state), progress)
+    run.checkpoints.save(to_plain(state), progress, may_skip=may_skip)
     run.agreement.save_taken()
     run.emit(PhaseChanged("train"))
 

@@ -46,6 +46,14 @@ def test_without_an_interval_nothing_is_evaluated():
     assert agenda_of(dataclasses.replace(AGENDA, evaluate_every_steps=0)) == ([8, 16, 20], [])
 
 
+def test_without_steps_a_save_is_due_when_it_is_asked_for_and_at_the_end():
+    by_clock = dataclasses.replace(AGENDA, save_every_steps=None, evaluate_every_steps=0)
+    assert agenda_of(by_clock) == ([20], [])
+    asked = by_clock.at(Progress(step=3), saved_step=2, asked=True)
+    assert asked == Due(save=True, evaluate=False)
+    assert not by_clock.at(Progress(step=3), saved_step=3, asked=True).save
+
+
 def test_nothing_is_due_at_step_0_nor_at_a_step_that_was_restored():
     assert AGENDA.at(Progress(), saved_step=0, asked=False) == Due(save=False, evaluate=False)
     restored = Progress(step=8, evaluated_step=5)
@@ -89,7 +97,7 @@ class FakeCheckpoints:
         if self.in_flight:
             self.committed_step = self.in_flight.pop()
 
-    def save(self, state, progress):
+    def save(self, state, progress, *, may_skip=False):
         if progress.step <= self.committed_step:
             return  # As the real ones: nothing to do.
         self._note("save")

@@ -33,13 +33,21 @@ class Place:
     events: list = field(default_factory=list)
 
     def checkpoints(
-        self, *, before_commit=nothing, keep_last=2, emit=None, log=None, timeout_seconds=60
+        self,
+        *,
+        before_commit=nothing,
+        keep_last=2,
+        emit=None,
+        log=None,
+        timeout_seconds=60,
+        busy="wait",
     ):
         return Checkpoints(
             CheckpointSection(
                 keep=KeepSection(last=keep_last),
                 timeout_seconds=timeout_seconds,
                 max_failed_saves=3,
+                busy=busy,
             ),
             run_dir=self.run_dir,
             log=log or self.log,
