@@ -64,9 +64,9 @@ def prune(log: RunLog, keep: KeepSection, *, run_dir: RunDir) -> tuple[int, ...]
 
 
 def leftovers(line: Line, *, run_dir: RunDir) -> list[Path]:
-    """Returns the step directories that are off the line, of a run that nobody owns."""
+    """Returns what is off the line, half deleted or whole, of a run that nobody owns."""
     names = retention.leftovers(run_dir.checkpoints, keep=_on(line), attempt=line.attempt)
-    return [run_dir.checkpoints / name for name in names]
+    return [run_dir.checkpoints / name for name in names] + storage.trash(run_dir.checkpoints)
 
 
 def delete_all_but(line: Line, *, run_dir: RunDir, attempt: int) -> list[str]:

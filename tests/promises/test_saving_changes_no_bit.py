@@ -1,11 +1,20 @@
-"""However saves are timed, the run is the same; what is timed by a clock is agreed on by all hosts."""
+"""However saves are timed, the run is the same, and all hosts make the same saves."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from jaxres.rundir import RunDir
-from tests.promises.trainer import FAULTY, MLP, PACED, Place, Trainer, assert_bit_exact, line, starts
+from tests.promises.trainer import (
+    FAULTY,
+    MLP,
+    PACED,
+    Place,
+    Trainer,
+    assert_bit_exact,
+    line,
+    starts,
+)
 
 BARE = tuple(word for word in MLP if "save_every_steps" not in word)
 WHEN = "checkpoint.when={kind: %s}"

@@ -204,3 +204,23 @@ def test_names_that_are_no_steps_are_no_pins(run_dir):
     for name in ("best", "-3", "7.5", "30"):
         (run_dir.pins / name).touch()
     assert pruning.pinned(run_dir) == {30}
+
+
+def test_a_prune_that_is_killed_before_any_of_its_file_operations_loses_nothing(run_dir, tmp_path):
+    copies = tmp_path / "copies"
+    words = [sys.executable, "-m", "tests.unit.prune_killer", run_dir.root, copies]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=120)
+    whole, halves, left = int(done.stdout), set(), 0
+    assert whole > 20, "operations: claim, config, record, two deletions, end"
+    for number in range(1, whole + 1):
+        copy = RunDir(copies / f"{number:04d}")
+        halves.add(tuple(committed(copy)))
+        assert set(names(*committed(copy))) <= set(present(copy)), "bytes went before the record"
+        for step in (30, 40, 50):
+            assert (copy.checkpoints / f"{step:08d}-0001" / "data").read_bytes() == bytes(BYTES)
+        left += len(list(copy.checkpoints.iterdir())) > len(committed(copy))
+        assert verb("prune", copy.root) == 0, "the next one goes through"
+        assert committed(copy) == [30, 40, 50]
+        assert sorted(os.listdir(copy.checkpoints)) == names(30, 40, 50), "and nothing is left over"
+    assert halves == {(10, 20, 30, 40, 50), (30, 40, 50)}, "all or nothing, and both were met"
+    assert left >= 4, "kills between the record and the bytes"
