@@ -16,6 +16,8 @@ Kind = Literal[
     "gave_up",
     "no_commit_for_too_long",
     "commits_again",
+    "saves_refused",
+    "saves_again",
     "rollback",
     "preempted",
     "finished",
@@ -27,6 +29,8 @@ HEADLINES: Mapping[str, str] = {
     "gave_up": "has given up: nobody starts it again",
     "no_commit_for_too_long": "has committed no step for too long",
     "commits_again": "commits steps again",
+    "saves_refused": "can't save: storage refuses",
+    "saves_again": "saves again",
     "rollback": "went back to an earlier step",
     "preempted": "was preempted",
     "finished": "is finished",
@@ -34,6 +38,7 @@ HEADLINES: Mapping[str, str] = {
 SEVERITIES: Mapping[str, str] = {
     "gave_up": "critical",
     "no_commit_for_too_long": "error",
+    "saves_refused": "error",
     "restarted": "warning",
     "rollback": "warning",
     "preempted": "info",
@@ -41,6 +46,7 @@ SEVERITIES: Mapping[str, str] = {
 """PagerDuty's words."""
 RESOLVES: Mapping[str, tuple[str, ...]] = {
     "commits_again": ("no_commit_for_too_long",),
+    "saves_again": ("saves_refused",),
     "finished": tuple(SEVERITIES),
 }
 """Kinds after which earlier ones are no problem any more."""

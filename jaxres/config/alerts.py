@@ -12,7 +12,7 @@ from jaxres.config.section import PositiveFloat, Section, free
 
 KINDS = (
     *("restarted", "gave_up", "no_commit_for_too_long", "commits_again", "rollback"),
-    *("preempted", "finished"),
+    *("saves_refused", "saves_again", "preempted", "finished"),
 )
 """Of incidents."""
 NOT_A_NAME = "not_a_variable"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxres import screen
+from jaxres.beat import SaveNews
 from jaxres.clock import Clock
 from jaxres.config.schema import DeadlinesSection
 from jaxres.faults import Exit
@@ -32,6 +34,10 @@ class Ended:
     """The code that the door was asked to end with, if it was."""
 
 
+def to_nobody(news: SaveNews) -> None:
+    """Has nobody to tell of saves: the console does."""
+
+
 @dataclass
 class Attempt:
     """What the supervisor knows of the running workers; owned by `supervise`."""
@@ -45,6 +51,8 @@ class Attempt:
     """The hosts behind other doors, if there are any."""
     until: float
     """When the workers are asked to save and stop; inf: never."""
+    heard: Callable[[SaveNews], None] = to_nobody
+    """Is told whether storage takes the lead's saves."""
     asked: Exit | None = None
     hurried: bool = False
     """Whether one of AT_ONCE has come."""

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxres import faults, runlog, screen
+from jaxres.alerts.incidents import Incident
 from jaxres.alerts.notify import Alerts
+from jaxres.beat import SaveNews, SavesRefused
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.events import AttemptRestarted, Event, EventLog, GaveUp, SupervisionEnded
@@ -54,6 +56,8 @@ class Run:
     """Where signals come as bytes."""
     policy: Policy
     emit: Callable[[Event], None]
+    tell: Callable[[Incident], None]
+    """Tells whoever is to be alerted."""
     train: Callable[..., Ended]
     """Runs an opened attempt."""
     env: Mapping[str, str]
@@ -67,6 +71,9 @@ class Run:
     places: tuple[int, ...] = ()
     """Of that attempt's hosts."""
     history: list[Outcome] = field(default_factory=list)
+    refusals: int = 0
+    """Times that storage began to refuse saves."""
+    saves_refused: bool = False
 
 
 def keep_up(
@@ -85,7 +92,7 @@ def keep_up(
       config: of every attempt.
       run_dir: the run's, which has no owner that lives.
       policy: when to go on.
-      train: runs an opened attempt to its end; is given `env`, `wakeup` and `until`.
+      train: runs an opened attempt to its end; is given `env`, `wakeup`, `until` and `heard`.
       env: the environment that attempts are to have.
       clock: the supervisor's.
       alerts: are told what is decided; entered once the run is owned, since who is refused may
@@ -108,6 +115,7 @@ def keep_up(
             wakeup=stack.enter_context(signals.as_bytes()),
             policy=policy,
             emit=partial(_emit_in_time, log),
+            tell=alerts.tell,
             train=train,
             env=env,
             line=line,
@@ -177,7 +185,8 @@ def _claimed(run: Run, job: meeting.Job) -> Ended:
     ended = opening.stop_that_was_asked(run.run_dir, opened.claim)
     if ended is None:
         until = restart.ends_at(run.policy)
-        ended = run.train(opened, env=run.env, wakeup=run.wakeup, until=until)
+        heard = partial(_tell_of_saves, run)
+        ended = run.train(opened, env=run.env, wakeup=run.wakeup, until=until, heard=heard)
     opening.put_down_in_time(log, ended, run_dir=run.run_dir, owner=run.owner)
     return ended
 
@@ -282,6 +291,26 @@ def _heed(run: Run, report: lookout.Report) -> Ended | None:
         case lookout.SaveAsked():
             say("save asked for, but nothing runs: the next attempt goes on from the last commit")
     return None
+
+
+def _tell_of_saves(run: Run, news: SaveNews) -> None:
+    """Tells once that storage refuses saves, and once that it takes them again."""
+    was_refused, run.saves_refused = run.saves_refused, isinstance(news, SavesRefused)
+    if run.saves_refused == was_refused:
+        return
+    run.refusals += run.saves_refused
+    reason = news.reason if isinstance(news, SavesRefused) else ""
+    run.tell(
+        Incident(
+            kind="saves_refused" if run.saves_refused else "saves_again",
+            run=run.run_dir.root.absolute().name,
+            attempt=run.line.attempt,
+            step=news.step,
+            reason=reason,
+            next="training goes on, and every save is tried" if reason else "",
+            seq=run.refusals,
+        )
+    )
 
 
 def _tell_of_restart(run: Run, ended: Ended, decision: Again) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from jaxres.beat import Beat, EnteredPhase, FinishedStep, Leaving
+from jaxres.beat import Beat, EnteredPhase, FinishedStep, Leaving, SavesRefused, SavesTaken
 from jaxres.config.schema import DeadlinesSection
 
 FIRST_STEPS = 3
@@ -46,6 +46,8 @@ class Watch:
                 return Watch(since=now, phase=self.phase, step=step, durations=durations)
             case Leaving():
                 return dataclasses.replace(self, phase=LEAVE, since=now)
+            case SavesRefused() | SavesTaken():
+                return self
 
     def paused(self, seconds: float) -> Watch:
         """Returns the watch after the watcher itself was asleep for a while."""

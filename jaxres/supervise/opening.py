@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from jaxres import config as configs
 from jaxres import faults, runlog, screen, storage
-from jaxres.beat import Leaving
+from jaxres.beat import Leaving, SaveNews
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.doors.peers import Peers
@@ -33,7 +33,7 @@ from jaxres.membership import Address
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog, Stop
 from jaxres.supervise import remains, signals
-from jaxres.supervise.attempt import Ended
+from jaxres.supervise.attempt import Ended, to_nobody
 from jaxres.supervise.meeting import Job, Meet, alone, boot_id, following, versions
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
@@ -207,6 +207,7 @@ def behind_a_door(
     advise: Callable[[RunConfig, str], str],
     wakeup: int | None = None,
     until: float = math.inf,
+    heard: Callable[[SaveNews], None] = to_nobody,
 ) -> Ended:
     """Runs the attempt's workers of this door as processes of this machine, one a host.
 
@@ -216,6 +217,7 @@ def behind_a_door(
       advise: makes the message after the kernel has killed a worker for want of memory.
       wakeup: where signals come as bytes, if the caller takes them.
       until: when the attempt is asked to save and stop, on its clock.
+      heard: is told whether storage takes saves.
     """
     claim = opened.claim
     hosts = [Member(host, claim.num_hosts) for host in opened.hosts]
@@ -232,6 +234,7 @@ def behind_a_door(
         peers=opened.peers,
         wakeup=wakeup,
         until=until,
+        heard=heard,
     )
     return _advised(ended, opened.config, advise)
 

@@ -10,10 +10,10 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxres.beat import Leaving, decode
+from jaxres.beat import Leaving, SaveNews, SavesRefused, SavesTaken, decode
 from jaxres.clock import Clock
 from jaxres.faults import Exit
 from jaxres.supervise.blame import End, Known
@@ -40,6 +40,8 @@ class Worker:
     watch: Watch
     kills_before: int
     """The kernel's count of memory kills when the worker was started."""
+    news: list[SaveNews] = field(default_factory=list)
+    """Of saves, not yet passed on."""
     word: Leaving | None = None
     """Why it leaves, as it has said."""
     end: End | None = None
@@ -111,6 +113,8 @@ class Worker:
                 self.watch = self.watch.after(beat, now=now)
                 if isinstance(beat, Leaving):
                     self.word = beat
+                elif isinstance(beat, SavesRefused | SavesTaken):
+                    self.news.append(beat)
 
     def _translate(self, status: int, now: float) -> End:
         """Turns the end into an exit code: the worker's own, or 128 + the signal that killed it.

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import select
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from jaxres.beat import SaveNews
 from jaxres.clock import Clock
 from jaxres.config.schema import DeadlinesSection
 from jaxres.doors.peers import Peers
@@ -22,7 +24,7 @@ from jaxres.doors.words import Verdict
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from jaxres.supervise import answers, blame, remains, signals
-from jaxres.supervise.attempt import Attempt, Ended, say
+from jaxres.supervise.attempt import Attempt, Ended, say, to_nobody
 from jaxres.supervise.blame import End, Known
 from jaxres.supervise.deadlines import LEAVE_SECONDS, limit_seconds, overdue_seconds
 from jaxres.supervise.kernel import out_of_memory_kills
@@ -54,6 +56,7 @@ def supervise(
     peers: Peers | None = None,
     wakeup: int | None = None,
     until: float = math.inf,
+    heard: Callable[[SaveNews], None] = to_nobody,
 ) -> Ended:
     """Runs the workers to their end.
 
@@ -70,11 +73,12 @@ def supervise(
       peers: the doors of the other hosts, if they have any.
       wakeup: where signals come as bytes; None: they are taken for as long as the workers run.
       until: when the workers are asked to save and stop, on the clock.
+      heard: is told whether storage takes the lead's saves.
     """
     with contextlib.ExitStack() as stack:
         wakeup = stack.enter_context(signals.as_bytes()) if wakeup is None else wakeup
         others = None if peers is None else _others(peers, commands, clock=clock)
-        running = Attempt(run_dir, attempt, limits, clock, [], others, until)
+        running = Attempt(run_dir, attempt, limits, clock, [], others, until, heard)
         kills_before = out_of_memory_kills()
         try:
             how = {"is_alone": num_hosts == 1, "env": env, "kills_before": kills_before}
@@ -82,18 +86,11 @@ def supervise(
                 running.workers.append(spawn(command, host=host, clock=clock, **how))
             watch = None
             if owner is not None:
-                watch = Lookout(
-                    run_dir,
-                    attempt=attempt,
-                    last_seq=last_seq,
-                    owner=owner,
-                    clock=clock,
-                    step=lambda: running.step,
-                )
+                looks = functools.partial(Lookout, run_dir, attempt=attempt, last_seq=last_seq)
+                watch = looks(owner=owner, clock=clock, step=lambda: running.step)
                 stack.enter_context(watch)
             ended = _wait(running, wakeup, watch)
-            if ended.asked is None:
-                ended = dataclasses.replace(ended, asked=running.asked)
+            ended = dataclasses.replace(ended, asked=ended.asked or running.asked)
             _tell_others(running, ended)
             return ended
         finally:
@@ -127,6 +124,10 @@ def _wait(running: Attempt, wakeup: int, watch: Lookout | None) -> Ended:
         now = running.clock.monotonic()
         for worker in running.workers:
             worker.take(now=now)
+            while worker.news:
+                news = worker.news.pop(0)
+                if worker.host == LEAD:
+                    running.heard(news)
         if others is not None and (ended := _hear(running, others, now=now)) is not None:
             return ended
         if (ended := _first_end(running)) is not None:

@@ -8,8 +8,17 @@ import threading
 import pytest
 
 from jaxres import beat as beats
-from jaxres.beat import BeatWriter, EnteredPhase, FinishedStep, Leaving, decode, encode
-from jaxres.events import Noted, PhaseChanged
+from jaxres.beat import (
+    BeatWriter,
+    EnteredPhase,
+    FinishedStep,
+    Leaving,
+    SavesRefused,
+    SavesTaken,
+    decode,
+    encode,
+)
+from jaxres.events import Noted, PhaseChanged, SaveCommitted, SaveFailed, TrainingStarted
 from jaxres.metrics import MetricsLine
 
 
@@ -54,6 +63,19 @@ def test_what_it_was_told_is_in_the_pipe_when_it_returns(pipe):
         assert drain(pipe[0]) == []
         writer.leaving(Leaving(75, "asked", True))
         assert drain(pipe[0]) == [Leaving(75, "asked", True)]
+
+
+def test_that_saves_are_refused_is_told_once_for_a_row_and_when_they_are_taken(pipe):
+    with BeatWriter(pipe[1]) as writer:
+        writer.heard(TrainingStarted(40, "p", ""))
+        for step in (48, 56, 64):
+            writer.heard(SaveFailed(step, f"full at {step}", 1))
+        assert drain(pipe[0]) == [SavesRefused(40, "full at 48")]
+        for step in (72, 80):
+            writer.heard(SaveCommitted(step, "p", 1, 0.5))
+        assert drain(pipe[0]) == [SavesTaken(72)]
+        writer.heard(SaveFailed(88, "full again", 1))
+        assert drain(pipe[0]) == [SavesRefused(80, "full again")]
 
 
 def test_full_pipe_loses_steps_but_no_phase_and_not_the_newest_step(pipe):
