@@ -52,6 +52,8 @@ class RunBuilt:
     flops_per_token: float
     state_bytes_per_device: int
     """Parameters, optimizer state and key."""
+    save_bytes_per_host: int = 0
+    """Host memory that a save takes at most, until it is committed."""
 
 
 @dataclass(frozen=True)

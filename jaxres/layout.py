@@ -113,6 +113,12 @@ def of(shapes: TrainState, model: Model, mesh: Mesh) -> Layout:
     return Layout(tuple(arrays), {axis: mesh.shape[axis] for axis in mesh.axis_names})
 
 
+def save_memory(laid: Layout) -> tuple[int, int]:
+    """Returns what a save takes of this host's memory at most, and what the state does."""
+    snapshot = laid.device_bytes * jax.local_device_count()
+    return snapshot, snapshot if jax.default_backend() == "cpu" else 0
+
+
 def device_limit(mesh: Mesh) -> int | None:
     """Returns the bytes that a device of this process can hold; None where it does not say."""
     stats = mesh.local_devices[0].memory_stats()

@@ -236,7 +236,8 @@ def _parts(built: events.RunBuilt) -> str:
         f"{built.model}, {built.params / 1e6:.2f} M parameters, "
         f"{built.flops_per_token / 1e6:.1f} MFLOP a token, on {built.devices} · "
         f"{built.rows:,} rows, {built.tokens_per_epoch / 1e6:.1f} M tokens an epoch · "
-        f"{built.steps:,} steps · state {size(built.state_bytes_per_device)} a device"
+        f"{built.steps:,} steps · state {size(built.state_bytes_per_device)} a device, "
+        f"a save takes up to {size(built.save_bytes_per_host)} of a host's memory"
     )
 
 

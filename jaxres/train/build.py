@@ -210,6 +210,9 @@ def _lay_out(parts: Parts, place: Place) -> Layout:
     for warning in laid.warnings():
         place.emit(Noted(warning))
     memory.refuse_large_state(laid.device_bytes, layout.device_limit(parts.mesh))
+    small = memory.small_host(*layout.save_memory(laid))
+    if small is not None:
+        place.emit(Noted(small))
     return laid
 
 
@@ -390,4 +393,5 @@ def _built(parts: Parts, laid: Layout) -> RunBuilt:
         tokens_per_step=parts.tokens_per_step,
         flops_per_token=parts.model.flops_per_token,
         state_bytes_per_device=laid.device_bytes,
+        save_bytes_per_host=layout.save_memory(laid)[0],
     )

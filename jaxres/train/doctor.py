@@ -186,6 +186,11 @@ class Doctor:
         yield Check("pass", "state", f"{size(held)}{of} a device; a checkpoint takes {whole}")
         for warning in self._layout.warnings():
             yield Check("warn", "state", warning)
+        if self._here:
+            snapshot, state = layout.save_memory(self._layout)
+            small = memory.small_host(snapshot, state)
+            says = f"a save takes up to {size(snapshot)} of this host until it is committed"
+            yield Check("pass" if small is None else "warn", "memory", small or says)
 
     def _step(self) -> Told:
         import jax
@@ -234,9 +239,10 @@ class Doctor:
         if self._layout is None:
             yield Check("pass", "run.dir", f"{run_dir} can be written; {size(free)} are free there")
             return
-        count = self._config.checkpoint.keep.last + 1
+        keep = self._config.checkpoint.keep
+        count = keep.last + keep.daily + keep.weekly + keep.best + 1
         needed = count * self._layout.global_bytes
-        fits = f"{count} checkpoints of {size(self._layout.global_bytes)} (checkpoint.keep.last + 1"
+        fits = f"{count} checkpoints of {size(self._layout.global_bytes)} (checkpoint.keep + 1"
         if free < needed:
             yield Check(
                 "warn",

@@ -46,7 +46,7 @@ def lines(out: str) -> list[tuple[str, str]]:
 def test_a_run_that_can_start_passes_and_nothing_is_written(ask, tmp_path: Path) -> None:
     code, out, err = ask("mesh.fsdp=2")
     assert (code, err) == (0, "")
-    names = ("config", "data", "mesh", "batch", "state", "step", "run.dir")
+    names = ("config", "data", "mesh", "batch", "state", "memory", "step", "run.dir")
     assert lines(out) == [("pass", name) for name in names]
     assert "8 x cpu: data=4 fsdp=2 tensor=1" in out
     assert "24 rows = 1 (microbatches) x 3 (rows a device at once) x 8 (batch shards)" in out
