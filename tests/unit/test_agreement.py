@@ -122,6 +122,19 @@ def test_a_word_that_stays_is_laid_on_the_devices_once_in_so_many_steps():
     assert Word.decode(np.asarray(one.facts(busy_seconds=0.0))[0]).stop == Exit.PREEMPTED
 
 
+def test_a_save_that_is_due_by_the_leads_clock_is_asked_for_as_a_person_does():
+    mesh = meshes.build(MeshSection(), devices=jax.devices())
+    due = [True]
+    lead = AllWords(FakeRequests(), Continue, mesh=mesh, is_due=lambda: due[0])
+    assert Word.decode(np.asarray(lead.facts(busy_seconds=None))[0]) == Word(save=True)
+    assert not lead.save_asked(), "before a step has brought it to all"
+    alone = OwnWord(FakeRequests(), Continue, is_due=lambda: due[0])
+    assert alone.save_asked()
+    due[0] = False
+    assert Word.decode(np.asarray(lead.facts(busy_seconds=None))[0]) == Word()
+    assert not alone.save_asked()
+
+
 def test_a_host_that_is_alone_acts_at_once():
     requests = FakeRequests()
     one = OwnWord(requests, Continue)
