@@ -110,6 +110,21 @@ class SaveFailed:
 
 
 @dataclass(frozen=True)
+class UpdateSkipped:
+    """A step's loss or gradient was not finite; its batch is consumed, its update not applied."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    params: tuple[str, ...]
+    """Paths of the parameters whose gradient is not finite."""
+    num_rows: int
+    """How many rows' loss is not finite; 0: it came from elsewhere, as in the backward pass."""
+    rows: tuple[tuple[int, int, int, int], ...]
+    """The first of them: row of the batch, its sample's id, its host, its microbatch."""
+
+
+@dataclass(frozen=True)
 class StepsPruned:
     """Old steps were taken off the line; their directories are deleted next."""
 
@@ -197,6 +212,7 @@ Event = (
     | SaveWaited
     | SaveCommitted
     | SaveFailed
+    | UpdateSkipped
     | StepsPruned
     | SampleWritten
     | Noted

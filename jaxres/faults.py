@@ -158,13 +158,14 @@ ALL: tuple[Fault, ...] = (
         "step",
         "step.py",
         "mask the update on all hosts alike, count it, say which rows and parameter groups",
+        done=True,
     ),
     _row(
         "diverged",
         "loop",
         "guards/divergence.py",
-        "stop without saving; never restarted "
-        "(so far: at the first non-finite loss, gradient or state)",
+        "stop without saving; never restarted (so far: too many masked steps, or a state that is "
+        "not finite)",
         exit=Exit.DIVERGED,
         done=True,
     ),

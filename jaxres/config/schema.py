@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from jaxres.config.alerts import AlertsSection
+from jaxres.config.guards import GuardsSection
 from jaxres.config.section import Fraction, NonNegativeFloat, PositiveFloat, Section, free
 
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -340,6 +341,8 @@ class RunConfig(Section):
     """Devices by axis; the product must be their number."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When to save, and what to keep."""
+    guards: GuardsSection = GuardsSection()
+    """What is done about steps that are not as they should be."""
     evaluation: EvaluationSection = EvaluationSection()
     """Loss on held-out data."""
     telemetry: TelemetrySection = TelemetrySection()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxres.faults import Continue, Verdict
 
-Memory = Mapping[str, float]
+Memory = Mapping[str, Any]
+"""Finite numbers, and lists of them, as JSON brings them back."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,10 @@ class Seen:
     step: int
     loss: float
     grad_norm: float
+    applied: bool
+    """Whether the update was applied; False: it was masked."""
     state_is_finite: bool
-    """Whether parameters and optimizer state are all finite after the step's update."""
+    """Whether parameters and optimizer state are all finite after the step."""
 
 
 @dataclass(frozen=True)

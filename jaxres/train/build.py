@@ -21,7 +21,7 @@ from jaxres.checkpoint.store import Checkpoints
 from jaxres.config import RunConfig
 from jaxres.data import Batch, Dataset
 from jaxres.events import Emit, Noted, PhaseChanged, RunBuilt
-from jaxres.guards.divergence import stop_on_nonfinite
+from jaxres.guards.divergence import nonfinite
 from jaxres.layout import Layout
 from jaxres.metrics import MetricsLine, MetricsLog
 from jaxres.models import Model
@@ -98,11 +98,13 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         ),
         log=place.log,
         checkpoints=checkpoints,
-        guards=(stop_on_nonfinite(),),
+        guards=(nonfinite(config.guards),),
         feed=_feed(parts, place, stack),
         init=parts.init,
         shapes=parts.shapes,
         step=step,
+        form=steps.Form.of(parts.shapes.params, num_rows=parts.rows_per_batch),
+        row_places=_row_places(parts),
         evaluate=evaluation,
         dataset=parts.dataset.fingerprint,
         computation=computation(config, place.claim, parts.mesh, parts.plan),
@@ -114,6 +116,11 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         clock=place.clock,
     )
     return Built(run, parts.dataset, parts.model)
+
+
+def _row_places(parts: Parts) -> list[tuple[int, int]]:
+    hosts = meshes.hosts_of_rows(parts.mesh, parts.rows_per_batch)
+    return [(host, row % parts.plan.microbatches) for row, host in enumerate(hosts)]
 
 
 def _metrics(
@@ -264,6 +271,7 @@ def traced_step(parts: Parts, *, facts: Any = None) -> Any:
         rate,
         clip_norm=config.optimizer.clip_norm,
         microbatches=parts.plan.microbatches,
+        replicate=meshes.replicate(parts.mesh),
     )
     out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(parts.mesh))
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=out)

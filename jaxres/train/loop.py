@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import Clock
 from jaxres.data import Batch, sample_digest
-from jaxres.events import Emit, Evaluated, PhaseChanged, TrainingStarted
+from jaxres.events import Emit, Evaluated, PhaseChanged, TrainingStarted, UpdateSkipped
 from jaxres.faults import ConfigError, Continue, Exit, Stop, StorageUnavailable, TypedEnd, Verdict
 from jaxres.guards import Guard, Seen, gravest, judge_step
 from jaxres.hosts import WORD_SECONDS, Peers
@@ -27,12 +27,14 @@ from jaxres.metrics import MetricsLine
 from jaxres.models import Params
 from jaxres.runlog import Line, RunLog, Start, fold, start_of
 from jaxres.state import Progress, TrainState, from_plain, to_plain
-from jaxres.step import METRICS
+from jaxres.step import Form, Measured
 from jaxres.train.agreement import Agreement
 from jaxres.train.guarantee import guarantee
 
 LAG = 2
 LOOK_SECONDS = 0.1
+MAX_ROWS_TOLD = 16
+"""Of a step whose loss is not finite."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,10 @@ class Run:
     """jax.ShapeDtypeStruct with sharding for every array of the state."""
     step: Callable[[TrainState, Mapping[str, jax.Array], Any], tuple[TrainState, jax.Array]]
     """(state, batch, own word) -> state, metrics and all hosts' words. Donates the state."""
+    form: Form
+    """How the step's metrics are read."""
+    row_places: Sequence[tuple[int, int]]
+    """Host and microbatch of every row of a batch."""
     evaluate: Callable[[Params, Agreement], float | None]
     """Params -> held-out loss; None: gave up between two batches, on all hosts alike."""
     dataset: str
@@ -121,7 +127,7 @@ class Flight:
     """When the last step was dispatched, or, with none in flight, when the next one was begun."""
     waited_seconds: float = 0.0
     """How much of the time since then this host has waited for the devices, and so for others."""
-    steps: deque[tuple[Progress, str, jax.Array]] = dataclasses.field(default_factory=deque)
+    steps: deque[tuple[Progress, np.ndarray, jax.Array]] = dataclasses.field(default_factory=deque)
 
     def rest(self, now: float) -> None:
         """Has no step in flight: what was done meanwhile belongs to none."""
@@ -183,7 +189,7 @@ def train(run: Run) -> Ended:
                 num_rows=run.feed.num_rows,
                 tokens=run.feed.tokens_per_step,
             )
-            flight.steps.append((progress, sample_digest(batch.ids), metrics))
+            flight.steps.append((progress, batch.ids, metrics))
 
 
 @contextlib.contextmanager
@@ -283,29 +289,51 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
 
 def land(run: Run, flight: Flight) -> Seen:
     """Waits for the oldest step in flight, writes its line, and returns what the guards may see."""
-    progress, samples, metrics = flight.steps.popleft()
+    progress, ids, metrics = flight.steps.popleft()
     begun = run.clock.monotonic()
     values = np.asarray(metrics)
     now = run.clock.monotonic()
     flight.waited_seconds += now - begun
-    loss, grad_norm, learning_rate, finite = (float(value) for value in values[: len(METRICS)])
+    measured, facts = run.form.read(values)
     run.landed(
         MetricsLine(
             seq=flight.seq,
             step=progress.step,
             attempt=run.log.attempt,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
+            loss=measured.loss,
+            grad_norm=measured.grad_norm,
+            learning_rate=measured.learning_rate,
             tokens=progress.tokens,
             step_seconds=now - flight.landed_at,
-            skipped=False,
-            samples=samples,
-            busy_seconds=run.agreement.heard(values[len(METRICS) :]),
+            skipped=not measured.applied,
+            samples=sample_digest(ids),
+            busy_seconds=run.agreement.heard(facts),
         )
     )
     flight.landed_at = now
-    return Seen(step=progress.step, loss=loss, grad_norm=grad_norm, state_is_finite=finite == 1.0)
+    if not measured.applied:
+        _tell_skipped(run, progress.step, measured, ids)
+    return Seen(
+        step=progress.step,
+        loss=measured.loss,
+        grad_norm=measured.grad_norm,
+        applied=measured.applied,
+        state_is_finite=measured.state_is_finite,
+    )
+
+
+def _tell_skipped(run: Run, step: int, measured: Measured, ids: np.ndarray) -> None:
+    rows = measured.bad_rows
+    run.emit(
+        UpdateSkipped(
+            step=step,
+            loss=measured.loss,
+            grad_norm=measured.grad_norm,
+            params=measured.bad_params,
+            num_rows=len(rows),
+            rows=tuple((row, int(ids[row]), *run.row_places[row]) for row in rows[:MAX_ROWS_TOLD]),
+        )
+    )
 
 
 def evaluate(run: Run, state: TrainState, progress: Progress) -> Progress:

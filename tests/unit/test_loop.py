@@ -5,12 +5,16 @@ from collections import deque
 import numpy as np
 import pytest
 
+from jaxres.config.guards import GuardsSection
+from jaxres.data import sample_digest
+from jaxres.events import UpdateSkipped
 from jaxres.faults import Continue, Exit, Stop, StorageUnavailable, fault
 from jaxres.guards import Guard
-from jaxres.guards.divergence import stop_on_nonfinite
+from jaxres.guards.divergence import nonfinite
 from jaxres.hosts import Alone
 from jaxres.runlog import Record, fold
 from jaxres.state import Progress, TrainState
+from jaxres.step import Form
 from jaxres.train.agreement import OwnWord
 from jaxres.train.loop import LAG, Agenda, Due, Feed, Flight, Run, _same_line, look, settle
 from jaxres.train.requests import Requests
@@ -140,11 +144,13 @@ def fake_run(**parts):
         agenda=AGENDA,
         log=FakeLog(),
         checkpoints=checkpoints,
-        guards=(counting_guard(), stop_on_nonfinite()),
+        guards=(counting_guard(), nonfinite(GuardsSection(on_nonfinite="stop"))),
         feed=Feed(at=unused, num_rows=100, tokens_per_step=10),
         init=unused,
         shapes=None,
         step=unused,
+        form=Form(("w",), num_rows=2),
+        row_places=[(0, 0), (1, 0)],
         evaluate=unused,
         dataset="d",
         computation={},
@@ -159,13 +165,19 @@ def fake_run(**parts):
 
 
 def metrics_of(step, *, bad=()):
-    return np.asarray([math.nan if step in bad else 1.5 + step, 2.0, 0.5, 1.0], np.float32)
+    good = [1.5 + step, 2.0, 0.5, 1.0, 1.0, 4.0, 0.0, 0.0]
+    spoilt = [math.nan, math.nan, 0.5, 0.0, 1.0, math.nan, 0.0, 1.0]
+    return np.asarray(spoilt if step in bad else good, np.float32)
+
+
+def ids_of(step):
+    return np.asarray([2 * step, 2 * step + 1])
 
 
 def dispatch(flight, progress, **kwargs):
     """Puts one more step into flight, as the loop does after a look."""
     after = progress.after(next_cursor=24 * (progress.step + 1), num_rows=100, tokens=10)
-    flight.steps.append((after, f"ids{after.step}", metrics_of(after.step, **kwargs)))
+    flight.steps.append((after, ids_of(after.step), metrics_of(after.step, **kwargs)))
     return after
 
 
@@ -217,7 +229,10 @@ def test_guards_remember_the_same_however_the_looks_fall():
             progress = dispatch(flight, progress)
         progress, _ = look(run, progress, flight, drain=True)
         memories.append(progress)
-    assert memories[0].guards == {"counting": {"steps": 6, "sum": 21}, "divergence": {}}
+    assert memories[0].guards == {
+        "counting": {"steps": 6, "sum": 21},
+        "divergence": {"skipped": []},
+    }
     assert memories == [memories[0]] * 4
 
 
@@ -230,6 +245,18 @@ def test_a_verdict_lands_and_judges_the_steps_in_flight_too():
     assert verdict.reason.startswith("step 1: ")
     assert [line.step for line in landed] == [1, 2, 3, 4]
     assert progress.guards["counting"]["steps"] == 4
+
+
+def test_a_masked_step_is_told_with_its_rows_and_parameters():
+    told = []
+    run, landed = fake_run(emit=told.append, guards=())
+    flight, progress = in_flight(3, bad={2})
+    _, verdict = look(run, progress, flight, drain=True)
+    assert verdict == Continue()
+    assert [line.skipped for line in landed] == [False, True, False]
+    (event,) = told
+    assert isinstance(event, UpdateSkipped)
+    assert (event.step, event.params, event.rows) == (2, ("w",), ((1, 5, 1, 0),))
 
 
 def test_a_bad_step_within_the_lag_is_judged_by_the_drain_before_a_save():
@@ -249,7 +276,7 @@ def test_a_line_tells_of_its_own_step_whatever_has_been_dispatched_since():
     first = landed[0]
     assert (first.step, first.seq, first.attempt) == (1, 7, 3)
     assert (first.loss, first.grad_norm, first.learning_rate) == (2.5, 2.0, 0.5)
-    assert (first.tokens, first.samples, first.skipped) == (10, "ids1", False)
+    assert (first.tokens, first.samples, first.skipped) == (10, sample_digest(ids_of(1)), False)
     assert [line.step_seconds for line in landed] == [2.0, 2.0], "two ticks a landing"
 
 

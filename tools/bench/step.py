@@ -190,7 +190,8 @@ def host_seconds(run: Run) -> tuple[float, float]:
 
     The step is replaced by one that only sleeps, as a host does while its device computes.
     """
-    metrics: Any = np.ones(len(METRICS), np.float32)
+    form = run.form
+    metrics: Any = np.ones(len(METRICS) + len(form.params) + form.num_rows, np.float32)
     slept = 0.0
     marks: list[tuple[float, float]] = []
 
