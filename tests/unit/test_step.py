@@ -122,7 +122,7 @@ def test_the_evaluation_step_leaves_masked_rows_out() -> None:
     assert not np.array_equal(evaluate(params, rows, mask), evaluate(params, rows, jnp.ones(B)))
 
 
-def poisoned_gradient(model: Any, *, row: int) -> Any:
+def poisoned_gradient(model: Any, *, row: int, value: float) -> Any:
     """The model with one row whose loss is fine and whose gradient is not."""
 
     @jax.custom_vjp
@@ -130,7 +130,7 @@ def poisoned_gradient(model: Any, *, row: int) -> Any:
         return loss_B
 
     def backward(_: Any, cotangent_B: Any) -> Any:
-        return (cotangent_B.at[row].set(jnp.nan),)
+        return (cotangent_B.at[row].set(value),)
 
     through.defvjp(lambda loss_B: (loss_B, None), backward)
 
@@ -169,9 +169,12 @@ def test_a_step_that_is_not_finite_changes_neither_parameters_nor_moments(
     assert not equal(again.params, after.params)
 
 
-def test_a_gradient_that_is_not_finite_is_masked_though_the_clipped_one_hides_it() -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30], ids=["nan", "inf", "square overflows"])
+def test_a_gradient_that_is_not_finite_is_masked_where_a_clipped_norm_would_be(
+    value: float,
+) -> None:
     model, tx, _ = parts()
-    poisoned = poisoned_gradient(model, row=5)
+    poisoned = poisoned_gradient(model, row=5, value=value)
     rate = optim.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10)
     function = step.make_train_step(poisoned, tx, rate, clip_norm=1.0, microbatches=1)
     begin = state.init(model, tx, seed=0)
