@@ -111,11 +111,13 @@ class SaveFailed:
 
 @dataclass(frozen=True)
 class UpdateSkipped:
-    """A step's loss or gradient was not finite; its batch is consumed, its update not applied."""
+    """A step's loss or gradient was not finite, or its norm a spike; its batch is consumed."""
 
     step: int
     loss: float
     grad_norm: float
+    spike_score: float
+    """Deviations by which the norm was larger than usual."""
     params: tuple[str, ...]
     """Paths of the parameters whose gradient is not finite."""
     num_rows: int

@@ -135,13 +135,14 @@ def square_norms(grads: Tree) -> Float[Array, " G"]:
     )
 
 
-def clip(grads: Tree, *, norm: Float[Array, ""], max_norm: float | None) -> Tree:
+def clip(grads: Tree, *, norm: Float[Array, ""], max_norm: Any) -> Tree:
     """Scales gradients of that global norm down to at most `max_norm`; None: leaves them alone.
 
-    A norm that is NaN makes all of them NaN: nothing is hidden. (arXiv 1211.5063)
+    A largest norm that is infinite leaves finite gradients their bits; a norm that is NaN makes all
+    of them NaN: nothing is hidden. (arXiv 1211.5063)
     """
     if max_norm is None:
         return grads
-    # maximum, unlike a comparison, keeps a NaN; and the factor is exactly 1 up to max_norm.
-    factor = max_norm / jnp.maximum(norm, max_norm)
+    # The factor is exactly 1 up to max_norm, and NaN for a norm that is.
+    factor = jnp.where(norm <= max_norm, 1.0, max_norm / norm)
     return jax.tree.map(lambda grad: grad * factor, grads)

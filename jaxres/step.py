@@ -1,8 +1,8 @@
 """train_step and eval_step: pure functions, compiled once before the first step.
 
-Home of: nonfinite_update. A step whose loss or gradient is not finite consumes its batch and leaves
-parameters and optimizer as they were, bit for bit, on all hosts alike; its metrics say which rows
-and which parameters it was.
+Home of: nonfinite_update. A step whose loss or gradient is not finite, or whose gradient's norm is
+far above what is usual, consumes its batch and leaves parameters and optimizer as they were, bit
+for bit, on all hosts alike; its metrics say which rows and which parameters it was.
 
 B rows of the global batch, A microbatches of B/A rows, G leaves of the parameters.
 """
@@ -19,14 +19,15 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float
 
-from jaxres import optim
+from jaxres import norms, optim
+from jaxres.config.guards import SpikesSection
 from jaxres.models.model import Model, Params, anywhere
 from jaxres.state import TrainState
 
 Batch = Mapping[str, jax.Array]
 """Arrays whose first dim is the row of the global batch."""
 
-METRICS = ("loss", "grad_norm", "learning_rate", "applied", "state_is_finite")
+METRICS = ("loss", "grad_norm", "learning_rate", "spike_score", "applied", "state_is_finite")
 """What the first entries of a step's metrics vector mean; the last two are 1 or 0."""
 
 Facts = Float[Array, "D F"] | None
@@ -46,6 +47,8 @@ class Measured:
     grad_norm: float
     """Global norm before clipping."""
     learning_rate: float
+    spike_score: float
+    """Deviations by which the norm is larger than usual; see norms.py."""
     applied: bool
     """Whether the update was applied; False: the state is as before, but for its key and step."""
     state_is_finite: bool
@@ -75,11 +78,12 @@ class Form:
         """Returns what a vector says, and the words of all hosts behind it."""
         ends = np.cumsum([len(METRICS), len(self.params), self.num_rows])
         numbers, squares, flags, facts = np.split(values, ends)
-        loss, grad_norm, learning_rate, applied, finite = (float(value) for value in numbers)
+        loss, grad_norm, learning_rate, spike_score, applied, finite = map(float, numbers)
         measured = Measured(
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
+            spike_score=spike_score,
             applied=applied == 1.0,
             state_is_finite=finite == 1.0,
             bad_params=tuple(self.params[i] for i in np.flatnonzero(~np.isfinite(squares))),
@@ -95,13 +99,14 @@ def make_train_step(
     *,
     clip_norm: float | None,
     microbatches: int,
+    spikes: SpikesSection | None,
     replicate: Callable[[jax.Array], jax.Array] = anywhere,
 ) -> TrainStep:
     """Returns the step: the state is to be donated, the metrics vector is float32 (see Form).
 
     The loss is the weighted mean over the whole batch, whatever the number of microbatches. Whether
     the update is applied is known before the optimizer runs, from the loss and the gradient's norm
-    before clipping.
+    before clipping; `spikes` has the bands of that norm, None: any finite one will do.
     """
 
     def train_step(
@@ -114,14 +119,24 @@ def make_train_step(
         squares_G = optim.square_norms(grads)
         grad_norm = jnp.sqrt(jnp.sum(squares_G))
         applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        grads = optim.clip(grads, norm=grad_norm, max_norm=clip_norm)
+        usual, spike_score, max_norm = state.norms, jnp.zeros(()), clip_norm
+        if spikes is not None:
+            spike_score = norms.score(usual, grad_norm, spikes)
+            max_norm = jnp.minimum(clip_norm or jnp.inf, norms.limit(usual, spikes))
+            if spikes.skip_deviations is not None:
+                applied &= spike_score < spikes.skip_deviations
+            usual = norms.after(usual, grad_norm, spikes)
+        grads = optim.clip(grads, norm=grad_norm, max_norm=max_norm)
         direction, opt = tx.update(grads, state.opt, state.params)
         step = state.step + 1
         learning_rate = rate(step)
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
         params, opt = _where(applied, (params, opt), (state.params, state.opt))
-        after = TrainState(params=params, opt=opt, key=jax.random.key_data(next_key), step=step)
-        numbers = [loss, grad_norm, learning_rate, applied, _all_finite((params, opt))]
+        after = TrainState(
+            params=params, opt=opt, key=jax.random.key_data(next_key), step=step, norms=usual
+        )
+        finite = _all_finite((params, opt))
+        numbers = [loss, grad_norm, learning_rate, spike_score, applied, finite]
         # The flags of rows that lie on other devices are gathered only where there are any.
         flags_B = jax.lax.cond(
             applied,

@@ -235,10 +235,13 @@ def _skipped(event: events.UpdateSkipped) -> str:
         f"row {row} (sample {sample}, host {host})" for row, sample, host, _ in event.rows[:3]
     )
     more = f" and {event.num_rows - 3} more rows" if event.num_rows > 3 else ""
-    where = f"loss of {rows}{more}" if rows else f"gradient of {', '.join(event.params[:3])}"
+    why = f"the norm is {event.spike_score:.1f} deviations above the usual"
+    if rows or event.params:
+        where = f"loss of {rows}{more}" if rows else f"gradient of {', '.join(event.params[:3])}"
+        why = f"{where} not finite"
     return (
         f"step {event.step}: loss {event.loss:.4g}, gradient norm {event.grad_norm:.4g}: its "
-        f"update was skipped ({where} not finite)"
+        f"update was skipped ({why})"
     )
 
 

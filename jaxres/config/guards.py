@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
-from jaxres.config.section import Section, free
+from jaxres.config.section import PositiveFloat, Section, free
+
+
+class SpikesSection(Section):
+    """Bands of the gradient's norm, in deviations of its logarithm above what is usual."""
+
+    clip_deviations: PositiveFloat = 4.0
+    """From here on the gradient is clipped to this edge, where that is below
+    optimizer.clip_norm."""
+    skip_deviations: PositiveFloat | None = 10.0
+    """From here on the step is skipped. null: none is, for its norm."""
+    window_steps: Annotated[int, Field(ge=2)] = 100
+    """Steps over which the usual norm is averaged, exponentially."""
+    warmup_steps: Annotated[int, Field(ge=2)] = 100
+    """First steps of a run, in which norms are learnt and none is judged."""
 
 
 class GuardsSection(Section):
     on_nonfinite: Literal["skip", "stop"] = free("skip")
     """A step whose loss or gradient is not finite is never applied. skip: the run goes on without
     its batch, within the two limits below; stop: it ends (81)."""
+    spikes: SpikesSection | None = SpikesSection()
+    """Gradient norms far above what is usual (after arXiv 2504.02507). null: not looked for."""
     max_skips_in_a_row: PositiveInt | None = free(5)
     """Skipped steps in a row that are borne; one more ends the run (81). null: no limit."""
     max_skips: PositiveInt | None = free(20)

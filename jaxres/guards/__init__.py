@@ -23,6 +23,8 @@ class Seen:
     step: int
     loss: float
     grad_norm: float
+    spike_score: float
+    """Deviations by which the gradient's norm is larger than usual; see norms.py."""
     applied: bool
     """Whether the update was applied; False: it was masked."""
     state_is_finite: bool

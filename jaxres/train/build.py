@@ -271,6 +271,7 @@ def traced_step(parts: Parts, *, facts: Any = None) -> Any:
         rate,
         clip_norm=config.optimizer.clip_norm,
         microbatches=parts.plan.microbatches,
+        spikes=config.guards.spikes,
         replicate=meshes.replicate(parts.mesh),
     )
     out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(parts.mesh))

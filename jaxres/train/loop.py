@@ -317,6 +317,7 @@ def land(run: Run, flight: Flight) -> Seen:
         step=progress.step,
         loss=measured.loss,
         grad_norm=measured.grad_norm,
+        spike_score=measured.spike_score,
         applied=measured.applied,
         state_is_finite=measured.state_is_finite,
     )
@@ -329,6 +330,7 @@ def _tell_skipped(run: Run, step: int, measured: Measured, ids: np.ndarray) -> N
             step=step,
             loss=measured.loss,
             grad_norm=measured.grad_norm,
+            spike_score=measured.spike_score,
             params=measured.bad_params,
             num_rows=len(rows),
             rows=tuple((row, int(ids[row]), *run.row_places[row]) for row in rows[:MAX_ROWS_TOLD]),

@@ -44,7 +44,14 @@ def test_every_guard_judges_every_step_and_keeps_its_own_memory():
         memory, verdict = judge_step(
             guards,
             memory,
-            Seen(step=step, loss=1.0, grad_norm=1.0, applied=True, state_is_finite=True),
+            Seen(
+                step=step,
+                loss=1.0,
+                grad_norm=1.0,
+                spike_score=0.0,
+                applied=True,
+                state_is_finite=True,
+            ),
         )
         verdicts.append(verdict)
     assert verdicts == [Continue(), SAVING, UNSAVED]
@@ -52,14 +59,16 @@ def test_every_guard_judges_every_step_and_keeps_its_own_memory():
 
 
 def test_a_guard_goes_on_from_the_memory_that_was_saved():
-    seen = Seen(step=9, loss=1.0, grad_norm=1.0, applied=True, state_is_finite=True)
+    seen = Seen(
+        step=9, loss=1.0, grad_norm=1.0, spike_score=0.0, applied=True, state_is_finite=True
+    )
     saved = {"a": {"count": 4}, "gone": {"x": 1}}
     memory, _ = judge_step([counting("a"), counting("new")], saved, seen)
     assert memory == {"a": {"count": 5}, "new": {"count": 1}}
     assert saved == {"a": {"count": 4}, "gone": {"x": 1}}
 
 
-GOOD = Seen(step=1, loss=1.0, grad_norm=1.0, applied=True, state_is_finite=True)
+GOOD = Seen(step=1, loss=1.0, grad_norm=1.0, spike_score=0.0, applied=True, state_is_finite=True)
 
 
 def judged(section, masked, *, until):

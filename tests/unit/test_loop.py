@@ -165,8 +165,8 @@ def fake_run(**parts):
 
 
 def metrics_of(step, *, bad=()):
-    good = [1.5 + step, 2.0, 0.5, 1.0, 1.0, 4.0, 0.0, 0.0]
-    spoilt = [math.nan, math.nan, 0.5, 0.0, 1.0, math.nan, 0.0, 1.0]
+    good = [1.5 + step, 2.0, 0.5, 0.0, 1.0, 1.0, 4.0, 0.0, 0.0]
+    spoilt = [math.nan, math.nan, 0.5, math.nan, 0.0, 1.0, math.nan, 0.0, 1.0]
     return np.asarray(spoilt if step in bad else good, np.float32)
 
 
@@ -288,7 +288,7 @@ def test_a_failed_save_is_raised_by_the_next_look_before_anything_lands():
     assert landed == []
 
 
-TINY = TrainState(params={}, opt={}, step=np.int32(20), key=np.zeros(2, np.uint32))
+TINY = TrainState(params={}, opt={}, step=np.int32(20), key=np.zeros(2, np.uint32), norms={})
 TERMED = Stop(fault("preemption"), "asked by SIGTERM")
 SPIKED = Stop(fault("diverged"), "step 19: loss is not finite")
 

@@ -12,10 +12,12 @@ import pytest
 
 from jaxres import mesh as meshes
 from jaxres import models, optim, state, step
+from jaxres.config.guards import SpikesSection
 from jaxres.config.schema import AdamwOptimizer, CosineSchedule, GptModel, MeshSection
 
 B, T, V = 24, 16, 64
 TINY = GptModel(num_layers=2, d_model=32, num_heads=2, dropout=0.1, compute_dtype="float32")
+SPIKES = SpikesSection(warmup_steps=3)
 STILL = TINY.model_copy(update={"dropout": 0.0})
 
 
@@ -34,6 +36,7 @@ def parts(
         rate,
         clip_norm=1.0,
         microbatches=microbatches,
+        spikes=SPIKES,
         replicate=meshes.replicate(mesh),
     )
     return model, tx, function
@@ -85,9 +88,7 @@ def test_every_step_draws_other_dropout_from_the_key_it_was_left() -> None:
     begin = state.init(model, tx, seed=0)
     once, _ = jax.jit(function)(begin, batch(0))
     assert not np.array_equal(once.key, begin.key)
-    other_key, _ = jax.jit(function)(
-        state.TrainState(begin.params, begin.opt, once.key, begin.step), batch(0)
-    )
+    other_key, _ = jax.jit(function)(dataclasses.replace(begin, key=once.key), batch(0))
     assert not equal(once.params, other_key.params)
 
 
@@ -176,7 +177,9 @@ def test_a_gradient_that_is_not_finite_is_masked_where_a_clipped_norm_would_be(
     model, tx, _ = parts()
     poisoned = poisoned_gradient(model, row=5, value=value)
     rate = optim.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10)
-    function = step.make_train_step(poisoned, tx, rate, clip_norm=1.0, microbatches=1)
+    function = step.make_train_step(
+        poisoned, tx, rate, clip_norm=1.0, microbatches=1, spikes=SPIKES
+    )
     begin = state.init(model, tx, seed=0)
     after, values = jax.jit(function)(begin, batch(0))
     measured = read(model, begin, values)
@@ -193,3 +196,41 @@ def test_masking_keeps_the_donation_of_the_whole_state() -> None:
     compiled = jax.jit(function, donate_argnums=0).trace(shapes, batch(0)).lower().compile()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     assert compiled.memory_analysis().alias_size_in_bytes >= size
+
+
+def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> None:
+    model, tx, _ = parts(STILL)
+
+    def scaled(params: Any, rows: Any, key: Any) -> Any:
+        loss_B, weight_B = model.loss(params, rows, key)
+        return loss_B * rows["scale_B"][0], weight_B
+
+    loud = dataclasses.replace(model, loss=scaled)
+    rate = optim.learning_rate(CosineSchedule(), peak=1e-3, total_steps=10)
+    function = jax.jit(
+        step.make_train_step(loud, tx, rate, clip_norm=None, microbatches=1, spikes=SPIKES)
+    )
+    begin = state.init(model, tx, seed=0)
+    for index in range(4):
+        begin, _ = function(begin, batch(index) | {"scale_B": np.ones(B, np.float32)})
+    usual = float(jnp.exp(begin.norms["mean"]))
+
+    def after(scale: float) -> tuple[Any, step.Measured]:
+        found, values = function(begin, batch(9) | {"scale_B": np.full(B, scale, np.float32)})
+        return found, read(model, begin, values)
+
+    spiked, measured = after(1000.0)
+    assert measured.spike_score > SPIKES.skip_deviations
+    assert not measured.applied
+    assert measured.bad_params == ()
+    assert measured.bad_rows == ()
+    assert equal((spiked.params, spiked.opt), (begin.params, begin.opt))
+    assert float(jnp.exp(spiked.norms["mean"])) < 2 * usual, "a spike is not at once usual"
+    louder, measured = after(4.0)
+    assert SPIKES.clip_deviations < measured.spike_score < SPIKES.skip_deviations
+    assert measured.applied
+    clipped, _ = after(5.0)
+    for a, b in zip(
+        jax.tree.leaves(louder.opt["mu"]), jax.tree.leaves(clipped.opt["mu"]), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-9)  # Both scaled to one norm.
