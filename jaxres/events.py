@@ -127,6 +127,17 @@ class UpdateSkipped:
 
 
 @dataclass(frozen=True)
+class RolledBack:
+    """The run has decided to go on from an older step; what was committed since is off the line."""
+
+    onset: int
+    target: int
+    rows: tuple[int, int]
+    """Positions of the stream that training leaves out from now on, half-open."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class StepsPruned:
     """Old steps were taken off the line; their directories are deleted next."""
 
@@ -215,6 +226,7 @@ Event = (
     | SaveCommitted
     | SaveFailed
     | UpdateSkipped
+    | RolledBack
     | StepsPruned
     | SampleWritten
     | Noted

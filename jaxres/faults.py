@@ -174,6 +174,7 @@ ALL: tuple[Fault, ...] = (
         "loop",
         "guards/divergence.py",
         "roll back to a step older than the onset; the rows go to the log as skips",
+        done=True,
     ),
     _row(
         "preemption",
@@ -310,6 +311,17 @@ class Continue:
 
 
 @dataclass(frozen=True)
+class Rollback:
+    """Training is to go on from a step older than the onset, without the rows since."""
+
+    onset: int
+    """The first step that was not as it should be."""
+    rows: tuple[int, int]
+    """Positions of the stream to leave out, half-open: the batches from the onset on."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class Stop:
     """The run is to end, for a fault; whether the state is saved first is the fault's to say."""
 
@@ -317,7 +329,7 @@ class Stop:
     reason: str
 
 
-Verdict = Continue | Stop
+Verdict = Continue | Rollback | Stop
 
 
 def table() -> str:

@@ -123,6 +123,11 @@ class Console:
                         f"step {step}: held-out loss {loss:.4f} "
                         f"(best {best_loss:.4f} at step {best_step})"
                     )
+                case events.RolledBack(onset, target, rows, reason):
+                    self.say(
+                        f"ROLLBACK: {reason}. Going on from step {target}, without the "
+                        f"{rows[1] - rows[0]} rows since step {onset}"
+                    )
                 case events.UpdateSkipped():
                     self.say(_skipped(event))
                 case events.SaveWaited(step, seconds):

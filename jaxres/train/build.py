@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,10 @@ from jaxres import state as states
 from jaxres import step as steps
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.config import RunConfig
-from jaxres.data import Batch, Dataset
+from jaxres.config.guards import GuardsSection
+from jaxres.data import Dataset
 from jaxres.events import Emit, Noted, PhaseChanged, RunBuilt
-from jaxres.guards.divergence import nonfinite
+from jaxres.guards import Guard, divergence
 from jaxres.layout import Layout
 from jaxres.metrics import MetricsLine, MetricsLog
 from jaxres.models import Model
@@ -30,7 +32,7 @@ from jaxres.state import TrainState
 from jaxres.topology import Plan
 from jaxres.train import memory
 from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
-from jaxres.train.loop import Agenda, Feed, Run
+from jaxres.train.loop import Agenda, At, Fed, Feed, Run
 from jaxres.train.place import Place
 
 
@@ -98,7 +100,8 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         ),
         log=place.log,
         checkpoints=checkpoints,
-        guards=(nonfinite(config.guards),),
+        guards=_guards(config.guards),
+        rollback=config.guards.rollback,
         feed=_feed(parts, place, stack),
         init=parts.init,
         shapes=parts.shapes,
@@ -116,6 +119,13 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         clock=place.clock,
     )
     return Built(run, parts.dataset, parts.model)
+
+
+def _guards(section: GuardsSection) -> tuple[Guard, ...]:
+    guards = [divergence.skips(section)]
+    if section.rollback is not None:
+        guards.append(divergence.losses(section.rollback))
+    return tuple(guards)
 
 
 def _row_places(parts: Parts) -> list[tuple[int, int]]:
@@ -327,15 +337,18 @@ def _feed(parts: Parts, place: Place, stack: contextlib.ExitStack) -> Feed:
     """Returns the batches, read and laid on the devices ahead of time, in the background."""
     config = parts.config
     local = meshes.local_rows(parts.mesh, parts.rows_per_batch)
-    batch_at = data.batch_at(
-        parts.dataset.train,
-        seed=config.run.seed,
-        global_batch_size=parts.rows_per_batch,
-        skips=place.log.line().skips,
-        local=local.rows,
-    )
-    prefetch = stack.enter_context(
-        data.Prefetch(
+    reading = stack.enter_context(contextlib.ExitStack())
+
+    def open_at(skips: data.Skips) -> At:
+        reading.close()  # What was read ahead may have rows that are left out from now on.
+        batch_at = data.batch_at(
+            parts.dataset.train,
+            seed=config.run.seed,
+            global_batch_size=parts.rows_per_batch,
+            skips=skips,
+            local=local.rows,
+        )
+        prefetch = data.Prefetch(
             batch_at,
             depth=config.data.prefetch_batches,
             timeout_seconds=config.data.timeout_seconds,
@@ -344,29 +357,30 @@ def _feed(parts: Parts, place: Place, stack: contextlib.ExitStack) -> Feed:
                 meshes.place_batch(parts.mesh, batch.arrays, local=local),
             ),
         )
-    )
-
-    def at(cursor: int) -> tuple[Batch, Mapping[str, jax.Array]] | None:
-        waits = 0
-
-        def give_up() -> bool:
-            nonlocal waits
-            waits += 1
-            if waits == 1:
-                place.emit(PhaseChanged("wait for data"))
-            # The others are in the step already, and can't be called back.
-            return place.peers.member.is_alone and place.requests.stop_asked() is not None
-
-        fed = prefetch.get(cursor, give_up=give_up)
-        if waits:
-            place.emit(PhaseChanged("train"))
-        return fed
+        return functools.partial(_fed, reading.enter_context(prefetch), place)
 
     return Feed(
-        at=at,
+        open=open_at,
         num_rows=len(parts.dataset.train),
         tokens_per_step=parts.tokens_per_step,
     )
+
+
+def _fed(prefetch: data.Prefetch[Fed], place: Place, cursor: int) -> Fed | None:
+    waits = 0
+
+    def give_up() -> bool:
+        nonlocal waits
+        waits += 1
+        if waits == 1:
+            place.emit(PhaseChanged("wait for data"))
+        # The others are in the step already, and can't be called back.
+        return place.peers.member.is_alone and place.requests.stop_asked() is not None
+
+    fed = prefetch.get(cursor, give_up=give_up)
+    if waits:
+        place.emit(PhaseChanged("train"))
+    return fed
 
 
 def computation(config: RunConfig, claim: Claim, mesh: Mesh, plan: Plan) -> dict[str, str]:

@@ -16,12 +16,24 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxres import runlog
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import Clock
-from jaxres.data import Batch, sample_digest
-from jaxres.events import Emit, Evaluated, PhaseChanged, TrainingStarted, UpdateSkipped
-from jaxres.faults import ConfigError, Continue, Exit, Stop, StorageUnavailable, TypedEnd, Verdict
+from jaxres.config.guards import RollbackSection
+from jaxres.data import Batch, Skips, sample_digest
+from jaxres.events import Emit, Evaluated, PhaseChanged, RolledBack, TrainingStarted, UpdateSkipped
+from jaxres.faults import (
+    ConfigError,
+    Continue,
+    Exit,
+    Rollback,
+    Stop,
+    StorageUnavailable,
+    TypedEnd,
+    Verdict,
+)
 from jaxres.guards import Guard, Seen, gravest, judge_step
+from jaxres.guards.divergence import bounded
 from jaxres.hosts import WORD_SECONDS, Peers
 from jaxres.metrics import MetricsLine
 from jaxres.models import Params
@@ -71,13 +83,18 @@ class Agenda:
         return Due(save=save, evaluate=evaluate)
 
 
+Fed = tuple[Batch, Mapping[str, jax.Array]]
+"""A batch, and its arrays on the devices."""
+At = Callable[[int], Fed | None]
+"""Cursor -> what is there; None: gave up, since this host is alone and a stop is asked."""
+
+
 @dataclass(frozen=True)
 class Feed:
     """The batches on their way to the devices, and what one step consumes."""
 
-    at: Callable[[int], tuple[Batch, Mapping[str, jax.Array]] | None]
-    """Cursor -> the batch there, and its arrays on the devices; None: gave up, since this host is
-    alone and a stop is asked."""
+    open: Callable[[Skips], At]
+    """Ranges of positions to leave out -> the batches; ends what was opened before."""
     num_rows: int
     tokens_per_step: int
 
@@ -91,6 +108,8 @@ class Run:
     log: RunLog
     checkpoints: Checkpoints
     guards: tuple[Guard, ...]
+    rollback: RollbackSection | None
+    """How often the run may go back."""
     feed: Feed
     init: Callable[[], TrainState]
     shapes: TrainState
@@ -121,6 +140,12 @@ class Flight:
 
     seq: int
     """Number of the start record whose segment they belong to."""
+    at: At
+    """The batches of that segment."""
+    rollbacks: int
+    """How many the run has behind it."""
+    cursor: int
+    """Where the batch of the oldest step in flight begins."""
     landed_at: float
     """When the last step landed, or, with none in flight, when the next one was begun."""
     dispatched_at: float
@@ -156,13 +181,21 @@ class Ended:
 def train(run: Run) -> Ended:
     """Trains from the newest committed step to `run.steps`, or until a verdict ends it."""
     with run.checkpoints as checkpoints, _waiting_told(run):
-        state, progress, flight = restore_or_start(run)
+        entries = 0
+        """How often training was entered: the same on every host."""
+        state, progress, flight = restore_or_start(run, entry=entries)
         while True:
             due = run.agenda.at(
                 progress, saved_step=checkpoints.saved_step, asked=run.agreement.save_asked()
             )
             last = progress.step == run.steps
             progress, verdict = look(run, progress, flight, drain=due.save or due.evaluate or last)
+            if isinstance(verdict, Rollback):
+                state = flight = None  # The devices must be free before the restore.
+                entries += 1
+                go_back(run, verdict, entry=entries)
+                state, progress, flight = restore_or_start(run, entry=entries)
+                continue
             if isinstance(verdict, Stop):
                 if verdict.fault.state_is_good:
                     save(run, state, progress)
@@ -177,7 +210,7 @@ def train(run: Run) -> Ended:
                 return settle(run, None, state, progress)
             if not flight.steps:
                 flight.rest(run.clock.monotonic())
-            fed = run.feed.at(progress.cursor)
+            fed = flight.at(progress.cursor)
             if fed is None:
                 continue
             batch, arrays = fed
@@ -206,14 +239,41 @@ def _waiting_told(run: Run) -> Iterator[None]:
         raise
 
 
-def restore_or_start(run: Run) -> tuple[TrainState, Progress, Flight]:
-    """Enters training: the one way in, for first starts and restarts alike.
+def go_back(run: Run, verdict: Rollback, *, entry: int) -> None:
+    """Records that training goes on from before the onset: the durable decision.
+
+    No save that was in flight counts afterwards: it may hold what the verdict is about. Killed
+    right before the record, the next attempt meets the same steps and judges alike; killed right
+    after it, the one way in reads it.
+    """
+    run.emit(PhaseChanged("rollback", verdict.reason))
+    run.checkpoints.abandon()
+    line = run.log.line()
+    steps = [commit.step for commit in line.committed if commit.step < verdict.onset]
+    record = runlog.Rollback(
+        onset=verdict.onset,
+        target=max(steps, default=0),
+        rows=(verdict.rows,),
+        reason=verdict.reason,
+    )
+    run.peers.same(
+        f"rollback/{entry}", lambda: str(run.log.append(record).seq), seconds=WORD_SECONDS
+    )
+    run.emit(RolledBack(record.onset, record.target, verdict.rows, verdict.reason))
+
+
+def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Flight]:
+    """Enters training: the one way in, for first starts, restarts and rollbacks alike.
+
+    Args:
+      run: the run.
+      entry: how often this attempt has come here before.
 
     Raises:
       ConfigError: the rows are not the ones that the run has trained on.
       Unrestorable: there is a committed step, and it can't be read.
     """
-    line = _same_line(run)
+    line = _same_line(run, entry=entry)
     # Rows that no committed step has seen bind nobody: mended data may go on in the same place.
     if line.newest is not None and line.dataset != run.dataset:
         raise ConfigError(
@@ -231,19 +291,29 @@ def restore_or_start(run: Run) -> tuple[TrainState, Progress, Flight]:
         state = from_plain(plain)
     path = commit.path if commit else None
     seq = _begin_segment(
-        run, Start(step=progress.step, path=path, dataset=run.dataset, computation=run.computation)
+        run,
+        Start(step=progress.step, path=path, dataset=run.dataset, computation=run.computation),
+        entry=entry,
     )
     before = [start_of(record).computation for record in line.starts]
     run.emit(TrainingStarted(progress.step, path, guarantee(before, run.computation)))
     run.emit(PhaseChanged("train"))
     now = run.clock.monotonic()
-    return state, progress, Flight(seq, landed_at=now, dispatched_at=now)
+    flight = Flight(
+        seq,
+        at=run.feed.open(line.skips),
+        rollbacks=len(line.rollbacks),
+        cursor=progress.cursor,
+        landed_at=now,
+        dispatched_at=now,
+    )
+    return state, progress, flight
 
 
-def _same_line(run: Run) -> Line:
+def _same_line(run: Run, *, entry: int) -> Line:
     """Returns the line as the lead has read it; on the others, once they see as much of it."""
     records = run.log.records()
-    seen = int(run.peers.same("records", lambda: str(len(records)), seconds=WORD_SECONDS))
+    seen = int(run.peers.same(f"records/{entry}", lambda: str(len(records)), seconds=WORD_SECONDS))
     end = run.clock.monotonic() + WORD_SECONDS
     while len(records) < seen:
         if run.clock.monotonic() > end:
@@ -256,14 +326,16 @@ def _same_line(run: Run) -> Line:
     return fold(records[:seen])
 
 
-def _begin_segment(run: Run, start: Start) -> int:
+def _begin_segment(run: Run, start: Start, *, entry: int) -> int:
     """Records that training begins, once every host has the state; returns the record's number.
 
     From here to the first step no host is far behind: the first collective of a job has a short
     limit of its own.
     """
-    run.peers.meet("restored", seconds=run.meeting_seconds)
-    word = run.peers.same("start", lambda: str(run.log.append(start).seq), seconds=WORD_SECONDS)
+    run.peers.meet(f"restored/{entry}", seconds=run.meeting_seconds)
+    word = run.peers.same(
+        f"start/{entry}", lambda: str(run.log.append(start).seq), seconds=WORD_SECONDS
+    )
     return int(word)
 
 
@@ -283,6 +355,7 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
             break
         seen = land(run, flight)
         memory, judged = judge_step(run.guards, memory, seen)
+        judged = bounded(judged, rollbacks=flight.rollbacks, section=run.rollback)
         verdict = gravest([verdict, judged, run.agreement.verdict()])
     return dataclasses.replace(progress, guards=memory), verdict
 
@@ -290,6 +363,7 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
 def land(run: Run, flight: Flight) -> Seen:
     """Waits for the oldest step in flight, writes its line, and returns what the guards may see."""
     progress, ids, metrics = flight.steps.popleft()
+    rows, flight.cursor = (flight.cursor, progress.cursor), progress.cursor
     begun = run.clock.monotonic()
     values = np.asarray(metrics)
     now = run.clock.monotonic()
@@ -315,6 +389,7 @@ def land(run: Run, flight: Flight) -> Seen:
         _tell_skipped(run, progress.step, measured, ids)
     return Seen(
         step=progress.step,
+        rows=rows,
         loss=measured.loss,
         grad_norm=measured.grad_norm,
         spike_score=measured.spike_score,

@@ -125,9 +125,9 @@ class Bare:
 
     def __post_init__(self) -> None:
         self.state = self.run.init()
-        cursor = 0
+        cursor, at = 0, self.run.feed.open(())
         for _ in range(NUM_PLACED):
-            fed = self.run.feed.at(cursor)
+            fed = at(cursor)
             assert fed is not None
             batch, arrays = fed
             self.batches.append(arrays)
