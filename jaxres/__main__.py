@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,9 @@ usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
   history RUN_DIR [--json]                              the one history over all attempts
   history RUN_DIR --attempts [--json]                   why each attempt ended, and what it gained
   checkpoints list RUN_DIR [--json]                     the steps that are committed
+  checkpoints prune RUN_DIR [--dry-run] [--json]        drops steps that nothing in checkpoint.keep
+      [checkpoint.keep.last=2 ...]                      names; --dry-run: shows which, and bytes
+  checkpoints pin|unpin RUN_DIR --step N                keeps a step whatever checkpoint.keep says
   checkpoints digest RUN_DIR [--step N]                 one word for a whole training state
   checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if
       [--step N] [--other-step M] [--json]              anything does
@@ -55,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launch.leave(launch.main(words[1:]))
     from jaxres import verbs
 
-    return verbs.main(words, usage=USAGE)
+    return verbs.main(words, usage=USAGE, env=os.environ)
 
 
 if __name__ == "__main__":

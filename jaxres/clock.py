@@ -9,7 +9,7 @@ class Clock(Protocol):
     """Tells the time and waits."""
 
     def wall(self) -> float:
-        """Seconds since the epoch; for people, never for decisions."""
+        """Seconds since the epoch; for people and time stamps, never for durations."""
         ...
 
     def monotonic(self) -> float:

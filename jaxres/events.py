@@ -90,6 +90,32 @@ class SaveWaited:
 
 
 @dataclass(frozen=True)
+class SaveSkipped:
+    """A save was due while the one before was still being written, and was left out."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class SaveIntervalChosen:
+    """With `checkpoint.when.kind=auto`: the time between saves was solved anew, from these."""
+
+    seconds: float
+    steps: int | None
+    """So many of the present pace; None: no step has landed yet."""
+    bound: str
+    """What it comes of: failures (the optimum), write, or overhead."""
+    mtbf_hours: float
+    useful_share: float
+    """Of the time, as saves and failures are expected to leave it."""
+    stall_seconds: float
+    write_seconds: float
+    restart_seconds: float
+    failures: int
+    trained_hours: float
+
+
+@dataclass(frozen=True)
 class SaveCommitted:
     """A step is durable and counts."""
 
@@ -223,6 +249,8 @@ Event = (
     | Evaluated
     | SaveStarted
     | SaveWaited
+    | SaveSkipped
+    | SaveIntervalChosen
     | SaveCommitted
     | SaveFailed
     | UpdateSkipped

@@ -45,6 +45,11 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def pins(self) -> Path:
+        """The folder of pins: a file named after a step keeps that step."""
+        return self.root / "pins"
+
+    @property
     def tensorboard(self) -> Path:
         """The folder of TensorBoard's event files, one an attempt."""
         return self.root / "tensorboard"

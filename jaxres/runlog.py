@@ -58,6 +58,10 @@ class Commit:
     manifest: str
     bytes: int
     known_good: bool
+    heldout_loss: float | None = None
+    """Of the newest evaluation by then; None: there was none, or it was not finite."""
+    evaluated_step: int = 0
+    """Step of that evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +109,10 @@ _KINDS: dict[str, type[Body]] = {
 
 @dataclass(frozen=True)
 class Record:
-    """A numbered decision: what was decided, by which attempt, and when (for people only)."""
+    """A numbered decision: what was decided, by which attempt, and when.
+
+    The time is for people, and for policies that keep one step a day; nothing else goes by it.
+    """
 
     seq: int
     attempt: int
@@ -120,7 +127,11 @@ class Record:
             "attempt": self.attempt,
             "time": self.time,
         }
-        return canonical_json(common | dataclasses.asdict(self.body))
+        fields = dataclasses.asdict(self.body)
+        for field in dataclasses.fields(self.body):
+            if fields[field.name] == field.default:  # Of a later version than the record may be.
+                del fields[field.name]
+        return canonical_json(common | fields)
 
     @staticmethod
     def decode(data: bytes, *, path: Path) -> Record:

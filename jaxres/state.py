@@ -61,6 +61,8 @@ class Progress:
     """Tokens consumed so far."""
     evaluated_step: int = 0
     """Newest step whose held-out loss is known."""
+    heldout_loss: float | None = None
+    """Of `evaluated_step`; None: it was not finite."""
     best_loss: float | None = None
     """Lowest held-out loss so far, of `best_step`."""
     best_step: int = 0
@@ -78,7 +80,8 @@ class Progress:
 
     def evaluated(self, loss: float) -> Progress:
         """Returns the progress with the held-out loss of the present step."""
-        found = dataclasses.replace(self, evaluated_step=self.step)
+        heldout_loss = loss if math.isfinite(loss) else None
+        found = dataclasses.replace(self, evaluated_step=self.step, heldout_loss=heldout_loss)
         if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
             found = dataclasses.replace(found, best_loss=loss, best_step=self.step)
         return found

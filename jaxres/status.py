@@ -77,7 +77,8 @@ def look(run_dir: RunDir, line: Line, *, clock: Clock, watch: bool = False) -> S
     else:
         is_alive = owner.is_alive(run_dir, clock=clock)
     history = metrics.read_history(run_dir, line)
-    events = read_events(run_dir.events(line.attempt, 0))
+    trained = line.starts[-1].attempt if line.starts else line.attempt
+    events = read_events(run_dir.events(trained, 0))
     steps = next((e["steps"] for e in reversed(events) if e["event"] == "RunBuilt"), None)
     recent = attempts.read(run_dir, is_alive=is_alive, last=NUM_INCIDENTS)
     last_exit = recent[-1].exit if recent else None

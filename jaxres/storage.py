@@ -155,18 +155,24 @@ def make_dir(folder: Path) -> None:
 def delete_tree(folder: Path) -> None:
     """Deletes `folder` and all in it; the name goes first, so that no half of it is ever seen."""
     with typed_errors(folder):
-        trash = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.trash")
+        dead = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.trash")
         try:
-            folder.rename(trash)
+            folder.rename(dead)
         except FileNotFoundError:
             return
-        _remove(trash)
+        _remove(dead)
+
+
+def trash(folder: Path) -> list[Path]:
+    """Returns what a killed `delete_tree` has left in `folder`."""
+    with typed_errors(folder):
+        return sorted(folder.glob(".*.trash"))
 
 
 def delete_trash(folder: Path) -> None:
     """Deletes what a killed `delete_tree` has left in `folder`."""
     with typed_errors(folder):
-        for path in folder.glob(".*.trash"):
+        for path in trash(folder):
             _remove(path)
 
 

@@ -132,6 +132,10 @@ class Console:
                     self.say(_skipped(event))
                 case events.SaveWaited(step, seconds):
                     self.say(f"step {step}: waited {seconds:.1f} s for the save before")
+                case events.SaveSkipped(step):
+                    self.say(f"step {step}: not saved, the save before is still being written")
+                case events.SaveIntervalChosen():
+                    self.say(_interval(event))
                 case events.SaveFailed(step, reason, failures):
                     self._failed_saves = failures
                     self.say(
@@ -256,6 +260,22 @@ def _parts(built: events.RunBuilt) -> str:
         f"{built.flops_per_token / 1e6:.1f} MFLOP a token, on {built.devices} · "
         f"{built.rows:,} rows, {built.tokens_per_epoch / 1e6:.1f} M tokens an epoch · "
         f"{built.steps:,} steps · state {size(built.state_bytes_per_device)} a device"
+    )
+
+
+def _interval(chosen: events.SaveIntervalChosen) -> str:
+    steps = "" if chosen.steps is None else f" ({chosen.steps} steps)"
+    why = {
+        "failures": "loses least",
+        "write": "as long as a commit takes",
+        "overhead": "by checkpoint.when.max_overhead",
+    }
+    return (
+        f"saving every {chosen.seconds:.3g} s{steps}, {why[chosen.bound]}: a save stalls "
+        f"{chosen.stall_seconds:.3g} s and is committed after {chosen.write_seconds:.3g} s, a "
+        f"restart takes {chosen.restart_seconds:.3g} s, {chosen.failures} failures in "
+        f"{chosen.trained_hours:.3g} h, one in {chosen.mtbf_hours:.3g} h expected, "
+        f"{chosen.useful_share:.1%} of the time useful"
     )
 
 

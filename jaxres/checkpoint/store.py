@@ -1,8 +1,9 @@
 """Saves in the background, commits through the run log, restores the newest step on the line.
 
 Order of a commit: arrays by Orbax (asynchronously, into a directory of this attempt) -> its
-result -> progress.json and MANIFEST.json -> everything fsynced, the metrics lines too -> the commit
-record. Only the record makes the step count: a kill before it leaves the older step in force.
+result -> progress.json and MANIFEST.json, everything fsynced (seal.py) -> the metrics lines too ->
+the commit record (commits.py). Only the record makes the step count: a kill before it leaves the
+older step in force.
 
 Home of: storage_unavailable. A save that storage refuses leaves nothing behind and is said; the
 run goes on, and the next save tries again, `checkpoint.max_failed_saves` times in a row.
@@ -10,7 +11,6 @@ run goes on, and the next save tries again, `checkpoint.max_failed_saves` times 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -20,28 +20,21 @@ import jax
 
 from jaxres import storage
 from jaxres.checkpoint import arrays, retention
-from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.arrays import Tree, Writing, array_infos
-from jaxres.checkpoint.manifest import ArrayInfo, Manifest
+from jaxres.checkpoint.commits import Commits
+from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.checkpoint.restore import restore
+from jaxres.checkpoint.seal import seal
 from jaxres.clock import Clock
 from jaxres.config.schema import CheckpointSection
-from jaxres.events import (
-    Emit,
-    Noted,
-    SaveCommitted,
-    SaveFailed,
-    SaveStarted,
-    SaveWaited,
-    StepsPruned,
-)
-from jaxres.faults import ConfigError, Continue, Stop, StorageUnavailable, Verdict, fault
+from jaxres.events import Emit, SaveSkipped, SaveStarted, SaveWaited
+from jaxres.faults import Continue, Stop, StorageUnavailable, Verdict, fault
 from jaxres.hosts import WORD_SECONDS, Peers
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, Commit, Line, Prune, RunLog, canonical_json
+from jaxres.runlog import Claim, Commit, RunLog
 from jaxres.state import Progress
 
-BEGIN, NOTHING, COUNTS = "begin", "nothing to do", "counts"
+BEGIN, NOTHING, COUNTS, ABANDONED = "begin", "nothing to do", "counts", "abandoned"
 """The lead's words about a save; any other word is the reason why there is none."""
 
 
@@ -86,16 +79,17 @@ class Checkpoints:
         self._before_commit = before_commit
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="jaxres-saver")
         self._flight: Future[None] | None = None
-        self._abandoned = False
+        self._leaving = False
+        """Whether an exception ends it all, and nothing is to be committed any more."""
+        self._refused_from: int | None = None
+        """Steps from here on must not count; see `abandon`."""
         self._calls = 0
         """Saves that were asked for so far: the same number on every host."""
-        self._committed_step = self._saved_step = log.line().step
-        self._unsure: tuple[Commit, float] | None = None
-        """A commit whose record storage failed to confirm, and when its save began."""
+        self._commits = Commits(
+            section, run_dir=run_dir, log=log, peers=peers, emit=emit, clock=clock
+        )
         self._writer: Writing | None = None
         """A save that was given up while Orbax was still at it."""
-        self._failures = 0
-        self._why = ""
         self._silence_seconds = 2 * section.timeout_seconds  # Orbax's limit, and the rest.
         self._is_silent = False
         """Whether storage has answered nothing for so long that nothing more is tried."""
@@ -104,13 +98,13 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         if self._peers.member.leads:
             storage.make_dir(self._run_dir.checkpoints)
-            self._delete_all_but(self._log.line())
+            self._commits.delete_all_but(self._log.line())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._abandoned = kind is not None
+        self._leaving = kind is not None
         # Of many hosts one may be gone, and Orbax waits for it for minutes.
-        in_vain = self._is_silent or (self._abandoned and not self._peers.member.is_alone)
+        in_vain = self._is_silent or (self._leaving and not self._peers.member.is_alone)
         self._saver.shutdown(wait=not in_vain)
         if kind is None:
             self.poll()
@@ -118,28 +112,34 @@ class Checkpoints:
     @property
     def saved_step(self) -> int:
         """The newest step that is saved or being saved."""
-        return self._saved_step
+        return self._commits.saved_step
 
     @property
     def committed_step(self) -> int:
         """The newest step that counts."""
-        return self._committed_step
+        return self._commits.committed_step
 
     @property
     def why_not_committed(self) -> str:
         """Why the newest save that failed did; empty if none has failed since the last commit."""
-        return self._why
+        return self._commits.why
 
     def verdict(self) -> Verdict:
         """Returns the stop that too many failed saves, or storage without an answer, call for."""
         if self._is_silent:
             return Stop(fault("storage_unavailable"), "storage does not answer")
-        if self._failures >= self._section.max_failed_saves:
-            words = f"{self._failures} saves in a row have failed (checkpoint.max_failed_saves)"
+        if self._commits.failures >= self._section.max_failed_saves:
+            failures = self._commits.failures
+            words = f"{failures} saves in a row have failed (checkpoint.max_failed_saves)"
             return Stop(fault("storage_unavailable"), words)
         return Continue()
 
-    def save(self, state: Tree, progress: Progress) -> None:
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._flight is not None and not self._flight.done()
+
+    def save(self, state: Tree, progress: Progress, *, may_skip: bool = False) -> None:
         """Snapshots a state and writes it in the background; nothing to do if the line has it.
 
         One save is in flight at a time: a save due earlier waits for the one before.
@@ -147,11 +147,16 @@ class Checkpoints:
         Args:
           state: the plain nested dict of arrays; may be donated as soon as this returns.
           progress: the host's facts at the same step.
+          may_skip: whether `checkpoint.busy` may leave it out. The lead's word counts: another
+            host's part of the save before may be over earlier or later.
         """
         self._calls += 1
         seconds = self._silence_seconds + WORD_SECONDS
+        skips = may_skip and self._section.busy == "skip"
         word = self._peers.same(
-            f"save/{self._calls}", lambda: self._decide(state, progress.step), seconds=seconds
+            f"save/{self._calls}",
+            lambda: self._decide(state, progress.step, skips=skips),
+            seconds=seconds,
         )
         if word == NOTHING:
             return
@@ -160,22 +165,25 @@ class Checkpoints:
                 raise StorageUnavailable(word)
             self._begin(state, progress)
         except StorageUnavailable as refusal:
-            self._fail(progress.step, str(refusal))
+            self._commits.fail(progress.step, str(refusal))
 
-    def _decide(self, state: Tree, step: int) -> str:
+    def _decide(self, state: Tree, step: int, *, skips: bool) -> str:
         """Returns the lead's word on what is to be done: BEGIN, NOTHING, or why not."""
-        if step <= self._saved_step or self._is_silent:
+        if step <= self._commits.saved_step or self._is_silent:
             return NOTHING
         started = self._clock.monotonic()
-        if self._flight is not None and not self._flight.done():
+        if self.is_busy:
+            if skips:
+                self._emit(SaveSkipped(step))
+                return NOTHING
             self.wait()
             self._emit(SaveWaited(step, self._clock.monotonic() - started))
         self.poll()
         if self._is_silent:
             return NOTHING
         try:
-            self._confirm()
-            if step <= self._committed_step:
+            self._commits.confirm()
+            if step <= self._commits.committed_step:
                 return NOTHING
             self._refuse_beside_another_writer()
             self._refuse_beside_leftovers(self._step_dir(step))
@@ -196,7 +204,7 @@ class Checkpoints:
         if not self._peers.member.leads:
             self.wait()  # The lead has.
         writing = arrays.begin(state, self._step_dir(progress.step), self._context)
-        self._saved_step = progress.step
+        self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         finish = self._finish if self._peers.member.leads else self._follow
         self._flight = self._saver.submit(
@@ -215,7 +223,7 @@ class Checkpoints:
     def _refuse_beside_leftovers(self, step_dir: Path) -> None:
         """Clears what a failed save of this very step has left, unless the log says it counts."""
         if step_dir.exists():
-            self._sweep()
+            self._commits.sweep()
         if step_dir.exists():
             raise StorageUnavailable(f"{step_dir}: an earlier save's files can't be deleted yet.")
 
@@ -230,15 +238,21 @@ class Checkpoints:
         """Makes one step durable, then makes it count. Runs in the saver's thread."""
         try:
             commit = self._write(writing, progress, infos)
-            if self._abandoned:
+            if self._leaving:
                 return
-            self._commit(commit, started)
+            refused = self._refused_from is not None and progress.step >= self._refused_from
+            if not refused:
+                self._commits.commit(commit, started)
         except StorageUnavailable as refusal:
-            if self._abandoned:
+            if self._leaving:
                 return
-            self._fail(progress.step, "; ".join([*self._peers.told(topic), str(refusal)]))
-        counts = self._committed_step >= progress.step
-        self._peers.same(topic, lambda: COUNTS if counts else self._why, seconds=0)
+            why = "; ".join([*self._peers.told(topic), str(refusal)])
+            self._commits.fail(progress.step, why)
+        counts = self._commits.committed_step >= progress.step
+        word = (
+            COUNTS if counts else ABANDONED if self._refused_from is not None else self._commits.why
+        )
+        self._peers.same(topic, lambda: word, seconds=0)
 
     def _follow(
         self,
@@ -256,9 +270,9 @@ class Checkpoints:
             self._peers.tell(topic, str(refusal))
         word = self._peers.same(topic, lambda: COUNTS, seconds=self._silence_seconds)
         if word == COUNTS:
-            self._mark(progress.step)
-        else:
-            self._fail(progress.step, word)
+            self._commits.mark(progress.step)
+        elif word != ABANDONED:
+            self._commits.fail(progress.step, word)
 
     def _write(
         self, writing: Writing, progress: Progress, infos: Mapping[str, ArrayInfo]
@@ -268,105 +282,28 @@ class Checkpoints:
         self._writer = writing
         arrays.settle(writing, step_dir, timeout=self._section.timeout_seconds)
         self._writer = None
-        facts = canonical_json(dataclasses.asdict(progress))
-        storage.replace(step_dir / manifests.PROGRESS, facts)
-        files = manifests.inventory(step_dir)
-        manifest = Manifest(
-            step=progress.step,
-            attempt=self._log.attempt,
-            files=files,
-            arrays=infos,
-            versions=self._claim.versions,
-            fingerprint=self._claim.fingerprint,
-            trajectory=self._claim.trajectory,
-        ).encode()
-        storage.replace(step_dir / manifests.MANIFEST, manifest)
-        storage.sync_tree(step_dir)
+        root = self._run_dir.root.absolute()
+        commit = seal(step_dir, progress, infos, root=root, claim=self._claim)
         self._before_commit()
-        return Commit(
-            step=progress.step,
-            path=step_dir.relative_to(self._run_dir.root.absolute()).as_posix(),
-            manifest=manifests.digest_of(manifest),
-            bytes=sum(files.values()) + len(manifest),
-            known_good=False,
-        )
+        return commit
 
-    def _commit(self, commit: Commit, started: float) -> None:
-        """Makes a durable step count, by its record."""
-        try:
-            self._log.append(commit)
-        except StorageUnavailable:
-            # The record may stand all the same; then its step counts, and may not be deleted.
-            self._unsure = commit, started
-            if not self._confirm():
-                raise
-            return
-        self._count(commit, started)
+    def abandon(self, onset: int) -> None:
+        """Sees to it that no save of a step from the onset on counts, until `go_back`.
 
-    def _confirm(self) -> bool:
-        """Counts the commit whose record storage failed to confirm, if the record stands.
+        Returns once the save in flight is over.
 
         Raises:
-          StorageUnavailable: that can't be told yet.
+          StorageUnavailable: that can't be told, since storage does not answer.
         """
-        if self._unsure is None:
-            return False
-        stands = self._log.confirm()
-        (commit, started), self._unsure = self._unsure, None
-        if stands:
-            self._count(commit, started)
-        return stands
+        self._refused_from = onset
+        self.wait()
+        if self._is_silent:
+            raise StorageUnavailable(self._commits.why)
 
-    def _mark(self, step: int) -> None:
-        self._committed_step = step
-        self._saved_step = max(self._saved_step, step)
-        self._failures, self._why = 0, ""
-
-    def _count(self, commit: Commit, started: float) -> None:
-        self._mark(commit.step)
-        seconds = self._clock.monotonic() - started
-        self._emit(SaveCommitted(commit.step, commit.path, commit.bytes, seconds))
-        try:
-            self._prune()
-        except (StorageUnavailable, OSError) as error:
-            self._emit(
-                Noted(f"old steps could not be pruned, the next commit tries again: {error}")
-            )
-        self._sweep()
-
-    def _fail(self, step: int, why: str) -> None:
-        """Counts and tells a save that storage has refused, and gives back what room it took."""
-        if self._peers.member.leads:
-            self._sweep()
-        self._failures += 1
-        self._why = why
-        self._saved_step = self._committed_step
-        self._emit(SaveFailed(step, self._why, self._failures))
-
-    def _prune(self) -> None:
-        steps = [commit.step for commit in self._log.line().committed]
-        dead = retention.to_prune(steps, keep_last=self._section.keep_last)
-        if dead:
-            self._log.append(Prune(steps=dead))
-            self._emit(StepsPruned(dead))
-
-    def _sweep(self) -> None:
-        """Deletes what is not on the line; what does not go now goes at the next save's end."""
-        try:
-            line = self._log.line()
-            if line.attempt < self._log.attempt or line.step < self._committed_step:
-                # Nothing that counts may be taken for dead because storage hides its record.
-                raise StorageUnavailable(f"{self._run_dir.log}: records are missing by now.")
-            self._delete_all_but(line)
-        except (StorageUnavailable, ConfigError, OSError) as error:
-            self._emit(
-                Noted(f"dead steps could not be deleted, the next save tries again: {error}")
-            )
-
-    def _delete_all_but(self, line: Line) -> None:
-        """Deletes the step directories, of this attempt or earlier ones, that are off the line."""
-        keep = {Path(commit.path).name for commit in line.committed}
-        retention.sweep(self._run_dir.checkpoints, keep=keep, attempt=self._log.attempt)
+    def go_back(self, step: int) -> None:
+        """Counts from an older step on, once the log says so; see `abandon`."""
+        self._commits.go_back(step)
+        self._refused_from = None
 
     def poll(self) -> None:
         """Raises what the newest background save has failed with, unless storage refused it."""
@@ -387,7 +324,7 @@ class Checkpoints:
             if self._flight.done():
                 raise
             self._is_silent = True
-            self._why = (
+            self._commits.why = (
                 f"{self._run_dir.checkpoints}: a save was not durable within {limit:.0f} s. Is the "
                 "disk slow? checkpoint.timeout_seconds sets the limit. Nothing committed is lost."
             )
@@ -396,5 +333,5 @@ class Checkpoints:
         """Reads a committed step into arrays sharded as asked for; see checkpoint/restore.py."""
         step_dir = (self._run_dir.root / commit.path).absolute()
         found = restore(step_dir, commit, like, self._context)
-        self._committed_step = self._saved_step = commit.step
+        self._commits.committed_step = self._commits.saved_step = commit.step
         return found

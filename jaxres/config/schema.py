@@ -14,6 +14,7 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from jaxres.config.alerts import AlertsSection
 from jaxres.config.guards import GuardsSection
+from jaxres.config.saving import KeepSection, StepsWhen, When
 from jaxres.config.section import Fraction, NonNegativeFloat, PositiveFloat, Section, free
 
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -242,10 +243,17 @@ class MeshSection(Section):
 
 
 class CheckpointSection(Section):
-    save_every_steps: PositiveInt = free(1000)
-    """Steps between saves; the last step is always saved."""
-    keep_last: PositiveInt = free(3)
-    """Newest committed steps that are kept."""
+    when: When = free(StepsWhen())
+    """When to save; the last step is always saved."""
+    save_every_steps: PositiveInt | None = free(None)
+    """Short for when.kind=steps and when.every_steps: setting it selects that policy."""
+    busy: Literal["wait", "skip"] = free("wait")
+    """What becomes of a save by steps that is due while one is still being written: wait holds up
+    training until that is over, skip leaves it out. The other policies never let two meet."""
+    keep: KeepSection = KeepSection()
+    """What to keep: whatever any of these names, and what is pinned; the rest is pruned."""
+    keep_last: PositiveInt | None = free(None)
+    """Short for keep.last."""
     timeout_seconds: PositiveFloat = free(600.0)
     """Longest wait for one save to become durable."""
     max_failed_saves: PositiveInt = free(20)

@@ -84,12 +84,24 @@ class Agreement(Protocol):
         ...
 
 
+def never() -> bool:
+    """Is no clock's: nothing is due by it."""
+    return False
+
+
 class OwnWord:
     """The agreement of a host that is alone: what it was asked for holds at once."""
 
-    def __init__(self, requests: Requests, storage: Callable[[], Verdict]) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        storage: Callable[[], Verdict],
+        *,
+        is_due: Callable[[], bool] = never,
+    ) -> None:
         self._requests = requests
         self._storage = storage
+        self._is_due = is_due
 
     def facts(self, *, busy_seconds: float | None) -> None:
         """Has nobody to tell."""
@@ -105,8 +117,8 @@ class OwnWord:
         return gravest([preemption.judge(self._requests.stop_asked()), self._storage()])
 
     def save_asked(self) -> bool:
-        """Says whether an extra save was asked for since the last one."""
-        return self._requests.save_asked()
+        """Says whether a save was asked for since the last one, or is due by the clock."""
+        return self._requests.save_asked() or self._is_due()
 
     def save_taken(self) -> None:
         """Marks the extra save as honoured."""
@@ -116,9 +128,17 @@ class OwnWord:
 class AllWords:
     """The agreement of many hosts: what holds is what a landed step has brought."""
 
-    def __init__(self, requests: Requests, storage: Callable[[], Verdict], *, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        storage: Callable[[], Verdict],
+        *,
+        mesh: Mesh,
+        is_due: Callable[[], bool] = never,
+    ) -> None:
         self._requests = requests
         self._storage = storage
+        self._is_due = is_due
         self._place, self._rows = _through(mesh)
         self._stop: Exit | None = None
         self._storage_stop = False
@@ -130,7 +150,7 @@ class AllWords:
         """Returns this host's word, laid on its devices."""
         word = Word(
             stop=self._requests.stop_asked(),
-            save=self._requests.save_asked(),
+            save=self._requests.save_asked() or self._is_due(),
             storage=isinstance(self._storage(), Stop),
             busy_seconds=self._timing(busy_seconds),
         )

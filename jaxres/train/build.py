@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +29,10 @@ from jaxres.models import Model
 from jaxres.runlog import Claim
 from jaxres.state import TrainState
 from jaxres.topology import Plan
-from jaxres.train import memory
+from jaxres.train import feed, memory, pacer
 from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
-from jaxres.train.loop import Agenda, At, Fed, Feed, Run
 from jaxres.train.place import Place
+from jaxres.train.run import Agenda, Run
 
 
 @dataclass(frozen=True)
@@ -89,20 +88,29 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     # The first collective of a job waits for half a minute only, and one host may have compiled
     # for long where another has found the program in its cache.
     place.peers.meet("compiled", seconds=config.deadlines.compile_seconds)
+    place, is_due = pacer.listen(config.checkpoint.when, place)
     landed, sync = _metrics(place, stack)
     checkpoints = _checkpoints(config, place, before_commit=sync)
     run = Run(
         steps=config.train.steps,
         agenda=Agenda(
             steps=config.train.steps,
-            save_every_steps=config.checkpoint.save_every_steps,
+            save_every_steps=pacer.every_steps(config.checkpoint.when),
             evaluate_every_steps=config.evaluation.every_steps if parts.evaluates else 0,
         ),
         log=place.log,
         checkpoints=checkpoints,
         guards=_guards(config.guards),
         rollback=config.guards.rollback,
-        feed=_feed(parts, place, stack),
+        feed=feed.open_feed(
+            parts.dataset,
+            parts.mesh,
+            place,
+            stack,
+            section=config.data,
+            seed=config.run.seed,
+            global_batch_size=parts.rows_per_batch,
+        ),
         init=parts.init,
         shapes=parts.shapes,
         step=step,
@@ -112,7 +120,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         dataset=parts.dataset.fingerprint,
         computation=computation(config, place.claim, parts.mesh, parts.plan),
         landed=landed,
-        agreement=_agreement(place, checkpoints, parts.mesh),
+        agreement=_agreement(place, checkpoints, parts.mesh, is_due),
         peers=place.peers,
         meeting_seconds=config.deadlines.restore_seconds,
         emit=place.emit,
@@ -148,10 +156,15 @@ def _metrics(
     return landed, metrics.sync
 
 
-def _agreement(place: Place, checkpoints: Checkpoints, mesh: Mesh) -> Agreement:
+def _agreement(
+    place: Place, checkpoints: Checkpoints, mesh: Mesh, by_clock: Callable[[], bool]
+) -> Agreement:
+    def is_due() -> bool:
+        return not checkpoints.is_busy and by_clock()
+
     if place.peers.member.is_alone:
-        return OwnWord(place.requests, checkpoints.verdict)
-    return AllWords(place.requests, checkpoints.verdict, mesh=mesh)
+        return OwnWord(place.requests, checkpoints.verdict, is_due=is_due)
+    return AllWords(place.requests, checkpoints.verdict, mesh=mesh, is_due=is_due)
 
 
 def _parts(config: RunConfig, emit: Emit) -> Parts:
@@ -331,56 +344,6 @@ def _batch_shapes(parts: Parts, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]
 
 def _no_evaluation(params: Any, hosts: Any) -> float | None:
     raise AssertionError("the agenda has no evaluation")
-
-
-def _feed(parts: Parts, place: Place, stack: contextlib.ExitStack) -> Feed:
-    """Returns the batches, read and laid on the devices ahead of time, in the background."""
-    config = parts.config
-    local = meshes.local_rows(parts.mesh, parts.rows_per_batch)
-    reading = stack.enter_context(contextlib.ExitStack())
-
-    def open_at(skips: data.Skips) -> At:
-        reading.close()  # What was read ahead may have rows that are left out from now on.
-        batch_at = data.batch_at(
-            parts.dataset.train,
-            seed=config.run.seed,
-            global_batch_size=parts.rows_per_batch,
-            skips=skips,
-            local=local.rows,
-        )
-        prefetch = data.Prefetch(
-            batch_at,
-            depth=config.data.prefetch_batches,
-            timeout_seconds=config.data.timeout_seconds,
-            place=lambda batch: (
-                batch,
-                meshes.place_batch(parts.mesh, batch.arrays, local=local),
-            ),
-        )
-        return functools.partial(_fed, reading.enter_context(prefetch), place)
-
-    return Feed(
-        open=open_at,
-        num_rows=len(parts.dataset.train),
-        tokens_per_step=parts.tokens_per_step,
-    )
-
-
-def _fed(prefetch: data.Prefetch[Fed], place: Place, cursor: int) -> Fed | None:
-    waits = 0
-
-    def give_up() -> bool:
-        nonlocal waits
-        waits += 1
-        if waits == 1:
-            place.emit(PhaseChanged("wait for data"))
-        # The others are in the step already, and can't be called back.
-        return place.peers.member.is_alone and place.requests.stop_asked() is not None
-
-    fed = prefetch.get(cursor, give_up=give_up)
-    if waits:
-        place.emit(PhaseChanged("train"))
-    return fed
 
 
 def computation(config: RunConfig, claim: Claim, mesh: Mesh, plan: Plan) -> dict[str, str]:

@@ -234,15 +234,15 @@ class Doctor:
         if self._layout is None:
             yield Check("pass", "run.dir", f"{run_dir} can be written; {size(free)} are free there")
             return
-        count = self._config.checkpoint.keep_last + 1
+        count = self._config.checkpoint.keep.last + 1
         needed = count * self._layout.global_bytes
-        fits = f"{count} checkpoints of {size(self._layout.global_bytes)} (checkpoint.keep_last + 1"
+        fits = f"{count} checkpoints of {size(self._layout.global_bytes)} (checkpoint.keep.last + 1"
         if free < needed:
             yield Check(
                 "warn",
                 "run.dir",
                 f"{run_dir}: {fits}) need {size(needed)}, and {size(free)} are free. Free some "
-                "space, lower checkpoint.keep_last, or choose another place with run.dir=...",
+                "space, lower checkpoint.keep.last, or choose another place with run.dir=...",
             )
             return
         yield Check("pass", "run.dir", f"{run_dir}: {fits}) fit into the {size(free)} free there")

@@ -8,162 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import numpy as np
 
-from jaxres import runlog
 from jaxres.checkpoint.store import Checkpoints
-from jaxres.clock import Clock
-from jaxres.config.guards import RollbackSection
-from jaxres.data import Batch, Skips, sample_digest
-from jaxres.events import Emit, Evaluated, PhaseChanged, RolledBack, TrainingStarted, UpdateSkipped
-from jaxres.faults import (
-    ConfigError,
-    Continue,
-    Exit,
-    Rollback,
-    Stop,
-    StorageUnavailable,
-    TypedEnd,
-    Verdict,
-)
-from jaxres.guards import Guard, Seen, gravest, judge_step
+from jaxres.data import sample_digest
+from jaxres.events import Evaluated, PhaseChanged, UpdateSkipped
+from jaxres.faults import Continue, Exit, Rollback, Stop, TypedEnd, Verdict
+from jaxres.guards import Seen, gravest, judge_step
 from jaxres.guards.divergence import bounded
-from jaxres.hosts import WORD_SECONDS, Peers
 from jaxres.metrics import MetricsLine
-from jaxres.models import Params
-from jaxres.runlog import Line, RunLog, Start, fold, start_of
-from jaxres.state import Progress, TrainState, from_plain, to_plain
-from jaxres.step import Form, Measured
-from jaxres.train.agreement import Agreement
-from jaxres.train.guarantee import guarantee
+from jaxres.state import Progress, TrainState, to_plain
+from jaxres.step import Measured
+from jaxres.train.entry import go_back, restore_or_start
+from jaxres.train.run import Flight, Run
 
 LAG = 2
-LOOK_SECONDS = 0.1
 MAX_ROWS_TOLD = 16
 """Of a step whose loss is not finite."""
-
-
-@dataclass(frozen=True)
-class Due:
-    """What is to be done at a step before the next one is dispatched."""
-
-    save: bool
-    evaluate: bool
-
-
-@dataclass(frozen=True)
-class Agenda:
-    """Says what is due at a step; nothing that the run already has. Pure."""
-
-    steps: int
-    save_every_steps: int
-    evaluate_every_steps: int
-
-    def at(self, progress: Progress, *, saved_step: int, asked: bool) -> Due:
-        """Returns what is due: the last step is always saved, and evaluated if any step is.
-
-        Args:
-          progress: where the run is.
-          saved_step: the newest step that is saved or being saved.
-          asked: whether a person wants one extra save.
-        """
-        step, last = progress.step, progress.step == self.steps
-        save = step > saved_step and (asked or last or step % self.save_every_steps == 0)
-        evaluate = (
-            self.evaluate_every_steps > 0
-            and step > progress.evaluated_step
-            and (last or step % self.evaluate_every_steps == 0)
-        )
-        return Due(save=save, evaluate=evaluate)
-
-
-Fed = tuple[Batch, Mapping[str, jax.Array]]
-"""A batch, and its arrays on the devices."""
-At = Callable[[int], Fed | None]
-"""Cursor -> what is there; None: gave up, since this host is alone and a stop is asked."""
-
-
-@dataclass(frozen=True)
-class Feed:
-    """The batches on their way to the devices, and what one step consumes."""
-
-    open: Callable[[Skips], At]
-    """Ranges of positions to leave out -> the batches; ends what was opened before."""
-    num_rows: int
-    tokens_per_step: int
-
-
-@dataclass(frozen=True)
-class Run:
-    """The frozen bundle of parts that the story is told over."""
-
-    steps: int
-    agenda: Agenda
-    log: RunLog
-    checkpoints: Checkpoints
-    guards: tuple[Guard, ...]
-    rollback: RollbackSection | None
-    """How often the run may go back."""
-    feed: Feed
-    init: Callable[[], TrainState]
-    shapes: TrainState
-    """jax.ShapeDtypeStruct with sharding for every array of the state."""
-    step: Callable[[TrainState, Mapping[str, jax.Array], Any], tuple[TrainState, jax.Array]]
-    """(state, batch, own word) -> state, metrics and all hosts' words. Donates the state."""
-    form: Form
-    """How the step's metrics are read."""
-    row_places: Sequence[tuple[int, int]]
-    """Host and microbatch of every row of a batch."""
-    evaluate: Callable[[Params, Agreement], float | None]
-    """Params -> held-out loss; None: gave up between two batches, on all hosts alike."""
-    dataset: str
-    computation: dict[str, str]
-    landed: Callable[[MetricsLine], None]
-    """Told of every finished step, in order."""
-    agreement: Agreement
-    peers: Peers
-    meeting_seconds: float
-    """How long a host waits for the others before training, while they restore."""
-    emit: Emit
-    clock: Clock
-
-
-@dataclass
-class Flight:
-    """The steps that were dispatched and not yet landed, oldest first."""
-
-    seq: int
-    """Number of the start record whose segment they belong to."""
-    at: At
-    """The batches of that segment."""
-    rollbacks: int
-    """How many the run has behind it."""
-    cursor: int
-    """Where the batch of the oldest step in flight begins."""
-    landed_at: float
-    """When the last step landed, or, with none in flight, when the next one was begun."""
-    dispatched_at: float
-    """When the last step was dispatched, or, with none in flight, when the next one was begun."""
-    waited_seconds: float = 0.0
-    """How much of the time since then this host has waited for the devices, and so for others."""
-    steps: deque[tuple[Progress, np.ndarray, jax.Array]] = dataclasses.field(default_factory=deque)
-
-    def rest(self, now: float) -> None:
-        """Has no step in flight: what was done meanwhile belongs to none."""
-        self.landed_at = self.dispatched_at = now
-        self.waited_seconds = 0.0
-
-    def busy_seconds(self, now: float) -> float:
-        """Returns how long this host has worked by itself for the step that it dispatches now."""
-        busy = now - self.dispatched_at - self.waited_seconds
-        self.dispatched_at, self.waited_seconds = now, 0.0
-        return busy
 
 
 @dataclass(frozen=True)
@@ -205,7 +69,8 @@ def train(run: Run) -> Ended:
                 if progress.evaluated_step < progress.step:
                     continue  # It gave up because a stop is asked for: the next look sees to it.
             if due.save:
-                save(run, state, progress)
+                may_skip = not (last or run.agreement.save_asked())
+                save(run, state, progress, may_skip=may_skip)
             if last:
                 return settle(run, None, state, progress)
             if not flight.steps:
@@ -237,106 +102,6 @@ def _waiting_told(run: Run) -> Iterator[None]:
         with contextlib.suppress(TypedEnd):
             run.emit(PhaseChanged("settle", "ending; waiting for the save in flight"))
         raise
-
-
-def go_back(run: Run, verdict: Rollback, *, entry: int) -> None:
-    """Records that training goes on from before the onset: the durable decision.
-
-    No save that was in flight counts afterwards: it may hold what the verdict is about. Killed
-    right before the record, the next attempt meets the same steps and judges alike; killed right
-    after it, the one way in reads it.
-    """
-    run.emit(PhaseChanged("rollback", verdict.reason))
-    run.checkpoints.abandon()
-    line = run.log.line()
-    steps = [commit.step for commit in line.committed if commit.step < verdict.onset]
-    record = runlog.Rollback(
-        onset=verdict.onset,
-        target=max(steps, default=0),
-        rows=(verdict.rows,),
-        reason=verdict.reason,
-    )
-    run.peers.same(
-        f"rollback/{entry}", lambda: str(run.log.append(record).seq), seconds=WORD_SECONDS
-    )
-    run.emit(RolledBack(record.onset, record.target, verdict.rows, verdict.reason))
-
-
-def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Flight]:
-    """Enters training: the one way in, for first starts, restarts and rollbacks alike.
-
-    Args:
-      run: the run.
-      entry: how often this attempt has come here before.
-
-    Raises:
-      ConfigError: the rows are not the ones that the run has trained on.
-      Unrestorable: there is a committed step, and it can't be read.
-    """
-    line = _same_line(run, entry=entry)
-    # Rows that no committed step has seen bind nobody: mended data may go on in the same place.
-    if line.newest is not None and line.dataset != run.dataset:
-        raise ConfigError(
-            f"data.source: the rows are not the ones that this run was started with (fingerprint "
-            f"{run.dataset} here, {line.dataset} there). Bring the old data back, or start a new "
-            "run in another run.dir."
-        )
-    commit = line.newest
-    if commit is None:
-        run.emit(PhaseChanged("init", "new parameters from the seed"))
-        state, progress = run.init(), Progress()
-    else:
-        run.emit(PhaseChanged("restore", f"step {commit.step}"))
-        plain, progress = run.checkpoints.restore(commit, to_plain(run.shapes))
-        state = from_plain(plain)
-    path = commit.path if commit else None
-    seq = _begin_segment(
-        run,
-        Start(step=progress.step, path=path, dataset=run.dataset, computation=run.computation),
-        entry=entry,
-    )
-    before = [start_of(record).computation for record in line.starts]
-    run.emit(TrainingStarted(progress.step, path, guarantee(before, run.computation)))
-    run.emit(PhaseChanged("train"))
-    now = run.clock.monotonic()
-    flight = Flight(
-        seq,
-        at=run.feed.open(line.skips),
-        rollbacks=len(line.rollbacks),
-        cursor=progress.cursor,
-        landed_at=now,
-        dispatched_at=now,
-    )
-    return state, progress, flight
-
-
-def _same_line(run: Run, *, entry: int) -> Line:
-    """Returns the line as the lead has read it; on the others, once they see as much of it."""
-    records = run.log.records()
-    seen = int(run.peers.same(f"records/{entry}", lambda: str(len(records)), seconds=WORD_SECONDS))
-    end = run.clock.monotonic() + WORD_SECONDS
-    while len(records) < seen:
-        if run.clock.monotonic() > end:
-            raise StorageUnavailable(
-                f"{run.log.folder}: host 0 has read {seen} records here, this host finds only "
-                f"{len(records)} after {WORD_SECONDS:.0f} s. Is that the same storage?"
-            )
-        run.clock.sleep(LOOK_SECONDS)
-        records = run.log.records()
-    return fold(records[:seen])
-
-
-def _begin_segment(run: Run, start: Start, *, entry: int) -> int:
-    """Records that training begins, once every host has the state; returns the record's number.
-
-    From here to the first step no host is far behind: the first collective of a job has a short
-    limit of its own.
-    """
-    run.peers.meet(f"restored/{entry}", seconds=run.meeting_seconds)
-    word = run.peers.same(
-        f"start/{entry}", lambda: str(run.log.append(start).seq), seconds=WORD_SECONDS
-    )
-    return int(word)
 
 
 def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[Progress, Verdict]:
@@ -426,10 +191,10 @@ def evaluate(run: Run, state: TrainState, progress: Progress) -> Progress:
     return progress
 
 
-def save(run: Run, state: TrainState, progress: Progress) -> None:
+def save(run: Run, state: TrainState, progress: Progress, *, may_skip: bool = False) -> None:
     """Takes the snapshot of a judged state; the rest of the save goes on in the background."""
     run.emit(PhaseChanged("save"))
-    run.checkpoints.save(to_plain(state), progress)
+    run.checkpoints.save(to_plain(state), progress, may_skip=may_skip)
     run.agreement.save_taken()
     run.emit(PhaseChanged("train"))
 

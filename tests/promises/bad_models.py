@@ -68,3 +68,21 @@ def poisoned(*, items: list[int], where: str, vocab_size: int, seq_len: int) -> 
         return nats_B, jnp.sum(weights_BT, axis=1)
 
     return SimpleNamespace(init=init, loss=loss)
+
+
+def hard(*, items: list[int], vocab_size: int, seq_len: int) -> SimpleNamespace:
+    """A bias a token; some of the FAULTY rows have a high loss, and a wrong gradient."""
+    hard_IT = np.stack([np.random.default_rng(item).integers(0, VOCAB, 17)[1:] for item in items])
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return {"bias_V": 0.01 * jax.random.normal(key, (vocab_size,))}
+
+    def loss(params: dict[str, Any], batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
+        log_probs_V = jax.nn.log_softmax(params["bias_V"])
+        weights_BT = batch["weights_BT"]
+        nats_B = -jnp.sum(log_probs_V[batch["targets_BT"]] * weights_BT, axis=1)
+        is_hard_B = jnp.any(jnp.all(batch["targets_BT"][:, None] == hard_IT, axis=-1), axis=-1)
+        weight_B = jnp.sum(weights_BT, axis=1)
+        return jnp.where(is_hard_B, 20 * weight_B - nats_B, nats_B), weight_B
+
+    return SimpleNamespace(init=init, loss=loss)

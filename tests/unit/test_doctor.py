@@ -95,7 +95,7 @@ def test_a_disk_too_small_is_a_warning(ask, monkeypatch: pytest.MonkeyPatch) -> 
     code, out, _ = ask("mesh.data=8")
     assert code == 0
     assert lines(out)[-1] == ("warn", "run.dir")
-    assert "lower checkpoint.keep_last" in out
+    assert "lower checkpoint.keep.last" in out
 
 
 def test_a_place_that_can_not_be_written_fails(ask) -> None:

@@ -10,14 +10,16 @@ from jaxres.data import sample_digest
 from jaxres.events import UpdateSkipped
 from jaxres.faults import Continue, Exit, Stop, StorageUnavailable, fault
 from jaxres.guards import Guard
-from jaxres.guards.divergence import nonfinite
+from jaxres.guards.divergence import skips
 from jaxres.hosts import Alone
 from jaxres.runlog import Record, fold
 from jaxres.state import Progress, TrainState
 from jaxres.step import Form
 from jaxres.train.agreement import OwnWord
-from jaxres.train.loop import LAG, Agenda, Due, Feed, Flight, Run, _same_line, look, settle
+from jaxres.train.entry import _same_line
+from jaxres.train.loop import LAG, look, settle
 from jaxres.train.requests import Requests
+from jaxres.train.run import Agenda, Due, Feed, Flight, Run
 from tests.unit.records import CLAIM
 
 AGENDA = Agenda(steps=20, save_every_steps=8, evaluate_every_steps=5)
@@ -48,6 +50,14 @@ def test_the_last_step_is_saved_and_evaluated_beside_the_regular_ones():
 
 def test_without_an_interval_nothing_is_evaluated():
     assert agenda_of(dataclasses.replace(AGENDA, evaluate_every_steps=0)) == ([8, 16, 20], [])
+
+
+def test_without_steps_a_save_is_due_when_it_is_asked_for_and_at_the_end():
+    by_clock = dataclasses.replace(AGENDA, save_every_steps=None, evaluate_every_steps=0)
+    assert agenda_of(by_clock) == ([20], [])
+    asked = by_clock.at(Progress(step=3), saved_step=2, asked=True)
+    assert asked == Due(save=True, evaluate=False)
+    assert not by_clock.at(Progress(step=3), saved_step=3, asked=True).save
 
 
 def test_nothing_is_due_at_step_0_nor_at_a_step_that_was_restored():
@@ -93,7 +103,7 @@ class FakeCheckpoints:
         if self.in_flight:
             self.committed_step = self.in_flight.pop()
 
-    def save(self, state, progress):
+    def save(self, state, progress, *, may_skip=False):
         if progress.step <= self.committed_step:
             return  # As the real ones: nothing to do.
         self._note("save")
@@ -144,8 +154,9 @@ def fake_run(**parts):
         agenda=AGENDA,
         log=FakeLog(),
         checkpoints=checkpoints,
-        guards=(counting_guard(), nonfinite(GuardsSection(on_nonfinite="stop"))),
-        feed=Feed(at=unused, num_rows=100, tokens_per_step=10),
+        guards=(counting_guard(), skips(GuardsSection(on_nonfinite="stop"))),
+        rollback=None,
+        feed=Feed(open=unused, num_rows=100, tokens_per_step=10),
         init=unused,
         shapes=None,
         step=unused,
@@ -170,6 +181,10 @@ def metrics_of(step, *, bad=()):
     return np.asarray(spoilt if step in bad else good, np.float32)
 
 
+def new_flight():
+    return Flight(seq=7, at=unused, rollbacks=0, cursor=0, landed_at=0.0, dispatched_at=0.0)
+
+
 def ids_of(step):
     return np.asarray([2 * step, 2 * step + 1])
 
@@ -183,7 +198,7 @@ def dispatch(flight, progress, **kwargs):
 
 def in_flight(steps, **kwargs):
     """A flight that nobody has looked at, and the progress after it."""
-    flight, progress = Flight(seq=7, landed_at=0.0, dispatched_at=0.0), Progress()
+    flight, progress = new_flight(), Progress()
     for _ in range(steps):
         progress = dispatch(flight, progress, **kwargs)
     return flight, progress
@@ -191,7 +206,7 @@ def in_flight(steps, **kwargs):
 
 def test_a_look_before_step_k_lands_exactly_the_steps_up_to_k_less_the_lag():
     run, landed = fake_run()
-    flight, progress = Flight(seq=7, landed_at=0.0, dispatched_at=0.0), Progress()
+    flight, progress = new_flight(), Progress()
     for k in range(1, 13):
         progress, verdict = look(run, progress, flight, drain=False)
         assert verdict == Continue()
@@ -223,7 +238,7 @@ def test_guards_remember_the_same_however_the_looks_fall():
     memories = []
     for drains in ((), (1, 2, 3, 4, 5, 6), (3,), (2, 5)):
         run, _ = fake_run()
-        flight, progress = Flight(seq=7, landed_at=0.0, dispatched_at=0.0), Progress()
+        flight, progress = new_flight(), Progress()
         for k in range(1, 7):
             progress, _ = look(run, progress, flight, drain=k in drains)
             progress = dispatch(flight, progress)
@@ -231,7 +246,7 @@ def test_guards_remember_the_same_however_the_looks_fall():
         memories.append(progress)
     assert memories[0].guards == {
         "counting": {"steps": 6, "sum": 21},
-        "divergence": {"skipped": []},
+        "skips": {"skipped": []},
     }
     assert memories == [memories[0]] * 4
 
@@ -370,7 +385,7 @@ RECORDS = [Record(seq, 1, 0.0, CLAIM) for seq in (1, 2, 3)]
 @pytest.mark.parametrize("seen", [(0, 1, 2), (2,), (3,), (1, 3)])
 def test_a_follower_goes_by_the_records_that_the_lead_has_read(seen):
     run, _ = fake_run(log=LateLog(*seen), peers=Follower())
-    assert _same_line(run) == fold(RECORDS[:2])
+    assert _same_line(run, entry=0) == fold(RECORDS[:2])
 
 
 def test_a_follower_that_never_sees_them_says_which_storage():
@@ -378,4 +393,4 @@ def test_a_follower_that_never_sees_them_says_which_storage():
     with pytest.raises(
         StorageUnavailable, match=r"run/log: host 0 has read 2 records.* only 1 after"
     ):
-        _same_line(run)
+        _same_line(run, entry=0)

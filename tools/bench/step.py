@@ -41,9 +41,10 @@ from jaxres.runlog import Claim, RunLog
 from jaxres.step import METRICS
 from jaxres.telemetry import Console
 from jaxres.train.build import Built, build
-from jaxres.train.loop import LAG, Agenda, Run, train
+from jaxres.train.loop import LAG, train
 from jaxres.train.place import Place
 from jaxres.train.requests import Requests
+from jaxres.train.run import Agenda, Run
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"

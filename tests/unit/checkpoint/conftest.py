@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import SystemClock
+from jaxres.config.saving import KeepSection
 from jaxres.config.schema import CheckpointSection
 from jaxres.hosts import Alone
 from jaxres.rundir import RunDir
@@ -32,15 +33,25 @@ class Place:
     events: list = field(default_factory=list)
 
     def checkpoints(
-        self, *, before_commit=nothing, keep_last=2, emit=None, log=None, timeout_seconds=60
+        self,
+        *,
+        before_commit=nothing,
+        keep_last=2,
+        emit=None,
+        log=None,
+        timeout_seconds=60,
+        busy="wait",
     ):
         return Checkpoints(
             CheckpointSection(
-                keep_last=keep_last, timeout_seconds=timeout_seconds, max_failed_saves=3
+                keep=KeepSection(last=keep_last),
+                timeout_seconds=timeout_seconds,
+                max_failed_saves=3,
+                busy=busy,
             ),
             run_dir=self.run_dir,
             log=log or self.log,
-            claim=CLAIM,
+            claim=dataclasses.replace(CLAIM, attempt=self.log.attempt),
             peers=Alone(),
             emit=emit or self.events.append,
             clock=SystemClock(),

@@ -21,7 +21,14 @@ from jaxres.checkpoint import arrays
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import restore as restoring
 from jaxres.checkpoint.digest import content_digest
-from jaxres.events import SaveCommitted, SaveFailed, SaveStarted, SaveWaited, StepsPruned
+from jaxres.events import (
+    SaveCommitted,
+    SaveFailed,
+    SaveSkipped,
+    SaveStarted,
+    SaveWaited,
+    StepsPruned,
+)
 from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable, Unrestorable
 from jaxres.runlog import Commit, Prune
 from tests.unit.checkpoint.conftest import like, progress, sharding, state
@@ -140,6 +147,21 @@ def test_a_save_due_while_one_is_in_flight_waits_and_says_so(place):
     assert [event.step for event in place.events] == [8, 8, 16, 16, 16]
 
 
+def test_a_save_that_may_be_skipped_is_while_one_is_in_flight_and_says_so(place):
+    gate = threading.Event()
+    with place.checkpoints(before_commit=lambda: assert_set(gate), busy="skip") as checkpoints:
+        checkpoints.save(state(8), progress(8), may_skip=True)
+        checkpoints.save(state(16), progress(16), may_skip=True)
+        assert checkpoints.is_busy
+        gate.set()
+        checkpoints.save(state(24), progress(24))  # Not this one: it waits.
+        checkpoints.wait()
+        assert not checkpoints.is_busy
+    kinds = [type(event) for event in place.events]
+    assert kinds[:2] == [SaveStarted, SaveSkipped]
+    assert commits(place) == [8, 24]
+
+
 def test_a_step_that_the_line_has_is_not_saved_again(place):
     place.save(8)
     place.events.clear()
@@ -233,10 +255,10 @@ def wait_abandoned(checkpoints):
 
 
 def test_a_fenced_owner_neither_commits_nor_prunes(place):
-    place.save(8)
+    place.save(8, 16)
     with pytest.raises(Fenced):
-        place.save(16, keep_last=1, before_commit=lambda: place.again())
-    assert commits(place) == [8]
+        place.save(24, before_commit=lambda: place.again())
+    assert commits(place) == [8, 16]
     assert place.step_dir(8).exists()
 
 

@@ -76,7 +76,8 @@ def test_a_default_written_or_left_out_makes_no_difference(write: Write):
         "run.dir=elsewhere",
         "mesh.fsdp=2",
         "train.microbatches=2",
-        "checkpoint.save_every_steps=3",
+        "checkpoint.when.every_steps=3",
+        "checkpoint.keep.daily=3",
         "model.remat=block",
         "data.cache_dir=there",
         "telemetry.sample_tokens=3",
@@ -108,6 +109,13 @@ def test_a_trajectory_key_changes_the_digest_and_is_the_difference(write: Write,
     assert digest(other) != digest(bare)
     assert [key for key, _, _ in diff(bare, other)] == [word.partition("=")[0]]
     assert free_changes(bare, other) == []
+
+
+@pytest.mark.parametrize("kind", ["seconds", "continuous", "auto"])
+def test_when_to_save_is_free_as_a_whole(write: Write, kind: str):
+    bare, other = config(write), config(write, f"checkpoint.when.kind={kind}")
+    assert digest(other) == digest(bare)
+    assert [key for key, _, _ in free_changes(bare, other)] == ["checkpoint.when.kind"]
 
 
 def test_every_key_is_free_or_in_the_trajectory(write: Write):
