@@ -138,6 +138,34 @@ class SaveFailed:
 
 
 @dataclass(frozen=True)
+class UpdateSkipped:
+    """A step's loss or gradient was not finite, or its norm a spike; its batch is consumed."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    spike_score: float
+    """Deviations by which the norm was larger than usual."""
+    params: tuple[str, ...]
+    """Paths of the parameters whose gradient is not finite."""
+    num_rows: int
+    """How many rows' loss is not finite; 0: it came from elsewhere, as in the backward pass."""
+    rows: tuple[tuple[int, int, int, int], ...]
+    """The first of them: row of the batch, its sample's id, its host, its microbatch."""
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """The run has decided to go on from an older step; what was committed since is off the line."""
+
+    onset: int
+    target: int
+    rows: tuple[int, int]
+    """Positions of the stream that training leaves out from now on, half-open."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class StepsPruned:
     """Old steps were taken off the line; their directories are deleted next."""
 
@@ -227,6 +255,8 @@ Event = (
     | SaveIntervalChosen
     | SaveCommitted
     | SaveFailed
+    | UpdateSkipped
+    | RolledBack
     | StepsPruned
     | SampleWritten
     | Noted

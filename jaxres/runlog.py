@@ -73,6 +73,19 @@ class Skip:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """Training goes on from an older step: commits above it are off the line from here on."""
+
+    onset: int
+    """The first step that was not as it should be."""
+    target: int
+    """The newest committed step before it; 0: the run begins anew."""
+    rows: tuple[tuple[int, int], ...]
+    """Of the stream, as half-open ranges of positions, that training leaves out from now on."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prune:
     """Steps are dead for everyone, before a byte of them is deleted."""
 
@@ -88,9 +101,9 @@ class Stop:
     committed: bool
 
 
-Body = Claim | Start | Commit | Skip | Prune | Stop
+Body = Claim | Start | Commit | Skip | Rollback | Prune | Stop
 _KINDS: dict[str, type[Body]] = {
-    kind.__name__.lower(): kind for kind in (Claim, Start, Commit, Skip, Prune, Stop)
+    kind.__name__.lower(): kind for kind in (Claim, Start, Commit, Skip, Rollback, Prune, Stop)
 }
 
 
@@ -313,6 +326,8 @@ class Line:
     commits: tuple[Record, ...] = ()
     """Records whose body is a Commit, of steps that still count, ascending by step."""
     skips: tuple[tuple[int, int], ...] = ()
+    rollbacks: tuple[Record, ...] = ()
+    """Records whose body is a Rollback."""
     last_stop: Record | None = None
 
     @property
@@ -359,6 +374,7 @@ def fold(records: Sequence[Record]) -> Line:
     starts: list[Record] = []
     commits: dict[int, Record] = {}
     skips: list[tuple[int, int]] = []
+    rollbacks: list[Record] = []
     last_stop = None
     for record in records:
         match record.body:
@@ -370,6 +386,10 @@ def fold(records: Sequence[Record]) -> Line:
                 commits[step] = record
             case Skip(rows=rows):
                 skips.extend(rows)
+            case Rollback(target=target, rows=rows):
+                rollbacks.append(record)
+                skips.extend(rows)
+                commits = {step: kept for step, kept in commits.items() if step <= target}
             case Prune(steps=steps):
                 for step in steps:
                     commits.pop(step, None)
@@ -380,5 +400,6 @@ def fold(records: Sequence[Record]) -> Line:
         starts=tuple(starts),
         commits=tuple(commits[step] for step in sorted(commits)),
         skips=tuple(sorted(skips)),
+        rollbacks=tuple(rollbacks),
         last_stop=last_stop,
     )

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxres import mesh as meshes
-from jaxres import optim
+from jaxres import norms, optim
 from jaxres.guards import Memory
 from jaxres.models import Model, Params
 
@@ -43,6 +43,8 @@ class TrainState:
     """uint32[2]: key data of the PRNG; each step splits it and keeps one half."""
     step: Any
     """int32: batches consumed; the learning rate follows it."""
+    norms: Any
+    """What gradient norms are usual; see norms.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +96,12 @@ def init(model: Model, tx: optax.GradientTransformation, *, seed: int) -> TrainS
         opt=tx.init(params),
         key=jax.random.key_data(steps_key),
         step=jnp.zeros((), jnp.int32),
+        norms=norms.init(),
     )
 
 
 def to_plain(state: TrainState) -> dict[str, Any]:
-    """Returns the state as the nested dict that is written: params, opt, key, step."""
+    """Returns the state as the nested dict that is written: params, opt, key, step, norms."""
     return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
 
 
@@ -125,4 +128,5 @@ def shardings(shapes: TrainState, model: Model, mesh: Mesh) -> TrainState:
         opt=jax.tree.map(split, shapes.opt, opt_axes),
         key=meshes.replicated(mesh),
         step=meshes.replicated(mesh),
+        norms=jax.tree.map(lambda _: meshes.replicated(mesh), shapes.norms),
     )

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from jaxres.config.alerts import AlertsSection
+from jaxres.config.guards import GuardsSection
 from jaxres.config.saving import KeepSection, StepsWhen, When
 from jaxres.config.section import Fraction, NonNegativeFloat, PositiveFloat, Section, free
 
@@ -348,6 +349,8 @@ class RunConfig(Section):
     """Devices by axis; the product must be their number."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When to save, and what to keep."""
+    guards: GuardsSection = GuardsSection()
+    """What is done about steps that are not as they should be."""
     evaluation: EvaluationSection = EvaluationSection()
     """Loss on held-out data."""
     telemetry: TelemetrySection = TelemetrySection()
