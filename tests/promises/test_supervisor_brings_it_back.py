@@ -34,14 +34,6 @@ def start(
     return place.launch(name, *words, hosts=hosts, config=FAULTY, env=PACED | env, restart=True)
 
 
-@pytest.fixture(scope="module")
-def calm_pair(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
-    """A FAULTY run on two hosts in which nothing went wrong."""
-    place = Place(tmp_path_factory.mktemp("calm"), caches)
-    place.launched("calm", hosts=2, config=FAULTY)
-    return place.run_dir("calm")
-
-
 def decisions(trainer: Trainer, kind: str = "AttemptRestarted") -> list[dict[str, Any]]:
     told = read_events(trainer.run_dir.supervisor_events)
     return [event for event in told if event["event"] == kind]
