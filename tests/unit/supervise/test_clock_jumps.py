@@ -131,9 +131,8 @@ def silences(jumps: dict[float, float]) -> list[object]:
     return decided
 
 
-JUMPS = [{at: by * HOUR} for at in (0.0, 1.5, 30.0, 99.0) for by in (1, -1)] + [
-    {1.0: HOUR, 2.0: -2 * HOUR, 50.0: HOUR}
-]
+JUMPS = [{at: by * HOUR} for at in (0.0, 1.5, 7.0, 9.0, 11.0, 13.0, 99.0) for by in (1, -1)]
+JUMPS.append({1.0: HOUR, 2.0: -2 * HOUR, 50.0: HOUR})
 
 
 @pytest.mark.parametrize("seed", range(20))
