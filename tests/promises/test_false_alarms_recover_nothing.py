@@ -9,7 +9,8 @@ import pytest
 
 from jaxres.attempts import phase_seconds
 from jaxres.faults import Exit
-from tests.promises.hanging import Mount
+from jaxres.rundir import RunDir
+from tests.promises.preloaded import Jumping, Mount
 from tests.promises.test_supervisor_brings_it_back import attempts, decisions, start
 from tests.promises.trainer import Place, assert_bit_exact
 
@@ -41,4 +42,22 @@ def test_storage_that_hangs_longer_than_a_step_may_take_starts_nothing_anew(
     assert attempts(trainer) == 1, trainer.said()
     assert not decisions(trainer)
     assert phase_seconds(trainer.events())["save"] > seconds - 4, "it did not hang"
+    assert_bit_exact(trainer.run_dir, calm)
+
+
+def test_a_wall_clock_that_jumps_by_an_hour_each_way_starts_nothing_anew(
+    place: Place, calm: RunDir, tmp_path: Path
+) -> None:
+    clock = Jumping.built(tmp_path)
+    trainer = start(place, *LIMITS, PACE="0.004", **clock.env)
+    for step, seconds in ((13, 3600), (23, -3600), (33, 0)):
+        trainer.wait_step(step)
+        clock.jump(seconds)
+    second = start(place, **clock.env)
+    second.refused(Exit.FENCED, f"pid {trainer.process.pid}")
+    assert trainer.ended() == 0, trainer.said()
+    times = [event["time"] for event in trainer.events()]
+    assert max(times) - min(times) > 3600, "it did not jump"
+    assert attempts(trainer) == 1, trainer.said()
+    assert not decisions(trainer)
     assert_bit_exact(trainer.run_dir, calm)

@@ -308,11 +308,13 @@ def test_a_stop_while_it_trains_is_kept_and_not_tried_again(place: Place, calm: 
 def test_a_suspended_supervisor_recovers_nothing_and_a_second_one_is_refused(
     place: Place, calm: RunDir
 ) -> None:
-    limits = ("deadlines.step_seconds=2", "deadlines.evaluate_seconds=2")
+    """For longer than each deadline that a worker has while it trains."""
+    limits = [f"deadlines.{phase}_seconds=2" for phase in ("step", "data", "evaluate")]
+    limits += ["data.timeout_seconds=1", "checkpoint.timeout_seconds=2", "deadlines.save_seconds=5"]
     trainer = start(place, *limits, PACE="0.01")
     trainer.wait_step(13)
     trainer.kill(signal.SIGSTOP, who="door")
-    time.sleep(5)
+    time.sleep(6)
     trainer.kill(signal.SIGCONT, who="door")
     second = start(place)
     second.refused(Exit.FENCED, f"pid {trainer.process.pid}")
