@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import pytest
 from jaxres.events import read_events
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
-from tests.promises.test_crash_ends_both_processes import members, wait_for_nobody
+from tests.promises.leftovers import assert_nothing_left, members
 from tests.promises.test_diverged_is_never_committed import FOLDER
+from tests.promises.test_elastic_hosts_keep_samples import BOUND
 from tests.promises.trainer import FAULTY, MLP, PACED, Place, Trainer, assert_bit_exact, line
 from tests.promises.trainer import history as rows_of
 
@@ -47,15 +47,6 @@ def wait_attempt(trainer: Trainer, attempt: int) -> None:
     """Waits for an attempt, of which the trainer then speaks."""
     trainer.wait(lambda: attempts(trainer) >= attempt, what=f"attempt {attempt}")
     trainer.attempt = attempt
-
-
-def assert_nothing_left(run_dir: RunDir) -> None:
-    wait_for_nobody(run_dir, seconds=1)
-    for claim in line(run_dir).claims:
-        if claim.coordinator is not None:
-            host, _, port = claim.coordinator.partition(":")
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection((host, int(port)), timeout=5)
 
 
 def kill_at_random(trainer: Trainer, *, kills: int, seed: int) -> None:
@@ -333,6 +324,34 @@ def test_an_unhealthy_host_is_left_out(place: Place, calm_pair: RunDir) -> None:
     assert [row["samples"] for row in rows_of(trainer.run_dir)] == [
         row["samples"] for row in rows_of(calm_pair)
     ]
+
+
+@pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.campaign)])
+def test_a_host_that_two_faults_name_is_left_out_by_the_next_supervisor_too(
+    place: Place, calm: RunDir, most: int
+) -> None:
+    hosts = f"{most - 1}..{most}"
+    trainer = start(place, hosts=hosts, PACE="0.005")
+    for attempt in (1, 2):
+        wait_attempt(trainer, attempt)
+        trainer.wait_step(3)
+        os.kill(trainer.workers()[1], signal.SIGKILL)
+        wait_attempt(trainer, attempt + 1)
+    facts = ("culprit", "num_hosts", "without_hosts")
+    named = [tuple(told[fact] for fact in facts) for told in decisions(trainer)]
+    assert named == [(1, most, []), (1, most - 1, [1])], trainer.said()
+    trainer.wait_step(23)
+    trainer.kill(who="door")
+    trainer.ended()
+    second = start(place, hosts=hosts, PACE="0.005")
+    assert second.ended() == 0, second.said()
+    all_places, left = tuple(range(most)), (0, 2)[: most - 1]
+    places = [claim.places for claim in line(trainer.run_dir).claims]
+    assert places == [all_places, all_places, left, left]
+    here, there = rows_of(trainer.run_dir), rows_of(calm)
+    assert [row["samples"] for row in here] == [row["samples"] for row in there]
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(here, there, strict=True)) < BOUND
+    assert_nothing_left(trainer.run_dir)
 
 
 def test_a_log_that_is_away_is_waited_for_and_never_begun_anew(place: Place, calm: RunDir) -> None:
