@@ -45,6 +45,11 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def exports(self) -> Path:
+        """Where parameters are exported to."""
+        return self.root / "exports"
+
+    @property
     def tensorboard(self) -> Path:
         """The folder of TensorBoard's event files, one an attempt."""
         return self.root / "tensorboard"

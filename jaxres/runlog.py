@@ -47,6 +47,8 @@ class Start:
     """Fingerprint of the rows; a later attempt must have the same."""
     computation: dict[str, str]
     """What decides bits besides the trajectory: devices, mesh, microbatches, threads, versions."""
+    init: dict[str, str] | None = None
+    """Of a start from other weights (`init_from`): their digest, path and, of a run, step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,10 @@ class Record:
             "attempt": self.attempt,
             "time": self.time,
         }
-        return canonical_json(common | dataclasses.asdict(self.body))
+        fields = dataclasses.asdict(self.body)
+        if isinstance(self.body, Start) and self.body.init is None:
+            fields.pop("init")  # As records were before there was a choice.
+        return canonical_json(common | fields)
 
     @staticmethod
     def decode(data: bytes, *, path: Path) -> Record:
@@ -323,6 +328,12 @@ class Line:
     def step(self) -> int:
         """The newest committed step; 0 if there is none."""
         return self.newest.step if self.newest else 0
+
+    @property
+    def init(self) -> dict[str, str] | None:
+        """The weights that the run was started from; None: drawn from the seed, or not started."""
+        found = (start_of(record).init for record in self.starts)
+        return next((init for init in found if init is not None), None)
 
     @property
     def dataset(self) -> str | None:

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from jaxres.config.alerts import AlertsSection
+from jaxres.config.init_from import FromSeed, InitFrom
 from jaxres.config.section import Fraction, NonNegativeFloat, PositiveFloat, Section, free
 
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -332,6 +333,8 @@ class RunConfig(Section):
     """Rows, their order, and the held-out split."""
     model: Model = GptModel()
     """What is trained."""
+    init_from: InitFrom = FromSeed()
+    """Where the parameters of a new run come from; the optimizer and the step begin anew."""
     optimizer: Optimizer = AdamwOptimizer()
     """How it is trained."""
     train: TrainSection
