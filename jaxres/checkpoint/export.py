@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxres import storage
-from jaxres.checkpoint import llama, safetensors, weights
+from jaxres.checkpoint import binding, llama, safetensors, weights
 from jaxres.checkpoint.digest import array_row
 from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.checkpoint.weights import ABOUT, Facts, Weights, checksum
@@ -73,9 +73,9 @@ def of_folder(place: Path) -> tuple[Params, GptModel | None]:
         wanted = {path: ArrayInfo("float32", shape) for path, shape in found.items()}
         facts = weights.facts_of(model)
     lenient = FromSafetensors(path=place, cast="rounding", allow_changed=("config.json",))
-    taken = weights.bind(there, wanted, facts=facts, section=lenient).taken
-    infos = {path: weights.as_there(there, each) for path, each in taken.items()}
-    return Params(infos, lambda path: weights.assemble(there, taken[path])), model
+    taken = binding.bind(there, wanted, facts=facts, section=lenient).taken
+    infos = {path: binding.as_there(there, each) for path, each in taken.items()}
+    return Params(infos, lambda path: binding.assemble(there, taken[path])), model
 
 
 def _llama_of(place: Path) -> tuple[GptModel, int]:
@@ -223,8 +223,8 @@ def _read_back(params: Params, folder: Path, digests: Mapping[str, Sequence[Any]
     """Imports what was written, and compares it with what it was written from."""
     there = weights.from_safetensors(folder)
     for path, info in params.infos.items():
-        taken = weights.find(path, info, {name: name for name in there.tensors})
-        found = None if taken is None else array_row(path, weights.assemble(there, taken))
+        taken = binding.find(path, info, {name: name for name in there.tensors})
+        found = None if taken is None else array_row(path, binding.assemble(there, taken))
         if found != digests[path]:
             raise StorageUnavailable(
                 f"{folder}: {path} was written and read back as something else. Nothing of the "

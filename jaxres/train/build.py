@@ -28,7 +28,7 @@ from jaxres.models import Model
 from jaxres.runlog import Claim
 from jaxres.state import TrainState
 from jaxres.topology import Plan
-from jaxres.train import memory
+from jaxres.train import initial, memory
 from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
 from jaxres.train.loop import Agenda, Feed, Run
 from jaxres.train.place import Place
@@ -83,6 +83,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     parts = _parts(config, place.emit)
     laid = _lay_out(parts, place)
     place.emit(_built(parts, laid))
+    init = initial.build(config.init_from, parts, place)  # Before minutes of compilation.
     step, evaluation = _compile(parts, place)
     # The first collective of a job waits for half a minute only, and one host may have compiled
     # for long where another has found the program in its cache.
@@ -100,7 +101,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         checkpoints=checkpoints,
         guards=(stop_on_nonfinite(),),
         feed=_feed(parts, place, stack),
-        init=parts.init,
+        init=init,
         shapes=parts.shapes,
         step=step,
         evaluate=evaluation,

@@ -90,7 +90,9 @@ class Run:
     checkpoints: Checkpoints
     guards: tuple[Guard, ...]
     feed: Feed
-    init: Callable[[], TrainState]
+    init: Callable[[Line], tuple[TrainState, dict[str, str] | None]]
+    """Line -> the state before the first step, and the weights that it was made from (Start.init).
+    """
     shapes: TrainState
     """jax.ShapeDtypeStruct with sharding for every array of the state."""
     step: Callable[[TrainState, Mapping[str, jax.Array], Any], tuple[TrainState, jax.Array]]
@@ -217,16 +219,21 @@ def restore_or_start(run: Run) -> tuple[TrainState, Progress, Flight]:
         )
     commit = line.newest
     if commit is None:
-        run.emit(PhaseChanged("init", "new parameters from the seed"))
-        state, progress = run.init(), Progress()
+        run.emit(PhaseChanged("init", "new parameters"))
+        (state, init), progress = run.init(line), Progress()
     else:
         run.emit(PhaseChanged("restore", f"step {commit.step}"))
         plain, progress = run.checkpoints.restore(commit, to_plain(run.shapes))
-        state = from_plain(plain)
+        state, init = from_plain(plain), None
     path = commit.path if commit else None
-    seq = _begin_segment(
-        run, Start(step=progress.step, path=path, dataset=run.dataset, computation=run.computation)
+    start = Start(
+        step=progress.step,
+        path=path,
+        dataset=run.dataset,
+        computation=run.computation,
+        init=init,
     )
+    seq = _begin_segment(run, start)
     before = [start_of(record).computation for record in line.starts]
     run.emit(TrainingStarted(progress.step, path, guarantee(before, run.computation)))
     run.emit(PhaseChanged("train"))
