@@ -67,7 +67,10 @@ def bind(
     """
     there = _renamed(weights, section.rename)
     rows = _changed_facts(weights.facts, facts, section.allow_changed)
-    taken, fresh = {}, []
+    taken: dict[str, Taken] = {}
+    fresh: list[str] = []
+    told: set[str] = set()
+    """Tensors there of which a row tells already."""
     for path, info in wanted.items():
         found = find(path, info, there)
         problem = "absent" if found is None else _misfit(weights, found, cast=section.cast)
@@ -77,18 +80,18 @@ def bind(
         fresh.append(path)
         if not _matches(path, section.allow_missing):
             rows.append(f"{_names_of(path, info)}: {problem} there, {info} here")
+            told.update(found.names if found else ())
     used = {name for each in taken.values() for name in each.names}
     left_out = tuple(name for name in weights.tensors if name not in used)
     rows += [
         f"{name}: {weights.tensors[name]} there, absent here"
         for name in left_out
-        if not _matches(name, section.allow_extra)
-        and not any(name in row for row in rows)  # Of another shape: one row is enough.
+        if name not in told and not _matches(name, section.allow_extra)
     ]
     if rows:
         raise ConfigError(_table(weights.where, rows))
     if not taken:
-        raise ConfigError(f"init_from.path: {weights.where}: nothing of it is taken.")
+        raise ConfigError(f"{weights.where}: nothing of it is taken.")
     return Binding(taken, tuple(fresh), left_out)
 
 
@@ -103,8 +106,8 @@ def _renamed(weights: Weights, rename: Mapping[str, str]) -> dict[str, str]:
                 break
         if new in found:
             raise ConfigError(
-                f"init_from.rename: {found[new]} and {name} would both be {new}. Name one of them "
-                "otherwise."
+                f"{weights.where}: {found[new]} and {name} would both be {new} (init_from.rename). "
+                "Name one of them otherwise."
             )
         found[new] = name
     return found
@@ -169,7 +172,7 @@ def _table(where: str, rows: Sequence[str]) -> str:
         shown.append(f"  and {len(rows) - MAX_ROWS} more")
     return "\n".join(
         [
-            f"init_from.path: {where}: these weights are not this model's",
+            f"{where}: these weights are not this model's",
             *shown,
             "Change the model, or name what may differ: init_from.allow_missing (arrays here that "
             "stay fresh), allow_extra (there, left out), allow_changed (settings), rename.",

@@ -161,9 +161,10 @@ def read_config(fields: Mapping[str, Any]) -> tuple[GptModel, int, dict[str, Any
     """
     rope = fields.get("rope_parameters") or {}  # As transformers 5 writes it.
     scaling = fields.get("rope_scaling")
-    kinds = {(part or {}).get("rope_type", "default") for part in (rope, scaling)}
     told = {**NO_CHOICE, "model_type": None, **fields}
-    told["rope_scaling"] = None if kinds == {"default"} else scaling or rope
+    told["rope_scaling"] = next(
+        (part for part in (scaling, rope) if part and _rope_kind(part) != "default"), None
+    )
     differing = {key: told[key] for key, ours in NO_CHOICE.items() if told[key] != ours}
     try:
         heads = fields["num_attention_heads"]
@@ -185,6 +186,10 @@ def read_config(fields: Mapping[str, Any]) -> tuple[GptModel, int, dict[str, Any
     if width * heads != model.d_model:
         differing["head_dim"] = width
     return model, fields["vocab_size"], differing
+
+
+def _rope_kind(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def bytes_tokenizer(*, seq_len: int) -> dict[str, bytes]:

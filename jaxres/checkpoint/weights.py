@@ -18,7 +18,7 @@ from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.config.init_from import FromRun, FromSafetensors
 from jaxres.config.schema import CustomModel, GptModel, MlpModel
-from jaxres.faults import ConfigError, Unrestorable, UsageError
+from jaxres.faults import ConfigError
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit, canonical_json
 
@@ -174,13 +174,11 @@ def open_source(
 
     Raises:
       ConfigError: they are not there, or not whole.
+      Unrestorable: the run's step is damaged.
       StorageUnavailable: storage did not let them be read.
     """
-    try:
-        if isinstance(section, FromSafetensors):
-            return from_safetensors(section.path)
-        run_dir = RunDir(section.path)
-        commit = committed(run_dir, step=step)
-        return from_run(run_dir, model_of(run_dir), commit)
-    except (ConfigError, UsageError, Unrestorable) as error:
-        raise ConfigError(f"init_from.path: {error}") from error
+    if isinstance(section, FromSafetensors):
+        return from_safetensors(section.path)
+    run_dir = RunDir(section.path)
+    commit = committed(run_dir, step=step)
+    return from_run(run_dir, model_of(run_dir), commit)

@@ -7,7 +7,8 @@ are not looked at any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from jaxres.checkpoint.weights import PARAMS, Weights
 from jaxres.config.init_from import FromRun, FromSafetensors, FromSeed
 from jaxres.config.schema import CustomModel, GptModel, MlpModel
 from jaxres.events import Noted, PhaseChanged
-from jaxres.faults import ConfigError
+from jaxres.faults import ConfigError, Unrestorable, UsageError
 from jaxres.rundir import RunDir
 from jaxres.runlog import Line
 from jaxres.state import TrainState
@@ -69,10 +70,20 @@ def find(
       ConfigError: they are not there, not whole, or differ in what is not allowed.
       StorageUnavailable: storage did not let them be read.
     """
-    found = weights.open_source(section, step=step, model_of=_model_of)
     wanted = {path: ArrayInfo(x.dtype.name, x.shape) for path, x in _flat(shapes.params).items()}
     facts = weights.facts_of(model)
-    return Source(found, binding.bind(found, wanted, facts=facts, section=section))
+    with _source_named():
+        found = weights.open_source(section, step=step, model_of=_model_of)
+        return Source(found, binding.bind(found, wanted, facts=facts, section=section))
+
+
+@contextlib.contextmanager
+def _source_named() -> Iterator[None]:
+    """Says of what is wrong with a source that it is the source: this run has no fault itself."""
+    try:
+        yield
+    except (ConfigError, UsageError, Unrestorable) as error:
+        raise ConfigError(f"init_from.path: {error}") from error
 
 
 def _model_of(run_dir: RunDir) -> GptModel | MlpModel | CustomModel:
@@ -130,10 +141,8 @@ def _same_step(section: FromRun, line: Line, place: Place, seconds: float) -> in
         return int(line.init["step"])
 
     def newest() -> str:
-        try:
+        with _source_named():
             return str(weights.committed(RunDir(section.path), step=None).step)
-        except ConfigError as error:
-            raise ConfigError(f"init_from.path: {error}") from error
 
     return int(place.peers.same("init/step", newest, seconds=seconds))
 
@@ -148,7 +157,8 @@ def _take(source: Source, parts: Parts, place: Place) -> tuple[TrainState, str]:
     rows = []
     for path, taken in source.binding.taken.items():
         place.emit(PhaseChanged("init", path))
-        whole = binding.assemble(source.weights, taken, dtype="float32")
+        with _source_named():
+            whole = binding.assemble(source.weights, taken, dtype="float32")
         rows.append(array_row(path, whole))
         arrays[path] = _laid_out(whole, shapes[path].sharding)
     treedef = jax.tree.structure(parts.shapes.params)
