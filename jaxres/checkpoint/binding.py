@@ -72,15 +72,18 @@ def bind(
     told: set[str] = set()
     """Tensors there of which a row tells already."""
     for path, info in wanted.items():
-        found = find(path, info, there)
-        problem = "absent" if found is None else _misfit(weights, found, cast=section.cast)
+        found, part = find(path, info, there), _layers(path, info, there)
+        if found is not None:
+            problem = _misfit(weights, found, cast=section.cast)
+        else:
+            problem = f"{len(part)} of {info.shape[0]} layers" if part else "absent"
         if found is not None and problem is None:
             taken[path] = found
             continue
         fresh.append(path)
         if not _matches(path, section.allow_missing):
             rows.append(f"{_names_of(path, info)}: {problem} there, {info} here")
-            told.update(found.names if found else ())
+            told.update(found.names if found else part)
     used = {name for each in taken.values() for name in each.names}
     left_out = tuple(name for name in weights.tensors if name not in used)
     rows += [
@@ -124,6 +127,14 @@ def find(path: str, info: ArrayInfo, there: Mapping[str, str]) -> Taken | None:
     if not all(name in there for name in names):
         return None
     return Taken(path, info, tuple(there[name] for name in names), rule)
+
+
+def _layers(path: str, info: ArrayInfo, there: Mapping[str, str]) -> list[str]:
+    """Returns the tensors there that are layers of an array of the model."""
+    rule = llama.RULES.get(path)
+    if rule is None or not info.shape:
+        return []
+    return [there[name] for name in rule.names(info.shape) if name in there]
 
 
 def _misfit(weights: Weights, taken: Taken, *, cast: str) -> str | None:
