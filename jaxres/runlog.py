@@ -49,6 +49,8 @@ class Start:
     """Fingerprint of the rows; a later attempt must have the same."""
     computation: dict[str, str]
     """What decides bits besides the trajectory: devices, mesh, microbatches, threads, versions."""
+    init: dict[str, str] | None = None
+    """Of a start from other weights (`init_from`): their digest, path and, of a run, step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,6 +364,12 @@ class Line:
     def step(self) -> int:
         """The newest committed step; 0 if there is none."""
         return self.newest.step if self.newest else 0
+
+    @property
+    def init(self) -> dict[str, str] | None:
+        """The weights that the run was started from; None: drawn from the seed, or not started."""
+        found = (start_of(record).init for record in self.starts)
+        return next((init for init in found if init is not None), None)
 
     @property
     def dataset(self) -> str | None:

@@ -89,8 +89,18 @@ class Progress:
 
 def init(model: Model, tx: optax.GradientTransformation, *, seed: int) -> TrainState:
     """Returns the state before the first step; a pure function of the seed, to be jitted."""
-    params_key, steps_key = jax.random.split(jax.random.key(seed))
-    params = model.init(params_key)
+    return around(fresh_params(model, seed=seed), tx, seed=seed)
+
+
+def fresh_params(model: Model, *, seed: int) -> Params:
+    """Returns the parameters that the seed stands for."""
+    params_key, _ = jax.random.split(jax.random.key(seed))
+    return model.init(params_key)
+
+
+def around(params: Params, tx: optax.GradientTransformation, *, seed: int) -> TrainState:
+    """Returns the state before the first step that these parameters begin with."""
+    _, steps_key = jax.random.split(jax.random.key(seed))
     return TrainState(
         params=params,
         opt=tx.init(params),

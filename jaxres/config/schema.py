@@ -14,6 +14,7 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from jaxres.config.alerts import AlertsSection
 from jaxres.config.guards import GuardsSection
+from jaxres.config.init_from import FromSeed, InitFrom
 from jaxres.config.saving import KeepSection, StepsWhen, When
 from jaxres.config.section import Fraction, NonNegativeFloat, PositiveFloat, Section, free
 
@@ -342,6 +343,8 @@ class RunConfig(Section):
     """Rows, their order, and the held-out split."""
     model: Model = GptModel()
     """What is trained."""
+    init_from: InitFrom = FromSeed()
+    """Where the parameters of a new run come from; the optimizer and the step begin anew."""
     optimizer: Optimizer = AdamwOptimizer()
     """How it is trained."""
     train: TrainSection

@@ -29,7 +29,7 @@ from jaxres.models import Model
 from jaxres.runlog import Claim
 from jaxres.state import TrainState
 from jaxres.topology import Plan
-from jaxres.train import feed, memory, pacer
+from jaxres.train import feed, initial, memory, pacer
 from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
 from jaxres.train.place import Place
 from jaxres.train.run import Agenda, Run
@@ -84,6 +84,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     parts = _parts(config, place.emit)
     laid = _lay_out(parts, place)
     place.emit(_built(parts, laid))
+    init = initial.build(config.init_from, parts, place)  # Before minutes of compilation.
     step, evaluation = _compile(parts, place)
     # The first collective of a job waits for half a minute only, and one host may have compiled
     # for long where another has found the program in its cache.
@@ -111,7 +112,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
             seed=config.run.seed,
             global_batch_size=parts.rows_per_batch,
         ),
-        init=parts.init,
+        init=init,
         shapes=parts.shapes,
         step=step,
         form=steps.Form.of(parts.shapes.params, num_rows=parts.rows_per_batch),

@@ -59,16 +59,22 @@ def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Fli
         )
     commit = line.newest
     if commit is None:
-        run.emit(PhaseChanged("init", "new parameters from the seed"))
-        state, progress = run.init(), Progress()
+        run.emit(PhaseChanged("init", "new parameters"))
+        (state, init), progress = run.init(line), Progress()
     else:
         run.emit(PhaseChanged("restore", f"step {commit.step}"))
         plain, progress = run.checkpoints.restore(commit, to_plain(run.shapes))
-        state = from_plain(plain)
+        state, init = from_plain(plain), None
     path = commit.path if commit else None
     seq = _begin_segment(
         run,
-        Start(step=progress.step, path=path, dataset=run.dataset, computation=run.computation),
+        Start(
+            step=progress.step,
+            path=path,
+            dataset=run.dataset,
+            computation=run.computation,
+            init=init,
+        ),
         entry=entry,
     )
     before = [start_of(record).computation for record in line.starts]

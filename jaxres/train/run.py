@@ -20,7 +20,7 @@ from jaxres.guards import Guard
 from jaxres.hosts import Peers
 from jaxres.metrics import MetricsLine
 from jaxres.models import Params
-from jaxres.runlog import RunLog
+from jaxres.runlog import Line, RunLog
 from jaxres.state import Progress, TrainState
 from jaxres.step import Form
 from jaxres.train.agreement import Agreement
@@ -91,7 +91,9 @@ class Run:
     rollback: RollbackSection | None
     """How often the run may go back."""
     feed: Feed
-    init: Callable[[], TrainState]
+    init: Callable[[Line], tuple[TrainState, dict[str, str] | None]]
+    """Line -> the state before the first step, and the weights that it was made from (Start.init).
+    """
     shapes: TrainState
     """jax.ShapeDtypeStruct with sharding for every array of the state."""
     step: Callable[[TrainState, Mapping[str, jax.Array], Any], tuple[TrainState, jax.Array]]

@@ -125,7 +125,7 @@ class Bare:
     batches: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.state = self.run.init()
+        self.state = self.run.init(self.run.log.line())[0]
         cursor, at = 0, self.run.feed.open(())
         for _ in range(NUM_PLACED):
             fed = at(cursor)
