@@ -26,6 +26,11 @@ usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
   checkpoints digest RUN_DIR [--step N]                 one word for a whole training state
   checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if
       [--step N] [--other-step M] [--json]              anything does
+  checkpoints export RUN_DIR [--step N] [--out DIR]     the parameters as a safetensors folder, by
+      [--names llama|jaxres] [--dtype float32|bfloat16] default in RUN_DIR/exports (docs/export.md)
+      [--max-shard-bytes N] [--json]
+  checkpoints import RUN_DIR|FOLDER|FILE [--step N]     reads exports back, or any such folder:
+      [--out DIR] [--json]                              whole? equal to the step? for which config?
   doctor CONFIG.yaml [section.field=value ...]          looks before a run: pass, warn or fail, with
       [--devices N [--hosts H]]                         what to do; for N devices that are not here
 

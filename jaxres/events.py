@@ -138,6 +138,34 @@ class SaveFailed:
 
 
 @dataclass(frozen=True)
+class UpdateSkipped:
+    """A step's loss or gradient was not finite, or its norm a spike; its batch is consumed."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    spike_score: float
+    """Deviations by which the norm was larger than usual."""
+    params: tuple[str, ...]
+    """Paths of the parameters whose gradient is not finite."""
+    num_rows: int
+    """How many rows' loss is not finite; 0: it came from elsewhere, as in the backward pass."""
+    rows: tuple[tuple[int, int, int, int], ...]
+    """The first of them: row of the batch, its sample's id, its host, its microbatch."""
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """The run has decided to go on from an older step; what was committed since is off the line."""
+
+    onset: int
+    target: int
+    rows: tuple[int, int]
+    """Positions of the stream that training leaves out from now on, half-open."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class StepsPruned:
     """Old steps were taken off the line; their directories are deleted next."""
 
@@ -168,6 +196,31 @@ class RunEnded:
     step: int
     committed: bool
     message: str = ""
+
+
+@dataclass(frozen=True)
+class SupervisionStarted:
+    """A supervisor owns the run, and has looked what those before it have left."""
+
+    host: str
+    """Its machine."""
+    pid: int
+    attempt: int
+    """The newest that it has found; 0: none."""
+    step: int
+    """Newest committed step."""
+    after_kill: bool
+    """Whether the supervisor before it was killed, or has crashed."""
+    ends_found: int
+    """Ends of earlier supervisors' attempts that it counts on from."""
+    budget: str
+    """What is used of which budget already; empty: nothing is."""
+    without_hosts: tuple[int, ...]
+    """Places that are not used any more."""
+    num_hosts: tuple[int, ...]
+    """Numbers of hosts that will do."""
+    policy: dict[str, Any]
+    """The limits that it holds."""
 
 
 @dataclass(frozen=True)
@@ -227,10 +280,13 @@ Event = (
     | SaveIntervalChosen
     | SaveCommitted
     | SaveFailed
+    | UpdateSkipped
+    | RolledBack
     | StepsPruned
     | SampleWritten
     | Noted
     | RunEnded
+    | SupervisionStarted
     | AttemptRestarted
     | GaveUp
     | SupervisionEnded

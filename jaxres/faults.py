@@ -158,13 +158,14 @@ ALL: tuple[Fault, ...] = (
         "step",
         "step.py",
         "mask the update on all hosts alike, count it, say which rows and parameter groups",
+        done=True,
     ),
     _row(
         "diverged",
         "loop",
         "guards/divergence.py",
-        "stop without saving; never restarted "
-        "(so far: at the first non-finite loss, gradient or state)",
+        "stop without saving; never restarted (so far: too many masked steps, or a state that is "
+        "not finite)",
         exit=Exit.DIVERGED,
         done=True,
     ),
@@ -173,6 +174,7 @@ ALL: tuple[Fault, ...] = (
         "loop",
         "guards/divergence.py",
         "roll back to a step older than the onset; the rows go to the log as skips",
+        done=True,
     ),
     _row(
         "preemption",
@@ -309,6 +311,17 @@ class Continue:
 
 
 @dataclass(frozen=True)
+class Rollback:
+    """Training is to go on from a step older than the onset, without the rows since."""
+
+    onset: int
+    """The first step that was not as it should be."""
+    rows: tuple[int, int]
+    """Positions of the stream to leave out, half-open: the batches from the onset on."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class Stop:
     """The run is to end, for a fault; whether the state is saved first is the fault's to say."""
 
@@ -316,7 +329,7 @@ class Stop:
     reason: str
 
 
-Verdict = Continue | Stop
+Verdict = Continue | Rollback | Stop
 
 
 def table() -> str:

@@ -105,6 +105,7 @@ def of(shapes: TrainState, model: Model, mesh: Mesh) -> Layout:
             opt=optim.state_axes(shapes.opt, param_axes=model.axes),
             key=(None,),
             step=(),
+            norms=dict.fromkeys(shapes.norms, ()),
         )
     )
     named = jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))

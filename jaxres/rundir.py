@@ -50,6 +50,11 @@ class RunDir:
         return self.root / "pins"
 
     @property
+    def exports(self) -> Path:
+        """Where parameters are exported to."""
+        return self.root / "exports"
+
+    @property
     def tensorboard(self) -> Path:
         """The folder of TensorBoard's event files, one an attempt."""
         return self.root / "tensorboard"

@@ -35,6 +35,8 @@ class Claim:
     versions: dict[str, str]
     fingerprint: dict[str, str]
     trajectory: str
+    places: tuple[int, ...] | None = None
+    """Where each host of the attempt sits, by its number; None: no supervisor has started it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class Start:
     """Fingerprint of the rows; a later attempt must have the same."""
     computation: dict[str, str]
     """What decides bits besides the trajectory: devices, mesh, microbatches, threads, versions."""
+    init: dict[str, str] | None = None
+    """Of a start from other weights (`init_from`): their digest, path and, of a run, step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,19 @@ class Skip:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """Training goes on from an older step: commits above it are off the line from here on."""
+
+    onset: int
+    """The first step that was not as it should be."""
+    target: int
+    """The newest committed step before it; 0: the run begins anew."""
+    rows: tuple[tuple[int, int], ...]
+    """Of the stream, as half-open ranges of positions, that training leaves out from now on."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prune:
     """Steps are dead for everyone, before a byte of them is deleted."""
 
@@ -86,11 +103,22 @@ class Stop:
     exit: int
     reason: str
     committed: bool
+    culprit: int | None = None
+    """The host that is the cause, by its number in the attempt, where one is."""
 
 
-Body = Claim | Start | Commit | Skip | Prune | Stop
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """A supervisor ended by itself: no attempt follows until somebody starts it again."""
+
+    exit: int
+    reason: str
+
+
+Body = Claim | Start | Commit | Skip | Rollback | Prune | Stop | Leave
 _KINDS: dict[str, type[Body]] = {
-    kind.__name__.lower(): kind for kind in (Claim, Start, Commit, Skip, Prune, Stop)
+    kind.__name__.lower(): kind
+    for kind in (Claim, Start, Commit, Skip, Rollback, Prune, Stop, Leave)
 }
 
 
@@ -115,8 +143,8 @@ class Record:
             "time": self.time,
         }
         fields = dataclasses.asdict(self.body)
-        for field in dataclasses.fields(self.body):
-            if fields[field.name] == field.default:  # Of a later version than the record may be.
+        for field in dataclasses.fields(self.body):  # Those that came later have a default.
+            if fields[field.name] == field.default:
                 del fields[field.name]
         return canonical_json(common | fields)
 
@@ -313,6 +341,8 @@ class Line:
     commits: tuple[Record, ...] = ()
     """Records whose body is a Commit, of steps that still count, ascending by step."""
     skips: tuple[tuple[int, int], ...] = ()
+    rollbacks: tuple[Record, ...] = ()
+    """Records whose body is a Rollback."""
     last_stop: Record | None = None
 
     @property
@@ -334,6 +364,12 @@ class Line:
     def step(self) -> int:
         """The newest committed step; 0 if there is none."""
         return self.newest.step if self.newest else 0
+
+    @property
+    def init(self) -> dict[str, str] | None:
+        """The weights that the run was started from; None: drawn from the seed, or not started."""
+        found = (start_of(record).init for record in self.starts)
+        return next((init for init in found if init is not None), None)
 
     @property
     def dataset(self) -> str | None:
@@ -359,6 +395,7 @@ def fold(records: Sequence[Record]) -> Line:
     starts: list[Record] = []
     commits: dict[int, Record] = {}
     skips: list[tuple[int, int]] = []
+    rollbacks: list[Record] = []
     last_stop = None
     for record in records:
         match record.body:
@@ -370,15 +407,22 @@ def fold(records: Sequence[Record]) -> Line:
                 commits[step] = record
             case Skip(rows=rows):
                 skips.extend(rows)
+            case Rollback(target=target, rows=rows):
+                rollbacks.append(record)
+                skips.extend(rows)
+                commits = {step: kept for step, kept in commits.items() if step <= target}
             case Prune(steps=steps):
                 for step in steps:
                     commits.pop(step, None)
             case Stop():
                 last_stop = record
+            case Leave():
+                pass  # Of supervisors; `supervise.past` reads it.
     return Line(
         claims=tuple(claims),
         starts=tuple(starts),
         commits=tuple(commits[step] for step in sorted(commits)),
         skips=tuple(sorted(skips)),
+        rollbacks=tuple(rollbacks),
         last_stop=last_stop,
     )

@@ -123,6 +123,13 @@ class Console:
                         f"step {step}: held-out loss {loss:.4f} "
                         f"(best {best_loss:.4f} at step {best_step})"
                     )
+                case events.RolledBack(onset, target, rows, reason):
+                    self.say(
+                        f"ROLLBACK: {reason}. Going on from step {target}, without the "
+                        f"{rows[1] - rows[0]} rows since step {onset}"
+                    )
+                case events.UpdateSkipped():
+                    self.say(_skipped(event))
                 case events.SaveWaited(step, seconds):
                     self.say(f"step {step}: waited {seconds:.1f} s for the save before")
                 case events.SaveSkipped(step):
@@ -229,6 +236,22 @@ class Console:
 
     def _tokens_per_second(self, seconds: float) -> float:
         return self._built.tokens_per_step / seconds if self._built and seconds else 0.0
+
+
+def _skipped(event: events.UpdateSkipped) -> str:
+    """Returns what a person is told of a step whose update was not applied."""
+    rows = ", ".join(
+        f"row {row} (sample {sample}, host {host})" for row, sample, host, _ in event.rows[:3]
+    )
+    more = f" and {event.num_rows - 3} more rows" if event.num_rows > 3 else ""
+    why = f"the norm is {event.spike_score:.1f} deviations above the usual"
+    if rows or event.params:
+        where = f"loss of {rows}{more}" if rows else f"gradient of {', '.join(event.params[:3])}"
+        why = f"{where} not finite"
+    return (
+        f"step {event.step}: loss {event.loss:.4g}, gradient norm {event.grad_norm:.4g}: its "
+        f"update was skipped ({why})"
+    )
 
 
 def _parts(built: events.RunBuilt) -> str:

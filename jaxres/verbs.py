@@ -51,6 +51,14 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     prune.add_argument("--json", action="store_true")
     verb(checkpoints, "pin").add_argument("--step", type=int, required=True)
     verb(checkpoints, "unpin").add_argument("--step", type=int, required=True)
+    export = verb(checkpoints, "export")
+    export.add_argument("--names", choices=("llama", "jaxres", "gpt2"))
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    export.add_argument("--max-shard-bytes", type=int)
+    for either in (export, verb(checkpoints, "import")):
+        either.add_argument("--step", type=int)
+        either.add_argument("--out", type=Path)
+        either.add_argument("--json", action="store_true")
     return parser
 
 
@@ -70,9 +78,15 @@ def main(words: Sequence[str], *, usage: str, env: Mapping[str, str] | None = No
     """Runs one of the verbs and returns its exit code."""
     try:
         options = _parse(words, usage=usage)
+        code = Exit.DONE
+        if getattr(options, "sub", None) in ("export", "import"):
+            from jaxres import exports
+
+            text, code = exports.act(options)
+            sys.stdout.write(text)
+            return code
         run_dir = RunDir(options.run_dir)
         line = _line(run_dir)
-        code = Exit.DONE
         match options.verb, getattr(options, "sub", None):
             case "status", _:
                 seen = status.look(run_dir, line, clock=SystemClock(), watch=options.watch)

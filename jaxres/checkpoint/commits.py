@@ -71,6 +71,12 @@ class Commits:
             self._count(commit, started)
         return stands
 
+    def go_back(self, step: int) -> None:
+        """Counts from an older step on: the log says that nothing above it is on the line."""
+        self._unsure = None
+        self.committed_step = self.saved_step = step
+        self.failures, self.why = 0, ""
+
     def mark(self, step: int) -> None:
         """Notes that a step counts; the record says so."""
         self.committed_step = step

@@ -34,7 +34,7 @@ from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Commit, RunLog
 from jaxres.state import Progress
 
-BEGIN, NOTHING, COUNTS = "begin", "nothing to do", "counts"
+BEGIN, NOTHING, COUNTS, ABANDONED = "begin", "nothing to do", "counts", "abandoned"
 """The lead's words about a save; any other word is the reason why there is none."""
 
 
@@ -79,7 +79,10 @@ class Checkpoints:
         self._before_commit = before_commit
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="jaxres-saver")
         self._flight: Future[None] | None = None
-        self._abandoned = False
+        self._leaving = False
+        """Whether an exception ends it all, and nothing is to be committed any more."""
+        self._refused_from: int | None = None
+        """Steps from here on must not count; see `abandon`."""
         self._calls = 0
         """Saves that were asked for so far: the same number on every host."""
         self._commits = Commits(
@@ -99,9 +102,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._abandoned = kind is not None
+        self._leaving = kind is not None
         # Of many hosts one may be gone, and Orbax waits for it for minutes.
-        in_vain = self._is_silent or (self._abandoned and not self._peers.member.is_alone)
+        in_vain = self._is_silent or (self._leaving and not self._peers.member.is_alone)
         self._saver.shutdown(wait=not in_vain)
         if kind is None:
             self.poll()
@@ -235,16 +238,21 @@ class Checkpoints:
         """Makes one step durable, then makes it count. Runs in the saver's thread."""
         try:
             commit = self._write(writing, progress, infos)
-            if self._abandoned:
+            if self._leaving:
                 return
-            self._commits.commit(commit, started)
+            refused = self._refused_from is not None and progress.step >= self._refused_from
+            if not refused:
+                self._commits.commit(commit, started)
         except StorageUnavailable as refusal:
-            if self._abandoned:
+            if self._leaving:
                 return
             why = "; ".join([*self._peers.told(topic), str(refusal)])
             self._commits.fail(progress.step, why)
         counts = self._commits.committed_step >= progress.step
-        self._peers.same(topic, lambda: COUNTS if counts else self._commits.why, seconds=0)
+        word = (
+            COUNTS if counts else ABANDONED if self._refused_from is not None else self._commits.why
+        )
+        self._peers.same(topic, lambda: word, seconds=0)
 
     def _follow(
         self,
@@ -263,7 +271,7 @@ class Checkpoints:
         word = self._peers.same(topic, lambda: COUNTS, seconds=self._silence_seconds)
         if word == COUNTS:
             self._commits.mark(progress.step)
-        else:
+        elif word != ABANDONED:
             self._commits.fail(progress.step, word)
 
     def _write(
@@ -278,6 +286,24 @@ class Checkpoints:
         commit = seal(step_dir, progress, infos, root=root, claim=self._claim)
         self._before_commit()
         return commit
+
+    def abandon(self, onset: int) -> None:
+        """Sees to it that no save of a step from the onset on counts, until `go_back`.
+
+        Returns once the save in flight is over.
+
+        Raises:
+          StorageUnavailable: that can't be told, since storage does not answer.
+        """
+        self._refused_from = onset
+        self.wait()
+        if self._is_silent:
+            raise StorageUnavailable(self._commits.why)
+
+    def go_back(self, step: int) -> None:
+        """Counts from an older step on, once the log says so; see `abandon`."""
+        self._commits.go_back(step)
+        self._refused_from = None
 
     def poll(self) -> None:
         """Raises what the newest background save has failed with, unless storage refused it."""

@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from jaxres.config.alerts import AlertsSection
+from jaxres.config.guards import GuardsSection
+from jaxres.config.init_from import FromSeed, InitFrom
 from jaxres.config.saving import KeepSection, StepsWhen, When
 from jaxres.config.section import Fraction, NonNegativeFloat, PositiveFloat, Section, free
 
@@ -323,7 +325,8 @@ class RestartSection(Section):
 
 class LaunchSection(Section):
     max_hours: PositiveFloat | None = free(None)
-    """Hours after which the supervisor saves and ends (84); null: no limit."""
+    """Hours after which the supervisor saves and ends (84), sleeps included; null: no limit. One
+    that follows another has its own."""
     max_restarts_per_1000_steps: PositiveInt | None = free(None)
     """Restarts, for whatever cause, within 1000 committed steps; one more ends the run (84)."""
 
@@ -340,6 +343,8 @@ class RunConfig(Section):
     """Rows, their order, and the held-out split."""
     model: Model = GptModel()
     """What is trained."""
+    init_from: InitFrom = FromSeed()
+    """Where the parameters of a new run come from; the optimizer and the step begin anew."""
     optimizer: Optimizer = AdamwOptimizer()
     """How it is trained."""
     train: TrainSection
@@ -348,6 +353,8 @@ class RunConfig(Section):
     """Devices by axis; the product must be their number."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When to save, and what to keep."""
+    guards: GuardsSection = GuardsSection()
+    """What is done about steps that are not as they should be."""
     evaluation: EvaluationSection = EvaluationSection()
     """Loss on held-out data."""
     telemetry: TelemetrySection = TelemetrySection()

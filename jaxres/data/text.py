@@ -36,7 +36,7 @@ from jaxres.storage import FULL, sync_dir
 STDLIB = "{stdlib}"
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders below {stdlib} that are no part of it, or that running Python changes."""
-LEFTOVER_SECONDS = 3600.0
+LEFTOVER_SECONDS = 24 * 3600.0
 CHUNK_BYTES = 4 * 2**20
 REPORT_BYTES = 256 * 2**20
 NUM_INSTALL_TRIES = 10
@@ -279,7 +279,7 @@ def _remove(entry: Path) -> None:
 
 
 def _remove_leftovers(corpora: Path, clock: Clock) -> None:
-    """Removes what builders that were killed an hour ago or earlier have left."""
+    """Removes what builders that were killed a day ago or earlier have left."""
     for pattern in (".building-*", ".removed-*"):
         for folder in corpora.glob(pattern):
             # A living builder writes all the time: its newest file is young.

@@ -56,7 +56,6 @@ class Attempt:
     asked: Exit | None = None
     hurried: bool = False
     """Whether one of AT_ONCE has come."""
-    looked_at: float = float("inf")
     ticked_at: float = float("-inf")
     silence_told: bool = False
 

@@ -17,7 +17,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxres.beat import SaveNews
-from jaxres.clock import Clock
+from jaxres.clock import Awake, Clock
 from jaxres.config.schema import DeadlinesSection
 from jaxres.doors.peers import Peers
 from jaxres.doors.words import Verdict
@@ -34,8 +34,6 @@ from jaxres.supervise.owner import Owner
 from jaxres.supervise.process import Worker, kill_groups, spawn, wait_for
 
 TICK_SECONDS = 0.25
-SLEPT_SECONDS = 2.0
-"""A tick that took longer than this was no tick: the process itself was asleep."""
 SILENT_SECONDS = 10.0
 """Storage that has not answered the lookout for so long is spoken of."""
 STACKS_GRACE_SECONDS = 0.7
@@ -114,13 +112,13 @@ def _tell_others(running: Attempt, ended: Ended) -> None:
 
 def _wait(running: Attempt, wakeup: int, watch: Lookout | None) -> Ended:
     """Answers whatever comes until the attempt has ended."""
-    others = running.others
+    others, awake = running.others, Awake(running.clock)
     while True:
         sources: list[int] = [fd for worker in running.workers for fd in worker.sources()]
         sources += [] if watch is None else [watch.wakeup]
         sources += [] if others is None else [others.fileno()]
         select.select([wakeup, *sources], [], [], TICK_SECONDS)
-        _stretch(running)
+        _stretch(running, awake)
         now = running.clock.monotonic()
         for worker in running.workers:
             worker.take(now=now)
@@ -138,18 +136,16 @@ def _wait(running: Attempt, wakeup: int, watch: Lookout | None) -> Ended:
         for report in watch.reports() if watch else ():
             if (ended := answers.heed(running, report)) is not None:
                 return ended
-        _stretch(running)  # An answer may have been a sleep.
+        _stretch(running, awake)  # An answer may have been a sleep.
         if (ended := _tick(running, watch)) is not None:
             return ended
 
 
-def _stretch(running: Attempt) -> None:
+def _stretch(running: Attempt, awake: Awake) -> None:
     """Lets no limit run while this process was asleep."""
-    now = running.clock.monotonic()
-    if now - running.looked_at > SLEPT_SECONDS:
+    if slept := awake.slept():
         for host in running.hosts:
-            host.paused(now - running.looked_at)
-    running.looked_at = now
+            host.paused(slept)
 
 
 def _hear(running: Attempt, others: Led | Following, *, now: float) -> Ended | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,20 @@ from jaxres import state as states
 from jaxres import step as steps
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.config import RunConfig
-from jaxres.data import Batch, Dataset
+from jaxres.config.guards import GuardsSection
+from jaxres.data import Dataset
 from jaxres.events import Emit, Noted, PhaseChanged, RunBuilt
-from jaxres.guards.divergence import stop_on_nonfinite
+from jaxres.guards import Guard, divergence
 from jaxres.layout import Layout
 from jaxres.metrics import MetricsLine, MetricsLog
 from jaxres.models import Model
 from jaxres.runlog import Claim
 from jaxres.state import TrainState
 from jaxres.topology import Plan
-from jaxres.train import memory, pacer
+from jaxres.train import feed, initial, memory, pacer
 from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
-from jaxres.train.loop import Agenda, Feed, Run
 from jaxres.train.place import Place
+from jaxres.train.run import Agenda, Run
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     parts = _parts(config, place.emit)
     laid = _lay_out(parts, place)
     place.emit(_built(parts, laid))
+    init = initial.build(config.init_from, parts, place)  # Before minutes of compilation.
     step, evaluation = _compile(parts, place)
     # The first collective of a job waits for half a minute only, and one host may have compiled
     # for long where another has found the program in its cache.
@@ -99,11 +101,22 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         ),
         log=place.log,
         checkpoints=checkpoints,
-        guards=(stop_on_nonfinite(),),
-        feed=_feed(parts, place, stack),
-        init=parts.init,
+        guards=_guards(config.guards),
+        rollback=config.guards.rollback,
+        feed=feed.open_feed(
+            parts.dataset,
+            parts.mesh,
+            place,
+            stack,
+            section=config.data,
+            seed=config.run.seed,
+            global_batch_size=parts.rows_per_batch,
+        ),
+        init=init,
         shapes=parts.shapes,
         step=step,
+        form=steps.Form.of(parts.shapes.params, num_rows=parts.rows_per_batch),
+        row_places=_row_places(parts),
         evaluate=evaluation,
         dataset=parts.dataset.fingerprint,
         computation=computation(config, place.claim, parts.mesh, parts.plan),
@@ -115,6 +128,18 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         clock=place.clock,
     )
     return Built(run, parts.dataset, parts.model)
+
+
+def _guards(section: GuardsSection) -> tuple[Guard, ...]:
+    guards = [divergence.skips(section)]
+    if section.rollback is not None:
+        guards.append(divergence.losses(section.rollback))
+    return tuple(guards)
+
+
+def _row_places(parts: Parts) -> list[tuple[int, int]]:
+    hosts = meshes.hosts_of_rows(parts.mesh, parts.rows_per_batch)
+    return [(host, row % parts.plan.microbatches) for row, host in enumerate(hosts)]
 
 
 def _metrics(
@@ -273,6 +298,8 @@ def traced_step(parts: Parts, *, facts: Any = None) -> Any:
         rate,
         clip_norm=config.optimizer.clip_norm,
         microbatches=parts.plan.microbatches,
+        spikes=config.guards.spikes,
+        replicate=meshes.replicate(parts.mesh),
     )
     out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(parts.mesh))
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=out)
@@ -321,52 +348,6 @@ def _batch_shapes(parts: Parts, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]
 
 def _no_evaluation(params: Any, hosts: Any) -> float | None:
     raise AssertionError("the agenda has no evaluation")
-
-
-def _feed(parts: Parts, place: Place, stack: contextlib.ExitStack) -> Feed:
-    """Returns the batches, read and laid on the devices ahead of time, in the background."""
-    config = parts.config
-    local = meshes.local_rows(parts.mesh, parts.rows_per_batch)
-    batch_at = data.batch_at(
-        parts.dataset.train,
-        seed=config.run.seed,
-        global_batch_size=parts.rows_per_batch,
-        skips=place.log.line().skips,
-        local=local.rows,
-    )
-    prefetch = stack.enter_context(
-        data.Prefetch(
-            batch_at,
-            depth=config.data.prefetch_batches,
-            timeout_seconds=config.data.timeout_seconds,
-            place=lambda batch: (
-                batch,
-                meshes.place_batch(parts.mesh, batch.arrays, local=local),
-            ),
-        )
-    )
-
-    def at(cursor: int) -> tuple[Batch, Mapping[str, jax.Array]] | None:
-        waits = 0
-
-        def give_up() -> bool:
-            nonlocal waits
-            waits += 1
-            if waits == 1:
-                place.emit(PhaseChanged("wait for data"))
-            # The others are in the step already, and can't be called back.
-            return place.peers.member.is_alone and place.requests.stop_asked() is not None
-
-        fed = prefetch.get(cursor, give_up=give_up)
-        if waits:
-            place.emit(PhaseChanged("train"))
-        return fed
-
-    return Feed(
-        at=at,
-        num_rows=len(parts.dataset.train),
-        tokens_per_step=parts.tokens_per_step,
-    )
 
 
 def computation(config: RunConfig, claim: Claim, mesh: Mesh, plan: Plan) -> dict[str, str]:

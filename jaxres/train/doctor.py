@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from jaxres import config as configs
 from jaxres import data, faults, topology
 from jaxres.config import Loaded, RunConfig
+from jaxres.config.init_from import FromRun, FromSeed
 from jaxres.data import Dataset
 from jaxres.faults import ConfigError, Exit, OutOfMemory, TypedEnd, UsageError
 from jaxres.screen import size
@@ -103,6 +104,7 @@ class Doctor:
         self._mesh: Any = None
         self._platform = "cpu"
         self._layout: Layout | None = None
+        self._shapes: Any = None
 
     def checks(self) -> Told:
         """Yields each check as soon as it is made."""
@@ -111,6 +113,8 @@ class Doctor:
         yield from _typed("mesh", self._devices)
         if self._plan is not None:
             yield from _typed("state", self._state)
+        if self._shapes is not None and not isinstance(self._config.init_from, FromSeed):
+            yield from _typed("init_from", self._source, bad="fail" if self._here else "warn")
         if not self._here:
             return  # Step and storage are another machine's.
         if self._dataset is not None and self._layout is not None:
@@ -177,6 +181,7 @@ class Doctor:
             mesh=self._mesh,
             platform=self._platform,
         )
+        self._shapes = shapes
         self._layout = layout.of(shapes, model, self._mesh)
         held = self._layout.device_bytes
         limit = layout.device_limit(self._mesh) if self._here else None
@@ -191,6 +196,15 @@ class Doctor:
             small = memory.small_host(snapshot, state)
             says = f"a save takes up to {size(snapshot)} of this host until it is committed"
             yield Check("pass" if small is None else "warn", "memory", small or says)
+
+    def _source(self) -> Told:
+        from jaxres.train import initial
+
+        section = self._config.init_from
+        assert not isinstance(section, FromSeed)
+        step = section.step if isinstance(section, FromRun) else None
+        found = initial.find(section, self._config.model, self._shapes, step=step)
+        yield Check("pass", "init_from", found.in_words())
 
     def _step(self) -> Told:
         import jax

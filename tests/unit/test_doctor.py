@@ -68,6 +68,15 @@ def test_what_fails_is_named_and_the_rest_is_looked_at(ask, tmp_path: Path) -> N
     assert "feasible: 1, 2, 4, 5, 10, 20 devices" in out
 
 
+def test_weights_that_can_not_be_had_fail(ask) -> None:
+    code, out, _ = ask("init_from={kind: run, path: /nowhere}", "--devices", "2")
+    assert (code, lines(out)[-1]) == (0, ("warn", "init_from")), "they may be there, not here"
+    code, out, _ = ask("init_from={kind: run, path: /nowhere}")
+    assert code == 78
+    assert ("fail", "init_from") in lines(out)
+    assert "init_from.path: /nowhere: no run here" in out
+
+
 def test_it_plans_for_devices_that_are_not_here(ask) -> None:
     words = ("model.kind=gpt", "mesh.fsdp=4", "mesh.tensor=2")
     code, out, _ = ask(*words, "--devices", "48", "--hosts", "48")
