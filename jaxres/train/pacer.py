@@ -86,7 +86,7 @@ class Pacer:
         """With `auto`: the one in force."""
         self._before = Costs()
         """What the log has told."""
-        self._trains_since = 0.0
+        self._trains_since: float | None = None
         self._stalls: deque[float] = deque(maxlen=RECENT_SAVES)
         self._writes: deque[float] = deque(maxlen=RECENT_SAVES)
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -120,7 +120,9 @@ class Pacer:
         match event:
             case TrainingStarted():
                 self._before = interval.of_log(self._log.records(), attempt=self._log.attempt)
-                self._trains_since = self._began_at = now
+                self._began_at = now
+                if self._trains_since is None:  # Else it has gone back to an earlier step.
+                    self._trains_since = now
                 chosen = self._choose(now)
                 self._due_at = now + self._seconds()
                 return chosen
@@ -168,6 +170,7 @@ class Pacer:
         )
 
     def _costs(self, now: float) -> Costs:
+        assert self._trains_since is not None
         hours = (now - self._trains_since) / interval.HOUR_SECONDS
         costs = dataclasses.replace(self._before, trained_hours=self._before.trained_hours + hours)
         if self._stalls:

@@ -41,6 +41,7 @@ class Place:
         log=None,
         timeout_seconds=60,
         busy="wait",
+        peers=None,
     ):
         return Checkpoints(
             CheckpointSection(
@@ -52,7 +53,7 @@ class Place:
             run_dir=self.run_dir,
             log=log or self.log,
             claim=dataclasses.replace(CLAIM, attempt=self.log.attempt),
-            peers=Alone(),
+            peers=peers or Alone(),
             emit=emit or self.events.append,
             clock=SystemClock(),
             before_commit=before_commit,

@@ -24,7 +24,6 @@ from jaxres.checkpoint.digest import content_digest
 from jaxres.events import (
     SaveCommitted,
     SaveFailed,
-    SaveSkipped,
     SaveStarted,
     SaveWaited,
     StepsPruned,
@@ -145,21 +144,6 @@ def test_a_save_due_while_one_is_in_flight_waits_and_says_so(place):
     kinds = [type(event) for event in place.events]
     assert kinds == [SaveStarted, SaveCommitted, SaveWaited, SaveStarted, SaveCommitted]
     assert [event.step for event in place.events] == [8, 8, 16, 16, 16]
-
-
-def test_a_save_that_may_be_skipped_is_while_one_is_in_flight_and_says_so(place):
-    gate = threading.Event()
-    with place.checkpoints(before_commit=lambda: assert_set(gate), busy="skip") as checkpoints:
-        checkpoints.save(state(8), progress(8), may_skip=True)
-        checkpoints.save(state(16), progress(16), may_skip=True)
-        assert checkpoints.is_busy
-        gate.set()
-        checkpoints.save(state(24), progress(24))  # Not this one: it waits.
-        checkpoints.wait()
-        assert not checkpoints.is_busy
-    kinds = [type(event) for event in place.events]
-    assert kinds[:2] == [SaveStarted, SaveSkipped]
-    assert commits(place) == [8, 24]
 
 
 def test_a_step_that_the_line_has_is_not_saved_again(place):
