@@ -55,6 +55,23 @@ class RunBuilt:
 
 
 @dataclass(frozen=True)
+class StepsLoaded:
+    """The compiled steps of an earlier attempt are in use."""
+
+    names: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepsCompiled:
+    """The steps were compiled, or taken from the cache that runs share."""
+
+    reason: str
+    """Why the run's own could not be loaded."""
+    seconds: float
+
+
+@dataclass(frozen=True)
 class TrainingStarted:
     """The first step can be dispatched."""
 
@@ -191,6 +208,8 @@ Event = (
     PhaseChanged
     | RunOpened
     | RunBuilt
+    | StepsLoaded
+    | StepsCompiled
     | TrainingStarted
     | Evaluated
     | SaveStarted

@@ -322,7 +322,10 @@ class LaunchSection(Section):
 
 class CompileSection(Section):
     cache_dir: Path | None = free(Path("~/.cache/jaxres/xla"))
-    """Folder of JAX's persistent compilation cache; null: none."""
+    """Folder of compiled programs that runs share (JAX's persistent cache); null: none."""
+    keep_programs: NonNegativeInt = free(8)
+    """Compiled steps that RUN_DIR/compiled keeps, so that a restart only loads them; two for each
+    number of hosts or devices. 0: none is kept, none is loaded."""
 
 
 class RunConfig(Section):

@@ -222,6 +222,7 @@ def test_a_killed_supervisor_is_followed_by_one_that_cleans_up_and_goes_on(
     tag = str(place.run_dir("run").root)
     first = start(place, hosts=2, FAULT="build:1:spawn", TAG=tag)
     first.wait_step(13)
+    first.wait_kept()
     first.kill(who="door")
     assert first.ended() == -signal.SIGKILL
     workers = set(first.workers().values())
@@ -235,6 +236,8 @@ def test_a_killed_supervisor_is_followed_by_one_that_cleans_up_and_goes_on(
         second = start(place, hosts=2)
         assert second.ended() == 0, second.said()
         assert not left & set(members(first.run_dir)), "left behind"
+        loaded = [bool(second.told("StepsLoaded", host)) for host in (0, 1)]
+        assert loaded == [True, True], "the lead's file serves every host"
     finally:
         for pid in others:  # Without a mark and without an heir: nobody's to know.
             with contextlib.suppress(ProcessLookupError):
