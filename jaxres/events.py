@@ -36,6 +36,8 @@ class RunOpened:
     run_dir: str
     attempt: int
     threads: int
+    forked: bool
+    """Whether this process is a fork of the zygote."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,15 @@ class AttemptRestarted:
 
 
 @dataclass(frozen=True)
+class ZygotePrepared:
+    """The supervisor has a process from which it can fork workers."""
+
+    pid: int
+    seconds: float
+    """From its start on."""
+
+
+@dataclass(frozen=True)
 class GaveUp:
     """A supervisor has decided that no other attempt follows, and a person has to look."""
 
@@ -221,6 +232,7 @@ Event = (
     | Noted
     | RunEnded
     | AttemptRestarted
+    | ZygotePrepared
     | GaveUp
     | SupervisionEnded
 )

@@ -311,6 +311,9 @@ class RestartSection(Section):
     """Wait after storage has ended an attempt; doubled by each further one."""
     max_storage_backoff_seconds: NonNegativeFloat = free(600.0)
     """Longest wait for storage, before jitter."""
+    fork: bool = free(True)
+    """Whether workers that come back are forked from a process that has imported everything (it
+    takes some 100 MB while it waits), instead of being started anew."""
 
 
 class LaunchSection(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxres import screen
@@ -11,6 +12,7 @@ from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from jaxres.supervise.others import Following, Led, Remote
 from jaxres.supervise.process import Worker
+from jaxres.supervise.zygote import Zygote
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Attempt:
     """The hosts behind other doors, if there are any."""
     until: float
     """When the workers are asked to save and stop; inf: never."""
+    zygote: Zygote | None
+    """What forks workers, if the attempt has one."""
+    env: Mapping[str, str]
+    """The workers'."""
     asked: Exit | None = None
     hurried: bool = False
     """Whether one of AT_ONCE has come."""

@@ -39,6 +39,7 @@ from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
 from jaxres.supervise.recorded import resolve
 from jaxres.supervise.supervisor import supervise
+from jaxres.supervise.zygote import Zygote
 
 RECORD_SECONDS = 10.0
 """Longest wait, at the end, for storage to take the last record or to give a traceback."""
@@ -207,6 +208,7 @@ def behind_a_door(
     advise: Callable[[RunConfig, str], str],
     wakeup: int | None = None,
     until: float = math.inf,
+    zygote: Zygote | None = None,
 ) -> Ended:
     """Runs the attempt's workers of this door as processes of this machine, one a host.
 
@@ -216,6 +218,7 @@ def behind_a_door(
       advise: makes the message after the kernel has killed a worker for want of memory.
       wakeup: where signals come as bytes, if the caller takes them.
       until: when the attempt is asked to save and stop, on its clock.
+      zygote: what forks workers, if the caller has one.
     """
     claim = opened.claim
     hosts = [Member(host, claim.num_hosts) for host in opened.hosts]
@@ -232,6 +235,7 @@ def behind_a_door(
         peers=opened.peers,
         wakeup=wakeup,
         until=until,
+        zygote=zygote,
     )
     return _advised(ended, opened.config, advise)
 

@@ -29,7 +29,8 @@ from jaxres.supervise.kernel import out_of_memory_kills
 from jaxres.supervise.lookout import Lookout
 from jaxres.supervise.others import LEAD, Following, Led, Remote
 from jaxres.supervise.owner import Owner
-from jaxres.supervise.process import Worker, kill_groups, spawn, wait_for
+from jaxres.supervise.process import Worker, kill_groups, start, wait_for
+from jaxres.supervise.zygote import Zygote
 
 TICK_SECONDS = 0.25
 SLEPT_SECONDS = 2.0
@@ -54,6 +55,7 @@ def supervise(
     peers: Peers | None = None,
     wakeup: int | None = None,
     until: float = math.inf,
+    zygote: Zygote | None = None,
 ) -> Ended:
     """Runs the workers to their end.
 
@@ -70,16 +72,14 @@ def supervise(
       peers: the doors of the other hosts, if they have any.
       wakeup: where signals come as bytes; None: they are taken for as long as the workers run.
       until: when the workers are asked to save and stop, on the clock.
+      zygote: forks the workers if it can, and is told when training runs; None: there is none.
     """
     with contextlib.ExitStack() as stack:
         wakeup = stack.enter_context(signals.as_bytes()) if wakeup is None else wakeup
         others = None if peers is None else _others(peers, commands, clock=clock)
-        running = Attempt(run_dir, attempt, limits, clock, [], others, until)
-        kills_before = out_of_memory_kills()
+        running = Attempt(run_dir, attempt, limits, clock, [], others, until, zygote, env)
         try:
-            how = {"is_alone": num_hosts == 1, "env": env, "kills_before": kills_before}
-            for host, command in sorted(commands.items()):
-                running.workers.append(spawn(command, host=host, clock=clock, **how))
+            _start(running, commands, is_alone=num_hosts == 1)
             watch = None
             if owner is not None:
                 watch = Lookout(
@@ -100,6 +100,22 @@ def supervise(
             kill_groups(running.workers, clock=clock)
             for worker in running.workers:
                 worker.close()
+
+
+def _start(running: Attempt, commands: Mapping[int, Sequence[str]], *, is_alone: bool) -> None:
+    """Starts the workers, the lead first."""
+    kills_before = out_of_memory_kills()
+    for host, command in sorted(commands.items()):
+        worker = start(
+            command,
+            host=host,
+            is_alone=is_alone,
+            env=running.env,
+            kills_before=kills_before,
+            clock=running.clock,
+            fork=None if running.zygote is None else running.zygote.fork,
+        )
+        running.workers.append(worker)
 
 
 def _others(peers: Peers, commands: Mapping[int, object], *, clock: Clock) -> Led | Following:
@@ -223,7 +239,12 @@ def _tick(running: Attempt, watch: Lookout | None) -> Ended | None:
     if now - running.ticked_at < TICK_SECONDS:
         return None  # A finished step has woken us.
     running.ticked_at = now
-    remains.bury(worker.process.pid for worker in running.workers)
+    awaited = {worker.process.pid for worker in running.workers}
+    if running.zygote is not None:
+        awaited |= running.zygote.pids
+        if running.step:  # Not earlier: the two would import at the same time.
+            running.zygote.begin(running.env)
+    remains.bury(awaited)
     is_silent = watch is not None and watch.silent_seconds(now=now) > SILENT_SECONDS
     if is_silent != running.silence_told:
         running.silence_told = is_silent

@@ -57,6 +57,7 @@ def run(tmp_path, monkeypatch):
             policy=policy,
             emit=lambda event: None,
             train=lambda opened: None,  # type: ignore[arg-type, return-value]
+            zygote=None,
             env={},
             line=runlog.fold([]),
             last_seq=0,
