@@ -103,7 +103,9 @@ def keep_up(
         stack.push(lambda *_: within(opening.RECORD_SECONDS, log.__exit__))
         line = runlog.fold(records)
         emit = partial(_emit_in_time, log)
-        zygote = stack.enter_context(Zygote(run_dir, emit=emit)) if config.restart.fork else None
+        zygote = None
+        if config.restart.fork:
+            zygote = stack.enter_context(Zygote(run_dir, emit=emit, clock=clock))
         run = Run(
             config=config,
             run_dir=run_dir,

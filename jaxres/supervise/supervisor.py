@@ -243,7 +243,7 @@ def _tick(running: Attempt, watch: Lookout | None) -> Ended | None:
     if running.zygote is not None:
         awaited |= running.zygote.pids
         if running.step:  # Not earlier: the two would import at the same time.
-            running.zygote.begin(running.env)
+            running.zygote.see_to_it(running.env)
     remains.bury(awaited)
     is_silent = watch is not None and watch.silent_seconds(now=now) > SILENT_SECONDS
     if is_silent != running.silence_told:

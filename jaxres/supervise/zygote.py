@@ -16,7 +16,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxres.events import Event, Noted
+from jaxres.clock import Clock
+from jaxres.events import Event, Noted, ZygotePrepared
 from jaxres.rundir import RunDir
 from jaxres.supervise.meeting import versions
 from jaxres.supervise.process import Forked, start_aside
@@ -38,13 +39,15 @@ class Unfit(Exception):
 class Zygote:
     """Begins when it is told to, and ends with this context manager or with the process."""
 
-    def __init__(self, run_dir: RunDir, *, emit: Callable[[Event], None]) -> None:
+    def __init__(self, run_dir: RunDir, *, emit: Callable[[Event], None], clock: Clock) -> None:
         self._run_dir = run_dir
         self._emit = emit
+        self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._env: Mapping[str, str] = {}
         self._versions: Mapping[str, str] = {}
+        self._begun = 0.0
         self._ready = False
 
     def __enter__(self) -> Zygote:
@@ -58,14 +61,16 @@ class Zygote:
         """Its pid, if there is one: no remainder of an attempt, and waited for in here."""
         return set() if self._process is None else {self._process.pid}
 
-    def begin(self, env: Mapping[str, str]) -> None:
-        """Starts it, unless it is there; at most once for each attempt.
+    def see_to_it(self, env: Mapping[str, str]) -> None:
+        """Starts it, unless it is there; at most once for each attempt. Tells when it is ready.
 
         Args:
           env: of the attempt's workers; its forks have this environment, but for the mark.
         """
-        is_there = self._process is not None and self._process.poll() is None
-        if is_there or self._env.get(MARK) == env[MARK]:
+        if self._process is not None and self._process.poll() is None:
+            self._is_ready()
+            return
+        if self._env.get(MARK) == env[MARK]:
             return
         self.end()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -75,6 +80,7 @@ class Zygote:
             self._process = start_aside(command, keep=theirs.fileno(), env=env)
         self._control, self._env, self._versions = ours, dict(env), versions()
         ours.setblocking(False)
+        self._begun = self._clock.monotonic()
 
     def fork(self, command: Sequence[str], *, env: Mapping[str, str], beat: int) -> Forked | None:
         """Returns a worker, or None where a fresh process has to do.
@@ -124,8 +130,12 @@ class Zygote:
 
     def _is_ready(self) -> bool:
         assert self._control is not None
-        with contextlib.suppress(BlockingIOError):
-            self._ready = self._ready or self._control.recv(64) == b"ready"
+        assert self._process is not None
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            if not self._ready and self._control.recv(WORD_BYTES) == b"ready":
+                self._ready = True
+                seconds = self._clock.monotonic() - self._begun
+                self._emit(ZygotePrepared(self._process.pid, seconds))
         return self._ready
 
     def end(self) -> None:
