@@ -20,7 +20,7 @@ from jaxres.clock import Clock
 from jaxres.events import Event, Noted, ZygotePrepared
 from jaxres.rundir import RunDir
 from jaxres.supervise.meeting import versions
-from jaxres.supervise.process import Forked, start_aside
+from jaxres.supervise.process import KILL_GRACE_SECONDS, Forked, start_aside
 from jaxres.supervise.remains import MARK
 
 FORK_SECONDS = 2.0
@@ -142,7 +142,8 @@ class Zygote:
         """Ends it; workers that it has forked live on."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=KILL_GRACE_SECONDS)
         if self._control is not None:
             self._control.close()
         self._process, self._control, self._ready = None, None, False

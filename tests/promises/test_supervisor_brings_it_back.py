@@ -172,7 +172,7 @@ def test_progress_gives_the_budget_back(place: Place, calm: RunDir) -> None:
         trainer.kill(who="worker")
         wait_attempt(trainer, attempt + 1)
     assert trainer.ended() == 0, trainer.said()
-    assert forked(trainer) == [False, True, False, True]
+    assert forked(trainer) == [False, True, False, True], "a worker came from elsewhere"
     (noted,) = decisions(trainer, "Noted")
     assert "a fresh process instead of a fork" in noted["message"]
     assert not zygotes(trainer), "the zygote outlives its supervisor"

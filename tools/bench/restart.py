@@ -87,7 +87,7 @@ def split(
     assert decided is not None
     assert opened is not None
     assert opened["forked"] == forked
-    seconds: dict[str, float] = {part: 0.0 for part in PARTS}
+    seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     seconds["detect"] = decided["monotonic"] - killed_at
     seconds["start"] = opened["monotonic"] - decided["monotonic"]
     since, phase = opened["monotonic"], "import"
