@@ -39,6 +39,7 @@ from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
 from jaxres.supervise.recorded import resolve
 from jaxres.supervise.supervisor import supervise
+from jaxres.supervise.zygote import Zygote
 
 RECORD_SECONDS = 10.0
 """Longest wait, at the end, for storage to take the last record or to give a traceback."""
@@ -208,6 +209,7 @@ def behind_a_door(
     wakeup: int | None = None,
     until: float = math.inf,
     heard: Callable[[SaveNews], None] = to_nobody,
+    zygote: Zygote | None = None,
 ) -> Ended:
     """Runs the attempt's workers of this door as processes of this machine, one a host.
 
@@ -218,6 +220,7 @@ def behind_a_door(
       wakeup: where signals come as bytes, if the caller takes them.
       until: when the attempt is asked to save and stop, on its clock.
       heard: is told whether storage takes saves.
+      zygote: what forks workers, if the caller has one.
     """
     claim = opened.claim
     hosts = [Member(host, claim.num_hosts) for host in opened.hosts]
@@ -235,6 +238,7 @@ def behind_a_door(
         wakeup=wakeup,
         until=until,
         heard=heard,
+        zygote=zygote,
     )
     return _advised(ended, opened.config, advise)
 

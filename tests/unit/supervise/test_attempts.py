@@ -60,6 +60,7 @@ def run(tmp_path, monkeypatch):
             emit=lambda event: None,
             tell=lambda incident: None,
             train=lambda opened: None,  # type: ignore[arg-type, return-value]
+            zygote=None,
             env={},
             line=runlog.fold([]),
             last_seq=0,
