@@ -229,7 +229,7 @@ class SupervisionStarted:
     step: int
     """Newest committed step."""
     after_kill: bool
-    """Whether the supervisor before it was killed, or has crashed."""
+    """Whether the supervisor before it has left no word: it was killed, crashed, or hangs."""
     ends_found: int
     """Ends of earlier supervisors' attempts that it counts on from."""
     budget: str

@@ -26,15 +26,14 @@ from jaxres import faults, runlog, screen, storage
 from jaxres.beat import Leaving, SaveNews
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
-from jaxres.doors.peers import Peers
+from jaxres.doors.channels import Peers
 from jaxres.faults import ConfigError, Exit, TypedEnd
 from jaxres.hosts import ALONE, Member
-from jaxres.membership import Address
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog, Stop
 from jaxres.supervise import remains, signals
 from jaxres.supervise.attempt import Ended, to_nobody
-from jaxres.supervise.meeting import Job, Meet, alone, boot_id, following, versions
+from jaxres.supervise.meeting import Job, Meet, alone, boot_id, versions
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
 from jaxres.supervise.recorded import resolve
@@ -163,44 +162,6 @@ def _announced(opened: Opened, job: Job, run: Callable[[Opened], Ended]) -> Ende
     return run(dataclasses.replace(opened, peers=peers))
 
 
-def follow(
-    target: Path,
-    overrides: Sequence[str],
-    *,
-    member: Member,
-    address: Address,
-    env: Mapping[str, str],
-    advise: Callable[[RunConfig, str], str],
-) -> int:
-    """Runs one host's part of an attempt that another host's door opens; returns the exit code."""
-    loaded, run_dir = resolve(target, overrides)
-    config = loaded.config
-    if is_done(run_dir, config):
-        return Exit.DONE
-    clock = SystemClock()
-    with following(config, run_dir, member, address, clock=clock) as (attempt_number, peers):
-        signals.hold()
-        records = runlog.read_records(run_dir.log)
-        claim = runlog.claim_of(records, attempt=attempt_number)
-        command = _worker_command(run_dir, claim, member)
-        ended = supervise(
-            {member.host: command},
-            run_dir=run_dir,
-            attempt=claim.attempt,
-            last_seq=len(records),
-            limits=config.deadlines,
-            owner=None,
-            clock=clock,
-            env={**env, "NPROC": str(claim.threads)},
-            num_hosts=member.num_hosts,
-            peers=peers,
-        )
-    ended = _advised(ended, config, advise)
-    if ended.to_be_said:
-        say_end(ended, run_dir, claim)
-    return ended.code
-
-
 def behind_a_door(
     opened: Opened,
     *,
@@ -225,7 +186,7 @@ def behind_a_door(
     claim = opened.claim
     hosts = [Member(host, claim.num_hosts) for host in opened.hosts]
     ended = supervise(
-        {member.host: _worker_command(opened.run_dir, claim, member) for member in hosts},
+        {member.host: worker_command(opened.run_dir, claim, member) for member in hosts},
         run_dir=opened.run_dir,
         attempt=claim.attempt,
         last_seq=opened.last_seq,
@@ -240,17 +201,18 @@ def behind_a_door(
         heard=heard,
         zygote=zygote,
     )
-    return _advised(ended, opened.config, advise)
+    return advised(ended, opened.config, advise)
 
 
-def _advised(ended: Ended, config: RunConfig, advise: Callable[[RunConfig, str], str]) -> Ended:
+def advised(ended: Ended, config: RunConfig, advise: Callable[[RunConfig, str], str]) -> Ended:
     """Adds what to change where the kernel has killed a worker for want of memory."""
     if ended.code == Exit.OUT_OF_MEMORY and not ended.own_word:
         return dataclasses.replace(ended, reason=advise(config, ended.reason))
     return ended
 
 
-def _worker_command(run_dir: RunDir, claim: Claim, member: Member) -> list[str]:
+def worker_command(run_dir: RunDir, claim: Claim, member: Member) -> list[str]:
+    """Returns the argv of one host's worker."""
     command = [sys.executable, "-m", "jaxres.train.worker", str(run_dir.root)]
     command += ["--attempt", str(claim.attempt), "--parent", str(os.getpid())]
     if member == ALONE:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxres.beat import SaveNews
 from jaxres.clock import Awake, Clock
 from jaxres.config.schema import DeadlinesSection
-from jaxres.doors.peers import Peers
+from jaxres.doors.channels import Peers
 from jaxres.doors.words import Verdict
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir

@@ -365,7 +365,7 @@ def _tell_of_start(run: Run, found: Past, decision: Again | GiveUp) -> None:
         )
     )
     if found.was_killed:
-        say(f"the supervisor before this one was killed; going on ({decision.reason})")
+        say(f"the supervisor before this one has left no word; going on ({decision.reason})")
 
 
 def _tell_of_restart(run: Run, ended: Ended, decision: Again) -> None:
