@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -19,7 +18,7 @@ from jaxres import runlog
 from jaxres.events import read_events, read_json_lines
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, Commit, Record, Start, Stop
+from jaxres.runlog import Claim, Commit, Leave, Record, Start, Stop
 
 KILLED = "killed"
 """Cause of an attempt that left no stop record."""
@@ -43,7 +42,7 @@ class Attempt:
     exit: int | None
     """None: it has left none."""
     culprit: int | None
-    """The host that is the cause, where the reason names one."""
+    """The host that is the cause, where there are several and one is."""
     reason: str
     start_step: int | None
     """Step that it trained on from; None: it did not get so far."""
@@ -79,7 +78,7 @@ def fold(
     return [
         _attempt(
             claim,
-            [record for record in records if record.attempt == claim.attempt],
+            [r for r in records if r.attempt == claim.attempt and not isinstance(r.body, Leave)],
             events=events.get(claim.attempt, ()),
             finished=finished.get(claim.attempt),
             is_running=is_alive and claim.attempt == newest,
@@ -102,6 +101,8 @@ def _attempt(
     committed = max((body.step for body in bodies if isinstance(body, Commit)), default=None)
     stop = next((r for r in reversed(records) if isinstance(r.body, Stop)), None)
     end, cause, code, reason = _end(records, events, stop, is_running=is_running)
+    several = claim.body.num_hosts > 1
+    culprit = stop.body.culprit if stop and isinstance(stop.body, Stop) and several else None
     steps = [step for step in (finished, committed) if step is not None]
     reached = max(steps, default=None)
     return Attempt(
@@ -112,7 +113,7 @@ def _attempt(
         end=end,
         cause=cause,
         exit=code,
-        culprit=_culprit(reason),
+        culprit=culprit,
         reason=reason,
         start_step=start,
         finished_step=reached,
@@ -148,12 +149,6 @@ def exit_name(code: int) -> str:
     ('HUNG', 'signal 9')
     """
     return Exit(code).name if code in set(Exit) else f"signal {code - 128}"
-
-
-def _culprit(reason: str) -> int | None:
-    """Returns the host that a reason begins with; a stop record has no field for it."""
-    found = re.match(r"host (\d+) \(", reason)
-    return None if found is None else int(found[1])
 
 
 def phase_seconds(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:

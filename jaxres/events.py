@@ -160,6 +160,31 @@ class RunEnded:
 
 
 @dataclass(frozen=True)
+class SupervisionStarted:
+    """A supervisor owns the run, and has looked what those before it have left."""
+
+    host: str
+    """Its machine."""
+    pid: int
+    attempt: int
+    """The newest that it has found; 0: none."""
+    step: int
+    """Newest committed step."""
+    after_kill: bool
+    """Whether the supervisor before it was killed, or has crashed."""
+    ends_found: int
+    """Ends of earlier supervisors' attempts that it counts on from."""
+    budget: str
+    """What is used of which budget already; empty: nothing is."""
+    without_hosts: tuple[int, ...]
+    """Places that are not used any more."""
+    num_hosts: tuple[int, ...]
+    """Numbers of hosts that will do."""
+    policy: dict[str, Any]
+    """The limits that it holds."""
+
+
+@dataclass(frozen=True)
 class AttemptRestarted:
     """A supervisor has decided that another attempt follows one that has ended."""
 
@@ -219,6 +244,7 @@ Event = (
     | SampleWritten
     | Noted
     | RunEnded
+    | SupervisionStarted
     | AttemptRestarted
     | GaveUp
     | SupervisionEnded

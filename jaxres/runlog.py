@@ -35,6 +35,8 @@ class Claim:
     versions: dict[str, str]
     fingerprint: dict[str, str]
     trajectory: str
+    places: tuple[int, ...] | None = None
+    """Where each host of the attempt sits, by its number; None: no supervisor has started it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +84,21 @@ class Stop:
     exit: int
     reason: str
     committed: bool
+    culprit: int | None = None
+    """The host that is the cause, by its number in the attempt, where one is."""
 
 
-Body = Claim | Start | Commit | Skip | Prune | Stop
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """A supervisor ended by itself: no attempt follows until somebody starts it again."""
+
+    exit: int
+    reason: str
+
+
+Body = Claim | Start | Commit | Skip | Prune | Stop | Leave
 _KINDS: dict[str, type[Body]] = {
-    kind.__name__.lower(): kind for kind in (Claim, Start, Commit, Skip, Prune, Stop)
+    kind.__name__.lower(): kind for kind in (Claim, Start, Commit, Skip, Prune, Stop, Leave)
 }
 
 
@@ -107,7 +119,11 @@ class Record:
             "attempt": self.attempt,
             "time": self.time,
         }
-        return canonical_json(common | dataclasses.asdict(self.body))
+        fields = dataclasses.asdict(self.body)
+        for field in dataclasses.fields(self.body):  # Those that came later have a default.
+            if fields[field.name] == field.default:
+                del fields[field.name]
+        return canonical_json(common | fields)
 
     @staticmethod
     def decode(data: bytes, *, path: Path) -> Record:
@@ -364,6 +380,8 @@ def fold(records: Sequence[Record]) -> Line:
                     commits.pop(step, None)
             case Stop():
                 last_stop = record
+            case Leave():
+                pass  # Of supervisors; `supervise.past` reads it.
     return Line(
         claims=tuple(claims),
         starts=tuple(starts),

@@ -87,6 +87,7 @@ def look(run_dir: RunDir, line: Line, *, clock: Clock, watch: bool = False) -> S
         is_done=last_exit == Exit.DONE or (steps is not None and line.step >= steps),
         attempt=line.attempt,
         last_exit=last_exit,
+        is_supervised=bool(line.claims) and line.claims[-1].places is not None,
         supervision=told,
         root=str(run_dir.root),
         stacks=str(run_dir.stacks(line.attempt, 0)),

@@ -316,7 +316,8 @@ class RestartSection(Section):
 
 class LaunchSection(Section):
     max_hours: PositiveFloat | None = free(None)
-    """Hours after which the supervisor saves and ends (84); null: no limit."""
+    """Hours after which the supervisor saves and ends (84), sleeps included; null: no limit. One
+    that follows another has its own."""
     max_restarts_per_1000_steps: PositiveInt | None = free(None)
     """Restarts, for whatever cause, within 1000 committed steps; one more ends the run (84)."""
 

@@ -14,23 +14,31 @@ import select
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from jaxres import faults, runlog, screen
 from jaxres.alerts.notify import Alerts
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
-from jaxres.events import AttemptRestarted, Event, EventLog, GaveUp, SupervisionEnded
+from jaxres.events import (
+    AttemptRestarted,
+    Event,
+    EventLog,
+    GaveUp,
+    SupervisionEnded,
+    SupervisionStarted,
+)
 from jaxres.faults import Exit, Fenced, StorageUnavailable, TypedEnd
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, Line, Record
-from jaxres.supervise import lookout, meeting, opening, remains, restart, signals
+from jaxres.runlog import Claim, Leave, Line, Record
+from jaxres.supervise import lookout, meeting, opening, past, remains, restart, signals
 from jaxres.supervise.attempt import Ended, say
 from jaxres.supervise.deadlines import LEAVE_SECONDS
 from jaxres.supervise.last_words import exit_name, last_words
 from jaxres.supervise.lookout import Lookout
 from jaxres.supervise.owner import Owner
+from jaxres.supervise.past import Past
 from jaxres.supervise.patience import within
 from jaxres.supervise.restart import Again, GiveUp, Outcome, Policy
 
@@ -62,11 +70,12 @@ class Run:
     last_seq: int
     first_step: int
     """Newest committed step when the supervisor began."""
+    history: list[Outcome]
+    """Of all attempts that count, those of earlier supervisors too."""
     claim: Claim | None = None
     """Of the newest attempt of this supervisor."""
     places: tuple[int, ...] = ()
     """Of that attempt's hosts."""
-    history: list[Outcome] = field(default_factory=list)
 
 
 def keep_up(
@@ -98,7 +107,7 @@ def keep_up(
         records = runlog.read_records(run_dir.log)
         log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.hear])
         stack.push(lambda *_: within(opening.RECORD_SECONDS, log.__exit__))
-        line = runlog.fold(records)
+        line, found = runlog.fold(records), past.recall(records)
         run = Run(
             config=config,
             run_dir=run_dir,
@@ -113,8 +122,9 @@ def keep_up(
             line=line,
             last_seq=len(records),
             first_step=line.step,
+            history=list(found.outcomes),
         )
-        return _attempts(run)
+        return _attempts(run, found)
 
 
 def _emit_in_time(log: EventLog, event: Event) -> None:
@@ -128,9 +138,17 @@ def _emit_in_time(log: EventLog, event: Event) -> None:
         say("the event could not be written: storage does not answer")
 
 
-def _attempts(run: Run) -> int:
-    """Makes attempts until one of them is the last."""
-    ended = _attempt(run, without=frozenset())
+def _attempts(run: Run, found: Past) -> int:
+    """Makes attempts until one of them is the last, or budgets were used up before."""
+    decision = Again(0.0, frozenset(), "")
+    if run.history:
+        decision = restart.decide(run.history, run.clock.monotonic(), run.policy)
+    _tell_of_start(run, found, decision)
+    if isinstance(decision, GiveUp):
+        last = run.history[-1]
+        ended = Ended(last.code, last.reason, committed=False, on_record=False)
+        return _leave(run, ended, decision.exit, decision.reason)
+    ended = _attempt(run, without=decision.without_hosts)
     while True:
         run.history.append(_outcome(run, ended))
         decision = restart.decide(run.history, run.clock.monotonic(), run.policy)
@@ -153,7 +171,8 @@ def _attempt(run: Run, *, without: frozenset[int]) -> Ended:
         _clear(run, run.line.claims)
         if opening.is_done(run.run_dir, run.config):
             return Ended(Exit.DONE, "the last step is committed", True, on_record=False)
-        meet = meeting.behind_one_door(run.config, run.run_dir, num_hosts=len(places))
+        number = len(places)
+        meet = meeting.behind_one_door(run.config, run.run_dir, num_hosts=number, places=places)
         with meet as job:
             ended = _claimed(run, job)
         with contextlib.suppress(StorageUnavailable):  # The next attempt tries again.
@@ -216,8 +235,7 @@ def _clear(run: Run, claims: Sequence[Claim]) -> None:
 def _outcome(run: Run, ended: Ended) -> Outcome:
     before = run.history[-1].step_after if run.history else run.first_step
     culprit = None if ended.culprit is None else run.places[ended.culprit]
-    now = run.clock.monotonic()
-    return Outcome(ended.code, ended.reason, before, max(before, run.line.step), now, culprit)
+    return Outcome(ended.code, ended.reason, before, max(before, run.line.step), culprit)
 
 
 def _pause(run: Run, seconds: float) -> Ended | None:
@@ -284,6 +302,27 @@ def _heed(run: Run, report: lookout.Report) -> Ended | None:
     return None
 
 
+def _tell_of_start(run: Run, found: Past, decision: Again | GiveUp) -> None:
+    """Tells who supervises from now on, and what it goes on from."""
+    without = frozenset[int]() if isinstance(decision, GiveUp) else decision.without_hosts
+    run.emit(
+        SupervisionStarted(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            attempt=run.line.attempt,
+            step=run.line.step,
+            after_kill=found.was_killed,
+            ends_found=len(found.outcomes),
+            budget=decision.reason,
+            without_hosts=tuple(sorted(without)),
+            num_hosts=run.policy.num_hosts,
+            policy=run.policy.restart.model_dump() | run.policy.launch.model_dump(),
+        )
+    )
+    if found.was_killed:
+        say(f"the supervisor before this one was killed; going on ({decision.reason})")
+
+
 def _tell_of_restart(run: Run, ended: Ended, decision: Again) -> None:
     number, step = run.line.attempt, run.line.step
     hosts = len(restart.hosts(run.policy, decision.without_hosts) or ())
@@ -312,6 +351,7 @@ def _leave(run: Run, ended: Ended, code: int, reason: str) -> int:
     kind = SupervisionEnded if as_asked else GaveUp
     if code != Exit.FENCED:
         run.emit(kind(run.line.attempt, code, exit_name(code), run.line.step, reason))
+        _record_leave(run, code, reason)
     is_the_attempts = (code, reason) == (ended.code, ended.reason)
     if not is_the_attempts or (run.claim is None and ended.to_be_said):
         screen.flush()
@@ -321,3 +361,23 @@ def _leave(run: Run, ended: Ended, code: int, reason: str) -> int:
     if not as_asked:
         screen.tell(last_words(run.run_dir, run.line.attempt, ended, code=code))
     return code
+
+
+def _record_leave(run: Run, code: int, reason: str) -> None:
+    """Puts the end into the log, where the next supervisor looks; there is none without a claim."""
+    if run.line.attempt == 0:
+        return
+
+    def record() -> bool:
+        after, attempt = run.last_seq, run.line.attempt
+        log = runlog.RunLog(run.run_dir.log, attempt=attempt, last_seq=after, clock=run.clock)
+        log.append(Leave(exit=code, reason=reason))
+        return True
+
+    try:
+        is_recorded = within(opening.RECORD_SECONDS, record)
+    except (TypedEnd, OSError) as error:
+        say(f"the supervisor's end could not be recorded: {error}")
+    else:
+        if is_recorded is None:
+            say("the supervisor's end could not be recorded: storage does not answer")

@@ -253,10 +253,11 @@ def _worker_command(run_dir: RunDir, claim: Claim, member: Member) -> list[str]:
     return [*command, *place, "--coordinator", claim.coordinator]
 
 
-def put_down(log: RunLog, leaving: Leaving) -> None:
+def put_down(log: RunLog, leaving: Leaving, *, culprit: int | None = None) -> None:
     """Records the end; where that can't be done, says so, and the end keeps its code."""
+    code, reason, committed = leaving.exit, leaving.reason, leaving.committed
     try:
-        log.append(Stop(exit=leaving.exit, reason=leaving.reason, committed=leaving.committed))
+        log.append(Stop(exit=code, reason=reason, committed=committed, culprit=culprit))
     except (TypedEnd, OSError) as error:
         screen.tell(f"jaxres: the end could not be recorded: {error}\n")
 
@@ -267,7 +268,8 @@ def put_down_in_time(log: RunLog, ended: Ended, *, run_dir: RunDir, owner: Owner
         return
 
     def record() -> bool:
-        put_down(log, Leaving(ended.code, ended.reason, ended.committed))
+        leaving = Leaving(ended.code, ended.reason, ended.committed)
+        put_down(log, leaving, culprit=ended.culprit)
         return True
 
     if within(RECORD_SECONDS, record) is None:
@@ -355,6 +357,7 @@ def new_claim(
             "xla_flags": env.get("XLA_FLAGS", ""),
         },
         trajectory=configs.digest(config),
+        places=job.places,
     )
 
 

@@ -124,6 +124,29 @@ def test_one_that_fails_at_once_every_time_is_given_up(place: Place) -> None:
     assert (gave_up["exit"], gave_up["attempt"]) == (Exit.NO_PROGRESS, 3)
 
 
+def test_a_new_supervisor_counts_on_and_one_after_a_give_up_begins_afresh(
+    place: Place, calm: RunDir
+) -> None:
+    """Else whatever starts a supervisor again and again would never be stopped by a budget."""
+    limit = "restart.max_attempts_without_commit=2"
+    first = start(place, limit, "restart.backoff_seconds=60", FAULT="build:1:fail")
+    first.wait_word("again from step 0 in ")
+    first.kill(who="door")
+    first.ended()
+    second = start(place, limit, FAULT="build:1:fail")
+    assert "2 attempts have ended" in second.refused_after_restarts(Exit.NO_PROGRESS)
+    assert attempts(second) == 2, "the budget was forgotten"
+    third = start(place, limit)
+    assert third.ended() == 0, third.said()
+    started = [
+        (told["after_kill"], told["attempt"], told["ends_found"], told["budget"])
+        for told in decisions(third, "SupervisionStarted")
+    ]
+    used = "failure 1 of 2 without a new commit"
+    assert started == [(False, 0, 0, ""), (True, 1, 1, used), (False, 2, 0, "")]
+    assert_bit_exact(third.run_dir, calm)
+
+
 def test_progress_gives_the_budget_back(place: Place, calm: RunDir) -> None:
     """Three failures with a budget of two: each of them has committed something new before."""
     trainer = start(place, "restart.max_attempts_without_commit=2", PACE="0.003")

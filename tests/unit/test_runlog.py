@@ -11,7 +11,7 @@ import pytest
 
 from jaxres import runlog, storage
 from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable
-from jaxres.runlog import Commit, Prune, Record, RunLog, Skip, Start, Stop, canonical_json
+from jaxres.runlog import Commit, Leave, Prune, Record, RunLog, Skip, Start, Stop, canonical_json
 from tests.unit.records import CLAIM
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "log" / "plain"
@@ -34,12 +34,15 @@ class StoppedClock:
 COMMIT = Commit(step=8, path="checkpoints/x", manifest="sha256:0", bytes=3, known_good=False)
 BODIES = [
     CLAIM,
+    dataclasses.replace(CLAIM, places=(0, 2)),
     Start(step=8, path="checkpoints/x", dataset="d", computation={"mesh": "data=1"}),
     Start(step=0, path=None, dataset="d", computation={}),
     COMMIT,
     Skip(rows=((0, 24), (48, 72)), reason='a "spike" — ü'),
     Prune(steps=(1, 2)),
     Stop(exit=74, reason="disk\nfull", committed=False),
+    Stop(exit=137, reason="killed", committed=False, culprit=1),
+    Leave(exit=84, reason="5 attempts"),
 ]
 
 
@@ -166,7 +169,7 @@ def test_pruned_steps_are_dead_and_the_others_ascend():
 
 def test_records_are_numbered_and_folded_as_they_were_appended(tmp_path):
     log = claimed(tmp_path)
-    assert [log.append(body).seq for body in BODIES[1:]] == [2, 3, 4, 5, 6, 7]
+    assert [log.append(body).seq for body in BODIES[1:]] == list(range(2, len(BODIES) + 1))
     records = runlog.read_records(tmp_path)
     assert [r.body for r in records] == BODIES
     assert {r.attempt for r in records} == {1}

@@ -61,6 +61,7 @@ def run(tmp_path, monkeypatch):
             line=runlog.fold([]),
             last_seq=0,
             first_step=0,
+            history=[],
         )
         attempts._take(run, runlog.read_records(run_dir.log))
         run.signal = lambda number: os.write(write_end, bytes([number]))  # type: ignore[attr-defined]
