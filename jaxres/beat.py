@@ -1,4 +1,4 @@
-"""What the worker tells its door through a pipe: phase changes, finished steps, its end.
+"""What the worker tells its door through a pipe: phases, finished steps, saves, its end.
 
 The same facts as in the event file, one JSON line each. They are made by progress alone: no timer
 and no thread makes one.
@@ -14,7 +14,14 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxres.events import Event, PhaseChanged
+from jaxres.events import (
+    Event,
+    PartCommitted,
+    PhaseChanged,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+)
 from jaxres.metrics import MetricsLine
 
 
@@ -34,6 +41,22 @@ class FinishedStep:
 
 
 @dataclass(frozen=True)
+class Saving:
+    """The worker has begun to write a save in the background."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The save in flight is over."""
+
+    step: int
+    seconds: float | None
+    """From its beginning until it counted; None: it has failed."""
+
+
+@dataclass(frozen=True)
 class Leaving:
     """The worker is about to end by itself, and why."""
 
@@ -45,9 +68,9 @@ class Leaving:
 CLOSE_SECONDS = 3600.0
 FULL_SECONDS = 1.0
 
-Beat = EnteredPhase | FinishedStep | Leaving
+Beat = EnteredPhase | FinishedStep | Saving | Saved | Leaving
 _KINDS: dict[str, type[Beat]] = {
-    kind.__name__: kind for kind in (EnteredPhase, FinishedStep, Leaving)
+    kind.__name__: kind for kind in (EnteredPhase, FinishedStep, Saving, Saved, Leaving)
 }
 
 
@@ -78,9 +101,18 @@ class BeatWriter:
         self._thread.join(timeout=CLOSE_SECONDS)
 
     def heard(self, event: Event) -> None:
-        """Forwards a phase change."""
-        if isinstance(event, PhaseChanged):
-            self._send(EnteredPhase(event.phase))
+        """Forwards a phase change, and how a save gets on."""
+        match event:
+            case PhaseChanged(phase):
+                self._send(EnteredPhase(phase))
+            case SaveStarted(step):
+                self._send(Saving(step))
+            case SaveCommitted() | PartCommitted():
+                self._send(Saved(event.step, event.seconds))
+            case SaveFailed(step):
+                self._send(Saved(step, None))
+            case _:
+                pass
 
     def landed(self, line: MetricsLine) -> None:
         """Forwards a finished step."""

@@ -29,6 +29,7 @@ from jaxres.config.schema import CheckpointSection
 from jaxres.events import (
     Emit,
     Noted,
+    PartCommitted,
     SaveCommitted,
     SaveFailed,
     SaveStarted,
@@ -94,8 +95,7 @@ class Checkpoints:
         """A commit whose record storage failed to confirm, and when its save began."""
         self._writer: Writing | None = None
         """A save that was given up while Orbax was still at it."""
-        self._failures = 0
-        self._why = ""
+        self._failures, self._why = 0, ""
         self._silence_seconds = 2 * section.timeout_seconds  # Orbax's limit, and the rest.
         self._is_silent = False
         """Whether storage has answered nothing for so long that nothing more is tried."""
@@ -191,8 +191,7 @@ class Checkpoints:
 
     def _begin(self, state: Tree, progress: Progress) -> None:
         """Takes the snapshot and sends the rest to the background."""
-        started = self._clock.monotonic()
-        infos = array_infos(state)
+        started, infos = self._clock.monotonic(), array_infos(state)
         if not self._peers.member.leads:
             self.wait()  # The lead has.
         writing = arrays.begin(state, self._step_dir(progress.step), self._context)
@@ -257,6 +256,7 @@ class Checkpoints:
         word = self._peers.same(topic, lambda: COUNTS, seconds=self._silence_seconds)
         if word == COUNTS:
             self._mark(progress.step)
+            self._emit(PartCommitted(progress.step, self._clock.monotonic() - started))
         else:
             self._fail(progress.step, word)
 

@@ -41,7 +41,7 @@ class Guard:
 
 
 def gravest(verdicts: Sequence[Verdict]) -> Verdict:
-    """Returns the verdict that stands: Continue < a stop that saves < a stop that does not.
+    """Returns the verdict that stands: Continue < a stop that saves < without time < unfit state.
 
     >>> gravest([Continue(), Continue()])
     Continue()
@@ -52,7 +52,9 @@ def gravest(verdicts: Sequence[Verdict]) -> Verdict:
 def _gravity(verdict: Verdict) -> int:
     if isinstance(verdict, Continue):
         return 0
-    return 1 if verdict.fault.state_is_good else 2
+    if verdict.fault.state_is_good:
+        return 1 if verdict.has_time else 2
+    return 3
 
 
 def judge_step(

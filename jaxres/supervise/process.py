@@ -22,7 +22,9 @@ from jaxres.supervise.kernel import out_of_memory_kills
 
 KILL_GRACE_SECONDS = 5.0
 """A killed process that waits for dead storage is not even gone; the door leaves it behind."""
-WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+LEAVE = signal.SIGRTMIN + 1
+"""To a worker: finish the save in flight, begin none, and leave with 75."""
+WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, LEAVE)
 """Blocked when the worker is spawned, and taken by it as soon as it can."""
 
 
