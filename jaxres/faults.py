@@ -313,7 +313,7 @@ class Continue:
 
 @dataclass(frozen=True)
 class Stop:
-    """The run is to end, for a fault; whether the state may be saved first is the fault's to say."""
+    """The run is to end, for a fault, which says whether the state may be saved first."""
 
     fault: Fault
     reason: str

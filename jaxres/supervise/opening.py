@@ -39,6 +39,7 @@ from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
 from jaxres.supervise.recorded import resolve
 from jaxres.supervise.supervisor import supervise
+from jaxres.supervise.watchman import Watchman
 
 RECORD_SECONDS = 10.0
 """Longest wait, at the end, for storage to take the last record or to give a traceback."""
@@ -60,6 +61,8 @@ class Opened:
     """Whose workers run behind this door."""
     peers: Peers | None
     """The doors of the other hosts, if they have any."""
+    watchman: Watchman | None = None
+    """Watches for notices of this machine."""
 
 
 def answered(act: Callable[[], int]) -> int:
@@ -113,11 +116,17 @@ def attempt(
     if is_done(run_dir, config):
         return Exit.DONE
     clock = SystemClock()
-    with meet(config, run_dir) as job, Owner(run_dir, clock=clock) as owner:
+    with contextlib.ExitStack() as stack:
+        watchman = None
+        if threads is None:  # Else there is no door that could heed it.
+            watchman = stack.enter_context(Watchman(config.preemption, env=env, clock=clock))
+        job = stack.enter_context(meet(config, run_dir))
+        owner = stack.enter_context(Owner(run_dir, clock=clock))
         signals.hold()  # Until somebody can answer them: the attempt is to end on record.
         log, opened = claim_next(
             config, run_dir, job=job, owner=owner, clock=clock, env=env, threads=threads
         )
+        opened = dataclasses.replace(opened, watchman=watchman)
         ended = stop_that_was_asked(run_dir, opened.claim)
         if ended is not None:
             job.dismiss(ended.code, ended.reason)
@@ -177,7 +186,10 @@ def follow(
     if is_done(run_dir, config):
         return Exit.DONE
     clock = SystemClock()
-    with following(config, run_dir, member, address, clock=clock) as (attempt_number, peers):
+    with contextlib.ExitStack() as stack:
+        watchman = stack.enter_context(Watchman(config.preemption, env=env, clock=clock))
+        met = following(config, run_dir, member, address, clock=clock)
+        attempt_number, peers = stack.enter_context(met)
         signals.hold()
         records = runlog.read_records(run_dir.log)
         claim = runlog.claim_of(records, attempt=attempt_number)
@@ -193,6 +205,7 @@ def follow(
             env={**env, "NPROC": str(claim.threads)},
             num_hosts=member.num_hosts,
             peers=peers,
+            watchman=watchman,
         )
     ended = _advised(ended, config, advise)
     if ended.to_be_said:
@@ -232,6 +245,7 @@ def behind_a_door(
         peers=opened.peers,
         wakeup=wakeup,
         until=until,
+        watchman=opened.watchman,
     )
     return _advised(ended, opened.config, advise)
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxres.beat import Leaving, decode
@@ -19,6 +19,7 @@ from jaxres.faults import Exit
 from jaxres.supervise.blame import End, Known
 from jaxres.supervise.deadlines import Watch
 from jaxres.supervise.kernel import out_of_memory_kills
+from jaxres.supervise.writing import Writing
 
 KILL_GRACE_SECONDS = 5.0
 """A killed process that waits for dead storage is not even gone; the door leaves it behind."""
@@ -42,6 +43,8 @@ class Worker:
     watch: Watch
     kills_before: int
     """The kernel's count of memory kills when the worker was started."""
+    writing: Writing = field(default_factory=Writing)
+    """How its saves get on."""
     word: Leaving | None = None
     """Why it leaves, as it has said."""
     end: End | None = None
@@ -111,6 +114,7 @@ class Worker:
             for line in lines:
                 beat = decode(line)
                 self.watch = self.watch.after(beat, now=now)
+                self.writing = self.writing.after(beat, now=now)
                 if isinstance(beat, Leaving):
                     self.word = beat
 

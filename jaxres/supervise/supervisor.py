@@ -25,11 +25,13 @@ from jaxres.supervise import answers, blame, remains, signals
 from jaxres.supervise.attempt import Attempt, Ended, say
 from jaxres.supervise.blame import End, Known
 from jaxres.supervise.deadlines import LEAVE_SECONDS, limit_seconds, overdue_seconds
+from jaxres.supervise.diary import Diary
 from jaxres.supervise.kernel import out_of_memory_kills
 from jaxres.supervise.lookout import Lookout
 from jaxres.supervise.others import LEAD, Following, Led, Remote
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.process import Worker, kill_groups, spawn, wait_for
+from jaxres.supervise.watchman import Watchman
 
 TICK_SECONDS = 0.25
 SLEPT_SECONDS = 2.0
@@ -54,6 +56,7 @@ def supervise(
     peers: Peers | None = None,
     wakeup: int | None = None,
     until: float = math.inf,
+    watchman: Watchman | None = None,
 ) -> Ended:
     """Runs the workers to their end.
 
@@ -70,11 +73,16 @@ def supervise(
       peers: the doors of the other hosts, if they have any.
       wakeup: where signals come as bytes; None: they are taken for as long as the workers run.
       until: when the workers are asked to save and stop, on the clock.
+      watchman: watches for notices of this machine, if anybody does.
     """
     with contextlib.ExitStack() as stack:
+        path = run_dir.door_events(attempt, min(commands))
+        diary = stack.enter_context(Diary(path, clock=clock))
         wakeup = stack.enter_context(signals.as_bytes()) if wakeup is None else wakeup
         others = None if peers is None else _others(peers, commands, clock=clock)
-        running = Attempt(run_dir, attempt, limits, clock, [], others, until)
+        running = Attempt(
+            *(run_dir, attempt, limits, clock, [], others, until, num_hosts, watchman, diary)
+        )
         kills_before = out_of_memory_kills()
         try:
             how = {"is_alone": num_hosts == 1, "env": env, "kills_before": kills_before}
@@ -82,24 +90,34 @@ def supervise(
                 running.workers.append(spawn(command, host=host, clock=clock, **how))
             watch = None
             if owner is not None:
-                watch = Lookout(
-                    run_dir,
-                    attempt=attempt,
-                    last_seq=last_seq,
-                    owner=owner,
-                    clock=clock,
-                    step=lambda: running.step,
-                )
-                stack.enter_context(watch)
-            ended = _wait(running, wakeup, watch)
-            if ended.asked is None:
-                ended = dataclasses.replace(ended, asked=running.asked)
+                watch = stack.enter_context(_lookout(running, owner, last_seq=last_seq))
+            ended = _with_what_was_asked(running, _wait(running, wakeup, watch))
             _tell_others(running, ended)
             return ended
         finally:
             kill_groups(running.workers, clock=clock)
             for worker in running.workers:
                 worker.close()
+
+
+def _lookout(running: Attempt, owner: Owner, *, last_seq: int) -> Lookout:
+    return Lookout(
+        running.run_dir,
+        attempt=running.number,
+        last_seq=last_seq,
+        owner=owner,
+        clock=running.clock,
+        step=lambda: running.step,
+    )
+
+
+def _with_what_was_asked(running: Attempt, ended: Ended) -> Ended:
+    """Adds what only the door knows: what it was asked for, and by whom."""
+    if ended.asked is None:
+        ended = dataclasses.replace(ended, asked=running.asked)
+    if running.why and ended.own_word and ended.code in (Exit.PREEMPTED, Exit.STOPPED):
+        ended = dataclasses.replace(ended, reason=f"{running.why}: {ended.reason}")
+    return ended
 
 
 def _others(peers: Peers, commands: Mapping[int, object], *, clock: Clock) -> Led | Following:
@@ -122,6 +140,7 @@ def _wait(running: Attempt, wakeup: int, watch: Lookout | None) -> Ended:
         sources: list[int] = [fd for worker in running.workers for fd in worker.sources()]
         sources += [] if watch is None else [watch.wakeup]
         sources += [] if others is None else [others.fileno()]
+        sources += [] if running.watchman is None else [running.watchman.wakeup]
         select.select([wakeup, *sources], [], [], TICK_SECONDS)
         _stretch(running)
         now = running.clock.monotonic()
@@ -137,6 +156,8 @@ def _wait(running: Attempt, wakeup: int, watch: Lookout | None) -> Ended:
         for report in watch.reports() if watch else ():
             if (ended := answers.heed(running, report)) is not None:
                 return ended
+        if (ended := answers.heed_notices(running)) is not None:
+            return ended
         _stretch(running)  # An answer may have been a sleep.
         if (ended := _tick(running, watch)) is not None:
             return ended
@@ -163,7 +184,8 @@ def _hear(running: Attempt, others: Led | Following, *, now: float) -> Ended | N
     asked = others.take(now=now)
     others.beat([(worker.host, worker.watch.step) for worker in running.workers])
     for stop in asked:
-        if running.step == 0 and running.asked is None:
+        running.why = running.why or stop.reason
+        if stop.step == running.step == 0 and running.asked is None:
             return answers.ask_to_stop(running, Exit(stop.code), stop.reason)
     return None
 

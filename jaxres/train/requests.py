@@ -16,7 +16,7 @@ from jaxres.faults import Exit
 from jaxres.supervise import signals
 from jaxres.supervise.process import LEAVE
 
-TAKEN = {signal.SIGUSR2, LEAVE}
+TAKEN: frozenset[int] = frozenset({signal.SIGUSR2, LEAVE})
 """What is taken besides stops."""
 
 
@@ -39,7 +39,7 @@ class Requests:
 
     def __enter__(self) -> Requests:
         # Before any other thread: they inherit the mask.
-        taken = {n for n in signals.heeded() if n in signals.STOPS} | TAKEN
+        taken: set[int] = {n for n in signals.heeded() if n in signals.STOPS} | TAKEN
         signal.pthread_sigmask(signal.SIG_BLOCK, taken)
         if self._alone:  # The way in has held it until here.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
