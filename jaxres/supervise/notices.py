@@ -115,7 +115,7 @@ def _upcoming(heard: Heard) -> Notice | Calm | None:
         return None
     if heard.policy.upper() == "MIGRATE":
         return Calm("this VM's host is to be maintained, and the VM moves to another one: no stop")
-    kind = f"{told.get('type', '')} maintenance of this VM's host".strip().lower()
+    kind = f"{str(told.get('type', '')).lower()} maintenance of this VM's host".strip()
     left = start - heard.wall
     if status == "PENDING" and left > 0:
         words = f"{kind} begins at {told['window_start_time']}"

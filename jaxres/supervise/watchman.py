@@ -69,10 +69,10 @@ class Watchman:
         self._closed = threading.Event()
         self.wakeup, self._write_end = os.pipe()
         """The first: readable whenever there may be something to take."""
-
-    def __enter__(self) -> Watchman:
         os.set_blocking(self.wakeup, False)
         os.set_blocking(self._write_end, False)
+
+    def __enter__(self) -> Watchman:
         if self.server is not None:
             for key in notices.KEYS:
                 words = (self.server, key)

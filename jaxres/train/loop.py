@@ -381,7 +381,8 @@ def settle(run: Run, stop: Stop | None, state: TrainState, progress: Progress) -
     exit = Exit.DONE if stop is None else stop.fault.exit or Exit.BUG
     reason = "the last step is committed" if stop is None else stop.reason
     if stop is not None and not stop.has_time and not committed:
-        reason = f"{stop.reason}; step {progress.step} is not committed. {go_on(checkpoints)}"
+        newest = checkpoints.committed_step
+        reason = f"{stop.reason}; step {progress.step} is not committed, the newest is {newest}"
     if is_wanted and not committed:
         words = [] if stop is None else [stop.reason]
         words.append(f"step {progress.step} could not be committed")

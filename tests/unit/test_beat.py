@@ -8,8 +8,24 @@ import threading
 import pytest
 
 from jaxres import beat as beats
-from jaxres.beat import BeatWriter, EnteredPhase, FinishedStep, Leaving, decode, encode
-from jaxres.events import Noted, PhaseChanged
+from jaxres.beat import (
+    BeatWriter,
+    EnteredPhase,
+    FinishedStep,
+    Leaving,
+    Saved,
+    Saving,
+    decode,
+    encode,
+)
+from jaxres.events import (
+    Noted,
+    PartCommitted,
+    PhaseChanged,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+)
 from jaxres.metrics import MetricsLine
 
 
@@ -54,6 +70,20 @@ def test_what_it_was_told_is_in_the_pipe_when_it_returns(pipe):
         assert drain(pipe[0]) == []
         writer.leaving(Leaving(75, "asked", True))
         assert drain(pipe[0]) == [Leaving(75, "asked", True)]
+
+
+def test_a_save_in_flight_is_told_and_how_it_ended(pipe):
+    with BeatWriter(pipe[1]) as writer:
+        writer.heard(SaveStarted(10, 0.1))
+        writer.heard(SaveCommitted(10, "10-0001", 5, 2.5))
+        writer.heard(SaveStarted(20, 0.1))
+        writer.heard(SaveFailed(20, "full", 1))
+        writer.heard(PartCommitted(30, 1.5))
+    assert drain(pipe[0]) == [
+        *(Saving(10), Saved(10, 2.5)),
+        *(Saving(20), Saved(20, None)),
+        Saved(30, 1.5),
+    ]
 
 
 def test_full_pipe_loses_steps_but_no_phase_and_not_the_newest_step(pipe):
