@@ -10,6 +10,7 @@ warning of a maintenance is given only to who has asked for the key before.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import threading
@@ -144,10 +145,8 @@ class _Request(BaseHTTPRequestHandler):
         """Says nothing."""
 
     def handle(self) -> None:
-        try:
+        with contextlib.suppress(ConnectionError):  # The other side may go by kill -9.
             super().handle()
-        except ConnectionError:
-            pass  # The other side has gone, perhaps by kill -9.
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)

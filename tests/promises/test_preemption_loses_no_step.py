@@ -167,10 +167,9 @@ def test_what_is_no_notice_ends_nothing_and_holds_up_nothing(
     is_no_notice(metadata)
     trainer = place.start("run", config=FAULTY, env=PACED | metadata.env)
     trainer.wait_word("notice: this VM moves to another host")
-    metadata.fail("503", times=30)
-    metadata.set(EVENT, "NONE")
-    metadata.fail("hang", times=3)
-    metadata.set(PREEMPTED, "FALSE")  # Answers the poll that waits; the next one hangs.
+    for kind, key, value in (("503", EVENT, "NONE"), ("hang", PREEMPTED, "FALSE")):
+        metadata.fail(kind, key=key, times=1000)
+        metadata.set(key, value)  # Answers the poll that waits; the next one goes wrong.
     trainer.wait(lambda: metadata.hanging > 0, what="a question without an answer")
     assert trainer.ended() == Exit.DONE, trainer.said()
     assert "being preempted" not in trainer.said()
