@@ -46,7 +46,7 @@ def answers(trainer: Trainer) -> list[str]:
 
 def assert_left_in_time(trainer: Trainer, since: float, *, committed: bool) -> str:
     """Holds that it has left as preempted; returns the reason on record."""
-    assert trainer.ended() == Exit.PREEMPTED, trainer.said()
+    assert trainer.ended(seconds=2 * SPOT_SECONDS) == Exit.PREEMPTED, trainer.said()
     assert time.monotonic() - since < SPOT_SECONDS
     words = trainer.last_words()
     assert words is not None
