@@ -269,7 +269,7 @@ def test_request_files_are_honoured_for_all(start):
     ended, _ = door.ended()
     assert ended["code"] == Exit.STOPPED
     assert not door.run_dir.request("stop").exists()
-    taken = [path.name.partition("-")[0] for path in sorted(door.run_dir.attempt(1).iterdir())]
+    taken = [path.name.partition("-")[0] for path in sorted(door.run_dir.attempt(1).glob("s*"))]
     assert taken == ["save", "stop"]
 
 
