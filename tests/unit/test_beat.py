@@ -13,12 +13,22 @@ from jaxres.beat import (
     EnteredPhase,
     FinishedStep,
     Leaving,
+    Saved,
     SavesRefused,
     SavesTaken,
+    Saving,
     decode,
     encode,
 )
-from jaxres.events import Noted, PhaseChanged, SaveCommitted, SaveFailed, TrainingStarted
+from jaxres.events import (
+    Noted,
+    PartCommitted,
+    PhaseChanged,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+    TrainingStarted,
+)
 from jaxres.metrics import MetricsLine
 
 
@@ -76,6 +86,20 @@ def test_that_saves_are_refused_is_told_once_for_a_row_and_when_they_are_taken(p
         assert drain(pipe[0]) == [SavesTaken(72)]
         writer.heard(SaveFailed(88, "full again", 1))
         assert drain(pipe[0]) == [SavesRefused(80, "full again")]
+
+
+def test_a_save_in_flight_is_told_and_how_it_ended(pipe):
+    with BeatWriter(pipe[1]) as writer:
+        writer.heard(SaveStarted(10, 0.1))
+        writer.heard(SaveCommitted(10, "10-0001", 5, 2.5))
+        writer.heard(SaveStarted(20, 0.1))
+        writer.heard(SaveFailed(20, "full", 1))
+        writer.heard(PartCommitted(30, 1.5))
+    assert drain(pipe[0]) == [
+        *(Saving(10), Saved(10, 2.5)),
+        *(Saving(20), Saved(20, None)),
+        Saved(30, 1.5),
+    ]
 
 
 def test_full_pipe_loses_steps_but_no_phase_and_not_the_newest_step(pipe):
