@@ -83,9 +83,9 @@ def test_refused_saves_are_told_once_and_again_when_they_are_taken_by_any_attemp
     told = []
     run.tell = told.append
     for news in (SavesTaken(8), SavesRefused(8, "full"), SavesRefused(8, "full"), SavesTaken(16)):
-        attempts._tell_of_saves(run, news)
-    attempts._tell_of_saves(run, SavesTaken(24))
-    attempts._tell_of_saves(run, SavesRefused(24, "full again"))
+        comeback._tell_of_saves(run, news)
+    comeback._tell_of_saves(run, SavesTaken(24))
+    comeback._tell_of_saves(run, SavesRefused(24, "full again"))
     kinds = [(one.kind, one.step, one.reason, one.seq) for one in told]
     assert kinds == [
         ("saves_refused", 8, "full", 1),
@@ -144,9 +144,9 @@ def test_a_notice_ends_a_pause_and_one_of_a_far_end_does_not(run):
         with Watchman(section, env=server.env, clock=run.clock, product="") as run.watchman:
             run.watchman.take()
             server.announce(seconds=3600)
-            assert attempts._pause(run, 0.5) is None
+            assert comeback._pause(run, 0.5) is None
             server.preempt()
-            ended = attempts._pause(run, 60.0)
+            ended = comeback._pause(run, 60.0)
     assert ended is not None
     assert (ended.code, ended.asked) == (Exit.PREEMPTED, Exit.PREEMPTED)
     assert ended.reason.startswith("this VM is being preempted between two attempts")
