@@ -34,7 +34,7 @@ class FromRun(FromWeights):
     kind: Literal["run"] = "run"
     path: Path
     """Run directory whose parameters are taken."""
-    step: PositiveInt | None = None
+    at_step: PositiveInt | None = None
     """Committed step; null: the newest one at the first start."""
 
 

@@ -202,7 +202,7 @@ class Doctor:
 
         section = self._config.init_from
         assert not isinstance(section, FromSeed)
-        step = section.step if isinstance(section, FromRun) else None
+        step = section.at_step if isinstance(section, FromRun) else None
         found = initial.find(section, self._config.model, self._shapes, step=step)
         yield Check("pass", "init_from", found.in_words())
 

@@ -117,7 +117,7 @@ def build(section: FromSeed | FromRun | FromSafetensors, parts: Parts, place: Pl
         return _not_needed
     step, seconds = None, parts.config.deadlines.compile_seconds
     if isinstance(section, FromRun):
-        step = section.step or _same_step(section, line, place, seconds)
+        step = section.at_step or _same_step(section, line, place, seconds)
     source = find(section, parts.config.model, parts.shapes, step=step)
 
     def init(line: Line) -> tuple[TrainState, dict[str, str]]:

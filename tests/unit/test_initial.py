@@ -169,7 +169,7 @@ def test_the_same_step_is_taken_again_though_the_source_has_gone_on(corpus, tmp_
     root, arrays = source
     parts = parts_of(corpus, tmp_path, kind="run", path=str(root))
     place, _ = place_at(tmp_path)
-    four = parts_of(corpus, tmp_path, kind="run", path=str(root), step=4)
+    four = parts_of(corpus, tmp_path, kind="run", path=str(root), at_step=4)
     state, origin = started(four, place_at(tmp_path)[0])
     place.log.append(Start(step=0, path=None, dataset="d", computation={}, init=origin))
     again, same = started(parts, place, place.log.line())
@@ -214,7 +214,10 @@ def test_a_host_that_reads_other_weights_than_the_lead_is_refused(corpus, tmp_pa
         ({"kind": "safetensors", "path": "/nowhere"}, "/nowhere: no such file"),
         ({"kind": "safetensors", "path": "{corpus}"}, "there are none"),
         ({"kind": "run", "path": "/nowhere"}, "/nowhere: no run here"),
-        ({"kind": "run", "path": "{run}", "step": 5}, "step 5 is not committed (committed: 4, 8)"),
+        (
+            {"kind": "run", "path": "{run}", "at_step": 5},
+            "step 5 is not committed (committed: 4, 8)",
+        ),
     ],
 )
 def test_a_source_that_cannot_be_had_is_told_before_anything_is_compiled(

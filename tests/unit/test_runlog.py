@@ -11,7 +11,18 @@ import pytest
 
 from jaxres import runlog, storage
 from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable
-from jaxres.runlog import Commit, Leave, Prune, Record, RunLog, Skip, Start, Stop, canonical_json
+from jaxres.runlog import (
+    Commit,
+    Leave,
+    Prune,
+    Record,
+    Rollback,
+    RunLog,
+    Skip,
+    Start,
+    Stop,
+    canonical_json,
+)
 from tests.unit.records import CLAIM
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "log" / "plain"
@@ -39,6 +50,7 @@ BODIES = [
     Start(step=0, path=None, dataset="d", computation={}),
     COMMIT,
     Skip(rows=((0, 24), (48, 72)), reason='a "spike" — ü'),
+    Rollback(onset=23, target=20, rows=((528, 600),), reason="high losses"),
     Prune(steps=(1, 2)),
     Stop(exit=74, reason="disk\nfull", committed=False),
     Stop(exit=137, reason="killed", committed=False, culprit=1),
@@ -73,6 +85,16 @@ def test_a_number_that_json_has_no_word_for_is_refused(value):
         canonical_json({"x": value})
 
 
+def test_a_rollback_takes_later_steps_off_the_line_and_rows_out_of_the_stream():
+    commits = [dataclasses.replace(COMMIT, step=step) for step in (10, 20, 24)]
+    back = Rollback(onset=23, target=20, rows=((528, 600),), reason="")
+    line = folded(CLAIM, *commits, back)
+    assert [commit.step for commit in line.committed] == [10, 20]
+    assert line.skips == ((528, 600),)
+    again = dataclasses.replace(COMMIT, step=24, path="checkpoints/other")
+    assert folded(CLAIM, *commits, back, again).newest == again, "what comes after counts"
+
+
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
 def test_a_record_reads_back_as_it_was_written(body):
     written = record(3, body)
@@ -96,7 +118,7 @@ GOOD = json.loads(record(1, COMMIT).encode())
         (b"\xff\xfeA", "truncated data"),
         (b"[]", ""),
         (b"3", "pop"),
-        (json.dumps(GOOD | {"kind": "rollback"}).encode(), "rollback"),
+        (json.dumps(GOOD | {"kind": "forecast"}).encode(), "forecast"),
         (json.dumps(GOOD | {"color": 3}).encode(), "color"),
         (json.dumps({k: v for k, v in GOOD.items() if k != "path"}).encode(), "path"),
         (json.dumps({k: v for k, v in GOOD.items() if k != "time"}).encode(), "time"),

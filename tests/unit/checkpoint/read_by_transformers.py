@@ -2,22 +2,28 @@
 
 import sys
 
-import numpy as np
-import torch
-import transformers
+TEXT = "def é(x):\n\treturn 'ß'  # \x00 <|end of"
 
-folder, tokens, logits, back = sys.argv[1:]
-transformers.logging.set_verbosity_error()
-model, told = transformers.AutoModelForCausalLM.from_pretrained(
-    folder, output_loading_info=True, dtype=torch.float32
-)
-assert type(model).__name__ == "LlamaForCausalLM", type(model)
-assert not any(told.values()), told
-with torch.no_grad():
-    np.save(logits, model.eval()(torch.tensor(np.load(tokens))).logits.numpy())
-tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-text = "def é(x):\n\treturn 'ß'  # \x00 <|end of"
-assert tokenizer(text)["input_ids"] == list(text.encode())
-assert tokenizer.decode(list(text.encode())) == text
-assert tokenizer.eos_token_id == model.config.eos_token_id == 256
-model.save_pretrained(back)
+
+def main(folder: str, tokens: str, logits: str, back: str) -> None:
+    import numpy as np
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32
+    )
+    assert type(model).__name__ == "LlamaForCausalLM", type(model)
+    assert not any(told.values()), told
+    with torch.no_grad():
+        np.save(logits, model.eval()(torch.tensor(np.load(tokens))).logits.numpy())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(TEXT)["input_ids"] == list(TEXT.encode())
+    assert tokenizer.decode(list(TEXT.encode())) == TEXT
+    assert tokenizer.eos_token_id == model.config.eos_token_id == 256
+    model.save_pretrained(back)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
