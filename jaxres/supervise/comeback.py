@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxres import faults, runlog, screen
-from jaxres.alerts.incidents import Incident
 from jaxres.alerts.notify import Alerts
-from jaxres.beat import SaveNews, SavesRefused
+from jaxres.alerts.saves import Saves
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.events import (
@@ -68,8 +67,7 @@ class Run:
     """Watches for notices of this machine, between attempts too."""
     policy: Policy
     emit: Callable[[Event], None]
-    tell: Callable[[Incident], None]
-    """Tells whoever is to be alerted."""
+    saves: Saves
     train: Callable[..., Ended]
     """Runs an opened attempt."""
     zygote: Zygote | None
@@ -86,9 +84,6 @@ class Run:
     """Of the newest attempt of this supervisor."""
     places: tuple[int, ...] = ()
     """Of that attempt's hosts."""
-    refusals: int = 0
-    """Times that storage began to refuse saves."""
-    saves_refused: bool = False
 
 
 def keep_up(
@@ -137,7 +132,7 @@ def keep_up(
             watchman=watchman,
             policy=policy,
             emit=emit,
-            tell=alerts.tell,
+            saves=Saves(alerts.tell, run=run_dir.root.absolute().name),
             train=train,
             zygote=zygote,
             env=env,
@@ -224,7 +219,7 @@ def _claimed(run: Run, job: meeting.Job) -> Ended:
             env=run.env,
             wakeup=run.wakeup,
             until=until,
-            heard=partial(_tell_of_saves, run),
+            heard=partial(run.saves.heard, attempt=opened.claim.attempt),
             zygote=run.zygote,
         )
     opening.put_down_in_time(log, ended, run_dir=run.run_dir, owner=run.owner)
@@ -333,26 +328,6 @@ def _heed(run: Run, report: lookout.Report) -> Ended | None:
         case lookout.SaveAsked():
             say("save asked for, but nothing runs: the next attempt goes on from the last commit")
     return None
-
-
-def _tell_of_saves(run: Run, news: SaveNews) -> None:
-    """Tells once that storage refuses saves, and once that it takes them again."""
-    was_refused, run.saves_refused = run.saves_refused, isinstance(news, SavesRefused)
-    if run.saves_refused == was_refused:
-        return
-    run.refusals += run.saves_refused
-    reason = news.reason if isinstance(news, SavesRefused) else ""
-    run.tell(
-        Incident(
-            kind="saves_refused" if run.saves_refused else "saves_again",
-            run=run.run_dir.root.absolute().name,
-            attempt=run.line.attempt,
-            step=news.step,
-            reason=reason,
-            next="training goes on, and every save is tried" if reason else "",
-            seq=run.refusals,
-        )
-    )
 
 
 def _tell_of_start(run: Run, found: Past, decision: Again | GiveUp) -> None:

@@ -8,8 +8,6 @@ import socket
 import pytest
 
 from jaxres import runlog
-from jaxres.alerts import incidents
-from jaxres.beat import SavesRefused, SavesTaken
 from jaxres.clock import SystemClock
 from jaxres.config.preemption import PreemptionSection
 from jaxres.config.schema import LaunchSection, RestartSection
@@ -63,7 +61,7 @@ def run(tmp_path, monkeypatch):
             watchman=watchman,
             policy=policy,
             emit=lambda event: None,
-            tell=lambda incident: None,
+            saves=None,  # type: ignore[arg-type]
             train=lambda opened: None,  # type: ignore[arg-type, return-value]
             zygote=None,
             env={},
@@ -77,22 +75,6 @@ def run(tmp_path, monkeypatch):
         yield run
     os.close(wakeup)
     os.close(write_end)
-
-
-def test_refused_saves_are_told_once_and_again_when_they_are_taken_by_any_attempt(run):
-    told = []
-    run.tell = told.append
-    for news in (SavesTaken(8), SavesRefused(8, "full"), SavesRefused(8, "full"), SavesTaken(16)):
-        comeback._tell_of_saves(run, news)
-    comeback._tell_of_saves(run, SavesTaken(24))
-    comeback._tell_of_saves(run, SavesRefused(24, "full again"))
-    kinds = [(one.kind, one.step, one.reason, one.seq) for one in told]
-    assert kinds == [
-        ("saves_refused", 8, "full", 1),
-        ("saves_again", 16, "", 1),
-        ("saves_refused", 24, "full again", 2),
-    ]
-    assert len({incidents.key(one, nonce="n") for one in told}) == 3
 
 
 def test_another_owners_claim_is_not_taken_for_ours(run):
