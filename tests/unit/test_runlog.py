@@ -36,6 +36,7 @@ BODIES = [
     CLAIM,
     Start(step=8, path="checkpoints/x", dataset="d", computation={"mesh": "data=1"}),
     Start(step=0, path=None, dataset="d", computation={}),
+    Start(step=0, path=None, dataset="d", computation={}, init={"params": "p", "path": "x"}),
     COMMIT,
     Skip(rows=((0, 24), (48, 72)), reason='a "spike" — ü'),
     Prune(steps=(1, 2)),
