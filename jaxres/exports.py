@@ -14,7 +14,7 @@ from jaxres.config import RunConfig
 from jaxres.config.schema import GptModel, TextSource
 from jaxres.config.yaml12 import dump
 from jaxres.data import tokenizer
-from jaxres.faults import ConfigError, Exit, UsageError
+from jaxres.faults import ConfigError, Exit, Unrestorable, UsageError
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit
 from jaxres.supervise.recorded import resolve
@@ -41,15 +41,19 @@ def give(options: argparse.Namespace) -> str:
     source = weights.from_run(run_dir, config.model, commit)
     params = export.of_run(source).cast(options.dtype)
     out = options.out or run_dir.exports / f"{source.step:08d}-{names}-{options.dtype}"
-    digest = export.write(
-        params,
-        out,
-        names=names,
-        max_shard_bytes=limit,
-        facts=weights.facts_of(config.model),
-        about={"step": source.step, "dtype": options.dtype},
-        beside=_beside(config, params, dtype=options.dtype) if names == "llama" else {},
-    )
+    try:
+        digest = export.write(
+            params,
+            out,
+            names=names,
+            max_shard_bytes=limit,
+            facts=weights.facts_of(config.model),
+            about={"step": source.step, "dtype": options.dtype},
+            beside=_beside(config, params, dtype=options.dtype) if names == "llama" else {},
+        )
+    except Unrestorable:
+        _committed(run_dir, step=commit.step)  # A run that trains may have pruned it meanwhile.
+        raise
     told = _told(out, params, digest) | {"step": source.step, "names": names}
     return _text(told, [f"step {source.step}, read back and equal"], as_json=options.json)
 

@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from jaxres import verbs
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
@@ -50,6 +52,18 @@ def test_fine_tuning_starts_with_the_loss_at_which_the_source_has_ended(place: P
     assert params_digest(run_dir, place.root / "b") == init["params"]
     assert heldout_loss(run_dir) == heldout_loss(source), "another loss than the source's"
     assert digest(run_dir) != digest(source), "key, optimizer and position begin anew"
+
+
+@pytest.mark.campaign
+def test_two_hosts_start_from_the_same_weights(place: Place) -> None:
+    place.finish("source", "train.steps=8", "evaluation.every_steps=8")
+    source = place.run_dir("source")
+    words = export(source, out=place.root / "llama")
+    tuned = place.launched("tuned", *STILL, words, "mesh.fsdp=2", hosts=2)
+    init = line(tuned.run_dir).init
+    assert init is not None
+    assert init["params"] == params_digest(source, place.root / "a")
+    assert params_digest(tuned.run_dir, place.root / "b") == init["params"]
 
 
 LONG = (*MLP, "train.steps=100000", "checkpoint.save_every_steps=100000")

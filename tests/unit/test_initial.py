@@ -216,7 +216,7 @@ def test_a_host_that_reads_other_weights_than_the_lead_is_refused(corpus, tmp_pa
         ({"kind": "run", "path": "/nowhere"}, "/nowhere: no run here"),
         (
             {"kind": "run", "path": "{run}", "at_step": 5},
-            "step 5 is not committed (committed: 4, 8)",
+            "step 5 is not committed (committed: 4,",
         ),
     ],
 )

@@ -48,6 +48,7 @@ BODIES = [
     dataclasses.replace(CLAIM, places=(0, 2)),
     Start(step=8, path="checkpoints/x", dataset="d", computation={"mesh": "data=1"}),
     Start(step=0, path=None, dataset="d", computation={}),
+    Start(step=0, path=None, dataset="d", computation={}, init={"params": "p", "path": "x"}),
     COMMIT,
     Skip(rows=((0, 24), (48, 72)), reason='a "spike" — ü'),
     Rollback(onset=23, target=20, rows=((528, 600),), reason="high losses"),

@@ -1,6 +1,9 @@
 """Promises of exports: what any Llama reads there computes the same; back they come bit for bit."""
 
+import contextlib
+import io
 import json
+import shutil
 from pathlib import Path
 
 import ml_dtypes
@@ -10,7 +13,9 @@ from safetensors import safe_open
 
 from jaxres import verbs
 from jaxres.checkpoint import export, safetensors, weights
+from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.runlog import Prune, RunLog
 from tests.unit.checkpoint.llama_run import (
     ROWS,
     T,
@@ -221,3 +226,24 @@ def test_bfloat16_is_rounded_to_the_nearest(tmp_path, capsys, untied):
     here = np.asarray(params["embedding"])
     assert np.array_equal(there, here.astype(ml_dtypes.bfloat16))
     assert np.abs(there.astype(np.float32) - here).max() <= np.abs(here).max() * 2**-8
+
+
+def test_a_step_that_is_pruned_while_it_is_exported_is_not_called_damaged(tmp_path, monkeypatch):
+    cfg = config()
+    run_dir = run_of(tmp_path / "run", cfg, random_params(cfg.model), steps=(4, 8))
+    log = RunLog(run_dir.log, attempt=1, last_seq=4, clock=SystemClock())
+    honest = export.write
+
+    def write_late(params, out, **kwargs):
+        log.append(Prune(steps=(4,)))
+        (path,) = run_dir.checkpoints.glob("*04-*")
+        shutil.rmtree(path)
+        return honest(params, out, **kwargs)
+
+    monkeypatch.setattr(export, "write", write_late)
+    words = ["checkpoints", "export", str(run_dir.root), "--step", "4"]
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        assert verbs.main(words, usage="") == 64
+    assert "step 4 is not committed (committed: 8)" in err.getvalue()
+    assert list(run_dir.exports.iterdir()) == []

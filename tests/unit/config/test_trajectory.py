@@ -201,3 +201,13 @@ def test_values_from_a_file_are_named_with_their_line(write: Write):
     assert "  run.seed: 0 there, 3 here (y.yaml:5)\nTo go on with that run give the values" in str(
         caught.value
     )
+
+
+def test_weights_to_start_from_belong_to_the_trajectory_and_none_leave_old_digests(write: Write):
+    plain = config(write)
+    assert digest(config(write, "init_from.kind=seed")) == digest(plain)
+    assert "init_from" not in trajectory(plain)
+    one, other = (config(write, f"init_from={{kind: run, path: {x}}}") for x in ("a", "b"))
+    assert len({digest(plain), digest(one), digest(other)}) == 3, "each has its own run directory"
+    assert [key for key, _, _ in diff(one, other)] == ["init_from.path"]
+    assert [key for key, _, _ in diff(plain, one)] == ["init_from"]
