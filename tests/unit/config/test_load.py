@@ -146,7 +146,7 @@ def test_everything_wrong_is_reported_at_once_each_with_its_place(write: Write):
         "sample_tokens)",
         "x.yaml:13: steps: unknown key; did you mean train.steps? (keys here: run, data, model, "
         "optimizer, train, mesh, checkpoint, guards, evaluation, telemetry, deadlines, hosts, "
-        "launch, compilation, alerts)",
+        "preemption, restart, launch, compilation, alerts)",
     ]
 
 
