@@ -59,7 +59,8 @@ class Zygote:
     @property
     def pids(self) -> set[int]:
         """Its pid, if there is one: no remainder of an attempt, and waited for in here."""
-        return set() if self._process is None else {self._process.pid}
+        is_there = self._process is not None and self._process.poll() is None
+        return {self._process.pid} if is_there and self._process is not None else set()
 
     def see_to_it(self, env: Mapping[str, str]) -> None:
         """Starts it, unless it is there; at most once for each attempt. Tells when it is ready.
