@@ -24,6 +24,7 @@ usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
       [checkpoint.keep.last=2 ...]                      names; --dry-run: shows which, and bytes
   checkpoints pin|unpin RUN_DIR --step N                keeps a step whatever checkpoint.keep says
   checkpoints digest RUN_DIR [--step N]                 one word for a whole training state
+  checkpoints verify RUN_DIR [--step N]                 reads every byte; exit 1 if one has changed
   checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if
       [--step N] [--other-step M] [--json]              anything does
   checkpoints export RUN_DIR [--step N] [--out DIR]     the parameters as a safetensors folder, by

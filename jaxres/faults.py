@@ -92,6 +92,15 @@ class Unrestorable(TypedEnd):
     exit = Exit.UNRESTORABLE
 
 
+class CheckpointDamaged(Unrestorable):
+    """One committed step is not what was committed; an older one may be."""
+
+    def __init__(self, message: str, *, what: str) -> None:
+        """Takes the whole message, and the part of it that says what is wrong."""
+        super().__init__(message)
+        self.what = what
+
+
 def typed_end(code: int, reason: str) -> TypedEnd:
     """Returns the end that has this code, as another process tells it.
 

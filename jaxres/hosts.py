@@ -66,6 +66,14 @@ class Peers(Protocol):
         """Returns what hosts have told so far, each with its name; waits for nobody."""
         ...
 
+    def collect(self, topic: str, word: str, *, seconds: float) -> Sequence[str]:
+        """Hands a word of every host's to the lead: all of them there, in order; () elsewhere.
+
+        Raises:
+          PeerLost: on the lead, if a word did not come; the message names whose.
+        """
+        ...
+
     def leave(self) -> None:
         """Comes right before the process ends by its own word: the lead goes last."""
         ...
@@ -89,6 +97,10 @@ class Alone:
     def told(self, topic: str) -> Sequence[str]:
         """Was told nothing."""
         return ()
+
+    def collect(self, topic: str, word: str, *, seconds: float) -> Sequence[str]:
+        """Has its own word."""
+        return (word,)
 
     def leave(self) -> None:
         """Has nobody to take leave of."""

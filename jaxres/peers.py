@@ -72,6 +72,14 @@ class Job:
         words = self._client.key_value_dir_get(prefix)
         return [f"host {key.rpartition('/')[2]}: {word}" for key, word in sorted(words)]
 
+    def collect(self, topic: str, word: str, *, seconds: float) -> Sequence[str]:
+        """Hands a word of every host's to the lead: all of them there, in order; () elsewhere."""
+        if not self.member.leads:
+            self.say(f"word/{topic}/{self.member.host}", word)
+            return ()
+        others = range(1, self.member.num_hosts)
+        return (word, *self._hear_all(f"word/{topic}", others, seconds=seconds))
+
     def leave(self) -> None:
         """Comes right before the process ends by its own word: the lead goes last.
 
@@ -83,11 +91,13 @@ class Job:
         with contextlib.suppress(PeerLost):
             self._hear_all("left", range(1, self.member.num_hosts), seconds=LEAVE_SECONDS)
 
-    def _hear_all(self, topic: str, hosts: Iterable[int], *, seconds: float) -> None:
+    def _hear_all(self, topic: str, hosts: Iterable[int], *, seconds: float) -> list[str]:
         end = self._clock.monotonic() + seconds
+        words = []
         for host in hosts:
             rest = max(0.0, end - self._clock.monotonic())
-            self.hear(f"{topic}/{host}", host=host, seconds=rest)
+            words.append(self.hear(f"{topic}/{host}", host=host, seconds=rest))
+        return words
 
     def say(self, key: str, word: str) -> None:
         """Puts a word where the others can hear it; once for each key."""

@@ -209,14 +209,38 @@ def sync_tree(folder: Path) -> None:
         sync_dir(folder.parent)
 
 
+def sync_file(path: Path) -> None:
+    """Makes what a file holds durable."""
+    with typed_errors(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def forget(path: Path) -> None:
+    """Has the next read of a file come from the disk: drops what memory holds of it.
+
+    Only what is durable can be dropped; what storage can't forget (tmpfs) it reads again.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
 def sizes(folder: Path) -> dict[str, int]:
-    """Returns relative path -> size of every file below `folder`; {} if there is none."""
+    """Returns relative path -> size of every file below `folder`; {} if there is none.
+
+    Raises whatever storage says.
+    """
     found = {}
-    with typed_errors(folder):
-        for root, _, files in os.walk(folder, onerror=_raise if folder.exists() else None):
-            for name in files:
-                path = Path(root, name)
-                found[path.relative_to(folder).as_posix()] = path.stat().st_size
+    for root, _, files in os.walk(folder, onerror=_raise if folder.exists() else None):
+        for name in files:
+            path = Path(root, name)
+            found[path.relative_to(folder).as_posix()] = path.stat().st_size
     return found
 
 

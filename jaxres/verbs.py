@@ -41,6 +41,7 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     checkpoints = verbs.add_parser("checkpoints").add_subparsers(dest="sub", required=True)
     verb(checkpoints, "list").add_argument("--json", action="store_true")
     verb(checkpoints, "digest").add_argument("--step", type=int)
+    verb(checkpoints, "verify").add_argument("--step", type=int)
     diff = verb(checkpoints, "diff")
     diff.add_argument("other_run_dir", type=Path, nargs="?", metavar="OTHER_RUN_DIR")
     diff.add_argument("--step", type=int)
@@ -104,6 +105,8 @@ def main(words: Sequence[str], *, usage: str, env: Mapping[str, str] | None = No
                 text = _prune(run_dir, line, options, env=env or {})
             case _, "pin" | "unpin":
                 text = _pin(run_dir, options)
+            case _, "verify":
+                text, code = _verify(run_dir, line, step=options.step)
             case _, "diff":
                 text, code = _diff(run_dir, line, options)
             case _:
@@ -198,6 +201,22 @@ def _digest(run_dir: RunDir, line: Line, *, step: int | None) -> str:
     step_dir = (run_dir.root / commit.path).absolute()
     arrays = manifest.read_arrays(step_dir, commit)
     return content_digest(arrays, progress=manifest.read_progress(step_dir, commit)) + "\n"
+
+
+DAMAGED = 1
+"""How `checkpoints verify` ends where a step is damaged, absent or not committed."""
+
+
+def _verify(run_dir: RunDir, line: Line, *, step: int | None) -> tuple[str, int]:
+    from jaxres.checkpoint import verify
+
+    wanted = [commit for commit in line.committed if step in (None, commit.step)]
+    if not wanted:
+        what = "no step" if step is None else f"step {step} is not"
+        return f"{run_dir.root}: {what} committed\n", DAMAGED
+    found = [verify.examine(run_dir.root.absolute() / commit.path, commit) for commit in wanted]
+    is_whole = not any(findings.problems for findings in found)
+    return "".join(map(verify.as_text, found)), Exit.DONE if is_whole else DAMAGED
 
 
 DIFFERENT = 1

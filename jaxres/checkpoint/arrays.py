@@ -19,7 +19,9 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxres import storage
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.manifest import ArrayInfo
+from jaxres.checkpoint.blocks import ArrayInfo
+from jaxres.checkpoint.reader import ARRAYS
+from jaxres.checkpoint.snapshot import Snapshot
 from jaxres.faults import ConfigError, StorageUnavailable
 
 Tree = dict[str, Any]
@@ -82,8 +84,9 @@ class Writing:
     is not there yet: so a thread asks without one.
     """
 
-    def __init__(self, response: Any) -> None:
+    def __init__(self, response: Any, snapshot: Snapshot | None = None) -> None:
         self._response = response
+        self._snapshot = snapshot
         self._over = threading.Event()
         self._error: BaseException | None = None
         threading.Thread(target=self._await, name="jaxres-orbax", daemon=True).start()
@@ -94,6 +97,11 @@ class Writing:
         except BaseException as error:  # noqa: BLE001  It crosses to the waiter's thread.
             self._error = error
         self._over.set()
+
+    @property
+    def failure(self) -> str:
+        """Why the digests of what was written are not there, where Orbax has finished."""
+        return "" if self._snapshot is None else self._snapshot.failure
 
     def is_over(self) -> bool:
         """Says whether Orbax has ended, either way."""
@@ -109,12 +117,12 @@ class Writing:
 
 
 def begin(state: Tree, step_dir: Path, context: ocp.Context) -> Writing:
-    """Returns a save that Orbax has begun."""
+    """Returns a save that Orbax has begun, with the digests of what it writes."""
+    snapshot = Snapshot(named_arrays(state), process=jax.process_index())
+    both = {ARRAYS: state, manifests.DIGESTS: snapshot}
     with context, storage.typed_errors(step_dir):
         try:
-            return Writing(
-                ocp.save_async(str(step_dir), state, checkpointable_name=manifests.ARRAYS)
-            )
+            return Writing(ocp.save_checkpointables_async(str(step_dir), both), snapshot)
         except ValueError as error:
             _raise_typed(error, step_dir)
 
@@ -149,16 +157,21 @@ def array_infos(tree: Tree) -> dict[str, ArrayInfo]:
       ConfigError: two arrays have the same path, or would have in the files, where `.` stands for
         `/`; one of them would be lost.
     """
+    return {path: info for path, (info, _) in named_arrays(tree).items()}
+
+
+def named_arrays(tree: Tree) -> dict[str, tuple[ArrayInfo, Any]]:
+    """Returns path -> what it is, and the array; raises as `array_infos` does."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    infos: dict[str, ArrayInfo] = {}
+    found: dict[str, tuple[ArrayInfo, Any]] = {}
     names: dict[str, str] = {}
     for keys, leaf in flat:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         other = names.setdefault(path.replace("/", "."), path)
-        if path in infos or other != path:
+        if path in found or other != path:
             raise ConfigError(
                 f"model: two arrays of the state would be stored as one: {other} and {path}. "
                 "Rename one of them, without a dot or slash in its name."
             )
-        infos[path] = ArrayInfo(str(leaf.dtype), tuple(leaf.shape))
-    return infos
+        found[path] = ArrayInfo(str(leaf.dtype), tuple(leaf.shape)), leaf
+    return found

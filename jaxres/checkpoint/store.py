@@ -11,6 +11,7 @@ run goes on, and the next save tries again, `checkpoint.max_failed_saves` times 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -21,14 +22,15 @@ import jax
 from jaxres import storage
 from jaxres.checkpoint import arrays, retention
 from jaxres.checkpoint.arrays import Tree, Writing, array_infos
+from jaxres.checkpoint.blocks import ArrayInfo
 from jaxres.checkpoint.commits import Commits
-from jaxres.checkpoint.manifest import ArrayInfo
+from jaxres.checkpoint.readback import Report, report
 from jaxres.checkpoint.restore import restore
 from jaxres.checkpoint.seal import seal
 from jaxres.clock import Clock
 from jaxres.config.schema import CheckpointSection
 from jaxres.events import Emit, PartCommitted, SaveSkipped, SaveStarted, SaveWaited
-from jaxres.faults import Continue, Stop, StorageUnavailable, Verdict, fault
+from jaxres.faults import Continue, PeerLost, Stop, StorageUnavailable, Verdict, fault
 from jaxres.hosts import WORD_SECONDS, Peers
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Commit, RunLog
@@ -236,7 +238,7 @@ class Checkpoints:
     ) -> None:
         """Makes one step durable, then makes it count. Runs in the saver's thread."""
         try:
-            commit = self._write(writing, progress, infos)
+            commit = self._write(writing, progress, infos, topic)
             if self._leaving:
                 return
             refused = self._refused_from is not None and progress.step >= self._refused_from
@@ -265,6 +267,7 @@ class Checkpoints:
         try:
             step_dir = self._step_dir(progress.step)
             arrays.settle(writing, step_dir, timeout=self._section.timeout_seconds)
+            self._reports(writing, step_dir, infos, topic)
         except StorageUnavailable as refusal:
             self._peers.tell(topic, str(refusal))
         word = self._peers.same(topic, lambda: COUNTS, seconds=self._silence_seconds)
@@ -275,15 +278,16 @@ class Checkpoints:
             self._commits.fail(progress.step, word)
 
     def _write(
-        self, writing: Writing, progress: Progress, infos: Mapping[str, ArrayInfo]
+        self, writing: Writing, progress: Progress, infos: Mapping[str, ArrayInfo], topic: str
     ) -> Commit:
         """Returns the record of a step that is durable, as are the metrics lines up to it."""
         step_dir = self._step_dir(progress.step)
         self._writer = writing
         arrays.settle(writing, step_dir, timeout=self._section.timeout_seconds)
         self._writer = None
+        reports = self._reports(writing, step_dir, infos, topic)
         root = self._run_dir.root.absolute()
-        commit = seal(step_dir, progress, infos, root=root, claim=self._claim)
+        commit = seal(step_dir, progress, infos, reports, root=root, claim=self._claim)
         self._before_commit()
         return commit
 
@@ -304,6 +308,30 @@ class Checkpoints:
         """Counts from an older step on, once the log says so; see `abandon`."""
         self._commits.go_back(step)
         self._refused_from = None
+
+    def _reports(
+        self, writing: Writing, step_dir: Path, infos: Mapping[str, ArrayInfo], topic: str
+    ) -> list[Report]:
+        """Returns on the lead what every host has read back of its part of the step."""
+        own = Report({}, writing.failure)
+        if not own.failure:
+            own = report(step_dir, infos, process=self._peers.member.host)
+        limit = self._section.timeout_seconds
+        try:
+            words = self._peers.collect(f"{topic}/written", own.encode(), seconds=limit)
+        except PeerLost as lost:
+            raise StorageUnavailable(
+                f"{step_dir}: not every host has said within {limit:.0f} s "
+                f"(checkpoint.timeout_seconds) that its part is written ({lost}). The step is "
+                "given up; nothing committed is lost."
+            ) from lost
+        found = [Report.decode(word) for word in words]
+        return [
+            dataclasses.replace(one, failure=one.failure and f"host {host}: {one.failure}")
+            if len(found) > 1
+            else one
+            for host, one in enumerate(found)
+        ]
 
     def poll(self) -> None:
         """Raises what the newest background save has failed with, unless storage refused it."""
@@ -334,4 +362,4 @@ class Checkpoints:
         step_dir = (self._run_dir.root / commit.path).absolute()
         found = restore(step_dir, commit, like, self._context)
         self._commits.committed_step = self._commits.saved_step = commit.step
-        return found
+        return found.state, found.progress

@@ -336,9 +336,10 @@ def test_a_folder_that_cannot_be_listed_is_never_taken_for_an_empty_one(tmp_path
     assert storage.sizes(tmp_path / "step") == {"state/array": 4}
     assert storage.sizes(tmp_path / "absent") == {}
     monkeypatch.setattr(os, "scandir", failing(errno.EIO))
-    for walk in (storage.sizes, storage.sync_tree):
-        with pytest.raises(StorageUnavailable, match="Input/output error"):
-            walk(tmp_path / "step")
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.sizes(tmp_path / "step")
+    with pytest.raises(StorageUnavailable, match="Input/output error"):
+        storage.sync_tree(tmp_path / "step")
 
 
 def test_a_link_that_was_made_but_answered_as_there_already_is_a_win(tmp_path, monkeypatch):

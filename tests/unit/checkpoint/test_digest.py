@@ -1,75 +1,23 @@
-import hashlib
 import itertools
-import json
 import math
 import random
 
 import ml_dtypes
 import numpy as np
 import pytest
-import tensorstore
-import xxhash
 
 from jaxres import verbs
 from jaxres.checkpoint import digest
 from jaxres.checkpoint.digest import array_digest, block_grid, blocks, content_digest
+from tests.unit.checkpoint import independent_reader
 
 FACTS = {"step": 8, "cursor": 192, "epoch": 0, "tokens": 12288}
-
-
-# Another reader of the format, written from docs/checkpoint-format.md alone.
-
-
-def independent_json(value):
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-
-
-def independent_array_digest(path, array):
-    shape, size = array.shape, math.prod(array.shape) * array.dtype.itemsize
-    counts = [1 for _ in shape]
-    while size // math.prod(counts) > max(16384, size // 4096):
-        candidates = [(counts[d], d) for d in range(len(shape)) if (shape[d] / counts[d]) % 2 == 0]
-        if not candidates:
-            break
-        counts[min(candidates)[1]] *= 2
-    little = array.astype(array.dtype.newbyteorder("<"))
-    text = independent_json([path, array.dtype.name, list(shape)])
-    for position in np.ndindex(*counts):
-        where = []
-        for index, length, count in zip(position, shape, counts, strict=True):
-            where.append(slice(index * length // count, (index + 1) * length // count))
-        number = xxhash.xxh3_128_intdigest(little[tuple(where)].tobytes())
-        text += number.to_bytes(16, "big")
-    return f"{xxhash.xxh3_128_intdigest(text):032x}"
-
-
-def independent_digest_of_run(root):
-    dead, commits = set(), {}
-    for path in sorted((root / "log").iterdir()):
-        record = json.loads(path.read_text())
-        if record["kind"] == "commit":
-            commits[record["step"]] = record
-        if record["kind"] == "prune":
-            dead.update(record["steps"])
-    step_dir = root / commits[max(set(commits) - dead)]["path"]
-    facts = json.loads((step_dir / "progress.json").read_text())
-    rows = []
-    for path in sorted(json.loads((step_dir / "MANIFEST.json").read_text())["arrays"]):
-        base = {"driver": "file", "path": f"{step_dir}/state/"}
-        store = {"driver": "ocdbt", "base": base, "path": path.replace("/", ".") + "/"}
-        spec = {"driver": "zarr3", "kvstore": store}
-        array = np.asarray(tensorstore.open(spec).result().read().result())
-        digest = independent_array_digest(path, array)
-        rows.append([path, array.dtype.name, list(array.shape), digest])
-    whole = {name: facts[name] for name in ("step", "cursor", "epoch", "tokens")}
-    text = independent_json(whole | {"arrays": rows})
-    return "sha256:" + hashlib.sha256(text).hexdigest()
 
 
 def test_another_reader_finds_the_same_digest_in_a_run(place, capsys):
     place.save(8, 16, 24)
     assert verbs.main(["checkpoints", "digest", str(place.run_dir.root)], usage="") == 0
-    assert capsys.readouterr().out == independent_digest_of_run(place.run_dir.root) + "\n"
+    assert capsys.readouterr().out == independent_reader.checked_digest(place.run_dir.root) + "\n"
 
 
 def array(shape, dtype, *, seed=0):
@@ -85,7 +33,7 @@ SHAPES = [(), (0,), (0, 5), (1,), (7,), (3, 5), (64, 128), (257, 64), (2, 3, 102
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_another_reader_finds_the_same_digest_of_any_array(shape, dtype):
     values = array(shape, dtype)
-    assert array_digest("params/é", values) == independent_array_digest("params/é", values)
+    assert array_digest("params/é", values) == independent_reader.array_digest("params/é", values)
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">i8", ">u2"])

@@ -5,15 +5,18 @@ import pytest
 
 from jaxres import runlog
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.manifest import ArrayInfo, Manifest
-from jaxres.faults import StorageUnavailable, Unrestorable
+from jaxres.checkpoint.blocks import ArrayInfo
+from jaxres.checkpoint.manifest import Manifest
+from jaxres.faults import CheckpointDamaged, StorageUnavailable
 from jaxres.runlog import Commit
 
 WHOLE = Manifest(
     step=8,
     attempt=1,
-    files={"progress.json": 2, "state/d/array": 5},
+    files={"progress.json": manifests.info_of(b"{}"), "state/d/array": manifests.info_of(b"12345")},
     arrays={"params/w": ArrayInfo("float32", (2, 3)), "step": ArrayInfo("int32", ())},
+    digests={"params/w": "3c", "step": "9f"},
+    digest="sha256:00",
     versions={"jax": "1"},
     fingerprint={"cpu": "x"},
     trajectory="7a",
@@ -27,7 +30,7 @@ def commit_of(data):
 
 @pytest.fixture
 def step_dir(tmp_path):
-    """A whole step directory, of which only the sizes are real."""
+    """A whole step directory, of which only the files' sizes are looked at."""
     (tmp_path / "state" / "d").mkdir(parents=True)
     (tmp_path / "progress.json").write_bytes(b"{}")
     (tmp_path / "state" / "d" / "array").write_bytes(b"12345")
@@ -39,16 +42,16 @@ COMMIT = commit_of(WHOLE.encode())
 
 
 def refused(step_dir, commit=COMMIT):
-    with pytest.raises(Unrestorable) as caught:
+    with pytest.raises(CheckpointDamaged) as caught:
         manifests.read(step_dir, commit)
     text = str(caught.value)
     assert text.startswith(f"{step_dir}: step 8 is committed but damaged: ")
-    return text.split("damaged: ")[1].split(". The run")[0]
+    return text.split("damaged: ")[1].split(". Restore")[0]
 
 
 def test_a_manifest_reads_back_as_it_was_written(step_dir):
     assert manifests.read(step_dir, COMMIT) == WHOLE
-    assert manifests.inventory(step_dir) == WHOLE.files
+    assert manifests.inventory(step_dir) == {n: info.size for n, info in WHOLE.files.items()}
 
 
 def test_a_file_that_is_not_in_the_manifest_does_no_harm(step_dir):
@@ -71,7 +74,7 @@ def test_a_file_of_another_size_is_named(step_dir, data):
 def test_an_absent_manifest_or_directory_is_named(step_dir):
     (step_dir / "MANIFEST.json").unlink()
     assert refused(step_dir) == "MANIFEST.json is missing"
-    with pytest.raises(Unrestorable, match=r"MANIFEST\.json is missing"):
+    with pytest.raises(CheckpointDamaged, match=r"MANIFEST\.json is missing"):
         manifests.read(step_dir / "gone", COMMIT)
 
 
@@ -87,7 +90,7 @@ FIELDS = json.loads(WHOLE.encode())
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        (FIELDS | {"format": 2}, "format 2, this version reads 1"),
+        (FIELDS | {"format": 3}, "format 3, this version reads 1 to 2"),
         ({k: v for k, v in FIELDS.items() if k != "format"}, "format"),
         ({k: v for k, v in FIELDS.items() if k != "files"}, "files"),
         (FIELDS | {"color": 1}, "color"),
@@ -108,6 +111,6 @@ def test_an_array_is_shown_as_dtype_and_shape():
 
 def test_missing_files_prove_damage_and_a_failing_disk_does_not(tmp_path):
     gone = FileNotFoundError(2, "No such file or directory")
-    assert isinstance(manifests.unreadable(tmp_path, 8, gone), Unrestorable)
+    assert isinstance(manifests.unreadable(tmp_path, 8, gone), CheckpointDamaged)
     failing = OSError(5, "Input/output error")
     assert isinstance(manifests.unreadable(tmp_path, 8, failing), StorageUnavailable)

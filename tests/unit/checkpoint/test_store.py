@@ -346,7 +346,6 @@ def test_no_file_of_a_step_can_go_or_shrink_unnoticed(place, how):
         with pytest.raises(Unrestorable) as caught:
             restore(place, commit, like(state(8)))
         assert name in str(caught.value)
-        assert "does not start again from step 0" in str(caught.value)
         assert caught.value.exit == Exit.UNRESTORABLE
         path.write_bytes(data)
     restore(place, commit, like(state(8)))
@@ -385,11 +384,9 @@ def test_a_letter_flipped_in_orbax_own_files_is_unrestorable_not_a_bug(place, na
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        (b"{", "can't be read"),
-        (b"[]", "can't be read"),
-        (b"\0\0\0", "can't be read"),
-        (b'{"step":7}', "is that of step 7"),
-        (b'{"step":8,"color":1}', "is not this version's"),
+        (b"{", "other bytes than were committed"),
+        (b"", "other bytes than were committed"),
+        (b'{"step":7}', "other bytes than were committed"),
     ],
 )
 def test_damaged_facts_are_unrestorable(place, facts, why):

@@ -1,0 +1,120 @@
+"""Reads back what a host has just written, before anything may count on it. No jax.
+
+Every host makes its own files durable, drops them from memory, reads them again for their
+checksums, and holds its own blocks, read through TensorStore, against the digests of the snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from jaxres import storage
+from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint.blocks import ArrayInfo, Digests, decode, split
+from jaxres.checkpoint.digest import block_digest, block_digests
+from jaxres.checkpoint.manifest import FileInfo
+from jaxres.checkpoint.reader import ArrayReader
+from jaxres.faults import TypedEnd
+from jaxres.runlog import canonical_json
+
+THREADS = 2
+READ_BYTES = 2**22
+_OF_A_PROCESS = re.compile(
+    r"state/ocdbt\.process_(\d+)/.*|state/array_metadatas/process_(\d+)|digests/process_(\d+)\.json"
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one host tells the lead when its part of a step is written."""
+
+    files: Mapping[str, FileInfo]
+    """The host's own, as they were read back."""
+    failure: str = ""
+    """Why the host's part is not there; empty: it is."""
+
+    def encode(self) -> str:
+        """Returns the report as a word between hosts."""
+        files = {name: asdict(info) for name, info in self.files.items()}
+        return canonical_json({"files": files, "failure": self.failure}).decode()
+
+    @staticmethod
+    def decode(word: str) -> Report:
+        """Reads a report back."""
+        fields = json.loads(word)
+        files = {name: FileInfo(**row) for name, row in fields["files"].items()}
+        return Report(files, fields["failure"])
+
+
+def report(step_dir: Path, arrays: Mapping[str, ArrayInfo], *, process: int) -> Report:
+    """Returns what one process reports of its part of a step that Orbax has finished."""
+    try:
+        with storage.typed_errors(step_dir):
+            own = [name for name in manifests.inventory(step_dir) if process_of(name) == process]
+            files = read_back(step_dir, own)
+            wrong = _wrong_arrays(step_dir, arrays, process=process)
+    except (TypedEnd, OSError, ValueError, KeyError, TypeError) as error:
+        return Report({}, f"{step_dir}: could not be read back ({error})")
+    if wrong:
+        return Report(
+            {},
+            f"{step_dir}: {', '.join(wrong)} read back differently from what was written. Is the "
+            "disk, or this machine's memory, sound?",
+        )
+    return Report(files)
+
+
+def process_of(name: str) -> int | None:
+    """Returns which process writes a file of a step; None: the lead alone.
+
+    >>> process_of("state/ocdbt.process_1/d/9f"), process_of("digests/process_0.json")
+    (1, 0)
+    >>> process_of("state/manifest.ocdbt")
+    """
+    found = _OF_A_PROCESS.fullmatch(name)
+    return None if found is None else int(next(filter(None, found.groups())))
+
+
+def read_back(step_dir: Path, names: Sequence[str]) -> dict[str, FileInfo]:
+    """Makes files durable and returns what they are when they are read from the disk again."""
+    for name in names:
+        storage.sync_file(step_dir / name)
+    with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
+        return dict(zip(names, pool.map(lambda n: file_info(step_dir / n), names), strict=True))
+
+
+def file_info(path: Path) -> FileInfo:
+    """Reads a file from the disk, not from memory; raises whatever storage says."""
+    storage.forget(path)
+    size, checksum, buffer = 0, xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            size += count
+            checksum.update(buffer[:count])
+    return FileInfo(size, checksum.hexdigest())
+
+
+def _wrong_arrays(step_dir: Path, arrays: Mapping[str, ArrayInfo], *, process: int) -> list[str]:
+    """Returns the arrays of which a reader of the step gets other blocks than were digested."""
+    name = f"{manifests.DIGESTS}/process_{process}.json"
+    mine = decode((step_dir / name).read_bytes())
+    reader = ArrayReader(step_dir, arrays)
+    with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
+        same = pool.map(lambda path: _is_same(reader, path, arrays[path], mine[path]), mine)
+        return [path for path, is_same in zip(mine, same, strict=True) if not is_same]
+
+
+def _is_same(reader: ArrayReader, path: str, info: ArrayInfo, digests: Digests) -> bool:
+    limit = reader.region_bytes(path)
+    for box, wanted in digests.blocks:
+        for items, one in split(info, box, wanted, limit_bytes=limit):
+            if block_digests(reader.read(path, items), info.block) != one:
+                return False
+    return all(block_digest(reader.read(path, box)) == one for box, one in digests.parts)

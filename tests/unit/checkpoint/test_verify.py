@@ -1,0 +1,210 @@
+"""Whatever happens to whatever file of a committed step is found, by file and array."""
+
+import io
+import random
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+
+from jaxres import runlog, verbs
+from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint import readback, verify
+from jaxres.faults import CheckpointDamaged, Exit, StorageUnavailable
+from jaxres.rundir import RunDir
+from tests import damage as damages
+from tests.promises.trainer import ROOT, free_address
+from tests.unit.checkpoint import hosts
+
+GOLDEN = ROOT / "tests" / "golden" / "checkpoint-1"
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 host", "2 hosts"])
+def written(request, tmp_path_factory):
+    """A run directory with steps 8 and 16, saved by real processes; only to be copied."""
+    folder = tmp_path_factory.mktemp("written")
+    port = free_address().rpartition(":")[2]
+    script = [sys.executable, hosts.__file__]
+    processes = [
+        subprocess.Popen(
+            [*script, str(host), str(request.param), port, str(folder / "run")],
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for host in range(request.param)
+    ]
+    said = [process.communicate(timeout=120)[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0] * request.param, said
+    return RunDir(folder / "run")
+
+
+@pytest.fixture
+def run_dir(written, tmp_path):
+    shutil.copytree(written.root, tmp_path / "run")
+    return RunDir(tmp_path / "run")
+
+
+def commit_at(run_dir, step):
+    line = runlog.fold(runlog.read_records(run_dir.log))
+    (commit,) = [commit for commit in line.committed if commit.step == step]
+    return run_dir.root / commit.path, commit
+
+
+def verb(*words):
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = verbs.main(["checkpoints", *map(str, words)], usage="")
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_a_whole_step_is_whole_and_holds_what_was_saved(run_dir):
+    for step in (8, 16):
+        step_dir, commit = commit_at(run_dir, step)
+        found = verify.examine(step_dir, commit)
+        assert found.problems == ()
+        arrays = manifests.read_arrays(step_dir, commit)
+        assert {name: a.tobytes() for name, a in arrays.items()} == {
+            name: hosts.values(name, step).tobytes() for name in hosts.SHAPES
+        }
+        code, out, _ = verb("digest", run_dir.root, "--step", step)
+        assert (code, out) == (0, f"{found.digest}\n")
+    assert verb("verify", run_dir.root)[0] == 0
+
+
+def unlike_raw(step_dir, commit, before):
+    """Returns the arrays that a reader who checks nothing finds changed, or can't read."""
+    found = set()
+    for path, info in manifests.Manifest.decode(before.manifest).arrays.items():
+        try:
+            now = manifests.read_array(step_dir, commit, path, info)
+        except CheckpointDamaged:
+            found.add(path)
+        else:
+            if now.tobytes() != before.arrays[path]:
+                found.add(path)
+    return found
+
+
+class Before:
+    def __init__(self, step_dir, commit):
+        self.manifest = (step_dir / manifests.MANIFEST).read_bytes()
+        self.arrays = {p: a.tobytes() for p, a in manifests.read_arrays(step_dir, commit).items()}
+        self.files = {p: p.read_bytes() for p in step_dir.rglob("*") if p.is_file()}
+
+    def restore(self):
+        for path, data in self.files.items():
+            if not path.exists() or path.read_bytes() != data:
+                path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", damages.DAMAGES, ids=lambda damage: damage.__name__)
+def test_every_damage_to_every_file_is_found_and_the_right_array_named(run_dir, damage):
+    step_dir, commit = commit_at(run_dir, 16)
+    before, chance = Before(step_dir, commit), random.Random(damage.__name__)
+    named = set()
+    for path in sorted(before.files):
+        times = 12 if path.stat().st_size > 16_000 else 1
+        if not path.stat().st_size and damage not in (damages.delete, damages.append):
+            continue
+        for _ in range(times):
+            damage(path, chance)
+            found = verify.examine(step_dir, commit)
+            name = path.relative_to(step_dir).as_posix()
+            assert name in {problem.file for problem in found.problems}, name
+            if name != manifests.MANIFEST and path.name != manifests.MANIFEST:
+                arrays = {problem.array for problem in found.problems} - {None}
+                manifest_hit = any(p.file == manifests.MANIFEST for p in found.problems)
+                assert manifest_hit or arrays == unlike_raw(step_dir, commit, before), name
+                named |= arrays
+            before.restore()
+    assert verify.examine(step_dir, commit).problems == ()
+    if damage.__name__ != "append":
+        assert named, "no damage hit the values of any array"
+
+
+def test_a_block_that_two_hosts_share_is_digested_from_what_both_have_written(written):
+    step_dir, _ = commit_at(written, 16)
+    names = {path.name for path in (step_dir / "digests").iterdir()}
+    alone = len(list((step_dir / "state").glob("ocdbt.process_*"))) == 1
+    wanted = {"process_0.json"} if alone else {"process_0.json", "process_1.json", "read_back.json"}
+    assert names == wanted
+
+
+def test_verify_names_step_file_and_array_and_ends_as_1(run_dir):
+    step_dir, commit = commit_at(run_dir, 8)
+    largest = max((step_dir / "state").rglob("*"), key=lambda p: p.stat().st_size)
+    data = largest.read_bytes()
+    largest.write_bytes(data[:9000] + bytes([data[9000] ^ 1]) + data[9001:])
+    code, out, _ = verb("verify", run_dir.root)
+    lines = out.splitlines()
+    assert code == 1
+    assert lines[0].startswith(f"step 8: damaged: {largest.relative_to(step_dir)} has checksum ")
+    (array,) = [path for path in hosts.SHAPES if f"damaged: {path} has digest" in lines[1]]
+    assert "in block [" in lines[1]
+    assert array
+    assert lines[2].startswith("step 16: whole: ")
+    assert verb("verify", run_dir.root, "--step", 16)[0] == 0
+    assert verb("verify", run_dir.root, "--step", 8)[0] == 1
+    assert commit.step == 8
+
+
+def test_verify_of_what_is_not_committed_ends_as_1(run_dir):
+    assert verb("verify", run_dir.root, "--step", 9)[:2] == (
+        1,
+        f"{run_dir.root}: step 9 is not committed\n",
+    )
+    shutil.rmtree(commit_at(run_dir, 16)[0])
+    code, out, _ = verb("verify", run_dir.root)
+    assert code == 1
+    assert "step 16: damaged: MANIFEST.json is missing" in out
+
+
+def test_verify_needs_no_jax(run_dir):
+    code = (
+        "import sys; from jaxres import verbs; code = verbs.main(sys.argv[1:], usage='');"
+        "assert 'jax' not in sys.modules and 'orbax' not in sys.modules; sys.exit(code)"
+    )
+    words = [sys.executable, "-c", code, "checkpoints", "verify", run_dir.root]
+    found = subprocess.run(words, check=True, capture_output=True, text=True)
+    assert found.stdout.count(": whole: ") == 2
+
+
+def test_storage_that_fails_or_gives_two_answers_is_not_damage(run_dir, monkeypatch):
+    step_dir, commit = commit_at(run_dir, 16)
+    real, calls = readback.file_info, []
+
+    def once_wrong(path):
+        calls.append(path)
+        is_first = path.name == "progress.json" and calls.count(path) == 1
+        return manifests.info_of(b"wrong") if is_first else real(path)
+
+    monkeypatch.setattr(verify, "file_info", once_wrong)
+    with pytest.raises(StorageUnavailable, match="read twice, with two results"):
+        verify.examine(step_dir, commit)
+
+    def failing(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(verify, "file_info", failing)
+    with pytest.raises(StorageUnavailable, match="Nothing was judged damaged"):
+        verify.examine(step_dir, commit)
+    assert verb("verify", run_dir.root)[0] == Exit.STORAGE
+
+
+def test_steps_whose_folder_is_away_are_not_damaged(run_dir):
+    run_dir.checkpoints.rename(run_dir.root / "away")
+    code, _, err = verb("verify", run_dir.root)
+    assert code == Exit.STORAGE
+    assert "Is it mounted?" in err
+
+
+def test_a_checkpoint_of_format_1_is_read_and_its_content_called_unverified():
+    code, out, _ = verb("verify", GOLDEN)
+    assert code == 0
+    assert out.startswith("step 8: unverified content: 12 files, 5 arrays")
+    digest = "sha256:91d86d9d2f1b197a7d138731e8a6b639996d7a1d8e72978b526d1e2218c11758"
+    assert verb("digest", GOLDEN)[1] == f"{digest}\n"
