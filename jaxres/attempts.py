@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from jaxres import runlog
-from jaxres.events import read_events, read_json_lines
+from jaxres.eventlog import read_events, read_json_lines
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Commit, Leave, Record, Start, Stop

@@ -1,24 +1,13 @@
 """What happened, as frozen past-tense records: telemetry for people and tools, never the truth.
 
-Every event is written with wall and monotonic time as one JSON line, and handed to the listeners
-(the console). Goodput is a fold over the phase changes.
+How they are written and read back: eventlog.py. Goodput is a fold over the phase changes.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from jaxres import storage
-from jaxres.clock import Clock
-
-MAX_WAITING = 10_000
-"""Events that wait in memory while the disk is full."""
 
 
 @dataclass(frozen=True)
@@ -369,56 +358,3 @@ Event = (
     | NoticeAnswered
 )
 Emit = Callable[[Event], None]
-
-
-class EventLog:
-    """Appends events to one host's file and tells the listeners; a context manager."""
-
-    def __init__(self, path: Path, *, clock: Clock, listeners: Sequence[Emit] = ()) -> None:
-        self._lines = storage.Appender(path, max_waiting=MAX_WAITING, beyond="drop oldest")
-        self._clock = clock
-        self._listeners = listeners
-
-    def __enter__(self) -> EventLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if missing := self._lines.close():
-            self._tell(Noted(f"{missing} events could not be written to the event file"))
-
-    def emit(self, event: Event) -> None:
-        """Writes the event and tells the listeners; storage that refuses is never its end."""
-        fields = {
-            "time": self._clock.wall(),
-            "monotonic": self._clock.monotonic(),
-            "event": type(event).__name__,
-        } | {name: finite_or_none(value) for name, value in dataclasses.asdict(event).items()}
-        self._lines.append(json.dumps(fields).encode())
-        self._tell(event)
-        if dropped := self._lines.take_dropped():
-            self.emit(Noted(f"{dropped} events were dropped while storage refused to take them"))
-
-    def _tell(self, event: Event) -> None:
-        for listener in self._listeners:
-            listener(event)
-
-
-def finite_or_none(value: Any) -> Any:
-    """Returns None for a float that JSON has no word for, else the value."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Reads one host's events; a line cut short by a kill is left out."""
-    return read_json_lines(path)
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads a file of JSON lines, without lines that a kill cut short; [] if there is none."""
-    found = []
-    for line in (storage.read(path) or b"").splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found

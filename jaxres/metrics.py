@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxres import storage
-from jaxres.events import finite_or_none, read_json_lines
+from jaxres.eventlog import finite_or_none, read_json_lines
 from jaxres.rundir import RunDir
 from jaxres.runlog import Line, start_of
 

@@ -13,7 +13,7 @@ from typing import Any
 from jaxres import attempts, metrics, outlook, runlog
 from jaxres.attempts import Attempt
 from jaxres.clock import Clock
-from jaxres.events import read_events, read_json_lines
+from jaxres.eventlog import read_events, read_json_lines
 from jaxres.faults import Exit
 from jaxres.metrics import MetricsLine
 from jaxres.outlook import Outlook, Supervision

@@ -17,7 +17,7 @@ WALL_CLOCK = re.compile(r".*\.wall|(date|datetime)\.(now|utcnow|today)|.*\.st_[a
 """By which the wall clock, or what it has stamped, is read."""
 WALL_CLOCK_MAY = {
     "jaxres/runlog.py:RunLog.append": "stamps a record",
-    "jaxres/events.py:EventLog.emit": "stamps an event",
+    "jaxres/eventlog.py:EventLog.emit": "stamps an event",
     "jaxres/tensorboard.py:TensorBoard._put": "stamps a point",
     "jaxres/supervise/owner.py:Owner.beat": "stamps a beat",
     "jaxres/supervise/owner.py:is_alive": "for people; who claims looks whether the beat moves",

@@ -24,7 +24,7 @@ from jaxres.alerts.incidents import ALWAYS_TOLD, Incident
 from jaxres.alerts.ledger import Ledger
 from jaxres.clock import Clock
 from jaxres.config.alerts import AlertsSection, AlertTarget, PagerdutyTarget, variable
-from jaxres.events import read_json_lines
+from jaxres.eventlog import read_json_lines
 from jaxres.faults import ConfigError, TypedEnd
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim

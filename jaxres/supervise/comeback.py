@@ -22,18 +22,22 @@ from jaxres.alerts.notify import Alerts
 from jaxres.alerts.saves import Saves
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
-from jaxres.events import (
-    AttemptRestarted,
-    Event,
-    EventLog,
-    GaveUp,
-    SupervisionEnded,
-    SupervisionStarted,
-)
+from jaxres.eventlog import EventLog
+from jaxres.events import Event, GaveUp, SupervisionEnded
 from jaxres.faults import Exit, Fenced, StorageUnavailable, TypedEnd
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Leave, Line, Record
-from jaxres.supervise import answers, lookout, meeting, opening, past, remains, restart, signals
+from jaxres.supervise import (
+    answers,
+    decided,
+    lookout,
+    meeting,
+    opening,
+    past,
+    remains,
+    restart,
+    signals,
+)
 from jaxres.supervise.attempt import Ended, say
 from jaxres.supervise.deadlines import LEAVE_SECONDS
 from jaxres.supervise.last_words import exit_name, last_words
@@ -160,7 +164,7 @@ def _attempts(run: Run, found: Past) -> int:
     decision = Again(0.0, frozenset(), "")
     if run.history:
         decision = restart.decide(run.history, run.clock.monotonic(), run.policy)
-    _tell_of_start(run, found, decision)
+    _tell(run, *decided.started(run.line, run.policy, found, decision))
     if isinstance(decision, GiveUp):
         last = run.history[-1]
         ended = Ended(last.code, last.reason, committed=False, on_record=False)
@@ -174,7 +178,7 @@ def _attempts(run: Run, found: Past) -> int:
         if ended.asked is not None:
             why = "" if ended.asked == ended.code else "asked to stop, then "
             return _leave(run, ended, ended.asked, f"{why}{ended.reason}")
-        _tell_of_restart(run, ended, decision)
+        _tell(run, *decided.restarted(run.line, run.policy, ended, decision))
         ended = _pause(run, decision.after_seconds) or _attempt(run, without=decision.without_hosts)
 
 
@@ -330,47 +334,10 @@ def _heed(run: Run, report: lookout.Report) -> Ended | None:
     return None
 
 
-def _tell_of_start(run: Run, found: Past, decision: Again | GiveUp) -> None:
-    """Tells who supervises from now on, and what it goes on from."""
-    without = frozenset[int]() if isinstance(decision, GiveUp) else decision.without_hosts
-    run.emit(
-        SupervisionStarted(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            attempt=run.line.attempt,
-            step=run.line.step,
-            after_kill=found.was_killed,
-            ends_found=len(found.outcomes),
-            budget=decision.reason,
-            without_hosts=tuple(sorted(without)),
-            num_hosts=run.policy.num_hosts,
-            policy=run.policy.restart.model_dump() | run.policy.launch.model_dump(),
-        )
-    )
-    if found.was_killed:
-        say(f"the supervisor before this one has left no word; going on ({decision.reason})")
-
-
-def _tell_of_restart(run: Run, ended: Ended, decision: Again) -> None:
-    number, step = run.line.attempt, run.line.step
-    hosts = len(restart.hosts(run.policy, decision.without_hosts) or ())
-    run.emit(
-        AttemptRestarted(
-            attempt=number,
-            exit=ended.code,
-            name=exit_name(ended.code),
-            culprit=ended.culprit,
-            step=step,
-            after_seconds=decision.after_seconds,
-            num_hosts=hosts,
-            without_hosts=tuple(sorted(decision.without_hosts)),
-            budget=decision.reason,
-            reason=ended.reason,
-        )
-    )
-    excluded = f" with {hosts} host(s)" if decision.without_hosts else ""
-    say(f"attempt {number} ended: {ended.reason} ({ended.code} {exit_name(ended.code)})")
-    say(f"again from step {step}{excluded} in {decision.after_seconds:.1f} s ({decision.reason})")
+def _tell(run: Run, event: Event, words: list[str]) -> None:
+    run.emit(event)
+    for line in words:
+        say(line)
 
 
 def _leave(run: Run, ended: Ended, code: int, reason: str) -> int:

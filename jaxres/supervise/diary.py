@@ -9,7 +9,8 @@ import threading
 from pathlib import Path
 
 from jaxres.clock import Clock
-from jaxres.events import Event, EventLog
+from jaxres.eventlog import EventLog
+from jaxres.events import Event
 from jaxres.faults import TypedEnd
 
 CLOSE_SECONDS = 1.0

@@ -27,7 +27,8 @@ from jaxres import faults, runlog, screen, storage
 from jaxres.beat import BeatWriter, Leaving, write_now
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
-from jaxres.events import Emit, EventLog, PhaseChanged, RunEnded, RunOpened
+from jaxres.eventlog import EventLog
+from jaxres.events import Emit, PhaseChanged, RunEnded, RunOpened
 from jaxres.faults import Exit, TypedEnd
 from jaxres.hosts import ALONE, Alone, Member
 from jaxres.metrics import MetricsLine

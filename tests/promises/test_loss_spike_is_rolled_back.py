@@ -14,7 +14,7 @@ import pytest
 from jaxres import runlog
 from jaxres.clock import SystemClock
 from jaxres.data import rows_at
-from jaxres.events import read_events, read_json_lines
+from jaxres.eventlog import read_events, read_json_lines
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from jaxres.runlog import RunLog, Skip

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxres.events import read_events
+from jaxres.eventlog import read_events
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from tests.emulators.metadata import EVENT, PREEMPTED, UPCOMING, MetadataServer

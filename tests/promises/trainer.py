@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxres import runlog, verbs
-from jaxres.events import read_events, read_json_lines
+from jaxres.eventlog import read_events, read_json_lines
 from jaxres.rundir import RunDir
 from jaxres.runlog import Line, Stop
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxres import runlog
-from jaxres.events import read_events, read_json_lines
+from jaxres.eventlog import read_events, read_json_lines
 from jaxres.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]

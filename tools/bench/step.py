@@ -34,7 +34,7 @@ from jaxres import data
 from jaxres import mesh as meshes
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
-from jaxres.events import EventLog
+from jaxres.eventlog import EventLog
 from jaxres.hosts import Alone
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from jaxres.events import read_events
+from jaxres.eventlog import read_events
 from jaxres.supervise.process import LEAVE
 from tests.emulators.metadata import MetadataServer
 from tests.unit.supervise.test_supervisor import Door
