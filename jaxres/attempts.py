@@ -56,6 +56,8 @@ class Attempt:
     """Of these the ones that a commit of this attempt holds."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase on the lead's host."""
+    forked: bool | None = None
+    """Whether the lead's worker was forked from the zygote; None: it has not told."""
 
 
 def fold(
@@ -121,6 +123,7 @@ def _attempt(
         steps_gained=0 if reached is None or start is None else max(0, reached - start),
         steps_kept=0 if committed is None or start is None else max(0, committed - start),
         phase_seconds=phase_seconds(events),
+        forked=next((e.get("forked") for e in events if e.get("event") == "RunOpened"), None),
     )
 
 
@@ -211,7 +214,8 @@ def _row(one: Attempt) -> str:
         row += f"{'':>8}{one.reason.splitlines()[0]}\n"
     if one.phase_seconds:
         longest = sorted(one.phase_seconds.items(), key=lambda item: -item[1])
-        row += f"{'':>8}{', '.join(f'{name} {value:.1f} s' for name, value in longest)}\n"
+        how = "forked: " if one.forked else ""
+        row += f"{'':>8}{how}{', '.join(f'{name} {value:.1f} s' for name, value in longest)}\n"
     return row
 
 

@@ -36,6 +36,8 @@ class RunOpened:
     run_dir: str
     attempt: int
     threads: int
+    forked: bool
+    """Whether this process is a fork of the zygote."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,23 @@ class RunBuilt:
     """Parameters, optimizer state and key."""
     save_bytes_per_host: int = 0
     """Host memory that a save takes at most, until it is committed."""
+
+
+@dataclass(frozen=True)
+class StepsLoaded:
+    """The compiled steps of an earlier attempt are in use."""
+
+    names: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepsCompiled:
+    """The steps were compiled, or taken from the cache that runs share."""
+
+    reason: str
+    """Why the run's own could not be loaded."""
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -210,7 +229,7 @@ class SupervisionStarted:
     step: int
     """Newest committed step."""
     after_kill: bool
-    """Whether the supervisor before it was killed, or has crashed."""
+    """Whether the supervisor before it has left no word: it was killed, crashed, or hangs."""
     ends_found: int
     """Ends of earlier supervisors' attempts that it counts on from."""
     budget: str
@@ -247,6 +266,15 @@ class AttemptRestarted:
 
 
 @dataclass(frozen=True)
+class ZygotePrepared:
+    """The supervisor has a process from which it can fork workers."""
+
+    pid: int
+    seconds: float
+    """From its start on."""
+
+
+@dataclass(frozen=True)
 class GaveUp:
     """A supervisor has decided that no other attempt follows, and a person has to look."""
 
@@ -272,6 +300,8 @@ Event = (
     PhaseChanged
     | RunOpened
     | RunBuilt
+    | StepsLoaded
+    | StepsCompiled
     | TrainingStarted
     | Evaluated
     | SaveStarted
@@ -288,6 +318,7 @@ Event = (
     | RunEnded
     | SupervisionStarted
     | AttemptRestarted
+    | ZygotePrepared
     | GaveUp
     | SupervisionEnded
 )

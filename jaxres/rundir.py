@@ -55,6 +55,11 @@ class RunDir:
         return self.root / "exports"
 
     @property
+    def compiled(self) -> Path:
+        """The folder of compiled steps, by key; made anew where it is missing."""
+        return self.root / "compiled"
+
+    @property
     def tensorboard(self) -> Path:
         """The folder of TensorBoard's event files, one an attempt."""
         return self.root / "tensorboard"

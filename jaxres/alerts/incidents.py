@@ -27,7 +27,7 @@ ALWAYS_TOLD = ("gave_up", "finished")
 """The last word about a run; no limit on the number of messages leaves it out."""
 HEADLINES: Mapping[str, str] = {
     "restarted": "has fallen and is started again",
-    "came_back": "is supervised again: its supervisor was killed",
+    "came_back": "is supervised again: its supervisor had left no word",
     "gave_up": "has given up: nobody starts it again",
     "no_commit_for_too_long": "has committed no step for too long",
     "commits_again": "commits steps again",

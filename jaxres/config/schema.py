@@ -321,6 +321,9 @@ class RestartSection(Section):
     """Wait after storage has ended an attempt; doubled by each further one."""
     max_storage_backoff_seconds: NonNegativeFloat = free(600.0)
     """Longest wait for storage, before jitter."""
+    fork: bool = free(True)
+    """Whether workers that come back are forked from a process that has imported everything (it
+    takes some 100 MB while it waits), instead of being started anew."""
 
 
 class LaunchSection(Section):
@@ -333,7 +336,10 @@ class LaunchSection(Section):
 
 class CompileSection(Section):
     cache_dir: Path | None = free(Path("~/.cache/jaxres/xla"))
-    """Folder of JAX's persistent compilation cache; null: none."""
+    """Folder of compiled programs that runs share (JAX's persistent cache); null: none."""
+    keep_programs: NonNegativeInt = free(8)
+    """Compiled steps that RUN_DIR/compiled keeps, so that a restart only loads them; two for each
+    number of hosts or devices. 0: none is kept, none is loaded."""
 
 
 class RunConfig(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxres import screen
@@ -13,6 +13,7 @@ from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from jaxres.supervise.others import Following, Led, Remote
 from jaxres.supervise.process import Worker
+from jaxres.supervise.zygote import Zygote
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class Attempt:
     """The hosts behind other doors, if there are any."""
     until: float
     """When the workers are asked to save and stop; inf: never."""
+    zygote: Zygote | None
+    """What forks workers, if the attempt has one."""
+    env: Mapping[str, str]
+    """The workers'."""
     heard: Callable[[SaveNews], None] = to_nobody
     """Is told whether storage takes the lead's saves."""
     asked: Exit | None = None

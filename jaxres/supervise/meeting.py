@@ -22,7 +22,7 @@ from jaxres import config as configs
 from jaxres import runlog, storage
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
-from jaxres.doors.peers import Peers
+from jaxres.doors.channels import Peers
 from jaxres.doors.rollcall import SEE_SECONDS, Follower, Lead
 from jaxres.doors.wire import reserve_port
 from jaxres.doors.words import Announcement, Farewell, Hello, fields_of

@@ -26,19 +26,19 @@ from jaxres import faults, runlog, screen, storage
 from jaxres.beat import Leaving, SaveNews
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
-from jaxres.doors.peers import Peers
+from jaxres.doors.channels import Peers
 from jaxres.faults import ConfigError, Exit, TypedEnd
 from jaxres.hosts import ALONE, Member
-from jaxres.membership import Address
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog, Stop
 from jaxres.supervise import remains, signals
 from jaxres.supervise.attempt import Ended, to_nobody
-from jaxres.supervise.meeting import Job, Meet, alone, boot_id, following, versions
+from jaxres.supervise.meeting import Job, Meet, alone, boot_id, versions
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
 from jaxres.supervise.recorded import resolve
 from jaxres.supervise.supervisor import supervise
+from jaxres.supervise.zygote import Zygote
 
 RECORD_SECONDS = 10.0
 """Longest wait, at the end, for storage to take the last record or to give a traceback."""
@@ -162,44 +162,6 @@ def _announced(opened: Opened, job: Job, run: Callable[[Opened], Ended]) -> Ende
     return run(dataclasses.replace(opened, peers=peers))
 
 
-def follow(
-    target: Path,
-    overrides: Sequence[str],
-    *,
-    member: Member,
-    address: Address,
-    env: Mapping[str, str],
-    advise: Callable[[RunConfig, str], str],
-) -> int:
-    """Runs one host's part of an attempt that another host's door opens; returns the exit code."""
-    loaded, run_dir = resolve(target, overrides)
-    config = loaded.config
-    if is_done(run_dir, config):
-        return Exit.DONE
-    clock = SystemClock()
-    with following(config, run_dir, member, address, clock=clock) as (attempt_number, peers):
-        signals.hold()
-        records = runlog.read_records(run_dir.log)
-        claim = runlog.claim_of(records, attempt=attempt_number)
-        command = _worker_command(run_dir, claim, member)
-        ended = supervise(
-            {member.host: command},
-            run_dir=run_dir,
-            attempt=claim.attempt,
-            last_seq=len(records),
-            limits=config.deadlines,
-            owner=None,
-            clock=clock,
-            env={**env, "NPROC": str(claim.threads)},
-            num_hosts=member.num_hosts,
-            peers=peers,
-        )
-    ended = _advised(ended, config, advise)
-    if ended.to_be_said:
-        say_end(ended, run_dir, claim)
-    return ended.code
-
-
 def behind_a_door(
     opened: Opened,
     *,
@@ -208,6 +170,7 @@ def behind_a_door(
     wakeup: int | None = None,
     until: float = math.inf,
     heard: Callable[[SaveNews], None] = to_nobody,
+    zygote: Zygote | None = None,
 ) -> Ended:
     """Runs the attempt's workers of this door as processes of this machine, one a host.
 
@@ -218,11 +181,12 @@ def behind_a_door(
       wakeup: where signals come as bytes, if the caller takes them.
       until: when the attempt is asked to save and stop, on its clock.
       heard: is told whether storage takes saves.
+      zygote: what forks workers, if the caller has one.
     """
     claim = opened.claim
     hosts = [Member(host, claim.num_hosts) for host in opened.hosts]
     ended = supervise(
-        {member.host: _worker_command(opened.run_dir, claim, member) for member in hosts},
+        {member.host: worker_command(opened.run_dir, claim, member) for member in hosts},
         run_dir=opened.run_dir,
         attempt=claim.attempt,
         last_seq=opened.last_seq,
@@ -235,18 +199,20 @@ def behind_a_door(
         wakeup=wakeup,
         until=until,
         heard=heard,
+        zygote=zygote,
     )
-    return _advised(ended, opened.config, advise)
+    return advised(ended, opened.config, advise)
 
 
-def _advised(ended: Ended, config: RunConfig, advise: Callable[[RunConfig, str], str]) -> Ended:
+def advised(ended: Ended, config: RunConfig, advise: Callable[[RunConfig, str], str]) -> Ended:
     """Adds what to change where the kernel has killed a worker for want of memory."""
     if ended.code == Exit.OUT_OF_MEMORY and not ended.own_word:
         return dataclasses.replace(ended, reason=advise(config, ended.reason))
     return ended
 
 
-def _worker_command(run_dir: RunDir, claim: Claim, member: Member) -> list[str]:
+def worker_command(run_dir: RunDir, claim: Claim, member: Member) -> list[str]:
+    """Returns the argv of one host's worker."""
     command = [sys.executable, "-m", "jaxres.train.worker", str(run_dir.root)]
     command += ["--attempt", str(claim.attempt), "--parent", str(os.getpid())]
     if member == ALONE:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from jaxres.beat import EnteredPhase, FinishedStep
 from jaxres.doors import words
-from jaxres.doors.peers import Peers
+from jaxres.doors.channels import Peers
 from jaxres.faults import Exit
 from jaxres.supervise.blame import GOOD, Blame, End, Known
 from jaxres.supervise.deadlines import Watch

@@ -28,7 +28,7 @@ class Past:
     outcomes: tuple[Outcome, ...] = ()
     """Of supervised attempts since the last end that nobody but a person follows; oldest first."""
     was_killed: bool = False
-    """Whether the supervisor before this one has not ended by itself."""
+    """Whether the supervisor before this one has left no word; it may hang, too."""
 
 
 @dataclass(frozen=True)

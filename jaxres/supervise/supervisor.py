@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxres.beat import SaveNews
 from jaxres.clock import Awake, Clock
 from jaxres.config.schema import DeadlinesSection
-from jaxres.doors.peers import Peers
+from jaxres.doors.channels import Peers
 from jaxres.doors.words import Verdict
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
@@ -31,7 +31,8 @@ from jaxres.supervise.kernel import out_of_memory_kills
 from jaxres.supervise.lookout import Lookout
 from jaxres.supervise.others import LEAD, Following, Led, Remote
 from jaxres.supervise.owner import Owner
-from jaxres.supervise.process import Worker, kill_groups, spawn, wait_for
+from jaxres.supervise.process import Worker, kill_groups, start, wait_for
+from jaxres.supervise.zygote import Zygote
 
 TICK_SECONDS = 0.25
 SILENT_SECONDS = 10.0
@@ -55,6 +56,7 @@ def supervise(
     wakeup: int | None = None,
     until: float = math.inf,
     heard: Callable[[SaveNews], None] = to_nobody,
+    zygote: Zygote | None = None,
 ) -> Ended:
     """Runs the workers to their end.
 
@@ -72,16 +74,14 @@ def supervise(
       wakeup: where signals come as bytes; None: they are taken for as long as the workers run.
       until: when the workers are asked to save and stop, on the clock.
       heard: is told whether storage takes the lead's saves.
+      zygote: forks the workers if it can, and is told when training runs; None: there is none.
     """
     with contextlib.ExitStack() as stack:
         wakeup = stack.enter_context(signals.as_bytes()) if wakeup is None else wakeup
         others = None if peers is None else _others(peers, commands, clock=clock)
-        running = Attempt(run_dir, attempt, limits, clock, [], others, until, heard)
-        kills_before = out_of_memory_kills()
+        running = Attempt(run_dir, attempt, limits, clock, [], others, until, zygote, env, heard)
         try:
-            how = {"is_alone": num_hosts == 1, "env": env, "kills_before": kills_before}
-            for host, command in sorted(commands.items()):
-                running.workers.append(spawn(command, host=host, clock=clock, **how))
+            _start(running, commands, is_alone=num_hosts == 1)
             watch = None
             if owner is not None:
                 looks = functools.partial(Lookout, run_dir, attempt=attempt, last_seq=last_seq)
@@ -95,6 +95,22 @@ def supervise(
             kill_groups(running.workers, clock=clock)
             for worker in running.workers:
                 worker.close()
+
+
+def _start(running: Attempt, commands: Mapping[int, Sequence[str]], *, is_alone: bool) -> None:
+    """Starts the workers, the lead first."""
+    kills_before = out_of_memory_kills()
+    for host, command in sorted(commands.items()):
+        worker = start(
+            command,
+            host=host,
+            is_alone=is_alone,
+            env=running.env,
+            kills_before=kills_before,
+            clock=running.clock,
+            fork=None if running.zygote is None else running.zygote.fork,
+        )
+        running.workers.append(worker)
 
 
 def _others(peers: Peers, commands: Mapping[int, object], *, clock: Clock) -> Led | Following:
@@ -220,7 +236,12 @@ def _tick(running: Attempt, watch: Lookout | None) -> Ended | None:
     if now - running.ticked_at < TICK_SECONDS:
         return None  # A finished step has woken us.
     running.ticked_at = now
-    remains.bury(worker.process.pid for worker in running.workers)
+    awaited = {worker.process.pid for worker in running.workers}
+    if running.zygote is not None:
+        awaited |= running.zygote.pids
+        if running.step:  # Not earlier: the two would import at the same time.
+            running.zygote.see_to_it(running.env)
+    remains.bury(awaited)
     is_silent = watch is not None and watch.silent_seconds(now=now) > SILENT_SECONDS
     if is_silent != running.silence_told:
         running.silence_told = is_silent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +27,11 @@ from jaxres.guards import Guard, divergence
 from jaxres.layout import Layout
 from jaxres.metrics import MetricsLine, MetricsLog
 from jaxres.models import Model
-from jaxres.runlog import Claim
 from jaxres.state import TrainState
 from jaxres.topology import Plan
-from jaxres.train import feed, initial, memory, pacer
+from jaxres.train import feed, initial, memory, pacer, programs
 from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
+from jaxres.train.guarantee import computation
 from jaxres.train.place import Place
 from jaxres.train.run import Agenda, Run
 
@@ -119,7 +120,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         row_places=_row_places(parts),
         evaluate=evaluation,
         dataset=parts.dataset.fingerprint,
-        computation=computation(config, place.claim, parts.mesh, parts.plan),
+        computation=computation(config, place.claim, parts.mesh, parts.plan, step),
         landed=landed,
         agreement=_agreement(place, checkpoints, parts.mesh, is_due),
         peers=place.peers,
@@ -309,27 +310,50 @@ def traced_step(parts: Parts, *, facts: Any = None) -> Any:
 def _compile(
     parts: Parts, place: Place
 ) -> tuple[Any, Callable[[Any, evaluate.Listener], float | None]]:
-    """Compiles the train step and the evaluation step before the first step."""
-    config, shapes, mesh, emit = parts.config, parts.shapes, parts.mesh, place.emit
-    emit(PhaseChanged("compile", "training step"))
+    """Loads or compiles the train step and the evaluation step before the first step."""
+    config, mesh = parts.config, parts.mesh
     facts = None if place.peers.member.is_alone else facts_shape(mesh)
-    step = traced_step(parts, facts=facts).lower().compile()
+    traces = {"training": functools.partial(traced_step, parts, facts=facts)}
+    rows = parts.plan.rows_at_once  # A whole batch may be more than what fits.
+    if parts.evaluates:
+        traces["evaluation"] = functools.partial(_traced_evaluation, parts, facts=facts, rows=rows)
+    batch = {name: str(shape) for name, shape in _batch_shapes(parts, rows=rows).items()}
+    made_of = programs.made_of(
+        config,
+        vocab_size=parts.dataset.vocab_size,
+        batch=batch,
+        plan=str(parts.plan),
+        mesh=str(mesh.shape),
+    )
+    compiled = programs.get(
+        traces,
+        place,
+        devices=list(mesh.devices.flat),
+        made_of=made_of,
+        most=config.compilation.keep_programs,
+        cache_dir=config.compilation.cache_dir,
+        seconds=config.deadlines.compile_seconds,
+    )
+    step = compiled["training"]
     large = memory.large_step(config, layout.step_bytes(step), layout.device_limit(mesh))
     if large is not None:
-        emit(Noted(large))
+        place.emit(Noted(large))
     if not parts.evaluates:
         return step, _no_evaluation
-    emit(PhaseChanged("compile", "evaluation step"))
-    rows = parts.plan.rows_at_once  # A whole batch may be more than what fits.
-    mask = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=meshes.batch_sharding(mesh))
-    eval_step = jax.jit(steps.make_eval_step(parts.model), out_shardings=meshes.replicated(mesh))
     return step, evaluate.make(
-        eval_step.lower(shapes.params, _batch_shapes(parts, rows=rows), mask, facts).compile(),
+        compiled["evaluation"],
         parts.dataset.heldout,
         rows_per_batch=rows,
         limit=config.evaluation.batches * parts.plan.microbatches,
         mesh=mesh,
     )
+
+
+def _traced_evaluation(parts: Parts, *, facts: Any, rows: int) -> Any:
+    mesh = parts.mesh
+    mask = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=meshes.batch_sharding(mesh))
+    step = jax.jit(steps.make_eval_step(parts.model), out_shardings=meshes.replicated(mesh))
+    return step.trace(parts.shapes.params, _batch_shapes(parts, rows=rows), mask, facts)
 
 
 def _batch_shapes(parts: Parts, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -348,19 +372,6 @@ def _batch_shapes(parts: Parts, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]
 
 def _no_evaluation(params: Any, hosts: Any) -> float | None:
     raise AssertionError("the agenda has no evaluation")
-
-
-def computation(config: RunConfig, claim: Claim, mesh: Mesh, plan: Plan) -> dict[str, str]:
-    """Returns what decides bits besides the trajectory; equal words, equal bits."""
-    words = {
-        "devices": meshes.devices_in_words(mesh),
-        "mesh": " ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh.axis_names),
-        "microbatches": str(plan.microbatches),
-        "threads": str(claim.threads),
-    }
-    if config.model.kind == "gpt":
-        words |= {"attention": config.model.attention, "remat": config.model.remat}
-    return words | dict(claim.fingerprint) | dict(claim.versions)
 
 
 def _built(parts: Parts, laid: Layout) -> RunBuilt:

@@ -37,6 +37,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     place = Place(tmp_path_factory.mktemp("killed"), caches)
     trainer = place.start("killed", *MLP)
     trainer.wait_commit(60)
+    trainer.wait_kept()
     trainer.kill()
     assert trainer.ended() == -9, trainer.said()
     return trainer.run_dir

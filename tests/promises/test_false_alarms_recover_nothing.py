@@ -45,6 +45,22 @@ def test_storage_that_hangs_longer_than_a_step_may_take_starts_nothing_anew(
     assert_bit_exact(trainer.run_dir, calm)
 
 
+@pytest.mark.campaign
+def test_one_whose_storage_hangs_may_be_taken_over_and_the_run_lives(
+    place: Place, calm: RunDir, mount: Mount
+) -> None:
+    """By another host, whose storage answers: three beats are missed."""
+    trainer = start(place, PACE="0.004", **mount.env)
+    trainer.wait_step(13)
+    with mount.hanging():
+        second = start(place)
+        second.wait(lambda: attempts(second) == 2, what="attempt 2")
+        assert second.ended() == 0, second.said()
+    assert trainer.ended() == Exit.FENCED, trainer.said()
+    assert attempts(trainer) == 2, trainer.said()
+    assert_bit_exact(trainer.run_dir, calm)
+
+
 def test_a_wall_clock_that_jumps_by_an_hour_each_way_starts_nothing_anew(
     place: Place, calm: RunDir, tmp_path: Path
 ) -> None:

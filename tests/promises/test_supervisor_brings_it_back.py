@@ -49,6 +49,33 @@ def wait_attempt(trainer: Trainer, attempt: int) -> None:
     trainer.attempt = attempt
 
 
+def zygotes(trainer: Trainer) -> set[int]:
+    """Returns the pid of the process that workers are forked from, if there is one."""
+    return {pid for pid in members(trainer.run_dir) if "jaxres.train.zygote" in words_of(pid)}
+
+
+def words_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    return ""
+
+
+def wait_zygote(trainer: Trainer, *, prepared: int) -> None:
+    """Holds the workers, which have trained, until so many zygotes have been prepared."""
+    for pid in trainer.workers().values():
+        os.kill(pid, signal.SIGSTOP)
+    trainer.wait(
+        lambda: len(decisions(trainer, "ZygotePrepared")) >= prepared, what="a prepared zygote"
+    )
+
+
+def forked(trainer: Trainer, host: int = 0) -> list[bool]:
+    """Returns by attempt whether a host's worker was forked."""
+    numbers = range(1, attempts(trainer) + 1)
+    told = [read_events(trainer.run_dir.events(number, host)) for number in numbers]
+    return [e["forked"] for events in told for e in events if e["event"] == "RunOpened"]
+
+
 def kill_at_random(trainer: Trainer, *, kills: int, seed: int) -> None:
     """Kills workers of the run at random moments of as many attempts."""
     chance = random.Random(seed)
@@ -68,12 +95,16 @@ def test_killed_workers_come_back_bit_exact(
     place: Place, calm: RunDir, calm_pair: RunDir, hosts: int
 ) -> None:
     trainer = start(place, "restart.max_attempts_without_commit=20", hosts=hosts)
+    if hosts > 1:
+        trainer.wait_step(2)
+        wait_zygote(trainer, prepared=1)
     kill_at_random(trainer, kills=2, seed=hosts)
     assert trainer.ended() == 0, trainer.said()
     claims = line(trainer.run_dir).claims
     assert len(claims) == 3, "as many attempts as kills, and one more"
     if hosts > 1:
         assert len({claim.coordinator for claim in claims}) == 3, "a port is used again"
+        assert forked(trainer, host=1)[:2] == [False, True], trainer.said()
     told = decisions(trainer)
     assert [event["exit"] for event in told] == [128 + signal.SIGKILL] * 2, trainer.said()
     assert len(decisions(trainer, "SupervisionEnded")) == 1
@@ -131,14 +162,26 @@ def test_a_new_supervisor_counts_on_and_one_after_a_give_up_begins_afresh(
 
 
 def test_progress_gives_the_budget_back(place: Place, calm: RunDir) -> None:
-    """Three failures with a budget of two: each of them has committed something new before."""
+    """Three failures with a budget of two: each of them has committed something new before.
+
+    The second attempt is a fork of the zygote, the third is not, since that was killed as well.
+    """
     trainer = start(place, "restart.max_attempts_without_commit=2", PACE="0.003")
     for attempt in (1, 2, 3):
         wait_attempt(trainer, attempt)
         trainer.wait_commit(10 * attempt)
+        if attempt == 2:
+            (zygote,) = zygotes(trainer)
+            os.kill(zygote, signal.SIGKILL)
+        else:
+            wait_zygote(trainer, prepared=1 + attempt // 2)
         trainer.kill(who="worker")
         wait_attempt(trainer, attempt + 1)
     assert trainer.ended() == 0, trainer.said()
+    assert forked(trainer) == [False, True, False, True], "a worker came from elsewhere"
+    (noted,) = decisions(trainer, "Noted")
+    assert "a fresh process instead of a fork" in noted["message"]
+    assert not zygotes(trainer), "the zygote outlives its supervisor"
     assert_bit_exact(trainer.run_dir, calm)
 
 
@@ -211,7 +254,7 @@ def test_nothing_of_an_attempt_is_left_when_the_next_begins(place: Place, calm: 
     tag = str(place.run_dir("run").root)
     trainer = start(place, FAULT="build:1:spawn", TAG=tag)
     trainer.wait_step(13)
-    before = set(members(trainer.run_dir)) - {trainer.process.pid}
+    before = set(members(trainer.run_dir)) - {trainer.process.pid} - zygotes(trainer)
     assert len(before) == 3, "the worker and two that it has started"
     trainer.kill(who="worker")
     wait_attempt(trainer, 2)
@@ -227,10 +270,16 @@ def test_a_killed_supervisor_is_followed_by_one_that_cleans_up_and_goes_on(
 ) -> None:
     tag = str(place.run_dir("run").root)
     first = start(place, hosts=2, FAULT="build:1:spawn", TAG=tag)
+    first.wait_step(2)
+    wait_zygote(first, prepared=1)
+    first.kill(who="worker")
+    wait_attempt(first, 2)
     first.wait_step(13)
+    assert forked(first, host=1) == [False, True]
+    workers = set(first.workers().values()) | zygotes(first)
+    assert len(workers) == 3
     first.kill(who="door")
     assert first.ended() == -signal.SIGKILL
-    workers = set(first.workers().values())
     deadline = time.monotonic() + MARGIN
     while workers & set(members(first.run_dir)):
         assert time.monotonic() < deadline, "workers outlive their supervisor"
@@ -241,6 +290,8 @@ def test_a_killed_supervisor_is_followed_by_one_that_cleans_up_and_goes_on(
         second = start(place, hosts=2)
         assert second.ended() == 0, second.said()
         assert not left & set(members(first.run_dir)), "left behind"
+        loaded = [bool(second.told("StepsLoaded", host)) for host in (0, 1)]
+        assert loaded == [True, True], "the lead's file serves every host"
     finally:
         for pid in others:  # Without a mark and without an heir: nobody's to know.
             with contextlib.suppress(ProcessLookupError):

@@ -121,6 +121,15 @@ class Trainer:
         """Waits until a step at or after `step` is committed."""
         self.wait(lambda: line(self.run_dir).step >= step, what=f"commit of step {step}")
 
+    def wait_kept(self) -> None:
+        """Waits until compiled steps are kept for the attempts that follow."""
+        kept = self.run_dir.compiled
+        self.wait(lambda: any(kept.glob("*.compiled")), what="compiled steps")
+
+    def told(self, kind: str, host: int = 0) -> list[dict[str, Any]]:
+        """Returns the events of a kind that one host of this attempt has told."""
+        return [event for event in self.events(host) if event["event"] == kind]
+
     def steps(self) -> list[int]:
         """Returns the steps that this attempt has finished."""
         return [row["step"] for row in read_json_lines(self.run_dir.metrics(self.attempt))]

@@ -305,7 +305,7 @@ def test_a_supervisor_that_follows_a_killed_one_is_told_of_once(tmp_path):
         ("came_back", 3),
     ]
     assert hook.taken[0]["text"] == (
-        "tiny is supervised again: its supervisor was killed (attempt 2, step 40 committed)\n"
+        "tiny is supervised again: its supervisor had left no word (attempt 2, step 40 committed)\n"
         "(failure 2 of 5)"
     )
 

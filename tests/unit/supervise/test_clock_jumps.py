@@ -11,7 +11,7 @@ from jaxres.alerts.commits import CommitWatch
 from jaxres.beat import EnteredPhase, FinishedStep
 from jaxres.clock import Awake
 from jaxres.config.schema import DeadlinesSection, LaunchSection, RestartSection
-from jaxres.doors.peers import Peers
+from jaxres.doors.channels import Peers
 from jaxres.doors.wire import Wire
 from jaxres.doors.words import Here, Lost, encode
 from jaxres.faults import Fenced

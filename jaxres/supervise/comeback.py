@@ -42,6 +42,7 @@ from jaxres.supervise.owner import Owner
 from jaxres.supervise.past import Past
 from jaxres.supervise.patience import within
 from jaxres.supervise.restart import Again, GiveUp, Outcome, Policy
+from jaxres.supervise.zygote import Zygote
 
 TICK_SECONDS = 0.25
 LOOK_SECONDS = 0.02
@@ -66,6 +67,8 @@ class Run:
     saves: Saves
     train: Callable[..., Ended]
     """Runs an opened attempt."""
+    zygote: Zygote | None
+    """Forks the workers of every attempt but the first; None: all are fresh processes."""
     env: Mapping[str, str]
     line: Line
     """The newest that could be read."""
@@ -96,7 +99,8 @@ def keep_up(
       config: of every attempt.
       run_dir: the run's, which has no owner that lives.
       policy: when to go on.
-      train: runs an opened attempt to its end; is given `env`, `wakeup`, `until` and `heard`.
+      train: runs an opened attempt to its end; is given `env`, `wakeup`, `until`, `heard` and
+        `zygote`.
       env: the environment that attempts are to have.
       clock: the supervisor's.
       alerts: are told what is decided; entered once the run is owned, since who is refused may
@@ -110,6 +114,10 @@ def keep_up(
         log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.hear])
         stack.push(lambda *_: within(opening.RECORD_SECONDS, log.__exit__))
         line, found = runlog.fold(records), past.recall(records)
+        emit = partial(_emit_in_time, log)
+        zygote = None
+        if config.restart.fork:
+            zygote = stack.enter_context(Zygote(run_dir, emit=emit, clock=clock))
         run = Run(
             config=config,
             run_dir=run_dir,
@@ -118,9 +126,10 @@ def keep_up(
             clock=clock,
             wakeup=stack.enter_context(signals.as_bytes()),
             policy=policy,
-            emit=partial(_emit_in_time, log),
+            emit=emit,
             saves=Saves(alerts.tell, run=run_dir.root.absolute().name),
             train=train,
+            zygote=zygote,
             env=env,
             line=line,
             last_seq=len(records),
@@ -199,8 +208,14 @@ def _claimed(run: Run, job: meeting.Job) -> Ended:
     ended = opening.stop_that_was_asked(run.run_dir, opened.claim)
     if ended is None:
         until = restart.ends_at(run.policy)
-        heard = partial(run.saves.heard, attempt=opened.claim.attempt)
-        ended = run.train(opened, env=run.env, wakeup=run.wakeup, until=until, heard=heard)
+        ended = run.train(
+            opened,
+            env=run.env,
+            wakeup=run.wakeup,
+            until=until,
+            heard=partial(run.saves.heard, attempt=opened.claim.attempt),
+            zygote=run.zygote,
+        )
     opening.put_down_in_time(log, ended, run_dir=run.run_dir, owner=run.owner)
     return ended
 
@@ -232,7 +247,8 @@ def _overtaken(run: Run, claim: Claim) -> str:
 
 def _clear(run: Run, claims: Sequence[Claim]) -> None:
     """Ends what attempts have left behind."""
-    if cleared := remains.end(run.folder, claims, clock=run.clock):
+    spare = set() if run.zygote is None else run.zygote.pids
+    if cleared := remains.end(run.folder, claims, clock=run.clock, spare=spare):
         say(f"{cleared} process(es) that an attempt had left behind were ended")
 
 
@@ -324,7 +340,7 @@ def _tell_of_start(run: Run, found: Past, decision: Again | GiveUp) -> None:
         )
     )
     if found.was_killed:
-        say(f"the supervisor before this one was killed; going on ({decision.reason})")
+        say(f"the supervisor before this one has left no word; going on ({decision.reason})")
 
 
 def _tell_of_restart(run: Run, ended: Ended, decision: Again) -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxres.clock import Awake
-from jaxres.doors.peers import Peers
+from jaxres.doors.channels import Peers
 from jaxres.doors.wire import MAX_UNSENT_BYTES, Wire
 from jaxres.doors.words import (
     MAX_BYTES,
