@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "doctor":
         from jaxres.train import doctor
 
-        return doctor.main(words[1:])
+        return doctor.main(words[1:], env=os.environ)
     if words[0] == "launch":
         from jaxres.supervise import signals
 

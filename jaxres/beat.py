@@ -1,4 +1,4 @@
-"""What the worker tells its door through a pipe: phases, finished steps, refused saves, its end.
+"""What the worker tells its door through a pipe: phases, finished steps, saves, its end.
 
 The same facts as in the event file, one JSON line each. They are made by progress alone: no timer
 and no thread makes one.
@@ -14,7 +14,15 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxres.events import Event, PhaseChanged, SaveCommitted, SaveFailed, TrainingStarted
+from jaxres.events import (
+    Event,
+    PartCommitted,
+    PhaseChanged,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+    TrainingStarted,
+)
 from jaxres.metrics import MetricsLine
 
 
@@ -31,6 +39,22 @@ class FinishedStep:
 
     step: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The worker has begun to write a save in the background."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The save in flight is over."""
+
+    step: int
+    seconds: float | None
+    """From its beginning until it counted; None: it has failed."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +86,10 @@ CLOSE_SECONDS = 3600.0
 FULL_SECONDS = 1.0
 
 SaveNews = SavesRefused | SavesTaken
-Beat = EnteredPhase | FinishedStep | Leaving | SaveNews
+Beat = EnteredPhase | FinishedStep | Saving | Saved | Leaving | SaveNews
 _KINDS: dict[str, type[Beat]] = {
-    kind.__name__: kind for kind in (EnteredPhase, FinishedStep, Leaving, SavesRefused, SavesTaken)
+    kind.__name__: kind
+    for kind in (EnteredPhase, FinishedStep, Saving, Saved, Leaving, SavesRefused, SavesTaken)
 }
 
 
@@ -98,17 +123,25 @@ class BeatWriter:
         self._thread.join(timeout=CLOSE_SECONDS)
 
     def heard(self, event: Event) -> None:
-        """Forwards a phase change, and whether saves are refused: a full disk must not hide it."""
+        """Forwards a phase change, how a save gets on, and whether storage refuses saves: a full
+        disk must not hide it.
+        """
         match event:
-            case PhaseChanged(phase=phase):
+            case PhaseChanged(phase):
                 self._send(EnteredPhase(phase))
             case TrainingStarted(step=step):
                 self._committed = step
-            case SaveFailed(reason=reason):
-                self._send_news(SavesRefused(self._committed, reason))
-            case SaveCommitted(step=step):
+            case SaveStarted(step):
+                self._send(Saving(step))
+            case PartCommitted(step, seconds):
+                self._send(Saved(step, seconds))
+            case SaveCommitted(step=step, seconds=seconds):
                 self._committed = step
+                self._send(Saved(step, seconds))
                 self._send_news(SavesTaken(step))
+            case SaveFailed(step, reason):
+                self._send(Saved(step, None))
+                self._send_news(SavesRefused(self._committed, reason))
             case _:
                 pass
 

@@ -147,6 +147,14 @@ class SaveCommitted:
 
 
 @dataclass(frozen=True)
+class PartCommitted:
+    """A host that does not lead has written its part of a step, and has heard that it counts."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class SaveFailed:
     """Storage has refused a step; training goes on, and the next save tries again."""
 
@@ -296,6 +304,40 @@ class SupervisionEnded:
     reason: str
 
 
+@dataclass(frozen=True)
+class NoticesWatched:
+    """A door has looked who tells of this machine's end."""
+
+    server: str | None
+    """The metadata server that it asks from now on; None: it asks nobody."""
+    why: str
+
+
+@dataclass(frozen=True)
+class NoticeSeen:
+    """A door was told by the machine that it will go, or that it will not."""
+
+    source: str
+    """Key of the metadata server."""
+    words: str
+    seconds_left: float | None
+    """None: not known, or nothing ends."""
+
+
+@dataclass(frozen=True)
+class NoticeAnswered:
+    """A door has decided what follows from the notices that stand."""
+
+    action: str
+    """train on, save, or leave."""
+    reason: str
+    seconds_left: float | None
+    write_seconds: float | None
+    """How long a save takes, as measured; None: none has been."""
+    writing_seconds: float | None
+    """For how long a save has been in flight; None: none is."""
+
+
 Event = (
     PhaseChanged
     | RunOpened
@@ -309,6 +351,7 @@ Event = (
     | SaveSkipped
     | SaveIntervalChosen
     | SaveCommitted
+    | PartCommitted
     | SaveFailed
     | UpdateSkipped
     | RolledBack
@@ -321,6 +364,9 @@ Event = (
     | ZygotePrepared
     | GaveUp
     | SupervisionEnded
+    | NoticesWatched
+    | NoticeSeen
+    | NoticeAnswered
 )
 Emit = Callable[[Event], None]
 

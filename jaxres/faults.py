@@ -180,10 +180,12 @@ ALL: tuple[Fault, ...] = (
         "preemption",
         "loop",
         "guards/preemption.py",
-        "all hosts save the same step before the deadline; restart at once, no budget used "
-        "(so far: SIGTERM on one host)",
+        "SIGTERM or a notice of the machine, on any host: all hosts save the same step before the "
+        "deadline, or finish the save in flight where there is no time for another; restart at "
+        "once, no budget used",
         exit=Exit.PREEMPTED,
         state_is_good=True,
+        done=True,
     ),
     _row(
         "operators_stop",
@@ -323,10 +325,17 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Stop:
-    """The run is to end, for a fault; whether the state is saved first is the fault's to say."""
+    """The run is to end, for a fault, which says whether the state may be saved first."""
 
     fault: Fault
     reason: str
+    has_time: bool = True
+    """Whether there is time to write a state that is good."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether the state is saved before the end."""
+        return self.fault.state_is_good and self.has_time
 
 
 Verdict = Continue | Rollback | Stop

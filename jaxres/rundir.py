@@ -69,6 +69,10 @@ class RunDir:
         """What a supervisor has decided, over all attempts."""
         return self.root / "events-supervisor.jsonl"
 
+    def door_events(self, attempt: int, host: int) -> Path:
+        """What one host's door has seen and decided: notices of its machine."""
+        return self.attempt(attempt) / f"events-door-host{host:03d}.jsonl"
+
     def attempt(self, attempt: int) -> Path:
         """The folder of one attempt."""
         return self.root / "attempts" / f"{attempt:04d}"

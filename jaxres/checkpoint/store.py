@@ -27,7 +27,7 @@ from jaxres.checkpoint.restore import restore
 from jaxres.checkpoint.seal import seal
 from jaxres.clock import Clock
 from jaxres.config.schema import CheckpointSection
-from jaxres.events import Emit, SaveSkipped, SaveStarted, SaveWaited
+from jaxres.events import Emit, PartCommitted, SaveSkipped, SaveStarted, SaveWaited
 from jaxres.faults import Continue, Stop, StorageUnavailable, Verdict, fault
 from jaxres.hosts import WORD_SECONDS, Peers
 from jaxres.rundir import RunDir
@@ -199,8 +199,7 @@ class Checkpoints:
 
     def _begin(self, state: Tree, progress: Progress) -> None:
         """Takes the snapshot and sends the rest to the background."""
-        started = self._clock.monotonic()
-        infos = array_infos(state)
+        started, infos = self._clock.monotonic(), array_infos(state)
         if not self._peers.member.leads:
             self.wait()  # The lead has.
         writing = arrays.begin(state, self._step_dir(progress.step), self._context)
@@ -271,6 +270,7 @@ class Checkpoints:
         word = self._peers.same(topic, lambda: COUNTS, seconds=self._silence_seconds)
         if word == COUNTS:
             self._commits.mark(progress.step)
+            self._emit(PartCommitted(progress.step, self._clock.monotonic() - started))
         elif word != ABANDONED:
             self._commits.fail(progress.step, word)
 

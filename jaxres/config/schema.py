@@ -15,6 +15,7 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 from jaxres.config.alerts import AlertsSection
 from jaxres.config.guards import GuardsSection
 from jaxres.config.init_from import FromSeed, InitFrom
+from jaxres.config.preemption import PreemptionSection
 from jaxres.config.saving import KeepSection, StepsWhen, When
 from jaxres.config.section import Fraction, NonNegativeFloat, PositiveFloat, Section, free
 
@@ -369,6 +370,8 @@ class RunConfig(Section):
     """How long each phase may go on without progress before the run ends as hung (80)."""
     hosts: HostsSection = HostsSection()
     """How the hosts of a job find each other, and when one counts as gone."""
+    preemption: PreemptionSection = PreemptionSection()
+    """What the run is told of its machine's end, and how much time that leaves."""
     restart: RestartSection = RestartSection()
     """When `launch` tries again, and when it gives up."""
     launch: LaunchSection = LaunchSection()

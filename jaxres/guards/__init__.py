@@ -45,8 +45,8 @@ class Guard:
 def gravest(verdicts: Sequence[Verdict]) -> Verdict:
     """Returns the verdict that stands; of equally grave ones the first.
 
-    Continue < a stop that saves < a rollback < a stop that does not save: a notice that comes
-    together with a spike must not save the spiked state.
+    Continue < a stop that saves < one that has no time to < a rollback < a stop for a state that
+    is unfit: a notice that comes together with a spike must not save the spiked state.
 
     >>> gravest([Continue(), Continue()])
     Continue()
@@ -58,8 +58,10 @@ def _gravity(verdict: Verdict) -> int:
     if isinstance(verdict, Continue):
         return 0
     if isinstance(verdict, Rollback):
-        return 2
-    return 1 if verdict.fault.state_is_good else 3
+        return 3
+    if verdict.fault.state_is_good:
+        return 1 if verdict.has_time else 2
+    return 4
 
 
 def judge_step(

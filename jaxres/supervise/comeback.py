@@ -33,7 +33,7 @@ from jaxres.events import (
 from jaxres.faults import Exit, Fenced, StorageUnavailable, TypedEnd
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Leave, Line, Record
-from jaxres.supervise import lookout, meeting, opening, past, remains, restart, signals
+from jaxres.supervise import answers, lookout, meeting, opening, past, remains, restart, signals
 from jaxres.supervise.attempt import Ended, say
 from jaxres.supervise.deadlines import LEAVE_SECONDS
 from jaxres.supervise.last_words import exit_name, last_words
@@ -42,6 +42,7 @@ from jaxres.supervise.owner import Owner
 from jaxres.supervise.past import Past
 from jaxres.supervise.patience import within
 from jaxres.supervise.restart import Again, GiveUp, Outcome, Policy
+from jaxres.supervise.watchman import Watchman
 from jaxres.supervise.zygote import Zygote
 
 TICK_SECONDS = 0.25
@@ -62,6 +63,8 @@ class Run:
     clock: Clock
     wakeup: int
     """Where signals come as bytes."""
+    watchman: Watchman
+    """Watches for notices of this machine, between attempts too."""
     policy: Policy
     emit: Callable[[Event], None]
     saves: Saves
@@ -108,6 +111,7 @@ def keep_up(
     """
     remains.adopt_orphans()
     with contextlib.ExitStack() as stack:
+        watchman = stack.enter_context(Watchman(config.preemption, env=env, clock=clock))
         owner = stack.enter_context(Owner(run_dir, clock=clock))
         stack.enter_context(alerts)
         records = runlog.read_records(run_dir.log)
@@ -125,6 +129,7 @@ def keep_up(
             owner=owner,
             clock=clock,
             wakeup=stack.enter_context(signals.as_bytes()),
+            watchman=watchman,
             policy=policy,
             emit=emit,
             saves=Saves(alerts.tell, run=run_dir.root.absolute().name),
@@ -203,6 +208,7 @@ def _claimed(run: Run, job: meeting.Job) -> Ended:
     log, opened = opening.claim_next(
         run.config, run.run_dir, job=job, owner=run.owner, clock=run.clock, env=run.env
     )
+    opened = dataclasses.replace(opened, watchman=run.watchman)
     run.claim, run.last_seq = opened.claim, opened.last_seq
     run.line = dataclasses.replace(run.line, claims=(*run.line.claims, opened.claim))
     ended = opening.stop_that_was_asked(run.run_dir, opened.claim)
@@ -274,14 +280,16 @@ def _pause(run: Run, seconds: float) -> Ended | None:
         while True:
             left = began + seconds - run.clock.monotonic()
             tick = min(TICK_SECONDS, max(LOOK_SECONDS, left))
-            select.select([run.wakeup, watch.wakeup], [], [], tick)
+            select.select([run.wakeup, watch.wakeup, run.watchman.wakeup], [], [], tick)
+            now = run.clock.monotonic()
+            if (notice := answers.between_attempts(run.watchman, now=now)) is not None:
+                return _stopped(Exit.PREEMPTED, notice.words)
             for number in signals.taken(run.wakeup):
                 if (ended := _answer(number)) is not None:
                     return ended
             for report in watch.reports():
                 if (ended := _heed(run, report)) is not None:
                     return ended
-            now = run.clock.monotonic()
             if now >= began + seconds and watch.has_answered:
                 return None
             if now >= restart.ends_at(run.policy):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from jaxres.beat import Beat, EnteredPhase, FinishedStep, Leaving, SavesRefused, SavesTaken
+from jaxres.beat import Beat, EnteredPhase, FinishedStep, Leaving
 from jaxres.config.schema import DeadlinesSection
 
 FIRST_STEPS = 3
@@ -46,7 +46,7 @@ class Watch:
                 return Watch(since=now, phase=self.phase, step=step, durations=durations)
             case Leaving():
                 return dataclasses.replace(self, phase=LEAVE, since=now)
-            case SavesRefused() | SavesTaken():
+            case _:  # The background's: no progress of the training.
                 return self
 
     def paused(self, seconds: float) -> Watch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from jaxres.supervise.meeting import following
 from jaxres.supervise.opening import advised, is_done, say_end, worker_command
 from jaxres.supervise.recorded import resolve
 from jaxres.supervise.supervisor import supervise
+from jaxres.supervise.watchman import Watchman
 
 
 def follow(
@@ -33,7 +35,10 @@ def follow(
     if is_done(run_dir, config):
         return Exit.DONE
     clock = SystemClock()
-    with following(config, run_dir, member, address, clock=clock) as (attempt_number, peers):
+    with contextlib.ExitStack() as stack:
+        watchman = stack.enter_context(Watchman(config.preemption, env=env, clock=clock))
+        met = following(config, run_dir, member, address, clock=clock)
+        attempt_number, peers = stack.enter_context(met)
         signals.hold()
         records = runlog.read_records(run_dir.log)
         claim = runlog.claim_of(records, attempt=attempt_number)
@@ -49,6 +54,7 @@ def follow(
             env={**env, "NPROC": str(claim.threads)},
             num_hosts=member.num_hosts,
             peers=peers,
+            watchman=watchman,
         )
     ended = advised(ended, config, advise)
     if ended.to_be_said:

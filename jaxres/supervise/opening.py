@@ -38,6 +38,7 @@ from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
 from jaxres.supervise.recorded import resolve
 from jaxres.supervise.supervisor import supervise
+from jaxres.supervise.watchman import Watchman
 from jaxres.supervise.zygote import Zygote
 
 RECORD_SECONDS = 10.0
@@ -60,6 +61,8 @@ class Opened:
     """Whose workers run behind this door."""
     peers: Peers | None
     """The doors of the other hosts, if they have any."""
+    watchman: Watchman | None = None
+    """Watches for notices of this machine."""
 
 
 def answered(act: Callable[[], int]) -> int:
@@ -113,11 +116,17 @@ def attempt(
     if is_done(run_dir, config):
         return Exit.DONE
     clock = SystemClock()
-    with meet(config, run_dir) as job, Owner(run_dir, clock=clock) as owner:
+    with contextlib.ExitStack() as stack:
+        watchman = None
+        if threads is None:  # Else there is no door that could heed it.
+            watchman = stack.enter_context(Watchman(config.preemption, env=env, clock=clock))
+        job = stack.enter_context(meet(config, run_dir))
+        owner = stack.enter_context(Owner(run_dir, clock=clock))
         signals.hold()  # Until somebody can answer them: the attempt is to end on record.
         log, opened = claim_next(
             config, run_dir, job=job, owner=owner, clock=clock, env=env, threads=threads
         )
+        opened = dataclasses.replace(opened, watchman=watchman)
         ended = stop_that_was_asked(run_dir, opened.claim)
         if ended is not None:
             job.dismiss(ended.code, ended.reason)
@@ -200,6 +209,7 @@ def behind_a_door(
         until=until,
         heard=heard,
         zygote=zygote,
+        watchman=opened.watchman,
     )
     return advised(ended, opened.config, advise)
 

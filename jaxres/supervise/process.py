@@ -20,10 +20,13 @@ from jaxres.faults import Exit
 from jaxres.supervise.blame import End, Known
 from jaxres.supervise.deadlines import Watch
 from jaxres.supervise.kernel import out_of_memory_kills
+from jaxres.supervise.writing import Writing
 
 KILL_GRACE_SECONDS = 5.0
 """A killed process that waits for dead storage is not even gone; the door leaves it behind."""
-WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+LEAVE = signal.SIGRTMIN + 1
+"""To a worker: finish the save in flight, begin none, and leave with 75."""
+WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, LEAVE)
 """Blocked when the worker is spawned, and taken by it as soon as it can."""
 
 
@@ -102,6 +105,8 @@ class Worker:
     """The kernel's count of memory kills when the worker was started."""
     news: list[SaveNews] = field(default_factory=list)
     """Of saves, not yet passed on."""
+    writing: Writing = field(default_factory=Writing)
+    """How its saves get on."""
     word: Leaving | None = None
     """Why it leaves, as it has said."""
     end: End | None = None
@@ -171,6 +176,7 @@ class Worker:
             for line in lines:
                 beat = decode(line)
                 self.watch = self.watch.after(beat, now=now)
+                self.writing = self.writing.after(beat, now=now)
                 if isinstance(beat, Leaving):
                     self.word = beat
                 elif isinstance(beat, SavesRefused | SavesTaken):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import select
 import signal
@@ -27,11 +26,13 @@ from jaxres.supervise import answers, blame, remains, signals
 from jaxres.supervise.attempt import Attempt, Ended, say, to_nobody
 from jaxres.supervise.blame import End, Known
 from jaxres.supervise.deadlines import LEAVE_SECONDS, limit_seconds, overdue_seconds
+from jaxres.supervise.diary import Diary
 from jaxres.supervise.kernel import out_of_memory_kills
 from jaxres.supervise.lookout import Lookout
 from jaxres.supervise.others import LEAD, Following, Led, Remote
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.process import Worker, kill_groups, start, wait_for
+from jaxres.supervise.watchman import Watchman
 from jaxres.supervise.zygote import Zygote
 
 TICK_SECONDS = 0.25
@@ -57,6 +58,7 @@ def supervise(
     until: float = math.inf,
     heard: Callable[[SaveNews], None] = to_nobody,
     zygote: Zygote | None = None,
+    watchman: Watchman | None = None,
 ) -> Ended:
     """Runs the workers to their end.
 
@@ -75,20 +77,23 @@ def supervise(
       until: when the workers are asked to save and stop, on the clock.
       heard: is told whether storage takes the lead's saves.
       zygote: forks the workers if it can, and is told when training runs; None: there is none.
+      watchman: watches for notices of this machine, if anybody does.
     """
     with contextlib.ExitStack() as stack:
+        path = run_dir.door_events(attempt, min(commands))
+        diary = stack.enter_context(Diary(path, clock=clock))
         wakeup = stack.enter_context(signals.as_bytes()) if wakeup is None else wakeup
         others = None if peers is None else _others(peers, commands, clock=clock)
-        running = Attempt(run_dir, attempt, limits, clock, [], others, until, zygote, env, heard)
+        running = Attempt(
+            *(run_dir, attempt, limits, clock, [], others, until),
+            *(num_hosts, watchman, diary, zygote, env, heard),
+        )
         try:
             _start(running, commands, is_alone=num_hosts == 1)
             watch = None
             if owner is not None:
-                looks = functools.partial(Lookout, run_dir, attempt=attempt, last_seq=last_seq)
-                watch = looks(owner=owner, clock=clock, step=lambda: running.step)
-                stack.enter_context(watch)
-            ended = _wait(running, wakeup, watch)
-            ended = dataclasses.replace(ended, asked=ended.asked or running.asked)
+                watch = stack.enter_context(_lookout(running, owner, last_seq=last_seq))
+            ended = _with_what_was_asked(running, _wait(running, wakeup, watch))
             _tell_others(running, ended)
             return ended
         finally:
@@ -113,6 +118,26 @@ def _start(running: Attempt, commands: Mapping[int, Sequence[str]], *, is_alone:
         running.workers.append(worker)
 
 
+def _lookout(running: Attempt, owner: Owner, *, last_seq: int) -> Lookout:
+    return Lookout(
+        running.run_dir,
+        attempt=running.number,
+        last_seq=last_seq,
+        owner=owner,
+        clock=running.clock,
+        step=lambda: running.step,
+    )
+
+
+def _with_what_was_asked(running: Attempt, ended: Ended) -> Ended:
+    """Adds what only the door knows: what it was asked for, and by whom."""
+    if ended.asked is None:
+        ended = dataclasses.replace(ended, asked=running.asked)
+    if running.why and ended.own_word and ended.code in (Exit.PREEMPTED, Exit.STOPPED):
+        ended = dataclasses.replace(ended, reason=f"{running.why}: {ended.reason}")
+    return ended
+
+
 def _others(peers: Peers, commands: Mapping[int, object], *, clock: Clock) -> Led | Following:
     return Led(peers, now=clock.monotonic()) if LEAD in commands else Following(peers)
 
@@ -133,6 +158,7 @@ def _wait(running: Attempt, wakeup: int, watch: Lookout | None) -> Ended:
         sources: list[int] = [fd for worker in running.workers for fd in worker.sources()]
         sources += [] if watch is None else [watch.wakeup]
         sources += [] if others is None else [others.fileno()]
+        sources += [] if running.watchman is None else [running.watchman.wakeup]
         select.select([wakeup, *sources], [], [], TICK_SECONDS)
         _stretch(running, awake)
         now = running.clock.monotonic()
@@ -152,6 +178,8 @@ def _wait(running: Attempt, wakeup: int, watch: Lookout | None) -> Ended:
         for report in watch.reports() if watch else ():
             if (ended := answers.heed(running, report)) is not None:
                 return ended
+        if (ended := answers.heed_notices(running)) is not None:
+            return ended
         _stretch(running, awake)  # An answer may have been a sleep.
         if (ended := _tick(running, watch)) is not None:
             return ended
@@ -176,7 +204,8 @@ def _hear(running: Attempt, others: Led | Following, *, now: float) -> Ended | N
     asked = others.take(now=now)
     others.beat([(worker.host, worker.watch.step) for worker in running.workers])
     for stop in asked:
-        if running.step == 0 and running.asked is None:
+        running.why = running.why or stop.reason
+        if stop.step == running.step == 0 and running.asked is None:
             return answers.ask_to_stop(running, Exit(stop.code), stop.reason)
     return None
 

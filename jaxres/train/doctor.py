@@ -10,7 +10,7 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -22,6 +22,8 @@ from jaxres.config.init_from import FromRun, FromSeed
 from jaxres.data import Dataset
 from jaxres.faults import ConfigError, Exit, OutOfMemory, TypedEnd, UsageError
 from jaxres.screen import size
+from jaxres.supervise import metadata, notices
+from jaxres.supervise.metadata import Answer
 from jaxres.topology import Plan
 from jaxres.train import memory
 
@@ -52,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}\nusage: {USAGE}")
 
 
-def main(words: Sequence[str]) -> int:
+def main(words: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Prints the checklist and the layout; returns 0, or 78 where something fails."""
     try:
         options = _parse(words)
@@ -61,7 +63,7 @@ def main(words: Sequence[str]) -> int:
         sys.stderr.write(faults.message(end.exit, str(end)))
         return end.exit
     failed = 0
-    doctor = Doctor(loaded, num_devices=options.devices, num_hosts=options.hosts)
+    doctor = Doctor(loaded, num_devices=options.devices, num_hosts=options.hosts, env=env)
     for check in doctor.checks():
         sys.stdout.write(f"{check}\n")
         sys.stdout.flush()
@@ -92,13 +94,21 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 class Doctor:
     """Looks at one thing after the other; what has failed is not built upon."""
 
-    def __init__(self, loaded: Loaded, *, num_devices: int | None, num_hosts: int) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        num_devices: int | None,
+        num_hosts: int,
+        env: Mapping[str, str],
+    ) -> None:
         """Takes the config, and how many devices to plan for; None: those that are here."""
         self._loaded = loaded
         self._config: RunConfig = loaded.config
         self._num_devices = num_devices
         self._num_hosts = num_hosts
         self._here = num_devices is None
+        self._env = env
         self._dataset: Dataset | None = None
         self._plan: Plan | None = None
         self._mesh: Any = None
@@ -120,6 +130,7 @@ class Doctor:
         if self._dataset is not None and self._layout is not None:
             yield from _typed("step", self._step)
         yield from self._place()
+        yield from _typed("notices", self._notices)
 
     def table(self) -> str:
         """Returns what lies on each device; nothing where that could not be found out."""
@@ -234,6 +245,21 @@ class Doctor:
             yield Check("warn", "step", "compiles; XLA does not say what memory it needs")
         else:
             yield Check("pass", "step", f"compiles; about {size(needs)} a device (XLA's estimate)")
+
+    def _notices(self) -> Told:
+        if self._config.preemption.metadata == "off":
+            yield Check("pass", "notices", "preemption.metadata is off: only signals are heeded")
+            return
+        server = metadata.find(self._env, product=metadata.product_name())
+        if server is None:
+            yield Check("pass", "notices", "this machine is no GCE VM: only signals are heeded")
+            return
+        answer = metadata.ask(server, notices.PREEMPTED)
+        if isinstance(answer, Answer):
+            yield Check("pass", "notices", f"the metadata server {server} answers: {answer.text}")
+        else:
+            says = f"{answer.why}. The run would go on asking; until it answers, only signals count"
+            yield Check("warn", "notices", says)
 
     def _place(self) -> Told:
         run_dir = configs.run_dir(self._config, self._loaded.name).absolute()

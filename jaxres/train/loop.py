@@ -61,7 +61,7 @@ def train(run: Run) -> Ended:
                 state, progress, flight = restore_or_start(run, entry=entries)
                 continue
             if isinstance(verdict, Stop):
-                if verdict.fault.state_is_good:
+                if verdict.saves:
                     save(run, state, progress)
                 return settle(run, verdict, state, progress)
             if due.evaluate:
@@ -211,7 +211,7 @@ def settle(run: Run, stop: Stop | None, state: TrainState, progress: Progress) -
     checkpoints = run.checkpoints
     run.emit(PhaseChanged("settle", "waiting for the last save"))
     checkpoints.wait()
-    is_wanted = stop is None or stop.fault.state_is_good
+    is_wanted = stop is None or stop.saves
     if is_wanted:
         if checkpoints.committed_step < progress.step:
             run.emit(PhaseChanged("settle", "the last save has failed; one more try"))
@@ -220,6 +220,9 @@ def settle(run: Run, stop: Stop | None, state: TrainState, progress: Progress) -
     committed = checkpoints.committed_step == progress.step
     exit = Exit.DONE if stop is None else stop.fault.exit or Exit.BUG
     reason = "the last step is committed" if stop is None else stop.reason
+    if stop is not None and not stop.has_time and not committed:
+        newest = checkpoints.committed_step
+        reason = f"{stop.reason}; step {progress.step} is not committed, the newest is {newest}"
     if is_wanted and not committed:
         words = [] if stop is None else [stop.reason]
         words.append(f"step {progress.step} could not be committed")

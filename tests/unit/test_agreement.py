@@ -18,9 +18,13 @@ FULL = Stop(fault("storage_unavailable"), "20 saves in a row have failed")
 class FakeRequests:
     stop: Exit | None = None
     save: bool = False
+    time: bool = True
 
     def stop_asked(self):
         return self.stop
+
+    def has_time(self):
+        return self.time
 
     def save_asked(self):
         return self.save
@@ -46,8 +50,9 @@ def through_the_step(*words):
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("storage", [False, True])
 def test_a_word_reads_back_as_it_was_given(stop, save, storage):
-    word = Word(stop, save, storage, busy_seconds=0.25)
-    assert Word.decode(word.encode()) == word
+    for has_time in (True, False):
+        word = Word(stop, has_time, save, storage, busy_seconds=0.25)
+        assert Word.decode(word.encode()) == word
 
 
 def test_a_word_laid_on_the_devices_comes_back_from_each():
@@ -76,6 +81,17 @@ def test_an_operators_stop_stands_before_a_preemption_and_neither_is_forgotten()
     verdict = one.verdict()
     assert isinstance(verdict, Stop)
     assert verdict.fault.name == "operators_stop"
+
+
+def test_one_host_without_time_saves_for_nobody():
+    everyone = [agreement(hosts=2) for _ in range(2)]
+    for one in everyone:
+        one.heard(through_the_step(Word(stop=Exit.PREEMPTED), Word()))
+        assert one.verdict().saves
+        one.heard(through_the_step(Word(), Word(stop=Exit.PREEMPTED, has_time=False)))
+        assert not one.verdict().saves
+    alone = OwnWord(FakeRequests(stop=Exit.PREEMPTED, time=False), lambda: FULL)
+    assert (alone.verdict().fault.name, alone.verdict().saves) == ("preemption", False)
 
 
 def test_a_stop_that_only_this_host_knows_of_changes_nothing_yet():

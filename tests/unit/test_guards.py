@@ -36,6 +36,10 @@ def test_the_gravest_verdict_stands_in_any_order():
         assert gravest(order) == UNSAVED
     for order in itertools.permutations([Continue(), SAVING]):
         assert gravest(order) == SAVING
+    hurried = dataclasses.replace(SAVING, has_time=False)
+    for order in itertools.permutations([SAVING, hurried]):
+        assert gravest(order) == hurried
+    assert gravest([hurried, UNSAVED]) == UNSAVED
     assert gravest([]) == Continue()
 
 

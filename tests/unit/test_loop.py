@@ -346,6 +346,16 @@ def test_a_stop_that_was_asked_for_keeps_its_code_and_says_why_nothing_is_commit
     assert ended.reason.endswith("it goes on from the beginning, since no step is committed.")
 
 
+def test_without_time_the_save_in_flight_is_finished_and_none_is_begun():
+    hurried = dataclasses.replace(TERMED, has_time=False)
+    for step in (16, 20):
+        ended, asked = settled(hurried, in_flight=[step])
+        assert asked == ["wait"]
+        assert (ended.exit, ended.committed) == (Exit.PREEMPTED, step == 20)
+        said = "asked by SIGTERM; step 20 is not committed, the newest is 16"
+        assert ended.reason == (said if step == 16 else TERMED.reason)
+
+
 def test_a_state_that_is_not_good_is_never_saved_at_the_end():
     ended, asked = settled(SPIKED, full=True)
     assert asked == ["wait"]

@@ -9,6 +9,7 @@ import pytest
 
 from jaxres import runlog
 from jaxres.clock import SystemClock
+from jaxres.config.preemption import PreemptionSection
 from jaxres.config.schema import LaunchSection, RestartSection
 from jaxres.faults import Exit, Fenced, StorageUnavailable
 from jaxres.rundir import RunDir
@@ -18,6 +19,8 @@ from jaxres.supervise.comeback import Run
 from jaxres.supervise.meeting import boot_id
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.restart import Policy
+from jaxres.supervise.watchman import Watchman
+from tests.emulators.metadata import MetadataServer
 from tests.unit.records import CLAIM
 
 OURS = dataclasses.replace(
@@ -46,7 +49,8 @@ def run(tmp_path, monkeypatch):
     policy = Policy(limits, LaunchSection(), (1,), began=clock.monotonic(), seed=1)
     wakeup, write_end = os.pipe()
     os.set_blocking(wakeup, False)
-    with Owner(run_dir, clock=clock) as owner:
+    watchman = Watchman(PreemptionSection(), env={}, clock=clock, product="")
+    with watchman, Owner(run_dir, clock=clock) as owner:
         run = Run(
             config=None,  # type: ignore[arg-type]
             run_dir=run_dir,
@@ -54,6 +58,7 @@ def run(tmp_path, monkeypatch):
             owner=owner,
             clock=clock,
             wakeup=wakeup,
+            watchman=watchman,
             policy=policy,
             emit=lambda event: None,
             saves=None,  # type: ignore[arg-type]
@@ -113,6 +118,20 @@ def test_a_signal_ends_a_pause_at_once(run, number, code):
     ended = comeback._pause(run, 20)
     assert (ended.code, ended.asked) == (code, code)
     assert run.clock.monotonic() - since < 2
+
+
+def test_a_notice_ends_a_pause_and_one_of_a_far_end_does_not(run):
+    with MetadataServer() as server:
+        section = PreemptionSection()
+        with Watchman(section, env=server.env, clock=run.clock, product="") as run.watchman:
+            run.watchman.take()
+            server.announce(seconds=3600)
+            assert comeback._pause(run, 0.5) is None
+            server.preempt()
+            ended = comeback._pause(run, 60.0)
+    assert ended is not None
+    assert (ended.code, ended.asked) == (Exit.PREEMPTED, Exit.PREEMPTED)
+    assert ended.reason.startswith("this VM is being preempted between two attempts")
 
 
 def test_other_signals_end_no_pause(run):
