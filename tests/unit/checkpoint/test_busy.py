@@ -37,7 +37,8 @@ def test_a_follower_whose_own_part_is_not_over_skips_nothing_that_the_lead_begin
         checkpoints.wait()
         checkpoints.save(state(24), progress(24), may_skip=True)  # Over here, but not there.
         checkpoints.wait = wait
-    assert [(type(e), e.step) for e in place.events] == [(SaveStarted, 8), (SaveStarted, 16)]
+    told = [(type(e), e.step) for e in place.events if isinstance(e, SaveStarted | SaveSkipped)]
+    assert told == [(SaveStarted, 8), (SaveStarted, 16)]
 
 
 def test_a_save_that_may_be_skipped_is_while_one_is_in_flight_and_says_so(place):
