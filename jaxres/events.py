@@ -189,6 +189,18 @@ class StepsPruned:
 
 
 @dataclass(frozen=True)
+class StepQuarantined:
+    """A committed step was proved damaged; an older one is restored, and this one counts no more.
+
+    Its files stay for people to look at.
+    """
+
+    step: int
+    path: str
+    evidence: str
+
+
+@dataclass(frozen=True)
 class SampleWritten:
     """The model continued a prompt."""
 
@@ -345,6 +357,7 @@ Event = (
     | UpdateSkipped
     | RolledBack
     | StepsPruned
+    | StepQuarantined
     | SampleWritten
     | Noted
     | RunEnded

@@ -92,15 +92,6 @@ class Unrestorable(TypedEnd):
     exit = Exit.UNRESTORABLE
 
 
-class CheckpointDamaged(Unrestorable):
-    """One committed step is not what was committed; an older one may be."""
-
-    def __init__(self, message: str, *, what: str) -> None:
-        """Takes the whole message, and the part of it that says what is wrong."""
-        super().__init__(message)
-        self.what = what
-
-
 def typed_end(code: int, reason: str) -> TypedEnd:
     """Returns the end that has this code, as another process tells it.
 
@@ -215,10 +206,11 @@ ALL: tuple[Fault, ...] = (
     _row(
         "damaged_checkpoint",
         "loop",
-        "checkpoint/manifest.py",
-        "quarantine on proof only, fall back to the next whole one, say so "
-        "(so far: a newest step that can't be read ends the run as 85)",
+        "checkpoint/verify.py",
+        "quarantine on proof only, fall back to the next older whole one, say so; "
+        "if none is whole, or a record of the log is damaged, nothing is started",
         exit=Exit.UNRESTORABLE,
+        done=True,
     ),
     _row(
         "storage_unavailable",

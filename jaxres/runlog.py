@@ -6,177 +6,28 @@ written nothing: there is one linearisation point, however long a process was pa
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxres import storage
 from jaxres.clock import Clock
-from jaxres.faults import ConfigError, Fenced, StorageUnavailable
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """An attempt takes the run over."""
-
-    attempt: int
-    host: str
-    pid: int
-    boot_id: str
-    nonce: str
-    coordinator: str | None
-    num_hosts: int
-    threads: int
-    """XLA's CPU thread count (NPROC): it decides bits, so every later attempt uses the first's."""
-    versions: dict[str, str]
-    fingerprint: dict[str, str]
-    trajectory: str
-    places: tuple[int, ...] | None = None
-    """Where each host of the attempt sits, by its number; None: no supervisor has started it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Training begins at a step: 0, or a committed one that was restored."""
-
-    step: int
-    path: str | None
-    dataset: str
-    """Fingerprint of the rows; a later attempt must have the same."""
-    computation: dict[str, str]
-    """What decides bits besides the trajectory: devices, mesh, microbatches, threads, versions."""
-    init: dict[str, str] | None = None
-    """Of a start from other weights (`init_from`): their digest, path and, of a run, step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Commit:
-    """A step directory is whole and durable, and counts from now on."""
-
-    step: int
-    path: str
-    manifest: str
-    bytes: int
-    known_good: bool
-    heldout_loss: float | None = None
-    """Of the newest evaluation by then; None: there was none, or it was not finite."""
-    evaluated_step: int = 0
-    """Step of that evaluation."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Skip:
-    """Rows of the stream, as half-open ranges of positions, that training leaves out."""
-
-    rows: tuple[tuple[int, int], ...]
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollback:
-    """Training goes on from an older step: commits above it are off the line from here on."""
-
-    onset: int
-    """The first step that was not as it should be."""
-    target: int
-    """The newest committed step before it; 0: the run begins anew."""
-    rows: tuple[tuple[int, int], ...]
-    """Of the stream, as half-open ranges of positions, that training leaves out from now on."""
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prune:
-    """Steps are dead for everyone, before a byte of them is deleted."""
-
-    steps: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stop:
-    """An attempt ended by itself."""
-
-    exit: int
-    reason: str
-    committed: bool
-    culprit: int | None = None
-    """The host that is the cause, by its number in the attempt, where one is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leave:
-    """A supervisor ended by itself: no attempt follows until somebody starts it again."""
-
-    exit: int
-    reason: str
-
-
-Body = Claim | Start | Commit | Skip | Rollback | Prune | Stop | Leave
-_KINDS: dict[str, type[Body]] = {
-    kind.__name__.lower(): kind
-    for kind in (Claim, Start, Commit, Skip, Rollback, Prune, Stop, Leave)
-}
-
-
-@dataclass(frozen=True)
-class Record:
-    """A numbered decision: what was decided, by which attempt, and when.
-
-    The time is for people, and for policies that keep one step a day; nothing else goes by it.
-    """
-
-    seq: int
-    attempt: int
-    time: float
-    body: Body
-
-    def encode(self) -> bytes:
-        """Returns the record as canonical JSON."""
-        common = {
-            "seq": self.seq,
-            "kind": type(self.body).__name__.lower(),
-            "attempt": self.attempt,
-            "time": self.time,
-        }
-        fields = dataclasses.asdict(self.body)
-        for field in dataclasses.fields(self.body):  # Those that came later have a default.
-            if fields[field.name] == field.default:
-                del fields[field.name]
-        return canonical_json(common | fields)
-
-    @staticmethod
-    def decode(data: bytes, *, path: Path) -> Record:
-        """Reads a record back; one that can't be read is never passed over."""
-        try:
-            fields: dict[str, Any] = json.loads(data)
-            kind = _KINDS[fields.pop("kind")]
-            seq, attempt, time = fields.pop("seq"), fields.pop("attempt"), fields.pop("time")
-            if kind is Claim:
-                fields["attempt"] = attempt
-            body = kind(**{name: _frozen(value) for name, value in fields.items()})
-            if path.name != _name(seq):
-                raise ValueError(f"it says that it is record {seq}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{path}: not a record that this version of jaxres can read ({error!r}). "
-                "Was the run written by a newer version, or the file edited? Nothing was changed."
-            ) from error
-        return Record(seq=seq, attempt=attempt, time=time, body=body)
-
-
-def canonical_json(value: Any) -> bytes:
-    """Returns the one JSON text of a value: sorted keys, no spaces, finite numbers."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    ).encode()
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+from jaxres.faults import ConfigError, Fenced, StorageUnavailable, Unrestorable
+from jaxres.records import (
+    Body,
+    Claim,
+    Commit,
+    Leave,
+    Prune,
+    Quarantine,
+    Record,
+    Rollback,
+    Skip,
+    Start,
+    Stop,
+    file_name,
+)
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -184,19 +35,23 @@ def read_records(folder: Path) -> list[Record]:
     records = []
     for number, name in enumerate(storage.list_names(folder), start=1):
         path = folder / name
-        if name != _name(number):
+        if name != file_name(number):
             raise ConfigError(
-                f"{path}: expected record {_name(number)} here. A record is missing or a file does "
-                "not belong; restore the folder from a copy. Nothing was changed."
+                f"{path}: expected record {file_name(number)} here. A record is missing or a file "
+                "does not belong; restore the folder from a copy. Nothing was changed."
             )
-        data = storage.read(path)
-        assert data is not None, path
-        records.append(Record.decode(data, path=path))
+        records.append(_read(path))
     return records
 
 
-def _name(seq: int) -> str:
-    return f"{seq:08d}.json"
+def _read(path: Path) -> Record:
+    data = storage.read(path)
+    assert data is not None, path
+    try:
+        return Record.decode(data, path=path)
+    except Unrestorable:  # One wrong read proves nothing.
+        storage.forget(path)
+        return Record.decode(storage.read(path) or b"", path=path)
 
 
 def claim_of(records: Sequence[Record], *, attempt: int) -> Claim:
@@ -210,9 +65,9 @@ def newer_claim(folder: Path, *, attempt: int, after: int) -> tuple[Claim | None
 
     Returns the claim of a later attempt, or None, and the number of the newest record seen.
     """
-    while (data := storage.read(folder / _name(after + 1))) is not None:
+    while (data := storage.read(folder / file_name(after + 1))) is not None:
         after += 1
-        record = Record.decode(data, path=folder / _name(after))
+        record = Record.decode(data, path=folder / file_name(after))
         if isinstance(record.body, Claim) and record.attempt > attempt:
             return record.body, after
     return None, after
@@ -221,7 +76,7 @@ def newer_claim(folder: Path, *, attempt: int, after: int) -> tuple[Claim | None
 def read_after(folder: Path, after: int) -> list[Record]:
     """Reads the records that have come since number `after`, in order."""
     found = []
-    while (data := storage.read(path := folder / _name(after + len(found) + 1))) is not None:
+    while (data := storage.read(path := folder / file_name(after + len(found) + 1))) is not None:
         found.append(Record.decode(data, path=path))
     return found
 
@@ -264,7 +119,7 @@ class RunLog:
             self._settle_unsure()
             while True:
                 record = Record(self._last_seq + 1, self.attempt, self._clock.wall(), body)
-                path = self._folder / _name(record.seq)
+                path = self._folder / file_name(record.seq)
                 self._unsure = record.encode()
                 is_ours = storage.create(path, self._unsure)
                 if not is_ours:
@@ -275,9 +130,7 @@ class RunLog:
                     return record
 
     def _refuse_if_fenced(self, path: Path, body: Body) -> None:
-        data = storage.read(path)
-        assert data is not None, path
-        winner = Record.decode(data, path=path)
+        winner = _read(path)
         if isinstance(body, Claim) or winner.attempt != self.attempt:
             raise _fenced(path, winner)
 
@@ -292,7 +145,7 @@ class RunLog:
 
     def _settle_unsure(self) -> bool:
         """Steps over a record of our own whose writing failed after its name had appeared."""
-        path = self._folder / _name(self._last_seq + 1)
+        path = self._folder / file_name(self._last_seq + 1)
         stands = self._unsure is not None and storage.read(path) == self._unsure
         if self._unsure is not None and not stands and not self._folder.is_dir():
             raise StorageUnavailable(f"{self._folder}: the run's log is gone; bring it back.")
@@ -340,6 +193,10 @@ class Line:
     """Records whose body is a Start: each opens a segment of metrics lines."""
     commits: tuple[Record, ...] = ()
     """Records whose body is a Commit, of steps that still count, ascending by step."""
+    quarantined: tuple[tuple[Record, Quarantine], ...] = ()
+    """Commit records of damaged steps, each with what was decided, ascending by step."""
+    paths: frozenset[str] = frozenset()
+    """Of all steps that were ever committed; no other step may take one's place."""
     skips: tuple[tuple[int, int], ...] = ()
     rollbacks: tuple[Record, ...] = ()
     """Records whose body is a Rollback."""
@@ -359,6 +216,13 @@ class Line:
     def committed(self) -> tuple[Commit, ...]:
         """The steps that count, ascending."""
         return tuple(_commit_of(record) for record in self.commits)
+
+    @property
+    def stay(self) -> frozenset[str]:
+        """Names of the step directories that nobody may delete: they count, or are evidence."""
+        paths = [commit.path for commit in self.committed]
+        paths += [decided.path for _, decided in self.quarantined]
+        return frozenset(path.rpartition("/")[2] for path in paths)
 
     @property
     def step(self) -> int:
@@ -394,6 +258,8 @@ def fold(records: Sequence[Record]) -> Line:
     claims: list[Claim] = []
     starts: list[Record] = []
     commits: dict[int, Record] = {}
+    quarantined: list[tuple[Record, Quarantine]] = []
+    paths: set[str] = set()
     skips: list[tuple[int, int]] = []
     rollbacks: list[Record] = []
     last_stop = None
@@ -403,8 +269,12 @@ def fold(records: Sequence[Record]) -> Line:
                 claims.append(record.body)
             case Start():
                 starts.append(record)
-            case Commit(step=step):
+            case Commit(step=step, path=path):
                 commits[step] = record
+                paths.add(path)
+            case Quarantine(step=step, path=path):
+                if step in commits and _commit_of(commits[step]).path == path:
+                    quarantined.append((commits.pop(step), record.body))
             case Skip(rows=rows):
                 skips.extend(rows)
             case Rollback(target=target, rows=rows):
@@ -422,6 +292,8 @@ def fold(records: Sequence[Record]) -> Line:
         claims=tuple(claims),
         starts=tuple(starts),
         commits=tuple(commits[step] for step in sorted(commits)),
+        quarantined=tuple(sorted(quarantined, key=lambda pair: pair[1].step)),
+        paths=frozenset(paths),
         skips=tuple(sorted(skips)),
         rollbacks=tuple(rollbacks),
         last_stop=last_stop,

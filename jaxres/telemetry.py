@@ -143,6 +143,11 @@ class Console:
                         f"goes on, the next save tries again; committed is step "
                         f"{self._committed}. Why: {reason}"
                     )
+                case events.StepQuarantined(step, path, evidence):
+                    self.say(
+                        f"ALARM: step {step} is damaged and counts no more ({path}): {evidence}. "
+                        "Its files are kept for you to look at; an older whole step is restored."
+                    )
                 case events.SaveCommitted(step=step):
                     self._committed = step
                     if self._failed_saves:

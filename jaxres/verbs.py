@@ -8,13 +8,13 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxres import attempts, metrics, runlog, status, storage
 from jaxres.clock import SystemClock
 from jaxres.faults import Exit, TypedEnd, UsageError
 from jaxres.rundir import RunDir
-from jaxres.runlog import Commit, Line
+from jaxres.runlog import Commit, Line, Quarantine, Record
 from jaxres.supervise import owner
 
 
@@ -173,24 +173,33 @@ def _pin(run_dir: RunDir, options: argparse.Namespace) -> str:
 def _list(run_dir: RunDir, line: Line, *, as_json: bool) -> str:
     pins = storage.list_names(run_dir.pins)
     rows = [
-        {
-            "step": commit.step,
-            "attempt": record.attempt,
-            "status": "committed",
-            "path": commit.path,
-            "bytes": commit.bytes,
-            "pinned": str(commit.step) in pins,
-        }
+        _row(record, commit, "committed") | {"pinned": str(commit.step) in pins}
         for record, commit in zip(line.commits, line.committed, strict=True)
     ]
+    rows += [
+        _row(record, decided, "quarantined") | {"evidence": decided.evidence}
+        for record, decided in line.quarantined
+    ]
+    rows.sort(key=lambda row: (row["step"], row["attempt"]))
     if as_json:
         return "".join(json.dumps(row) + "\n" for row in rows)
-    head = f"{'step':>8} {'attempt':>7} {'status':>10} {'bytes':>14}  path\n"
+    head = f"{'step':>8} {'attempt':>7} {'status':>11} {'bytes':>14}  path\n"
     return head + "".join(
-        f"{r['step']:>8} {r['attempt']:>7} {r['status']:>10} {r['bytes']:>14,}  {r['path']}"
-        f"{'  pinned' * r['pinned']}\n"
+        f"{r['step']:>8} {r['attempt']:>7} {r['status']:>11} {r['bytes']:>14,}  {r['path']}"
+        f"{'  pinned' * r.get('pinned', False)}\n"
         for r in rows
     )
+
+
+def _row(record: Record, of: Commit | Quarantine, status: str) -> dict[str, Any]:
+    assert isinstance(record.body, Commit), record
+    return {
+        "step": of.step,
+        "attempt": record.attempt,
+        "status": status,
+        "path": of.path,
+        "bytes": record.body.bytes,
+    }
 
 
 def _digest(run_dir: RunDir, line: Line, *, step: int | None) -> str:
@@ -213,7 +222,12 @@ def _verify(run_dir: RunDir, line: Line, *, step: int | None) -> tuple[str, int]
     wanted = [commit for commit in line.committed if step in (None, commit.step)]
     if not wanted:
         what = "no step" if step is None else f"step {step} is not"
-        return f"{run_dir.root}: {what} committed\n", DAMAGED
+        told = [
+            f" ({d.path} is quarantined: {d.evidence})"
+            for _, d in line.quarantined
+            if d.step == step
+        ]
+        return f"{run_dir.root}: {what} committed{''.join(told)}\n", DAMAGED
     found = [verify.examine(run_dir.root.absolute() / commit.path, commit) for commit in wanted]
     is_whole = not any(findings.problems for findings in found)
     return "".join(map(verify.as_text, found)), Exit.DONE if is_whole else DAMAGED

@@ -42,7 +42,8 @@ def append(path: Path, chance: random.Random) -> None:
 def zero_page(path: Path, chance: random.Random) -> None:
     """Zeroes a page, or all of a file that is smaller."""
     data = bytearray(path.read_bytes())
-    start = chance.randrange(max(1, len(data) // PAGE)) * PAGE
+    starts = [start for start in range(0, len(data), PAGE) if any(data[start : start + PAGE])]
+    start = chance.choice(starts)
     data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
     path.write_bytes(data)
 

@@ -45,6 +45,18 @@ def context(*, timeout_seconds: float) -> ocp.Context:
     return settings
 
 
+def reading_context(*, host: int) -> ocp.Context:
+    """Returns the settings of every load: each host reads by itself and waits for no other.
+
+    Else one host's failed read would show on the others as minutes of waiting.
+    """
+    settings = ocp.Context()
+    settings.multiprocessing.active_processes = {host}
+    settings.multiprocessing.primary_host = host
+    settings.multiprocessing.barrier_sync_key_prefix = f"host{host}"
+    return settings
+
+
 class _LateWrites:
     """Drops one complaint: when one write of a save fails, Orbax closes its event loop, and the
     other writes, which TensorStore still ends, find it closed. The save's own error is raised.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxres.checkpoint.digest import array_root, block_digest, block_digests, block_grid
-from jaxres.runlog import canonical_json
+from jaxres.sealed import canonical_json
 
 DIGEST_BYTES = 16
 Box = tuple[tuple[int, int], ...]

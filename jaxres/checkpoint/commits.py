@@ -6,11 +6,13 @@ record names is dead, whoever wrote it.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from jaxres.checkpoint import pruning
 from jaxres.clock import Clock
 from jaxres.config.schema import CheckpointSection
 from jaxres.events import Emit, Noted, SaveCommitted, SaveFailed, StepsPruned
-from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable
 from jaxres.hosts import Peers
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit, Line, RunLog
@@ -38,7 +40,10 @@ class Commits:
         self._clock = clock
         self._unsure: tuple[Commit, float] | None = None
         """A commit whose record storage failed to confirm, and when its save began."""
-        self.committed_step = self.saved_step = log.line().step
+        line = log.line()
+        self.names = {Path(path).name for path in line.paths}
+        """Of all steps that were ever committed, whatever became of them."""
+        self.committed_step = self.saved_step = line.step
         """Newest step that counts, and newest that is saved or being saved."""
         self.failures = 0
         """Saves in a row that storage has refused."""
@@ -85,6 +90,7 @@ class Commits:
 
     def _count(self, commit: Commit, started: float) -> None:
         self.mark(commit.step)
+        self.names.add(Path(commit.path).name)
         seconds = self._clock.monotonic() - started
         self._emit(SaveCommitted(commit.step, commit.path, commit.bytes, seconds))
         try:
@@ -117,7 +123,7 @@ class Commits:
                 # Nothing that counts may be taken for dead because storage hides its record.
                 raise StorageUnavailable(f"{self._run_dir.log}: records are missing by now.")
             self.delete_all_but(line)
-        except (StorageUnavailable, ConfigError, OSError) as error:
+        except (StorageUnavailable, ConfigError, Unrestorable, OSError) as error:
             self._emit(
                 Noted(f"dead steps could not be deleted, the next save tries again: {error}")
             )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from jaxres.runlog import canonical_json
+from jaxres.sealed import canonical_json
 
 MIN_BLOCK_BYTES = 16 * 1024
 MAX_BLOCKS = 4096

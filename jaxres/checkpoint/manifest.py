@@ -21,8 +21,9 @@ import xxhash
 from jaxres import storage
 from jaxres.checkpoint.blocks import ArrayInfo, Table, decode
 from jaxres.checkpoint.reader import ArrayReader
-from jaxres.faults import CheckpointDamaged, StorageUnavailable, TypedEnd
-from jaxres.runlog import Commit, canonical_json
+from jaxres.faults import StorageUnavailable, TypedEnd, Unrestorable
+from jaxres.runlog import Commit
+from jaxres.sealed import canonical_json
 
 FORMAT = 2
 PROGRESS = "progress.json"
@@ -43,6 +44,15 @@ _STORAGE_WORDS = (
     "Stale file handle",
 )
 """By which TensorStore's ValueErrors tell of the storage, not of the data."""
+
+
+class CheckpointDamaged(Unrestorable):
+    """One committed step is not what was committed; an older one may be."""
+
+    def __init__(self, message: str, *, what: str) -> None:
+        """Takes the whole message, and the part of it that says what is wrong."""
+        super().__init__(message)
+        self.what = what
 
 
 @dataclass(frozen=True)

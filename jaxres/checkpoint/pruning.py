@@ -65,15 +65,10 @@ def prune(log: RunLog, keep: KeepSection, *, run_dir: RunDir) -> tuple[int, ...]
 
 def leftovers(line: Line, *, run_dir: RunDir) -> list[Path]:
     """Returns what is off the line, half deleted or whole, of a run that nobody owns."""
-    names = retention.leftovers(run_dir.checkpoints, keep=_on(line), attempt=line.attempt)
+    names = retention.leftovers(run_dir.checkpoints, keep=line.stay, attempt=line.attempt)
     return [run_dir.checkpoints / name for name in names] + storage.trash(run_dir.checkpoints)
 
 
 def delete_all_but(line: Line, *, run_dir: RunDir, attempt: int) -> list[str]:
     """Deletes the step directories, of this attempt or earlier ones, that are off the line."""
-    return retention.sweep(run_dir.checkpoints, keep=_on(line), attempt=attempt)
-
-
-def _on(line: Line) -> set[str]:
-    """Returns the names of the step directories that count."""
-    return {Path(commit.path).name for commit in line.committed}
+    return retention.sweep(run_dir.checkpoints, keep=line.stay, attempt=attempt)

@@ -22,7 +22,7 @@ from jaxres.checkpoint.digest import block_digest, block_digests
 from jaxres.checkpoint.manifest import FileInfo
 from jaxres.checkpoint.reader import ArrayReader
 from jaxres.faults import TypedEnd
-from jaxres.runlog import canonical_json
+from jaxres.sealed import canonical_json
 
 THREADS = 2
 READ_BYTES = 2**22
@@ -39,6 +39,10 @@ class Report:
     """The host's own, as they were read back."""
     failure: str = ""
     """Why the host's part is not there; empty: it is."""
+
+    def of(self, host: int) -> Report:
+        """Returns the report with the host's name."""
+        return Report(self.files, self.failure and f"host {host}: {self.failure}")
 
     def encode(self) -> str:
         """Returns the report as a word between hosts."""

@@ -7,9 +7,10 @@ wrong, loses nothing by that.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,19 @@ from jaxres.runlog import Line
 DAY_SECONDS = 86400.0
 FIRST_MONDAY = 4 * DAY_SECONDS
 """The epoch began on a Thursday."""
-_STEP_DIR = re.compile(r"\d{8,}-(\d{4,})(\..*)?")
-"""<step>-<attempt>, and with a suffix while Orbax still writes it."""
+_STEP_DIR = re.compile(r"\d{8,}-(\d{4,})(-\d+)?(\..*)?")
+"""<step>-<attempt>, a number where an attempt saves a step again, a suffix while Orbax writes."""
+
+
+def step_names(step: int, *, attempt: int) -> Iterator[str]:
+    """Yields the names that a step directory may have: an attempt may save a step again.
+
+    >>> [name for name, _ in zip(step_names(8, attempt=2), range(2))]
+    ['00000008-0002', '00000008-0002-2']
+    """
+    name = step_name(step, attempt=attempt)
+    yield name
+    yield from (f"{name}-{number}" for number in itertools.count(2))
 
 
 def step_name(step: int, *, attempt: int) -> str:

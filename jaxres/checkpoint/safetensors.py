@@ -21,7 +21,7 @@ import numpy as np
 from jaxres import storage
 from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.faults import ConfigError
-from jaxres.runlog import canonical_json
+from jaxres.sealed import canonical_json
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"

@@ -26,7 +26,8 @@ from jaxres.checkpoint.manifest import DIGESTS, MANIFEST, PROGRESS, FileInfo, Ma
 from jaxres.checkpoint.readback import Report, file_info, read_back
 from jaxres.checkpoint.reader import ArrayReader
 from jaxres.faults import StorageUnavailable
-from jaxres.runlog import Claim, Commit, canonical_json
+from jaxres.runlog import Claim, Commit
+from jaxres.sealed import canonical_json
 from jaxres.state import Progress
 
 CUT_BLOCKS = f"{DIGESTS}/read_back.json"

@@ -11,10 +11,10 @@ run goes on, and the next save tries again, `checkpoint.max_failed_saves` times 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -24,20 +24,42 @@ from jaxres.checkpoint import arrays, retention
 from jaxres.checkpoint.arrays import Tree, Writing, array_infos
 from jaxres.checkpoint.blocks import ArrayInfo
 from jaxres.checkpoint.commits import Commits
+from jaxres.checkpoint.fallback import Search, none_is_whole
 from jaxres.checkpoint.readback import Report, report
-from jaxres.checkpoint.restore import restore
+from jaxres.checkpoint.restore import Restored, restore
 from jaxres.checkpoint.seal import seal
+from jaxres.checkpoint.verify import examine
 from jaxres.clock import Clock
 from jaxres.config.schema import CheckpointSection
-from jaxres.events import Emit, PartCommitted, SaveSkipped, SaveStarted, SaveWaited
+from jaxres.events import (
+    Emit,
+    PartCommitted,
+    SaveSkipped,
+    SaveStarted,
+    SaveWaited,
+    StepQuarantined,
+)
 from jaxres.faults import Continue, PeerLost, Stop, StorageUnavailable, Verdict, fault
 from jaxres.hosts import WORD_SECONDS, Peers
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, Commit, RunLog
+from jaxres.runlog import Claim, Commit, Line, Quarantine, RunLog
 from jaxres.state import Progress
 
-BEGIN, NOTHING, COUNTS, ABANDONED = "begin", "nothing to do", "counts", "abandoned"
+BEGIN, NOTHING, COUNTS, ABANDONED = "begin ", "nothing to do", "counts", "abandoned"
 """The lead's words about a save; any other word is the reason why there is none."""
+
+
+@dataclass(frozen=True)
+class Flying:
+    """A save that has begun."""
+
+    writing: Writing
+    step_dir: Path
+    progress: Progress
+    infos: Mapping[str, ArrayInfo]
+    started: float
+    topic: str
+    """Under which hosts speak of it."""
 
 
 class Checkpoints:
@@ -95,7 +117,10 @@ class Checkpoints:
         self._silence_seconds = 2 * section.timeout_seconds  # Orbax's limit, and the rest.
         self._is_silent = False
         """Whether storage has answered nothing for so long that nothing more is tried."""
+        self._restores = 0
+        """How often this attempt has restored: the same number on every host."""
         self._context = arrays.context(timeout_seconds=section.timeout_seconds)
+        self._reading = arrays.reading_context(host=peers.member.host)
 
     def __enter__(self) -> Checkpoints:
         if self._peers.member.leads:
@@ -163,14 +188,14 @@ class Checkpoints:
         if word == NOTHING:
             return
         try:
-            if word != BEGIN:
+            if not word.startswith(BEGIN):
                 raise StorageUnavailable(word)
-            self._begin(state, progress)
+            self._begin(state, progress, self._named(word.removeprefix(BEGIN)))
         except StorageUnavailable as refusal:
             self._commits.fail(progress.step, str(refusal))
 
     def _decide(self, state: Tree, step: int, *, skips: bool) -> str:
-        """Returns the lead's word on what is to be done: BEGIN, NOTHING, or why not."""
+        """Returns the lead's word: BEGIN and a step directory's name, NOTHING, or why not."""
         if step <= self._commits.saved_step or self._is_silent:
             return NOTHING
         started = self._clock.monotonic()
@@ -188,29 +213,33 @@ class Checkpoints:
             if step <= self._commits.committed_step:
                 return NOTHING
             self._refuse_beside_another_writer()
-            self._refuse_beside_leftovers(self._step_dir(step))
+            name = self._free_name(step)
+            self._refuse_beside_leftovers(self._named(name))
             size_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
             arrays.refuse_without_room(self._run_dir.checkpoints.absolute(), size_bytes)
         except StorageUnavailable as refusal:
             return str(refusal)
-        return BEGIN
+        return f"{BEGIN}{name}"
 
-    def _step_dir(self, step: int) -> Path:
-        name = retention.step_name(step, attempt=self._log.attempt)
+    def _free_name(self, step: int) -> str:
+        """Returns a name that no committed step has ever had, whatever became of it."""
+        names = retention.step_names(step, attempt=self._log.attempt)
+        return next(name for name in names if name not in self._commits.names)
+
+    def _named(self, name: str) -> Path:
         return (self._run_dir.checkpoints / name).absolute()
 
-    def _begin(self, state: Tree, progress: Progress) -> None:
+    def _begin(self, state: Tree, progress: Progress, step_dir: Path) -> None:
         """Takes the snapshot and sends the rest to the background."""
         started, infos = self._clock.monotonic(), array_infos(state)
         if not self._peers.member.leads:
             self.wait()  # The lead has.
-        writing = arrays.begin(state, self._step_dir(progress.step), self._context)
+        writing = arrays.begin(state, step_dir, self._context)
         self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         finish = self._finish if self._peers.member.leads else self._follow
-        self._flight = self._saver.submit(
-            finish, writing, progress, infos, started, f"saved/{self._calls}"
-        )
+        flying = Flying(writing, step_dir, progress, infos, started, f"saved/{self._calls}")
+        self._flight = self._saver.submit(finish, flying)
 
     def _refuse_beside_another_writer(self) -> None:
         """Has no more than one snapshot in memory: a save that was given up may still go on."""
@@ -228,66 +257,50 @@ class Checkpoints:
         if step_dir.exists():
             raise StorageUnavailable(f"{step_dir}: an earlier save's files can't be deleted yet.")
 
-    def _finish(
-        self,
-        writing: Writing,
-        progress: Progress,
-        infos: Mapping[str, ArrayInfo],
-        started: float,
-        topic: str,
-    ) -> None:
+    def _finish(self, save: Flying) -> None:
         """Makes one step durable, then makes it count. Runs in the saver's thread."""
+        step = save.progress.step
         try:
-            commit = self._write(writing, progress, infos, topic)
+            commit = self._write(save)
             if self._leaving:
                 return
-            refused = self._refused_from is not None and progress.step >= self._refused_from
-            if not refused:
-                self._commits.commit(commit, started)
+            if self._refused_from is None or step < self._refused_from:
+                self._commits.commit(commit, save.started)
         except StorageUnavailable as refusal:
             if self._leaving:
                 return
-            why = "; ".join([*self._peers.told(topic), str(refusal)])
-            self._commits.fail(progress.step, why)
-        counts = self._commits.committed_step >= progress.step
-        word = (
-            COUNTS if counts else ABANDONED if self._refused_from is not None else self._commits.why
-        )
-        self._peers.same(topic, lambda: word, seconds=0)
+            why = "; ".join([*self._peers.told(save.topic), str(refusal)])
+            self._commits.fail(step, why)
+        word = self._commits.why if self._refused_from is None else ABANDONED
+        if self._commits.committed_step >= step:
+            word = COUNTS
+        self._peers.same(save.topic, lambda: word, seconds=0)
 
-    def _follow(
-        self,
-        writing: Writing,
-        progress: Progress,
-        infos: Mapping[str, ArrayInfo],
-        started: float,
-        topic: str,
-    ) -> None:
+    def _follow(self, save: Flying) -> None:
         """Writes this host's shards and hears whether the step counts. In the saver's thread."""
+        step = save.progress.step
         try:
-            step_dir = self._step_dir(progress.step)
-            arrays.settle(writing, step_dir, timeout=self._section.timeout_seconds)
-            self._reports(writing, step_dir, infos, topic)
+            arrays.settle(save.writing, save.step_dir, timeout=self._section.timeout_seconds)
+            self._reports(save)
         except StorageUnavailable as refusal:
-            self._peers.tell(topic, str(refusal))
-        word = self._peers.same(topic, lambda: COUNTS, seconds=self._silence_seconds)
+            self._peers.tell(save.topic, str(refusal))
+        word = self._peers.same(save.topic, lambda: COUNTS, seconds=self._silence_seconds)
         if word == COUNTS:
-            self._commits.mark(progress.step)
-            self._emit(PartCommitted(progress.step, self._clock.monotonic() - started))
+            self._commits.mark(step)
+            self._emit(PartCommitted(step, self._clock.monotonic() - save.started))
         elif word != ABANDONED:
-            self._commits.fail(progress.step, word)
+            self._commits.fail(step, word)
 
-    def _write(
-        self, writing: Writing, progress: Progress, infos: Mapping[str, ArrayInfo], topic: str
-    ) -> Commit:
+    def _write(self, save: Flying) -> Commit:
         """Returns the record of a step that is durable, as are the metrics lines up to it."""
-        step_dir = self._step_dir(progress.step)
-        self._writer = writing
-        arrays.settle(writing, step_dir, timeout=self._section.timeout_seconds)
+        self._writer = save.writing
+        arrays.settle(save.writing, save.step_dir, timeout=self._section.timeout_seconds)
         self._writer = None
-        reports = self._reports(writing, step_dir, infos, topic)
+        reports = self._reports(save)
         root = self._run_dir.root.absolute()
-        commit = seal(step_dir, progress, infos, reports, root=root, claim=self._claim)
+        commit = seal(
+            save.step_dir, save.progress, save.infos, reports, root=root, claim=self._claim
+        )
         self._before_commit()
         return commit
 
@@ -309,29 +322,22 @@ class Checkpoints:
         self._commits.go_back(step)
         self._refused_from = None
 
-    def _reports(
-        self, writing: Writing, step_dir: Path, infos: Mapping[str, ArrayInfo], topic: str
-    ) -> list[Report]:
+    def _reports(self, save: Flying) -> list[Report]:
         """Returns on the lead what every host has read back of its part of the step."""
-        own = Report({}, writing.failure)
+        own = Report({}, save.writing.failure)
         if not own.failure:
-            own = report(step_dir, infos, process=self._peers.member.host)
+            own = report(save.step_dir, save.infos, process=self._peers.member.host)
         limit = self._section.timeout_seconds
         try:
-            words = self._peers.collect(f"{topic}/written", own.encode(), seconds=limit)
+            words = self._peers.collect(f"{save.topic}/written", own.encode(), seconds=limit)
         except PeerLost as lost:
             raise StorageUnavailable(
-                f"{step_dir}: not every host has said within {limit:.0f} s "
+                f"{save.step_dir}: not every host has said within {limit:.0f} s "
                 f"(checkpoint.timeout_seconds) that its part is written ({lost}). The step is "
                 "given up; nothing committed is lost."
             ) from lost
         found = [Report.decode(word) for word in words]
-        return [
-            dataclasses.replace(one, failure=one.failure and f"host {host}: {one.failure}")
-            if len(found) > 1
-            else one
-            for host, one in enumerate(found)
-        ]
+        return found if len(found) == 1 else [one.of(host) for host, one in enumerate(found)]
 
     def poll(self) -> None:
         """Raises what the newest background save has failed with, unless storage refused it."""
@@ -357,9 +363,46 @@ class Checkpoints:
                 "disk slow? checkpoint.timeout_seconds sets the limit. Nothing committed is lost."
             )
 
-    def restore(self, commit: Commit, like: Tree) -> tuple[Tree, Progress]:
-        """Reads a committed step into arrays sharded as asked for; see checkpoint/restore.py."""
-        step_dir = (self._run_dir.root / commit.path).absolute()
-        found = restore(step_dir, commit, like, self._context)
-        self._commits.committed_step = self._commits.saved_step = commit.step
-        return found.state, found.progress
+    def restore(self, line: Line, like: Tree, *, seconds: float) -> Restored | None:
+        """Restores the newest whole step; damaged newer ones count no more. None: none was saved.
+
+        Args:
+          line: what the log says, the same on every host.
+          like: nested dict of jax.ShapeDtypeStruct with shardings.
+          seconds: longest reading of one step.
+
+        Raises:
+          Unrestorable: steps were committed, and none is whole; all is left as it is.
+          StorageUnavailable: storage did not let that be told.
+          ConfigError: a step holds other arrays than the model wants.
+        """
+        if not line.commits and line.quarantined:
+            raise none_is_whole([decided for _, decided in line.quarantined])
+        if not line.commits:
+            return None
+        self._restores += 1
+        topic = f"restore/{self._restores}"
+        search = Search(
+            read=lambda commit: restore(self._dir_of(commit), commit, like, self._reading),
+            examine=lambda commit: examine(self._dir_of(commit), commit),
+            peers=self._peers,
+            topic=topic,
+            seconds=seconds,
+            emit=self._emit,
+            clock=self._clock,
+        )
+        found, damaged = search.newest_whole(line.committed)
+        self._peers.same(topic, lambda: self._quarantine(damaged), seconds=WORD_SECONDS)
+        for one in damaged:
+            self._emit(StepQuarantined(one.step, one.path, one.evidence))
+        self._commits.committed_step = self._commits.saved_step = found.commit.step
+        return found
+
+    def _dir_of(self, commit: Commit) -> Path:
+        return (self._run_dir.root / commit.path).absolute()
+
+    def _quarantine(self, damaged: Sequence[Quarantine]) -> str:
+        """Records what is proved, only now that an older step is known to be whole."""
+        for one in damaged:
+            self._log.append(one)
+        return str(len(damaged))

@@ -19,10 +19,10 @@ from jaxres import storage
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.blocks import Box, Digests, Table
 from jaxres.checkpoint.digest import block_digests, digest_of_rows
-from jaxres.checkpoint.manifest import MANIFEST, PROGRESS, FileInfo, Manifest
+from jaxres.checkpoint.manifest import MANIFEST, PROGRESS, CheckpointDamaged, FileInfo, Manifest
 from jaxres.checkpoint.readback import file_info
 from jaxres.checkpoint.reader import ARRAYS, ArrayReader
-from jaxres.faults import CheckpointDamaged, StorageUnavailable
+from jaxres.faults import StorageUnavailable
 from jaxres.runlog import Commit
 
 MAX_THREADS = 8

@@ -20,7 +20,8 @@ from jaxres.config.init_from import FromRun, FromSafetensors
 from jaxres.config.schema import CustomModel, GptModel, MlpModel
 from jaxres.faults import ConfigError
 from jaxres.rundir import RunDir
-from jaxres.runlog import Commit, canonical_json
+from jaxres.runlog import Commit
+from jaxres.sealed import canonical_json
 
 PARAMS = "params/"
 ABOUT = "jaxres.json"

@@ -12,6 +12,8 @@ from jaxres.train.guarantee import guarantee
 from jaxres.train.run import Flight, Run
 
 LOOK_SECONDS = 0.1
+RESTORE_SHARE = 0.9
+"""Of the deadline of a restore: storage that hangs is storage's fault, before it is a hang."""
 
 
 def go_back(run: Run, verdict: Rollback, *, entry: int) -> None:
@@ -47,7 +49,7 @@ def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Fli
 
     Raises:
       ConfigError: the rows are not the ones that the run has trained on.
-      Unrestorable: there is a committed step, and it can't be read.
+      Unrestorable: steps are committed, and none is whole.
     """
     line = _same_line(run, entry=entry)
     # Rows that no committed step has seen bind nobody: mended data may go on in the same place.
@@ -57,15 +59,14 @@ def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Fli
             f"{run.dataset} here, {line.dataset} there). Bring the old data back, or start a new "
             "run in another run.dir."
         )
-    commit = line.newest
-    if commit is None:
+    shapes, seconds = to_plain(run.shapes), RESTORE_SHARE * run.meeting_seconds
+    restored = run.checkpoints.restore(line, shapes, seconds=seconds)
+    if restored is None:
         run.emit(PhaseChanged("init", "new parameters"))
         (state, init), progress = run.init(line), Progress()
     else:
-        run.emit(PhaseChanged("restore", f"step {commit.step}"))
-        plain, progress = run.checkpoints.restore(commit, to_plain(run.shapes))
-        state, init = from_plain(plain), None
-    path = commit.path if commit else None
+        (state, init), progress = (from_plain(restored.state), None), restored.progress
+    path = restored.commit.path if restored else None
     seq = _begin_segment(
         run,
         Start(
@@ -78,7 +79,9 @@ def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Fli
         entry=entry,
     )
     before = [start_of(record).computation for record in line.starts]
-    run.emit(TrainingStarted(progress.step, path, guarantee(before, run.computation)))
+    is_verified = restored is None or restored.is_verified
+    level = guarantee(before, run.computation, is_verified=is_verified)
+    run.emit(TrainingStarted(progress.step, path, level))
     run.emit(PhaseChanged("train"))
     now = run.clock.monotonic()
     flight = Flight(

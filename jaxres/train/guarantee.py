@@ -15,12 +15,15 @@ from jaxres.topology import Plan
 BITWISE = "bitwise on this topology"
 
 
-def guarantee(before: Sequence[Mapping[str, str]], now: Mapping[str, str]) -> str:
+def guarantee(
+    before: Sequence[Mapping[str, str]], now: Mapping[str, str], *, is_verified: bool = True
+) -> str:
     """Returns the level and, where it is lower, why.
 
     Args:
       before: what decided bits in every earlier segment of the run (runlog.Start.computation).
       now: the same for the segment that begins.
+      is_verified: whether what was restored could be held against its digests.
 
     >>> guarantee([{"jax": "0.10.2"}], {"jax": "0.10.2", "devices": "1 x cpu cpu"})
     'statistical: devices not recorded -> 1 x cpu cpu'
@@ -36,6 +39,8 @@ def guarantee(before: Sequence[Mapping[str, str]], now: Mapping[str, str]) -> st
         for name, was in sorted(changes.items())
         if was
     ]
+    if not is_verified:
+        told.append("restored from a checkpoint without digests (format 1): content not verified")
     if told:
         return "statistical: " + ", ".join(told)
     if " gpu " in now.get("devices", "") and "deterministic_ops=true" not in now.get(

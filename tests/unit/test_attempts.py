@@ -8,7 +8,8 @@ import json
 from jaxres import attempts, verbs
 from jaxres.events import PhaseChanged, RunEnded
 from jaxres.rundir import RunDir
-from jaxres.runlog import Body, Commit, Leave, Prune, Record, Start, Stop, canonical_json
+from jaxres.runlog import Body, Commit, Leave, Prune, Record, Start, Stop
+from jaxres.sealed import canonical_json
 from tests.unit.records import CLAIM
 
 

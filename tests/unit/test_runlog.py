@@ -10,19 +10,22 @@ from pathlib import Path
 import pytest
 
 from jaxres import runlog, storage
-from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable
+from jaxres import sealed as sealing
+from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable, Unrestorable
+from jaxres.records import _KINDS as kinds
 from jaxres.runlog import (
     Commit,
     Leave,
     Prune,
+    Quarantine,
     Record,
     Rollback,
     RunLog,
     Skip,
     Start,
     Stop,
-    canonical_json,
 )
+from jaxres.sealed import canonical_json, sealed
 from tests.unit.records import CLAIM
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "log" / "plain"
@@ -53,6 +56,7 @@ BODIES = [
     Skip(rows=((0, 24), (48, 72)), reason='a "spike" — ü'),
     Rollback(onset=23, target=20, rows=((528, 600),), reason="high losses"),
     Prune(steps=(1, 2)),
+    Quarantine(step=3, path="checkpoints/y", evidence="w has another digest"),
     Stop(exit=74, reason="disk\nfull", committed=False),
     Stop(exit=137, reason="killed", committed=False, culprit=1),
     Leave(exit=84, reason="5 attempts"),
@@ -105,10 +109,16 @@ def test_a_record_reads_back_as_it_was_written(body):
 
 
 def test_every_kind_is_tried():
-    assert {type(body) for body in BODIES} == set(runlog._KINDS.values())
+    assert {type(body) for body in BODIES} == set(kinds.values())
 
 
 GOOD = json.loads(record(1, COMMIT).encode())
+OLD = {name: value for name, value in GOOD.items() if name != "digest"}
+
+
+def read_one(tmp_path, data):
+    (tmp_path / "00000001.json").write_bytes(data)
+    return runlog.read_records(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -117,23 +127,61 @@ GOOD = json.loads(record(1, COMMIT).encode())
         (b"", "Expecting value"),
         (b'{"seq":1', "Expecting"),
         (b"\xff\xfeA", "truncated data"),
-        (b"[]", ""),
-        (b"3", "pop"),
-        (json.dumps(GOOD | {"kind": "forecast"}).encode(), "forecast"),
-        (json.dumps(GOOD | {"color": 3}).encode(), "color"),
-        (json.dumps({k: v for k, v in GOOD.items() if k != "path"}).encode(), "path"),
-        (json.dumps({k: v for k, v in GOOD.items() if k != "time"}).encode(), "time"),
-        (json.dumps(GOOD | {"seq": 2}).encode(), "it says that it is record 2"),
+        (b"[]", "not an object"),
+        (b"3", "not an object"),
+        (json.dumps(GOOD | {"step": 7}).encode(), "its digest is another one"),
+        (json.dumps(GOOD | {"color": 3}).encode(), "its digest is another one"),
+        (json.dumps(GOOD | {"digest": "00"}).encode(), "its digest is another one"),
     ],
 )
-def test_a_record_that_cannot_be_read_is_refused_by_name(tmp_path, data, why):
-    (tmp_path / "00000001.json").write_bytes(data)
+def test_a_damaged_record_is_refused_by_name_and_starts_nothing_anew(tmp_path, data, why):
+    with pytest.raises(Unrestorable) as caught:
+        read_one(tmp_path, data)
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path / '00000001.json'}: this record of the run's log is damaged")
+    assert why in text
+    assert "does not start again from step 0. Restore the file from a copy." in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({**OLD, "kind": "color"}, "color"),
+        ({**OLD, "color": 3}, "color"),
+        ({k: v for k, v in OLD.items() if k != "path"}, "path"),
+        ({k: v for k, v in OLD.items() if k != "time"}, "time"),
+        ({**OLD, "seq": 2}, "it says that it is record 2"),
+    ],
+)
+@pytest.mark.parametrize("write", [canonical_json, sealed], ids=["old", "sealed"])
+def test_a_record_that_this_version_cannot_read_is_refused_by_name(tmp_path, write, fields, why):
     with pytest.raises(ConfigError) as caught:
-        runlog.read_records(tmp_path)
+        read_one(tmp_path, write(fields))
     text = str(caught.value)
     assert text.startswith(f"{tmp_path / '00000001.json'}: not a record that this version")
     assert why in text
     assert text.endswith("Nothing was changed.")
+
+
+def test_no_flipped_bit_of_a_record_is_obeyed(tmp_path):
+    """Each is refused, or is read as what was written."""
+    data = record(1, COMMIT).encode()
+    refused = 0
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            (found,) = read_one(tmp_path, bytes(flipped))
+        except (Unrestorable, ConfigError):
+            refused += 1
+        else:
+            assert found == record(1, COMMIT), bit
+    assert refused > 7 * len(data)
+
+
+def test_records_from_before_digests_are_still_read(tmp_path):
+    (found,) = read_one(tmp_path, canonical_json(OLD))
+    assert found == record(1, COMMIT)
 
 
 @pytest.mark.parametrize("lost", ["00000001.json", "00000004.json"])
@@ -159,7 +207,8 @@ def test_no_folder_is_an_empty_log(tmp_path):
 
 def test_the_golden_log_folds_to_what_it_always_did():
     records = runlog.read_records(GOLDEN)
-    assert [r.encode() for r in records] == [p.read_bytes() for p in sorted(GOLDEN.iterdir())]
+    fields = [sealing.opened(r.encode())[0] for r in records]
+    assert list(map(canonical_json, fields)) == [p.read_bytes() for p in sorted(GOLDEN.iterdir())]
     line = runlog.fold(records)
     assert line.attempt == 2
     assert [claim.pid for claim in line.claims] == [101, 102]
@@ -188,6 +237,19 @@ def test_pruned_steps_are_dead_and_the_others_ascend():
     line = folded(CLAIM, *commits, Prune(steps=(20,)))
     assert [commit.step for commit in line.committed] == [10, 30]
     assert folded(CLAIM, *commits, Prune(steps=(10, 20, 30))).newest is None
+
+
+def test_a_quarantined_step_counts_no_more_and_a_later_save_of_it_does():
+    commits = [dataclasses.replace(COMMIT, step=step, path=f"p{step}") for step in (10, 20)]
+    gone = Quarantine(step=20, path="p20", evidence="w has another digest")
+    line = folded(CLAIM, *commits, gone)
+    assert [commit.step for commit in line.committed] == [10]
+    ((commit, decided),) = line.quarantined
+    assert (commit.body, decided) == (commits[1], gone)
+    again = dataclasses.replace(COMMIT, step=20, path="p20-2")
+    line = folded(CLAIM, *commits, gone, again, gone)
+    assert [commit.path for commit in line.committed] == ["p10", "p20-2"]
+    assert line.paths == {"p10", "p20", "p20-2"}
 
 
 def test_records_are_numbered_and_folded_as_they_were_appended(tmp_path):

@@ -36,6 +36,7 @@ def checked_digest(root):
     dead, commits = set(), {}
     for path in sorted((root / "log").iterdir()):
         record = json.loads(path.read_text())
+        assert record.pop("digest") == xxhash.xxh3_128_hexdigest(json_text(record)), path
         if record["kind"] == "commit":
             commits[record["step"]] = record
         dead.update(record["steps"] if record["kind"] == "prune" else ())

@@ -3,11 +3,11 @@ import json
 
 import pytest
 
-from jaxres import runlog
+from jaxres import sealed
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.blocks import ArrayInfo
-from jaxres.checkpoint.manifest import Manifest
-from jaxres.faults import CheckpointDamaged, StorageUnavailable
+from jaxres.checkpoint.manifest import CheckpointDamaged, Manifest
+from jaxres.faults import StorageUnavailable
 from jaxres.runlog import Commit
 
 WHOLE = Manifest(
@@ -98,7 +98,7 @@ FIELDS = json.loads(WHOLE.encode())
     ],
 )
 def test_a_committed_manifest_that_is_none_of_this_version_is_named(step_dir, fields, why):
-    data = runlog.canonical_json(fields)
+    data = sealed.canonical_json(fields)
     (step_dir / "MANIFEST.json").write_bytes(data)
     text = refused(step_dir, commit_of(data))
     assert text.startswith("MANIFEST.json can't be read")

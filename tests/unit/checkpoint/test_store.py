@@ -53,7 +53,10 @@ def commits(place):
 
 
 def restore(place, commit, wanted):
-    return place.checkpoints().restore(commit, wanted)
+    """Restores one step, and looks at nothing else."""
+    step_dir = (place.run_dir.root / commit.path).absolute()
+    found = restoring.restore(step_dir, commit, wanted, arrays.reading_context(host=0))
+    return found.state, found.progress
 
 
 def restore_damaged(place, commit):

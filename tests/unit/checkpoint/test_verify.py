@@ -12,7 +12,8 @@ import pytest
 from jaxres import runlog, verbs
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import readback, verify
-from jaxres.faults import CheckpointDamaged, Exit, StorageUnavailable
+from jaxres.checkpoint.manifest import CheckpointDamaged
+from jaxres.faults import Exit, StorageUnavailable
 from jaxres.rundir import RunDir
 from tests import damage as damages
 from tests.promises.trainer import ROOT, free_address
