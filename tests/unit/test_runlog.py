@@ -51,7 +51,6 @@ BODIES = [
     dataclasses.replace(CLAIM, places=(0, 2)),
     Start(step=8, path="checkpoints/x", dataset="d", computation={"mesh": "data=1"}),
     Start(step=0, path=None, dataset="d", computation={}),
-    Start(step=0, path=None, dataset="d", computation={}, init={"params": "p", "path": "x"}),
     COMMIT,
     Skip(rows=((0, 24), (48, 72)), reason='a "spike" — ü'),
     Rollback(onset=23, target=20, rows=((528, 600),), reason="high losses"),
@@ -427,3 +426,17 @@ def test_door_and_worker_of_one_attempt_append_until_the_next_claim(tmp_path):
     assert [record.attempt for record in records] == [1] * (len(records) - 1) + [2]
     assert sorted(fenced) == [0, 1]
     assert sum(counts) == len(records) - 2
+
+
+def test_the_weights_that_a_run_was_started_from_are_on_the_line():
+    init = {"params": "sha256:0", "path": "x", "step": "8"}
+    starts = [
+        Record(1, 1, 0.0, Start(step=0, path=None, dataset="d", computation={}, init=init)),
+        Record(2, 2, 0.0, Start(step=8, path="y", dataset="d", computation={})),
+    ]
+    for record in starts:
+        path = Path(f"{record.seq:08d}.json")
+        assert Record.decode(record.encode(), path=path) == record
+    assert b"init" not in starts[1].encode(), "as records were before there was a choice"
+    assert runlog.fold(starts).init == init
+    assert runlog.fold(starts[1:]).init is None
