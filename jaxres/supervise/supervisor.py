@@ -172,14 +172,15 @@ def _wait(running: Attempt, wakeup: int, watch: Lookout | None) -> Ended:
             return ended
         if (ended := _first_end(running)) is not None:
             return ended
+        # Before signals: an early notice has come as a SIGTERM too.
+        if (ended := answers.heed_notices(running)) is not None:
+            return ended
         for number in signals.taken(wakeup):
             if (ended := answers.answer(running, number)) is not None:
                 return ended
         for report in watch.reports() if watch else ():
             if (ended := answers.heed(running, report)) is not None:
                 return ended
-        if (ended := answers.heed_notices(running)) is not None:
-            return ended
         _stretch(running, awake)  # An answer may have been a sleep.
         if (ended := _tick(running, watch)) is not None:
             return ended
