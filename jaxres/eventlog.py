@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxres import storage
+from jaxres.appender import Appender
 from jaxres.clock import Clock
 from jaxres.events import Emit, Event, Noted
 
@@ -21,7 +22,7 @@ class EventLog:
     """Appends events to one host's file and tells the listeners; a context manager."""
 
     def __init__(self, path: Path, *, clock: Clock, listeners: Sequence[Emit] = ()) -> None:
-        self._lines = storage.Appender(path, max_waiting=MAX_WAITING, beyond="drop oldest")
+        self._lines = Appender(path, max_waiting=MAX_WAITING, beyond="drop oldest")
         self._clock = clock
         self._listeners = listeners
 

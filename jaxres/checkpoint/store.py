@@ -25,7 +25,7 @@ from jaxres.checkpoint.arrays import Tree, Writing, array_infos
 from jaxres.checkpoint.blocks import ArrayInfo
 from jaxres.checkpoint.commits import Commits
 from jaxres.checkpoint.fallback import Search, none_is_whole
-from jaxres.checkpoint.readback import Report, report
+from jaxres.checkpoint.readback import Report, gathered, report
 from jaxres.checkpoint.restore import Restored, restore
 from jaxres.checkpoint.seal import seal
 from jaxres.checkpoint.verify import examine
@@ -39,7 +39,7 @@ from jaxres.events import (
     SaveWaited,
     StepQuarantined,
 )
-from jaxres.faults import Continue, PeerLost, Stop, StorageUnavailable, Verdict, fault
+from jaxres.faults import Continue, Stop, StorageUnavailable, Verdict, fault
 from jaxres.hosts import WORD_SECONDS, Peers
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Commit, Line, Quarantine, RunLog
@@ -328,16 +328,7 @@ class Checkpoints:
         if not own.failure:
             own = report(save.step_dir, save.infos, process=self._peers.member.host)
         limit = self._section.timeout_seconds
-        try:
-            words = self._peers.collect(f"{save.topic}/written", own.encode(), seconds=limit)
-        except PeerLost as lost:
-            raise StorageUnavailable(
-                f"{save.step_dir}: not every host has said within {limit:.0f} s "
-                f"(checkpoint.timeout_seconds) that its part is written ({lost}). The step is "
-                "given up; nothing committed is lost."
-            ) from lost
-        found = [Report.decode(word) for word in words]
-        return found if len(found) == 1 else [one.of(host) for host, one in enumerate(found)]
+        return gathered(own, save.step_dir, self._peers, topic=save.topic, seconds=limit)
 
     def poll(self) -> None:
         """Raises what the newest background save has failed with, unless storage refused it."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import storage
+from jaxres import appender, storage
+from jaxres.appender import Appender
 from jaxres.faults import ConfigError, Exit, StorageUnavailable
 
 
@@ -123,7 +124,7 @@ def test_a_tree_goes_by_name_first_and_its_trash_goes_at_the_next_start(tmp_path
 
 
 def opened(path, *, max_waiting=2, beyond="refuse"):
-    return storage.Appender(path, max_waiting=max_waiting, beyond=beyond)
+    return Appender(path, max_waiting=max_waiting, beyond=beyond)
 
 
 def appended(path: Path, *lines: bytes) -> bytes:
@@ -233,7 +234,7 @@ class Hanging:
 def test_storage_that_hangs_holds_up_who_appends_once_and_takes_all_lines_in_the_end(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(storage, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(appender, "PATIENCE_SECONDS", 0.3)
     appender, goes_on = opened(tmp_path / "a", max_waiting=99), threading.Event()
     appender._file = Hanging(appender._file, goes_on)
     began = time.monotonic()
@@ -248,7 +249,7 @@ def test_storage_that_hangs_holds_up_who_appends_once_and_takes_all_lines_in_the
 
 
 def test_an_end_waits_for_no_storage_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(appender, "PATIENCE_SECONDS", 0.1)
     appender, goes_on = opened(tmp_path / "a"), threading.Event()
     appender._file = Hanging(appender._file, goes_on)
     appender.append(b"one")
