@@ -234,7 +234,7 @@ class Hanging:
 def test_storage_that_hangs_holds_up_who_appends_once_and_takes_all_lines_in_the_end(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(appender, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(appending, "PATIENCE_SECONDS", 0.3)
     appender, goes_on = opened(tmp_path / "a", max_waiting=99), threading.Event()
     appender._file = Hanging(appender._file, goes_on)
     began = time.monotonic()
@@ -249,7 +249,7 @@ def test_storage_that_hangs_holds_up_who_appends_once_and_takes_all_lines_in_the
 
 
 def test_an_end_waits_for_no_storage_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr(appender, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(appending, "PATIENCE_SECONDS", 0.1)
     appender, goes_on = opened(tmp_path / "a"), threading.Event()
     appender._file = Hanging(appender._file, goes_on)
     appender.append(b"one")
