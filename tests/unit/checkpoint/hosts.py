@@ -1,9 +1,11 @@
-"""One of several real processes that save one state together: HOST NUM_HOSTS PORT RUN_DIR."""
+"""One of several real processes: HOST NUM_HOSTS PORT RUN_DIR save|restore."""
 
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -17,8 +19,9 @@ from jaxres.config.schema import CheckpointSection
 from jaxres.hosts import ALONE, Alone, Member
 from jaxres.peers import join
 from jaxres.rundir import RunDir
-from jaxres.runlog import RunLog, read_records
+from jaxres.runlog import RunLog, fold, read_records
 from jaxres.state import Progress
+from tests.promises.trainer import ROOT, free_address
 from tests.unit.records import CLAIM
 
 SHAPES = {
@@ -38,9 +41,9 @@ def values(name: str, step: int) -> np.ndarray:
     return np.asarray(noise / 7).astype(dtype)
 
 
-def mesh() -> Mesh:
-    """Returns all devices along one axis."""
-    return Mesh(np.asarray(jax.devices()), ("fsdp",))
+def mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns devices, by default all, along one axis."""
+    return Mesh(np.asarray(devices or jax.devices()), ("fsdp",))
 
 
 def state(step: int) -> dict[str, jax.Array]:
@@ -55,11 +58,11 @@ def state(step: int) -> dict[str, jax.Array]:
     }
 
 
-def like() -> dict[str, jax.ShapeDtypeStruct]:
+def like(devices: Sequence[jax.Device] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns what a restore asks for."""
     return {
         name: jax.ShapeDtypeStruct(
-            shape, dtype, sharding=NamedSharding(mesh(), PartitionSpec(*axes))
+            shape, dtype, sharding=NamedSharding(mesh(devices), PartitionSpec(*axes))
         )
         for name, (shape, dtype, axes) in SHAPES.items()
     }
@@ -70,18 +73,38 @@ def progress(step: int) -> Progress:
     return Progress(step=step, cursor=24 * step, tokens=100 * step)
 
 
+def run(num_hosts: int, root: Path, what: str) -> list[str]:
+    """Starts that many processes, waits for their good end, and returns what each has said."""
+    port = free_address().rpartition(":")[2]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(host), str(num_hosts), port, str(root), what],
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for host in range(num_hosts)
+    ]
+    said = [process.communicate(timeout=120)[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0] * num_hosts, "\n".join(said)
+    return said
+
+
 def main(arguments: list[str]) -> None:
-    """Saves steps 8 and 16, and restores the second."""
+    """Saves steps 8 and 16, or restores the newest whole step and says which."""
     host, num_hosts, port, root = int(arguments[0]), int(arguments[1]), arguments[2], arguments[3]
     jax.config.update("jax_platforms", "cpu")
     run_dir, clock = RunDir(Path(root)), SystemClock()
     member = Member(host, num_hosts, f"127.0.0.1:{port}") if num_hosts > 1 else ALONE
     peers = Alone() if member.is_alone else join(member, heartbeat_seconds=20, clock=clock)
-    claim = dataclasses.replace(CLAIM, num_hosts=num_hosts)
+    records = read_records(run_dir.log)
+    peers.meet("read", seconds=30)
+    claim = dataclasses.replace(CLAIM, num_hosts=num_hosts, attempt=len(records) + 1)
     if member.leads:
-        RunLog.claim(run_dir.log, claim, after=read_records(run_dir.log), clock=clock)
+        RunLog.claim(run_dir.log, claim, after=records, clock=clock)
     peers.meet("claimed", seconds=30)
-    log = RunLog(run_dir.log, attempt=1, last_seq=1, clock=clock)
+    log = RunLog(run_dir.log, attempt=claim.attempt, last_seq=len(records) + 1, clock=clock)
     checkpoints = Checkpoints(
         CheckpointSection(timeout_seconds=30),
         run_dir=run_dir,
@@ -93,10 +116,24 @@ def main(arguments: list[str]) -> None:
         before_commit=lambda: None,
     )
     with checkpoints:
-        for step in (8, 16):
+        for step in (8, 16) if arguments[4] == "save" else ():
             checkpoints.save(state(step), progress(step))
             checkpoints.wait()
+        if arguments[4] == "restore":
+            found = checkpoints.restore(fold(log.records()), like(), seconds=30)
+            assert found is not None
+            assert is_that_of(found.state, found.commit.step)
+            print(f"restored {found.commit.step}")
     peers.leave()
+
+
+def is_that_of(tree: dict[str, jax.Array], step: int) -> bool:
+    """Says whether all that this process holds of a state is what it was at a step."""
+    return all(
+        np.asarray(shard.data).tobytes() == values(name, step)[shard.index].tobytes()
+        for name, array in tree.items()
+        for shard in array.addressable_shards
+    )
 
 
 if __name__ == "__main__":

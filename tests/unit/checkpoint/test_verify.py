@@ -16,7 +16,7 @@ from jaxres.checkpoint.manifest import CheckpointDamaged
 from jaxres.faults import Exit, StorageUnavailable
 from jaxres.rundir import RunDir
 from tests import damage as damages
-from tests.promises.trainer import ROOT, free_address
+from tests.promises.trainer import ROOT
 from tests.unit.checkpoint import hosts
 
 GOLDEN = ROOT / "tests" / "golden" / "checkpoint-1"
@@ -25,22 +25,9 @@ GOLDEN = ROOT / "tests" / "golden" / "checkpoint-1"
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 host", "2 hosts"])
 def written(request, tmp_path_factory):
     """A run directory with steps 8 and 16, saved by real processes; only to be copied."""
-    folder = tmp_path_factory.mktemp("written")
-    port = free_address().rpartition(":")[2]
-    script = [sys.executable, hosts.__file__]
-    processes = [
-        subprocess.Popen(
-            [*script, str(host), str(request.param), port, str(folder / "run")],
-            cwd=ROOT,
-            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for host in range(request.param)
-    ]
-    said = [process.communicate(timeout=120)[0].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0] * request.param, said
-    return RunDir(folder / "run")
+    root = tmp_path_factory.mktemp("written") / "run"
+    hosts.run(request.param, root, "save")
+    return RunDir(root)
 
 
 @pytest.fixture

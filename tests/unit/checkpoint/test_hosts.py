@@ -1,0 +1,121 @@
+"""Several hosts write one step and restore one step, whichever of them meets the damage."""
+
+import shutil
+
+import jax
+import pytest
+
+from jaxres import runlog
+from jaxres.checkpoint import arrays, seal
+from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint import restore as restoring
+from jaxres.faults import StorageUnavailable
+from jaxres.rundir import RunDir
+from tests import damage
+from tests.unit.checkpoint import hosts
+from tests.unit.checkpoint.test_store import forgotten_tasks
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A run directory with steps 8 and 16, saved by two processes; only to be copied."""
+    root = tmp_path_factory.mktemp("written") / "run"
+    hosts.run(2, root, "save")
+    return RunDir(root)
+
+
+@pytest.fixture
+def run_dir(written, tmp_path):
+    shutil.copytree(written.root, tmp_path / "run")
+    return RunDir(tmp_path / "run")
+
+
+def newest(run_dir):
+    commit = runlog.fold(runlog.read_records(run_dir.log)).newest
+    return (run_dir.root / commit.path).absolute(), commit
+
+
+def values_of(step_dir, host):
+    files = (step_dir / "state" / f"ocdbt.process_{host}" / "d").iterdir()
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_damage_that_one_host_alone_reads_has_both_take_the_older_step(run_dir):
+    step_dir, _ = newest(run_dir)
+    flip(values_of(step_dir, 1), 9000)
+    said = hosts.run(2, run_dir.root, "restore")
+    assert ["restored 8" in words for words in said] == [True, True], said
+    ((_, decided),) = runlog.fold(runlog.read_records(run_dir.log)).quarantined
+    assert decided.step == 16
+    assert "ocdbt.process_1" in decided.evidence
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_a_step_of_two_hosts_is_verified_onto_other_devices(run_dir, num_devices):
+    step_dir, commit = newest(run_dir)
+    wanted = hosts.like(jax.devices()[:num_devices])
+    found = restoring.restore(step_dir, commit, wanted, arrays.reading_context(host=0))
+    assert hosts.is_that_of(found.state, 16)
+    flip(values_of(step_dir, 1), 9000)
+    with pytest.raises(manifests.CheckpointDamaged, match="has other digests than were committed"):
+        restoring.restore(step_dir, commit, wanted, arrays.reading_context(host=0))
+
+
+@forgotten_tasks
+def test_no_damage_to_any_file_is_restored(run_dir):
+    """Each is refused, or does not matter for what is restored."""
+    step_dir, commit = newest(run_dir)
+    files = {path: path.read_bytes() for path in step_dir.rglob("*") if path.is_file()}
+    harmless = set()
+    for harm in (damage.flip_byte, damage.swap):
+        chance = damage.random.Random(harm.__name__)
+        for path, data in files.items():
+            for _ in range((4 if len(data) > 16_000 else 1) if data else 0):
+                harm(path, chance)
+                try:
+                    context = arrays.reading_context(host=0)
+                    found = restoring.restore(step_dir, commit, hosts.like(), context)
+                except manifests.CheckpointDamaged:
+                    pass
+                else:
+                    assert hosts.is_that_of(found.state, 16), path
+                    assert found.progress == hosts.progress(16)
+                    harmless.add(path.name)
+                for one, whole in files.items():
+                    one.write_bytes(whole)
+    assert harmless <= {
+        "_CHECKPOINT_METADATA",
+        "_sharding",
+        "commit_success.txt",
+        "manifest.ocdbt",
+        *(path.name for path in files if "ocdbt.process" in str(path)),
+    }
+
+
+def test_digests_of_one_host_only_are_not_taken_for_those_of_all(run_dir):
+    step_dir, commit = newest(run_dir)
+    infos = manifests.read(step_dir, commit).arrays
+    whole = seal._array_digests(step_dir, infos)
+    assert whole == manifests.read(step_dir, commit).digests
+    (step_dir / "digests" / "process_1.json").unlink()
+    with pytest.raises(StorageUnavailable, match="no process has digested block"):
+        seal._array_digests(step_dir, infos)
+
+
+def test_a_part_that_reads_back_differently_refuses_the_step(run_dir):
+    """Of a block that both hosts share, each holds its part against what the lead reads."""
+    step_dir, commit = newest(run_dir)
+    infos = manifests.read(step_dir, commit).arrays
+    path = step_dir / "digests" / "process_1.json"
+    text = path.read_text()
+    small = text.index("parts", text.index('"small"'))
+    at = text.index('"', text.index("]],", small)) + 1
+    path.write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
+    with pytest.raises(StorageUnavailable, match="small reads back differently"):
+        seal._array_digests(step_dir, infos)
