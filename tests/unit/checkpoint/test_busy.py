@@ -28,7 +28,11 @@ class Follower(Alone):
 
 
 def test_a_follower_whose_own_part_is_not_over_skips_nothing_that_the_lead_begins(place):
-    lead = Follower(save_1=store.BEGIN, save_2=store.BEGIN, save_3=store.NOTHING)
+    lead = Follower(
+        save_1=f"{store.BEGIN}00000008-0001",
+        save_2=f"{store.BEGIN}00000016-0001",
+        save_3=store.NOTHING,
+    )
     with place.checkpoints(peers=lead, busy="skip") as checkpoints:
         checkpoints.save(state(8), progress(8), may_skip=True)
         wait = checkpoints.wait
