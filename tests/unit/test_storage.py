@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import appender, storage
+from jaxres import storage
 from jaxres.appender import Appender
 from jaxres.faults import ConfigError, Exit, StorageUnavailable
 
