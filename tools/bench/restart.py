@@ -11,7 +11,6 @@ one step, from its start on. Waits (restart.backoff_seconds) are set to 0.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import statistics
@@ -34,6 +33,8 @@ KINDS = {
     "kept": ("restart.fork=false",),
     "forked": (),
 }
+CPU = "CPU of the worker"
+"""Seconds of both its cores up to that step, of which a load on the machine takes nothing away."""
 PARTS = ("detect", "start", "import", "data", "build", "compile", "restore", "first step", "total")
 LONGEST_SECONDS = 300.0
 
@@ -71,11 +72,17 @@ def measure(command: list[str], run_dir: RunDir, *, forked: bool) -> dict[str, f
         killed_at = time.monotonic()
         os.kill(worker_of(supervisor.pid), signal.SIGKILL)
         wait(lambda: read_json_lines(run_dir.metrics(2)), "a step")
-        stepped_at = time.monotonic()
+        stepped_at, cpu_seconds = time.monotonic(), cpu_of(worker_of(supervisor.pid))
     finally:
         supervisor.kill()
         supervisor.wait()
-    return split(run_dir, killed_at, stepped_at, forked=forked)
+    return split(run_dir, killed_at, stepped_at, forked=forked) | {CPU: cpu_seconds}
+
+
+def cpu_of(pid: int) -> float:
+    """Returns the CPU seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def split(
@@ -102,12 +109,13 @@ def split(
     return seconds
 
 
-def floor(run_dir: RunDir, caches: Path) -> float:
+def floor(run_dir: RunDir, caches: Path) -> dict[str, float]:
     """Runs the bare script, and returns the seconds from its start to the end of its step."""
     command = [sys.executable, __file__, "--floor", str(run_dir.root), str(caches)]
     began = time.monotonic()
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return float(said.splitlines()[-1]) - began
+    stepped_at, cpu_seconds = map(float, said.splitlines()[-1].split())
+    return {"total": stepped_at - began, CPU: cpu_seconds}
 
 
 def bare(run_dir: RunDir, caches: Path) -> None:
@@ -141,14 +149,13 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     some = rows.train.rows(np.arange(parts.rows_per_batch))
     _, metrics = step(from_plain(state), meshes.place_batch(mesh, some, local=local), None)
     metrics.block_until_ready()
-    print(time.monotonic(), flush=True)
+    print(time.monotonic(), time.process_time(), flush=True)
     os._exit(0)
 
 
-def rounds(folder: Path, words: list[str], repeats: int) -> tuple[dict[str, Any], list[float]]:
-    """Returns the parts of every restart by kind, and the floors; the first round fills caches."""
-    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    floors: list[float] = []
+def rounds(folder: Path, words: list[str], repeats: int) -> dict[str, list[dict[str, float]]]:
+    """Returns the parts of every restart by kind; the first round fills the caches."""
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in (*KINDS, "floor")}
     caches = folder / "caches"
     shared = [f"data.cache_dir={caches}", f"compilation.cache_dir={caches / 'xla'}"]
     shared += ["restart.backoff_seconds=0", "checkpoint.save_every_steps=2", "--hosts", "1"]
@@ -158,8 +165,8 @@ def rounds(folder: Path, words: list[str], repeats: int) -> tuple[dict[str, Any]
             command = [sys.executable, "-m", "jaxres.launch", "local", words[0], *shared, *own]
             command += [f"run.dir={run_dir.root}", *words[1:]]
             found[kind].append(measure(command, run_dir, forked=kind == "forked"))
-        floors.append(floor(RunDir(folder / f"kept{number}"), caches))
-    return {kind: runs[1:] for kind, runs in found.items()}, floors[1:]
+        found["floor"].append(floor(RunDir(folder / f"kept{number}"), caches))
+    return {kind: runs[1:] for kind, runs in found.items()}
 
 
 def main() -> None:
@@ -174,33 +181,23 @@ def main() -> None:
     if options.floor:
         bare(RunDir(options.floor[0]), options.floor[1])
     with tempfile.TemporaryDirectory() as folder:
-        table(*rounds(Path(folder), [options.config, *options.overrides], options.repeats))
+        table(rounds(Path(folder), [options.config, *options.overrides], options.repeats))
 
 
-def table(found: dict[str, list[dict[str, float]]], floors: list[float]) -> None:
+def table(found: dict[str, list[dict[str, float]]]) -> None:
     """Prints medians and ratios."""
-    with contextlib.suppress(OSError):
-        print(f"load: {Path('/proc/loadavg').read_text().split()[0]}")
-    print(f"{f'seconds (median of {len(floors)})':<24}" + "".join(f"{k:>10}" for k in found))
-    medians = {
-        kind: {part: statistics.median(run[part] for run in runs) for part in PARTS}
-        for kind, runs in found.items()
-    }
-    for part in PARTS:
-        print(f"{part:<24}" + "".join(f"{medians[kind][part]:>10.2f}" for kind in found))
-    least = statistics.median(floors)
-    print(f"{'floor':<24}{least:>10.2f}")
-    totals = {kind: [run["total"] for run in runs] for kind, runs in found.items()}
-    for above, below in (
-        ("anew", "floor"),
-        ("kept", "floor"),
-        ("forked", "anew"),
-        ("forked", "kept"),
-    ):
-        pairs = zip(totals[above], totals.get(below, floors), strict=True)
-        ratios = sorted(one / other for one, other in pairs)
-        middle = statistics.median(ratios)
-        print(f"{above} / {below}: {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    print(f"load: {Path('/proc/loadavg').read_text().split()[0]}")
+    repeats = len(found["floor"])
+    print(f"{f'seconds (median of {repeats})':<24}" + "".join(f"{k:>10}" for k in found))
+    for part in (*PARTS, CPU):
+        cells = [statistics.median(run.get(part, 0.0) for run in runs) for runs in found.values()]
+        print(f"{part:<24}" + "".join(f"{cell:>10.2f}" for cell in cells))
+    for above, below in RATIOS:
+        for part in ("total", CPU):
+            pairs = zip(found[above], found[below], strict=True)
+            ratios = sorted(one[part] / other[part] for one, other in pairs)
+            middle = statistics.median(ratios)
+            print(f"{above} / {below}, {part}: {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
 
 
 if __name__ == "__main__":
