@@ -9,7 +9,7 @@ class Clock(Protocol):
     """Tells the time and waits."""
 
     def wall(self) -> float:
-        """Seconds since the epoch; for people, never for decisions."""
+        """Seconds since the epoch; for people, not for decisions (but see notices.Heard.wall)."""
         ...
 
     def monotonic(self) -> float:
