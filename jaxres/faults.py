@@ -164,8 +164,8 @@ ALL: tuple[Fault, ...] = (
         "diverged",
         "loop",
         "guards/divergence.py",
-        "stop without saving; never restarted (so far: too many masked steps, or a state that is "
-        "not finite)",
+        "stop without saving; never restarted (too many masked steps or rollbacks, or a state "
+        "that is not finite)",
         exit=Exit.DIVERGED,
         done=True,
     ),
