@@ -234,7 +234,8 @@ class Checkpoints:
         started, infos = self._clock.monotonic(), array_infos(state)
         if not self._peers.member.leads:
             self.wait()  # The lead has.
-        writing = arrays.begin(state, step_dir, self._context)
+        how = self._section.snapshot
+        writing = arrays.begin(state, step_dir, self._context, snapshot_by=how)
         self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         finish = self._finish if self._peers.member.leads else self._follow

@@ -256,6 +256,10 @@ class CheckpointSection(Section):
     """What to keep: whatever any of these names, and what is pinned; the rest is pruned."""
     keep_last: PositiveInt | None = free(None)
     """Short for keep.last."""
+    snapshot: Literal["auto", "copy", "device"] = free("auto")
+    """What a save takes before training goes on. copy: the host's memory (on CPU the buffers
+    themselves, which the next step then can't reuse); device: a copy on each device, brought to the
+    host in the background; auto: device where a device tells that it has the room, else copy."""
     timeout_seconds: PositiveFloat = free(600.0)
     """Longest wait for one save to become durable."""
     max_failed_saves: PositiveInt = free(20)

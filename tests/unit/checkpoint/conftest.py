@@ -42,6 +42,7 @@ class Place:
         timeout_seconds=60,
         busy="wait",
         peers=None,
+        snapshot="auto",
     ):
         return Checkpoints(
             CheckpointSection(
@@ -49,6 +50,7 @@ class Place:
                 timeout_seconds=timeout_seconds,
                 max_failed_saves=3,
                 busy=busy,
+                snapshot=snapshot,
             ),
             run_dir=self.run_dir,
             log=log or self.log,
