@@ -89,7 +89,7 @@ def examine(step_dir: Path, commit: Commit) -> Findings:
             f"{step_dir}: some of step {commit.step} was read twice, with two results. Nothing was "
             "judged damaged. Is the disk, the network or this machine's memory sound?"
         )
-    if not problems and manifest.tells_content:
+    if not problems:
         problems += reading.content()
     return Findings(
         commit.step,
@@ -185,13 +185,17 @@ class _Reading:
         return Problem(what, array=path)
 
     def content(self) -> list[Problem]:
-        """Checks the one digest over all."""
+        """Checks what is said of the whole: the facts, and the one digest over all."""
         manifest = self._manifest
-        facts = manifests.read_progress(self._step_dir, self._commit, manifest)
+        try:
+            facts = manifests.read_progress(self._step_dir, self._commit, manifest)
+        except CheckpointDamaged as damage:
+            return [Problem(damage.what, file=PROGRESS)]
         rows = [
             [path, info.dtype, list(info.shape), manifest.digests[path]]
             for path, info in sorted(manifest.arrays.items())
+            if manifest.tells_content
         ]
-        if digest_of_rows(rows, progress=facts) == manifest.digest:
+        if not rows or digest_of_rows(rows, progress=facts) == manifest.digest:
             return []
         return [Problem(f"{PROGRESS} is not that of the content digest", file=PROGRESS)]

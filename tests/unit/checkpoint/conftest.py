@@ -1,6 +1,7 @@
 """A run directory with a log, on which real saves of tiny states are made."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 
 import jax
@@ -17,6 +18,7 @@ from jaxres.hosts import Alone
 from jaxres.rundir import RunDir
 from jaxres.runlog import RunLog, read_records
 from jaxres.state import Progress
+from tests.unit.checkpoint import hosts
 from tests.unit.records import CLAIM
 
 
@@ -82,6 +84,22 @@ def claimed(run_dir, *, attempt=1):
     claim = dataclasses.replace(CLAIM, attempt=attempt)
     log = RunLog.claim(run_dir.log, claim, after=read_records(run_dir.log), clock=SystemClock())
     return Place(run_dir, log)
+
+
+@pytest.fixture(scope="session")
+def written_by(tmp_path_factory):
+    """Number of hosts -> a run directory with steps 8 and 16, saved by so many real processes.
+
+    Only to be copied.
+    """
+
+    @functools.cache
+    def written(num_hosts):
+        root = tmp_path_factory.mktemp("written") / "run"
+        hosts.run(num_hosts, root, "save")
+        return RunDir(root)
+
+    return written
 
 
 @pytest.fixture

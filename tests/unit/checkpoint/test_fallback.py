@@ -170,6 +170,15 @@ def test_a_flipped_bit_that_stock_orbax_restores_is_found_and_its_array_named(sa
     assert "in block [0, 0] of [2, 1]" in decided.evidence
 
 
+def test_a_step_directory_without_a_record_is_no_step(saved):
+    """However whole it looks: a save that was killed before its record, or a copy."""
+    copy = saved.run_dir.checkpoints / "00000032-0001"
+    shutil.copytree(saved.step_dir(24), copy)
+    found, _ = restore(saved)
+    assert found.commit.step == 24
+    assert saved.log.line().quarantined == ()
+
+
 @forgotten_tasks
 def test_several_damaged_steps_are_passed_over_at_once(saved):
     spoil(saved, 24)

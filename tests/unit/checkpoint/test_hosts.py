@@ -16,17 +16,9 @@ from tests.unit.checkpoint import hosts
 from tests.unit.checkpoint.test_store import forgotten_tasks
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """A run directory with steps 8 and 16, saved by two processes; only to be copied."""
-    root = tmp_path_factory.mktemp("written") / "run"
-    hosts.run(2, root, "save")
-    return RunDir(root)
-
-
 @pytest.fixture
-def run_dir(written, tmp_path):
-    shutil.copytree(written.root, tmp_path / "run")
+def run_dir(written_by, tmp_path):
+    shutil.copytree(written_by(2).root, tmp_path / "run")
     return RunDir(tmp_path / "run")
 
 

@@ -22,12 +22,10 @@ from tests.unit.checkpoint import hosts
 GOLDEN = ROOT / "tests" / "golden" / "checkpoint-1"
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 host", "2 hosts"])
-def written(request, tmp_path_factory):
+@pytest.fixture(params=[1, 2], ids=["1 host", "2 hosts"])
+def written(request, written_by):
     """A run directory with steps 8 and 16, saved by real processes; only to be copied."""
-    root = tmp_path_factory.mktemp("written") / "run"
-    hosts.run(request.param, root, "save")
-    return RunDir(root)
+    return written_by(request.param)
 
 
 @pytest.fixture

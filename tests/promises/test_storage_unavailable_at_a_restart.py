@@ -1,0 +1,68 @@
+"""Storage that hangs, fails or denies when a run comes back: exit 74, and nothing is judged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxres.faults import Exit
+from jaxres.rundir import RunDir
+from tests.promises.trainer import Place, assert_bit_exact, line, starts
+
+DENIED = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search")
+"""Root without the right to read what nobody may read; another user needs no words."""
+HANG_SECONDS = 8
+
+
+def hangs(step_dir: Path) -> None:
+    """Opening a FIFO waits for its writer."""
+    (step_dir / "MANIFEST.json").unlink()
+    os.mkfifo(step_dir / "MANIFEST.json")
+
+
+def fails(step_dir: Path) -> None:
+    """Reading the first page of a process's memory is an EIO of the kernel's own."""
+    largest = max((step_dir / "state").rglob("*"), key=lambda path: path.stat().st_size)
+    largest.unlink()
+    largest.symlink_to("/proc/self/mem")
+
+
+def denies(step_dir: Path) -> None:
+    (step_dir / "state").chmod(0)
+
+
+OUTAGES: dict[Callable[[Path], None], str] = {
+    hangs: f"could not be read within {0.9 * HANG_SECONDS:.0f} s",
+    fails: "Input/output error",
+    denies: "Permission denied",
+}
+
+
+def test_storage_that_does_not_answer_quarantines_nothing_and_the_run_goes_on_when_it_is_back(
+    place: Place, killed: RunDir, unbroken: RunDir
+) -> None:
+    """Three run directories at once: each outage takes its seconds."""
+    trainers = {}
+    for outage in OUTAGES:
+        run_dir = place.copy(killed, outage.__name__)
+        commits = line(run_dir).committed
+        step_dir = run_dir.root / commits[-1].path
+        shutil.copytree(step_dir, run_dir.root / "whole")
+        outage(step_dir)
+        words = [str(run_dir.root), f"deadlines.restore_seconds={HANG_SECONDS}"]
+        through = DENIED if outage is denies and os.geteuid() == 0 else ()
+        trainers[outage] = place.command(run_dir, words, through=through), commits, step_dir
+    for outage, (trainer, commits, _) in trainers.items():
+        trainer.refused(Exit.STORAGE, "udged damaged", OUTAGES[outage])
+        assert line(trainer.run_dir).committed == commits, "no step was taken off the line"
+        assert line(trainer.run_dir).quarantined == ()
+        assert starts(trainer.run_dir) == [0], "it did not start again"
+    for trainer, commits, step_dir in trainers.values():
+        step_dir.rename(trainer.run_dir.root / "outage")
+        (trainer.run_dir.root / "whole").rename(step_dir)
+        again = place.command(trainer.run_dir, [str(trainer.run_dir.root)])
+        assert again.ended() == 0, again.said()
+        assert starts(trainer.run_dir) == [0, commits[-1].step]
+        assert_bit_exact(trainer.run_dir, unbroken)
