@@ -13,12 +13,10 @@ import queue
 import signal
 import threading
 from collections.abc import Mapping
-from types import TracebackType
 
 from jaxres.clock import Clock
 from jaxres.config.preemption import PreemptionSection
 from jaxres.events import Event, Noted, NoticeSeen, NoticesWatched
-from jaxres.faults import Preempted
 from jaxres.supervise import metadata, notices, signals
 from jaxres.supervise.metadata import Answer, Server
 from jaxres.supervise.notices import Calm, Heard, Notice, Standing
@@ -65,7 +63,6 @@ class Watchman:
         self._heard: queue.SimpleQueue[Heard | Noted] = queue.SimpleQueue()
         self._standing: Standing = {}
         self._is_first = self._is_early = True
-        self._early_words = ""
         self._closed = threading.Event()
         self.wakeup, self._write_end = os.pipe()
         """The first: readable whenever there may be something to take."""
@@ -80,17 +77,11 @@ class Watchman:
                 threading.Thread(target=self._watch, args=words, name=name, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
         if self.server is None:  # Else a thread may be in a long poll, and is not waited for.
             os.close(self.wakeup)
             os.close(self._write_end)
-        if isinstance(error, Preempted) and self._early_words:
-            raise Preempted(
-                f"{self._early_words}, before the run had begun: nothing to save"
-            ) from error
 
     def take(self) -> list[Event]:
         """Takes what has come since the last time, and returns what is to be told of it."""
@@ -180,8 +171,7 @@ class Watchman:
         with contextlib.suppress(BlockingIOError):
             os.write(self._write_end, b"!")
         if self._is_early and isinstance(meaning, Notice) and _is_near(meaning):
-            self._early_words = meaning.words
-            os.kill(os.getpid(), signal.SIGTERM)
+            signals.terminate(meaning.words)
 
 
 def _is_near(notice: Notice) -> bool:
