@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,10 +20,18 @@ usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
   history RUN_DIR [--json]                              the one history over all attempts
   history RUN_DIR --attempts [--json]                   why each attempt ended, and what it gained
   checkpoints list RUN_DIR [--json]                     the steps that are committed
+  checkpoints prune RUN_DIR [--dry-run] [--json]        drops steps that nothing in checkpoint.keep
+      [checkpoint.keep.last=2 ...]                      names; --dry-run: shows which, and bytes
+  checkpoints pin|unpin RUN_DIR --step N                keeps a step whatever checkpoint.keep says
   checkpoints digest RUN_DIR [--step N]                 one word for a whole training state
   checkpoints verify RUN_DIR [--step N]                 reads every byte; exit 1 if one has changed
   checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if
       [--step N] [--other-step M] [--json]              anything does
+  checkpoints export RUN_DIR [--step N] [--out DIR]     the parameters as a safetensors folder, by
+      [--names llama|jaxres] [--dtype float32|bfloat16] default in RUN_DIR/exports (docs/export.md)
+      [--max-shard-bytes N] [--json]
+  checkpoints import RUN_DIR|FOLDER|FILE [--step N]     reads exports back, or any such folder:
+      [--out DIR] [--json]                              whole? equal to the step? for which config?
   doctor CONFIG.yaml [section.field=value ...]          looks before a run: pass, warn or fail, with
       [--devices N [--hosts H]]                         what to do; for N devices that are not here
 
@@ -46,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "doctor":
         from jaxres.train import doctor
 
-        return doctor.main(words[1:])
+        return doctor.main(words[1:], env=os.environ)
     if words[0] == "launch":
         from jaxres.supervise import signals
 
@@ -56,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launch.leave(launch.main(words[1:]))
     from jaxres import verbs
 
-    return verbs.main(words, usage=USAGE)
+    return verbs.main(words, usage=USAGE, env=os.environ)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from jaxres import runlog
-from jaxres.events import read_events, read_json_lines
+from jaxres.eventlog import read_events, read_json_lines
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, Commit, Record, Start, Stop
+from jaxres.runlog import Claim, Commit, Leave, Record, Start, Stop
 
 KILLED = "killed"
 """Cause of an attempt that left no stop record."""
@@ -43,7 +42,7 @@ class Attempt:
     exit: int | None
     """None: it has left none."""
     culprit: int | None
-    """The host that is the cause, where the reason names one."""
+    """The host that is the cause, where there are several and one is."""
     reason: str
     start_step: int | None
     """Step that it trained on from; None: it did not get so far."""
@@ -57,6 +56,8 @@ class Attempt:
     """Of these the ones that a commit of this attempt holds."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase on the lead's host."""
+    forked: bool | None = None
+    """Whether the lead's worker was forked from the zygote; None: it has not told."""
 
 
 def fold(
@@ -79,7 +80,7 @@ def fold(
     return [
         _attempt(
             claim,
-            [record for record in records if record.attempt == claim.attempt],
+            [r for r in records if r.attempt == claim.attempt and not isinstance(r.body, Leave)],
             events=events.get(claim.attempt, ()),
             finished=finished.get(claim.attempt),
             is_running=is_alive and claim.attempt == newest,
@@ -102,6 +103,8 @@ def _attempt(
     committed = max((body.step for body in bodies if isinstance(body, Commit)), default=None)
     stop = next((r for r in reversed(records) if isinstance(r.body, Stop)), None)
     end, cause, code, reason = _end(records, events, stop, is_running=is_running)
+    several = claim.body.num_hosts > 1
+    culprit = stop.body.culprit if stop and isinstance(stop.body, Stop) and several else None
     steps = [step for step in (finished, committed) if step is not None]
     reached = max(steps, default=None)
     return Attempt(
@@ -112,7 +115,7 @@ def _attempt(
         end=end,
         cause=cause,
         exit=code,
-        culprit=_culprit(reason),
+        culprit=culprit,
         reason=reason,
         start_step=start,
         finished_step=reached,
@@ -120,6 +123,7 @@ def _attempt(
         steps_gained=0 if reached is None or start is None else max(0, reached - start),
         steps_kept=0 if committed is None or start is None else max(0, committed - start),
         phase_seconds=phase_seconds(events),
+        forked=next((e.get("forked") for e in events if e.get("event") == "RunOpened"), None),
     )
 
 
@@ -148,12 +152,6 @@ def exit_name(code: int) -> str:
     ('HUNG', 'signal 9')
     """
     return Exit(code).name if code in set(Exit) else f"signal {code - 128}"
-
-
-def _culprit(reason: str) -> int | None:
-    """Returns the host that a reason begins with; a stop record has no field for it."""
-    found = re.match(r"host (\d+) \(", reason)
-    return None if found is None else int(found[1])
 
 
 def phase_seconds(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -216,7 +214,8 @@ def _row(one: Attempt) -> str:
         row += f"{'':>8}{one.reason.splitlines()[0]}\n"
     if one.phase_seconds:
         longest = sorted(one.phase_seconds.items(), key=lambda item: -item[1])
-        row += f"{'':>8}{', '.join(f'{name} {value:.1f} s' for name, value in longest)}\n"
+        how = "forked: " if one.forked else ""
+        row += f"{'':>8}{how}{', '.join(f'{name} {value:.1f} s' for name, value in longest)}\n"
     return row
 
 

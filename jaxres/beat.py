@@ -1,4 +1,4 @@
-"""What the worker tells its door through a pipe: phase changes, finished steps, its end.
+"""What the worker tells its door through a pipe: phases, finished steps, saves, its end.
 
 The same facts as in the event file, one JSON line each. They are made by progress alone: no timer
 and no thread makes one.
@@ -14,7 +14,15 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxres.events import Event, PhaseChanged
+from jaxres.events import (
+    Event,
+    PartCommitted,
+    PhaseChanged,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+    TrainingStarted,
+)
 from jaxres.metrics import MetricsLine
 
 
@@ -34,6 +42,22 @@ class FinishedStep:
 
 
 @dataclass(frozen=True)
+class Saving:
+    """The worker has begun to write a save in the background."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The save in flight is over."""
+
+    step: int
+    seconds: float | None
+    """From its beginning until it counted; None: it has failed."""
+
+
+@dataclass(frozen=True)
 class Leaving:
     """The worker is about to end by itself, and why."""
 
@@ -42,12 +66,30 @@ class Leaving:
     committed: bool
 
 
+@dataclass(frozen=True)
+class SavesRefused:
+    """Storage has refused a save, the first one in a row."""
+
+    step: int
+    """Newest committed step."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class SavesTaken:
+    """A step was committed: the first of the attempt, or the first after refused ones."""
+
+    step: int
+
+
 CLOSE_SECONDS = 3600.0
 FULL_SECONDS = 1.0
 
-Beat = EnteredPhase | FinishedStep | Leaving
+SaveNews = SavesRefused | SavesTaken
+Beat = EnteredPhase | FinishedStep | Saving | Saved | Leaving | SaveNews
 _KINDS: dict[str, type[Beat]] = {
-    kind.__name__: kind for kind in (EnteredPhase, FinishedStep, Leaving)
+    kind.__name__: kind
+    for kind in (EnteredPhase, FinishedStep, Saving, Saved, Leaving, SavesRefused, SavesTaken)
 }
 
 
@@ -64,6 +106,9 @@ class BeatWriter:
         self._waiting: deque[Beat] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._committed = 0
+        self._news: type[SaveNews] | None = None
+        """Whether saves were refused or taken last."""
         self._thread = threading.Thread(target=self._forward, name="jaxres-beat", daemon=True)
 
     def __enter__(self) -> BeatWriter:
@@ -78,9 +123,32 @@ class BeatWriter:
         self._thread.join(timeout=CLOSE_SECONDS)
 
     def heard(self, event: Event) -> None:
-        """Forwards a phase change."""
-        if isinstance(event, PhaseChanged):
-            self._send(EnteredPhase(event.phase))
+        """Forwards a phase change, how a save gets on, and whether storage refuses saves: a full
+        disk must not hide it.
+        """
+        match event:
+            case PhaseChanged(phase):
+                self._send(EnteredPhase(phase))
+            case TrainingStarted(step=step):
+                self._committed = step
+            case SaveStarted(step):
+                self._send(Saving(step))
+            case PartCommitted(step, seconds):
+                self._send(Saved(step, seconds))
+            case SaveCommitted(step=step, seconds=seconds):
+                self._committed = step
+                self._send(Saved(step, seconds))
+                self._send_news(SavesTaken(step))
+            case SaveFailed(step, reason):
+                self._send(Saved(step, None))
+                self._send_news(SavesRefused(self._committed, reason))
+            case _:
+                pass
+
+    def _send_news(self, news: SaveNews) -> None:
+        if self._news is not type(news):
+            self._news = type(news)
+            self._send(news)
 
     def landed(self, line: MetricsLine) -> None:
         """Forwards a finished step."""

@@ -1,24 +1,13 @@
 """What happened, as frozen past-tense records: telemetry for people and tools, never the truth.
 
-Every event is written with wall and monotonic time as one JSON line, and handed to the listeners
-(the console). Goodput is a fold over the phase changes.
+How they are written and read back: eventlog.py. Goodput is a fold over the phase changes.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from jaxres import storage
-from jaxres.clock import Clock
-
-MAX_WAITING = 10_000
-"""Events that wait in memory while the disk is full."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +25,8 @@ class RunOpened:
     run_dir: str
     attempt: int
     threads: int
+    forked: bool
+    """Whether this process is a fork of the zygote."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +43,25 @@ class RunBuilt:
     flops_per_token: float
     state_bytes_per_device: int
     """Parameters, optimizer state and key."""
+    save_bytes_per_host: int = 0
+    """Host memory that a save takes at most, until it is committed."""
+
+
+@dataclass(frozen=True)
+class StepsLoaded:
+    """The compiled steps of an earlier attempt are in use."""
+
+    names: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepsCompiled:
+    """The steps were compiled, or taken from the cache that runs share."""
+
+    reason: str
+    """Why the run's own could not be loaded."""
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -90,12 +100,46 @@ class SaveWaited:
 
 
 @dataclass(frozen=True)
+class SaveSkipped:
+    """A save was due while the one before was still being written, and was left out."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class SaveIntervalChosen:
+    """With `checkpoint.when.kind=auto`: the time between saves was solved anew, from these."""
+
+    seconds: float
+    steps: int | None
+    """So many of the present pace; None: no step has landed yet."""
+    bound: str
+    """What it comes of: failures (the optimum), write, or overhead."""
+    mtbf_hours: float
+    useful_share: float
+    """Of the time, as saves and failures are expected to leave it."""
+    stall_seconds: float
+    write_seconds: float
+    restart_seconds: float
+    failures: int
+    trained_hours: float
+
+
+@dataclass(frozen=True)
 class SaveCommitted:
     """A step is durable and counts."""
 
     step: int
     path: str
     bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PartCommitted:
+    """A host that does not lead has written its part of a step, and has heard that it counts."""
+
+    step: int
     seconds: float
 
 
@@ -107,6 +151,34 @@ class SaveFailed:
     reason: str
     failures: int
     """In a row, this one included; the next SaveCommitted ends the row."""
+
+
+@dataclass(frozen=True)
+class UpdateSkipped:
+    """A step's loss or gradient was not finite, or its norm a spike; its batch is consumed."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    spike_score: float
+    """Deviations by which the norm was larger than usual."""
+    params: tuple[str, ...]
+    """Paths of the parameters whose gradient is not finite."""
+    num_rows: int
+    """How many rows' loss is not finite; 0: it came from elsewhere, as in the backward pass."""
+    rows: tuple[tuple[int, int, int, int], ...]
+    """The first of them: row of the batch, its sample's id, its host, its microbatch."""
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """The run has decided to go on from an older step; what was committed since is off the line."""
+
+    onset: int
+    target: int
+    rows: tuple[int, int]
+    """Positions of the stream that training leaves out from now on, half-open."""
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -155,6 +227,31 @@ class RunEnded:
 
 
 @dataclass(frozen=True)
+class SupervisionStarted:
+    """A supervisor owns the run, and has looked what those before it have left."""
+
+    host: str
+    """Its machine."""
+    pid: int
+    attempt: int
+    """The newest that it has found; 0: none."""
+    step: int
+    """Newest committed step."""
+    after_kill: bool
+    """Whether the supervisor before it has left no word: it was killed, crashed, or hangs."""
+    ends_found: int
+    """Ends of earlier supervisors' attempts that it counts on from."""
+    budget: str
+    """What is used of which budget already; empty: nothing is."""
+    without_hosts: tuple[int, ...]
+    """Places that are not used any more."""
+    num_hosts: tuple[int, ...]
+    """Numbers of hosts that will do."""
+    policy: dict[str, Any]
+    """The limits that it holds."""
+
+
+@dataclass(frozen=True)
 class AttemptRestarted:
     """A supervisor has decided that another attempt follows one that has ended."""
 
@@ -175,6 +272,15 @@ class AttemptRestarted:
     """What is used of which budget."""
     reason: str
     """Why the attempt has ended."""
+
+
+@dataclass(frozen=True)
+class ZygotePrepared:
+    """The supervisor has a process from which it can fork workers."""
+
+    pid: int
+    seconds: float
+    """From its start on."""
 
 
 @dataclass(frozen=True)
@@ -199,76 +305,69 @@ class SupervisionEnded:
     reason: str
 
 
+@dataclass(frozen=True)
+class NoticesWatched:
+    """A door has looked who tells of this machine's end."""
+
+    server: str | None
+    """The metadata server that it asks from now on; None: it asks nobody."""
+    why: str
+
+
+@dataclass(frozen=True)
+class NoticeSeen:
+    """A door was told by the machine that it will go, or that it will not."""
+
+    source: str
+    """Key of the metadata server."""
+    words: str
+    seconds_left: float | None
+    """None: not known, or nothing ends."""
+
+
+@dataclass(frozen=True)
+class NoticeAnswered:
+    """A door has decided what follows from the notices that stand."""
+
+    action: str
+    """train on, save, or leave."""
+    reason: str
+    seconds_left: float | None
+    write_seconds: float | None
+    """How long a save takes, as measured; None: none has been."""
+    writing_seconds: float | None
+    """For how long a save has been in flight; None: none is."""
+
+
 Event = (
     PhaseChanged
     | RunOpened
     | RunBuilt
+    | StepsLoaded
+    | StepsCompiled
     | TrainingStarted
     | Evaluated
     | SaveStarted
     | SaveWaited
+    | SaveSkipped
+    | SaveIntervalChosen
     | SaveCommitted
+    | PartCommitted
     | SaveFailed
+    | UpdateSkipped
+    | RolledBack
     | StepsPruned
     | StepQuarantined
     | SampleWritten
     | Noted
     | RunEnded
+    | SupervisionStarted
     | AttemptRestarted
+    | ZygotePrepared
     | GaveUp
     | SupervisionEnded
+    | NoticesWatched
+    | NoticeSeen
+    | NoticeAnswered
 )
 Emit = Callable[[Event], None]
-
-
-class EventLog:
-    """Appends events to one host's file and tells the listeners; a context manager."""
-
-    def __init__(self, path: Path, *, clock: Clock, listeners: Sequence[Emit] = ()) -> None:
-        self._lines = storage.Appender(path, max_waiting=MAX_WAITING, beyond="drop oldest")
-        self._clock = clock
-        self._listeners = listeners
-
-    def __enter__(self) -> EventLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if missing := self._lines.close():
-            self._tell(Noted(f"{missing} events could not be written to the event file"))
-
-    def emit(self, event: Event) -> None:
-        """Writes the event and tells the listeners; storage that refuses is never its end."""
-        fields = {
-            "time": self._clock.wall(),
-            "monotonic": self._clock.monotonic(),
-            "event": type(event).__name__,
-        } | {name: finite_or_none(value) for name, value in dataclasses.asdict(event).items()}
-        self._lines.append(json.dumps(fields).encode())
-        self._tell(event)
-        if dropped := self._lines.take_dropped():
-            self.emit(Noted(f"{dropped} events were dropped while storage refused to take them"))
-
-    def _tell(self, event: Event) -> None:
-        for listener in self._listeners:
-            listener(event)
-
-
-def finite_or_none(value: Any) -> Any:
-    """Returns None for a float that JSON has no word for, else the value."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Reads one host's events; a line cut short by a kill is left out."""
-    return read_json_lines(path)
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads a file of JSON lines, without lines that a kill cut short; [] if there is none."""
-    found = []
-    for line in (storage.read(path) or b"").splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found

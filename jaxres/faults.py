@@ -158,13 +158,14 @@ ALL: tuple[Fault, ...] = (
         "step",
         "step.py",
         "mask the update on all hosts alike, count it, say which rows and parameter groups",
+        done=True,
     ),
     _row(
         "diverged",
         "loop",
         "guards/divergence.py",
-        "stop without saving; never restarted "
-        "(so far: at the first non-finite loss, gradient or state)",
+        "stop without saving; never restarted (too many masked steps or rollbacks, or a state "
+        "that is not finite)",
         exit=Exit.DIVERGED,
         done=True,
     ),
@@ -173,15 +174,18 @@ ALL: tuple[Fault, ...] = (
         "loop",
         "guards/divergence.py",
         "roll back to a step older than the onset; the rows go to the log as skips",
+        done=True,
     ),
     _row(
         "preemption",
         "loop",
         "guards/preemption.py",
-        "all hosts save the same step before the deadline; restart at once, no budget used "
-        "(so far: SIGTERM on one host)",
+        "SIGTERM or a notice of the machine, on any host: all hosts save the same step before the "
+        "deadline, or finish the save in flight where there is no time for another; restart at "
+        "once, no budget used",
         exit=Exit.PREEMPTED,
         state_is_good=True,
+        done=True,
     ),
     _row(
         "operators_stop",
@@ -310,14 +314,32 @@ class Continue:
 
 
 @dataclass(frozen=True)
-class Stop:
-    """The run is to end, for a fault; whether the state is saved first is the fault's to say."""
+class Rollback:
+    """Training is to go on from a step older than the onset, without the rows since."""
 
-    fault: Fault
+    onset: int
+    """The first step that was not as it should be."""
+    rows: tuple[int, int]
+    """Positions of the stream to leave out, half-open: the batches from the onset on."""
     reason: str
 
 
-Verdict = Continue | Stop
+@dataclass(frozen=True)
+class Stop:
+    """The run is to end, for a fault, which says whether the state may be saved first."""
+
+    fault: Fault
+    reason: str
+    has_time: bool = True
+    """Whether there is time to write a state that is good."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether the state is saved before the end."""
+        return self.fault.state_is_good and self.has_time
+
+
+Verdict = Continue | Rollback | Stop
 
 
 def table() -> str:

@@ -105,12 +105,19 @@ def of(shapes: TrainState, model: Model, mesh: Mesh) -> Layout:
             opt=optim.state_axes(shapes.opt, param_axes=model.axes),
             key=(None,),
             step=(),
+            norms=dict.fromkeys(shapes.norms, ()),
         )
     )
     named = jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
     leaves = jax.tree_util.tree_flatten_with_path(states.to_plain(shapes))[0]
     arrays = [_placed(path, leaf, dims) for (path, leaf), dims in zip(leaves, named, strict=True)]
     return Layout(tuple(arrays), {axis: mesh.shape[axis] for axis in mesh.axis_names})
+
+
+def save_memory(laid: Layout) -> tuple[int, int]:
+    """Returns what a save takes of this host's memory at most, and what the state does."""
+    snapshot = laid.device_bytes * jax.local_device_count()
+    return snapshot, snapshot if jax.default_backend() == "cpu" else 0
 
 
 def device_limit(mesh: Mesh) -> int | None:

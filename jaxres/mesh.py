@@ -91,6 +91,13 @@ def keep_rows(mesh: Mesh) -> Callable[[Any], Any]:
     return keep
 
 
+def replicate(mesh: Mesh) -> Callable[[Any], Any]:
+    """Returns what lays an array whole on every device, inside a computation."""
+    if mesh.size == 1:
+        return lambda x: x
+    return lambda x: jax.lax.with_sharding_constraint(x, replicated(mesh))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of arrays that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
@@ -125,6 +132,15 @@ class LocalRows:
         start, stop, _ = index.indices(self.num_rows)
         first = int(np.searchsorted(self.rows, start))
         return slice(first, first + stop - start)
+
+
+def hosts_of_rows(mesh: Mesh, num_rows: int) -> tuple[int, ...]:
+    """Returns which process computes each row of a batch; the lowest where several do."""
+    hosts = [mesh.devices.size] * num_rows
+    for device, index in batch_sharding(mesh).devices_indices_map((num_rows,)).items():
+        for row in range(*index[0].indices(num_rows)):
+            hosts[row] = min(hosts[row], device.process_index)
+    return tuple(hosts)
 
 
 def local_rows(mesh: Mesh, num_rows: int) -> LocalRows:

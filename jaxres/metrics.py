@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxres import storage
-from jaxres.events import finite_or_none, read_json_lines
+from jaxres.appender import Appender
+from jaxres.eventlog import finite_or_none, read_json_lines
 from jaxres.rundir import RunDir
 from jaxres.runlog import Line, start_of
 
@@ -50,7 +50,7 @@ class MetricsLog:
     """Appends the lines of one attempt; a context manager."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = storage.Appender(path, max_waiting=MAX_WAITING, beyond="refuse")
+        self._lines = Appender(path, max_waiting=MAX_WAITING, beyond="refuse")
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -128,15 +128,21 @@ def state_axes(state: Any, *, param_axes: Tree) -> Tree:
     return {name: param_axes if isinstance(part, dict) else () for name, part in state.items()}
 
 
-def clip(grads: Tree, *, max_norm: float | None) -> tuple[Tree, Float[Array, ""]]:
-    """Scales gradients down to a global norm of at most `max_norm`; None: leaves them alone.
+def square_norms(grads: Tree) -> Float[Array, " G"]:
+    """Returns the squared norm of every leaf, in the order of jax.tree.leaves; float32."""
+    return jnp.stack(
+        [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(grads)]
+    )
 
-    Returns them and their norm before that; float32. A NaN anywhere is a NaN everywhere after,
-    in the norm too: nothing is hidden. (arXiv 1211.5063)
+
+def clip(grads: Tree, *, norm: Float[Array, ""], max_norm: Any) -> Tree:
+    """Scales gradients of that global norm down to at most `max_norm`; None: leaves them alone.
+
+    A largest norm that is infinite leaves finite gradients their bits; a norm that is NaN makes all
+    of them NaN: nothing is hidden. (arXiv 1211.5063)
     """
-    norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
     if max_norm is None:
-        return grads, norm
-    # maximum, unlike a comparison, keeps a NaN; and the factor is exactly 1 up to max_norm.
-    factor = max_norm / jnp.maximum(norm, max_norm)
-    return jax.tree.map(lambda grad: grad * factor, grads), norm
+        return grads
+    # The factor is exactly 1 up to max_norm, and NaN for a norm that is.
+    factor = jnp.where(norm <= max_norm, 1.0, max_norm / norm)
+    return jax.tree.map(lambda grad: grad * factor, grads)

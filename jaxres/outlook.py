@@ -50,9 +50,9 @@ NEED_A_PERSON = (
 class Supervision:
     """What the newest word of a supervisor of all attempts says."""
 
-    word: Literal["restarts", "gave up", "ended"]
+    word: Literal["begins", "restarts", "gave up", "ended"]
     attempt: int
-    """The one that had ended."""
+    """The newest one then."""
     exit: int
     reason: str
     budget: str
@@ -66,6 +66,7 @@ def supervision(events: Sequence[Mapping[str, Any]]) -> Supervision | None:
     The one place that knows these events' names; fields that are not there are no error.
     """
     words = {"AttemptRestarted": "restarts", "GaveUp": "gave up", "SupervisionEnded": "ended"}
+    words["SupervisionStarted"] = "begins"
     for event in reversed(events):
         word = words.get(str(event.get("event")))
         if word is not None:
@@ -102,6 +103,7 @@ def outlook(
     is_done: bool,
     attempt: int,
     last_exit: int | None,
+    is_supervised: bool,
     supervision: Supervision | None,
     root: str,
     stacks: str,
@@ -113,16 +115,18 @@ def outlook(
       is_done: whether its last step is committed.
       attempt: the newest.
       last_exit: the newest attempt's exit code; None: it has left none, or it still runs.
+      is_supervised: whether a supervisor has started the newest attempt.
       supervision: the newest word of a supervisor.
       root: the run directory.
       stacks: where stacks of a hung worker are.
     """
     is_newest = supervision is not None and supervision.attempt >= attempt
-    is_last_word = is_newest and supervision is not None and supervision.word != "restarts"
+    last_words = ("gave up", "ended")
+    is_last_word = is_newest and supervision is not None and supervision.word in last_words
     # The beat of an owner that has just ended is young for some seconds.
     is_over = last_exit is not None and (last_exit == Exit.DONE or is_last_word)
     if is_alive and not is_over:
-        return _alive(last_exit, attempt, supervision, root)
+        return _alive(last_exit, attempt, supervision, root, is_supervised=is_supervised)
     if is_done:
         return Outlook("done", NEXT[Exit.DONE], "")
     if supervision is not None and supervision.word == "gave up" and is_newest:
@@ -142,18 +146,20 @@ def _why(supervision: Supervision) -> str:
 
 
 def _alive(
-    last_exit: int | None, attempt: int, supervision: Supervision | None, root: str
+    last_exit: int | None,
+    attempt: int,
+    told: Supervision | None,
+    root: str,
+    *,
+    is_supervised: bool,
 ) -> Outlook:
-    supervised = (
-        supervision is not None
-        and supervision.word == "restarts"
-        and supervision.attempt in (attempt, attempt - 1)
-    )
-    who = "whoever started it; a supervisor (`launch`) does so by itself"
-    if supervised:
-        assert supervision is not None
-        who = f"its supervisor ({supervision.budget})" if supervision.budget else "its supervisor"
-        if supervision.attempt == attempt and last_exit is not None:
-            told = f"attempt {attempt + 1}, {supervision.after_seconds:.0f} s after the last one"
-            return Outlook("restarting", told, who)
+    is_of_now = told is not None and told.attempt in (attempt, attempt - 1)
+    budget = told.budget if told is not None and is_of_now else ""
+    who = f"its supervisor ({budget})" if budget else "its supervisor"
+    if told is not None and told.attempt == attempt and last_exit is not None:
+        # The attempt is over, its owner alive: the supervisor is between two attempts.
+        after = f"{told.after_seconds:.0f} s after the last one"
+        return Outlook("restarting", f"attempt {attempt + 1}, {after}", who)
+    if not is_supervised:
+        who = "whoever started it; a supervisor (`launch`) does so by itself"
     return Outlook("running", f"to stop and save: touch {root}/stop", who)

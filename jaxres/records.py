@@ -27,6 +27,8 @@ class Claim:
     versions: dict[str, str]
     fingerprint: dict[str, str]
     trajectory: str
+    places: tuple[int, ...] | None = None
+    """Where each host of the attempt sits, by its number; None: no supervisor has started it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,8 @@ class Start:
     """Fingerprint of the rows; a later attempt must have the same."""
     computation: dict[str, str]
     """What decides bits besides the trajectory: devices, mesh, microbatches, threads, versions."""
+    init: dict[str, str] | None = None
+    """Of a start from other weights (`init_from`): their digest, path and, of a run, step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,10 @@ class Commit:
     manifest: str
     bytes: int
     known_good: bool
+    heldout_loss: float | None = None
+    """Of the newest evaluation by then; None: there was none, or it was not finite."""
+    evaluated_step: int = 0
+    """Step of that evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +65,19 @@ class Skip:
     """Rows of the stream, as half-open ranges of positions, that training leaves out."""
 
     rows: tuple[tuple[int, int], ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """Training goes on from an older step: commits above it are off the line from here on."""
+
+    onset: int
+    """The first step that was not as it should be."""
+    target: int
+    """The newest committed step before it; 0: the run begins anew."""
+    rows: tuple[tuple[int, int], ...]
+    """Of the stream, as half-open ranges of positions, that training leaves out from now on."""
     reason: str
 
 
@@ -83,15 +104,28 @@ class Stop:
     exit: int
     reason: str
     committed: bool
+    culprit: int | None = None
+    """The host that is the cause, by its number in the attempt, where one is."""
 
 
-Body = Claim | Start | Commit | Skip | Prune | Quarantine | Stop
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """A supervisor ended by itself: no attempt follows until somebody starts it again."""
+
+    exit: int
+    reason: str
+
+
+Body = Claim | Start | Commit | Skip | Rollback | Prune | Quarantine | Stop | Leave
 _KINDS: dict[str, type[Body]] = {kind.__name__.lower(): kind for kind in get_args(Body)}
 
 
 @dataclass(frozen=True)
 class Record:
-    """A numbered decision: what was decided, by which attempt, and when (for people only)."""
+    """A numbered decision: what was decided, by which attempt, and when.
+
+    The time is for people, and for policies that keep one step a day; nothing else goes by it.
+    """
 
     seq: int
     attempt: int
@@ -106,7 +140,11 @@ class Record:
             "attempt": self.attempt,
             "time": self.time,
         }
-        return sealed(common | dataclasses.asdict(self.body))
+        fields = dataclasses.asdict(self.body)
+        for field in dataclasses.fields(self.body):  # Those that came later have a default.
+            if fields[field.name] == field.default:
+                del fields[field.name]
+        return sealed(common | fields)
 
     @staticmethod
     def decode(data: bytes, *, path: Path) -> Record:

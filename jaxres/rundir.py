@@ -45,6 +45,21 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def pins(self) -> Path:
+        """The folder of pins: a file named after a step keeps that step."""
+        return self.root / "pins"
+
+    @property
+    def exports(self) -> Path:
+        """Where parameters are exported to."""
+        return self.root / "exports"
+
+    @property
+    def compiled(self) -> Path:
+        """The folder of compiled steps, by key; made anew where it is missing."""
+        return self.root / "compiled"
+
+    @property
     def tensorboard(self) -> Path:
         """The folder of TensorBoard's event files, one an attempt."""
         return self.root / "tensorboard"
@@ -53,6 +68,10 @@ class RunDir:
     def supervisor_events(self) -> Path:
         """What a supervisor has decided, over all attempts."""
         return self.root / "events-supervisor.jsonl"
+
+    def door_events(self, attempt: int, host: int) -> Path:
+        """What one host's door has seen and decided: notices of its machine."""
+        return self.attempt(attempt) / f"events-door-host{host:03d}.jsonl"
 
     def attempt(self, attempt: int) -> Path:
         """The folder of one attempt."""

@@ -18,9 +18,11 @@ from jaxres.records import (
     Body,
     Claim,
     Commit,
+    Leave,
     Prune,
     Quarantine,
     Record,
+    Rollback,
     Skip,
     Start,
     Stop,
@@ -196,6 +198,8 @@ class Line:
     paths: frozenset[str] = frozenset()
     """Of all steps that were ever committed; no other step may take one's place."""
     skips: tuple[tuple[int, int], ...] = ()
+    rollbacks: tuple[Record, ...] = ()
+    """Records whose body is a Rollback."""
     last_stop: Record | None = None
 
     @property
@@ -226,6 +230,12 @@ class Line:
         return self.newest.step if self.newest else 0
 
     @property
+    def init(self) -> dict[str, str] | None:
+        """The weights that the run was started from; None: drawn from the seed, or not started."""
+        found = (start_of(record).init for record in self.starts)
+        return next((init for init in found if init is not None), None)
+
+    @property
     def dataset(self) -> str | None:
         """Fingerprint of the rows that the run has trained on."""
         return start_of(self.starts[-1]).dataset if self.starts else None
@@ -251,6 +261,7 @@ def fold(records: Sequence[Record]) -> Line:
     quarantined: list[tuple[Record, Quarantine]] = []
     paths: set[str] = set()
     skips: list[tuple[int, int]] = []
+    rollbacks: list[Record] = []
     last_stop = None
     for record in records:
         match record.body:
@@ -266,11 +277,17 @@ def fold(records: Sequence[Record]) -> Line:
                     quarantined.append((commits.pop(step), record.body))
             case Skip(rows=rows):
                 skips.extend(rows)
+            case Rollback(target=target, rows=rows):
+                rollbacks.append(record)
+                skips.extend(rows)
+                commits = {step: kept for step, kept in commits.items() if step <= target}
             case Prune(steps=steps):
                 for step in steps:
                     commits.pop(step, None)
             case Stop():
                 last_stop = record
+            case Leave():
+                pass  # Of supervisors; `supervise.past` reads it.
     return Line(
         claims=tuple(claims),
         starts=tuple(starts),
@@ -278,5 +295,6 @@ def fold(records: Sequence[Record]) -> Line:
         quarantined=tuple(sorted(quarantined, key=lambda pair: pair[1].step)),
         paths=frozenset(paths),
         skips=tuple(sorted(skips)),
+        rollbacks=tuple(rollbacks),
         last_stop=last_stop,
     )

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxres import mesh as meshes
-from jaxres import optim
+from jaxres import norms, optim
 from jaxres.guards import Memory
 from jaxres.models import Model, Params
 
@@ -43,6 +43,8 @@ class TrainState:
     """uint32[2]: key data of the PRNG; each step splits it and keeps one half."""
     step: Any
     """int32: batches consumed; the learning rate follows it."""
+    norms: Any
+    """What gradient norms are usual; see norms.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,8 @@ class Progress:
     """Tokens consumed so far."""
     evaluated_step: int = 0
     """Newest step whose held-out loss is known."""
+    heldout_loss: float | None = None
+    """Of `evaluated_step`; None: it was not finite."""
     best_loss: float | None = None
     """Lowest held-out loss so far, of `best_step`."""
     best_step: int = 0
@@ -76,7 +80,8 @@ class Progress:
 
     def evaluated(self, loss: float) -> Progress:
         """Returns the progress with the held-out loss of the present step."""
-        found = dataclasses.replace(self, evaluated_step=self.step)
+        heldout_loss = loss if math.isfinite(loss) else None
+        found = dataclasses.replace(self, evaluated_step=self.step, heldout_loss=heldout_loss)
         if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
             found = dataclasses.replace(found, best_loss=loss, best_step=self.step)
         return found
@@ -84,18 +89,29 @@ class Progress:
 
 def init(model: Model, tx: optax.GradientTransformation, *, seed: int) -> TrainState:
     """Returns the state before the first step; a pure function of the seed, to be jitted."""
-    params_key, steps_key = jax.random.split(jax.random.key(seed))
-    params = model.init(params_key)
+    return around(fresh_params(model, seed=seed), tx, seed=seed)
+
+
+def fresh_params(model: Model, *, seed: int) -> Params:
+    """Returns the parameters that the seed stands for."""
+    params_key, _ = jax.random.split(jax.random.key(seed))
+    return model.init(params_key)
+
+
+def around(params: Params, tx: optax.GradientTransformation, *, seed: int) -> TrainState:
+    """Returns the state before the first step that these parameters begin with."""
+    _, steps_key = jax.random.split(jax.random.key(seed))
     return TrainState(
         params=params,
         opt=tx.init(params),
         key=jax.random.key_data(steps_key),
         step=jnp.zeros((), jnp.int32),
+        norms=norms.init(),
     )
 
 
 def to_plain(state: TrainState) -> dict[str, Any]:
-    """Returns the state as the nested dict that is written: params, opt, key, step."""
+    """Returns the state as the nested dict that is written: params, opt, key, step, norms."""
     return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
 
 
@@ -122,4 +138,5 @@ def shardings(shapes: TrainState, model: Model, mesh: Mesh) -> TrainState:
         opt=jax.tree.map(split, shapes.opt, opt_axes),
         key=meshes.replicated(mesh),
         step=meshes.replicated(mesh),
+        norms=jax.tree.map(lambda _: meshes.replicated(mesh), shapes.norms),
     )

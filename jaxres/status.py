@@ -13,7 +13,7 @@ from typing import Any
 from jaxres import attempts, metrics, outlook, runlog
 from jaxres.attempts import Attempt
 from jaxres.clock import Clock
-from jaxres.events import read_events, read_json_lines
+from jaxres.eventlog import read_events, read_json_lines
 from jaxres.faults import Exit
 from jaxres.metrics import MetricsLine
 from jaxres.outlook import Outlook, Supervision
@@ -77,7 +77,8 @@ def look(run_dir: RunDir, line: Line, *, clock: Clock, watch: bool = False) -> S
     else:
         is_alive = owner.is_alive(run_dir, clock=clock)
     history = metrics.read_history(run_dir, line)
-    events = read_events(run_dir.events(line.attempt, 0))
+    trained = line.starts[-1].attempt if line.starts else line.attempt
+    events = read_events(run_dir.events(trained, 0))
     steps = next((e["steps"] for e in reversed(events) if e["event"] == "RunBuilt"), None)
     recent = attempts.read(run_dir, is_alive=is_alive, last=NUM_INCIDENTS)
     last_exit = recent[-1].exit if recent else None
@@ -87,6 +88,7 @@ def look(run_dir: RunDir, line: Line, *, clock: Clock, watch: bool = False) -> S
         is_done=last_exit == Exit.DONE or (steps is not None and line.step >= steps),
         attempt=line.attempt,
         last_exit=last_exit,
+        is_supervised=bool(line.claims) and line.claims[-1].places is not None,
         supervision=told,
         root=str(run_dir.root),
         stacks=str(run_dir.stacks(line.attempt, 0)),

@@ -1,26 +1,34 @@
 """train_step and eval_step: pure functions, compiled once before the first step.
 
-B rows of the global batch, A microbatches of B/A rows.
+Home of: nonfinite_update. A step whose loss or gradient is not finite, or whose gradient's norm is
+far above what is usual, consumes its batch and leaves parameters and optimizer as they were, bit
+for bit, on all hosts alike; its metrics say which rows and which parameters it was.
+
+B rows of the global batch, A microbatches of B/A rows, G leaves of the parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from jaxres import optim
-from jaxres.models import Model, Params
+from jaxres import norms, optim
+from jaxres.config.guards import SpikesSection
+from jaxres.models.model import Model, Params, anywhere
 from jaxres.state import TrainState
 
 Batch = Mapping[str, jax.Array]
 """Arrays whose first dim is the row of the global batch."""
 
-METRICS = ("loss", "grad_norm", "learning_rate", "state_is_finite")
-"""What the entries of a step's metrics vector mean; the last is 1 or 0, of the state after it."""
+METRICS = ("loss", "grad_norm", "learning_rate", "spike_score", "applied", "state_is_finite")
+"""What the first entries of a step's metrics vector mean; the last two are 1 or 0."""
 
 Facts = Float[Array, "D F"] | None
 """Every device's row is the word of its host; None for a host that is alone."""
@@ -30,6 +38,60 @@ EvalStep = Callable[..., Float[Array, " M"]]
 """(params, batch, mask_B, facts=None) -> sums."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a step has measured of itself, the same on every host."""
+
+    loss: float
+    """Weighted mean over the global batch."""
+    grad_norm: float
+    """Global norm before clipping."""
+    learning_rate: float
+    spike_score: float
+    """Deviations by which the norm is larger than usual; see norms.py."""
+    applied: bool
+    """Whether the update was applied; False: the state is as before, but for its key and step."""
+    state_is_finite: bool
+    """Whether parameters and optimizer state are all finite after the step."""
+    bad_params: tuple[str, ...]
+    """Paths of the parameters whose gradient is not finite."""
+    bad_rows: tuple[int, ...]
+    """Rows of the global batch whose loss is not finite."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a metrics vector is read: METRICS, G squared gradient norms, B row flags, the facts."""
+
+    params: tuple[str, ...]
+    """Paths of the parameters, in the order of jax.tree.leaves."""
+    num_rows: int
+
+    @staticmethod
+    def of(params: Any, *, num_rows: int) -> Form:
+        """Returns the form for parameters, or their shapes, and so many rows a batch."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(params)
+        paths = (jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in flat)
+        return Form(tuple(paths), num_rows)
+
+    def read(self, values: np.ndarray) -> tuple[Measured, np.ndarray]:
+        """Returns what a vector says, and the words of all hosts behind it."""
+        ends = np.cumsum([len(METRICS), len(self.params), self.num_rows])
+        numbers, squares, flags, facts = np.split(values, ends)
+        loss, grad_norm, learning_rate, spike_score, applied, finite = map(float, numbers)
+        measured = Measured(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            spike_score=spike_score,
+            applied=applied == 1.0,
+            state_is_finite=finite == 1.0,
+            bad_params=tuple(self.params[i] for i in np.flatnonzero(~np.isfinite(squares))),
+            bad_rows=tuple(int(row) for row in np.flatnonzero(flags)),
+        )
+        return measured, facts
+
+
 def make_train_step(
     model: Model,
     tx: optax.GradientTransformation,
@@ -37,60 +99,93 @@ def make_train_step(
     *,
     clip_norm: float | None,
     microbatches: int,
+    spikes: SpikesSection | None,
+    replicate: Callable[[jax.Array], jax.Array] = anywhere,
 ) -> TrainStep:
-    """Returns the step: the state is to be donated, the metrics vector is float32 (see METRICS).
+    """Returns the step: the state is to be donated, the metrics vector is float32 (see Form).
 
-    After the metrics come the words of all hosts, row by row, for every host to read. The loss is
-    the weighted mean over the whole batch, whatever the number of microbatches.
+    The loss is the weighted mean over the whole batch, whatever the number of microbatches. Whether
+    the update is applied is known before the optimizer runs, from the loss and the gradient's norm
+    before clipping; `spikes` has the bands of that norm, None: any finite one will do.
     """
 
     def train_step(
         state: TrainState, batch: Batch, facts: Facts = None
     ) -> tuple[TrainState, Float[Array, " M"]]:
         next_key, step_key = jax.random.split(jax.random.wrap_key_data(state.key))
-        loss, grads = _mean_loss_and_gradient(
+        loss, grads, bad_B = _mean_loss_and_gradient(
             model, state.params, batch, step_key, microbatches=microbatches
         )
-        grads, grad_norm = optim.clip(grads, max_norm=clip_norm)
+        squares_G = optim.square_norms(grads)
+        grad_norm = jnp.sqrt(jnp.sum(squares_G))
+        applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        usual, spike_score, max_norm = state.norms, jnp.zeros(()), clip_norm
+        if spikes is not None:
+            spike_score = norms.score(usual, grad_norm, spikes)
+            max_norm = jnp.minimum(clip_norm or jnp.inf, norms.limit(usual, spikes))
+            if spikes.skip_deviations is not None:
+                applied &= spike_score < spikes.skip_deviations
+            usual = norms.after(usual, grad_norm, spikes)
+        grads = optim.clip(grads, norm=grad_norm, max_norm=max_norm)
         direction, opt = tx.update(grads, state.opt, state.params)
         step = state.step + 1
         learning_rate = rate(step)
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
-        after = TrainState(params=params, opt=opt, key=jax.random.key_data(next_key), step=step)
+        params, opt = _where(applied, (params, opt), (state.params, state.opt))
+        after = TrainState(
+            params=params, opt=opt, key=jax.random.key_data(next_key), step=step, norms=usual
+        )
         finite = _all_finite((params, opt))
-        return after, _with_facts([loss, grad_norm, learning_rate, finite], facts)
+        numbers = [loss, grad_norm, learning_rate, spike_score, applied, finite]
+        # The flags of rows that lie on other devices are gathered only where there are any.
+        flags_B = jax.lax.cond(
+            applied,
+            lambda: replicate(jnp.zeros_like(bad_B, jnp.float32)),
+            lambda: replicate(bad_B.astype(jnp.float32)),
+        )
+        return after, _vector(numbers, squares_G, flags_B, facts=facts)
 
     return train_step
 
 
-def _with_facts(numbers: list[jax.Array], facts: Facts) -> Float[Array, " M"]:
+def _where(applied: Bool[Array, ""], new: Any, old: Any) -> Any:
+    """Selects, where a product with 0 would keep a NaN."""
+    return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
+
+
+def _vector(numbers: list[jax.Array], *more: jax.Array, facts: Facts) -> Float[Array, " M"]:
     """Returns one small vector, so that the host fetches one array a step."""
-    vector = jnp.stack(numbers).astype(jnp.float32)
-    return vector if facts is None else jnp.concatenate([vector, facts.reshape(-1)])
+    parts = [jnp.stack([number.astype(jnp.float32) for number in numbers]), *more]
+    return jnp.concatenate(parts if facts is None else [*parts, facts.reshape(-1)])
 
 
 def _mean_loss_and_gradient(
     model: Model, params: Params, batch: Batch, key: jax.Array, *, microbatches: int
-) -> tuple[jax.Array, Params]:
-    def loss_sum(params: Params, rows: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Params, Bool[Array, " B"]]:
+    """Returns the mean loss, its gradient, and which rows' loss is not finite."""
+
+    def loss_sum(
+        params: Params, rows: Batch, key: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         loss_sum_B, weight_B = model.loss(params, rows, key)
-        return jnp.sum(loss_sum_B), jnp.sum(weight_B)
+        return jnp.sum(loss_sum_B), (jnp.sum(weight_B), ~jnp.isfinite(loss_sum_B))
 
     gradient = jax.value_and_grad(loss_sum, has_aux=True)
     if microbatches == 1:
-        (total, weight), grads = gradient(params, batch, key)
+        (total, (weight, bad_B)), grads = gradient(params, batch, key)
     else:
 
         def add(carry, microbatch):
             index, rows = microbatch
-            result = gradient(params, rows, jax.random.fold_in(key, index))
-            return jax.tree.map(jnp.add, carry, result), None
+            (total, (weight, bad)), grads = gradient(params, rows, jax.random.fold_in(key, index))
+            return jax.tree.map(jnp.add, carry, (total, weight, grads)), bad
 
         parts = {name: _split(array, microbatches) for name, array in batch.items()}
         zero = jnp.zeros((), jnp.float32)
-        start = ((zero, zero), jax.tree.map(jnp.zeros_like, params))
-        ((total, weight), grads), _ = jax.lax.scan(add, start, (jnp.arange(microbatches), parts))
-    return total / weight, jax.tree.map(lambda g: g / weight, grads)
+        start = (zero, zero, jax.tree.map(jnp.zeros_like, params))
+        (total, weight, grads), bad_AR = jax.lax.scan(add, start, (jnp.arange(microbatches), parts))
+        bad_B = jnp.swapaxes(bad_AR, 0, 1).reshape(-1)
+    return total / weight, jax.tree.map(lambda g: g / weight, grads), bad_B
 
 
 def _all_finite(tree: object) -> jax.Array:
@@ -116,6 +211,6 @@ def make_eval_step(model: Model) -> EvalStep:
     ) -> Float[Array, " M"]:
         loss_sum_B, weight_B = model.loss(params, batch, None)
         sums = [jnp.sum(loss_sum_B * mask_B), jnp.sum(weight_B * mask_B)]
-        return _with_facts(sums, facts)
+        return _vector(sums, facts=facts)
 
     return eval_step

@@ -11,13 +11,10 @@ import errno
 import os
 import secrets
 import shutil
-import threading
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
-from jaxres.faults import ConfigError, StorageUnavailable, TypedEnd
+from jaxres.faults import ConfigError, StorageUnavailable
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {
@@ -155,18 +152,24 @@ def make_dir(folder: Path) -> None:
 def delete_tree(folder: Path) -> None:
     """Deletes `folder` and all in it; the name goes first, so that no half of it is ever seen."""
     with typed_errors(folder):
-        trash = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.trash")
+        dead = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.trash")
         try:
-            folder.rename(trash)
+            folder.rename(dead)
         except FileNotFoundError:
             return
-        _remove(trash)
+        _remove(dead)
+
+
+def trash(folder: Path) -> list[Path]:
+    """Returns what a killed `delete_tree` has left in `folder`."""
+    with typed_errors(folder):
+        return sorted(folder.glob(".*.trash"))
 
 
 def delete_trash(folder: Path) -> None:
     """Deletes what a killed `delete_tree` has left in `folder`."""
     with typed_errors(folder):
-        for path in folder.glob(".*.trash"):
+        for path in trash(folder):
             _remove(path)
 
 
@@ -243,109 +246,3 @@ def free_bytes(folder: Path) -> int:
     """Returns how much may still be written on the disk that `folder` is on."""
     with typed_errors(folder):
         return shutil.disk_usage(folder).free
-
-
-class Appender:
-    """Appends whole lines to a file, from any thread.
-
-    Lines that storage does not take wait in memory, in order, and go first once it does again. A
-    line that was taken in part is continued where it was cut, unless a kill has cut it. Only the
-    opening of the file raises whatever storage says.
-    """
-
-    def __init__(
-        self, path: Path, *, max_waiting: int, beyond: Literal["refuse", "drop oldest"]
-    ) -> None:
-        """Opens the file, and creates it and its folder if they are not there.
-
-        Args:
-          path: the file.
-          max_waiting: lines that may wait.
-          beyond: what is done with one more: raise StorageUnavailable, or drop the oldest, so that
-            no append ever raises.
-        """
-        make_dir(path.parent)
-        self._path = path
-        self._max_waiting = max_waiting
-        self._beyond = beyond
-        self._lock = threading.Lock()
-        self._waiting: deque[bytes] = deque()
-        self._rest = b""
-        """What is left of the line that is being written."""
-        self._dropped = 0
-        self._lost: str | None = None
-        with typed_errors(path):
-            self._file = path.open("ab+", buffering=0)
-            sync_dir(path.parent)  # Else its lines may be durable, and its name not.
-            size = self._file.seek(0, os.SEEK_END)
-            if size:
-                self._file.seek(size - 1)
-                if self._file.read(1) != b"\n":
-                    self._rest = b"\n"
-
-    def append(self, line: bytes) -> None:
-        """Hands one line to the operating system: it outlives the process, not yet the machine.
-
-        Raises:
-          StorageUnavailable: too many lines are waiting, or earlier ones may be lost.
-          ConfigError: the file may no longer be written.
-        """
-        with self._lock:
-            self._refuse_if_lost()
-            self._waiting.append(line + b"\n")
-            try:
-                self._write_waiting()
-            except (TypedEnd, OSError) as refusal:
-                too_many = len(self._waiting) > self._max_waiting
-                if self._beyond == "drop oldest":
-                    if too_many:
-                        self._waiting.popleft()
-                        self._dropped += 1
-                elif too_many or not isinstance(refusal, StorageUnavailable):
-                    raise
-
-    def _write_waiting(self) -> None:
-        with typed_errors(self._path):
-            while self._rest or self._waiting:
-                self._rest = self._rest or self._waiting.popleft()
-                # An unbuffered write may take only a part, without an error.
-                self._rest = self._rest[self._file.write(self._rest) :]
-
-    def sync(self) -> None:
-        """Writes what waits and makes all lines so far durable, or raises.
-
-        After a failed fsync nobody knows which lines the system has dropped, and a second fsync
-        would not tell; so all that follows is refused.
-        """
-        with self._lock:
-            self._refuse_if_lost()
-            self._write_waiting()
-        try:
-            with typed_errors(self._path):
-                os.fsync(self._file.fileno())
-        except (TypedEnd, OSError) as error:
-            self._lost = f"lines could not be made durable and may be lost ({error})"
-            raise
-
-    def _refuse_if_lost(self) -> None:
-        if self._lost is not None:
-            raise StorageUnavailable(
-                f"{self._path}: {self._lost}. Nothing committed is lost. Mend the storage, then "
-                "start the same command: it computes them again."
-            )
-
-    def take_dropped(self) -> int:
-        """Returns how many lines were dropped, once none waits any more; counts anew from there."""
-        with self._lock:
-            if self._rest or self._waiting:
-                return 0
-            dropped, self._dropped = self._dropped, 0
-            return dropped
-
-    def close(self) -> int:
-        """Tries once more to write what waits, closes, and returns how many lines are not there."""
-        with self._lock:
-            with contextlib.suppress(TypedEnd, OSError):
-                self._write_waiting()
-            self._file.close()
-            return self._dropped + len(self._waiting) + bool(self._rest)

@@ -123,8 +123,19 @@ class Console:
                         f"step {step}: held-out loss {loss:.4f} "
                         f"(best {best_loss:.4f} at step {best_step})"
                     )
+                case events.RolledBack(onset, target, rows, reason):
+                    self.say(
+                        f"ROLLBACK: {reason}. Going on from step {target}, without the "
+                        f"{rows[1] - rows[0]} rows since step {onset}"
+                    )
+                case events.UpdateSkipped():
+                    self.say(_skipped(event))
                 case events.SaveWaited(step, seconds):
                     self.say(f"step {step}: waited {seconds:.1f} s for the save before")
+                case events.SaveSkipped(step):
+                    self.say(f"step {step}: not saved, the save before is still being written")
+                case events.SaveIntervalChosen():
+                    self.say(_interval(event))
                 case events.SaveFailed(step, reason, failures):
                     self._failed_saves = failures
                     self.say(
@@ -232,12 +243,45 @@ class Console:
         return self._built.tokens_per_step / seconds if self._built and seconds else 0.0
 
 
+def _skipped(event: events.UpdateSkipped) -> str:
+    """Returns what a person is told of a step whose update was not applied."""
+    rows = ", ".join(
+        f"row {row} (sample {sample}, host {host})" for row, sample, host, _ in event.rows[:3]
+    )
+    more = f" and {event.num_rows - 3} more rows" if event.num_rows > 3 else ""
+    why = f"the norm is {event.spike_score:.1f} deviations above the usual"
+    if rows or event.params:
+        where = f"loss of {rows}{more}" if rows else f"gradient of {', '.join(event.params[:3])}"
+        why = f"{where} not finite"
+    return (
+        f"step {event.step}: loss {event.loss:.4g}, gradient norm {event.grad_norm:.4g}: its "
+        f"update was skipped ({why})"
+    )
+
+
 def _parts(built: events.RunBuilt) -> str:
     return (
         f"{built.model}, {built.params / 1e6:.2f} M parameters, "
         f"{built.flops_per_token / 1e6:.1f} MFLOP a token, on {built.devices} · "
         f"{built.rows:,} rows, {built.tokens_per_epoch / 1e6:.1f} M tokens an epoch · "
-        f"{built.steps:,} steps · state {size(built.state_bytes_per_device)} a device"
+        f"{built.steps:,} steps · state {size(built.state_bytes_per_device)} a device, "
+        f"a save takes up to {size(built.save_bytes_per_host)} of a host's memory"
+    )
+
+
+def _interval(chosen: events.SaveIntervalChosen) -> str:
+    steps = "" if chosen.steps is None else f" ({chosen.steps} steps)"
+    why = {
+        "failures": "loses least",
+        "write": "as long as a commit takes",
+        "overhead": "by checkpoint.when.max_overhead",
+    }
+    return (
+        f"saving every {chosen.seconds:.3g} s{steps}, {why[chosen.bound]}: a save stalls "
+        f"{chosen.stall_seconds:.3g} s and is committed after {chosen.write_seconds:.3g} s, a "
+        f"restart takes {chosen.restart_seconds:.3g} s, {chosen.failures} failures in "
+        f"{chosen.trained_hours:.3g} h, one in {chosen.mtbf_hours:.3g} h expected, "
+        f"{chosen.useful_share:.1%} of the time useful"
     )
 
 

@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxres import attempts, metrics, runlog, status
+from jaxres import attempts, metrics, runlog, status, storage
 from jaxres.clock import SystemClock
 from jaxres.faults import Exit, TypedEnd, UsageError
 from jaxres.rundir import RunDir
@@ -47,16 +47,47 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     diff.add_argument("--step", type=int)
     diff.add_argument("--other-step", type=int)
     diff.add_argument("--json", action="store_true")
+    prune = verb(checkpoints, "prune")
+    prune.add_argument("--dry-run", action="store_true")
+    prune.add_argument("--json", action="store_true")
+    verb(checkpoints, "pin").add_argument("--step", type=int, required=True)
+    verb(checkpoints, "unpin").add_argument("--step", type=int, required=True)
+    export = verb(checkpoints, "export")
+    export.add_argument("--names", choices=("llama", "jaxres", "gpt2"))
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    export.add_argument("--max-shard-bytes", type=int)
+    for either in (export, verb(checkpoints, "import")):
+        either.add_argument("--step", type=int)
+        either.add_argument("--out", type=Path)
+        either.add_argument("--json", action="store_true")
     return parser
 
 
-def main(words: Sequence[str], *, usage: str) -> int:
+def _parse(words: Sequence[str], *, usage: str) -> argparse.Namespace:
+    """Returns the options; those of `checkpoints prune` have `overrides`, wherever they stood."""
+    parser = _parser(usage)
+    options, rest = parser.parse_known_args(words)
+    takes = getattr(options, "sub", None) == "prune"
+    unknown = [word for word in rest if not takes or word.startswith("-") or "=" not in word]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options.overrides = rest
+    return options
+
+
+def main(words: Sequence[str], *, usage: str, env: Mapping[str, str] | None = None) -> int:
     """Runs one of the verbs and returns its exit code."""
     try:
-        options = _parser(usage).parse_args(words)
+        options = _parse(words, usage=usage)
+        code = Exit.DONE
+        if getattr(options, "sub", None) in ("export", "import"):
+            from jaxres import exports
+
+            text, code = exports.act(options)
+            sys.stdout.write(text)
+            return code
         run_dir = RunDir(options.run_dir)
         line = _line(run_dir)
-        code = Exit.DONE
         match options.verb, getattr(options, "sub", None):
             case "status", _:
                 seen = status.look(run_dir, line, clock=SystemClock(), watch=options.watch)
@@ -69,7 +100,11 @@ def main(words: Sequence[str], *, usage: str) -> int:
             case "history", _:
                 text = _history(run_dir, line, as_json=options.json)
             case _, "list":
-                text = _list(line, as_json=options.json)
+                text = _list(run_dir, line, as_json=options.json)
+            case _, "prune":
+                text = _prune(run_dir, line, options, env=env or {})
+            case _, "pin" | "unpin":
+                text = _pin(run_dir, options)
             case _, "verify":
                 text, code = _verify(run_dir, line, step=options.step)
             case _, "diff":
@@ -111,9 +146,34 @@ def _cell(value: float | None) -> str:
     return f"{'null' if value is None else f'{value:.4g}':>10}"
 
 
-def _list(line: Line, *, as_json: bool) -> str:
+def _prune(
+    run_dir: RunDir, line: Line, options: argparse.Namespace, *, env: Mapping[str, str]
+) -> str:
+    from jaxres import upkeep
+
+    clock = SystemClock()
+    keep = upkeep.keep_of(run_dir, options.overrides)
+    if options.dry_run:
+        is_alive = owner.is_alive(run_dir, clock=clock)
+        found = upkeep.outline(run_dir, line, keep, is_alive=is_alive)
+    else:
+        found = upkeep.prune(run_dir, keep, clock=clock, env=env)
+    if options.json:
+        return upkeep.as_json(found)
+    return upkeep.as_text(found, is_done=not options.dry_run)
+
+
+def _pin(run_dir: RunDir, options: argparse.Namespace) -> str:
+    from jaxres import upkeep
+
+    act = upkeep.pin if options.sub == "pin" else upkeep.unpin
+    return act(run_dir, options.step)
+
+
+def _list(run_dir: RunDir, line: Line, *, as_json: bool) -> str:
+    pins = storage.list_names(run_dir.pins)
     rows = [
-        _row(record, commit, "committed")
+        _row(record, commit, "committed") | {"pinned": str(commit.step) in pins}
         for record, commit in zip(line.commits, line.committed, strict=True)
     ]
     rows += [
@@ -125,7 +185,8 @@ def _list(line: Line, *, as_json: bool) -> str:
         return "".join(json.dumps(row) + "\n" for row in rows)
     head = f"{'step':>8} {'attempt':>7} {'status':>11} {'bytes':>14}  path\n"
     return head + "".join(
-        f"{r['step']:>8} {r['attempt']:>7} {r['status']:>11} {r['bytes']:>14,}  {r['path']}\n"
+        f"{r['step']:>8} {r['attempt']:>7} {r['status']:>11} {r['bytes']:>14,}  {r['path']}"
+        f"{'  pinned' * r.get('pinned', False)}\n"
         for r in rows
     )
 

@@ -12,7 +12,31 @@ from pathlib import Path
 MAX_FILE_LINES = {"jaxres": 400, "tests": 500, "tools": 400}
 MAX_FUNCTION_LINES = 60
 BANNED_NAMES = re.compile(r"(Manager|Helper|Handler|Util|Processor)$|^maybe_|_v\d+$")
-WALL_CLOCK = {"time", "monotonic", "sleep", "perf_counter"}
+TIME = {"time", "monotonic", "sleep", "perf_counter"}
+WALL_CLOCK = re.compile(r".*\.wall|(date|datetime)\.(now|utcnow|today)|.*\.st_[amc]time(_ns)?")
+"""By which the wall clock, or what it has stamped, is read."""
+WALL_CLOCK_MAY = {
+    "jaxres/runlog.py:RunLog.append": "stamps a record",
+    "jaxres/eventlog.py:EventLog.emit": "stamps an event",
+    "jaxres/tensorboard.py:TensorBoard._put": "stamps a point",
+    "jaxres/supervise/owner.py:Owner.beat": "stamps a beat",
+    "jaxres/supervise/owner.py:is_alive": "for people; who claims looks whether the beat moves",
+    "jaxres/status.py:look": "ages, for people",
+    "jaxres/alerts/notify.py:Outlet.take": "stamps an incident",
+    "jaxres/alerts/notify.py:Outlet._put_down": "stamps a line",
+    "jaxres/alerts/notify.py:Outlet._deliver_next": "an hour over processes; a jump lets more out",
+    "jaxres/supervise/notices.py:_upcoming": "how long until a time that the server tells",
+    "jaxres/supervise/watchman.py:Watchman._dated": "the same: now, beside the awake clock",
+    "jaxres/executable.py:sources": "whether code is younger than the process that runs it",
+    "jaxres/executable.py:keep": "which of the files is the oldest, to be removed",
+    "jaxres/train/programs.py:_began": "when the process began, against the times of files",
+    "jaxres/data/text.py:_list_file": "tells one state of a file from another",
+    "jaxres/data/text.py:_read": "tells one state of a file from another",
+    "jaxres/data/text.py:_remove_leftovers": "a day over processes; what is written is younger",
+}
+"""Functions that may read the wall clock, and what for: whoever decides by it falls for a jump."""
+ENVIRONMENT = ("__main__.py", "programs.py", "zygote.py")
+"""The doors; what a compiled program depends on; a process that takes another's place."""
 
 
 def main() -> int:
@@ -36,8 +60,11 @@ def _check(path: Path) -> Iterator[str]:
     if path.name in ("utils.py", "helpers.py", "common.py"):
         yield f"{path}: call it by what it holds"
     production = path.parts[0] == "jaxres"
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
         yield from _check_node(path, node, production=production)
+    if production:
+        yield from _check_wall_clock(path, tree)
 
 
 def _check_node(path: Path, node: ast.AST, *, production: bool) -> Iterator[str]:
@@ -52,12 +79,36 @@ def _check_node(path: Path, node: ast.AST, *, production: bool) -> Iterator[str]
         return
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         name = f"{node.value.id}.{node.attr}"
-        if node.value.id == "time" and node.attr in WALL_CLOCK and path.name != "clock.py":
+        if node.value.id == "time" and node.attr in TIME and path.name != "clock.py":
             yield f"{where}: {name}: time only through jaxres/clock.py"
-        if name in ("os.environ", "os.getenv") and path.name != "__main__.py":
-            yield f"{where}: {name}: environment variables only in __main__"
+        if name in ("os.environ", "os.getenv") and path.name not in ENVIRONMENT:
+            yield f"{where}: {name}: environment variables only in {', '.join(ENVIRONMENT)}"
     if isinstance(node, ast.ExceptHandler) and node.type is None:
         yield f"{where}: bare except"
+
+
+def _check_wall_clock(path: Path, tree: ast.AST) -> Iterator[str]:
+    """Yields functions that read the wall clock and may not, and those that may and don't."""
+    found = dict(_wall_clock_readers(tree, within=""))
+    may = {name.partition(":")[2] for name in WALL_CLOCK_MAY if name.startswith(f"{path}:")}
+    for name in found.keys() - may:
+        yield (
+            f"{path}:{found[name]}: {name or 'the module'} reads the wall clock, which jumps: "
+            "decide by clock.monotonic(), or say in WALL_CLOCK_MAY what else it is for"
+        )
+    for name in may - found.keys():
+        yield f"{path}: {name} does not read the wall clock any more: take it out of WALL_CLOCK_MAY"
+
+
+def _wall_clock_readers(node: ast.AST, *, within: str) -> Iterator[tuple[str, int]]:
+    """Yields the function and the line of every reading."""
+    for child in ast.iter_child_nodes(node):
+        name = within
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{within}.{child.name}".lstrip(".")
+        if isinstance(child, ast.Attribute) and WALL_CLOCK.fullmatch(ast.unparse(child)):
+            yield within, child.lineno
+        yield from _wall_clock_readers(child, within=name)
 
 
 def _todo_faults() -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jaxres import runlog
 from jaxres.alerts.incidents import Incident, Kind
-from jaxres.clock import Clock
+from jaxres.clock import Awake, Clock
 from jaxres.faults import TypedEnd
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit, Record
@@ -18,7 +18,7 @@ from jaxres.runlog import Commit, Record
 LOOK_SECONDS = 30.0
 """Between looks for a new commit."""
 SLEPT_SECONDS = 30.0
-"""A look that comes later than this was held up: the process or storage was asleep."""
+"""A look that comes by so much too late was held up: the process or storage was asleep."""
 
 
 def committed_step(records: Iterable[Record]) -> int:
@@ -34,7 +34,7 @@ class CommitWatch:
     """None: never."""
     step: int
     since: float
-    """When the newest commit was seen, on the watcher's monotonic clock."""
+    """When the newest commit was seen, by the time that the watcher was awake."""
     times_told: int = 0
     """Of the present silence or, while there is none, of earlier ones too: the incident's seq."""
     is_silent: bool = False
@@ -50,10 +50,6 @@ class CommitWatch:
         self.is_silent = True
         self.times_told += 1
         return "no_commit_for_too_long"
-
-    def paused(self, seconds: float) -> None:
-        """Stretches the limit by a sleep of the watcher's own."""
-        self.since += seconds
 
 
 class Commits:
@@ -82,20 +78,19 @@ class Commits:
         every = min(LOOK_SECONDS, self._limit / 4)
         run = self._run_dir.root.absolute().name
         watch: CommitWatch | None = None
-        looked_at, last_seq, attempt = self._clock.monotonic(), 0, 0
+        awake = Awake(self._clock, beyond_seconds=every + SLEPT_SECONDS)
+        last_seq, attempt = 0, 0
         while not self._closed.is_set():
             records: list[Record] = []
             with contextlib.suppress(TypedEnd):  # Storage is not ours to judge; silence counts.
                 records = runlog.read_after(self._run_dir.log, last_seq)
-            now = self._clock.monotonic()
+            now = awake.now()
             last_seq += len(records)
             attempt = max([attempt, *(record.attempt for record in records)])
             step = committed_step(records)
             if watch is None:
                 watch = CommitWatch(self._limit, step, now)
-            if now - looked_at > every + SLEPT_SECONDS:
-                watch.paused(now - looked_at)
-            looked_at, step = now, max(watch.step, step)
+            step = max(watch.step, step)
             kind = watch.look(step, now=now)
             if kind is not None:
                 minutes = self._limit / 60

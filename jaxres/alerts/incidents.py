@@ -13,9 +13,12 @@ from jaxres.faults import Exit
 
 Kind = Literal[
     "restarted",
+    "came_back",
     "gave_up",
     "no_commit_for_too_long",
     "commits_again",
+    "saves_refused",
+    "saves_again",
     "rollback",
     "preempted",
     "finished",
@@ -24,9 +27,12 @@ ALWAYS_TOLD = ("gave_up", "finished")
 """The last word about a run; no limit on the number of messages leaves it out."""
 HEADLINES: Mapping[str, str] = {
     "restarted": "has fallen and is started again",
+    "came_back": "is supervised again: its supervisor had left no word",
     "gave_up": "has given up: nobody starts it again",
     "no_commit_for_too_long": "has committed no step for too long",
     "commits_again": "commits steps again",
+    "saves_refused": "can't save: storage refuses",
+    "saves_again": "saves again",
     "rollback": "went back to an earlier step",
     "preempted": "was preempted",
     "finished": "is finished",
@@ -34,13 +40,16 @@ HEADLINES: Mapping[str, str] = {
 SEVERITIES: Mapping[str, str] = {
     "gave_up": "critical",
     "no_commit_for_too_long": "error",
+    "saves_refused": "error",
     "restarted": "warning",
+    "came_back": "warning",
     "rollback": "warning",
     "preempted": "info",
 }
 """PagerDuty's words."""
 RESOLVES: Mapping[str, tuple[str, ...]] = {
     "commits_again": ("no_commit_for_too_long",),
+    "saves_again": ("saves_refused",),
     "finished": tuple(SEVERITIES),
 }
 """Kinds after which earlier ones are no problem any more."""
@@ -192,6 +201,8 @@ def of_event(event: object, *, run: str) -> Incident | None:
         kind: Kind = "preempted" if code == Exit.PREEMPTED else "restarted"
         after = f"in {facts.get('after_seconds', 0.0):.0f} s"
         what_next = f"attempt {facts['attempt'] + 1} from step {facts['step']} {after}"
+    elif name == "SupervisionStarted" and facts.get("after_kill"):
+        kind, what_next = "came_back", ""
     elif name == "GaveUp":
         kind, what_next = "gave_up", "somebody has to look: jaxres status RUN_DIR"
     elif name == "SupervisionEnded" and code == Exit.DONE:
@@ -209,6 +220,6 @@ def of_event(event: object, *, run: str) -> Incident | None:
         step=facts["step"],
         host=facts.get("culprit"),
         code=code,
-        reason=" ".join(told),
+        reason=" ".join(told).strip(),
         next=what_next,
     )

@@ -17,14 +17,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxres import runlog, storage
+from jaxres import runlog
 from jaxres.alerts import incidents, ledger, webhook
 from jaxres.alerts.commits import Commits
 from jaxres.alerts.incidents import ALWAYS_TOLD, Incident
 from jaxres.alerts.ledger import Ledger
+from jaxres.appender import Appender
 from jaxres.clock import Clock
 from jaxres.config.alerts import AlertsSection, AlertTarget, PagerdutyTarget, variable
-from jaxres.events import read_json_lines
+from jaxres.eventlog import read_json_lines
 from jaxres.faults import ConfigError, TypedEnd
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim
@@ -191,7 +192,7 @@ class Outlet:
         """None only wakes the thread."""
         self._closing = threading.Event()
         self._ledger = Ledger(target.name)
-        self._lines: storage.Appender | None = None
+        self._lines: Appender | None = None
         self._taken_at: dict[str, float] = {}
         """When each waiting incident was taken, by the monotonic clock."""
         self._failures = 0
@@ -247,7 +248,7 @@ class Outlet:
         """Reads what was told before; without the file alerts go on, and may be repeated."""
         try:
             self._ledger = ledger.fold(self.name, read_json_lines(self._path))
-            self._lines = storage.Appender(self._path, max_waiting=MAX_QUEUED, beyond="drop oldest")
+            self._lines = Appender(self._path, max_waiting=MAX_QUEUED, beyond="drop oldest")
         except (TypedEnd, OSError):
             self._say(f"alerts: {self._path} can't be used; what was told before may be repeated")
         now = self._clock.monotonic()

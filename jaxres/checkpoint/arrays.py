@@ -21,7 +21,7 @@ from jaxres import storage
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.blocks import ArrayInfo
 from jaxres.checkpoint.reader import ARRAYS
-from jaxres.checkpoint.snapshot import Snapshot
+from jaxres.checkpoint.snapshot import Snapshot, taken
 from jaxres.faults import ConfigError, StorageUnavailable
 
 Tree = dict[str, Any]
@@ -128,9 +128,15 @@ class Writing:
         return True
 
 
-def begin(state: Tree, step_dir: Path, context: ocp.Context) -> Writing:
-    """Returns a save that Orbax has begun, with the digests of what it writes."""
-    snapshot = Snapshot(named_arrays(state), process=jax.process_index())
+def begin(
+    state: Tree, step_dir: Path, context: ocp.Context, *, snapshot_by: str = "copy"
+) -> Writing:
+    """Returns a save that Orbax has begun, with the digests of what it writes.
+
+    The state may be donated as soon as this returns; `snapshot_by` is `checkpoint.snapshot`.
+    """
+    state, is_own = taken(state, snapshot_by)
+    snapshot = Snapshot(named_arrays(state), process=jax.process_index(), is_own=is_own)
     both = {ARRAYS: state, manifests.DIGESTS: snapshot}
     with context, storage.typed_errors(step_dir):
         try:

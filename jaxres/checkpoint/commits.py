@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxres.checkpoint import retention
+from jaxres.checkpoint import pruning
 from jaxres.clock import Clock
 from jaxres.config.schema import CheckpointSection
 from jaxres.events import Emit, Noted, SaveCommitted, SaveFailed, StepsPruned
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable
 from jaxres.hosts import Peers
 from jaxres.rundir import RunDir
-from jaxres.runlog import Commit, Line, Prune, RunLog
+from jaxres.runlog import Commit, Line, RunLog
 
 
 class Commits:
@@ -76,6 +76,12 @@ class Commits:
             self._count(commit, started)
         return stands
 
+    def go_back(self, step: int) -> None:
+        """Counts from an older step on: the log says that nothing above it is on the line."""
+        self._unsure = None
+        self.committed_step = self.saved_step = step
+        self.failures, self.why = 0, ""
+
     def mark(self, step: int) -> None:
         """Notes that a step counts; the record says so."""
         self.committed_step = step
@@ -105,11 +111,9 @@ class Commits:
         self._emit(SaveFailed(step, self.why, self.failures))
 
     def _prune(self) -> None:
-        steps = [commit.step for commit in self._log.line().committed]
-        dead = retention.to_prune(steps, keep_last=self._section.keep_last)
-        if dead:
-            self._log.append(Prune(steps=dead))
-            self._emit(StepsPruned(dead))
+        pruned = pruning.prune(self._log, self._section.keep, run_dir=self._run_dir)
+        if pruned:
+            self._emit(StepsPruned(pruned))
 
     def sweep(self) -> None:
         """Deletes what is not on the line; what does not go now goes at the next save's end."""
@@ -126,4 +130,4 @@ class Commits:
 
     def delete_all_but(self, line: Line) -> None:
         """Deletes the step directories, of this attempt or earlier ones, that are off the line."""
-        retention.sweep(self._run_dir.checkpoints, keep=line.stay, attempt=self._log.attempt)
+        pruning.delete_all_but(line, run_dir=self._run_dir, attempt=self._log.attempt)

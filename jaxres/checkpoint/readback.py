@@ -21,7 +21,8 @@ from jaxres.checkpoint.blocks import ArrayInfo, Digests, decode, split
 from jaxres.checkpoint.digest import block_digest, block_digests
 from jaxres.checkpoint.manifest import FileInfo
 from jaxres.checkpoint.reader import ArrayReader
-from jaxres.faults import TypedEnd
+from jaxres.faults import PeerLost, StorageUnavailable, TypedEnd
+from jaxres.hosts import Peers
 from jaxres.sealed import canonical_json
 
 THREADS = 2
@@ -122,3 +123,23 @@ def _is_same(reader: ArrayReader, path: str, info: ArrayInfo, digests: Digests) 
             if block_digests(reader.read(path, items), info.block) != one:
                 return False
     return all(block_digest(reader.read(path, box)) == one for box, one in digests.parts)
+
+
+def gathered(
+    own: Report, step_dir: Path, peers: Peers, *, topic: str, seconds: float
+) -> list[Report]:
+    """Returns on the lead every host's report, once all are there.
+
+    Raises:
+      StorageUnavailable: one did not come in time; the step is given up.
+    """
+    try:
+        words = peers.collect(f"{topic}/written", own.encode(), seconds=seconds)
+    except PeerLost as lost:
+        raise StorageUnavailable(
+            f"{step_dir}: not every host has said within {seconds:.0f} s "
+            f"(checkpoint.timeout_seconds) that its part is written ({lost}). The step is "
+            "given up; nothing committed is lost."
+        ) from lost
+    found = [Report.decode(word) for word in words]
+    return found if len(found) == 1 else [one.of(host) for host, one in enumerate(found)]

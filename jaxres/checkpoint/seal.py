@@ -91,6 +91,8 @@ def seal(
         manifest=manifests.digest_of(data),
         bytes=sum(info.size for info in manifest.files.values()) + len(data),
         known_good=False,
+        heldout_loss=progress.heldout_loss,
+        evaluated_step=progress.evaluated_step,
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxres import storage
@@ -28,17 +29,21 @@ HASH_THREADS = 2
 class Snapshot:
     """The pieces of a state that a process holds, by references that outlive its donation."""
 
-    def __init__(self, arrays: Mapping[str, tuple[ArrayInfo, Any]], *, process: int) -> None:
-        """Takes the references; on accelerators copies to the host.
+    def __init__(
+        self, arrays: Mapping[str, tuple[ArrayInfo, Any]], *, process: int, is_own: bool
+    ) -> None:
+        """Takes the references; copies to the host what is not the snapshot's own.
 
         Args:
           arrays: path -> what it is, and the jax.Array.
           process: number of this process, which names its file.
+          is_own: whether nobody donates the arrays, so that they can be fetched later.
         """
         self._process = process
         self.failure = ""
         """Why this process's file could not be written."""
-        self._pieces = {path: (info, pieces(array)) for path, (info, array) in arrays.items()}
+        self._arrays = arrays
+        self._pieces = {} if is_own else _all_pieces(arrays)
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Returns the background part: hash, and write one file."""
@@ -58,13 +63,51 @@ class Snapshot:
 
     def _encoded(self) -> bytes:
         try:
+            all_pieces = self._pieces or _all_pieces(self._arrays)
             with ThreadPoolExecutor(HASH_THREADS, "jaxres-hash") as pool:
-                found = pool.map(lambda one: digests_of(*one), self._pieces.values())
-                return encode(dict(zip(self._pieces, found, strict=True)))
+                found = pool.map(lambda one: digests_of(*one), all_pieces.values())
+                return encode(dict(zip(all_pieces, found, strict=True)))
         except Exception as error:  # noqa: BLE001  The lead hears of it, and refuses the step.
             return encode_failure(f"{type(error).__name__}: {error}")
         finally:
-            self._pieces = {}
+            self._arrays, self._pieces = {}, {}
+
+
+def taken(state: Any, how: str) -> tuple[Any, bool]:
+    """Returns what is to be written of a state, and whether it is a copy that nobody donates.
+
+    Args:
+      state: nested dict of jax.Array.
+      how: `checkpoint.snapshot`.
+    """
+    if how == "device" or (how == "auto" and _has_room(state)):
+        return _copied(state), True
+    return state, False
+
+
+@jax.jit
+def _copied(state: Any) -> Any:
+    """Returns a copy on the same devices: what is not donated is never an output itself."""
+    return jax.tree.map(jnp.copy, state)
+
+
+def _has_room(state: Any) -> bool:
+    """Says whether every local device tells that it can hold its part twice, and a tenth more."""
+    held: dict[Any, int] = {}
+    for leaf in jax.tree.leaves(state):
+        for shard in leaf.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    for device, size in held.items():
+        stats = device.memory_stats() or {}
+        if stats.get("bytes_limit", 0) - stats.get("peak_bytes_in_use", 0) < 1.1 * size:
+            return False
+    return True
+
+
+def _all_pieces(
+    arrays: Mapping[str, tuple[ArrayInfo, Any]],
+) -> dict[str, tuple[ArrayInfo, dict[Box, np.ndarray]]]:
+    return {path: (info, pieces(array)) for path, (info, array) in arrays.items()}
 
 
 def digests_name(process: int) -> str:

@@ -25,20 +25,27 @@ from jaxres.checkpoint.arrays import Tree, Writing, array_infos
 from jaxres.checkpoint.blocks import ArrayInfo
 from jaxres.checkpoint.commits import Commits
 from jaxres.checkpoint.fallback import Search, none_is_whole
-from jaxres.checkpoint.readback import Report, report
+from jaxres.checkpoint.readback import Report, gathered, report
 from jaxres.checkpoint.restore import Restored, restore
 from jaxres.checkpoint.seal import seal
 from jaxres.checkpoint.verify import examine
 from jaxres.clock import Clock
 from jaxres.config.schema import CheckpointSection
-from jaxres.events import Emit, SaveStarted, SaveWaited, StepQuarantined
-from jaxres.faults import Continue, PeerLost, Stop, StorageUnavailable, Verdict, fault
+from jaxres.events import (
+    Emit,
+    PartCommitted,
+    SaveSkipped,
+    SaveStarted,
+    SaveWaited,
+    StepQuarantined,
+)
+from jaxres.faults import Continue, Stop, StorageUnavailable, Verdict, fault
 from jaxres.hosts import WORD_SECONDS, Peers
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Commit, Line, Quarantine, RunLog
 from jaxres.state import Progress
 
-BEGIN, NOTHING, COUNTS = "begin ", "nothing to do", "counts"
+BEGIN, NOTHING, COUNTS, ABANDONED = "begin ", "nothing to do", "counts", "abandoned"
 """The lead's words about a save; any other word is the reason why there is none."""
 
 
@@ -96,7 +103,10 @@ class Checkpoints:
         self._before_commit = before_commit
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="jaxres-saver")
         self._flight: Future[None] | None = None
-        self._abandoned = False
+        self._leaving = False
+        """Whether an exception ends it all, and nothing is to be committed any more."""
+        self._refused_from: int | None = None
+        """Steps from here on must not count; see `abandon`."""
         self._calls = 0
         """Saves that were asked for so far: the same number on every host."""
         self._commits = Commits(
@@ -119,9 +129,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._abandoned = kind is not None
+        self._leaving = kind is not None
         # Of many hosts one may be gone, and Orbax waits for it for minutes.
-        in_vain = self._is_silent or (self._abandoned and not self._peers.member.is_alone)
+        in_vain = self._is_silent or (self._leaving and not self._peers.member.is_alone)
         self._saver.shutdown(wait=not in_vain)
         if kind is None:
             self.poll()
@@ -151,7 +161,12 @@ class Checkpoints:
             return Stop(fault("storage_unavailable"), words)
         return Continue()
 
-    def save(self, state: Tree, progress: Progress) -> None:
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._flight is not None and not self._flight.done()
+
+    def save(self, state: Tree, progress: Progress, *, may_skip: bool = False) -> None:
         """Snapshots a state and writes it in the background; nothing to do if the line has it.
 
         One save is in flight at a time: a save due earlier waits for the one before.
@@ -159,11 +174,16 @@ class Checkpoints:
         Args:
           state: the plain nested dict of arrays; may be donated as soon as this returns.
           progress: the host's facts at the same step.
+          may_skip: whether `checkpoint.busy` may leave it out. The lead's word counts: another
+            host's part of the save before may be over earlier or later.
         """
         self._calls += 1
         seconds = self._silence_seconds + WORD_SECONDS
+        skips = may_skip and self._section.busy == "skip"
         word = self._peers.same(
-            f"save/{self._calls}", lambda: self._decide(state, progress.step), seconds=seconds
+            f"save/{self._calls}",
+            lambda: self._decide(state, progress.step, skips=skips),
+            seconds=seconds,
         )
         if word == NOTHING:
             return
@@ -174,12 +194,15 @@ class Checkpoints:
         except StorageUnavailable as refusal:
             self._commits.fail(progress.step, str(refusal))
 
-    def _decide(self, state: Tree, step: int) -> str:
+    def _decide(self, state: Tree, step: int, *, skips: bool) -> str:
         """Returns the lead's word: BEGIN and a step directory's name, NOTHING, or why not."""
         if step <= self._commits.saved_step or self._is_silent:
             return NOTHING
         started = self._clock.monotonic()
-        if self._flight is not None and not self._flight.done():
+        if self.is_busy:
+            if skips:
+                self._emit(SaveSkipped(step))
+                return NOTHING
             self.wait()
             self._emit(SaveWaited(step, self._clock.monotonic() - started))
         self.poll()
@@ -208,11 +231,11 @@ class Checkpoints:
 
     def _begin(self, state: Tree, progress: Progress, step_dir: Path) -> None:
         """Takes the snapshot and sends the rest to the background."""
-        started = self._clock.monotonic()
-        infos = array_infos(state)
+        started, infos = self._clock.monotonic(), array_infos(state)
         if not self._peers.member.leads:
             self.wait()  # The lead has.
-        writing = arrays.begin(state, step_dir, self._context)
+        how = self._section.snapshot
+        writing = arrays.begin(state, step_dir, self._context, snapshot_by=how)
         self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         finish = self._finish if self._peers.member.leads else self._follow
@@ -240,19 +263,23 @@ class Checkpoints:
         step = save.progress.step
         try:
             commit = self._write(save)
-            if self._abandoned:
+            if self._leaving:
                 return
-            self._commits.commit(commit, save.started)
+            if self._refused_from is None or step < self._refused_from:
+                self._commits.commit(commit, save.started)
         except StorageUnavailable as refusal:
-            if self._abandoned:
+            if self._leaving:
                 return
             why = "; ".join([*self._peers.told(save.topic), str(refusal)])
             self._commits.fail(step, why)
-        counts = self._commits.committed_step >= step
-        self._peers.same(save.topic, lambda: COUNTS if counts else self._commits.why, seconds=0)
+        word = self._commits.why if self._refused_from is None else ABANDONED
+        if self._commits.committed_step >= step:
+            word = COUNTS
+        self._peers.same(save.topic, lambda: word, seconds=0)
 
     def _follow(self, save: Flying) -> None:
         """Writes this host's shards and hears whether the step counts. In the saver's thread."""
+        step = save.progress.step
         try:
             arrays.settle(save.writing, save.step_dir, timeout=self._section.timeout_seconds)
             self._reports(save)
@@ -260,9 +287,10 @@ class Checkpoints:
             self._peers.tell(save.topic, str(refusal))
         word = self._peers.same(save.topic, lambda: COUNTS, seconds=self._silence_seconds)
         if word == COUNTS:
-            self._commits.mark(save.progress.step)
-        else:
-            self._commits.fail(save.progress.step, word)
+            self._commits.mark(step)
+            self._emit(PartCommitted(step, self._clock.monotonic() - save.started))
+        elif word != ABANDONED:
+            self._commits.fail(step, word)
 
     def _write(self, save: Flying) -> Commit:
         """Returns the record of a step that is durable, as are the metrics lines up to it."""
@@ -277,22 +305,31 @@ class Checkpoints:
         self._before_commit()
         return commit
 
+    def abandon(self, onset: int) -> None:
+        """Sees to it that no save of a step from the onset on counts, until `go_back`.
+
+        Returns once the save in flight is over.
+
+        Raises:
+          StorageUnavailable: that can't be told, since storage does not answer.
+        """
+        self._refused_from = onset
+        self.wait()
+        if self._is_silent:
+            raise StorageUnavailable(self._commits.why)
+
+    def go_back(self, step: int) -> None:
+        """Counts from an older step on, once the log says so; see `abandon`."""
+        self._commits.go_back(step)
+        self._refused_from = None
+
     def _reports(self, save: Flying) -> list[Report]:
         """Returns on the lead what every host has read back of its part of the step."""
         own = Report({}, save.writing.failure)
         if not own.failure:
             own = report(save.step_dir, save.infos, process=self._peers.member.host)
         limit = self._section.timeout_seconds
-        try:
-            words = self._peers.collect(f"{save.topic}/written", own.encode(), seconds=limit)
-        except PeerLost as lost:
-            raise StorageUnavailable(
-                f"{save.step_dir}: not every host has said within {limit:.0f} s "
-                f"(checkpoint.timeout_seconds) that its part is written ({lost}). The step is "
-                "given up; nothing committed is lost."
-            ) from lost
-        found = [Report.decode(word) for word in words]
-        return found if len(found) == 1 else [one.of(host) for host, one in enumerate(found)]
+        return gathered(own, save.step_dir, self._peers, topic=save.topic, seconds=limit)
 
     def poll(self) -> None:
         """Raises what the newest background save has failed with, unless storage refused it."""

@@ -11,8 +11,8 @@ from pydantic_core import PydanticCustomError
 from jaxres.config.section import PositiveFloat, Section, free
 
 KINDS = (
-    *("restarted", "gave_up", "no_commit_for_too_long", "commits_again", "rollback"),
-    *("preempted", "finished"),
+    *("restarted", "came_back", "gave_up", "no_commit_for_too_long", "commits_again"),
+    *("rollback", "saves_refused", "saves_again", "preempted", "finished"),
 )
 """Of incidents."""
 NOT_A_NAME = "not_a_variable"

@@ -165,6 +165,13 @@ def _uses(config: RunConfig) -> Iterator[Problem]:
             "give a share such as 0.02, or set evaluation.every_steps to 0",
             others=("data.heldout_fraction",),
         )
+    if config.checkpoint.keep.best and not config.evaluation.every_steps:
+        yield Problem(
+            "checkpoint.keep.best",
+            "the best are told by their held-out loss, and nothing is evaluated; "
+            "set evaluation.every_steps, or checkpoint.keep.best to 0",
+            others=("evaluation.every_steps",),
+        )
     if config.telemetry.sample_tokens:
         fits = isinstance(source, TextSource) and isinstance(model, GptModel | MlpModel)
         if not fits:

@@ -12,6 +12,7 @@ from jaxres.config import yaml12
 from jaxres.config.fields import ITEMS, ROOT, Leaf, Slot, is_free, kinds, leaves
 from jaxres.config.problems import show
 from jaxres.config.schema import RunConfig, Section
+from jaxres.config.shorthands import SECTION, SHORTHANDS
 
 _NAMES = {
     "int": "whole number",
@@ -124,10 +125,13 @@ def _type(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:
 def dump_yaml(config: RunConfig) -> str:
     """Returns the resolved config as YAML that reloads to an equal one, run.dir apart.
 
-    run.dir is left out: a run directory may be moved, and the place given then wins.
+    run.dir is left out: a run directory may be moved, and the place given then wins. Short names
+    are left out: a loaded config has none.
     """
     data = config.model_dump(mode="json")
     data["run"].pop("dir")
+    for short in SHORTHANDS:
+        data[SECTION].pop(short)
     return yaml12.dump(_kind_first(data))
 
 

@@ -24,6 +24,7 @@ from jaxres.config.layers import (
 )
 from jaxres.config.problems import Problem, raise_all
 from jaxres.config.schema import RunConfig
+from jaxres.config.shorthands import written_out
 from jaxres.config.validate import validate
 from jaxres.config.yaml12 import Node
 
@@ -58,9 +59,13 @@ def load_recorded(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _load(path: Path, layers: list[Node], wrong: list[Problem], *, name: str) -> Loaded:
+    expanded: list[Node] = []
     for layer in layers:
         wrong = wrong + shape_problems(layer, ROOT)
-    whole = functools.reduce(lay_over, layers)
+        long, contradictions = written_out(layer)
+        expanded.append(long)
+        wrong = wrong + contradictions
+    whole = functools.reduce(lay_over, expanded)
     places = origins(whole)
     config, problems = validate(resolved(whole))
     if config is not None:

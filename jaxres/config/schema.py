@@ -13,6 +13,10 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from jaxres.config.alerts import AlertsSection
+from jaxres.config.guards import GuardsSection
+from jaxres.config.init_from import FromSeed, InitFrom
+from jaxres.config.preemption import PreemptionSection
+from jaxres.config.saving import KeepSection, StepsWhen, When
 from jaxres.config.section import Fraction, NonNegativeFloat, PositiveFloat, Section, free
 
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -241,10 +245,21 @@ class MeshSection(Section):
 
 
 class CheckpointSection(Section):
-    save_every_steps: PositiveInt = free(1000)
-    """Steps between saves; the last step is always saved."""
-    keep_last: PositiveInt = free(3)
-    """Newest committed steps that are kept."""
+    when: When = free(StepsWhen())
+    """When to save; the last step is always saved."""
+    save_every_steps: PositiveInt | None = free(None)
+    """Short for when.kind=steps and when.every_steps: setting it selects that policy."""
+    busy: Literal["wait", "skip"] = free("wait")
+    """What becomes of a save by steps that is due while one is still being written: wait holds up
+    training until that is over, skip leaves it out. The other policies never let two meet."""
+    keep: KeepSection = KeepSection()
+    """What to keep: whatever any of these names, and what is pinned; the rest is pruned."""
+    keep_last: PositiveInt | None = free(None)
+    """Short for keep.last."""
+    snapshot: Literal["auto", "copy", "device"] = free("auto")
+    """What a save takes before training goes on. copy: the host's memory (on CPU the buffers
+    themselves, which the next step then can't reuse); device: a copy on each device, brought to the
+    host in the background; auto: device where a device tells that it has the room, else copy."""
     timeout_seconds: PositiveFloat = free(600.0)
     """Longest wait for one save to become durable."""
     max_failed_saves: PositiveInt = free(20)
@@ -311,18 +326,25 @@ class RestartSection(Section):
     """Wait after storage has ended an attempt; doubled by each further one."""
     max_storage_backoff_seconds: NonNegativeFloat = free(600.0)
     """Longest wait for storage, before jitter."""
+    fork: bool = free(True)
+    """Whether workers that come back are forked from a process that has imported everything (it
+    takes some 100 MB while it waits), instead of being started anew."""
 
 
 class LaunchSection(Section):
     max_hours: PositiveFloat | None = free(None)
-    """Hours after which the supervisor saves and ends (84); null: no limit."""
+    """Hours after which the supervisor saves and ends (84), sleeps included; null: no limit. One
+    that follows another has its own."""
     max_restarts_per_1000_steps: PositiveInt | None = free(None)
     """Restarts, for whatever cause, within 1000 committed steps; one more ends the run (84)."""
 
 
 class CompileSection(Section):
     cache_dir: Path | None = free(Path("~/.cache/jaxres/xla"))
-    """Folder of JAX's persistent compilation cache; null: none."""
+    """Folder of compiled programs that runs share (JAX's persistent cache); null: none."""
+    keep_programs: NonNegativeInt = free(8)
+    """Compiled steps that RUN_DIR/compiled keeps, so that a restart only loads them; two for each
+    number of hosts or devices. 0: none is kept, none is loaded."""
 
 
 class RunConfig(Section):
@@ -332,6 +354,8 @@ class RunConfig(Section):
     """Rows, their order, and the held-out split."""
     model: Model = GptModel()
     """What is trained."""
+    init_from: InitFrom = FromSeed()
+    """Where the parameters of a new run come from; the optimizer and the step begin anew."""
     optimizer: Optimizer = AdamwOptimizer()
     """How it is trained."""
     train: TrainSection
@@ -340,6 +364,8 @@ class RunConfig(Section):
     """Devices by axis; the product must be their number."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When to save, and what to keep."""
+    guards: GuardsSection = GuardsSection()
+    """What is done about steps that are not as they should be."""
     evaluation: EvaluationSection = EvaluationSection()
     """Loss on held-out data."""
     telemetry: TelemetrySection = TelemetrySection()
@@ -348,6 +374,8 @@ class RunConfig(Section):
     """How long each phase may go on without progress before the run ends as hung (80)."""
     hosts: HostsSection = HostsSection()
     """How the hosts of a job find each other, and when one counts as gone."""
+    preemption: PreemptionSection = PreemptionSection()
+    """What the run is told of its machine's end, and how much time that leaves."""
     restart: RestartSection = RestartSection()
     """When `launch` tries again, and when it gives up."""
     launch: LaunchSection = LaunchSection()

@@ -37,6 +37,8 @@ def trajectory(config: RunConfig) -> dict[str, Any]:
     """
     data = _bound(config, config.model_dump(mode="json"))
     data["train"].pop("steps")
+    if data["init_from"] == {"kind": "seed"}:  # As before there was a choice: old digests stand.
+        data.pop("init_from")
     schedule = data["optimizer"]["schedule"]
     schedule.pop("horizon_steps")
     horizon = horizon_steps(config)

@@ -36,7 +36,7 @@ from jaxres.storage import FULL, sync_dir
 STDLIB = "{stdlib}"
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders below {stdlib} that are no part of it, or that running Python changes."""
-LEFTOVER_SECONDS = 3600.0
+LEFTOVER_SECONDS = 24 * 3600.0
 CHUNK_BYTES = 4 * 2**20
 REPORT_BYTES = 256 * 2**20
 NUM_INSTALL_TRIES = 10
@@ -84,7 +84,7 @@ def list_files(source: TextSource) -> list[TextFile]:
     root, patterns = _root_and_patterns(source)
     stdlib = _stdlib() if STDLIB in source.path else None
     files: dict[str, TextFile] = {}
-    for path in _matches(root, patterns):
+    for path in _matches(root, patterns, skip=STDLIB_EXCLUDED if stdlib else frozenset()):
         if stdlib and _is_foreign(path, stdlib):
             continue
         name = path.relative_to(root).as_posix()
@@ -122,10 +122,19 @@ def _escape(name: str) -> str:
     return "".join(f"[{char}]" if char in "*?[" else char for char in name)
 
 
-def _matches(root: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+def _matches(root: Path, patterns: tuple[str, ...], *, skip: frozenset[str]) -> Iterator[Path]:
+    """Yields what matches, but for folders of some names right below the root: they may be large,
+    and a restart waits for the listing.
+    """
     for pattern in patterns:
         try:
-            yield from root.glob(pattern)
+            if not (skip and pattern.startswith("**/")):
+                yield from root.glob(pattern)
+                continue
+            yield from root.glob(pattern.removeprefix("**/"))
+            for folder in root.iterdir():
+                if folder.name not in skip and folder.is_dir() and not folder.is_symlink():
+                    yield from folder.glob(pattern)
         except (ValueError, NotImplementedError) as error:
             raise ConfigError(f"data.source.include: {pattern!r} is no pattern: {error}") from error
         except OSError as error:
@@ -279,7 +288,7 @@ def _remove(entry: Path) -> None:
 
 
 def _remove_leftovers(corpora: Path, clock: Clock) -> None:
-    """Removes what builders that were killed an hour ago or earlier have left."""
+    """Removes what builders that were killed a day ago or earlier have left."""
     for pattern in (".building-*", ".removed-*"):
         for folder in corpora.glob(pattern):
             # A living builder writes all the time: its newest file is young.

@@ -3,7 +3,7 @@
 Host 0's door leads. It listens at the coordinator's address; each follower connects and says who it
 is. When all are there and alike the lead claims the run, tells the attempt, and each follower looks
 for that very claim in its own run directory: a directory that is not shared is found out here. Only
-then may workers start. The connections stay for the whole attempt (see peers.py). Every wait ends.
+then may workers start. The connections stay for the whole attempt (channels.py). Every wait ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import TracebackType
 from jaxres import faults
 from jaxres.clock import Clock
 from jaxres.doors.alike import complaint, differences, few, hosts, not_shared, who
-from jaxres.doors.peers import DOUBT_SECONDS, HELLO_SECONDS, Peers
+from jaxres.doors.channels import DOUBT_SECONDS, HELLO_SECONDS, Peers
 from jaxres.doors.wire import Wire, connect, listen
 from jaxres.doors.words import (
     Announcement,

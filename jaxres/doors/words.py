@@ -117,6 +117,8 @@ class StopAsked:
 
     code: int
     reason: str
+    step: int = 0
+    """Its newest finished step; from the first on the hosts agree inside the step by themselves."""
 
 
 @dataclass(frozen=True)

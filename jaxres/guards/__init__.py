@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from jaxres.faults import Continue, Verdict
+from jaxres.faults import Continue, Rollback, Verdict
 
-Memory = Mapping[str, float]
+Memory = Mapping[str, Any]
+"""Finite numbers, and lists of them, as JSON brings them back."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,16 @@ class Seen:
     """What the guards may know of one finished step."""
 
     step: int
+    rows: tuple[int, int]
+    """Positions of its batch in the stream, half-open."""
     loss: float
     grad_norm: float
+    spike_score: float
+    """Deviations by which the gradient's norm is larger than usual; see norms.py."""
+    applied: bool
+    """Whether the update was applied; False: it was masked."""
     state_is_finite: bool
-    """Whether parameters and optimizer state are all finite after the step's update."""
+    """Whether parameters and optimizer state are all finite after the step."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,10 @@ class Guard:
 
 
 def gravest(verdicts: Sequence[Verdict]) -> Verdict:
-    """Returns the verdict that stands: Continue < a stop that saves < a stop that does not.
+    """Returns the verdict that stands; of equally grave ones the first.
+
+    Continue < a stop that saves < one that has no time to < a rollback < a stop for a state that
+    is unfit: a notice that comes together with a spike must not save the spiked state.
 
     >>> gravest([Continue(), Continue()])
     Continue()
@@ -46,7 +57,11 @@ def gravest(verdicts: Sequence[Verdict]) -> Verdict:
 def _gravity(verdict: Verdict) -> int:
     if isinstance(verdict, Continue):
         return 0
-    return 1 if verdict.fault.state_is_good else 2
+    if isinstance(verdict, Rollback):
+        return 3
+    if verdict.fault.state_is_good:
+        return 1 if verdict.has_time else 2
+    return 4
 
 
 def judge_step(

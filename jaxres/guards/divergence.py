@@ -1,27 +1,152 @@
-"""Home of: diverged. So far: a non-finite loss, gradient or state ends the run unsaved.
+"""Home of: loss_spike. Home of: diverged. A loss that stays high, too many masked steps.
 
-Masking such a step, budgets, spikes and rollbacks take this place later. Because a save first lands
-and judges every step before it, a state that this guard has refused is never committed.
+The step itself masks an update that is not finite, or far above the usual (step.py); `skips` counts
+these. `losses` looks for what no single step shows. Either may call for a rollback, of which
+`bounded` allows so many; beyond, and where the state itself is spoilt, the run ends unsaved. A save
+first lands and judges every step before it, so a state that was refused is never committed.
 """
 
-import math
+from __future__ import annotations
 
-from jaxres.faults import Continue, Stop, Verdict, fault
+import math
+from typing import Any
+
+from jaxres.config.guards import GuardsSection, RollbackSection
+from jaxres.faults import Continue, Rollback, Stop, Verdict, fault
 from jaxres.guards import Guard, Memory, Seen
 
+WHAT_TO_DO = (
+    "Lower optimizer.learning_rate, lengthen the warm-up, or look at the rows of that step "
+    "(jaxres history RUN_DIR); then start a new run."
+)
 
-def stop_on_nonfinite() -> Guard:
-    """Returns the guard; it remembers nothing."""
+
+def skips(section: GuardsSection) -> Guard:
+    """Returns the guard that counts masked steps; it remembers step and first row of the last ones.
+
+    A state that is not finite although the update's loss and gradient were ends the run at once:
+    nothing can be skipped any more.
+    """
+    in_a_row = math.inf if section.max_skips_in_a_row is None else section.max_skips_in_a_row
+    in_window = math.inf if section.max_skips is None else section.max_skips
+    most = int(max(n for n in (in_a_row, in_window, 0) if n != math.inf)) + 1
 
     def judge(memory: Memory, seen: Seen) -> tuple[Memory, Verdict]:
-        if math.isfinite(seen.loss) and math.isfinite(seen.grad_norm) and seen.state_is_finite:
-            return memory, Continue()
-        state = "" if seen.state_is_finite else ", and the state after its update is not finite"
-        return memory, Stop(
-            fault("diverged"),
-            f"step {seen.step}: loss {seen.loss}, gradient norm {seen.grad_norm}{state}. Nothing "
-            "of it was saved. Lower optimizer.learning_rate, lengthen the warm-up, or look at the "
-            "rows of that step (jaxres history RUN_DIR); then start a new run.",
-        )
+        since = seen.step - section.skip_window_steps
+        skipped = [pair for pair in memory["skipped"] if pair[0] > since]
+        if not seen.applied:
+            skipped = [*skipped, [seen.step, seen.rows[0]]][-most:]
+        after = {"skipped": skipped}
+        if not seen.state_is_finite:
+            return after, _diverged(seen, "the state after its update is not finite")
+        if seen.applied:
+            return after, Continue()
+        if section.on_nonfinite == "stop":
+            return after, _diverged(seen, "guards.on_nonfinite is stop")
+        run = _in_a_row(skipped)
+        if len(run) > in_a_row:
+            words = f"{len(run)} steps in a row were skipped (guards.max_skips_in_a_row)"
+            return after, _too_many(section, seen, words, first=run[0])
+        if len(skipped) > in_window:
+            window = section.skip_window_steps
+            words = f"{len(skipped)} of the last {window} steps were skipped (guards.max_skips)"
+            return after, _too_many(section, seen, words, first=skipped[0])
+        return after, Continue()
 
-    return Guard("divergence", init=dict, judge=judge)
+    return Guard("skips", init=lambda: {"skipped": []}, judge=judge)
+
+
+def _in_a_row(pairs: list[Any]) -> list[Any]:
+    """Returns the last steps that follow each other without a gap.
+
+    >>> _in_a_row([[3, 0], [5, 0], [6, 24]]), _in_a_row([])
+    ([[5, 0], [6, 24]], [])
+    """
+    count = 0
+    while count < len(pairs) and pairs[-1 - count][0] == pairs[-1][0] - count:
+        count += 1
+    return pairs[len(pairs) - count :]
+
+
+def _too_many(section: GuardsSection, seen: Seen, why: str, *, first: Any) -> Verdict:
+    if section.on_nonfinite == "rollback":
+        onset, row = first
+        return Rollback(onset, (row, seen.rows[1]), why)
+    return _diverged(seen, why)
+
+
+def losses(section: RollbackSection) -> Guard:
+    """Returns the guard that looks for a loss that stays high.
+
+    What is usual is an exponentially weighted mean and variance, in which a high loss counts as the
+    edge of what is not: so it is robust against what it judges. Masked steps are not judged.
+    """
+
+    def judge(memory: Memory, seen: Seen) -> tuple[Memory, Verdict]:
+        if not seen.applied:
+            return memory, Continue()
+        edge = _edge(memory, section)
+        after = _learnt(memory, min(seen.loss, edge), section)
+        if seen.loss <= edge:
+            return after | {"high": 0, "onset": 0, "row": 0}, Continue()
+        high = memory["high"] + 1
+        onset, row = (memory["onset"], memory["row"]) if high > 1 else (seen.step, seen.rows[0])
+        if high < section.patience_steps:
+            return after | {"high": high, "onset": onset, "row": row}, Continue()
+        why = (
+            f"step {seen.step}: loss {seen.loss:.4g}, usual are {memory['mean']:.4g}; "
+            f"{high} steps in a row were above {edge:.4g} (guards.rollback)"
+        )
+        reset = {"high": 0, "onset": 0, "row": 0}
+        return after | reset, Rollback(onset, (row, seen.rows[1]), why)
+
+    init = {"count": 0, "mean": 0.0, "variance": 0.0, "high": 0, "onset": 0, "row": 0}
+    return Guard("losses", init=lambda: init, judge=judge)
+
+
+def _edge(memory: Memory, section: RollbackSection) -> float:
+    """Returns the loss above which one is high; infinite during the warm-up."""
+    if memory["count"] < section.warmup_steps:
+        return math.inf
+    mean, deviation = memory["mean"], math.sqrt(memory["variance"])
+    return max(
+        mean + (section.loss_factor - 1) * abs(mean), mean + section.loss_deviations * deviation
+    )
+
+
+def _learnt(memory: Memory, loss: float, section: RollbackSection) -> dict[str, Any]:
+    count = memory["count"] + 1
+    share = max(1 / count, 1 / section.window_steps)
+    delta = loss - memory["mean"]
+    variance = (1 - share) * (memory["variance"] + share * delta * delta)
+    return dict(memory) | {
+        "count": count,
+        "mean": memory["mean"] + share * delta,
+        "variance": variance,
+    }
+
+
+def bounded(verdict: Verdict, *, rollbacks: int, section: RollbackSection | None) -> Verdict:
+    """Turns a rollback that is one too many into the end of the run.
+
+    Args:
+      verdict: the gravest one.
+      rollbacks: how many the run has behind it.
+      section: None: none is allowed.
+    """
+    most = section.max_rollbacks if section is not None else 0
+    if not isinstance(verdict, Rollback) or rollbacks < most:
+        return verdict
+    return Stop(
+        fault("diverged"),
+        f"{verdict.reason}; the run has gone back {rollbacks} times already "
+        f"(guards.rollback.max_rollbacks). Nothing of it was saved. {WHAT_TO_DO}",
+    )
+
+
+def _diverged(seen: Seen, why: str) -> Verdict:
+    return Stop(
+        fault("diverged"),
+        f"step {seen.step}: loss {seen.loss}, gradient norm {seen.grad_norm}; {why}. Nothing of it "
+        f"was saved. {WHAT_TO_DO}",
+    )

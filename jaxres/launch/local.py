@@ -15,7 +15,7 @@ from jaxres.config import RunConfig
 from jaxres.faults import Exit, UsageError
 from jaxres.supervise import opening
 from jaxres.supervise.attempt import say
-from jaxres.supervise.attempts import keep_up
+from jaxres.supervise.comeback import keep_up
 from jaxres.supervise.meeting import behind_one_door
 from jaxres.supervise.recorded import resolve, target_of
 from jaxres.supervise.restart import Policy

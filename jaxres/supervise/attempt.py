@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxres import screen
+from jaxres.beat import SaveNews
 from jaxres.clock import Clock
 from jaxres.config.schema import DeadlinesSection
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
+from jaxres.supervise.diary import Diary
+from jaxres.supervise.notices import Measured
 from jaxres.supervise.others import Following, Led, Remote
 from jaxres.supervise.process import Worker
+from jaxres.supervise.watchman import Watchman
+from jaxres.supervise.zygote import Zygote
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,10 @@ class Ended:
     """The code that the door was asked to end with, if it was."""
 
 
+def to_nobody(news: SaveNews) -> None:
+    """Has nobody to tell of saves: the console does."""
+
+
 @dataclass
 class Attempt:
     """What the supervisor knows of the running workers; owned by `supervise`."""
@@ -45,10 +56,24 @@ class Attempt:
     """The hosts behind other doors, if there are any."""
     until: float
     """When the workers are asked to save and stop; inf: never."""
+    num_hosts: int
+    """Of the whole job."""
+    watchman: Watchman | None
+    """Who watches for notices of this machine; None: nobody."""
+    diary: Diary
+    zygote: Zygote | None
+    """What forks workers, if the attempt has one."""
+    env: Mapping[str, str]
+    """The workers'."""
+    heard: Callable[[SaveNews], None] = to_nobody
+    """Is told whether storage takes the lead's saves."""
     asked: Exit | None = None
+    why: str = ""
+    """Why it was asked for, where the worker can't know."""
+    answered: tuple[object, ...] = ()
+    """The notice and the decision about it that were told last."""
     hurried: bool = False
     """Whether one of AT_ONCE has come."""
-    looked_at: float = float("inf")
     ticked_at: float = float("-inf")
     silence_told: bool = False
 
@@ -66,6 +91,18 @@ class Attempt:
     def step(self) -> int:
         """The newest step that any host has finished."""
         return max((host.watch.step for host in self.hosts), default=0)
+
+    def measured(self) -> Measured:
+        """Returns what is known of how long it takes to leave."""
+        steps = [statistics.median(w.watch.durations) for w in self.workers if w.watch.durations]
+        writes = [w.writing.longest for w in self.workers if w.writing.longest is not None]
+        begun = [w.writing.since for w in self.workers if w.writing.since is not None]
+        return Measured(
+            step_seconds=max(steps, default=0.0),
+            num_hosts=self.num_hosts,
+            write_seconds=max(writes, default=None),
+            writing_seconds=self.clock.monotonic() - min(begun) if begun else None,
+        )
 
     def where(self) -> str:
         """Returns how far the attempt has come, for a message."""

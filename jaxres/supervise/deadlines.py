@@ -46,6 +46,8 @@ class Watch:
                 return Watch(since=now, phase=self.phase, step=step, durations=durations)
             case Leaving():
                 return dataclasses.replace(self, phase=LEAVE, since=now)
+            case _:  # The background's: no progress of the training.
+                return self
 
     def paused(self, seconds: float) -> Watch:
         """Returns the watch after the watcher itself was asleep for a while."""

@@ -22,7 +22,7 @@ from jaxres import config as configs
 from jaxres import runlog, storage
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
-from jaxres.doors.peers import Peers
+from jaxres.doors.channels import Peers
 from jaxres.doors.rollcall import SEE_SECONDS, Follower, Lead
 from jaxres.doors.wire import reserve_port
 from jaxres.doors.words import Announcement, Farewell, Hello, fields_of
@@ -48,6 +48,8 @@ class Job:
     num_hosts: int = 1
     hosts: tuple[int, ...] = (0,)
     """Whose workers run behind this door."""
+    places: tuple[int, ...] | None = None
+    """Where the hosts sit, if a supervisor has chosen; it alone may leave one out."""
     coordinator: str | None = None
     """Where the workers find each other; None: there is one."""
     announce: Callable[[Claim], Peers | None] = _nobody
@@ -66,11 +68,13 @@ def alone(config: RunConfig, run_dir: RunDir) -> Iterator[Job]:
 
 
 @contextlib.contextmanager
-def behind_one_door(config: RunConfig, run_dir: RunDir, *, num_hosts: int) -> Iterator[Job]:
+def behind_one_door(
+    config: RunConfig, run_dir: RunDir, *, num_hosts: int, places: tuple[int, ...] | None = None
+) -> Iterator[Job]:
     """Gives all hosts' workers a port of this machine to find each other at."""
     with port.held() as address:
         coordinator = address if num_hosts > 1 else None
-        yield Job(num_hosts, tuple(range(num_hosts)), coordinator)
+        yield Job(num_hosts, tuple(range(num_hosts)), places, coordinator)
 
 
 @contextlib.contextmanager
@@ -96,9 +100,9 @@ def leading(
         yield Job(
             member.num_hosts,
             (member.host,),
-            workers_at,
-            announce,
-            lambda code, reason: lead.peers.tell(Farewell(code, reason)),
+            coordinator=workers_at,
+            announce=announce,
+            dismiss=lambda code, reason: lead.peers.tell(Farewell(code, reason)),
         )
 
 

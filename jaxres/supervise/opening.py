@@ -23,22 +23,23 @@ from typing import NoReturn
 
 from jaxres import config as configs
 from jaxres import faults, runlog, screen, storage
-from jaxres.beat import Leaving
+from jaxres.beat import Leaving, SaveNews
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
-from jaxres.doors.peers import Peers
+from jaxres.doors.channels import Peers
 from jaxres.faults import ConfigError, Exit, TypedEnd
 from jaxres.hosts import ALONE, Member
-from jaxres.membership import Address
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog, Stop
 from jaxres.supervise import remains, signals
-from jaxres.supervise.attempt import Ended
-from jaxres.supervise.meeting import Job, Meet, alone, boot_id, following, versions
+from jaxres.supervise.attempt import Ended, to_nobody
+from jaxres.supervise.meeting import Job, Meet, alone, boot_id, versions
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
 from jaxres.supervise.recorded import resolve
 from jaxres.supervise.supervisor import supervise
+from jaxres.supervise.watchman import Watchman
+from jaxres.supervise.zygote import Zygote
 
 RECORD_SECONDS = 10.0
 """Longest wait, at the end, for storage to take the last record or to give a traceback."""
@@ -60,6 +61,8 @@ class Opened:
     """Whose workers run behind this door."""
     peers: Peers | None
     """The doors of the other hosts, if they have any."""
+    watchman: Watchman | None = None
+    """Watches for notices of this machine."""
 
 
 def answered(act: Callable[[], int]) -> int:
@@ -113,11 +116,17 @@ def attempt(
     if is_done(run_dir, config):
         return Exit.DONE
     clock = SystemClock()
-    with meet(config, run_dir) as job, Owner(run_dir, clock=clock) as owner:
+    with contextlib.ExitStack() as stack:
+        watchman = None
+        if threads is None:  # Else there is no door that could heed it.
+            watchman = stack.enter_context(Watchman(config.preemption, env=env, clock=clock))
+        job = stack.enter_context(meet(config, run_dir))
+        owner = stack.enter_context(Owner(run_dir, clock=clock))
         signals.hold()  # Until somebody can answer them: the attempt is to end on record.
         log, opened = claim_next(
             config, run_dir, job=job, owner=owner, clock=clock, env=env, threads=threads
         )
+        opened = dataclasses.replace(opened, watchman=watchman)
         ended = stop_that_was_asked(run_dir, opened.claim)
         if ended is not None:
             job.dismiss(ended.code, ended.reason)
@@ -162,44 +171,6 @@ def _announced(opened: Opened, job: Job, run: Callable[[Opened], Ended]) -> Ende
     return run(dataclasses.replace(opened, peers=peers))
 
 
-def follow(
-    target: Path,
-    overrides: Sequence[str],
-    *,
-    member: Member,
-    address: Address,
-    env: Mapping[str, str],
-    advise: Callable[[RunConfig, str], str],
-) -> int:
-    """Runs one host's part of an attempt that another host's door opens; returns the exit code."""
-    loaded, run_dir = resolve(target, overrides)
-    config = loaded.config
-    if is_done(run_dir, config):
-        return Exit.DONE
-    clock = SystemClock()
-    with following(config, run_dir, member, address, clock=clock) as (attempt_number, peers):
-        signals.hold()
-        records = runlog.read_records(run_dir.log)
-        claim = runlog.claim_of(records, attempt=attempt_number)
-        command = _worker_command(run_dir, claim, member)
-        ended = supervise(
-            {member.host: command},
-            run_dir=run_dir,
-            attempt=claim.attempt,
-            last_seq=len(records),
-            limits=config.deadlines,
-            owner=None,
-            clock=clock,
-            env={**env, "NPROC": str(claim.threads)},
-            num_hosts=member.num_hosts,
-            peers=peers,
-        )
-    ended = _advised(ended, config, advise)
-    if ended.to_be_said:
-        say_end(ended, run_dir, claim)
-    return ended.code
-
-
 def behind_a_door(
     opened: Opened,
     *,
@@ -207,6 +178,8 @@ def behind_a_door(
     advise: Callable[[RunConfig, str], str],
     wakeup: int | None = None,
     until: float = math.inf,
+    heard: Callable[[SaveNews], None] = to_nobody,
+    zygote: Zygote | None = None,
 ) -> Ended:
     """Runs the attempt's workers of this door as processes of this machine, one a host.
 
@@ -216,11 +189,13 @@ def behind_a_door(
       advise: makes the message after the kernel has killed a worker for want of memory.
       wakeup: where signals come as bytes, if the caller takes them.
       until: when the attempt is asked to save and stop, on its clock.
+      heard: is told whether storage takes saves.
+      zygote: what forks workers, if the caller has one.
     """
     claim = opened.claim
     hosts = [Member(host, claim.num_hosts) for host in opened.hosts]
     ended = supervise(
-        {member.host: _worker_command(opened.run_dir, claim, member) for member in hosts},
+        {member.host: worker_command(opened.run_dir, claim, member) for member in hosts},
         run_dir=opened.run_dir,
         attempt=claim.attempt,
         last_seq=opened.last_seq,
@@ -232,18 +207,22 @@ def behind_a_door(
         peers=opened.peers,
         wakeup=wakeup,
         until=until,
+        heard=heard,
+        zygote=zygote,
+        watchman=opened.watchman,
     )
-    return _advised(ended, opened.config, advise)
+    return advised(ended, opened.config, advise)
 
 
-def _advised(ended: Ended, config: RunConfig, advise: Callable[[RunConfig, str], str]) -> Ended:
+def advised(ended: Ended, config: RunConfig, advise: Callable[[RunConfig, str], str]) -> Ended:
     """Adds what to change where the kernel has killed a worker for want of memory."""
     if ended.code == Exit.OUT_OF_MEMORY and not ended.own_word:
         return dataclasses.replace(ended, reason=advise(config, ended.reason))
     return ended
 
 
-def _worker_command(run_dir: RunDir, claim: Claim, member: Member) -> list[str]:
+def worker_command(run_dir: RunDir, claim: Claim, member: Member) -> list[str]:
+    """Returns the argv of one host's worker."""
     command = [sys.executable, "-m", "jaxres.train.worker", str(run_dir.root)]
     command += ["--attempt", str(claim.attempt), "--parent", str(os.getpid())]
     if member == ALONE:
@@ -253,10 +232,11 @@ def _worker_command(run_dir: RunDir, claim: Claim, member: Member) -> list[str]:
     return [*command, *place, "--coordinator", claim.coordinator]
 
 
-def put_down(log: RunLog, leaving: Leaving) -> None:
+def put_down(log: RunLog, leaving: Leaving, *, culprit: int | None = None) -> None:
     """Records the end; where that can't be done, says so, and the end keeps its code."""
+    code, reason, committed = leaving.exit, leaving.reason, leaving.committed
     try:
-        log.append(Stop(exit=leaving.exit, reason=leaving.reason, committed=leaving.committed))
+        log.append(Stop(exit=code, reason=reason, committed=committed, culprit=culprit))
     except (TypedEnd, OSError) as error:
         screen.tell(f"jaxres: the end could not be recorded: {error}\n")
 
@@ -267,7 +247,8 @@ def put_down_in_time(log: RunLog, ended: Ended, *, run_dir: RunDir, owner: Owner
         return
 
     def record() -> bool:
-        put_down(log, Leaving(ended.code, ended.reason, ended.committed))
+        leaving = Leaving(ended.code, ended.reason, ended.committed)
+        put_down(log, leaving, culprit=ended.culprit)
         return True
 
     if within(RECORD_SECONDS, record) is None:
@@ -355,6 +336,7 @@ def new_claim(
             "xla_flags": env.get("XLA_FLAGS", ""),
         },
         trajectory=configs.digest(config),
+        places=job.places,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from jaxres.beat import EnteredPhase, FinishedStep
 from jaxres.doors import words
-from jaxres.doors.peers import Peers
+from jaxres.doors.channels import Peers
 from jaxres.faults import Exit
 from jaxres.supervise.blame import GOOD, Blame, End, Known
 from jaxres.supervise.deadlines import Watch
@@ -157,9 +157,9 @@ class Following:
         """Shows that this door is awake, and how far its worker is."""
         self._peers.beat(words.Here(step, phase))
 
-    def stop_asked(self, code: int, why: str) -> None:
-        """Tells the lead of a stop that comes before there is anything to save."""
-        self._peers.tell(words.StopAsked(code, f"{why} on {socket.gethostname()}"))
+    def stop_asked(self, code: int, why: str, *, step: int) -> None:
+        """Tells the lead of a stop; before the first step it is the lead's to act upon."""
+        self._peers.tell(words.StopAsked(code, f"{why} on {socket.gethostname()}", step))
 
     def ended(self, end: End, *, step: int) -> None:
         """Tells the lead how the worker has ended, once; the lead decides what it means."""

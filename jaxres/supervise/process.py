@@ -10,20 +10,83 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from jaxres.beat import Leaving, decode
+from jaxres.beat import Leaving, SaveNews, SavesRefused, SavesTaken, decode
 from jaxres.clock import Clock
 from jaxres.faults import Exit
 from jaxres.supervise.blame import End, Known
 from jaxres.supervise.deadlines import Watch
 from jaxres.supervise.kernel import out_of_memory_kills
+from jaxres.supervise.writing import Writing
 
 KILL_GRACE_SECONDS = 5.0
 """A killed process that waits for dead storage is not even gone; the door leaves it behind."""
-WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+LEAVE = signal.SIGRTMIN + 1
+"""To a worker: finish the save in flight, begin none, and leave with 75."""
+WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, LEAVE)
 """Blocked when the worker is spawned, and taken by it as soon as it can."""
+
+
+class Process(Protocol):
+    """A child of this process: a spawned one (subprocess.Popen) or a forked one."""
+
+    @property
+    def pid(self) -> int:
+        """Its number, which is no other's as long as nobody has waited for it."""
+        ...
+
+    def poll(self) -> int | None:
+        """Returns how it has ended: the code, or minus the signal; None: it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end; raises subprocess.TimeoutExpired."""
+        ...
+
+    def send_signal(self, sig: int) -> None:
+        """Signals it, unless it has ended."""
+        ...
+
+
+class Forked:
+    """A child that another process has forked, and this one has adopted."""
+
+    def __init__(self, pid: int) -> None:
+        """Holds that it is a child.
+
+        Raises:
+          ChildProcessError: it is not.
+        """
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        self.pid = pid
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns how it has ended, or None."""
+        if self._status is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self._status = os.waitstatus_to_exitcode(found[1])
+        return self._status
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end."""
+        if self.poll() is None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                select.select([pidfd], [], [], timeout)
+            finally:
+                os.close(pidfd)
+        status = self.poll()
+        if status is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return status
+
+    def send_signal(self, sig: int) -> None:
+        """Signals it, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, sig)
 
 
 @dataclass
@@ -33,13 +96,17 @@ class Worker:
     host: int
     is_alone: bool
     """Whether the job has no other host, so that no end can be another's fault."""
-    process: subprocess.Popen[bytes]
+    process: Process
     beats: int
     """Read end of the worker's beat."""
     pidfd: int
     watch: Watch
     kills_before: int
     """The kernel's count of memory kills when the worker was started."""
+    news: list[SaveNews] = field(default_factory=list)
+    """Of saves, not yet passed on."""
+    writing: Writing = field(default_factory=Writing)
+    """How its saves get on."""
     word: Leaving | None = None
     """Why it leaves, as it has said."""
     end: End | None = None
@@ -109,8 +176,11 @@ class Worker:
             for line in lines:
                 beat = decode(line)
                 self.watch = self.watch.after(beat, now=now)
+                self.writing = self.writing.after(beat, now=now)
                 if isinstance(beat, Leaving):
                     self.word = beat
+                elif isinstance(beat, SavesRefused | SavesTaken):
+                    self.news.append(beat)
 
     def _translate(self, status: int, now: float) -> End:
         """Turns the end into an exit code: the worker's own, or 128 + the signal that killed it.
@@ -136,7 +206,17 @@ class Worker:
         return End(word.exit, word.reason, now, own_word=True, committed=word.committed)
 
 
-def spawn(
+class Fork(Protocol):
+    """Forks a worker, or returns None where a fresh process has to do."""
+
+    def __call__(
+        self, command: Sequence[str], *, env: Mapping[str, str], beat: int
+    ) -> Process | None:
+        """See `supervise.zygote`."""
+        ...
+
+
+def start(
     command: Sequence[str],
     *,
     host: int,
@@ -144,6 +224,7 @@ def spawn(
     env: Mapping[str, str],
     kills_before: int,
     clock: Clock,
+    fork: Fork | None,
 ) -> Worker:
     """Starts a worker in its own process group, with its signals blocked until it takes them.
 
@@ -154,29 +235,43 @@ def spawn(
       env: its environment.
       kills_before: the kernel's count of memory kills.
       clock: the watcher's.
+      fork: where it may come from; else, and without one, it is a fresh process.
     """
-    read_end, write_end = os.pipe()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
+    beats, beat = os.pipe()
     try:
-        process = subprocess.Popen(
-            [*command, "--beat-fd", str(write_end)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(write_end,),
-            process_group=0,
-            env=env,
-        )
+        process: Process | None = None if fork is None else fork(command, env=env, beat=beat)
+        if process is None:
+            process = start_aside([*command, "--beat-fd", str(beat)], keep=beat, env=env)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(write_end)
+        os.close(beat)
     return Worker(
         host=host,
         is_alone=is_alone,
         process=process,
-        beats=read_end,
+        beats=beats,
         pidfd=os.pidfd_open(process.pid),
         watch=Watch(since=clock.monotonic()),
         kills_before=kills_before,
     )
+
+
+def start_aside(
+    command: Sequence[str], *, keep: int, env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts a process in a group of its own, with a worker's signals blocked.
+
+    Args:
+      command: its argv.
+      keep: the descriptor that it inherits.
+      env: its environment.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
+    try:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=(keep,), process_group=0, env=env
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def kill_groups(workers: Iterable[Worker], *, clock: Clock) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from jaxres import storage
@@ -62,7 +62,7 @@ def identity(run_dir: RunDir) -> str:
     return f"{folder.st_dev}.{folder.st_ino}"
 
 
-def end(folder: str, claims: Iterable[Claim], *, clock: Clock) -> int:
+def end(folder: str, claims: Iterable[Claim], *, clock: Clock, spare: Collection[int] = ()) -> int:
     """Ends what attempts have left behind on this machine; returns how many processes there were.
 
     Only for the owner of the run: none of these attempts may still be at work.
@@ -71,6 +71,7 @@ def end(folder: str, claims: Iterable[Claim], *, clock: Clock) -> int:
       folder: the identity of the run directory.
       claims: of the attempts.
       clock: the supervisor's.
+      spare: pids of children that belong to no attempt.
 
     Raises:
       StorageUnavailable: some can't be ended, since they hang in the kernel.
@@ -78,7 +79,7 @@ def end(folder: str, claims: Iterable[Claim], *, clock: Clock) -> int:
     marks = {f"{MARK}={_mark(folder, claim)}".encode() for claim in claims}
     killed: set[int] = set()
     until = clock.monotonic() + GONE_SECONDS
-    while left := _left(marks):
+    while left := _left(marks).difference(spare):
         if clock.monotonic() > until:
             named = ", ".join(map(str, sorted(left)))
             raise StorageUnavailable(

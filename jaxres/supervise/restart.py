@@ -37,8 +37,6 @@ class Outcome:
     """Newest committed step when it began."""
     step_after: int
     """Newest committed step when it had ended."""
-    at: float
-    """When it ended, on the supervisor's monotonic clock."""
     culprit: int | None = None
     """The host that is the cause, by its place on the machines, not in the attempt."""
 
@@ -80,7 +78,8 @@ def decide(history: Sequence[Outcome], now: float, policy: Policy) -> Again | Gi
     """Returns what follows the last of the attempts that have ended.
 
     Args:
-      history: all attempts of this supervisor, oldest first; at least one.
+      history: all attempts that count, of this supervisor and those before it (`past`), oldest
+        first; at least one.
       now: the supervisor's monotonic clock.
       policy: what is allowed.
     """
@@ -97,8 +96,9 @@ def decide(history: Sequence[Outcome], now: float, policy: Policy) -> Again | Gi
         limit = f"launch.max_restarts_per_1000_steps={bound}"
         return GiveUp(Exit.NO_PROGRESS, f"{many} ({limit}); {last.reason}")
     without, since = _excluded(history, policy)
-    if last.code == Exit.UNHEALTHY and hosts(policy, without) is None:
-        few = f"without it too few hosts are left (at least {policy.num_hosts[0]})"
+    if hosts(policy, without) is None:
+        places = ", ".join(map(str, sorted(without)))
+        few = f"too few hosts are left (at least {policy.num_hosts[0]}) without place {places}"
         return GiveUp(Exit.UNHEALTHY, f"{last.reason}; {few}")
     return _within_budgets(history, policy, without, is_new=since == len(history))
 

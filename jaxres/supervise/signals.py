@@ -44,8 +44,20 @@ def raise_stops() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
+_senders: list[str] = []
+"""Who has ended this process in the way of a SIGTERM."""
+
+
+def terminate(why: str) -> None:
+    """Ends this process in the way of a SIGTERM that says why, wherever its main thread is."""
+    _senders.append(why)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _raise(number: int, frame: object) -> None:
     name = signal.Signals(number).name
+    if number == signal.SIGTERM and _senders:
+        name = f"{_senders[0]},"
     end = Stopped if STOPS[signal.Signals(number)] == Exit.STOPPED else Preempted
     raise end(f"{name} before the run had begun: nothing to save, nothing was written")
 

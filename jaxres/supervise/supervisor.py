@@ -13,27 +13,29 @@ import dataclasses
 import math
 import select
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from jaxres.clock import Clock
+from jaxres.beat import SaveNews
+from jaxres.clock import Awake, Clock
 from jaxres.config.schema import DeadlinesSection
-from jaxres.doors.peers import Peers
+from jaxres.doors.channels import Peers
 from jaxres.doors.words import Verdict
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from jaxres.supervise import answers, blame, remains, signals
-from jaxres.supervise.attempt import Attempt, Ended, say
+from jaxres.supervise.attempt import Attempt, Ended, say, to_nobody
 from jaxres.supervise.blame import End, Known
 from jaxres.supervise.deadlines import LEAVE_SECONDS, limit_seconds, overdue_seconds
+from jaxres.supervise.diary import Diary
 from jaxres.supervise.kernel import out_of_memory_kills
 from jaxres.supervise.lookout import Lookout
 from jaxres.supervise.others import LEAD, Following, Led, Remote
 from jaxres.supervise.owner import Owner
-from jaxres.supervise.process import Worker, kill_groups, spawn, wait_for
+from jaxres.supervise.process import Worker, kill_groups, start, wait_for
+from jaxres.supervise.watchman import Watchman
+from jaxres.supervise.zygote import Zygote
 
 TICK_SECONDS = 0.25
-SLEPT_SECONDS = 2.0
-"""A tick that took longer than this was no tick: the process itself was asleep."""
 SILENT_SECONDS = 10.0
 """Storage that has not answered the lookout for so long is spoken of."""
 STACKS_GRACE_SECONDS = 0.7
@@ -54,6 +56,9 @@ def supervise(
     peers: Peers | None = None,
     wakeup: int | None = None,
     until: float = math.inf,
+    heard: Callable[[SaveNews], None] = to_nobody,
+    zygote: Zygote | None = None,
+    watchman: Watchman | None = None,
 ) -> Ended:
     """Runs the workers to their end.
 
@@ -70,36 +75,67 @@ def supervise(
       peers: the doors of the other hosts, if they have any.
       wakeup: where signals come as bytes; None: they are taken for as long as the workers run.
       until: when the workers are asked to save and stop, on the clock.
+      heard: is told whether storage takes the lead's saves.
+      zygote: forks the workers if it can, and is told when training runs; None: there is none.
+      watchman: watches for notices of this machine, if anybody does.
     """
     with contextlib.ExitStack() as stack:
+        path = run_dir.door_events(attempt, min(commands))
+        diary = stack.enter_context(Diary(path, clock=clock))
         wakeup = stack.enter_context(signals.as_bytes()) if wakeup is None else wakeup
         others = None if peers is None else _others(peers, commands, clock=clock)
-        running = Attempt(run_dir, attempt, limits, clock, [], others, until)
-        kills_before = out_of_memory_kills()
+        running = Attempt(
+            *(run_dir, attempt, limits, clock, [], others, until),
+            *(num_hosts, watchman, diary, zygote, env, heard),
+        )
         try:
-            how = {"is_alone": num_hosts == 1, "env": env, "kills_before": kills_before}
-            for host, command in sorted(commands.items()):
-                running.workers.append(spawn(command, host=host, clock=clock, **how))
+            _start(running, commands, is_alone=num_hosts == 1)
             watch = None
             if owner is not None:
-                watch = Lookout(
-                    run_dir,
-                    attempt=attempt,
-                    last_seq=last_seq,
-                    owner=owner,
-                    clock=clock,
-                    step=lambda: running.step,
-                )
-                stack.enter_context(watch)
-            ended = _wait(running, wakeup, watch)
-            if ended.asked is None:
-                ended = dataclasses.replace(ended, asked=running.asked)
+                watch = stack.enter_context(_lookout(running, owner, last_seq=last_seq))
+            ended = _with_what_was_asked(running, _wait(running, wakeup, watch))
             _tell_others(running, ended)
             return ended
         finally:
             kill_groups(running.workers, clock=clock)
             for worker in running.workers:
                 worker.close()
+
+
+def _start(running: Attempt, commands: Mapping[int, Sequence[str]], *, is_alone: bool) -> None:
+    """Starts the workers, the lead first."""
+    kills_before = out_of_memory_kills()
+    for host, command in sorted(commands.items()):
+        worker = start(
+            command,
+            host=host,
+            is_alone=is_alone,
+            env=running.env,
+            kills_before=kills_before,
+            clock=running.clock,
+            fork=None if running.zygote is None else running.zygote.fork,
+        )
+        running.workers.append(worker)
+
+
+def _lookout(running: Attempt, owner: Owner, *, last_seq: int) -> Lookout:
+    return Lookout(
+        running.run_dir,
+        attempt=running.number,
+        last_seq=last_seq,
+        owner=owner,
+        clock=running.clock,
+        step=lambda: running.step,
+    )
+
+
+def _with_what_was_asked(running: Attempt, ended: Ended) -> Ended:
+    """Adds what only the door knows: what it was asked for, and by whom."""
+    if ended.asked is None:
+        ended = dataclasses.replace(ended, asked=running.asked)
+    if running.why and ended.own_word and ended.code in (Exit.PREEMPTED, Exit.STOPPED):
+        ended = dataclasses.replace(ended, reason=f"{running.why}: {ended.reason}")
+    return ended
 
 
 def _others(peers: Peers, commands: Mapping[int, object], *, clock: Clock) -> Led | Following:
@@ -117,19 +153,27 @@ def _tell_others(running: Attempt, ended: Ended) -> None:
 
 def _wait(running: Attempt, wakeup: int, watch: Lookout | None) -> Ended:
     """Answers whatever comes until the attempt has ended."""
-    others = running.others
+    others, awake = running.others, Awake(running.clock)
     while True:
         sources: list[int] = [fd for worker in running.workers for fd in worker.sources()]
         sources += [] if watch is None else [watch.wakeup]
         sources += [] if others is None else [others.fileno()]
+        sources += [] if running.watchman is None else [running.watchman.wakeup]
         select.select([wakeup, *sources], [], [], TICK_SECONDS)
-        _stretch(running)
+        _stretch(running, awake)
         now = running.clock.monotonic()
         for worker in running.workers:
             worker.take(now=now)
+            while worker.news:
+                news = worker.news.pop(0)
+                if worker.host == LEAD:
+                    running.heard(news)
         if others is not None and (ended := _hear(running, others, now=now)) is not None:
             return ended
         if (ended := _first_end(running)) is not None:
+            return ended
+        # Before signals: an early notice has come as a SIGTERM too.
+        if (ended := answers.heed_notices(running)) is not None:
             return ended
         for number in signals.taken(wakeup):
             if (ended := answers.answer(running, number)) is not None:
@@ -137,18 +181,16 @@ def _wait(running: Attempt, wakeup: int, watch: Lookout | None) -> Ended:
         for report in watch.reports() if watch else ():
             if (ended := answers.heed(running, report)) is not None:
                 return ended
-        _stretch(running)  # An answer may have been a sleep.
+        _stretch(running, awake)  # An answer may have been a sleep.
         if (ended := _tick(running, watch)) is not None:
             return ended
 
 
-def _stretch(running: Attempt) -> None:
+def _stretch(running: Attempt, awake: Awake) -> None:
     """Lets no limit run while this process was asleep."""
-    now = running.clock.monotonic()
-    if now - running.looked_at > SLEPT_SECONDS:
+    if slept := awake.slept():
         for host in running.hosts:
-            host.paused(now - running.looked_at)
-    running.looked_at = now
+            host.paused(slept)
 
 
 def _hear(running: Attempt, others: Led | Following, *, now: float) -> Ended | None:
@@ -163,7 +205,8 @@ def _hear(running: Attempt, others: Led | Following, *, now: float) -> Ended | N
     asked = others.take(now=now)
     others.beat([(worker.host, worker.watch.step) for worker in running.workers])
     for stop in asked:
-        if running.step == 0 and running.asked is None:
+        running.why = running.why or stop.reason
+        if stop.step == running.step == 0 and running.asked is None:
             return answers.ask_to_stop(running, Exit(stop.code), stop.reason)
     return None
 
@@ -223,7 +266,12 @@ def _tick(running: Attempt, watch: Lookout | None) -> Ended | None:
     if now - running.ticked_at < TICK_SECONDS:
         return None  # A finished step has woken us.
     running.ticked_at = now
-    remains.bury(worker.process.pid for worker in running.workers)
+    awaited = {worker.process.pid for worker in running.workers}
+    if running.zygote is not None:
+        awaited |= running.zygote.pids
+        if running.step:  # Not earlier: the two would import at the same time.
+            running.zygote.see_to_it(running.env)
+    remains.bury(awaited)
     is_silent = watch is not None and watch.silent_seconds(now=now) > SILENT_SECONDS
     if is_silent != running.silence_told:
         running.silence_told = is_silent

@@ -25,6 +25,7 @@ from jaxres.hosts import ALONE
 from jaxres.membership import membership, take_flags
 from jaxres.supervise import opening
 from jaxres.supervise.attempt import Ended
+from jaxres.supervise.follower import follow
 from jaxres.supervise.meeting import leading
 from jaxres.supervise.opening import Opened, leave
 from jaxres.supervise.recorded import target_of
@@ -78,7 +79,7 @@ def _train(arguments: Sequence[str]) -> int:
     if member.leads:
         meet = functools.partial(leading, member=member, address=address)
         return opening.attempt(target, overrides, run=run, env=env, meet=meet)
-    return opening.follow(target, overrides, member=member, address=address, env=env, advise=advise)
+    return follow(target, overrides, member=member, address=address, env=env, advise=advise)
 
 
 def _inline(opened: Opened) -> Ended:

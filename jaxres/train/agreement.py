@@ -26,7 +26,9 @@ FACTS = ("stop", "save", "storage", "busy_seconds")
 TIMED_STEPS = 8
 """Steps whose mean is a host's timing: a word that stays as it is costs nothing to give again."""
 STOPS: tuple[Exit | None, ...] = (None, Exit.PREEMPTED, Exit.STOPPED)
-"""What a stop's number means; of two the greater stands: an operator's stop is for good."""
+"""What a stop's number means; of two the greater stands: an operator's stop is for good. Greater
+by as many as there are: the same without time to save, which holds for all where it does for one.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Word:
     """What one host has to say at one step."""
 
     stop: Exit | None = None
+    has_time: bool = True
+    """Whether there is time to save before that stop."""
     save: bool = False
     storage: bool = False
     """Whether storage has refused too many saves; only the lead knows."""
@@ -42,7 +46,7 @@ class Word:
 
     def encode(self) -> np.ndarray:
         """Returns the word as float32[len(FACTS)]."""
-        stop = STOPS.index(self.stop)
+        stop = STOPS.index(self.stop) + len(STOPS) * (not self.has_time)
         return np.asarray([stop, self.save, self.storage, self.busy_seconds], np.float32)
 
     @staticmethod
@@ -50,10 +54,11 @@ class Word:
         """Reads a word back.
 
         >>> Word.decode(Word(Exit.STOPPED, save=True, busy_seconds=0.5).encode())
-        Word(stop=<Exit.STOPPED: 76>, save=True, storage=False, busy_seconds=0.5)
+        Word(stop=<Exit.STOPPED: 76>, has_time=True, save=True, storage=False, busy_seconds=0.5)
         """
         stop, save, storage, seconds = (float(value) for value in facts)
-        return Word(STOPS[int(stop)], save > 0, storage > 0, seconds)
+        no_time, number = divmod(int(stop), len(STOPS))
+        return Word(STOPS[number], not no_time, save > 0, storage > 0, seconds)
 
 
 class Agreement(Protocol):
@@ -84,12 +89,24 @@ class Agreement(Protocol):
         ...
 
 
+def never() -> bool:
+    """Is no clock's: nothing is due by it."""
+    return False
+
+
 class OwnWord:
     """The agreement of a host that is alone: what it was asked for holds at once."""
 
-    def __init__(self, requests: Requests, storage: Callable[[], Verdict]) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        storage: Callable[[], Verdict],
+        *,
+        is_due: Callable[[], bool] = never,
+    ) -> None:
         self._requests = requests
         self._storage = storage
+        self._is_due = is_due
 
     def facts(self, *, busy_seconds: float | None) -> None:
         """Has nobody to tell."""
@@ -102,11 +119,12 @@ class OwnWord:
         """Returns the stop that was asked for, or that storage calls for; of two alike the first
         stands, so that a stop keeps its code on a full disk too.
         """
-        return gravest([preemption.judge(self._requests.stop_asked()), self._storage()])
+        asked, has_time = self._requests.stop_asked(), self._requests.has_time()
+        return gravest([preemption.judge(asked, has_time=has_time), self._storage()])
 
     def save_asked(self) -> bool:
-        """Says whether an extra save was asked for since the last one."""
-        return self._requests.save_asked()
+        """Says whether a save was asked for since the last one, or is due by the clock."""
+        return self._requests.save_asked() or self._is_due()
 
     def save_taken(self) -> None:
         """Marks the extra save as honoured."""
@@ -116,11 +134,20 @@ class OwnWord:
 class AllWords:
     """The agreement of many hosts: what holds is what a landed step has brought."""
 
-    def __init__(self, requests: Requests, storage: Callable[[], Verdict], *, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        storage: Callable[[], Verdict],
+        *,
+        mesh: Mesh,
+        is_due: Callable[[], bool] = never,
+    ) -> None:
         self._requests = requests
         self._storage = storage
+        self._is_due = is_due
         self._place, self._rows = _through(mesh)
         self._stop: Exit | None = None
+        self._has_time = True
         self._storage_stop = False
         self._save = False
         self._busy: list[float] = []
@@ -130,7 +157,8 @@ class AllWords:
         """Returns this host's word, laid on its devices."""
         word = Word(
             stop=self._requests.stop_asked(),
-            save=self._requests.save_asked(),
+            has_time=self._requests.has_time(),
+            save=self._requests.save_asked() or self._is_due(),
             storage=isinstance(self._storage(), Stop),
             busy_seconds=self._timing(busy_seconds),
         )
@@ -152,6 +180,7 @@ class AllWords:
         """Folds the words of all hosts at one step."""
         words = [Word.decode(row) for row in facts.reshape(-1, len(FACTS))[self._rows]]
         self._stop = max(self._stop, *(word.stop for word in words), key=STOPS.index)
+        self._has_time &= all(word.has_time for word in words)
         self._save |= any(word.save for word in words)
         self._storage_stop |= any(word.storage for word in words)
         return tuple(word.busy_seconds for word in words)
@@ -163,7 +192,7 @@ class AllWords:
             own = self._storage()
             words = "the saves of this run have failed too often in a row, says its lead host"
             storage = own if isinstance(own, Stop) else Stop(fault("storage_unavailable"), words)
-        return gravest([preemption.judge(self._stop), storage])
+        return gravest([preemption.judge(self._stop, has_time=self._has_time), storage])
 
     def save_asked(self) -> bool:
         """Says whether an extra save was asked for anywhere since the last one."""

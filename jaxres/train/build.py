@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +20,20 @@ from jaxres import state as states
 from jaxres import step as steps
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.config import RunConfig
-from jaxres.data import Batch, Dataset
+from jaxres.config.guards import GuardsSection
+from jaxres.data import Dataset
 from jaxres.events import Emit, Noted, PhaseChanged, RunBuilt
-from jaxres.guards.divergence import stop_on_nonfinite
+from jaxres.guards import Guard, divergence
 from jaxres.layout import Layout
 from jaxres.metrics import MetricsLine, MetricsLog
 from jaxres.models import Model
-from jaxres.runlog import Claim
 from jaxres.state import TrainState
 from jaxres.topology import Plan
-from jaxres.train import memory
+from jaxres.train import feed, initial, memory, pacer, programs
 from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
-from jaxres.train.loop import Agenda, Feed, Run
+from jaxres.train.guarantee import computation
 from jaxres.train.place import Place
+from jaxres.train.run import Agenda, Run
 
 
 @dataclass(frozen=True)
@@ -83,37 +85,62 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     parts = _parts(config, place.emit)
     laid = _lay_out(parts, place)
     place.emit(_built(parts, laid))
+    init = initial.build(config.init_from, parts, place)  # Before minutes of compilation.
     step, evaluation = _compile(parts, place)
     # The first collective of a job waits for half a minute only, and one host may have compiled
     # for long where another has found the program in its cache.
     place.peers.meet("compiled", seconds=config.deadlines.compile_seconds)
+    place, is_due = pacer.listen(config.checkpoint.when, place)
     landed, sync = _metrics(place, stack)
     checkpoints = _checkpoints(config, place, before_commit=sync)
     run = Run(
         steps=config.train.steps,
         agenda=Agenda(
             steps=config.train.steps,
-            save_every_steps=config.checkpoint.save_every_steps,
+            save_every_steps=pacer.every_steps(config.checkpoint.when),
             evaluate_every_steps=config.evaluation.every_steps if parts.evaluates else 0,
         ),
         log=place.log,
         checkpoints=checkpoints,
-        guards=(stop_on_nonfinite(),),
-        feed=_feed(parts, place, stack),
-        init=parts.init,
+        guards=_guards(config.guards),
+        rollback=config.guards.rollback,
+        feed=feed.open_feed(
+            parts.dataset,
+            parts.mesh,
+            place,
+            stack,
+            section=config.data,
+            seed=config.run.seed,
+            global_batch_size=parts.rows_per_batch,
+        ),
+        init=init,
         shapes=parts.shapes,
         step=step,
+        form=steps.Form.of(parts.shapes.params, num_rows=parts.rows_per_batch),
+        row_places=_row_places(parts),
         evaluate=evaluation,
         dataset=parts.dataset.fingerprint,
-        computation=computation(config, place.claim, parts.mesh, parts.plan),
+        computation=computation(config, place.claim, parts.mesh, parts.plan, step),
         landed=landed,
-        agreement=_agreement(place, checkpoints, parts.mesh),
+        agreement=_agreement(place, checkpoints, parts.mesh, is_due),
         peers=place.peers,
         meeting_seconds=config.deadlines.restore_seconds,
         emit=place.emit,
         clock=place.clock,
     )
     return Built(run, parts.dataset, parts.model)
+
+
+def _guards(section: GuardsSection) -> tuple[Guard, ...]:
+    guards = [divergence.skips(section)]
+    if section.rollback is not None:
+        guards.append(divergence.losses(section.rollback))
+    return tuple(guards)
+
+
+def _row_places(parts: Parts) -> list[tuple[int, int]]:
+    hosts = meshes.hosts_of_rows(parts.mesh, parts.rows_per_batch)
+    return [(host, row % parts.plan.microbatches) for row, host in enumerate(hosts)]
 
 
 def _metrics(
@@ -131,10 +158,15 @@ def _metrics(
     return landed, metrics.sync
 
 
-def _agreement(place: Place, checkpoints: Checkpoints, mesh: Mesh) -> Agreement:
+def _agreement(
+    place: Place, checkpoints: Checkpoints, mesh: Mesh, by_clock: Callable[[], bool]
+) -> Agreement:
+    def is_due() -> bool:
+        return not checkpoints.is_busy and by_clock()
+
     if place.peers.member.is_alone:
-        return OwnWord(place.requests, checkpoints.verdict)
-    return AllWords(place.requests, checkpoints.verdict, mesh=mesh)
+        return OwnWord(place.requests, checkpoints.verdict, is_due=is_due)
+    return AllWords(place.requests, checkpoints.verdict, mesh=mesh, is_due=is_due)
 
 
 def _parts(config: RunConfig, emit: Emit) -> Parts:
@@ -204,6 +236,9 @@ def _lay_out(parts: Parts, place: Place) -> Layout:
     for warning in laid.warnings():
         place.emit(Noted(warning))
     memory.refuse_large_state(laid.device_bytes, layout.device_limit(parts.mesh))
+    small = memory.small_host(*layout.save_memory(laid))
+    if small is not None:
+        place.emit(Noted(small))
     return laid
 
 
@@ -264,6 +299,8 @@ def traced_step(parts: Parts, *, facts: Any = None) -> Any:
         rate,
         clip_norm=config.optimizer.clip_norm,
         microbatches=parts.plan.microbatches,
+        spikes=config.guards.spikes,
+        replicate=meshes.replicate(parts.mesh),
     )
     out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(parts.mesh))
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=out)
@@ -273,27 +310,50 @@ def traced_step(parts: Parts, *, facts: Any = None) -> Any:
 def _compile(
     parts: Parts, place: Place
 ) -> tuple[Any, Callable[[Any, evaluate.Listener], float | None]]:
-    """Compiles the train step and the evaluation step before the first step."""
-    config, shapes, mesh, emit = parts.config, parts.shapes, parts.mesh, place.emit
-    emit(PhaseChanged("compile", "training step"))
+    """Loads or compiles the train step and the evaluation step before the first step."""
+    config, mesh = parts.config, parts.mesh
     facts = None if place.peers.member.is_alone else facts_shape(mesh)
-    step = traced_step(parts, facts=facts).lower().compile()
+    traces = {"training": functools.partial(traced_step, parts, facts=facts)}
+    rows = parts.plan.rows_at_once  # A whole batch may be more than what fits.
+    if parts.evaluates:
+        traces["evaluation"] = functools.partial(_traced_evaluation, parts, facts=facts, rows=rows)
+    batch = {name: str(shape) for name, shape in _batch_shapes(parts, rows=rows).items()}
+    made_of = programs.made_of(
+        config,
+        vocab_size=parts.dataset.vocab_size,
+        batch=batch,
+        plan=str(parts.plan),
+        mesh=str(mesh.shape),
+    )
+    compiled = programs.get(
+        traces,
+        place,
+        devices=list(mesh.devices.flat),
+        made_of=made_of,
+        most=config.compilation.keep_programs,
+        cache_dir=config.compilation.cache_dir,
+        seconds=config.deadlines.compile_seconds,
+    )
+    step = compiled["training"]
     large = memory.large_step(config, layout.step_bytes(step), layout.device_limit(mesh))
     if large is not None:
-        emit(Noted(large))
+        place.emit(Noted(large))
     if not parts.evaluates:
         return step, _no_evaluation
-    emit(PhaseChanged("compile", "evaluation step"))
-    rows = parts.plan.rows_at_once  # A whole batch may be more than what fits.
-    mask = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=meshes.batch_sharding(mesh))
-    eval_step = jax.jit(steps.make_eval_step(parts.model), out_shardings=meshes.replicated(mesh))
     return step, evaluate.make(
-        eval_step.lower(shapes.params, _batch_shapes(parts, rows=rows), mask, facts).compile(),
+        compiled["evaluation"],
         parts.dataset.heldout,
         rows_per_batch=rows,
         limit=config.evaluation.batches * parts.plan.microbatches,
         mesh=mesh,
     )
+
+
+def _traced_evaluation(parts: Parts, *, facts: Any, rows: int) -> Any:
+    mesh = parts.mesh
+    mask = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=meshes.batch_sharding(mesh))
+    step = jax.jit(steps.make_eval_step(parts.model), out_shardings=meshes.replicated(mesh))
+    return step.trace(parts.shapes.params, _batch_shapes(parts, rows=rows), mask, facts)
 
 
 def _batch_shapes(parts: Parts, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -314,65 +374,6 @@ def _no_evaluation(params: Any, hosts: Any) -> float | None:
     raise AssertionError("the agenda has no evaluation")
 
 
-def _feed(parts: Parts, place: Place, stack: contextlib.ExitStack) -> Feed:
-    """Returns the batches, read and laid on the devices ahead of time, in the background."""
-    config = parts.config
-    local = meshes.local_rows(parts.mesh, parts.rows_per_batch)
-    batch_at = data.batch_at(
-        parts.dataset.train,
-        seed=config.run.seed,
-        global_batch_size=parts.rows_per_batch,
-        skips=place.log.line().skips,
-        local=local.rows,
-    )
-    prefetch = stack.enter_context(
-        data.Prefetch(
-            batch_at,
-            depth=config.data.prefetch_batches,
-            timeout_seconds=config.data.timeout_seconds,
-            place=lambda batch: (
-                batch,
-                meshes.place_batch(parts.mesh, batch.arrays, local=local),
-            ),
-        )
-    )
-
-    def at(cursor: int) -> tuple[Batch, Mapping[str, jax.Array]] | None:
-        waits = 0
-
-        def give_up() -> bool:
-            nonlocal waits
-            waits += 1
-            if waits == 1:
-                place.emit(PhaseChanged("wait for data"))
-            # The others are in the step already, and can't be called back.
-            return place.peers.member.is_alone and place.requests.stop_asked() is not None
-
-        fed = prefetch.get(cursor, give_up=give_up)
-        if waits:
-            place.emit(PhaseChanged("train"))
-        return fed
-
-    return Feed(
-        at=at,
-        num_rows=len(parts.dataset.train),
-        tokens_per_step=parts.tokens_per_step,
-    )
-
-
-def computation(config: RunConfig, claim: Claim, mesh: Mesh, plan: Plan) -> dict[str, str]:
-    """Returns what decides bits besides the trajectory; equal words, equal bits."""
-    words = {
-        "devices": meshes.devices_in_words(mesh),
-        "mesh": " ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh.axis_names),
-        "microbatches": str(plan.microbatches),
-        "threads": str(claim.threads),
-    }
-    if config.model.kind == "gpt":
-        words |= {"attention": config.model.attention, "remat": config.model.remat}
-    return words | dict(claim.fingerprint) | dict(claim.versions)
-
-
 def _built(parts: Parts, laid: Layout) -> RunBuilt:
     return RunBuilt(
         model=parts.config.model.kind,
@@ -384,4 +385,5 @@ def _built(parts: Parts, laid: Layout) -> RunBuilt:
         tokens_per_step=parts.tokens_per_step,
         flops_per_token=parts.model.flops_per_token,
         state_bytes_per_device=laid.device_bytes,
+        save_bytes_per_host=layout.save_memory(laid)[0],
     )

@@ -10,7 +10,7 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from jaxres import config as configs
 from jaxres import data, faults, topology
 from jaxres.config import Loaded, RunConfig
+from jaxres.config.init_from import FromRun, FromSeed
 from jaxres.data import Dataset
 from jaxres.faults import ConfigError, Exit, OutOfMemory, TypedEnd, UsageError
 from jaxres.screen import size
+from jaxres.supervise import metadata, notices
+from jaxres.supervise.metadata import Answer
 from jaxres.topology import Plan
 from jaxres.train import memory
 
@@ -51,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}\nusage: {USAGE}")
 
 
-def main(words: Sequence[str]) -> int:
+def main(words: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Prints the checklist and the layout; returns 0, or 78 where something fails."""
     try:
         options = _parse(words)
@@ -60,7 +63,7 @@ def main(words: Sequence[str]) -> int:
         sys.stderr.write(faults.message(end.exit, str(end)))
         return end.exit
     failed = 0
-    doctor = Doctor(loaded, num_devices=options.devices, num_hosts=options.hosts)
+    doctor = Doctor(loaded, num_devices=options.devices, num_hosts=options.hosts, env=env)
     for check in doctor.checks():
         sys.stdout.write(f"{check}\n")
         sys.stdout.flush()
@@ -91,18 +94,27 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 class Doctor:
     """Looks at one thing after the other; what has failed is not built upon."""
 
-    def __init__(self, loaded: Loaded, *, num_devices: int | None, num_hosts: int) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        num_devices: int | None,
+        num_hosts: int,
+        env: Mapping[str, str],
+    ) -> None:
         """Takes the config, and how many devices to plan for; None: those that are here."""
         self._loaded = loaded
         self._config: RunConfig = loaded.config
         self._num_devices = num_devices
         self._num_hosts = num_hosts
         self._here = num_devices is None
+        self._env = env
         self._dataset: Dataset | None = None
         self._plan: Plan | None = None
         self._mesh: Any = None
         self._platform = "cpu"
         self._layout: Layout | None = None
+        self._shapes: Any = None
 
     def checks(self) -> Told:
         """Yields each check as soon as it is made."""
@@ -111,11 +123,14 @@ class Doctor:
         yield from _typed("mesh", self._devices)
         if self._plan is not None:
             yield from _typed("state", self._state)
+        if self._shapes is not None and not isinstance(self._config.init_from, FromSeed):
+            yield from _typed("init_from", self._source, bad="fail" if self._here else "warn")
         if not self._here:
             return  # Step and storage are another machine's.
         if self._dataset is not None and self._layout is not None:
             yield from _typed("step", self._step)
         yield from self._place()
+        yield from _typed("notices", self._notices)
 
     def table(self) -> str:
         """Returns what lies on each device; nothing where that could not be found out."""
@@ -177,6 +192,7 @@ class Doctor:
             mesh=self._mesh,
             platform=self._platform,
         )
+        self._shapes = shapes
         self._layout = layout.of(shapes, model, self._mesh)
         held = self._layout.device_bytes
         limit = layout.device_limit(self._mesh) if self._here else None
@@ -186,6 +202,20 @@ class Doctor:
         yield Check("pass", "state", f"{size(held)}{of} a device; a checkpoint takes {whole}")
         for warning in self._layout.warnings():
             yield Check("warn", "state", warning)
+        if self._here:
+            snapshot, state = layout.save_memory(self._layout)
+            small = memory.small_host(snapshot, state)
+            says = f"a save takes up to {size(snapshot)} of this host until it is committed"
+            yield Check("pass" if small is None else "warn", "memory", small or says)
+
+    def _source(self) -> Told:
+        from jaxres.train import initial
+
+        section = self._config.init_from
+        assert not isinstance(section, FromSeed)
+        step = section.at_step if isinstance(section, FromRun) else None
+        found = initial.find(section, self._config.model, self._shapes, step=step)
+        yield Check("pass", "init_from", found.in_words())
 
     def _step(self) -> Told:
         import jax
@@ -216,6 +246,21 @@ class Doctor:
         else:
             yield Check("pass", "step", f"compiles; about {size(needs)} a device (XLA's estimate)")
 
+    def _notices(self) -> Told:
+        if self._config.preemption.metadata == "off":
+            yield Check("pass", "notices", "preemption.metadata is off: only signals are heeded")
+            return
+        server = metadata.find(self._env, product=metadata.product_name())
+        if server is None:
+            yield Check("pass", "notices", "this machine is no GCE VM: only signals are heeded")
+            return
+        answer = metadata.ask(server, notices.PREEMPTED)
+        if isinstance(answer, Answer):
+            yield Check("pass", "notices", f"the metadata server {server} answers: {answer.text}")
+        else:
+            says = f"{answer.why}. The run would go on asking; until it answers, only signals count"
+            yield Check("warn", "notices", says)
+
     def _place(self) -> Told:
         run_dir = configs.run_dir(self._config, self._loaded.name).absolute()
         there = next(p for p in (run_dir, *run_dir.parents) if p.exists())
@@ -234,15 +279,16 @@ class Doctor:
         if self._layout is None:
             yield Check("pass", "run.dir", f"{run_dir} can be written; {size(free)} are free there")
             return
-        count = self._config.checkpoint.keep_last + 1
+        keep = self._config.checkpoint.keep
+        count = keep.last + keep.daily + keep.weekly + keep.best + 1
         needed = count * self._layout.global_bytes
-        fits = f"{count} checkpoints of {size(self._layout.global_bytes)} (checkpoint.keep_last + 1"
+        fits = f"{count} checkpoints of {size(self._layout.global_bytes)} (checkpoint.keep + 1"
         if free < needed:
             yield Check(
                 "warn",
                 "run.dir",
                 f"{run_dir}: {fits}) need {size(needed)}, and {size(free)} are free. Free some "
-                "space, lower checkpoint.keep_last, or choose another place with run.dir=...",
+                "space, lower checkpoint.keep.last, or choose another place with run.dir=...",
             )
             return
         yield Check("pass", "run.dir", f"{run_dir}: {fits}) fit into the {size(free)} free there")

@@ -1,8 +1,16 @@
-"""The guarantee level of a run: whether it ends bit for bit where an unbroken one would. Pure."""
+"""The guarantee level of a run: whether it ends bit for bit where an unbroken one would."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxres import mesh as meshes
+from jaxres.config import RunConfig
+from jaxres.runlog import Claim
+from jaxres.topology import Plan
 
 BITWISE = "bitwise on this topology"
 
@@ -43,3 +51,29 @@ def guarantee(
             "XLA_FLAGS=--xla_gpu_deterministic_ops=true"
         )
     return BITWISE
+
+
+def computation(
+    config: RunConfig, claim: Claim, mesh: Mesh, plan: Plan, step: Any
+) -> dict[str, str]:
+    """Returns what decides bits besides the trajectory; equal words, equal bits.
+
+    Args:
+      config: the run's.
+      claim: of the attempt.
+      mesh: the devices.
+      plan: how they share the work.
+      step: the compiled train step. On a GPU the compiler tries out which kernels are the fastest,
+        so that only the program itself tells.
+    """
+    words = {
+        "devices": meshes.devices_in_words(mesh),
+        "mesh": " ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh.axis_names),
+        "microbatches": str(plan.microbatches),
+        "threads": str(claim.threads),
+    }
+    if config.model.kind == "gpt":
+        words |= {"attention": config.model.attention, "remat": config.model.remat}
+    if mesh.devices.flat[0].platform != "cpu":
+        words["program"] = str(step.runtime_executable().fingerprint)
+    return words | dict(claim.fingerprint) | dict(claim.versions)

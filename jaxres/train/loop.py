@@ -8,133 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import numpy as np
 
 from jaxres.checkpoint.store import Checkpoints
-from jaxres.clock import Clock
-from jaxres.data import Batch, sample_digest
-from jaxres.events import Emit, Evaluated, PhaseChanged, TrainingStarted
-from jaxres.faults import ConfigError, Continue, Exit, Stop, StorageUnavailable, TypedEnd, Verdict
-from jaxres.guards import Guard, Seen, gravest, judge_step
-from jaxres.hosts import WORD_SECONDS, Peers
+from jaxres.data import sample_digest
+from jaxres.events import Evaluated, PhaseChanged, UpdateSkipped
+from jaxres.faults import Continue, Exit, Rollback, Stop, TypedEnd, Verdict
+from jaxres.guards import Seen, gravest, judge_step
+from jaxres.guards.divergence import bounded
 from jaxres.metrics import MetricsLine
-from jaxres.models import Params
-from jaxres.runlog import Line, RunLog, Start, fold, start_of
-from jaxres.state import Progress, TrainState, from_plain, to_plain
-from jaxres.step import METRICS
-from jaxres.train.agreement import Agreement
-from jaxres.train.guarantee import guarantee
+from jaxres.state import Progress, TrainState, to_plain
+from jaxres.step import Measured
+from jaxres.train.entry import go_back, restore_or_start
+from jaxres.train.run import Flight, Run
 
 LAG = 2
-LOOK_SECONDS = 0.1
-RESTORE_SHARE = 0.9
-"""Of the deadline of a restore: storage that hangs is storage's fault, before it is a hang."""
-
-
-@dataclass(frozen=True)
-class Due:
-    """What is to be done at a step before the next one is dispatched."""
-
-    save: bool
-    evaluate: bool
-
-
-@dataclass(frozen=True)
-class Agenda:
-    """Says what is due at a step; nothing that the run already has. Pure."""
-
-    steps: int
-    save_every_steps: int
-    evaluate_every_steps: int
-
-    def at(self, progress: Progress, *, saved_step: int, asked: bool) -> Due:
-        """Returns what is due: the last step is always saved, and evaluated if any step is.
-
-        Args:
-          progress: where the run is.
-          saved_step: the newest step that is saved or being saved.
-          asked: whether a person wants one extra save.
-        """
-        step, last = progress.step, progress.step == self.steps
-        save = step > saved_step and (asked or last or step % self.save_every_steps == 0)
-        evaluate = (
-            self.evaluate_every_steps > 0
-            and step > progress.evaluated_step
-            and (last or step % self.evaluate_every_steps == 0)
-        )
-        return Due(save=save, evaluate=evaluate)
-
-
-@dataclass(frozen=True)
-class Feed:
-    """The batches on their way to the devices, and what one step consumes."""
-
-    at: Callable[[int], tuple[Batch, Mapping[str, jax.Array]] | None]
-    """Cursor -> the batch there, and its arrays on the devices; None: gave up, since this host is
-    alone and a stop is asked."""
-    num_rows: int
-    tokens_per_step: int
-
-
-@dataclass(frozen=True)
-class Run:
-    """The frozen bundle of parts that the story is told over."""
-
-    steps: int
-    agenda: Agenda
-    log: RunLog
-    checkpoints: Checkpoints
-    guards: tuple[Guard, ...]
-    feed: Feed
-    init: Callable[[], TrainState]
-    shapes: TrainState
-    """jax.ShapeDtypeStruct with sharding for every array of the state."""
-    step: Callable[[TrainState, Mapping[str, jax.Array], Any], tuple[TrainState, jax.Array]]
-    """(state, batch, own word) -> state, metrics and all hosts' words. Donates the state."""
-    evaluate: Callable[[Params, Agreement], float | None]
-    """Params -> held-out loss; None: gave up between two batches, on all hosts alike."""
-    dataset: str
-    computation: dict[str, str]
-    landed: Callable[[MetricsLine], None]
-    """Told of every finished step, in order."""
-    agreement: Agreement
-    peers: Peers
-    meeting_seconds: float
-    """How long a host waits for the others before training, while they restore."""
-    emit: Emit
-    clock: Clock
-
-
-@dataclass
-class Flight:
-    """The steps that were dispatched and not yet landed, oldest first."""
-
-    seq: int
-    """Number of the start record whose segment they belong to."""
-    landed_at: float
-    """When the last step landed, or, with none in flight, when the next one was begun."""
-    dispatched_at: float
-    """When the last step was dispatched, or, with none in flight, when the next one was begun."""
-    waited_seconds: float = 0.0
-    """How much of the time since then this host has waited for the devices, and so for others."""
-    steps: deque[tuple[Progress, str, jax.Array]] = dataclasses.field(default_factory=deque)
-
-    def rest(self, now: float) -> None:
-        """Has no step in flight: what was done meanwhile belongs to none."""
-        self.landed_at = self.dispatched_at = now
-        self.waited_seconds = 0.0
-
-    def busy_seconds(self, now: float) -> float:
-        """Returns how long this host has worked by itself for the step that it dispatches now."""
-        busy = now - self.dispatched_at - self.waited_seconds
-        self.dispatched_at, self.waited_seconds = now, 0.0
-        return busy
+MAX_ROWS_TOLD = 16
+"""Of a step whose loss is not finite."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +45,23 @@ class Ended:
 def train(run: Run) -> Ended:
     """Trains from the newest committed step to `run.steps`, or until a verdict ends it."""
     with run.checkpoints as checkpoints, _waiting_told(run):
-        state, progress, flight = restore_or_start(run)
+        entries = 0
+        """How often training was entered: the same on every host."""
+        state, progress, flight = restore_or_start(run, entry=entries)
         while True:
             due = run.agenda.at(
                 progress, saved_step=checkpoints.saved_step, asked=run.agreement.save_asked()
             )
             last = progress.step == run.steps
             progress, verdict = look(run, progress, flight, drain=due.save or due.evaluate or last)
+            if isinstance(verdict, Rollback):
+                state = flight = None  # The devices must be free before the restore.
+                entries += 1
+                go_back(run, verdict, entry=entries)
+                state, progress, flight = restore_or_start(run, entry=entries)
+                continue
             if isinstance(verdict, Stop):
-                if verdict.fault.state_is_good:
+                if verdict.saves:
                     save(run, state, progress)
                 return settle(run, verdict, state, progress)
             if due.evaluate:
@@ -168,12 +69,13 @@ def train(run: Run) -> Ended:
                 if progress.evaluated_step < progress.step:
                     continue  # It gave up because a stop is asked for: the next look sees to it.
             if due.save:
-                save(run, state, progress)
+                may_skip = not (last or run.agreement.save_asked())
+                save(run, state, progress, may_skip=may_skip)
             if last:
                 return settle(run, None, state, progress)
             if not flight.steps:
                 flight.rest(run.clock.monotonic())
-            fed = run.feed.at(progress.cursor)
+            fed = flight.at(progress.cursor)
             if fed is None:
                 continue
             batch, arrays = fed
@@ -185,7 +87,7 @@ def train(run: Run) -> Ended:
                 num_rows=run.feed.num_rows,
                 tokens=run.feed.tokens_per_step,
             )
-            flight.steps.append((progress, sample_digest(batch.ids), metrics))
+            flight.steps.append((progress, batch.ids, metrics))
 
 
 @contextlib.contextmanager
@@ -200,68 +102,6 @@ def _waiting_told(run: Run) -> Iterator[None]:
         with contextlib.suppress(TypedEnd):
             run.emit(PhaseChanged("settle", "ending; waiting for the save in flight"))
         raise
-
-
-def restore_or_start(run: Run) -> tuple[TrainState, Progress, Flight]:
-    """Enters training: the one way in, for first starts and restarts alike.
-
-    Raises:
-      ConfigError: the rows are not the ones that the run has trained on.
-      Unrestorable: steps are committed, and none is whole.
-    """
-    line = _same_line(run)
-    # Rows that no committed step has seen bind nobody: mended data may go on in the same place.
-    if line.newest is not None and line.dataset != run.dataset:
-        raise ConfigError(
-            f"data.source: the rows are not the ones that this run was started with (fingerprint "
-            f"{run.dataset} here, {line.dataset} there). Bring the old data back, or start a new "
-            "run in another run.dir."
-        )
-    shapes, seconds = to_plain(run.shapes), RESTORE_SHARE * run.meeting_seconds
-    restored = run.checkpoints.restore(line, shapes, seconds=seconds)
-    if restored is None:
-        run.emit(PhaseChanged("init", "new parameters from the seed"))
-        state, progress = run.init(), Progress()
-    else:
-        state, progress = from_plain(restored.state), restored.progress
-    path = restored.commit.path if restored else None
-    seq = _begin_segment(
-        run, Start(step=progress.step, path=path, dataset=run.dataset, computation=run.computation)
-    )
-    before = [start_of(record).computation for record in line.starts]
-    is_verified = restored is None or restored.is_verified
-    level = guarantee(before, run.computation, is_verified=is_verified)
-    run.emit(TrainingStarted(progress.step, path, level))
-    run.emit(PhaseChanged("train"))
-    now = run.clock.monotonic()
-    return state, progress, Flight(seq, landed_at=now, dispatched_at=now)
-
-
-def _same_line(run: Run) -> Line:
-    """Returns the line as the lead has read it; on the others, once they see as much of it."""
-    records = run.log.records()
-    seen = int(run.peers.same("records", lambda: str(len(records)), seconds=WORD_SECONDS))
-    end = run.clock.monotonic() + WORD_SECONDS
-    while len(records) < seen:
-        if run.clock.monotonic() > end:
-            raise StorageUnavailable(
-                f"{run.log.folder}: host 0 has read {seen} records here, this host finds only "
-                f"{len(records)} after {WORD_SECONDS:.0f} s. Is that the same storage?"
-            )
-        run.clock.sleep(LOOK_SECONDS)
-        records = run.log.records()
-    return fold(records[:seen])
-
-
-def _begin_segment(run: Run, start: Start) -> int:
-    """Records that training begins, once every host has the state; returns the record's number.
-
-    From here to the first step no host is far behind: the first collective of a job has a short
-    limit of its own.
-    """
-    run.peers.meet("restored", seconds=run.meeting_seconds)
-    word = run.peers.same("start", lambda: str(run.log.append(start).seq), seconds=WORD_SECONDS)
-    return int(word)
 
 
 def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[Progress, Verdict]:
@@ -280,35 +120,62 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
             break
         seen = land(run, flight)
         memory, judged = judge_step(run.guards, memory, seen)
+        judged = bounded(judged, rollbacks=flight.rollbacks, section=run.rollback)
         verdict = gravest([verdict, judged, run.agreement.verdict()])
     return dataclasses.replace(progress, guards=memory), verdict
 
 
 def land(run: Run, flight: Flight) -> Seen:
     """Waits for the oldest step in flight, writes its line, and returns what the guards may see."""
-    progress, samples, metrics = flight.steps.popleft()
+    progress, ids, metrics = flight.steps.popleft()
+    rows, flight.cursor = (flight.cursor, progress.cursor), progress.cursor
     begun = run.clock.monotonic()
     values = np.asarray(metrics)
     now = run.clock.monotonic()
     flight.waited_seconds += now - begun
-    loss, grad_norm, learning_rate, finite = (float(value) for value in values[: len(METRICS)])
+    measured, facts = run.form.read(values)
     run.landed(
         MetricsLine(
             seq=flight.seq,
             step=progress.step,
             attempt=run.log.attempt,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
+            loss=measured.loss,
+            grad_norm=measured.grad_norm,
+            learning_rate=measured.learning_rate,
             tokens=progress.tokens,
             step_seconds=now - flight.landed_at,
-            skipped=False,
-            samples=samples,
-            busy_seconds=run.agreement.heard(values[len(METRICS) :]),
+            skipped=not measured.applied,
+            samples=sample_digest(ids),
+            busy_seconds=run.agreement.heard(facts),
         )
     )
     flight.landed_at = now
-    return Seen(step=progress.step, loss=loss, grad_norm=grad_norm, state_is_finite=finite == 1.0)
+    if not measured.applied:
+        _tell_skipped(run, progress.step, measured, ids)
+    return Seen(
+        step=progress.step,
+        rows=rows,
+        loss=measured.loss,
+        grad_norm=measured.grad_norm,
+        spike_score=measured.spike_score,
+        applied=measured.applied,
+        state_is_finite=measured.state_is_finite,
+    )
+
+
+def _tell_skipped(run: Run, step: int, measured: Measured, ids: np.ndarray) -> None:
+    rows = measured.bad_rows
+    run.emit(
+        UpdateSkipped(
+            step=step,
+            loss=measured.loss,
+            grad_norm=measured.grad_norm,
+            spike_score=measured.spike_score,
+            params=measured.bad_params,
+            num_rows=len(rows),
+            rows=tuple((row, int(ids[row]), *run.row_places[row]) for row in rows[:MAX_ROWS_TOLD]),
+        )
+    )
 
 
 def evaluate(run: Run, state: TrainState, progress: Progress) -> Progress:
@@ -324,10 +191,10 @@ def evaluate(run: Run, state: TrainState, progress: Progress) -> Progress:
     return progress
 
 
-def save(run: Run, state: TrainState, progress: Progress) -> None:
+def save(run: Run, state: TrainState, progress: Progress, *, may_skip: bool = False) -> None:
     """Takes the snapshot of a judged state; the rest of the save goes on in the background."""
     run.emit(PhaseChanged("save"))
-    run.checkpoints.save(to_plain(state), progress)
+    run.checkpoints.save(to_plain(state), progress, may_skip=may_skip)
     run.agreement.save_taken()
     run.emit(PhaseChanged("train"))
 
@@ -344,7 +211,7 @@ def settle(run: Run, stop: Stop | None, state: TrainState, progress: Progress) -
     checkpoints = run.checkpoints
     run.emit(PhaseChanged("settle", "waiting for the last save"))
     checkpoints.wait()
-    is_wanted = stop is None or stop.fault.state_is_good
+    is_wanted = stop is None or stop.saves
     if is_wanted:
         if checkpoints.committed_step < progress.step:
             run.emit(PhaseChanged("settle", "the last save has failed; one more try"))
@@ -353,6 +220,9 @@ def settle(run: Run, stop: Stop | None, state: TrainState, progress: Progress) -
     committed = checkpoints.committed_step == progress.step
     exit = Exit.DONE if stop is None else stop.fault.exit or Exit.BUG
     reason = "the last step is committed" if stop is None else stop.reason
+    if stop is not None and not stop.has_time and not committed:
+        newest = checkpoints.committed_step
+        reason = f"{stop.reason}; step {progress.step} is not committed, the newest is {newest}"
     if is_wanted and not committed:
         words = [] if stop is None else [stop.reason]
         words.append(f"step {progress.step} could not be committed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from jaxres.config import RunConfig
 from jaxres.faults import ConfigError
@@ -27,6 +28,31 @@ def refuse_large_state(state_bytes: int, limit_bytes: int | None) -> None:
         f"{size(limit_bytes)}. Split them over {state_bytes / limit_bytes:.1f} times as many "
         "devices or more (mesh.fsdp, then mesh.tensor), or choose a smaller model "
         "(`jaxres doctor CONFIG --devices N` tells what N devices would hold)"
+    )
+
+
+def small_host(
+    snapshot: int, held_bytes: int, *, meminfo: Path = Path("/proc/meminfo")
+) -> str | None:
+    """Returns a warning where this host's free memory can't take a save; None where it can.
+
+    One save is in flight at a time, so it takes one more copy of what this host's devices hold: on
+    CPU the old buffers, which the next step then can't reuse, elsewhere what is copied to the host.
+    Arrays that several devices hold may be there once, so it may take less.
+
+    Args:
+      snapshot: what a save takes at most.
+      held_bytes: what the state takes of the same memory, on CPU.
+      meminfo: the kernel's word on it.
+    """
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    if found is None or int(found[1]) * 1024 >= snapshot + held_bytes:
+        return None
+    return (
+        f"a save takes up to {size(snapshot)} of this host's memory until it is committed"
+        f"{f', beside {size(held_bytes)} of state' if held_bytes else ''}; "
+        f"{size(int(found[1]) * 1024)} are available. Free some, or split the state over more "
+        "hosts (mesh.fsdp)"
     )
 
 

@@ -14,6 +14,10 @@ from collections.abc import Callable
 from jaxres import screen
 from jaxres.faults import Exit
 from jaxres.supervise import signals
+from jaxres.supervise.process import LEAVE
+
+TAKEN: frozenset[int] = frozenset({signal.SIGUSR2, LEAVE})
+"""What is taken besides stops."""
 
 
 class Requests:
@@ -25,8 +29,9 @@ class Requests:
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
-        self._taken: set[signal.Signals] = set()
+        self._taken: set[int] = set()
         self._stop: Exit | None = None
+        self._has_time = True
         self._save = threading.Event()
         self._stepped = False
         self._closed = False
@@ -34,7 +39,7 @@ class Requests:
 
     def __enter__(self) -> Requests:
         # Before any other thread: they inherit the mask.
-        taken = {n for n in signals.heeded() if n in signals.STOPS} | {signal.SIGUSR2}
+        taken: set[int] = {n for n in signals.heeded() if n in signals.STOPS} | TAKEN
         signal.pthread_sigmask(signal.SIG_BLOCK, taken)
         if self._alone:  # The way in has held it until here.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
@@ -48,6 +53,10 @@ class Requests:
     def stop_asked(self) -> Exit | None:
         """Returns how the run was asked to end, or None."""
         return self._stop
+
+    def has_time(self) -> bool:
+        """Says whether there is time to save before the end that was asked for."""
+        return self._has_time
 
     def save_asked(self) -> bool:
         """Says whether an extra save was asked for since the last time it was taken."""
@@ -67,7 +76,12 @@ class Requests:
 
     def _take(self) -> None:
         while True:
-            number = signal.Signals(signal.sigwait(self._taken))
+            taken = signal.sigwait(self._taken)
+            if taken == LEAVE:  # It has no name in signal.Signals.
+                self._has_time = False
+                self._stop = self._stop or Exit.PREEMPTED
+                continue
+            number = signal.Signals(taken)
             if number == signal.SIGUSR2:
                 self._save.set()
                 continue

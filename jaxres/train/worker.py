@@ -27,7 +27,8 @@ from jaxres import faults, runlog, screen, storage
 from jaxres.beat import BeatWriter, Leaving, write_now
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
-from jaxres.events import Emit, EventLog, PhaseChanged, RunEnded, RunOpened
+from jaxres.eventlog import EventLog
+from jaxres.events import Emit, PhaseChanged, RunEnded, RunOpened
 from jaxres.faults import Exit, TypedEnd
 from jaxres.hosts import ALONE, Alone, Member
 from jaxres.metrics import MetricsLine
@@ -50,10 +51,12 @@ def work(
     beat: BeatWriter | None = None,
     member: Member = ALONE,
     terminal: TextIO | None = None,
+    forked: bool = False,
 ) -> Leaving:
     """Trains as one host of the attempt that `claim` has opened, and returns how it ended.
 
-    What a person is to see goes to `terminal`, by default standard output.
+    What a person is to see goes to `terminal`, by default standard output. `forked`: this process
+    is a fork of the zygote.
     """
     shown = terminal or sys.stdout
     clock = SystemClock()
@@ -65,7 +68,7 @@ def work(
         events = stack.enter_context(
             EventLog(run_dir.events(claim.attempt, member.host), clock=clock, listeners=hearers)
         )
-        events.emit(RunOpened(str(run_dir.root), claim.attempt, claim.threads))
+        events.emit(RunOpened(str(run_dir.root), claim.attempt, claim.threads, forked))
         events.emit(PhaseChanged("import", "jax and what stands on it"))
 
         def landed(line: MetricsLine) -> None:
@@ -110,8 +113,8 @@ def _leave_on_record(leaving: Leaving, emit: Emit, *, step: int) -> None:
     emit(RunEnded(leaving.exit, name, step, leaving.committed, leaving.reason))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the worker's process behind a door."""
+def main(arguments: Sequence[str], *, forked: bool = False) -> int:
+    """Runs the worker's process behind a door; `forked` from the zygote, or a fresh one."""
     parser = argparse.ArgumentParser(prog="python -m jaxres.train.worker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
@@ -121,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--num-hosts", type=int, default=1)
     parser.add_argument("--coordinator")
     options = parser.parse_args(arguments)
-    _die_with(options.parent)
+    die_with(options.parent)
     run_dir = RunDir(options.run_dir)
     member = Member(options.host, options.num_hosts, options.coordinator)
     terminal = None if member.is_alone else _speak_aside(run_dir, options.attempt, member)
@@ -147,6 +150,7 @@ def main(arguments: Sequence[str]) -> int:
                 beat=beat,
                 member=member,
                 terminal=terminal,
+                forked=forked,
             )
         except SystemExit as error:
             raise RuntimeError("custom code has called sys.exit; raise an error instead") from error
@@ -168,8 +172,8 @@ def _speak_aside(run_dir: RunDir, attempt: int, member: Member) -> TextIO:
     return screen.Screen(terminal)  # type: ignore[return-value]
 
 
-def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when its door is gone, however the door ended."""
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent is gone, however that ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(Exit.BUG)

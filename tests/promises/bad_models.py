@@ -7,6 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from tests.promises.faulty import VOCAB
 
 
 def nan_at(*, call: int, vocab_size: int, seq_len: int) -> SimpleNamespace:
@@ -31,5 +34,55 @@ def nan_at(*, call: int, vocab_size: int, seq_len: int) -> SimpleNamespace:
         step = 1 - jnp.round(jax.lax.stop_gradient(params["count"]))
         poison = jnp.where(step == call, jnp.nan, 0.0)
         return nats_B + weight_B * (tick + poison), weight_B
+
+    return SimpleNamespace(init=init, loss=loss)
+
+
+def poisoned(*, items: list[int], where: str, vocab_size: int, seq_len: int) -> SimpleNamespace:
+    """A bias a token; what some items of the FAULTY rows give is NaN: their `loss`, or only their
+    `gradient`.
+    """
+    bad_IT = np.stack([np.random.default_rng(item).integers(0, VOCAB, 17)[1:] for item in items])
+
+    @jax.custom_vjp
+    def spoil(loss_B: jax.Array, is_bad_B: jax.Array) -> jax.Array:
+        return loss_B
+
+    def backward(is_bad_B: jax.Array, cotangent_B: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.where(is_bad_B, jnp.nan, cotangent_B), None
+
+    spoil.defvjp(lambda loss_B, is_bad_B: (loss_B, is_bad_B), backward)
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return {"bias_V": 0.01 * jax.random.normal(key, (vocab_size,))}
+
+    def loss(params: dict[str, Any], batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
+        log_probs_V = jax.nn.log_softmax(params["bias_V"])
+        weights_BT = batch["weights_BT"]
+        nats_B = -jnp.sum(log_probs_V[batch["targets_BT"]] * weights_BT, axis=1)
+        is_bad_B = jnp.any(jnp.all(batch["targets_BT"][:, None] == bad_IT, axis=-1), axis=-1)
+        if where == "loss":
+            nats_B = jnp.where(is_bad_B, jnp.nan, nats_B)
+        else:
+            nats_B = spoil(nats_B, is_bad_B)
+        return nats_B, jnp.sum(weights_BT, axis=1)
+
+    return SimpleNamespace(init=init, loss=loss)
+
+
+def hard(*, items: list[int], vocab_size: int, seq_len: int) -> SimpleNamespace:
+    """A bias a token; some of the FAULTY rows have a high loss, and a wrong gradient."""
+    hard_IT = np.stack([np.random.default_rng(item).integers(0, VOCAB, 17)[1:] for item in items])
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return {"bias_V": 0.01 * jax.random.normal(key, (vocab_size,))}
+
+    def loss(params: dict[str, Any], batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
+        log_probs_V = jax.nn.log_softmax(params["bias_V"])
+        weights_BT = batch["weights_BT"]
+        nats_B = -jnp.sum(log_probs_V[batch["targets_BT"]] * weights_BT, axis=1)
+        is_hard_B = jnp.any(jnp.all(batch["targets_BT"][:, None] == hard_IT, axis=-1), axis=-1)
+        weight_B = jnp.sum(weights_BT, axis=1)
+        return jnp.where(is_hard_B, 20 * weight_B - nats_B, nats_B), weight_B
 
     return SimpleNamespace(init=init, loss=loss)

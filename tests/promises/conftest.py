@@ -37,6 +37,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     place = Place(tmp_path_factory.mktemp("killed"), caches)
     trainer = place.start("killed", *MLP)
     trainer.wait_commit(60)
+    trainer.wait_kept()
     trainer.kill()
     assert trainer.ended() == -9, trainer.said()
     return trainer.run_dir
@@ -47,4 +48,12 @@ def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """A FAULTY run in which nothing went wrong; only to be looked at."""
     place = Place(tmp_path_factory.mktemp("calm"), caches)
     place.finish("calm", config=FAULTY)
+    return place.run_dir("calm")
+
+
+@pytest.fixture(scope="session")
+def calm_pair(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+    """A FAULTY run on two hosts in which nothing went wrong; only to be looked at."""
+    place = Place(tmp_path_factory.mktemp("calm"), caches)
+    place.launched("calm", hosts=2, config=FAULTY)
     return place.run_dir("calm")

@@ -73,6 +73,10 @@ BAD_PARTS = {
         ("model.kind=custom", "model.target=json:no_such_model"),
         ("model.target", "json", "has no `no_such_model`"),
     ),
+    "weights that are not there": Bad(
+        ("init_from={kind: safetensors, path: /nowhere/weights}",),
+        ("init_from.path: /nowhere/weights: no such file",),
+    ),
     "batch not divisible by devices": Bad(
         ("train.global_batch_size=22",),
         ("train.global_batch_size=22", "4 devices:", "try 20 or 24", "feasible: 1, 2, 11, 22"),

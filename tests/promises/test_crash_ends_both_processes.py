@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
+from tests.promises.leftovers import members, wait_for_nobody
 from tests.promises.trainer import FAULTY, PACED, Place, assert_bit_exact
-
-
-def members(run_dir: RunDir) -> list[int]:
-    """Returns every process that was started for this run directory and still lives."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if any(str(run_dir.root).encode() in word for word in words):
-                found.append(int(entry.name))
-    return found
-
-
-def wait_for_nobody(run_dir: RunDir, *, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while left := members(run_dir):
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("when", ["training", "first instants"])

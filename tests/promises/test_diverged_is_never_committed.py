@@ -39,6 +39,7 @@ def test_nonfinite_loss_ends_the_run_before_its_step_is_saved(
         "model.kind=custom",
         "model.target=bad_models:nan_at",
         f"model.args.call={bad_step}",
+        "guards.on_nonfinite=stop",
         env={"PYTHONPATH": str(FOLDER)},
     )
     trainer.refused(Exit.DIVERGED, f"step {bad_step}: loss nan", "optimizer.learning_rate")
@@ -60,7 +61,11 @@ def test_state_that_an_update_has_spoilt_is_not_saved(
 ) -> None:
     """The loss of the first step is fine; what its update leaves behind is huge, or not finite."""
     trainer = place.start(
-        "run", *MLP, f"optimizer.learning_rate={rate}", "checkpoint.save_every_steps=1"
+        "run",
+        *MLP,
+        f"optimizer.learning_rate={rate}",
+        "checkpoint.save_every_steps=1",
+        "guards.on_nonfinite=stop",
     )
     trainer.refused(Exit.DIVERGED, "optimizer.learning_rate", says)
     assert assert_all_commits_are_finite(trainer.run_dir) == committed

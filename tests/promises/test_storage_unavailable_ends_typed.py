@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxres.events import read_events
+from jaxres.eventlog import read_events
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from jaxres.runlog import Stop

@@ -6,18 +6,18 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxres.events import read_events
+from jaxres.eventlog import read_events
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
-from tests.promises.test_crash_ends_both_processes import members, wait_for_nobody
+from tests.promises.leftovers import assert_nothing_left, members
 from tests.promises.test_diverged_is_never_committed import FOLDER
+from tests.promises.test_elastic_hosts_keep_samples import BOUND
 from tests.promises.trainer import FAULTY, MLP, PACED, Place, Trainer, assert_bit_exact, line
 from tests.promises.trainer import history as rows_of
 
@@ -32,14 +32,6 @@ def start(
     """Starts a supervised FAULTY run."""
     words = (QUICK, *overrides)
     return place.launch(name, *words, hosts=hosts, config=FAULTY, env=PACED | env, restart=True)
-
-
-@pytest.fixture(scope="module")
-def calm_pair(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
-    """A FAULTY run on two hosts in which nothing went wrong."""
-    place = Place(tmp_path_factory.mktemp("calm"), caches)
-    place.launched("calm", hosts=2, config=FAULTY)
-    return place.run_dir("calm")
 
 
 def decisions(trainer: Trainer, kind: str = "AttemptRestarted") -> list[dict[str, Any]]:
@@ -57,13 +49,31 @@ def wait_attempt(trainer: Trainer, attempt: int) -> None:
     trainer.attempt = attempt
 
 
-def assert_nothing_left(run_dir: RunDir) -> None:
-    wait_for_nobody(run_dir, seconds=1)
-    for claim in line(run_dir).claims:
-        if claim.coordinator is not None:
-            host, _, port = claim.coordinator.partition(":")
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection((host, int(port)), timeout=5)
+def zygotes(trainer: Trainer) -> set[int]:
+    """Returns the pid of the process that workers are forked from, if there is one."""
+    return {pid for pid in members(trainer.run_dir) if "jaxres.train.zygote" in words_of(pid)}
+
+
+def words_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    return ""
+
+
+def wait_zygote(trainer: Trainer, *, prepared: int) -> None:
+    """Holds the workers, which have trained, until so many zygotes have been prepared."""
+    for pid in trainer.workers().values():
+        os.kill(pid, signal.SIGSTOP)
+    trainer.wait(
+        lambda: len(decisions(trainer, "ZygotePrepared")) >= prepared, what="a prepared zygote"
+    )
+
+
+def forked(trainer: Trainer, host: int = 0) -> list[bool]:
+    """Returns by attempt whether a host's worker was forked."""
+    numbers = range(1, attempts(trainer) + 1)
+    told = [read_events(trainer.run_dir.events(number, host)) for number in numbers]
+    return [e["forked"] for events in told for e in events if e["event"] == "RunOpened"]
 
 
 def kill_at_random(trainer: Trainer, *, kills: int, seed: int) -> None:
@@ -85,12 +95,16 @@ def test_killed_workers_come_back_bit_exact(
     place: Place, calm: RunDir, calm_pair: RunDir, hosts: int
 ) -> None:
     trainer = start(place, "restart.max_attempts_without_commit=20", hosts=hosts)
+    if hosts > 1:
+        trainer.wait_step(2)
+        wait_zygote(trainer, prepared=1)
     kill_at_random(trainer, kills=2, seed=hosts)
     assert trainer.ended() == 0, trainer.said()
     claims = line(trainer.run_dir).claims
     assert len(claims) == 3, "as many attempts as kills, and one more"
     if hosts > 1:
         assert len({claim.coordinator for claim in claims}) == 3, "a port is used again"
+        assert forked(trainer, host=1)[:2] == [False, True], trainer.said()
     told = decisions(trainer)
     assert [event["exit"] for event in told] == [128 + signal.SIGKILL] * 2, trainer.said()
     assert len(decisions(trainer, "SupervisionEnded")) == 1
@@ -124,15 +138,50 @@ def test_one_that_fails_at_once_every_time_is_given_up(place: Place) -> None:
     assert (gave_up["exit"], gave_up["attempt"]) == (Exit.NO_PROGRESS, 3)
 
 
+def test_a_new_supervisor_counts_on_and_one_after_a_give_up_begins_afresh(
+    place: Place, calm: RunDir
+) -> None:
+    """Else whatever starts a supervisor again and again would never be stopped by a budget."""
+    limit = "restart.max_attempts_without_commit=2"
+    first = start(place, limit, "restart.backoff_seconds=60", FAULT="build:1:fail")
+    first.wait_word("again from step 0 in ")
+    first.kill(who="door")
+    first.ended()
+    second = start(place, limit, FAULT="build:1:fail")
+    assert "2 attempts have ended" in second.refused_after_restarts(Exit.NO_PROGRESS)
+    assert attempts(second) == 2, "the budget was forgotten"
+    third = start(place, limit)
+    assert third.ended() == 0, third.said()
+    started = [
+        (told["after_kill"], told["attempt"], told["ends_found"], told["budget"])
+        for told in decisions(third, "SupervisionStarted")
+    ]
+    used = "failure 1 of 2 without a new commit"
+    assert started == [(False, 0, 0, ""), (True, 1, 1, used), (False, 2, 0, "")]
+    assert_bit_exact(third.run_dir, calm)
+
+
 def test_progress_gives_the_budget_back(place: Place, calm: RunDir) -> None:
-    """Three failures with a budget of two: each of them has committed something new before."""
+    """Three failures with a budget of two: each of them has committed something new before.
+
+    The second attempt is a fork of the zygote, the third is not, since that was killed as well.
+    """
     trainer = start(place, "restart.max_attempts_without_commit=2", PACE="0.003")
     for attempt in (1, 2, 3):
         wait_attempt(trainer, attempt)
         trainer.wait_commit(10 * attempt)
+        if attempt == 2:
+            (zygote,) = zygotes(trainer)
+            os.kill(zygote, signal.SIGKILL)
+        else:
+            wait_zygote(trainer, prepared=1 + attempt // 2)
         trainer.kill(who="worker")
         wait_attempt(trainer, attempt + 1)
     assert trainer.ended() == 0, trainer.said()
+    assert forked(trainer) == [False, True, False, True], "a worker came from elsewhere"
+    (noted,) = decisions(trainer, "Noted")
+    assert "a fresh process instead of a fork" in noted["message"]
+    assert not zygotes(trainer), "the zygote outlives its supervisor"
     assert_bit_exact(trainer.run_dir, calm)
 
 
@@ -205,7 +254,7 @@ def test_nothing_of_an_attempt_is_left_when_the_next_begins(place: Place, calm: 
     tag = str(place.run_dir("run").root)
     trainer = start(place, FAULT="build:1:spawn", TAG=tag)
     trainer.wait_step(13)
-    before = set(members(trainer.run_dir)) - {trainer.process.pid}
+    before = set(members(trainer.run_dir)) - {trainer.process.pid} - zygotes(trainer)
     assert len(before) == 3, "the worker and two that it has started"
     trainer.kill(who="worker")
     wait_attempt(trainer, 2)
@@ -221,10 +270,16 @@ def test_a_killed_supervisor_is_followed_by_one_that_cleans_up_and_goes_on(
 ) -> None:
     tag = str(place.run_dir("run").root)
     first = start(place, hosts=2, FAULT="build:1:spawn", TAG=tag)
+    first.wait_step(2)
+    wait_zygote(first, prepared=1)
+    first.kill(who="worker")
+    wait_attempt(first, 2)
     first.wait_step(13)
+    assert forked(first, host=1) == [False, True]
+    workers = set(first.workers().values()) | zygotes(first)
+    assert len(workers) == 3
     first.kill(who="door")
     assert first.ended() == -signal.SIGKILL
-    workers = set(first.workers().values())
     deadline = time.monotonic() + MARGIN
     while workers & set(members(first.run_dir)):
         assert time.monotonic() < deadline, "workers outlive their supervisor"
@@ -235,6 +290,8 @@ def test_a_killed_supervisor_is_followed_by_one_that_cleans_up_and_goes_on(
         second = start(place, hosts=2)
         assert second.ended() == 0, second.said()
         assert not left & set(members(first.run_dir)), "left behind"
+        loaded = [bool(second.told("StepsLoaded", host)) for host in (0, 1)]
+        assert loaded == [True, True], "the lead's file serves every host"
     finally:
         for pid in others:  # Without a mark and without an heir: nobody's to know.
             with contextlib.suppress(ProcessLookupError):
@@ -293,11 +350,13 @@ def test_a_stop_while_it_trains_is_kept_and_not_tried_again(place: Place, calm: 
 def test_a_suspended_supervisor_recovers_nothing_and_a_second_one_is_refused(
     place: Place, calm: RunDir
 ) -> None:
-    limits = ("deadlines.step_seconds=2", "deadlines.evaluate_seconds=2")
+    """For longer than each deadline that a worker has while it trains."""
+    limits = [f"deadlines.{phase}_seconds=2" for phase in ("step", "data", "evaluate")]
+    limits += ["data.timeout_seconds=1", "checkpoint.timeout_seconds=2", "deadlines.save_seconds=5"]
     trainer = start(place, *limits, PACE="0.01")
     trainer.wait_step(13)
     trainer.kill(signal.SIGSTOP, who="door")
-    time.sleep(5)
+    time.sleep(6)
     trainer.kill(signal.SIGCONT, who="door")
     second = start(place)
     second.refused(Exit.FENCED, f"pid {trainer.process.pid}")
@@ -316,6 +375,34 @@ def test_an_unhealthy_host_is_left_out(place: Place, calm_pair: RunDir) -> None:
     assert [row["samples"] for row in rows_of(trainer.run_dir)] == [
         row["samples"] for row in rows_of(calm_pair)
     ]
+
+
+@pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.campaign)])
+def test_a_host_that_two_faults_name_is_left_out_by_the_next_supervisor_too(
+    place: Place, calm: RunDir, most: int
+) -> None:
+    hosts = f"{most - 1}..{most}"
+    trainer = start(place, hosts=hosts, PACE="0.005")
+    for attempt in (1, 2):
+        wait_attempt(trainer, attempt)
+        trainer.wait_step(3)
+        os.kill(trainer.workers()[1], signal.SIGKILL)
+        wait_attempt(trainer, attempt + 1)
+    facts = ("culprit", "num_hosts", "without_hosts")
+    named = [tuple(told[fact] for fact in facts) for told in decisions(trainer)]
+    assert named == [(1, most, []), (1, most - 1, [1])], trainer.said()
+    trainer.wait_step(23)
+    trainer.kill(who="door")
+    trainer.ended()
+    second = start(place, hosts=hosts, PACE="0.005")
+    assert second.ended() == 0, second.said()
+    all_places, left = tuple(range(most)), (0, 2)[: most - 1]
+    places = [claim.places for claim in line(trainer.run_dir).claims]
+    assert places == [all_places, all_places, left, left]
+    here, there = rows_of(trainer.run_dir), rows_of(calm)
+    assert [row["samples"] for row in here] == [row["samples"] for row in there]
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(here, there, strict=True)) < BOUND
+    assert_nothing_left(trainer.run_dir)
 
 
 def test_a_log_that_is_away_is_waited_for_and_never_begun_anew(place: Place, calm: RunDir) -> None:

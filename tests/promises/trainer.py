@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxres import runlog, verbs
-from jaxres.events import read_events, read_json_lines
+from jaxres.eventlog import read_events, read_json_lines
 from jaxres.rundir import RunDir
 from jaxres.runlog import Line, Stop
 
@@ -120,6 +120,15 @@ class Trainer:
     def wait_commit(self, step: int) -> None:
         """Waits until a step at or after `step` is committed."""
         self.wait(lambda: line(self.run_dir).step >= step, what=f"commit of step {step}")
+
+    def wait_kept(self) -> None:
+        """Waits until compiled steps are kept for the attempts that follow."""
+        kept = self.run_dir.compiled
+        self.wait(lambda: any(kept.glob("*.compiled")), what="compiled steps")
+
+    def told(self, kind: str, host: int = 0) -> list[dict[str, Any]]:
+        """Returns the events of a kind that one host of this attempt has told."""
+        return [event for event in self.events(host) if event["event"] == kind]
 
     def steps(self) -> list[int]:
         """Returns the steps that this attempt has finished."""

@@ -18,9 +18,13 @@ FULL = Stop(fault("storage_unavailable"), "20 saves in a row have failed")
 class FakeRequests:
     stop: Exit | None = None
     save: bool = False
+    time: bool = True
 
     def stop_asked(self):
         return self.stop
+
+    def has_time(self):
+        return self.time
 
     def save_asked(self):
         return self.save
@@ -46,8 +50,9 @@ def through_the_step(*words):
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("storage", [False, True])
 def test_a_word_reads_back_as_it_was_given(stop, save, storage):
-    word = Word(stop, save, storage, busy_seconds=0.25)
-    assert Word.decode(word.encode()) == word
+    for has_time in (True, False):
+        word = Word(stop, has_time, save, storage, busy_seconds=0.25)
+        assert Word.decode(word.encode()) == word
 
 
 def test_a_word_laid_on_the_devices_comes_back_from_each():
@@ -76,6 +81,17 @@ def test_an_operators_stop_stands_before_a_preemption_and_neither_is_forgotten()
     verdict = one.verdict()
     assert isinstance(verdict, Stop)
     assert verdict.fault.name == "operators_stop"
+
+
+def test_one_host_without_time_saves_for_nobody():
+    everyone = [agreement(hosts=2) for _ in range(2)]
+    for one in everyone:
+        one.heard(through_the_step(Word(stop=Exit.PREEMPTED), Word()))
+        assert one.verdict().saves
+        one.heard(through_the_step(Word(), Word(stop=Exit.PREEMPTED, has_time=False)))
+        assert not one.verdict().saves
+    alone = OwnWord(FakeRequests(stop=Exit.PREEMPTED, time=False), lambda: FULL)
+    assert (alone.verdict().fault.name, alone.verdict().saves) == ("preemption", False)
 
 
 def test_a_stop_that_only_this_host_knows_of_changes_nothing_yet():
@@ -120,6 +136,19 @@ def test_a_word_that_stays_is_laid_on_the_devices_once_in_so_many_steps():
     assert means == {0.0, 3.5 / 8, 11.5 / 8, 19.5 / 8}
     requests.stop = Exit.PREEMPTED
     assert Word.decode(np.asarray(one.facts(busy_seconds=0.0))[0]).stop == Exit.PREEMPTED
+
+
+def test_a_save_that_is_due_by_the_leads_clock_is_asked_for_as_a_person_does():
+    mesh = meshes.build(MeshSection(), devices=jax.devices())
+    due = [True]
+    lead = AllWords(FakeRequests(), Continue, mesh=mesh, is_due=lambda: due[0])
+    assert Word.decode(np.asarray(lead.facts(busy_seconds=None))[0]) == Word(save=True)
+    assert not lead.save_asked(), "before a step has brought it to all"
+    alone = OwnWord(FakeRequests(), Continue, is_due=lambda: due[0])
+    assert alone.save_asked()
+    due[0] = False
+    assert Word.decode(np.asarray(lead.facts(busy_seconds=None))[0]) == Word()
+    assert not alone.save_asked()
 
 
 def test_a_host_that_is_alone_acts_at_once():

@@ -8,7 +8,7 @@ import json
 from jaxres import attempts, verbs
 from jaxres.events import PhaseChanged, RunEnded
 from jaxres.rundir import RunDir
-from jaxres.runlog import Body, Commit, Prune, Record, Start, Stop
+from jaxres.runlog import Body, Commit, Leave, Prune, Record, Start, Stop
 from jaxres.sealed import canonical_json
 from tests.unit.records import CLAIM
 
@@ -27,10 +27,10 @@ def event(kind: type, at: float, **fields: object) -> dict[str, object]:
 
 LOST = "host 2 (node-c, pid 9, last finished step 15): the worker was ended by SIGKILL"
 BODIES: list[tuple[int, float, Body]] = [
-    (1, 1000.0, CLAIM),
+    (1, 1000.0, dataclasses.replace(CLAIM, num_hosts=3)),
     (1, 1004.0, start(0)),
     (1, 1009.0, commit(10)),
-    (1, 1020.0, Stop(exit=137, reason=LOST, committed=False)),
+    (1, 1020.0, Stop(exit=137, reason=LOST, committed=False, culprit=2)),
     (2, 1030.0, dataclasses.replace(CLAIM, attempt=2, num_hosts=3)),
     (2, 1033.0, start(10)),
     (3, 1050.0, dataclasses.replace(CLAIM, attempt=3)),
@@ -38,7 +38,8 @@ BODIES: list[tuple[int, float, Body]] = [
     (3, 1052.0, commit(20)),
     (3, 1053.0, Prune(steps=(10,))),
     (3, 1054.0, commit(30)),
-    (3, 1055.0, Stop(exit=0, reason="", committed=True)),
+    (3, 1055.0, Stop(exit=0, reason="", committed=True, culprit=0)),
+    (3, 1056.0, Leave(exit=0, reason="")),
     (4, 1060.0, dataclasses.replace(CLAIM, attempt=4)),
 ]
 RECORDS = [Record(seq, n, time, body) for seq, (n, time, body) in enumerate(BODIES, start=1)]

@@ -8,8 +8,27 @@ import threading
 import pytest
 
 from jaxres import beat as beats
-from jaxres.beat import BeatWriter, EnteredPhase, FinishedStep, Leaving, decode, encode
-from jaxres.events import Noted, PhaseChanged
+from jaxres.beat import (
+    BeatWriter,
+    EnteredPhase,
+    FinishedStep,
+    Leaving,
+    Saved,
+    SavesRefused,
+    SavesTaken,
+    Saving,
+    decode,
+    encode,
+)
+from jaxres.events import (
+    Noted,
+    PartCommitted,
+    PhaseChanged,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+    TrainingStarted,
+)
 from jaxres.metrics import MetricsLine
 
 
@@ -54,6 +73,37 @@ def test_what_it_was_told_is_in_the_pipe_when_it_returns(pipe):
         assert drain(pipe[0]) == []
         writer.leaving(Leaving(75, "asked", True))
         assert drain(pipe[0]) == [Leaving(75, "asked", True)]
+
+
+def news(beats):
+    return [beat for beat in beats if isinstance(beat, SavesRefused | SavesTaken)]
+
+
+def test_that_saves_are_refused_is_told_once_for_a_row_and_when_they_are_taken(pipe):
+    with BeatWriter(pipe[1]) as writer:
+        writer.heard(TrainingStarted(40, "p", ""))
+        for step in (48, 56, 64):
+            writer.heard(SaveFailed(step, f"full at {step}", 1))
+        assert news(drain(pipe[0])) == [SavesRefused(40, "full at 48")]
+        for step in (72, 80):
+            writer.heard(SaveCommitted(step, "p", 1, 0.5))
+        assert news(drain(pipe[0])) == [SavesTaken(72)]
+        writer.heard(SaveFailed(88, "full again", 1))
+        assert news(drain(pipe[0])) == [SavesRefused(80, "full again")]
+
+
+def test_a_save_in_flight_is_told_and_how_it_ended(pipe):
+    with BeatWriter(pipe[1]) as writer:
+        writer.heard(SaveStarted(10, 0.1))
+        writer.heard(SaveCommitted(10, "10-0001", 5, 2.5))
+        writer.heard(SaveStarted(20, 0.1))
+        writer.heard(SaveFailed(20, "full", 1))
+        writer.heard(PartCommitted(30, 1.5))
+    assert [beat for beat in drain(pipe[0]) if isinstance(beat, Saving | Saved)] == [
+        *(Saving(10), Saved(10, 2.5)),
+        *(Saving(20), Saved(20, None)),
+        Saved(30, 1.5),
+    ]
 
 
 def test_full_pipe_loses_steps_but_no_phase_and_not_the_newest_step(pipe):

@@ -4,15 +4,8 @@ import math
 import threading
 
 from jaxres import events
-from jaxres.events import (
-    Evaluated,
-    EventLog,
-    Noted,
-    PhaseChanged,
-    StepsPruned,
-    read_events,
-    read_json_lines,
-)
+from jaxres.eventlog import EventLog, read_events, read_json_lines
+from jaxres.events import Evaluated, Noted, PhaseChanged, StepsPruned
 
 
 @dataclasses.dataclass

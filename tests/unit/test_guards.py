@@ -1,11 +1,15 @@
+import dataclasses
 import itertools
+import json
 import math
+import random
 
 import pytest
 
-from jaxres.faults import Continue, Stop, fault
+from jaxres.config.guards import GuardsSection, RollbackSection
+from jaxres.faults import Continue, Rollback, Stop, fault
 from jaxres.guards import Guard, Seen, gravest, judge_step
-from jaxres.guards.divergence import stop_on_nonfinite
+from jaxres.guards.divergence import bounded, losses, skips
 
 SAVING = Stop(fault("preemption"), "a notice")
 UNSAVED = Stop(fault("diverged"), "not finite")
@@ -21,11 +25,21 @@ def counting(name, *, limit=math.inf, verdict=SAVING):
     return Guard(name, init=lambda: {"count": 0}, judge=judge)
 
 
+BACK = Rollback(5, (96, 240), "high losses")
+
+
 def test_the_gravest_verdict_stands_in_any_order():
+    for order in itertools.permutations([Continue(), SAVING, BACK]):
+        assert gravest(order) == BACK, "a notice must not save a spiked state"
+    assert gravest([BACK, UNSAVED]) == UNSAVED
     for order in itertools.permutations([Continue(), SAVING, UNSAVED]):
         assert gravest(order) == UNSAVED
     for order in itertools.permutations([Continue(), SAVING]):
         assert gravest(order) == SAVING
+    hurried = dataclasses.replace(SAVING, has_time=False)
+    for order in itertools.permutations([SAVING, hurried]):
+        assert gravest(order) == hurried
+    assert gravest([hurried, UNSAVED]) == UNSAVED
     assert gravest([]) == Continue()
 
 
@@ -39,7 +53,17 @@ def test_every_guard_judges_every_step_and_keeps_its_own_memory():
     memory, verdicts = {}, []
     for step in (1, 2, 3):
         memory, verdict = judge_step(
-            guards, memory, Seen(step=step, loss=1.0, grad_norm=1.0, state_is_finite=True)
+            guards,
+            memory,
+            Seen(
+                step=step,
+                rows=(0, 24),
+                loss=1.0,
+                grad_norm=1.0,
+                spike_score=0.0,
+                applied=True,
+                state_is_finite=True,
+            ),
         )
         verdicts.append(verdict)
     assert verdicts == [Continue(), SAVING, UNSAVED]
@@ -47,26 +71,91 @@ def test_every_guard_judges_every_step_and_keeps_its_own_memory():
 
 
 def test_a_guard_goes_on_from_the_memory_that_was_saved():
-    seen = Seen(step=9, loss=1.0, grad_norm=1.0, state_is_finite=True)
+    seen = Seen(
+        step=9,
+        rows=(0, 24),
+        loss=1.0,
+        grad_norm=1.0,
+        spike_score=0.0,
+        applied=True,
+        state_is_finite=True,
+    )
     saved = {"a": {"count": 4}, "gone": {"x": 1}}
     memory, _ = judge_step([counting("a"), counting("new")], saved, seen)
     assert memory == {"a": {"count": 5}, "new": {"count": 1}}
     assert saved == {"a": {"count": 4}, "gone": {"x": 1}}
 
 
+GOOD = Seen(
+    step=1,
+    rows=(0, 24),
+    loss=1.0,
+    grad_norm=1.0,
+    spike_score=0.0,
+    applied=True,
+    state_is_finite=True,
+)
+
+
+def rows_of(step):
+    return (24 * (step - 1), 24 * step)
+
+
+def pairs(*steps):
+    return [[step, rows_of(step)[0]] for step in steps]
+
+
+def judged(section, masked, *, until):
+    """The verdict of the last step of a run in which some steps were masked, and the memory."""
+    guard = skips(section)
+    memory, verdict = guard.init(), Continue()
+    for step in range(1, until + 1):
+        seen = dataclasses.replace(GOOD, step=step, rows=rows_of(step))
+        if step in masked:
+            seen = dataclasses.replace(seen, loss=math.nan, applied=False)
+        memory, verdict = guard.judge(memory, seen)
+        memory = json.loads(json.dumps(memory))  # As a checkpoint brings it back.
+        if verdict != Continue():
+            break
+    return verdict, memory, step
+
+
 def test_a_finite_step_goes_on():
-    guard = stop_on_nonfinite()
-    memory, verdict = guard.judge(
-        guard.init(), Seen(step=1, loss=1e30, grad_norm=0.0, state_is_finite=True)
-    )
-    assert (memory, verdict) == ({}, Continue())
+    guard = skips(GuardsSection())
+    assert guard.judge(guard.init(), GOOD) == ({"skipped": []}, Continue())
+
+
+def test_skipped_steps_are_borne_up_to_so_many_in_a_row():
+    section = GuardsSection(max_skips_in_a_row=3)
+    assert judged(section, {5, 6, 7}, until=9) == (Continue(), {"skipped": pairs(5, 6, 7)}, 9)
+    verdict, _, step = judged(section, {5, 6, 7, 8}, until=9)
+    assert step == 8
+    assert isinstance(verdict, Stop)
+    assert verdict.fault == fault("diverged")
+    assert "4 steps in a row were skipped (guards.max_skips_in_a_row)" in verdict.reason
+
+
+def test_skipped_steps_are_borne_up_to_so_many_in_a_window():
+    section = GuardsSection(max_skips=2, skip_window_steps=10)
+    assert judged(section, {1, 3, 11, 13, 21}, until=30)[0] == Continue()
+    verdict, _, step = judged(section, {1, 3, 10}, until=30)
+    assert step == 10
+    assert isinstance(verdict, Stop)
+    assert "3 of the last 10 steps were skipped (guards.max_skips)" in verdict.reason
+
+
+def test_without_limits_every_masked_step_is_borne():
+    section = GuardsSection(max_skips=None, max_skips_in_a_row=None)
+    verdict, memory, _ = judged(section, set(range(1, 500)), until=499)
+    assert verdict == Continue()
+    assert len(memory["skipped"]) <= 1, "memory is bounded"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
-def test_a_step_that_is_not_finite_ends_the_run_unsaved(bad, field):
-    guard = stop_on_nonfinite()
-    seen = Seen(**({"loss": 1.0, "grad_norm": 1.0} | {field: bad}), step=7, state_is_finite=True)
+def test_a_step_that_is_not_finite_ends_the_run_unsaved_where_asked(bad, field):
+    guard = skips(GuardsSection(on_nonfinite="stop"))
+    seen = dataclasses.replace(GOOD, step=7, applied=False, **{field: bad})
     _, verdict = guard.judge(guard.init(), seen)
     assert isinstance(verdict, Stop)
     assert verdict.fault == fault("diverged")
@@ -76,8 +165,79 @@ def test_a_step_that_is_not_finite_ends_the_run_unsaved(bad, field):
 
 
 def test_a_finite_step_that_leaves_a_state_that_is_not_ends_the_run_unsaved():
-    guard = stop_on_nonfinite()
-    seen = Seen(step=7, loss=1.0, grad_norm=1.0, state_is_finite=False)
+    guard = skips(GuardsSection())
+    seen = dataclasses.replace(GOOD, step=7, state_is_finite=False)
     _, verdict = guard.judge(guard.init(), seen)
     assert isinstance(verdict, Stop)
     assert "the state after its update is not finite" in verdict.reason
+
+
+def test_too_many_skips_go_back_to_before_the_first_of_them_where_asked():
+    section = GuardsSection(on_nonfinite="rollback", max_skips_in_a_row=2)
+    verdict, _, step = judged(section, {3, 7, 8, 9}, until=20)
+    assert step == 9
+    assert isinstance(verdict, Rollback)
+    assert (verdict.onset, verdict.rows) == (7, (144, 216))
+
+
+HIGH = RollbackSection(warmup_steps=20, window_steps=20, patience_steps=3)
+
+
+def watched(values, *, section=HIGH, memory=None, first=1):
+    """The first verdict other than Continue over some losses, and the memory after it."""
+    guard = losses(section)
+    memory = guard.init() if memory is None else memory
+    for step, loss in enumerate(values, start=first):
+        seen = dataclasses.replace(
+            GOOD, step=step, rows=rows_of(step), loss=loss, applied=math.isfinite(loss)
+        )
+        memory, verdict = guard.judge(memory, seen)
+        memory = json.loads(json.dumps(memory))
+        if verdict != Continue():
+            return verdict, memory
+    return Continue(), memory
+
+
+def noisy(count, *, level=3.0, seed=0):
+    chance = random.Random(seed)
+    return [level + chance.gauss(0, 0.1) for _ in range(count)]
+
+
+def test_a_loss_that_stays_high_goes_back_to_before_its_onset():
+    verdict, _ = watched([*noisy(50), 9.0, 9.0, 9.0])
+    assert isinstance(verdict, Rollback)
+    assert (verdict.onset, verdict.rows) == (51, (50 * 24, 53 * 24))
+    assert verdict.reason.startswith("step 53: loss 9")
+
+
+def test_high_losses_with_a_usual_one_between_are_borne():
+    assert watched([*noisy(50), *[9.0, 9.0, 3.0] * 5, *noisy(20)])[0] == Continue()
+
+
+def test_a_steady_fall_and_the_first_losses_are_no_spike():
+    assert watched([9.0 * 0.99**n for n in range(500)])[0] == Continue()
+    assert watched([1.0, 50.0, 50.0, 50.0, 2.0])[0] == Continue()
+
+
+def test_a_nan_blinds_no_later_comparison():
+    verdict, memory = watched([*noisy(50), math.nan, math.inf, math.nan, 9.0, 9.0, 9.0])
+    assert isinstance(verdict, Rollback)
+    assert verdict.onset == 54
+    assert all(math.isfinite(value) for value in memory.values())
+
+
+def test_a_resumed_guard_decides_as_an_unbroken_one():
+    values = [*noisy(50), 9.0, 9.0, 9.0]
+    for cut in range(1, len(values)):
+        _, memory = watched(values[:cut])
+        assert watched(values[cut:], memory=memory, first=cut + 1) == watched(values)
+
+
+def test_rollbacks_are_bounded():
+    assert bounded(BACK, rollbacks=2, section=HIGH) == BACK
+    for rollbacks, section in ((3, HIGH), (0, None)):
+        verdict = bounded(BACK, rollbacks=rollbacks, section=section)
+        assert isinstance(verdict, Stop)
+        assert verdict.fault == fault("diverged")
+        assert "high losses" in verdict.reason
+    assert bounded(SAVING, rollbacks=9, section=None) == SAVING

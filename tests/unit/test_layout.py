@@ -134,3 +134,16 @@ def test_a_step_that_may_not_fit_is_a_warning_with_settings() -> None:
     assert "about 6.0 MiB of each device" in said
     assert "train.max_rows_per_device=2 (4 now)" in said
     assert "model.remat=block" in said
+
+
+def test_a_host_without_room_for_a_snapshot_is_told_with_numbers(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 9 kB\nMemAvailable:   {100 * 1024} kB\n")
+    assert memory.small_host(100 * MIB, 0, meminfo=meminfo) is None
+    assert memory.small_host(50 * MIB, 50 * MIB, meminfo=meminfo) is None
+    small = memory.small_host(60 * MIB, 60 * MIB, meminfo=meminfo)
+    assert small is not None
+    assert small.startswith("a save takes up to 60.0 MiB of this host's memory until")
+    assert "beside 60.0 MiB of state; 100.0 MiB are available" in small
+    meminfo.write_text("")
+    assert memory.small_host(1 << 60, 0, meminfo=meminfo) is None

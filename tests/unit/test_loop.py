@@ -5,15 +5,21 @@ from collections import deque
 import numpy as np
 import pytest
 
+from jaxres.config.guards import GuardsSection
+from jaxres.data import sample_digest
+from jaxres.events import UpdateSkipped
 from jaxres.faults import Continue, Exit, Stop, StorageUnavailable, fault
 from jaxres.guards import Guard
-from jaxres.guards.divergence import stop_on_nonfinite
+from jaxres.guards.divergence import skips
 from jaxres.hosts import Alone
 from jaxres.runlog import Record, fold
 from jaxres.state import Progress, TrainState
+from jaxres.step import Form
 from jaxres.train.agreement import OwnWord
-from jaxres.train.loop import LAG, Agenda, Due, Feed, Flight, Run, _same_line, look, settle
+from jaxres.train.entry import _same_line
+from jaxres.train.loop import LAG, look, settle
 from jaxres.train.requests import Requests
+from jaxres.train.run import Agenda, Due, Feed, Flight, Run
 from tests.unit.records import CLAIM
 
 AGENDA = Agenda(steps=20, save_every_steps=8, evaluate_every_steps=5)
@@ -44,6 +50,14 @@ def test_the_last_step_is_saved_and_evaluated_beside_the_regular_ones():
 
 def test_without_an_interval_nothing_is_evaluated():
     assert agenda_of(dataclasses.replace(AGENDA, evaluate_every_steps=0)) == ([8, 16, 20], [])
+
+
+def test_without_steps_a_save_is_due_when_it_is_asked_for_and_at_the_end():
+    by_clock = dataclasses.replace(AGENDA, save_every_steps=None, evaluate_every_steps=0)
+    assert agenda_of(by_clock) == ([20], [])
+    asked = by_clock.at(Progress(step=3), saved_step=2, asked=True)
+    assert asked == Due(save=True, evaluate=False)
+    assert not by_clock.at(Progress(step=3), saved_step=3, asked=True).save
 
 
 def test_nothing_is_due_at_step_0_nor_at_a_step_that_was_restored():
@@ -89,7 +103,7 @@ class FakeCheckpoints:
         if self.in_flight:
             self.committed_step = self.in_flight.pop()
 
-    def save(self, state, progress):
+    def save(self, state, progress, *, may_skip=False):
         if progress.step <= self.committed_step:
             return  # As the real ones: nothing to do.
         self._note("save")
@@ -140,11 +154,14 @@ def fake_run(**parts):
         agenda=AGENDA,
         log=FakeLog(),
         checkpoints=checkpoints,
-        guards=(counting_guard(), stop_on_nonfinite()),
-        feed=Feed(at=unused, num_rows=100, tokens_per_step=10),
+        guards=(counting_guard(), skips(GuardsSection(on_nonfinite="stop"))),
+        rollback=None,
+        feed=Feed(open=unused, num_rows=100, tokens_per_step=10),
         init=unused,
         shapes=None,
         step=unused,
+        form=Form(("w",), num_rows=2),
+        row_places=[(0, 0), (1, 0)],
         evaluate=unused,
         dataset="d",
         computation={},
@@ -159,19 +176,29 @@ def fake_run(**parts):
 
 
 def metrics_of(step, *, bad=()):
-    return np.asarray([math.nan if step in bad else 1.5 + step, 2.0, 0.5, 1.0], np.float32)
+    good = [1.5 + step, 2.0, 0.5, 0.0, 1.0, 1.0, 4.0, 0.0, 0.0]
+    spoilt = [math.nan, math.nan, 0.5, math.nan, 0.0, 1.0, math.nan, 0.0, 1.0]
+    return np.asarray(spoilt if step in bad else good, np.float32)
+
+
+def new_flight():
+    return Flight(seq=7, at=unused, rollbacks=0, cursor=0, landed_at=0.0, dispatched_at=0.0)
+
+
+def ids_of(step):
+    return np.asarray([2 * step, 2 * step + 1])
 
 
 def dispatch(flight, progress, **kwargs):
     """Puts one more step into flight, as the loop does after a look."""
     after = progress.after(next_cursor=24 * (progress.step + 1), num_rows=100, tokens=10)
-    flight.steps.append((after, f"ids{after.step}", metrics_of(after.step, **kwargs)))
+    flight.steps.append((after, ids_of(after.step), metrics_of(after.step, **kwargs)))
     return after
 
 
 def in_flight(steps, **kwargs):
     """A flight that nobody has looked at, and the progress after it."""
-    flight, progress = Flight(seq=7, landed_at=0.0, dispatched_at=0.0), Progress()
+    flight, progress = new_flight(), Progress()
     for _ in range(steps):
         progress = dispatch(flight, progress, **kwargs)
     return flight, progress
@@ -179,7 +206,7 @@ def in_flight(steps, **kwargs):
 
 def test_a_look_before_step_k_lands_exactly_the_steps_up_to_k_less_the_lag():
     run, landed = fake_run()
-    flight, progress = Flight(seq=7, landed_at=0.0, dispatched_at=0.0), Progress()
+    flight, progress = new_flight(), Progress()
     for k in range(1, 13):
         progress, verdict = look(run, progress, flight, drain=False)
         assert verdict == Continue()
@@ -211,13 +238,16 @@ def test_guards_remember_the_same_however_the_looks_fall():
     memories = []
     for drains in ((), (1, 2, 3, 4, 5, 6), (3,), (2, 5)):
         run, _ = fake_run()
-        flight, progress = Flight(seq=7, landed_at=0.0, dispatched_at=0.0), Progress()
+        flight, progress = new_flight(), Progress()
         for k in range(1, 7):
             progress, _ = look(run, progress, flight, drain=k in drains)
             progress = dispatch(flight, progress)
         progress, _ = look(run, progress, flight, drain=True)
         memories.append(progress)
-    assert memories[0].guards == {"counting": {"steps": 6, "sum": 21}, "divergence": {}}
+    assert memories[0].guards == {
+        "counting": {"steps": 6, "sum": 21},
+        "skips": {"skipped": []},
+    }
     assert memories == [memories[0]] * 4
 
 
@@ -230,6 +260,18 @@ def test_a_verdict_lands_and_judges_the_steps_in_flight_too():
     assert verdict.reason.startswith("step 1: ")
     assert [line.step for line in landed] == [1, 2, 3, 4]
     assert progress.guards["counting"]["steps"] == 4
+
+
+def test_a_masked_step_is_told_with_its_rows_and_parameters():
+    told = []
+    run, landed = fake_run(emit=told.append, guards=())
+    flight, progress = in_flight(3, bad={2})
+    _, verdict = look(run, progress, flight, drain=True)
+    assert verdict == Continue()
+    assert [line.skipped for line in landed] == [False, True, False]
+    (event,) = told
+    assert isinstance(event, UpdateSkipped)
+    assert (event.step, event.params, event.rows) == (2, ("w",), ((1, 5, 1, 0),))
 
 
 def test_a_bad_step_within_the_lag_is_judged_by_the_drain_before_a_save():
@@ -249,7 +291,7 @@ def test_a_line_tells_of_its_own_step_whatever_has_been_dispatched_since():
     first = landed[0]
     assert (first.step, first.seq, first.attempt) == (1, 7, 3)
     assert (first.loss, first.grad_norm, first.learning_rate) == (2.5, 2.0, 0.5)
-    assert (first.tokens, first.samples, first.skipped) == (10, "ids1", False)
+    assert (first.tokens, first.samples, first.skipped) == (10, sample_digest(ids_of(1)), False)
     assert [line.step_seconds for line in landed] == [2.0, 2.0], "two ticks a landing"
 
 
@@ -261,7 +303,7 @@ def test_a_failed_save_is_raised_by_the_next_look_before_anything_lands():
     assert landed == []
 
 
-TINY = TrainState(params={}, opt={}, step=np.int32(20), key=np.zeros(2, np.uint32))
+TINY = TrainState(params={}, opt={}, step=np.int32(20), key=np.zeros(2, np.uint32), norms={})
 TERMED = Stop(fault("preemption"), "asked by SIGTERM")
 SPIKED = Stop(fault("diverged"), "step 19: loss is not finite")
 
@@ -304,6 +346,16 @@ def test_a_stop_that_was_asked_for_keeps_its_code_and_says_why_nothing_is_commit
     assert ended.reason.endswith("it goes on from the beginning, since no step is committed.")
 
 
+def test_without_time_the_save_in_flight_is_finished_and_none_is_begun():
+    hurried = dataclasses.replace(TERMED, has_time=False)
+    for step in (16, 20):
+        ended, asked = settled(hurried, in_flight=[step])
+        assert asked == ["wait"]
+        assert (ended.exit, ended.committed) == (Exit.PREEMPTED, step == 20)
+        said = "asked by SIGTERM; step 20 is not committed, the newest is 16"
+        assert ended.reason == (said if step == 16 else TERMED.reason)
+
+
 def test_a_state_that_is_not_good_is_never_saved_at_the_end():
     ended, asked = settled(SPIKED, full=True)
     assert asked == ["wait"]
@@ -343,7 +395,7 @@ RECORDS = [Record(seq, 1, 0.0, CLAIM) for seq in (1, 2, 3)]
 @pytest.mark.parametrize("seen", [(0, 1, 2), (2,), (3,), (1, 3)])
 def test_a_follower_goes_by_the_records_that_the_lead_has_read(seen):
     run, _ = fake_run(log=LateLog(*seen), peers=Follower())
-    assert _same_line(run) == fold(RECORDS[:2])
+    assert _same_line(run, entry=0) == fold(RECORDS[:2])
 
 
 def test_a_follower_that_never_sees_them_says_which_storage():
@@ -351,4 +403,4 @@ def test_a_follower_that_never_sees_them_says_which_storage():
     with pytest.raises(
         StorageUnavailable, match=r"run/log: host 0 has read 2 records.* only 1 after"
     ):
-        _same_line(run)
+        _same_line(run, entry=0)

@@ -55,7 +55,9 @@ def trained(name: str) -> tuple[Any, list[float], Any]:
     )
     tx = optim.build(AdamwOptimizer(), decay_mask=optim.matrices(model.axes))
     rate = optim.learning_rate(CosineSchedule(warmup_fraction=0), peak=1e-2, total_steps=STEPS)
-    function = step.make_train_step(model, tx, rate, clip_norm=1.0, microbatches=microbatches)
+    function = step.make_train_step(
+        model, tx, rate, clip_norm=1.0, microbatches=microbatches, spikes=None
+    )
     shapes = jax.eval_shape(lambda: state.init(model, tx, seed=0))
     shardings = state.shardings(shapes, model, mesh)
     init = jax.jit(

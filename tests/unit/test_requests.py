@@ -42,6 +42,20 @@ with Requests(alone=False) as requests:
     assert (code, out, err) == (0, f"{exit}\n", "")
 
 
+def test_behind_a_door_an_order_to_leave_is_a_preemption_without_time():
+    code, out, err = run(
+        """
+from jaxres.supervise.process import LEAVE
+with Requests(alone=False) as requests:
+    assert requests.has_time()
+    os.kill(me, LEAVE)
+    wait(lambda: requests.stop_asked() is not None)
+    print(requests.stop_asked().name, requests.has_time())
+"""
+    )
+    assert (code, out, err) == (0, "PREEMPTED False\n", "")
+
+
 def test_save_is_asked_until_it_is_taken():
     code, out, err = run(
         """

@@ -13,7 +13,18 @@ from jaxres import runlog, storage
 from jaxres import sealed as sealing
 from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable, Unrestorable
 from jaxres.records import _KINDS as kinds
-from jaxres.runlog import Commit, Prune, Quarantine, Record, RunLog, Skip, Start, Stop
+from jaxres.runlog import (
+    Commit,
+    Leave,
+    Prune,
+    Quarantine,
+    Record,
+    Rollback,
+    RunLog,
+    Skip,
+    Start,
+    Stop,
+)
 from jaxres.sealed import canonical_json, sealed
 from tests.unit.records import CLAIM
 
@@ -37,13 +48,17 @@ class StoppedClock:
 COMMIT = Commit(step=8, path="checkpoints/x", manifest="sha256:0", bytes=3, known_good=False)
 BODIES = [
     CLAIM,
+    dataclasses.replace(CLAIM, places=(0, 2)),
     Start(step=8, path="checkpoints/x", dataset="d", computation={"mesh": "data=1"}),
     Start(step=0, path=None, dataset="d", computation={}),
     COMMIT,
     Skip(rows=((0, 24), (48, 72)), reason='a "spike" — ü'),
+    Rollback(onset=23, target=20, rows=((528, 600),), reason="high losses"),
     Prune(steps=(1, 2)),
     Quarantine(step=3, path="checkpoints/y", evidence="w has another digest"),
     Stop(exit=74, reason="disk\nfull", committed=False),
+    Stop(exit=137, reason="killed", committed=False, culprit=1),
+    Leave(exit=84, reason="5 attempts"),
 ]
 
 
@@ -72,6 +87,16 @@ def test_a_value_has_one_canonical_text():
 def test_a_number_that_json_has_no_word_for_is_refused(value):
     with pytest.raises(ValueError, match="not JSON compliant"):
         canonical_json({"x": value})
+
+
+def test_a_rollback_takes_later_steps_off_the_line_and_rows_out_of_the_stream():
+    commits = [dataclasses.replace(COMMIT, step=step) for step in (10, 20, 24)]
+    back = Rollback(onset=23, target=20, rows=((528, 600),), reason="")
+    line = folded(CLAIM, *commits, back)
+    assert [commit.step for commit in line.committed] == [10, 20]
+    assert line.skips == ((528, 600),)
+    again = dataclasses.replace(COMMIT, step=24, path="checkpoints/other")
+    assert folded(CLAIM, *commits, back, again).newest == again, "what comes after counts"
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
@@ -228,7 +253,7 @@ def test_a_quarantined_step_counts_no_more_and_a_later_save_of_it_does():
 
 def test_records_are_numbered_and_folded_as_they_were_appended(tmp_path):
     log = claimed(tmp_path)
-    assert [log.append(body).seq for body in BODIES[1:]] == [2, 3, 4, 5, 6, 7, 8]
+    assert [log.append(body).seq for body in BODIES[1:]] == list(range(2, len(BODIES) + 1))
     records = runlog.read_records(tmp_path)
     assert [r.body for r in records] == BODIES
     assert {r.attempt for r in records} == {1}
@@ -401,3 +426,17 @@ def test_door_and_worker_of_one_attempt_append_until_the_next_claim(tmp_path):
     assert [record.attempt for record in records] == [1] * (len(records) - 1) + [2]
     assert sorted(fenced) == [0, 1]
     assert sum(counts) == len(records) - 2
+
+
+def test_the_weights_that_a_run_was_started_from_are_on_the_line():
+    init = {"params": "sha256:0", "path": "x", "step": "8"}
+    starts = [
+        Record(1, 1, 0.0, Start(step=0, path=None, dataset="d", computation={}, init=init)),
+        Record(2, 2, 0.0, Start(step=8, path="y", dataset="d", computation={})),
+    ]
+    for record in starts:
+        path = Path(f"{record.seq:08d}.json")
+        assert Record.decode(record.encode(), path=path) == record
+    assert b"init" not in starts[1].encode(), "as records were before there was a choice"
+    assert runlog.fold(starts).init == init
+    assert runlog.fold(starts[1:]).init is None

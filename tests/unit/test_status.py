@@ -155,6 +155,10 @@ def test_a_supervisor_that_waits_is_told_from_one_that_has_given_up(tmp_path):
     assert rows["incident"] == (
         "attempt 1: signal 9 (exit 137), no step, 0 kept: host 1 (h) was ended by SIGKILL"
     )
+    started = event("SupervisionStarted", 2.0, attempt=1, budget="failure 2 of 5")
+    write(run_dir.supervisor_events, event("GaveUp", 1.0, attempt=1, exit=84), started)
+    assert seen(run_dir, clock).outlook.state == "restarting", "another has begun"
+    assert told(run_dir, clock)["restarts"] == "its supervisor (failure 2 of 5)"
     clock.now += 100
     assert seen(run_dir, clock).outlook.code == 1, "the supervisor is gone"
     write(
@@ -172,6 +176,14 @@ def test_a_supervisor_that_waits_is_told_from_one_that_has_given_up(tmp_path):
     )
     beat(run_dir, clock)
     assert seen(run_dir, clock).outlook.state == "running", "somebody has started it again"
+    assert told(run_dir, clock)["restarts"].startswith("whoever started it")
+    RunLog.claim(
+        run_dir.log,
+        dataclasses.replace(CLAIM, attempt=3, places=(0,)),
+        after=runlog.read_records(run_dir.log),
+        clock=clock,
+    )
+    assert told(run_dir, clock)["restarts"] == "its supervisor"
 
 
 def test_what_a_supervisor_of_another_version_has_written_is_no_error():

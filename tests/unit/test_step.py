@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,20 +10,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxres import mesh as meshes
 from jaxres import models, optim, state, step
-from jaxres.config.schema import AdamwOptimizer, CosineSchedule, GptModel
+from jaxres.config.guards import SpikesSection
+from jaxres.config.schema import AdamwOptimizer, CosineSchedule, GptModel, MeshSection
 
 B, T, V = 24, 16, 64
 TINY = GptModel(num_layers=2, d_model=32, num_heads=2, dropout=0.1, compute_dtype="float32")
+SPIKES = SpikesSection(warmup_steps=3)
 STILL = TINY.model_copy(update={"dropout": 0.0})
 
 
-def parts(config: GptModel = TINY, *, microbatches: int = 1) -> tuple[Any, Any, Any]:
+def parts(
+    config: GptModel = TINY, *, microbatches: int = 1, devices: int = 1
+) -> tuple[Any, Any, Any]:
     """Returns model, optimizer and the step function."""
-    model = models.build(config, vocab_size=V, seq_len=T, platform="cpu")
+    mesh = meshes.build(MeshSection(), devices=jax.devices()[:devices])
+    keep_rows = meshes.keep_rows(mesh)
+    model = models.build(config, vocab_size=V, seq_len=T, platform="cpu", keep_rows=keep_rows)
     tx = optim.build(AdamwOptimizer(), decay_mask=optim.matrices(model.axes))
     rate = optim.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10)
-    function = step.make_train_step(model, tx, rate, clip_norm=1.0, microbatches=microbatches)
+    function = step.make_train_step(
+        model,
+        tx,
+        rate,
+        clip_norm=1.0,
+        microbatches=microbatches,
+        spikes=SPIKES,
+        replicate=meshes.replicate(mesh),
+    )
     return model, tx, function
 
 
@@ -72,9 +88,7 @@ def test_every_step_draws_other_dropout_from_the_key_it_was_left() -> None:
     begin = state.init(model, tx, seed=0)
     once, _ = jax.jit(function)(begin, batch(0))
     assert not np.array_equal(once.key, begin.key)
-    other_key, _ = jax.jit(function)(
-        state.TrainState(begin.params, begin.opt, once.key, begin.step), batch(0)
-    )
+    other_key, _ = jax.jit(function)(dataclasses.replace(begin, key=once.key), batch(0))
     assert not equal(once.params, other_key.params)
 
 
@@ -107,3 +121,116 @@ def test_the_evaluation_step_leaves_masked_rows_out() -> None:
     other["targets_BT"][20:] = 0
     assert np.array_equal(evaluate(params, rows, mask), evaluate(params, other, mask))
     assert not np.array_equal(evaluate(params, rows, mask), evaluate(params, rows, jnp.ones(B)))
+
+
+def poisoned_gradient(model: Any, *, row: int, value: float) -> Any:
+    """The model with one row whose loss is fine and whose gradient is not."""
+
+    @jax.custom_vjp
+    def through(loss_B: Any) -> Any:
+        return loss_B
+
+    def backward(_: Any, cotangent_B: Any) -> Any:
+        return (cotangent_B.at[row].set(value),)
+
+    through.defvjp(lambda loss_B: (loss_B, None), backward)
+
+    def loss(params: Any, rows: Any, key: Any) -> Any:
+        loss_B, weight_B = model.loss(params, rows, key)
+        return through(loss_B), weight_B
+
+    return dataclasses.replace(model, loss=loss)
+
+
+def read(model: Any, begin: Any, values: Any) -> step.Measured:
+    measured, facts = step.Form.of(begin.params, num_rows=B).read(np.asarray(values))
+    assert not facts.size
+    return measured
+
+
+@pytest.mark.parametrize("microbatches", [1, 6])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_step_that_is_not_finite_changes_neither_parameters_nor_moments(
+    microbatches: int, devices: int
+) -> None:
+    model, tx, function = parts(microbatches=microbatches, devices=devices)
+    begin, _ = jax.jit(function)(state.init(model, tx, seed=0), batch(0))
+    rows = batch(1)
+    rows["weights_BT"][[3, 17], 0] = [np.nan, np.inf]
+    after, values = jax.jit(function)(begin, rows)
+    measured = read(model, begin, values)
+    assert not measured.applied
+    assert measured.state_is_finite
+    assert measured.bad_rows == (3, 17)
+    assert equal((after.params, after.opt), (begin.params, begin.opt))
+    assert int(after.step) == int(begin.step) + 1
+    assert not np.array_equal(after.key, begin.key)
+    again, values = jax.jit(function)(after, batch(2))
+    assert read(model, begin, values).applied
+    assert not equal(again.params, after.params)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30], ids=["nan", "inf", "square overflows"])
+def test_a_gradient_that_is_not_finite_is_masked_where_a_clipped_norm_would_be(
+    value: float,
+) -> None:
+    model, tx, _ = parts()
+    poisoned = poisoned_gradient(model, row=5, value=value)
+    rate = optim.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10)
+    function = step.make_train_step(
+        poisoned, tx, rate, clip_norm=1.0, microbatches=1, spikes=SPIKES
+    )
+    begin = state.init(model, tx, seed=0)
+    after, values = jax.jit(function)(begin, batch(0))
+    measured = read(model, begin, values)
+    assert not measured.applied
+    assert np.isfinite(measured.loss)
+    assert measured.bad_rows == ()
+    assert "embedding" in measured.bad_params
+    assert equal((after.params, after.opt), (begin.params, begin.opt))
+
+
+def test_masking_keeps_the_donation_of_the_whole_state() -> None:
+    model, tx, function = parts()
+    shapes = jax.eval_shape(lambda: state.init(model, tx, seed=0))
+    compiled = jax.jit(function, donate_argnums=0).trace(shapes, batch(0)).lower().compile()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    assert compiled.memory_analysis().alias_size_in_bytes >= size
+
+
+def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> None:
+    model, tx, _ = parts(STILL)
+
+    def scaled(params: Any, rows: Any, key: Any) -> Any:
+        loss_B, weight_B = model.loss(params, rows, key)
+        return loss_B * rows["scale_B"][0], weight_B
+
+    loud = dataclasses.replace(model, loss=scaled)
+    rate = optim.learning_rate(CosineSchedule(), peak=1e-3, total_steps=10)
+    function = jax.jit(
+        step.make_train_step(loud, tx, rate, clip_norm=None, microbatches=1, spikes=SPIKES)
+    )
+    begin = state.init(model, tx, seed=0)
+    for index in range(4):
+        begin, _ = function(begin, batch(index) | {"scale_B": np.ones(B, np.float32)})
+    usual = float(jnp.exp(begin.norms["mean"]))
+
+    def after(scale: float) -> tuple[Any, step.Measured]:
+        found, values = function(begin, batch(9) | {"scale_B": np.full(B, scale, np.float32)})
+        return found, read(model, begin, values)
+
+    spiked, measured = after(1000.0)
+    assert measured.spike_score > SPIKES.skip_deviations
+    assert not measured.applied
+    assert measured.bad_params == ()
+    assert measured.bad_rows == ()
+    assert equal((spiked.params, spiked.opt), (begin.params, begin.opt))
+    assert float(jnp.exp(spiked.norms["mean"])) < 2 * usual, "a spike is not at once usual"
+    louder, measured = after(4.0)
+    assert SPIKES.clip_deviations < measured.spike_score < SPIKES.skip_deviations
+    assert measured.applied
+    clipped, _ = after(5.0)
+    for a, b in zip(
+        jax.tree.leaves(louder.opt["mu"]), jax.tree.leaves(clipped.opt["mu"]), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-9)  # Both scaled to one norm.

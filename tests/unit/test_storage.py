@@ -1,11 +1,13 @@
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from jaxres import storage
+from jaxres.appender import Appender
 from jaxres.faults import ConfigError, Exit, StorageUnavailable
 
 
@@ -122,7 +124,7 @@ def test_a_tree_goes_by_name_first_and_its_trash_goes_at_the_next_start(tmp_path
 
 
 def opened(path, *, max_waiting=2, beyond="refuse"):
-    return storage.Appender(path, max_waiting=max_waiting, beyond=beyond)
+    return Appender(path, max_waiting=max_waiting, beyond=beyond)
 
 
 def appended(path: Path, *lines: bytes) -> bytes:
@@ -213,6 +215,48 @@ def test_more_lines_than_may_wait_push_out_the_oldest_whole_ones_which_are_count
     assert appender.take_dropped() == 0
     assert appender.close() == 0
     assert (tmp_path / "a").read_bytes() == b"one\nfour\nfive\nsix\n"
+
+
+class Hanging:
+    """A file whose writes wait."""
+
+    def __init__(self, file, goes_on):
+        self.file, self.goes_on = file, goes_on
+
+    def write(self, data):
+        assert self.goes_on.wait(30)
+        return self.file.write(data)
+
+    def close(self):
+        self.file.close()
+
+
+def test_storage_that_hangs_holds_up_who_appends_once_and_takes_all_lines_in_the_end(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(appending, "PATIENCE_SECONDS", 0.3)
+    appender, goes_on = opened(tmp_path / "a", max_waiting=99), threading.Event()
+    appender._file = Hanging(appender._file, goes_on)
+    began = time.monotonic()
+    for number in range(10):
+        appender.append(b"%d" % number)
+    assert 0.3 <= time.monotonic() - began < 2 * 0.3, "each line has waited"
+    assert (tmp_path / "a").read_bytes() == b""
+    goes_on.set()
+    appender.append(b"10")
+    assert appender.close() == 0
+    assert (tmp_path / "a").read_text().split() == [str(number) for number in range(11)]
+
+
+def test_an_end_waits_for_no_storage_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(appending, "PATIENCE_SECONDS", 0.1)
+    appender, goes_on = opened(tmp_path / "a"), threading.Event()
+    appender._file = Hanging(appender._file, goes_on)
+    appender.append(b"one")
+    assert appender.close() == 1
+    goes_on.set()
+    appender._thread.join()
+    appender._file.close()
 
 
 def test_a_sync_writes_what_waits_or_fails(tmp_path):

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from jaxres.events import read_events, read_json_lines
+from jaxres.eventlog import read_events, read_json_lines
 from jaxres.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -34,16 +34,17 @@ from jaxres import data
 from jaxres import mesh as meshes
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
-from jaxres.events import EventLog
+from jaxres.eventlog import EventLog
 from jaxres.hosts import Alone
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog
 from jaxres.step import METRICS
 from jaxres.telemetry import Console
 from jaxres.train.build import Built, build
-from jaxres.train.loop import LAG, Agenda, Run, train
+from jaxres.train.loop import LAG, train
 from jaxres.train.place import Place
 from jaxres.train.requests import Requests
+from jaxres.train.run import Agenda, Run
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
@@ -124,10 +125,10 @@ class Bare:
     batches: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.state = self.run.init()
-        cursor = 0
+        self.state = self.run.init(self.run.log.line())[0]
+        cursor, at = 0, self.run.feed.open(())
         for _ in range(NUM_PLACED):
-            fed = self.run.feed.at(cursor)
+            fed = at(cursor)
             assert fed is not None
             batch, arrays = fed
             self.batches.append(arrays)
@@ -190,7 +191,8 @@ def host_seconds(run: Run) -> tuple[float, float]:
 
     The step is replaced by one that only sleeps, as a host does while its device computes.
     """
-    metrics: Any = np.ones(len(METRICS), np.float32)
+    form = run.form
+    metrics: Any = np.ones(len(METRICS) + len(form.params) + form.num_rows, np.float32)
     slept = 0.0
     marks: list[tuple[float, float]] = []
 

@@ -285,6 +285,31 @@ class SupervisionEnded:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class SupervisionStarted:
+    """As a supervisor's own event of that name."""
+
+    after_kill: bool
+    attempt: int = 2
+    step: int = 40
+    budget: str = "failure 2 of 5"
+
+
+def test_a_supervisor_that_follows_a_killed_one_is_told_of_once(tmp_path):
+    with served() as hook, alerts(tmp_path / "tiny", hook) as told:
+        for after_kill, attempt in [(False, 2), (True, 2), (True, 2), (True, 3)]:
+            told.hear(SupervisionStarted(after_kill, attempt))
+        hook.wait(lambda: len(hook.taken) == 2)
+    assert [(body["kind"], body["attempt"]) for body in hook.taken] == [
+        ("came_back", 2),
+        ("came_back", 3),
+    ]
+    assert hook.taken[0]["text"] == (
+        "tiny is supervised again: its supervisor had left no word (attempt 2, step 40 committed)\n"
+        "(failure 2 of 5)"
+    )
+
+
 def test_a_supervisors_events_are_told(tmp_path):
     decided = [
         *(AttemptRestarted(), AttemptRestarted(exit=75, attempt=3), GaveUp()),

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import SystemClock
+from jaxres.config.saving import KeepSection
 from jaxres.config.schema import CheckpointSection
 from jaxres.hosts import Alone
 from jaxres.rundir import RunDir
@@ -34,16 +35,29 @@ class Place:
     events: list = field(default_factory=list)
 
     def checkpoints(
-        self, *, before_commit=nothing, keep_last=2, emit=None, log=None, timeout_seconds=60
+        self,
+        *,
+        before_commit=nothing,
+        keep_last=2,
+        emit=None,
+        log=None,
+        timeout_seconds=60,
+        busy="wait",
+        peers=None,
+        snapshot="auto",
     ):
         return Checkpoints(
             CheckpointSection(
-                keep_last=keep_last, timeout_seconds=timeout_seconds, max_failed_saves=3
+                keep=KeepSection(last=keep_last),
+                timeout_seconds=timeout_seconds,
+                max_failed_saves=3,
+                busy=busy,
+                snapshot=snapshot,
             ),
             run_dir=self.run_dir,
             log=log or self.log,
             claim=dataclasses.replace(CLAIM, attempt=self.log.attempt),
-            peers=Alone(),
+            peers=peers or Alone(),
             emit=emit or self.events.append,
             clock=SystemClock(),
             before_commit=before_commit,

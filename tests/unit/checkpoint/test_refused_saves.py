@@ -189,36 +189,38 @@ def test_a_prune_that_fails_fails_no_save_and_is_tried_again(place, monkeypatch)
             raise StorageUnavailable("no room for the prune record")
         return real(body)
 
-    with place.checkpoints(keep_last=1) as checkpoints:
+    with place.checkpoints(keep_last=2) as checkpoints:
+        try_save(checkpoints, 4)
         try_save(checkpoints, 8)
         with monkeypatch.context() as full:
             full.setattr(place.log, "append", append)
             try_save(checkpoints, 16)
-        assert commits(place) == [8, 16]
+        assert commits(place) == [4, 8, 16]
         assert checkpoints.committed_step == 16
         assert any(isinstance(e, Noted) and "prune record" in e.message for e in place.events)
         try_save(checkpoints, 24)
-    assert commits(place) == [24]
-    assert StepsPruned((8, 16)) in place.events
-    assert steps_there(place) == ["00000024-0001"]
+    assert commits(place) == [16, 24]
+    assert StepsPruned((4, 8)) in place.events
+    assert steps_there(place) == ["00000016-0001", "00000024-0001"]
 
 
 def test_a_deletion_that_fails_fails_no_save_and_is_tried_again(place, monkeypatch):
     def busy(folder):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
-    with place.checkpoints(keep_last=1) as checkpoints:
+    with place.checkpoints(keep_last=2) as checkpoints:
+        try_save(checkpoints, 4)
         try_save(checkpoints, 8)
         with monkeypatch.context() as stuck:
             stuck.setattr(retention.storage, "delete_tree", busy)
             stuck.setattr(store.storage, "delete_tree", lambda folder: None)
             stuck.setattr(retention, "storage", _Busy(busy))
             try_save(checkpoints, 16)
-        assert commits(place) == [16]
-        assert steps_there(place) == ["00000008-0001", "00000016-0001"]
+        assert commits(place) == [8, 16]
+        assert steps_there(place) == ["00000004-0001", "00000008-0001", "00000016-0001"]
         assert any(isinstance(e, Noted) and "deleted" in e.message for e in place.events)
         try_save(checkpoints, 24)
-    assert steps_there(place) == ["00000024-0001"]
+    assert steps_there(place) == ["00000016-0001", "00000024-0001"]
 
 
 class _Busy:

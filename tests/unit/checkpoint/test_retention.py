@@ -1,21 +1,112 @@
-import itertools
+import random
 
-from jaxres.checkpoint.retention import step_name, sweep, to_prune
+import pytest
 
+from jaxres.checkpoint.retention import DAY_SECONDS, Step, plan, step_name, sweep
+from jaxres.config.saving import KeepSection
 
-def test_the_newest_steps_are_kept_and_the_others_named():
-    steps = [40, 10, 30, 20]
-    assert to_prune(steps, keep_last=1) == (10, 20, 30)
-    assert to_prune(steps, keep_last=3) == (10,)
-    assert to_prune(steps, keep_last=4) == ()
-    assert to_prune(steps, keep_last=9) == ()
-    assert to_prune([], keep_last=1) == ()
+HOUR = 3600.0
+MONDAY = 4 * DAY_SECONDS
 
 
-def test_the_newest_step_is_never_pruned():
-    for count, keep_last in itertools.product(range(1, 6), range(1, 6)):
-        steps = range(10, 10 * count + 1, 10)
-        assert steps[-1] not in to_prune(steps, keep_last=keep_last)
+def kept(steps, *, pinned=(), **keep):
+    """The steps that stay; `last` is 2 where it is not the point."""
+    found = plan(steps, KeepSection(**{"last": 2, **keep}), pinned=pinned)
+    assert set(found.dead) | {s for s, why in found.reasons.items() if why} == set(found.reasons)
+    return [s.step for s in found.steps if s.step not in found.dead]
+
+
+def at(*times, **facts):
+    return [Step(10 * (i + 1), time, **facts) for i, time in enumerate(times)]
+
+
+def test_the_newest_steps_are_kept_in_whatever_order_they_come():
+    steps = [Step(step, 0.0) for step in (40, 10, 30, 20)]
+    assert kept(steps, last=2) == [30, 40]
+    assert kept(steps, last=4) == kept(steps, last=9) == [10, 20, 30, 40]
+    assert kept([]) == []
+    assert kept(steps[:1]) == [40]
+
+
+def test_all_of_the_last_hours_are_kept_counted_from_the_newest_commit():
+    steps = at(0, HOUR, 2 * HOUR, 2.5 * HOUR, 3 * HOUR)
+    assert kept(steps, hours=1) == [40, 50]
+    assert kept(steps, hours=2) == [30, 40, 50]
+    a_month_later = at(0, HOUR, 2 * HOUR, 30 * DAY_SECONDS, 30 * DAY_SECONDS + 1)
+    assert kept(a_month_later, hours=24) == [40, 50]
+
+
+def test_the_newest_step_of_each_day_and_week_is_kept():
+    days = [MONDAY + day * DAY_SECONDS + hour * HOUR for day in range(10) for hour in (1, 13)]
+    steps = at(*days)
+    assert kept(steps, daily=3) == [160, 180, 190, 200]
+    assert kept(steps, weekly=2) == [140, 190, 200], "Sunday's newest, and the newest of all"
+
+
+def test_a_pause_ages_no_day_and_a_clock_that_jumps_deletes_none():
+    before = [day * DAY_SECONDS for day in range(5)]
+    paused = at(*before, *(day + 90 * DAY_SECONDS for day in before[:1]))
+    assert kept(paused, daily=4) == [30, 40, 50, 60]
+    jumped = at(*before, 900 * DAY_SECONDS, 5 * DAY_SECONDS)
+    assert kept(jumped, daily=4) == [40, 50, 60, 70]
+
+
+def test_milestones_stay_for_ever():
+    assert kept(at(*range(12)), every_steps=40) == [40, 80, 110, 120]
+
+
+def test_the_best_are_kept_one_for_each_evaluation():
+    losses = [(3.0, 5), (1.0, 15), (1.0, 15), (float("nan"), 35), (2.0, 45), (None, 0), (9, 65)]
+    steps = [
+        Step(10 * (i + 1), 0.0, heldout_loss=loss, evaluated_step=step)
+        for i, (loss, step) in enumerate(losses)
+    ]
+    assert kept(steps, best=1) == [20, 60, 70]
+    assert kept(steps, best=2) == [20, 50, 60, 70]
+    assert kept(steps, best=9) == [10, 20, 50, 60, 70]
+
+
+def test_pinned_steps_and_the_newest_known_good_stay_whatever_comes():
+    steps = [Step(step, 0.0, known_good=step <= 30) for step in range(10, 100, 10)]
+    assert kept(steps) == [30, 80, 90]
+    assert kept(steps, pinned={10, 55}) == [10, 30, 80, 90]
+
+
+def test_what_any_policy_wants_is_kept_and_each_says_so():
+    steps = at(0, DAY_SECONDS, 2 * DAY_SECONDS, 2 * DAY_SECONDS + 1)
+    found = plan(steps, KeepSection(last=2, daily=2, every_steps=20), pinned={20})
+    assert found.reasons == {
+        10: (),
+        20: ("daily", "every 20 steps", "pinned"),
+        30: ("last 2",),
+        40: ("last 2", "daily", "every 20 steps"),
+    }
+    assert found.dead == (10,)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_over_120_days_of_commits_the_set_stays_small_and_the_newest_stay(seed):
+    """With kills, pauses and clocks that jump: simulated commits, pruned after each."""
+    chance = random.Random(seed)
+    keep = KeepSection(last=3, hours=6, daily=7, weekly=8, best=2)
+    now, steps, committed, newest_good = 0.0, [], [], 0
+    for step in range(1, 120 * 24):
+        now += chance.choice([2400, 3600, 4800])
+        if chance.random() < 0.002:
+            now += chance.choice([-2, 1, 20]) * DAY_SECONDS * chance.random()
+        is_good = step > 5 and chance.random() < 0.05
+        newest_good = step if is_good else newest_good
+        loss = chance.choice([None, float("inf"), chance.random()])
+        steps.append(Step(step, now, known_good=is_good, heldout_loss=loss, evaluated_step=step))
+        committed.append(step)
+        dead = set(plan(steps, keep, pinned={100}).dead)
+        steps = [s for s in steps if s.step not in dead]
+        there = [s.step for s in steps]
+        assert there[-3:] == committed[-3:]
+        assert not newest_good or newest_good in there
+        assert step < 100 or 100 in there
+        # 6 h on both sides of a jump, and of the others at most as many as they say.
+        assert len(there) <= 2 * 9 + 3 + 7 + 8 + 2 + 2
 
 
 def test_names_tell_step_and_attempt_and_sort_by_step():

@@ -21,7 +21,13 @@ from jaxres.checkpoint import arrays
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import restore as restoring
 from jaxres.checkpoint.digest import content_digest
-from jaxres.events import SaveCommitted, SaveFailed, SaveStarted, SaveWaited, StepsPruned
+from jaxres.events import (
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+    SaveWaited,
+    StepsPruned,
+)
 from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable, Unrestorable
 from jaxres.runlog import Commit, Prune
 from tests.unit.checkpoint.conftest import like, progress, sharding, state
@@ -236,10 +242,10 @@ def wait_abandoned(checkpoints):
 
 
 def test_a_fenced_owner_neither_commits_nor_prunes(place):
-    place.save(8)
+    place.save(8, 16)
     with pytest.raises(Fenced):
-        place.save(16, keep_last=1, before_commit=lambda: place.again())
-    assert commits(place) == [8]
+        place.save(24, before_commit=lambda: place.again())
+    assert commits(place) == [8, 16]
     assert place.step_dir(8).exists()
 
 

@@ -145,8 +145,8 @@ def test_everything_wrong_is_reported_at_once_each_with_its_place(write: Write):
         "mean 'sample_tokens'? (keys here: log_every_seconds, tensorboard, sample_prompt, "
         "sample_tokens)",
         "x.yaml:13: steps: unknown key; did you mean train.steps? (keys here: run, data, model, "
-        "optimizer, train, mesh, checkpoint, evaluation, telemetry, deadlines, hosts, restart, "
-        "launch, compilation, alerts)",
+        "init_from, optimizer, train, mesh, checkpoint, guards, evaluation, telemetry, deadlines, "
+        "hosts, preemption, restart, launch, compilation, alerts)",
     ]
 
 

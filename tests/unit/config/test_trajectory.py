@@ -52,6 +52,14 @@ def test_the_trajectory_holds_the_keys_not_declared_free(write: Write):
             "eps": 1e-8,
         },
         "train": {"global_batch_size": 24, "reduction": "fast"},
+        "guards": {
+            "spikes": {
+                "clip_deviations": 4.0,
+                "skip_deviations": 10.0,
+                "window_steps": 100,
+                "warmup_steps": 100,
+            }
+        },
     }
 
 
@@ -59,7 +67,7 @@ def test_the_digest_of_a_known_config_never_changes(write: Write):
     words = ["model.kind=mlp", "optimizer.schedule.kind=linear"]
     # A change here makes every existing run a new one: that is a breaking change.
     assert digest(config(write, *words)) == (
-        "92040c3ed97a7db4245b05b6beb10aeacb3d0f26d9e132477a9858c5009964df"
+        "f8eeee48a00c773b9bf24f5b91881c2ddd527a9426f99c3b3690bd1527c1fa85"
     )
 
 
@@ -76,7 +84,8 @@ def test_a_default_written_or_left_out_makes_no_difference(write: Write):
         "run.dir=elsewhere",
         "mesh.fsdp=2",
         "train.microbatches=2",
-        "checkpoint.save_every_steps=3",
+        "checkpoint.when.every_steps=3",
+        "checkpoint.keep.daily=3",
         "model.remat=block",
         "data.cache_dir=there",
         "telemetry.sample_tokens=3",
@@ -108,6 +117,13 @@ def test_a_trajectory_key_changes_the_digest_and_is_the_difference(write: Write,
     assert digest(other) != digest(bare)
     assert [key for key, _, _ in diff(bare, other)] == [word.partition("=")[0]]
     assert free_changes(bare, other) == []
+
+
+@pytest.mark.parametrize("kind", ["seconds", "continuous", "auto"])
+def test_when_to_save_is_free_as_a_whole(write: Write, kind: str):
+    bare, other = config(write), config(write, f"checkpoint.when.kind={kind}")
+    assert digest(other) == digest(bare)
+    assert [key for key, _, _ in free_changes(bare, other)] == ["checkpoint.when.kind"]
 
 
 def test_every_key_is_free_or_in_the_trajectory(write: Write):
@@ -193,3 +209,13 @@ def test_values_from_a_file_are_named_with_their_line(write: Write):
     assert "  run.seed: 0 there, 3 here (y.yaml:5)\nTo go on with that run give the values" in str(
         caught.value
     )
+
+
+def test_weights_to_start_from_belong_to_the_trajectory_and_none_leave_old_digests(write: Write):
+    plain = config(write)
+    assert digest(config(write, "init_from.kind=seed")) == digest(plain)
+    assert "init_from" not in trajectory(plain)
+    one, other = (config(write, f"init_from={{kind: run, path: {x}}}") for x in ("a", "b"))
+    assert len({digest(plain), digest(one), digest(other)}) == 3, "each has its own run directory"
+    assert [key for key, _, _ in diff(one, other)] == ["init_from.path"]
+    assert [key for key, _, _ in diff(plain, one)] == ["init_from"]

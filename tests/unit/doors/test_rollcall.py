@@ -8,8 +8,7 @@ from functools import partial
 
 import pytest
 
-from jaxres.doors import peers as peers_module
-from jaxres.doors import rollcall, wire
+from jaxres.doors import channels, rollcall, wire
 from jaxres.doors.rollcall import Follower
 from jaxres.doors.wire import connect, reserve_port
 from jaxres.doors.words import MAX_BYTES, Lost, Verdict, encode
@@ -239,7 +238,7 @@ def test_stranger_at_the_port_is_dropped_and_nothing_else_happens(address, data)
 
 
 def test_who_says_its_hello_too_slowly_is_dropped(address, monkeypatch):
-    monkeypatch.setattr(peers_module, "HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(channels, "HELLO_SECONDS", 0.3)
     with lead(address) as leading:
         gathering = threading.Thread(target=partial(together, leading.gather), daemon=True)
         gathering.start()
@@ -258,7 +257,7 @@ def test_who_says_its_hello_too_slowly_is_dropped(address, monkeypatch):
 
 
 def test_crowd_of_strangers_is_bounded(address, monkeypatch):
-    monkeypatch.setattr(peers_module, "ROOM_FOR_STRANGERS", 4)
+    monkeypatch.setattr(channels, "ROOM_FOR_STRANGERS", 4)
 
     def crowd():
         strangers = [dial(address) for _ in range(20)]

@@ -69,10 +69,10 @@ def test_help_is_an_end_in_order(capsys):
 def test_every_worker_is_told_its_place_and_one_alone_nothing_new():
     two = CLAIM.__class__(**(vars(CLAIM) | {"num_hosts": 2, "coordinator": "127.0.0.1:7"}))
     run_dir = RunDir(Path("runs/a"))
-    command = opening._worker_command(run_dir, two, opening.Member(1, 2))
+    command = opening.worker_command(run_dir, two, opening.Member(1, 2))
     place = ["--host", "1", "--num-hosts", "2", "--coordinator", "127.0.0.1:7"]
     assert command[-6:] == place
-    alone = opening._worker_command(run_dir, CLAIM, opening.ALONE)
+    alone = opening.worker_command(run_dir, CLAIM, opening.ALONE)
     assert command[:-6] == alone
 
 

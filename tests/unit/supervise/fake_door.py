@@ -8,10 +8,12 @@ from pathlib import Path
 
 from jaxres import screen
 from jaxres.clock import SystemClock
+from jaxres.config.preemption import PreemptionSection
 from jaxres.config.schema import DeadlinesSection
 from jaxres.rundir import RunDir
 from jaxres.supervise import lookout, supervisor
 from jaxres.supervise.owner import Owner
+from jaxres.supervise.watchman import Watchman
 
 
 def main() -> None:
@@ -20,7 +22,12 @@ def main() -> None:
     supervisor.SILENT_SECONDS = 0.4
     lookout.BEAT_SECONDS, lookout.CLOSE_SECONDS = 0.2, 0.2
     run_dir = RunDir(folder / "run")
-    with Owner(run_dir, clock=SystemClock()) as owner:
+    words = json.loads(os.environ.get("PREEMPTION", "{}"))
+    section, clock = PreemptionSection(**words), SystemClock()
+    with (
+        Watchman(section, env=os.environ, clock=clock, product="") as watchman,
+        Owner(run_dir, clock=clock) as owner,
+    ):
         ended = supervisor.supervise(
             {
                 host: [
@@ -34,9 +41,10 @@ def main() -> None:
             last_seq=1,
             limits=DeadlinesSection(**limits),
             owner=owner,
-            clock=SystemClock(),
+            clock=clock,
             env=os.environ,
             num_hosts=len(parts),
+            watchman=watchman,
         )
     sys.stdout.write(json.dumps(dataclasses.asdict(ended)))
     screen.flush()

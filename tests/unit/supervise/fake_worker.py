@@ -6,6 +6,7 @@ PART is JSON; a key that is absent means that nothing of that kind happens:
   steps: steps to make before it stands still (default: for ever)
   enters: phase that it enters when it has made them
   end: [code, after_steps], said before it is done; `silent`: the end is not said
+  saves: [seconds, saving]: how long a save has taken, and whether another one is in flight
   on_stop: [code, seconds]: how it ends, and after how long, when asked to stop
   on_loss: "abort" or "word": how it ends when a peer is gone or stopped
   lingers: seconds between its word and its end
@@ -19,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 
+LEAVE = signal.SIGRTMIN + 1
+
 
 class Worker:
     def __init__(self, folder, host, num_hosts, part, beat_fd):
@@ -31,11 +34,17 @@ class Worker:
         self.met = False
 
     def run(self):
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, LEAVE):
             signal.signal(number, self.note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
         self.write("pid", os.getpid())
         self.beat("EnteredPhase", phase="train")
+        if "saves" in self.part:
+            seconds, saving = self.part["saves"]
+            self.beat("Saving", step=1)
+            self.beat("Saved", step=1, seconds=seconds)
+            if saving:
+                self.beat("Saving", step=2)
         step = 0
         while True:
             if step < self.part.get("steps", 1e9):
@@ -46,7 +55,7 @@ class Worker:
                     self.beat("EnteredPhase", phase=self.part["enters"])
             if "end" in self.part and step >= self.part["end"][1]:
                 self.leave(self.part["end"][0], f"part {self.host}")
-            if "on_stop" in self.part and self.asked & {signal.SIGTERM, signal.SIGINT}:
+            if "on_stop" in self.part and self.asked & {signal.SIGTERM, signal.SIGINT, LEAVE}:
                 code, seconds = self.part["on_stop"]
                 self.beat("EnteredPhase", phase="settle")
                 time.sleep(seconds)

@@ -26,7 +26,7 @@ def history(*ends):
     for number, end in enumerate(ends):
         code, commits, culprit = (*end, None)[:3] if isinstance(end, tuple) else (end, 0, None)
         reason = f"end {number}"
-        outcomes.append(Outcome(code, reason, step, step + commits, number * 10.0, culprit))
+        outcomes.append(Outcome(code, reason, step, step + commits, culprit))
         step += commits
     return outcomes
 
@@ -127,6 +127,14 @@ def test_a_host_that_is_needed_is_not_left_out_for_faults():
         8.0, frozenset(), "failure 4 of 5 without a new commit"
     )
     assert decide(*ends, KILLED, policy=needed).exit == Exit.NO_PROGRESS
+
+
+def test_hosts_that_were_left_out_and_are_needed_now_end_the_run():
+    """As after a supervisor that could do with fewer."""
+    needed = dataclasses.replace(POLICY, num_hosts=(2,))
+    found = decide((82, 0, 1), 75, policy=needed)
+    assert found.exit == Exit.UNHEALTHY
+    assert "too few hosts are left (at least 2) without place 1" in found.reason
 
 
 def test_places_are_the_largest_number_that_will_do():

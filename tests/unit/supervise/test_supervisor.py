@@ -25,7 +25,7 @@ SURE_SECONDS = 2.0
 class Door:
     """A running door of fake workers, and what they leave in its folder."""
 
-    def __init__(self, folder, parts, **limits):
+    def __init__(self, folder, parts, *, env=None, **limits):
         self.folder = folder
         self.run_dir = RunDir(folder / "run")
         for needed in (self.run_dir.log, self.run_dir.attempt(1)):
@@ -36,7 +36,7 @@ class Door:
             self.process = subprocess.Popen(
                 [sys.executable, script, str(folder), json.dumps(parts), json.dumps(limits)],
                 cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                env=os.environ | {"PYTHONPATH": str(ROOT)} | (env or {}),
                 stdout=subprocess.PIPE,
                 stderr=said,
                 text=True,
@@ -269,7 +269,7 @@ def test_request_files_are_honoured_for_all(start):
     ended, _ = door.ended()
     assert ended["code"] == Exit.STOPPED
     assert not door.run_dir.request("stop").exists()
-    taken = [path.name.partition("-")[0] for path in sorted(door.run_dir.attempt(1).iterdir())]
+    taken = [path.name.partition("-")[0] for path in sorted(door.run_dir.attempt(1).glob("s*"))]
     assert taken == ["save", "stop"]
 
 

@@ -9,15 +9,18 @@ import pytest
 
 from jaxres import runlog
 from jaxres.clock import SystemClock
+from jaxres.config.preemption import PreemptionSection
 from jaxres.config.schema import LaunchSection, RestartSection
 from jaxres.faults import Exit, Fenced, StorageUnavailable
 from jaxres.rundir import RunDir
 from jaxres.runlog import Record
-from jaxres.supervise import attempts, lookout
-from jaxres.supervise.attempts import Run
+from jaxres.supervise import comeback, lookout
+from jaxres.supervise.comeback import Run
 from jaxres.supervise.meeting import boot_id
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.restart import Policy
+from jaxres.supervise.watchman import Watchman
+from tests.emulators.metadata import MetadataServer
 from tests.unit.records import CLAIM
 
 OURS = dataclasses.replace(
@@ -37,7 +40,7 @@ def run(tmp_path, monkeypatch):
     """A supervisor between its first attempt and the next."""
     monkeypatch.setattr(lookout, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(lookout, "CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr(attempts, "LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(comeback, "LEAVE_SECONDS", 0.0)
     run_dir, clock = RunDir(tmp_path), SystemClock()
     run_dir.log.mkdir()
     run_dir.attempt(1).mkdir(parents=True)
@@ -46,7 +49,8 @@ def run(tmp_path, monkeypatch):
     policy = Policy(limits, LaunchSection(), (1,), began=clock.monotonic(), seed=1)
     wakeup, write_end = os.pipe()
     os.set_blocking(wakeup, False)
-    with Owner(run_dir, clock=clock) as owner:
+    watchman = Watchman(PreemptionSection(), env={}, clock=clock, product="")
+    with watchman, Owner(run_dir, clock=clock) as owner:
         run = Run(
             config=None,  # type: ignore[arg-type]
             run_dir=run_dir,
@@ -54,15 +58,19 @@ def run(tmp_path, monkeypatch):
             owner=owner,
             clock=clock,
             wakeup=wakeup,
+            watchman=watchman,
             policy=policy,
             emit=lambda event: None,
+            saves=None,  # type: ignore[arg-type]
             train=lambda opened: None,  # type: ignore[arg-type, return-value]
+            zygote=None,
             env={},
             line=runlog.fold([]),
             last_seq=0,
             first_step=0,
+            history=[],
         )
-        attempts._take(run, runlog.read_records(run_dir.log))
+        comeback._take(run, runlog.read_records(run_dir.log))
         run.signal = lambda number: os.write(write_end, bytes([number]))  # type: ignore[attr-defined]
         yield run
     os.close(wakeup)
@@ -72,31 +80,31 @@ def run(tmp_path, monkeypatch):
 def test_another_owners_claim_is_not_taken_for_ours(run):
     write(run.run_dir, HEIR)
     with pytest.raises(Fenced, match=f"attempt 2 .*pid {HEIR.pid}.* owns this run now"):
-        attempts._take(run, runlog.read_records(run.run_dir.log))
+        comeback._take(run, runlog.read_records(run.run_dir.log))
     assert run.line.claims == (OURS,), "what the heir has started is not ours to end"
 
 
 def test_a_claim_of_ours_that_failed_on_its_way_is_ours(run):
     write(run.run_dir, dataclasses.replace(OURS, attempt=2))
-    attempts._take(run, runlog.read_records(run.run_dir.log))
+    comeback._take(run, runlog.read_records(run.run_dir.log))
     assert run.line.attempt == 2
 
 
 def test_a_log_that_is_away_is_no_empty_log(run):
     with pytest.raises(StorageUnavailable, match="1 records were here, now 0 are"):
-        attempts._take(run, [])
+        comeback._take(run, [])
     assert run.line.attempt == 1
 
 
 def test_a_pause_ends_in_time(run):
     since = run.clock.monotonic()
-    assert attempts._pause(run, 0.3) is None
+    assert comeback._pause(run, 0.3) is None
     assert 0.3 <= run.clock.monotonic() - since < 2
 
 
 def test_who_is_overtaken_in_a_pause_ends_and_writes_nothing(run):
     write(run.run_dir, HEIR)
-    ended = attempts._pause(run, 20)
+    ended = comeback._pause(run, 20)
     assert (ended.code, ended.on_record) == (Exit.FENCED, False)
 
 
@@ -107,27 +115,41 @@ def test_who_is_overtaken_in_a_pause_ends_and_writes_nothing(run):
 def test_a_signal_ends_a_pause_at_once(run, number, code):
     run.signal(number)
     since = run.clock.monotonic()
-    ended = attempts._pause(run, 20)
+    ended = comeback._pause(run, 20)
     assert (ended.code, ended.asked) == (code, code)
     assert run.clock.monotonic() - since < 2
+
+
+def test_a_notice_ends_a_pause_and_one_of_a_far_end_does_not(run):
+    with MetadataServer() as server:
+        section = PreemptionSection()
+        with Watchman(section, env=server.env, clock=run.clock, product="") as run.watchman:
+            run.watchman.take()
+            server.announce(seconds=3600)
+            assert comeback._pause(run, 0.5) is None
+            server.preempt()
+            ended = comeback._pause(run, 60.0)
+    assert ended is not None
+    assert (ended.code, ended.asked) == (Exit.PREEMPTED, Exit.PREEMPTED)
+    assert ended.reason.startswith("this VM is being preempted between two attempts")
 
 
 def test_other_signals_end_no_pause(run):
     run.signal(signal.SIGUSR1)
     run.signal(signal.SIGUSR2)
-    assert attempts._pause(run, 0.1) is None
+    assert comeback._pause(run, 0.1) is None
 
 
 def test_storage_that_hangs_lets_no_attempt_begin_and_keeps_no_signal_waiting(run):
     os.mkfifo(run.run_dir.log / "00000002.json")
-    ended = attempts._pause(run, 0.0)
+    ended = comeback._pause(run, 0.0)
     assert ended.code == Exit.STORAGE
     assert "storage has not answered for" in ended.reason
     run.signal(signal.SIGTERM)
-    assert attempts._pause(run, 0.0).code == 75
+    assert comeback._pause(run, 0.0).code == 75
 
 
 def test_hours_that_are_over_end_a_pause(run):
     limits = LaunchSection(max_hours=0.1 / 3600)
     run.policy = dataclasses.replace(run.policy, launch=limits, began=run.clock.monotonic())
-    assert attempts._pause(run, 20).code == Exit.STOPPED
+    assert comeback._pause(run, 20).code == Exit.STOPPED

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from jaxres.doors.peers import Awake, Peers
+from jaxres.clock import Awake
+from jaxres.doors.channels import Peers
 from jaxres.doors.wire import MAX_UNSENT_BYTES, Wire
 from jaxres.doors.words import (
     MAX_BYTES,

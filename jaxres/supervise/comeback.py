@@ -14,25 +14,40 @@ import select
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from jaxres import faults, runlog, screen
 from jaxres.alerts.notify import Alerts
+from jaxres.alerts.saves import Saves
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
-from jaxres.events import AttemptRestarted, Event, EventLog, GaveUp, SupervisionEnded
+from jaxres.eventlog import EventLog
+from jaxres.events import Event, GaveUp, SupervisionEnded
 from jaxres.faults import Exit, Fenced, StorageUnavailable, TypedEnd
 from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, Line, Record
-from jaxres.supervise import lookout, meeting, opening, remains, restart, signals
+from jaxres.runlog import Claim, Leave, Line, Record
+from jaxres.supervise import (
+    answers,
+    decided,
+    lookout,
+    meeting,
+    opening,
+    past,
+    remains,
+    restart,
+    signals,
+)
 from jaxres.supervise.attempt import Ended, say
 from jaxres.supervise.deadlines import LEAVE_SECONDS
 from jaxres.supervise.last_words import exit_name, last_words
 from jaxres.supervise.lookout import Lookout
 from jaxres.supervise.owner import Owner
+from jaxres.supervise.past import Past
 from jaxres.supervise.patience import within
 from jaxres.supervise.restart import Again, GiveUp, Outcome, Policy
+from jaxres.supervise.watchman import Watchman
+from jaxres.supervise.zygote import Zygote
 
 TICK_SECONDS = 0.25
 LOOK_SECONDS = 0.02
@@ -52,21 +67,27 @@ class Run:
     clock: Clock
     wakeup: int
     """Where signals come as bytes."""
+    watchman: Watchman
+    """Watches for notices of this machine, between attempts too."""
     policy: Policy
     emit: Callable[[Event], None]
+    saves: Saves
     train: Callable[..., Ended]
     """Runs an opened attempt."""
+    zygote: Zygote | None
+    """Forks the workers of every attempt but the first; None: all are fresh processes."""
     env: Mapping[str, str]
     line: Line
     """The newest that could be read."""
     last_seq: int
     first_step: int
     """Newest committed step when the supervisor began."""
+    history: list[Outcome]
+    """Of all attempts that count, those of earlier supervisors too."""
     claim: Claim | None = None
     """Of the newest attempt of this supervisor."""
     places: tuple[int, ...] = ()
     """Of that attempt's hosts."""
-    history: list[Outcome] = field(default_factory=list)
 
 
 def keep_up(
@@ -85,7 +106,8 @@ def keep_up(
       config: of every attempt.
       run_dir: the run's, which has no owner that lives.
       policy: when to go on.
-      train: runs an opened attempt to its end; is given `env`, `wakeup` and `until`.
+      train: runs an opened attempt to its end; is given `env`, `wakeup`, `until`, `heard` and
+        `zygote`.
       env: the environment that attempts are to have.
       clock: the supervisor's.
       alerts: are told what is decided; entered once the run is owned, since who is refused may
@@ -93,12 +115,17 @@ def keep_up(
     """
     remains.adopt_orphans()
     with contextlib.ExitStack() as stack:
+        watchman = stack.enter_context(Watchman(config.preemption, env=env, clock=clock))
         owner = stack.enter_context(Owner(run_dir, clock=clock))
         stack.enter_context(alerts)
         records = runlog.read_records(run_dir.log)
         log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.hear])
         stack.push(lambda *_: within(opening.RECORD_SECONDS, log.__exit__))
-        line = runlog.fold(records)
+        line, found = runlog.fold(records), past.recall(records)
+        emit = partial(_emit_in_time, log)
+        zygote = None
+        if config.restart.fork:
+            zygote = stack.enter_context(Zygote(run_dir, emit=emit, clock=clock))
         run = Run(
             config=config,
             run_dir=run_dir,
@@ -106,15 +133,19 @@ def keep_up(
             owner=owner,
             clock=clock,
             wakeup=stack.enter_context(signals.as_bytes()),
+            watchman=watchman,
             policy=policy,
-            emit=partial(_emit_in_time, log),
+            emit=emit,
+            saves=Saves(alerts.tell, run=run_dir.root.absolute().name),
             train=train,
+            zygote=zygote,
             env=env,
             line=line,
             last_seq=len(records),
             first_step=line.step,
+            history=list(found.outcomes),
         )
-        return _attempts(run)
+        return _attempts(run, found)
 
 
 def _emit_in_time(log: EventLog, event: Event) -> None:
@@ -128,9 +159,17 @@ def _emit_in_time(log: EventLog, event: Event) -> None:
         say("the event could not be written: storage does not answer")
 
 
-def _attempts(run: Run) -> int:
-    """Makes attempts until one of them is the last."""
-    ended = _attempt(run, without=frozenset())
+def _attempts(run: Run, found: Past) -> int:
+    """Makes attempts until one of them is the last, or budgets were used up before."""
+    decision = Again(0.0, frozenset(), "")
+    if run.history:
+        decision = restart.decide(run.history, run.clock.monotonic(), run.policy)
+    _tell(run, *decided.started(run.line, run.policy, found, decision))
+    if isinstance(decision, GiveUp):
+        last = run.history[-1]
+        ended = Ended(last.code, last.reason, committed=False, on_record=False)
+        return _leave(run, ended, decision.exit, decision.reason)
+    ended = _attempt(run, without=decision.without_hosts)
     while True:
         run.history.append(_outcome(run, ended))
         decision = restart.decide(run.history, run.clock.monotonic(), run.policy)
@@ -139,7 +178,7 @@ def _attempts(run: Run) -> int:
         if ended.asked is not None:
             why = "" if ended.asked == ended.code else "asked to stop, then "
             return _leave(run, ended, ended.asked, f"{why}{ended.reason}")
-        _tell_of_restart(run, ended, decision)
+        _tell(run, *decided.restarted(run.line, run.policy, ended, decision))
         ended = _pause(run, decision.after_seconds) or _attempt(run, without=decision.without_hosts)
 
 
@@ -153,7 +192,8 @@ def _attempt(run: Run, *, without: frozenset[int]) -> Ended:
         _clear(run, run.line.claims)
         if opening.is_done(run.run_dir, run.config):
             return Ended(Exit.DONE, "the last step is committed", True, on_record=False)
-        meet = meeting.behind_one_door(run.config, run.run_dir, num_hosts=len(places))
+        number = len(places)
+        meet = meeting.behind_one_door(run.config, run.run_dir, num_hosts=number, places=places)
         with meet as job:
             ended = _claimed(run, job)
         with contextlib.suppress(StorageUnavailable):  # The next attempt tries again.
@@ -172,12 +212,20 @@ def _claimed(run: Run, job: meeting.Job) -> Ended:
     log, opened = opening.claim_next(
         run.config, run.run_dir, job=job, owner=run.owner, clock=run.clock, env=run.env
     )
+    opened = dataclasses.replace(opened, watchman=run.watchman)
     run.claim, run.last_seq = opened.claim, opened.last_seq
     run.line = dataclasses.replace(run.line, claims=(*run.line.claims, opened.claim))
     ended = opening.stop_that_was_asked(run.run_dir, opened.claim)
     if ended is None:
         until = restart.ends_at(run.policy)
-        ended = run.train(opened, env=run.env, wakeup=run.wakeup, until=until)
+        ended = run.train(
+            opened,
+            env=run.env,
+            wakeup=run.wakeup,
+            until=until,
+            heard=partial(run.saves.heard, attempt=opened.claim.attempt),
+            zygote=run.zygote,
+        )
     opening.put_down_in_time(log, ended, run_dir=run.run_dir, owner=run.owner)
     return ended
 
@@ -209,15 +257,15 @@ def _overtaken(run: Run, claim: Claim) -> str:
 
 def _clear(run: Run, claims: Sequence[Claim]) -> None:
     """Ends what attempts have left behind."""
-    if cleared := remains.end(run.folder, claims, clock=run.clock):
+    spare = set() if run.zygote is None else run.zygote.pids
+    if cleared := remains.end(run.folder, claims, clock=run.clock, spare=spare):
         say(f"{cleared} process(es) that an attempt had left behind were ended")
 
 
 def _outcome(run: Run, ended: Ended) -> Outcome:
     before = run.history[-1].step_after if run.history else run.first_step
     culprit = None if ended.culprit is None else run.places[ended.culprit]
-    now = run.clock.monotonic()
-    return Outcome(ended.code, ended.reason, before, max(before, run.line.step), now, culprit)
+    return Outcome(ended.code, ended.reason, before, max(before, run.line.step), culprit)
 
 
 def _pause(run: Run, seconds: float) -> Ended | None:
@@ -236,14 +284,16 @@ def _pause(run: Run, seconds: float) -> Ended | None:
         while True:
             left = began + seconds - run.clock.monotonic()
             tick = min(TICK_SECONDS, max(LOOK_SECONDS, left))
-            select.select([run.wakeup, watch.wakeup], [], [], tick)
+            select.select([run.wakeup, watch.wakeup, run.watchman.wakeup], [], [], tick)
+            now = run.clock.monotonic()
+            if (notice := answers.between_attempts(run.watchman, now=now)) is not None:
+                return _stopped(Exit.PREEMPTED, notice.words)
             for number in signals.taken(run.wakeup):
                 if (ended := _answer(number)) is not None:
                     return ended
             for report in watch.reports():
                 if (ended := _heed(run, report)) is not None:
                     return ended
-            now = run.clock.monotonic()
             if now >= began + seconds and watch.has_answered:
                 return None
             if now >= restart.ends_at(run.policy):
@@ -284,26 +334,10 @@ def _heed(run: Run, report: lookout.Report) -> Ended | None:
     return None
 
 
-def _tell_of_restart(run: Run, ended: Ended, decision: Again) -> None:
-    number, step = run.line.attempt, run.line.step
-    hosts = len(restart.hosts(run.policy, decision.without_hosts) or ())
-    run.emit(
-        AttemptRestarted(
-            attempt=number,
-            exit=ended.code,
-            name=exit_name(ended.code),
-            culprit=ended.culprit,
-            step=step,
-            after_seconds=decision.after_seconds,
-            num_hosts=hosts,
-            without_hosts=tuple(sorted(decision.without_hosts)),
-            budget=decision.reason,
-            reason=ended.reason,
-        )
-    )
-    excluded = f" with {hosts} host(s)" if decision.without_hosts else ""
-    say(f"attempt {number} ended: {ended.reason} ({ended.code} {exit_name(ended.code)})")
-    say(f"again from step {step}{excluded} in {decision.after_seconds:.1f} s ({decision.reason})")
+def _tell(run: Run, event: Event, words: list[str]) -> None:
+    run.emit(event)
+    for line in words:
+        say(line)
 
 
 def _leave(run: Run, ended: Ended, code: int, reason: str) -> int:
@@ -312,6 +346,7 @@ def _leave(run: Run, ended: Ended, code: int, reason: str) -> int:
     kind = SupervisionEnded if as_asked else GaveUp
     if code != Exit.FENCED:
         run.emit(kind(run.line.attempt, code, exit_name(code), run.line.step, reason))
+        _record_leave(run, code, reason)
     is_the_attempts = (code, reason) == (ended.code, ended.reason)
     if not is_the_attempts or (run.claim is None and ended.to_be_said):
         screen.flush()
@@ -321,3 +356,23 @@ def _leave(run: Run, ended: Ended, code: int, reason: str) -> int:
     if not as_asked:
         screen.tell(last_words(run.run_dir, run.line.attempt, ended, code=code))
     return code
+
+
+def _record_leave(run: Run, code: int, reason: str) -> None:
+    """Puts the end into the log, where the next supervisor looks; there is none without a claim."""
+    if run.line.attempt == 0:
+        return
+
+    def record() -> bool:
+        after, attempt = run.last_seq, run.line.attempt
+        log = runlog.RunLog(run.run_dir.log, attempt=attempt, last_seq=after, clock=run.clock)
+        log.append(Leave(exit=code, reason=reason))
+        return True
+
+    try:
+        is_recorded = within(opening.RECORD_SECONDS, record)
+    except (TypedEnd, OSError) as error:
+        say(f"the supervisor's end could not be recorded: {error}")
+    else:
+        if is_recorded is None:
+            say("the supervisor's end could not be recorded: storage does not answer")

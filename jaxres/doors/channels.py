@@ -13,13 +13,11 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from jaxres.clock import Clock
+from jaxres.clock import Awake, Clock
 from jaxres.doors.wire import Wire
 from jaxres.doors.words import Farewell, Hello, Here, Lost, Standing, Word, WorkerEnded
 
 BEAT_SECONDS = 1.0
-SLEPT_SECONDS = 2.0
-"""Two looks that are further apart than this: the process itself was asleep, or busy elsewhere."""
 DOUBT_SECONDS = 3 * BEAT_SECONDS
 HELLO_SECONDS = 5.0
 """Longest time that a stranger may take to say who it is."""
@@ -28,23 +26,6 @@ LINGER_SECONDS = 2.0
 ROOM_FOR_STRANGERS = 64
 ACCEPTS_AT_ONCE = 64
 CLOSE_LOOK_SECONDS = 0.05
-
-
-class Awake:
-    """Tells the time without what this process has slept, so that its own sleep blames nobody."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._looked_at = clock.monotonic()
-        self._slept = 0.0
-
-    def now(self) -> float:
-        """Seconds awake; to be asked at least every SLEPT_SECONDS."""
-        now = self._clock.monotonic()
-        if now - self._looked_at > SLEPT_SECONDS:
-            self._slept += now - self._looked_at
-        self._looked_at = now
-        return now - self._slept
 
 
 class Channel:

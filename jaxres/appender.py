@@ -1,0 +1,172 @@
+"""Lines appended to a file, for logs that training never waits for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Literal
+
+from jaxres.faults import StorageUnavailable, TypedEnd
+from jaxres.storage import make_dir, sync_dir, typed_errors
+
+PATIENCE_SECONDS = 1.0
+"""Longest wait for storage to take a line, before it waits in memory."""
+
+
+class Appender:
+    """Appends whole lines to a file, from any thread.
+
+    Lines that storage does not take wait in memory, in order, and go first once it does again. A
+    line that was taken in part is continued where it was cut, unless a kill has cut it. Only the
+    opening of the file raises whatever storage says.
+
+    The writing is a thread's. Whoever appends waits for it, so that what was appended is written;
+    but storage that hangs holds nobody up for longer than PATIENCE_SECONDS, and only once.
+    """
+
+    def __init__(
+        self, path: Path, *, max_waiting: int, beyond: Literal["refuse", "drop oldest"]
+    ) -> None:
+        """Opens the file, and creates it and its folder if they are not there.
+
+        Args:
+          path: the file.
+          max_waiting: lines that may wait.
+          beyond: what is done with one more: raise StorageUnavailable, or drop the oldest, so that
+            no append ever raises.
+        """
+        make_dir(path.parent)
+        self._path = path
+        self._max_waiting = max_waiting
+        self._beyond = beyond
+        self._waiting: deque[bytes] = deque()
+        self._rest = b""
+        """What is left of the line that is being written; the thread's."""
+        self._dropped = 0
+        self._lost: str | None = None
+        with typed_errors(path):
+            self._file = path.open("ab+", buffering=0)
+            sync_dir(path.parent)  # Else its lines may be durable, and its name not.
+            size = self._file.seek(0, os.SEEK_END)
+            if size:
+                self._file.seek(size - 1)
+                if self._file.read(1) != b"\n":
+                    self._rest = b"\n"
+        self._changed = threading.Condition()
+        self._asked = self._tried = 0
+        """How often somebody has asked for a try to write, and up to which of these it was done."""
+        self._refusal: Exception | None = None
+        """How the last try ended."""
+        self._is_silent = False
+        """Whether somebody has waited in vain for the try that goes on."""
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="jaxres-lines", daemon=True)
+        self._thread.start()
+
+    def append(self, line: bytes) -> None:
+        """Hands one line to the operating system: it outlives the process, not yet the machine.
+
+        Raises:
+          StorageUnavailable: too many lines are waiting, or earlier ones may be lost.
+          ConfigError: the file may no longer be written.
+        """
+        with self._changed:
+            self._refuse_if_lost()
+            self._waiting.append(line + b"\n")
+            refusal = self._try(None if self._is_silent else PATIENCE_SECONDS)
+            if refusal is None:
+                return
+            too_many = len(self._waiting) > self._max_waiting
+            if self._beyond == "drop oldest":
+                if too_many:
+                    self._waiting.popleft()
+                    self._dropped += 1
+            elif too_many or not isinstance(refusal, StorageUnavailable):
+                raise refusal
+
+    def _try(self, seconds: float | None) -> Exception | None:
+        """Has all that waits written; returns what refuses it. Waits so long; None: not at all."""
+        self._asked += 1
+        asked = self._asked
+        self._changed.notify_all()
+        if seconds is None or not self._changed.wait_for(lambda: self._tried >= asked, seconds):
+            self._is_silent = True
+            return StorageUnavailable(f"{self._path}: storage does not answer.")
+        return self._refusal
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # All are the main one's.
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked > self._tried or self._is_closed)
+                if self._asked == self._tried:
+                    return
+                asked = self._asked
+            refusal = None
+            try:
+                self._write_waiting()
+            except Exception as error:  # noqa: BLE001 - raised by who has asked.
+                refusal = error
+            with self._changed:
+                self._tried, self._refusal, self._is_silent = asked, refusal, False
+                self._changed.notify_all()
+
+    def _write_waiting(self) -> None:
+        with typed_errors(self._path):
+            while True:
+                with self._changed:
+                    if not self._rest and self._waiting:
+                        self._rest = self._waiting.popleft()
+                if not self._rest:
+                    return
+                # An unbuffered write may take only a part, without an error.
+                self._rest = self._rest[self._file.write(self._rest) :]
+
+    def sync(self) -> None:
+        """Writes what waits and makes all lines so far durable, or raises; waits for storage.
+
+        After a failed fsync nobody knows which lines the system has dropped, and a second fsync
+        would not tell; so all that follows is refused.
+        """
+        with self._changed:
+            self._refuse_if_lost()
+            refusal = self._try(threading.TIMEOUT_MAX)
+        if refusal is not None:
+            raise refusal
+        try:
+            with typed_errors(self._path):
+                os.fsync(self._file.fileno())
+        except (TypedEnd, OSError) as error:
+            self._lost = f"lines could not be made durable and may be lost ({error})"
+            raise
+
+    def _refuse_if_lost(self) -> None:
+        if self._lost is not None:
+            raise StorageUnavailable(
+                f"{self._path}: {self._lost}. Nothing committed is lost. Mend the storage, then "
+                "start the same command: it computes them again."
+            )
+
+    def take_dropped(self) -> int:
+        """Returns how many lines were dropped, once none waits any more; counts anew from there."""
+        with self._changed:
+            if self._rest or self._waiting:
+                return 0
+            dropped, self._dropped = self._dropped, 0
+            return dropped
+
+    def close(self) -> int:
+        """Tries once more to write what waits, closes, and returns how many lines are not there."""
+        with self._changed:
+            if not self._is_closed:
+                self._try(PATIENCE_SECONDS)
+                self._is_closed = True
+                self._changed.notify_all()
+            is_silent = self._is_silent
+        if not is_silent:  # Else the thread may use the file whenever storage lets it go.
+            self._thread.join()
+            self._file.close()
+        return self._dropped + len(self._waiting) + bool(self._rest)

@@ -1,0 +1,74 @@
+"""Pins, and the two phases of pruning: a record makes steps dead for everyone, then bytes go.
+
+A kill between the phases leaves directories that no record names; the next sweep takes them. Only
+who owns the run prunes; anybody may pin.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxres import storage
+from jaxres.checkpoint import retention
+from jaxres.config.saving import KeepSection
+from jaxres.rundir import RunDir
+from jaxres.runlog import Line, Prune, RunLog
+
+
+def pinned(run_dir: RunDir) -> set[int]:
+    """Returns the steps that are pinned; other names in the folder are nobody's pin."""
+    return {int(name) for name in storage.list_names(run_dir.pins) if name.isdecimal()}
+
+
+def pin(run_dir: RunDir, step: int) -> None:
+    """Pins a step, durably; it holds from the owner's next look at the pins on."""
+    storage.make_dir(run_dir.pins)
+    storage.create(run_dir.pins / str(step), b"")
+
+
+def unpin(run_dir: RunDir, step: int) -> bool:
+    """Takes a pin back; False: there was none."""
+    with storage.typed_errors(run_dir.pins):
+        try:
+            (run_dir.pins / str(step)).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def plan(line: Line, keep: KeepSection, *, run_dir: RunDir) -> retention.Plan:
+    """Returns what becomes of each committed step now."""
+    return retention.plan(retention.steps_of(line), keep, pinned=pinned(run_dir))
+
+
+def prune(log: RunLog, keep: KeepSection, *, run_dir: RunDir) -> tuple[int, ...]:
+    """Takes the steps that nothing keeps off the line, and returns them; deletes no byte.
+
+    A pin may come between the look at the pins and the record. Who pins looks at the log
+    afterwards: where it still shows the step, the pin was there before the record and is seen here,
+    and the step gets its commit back.
+
+    Raises:
+      StorageUnavailable: the record may stand all the same; the log says.
+    """
+    line = log.line()
+    dead = plan(line, keep, run_dir=run_dir).dead
+    if not dead:
+        return ()
+    log.append(Prune(steps=dead))
+    late = pinned(run_dir) & set(dead)
+    for commit in line.committed:
+        if commit.step in late:
+            log.append(commit)
+    return tuple(step for step in dead if step not in late)
+
+
+def leftovers(line: Line, *, run_dir: RunDir) -> list[Path]:
+    """Returns what is off the line, half deleted or whole, of a run that nobody owns."""
+    names = retention.leftovers(run_dir.checkpoints, keep=line.stay, attempt=line.attempt)
+    return [run_dir.checkpoints / name for name in names] + storage.trash(run_dir.checkpoints)
+
+
+def delete_all_but(line: Line, *, run_dir: RunDir, attempt: int) -> list[str]:
+    """Deletes the step directories, of this attempt or earlier ones, that are off the line."""
+    return retention.sweep(run_dir.checkpoints, keep=line.stay, attempt=attempt)

@@ -1,0 +1,200 @@
+"""safetensors files, written and read one tensor at a time, without jax.
+
+Not by the package of that name, which wants all tensors of a file in memory at once, and whose
+numpy writer (0.8.0) silently writes other numbers for an array that is not C-contiguous. Files are
+read, not mapped: a mapped file that gets shorter kills the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxres import storage
+from jaxres.checkpoint.manifest import ArrayInfo
+from jaxres.faults import ConfigError
+from jaxres.sealed import canonical_json
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000
+"""As in the format's own reader."""
+_TYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "BOOL": np.bool_,
+}
+DTYPES = {word: np.dtype(kind) for word, kind in _TYPES.items()}
+"""The format's word -> the type of the numbers; all little-endian."""
+WORDS = {dtype.name: word for word, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where one tensor is."""
+
+    file: Path
+    name: str
+    info: ArrayInfo
+    """Its dtype is NumPy's name, or the format's word where there is none."""
+    start: int
+    """In the file."""
+    size: int
+
+    def read(self) -> np.ndarray:
+        """Reads the numbers.
+
+        Raises:
+          ConfigError: of a type that is not known here, or the file got shorter.
+          StorageUnavailable: storage did not let it be read.
+        """
+        if self.info.dtype not in WORDS:
+            raise broken(self.file, f"{self.name} is of a type that is not known: {self.info}")
+        with storage.typed_errors(self.file), self.file.open("rb") as file:
+            file.seek(self.start)
+            data = bytearray(self.size)
+            if file.readinto(data) != self.size:
+                raise broken(self.file, f"{self.name} is cut off")
+        return np.frombuffer(data, np.dtype(self.info.dtype)).reshape(self.info.shape)
+
+
+def broken(path: Path, what: str) -> ConfigError:
+    """Returns the error for a file that is not what it should be."""
+    return ConfigError(
+        f"{path}: not a whole safetensors file: {what}. Copy or download it again; nothing was "
+        "taken from it."
+    )
+
+
+def open_file(path: Path) -> dict[str, Tensor]:
+    """Returns name -> tensor of one file, whose header is checked against its size.
+
+    Raises:
+      ConfigError: it is not there, or not a whole safetensors file.
+      StorageUnavailable: storage did not let it be read.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file. Give a safetensors file, or a folder of them.")
+    with storage.typed_errors(path), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise broken(path, f"a header of {length} bytes in a file of {size}")
+        header = file.read(length)
+    try:
+        fields = json.loads(header, object_pairs_hook=_once_each)
+        fields.pop("__metadata__", None)
+        tensors = [_tensor(path, name, entry, 8 + length) for name, entry in fields.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise broken(path, f"its header can't be read ({error!r})") from error
+    end = 8 + length
+    for tensor in sorted(tensors, key=lambda t: (t.start, t.size)):
+        if tensor.start != end:
+            raise broken(path, f"{tensor.name} begins at byte {tensor.start}, expected {end}")
+        end += tensor.size
+    if end != size:
+        raise broken(path, f"it has {size} bytes, its header tells of {end}")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a name is there twice")
+    return dict(pairs)
+
+
+def _tensor(path: Path, name: str, entry: Mapping[str, Any], base: int) -> Tensor:
+    word, shape = entry["dtype"], tuple(entry["shape"])
+    start, stop = entry["data_offsets"]
+    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)) or stop < start:
+        raise ValueError(f"{name}: shape {shape}, bytes {start} to {stop}")
+    dtype = DTYPES.get(word)
+    if dtype is not None and math.prod(shape) * dtype.itemsize != stop - start:
+        raise ValueError(f"{name}: {word}{list(shape)} in {stop - start} bytes")
+    info = ArrayInfo(dtype.name if dtype is not None else str(word), shape)
+    return Tensor(path, name, info, base + start, stop - start)
+
+
+def open_place(path: Path) -> dict[str, Tensor]:
+    """Returns name -> tensor of a file, or of a folder with one file or several and their index.
+
+    Raises:
+      ConfigError: there is no such place, or what is there is not whole.
+      StorageUnavailable: storage did not let it be read.
+    """
+    if not path.is_dir():
+        return open_file(path)
+    index = storage.read(path / INDEX)
+    if index is not None:
+        return _open_index(path, index)
+    files = [name for name in storage.list_names(path) if name.endswith(".safetensors")]
+    if WHOLE in files or len(files) == 1:
+        return open_file(path / (WHOLE if WHOLE in files else files[0]))
+    found = f"several ({', '.join(files[:3])}, ...) and no {INDEX}" if files else "none"
+    raise ConfigError(f"{path}: expected one safetensors file here, or {INDEX}; there are {found}.")
+
+
+def _open_index(folder: Path, index: bytes) -> dict[str, Tensor]:
+    try:
+        places: dict[str, str] = json.loads(index)["weight_map"]
+        files = sorted(set(places.values()))
+        if any(name != Path(name).name for name in files):
+            raise ValueError("a file of it is not in this folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise broken(folder / INDEX, f"it can't be read ({error!r})") from error
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in open_file(folder / file).items():
+            if places.get(name) != file:
+                said = places.get(name, "no file at all")
+                raise broken(folder / file, f"it has {name}, {INDEX} says that {said} has it")
+            tensors[name] = tensor
+    absent = sorted(places.keys() - tensors.keys())
+    if absent:
+        raise broken(folder / places[absent[0]], f"{INDEX} says that it has {absent[0]}")
+    return tensors
+
+
+def write_file(
+    path: Path, infos: Mapping[str, ArrayInfo], contents: Iterator[tuple[str, np.ndarray]]
+) -> None:
+    """Writes a file durably; takes as many of the contents as there are infos, in their order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # Without it readers refuse.
+    end = 0
+    for name, info in infos.items():
+        size = math.prod(info.shape) * np.dtype(info.dtype).itemsize
+        header[name] = {
+            "dtype": WORDS[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    text = canonical_json(header)
+    text += b" " * (-len(text) % 8)
+    with storage.typed_errors(path), path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for wanted, info in infos.items():
+            name, array = next(contents)
+            assert (name, array.dtype.name, array.shape) == (wanted, info.dtype, info.shape)
+            _write_numbers(file, array)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_numbers(file: IO[bytes], array: np.ndarray) -> None:
+    flat = np.ascontiguousarray(array).reshape(-1)
+    file.write(flat.view(np.uint8).data)

@@ -1,0 +1,62 @@
+"""The part of a host whose attempt another host's door opens: it claims and decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from jaxres import runlog
+from jaxres.clock import SystemClock
+from jaxres.config import RunConfig
+from jaxres.faults import Exit
+from jaxres.hosts import Member
+from jaxres.membership import Address
+from jaxres.supervise import signals
+from jaxres.supervise.meeting import following
+from jaxres.supervise.opening import advised, is_done, say_end, worker_command
+from jaxres.supervise.recorded import resolve
+from jaxres.supervise.supervisor import supervise
+from jaxres.supervise.watchman import Watchman
+
+
+def follow(
+    target: Path,
+    overrides: Sequence[str],
+    *,
+    member: Member,
+    address: Address,
+    env: Mapping[str, str],
+    advise: Callable[[RunConfig, str], str],
+) -> int:
+    """Runs one host's part of an attempt that another host's door opens; returns the exit code."""
+    loaded, run_dir = resolve(target, overrides)
+    config = loaded.config
+    if is_done(run_dir, config):
+        return Exit.DONE
+    clock = SystemClock()
+    with contextlib.ExitStack() as stack:
+        watchman = stack.enter_context(Watchman(config.preemption, env=env, clock=clock))
+        met = following(config, run_dir, member, address, clock=clock)
+        attempt_number, peers = stack.enter_context(met)
+        signals.hold()
+        records = runlog.read_records(run_dir.log)
+        claim = runlog.claim_of(records, attempt=attempt_number)
+        command = worker_command(run_dir, claim, member)
+        ended = supervise(
+            {member.host: command},
+            run_dir=run_dir,
+            attempt=claim.attempt,
+            last_seq=len(records),
+            limits=config.deadlines,
+            owner=None,
+            clock=clock,
+            env={**env, "NPROC": str(claim.threads)},
+            num_hosts=member.num_hosts,
+            peers=peers,
+            watchman=watchman,
+        )
+    ended = advised(ended, config, advise)
+    if ended.to_be_said:
+        say_end(ended, run_dir, claim)
+    return ended.code

@@ -1,0 +1,124 @@
+"""The one way into training: first starts, restarts and rollbacks alike; and the way back to it."""
+
+from __future__ import annotations
+
+from jaxres import runlog
+from jaxres.events import PhaseChanged, RolledBack, TrainingStarted
+from jaxres.faults import ConfigError, Rollback, StorageUnavailable
+from jaxres.hosts import WORD_SECONDS
+from jaxres.runlog import Line, Start, fold, start_of
+from jaxres.state import Progress, TrainState, from_plain, to_plain
+from jaxres.train.guarantee import guarantee
+from jaxres.train.run import Flight, Run
+
+LOOK_SECONDS = 0.1
+RESTORE_SHARE = 0.9
+"""Of the deadline of a restore: storage that hangs is storage's fault, before it is a hang."""
+
+
+def go_back(run: Run, verdict: Rollback, *, entry: int) -> None:
+    """Records that training goes on from before the onset: the durable decision.
+
+    No save that was in flight counts afterwards if it may hold what the verdict is about. Killed
+    right before the record, the next attempt meets the same steps and judges alike; killed right
+    after it, the one way in reads it.
+    """
+    run.emit(PhaseChanged("rollback", verdict.reason))
+    run.checkpoints.abandon(verdict.onset)
+    line = run.log.line()
+    steps = [commit.step for commit in line.committed if commit.step < verdict.onset]
+    record = runlog.Rollback(
+        onset=verdict.onset,
+        target=max(steps, default=0),
+        rows=(verdict.rows,),
+        reason=verdict.reason,
+    )
+    run.peers.same(
+        f"rollback/{entry}", lambda: str(run.log.append(record).seq), seconds=WORD_SECONDS
+    )
+    run.checkpoints.go_back(record.target)
+    run.emit(RolledBack(record.onset, record.target, verdict.rows, verdict.reason))
+
+
+def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Flight]:
+    """Enters training: the one way in, for first starts, restarts and rollbacks alike.
+
+    Args:
+      run: the run.
+      entry: how often this attempt has come here before.
+
+    Raises:
+      ConfigError: the rows are not the ones that the run has trained on.
+      Unrestorable: steps are committed, and none is whole.
+    """
+    line = _same_line(run, entry=entry)
+    # Rows that no committed step has seen bind nobody: mended data may go on in the same place.
+    if line.newest is not None and line.dataset != run.dataset:
+        raise ConfigError(
+            f"data.source: the rows are not the ones that this run was started with (fingerprint "
+            f"{run.dataset} here, {line.dataset} there). Bring the old data back, or start a new "
+            "run in another run.dir."
+        )
+    shapes, seconds = to_plain(run.shapes), RESTORE_SHARE * run.meeting_seconds
+    restored = run.checkpoints.restore(line, shapes, seconds=seconds)
+    if restored is None:
+        run.emit(PhaseChanged("init", "new parameters"))
+        (state, init), progress = run.init(line), Progress()
+    else:
+        (state, init), progress = (from_plain(restored.state), None), restored.progress
+    path = restored.commit.path if restored else None
+    seq = _begin_segment(
+        run,
+        Start(
+            step=progress.step,
+            path=path,
+            dataset=run.dataset,
+            computation=run.computation,
+            init=init,
+        ),
+        entry=entry,
+    )
+    before = [start_of(record).computation for record in line.starts]
+    is_verified = restored is None or restored.is_verified
+    level = guarantee(before, run.computation, is_verified=is_verified)
+    run.emit(TrainingStarted(progress.step, path, level))
+    run.emit(PhaseChanged("train"))
+    now = run.clock.monotonic()
+    flight = Flight(
+        seq,
+        at=run.feed.open(line.skips),
+        rollbacks=len(line.rollbacks),
+        cursor=progress.cursor,
+        landed_at=now,
+        dispatched_at=now,
+    )
+    return state, progress, flight
+
+
+def _same_line(run: Run, *, entry: int) -> Line:
+    """Returns the line as the lead has read it; on the others, once they see as much of it."""
+    records = run.log.records()
+    seen = int(run.peers.same(f"records/{entry}", lambda: str(len(records)), seconds=WORD_SECONDS))
+    end = run.clock.monotonic() + WORD_SECONDS
+    while len(records) < seen:
+        if run.clock.monotonic() > end:
+            raise StorageUnavailable(
+                f"{run.log.folder}: host 0 has read {seen} records here, this host finds only "
+                f"{len(records)} after {WORD_SECONDS:.0f} s. Is that the same storage?"
+            )
+        run.clock.sleep(LOOK_SECONDS)
+        records = run.log.records()
+    return fold(records[:seen])
+
+
+def _begin_segment(run: Run, start: Start, *, entry: int) -> int:
+    """Records that training begins, once every host has the state; returns the record's number.
+
+    From here to the first step no host is far behind: the first collective of a job has a short
+    limit of its own.
+    """
+    run.peers.meet(f"restored/{entry}", seconds=run.meeting_seconds)
+    word = run.peers.same(
+        f"start/{entry}", lambda: str(run.log.append(start).seq), seconds=WORD_SECONDS
+    )
+    return int(word)

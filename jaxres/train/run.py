@@ -1,0 +1,148 @@
+"""The frozen bundle of parts that the story is told over, and the steps in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxres.checkpoint.store import Checkpoints
+from jaxres.clock import Clock
+from jaxres.config.guards import RollbackSection
+from jaxres.data import Batch, Skips
+from jaxres.events import Emit
+from jaxres.guards import Guard
+from jaxres.hosts import Peers
+from jaxres.metrics import MetricsLine
+from jaxres.models import Params
+from jaxres.runlog import Line, RunLog
+from jaxres.state import Progress, TrainState
+from jaxres.step import Form
+from jaxres.train.agreement import Agreement
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be done at a step before the next one is dispatched."""
+
+    save: bool
+    evaluate: bool
+
+
+@dataclass(frozen=True)
+class Agenda:
+    """Says what is due at a step; nothing that the run already has. Pure."""
+
+    steps: int
+    save_every_steps: int | None
+    """None: whoever goes by a clock asks for each save."""
+    evaluate_every_steps: int
+
+    def at(self, progress: Progress, *, saved_step: int, asked: bool) -> Due:
+        """Returns what is due: the last step is always saved, and evaluated if any step is.
+
+        Args:
+          progress: where the run is.
+          saved_step: the newest step that is saved or being saved.
+          asked: whether a person, or the lead's clock, wants a save.
+        """
+        step, last = progress.step, progress.step == self.steps
+        every = self.save_every_steps
+        regular = every is not None and step % every == 0
+        save = step > saved_step and (asked or last or regular)
+        evaluate = (
+            self.evaluate_every_steps > 0
+            and step > progress.evaluated_step
+            and (last or step % self.evaluate_every_steps == 0)
+        )
+        return Due(save=save, evaluate=evaluate)
+
+
+Fed = tuple[Batch, Mapping[str, jax.Array]]
+"""A batch, and its arrays on the devices."""
+At = Callable[[int], Fed | None]
+"""Cursor -> what is there; None: gave up, since this host is alone and a stop is asked."""
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The batches on their way to the devices, and what one step consumes."""
+
+    open: Callable[[Skips], At]
+    """Ranges of positions to leave out -> the batches; ends what was opened before."""
+    num_rows: int
+    tokens_per_step: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """The frozen bundle of parts that the story is told over."""
+
+    steps: int
+    agenda: Agenda
+    log: RunLog
+    checkpoints: Checkpoints
+    guards: tuple[Guard, ...]
+    rollback: RollbackSection | None
+    """How often the run may go back."""
+    feed: Feed
+    init: Callable[[Line], tuple[TrainState, dict[str, str] | None]]
+    """Line -> the state before the first step, and the weights that it was made from (Start.init).
+    """
+    shapes: TrainState
+    """jax.ShapeDtypeStruct with sharding for every array of the state."""
+    step: Callable[[TrainState, Mapping[str, jax.Array], Any], tuple[TrainState, jax.Array]]
+    """(state, batch, own word) -> state, metrics and all hosts' words. Donates the state."""
+    form: Form
+    """How the step's metrics are read."""
+    row_places: Sequence[tuple[int, int]]
+    """Host and microbatch of every row of a batch."""
+    evaluate: Callable[[Params, Agreement], float | None]
+    """Params -> held-out loss; None: gave up between two batches, on all hosts alike."""
+    dataset: str
+    computation: dict[str, str]
+    landed: Callable[[MetricsLine], None]
+    """Told of every finished step, in order."""
+    agreement: Agreement
+    peers: Peers
+    meeting_seconds: float
+    """How long a host waits for the others before training, while they restore."""
+    emit: Emit
+    clock: Clock
+
+
+@dataclass
+class Flight:
+    """The steps that were dispatched and not yet landed, oldest first."""
+
+    seq: int
+    """Number of the start record whose segment they belong to."""
+    at: At
+    """The batches of that segment."""
+    rollbacks: int
+    """How many the run has behind it."""
+    cursor: int
+    """Where the batch of the oldest step in flight begins."""
+    landed_at: float
+    """When the last step landed, or, with none in flight, when the next one was begun."""
+    dispatched_at: float
+    """When the last step was dispatched, or, with none in flight, when the next one was begun."""
+    waited_seconds: float = 0.0
+    """How much of the time since then this host has waited for the devices, and so for others."""
+    steps: deque[tuple[Progress, np.ndarray, jax.Array]] = dataclasses.field(default_factory=deque)
+
+    def rest(self, now: float) -> None:
+        """Has no step in flight: what was done meanwhile belongs to none."""
+        self.landed_at = self.dispatched_at = now
+        self.waited_seconds = 0.0
+
+    def busy_seconds(self, now: float) -> float:
+        """Returns how long this host has worked by itself for the step that it dispatches now."""
+        busy = now - self.dispatched_at - self.waited_seconds
+        self.dispatched_at, self.waited_seconds = now, 0.0
+        return busy

@@ -1,0 +1,88 @@
+"""What a run may leave on its machine when it has ended: files of its own, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxres.rundir import RunDir
+from tests.promises.trainer import line
+
+
+def members(run_dir: RunDir) -> list[int]:
+    """Returns every process that was started for this run directory and still lives."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if any(str(run_dir.root).encode() in word for word in words):
+                found.append(int(entry.name))
+    return found
+
+
+def wait_for_nobody(run_dir: RunDir, *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while left := members(run_dir):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.01)
+
+
+def assert_nothing_left(run_dir: RunDir) -> None:
+    """Holds that no process, port, lock or shared memory of a run is left."""
+    wait_for_nobody(run_dir, seconds=1)
+    for claim in line(run_dir).claims:
+        if claim.coordinator is not None:
+            host, _, port = claim.coordinator.partition(":")
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((host, int(port)), timeout=5)
+    assert locks(run_dir) == []
+    assert shared_memory(since=run_dir.lock.stat().st_mtime) == []  # When the run was begun.
+
+
+def locks(run_dir: RunDir) -> list[str]:
+    """Returns the files below a run directory on which somebody has a kernel lock."""
+    held = {words[5] for words in _table("/proc/locks") if len(words) > 5}
+    found = []
+    for path in run_dir.root.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            major, minor = os.major(status.st_dev), os.minor(status.st_dev)
+            if f"{major:02x}:{minor:02x}:{status.st_ino}" in held:
+                found.append(str(path))
+    return found
+
+
+def shared_memory(*, since: float) -> list[str]:
+    """Returns the segments that are younger than a moment and that no living process uses."""
+    named = [entry for entry in Path("/dev/shm").iterdir() if _changed_at(entry) >= since]
+    used = "".join(map(_maps, Path("/proc").glob("[0-9]*"))) if named else ""
+    found = [str(entry) for entry in named if str(entry) not in used]
+    for words in _table("/proc/sysvipc/shm")[1:]:
+        segment, attached, changed_at = words[1], int(words[6]), float(words[13])
+        if attached == 0 and changed_at >= since:
+            found.append(f"System V segment {segment}")
+    return found
+
+
+def _changed_at(entry: Path) -> float:
+    with contextlib.suppress(FileNotFoundError):
+        return entry.stat().st_ctime
+    return 0.0
+
+
+def _maps(process: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (process / "maps").read_text()
+    return ""
+
+
+def _table(path: str) -> list[list[str]]:
+    return [row.split() for row in Path(path).read_text().splitlines()]

@@ -1,0 +1,101 @@
+"""A disk that gets full in the middle of a save: no half is left, somebody is told, it heals."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxres import storage
+from jaxres.faults import Exit
+from jaxres.rundir import RunDir
+from tests.promises.mounts import Namespace
+from tests.promises.trainer import MLP, TINY, Place, digest, line
+from tests.unit.alerts.hooks import served
+
+MIB = 2**20
+TARGETS = "alerts.targets=[{kind: generic, url_env: HOOK}]"
+
+
+@pytest.fixture
+def namespace() -> Iterator[Namespace]:
+    namespace = Namespace.open()
+    yield namespace
+    namespace.close()
+
+
+class Hog(threading.Thread):
+    """Takes all the room that is left as soon as a save is being written, until it is told off."""
+
+    def __init__(self, disk: Path) -> None:
+        super().__init__(daemon=True)
+        self.disk, self.ballast = disk, disk / "ballast"
+        self.closed = False
+
+    def run(self) -> None:
+        checkpoints = self.disk / "run" / "checkpoints"
+        while not self.closed and not list(checkpoints.glob("*.orbax-checkpoint-tmp")):
+            time.sleep(0.0002)
+        with self.ballast.open("wb") as file:
+            while not self.closed:
+                if free := shutil.disk_usage(self.disk).free:
+                    with contextlib.suppress(OSError):
+                        os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free)
+                time.sleep(0.0002)
+
+
+@pytest.mark.parametrize(
+    "size_bytes",
+    [
+        24 * MIB,
+        pytest.param(17 * MIB, marks=pytest.mark.campaign),
+        pytest.param(64 * MIB, marks=pytest.mark.campaign),
+    ],
+)
+def test_saves_on_a_disk_that_gets_full_are_told_once_and_heal(
+    place: Place, namespace: Namespace, size_bytes: int
+) -> None:
+    inside = place.root / "disk"
+    inside.mkdir()
+    namespace.mount(inside, size_bytes=size_bytes)
+    run_dir = RunDir(namespace.seen_from_here(inside) / "run")
+    words = [
+        *(str(TINY), *MLP, f"run.dir={inside / 'run'}", f"data.cache_dir={place.caches}"),
+        *(f"compilation.cache_dir={place.caches / 'xla'}", "--hosts", "1", TARGETS),
+        *("train.steps=1000000", "model.d_model=256", "checkpoint.max_failed_saves=100000"),
+    ]
+    with served() as hook:
+        env = {"HOOK": hook.url}
+        verb = ("jaxres.launch", "local")
+        trainer = place.command(run_dir, words, verb=verb, env=env, through=namespace.through)
+        trainer.wait_commit(20)
+        hog = Hog(run_dir.root.parent)
+        hog.start()
+        hook.wait(lambda: len(hook.taken) == 1, seconds=60)
+        good, refused_at = line(run_dir).step, trainer.steps()[-1]
+        trainer.wait(lambda: trainer.said().count("ALARM: step ") >= 3, what="a third refusal")
+        assert line(run_dir).step == good, "nothing is committed on a full disk"
+        hog.closed = True
+        hog.join()
+        hog.ballast.unlink()
+        hook.wait(lambda: len(hook.taken) == 2, seconds=60)
+        trainer.wait_commit(good + 40)
+        trainer.kill(signal.SIGINT, who="door")
+        trainer.refused(Exit.STOPPED)
+    told = [(body["kind"], body["step"], body["attempt"]) for body in hook.taken]
+    assert "could not be saved" in hook.taken[0]["reason"], "in the middle of a save"
+    assert told[0] == ("saves_refused", good, 1)
+    assert told[1][0] == "saves_again"
+    assert told[1][1] > max(good, refused_at - 20), "training went on meanwhile"
+    assert len(told) == 2
+    committed = line(run_dir).committed
+    names = [Path(commit.path).name for commit in committed]
+    assert storage.list_names(run_dir.checkpoints) == names, "a half step was left behind"
+    digest(run_dir, committed[-1].step)

@@ -1,0 +1,144 @@
+"""A loss that stays high: training goes on from before its onset, without the rows, and ends as if
+they had never been there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from jaxres import runlog
+from jaxres.clock import SystemClock
+from jaxres.data import rows_at
+from jaxres.eventlog import read_events, read_json_lines
+from jaxres.faults import Exit
+from jaxres.rundir import RunDir
+from jaxres.runlog import RunLog, Skip
+from tests.promises.trainer import FAULTY, Place, Trainer, digest, history, line
+
+ROWS = 24
+ONSET, LAST, TARGET, STEPS = 23, 25, 20, 40
+HARD = [int(row) for row in rows_at(ROWS * (ONSET - 1), 3 * ROWS, num_rows=1800, seed=0)[0]]
+LEFT_OUT = (ROWS * (ONSET - 1), ROWS * LAST)
+WORDS = (
+    "model.target=tests.promises.bad_models:hard",
+    f"model.args={json.dumps({'items': HARD})}",
+    "checkpoint.save_every_steps=5",
+    "checkpoint.keep_last=4",
+    "evaluation.every_steps=0",
+    "guards.rollback.patience_steps=3",
+    "guards.rollback.warmup_steps=10",
+)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> str:
+    """The digest of a run whose log had these skips before it came to them."""
+    place = Place(tmp_path_factory.mktemp("skips"), caches)
+    begun = place.start("skips", *WORDS, "train.steps=5", config=FAULTY)
+    assert begun.ended() == Exit.DONE, begun.said()
+    run_dir = begun.run_dir
+    seq = len(runlog.read_records(run_dir.log))
+    log = RunLog(run_dir.log, attempt=1, last_seq=seq, clock=SystemClock())
+    log.append(Skip(rows=(LEFT_OUT,), reason="as the test has asked"))
+    trainer = place.start("skips", *WORDS, f"train.steps={STEPS}", config=FAULTY)
+    assert trainer.ended() == Exit.DONE, trainer.said()
+    assert not rolled_back(run_dir)
+    return digest(run_dir)
+
+
+def rolled_back(run_dir: RunDir) -> list[runlog.Rollback]:
+    """The rollbacks that the log has."""
+    return [record.body for record in line(run_dir).rollbacks]  # type: ignore[misc]
+
+
+def start(place: Place, *words: str) -> Trainer:
+    return place.start("run", *WORDS, f"train.steps={STEPS}", *words, config=FAULTY)
+
+
+def assert_it_went_back(run_dir: RunDir) -> None:
+    (record,) = rolled_back(run_dir)
+    assert (record.onset, record.target, record.rows) == (ONSET, TARGET, (LEFT_OUT,))
+
+
+def test_a_loss_that_stays_high_ends_as_if_its_rows_had_never_been_there(
+    place: Place, expected: str
+) -> None:
+    trainer = start(place)
+    assert trainer.ended() == Exit.DONE, trainer.said()
+    assert_it_went_back(trainer.run_dir)
+    assert "ROLLBACK: step 25: loss" in trainer.said()
+    assert digest(trainer.run_dir) == expected
+    assert [row["step"] for row in history(trainer.run_dir)] == list(range(1, STEPS + 1))
+
+
+def wrote_rollback(trainer: Trainer) -> bool:
+    return bool(line(trainer.run_dir).rollbacks)
+
+
+def in_phase(phase: str, trainer: Trainer) -> bool:
+    return trainer.entered(phase)
+
+
+def started_again(trainer: Trainer) -> bool:
+    return len(line(trainer.run_dir).starts) > 1
+
+
+def finished_a_step_since(trainer: Trainer) -> bool:
+    metrics = read_json_lines(trainer.run_dir.metrics(trainer.attempt))
+    return started_again(trainer) and metrics[-1]["seq"] == line(trainer.run_dir).starts[-1].seq
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        functools.partial(in_phase, "rollback"),
+        wrote_rollback,
+        functools.partial(in_phase, "restore"),
+        started_again,
+        finished_a_step_since,
+    ],
+    ids=["decided", "recorded", "restoring", "started", "stepped"],
+)
+def test_a_rollback_that_is_killed_ends_as_one_that_is_not(
+    place: Place, expected: str, point: functools.partial[bool]
+) -> None:
+    trainer = start(place)
+    trainer.wait(lambda: point(trainer), what="that point of the rollback")
+    trainer.kill()
+    assert trainer.ended() == -signal.SIGKILL
+    again = start(place)
+    assert again.ended() == Exit.DONE, again.said()
+    assert_it_went_back(again.run_dir)
+    assert digest(again.run_dir) == expected
+
+
+def test_both_hosts_go_back_alike(place: Place) -> None:
+    trainer = place.launched("run", *WORDS, f"train.steps={STEPS}", hosts=2, config=FAULTY)
+    assert_it_went_back(trainer.run_dir)
+    for host in (0, 1):
+        told = read_events(trainer.run_dir.events(1, host))
+        (event,) = [event for event in told if event["event"] == "RolledBack"]
+        assert (event["onset"], event["target"]) == (ONSET, TARGET)
+
+
+def test_more_rollbacks_than_are_borne_end_the_run(place: Place) -> None:
+    trainer = place.start(
+        "run",
+        *WORDS,
+        f"train.steps={STEPS}",
+        "guards.rollback.max_rollbacks=1",
+        "model.args=" + json.dumps({"items": HARD + more_hard()}),
+        config=FAULTY,
+    )
+    trainer.refused(Exit.DIVERGED, "the run has gone back 1 times already")
+    assert_it_went_back(trainer.run_dir)
+
+
+def more_hard() -> list[int]:
+    """Rows that come soon after those which are left out."""
+    return [int(row) for row in rows_at(ROWS * (LAST + 4), 3 * ROWS, num_rows=1800, seed=0)[0]]

@@ -1,0 +1,88 @@
+"""A batch that gives NaN is consumed and changes nothing; the run goes on, and says what it was."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxres.checkpoint import manifest
+from jaxres.data import rows_at
+from jaxres.faults import Exit
+from jaxres.rundir import RunDir
+from tests.promises.trainer import FAULTY, Place, history, line
+
+STEPS = 16
+BAD_ROWS = {5: 3, 6: 20, 11: 12}
+"""Step -> row of its batch whose sample is planted; with two hosts, each has some."""
+ITEMS = [int(rows_at(24 * (n - 1), 24, num_rows=1800, seed=0)[0][BAD_ROWS[n]]) for n in BAD_ROWS]
+
+
+def states(run_dir: RunDir) -> dict[int, dict[str, Any]]:
+    """Returns step -> the arrays of every commit."""
+    return {
+        commit.step: manifest.read_arrays((run_dir.root / commit.path).absolute(), commit)
+        for commit in line(run_dir).committed
+    }
+
+
+@pytest.mark.parametrize(("where", "hosts"), [("gradient", 1), ("loss", 2)])
+def test_a_batch_that_gives_nan_changes_nothing_and_the_run_goes_on(
+    place: Place, where: str, hosts: int
+) -> None:
+    words = (
+        "model.target=tests.promises.bad_models:poisoned",
+        f"model.args={json.dumps({'items': ITEMS, 'where': where})}",
+        f"train.steps={STEPS}",
+        "checkpoint.save_every_steps=1",
+        "checkpoint.keep_last=1000",
+    )
+    trainer = place.launch("run", *words, hosts=hosts, config=FAULTY)
+    assert trainer.ended() == Exit.DONE, trainer.said()
+    skipped = [row["step"] for row in history(trainer.run_dir) if row["skipped"]]
+    told = [
+        [event for event in trainer.events(host) if event["event"] == "UpdateSkipped"]
+        for host in range(hosts)
+    ]
+    assert all([event["step"] for event in events] == skipped for events in told)
+    assert skipped == list(BAD_ROWS)
+    assert f"step {skipped[0]}: loss" in trainer.said()
+    if where == "loss":
+        rows = [tuple(row) for event in told[0] for row in event["rows"]]
+        assert rows == [
+            (row, item, row // 12, 0) for row, item in zip(BAD_ROWS.values(), ITEMS, strict=True)
+        ]
+    else:
+        assert all(event["params"] == ["bias_V"] and not event["rows"] for event in told[0])
+        assert all(np.isfinite(event["loss"]) for event in told[0])
+    kept = states(trainer.run_dir)
+    assert list(kept) == list(range(1, STEPS + 1))
+    for (_, before), (step, after) in pairwise(kept.items()):
+        names = [name for name in after if name.startswith(("params", "opt"))]
+        is_same = all(np.array_equal(before[name], after[name]) for name in names)
+        assert is_same == (step in skipped), step
+        assert all(np.isfinite(after[name]).all() for name in names), step
+        assert not np.array_equal(before["key"], after["key"]), step
+
+
+def test_more_skips_in_a_row_than_are_borne_end_the_run(place: Place) -> None:
+    words = (
+        "model.target=tests.promises.bad_models:nan_at",
+        "model.args.call=31",
+        "optimizer.kind=sgd",
+        "optimizer.learning_rate=1",
+        "optimizer.momentum=0",
+        "optimizer.clip_norm=null",
+        "optimizer.schedule.kind=constant",
+    )
+    trainer = place.start("run", *words, config=FAULTY)
+    trainer.refused(
+        Exit.DIVERGED,
+        "step 36: loss nan",
+        "6 steps in a row were skipped (guards.max_skips_in_a_row)",
+    )
+    assert [row["skipped"] for row in history(trainer.run_dir)[29:36]] == [False] + 6 * [True]
+    assert line(trainer.run_dir).step == 30

@@ -1,0 +1,50 @@
+"""What is written is the state at the save, whatever training does with its buffers meanwhile."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxres.checkpoint import manifest, snapshot
+
+from .conftest import progress
+
+STEPS = 30
+
+
+@jax.jit
+def start():
+    return {"params": {"w": jnp.arange(2**20, dtype=jnp.float32)}, "step": jnp.zeros((), jnp.int32)}
+
+
+@pytest.mark.parametrize("how", ["copy", "device", "auto"])
+def test_training_that_donates_the_state_changes_nothing_of_what_is_saved(place, how):
+    train = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state = start()
+    with place.checkpoints(snapshot=how) as checkpoints:
+        checkpoints.save(state, progress(8))
+        for _ in range(STEPS):
+            state = train(state)
+        jax.block_until_ready(state)
+        checkpoints.wait()
+    (commit,) = place.log.line().committed
+    found = manifest.read_arrays((place.run_dir.root / commit.path).absolute(), commit)
+    expected = start()
+    assert np.array_equal(found["params/w"], expected["params"]["w"])
+    assert found["step"] == 0
+    assert float(state["params"]["w"][0]) == STEPS
+
+
+def test_a_copy_on_the_devices_lies_where_the_state_lies_and_shares_nothing():
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("fsdp",))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    state = {"w": jax.device_put(jnp.arange(64.0), sharding)}
+    copied, is_own = snapshot.taken(state, "device")
+    assert is_own
+    assert copied["w"].sharding == sharding
+    ours = {shard.data.unsafe_buffer_pointer() for shard in state["w"].addressable_shards}
+    theirs = {shard.data.unsafe_buffer_pointer() for shard in copied["w"].addressable_shards}
+    assert not ours & theirs
+    assert snapshot.taken(state, "copy") == (state, False)
+    assert snapshot.taken(state, "auto") == (state, False), "a CPU does not tell its room"

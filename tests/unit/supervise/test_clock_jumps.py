@@ -1,0 +1,166 @@
+"""The wall clock may jump by an hour, either way, at any moment: all is decided as without."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+import pytest
+
+from jaxres.alerts.commits import CommitWatch
+from jaxres.beat import EnteredPhase, FinishedStep
+from jaxres.clock import Awake
+from jaxres.config.schema import DeadlinesSection, LaunchSection, RestartSection
+from jaxres.doors.channels import Peers
+from jaxres.doors.wire import Wire
+from jaxres.doors.words import Here, Lost, encode
+from jaxres.faults import Fenced
+from jaxres.rundir import RunDir
+from jaxres.supervise import blame, owner, restart
+from jaxres.supervise.blame import End
+from jaxres.supervise.deadlines import Watch, overdue_seconds
+from jaxres.supervise.owner import Owner
+from jaxres.supervise.restart import Again, Outcome, Policy
+
+HOUR = 3600.0
+TICKS = 400
+LIMITS = DeadlinesSection(step_seconds=5, compile_seconds=9, start_seconds=9)
+RESTARTS = RestartSection(max_attempts_without_commit=50, jitter=0.0)
+
+
+class SimClock:
+    """A clock that moves when somebody waits, and whose wall time jumps when it is told to."""
+
+    def __init__(self, jumps: dict[float, float]) -> None:
+        self.now = 0.0
+        self.jumps = jumps
+        """Seconds by the moment of the jump."""
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return 1.7e9 + self.now + sum(by for at, by in self.jumps.items() if at <= self.now)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Beaten(SimClock):
+    """While somebody waits by it, another process beats."""
+
+    other: Owner | None = None
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        if self.other is not None:
+            self.other.beat()
+
+
+def supervised(seed: int, jumps: dict[float, float]) -> list[object]:
+    """Plays a supervisor over attempts, hangs, falls and sleeps; returns all that was decided."""
+    chance, clock = random.Random(seed), SimClock(jumps)
+    launch = LaunchSection(max_hours=0.5)
+    policy = Policy(RESTARTS, launch, num_hosts=(1, 2), began=clock.monotonic(), seed=seed)
+    awake, commits = Awake(clock), CommitWatch(60.0, step=0, since=0.0)
+    watch, history = Watch(since=clock.monotonic()), list[Outcome]()
+    step = committed = before = 0
+    decided: list[object] = []
+    for _ in range(TICKS):
+        clock.sleep(chance.choice([0.25, 0.5, 1.0, 1.9, 1.9, 40.0]))
+        if slept := awake.slept():
+            watch = watch.paused(slept)
+        now = clock.monotonic()
+        if chance.random() < 0.5:
+            step += 1
+            watch = watch.after(FinishedStep(step, 1.0), now=now)
+        elif chance.random() < 0.1:
+            watch = watch.after(EnteredPhase("train"), now=now)
+        committed = step if chance.random() < 0.05 else committed
+        decided.append(commits.look(committed, now=awake.now()))
+        late = overdue_seconds(watch, LIMITS, now=now)
+        decided.append(late > 0)
+        fell = End(137, "killed", now, own_word=False) if chance.random() < 0.1 else None
+        if late > 0 or fell is not None:
+            decided.append(blame.due([fell, None], settle_seconds=30.0) - now)
+            history.append(
+                Outcome(137 if fell else 80, "", before, committed, chance.randint(0, 1))
+            )
+            found = restart.decide(history, clock.monotonic(), policy)
+            decided.append(found)
+            if not isinstance(found, Again):
+                return decided
+            clock.sleep(found.after_seconds)
+            awake, watch, before = Awake(clock), Watch(since=clock.monotonic()), committed
+    return decided
+
+
+def starters(run_dir: RunDir, jumps: dict[float, float]) -> list[object]:
+    """Lets others start where somebody beats, and where nobody does any more."""
+    clock = Beaten(jumps)
+    decided: list[object] = []
+    for beats in (True, False, True):
+        clock.other = None
+        with Owner(run_dir, clock=clock) as first:
+            clock.other = first if beats else None
+            for _ in range(3):
+                began = clock.monotonic()
+                try:
+                    with Owner(run_dir, clock=clock):
+                        decided.append("owns")
+                except Fenced:
+                    decided.append("refused")
+                moves = owner.moves(run_dir, clock=clock, seconds=3.0)
+                decided.append((moves, round(clock.monotonic() - began, 3)))
+    return decided
+
+
+def silences(jumps: dict[float, float]) -> list[object]:
+    """Lets another door speak, be silent, and the process sleep."""
+    clock, decided = SimClock(jumps), list[object]()
+    ours, theirs = socket.socketpair()
+    with theirs, Peers(clock=clock, silence_seconds=10.0) as peers:
+        peers.add(1, "node1", Wire(ours))
+        for tick in range(60):
+            clock.sleep(300.0 if tick == 20 else 1.0)
+            if tick < 30:
+                theirs.sendall(encode(Here(tick, "train")))
+            decided.append([type(word) for _, word in peers.hear()])
+    assert [Lost] in decided
+    assert decided.index([Lost]) == 40
+    return decided
+
+
+JUMPS = [{at: by * HOUR} for at in (0.0, 1.5, 7.0, 9.0, 11.0, 13.0, 99.0) for by in (1, -1)]
+JUMPS.append({1.0: HOUR, 2.0: -2 * HOUR, 50.0: HOUR})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_falls_hangs_and_silences_are_decided_alike(seed: int) -> None:
+    calm = supervised(seed, {})
+    kinds = {type(one) for one in calm}
+    assert {bool, str, Again} <= kinds, "nothing happened"
+    for jumps in JUMPS:
+        assert supervised(seed, jumps) == calm
+
+
+def test_who_owns_the_run_is_decided_alike(tmp_path) -> None:
+    calm = starters(RunDir(tmp_path / "calm"), {})
+    assert {"owns", "refused"} <= set(calm)
+    for number, jumps in enumerate(JUMPS):
+        assert starters(RunDir(tmp_path / str(number)), jumps) == calm
+
+
+def test_whose_door_is_gone_is_decided_alike() -> None:
+    calm = silences({})
+    for jumps in JUMPS:
+        assert silences(jumps) == calm
+
+
+def test_the_clock_of_these_tests_does_jump() -> None:
+    clock = SimClock({1.0: HOUR, 2.0: -2 * HOUR})
+    walls = []
+    for _ in range(3):
+        walls.append(clock.wall() - 1.7e9)
+        clock.sleep(1.0)
+    assert walls == [0.0, HOUR + 1, -HOUR + 2]

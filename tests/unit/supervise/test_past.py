@@ -1,0 +1,134 @@
+"""Promises of what a new supervisor goes on from: budgets and exclusions outlive the one before."""
+
+import dataclasses
+import signal
+
+import pytest
+
+from jaxres.config.schema import LaunchSection, RestartSection
+from jaxres.faults import Exit
+from jaxres.runlog import Claim, Commit, Leave, Record, Stop
+from jaxres.supervise import past, restart
+from jaxres.supervise.past import KILLED, Past, recall
+from jaxres.supervise.restart import GiveUp, Outcome, Policy
+from tests.unit.records import CLAIM
+
+POLICY = Policy(RestartSection(jitter=0.0), LaunchSection(), num_hosts=(2, 3), began=0.0, seed=7)
+
+
+def claim(attempt, *places):
+    return dataclasses.replace(CLAIM, attempt=attempt, num_hosts=len(places), places=places)
+
+
+def by_hand(attempt):
+    return dataclasses.replace(CLAIM, attempt=attempt)
+
+
+def commit(step):
+    return Commit(step=step, path="p", manifest="m", bytes=1, known_good=True)
+
+
+def stop(code, culprit=None):
+    return Stop(exit=code, reason=f"end {int(code)}", committed=False, culprit=culprit)
+
+
+def leave(code):
+    return Leave(exit=code, reason="")
+
+
+def remembered(*bodies):
+    records, attempt = [], 0
+    for seq, body in enumerate(bodies, start=1):
+        attempt = body.attempt if isinstance(body, Claim) else attempt
+        records.append(Record(seq, attempt, 0.0, body))
+    return recall(records)
+
+
+def codes(*bodies):
+    return [outcome.code for outcome in remembered(*bodies).outcomes]
+
+
+def test_a_new_run_has_no_past():
+    assert recall([]) == Past()
+
+
+def test_every_end_of_a_supervised_attempt_is_remembered_with_its_steps_and_its_host():
+    found = remembered(
+        *(claim(1, 0, 1, 2), commit(10), stop(70, 1)),
+        *(claim(2, 0, 2), commit(20), stop(80, 1)),
+        *(claim(3, 0, 2), stop(75)),
+    )
+    assert found == Past(
+        (
+            Outcome(70, "end 70", 0, 10, 1),
+            Outcome(80, "end 80", 10, 20, 2),
+            Outcome(75, "end 75", 20, 20, None),
+        ),
+        was_killed=True,
+    )
+
+
+def test_an_attempt_that_left_no_word_was_killed_with_its_supervisor():
+    assert codes(claim(1, 0), claim(2, 0), stop(70)) == [KILLED, 70]
+    found = remembered(claim(1, 0), commit(8))
+    assert found == Past((Outcome(KILLED, past.NO_WORD, 0, 8),), was_killed=True)
+
+
+def test_an_attempt_that_nobody_supervised_is_charged_to_nobody():
+    assert remembered(by_hand(1), by_hand(2), stop(70)) == Past()
+    assert codes(claim(1, 0), stop(70), by_hand(2), claim(3, 0), stop(80)) == [70, 80]
+
+
+@pytest.mark.parametrize("code", [0, 76, 84, 78, 82, 86, 130])
+def test_after_an_end_that_only_a_person_follows_budgets_begin_afresh(code):
+    """Else nobody could ever try again."""
+    assert remembered(claim(1, 0), stop(70), leave(code)) == Past()
+    assert codes(claim(1, 0), stop(70), leave(code), claim(2, 0), stop(80)) == [80]
+
+
+@pytest.mark.parametrize("code", [0, 76, 78, 81, 85])
+def test_such_an_end_of_an_attempt_does_too_where_the_supervisor_was_killed_right_after(code):
+    assert codes(claim(1, 0), stop(70), claim(2, 0), stop(code)) == []
+
+
+@pytest.mark.parametrize("code", [75, 128 + signal.SIGTERM, 128 + signal.SIGHUP])
+def test_a_supervisor_that_a_scheduler_ends_and_starts_again_counts_on(code):
+    found = remembered(claim(1, 0), stop(70), claim(2, 0), stop(75), leave(code))
+    assert [outcome.code for outcome in found.outcomes] == [70, 75]
+    assert not found.was_killed
+
+
+@pytest.mark.parametrize("ends", [(stop(70),), ()], ids=["between attempts", "in an attempt"])
+def test_a_loop_of_supervisors_that_are_killed_ends_like_that_of_attempts(ends):
+    bodies, count = [], 0
+    while True:
+        found = remembered(*bodies)
+        if found.outcomes and isinstance(restart.decide(found.outcomes, 0.0, POLICY), GiveUp):
+            break
+        count += 1
+        bodies += [claim(count, 0, 1, 2), *ends]
+    assert count == POLICY.restart.max_attempts_without_commit
+
+
+def test_who_supervises_makes_no_difference_to_what_is_decided():
+    """The same ends, in one supervisor's memory or in the log of many."""
+    bodies = [
+        *(claim(1, 0, 1, 2), commit(10), stop(KILLED, 1)),
+        *(claim(2, 0, 1, 2), stop(KILLED, 1)),
+        *(claim(3, 0, 2), stop(Exit.STORAGE)),
+        *(claim(4, 0, 2), stop(Exit.UNHEALTHY, 1)),
+    ]
+    known = [
+        Outcome(KILLED, "end 137", 0, 10, 1),
+        Outcome(KILLED, "end 137", 10, 10, 1),
+        Outcome(Exit.STORAGE, "end 74", 10, 10),
+        Outcome(Exit.UNHEALTHY, "end 82", 10, 10, 2),
+    ]
+    starts = [number for number, body in enumerate(bodies) if isinstance(body, Claim)] + [None]
+    for number, end in enumerate(starts[1:], start=1):
+        recalled = remembered(*bodies[:end]).outcomes
+        assert list(recalled) == known[:number]
+        ours = restart.decide(recalled, 0.0, POLICY)
+        assert ours == restart.decide(known[:number], 0.0, POLICY)
+    assert isinstance(ours, GiveUp)
+    assert ours.exit == Exit.UNHEALTHY

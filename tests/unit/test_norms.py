@@ -1,0 +1,76 @@
+"""What gradient norms are usual: learnt robustly, judged after a warm-up."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxres import norms
+from jaxres.config.guards import SpikesSection
+
+BANDS = SpikesSection(warmup_steps=20, window_steps=50)
+judge = jax.jit(
+    lambda state, norm: (norms.score(state, norm, BANDS), norms.after(state, norm, BANDS))
+)
+
+
+def learnt(values, state=None):
+    """The statistic after some norms, and the score of each."""
+    state, scores = norms.init() if state is None else state, []
+    for value in values:
+        score, state = judge(state, jnp.float32(value))
+        scores.append(float(score))
+    return state, scores
+
+
+def usual(count, *, seed=0, level=1.0, spread=0.15):
+    return level * np.exp(spread * np.random.default_rng(seed).standard_normal(count))
+
+
+def test_nothing_is_judged_during_the_warm_up():
+    _, scores = learnt([1.0, 1e6, 1e-6] * 6)
+    assert scores == [0.0] * 18
+    assert norms.limit(norms.init(), BANDS) == math.inf
+
+
+def test_a_spike_is_far_from_the_usual_and_the_usual_is_not():
+    state, scores = learnt(usual(2000))
+    assert max(scores) < BANDS.clip_deviations, "no false flag in 2,000 steps"
+    assert learnt([20.0], state)[1][0] > BANDS.skip_deviations
+    assert 1.5 < float(norms.limit(state, BANDS)) < 4
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_blinds_nothing(bad):
+    before, _ = learnt(usual(100))
+    state, _ = learnt([bad] * 5, before)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(a == b), state, before))
+    assert learnt([20.0], state)[1][0] > BANDS.skip_deviations
+
+
+def test_a_spike_hides_no_later_one():
+    state, _ = learnt(usual(100))
+    state, _ = learnt([1e20], state)
+    assert learnt([20.0], state)[1][0] > BANDS.skip_deviations
+
+
+def test_a_level_that_stays_becomes_usual():
+    state, _ = learnt(usual(200))
+    _, scores = learnt(usual(300, seed=1, level=10.0), state)
+    assert scores[0] > BANDS.skip_deviations
+    assert max(scores[-100:]) < BANDS.clip_deviations
+
+
+def test_a_slow_fall_and_rise_is_no_spike():
+    drift = np.exp(np.sin(np.arange(4000) / 300))
+    _, scores = learnt(usual(4000) * drift)
+    assert max(scores) < BANDS.skip_deviations
+
+
+def test_a_norm_of_zero_is_borne():
+    state, _ = learnt([0.0] * 40)
+    assert all(math.isfinite(float(leaf)) for leaf in jax.tree.leaves(state))

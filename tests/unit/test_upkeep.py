@@ -1,0 +1,226 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jaxres import config, runlog, storage, upkeep, verbs
+from jaxres.checkpoint import pruning
+from jaxres.clock import SystemClock
+from jaxres.config.saving import KeepSection
+from jaxres.faults import Exit, UsageError
+from jaxres.rundir import RunDir
+from jaxres.runlog import Claim, Commit, Prune, Start, Stop
+from tests.unit.config.conftest import MINIMAL
+from tests.unit.records import CLAIM
+
+BYTES = 100
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return a_run(tmp_path / "run", steps=(10, 20, 30, 40, 50))
+
+
+def a_run(root, *, steps, stop=None):
+    """A run of one attempt that has committed these steps and is gone."""
+    run_dir = RunDir(root)
+    root.mkdir()
+    (root / "x.yaml").write_text(MINIMAL)
+    text = config.dump_yaml(config.load(root / "x.yaml").config)
+    run_dir.config.write_text(text)
+    run_dir.attempt(1).mkdir(parents=True)
+    (run_dir.attempt(1) / "config.yaml").write_text(text)
+    log = runlog.RunLog.claim(run_dir.log, CLAIM, after=(), clock=SystemClock())
+    log.append(Start(step=0, path=None, dataset="d", computation={}))
+    for step in steps:
+        folder = run_dir.checkpoints / f"{step:08d}-0001"
+        folder.mkdir(parents=True)
+        (folder / "data").write_bytes(bytes(BYTES))
+        path = f"checkpoints/{folder.name}"
+        log.append(Commit(step=step, path=path, manifest="m", bytes=BYTES, known_good=False))
+    if stop is not None:
+        log.append(stop)
+    return run_dir
+
+
+def line(run_dir):
+    return runlog.fold(runlog.read_records(run_dir.log))
+
+
+def committed(run_dir):
+    return [commit.step for commit in line(run_dir).committed]
+
+
+def present(run_dir):
+    return storage.list_names(run_dir.checkpoints)
+
+
+def verb(*words):
+    return verbs.main(["checkpoints", *map(str, words)], usage="", env={})
+
+
+def names(*steps):
+    return [f"{step:08d}-0001" for step in steps]
+
+
+def test_a_dry_run_shows_the_plan_and_the_bytes_and_writes_nothing(run_dir, capsys):
+    (run_dir.checkpoints / "00000060-0001.orbax-checkpoint-tmp").mkdir()
+    before = sorted(p for p in run_dir.root.rglob("*"))
+    assert verb("prune", run_dir.root, "--dry-run", "checkpoint.keep.last=2") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in out[1:6]] == ["10", "20", "30", "40", "50"]
+    assert [row.rpartition("  ")[2] for row in out[1:6]] == ["- goes"] * 3 + ["last 2"] * 2
+    assert out[-1] == "3 of 5 steps and 1 leftovers would go: 300 bytes (300 B)"
+    assert verb("prune", "--dry-run", "--json", run_dir.root) == 0
+    rows = [json.loads(row) for row in capsys.readouterr().out.splitlines()]
+    assert [row["step"] for row in rows if row.get("goes")] == [10, 20]
+    assert rows[2] == {"step": 30, "bytes": BYTES, "goes": False, "kept_as": ["last 3"]}
+    assert sorted(p for p in run_dir.root.rglob("*")) == before
+
+
+def test_pruning_a_run_that_nobody_owns_is_an_attempt_that_prunes_only(run_dir, capsys):
+    (run_dir.checkpoints / "00000060-0001.orbax-checkpoint-tmp").mkdir()
+    assert verb("prune", run_dir.root) == 0
+    assert "2 of 5 steps and 1 leftovers were pruned: 200 bytes" in capsys.readouterr().out
+    assert present(run_dir) == names(30, 40, 50)
+    bodies = [record.body for record in runlog.read_records(run_dir.log)]
+    assert isinstance(bodies[-3], Claim)
+    assert bodies[-2:-1] == [Prune(steps=(10, 20))]
+    assert isinstance(bodies[-1], Stop)
+    assert (bodies[-1].exit, bodies[-1].committed) == (Exit.STOPPED, True)
+    assert line(run_dir).attempt == 2
+    assert verb("prune", run_dir.root) == 0, "nothing to do"
+    assert line(run_dir).attempt == 2
+
+
+def test_how_the_run_had_ended_still_holds_after_pruning(tmp_path):
+    stop = Stop(exit=81, reason="host 3 (x): loss is not finite", committed=False)
+    run_dir = a_run(tmp_path / "ended", steps=(10, 20, 30, 40), stop=stop)
+    assert verb("prune", run_dir.root) == 0
+    last = line(run_dir).last_stop
+    assert last is not None
+    assert (last.attempt, last.body.exit, last.body.committed) == (2, 81, False)
+    assert last.body.reason.endswith("Attempt 1 before: host 3 (x): loss is not finite")
+
+
+def test_an_owner_that_was_only_paused_is_fenced_before_a_byte_goes(run_dir):
+    paused = runlog.RunLog(run_dir.log, attempt=1, last_seq=7, clock=SystemClock())
+    assert verb("prune", run_dir.root) == 0
+    with pytest.raises(runlog.Fenced, match="attempt 2"):
+        paused.append(Commit(step=60, path="p", manifest="m", bytes=1, known_good=False))
+
+
+def test_a_run_that_is_alive_refuses_and_a_dry_run_says_that_it_prunes_by_itself(run_dir, capsys):
+    with upkeep.Owner(run_dir, clock=SystemClock()) as owner:
+        beats = subprocess.Popen([sys.executable, "-c", BEAT, str(run_dir.owner)])
+        try:
+            assert verb("prune", run_dir.root) == Exit.FENCED
+        finally:
+            beats.send_signal(signal.SIGKILL)
+            beats.wait()
+        owner.beat()
+        assert "owned by host" in capsys.readouterr().err
+        assert verb("prune", run_dir.root, "--dry-run") == 0
+        assert "The run is alive: it prunes by itself" in capsys.readouterr().out
+    assert committed(run_dir) == [10, 20, 30, 40, 50]
+
+
+BEAT = """
+import json, pathlib, sys, time
+path = pathlib.Path(sys.argv[1])
+for count in range(2, 10**6):
+    words = json.loads(path.read_text()) | {"count": count}
+    path.write_text(json.dumps(words))
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("train.steps=3", "only checkpoint.keep.* can be given here"),
+        ("checkpoint.keep.last=1", "must be at least 2"),
+        ("nonsense", "unrecognized arguments: nonsense"),
+        ("--force", "unrecognized arguments: --force"),
+    ],
+)
+def test_what_else_is_asked_is_refused(run_dir, capsys, word, said):
+    assert verb("prune", run_dir.root, word) in (Exit.USAGE, Exit.CONFIG)
+    assert said in capsys.readouterr().err
+    assert committed(run_dir) == [10, 20, 30, 40, 50]
+
+
+def test_a_pin_keeps_a_step_until_it_is_taken_back(run_dir, capsys):
+    assert verb("pin", run_dir.root, "--step", 20) == 0
+    assert verb("list", run_dir.root, "--json") == 0
+    rows = [json.loads(row) for row in capsys.readouterr().out.splitlines()[1:]]
+    assert [row["step"] for row in rows if row["pinned"]] == [20]
+    assert verb("prune", run_dir.root) == 0
+    assert committed(run_dir) == [20, 30, 40, 50]
+    assert verb("unpin", run_dir.root, "--step", 20) == 0
+    assert verb("prune", run_dir.root) == 0
+    assert committed(run_dir) == [30, 40, 50]
+    assert present(run_dir) == names(30, 40, 50)
+    assert verb("pin", run_dir.root, "--step", 20) == Exit.USAGE
+    assert "step 20 is not committed (committed: 30, 40, 50)" in capsys.readouterr().err
+    assert os.listdir(run_dir.pins) == []
+
+
+def test_a_pin_that_comes_too_late_says_so_and_is_gone(run_dir, monkeypatch):
+    real = pruning.pin
+
+    def pin_late(*args):
+        log = runlog.RunLog(run_dir.log, attempt=1, last_seq=7, clock=SystemClock())
+        pruning.prune(log, KeepSection(last=2), run_dir=run_dir)
+        real(*args)
+
+    monkeypatch.setattr(upkeep.pruning, "pin", pin_late)
+    with pytest.raises(UsageError, match="step 20 was pruned meanwhile"):
+        upkeep.pin(run_dir, 20)
+    assert os.listdir(run_dir.pins) == []
+
+
+def test_a_pin_between_the_look_at_pins_and_the_record_holds(run_dir):
+    """The pin's own look at the log came before the record, so it has said that it holds."""
+
+    class Late(runlog.RunLog):
+        def append(self, body):
+            if isinstance(body, Prune):
+                assert "is pinned" in upkeep.pin(run_dir, 20)
+            return super().append(body)
+
+    log = Late(run_dir.log, attempt=1, last_seq=7, clock=SystemClock())
+    assert pruning.prune(log, KeepSection(last=2), run_dir=run_dir) == (10, 30)
+    assert committed(run_dir) == [20, 40, 50]
+    pruning.delete_all_but(log.line(), run_dir=run_dir, attempt=1)
+    assert present(run_dir) == names(20, 40, 50)
+
+
+def test_names_that_are_no_steps_are_no_pins(run_dir):
+    run_dir.pins.mkdir()
+    for name in ("best", "-3", "7.5", "30"):
+        (run_dir.pins / name).touch()
+    assert pruning.pinned(run_dir) == {30}
+
+
+def test_a_prune_that_is_killed_before_any_of_its_file_operations_loses_nothing(run_dir, tmp_path):
+    copies = tmp_path / "copies"
+    words = [sys.executable, "-m", "tests.unit.prune_killer", run_dir.root, copies]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=120)
+    whole, halves, left = int(done.stdout), set(), 0
+    assert whole > 20, "operations: claim, config, record, two deletions, end"
+    for number in range(1, whole + 1):
+        copy = RunDir(copies / f"{number:04d}")
+        halves.add(tuple(committed(copy)))
+        assert set(names(*committed(copy))) <= set(present(copy)), "bytes went before the record"
+        for step in (30, 40, 50):
+            assert (copy.checkpoints / f"{step:08d}-0001" / "data").read_bytes() == bytes(BYTES)
+        left += len(list(copy.checkpoints.iterdir())) > len(committed(copy))
+        assert verb("prune", copy.root) == 0, "the next one goes through"
+        assert committed(copy) == [30, 40, 50]
+        assert sorted(os.listdir(copy.checkpoints)) == names(30, 40, 50), "and nothing is left over"
+    assert halves == {(10, 20, 30, 40, 50), (30, 40, 50)}, "all or nothing, and both were met"
+    assert left >= 4, "kills between the record and the bytes"

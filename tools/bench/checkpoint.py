@@ -1,0 +1,288 @@
+"""Checkpoints against stock Orbax and the machine's limits, in turns, in one run.
+
+    python tools/bench/checkpoint.py [--layers 12] [--width 768] [--rounds 5] [--devices 1]
+
+The state is that of the built-in decoder (float32 weights and two moments; 1.2 GB by default).
+Prints what a save holds up training for (the call and the step after it, which donates the state),
+the whole save with and without digests, a restore with and without verification, and `verify`
+without jax; each as a ratio to stock Orbax and to a plain copy, write or read of as many bytes.
+The file cache is warm for all reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from jaxres import mesh as meshes
+from jaxres import models, optim
+from jaxres import state as states
+from jaxres.checkpoint import arrays, verify
+from jaxres.checkpoint.reader import ARRAYS
+from jaxres.checkpoint.restore import load, restore
+from jaxres.checkpoint.store import Checkpoints
+from jaxres.clock import SystemClock
+from jaxres.config.schema import AdamwOptimizer, CheckpointSection, GptModel, MeshSection
+from jaxres.hosts import Alone
+from jaxres.rundir import RunDir
+from jaxres.runlog import Claim, RunLog
+from jaxres.state import Progress
+
+TIMEOUT_SECONDS = 600.0
+VOCAB = 32_000
+CHUNK = 2**24
+CLAIM = Claim(
+    attempt=1,
+    host="bench",
+    pid=1,
+    boot_id="",
+    nonce="",
+    coordinator=None,
+    num_hosts=1,
+    threads=1,
+    versions={},
+    fingerprint={},
+    trajectory="bench",
+)
+
+
+def make_state(*, layers: int, width: int) -> Any:
+    """Returns a function that makes the state on the devices."""
+    config = GptModel(num_layers=layers, d_model=width, num_heads=12)
+    model = models.build(config, vocab_size=VOCAB, seq_len=256, platform="cpu")
+    tx = optim.build(AdamwOptimizer(), decay_mask=optim.matrices(model.axes))
+    mesh = meshes.build(MeshSection(fsdp=-1), devices=jax.devices())
+    shapes = jax.eval_shape(lambda: states.init(model, tx, seed=0))
+    out = states.shardings(shapes, model, mesh)
+    made = jax.jit(lambda: states.init(model, tx, seed=0), out_shardings=out)
+    return lambda: states.to_plain(made())
+
+
+step = jax.jit(lambda state: jax.tree.map(lambda x: x + x.dtype.type(1), state), donate_argnums=0)
+"""Stands for a training step: reads and writes all of the state, which it donates."""
+
+
+def seconds(act: Callable[[], Any]) -> float:
+    """Returns how long something takes."""
+    begun = time.perf_counter()
+    act()
+    return time.perf_counter() - begun
+
+
+class Saving:
+    """One way to save: into folders of its own, one after the other."""
+
+    def __init__(self, folder: Path, begin: Callable[[Any, Path], Callable[[], None]]) -> None:
+        self._folder = folder
+        self._begin = begin
+        self._count = 0
+
+    def times(self, make: Callable[[], Any]) -> tuple[float, float, float]:
+        """Returns seconds of the call, of the step right after it, and of the whole save."""
+        state = jax.block_until_ready(step(make()))
+        self._count += 1
+        target = self._folder / f"{self._count}"
+        begun = time.perf_counter()
+        wait = self._begin(state, target)
+        called = time.perf_counter()
+        state = jax.block_until_ready(step(state))
+        stepped = time.perf_counter()
+        wait()
+        ended = time.perf_counter()
+        shutil.rmtree(target, ignore_errors=True)
+        return called - begun, stepped - called, ended - begun
+
+
+def ours(folder: Path, snapshot: str) -> Saving:
+    """Returns saves by jaxres, digests, read-back and commit included."""
+    count = 0
+
+    def begin(state: Any, target: Path) -> Callable[[], None]:
+        nonlocal count
+        count += 1
+        run_dir = RunDir(target)
+        log = RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock())
+        section = CheckpointSection(timeout_seconds=TIMEOUT_SECONDS, snapshot=snapshot)  # type: ignore[arg-type]
+        store = Checkpoints(
+            section,
+            run_dir=run_dir,
+            log=log,
+            claim=CLAIM,
+            peers=Alone(),
+            emit=lambda event: None,
+            clock=SystemClock(),
+            before_commit=lambda: None,
+        )
+        store.__enter__()
+        store.save(state, Progress(step=count))
+
+        def wait() -> None:
+            store.wait()
+            assert store.committed_step == count, store.why_not_committed
+            store.__exit__(None)
+
+        return wait
+
+    return Saving(folder, begin)
+
+
+def orbax(folder: Path, context: ocp.Context) -> Saving:
+    """Returns saves by Orbax alone."""
+
+    def begin(state: Any, target: Path) -> Callable[[], None]:
+        with context:
+            response = ocp.save_async(str(target.absolute()), state, checkpointable_name=ARRAYS)
+        return lambda: response.result() and None
+
+    return Saving(folder, begin)
+
+
+def plain_write(data: list[np.ndarray], target: Path) -> None:
+    """Writes as many bytes to one file, and makes them durable."""
+    with target.open("wb", buffering=0) as file:
+        for array in data:
+            view = array.reshape(-1).view(np.uint8).data
+            for start in range(0, len(view), CHUNK):
+                file.write(view[start : start + CHUNK])
+        os.fsync(file.fileno())
+
+
+def plain_read(target: Path, into: bytearray) -> None:
+    """Reads a file whole."""
+    with target.open("rb", buffering=0) as file:
+        while file.readinto(into):
+            pass
+
+
+def main() -> int:
+    """Measures, and prints medians and ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--devices", type=int, default=1)
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", options.devices)
+    make = make_state(layers=options.layers, width=options.width)
+    host = [np.asarray(leaf) for leaf in jax.tree.leaves(make())]
+    size = sum(array.nbytes for array in host)
+    warm = [np.empty_like(array) for array in host]
+    print(f"state: {size / 1e9:.2f} GB in {len(host)} arrays on {options.devices} device(s)")
+    own = arrays.context(timeout_seconds=TIMEOUT_SECONDS)
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        for part in ("copy", "device", "bare", "stock"):
+            (folder / part).mkdir()
+        ways = {
+            "jaxres, snapshot=copy": ours(folder / "copy", "copy"),
+            "jaxres, snapshot=device": ours(folder / "device", "device"),
+            "Orbax, the same settings": orbax(folder / "bare", own),
+            "Orbax, its defaults": orbax(folder / "stock", ocp.Context()),
+        }
+        found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
+        copies, writes, idle = [], [], []
+        for round_number in range(options.rounds + 1):
+            times = {name: way.times(make) for name, way in ways.items()}
+            copied = seconds(lambda: [np.copyto(w, h) for w, h in zip(warm, host, strict=True)])
+            written = seconds(lambda: plain_write(host, folder / "plain"))
+            state = jax.block_until_ready(step(make()))
+            stepped = seconds(lambda s=state: jax.block_until_ready(step(s)))
+            if round_number:  # The first one warms up.
+                for name, value in times.items():
+                    found[name].append(value)
+                copies.append(copied)
+                writes.append(written)
+                idle.append(stepped)
+        _print_saves(found, copies=copies, writes=writes, idle=idle)
+        _restores(folder, make, own, size=size, rounds=options.rounds)
+    return 0
+
+
+def _print_saves(
+    found: dict[str, list[tuple[float, float, float]]],
+    *,
+    copies: list[float],
+    writes: list[float],
+    idle: list[float],
+) -> None:
+    copy, write, step_seconds = (statistics.median(x) for x in (copies, writes, idle))
+    print(
+        f"plain copy {copy:.3f} s, plain write with fsync {write:.3f} s, step {step_seconds:.3f} s"
+    )
+    stock = found["Orbax, its defaults"]
+    bare = found["Orbax, the same settings"]
+    for name, rows in found.items():
+        call, after, whole = (statistics.median(row[i] for row in rows) for i in range(3))
+        held = statistics.median(row[0] + row[1] for row in rows) - step_seconds
+        others = statistics.median(row[0] + row[1] for row in stock) - step_seconds
+        by_bare = statistics.median(a[2] / b[2] for a, b in zip(rows, bare, strict=True))
+        by_stock = statistics.median(a[2] / b[2] for a, b in zip(rows, stock, strict=True))
+        print(
+            f"  {name:<26} call {call:.3f} s, step after it {after:.3f} s: held up {held:.3f} s "
+            f"({held / copy:.2f} x plain copy, {held / others:.2f} x stock); whole {whole:.2f} s "
+            f"({by_bare:.2f} x same settings, {by_stock:.2f} x stock, {whole / write:.2f} x plain "
+            "write)"
+        )
+
+
+def _restores(
+    folder: Path, make: Callable[[], Any], context: ocp.Context, *, size: int, rounds: int
+) -> None:
+    """Times restores of one committed step, verified and not, in turns, and the jax-free verify."""
+    state = make()
+    run_dir = RunDir(folder / "restore")
+    log = RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock())
+    store = Checkpoints(
+        CheckpointSection(timeout_seconds=TIMEOUT_SECONDS),
+        run_dir=run_dir,
+        log=log,
+        claim=dataclasses.replace(CLAIM),
+        peers=Alone(),
+        emit=lambda event: None,
+        clock=SystemClock(),
+        before_commit=lambda: None,
+    )
+    with store:
+        store.save(state, Progress(step=1))
+        store.wait()
+    commit = log.line().newest
+    assert commit is not None
+    step_dir = (run_dir.root / commit.path).absolute()
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    del state
+    reading = arrays.reading_context(host=0)
+    rows = []
+    for round_number in range(rounds + 1):
+        bare = seconds(lambda: jax.block_until_ready(load(step_dir, like, reading)))
+        verified = seconds(
+            lambda: jax.block_until_ready(restore(step_dir, commit, like, reading).state)
+        )
+        checked = seconds(lambda: verify.examine(step_dir, commit))
+        if round_number:
+            rows.append((bare, verified, checked))
+    ratio = statistics.median(row[1] / row[0] for row in rows)
+    bare, verified, checked = (statistics.median(row[i] for row in rows) for i in range(3))
+    print(
+        f"restore: unverified {bare:.2f} s, verified {verified:.2f} s, ratio {ratio:.3f}; verify "
+        f"without jax {checked:.2f} s, {size / checked / 1e9:.2f} GB/s on {os.cpu_count()} cores"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

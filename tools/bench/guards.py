@@ -1,0 +1,141 @@
+"""What the guards inside the step cost: the step with all of them against one without any.
+
+    python tools/bench/guards.py [--blocks 40] [--steps 25]
+
+The step without is what a person would write (mean loss, gradient, clipping by optax, update), on
+the same model, optimizer and rows; both are compiled in this process and take turns. Prints the
+ratio with its interval, and XLA's memory analysis of both. Exits 1 above 1.03.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("NPROC", str(len(os.sched_getaffinity(0))))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxres import models, optim
+from jaxres import state as states
+from jaxres import step as steps
+from jaxres.config.guards import GuardsSection
+from jaxres.config.schema import AdamwOptimizer, CosineSchedule, GptModel
+
+LIMIT = 1.03
+ROWS, LENGTH, VOCAB = 24, 96, 256
+MODEL = GptModel(num_layers=1, d_model=64, num_heads=2, compute_dtype="float32")
+"""A step of about 20 ms on two cores."""
+CLIP_NORM = 1.0
+
+
+def rows() -> dict[str, np.ndarray]:
+    """Returns one batch of random tokens."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1), dtype=np.int32)
+    return {
+        "tokens_BT": tokens[:, :-1],
+        "targets_BT": tokens[:, 1:],
+        "segment_ids_BT": np.ones((ROWS, LENGTH), np.int32),
+        "positions_BT": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)),
+        "weights_BT": np.ones((ROWS, LENGTH), np.float32),
+    }
+
+
+def bare_step(model: Any, tx: Any, rate: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Returns the step that a person would write."""
+    clip = optax.clip_by_global_norm(CLIP_NORM)
+
+    def step(state: states.TrainState, batch: Any) -> Any:
+        next_key, key = jax.random.split(jax.random.wrap_key_data(state.key))
+
+        def mean_loss(params: Any) -> Any:
+            loss_B, weight_B = model.loss(params, batch, key)
+            return jnp.sum(loss_B) / jnp.sum(weight_B)
+
+        loss, grads = jax.value_and_grad(mean_loss)(state.params)
+        norm = optax.tree.norm(grads)
+        grads, _ = clip.update(grads, clip.init(state.params))
+        direction, opt = tx.update(grads, state.opt, state.params)
+        count = state.step + 1
+        params = jax.tree.map(lambda p, d: p - rate(count) * d, state.params, direction)
+        after = states.TrainState(
+            params=params, opt=opt, key=jax.random.key_data(next_key), step=count, norms=state.norms
+        )
+        return after, jnp.stack([loss, norm])
+
+    return step
+
+
+def seconds(step: Any, state: Any, batch: Any, *, count: int) -> tuple[float, Any]:
+    """Returns what a step takes, and the state after `count` of them."""
+    started = time.perf_counter()
+    for _ in range(count):
+        state, metrics = step(state, batch)
+        np.asarray(metrics)
+    return (time.perf_counter() - started) / count, state
+
+
+def interval(ratios: list[float]) -> tuple[float, float, float]:
+    """Returns the median and the bootstrapped 95 % interval of it."""
+    chosen = np.random.default_rng(0).integers(len(ratios), size=(2000, len(ratios)))
+    low, high = np.quantile(np.median(np.asarray(ratios)[chosen], axis=1), [0.025, 0.975])
+    return statistics.median(ratios), float(low), float(high)
+
+
+def main() -> int:
+    """Measures and prints; 1 if the guards cost more than they may."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=25, help="steps a block")
+    options = parser.parse_args()
+    model = models.build(MODEL, vocab_size=VOCAB, seq_len=LENGTH, platform=jax.default_backend())
+    tx = optim.build(AdamwOptimizer(), decay_mask=optim.matrices(model.axes))
+    rate = optim.learning_rate(CosineSchedule(), peak=3e-4, total_steps=10_000)
+    guarded = steps.make_train_step(
+        model,
+        tx,
+        rate,
+        clip_norm=CLIP_NORM,
+        microbatches=1,
+        spikes=GuardsSection().spikes,
+    )
+    batch = {name: jnp.asarray(array) for name, array in rows().items()}
+    start = jax.jit(lambda: states.init(model, tx, seed=0))
+    compiled, at, pairs = [], [], []
+    for function in (guarded, bare_step(model, tx, rate)):
+        compiled.append(jax.jit(function, donate_argnums=0).trace(start(), batch).lower().compile())
+        at.append(start())
+    for block in range(options.blocks + 2):
+        found = [0.0, 0.0]
+        for side in (0, 1) if block % 2 else (1, 0):
+            found[side], at[side] = seconds(compiled[side], at[side], batch, count=options.steps)
+        if block >= 2:
+            pairs.append(found)
+    ratio, low, high = interval([a / b for a, b in pairs])
+    ours, bare = (1e3 * statistics.median(pair[side] for pair in pairs) for side in (0, 1))
+    print(
+        f"guards on {ours:.2f} ms, off {bare:.2f} ms: ratio {ratio:.3f} "
+        f"(95 % interval of the median {low:.3f} to {high:.3f})"
+    )
+    for name, program in zip(("on", "off"), compiled, strict=True):
+        memory = program.memory_analysis()
+        print(
+            f"guards {name}: temporaries {memory.temp_size_in_bytes / 1024:,.0f} KiB, donated "
+            f"{memory.alias_size_in_bytes / 1024:,.0f} KiB"
+        )
+    if ratio > LIMIT:
+        print(f"FAIL: the ratio is above {LIMIT}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
