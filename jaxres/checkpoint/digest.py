@@ -89,20 +89,34 @@ def block_digests(piece: np.ndarray, block: Sequence[int]) -> bytes:
       piece: an array, or a part of one that is made of whole blocks.
       block: the blocks' shape.
     """
+    if piece.dtype.byteorder == ">":
+        piece = piece.astype(piece.dtype.newbyteorder("<"))
     counts = [n // length if length else 1 for n, length in zip(piece.shape, block, strict=True)]
     if math.prod(counts) == 1:
         return block_digest(piece)
-    pairs = [n for pair in zip(counts, block, strict=True) for n in pair]
-    cut = piece.reshape(pairs).transpose(*range(0, len(pairs), 2), *range(1, len(pairs), 2))
     size_bytes = math.prod(block) * piece.dtype.itemsize
     found = []
-    for band in _bands(cut, counts, size_bytes=size_bytes):
+    for band in _bands(_cut(piece, counts, block), counts, size_bytes=size_bytes):
         data = as_bytes(band)
         found += [
             xxhash.xxh3_128_digest(data[start : start + size_bytes])
             for start in range(0, len(data), size_bytes)
         ]
     return b"".join(found)
+
+
+def _cut(piece: np.ndarray, counts: Sequence[int], block: Sequence[int]) -> np.ndarray:
+    """Returns an array of blocks, without a copy: its first dims count them.
+
+    A row of a block is one item where that can be: NumPy copies few long items faster.
+    """
+    shape = list(block)
+    if piece.strides[-1] == piece.dtype.itemsize:
+        piece = piece.view(np.dtype((np.void, block[-1] * piece.dtype.itemsize)))
+        shape[-1] = 1
+    pairs = [n for pair in zip(counts, shape, strict=True) for n in pair]
+    cut = piece.reshape(pairs)
+    return cut.transpose(*range(0, len(pairs), 2), *range(1, len(pairs), 2))
 
 
 def _bands(cut: np.ndarray, counts: Sequence[int], *, size_bytes: int) -> Iterator[np.ndarray]:
