@@ -46,23 +46,25 @@ HARM = {
 def test_a_save_that_reads_back_differently_is_given_up_and_the_older_step_stays(
     place, monkeypatch, harm
 ):
-    with place.checkpoints(keep_last=1) as checkpoints:
-        checkpoints.save(state(8), progress(8))
-        checkpoints.wait()
-        older = {p: p.read_bytes() for p in place.step_dir(8).rglob("*") if p.is_file()}
+    with place.checkpoints(keep_last=2) as checkpoints:
+        for step in (4, 8):
+            checkpoints.save(state(step), progress(step))
+            checkpoints.wait()
+        older = {p: p.read_bytes() for p in place.run_dir.checkpoints.rglob("*") if p.is_file()}
         with monkeypatch.context() as spoilt:
             spoil_after_orbax(spoilt, HARM[harm])
             checkpoints.save(state(16), progress(16))
             checkpoints.wait()
         assert checkpoints.committed_step == 8
-        assert commits(place) == [8]
-        assert {p: p.read_bytes() for p in place.step_dir(8).rglob("*") if p.is_file()} == older
+        assert commits(place) == [4, 8]
+        there = {p: p.read_bytes() for p in place.run_dir.checkpoints.rglob("*") if p.is_file()}
+        assert there == older
         (failed,) = [event for event in place.events if isinstance(event, SaveFailed)]
         assert failed.step == 16
         assert "00000016-0001" in failed.reason
         checkpoints.save(state(24), progress(24))
         checkpoints.wait()
-    assert commits(place) == [24]
+    assert commits(place) == [8, 24]
 
 
 def test_every_file_is_dropped_from_memory_before_it_is_read_back(place, monkeypatch):
