@@ -124,6 +124,8 @@ def get(
       seconds: how long the hosts wait for each other.
     """
     begun = place.clock.monotonic()
+    # A key may be the lowered text: then tracing begins here, and has compilation's time limit.
+    place.emit(PhaseChanged("compile", "looking for the steps of an earlier attempt"))
     here = executable.here(devices, environment=os.environ)
     programs = [Program(name, trace, here, made_of) for name, trace in traces.items()]
     found, why = None, "compilation.keep_programs=0"
@@ -154,8 +156,6 @@ def _loaded(
             data = executable.read(folder, program.key)
             if data is None:
                 return None, "none is kept for these devices, libraries and settings"
-            if not found:
-                place.emit(PhaseChanged("compile", "loading the steps of an earlier attempt"))
             found[program.name] = executable.load(data, devices)
         except Unusable as error:
             why = f"{executable.file_of(folder, program.key)}: {error}"
