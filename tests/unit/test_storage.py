@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxres import appender as appender_module
 from jaxres import storage
 from jaxres.appender import Appender
 from jaxres.faults import ConfigError, Exit, StorageUnavailable
@@ -234,7 +235,7 @@ class Hanging:
 def test_storage_that_hangs_holds_up_who_appends_once_and_takes_all_lines_in_the_end(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(appending, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(appender_module, "PATIENCE_SECONDS", 0.3)
     appender, goes_on = opened(tmp_path / "a", max_waiting=99), threading.Event()
     appender._file = Hanging(appender._file, goes_on)
     began = time.monotonic()
@@ -249,7 +250,7 @@ def test_storage_that_hangs_holds_up_who_appends_once_and_takes_all_lines_in_the
 
 
 def test_an_end_waits_for_no_storage_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr(appending, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(appender_module, "PATIENCE_SECONDS", 0.1)
     appender, goes_on = opened(tmp_path / "a"), threading.Event()
     appender._file = Hanging(appender._file, goes_on)
     appender.append(b"one")
