@@ -5,6 +5,7 @@ Real Google Cloud can't be reached by tests: what holds in a bucket is proved ag
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import random
@@ -126,6 +127,7 @@ def test_upload_that_was_damaged_on_its_way_is_refused_where_a_checksum_came_wit
     assert not bucket.blob("x").exists()
 
 
+@pytest.mark.filterwarnings("ignore:unclosed")  # urllib3 drops what it was cut off from.
 def test_faults_come_by_rule_before_or_after_the_deed(bucket: Any, server: GcsServer) -> None:
     bucket.blob("x").upload_from_string("x")
     server.fail("503", method="GET", path="/o/x")
@@ -145,6 +147,7 @@ def test_faults_come_by_rule_before_or_after_the_deed(bucket: Any, server: GcsSe
     began = time.monotonic()
     assert bucket.blob("y").download_as_bytes() == b"y"
     assert time.monotonic() - began > 0.4, "Google's client waits by itself"
+    gc.collect()
 
 
 def test_requests_are_counted_by_class_and_writes_of_one_name_by_rate(
@@ -155,8 +158,8 @@ def test_requests_are_counted_by_class_and_writes_of_one_name_by_rate(
         bucket.blob("often").upload_from_string(body)
     bucket.blob("often").download_as_bytes()
     bucket.blob("often").delete()
-    told = {name: server.counts[name] - before.get(name, 0) for name in ("A", "B", "free")}
-    assert told == {"A": 2, "B": 1, "free": 1}
+    told = {name: server.counts[name] - before.get(name, 0) for name in ("A", "GET media", "free")}
+    assert told == {"A": 2, "GET media": 1, "free": 1}
     assert server.objects.too_often[f"{bucket.name}/often"] == 1
 
 
