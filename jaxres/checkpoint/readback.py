@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import xxhash
 
@@ -23,6 +22,7 @@ from jaxres.checkpoint.manifest import FileInfo
 from jaxres.checkpoint.reader import ArrayReader
 from jaxres.faults import PeerLost, StorageUnavailable, TypedEnd
 from jaxres.hosts import Peers
+from jaxres.place import Place
 from jaxres.sealed import canonical_json
 
 THREADS = 2
@@ -58,7 +58,7 @@ class Report:
         return Report(files, fields["failure"])
 
 
-def report(step_dir: Path, arrays: Mapping[str, ArrayInfo], *, process: int) -> Report:
+def report(step_dir: Place, arrays: Mapping[str, ArrayInfo], *, process: int) -> Report:
     """Returns what one process reports of its part of a step that Orbax has finished."""
     try:
         with storage.typed_errors(step_dir):
@@ -87,7 +87,7 @@ def process_of(name: str) -> int | None:
     return None if found is None else int(next(filter(None, found.groups())))
 
 
-def read_back(step_dir: Path, names: Sequence[str]) -> dict[str, FileInfo]:
+def read_back(step_dir: Place, names: Sequence[str]) -> dict[str, FileInfo]:
     """Makes files durable and returns what they are when they are read from the disk again."""
     for name in names:
         storage.sync_file(step_dir / name)
@@ -95,21 +95,20 @@ def read_back(step_dir: Path, names: Sequence[str]) -> dict[str, FileInfo]:
         return dict(zip(names, pool.map(lambda n: file_info(step_dir / n), names), strict=True))
 
 
-def file_info(path: Path) -> FileInfo:
+def file_info(path: Place) -> FileInfo:
     """Reads a file from the disk, not from memory; raises whatever storage says."""
     storage.forget(path)
-    size, checksum, buffer = 0, xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            size += count
-            checksum.update(buffer[:count])
+    size, checksum = 0, xxhash.xxh3_128()
+    for part in storage.blocks(path, size_bytes=READ_BYTES):
+        size += len(part)
+        checksum.update(part)
     return FileInfo(size, checksum.hexdigest())
 
 
-def _wrong_arrays(step_dir: Path, arrays: Mapping[str, ArrayInfo], *, process: int) -> list[str]:
+def _wrong_arrays(step_dir: Place, arrays: Mapping[str, ArrayInfo], *, process: int) -> list[str]:
     """Returns the arrays of which a reader of the step gets other blocks than were digested."""
     name = f"{manifests.DIGESTS}/process_{process}.json"
-    mine = decode((step_dir / name).read_bytes())
+    mine = decode(storage.read_whole(step_dir / name))
     reader = ArrayReader(step_dir, arrays)
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
         same = pool.map(lambda path: _is_same(reader, path, arrays[path], mine[path]), mine)
@@ -126,7 +125,7 @@ def _is_same(reader: ArrayReader, path: str, info: ArrayInfo, digests: Digests) 
 
 
 def gathered(
-    own: Report, step_dir: Path, peers: Peers, *, topic: str, seconds: float
+    own: Report, step_dir: Place, peers: Peers, *, topic: str, seconds: float
 ) -> list[Report]:
     """Returns on the lead every host's report, once all are there.
 

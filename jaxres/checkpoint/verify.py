@@ -23,6 +23,7 @@ from jaxres.checkpoint.manifest import MANIFEST, PROGRESS, CheckpointDamaged, Fi
 from jaxres.checkpoint.readback import file_info
 from jaxres.checkpoint.reader import ARRAYS, ArrayReader
 from jaxres.faults import StorageUnavailable
+from jaxres.place import Place
 from jaxres.runlog import Commit
 
 MAX_THREADS = 8
@@ -59,7 +60,7 @@ class Findings:
         return "; ".join([*named, *([f"and {more} more"] if more > 0 else [])])
 
 
-def examine(step_dir: Path, commit: Commit) -> Findings:
+def examine(step_dir: Place, commit: Commit) -> Findings:
     """Reads all of a committed step; what is wrong it reads once more, from the disk.
 
     Args:
@@ -118,7 +119,7 @@ def _run(check: Callable[[], Problem | None]) -> Problem | None:
 class _Reading:
     """The single checks, each of which may be made again."""
 
-    def __init__(self, step_dir: Path, commit: Commit, manifest: Manifest) -> None:
+    def __init__(self, step_dir: Place, commit: Commit, manifest: Manifest) -> None:
         self._step_dir = step_dir
         self._commit = commit
         self._manifest = manifest
@@ -132,10 +133,11 @@ class _Reading:
     def forget(self) -> None:
         """Has everything be read from the disk again."""
         self._reader = ArrayReader(self._step_dir, self._manifest.arrays)
-        for path in (self._step_dir / ARRAYS).rglob("*"):
-            if path.is_file():
-                with manifests.reading(self._step_dir, self._commit.step):
-                    storage.forget(path)
+        if isinstance(self._step_dir, Path):  # Of a bucket nothing is kept in memory.
+            for path in (self._step_dir / ARRAYS).rglob("*"):
+                if path.is_file():
+                    with manifests.reading(self._step_dir, self._commit.step):
+                        storage.forget(path)
 
     def file(self, name: str, info: FileInfo) -> Problem | None:
         """Checks the bytes of one file."""
@@ -145,7 +147,7 @@ class _Reading:
         except OSError as error:
             if manifests.is_storage_fault(error):
                 raise manifests.unreadable(self._step_dir, self._commit.step, error) from error
-            manifests.refuse_if_away(self._step_dir, self._commit.step)
+            manifests.refuse_if_away(self._step_dir, self._commit.step, name=name)
             return Problem(f"{name} is missing", file=name)
         if found.size != info.size:
             what = f"{name} has {found.size} bytes, the manifest says {info.size} bytes"

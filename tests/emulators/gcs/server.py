@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import threading
@@ -35,6 +36,11 @@ class Asked:
     query: dict[str, str]
     headers: Any
     body: bytes
+    is_damaged: bool = False
+    """Whether what it is to write has changed on its way."""
+
+    def as_it_came(self, data: bytes) -> bytes:
+        return damaged(data) if self.is_damaged else data
 
 
 @dataclass
@@ -153,14 +159,15 @@ class GcsServer:
         else:
             fields = _contents(asked.headers, "Content-Type")
         fields |= _hashes(asked.headers)
-        name = query.get("name") or fields["name"]
+        name, data = query.get("name") or fields["name"], asked.as_it_came(data)
         return self._told(self.objects.put(bucket, name, data, query, fields), "A")
 
     def _part(self, asked: Asked, key: str) -> Answer:
         if asked.method == "DELETE":
             self.uploads.cancel(key)
             return Answer(499)
-        taken = self.uploads.take(key, asked.body, asked.headers.get("Content-Range", ""))
+        body = asked.as_it_came(asked.body)
+        taken = self.uploads.take(key, body, asked.headers.get("Content-Range", ""))
         if isinstance(taken, Stored):
             return self._told(taken)
         headers = {"Range": f"bytes=0-{taken - 1}"} if taken else {}
@@ -328,7 +335,7 @@ class _Request(BaseHTTPRequestHandler):
         if act and act.word == "stall":
             time.sleep(act.late_seconds)
         if act and act.word == "damage" and asked.body and self.command != "GET":
-            asked = Asked(asked.method, asked.path, query, self.headers, damaged(asked.body))
+            asked = dataclasses.replace(asked, is_damaged=True)
         is_lost = act is not None and (act.word == "drop" or act.word.isdigit())
         if act and is_lost and act.when != AFTER:
             return self.lose(act)
