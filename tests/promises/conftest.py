@@ -13,7 +13,11 @@ from tests.promises.trainer import FAULTY, MLP, Place
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = os.environ.get("JAXRES_TEST_CACHES")  # Of many runs of a few tests, as the mutants'.
-    return Path(shared) if shared else tmp_path_factory.mktemp("caches")
+    if shared:
+        return Path(shared)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return tmp_path_factory.mktemp("caches")
+    return tmp_path_factory.getbasetemp().parent / "caches"
 
 
 @pytest.fixture
