@@ -36,6 +36,14 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
 
 
 @pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+    """A run of the TINY decoder from start to end; only to be looked at, or copied."""
+    place = Place(tmp_path_factory.mktemp("tiny"), caches)
+    place.finish("tiny")
+    return place.run_dir("tiny")
+
+
+@pytest.fixture(scope="session")
 def killed(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """The same run, killed between its first commits and its end; only to be copied."""
     place = Place(tmp_path_factory.mktemp("killed"), caches)
