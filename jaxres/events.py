@@ -179,6 +179,9 @@ class RolledBack:
     rows: tuple[int, int]
     """Positions of the stream that training leaves out from now on, half-open."""
     reason: str
+    rate_factor: float = 1.0
+    """On the learning rate, for `rate_steps` steps from the onset on."""
+    rate_steps: int = 0
 
 
 @dataclass(frozen=True)

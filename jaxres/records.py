@@ -79,6 +79,9 @@ class Rollback:
     rows: tuple[tuple[int, int], ...]
     """Of the stream, as half-open ranges of positions, that training leaves out from now on."""
     reason: str
+    rate_factor: float = 1.0
+    """On the learning rate of the steps [onset, onset + rate_steps)."""
+    rate_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

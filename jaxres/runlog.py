@@ -6,6 +6,7 @@ written nothing: there is one linearisation point, however long a process was pa
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -234,6 +235,15 @@ class Line:
         """The weights that the run was started from; None: drawn from the seed, or not started."""
         found = (start_of(record).init for record in self.starts)
         return next((init for init in found if init is not None), None)
+
+    def rate_factor(self, step: int) -> float:
+        """The factor that rollbacks have put on the learning rate of a step."""
+        bodies = (record.body for record in self.rollbacks)
+        return math.prod(
+            body.rate_factor
+            for body in bodies
+            if isinstance(body, Rollback) and 0 <= step - body.onset < body.rate_steps
+        )
 
     @property
     def dataset(self) -> str | None:

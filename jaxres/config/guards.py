@@ -38,6 +38,11 @@ class RollbackSection(Section):
     """Steps in which losses are learnt and none is judged."""
     max_rollbacks: PositiveInt = free(3)
     """Of a run; one more ends it (81)."""
+    rate_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """After a rollback the learning rate is so many times what the schedule says, for
+    rate_steps steps from the onset on; of rollbacks that overlap, all count. 1: as before."""
+    rate_steps: PositiveInt = 1000
+    """Steps from the onset on, for which rate_factor holds."""
 
 
 class GuardsSection(Section):

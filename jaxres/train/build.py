@@ -29,7 +29,7 @@ from jaxres.metrics import MetricsLine, MetricsLog
 from jaxres.models import Model
 from jaxres.state import TrainState
 from jaxres.topology import Plan
-from jaxres.train import feed, initial, memory, pacer, programs
+from jaxres.train import feed, initial, memory, pacer, programs, rates
 from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
 from jaxres.train.guarantee import computation
 from jaxres.train.place import Place
@@ -116,6 +116,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         init=init,
         shapes=parts.shapes,
         step=step,
+        rate_factor=rates.factors(config.guards.rollback, parts.mesh),
         form=steps.Form.of(parts.shapes.params, num_rows=parts.rows_per_batch),
         row_places=_row_places(parts),
         evaluate=evaluation,
@@ -304,7 +305,8 @@ def traced_step(parts: Parts, *, facts: Any = None) -> Any:
     )
     out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(parts.mesh))
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=out)
-    return jitted.trace(shapes, _batch_shapes(parts, rows=parts.rows_per_batch), facts)
+    batch = _batch_shapes(parts, rows=parts.rows_per_batch)
+    return jitted.trace(shapes, batch, facts, rates.shape(config.guards.rollback, parts.mesh))
 
 
 def _compile(

@@ -25,19 +25,31 @@ def go_back(run: Run, verdict: Rollback, *, entry: int) -> None:
     """
     run.emit(PhaseChanged("rollback", verdict.reason))
     run.checkpoints.abandon(verdict.onset)
-    line = run.log.line()
+    line, section = run.log.line(), run.rollback
+    assert section is not None, "no rollback is allowed"
     steps = [commit.step for commit in line.committed if commit.step < verdict.onset]
     record = runlog.Rollback(
         onset=verdict.onset,
         target=max(steps, default=0),
         rows=(verdict.rows,),
         reason=verdict.reason,
+        rate_factor=section.rate_factor,
+        rate_steps=section.rate_steps if section.rate_factor < 1 else 0,
     )
     run.peers.same(
         f"rollback/{entry}", lambda: str(run.log.append(record).seq), seconds=WORD_SECONDS
     )
     run.checkpoints.go_back(record.target)
-    run.emit(RolledBack(record.onset, record.target, verdict.rows, verdict.reason))
+    run.emit(
+        RolledBack(
+            onset=record.onset,
+            target=record.target,
+            rows=verdict.rows,
+            reason=verdict.reason,
+            rate_factor=record.rate_factor,
+            rate_steps=record.rate_steps,
+        )
+    )
 
 
 def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Flight]:
@@ -88,6 +100,7 @@ def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Fli
         seq,
         at=run.feed.open(line.skips),
         rollbacks=len(line.rollbacks),
+        rate_factor=lambda step: run.rate_factor(line.rate_factor(step)),
         cursor=progress.cursor,
         landed_at=now,
         dispatched_at=now,

@@ -81,7 +81,8 @@ def train(run: Run) -> Ended:
             batch, arrays = fed
             busy_seconds = flight.busy_seconds(run.clock.monotonic())
             word = run.agreement.facts(busy_seconds=busy_seconds)
-            state, metrics = run.step(state, arrays, word)
+            factor = flight.rate_factor(progress.step + 1)
+            state, metrics = run.step(state, arrays, word, factor)
             progress = progress.after(
                 next_cursor=batch.next_cursor,
                 num_rows=run.feed.num_rows,

@@ -96,8 +96,11 @@ class Run:
     """
     shapes: TrainState
     """jax.ShapeDtypeStruct with sharding for every array of the state."""
-    step: Callable[[TrainState, Mapping[str, jax.Array], Any], tuple[TrainState, jax.Array]]
-    """(state, batch, own word) -> state, metrics and all hosts' words. Donates the state."""
+    step: Callable[[TrainState, Mapping[str, jax.Array], Any, Any], tuple[TrainState, jax.Array]]
+    """(state, batch, own word, rate factor) -> state, metrics and all hosts' words. Donates the
+    state."""
+    rate_factor: Callable[[float], Any]
+    """Lays a factor on the devices as the step takes it; see rates.py."""
     form: Form
     """How the step's metrics are read."""
     row_places: Sequence[tuple[int, int]]
@@ -126,6 +129,8 @@ class Flight:
     """The batches of that segment."""
     rollbacks: int
     """How many the run has behind it."""
+    rate_factor: Callable[[int], Any]
+    """Step -> the factor on its learning rate, as the step takes it."""
     cursor: int
     """Where the batch of the oldest step in flight begins."""
     landed_at: float

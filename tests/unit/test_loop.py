@@ -160,6 +160,7 @@ def fake_run(**parts):
         init=unused,
         shapes=None,
         step=unused,
+        rate_factor=unused,
         form=Form(("w",), num_rows=2),
         row_places=[(0, 0), (1, 0)],
         evaluate=unused,
@@ -182,7 +183,15 @@ def metrics_of(step, *, bad=()):
 
 
 def new_flight():
-    return Flight(seq=7, at=unused, rollbacks=0, cursor=0, landed_at=0.0, dispatched_at=0.0)
+    return Flight(
+        seq=7,
+        at=unused,
+        rollbacks=0,
+        rate_factor=unused,
+        cursor=0,
+        landed_at=0.0,
+        dispatched_at=0.0,
+    )
 
 
 def ids_of(step):

@@ -53,7 +53,14 @@ BODIES = [
     Start(step=0, path=None, dataset="d", computation={}),
     COMMIT,
     Skip(rows=((0, 24), (48, 72)), reason='a "spike" — ü'),
-    Rollback(onset=23, target=20, rows=((528, 600),), reason="high losses"),
+    Rollback(
+        onset=23,
+        target=20,
+        rows=((528, 600),),
+        reason="high losses",
+        rate_factor=0.5,
+        rate_steps=9,
+    ),
     Prune(steps=(1, 2)),
     Quarantine(step=3, path="checkpoints/y", evidence="w has another digest"),
     Stop(exit=74, reason="disk\nfull", committed=False),
@@ -97,6 +104,16 @@ def test_a_rollback_takes_later_steps_off_the_line_and_rows_out_of_the_stream():
     assert line.skips == ((528, 600),)
     again = dataclasses.replace(COMMIT, step=24, path="checkpoints/other")
     assert folded(CLAIM, *commits, back, again).newest == again, "what comes after counts"
+
+
+def test_rollbacks_lower_the_rate_from_their_onset_on_and_all_that_overlap_count():
+    first = Rollback(onset=23, target=20, rows=(), reason="", rate_factor=0.5, rate_steps=4)
+    line = folded(CLAIM, first, dataclasses.replace(first, onset=25, rate_factor=0.25))
+    found = {step: line.rate_factor(step) for step in range(22, 30)}
+    assert found == {22: 1, 23: 0.5, 24: 0.5, 25: 0.125, 26: 0.125, 27: 0.25, 28: 0.25, 29: 1}
+    plain = Rollback(onset=23, target=20, rows=(), reason="")
+    assert folded(CLAIM, plain).rate_factor(23) == 1
+    assert b"rate" not in record(3, plain).encode(), "as records were before"
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)

@@ -141,7 +141,7 @@ class Bare:
         for i in range(steps):
             if len(flight) == LAG:
                 np.asarray(flight.popleft())
-            state, metrics = step(state, self.batches[i % NUM_PLACED], None)
+            state, metrics = step(state, self.batches[i % NUM_PLACED], None, None)
             flight.append(metrics)
         jax.block_until_ready(state)
         self.state = state
