@@ -43,6 +43,9 @@ class Start:
     """What decides bits besides the trajectory: devices, mesh, microbatches, threads, versions."""
     init: dict[str, str] | None = None
     """Of a start from other weights (`init_from`): their digest, path and, of a run, step."""
+    looks_back_steps: int | None = None
+    """By how many steps a rollback may begin before the step that shows it, as the guards are set:
+    a commit that is so much older than the newest is known to be good. None: nobody can say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,7 @@ class Commit:
     manifest: str
     bytes: int
     known_good: bool
+    """Whether it was when it was committed; by its age it becomes so (Line.good_through)."""
     heldout_loss: float | None = None
     """Of the newest evaluation by then; None: there was none, or it was not finite."""
     evaluated_step: int = 0

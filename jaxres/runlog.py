@@ -202,6 +202,9 @@ class Line:
     rollbacks: tuple[Record, ...] = ()
     """Records whose body is a Rollback."""
     last_stop: Record | None = None
+    good_through: int | None = None
+    """No rollback can begin at or before this step any more: commits up to it are known good. None:
+    nobody can say."""
 
     @property
     def attempt(self) -> int:
@@ -273,14 +276,19 @@ def fold(records: Sequence[Record]) -> Line:
     skips: list[tuple[int, int]] = []
     rollbacks: list[Record] = []
     last_stop = None
+    looks_back: int | None = None
+    good_through: dict[int, int] = {}
+    """Step of a commit -> what all that is judged by then says of older ones."""
     for record in records:
         match record.body:
             case Claim():
                 claims.append(record.body)
-            case Start():
+            case Start(looks_back_steps=looks_back):
                 starts.append(record)
             case Commit(step=step, path=path):
                 commits[step] = record
+                if looks_back is not None:
+                    good_through[step] = max(0, step - looks_back)
                 paths.add(path)
             case Quarantine(step=step, path=path):
                 if step in commits and _commit_of(commits[step]).path == path:
@@ -307,4 +315,5 @@ def fold(records: Sequence[Record]) -> Line:
         skips=tuple(sorted(skips)),
         rollbacks=tuple(rollbacks),
         last_stop=last_stop,
+        good_through=max((n for at, n in good_through.items() if at in commits), default=None),
     )

@@ -126,6 +126,27 @@ def _learnt(memory: Memory, loss: float, section: RollbackSection) -> dict[str, 
     }
 
 
+def looks_back_steps(section: GuardsSection) -> int | None:
+    """Returns by how many steps a rollback's onset may lie before the step that shows it.
+
+    So a commit that is so much older than one whose steps are all judged is known to be good. None:
+    masked steps, which the guards pass over, are not bounded.
+    """
+    if section.rollback is None:
+        return 0
+    gaps = section.rollback.patience_steps - 1
+    in_a_row, window = section.max_skips_in_a_row, section.skip_window_steps
+    bounds = [] if in_a_row is None else [gaps * in_a_row]
+    if section.max_skips is not None and gaps + section.max_skips < window:
+        bounds.append(section.max_skips)
+    if gaps and not bounds:
+        return None
+    high = gaps + min(bounds, default=0)
+    if section.on_nonfinite != "rollback":
+        return high
+    return max(high, in_a_row or 0, window - 1 if section.max_skips is not None else 0)
+
+
 def bounded(verdict: Verdict, *, rollbacks: int, section: RollbackSection | None) -> Verdict:
     """Turns a rollback that is one too many into the end of the run.
 

@@ -104,6 +104,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         checkpoints=checkpoints,
         guards=_guards(config.guards),
         rollback=config.guards.rollback,
+        looks_back_steps=divergence.looks_back_steps(config.guards),
         feed=feed.open_feed(
             parts.dataset,
             parts.mesh,

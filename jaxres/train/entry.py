@@ -87,6 +87,7 @@ def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Fli
             dataset=run.dataset,
             computation=run.computation,
             init=init,
+            looks_back_steps=run.looks_back_steps,
         ),
         entry=entry,
     )

@@ -90,6 +90,8 @@ class Run:
     guards: tuple[Guard, ...]
     rollback: RollbackSection | None
     """How often the run may go back."""
+    looks_back_steps: int | None
+    """How far before the step that shows it a rollback may begin; see guards.divergence."""
     feed: Feed
     init: Callable[[Line], tuple[TrainState, dict[str, str] | None]]
     """Line -> the state before the first step, and the weights that it was made from (Start.init).

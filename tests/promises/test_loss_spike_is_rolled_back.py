@@ -170,6 +170,28 @@ def test_the_rate_is_lower_for_a_while_after_a_rollback_however_it_is_killed(pla
     assert digest(again.run_dir) == digest(told)
 
 
+def test_where_few_are_kept_one_is_that_no_spike_can_spoil(place: Place) -> None:
+    """Both newest commits are of the spike when it is seen; one more was kept for its age."""
+    patience, in_a_row = 4, 1
+    rows = rows_at(ROWS * (ONSET - 1), patience * ROWS, num_rows=1800, seed=0)[0]
+    trainer = place.start(
+        "run",
+        *WORDS,
+        f"train.steps={STEPS}",
+        "checkpoint.save_every_steps=1",
+        "checkpoint.keep_last=2",
+        f"guards.rollback.patience_steps={patience}",
+        f"guards.max_skips_in_a_row={in_a_row}",
+        "model.args=" + json.dumps({"items": [int(row) for row in rows]}),
+        config=FAULTY,
+    )
+    assert trainer.ended() == Exit.DONE, trainer.said()
+    (record,) = rolled_back(trainer.run_dir)
+    assert record.onset == ONSET
+    looks_back = (patience - 1) * (1 + in_a_row)
+    assert ONSET - 2 * looks_back <= record.target < ONSET
+
+
 def more_hard() -> list[int]:
     """Rows that come soon after those which are left out."""
     return [int(row) for row in rows_at(ROWS * (LAST + 4), 3 * ROWS, num_rows=1800, seed=0)[0]]

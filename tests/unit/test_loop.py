@@ -156,6 +156,7 @@ def fake_run(**parts):
         checkpoints=checkpoints,
         guards=(counting_guard(), skips(GuardsSection(on_nonfinite="stop"))),
         rollback=None,
+        looks_back_steps=0,
         feed=Feed(open=unused, num_rows=100, tokens_per_step=10),
         init=unused,
         shapes=None,

@@ -50,7 +50,7 @@ BODIES = [
     CLAIM,
     dataclasses.replace(CLAIM, places=(0, 2)),
     Start(step=8, path="checkpoints/x", dataset="d", computation={"mesh": "data=1"}),
-    Start(step=0, path=None, dataset="d", computation={}),
+    Start(step=0, path=None, dataset="d", computation={}, looks_back_steps=0),
     COMMIT,
     Skip(rows=((0, 24), (48, 72)), reason='a "spike" — ü'),
     Rollback(
@@ -114,6 +114,19 @@ def test_rollbacks_lower_the_rate_from_their_onset_on_and_all_that_overlap_count
     plain = Rollback(onset=23, target=20, rows=(), reason="")
     assert folded(CLAIM, plain).rate_factor(23) == 1
     assert b"rate" not in record(3, plain).encode(), "as records were before"
+
+
+def test_a_commit_is_known_good_by_how_far_a_rollback_may_still_reach():
+    commits = [dataclasses.replace(COMMIT, step=step) for step in (10, 20, 30)]
+    start = Start(step=0, path=None, dataset="d", computation={})
+    assert folded(CLAIM, start, *commits).good_through is None, "nobody can say"
+    wide, narrow = (dataclasses.replace(start, looks_back_steps=n) for n in (25, 8))
+    assert folded(CLAIM, wide, *commits[:2]).good_through == 0
+    assert folded(CLAIM, wide, *commits).good_through == 5
+    assert folded(CLAIM, narrow, *commits).good_through == 22
+    assert folded(CLAIM, wide, *commits[:2], narrow, commits[2]).good_through == 22
+    back = Rollback(onset=29, target=20, rows=(), reason="")
+    assert folded(CLAIM, narrow, *commits, back).good_through == 12, "of what still counts"
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
