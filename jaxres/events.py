@@ -185,6 +185,17 @@ class RolledBack:
 
 
 @dataclass(frozen=True)
+class RecordsLeftOut:
+    """The run has decided to go on without rows that can't be used."""
+
+    rows: tuple[tuple[int, int], ...]
+    """Positions of the stream, half-open."""
+    step: int
+    """Where it goes on: the newest committed step."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class StepsPruned:
     """Old steps were taken off the line; their directories are deleted next."""
 
@@ -359,6 +370,7 @@ Event = (
     | SaveFailed
     | UpdateSkipped
     | RolledBack
+    | RecordsLeftOut
     | StepsPruned
     | StepQuarantined
     | SampleWritten

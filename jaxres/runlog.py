@@ -199,6 +199,8 @@ class Line:
     paths: frozenset[str] = frozenset()
     """Of all steps that were ever committed; no other step may take one's place."""
     skips: tuple[tuple[int, int], ...] = ()
+    num_skips: int = 0
+    """How often bad records were left out."""
     rollbacks: tuple[Record, ...] = ()
     """Records whose body is a Rollback."""
     last_stop: Record | None = None
@@ -274,6 +276,7 @@ def fold(records: Sequence[Record]) -> Line:
     quarantined: list[tuple[Record, Quarantine]] = []
     paths: set[str] = set()
     skips: list[tuple[int, int]] = []
+    num_skips = 0
     rollbacks: list[Record] = []
     last_stop = None
     looks_back: int | None = None
@@ -295,6 +298,7 @@ def fold(records: Sequence[Record]) -> Line:
                     quarantined.append((commits.pop(step), record.body))
             case Skip(rows=rows):
                 skips.extend(rows)
+                num_skips += 1
             case Rollback(target=target, rows=rows):
                 rollbacks.append(record)
                 skips.extend(rows)
@@ -312,8 +316,24 @@ def fold(records: Sequence[Record]) -> Line:
         commits=tuple(commits[step] for step in sorted(commits)),
         quarantined=tuple(sorted(quarantined, key=lambda pair: pair[1].step)),
         paths=frozenset(paths),
-        skips=tuple(sorted(skips)),
+        skips=_merged(skips),
+        num_skips=num_skips,
         rollbacks=tuple(rollbacks),
         last_stop=last_stop,
         good_through=max((n for at, n in good_through.items() if at in commits), default=None),
     )
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Returns sorted ranges that neither overlap nor touch: a rollback may reach over older skips.
+
+    >>> _merged([(5, 9), (0, 2), (7, 12), (12, 13)])
+    ((0, 2), (5, 13))
+    """
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return tuple(found)

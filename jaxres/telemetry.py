@@ -125,6 +125,12 @@ class Console:
                     )
                 case events.RolledBack():
                     self.say(_rolled_back(event))
+                case events.RecordsLeftOut(rows, step, reason):
+                    count = sum(stop - start for start, stop in rows)
+                    self.say(
+                        f"BAD RECORD: {reason}. Left out for good: {count} rows; going on from "
+                        f"step {step}"
+                    )
                 case events.UpdateSkipped():
                     self.say(_skipped(event))
                 case events.SaveWaited(step, seconds):

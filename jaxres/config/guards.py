@@ -45,6 +45,13 @@ class RollbackSection(Section):
     """Steps from the onset on, for which rate_factor holds."""
 
 
+class BadRecordsSection(Section):
+    """Records that raise, hang (data.timeout_seconds) or have token ids out of range."""
+
+    max: PositiveInt = free(10)
+    """Times that a run leaves such out of its stream; one more ends it (81)."""
+
+
 class GuardsSection(Section):
     on_nonfinite: Literal["skip", "rollback", "stop"] = free("skip")
     """A step whose loss or gradient is not finite is never applied. skip: the run goes on without
@@ -52,6 +59,8 @@ class GuardsSection(Section):
     the first of them; stop: it ends (81) at once."""
     rollback: RollbackSection | None = free(RollbackSection())
     """Going back where the loss stays high. null: never."""
+    bad_records: BadRecordsSection | None = free(BadRecordsSection())
+    """Rows that can't be used are left out, by a record in the log. null: one ends the run."""
     spikes: SpikesSection | None = SpikesSection()
     """Gradient norms far above what is usual (after arXiv 2504.02507). null: not looked for."""
     max_skips_in_a_row: PositiveInt | None = free(5)

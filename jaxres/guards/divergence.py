@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from jaxres.config.guards import GuardsSection, RollbackSection
-from jaxres.faults import Continue, Rollback, Stop, Verdict, fault
+from jaxres.faults import Continue, LeaveOut, Rollback, Stop, Verdict, fault
 from jaxres.guards import Guard, Memory, Seen
 
 WHAT_TO_DO = (
@@ -145,6 +145,17 @@ def looks_back_steps(section: GuardsSection) -> int | None:
     if section.on_nonfinite != "rollback":
         return high
     return max(high, in_a_row or 0, window - 1 if section.max_skips is not None else 0)
+
+
+def bounded_skips(verdict: Verdict, *, skips: int, most: int) -> Verdict:
+    """Turns leaving out bad records once too often into the end of the run."""
+    if not isinstance(verdict, LeaveOut) or skips < most:
+        return verdict
+    return Stop(
+        fault("bad_record"),
+        f"{verdict.reason}; records were left out {skips} times already (guards.bad_records.max). "
+        "Look at the data set: mend it, then start a new run; or raise the limit.",
+    )
 
 
 def bounded(verdict: Verdict, *, rollbacks: int, section: RollbackSection | None) -> Verdict:

@@ -104,6 +104,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         checkpoints=checkpoints,
         guards=_guards(config.guards),
         rollback=config.guards.rollback,
+        max_skips=config.guards.bad_records.max if config.guards.bad_records else 0,
         looks_back_steps=divergence.looks_back_steps(config.guards),
         feed=feed.open_feed(
             parts.dataset,
@@ -111,6 +112,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
             place,
             stack,
             section=config.data,
+            leaves_out=config.guards.bad_records is not None,
             seed=config.run.seed,
             global_batch_size=parts.rows_per_batch,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from jaxres.clock import Clock
 from jaxres.config.guards import RollbackSection
 from jaxres.data import Batch, Skips
 from jaxres.events import Emit
+from jaxres.faults import Continue, LeaveOut, Verdict
 from jaxres.guards import Guard
 from jaxres.hosts import Peers
 from jaxres.metrics import MetricsLine
@@ -65,7 +67,24 @@ class Agenda:
 
 Fed = tuple[Batch, Mapping[str, jax.Array]]
 """A batch, and its arrays on the devices."""
-At = Callable[[int], Fed | None]
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Rows of this host's part of a batch that can't be used."""
+
+    rows: tuple[tuple[int, int], ...]
+    """Their positions in the stream, half-open."""
+    reason: str
+    instead: Fed | None
+    """What stands in for the batch, where others are in the step already; the step is of no use."""
+
+    def word(self) -> str:
+        """Returns what the others are told."""
+        return json.dumps({"rows": self.rows, "reason": self.reason})
+
+
+At = Callable[[int], Fed | Bad | None]
 """Cursor -> what is there; None: gave up, since this host is alone and a stop is asked."""
 
 
@@ -90,6 +109,8 @@ class Run:
     guards: tuple[Guard, ...]
     rollback: RollbackSection | None
     """How often the run may go back."""
+    max_skips: int
+    """How often bad records may be left out."""
     looks_back_steps: int | None
     """How far before the step that shows it a rollback may begin; see guards.divergence."""
     feed: Feed
@@ -131,6 +152,8 @@ class Flight:
     """The batches of that segment."""
     rollbacks: int
     """How many the run has behind it."""
+    skips: int
+    """How often bad records were left out before."""
     rate_factor: Callable[[int], Any]
     """Step -> the factor on its learning rate, as the step takes it."""
     cursor: int
@@ -141,7 +164,15 @@ class Flight:
     """When the last step was dispatched, or, with none in flight, when the next one was begun."""
     waited_seconds: float = 0.0
     """How much of the time since then this host has waited for the devices, and so for others."""
+    bad: Bad | None = None
+    """What this host has met instead of a batch: from there on it has none."""
     steps: deque[tuple[Progress, np.ndarray, jax.Array]] = dataclasses.field(default_factory=deque)
+
+    def verdict(self) -> Verdict:
+        """Returns what a host that is alone makes of bad records: others hear of them first."""
+        if self.bad is None or self.bad.instead is not None:
+            return Continue()
+        return LeaveOut(self.bad.rows, self.bad.reason, state_is_good=True)
 
     def rest(self, now: float) -> None:
         """Has no step in flight: what was done meanwhile belongs to none."""

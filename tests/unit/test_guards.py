@@ -7,7 +7,7 @@ import random
 import pytest
 
 from jaxres.config.guards import GuardsSection, RollbackSection
-from jaxres.faults import Continue, Rollback, Stop, fault
+from jaxres.faults import Continue, LeaveOut, Rollback, Stop, fault
 from jaxres.guards import Guard, Seen, gravest, judge_step
 from jaxres.guards.divergence import bounded, looks_back_steps, losses, skips
 
@@ -40,6 +40,13 @@ def test_the_gravest_verdict_stands_in_any_order():
     for order in itertools.permutations([SAVING, hurried]):
         assert gravest(order) == hurried
     assert gravest([hurried, UNSAVED]) == UNSAVED
+    # Bad records: a stop goes before where the state is good, and never where it is not.
+    good, spoilt = (LeaveOut((), "bad", state_is_good=is_good) for is_good in (True, False))
+    for order in itertools.permutations([Continue(), good, SAVING]):
+        assert gravest(order) == SAVING
+    for order in itertools.permutations([hurried, spoilt, good]):
+        assert gravest(order) == spoilt
+    assert gravest([spoilt, BACK]) == BACK
     assert gravest([]) == Continue()
 
 

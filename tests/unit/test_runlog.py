@@ -11,6 +11,7 @@ import pytest
 
 from jaxres import runlog, storage
 from jaxres import sealed as sealing
+from jaxres.data import positions_at
 from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable, Unrestorable
 from jaxres.records import _KINDS as kinds
 from jaxres.runlog import (
@@ -104,6 +105,15 @@ def test_a_rollback_takes_later_steps_off_the_line_and_rows_out_of_the_stream():
     assert line.skips == ((528, 600),)
     again = dataclasses.replace(COMMIT, step=24, path="checkpoints/other")
     assert folded(CLAIM, *commits, back, again).newest == again, "what comes after counts"
+
+
+def test_a_rollback_over_rows_that_are_left_out_already_is_one_range():
+    old = Rollback(onset=23, target=20, rows=((528, 600),), reason="")
+    wider = dataclasses.replace(old, onset=22, rows=((504, 700),))
+    line = folded(CLAIM, Skip(rows=((510, 511), (800, 801)), reason=""), old, wider)
+    assert line.skips == ((504, 700), (800, 801))
+    assert line.num_skips == 1
+    assert positions_at(500, 6, skips=line.skips).tolist() == [500, 501, 502, 503, 700, 701]
 
 
 def test_rollbacks_lower_the_rate_from_their_onset_on_and_all_that_overlap_count():
