@@ -9,6 +9,7 @@ B rows of the global batch, A microbatches of B/A rows, G leaves of the paramete
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,8 @@ class Measured:
     """Paths of the parameters whose gradient is not finite."""
     bad_rows: tuple[int, ...]
     """Rows of the global batch whose loss is not finite."""
+    square_norms: np.ndarray = dataclasses.field(compare=False, repr=False)
+    """float32[G]: of each parameter's gradient, before clipping."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Form:
             state_is_finite=finite == 1.0,
             bad_params=tuple(self.params[i] for i in np.flatnonzero(~np.isfinite(squares))),
             bad_rows=tuple(int(row) for row in np.flatnonzero(flags)),
+            square_norms=squares,
         )
         return measured, facts
 

@@ -63,6 +63,9 @@ class GuardsSection(Section):
     """Rows that can't be used are left out, by a record in the log. null: one ends the run."""
     spikes: SpikesSection | None = SpikesSection()
     """Gradient norms far above what is usual (after arXiv 2504.02507). null: not looked for."""
+    diagnostics: Literal["none", "report", "state"] = free("report")
+    """What is written to attempts/NNNN/diagnostics where a run ends as diverged (81). state: the
+    arrays of the refused state too, for people; no restore looks there."""
     max_skips_in_a_row: PositiveInt | None = free(5)
     """Skipped steps in a row that are borne; one more is too many. null: no limit."""
     max_skips: PositiveInt | None = free(20)

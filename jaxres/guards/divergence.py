@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxres.config.guards import GuardsSection, RollbackSection
+from jaxres.config.guards import BadRecordsSection, GuardsSection, RollbackSection
 from jaxres.faults import Continue, LeaveOut, Rollback, Stop, Verdict, fault
 from jaxres.guards import Guard, Memory, Seen
 
@@ -147,8 +147,9 @@ def looks_back_steps(section: GuardsSection) -> int | None:
     return max(high, in_a_row or 0, window - 1 if section.max_skips is not None else 0)
 
 
-def bounded_skips(verdict: Verdict, *, skips: int, most: int) -> Verdict:
+def bounded_skips(verdict: Verdict, *, skips: int, section: BadRecordsSection | None) -> Verdict:
     """Turns leaving out bad records once too often into the end of the run."""
+    most = section.max if section is not None else 0
     if not isinstance(verdict, LeaveOut) or skips < most:
         return verdict
     return Stop(

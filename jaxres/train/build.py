@@ -33,7 +33,7 @@ from jaxres.train import feed, initial, memory, pacer, programs, rates
 from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
 from jaxres.train.guarantee import computation
 from jaxres.train.place import Place
-from jaxres.train.run import Agenda, Run
+from jaxres.train.run import Agenda, Diagnostics, Run
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         log=place.log,
         checkpoints=checkpoints,
         guards=_guards(config.guards),
-        rollback=config.guards.rollback,
-        max_skips=config.guards.bad_records.max if config.guards.bad_records else 0,
-        looks_back_steps=divergence.looks_back_steps(config.guards),
+        limits=config.guards,
         feed=feed.open_feed(
             parts.dataset,
             parts.mesh,
@@ -120,6 +118,9 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         shapes=parts.shapes,
         step=step,
         rate_factor=rates.factors(config.guards.rollback, parts.mesh),
+        diagnostics=Diagnostics(
+            place.run_dir.diagnostics(place.log.attempt), config.guards.diagnostics
+        ),
         form=steps.Form.of(parts.shapes.params, num_rows=parts.rows_per_batch),
         row_places=_row_places(parts),
         evaluate=evaluation,

@@ -7,6 +7,7 @@ import json
 from jaxres import runlog
 from jaxres.events import PhaseChanged, RecordsLeftOut, RolledBack, TrainingStarted
 from jaxres.faults import ConfigError, LeaveOut, Rollback, StorageUnavailable
+from jaxres.guards.divergence import looks_back_steps
 from jaxres.hosts import WORD_SECONDS
 from jaxres.runlog import Line, Start, fold, start_of
 from jaxres.state import Progress, TrainState, from_plain, to_plain
@@ -57,7 +58,7 @@ def _roll_back(run: Run, verdict: Rollback, *, entry: int) -> None:
     after it, the one way in reads it.
     """
     run.checkpoints.abandon(verdict.onset)
-    line, section = run.log.line(), run.rollback
+    line, section = run.log.line(), run.limits.rollback
     assert section is not None, "no rollback is allowed"
     steps = [commit.step for commit in line.committed if commit.step < verdict.onset]
     record = runlog.Rollback(
@@ -119,7 +120,7 @@ def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Fli
             dataset=run.dataset,
             computation=run.computation,
             init=init,
-            looks_back_steps=run.looks_back_steps,
+            looks_back_steps=looks_back_steps(run.limits),
         ),
         entry=entry,
     )

@@ -22,8 +22,9 @@ from jaxres.guards.divergence import bounded, bounded_skips
 from jaxres.metrics import MetricsLine
 from jaxres.state import Progress, TrainState, to_plain
 from jaxres.step import Measured
+from jaxres.train.diagnostics import diagnose
 from jaxres.train.entry import go_back, met, restore_or_start
-from jaxres.train.run import Bad, Fed, Flight, Run
+from jaxres.train.run import Bad, Fed, Flight, Recent, Run
 
 LAG = 2
 MAX_ROWS_TOLD = 16
@@ -65,6 +66,7 @@ def train(run: Run) -> Ended:
             if isinstance(verdict, Stop):
                 if verdict.saves:
                     save(run, state, progress)
+                verdict = diagnose(run, verdict, flight.recent, state, progress)
                 return settle(run, verdict, state, progress)
             if due.evaluate:
                 progress = evaluate(run, state, progress)
@@ -133,7 +135,7 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
     run.checkpoints.poll()
     memory = progress.guards
     verdict = gravest([flight.verdict(), run.agreement.verdict()])
-    verdict = bounded_skips(verdict, skips=flight.skips, most=run.max_skips)
+    verdict = bounded_skips(verdict, skips=flight.skips, section=run.limits.bad_records)
     is_spoilt = False
     while flight.steps:
         landing = flight.steps[0][0].step
@@ -144,11 +146,11 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
         if is_spoilt:  # From here on nothing is of the batches that it should be of.
             why = flight.bad.reason if flight.bad else "another host has met bad records"
             met_bad = LeaveOut((), why, state_is_good=False)
-            judged = bounded_skips(met_bad, skips=flight.skips, most=run.max_skips)
+            judged = bounded_skips(met_bad, skips=flight.skips, section=run.limits.bad_records)
             verdict = gravest([verdict, judged])
             continue
         memory, judged = judge_step(run.guards, memory, seen)
-        judged = bounded(judged, rollbacks=flight.rollbacks, section=run.rollback)
+        judged = bounded(judged, rollbacks=flight.rollbacks, section=run.limits.rollback)
         verdict = gravest([verdict, judged, run.agreement.verdict()])
     return dataclasses.replace(progress, guards=memory), verdict
 
@@ -162,21 +164,21 @@ def land(run: Run, flight: Flight) -> Seen:
     now = run.clock.monotonic()
     flight.waited_seconds += now - begun
     measured, facts = run.form.read(values)
-    run.landed(
-        MetricsLine(
-            seq=flight.seq,
-            step=progress.step,
-            attempt=run.log.attempt,
-            loss=measured.loss,
-            grad_norm=measured.grad_norm,
-            learning_rate=measured.learning_rate,
-            tokens=progress.tokens,
-            step_seconds=now - flight.landed_at,
-            skipped=not measured.applied,
-            samples=sample_digest(ids),
-            busy_seconds=run.agreement.heard(facts),
-        )
+    line = MetricsLine(
+        seq=flight.seq,
+        step=progress.step,
+        attempt=run.log.attempt,
+        loss=measured.loss,
+        grad_norm=measured.grad_norm,
+        learning_rate=measured.learning_rate,
+        tokens=progress.tokens,
+        step_seconds=now - flight.landed_at,
+        skipped=not measured.applied,
+        samples=sample_digest(ids),
+        busy_seconds=run.agreement.heard(facts),
     )
+    run.landed(line)
+    flight.recent.append(Recent(line, measured, rows, ids))
     flight.landed_at = now
     if not measured.applied:
         _tell_skipped(run, progress.step, measured, ids)

@@ -7,14 +7,15 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import Clock
-from jaxres.config.guards import RollbackSection
+from jaxres.config.guards import GuardsSection
 from jaxres.data import Batch, Skips
 from jaxres.events import Emit
 from jaxres.faults import Continue, LeaveOut, Verdict
@@ -24,7 +25,7 @@ from jaxres.metrics import MetricsLine
 from jaxres.models import Params
 from jaxres.runlog import Line, RunLog
 from jaxres.state import Progress, TrainState
-from jaxres.step import Form
+from jaxres.step import Form, Measured
 from jaxres.train.agreement import Agreement
 
 
@@ -98,6 +99,30 @@ class Feed:
     tokens_per_step: int
 
 
+RECENT_STEPS = 16
+"""Steps of which all is kept that is known of them."""
+
+
+@dataclass(frozen=True)
+class Recent:
+    """All that is known of a step that has landed."""
+
+    line: MetricsLine
+    measured: Measured
+    rows: tuple[int, int]
+    """Positions of its batch in the stream, half-open."""
+    ids: np.ndarray
+    """Samples of its batch, in order."""
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """Where the bundle of a run that has diverged goes, and what is in it; see diagnostics.py."""
+
+    folder: Path
+    what: Literal["none", "report", "state"]
+
+
 @dataclass(frozen=True)
 class Run:
     """The frozen bundle of parts that the story is told over."""
@@ -107,12 +132,8 @@ class Run:
     log: RunLog
     checkpoints: Checkpoints
     guards: tuple[Guard, ...]
-    rollback: RollbackSection | None
-    """How often the run may go back."""
-    max_skips: int
-    """How often bad records may be left out."""
-    looks_back_steps: int | None
-    """How far before the step that shows it a rollback may begin; see guards.divergence."""
+    limits: GuardsSection
+    """How often the run may skip and go back, and what else is done then."""
     feed: Feed
     init: Callable[[Line], tuple[TrainState, dict[str, str] | None]]
     """Line -> the state before the first step, and the weights that it was made from (Start.init).
@@ -124,6 +145,7 @@ class Run:
     state."""
     rate_factor: Callable[[float], Any]
     """Lays a factor on the devices as the step takes it; see rates.py."""
+    diagnostics: Diagnostics
     form: Form
     """How the step's metrics are read."""
     row_places: Sequence[tuple[int, int]]
@@ -166,6 +188,8 @@ class Flight:
     """How much of the time since then this host has waited for the devices, and so for others."""
     bad: Bad | None = None
     """What this host has met instead of a batch: from there on it has none."""
+    recent: deque[Recent] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """The last steps that have landed."""
     steps: deque[tuple[Progress, np.ndarray, jax.Array]] = dataclasses.field(default_factory=deque)
 
     def verdict(self) -> Verdict:
