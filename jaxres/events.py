@@ -179,6 +179,20 @@ class RolledBack:
     rows: tuple[int, int]
     """Positions of the stream that training leaves out from now on, half-open."""
     reason: str
+    rate_factor: float = 1.0
+    """On the learning rate, for `rate_steps` steps from the onset on."""
+    rate_steps: int = 0
+
+
+@dataclass(frozen=True)
+class RecordsLeftOut:
+    """The run has decided to go on without rows that can't be used."""
+
+    rows: tuple[tuple[int, int], ...]
+    """Positions of the stream, half-open."""
+    step: int
+    """Where it goes on: the newest committed step."""
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -356,6 +370,7 @@ Event = (
     | SaveFailed
     | UpdateSkipped
     | RolledBack
+    | RecordsLeftOut
     | StepsPruned
     | StepQuarantined
     | SampleWritten

@@ -225,9 +225,11 @@ ALL: tuple[Fault, ...] = (
     _row(
         "bad_record",
         "loop",
-        "data/__init__.py",
-        "goes into the log as a skip, then is skipped; bounded "
-        "(so far: ends the run as 78 and names the row)",
+        "data/bad.py",
+        "a record that raises, hangs or has tokens out of range, on any host: its row goes into "
+        "the log as a skip, training goes on from the newest commit without it; bounded",
+        exit=Exit.DIVERGED,
+        done=True,
     ),
     _row(
         "out_of_memory",
@@ -325,6 +327,17 @@ class Rollback:
 
 
 @dataclass(frozen=True)
+class LeaveOut:
+    """Training is to go on from the newest commit without rows that can't be used."""
+
+    rows: tuple[tuple[int, int], ...]
+    """Positions of the stream, half-open; of many hosts only who met them knows."""
+    reason: str
+    state_is_good: bool
+    """Whether nothing has been computed since, so that the state may be saved first."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """The run is to end, for a fault, which says whether the state may be saved first."""
 
@@ -339,7 +352,7 @@ class Stop:
         return self.fault.state_is_good and self.has_time
 
 
-Verdict = Continue | Rollback | Stop
+Verdict = Continue | Rollback | LeaveOut | Stop
 
 
 def table() -> str:

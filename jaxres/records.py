@@ -43,6 +43,9 @@ class Start:
     """What decides bits besides the trajectory: devices, mesh, microbatches, threads, versions."""
     init: dict[str, str] | None = None
     """Of a start from other weights (`init_from`): their digest, path and, of a run, step."""
+    looks_back_steps: int | None = None
+    """By how many steps a rollback may begin before the step that shows it, as the guards are set:
+    a commit that is so much older than the newest is known to be good. None: nobody can say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,7 @@ class Commit:
     manifest: str
     bytes: int
     known_good: bool
+    """Whether it was when it was committed; by its age it becomes so (Line.good_through)."""
     heldout_loss: float | None = None
     """Of the newest evaluation by then; None: there was none, or it was not finite."""
     evaluated_step: int = 0
@@ -79,6 +83,9 @@ class Rollback:
     rows: tuple[tuple[int, int], ...]
     """Of the stream, as half-open ranges of positions, that training leaves out from now on."""
     reason: str
+    rate_factor: float = 1.0
+    """On the learning rate of the steps [onset, onset + rate_steps)."""
+    rate_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,10 @@ class RunDir:
         """What lies on every device, by the lead host."""
         return self.attempt(attempt) / "sharding.txt"
 
+    def diagnostics(self, attempt: int) -> Path:
+        """What was seen last by an attempt that has diverged."""
+        return self.local_attempt(attempt) / "diagnostics"
+
     def stacks(self, attempt: int, host: int) -> Path:
         """Stacks of all threads of one host's worker, when a deadline has passed or one asks."""
         return self.local_attempt(attempt) / f"stacks-host{host:03d}.txt"

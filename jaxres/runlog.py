@@ -6,6 +6,7 @@ written nothing: there is one linearisation point, however long a process was pa
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -249,9 +250,14 @@ class Line:
     paths: frozenset[str] = frozenset()
     """Of all steps that were ever committed; no other step may take one's place."""
     skips: tuple[tuple[int, int], ...] = ()
+    num_skips: int = 0
+    """How often bad records were left out."""
     rollbacks: tuple[Record, ...] = ()
     """Records whose body is a Rollback."""
     last_stop: Record | None = None
+    good_through: int | None = None
+    """No rollback can begin at or before this step any more: commits up to it are known good. None:
+    nobody can say."""
 
     @property
     def attempt(self) -> int:
@@ -286,6 +292,15 @@ class Line:
         found = (start_of(record).init for record in self.starts)
         return next((init for init in found if init is not None), None)
 
+    def rate_factor(self, step: int) -> float:
+        """The factor that rollbacks have put on the learning rate of a step."""
+        bodies = (record.body for record in self.rollbacks)
+        return math.prod(
+            body.rate_factor
+            for body in bodies
+            if isinstance(body, Rollback) and 0 <= step - body.onset < body.rate_steps
+        )
+
     @property
     def dataset(self) -> str | None:
         """Fingerprint of the rows that the run has trained on."""
@@ -312,22 +327,29 @@ def fold(records: Sequence[Record]) -> Line:
     quarantined: list[tuple[Record, Quarantine]] = []
     paths: set[str] = set()
     skips: list[tuple[int, int]] = []
+    num_skips = 0
     rollbacks: list[Record] = []
     last_stop = None
+    looks_back: int | None = None
+    good_through: dict[int, int] = {}
+    """Step of a commit -> what all that is judged by then says of older ones."""
     for record in records:
         match record.body:
             case Claim():
                 claims.append(record.body)
-            case Start():
+            case Start(looks_back_steps=looks_back):
                 starts.append(record)
             case Commit(step=step, path=path):
                 commits[step] = record
+                if looks_back is not None:
+                    good_through[step] = max(0, step - looks_back)
                 paths.add(path)
             case Quarantine(step=step, path=path):
                 if step in commits and _commit_of(commits[step]).path == path:
                     quarantined.append((commits.pop(step), record.body))
             case Skip(rows=rows):
                 skips.extend(rows)
+                num_skips += 1
             case Rollback(target=target, rows=rows):
                 rollbacks.append(record)
                 skips.extend(rows)
@@ -345,7 +367,24 @@ def fold(records: Sequence[Record]) -> Line:
         commits=tuple(commits[step] for step in sorted(commits)),
         quarantined=tuple(sorted(quarantined, key=lambda pair: pair[1].step)),
         paths=frozenset(paths),
-        skips=tuple(sorted(skips)),
+        skips=_merged(skips),
+        num_skips=num_skips,
         rollbacks=tuple(rollbacks),
         last_stop=last_stop,
+        good_through=max((n for at, n in good_through.items() if at in commits), default=None),
     )
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Returns sorted ranges that neither overlap nor touch: a rollback may reach over older skips.
+
+    >>> _merged([(5, 9), (0, 2), (7, 12), (12, 13)])
+    ((0, 2), (5, 13))
+    """
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return tuple(found)

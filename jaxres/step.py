@@ -9,6 +9,7 @@ B rows of the global batch, A microbatches of B/A rows, G leaves of the paramete
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ METRICS = ("loss", "grad_norm", "learning_rate", "spike_score", "applied", "stat
 Facts = Float[Array, "D F"] | None
 """Every device's row is the word of its host; None for a host that is alone."""
 TrainStep = Callable[..., tuple[TrainState, Float[Array, " M"]]]
-"""(state, batch, facts=None) -> (state, metrics)."""
+"""(state, batch, facts=None, rate_factor=None) -> (state, metrics)."""
 EvalStep = Callable[..., Float[Array, " M"]]
 """(params, batch, mask_B, facts=None) -> sums."""
 
@@ -57,6 +58,8 @@ class Measured:
     """Paths of the parameters whose gradient is not finite."""
     bad_rows: tuple[int, ...]
     """Rows of the global batch whose loss is not finite."""
+    square_norms: np.ndarray = dataclasses.field(compare=False, repr=False)
+    """float32[G]: of each parameter's gradient, before clipping."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Form:
             state_is_finite=finite == 1.0,
             bad_params=tuple(self.params[i] for i in np.flatnonzero(~np.isfinite(squares))),
             bad_rows=tuple(int(row) for row in np.flatnonzero(flags)),
+            square_norms=squares,
         )
         return measured, facts
 
@@ -106,11 +110,15 @@ def make_train_step(
 
     The loss is the weighted mean over the whole batch, whatever the number of microbatches. Whether
     the update is applied is known before the optimizer runs, from the loss and the gradient's norm
-    before clipping; `spikes` has the bands of that norm, None: any finite one will do.
+    before clipping; `spikes` has the bands of that norm, None: any finite one will do. A factor on
+    the learning rate is an input of the step, so that nothing is compiled anew.
     """
 
     def train_step(
-        state: TrainState, batch: Batch, facts: Facts = None
+        state: TrainState,
+        batch: Batch,
+        facts: Facts = None,
+        rate_factor: Float[Array, ""] | None = None,
     ) -> tuple[TrainState, Float[Array, " M"]]:
         next_key, step_key = jax.random.split(jax.random.wrap_key_data(state.key))
         loss, grads, bad_B = _mean_loss_and_gradient(
@@ -129,7 +137,7 @@ def make_train_step(
         grads = optim.clip(grads, norm=grad_norm, max_norm=max_norm)
         direction, opt = tx.update(grads, state.opt, state.params)
         step = state.step + 1
-        learning_rate = rate(step)
+        learning_rate = rate(step) if rate_factor is None else rate(step) * rate_factor
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
         params, opt = _where(applied, (params, opt), (state.params, state.opt))
         after = TrainState(

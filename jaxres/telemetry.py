@@ -123,10 +123,13 @@ class Console:
                         f"step {step}: held-out loss {loss:.4f} "
                         f"(best {best_loss:.4f} at step {best_step})"
                     )
-                case events.RolledBack(onset, target, rows, reason):
+                case events.RolledBack():
+                    self.say(_rolled_back(event))
+                case events.RecordsLeftOut(rows, step, reason):
+                    count = sum(stop - start for start, stop in rows)
                     self.say(
-                        f"ROLLBACK: {reason}. Going on from step {target}, without the "
-                        f"{rows[1] - rows[0]} rows since step {onset}"
+                        f"BAD RECORD: {reason}. Left out for good: {count} rows; going on from "
+                        f"step {step}"
                     )
                 case events.UpdateSkipped():
                     self.say(_skipped(event))
@@ -256,6 +259,20 @@ def _skipped(event: events.UpdateSkipped) -> str:
     return (
         f"step {event.step}: loss {event.loss:.4g}, gradient norm {event.grad_norm:.4g}: its "
         f"update was skipped ({why})"
+    )
+
+
+def _rolled_back(event: events.RolledBack) -> str:
+    """Returns what a person is told of a decision to go back."""
+    rate = ""
+    if event.rate_factor < 1:
+        rate = (
+            f", with {event.rate_factor:g} times the learning rate in steps {event.onset} to "
+            f"{event.onset + event.rate_steps - 1}"
+        )
+    return (
+        f"ROLLBACK: {event.reason}. Going on from step {event.target}, without the "
+        f"{event.rows[1] - event.rows[0]} rows since step {event.onset}{rate}"
     )
 
 

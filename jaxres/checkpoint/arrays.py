@@ -19,6 +19,7 @@ from orbax.checkpoint import v1 as ocp
 from jaxres import storage
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.blocks import ArrayInfo
+from jaxres.checkpoint.pace import AT_ONCE, Pace
 from jaxres.checkpoint.reader import ARRAYS
 from jaxres.checkpoint.snapshot import Snapshot, taken
 from jaxres.faults import ConfigError, StorageUnavailable
@@ -133,14 +134,18 @@ class Writing:
 
 
 def begin(
-    state: Tree, step_dir: Place, context: ocp.Context, *, snapshot_by: str = "copy"
+    state: Tree,
+    step_dir: Place,
+    context: ocp.Context,
+    snapshot_by: str = "copy",
+    pace: Pace = AT_ONCE,
 ) -> Writing:
     """Returns a save that Orbax has begun, with the digests of what it writes.
 
     The state may be donated as soon as this returns; `snapshot_by` is `checkpoint.snapshot`.
     """
     state, is_own = taken(state, snapshot_by)
-    snapshot = Snapshot(named_arrays(state), process=jax.process_index(), is_own=is_own)
+    snapshot = Snapshot(named_arrays(state), process=jax.process_index(), is_own=is_own, pace=pace)
     both = {ARRAYS: state, manifests.DIGESTS: snapshot}
     with context, storage.typed_errors(step_dir):
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
@@ -20,6 +20,7 @@ from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.blocks import ArrayInfo, Digests, decode, split
 from jaxres.checkpoint.digest import block_digest, block_digests
 from jaxres.checkpoint.manifest import FileInfo
+from jaxres.checkpoint.pace import AT_ONCE, Pace
 from jaxres.checkpoint.reader import ArrayReader
 from jaxres.faults import PeerLost, StorageUnavailable, TypedEnd
 from jaxres.hosts import Peers
@@ -60,23 +61,23 @@ class Report:
         return Report(files, fields["failure"])
 
 
-def report(step_dir: Place, arrays: Mapping[str, ArrayInfo], *, process: int) -> Report:
+def report(step_dir: Place, arrays: Mapping[str, ArrayInfo], process: int, pace: Pace) -> Report:
     """Returns what one process reports of its part of a step that Orbax has finished.
 
     What comes from a bucket may have been damaged on its way, so it is read a few times.
     """
     for _ in range(REMOTE_TRIES - 1 if isinstance(step_dir, BucketPath) else 0):
-        if not (found := _report(step_dir, arrays, process=process)).failure:
+        if not (found := _report(step_dir, arrays, process, pace)).failure:
             return found
-    return _report(step_dir, arrays, process=process)
+    return _report(step_dir, arrays, process, pace)
 
 
-def _report(step_dir: Place, arrays: Mapping[str, ArrayInfo], *, process: int) -> Report:
+def _report(step_dir: Place, arrays: Mapping[str, ArrayInfo], process: int, pace: Pace) -> Report:
     try:
         with storage.typed_errors(step_dir):
             own = [name for name in manifests.inventory(step_dir) if process_of(name) == process]
-            files = read_back(step_dir, own)
-            wrong = _wrong_arrays(step_dir, arrays, process=process)
+            files = read_back(step_dir, own, pace)
+            wrong = _wrong_arrays(step_dir, arrays, process=process, pace=pace)
     except (TypedEnd, OSError, ValueError, KeyError, TypeError) as error:
         return Report({}, f"{step_dir}: could not be read back ({error})")
     if wrong:
@@ -99,47 +100,59 @@ def process_of(name: str) -> int | None:
     return None if found is None else int(next(filter(None, found.groups())))
 
 
-def read_back(step_dir: Place, names: Sequence[str]) -> dict[str, FileInfo]:
+def read_back(step_dir: Place, names: Sequence[str], pace: Pace = AT_ONCE) -> dict[str, FileInfo]:
     """Makes files durable and returns what they are when they are read from the disk again."""
     for name in names:
         storage.sync_file(step_dir / name)
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
-        return dict(zip(names, pool.map(lambda n: file_info(step_dir / n), names), strict=True))
+        found = pool.map(lambda name: file_info(step_dir / name, pace), names)
+        return dict(zip(names, found, strict=True))
 
 
-def file_info(path: Place) -> FileInfo:
+def file_info(path: Place, pace: Pace = AT_ONCE) -> FileInfo:
     """Reads a file from the disk, not from memory; raises whatever storage says."""
     for _ in range(REMOTE_TRIES - 1 if isinstance(path, BucketPath) else 0):
         with contextlib.suppress(storage.OnItsWay):
-            return _file_info(path)
-    return _file_info(path)
+            return _file_info(path, pace)
+    return _file_info(path, pace)
 
 
-def _file_info(path: Place) -> FileInfo:
+def _file_info(path: Place, pace: Pace) -> FileInfo:
     storage.forget(path)
-    size, checksum = 0, xxhash.xxh3_128()
-    for part in storage.blocks(path, size_bytes=READ_BYTES):
-        size += len(part)
-        checksum.update(part)
+    size, checksum, parts = 0, xxhash.xxh3_128(), storage.blocks(path, size_bytes=READ_BYTES)
+    while count := _piece(parts, checksum, pace):
+        size += count
     return FileInfo(size, checksum.hexdigest())
 
 
-def _wrong_arrays(step_dir: Place, arrays: Mapping[str, ArrayInfo], *, process: int) -> list[str]:
+def _piece(parts: Iterator[memoryview], checksum: xxhash.xxh3_128, pace: Pace) -> int:
+    with pace.piece():
+        part = next(parts, None)
+        if part is None:
+            return 0
+        checksum.update(part)
+        return len(part)
+
+
+def _wrong_arrays(
+    step_dir: Place, arrays: Mapping[str, ArrayInfo], *, process: int, pace: Pace
+) -> list[str]:
     """Returns the arrays of which a reader of the step gets other blocks than were digested."""
     name = f"{manifests.DIGESTS}/process_{process}.json"
     mine = decode(storage.read_whole(step_dir / name))
     reader = ArrayReader(step_dir, arrays)
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
-        same = pool.map(lambda path: _is_same(reader, path, arrays[path], mine[path]), mine)
+        same = pool.map(lambda path: _is_same(reader, path, arrays[path], mine[path], pace), mine)
         return [path for path, is_same in zip(mine, same, strict=True) if not is_same]
 
 
-def _is_same(reader: ArrayReader, path: str, info: ArrayInfo, digests: Digests) -> bool:
+def _is_same(reader: ArrayReader, path: str, info: ArrayInfo, digests: Digests, pace: Pace) -> bool:
     limit = reader.region_bytes(path)
     for box, wanted in digests.blocks:
         for items, one in split(info, box, wanted, limit_bytes=limit):
-            if block_digests(reader.read(path, items), info.block) != one:
-                return False
+            with pace.piece():
+                if block_digests(reader.read(path, items), info.block) != one:
+                    return False
     return all(block_digest(reader.read(path, box)) == one for box, one in digests.parts)
 
 

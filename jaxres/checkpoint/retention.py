@@ -50,6 +50,8 @@ class Step:
     """When it was committed, by the wall clock of the machine that did."""
     bytes: int = 0
     known_good: bool = False
+    grows_good: bool = False
+    """Whether it will be known to be good once it is old enough."""
     heldout_loss: float | None = None
     evaluated_step: int = 0
     """Step whose held-out loss that is: at or before this one."""
@@ -111,6 +113,11 @@ def newest_known_good(steps: Sequence[Step]) -> Collection[int]:
     return [s.step for s in steps if s.known_good][-1:]
 
 
+def next_known_good(steps: Sequence[Step]) -> Collection[int]:
+    """Keeps the oldest that is to become known good: else none would ever get so old."""
+    return [s.step for s in steps if s.grows_good and not s.known_good][:1]
+
+
 def policies(keep: KeepSection, *, pinned: Collection[int] = ()) -> dict[str, Policy]:
     """Returns the policies that a config asks for, by the name that a person reads."""
     found: dict[str, Policy] = {f"last {keep.last}": last(keep.last)}
@@ -125,6 +132,7 @@ def policies(keep: KeepSection, *, pinned: Collection[int] = ()) -> dict[str, Po
     if keep.best:
         found[f"best {keep.best}"] = best(keep.best)
     found["known good"] = newest_known_good
+    found["next known good"] = next_known_good
     found["pinned"] = lambda steps: [s.step for s in steps if s.step in pinned]
     return found
 
@@ -164,7 +172,8 @@ def steps_of(line: Line) -> list[Step]:
             step=commit.step,
             time=record.time,
             bytes=commit.bytes,
-            known_good=commit.known_good,
+            known_good=commit.known_good or commit.step <= (line.good_through or 0),
+            grows_good=line.good_through is not None and commit.step > line.good_through,
             heldout_loss=commit.heldout_loss,
             evaluated_step=commit.evaluated_step,
         )

@@ -25,6 +25,7 @@ from jaxres.checkpoint.arrays import Tree, Writing, array_infos
 from jaxres.checkpoint.blocks import ArrayInfo
 from jaxres.checkpoint.commits import Commits
 from jaxres.checkpoint.fallback import Search, none_is_whole
+from jaxres.checkpoint.pace import Pace
 from jaxres.checkpoint.readback import Report, gathered, report
 from jaxres.checkpoint.restore import Restored, restore
 from jaxres.checkpoint.seal import seal
@@ -120,6 +121,7 @@ class Checkpoints:
         """Whether storage has answered nothing for so long that nothing more is tried."""
         self._restores = 0
         """How often this attempt has restored: the same number on every host."""
+        self._pace = Pace(section.background_share, clock)
         is_remote = not isinstance(run_dir.root, Path)
         self._context = arrays.context(timeout_seconds=section.timeout_seconds, is_remote=is_remote)
         self._reading = arrays.reading_context(host=peers.member.host)
@@ -158,9 +160,8 @@ class Checkpoints:
         if self._is_silent:
             return Stop(fault("storage_unavailable"), "storage does not answer")
         if self._commits.failures >= self._section.max_failed_saves:
-            failures = self._commits.failures
-            words = f"{failures} saves in a row have failed (checkpoint.max_failed_saves)"
-            return Stop(fault("storage_unavailable"), words)
+            words = "saves in a row have failed (checkpoint.max_failed_saves)"
+            return Stop(fault("storage_unavailable"), f"{self._commits.failures} {words}")
         return Continue()
 
     @property
@@ -230,8 +231,7 @@ class Checkpoints:
         started, infos = self._clock.monotonic(), array_infos(state)
         if not self._peers.member.leads:
             self.wait()  # The lead has.
-        how = self._section.snapshot
-        writing = arrays.begin(state, step_dir, self._context, snapshot_by=how)
+        writing = arrays.begin(state, step_dir, self._context, self._section.snapshot, self._pace)
         self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         finish = self._finish if self._peers.member.leads else self._follow
@@ -316,7 +316,7 @@ class Checkpoints:
         """Returns on the lead what every host has read back of its part of the step."""
         own = Report({}, save.writing.failure)
         if not own.failure:
-            own = report(save.step_dir, save.infos, process=self._peers.member.host)
+            own = report(save.step_dir, save.infos, self._peers.member.host, self._pace)
         limit = self._section.timeout_seconds
         return gathered(own, save.step_dir, self._peers, topic=save.topic, seconds=limit)
 

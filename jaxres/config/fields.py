@@ -35,6 +35,8 @@ class Slot:
     """Whether `kind` chooses among sections."""
     is_list: bool = False
     """Whether any number of the sections may stand here, as a list."""
+    may_be_null: bool = False
+    """Whether null may stand for the section: what it describes is left out."""
 
     @property
     def is_text(self) -> bool:
@@ -83,7 +85,12 @@ def slot_of(info: FieldInfo) -> Slot:
         return Slot(is_open=is_open, types=plain)
     default = info.default
     kind = getattr(default, "kind", None) if isinstance(default, Section) else None
-    return Slot(sections=sections, default_kind=kind, by_kind=info.discriminator == "kind")
+    return Slot(
+        sections=sections,
+        default_kind=kind,
+        by_kind=info.discriminator == "kind",
+        may_be_null=type(None) in plain,
+    )
 
 
 def _sections_of_list(plain: tuple[Any, ...]) -> tuple[type[Section], ...]:

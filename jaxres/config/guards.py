@@ -38,6 +38,18 @@ class RollbackSection(Section):
     """Steps in which losses are learnt and none is judged."""
     max_rollbacks: PositiveInt = free(3)
     """Of a run; one more ends it (81)."""
+    rate_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """After a rollback the learning rate is so many times what the schedule says, for
+    rate_steps steps from the onset on; of rollbacks that overlap, all count. 1: as before."""
+    rate_steps: PositiveInt = 1000
+    """Steps from the onset on, for which rate_factor holds."""
+
+
+class BadRecordsSection(Section):
+    """Records that raise, hang (data.timeout_seconds) or have token ids out of range."""
+
+    max: PositiveInt = free(10)
+    """Times that a run leaves such out of its stream; one more ends it (81)."""
 
 
 class GuardsSection(Section):
@@ -47,8 +59,13 @@ class GuardsSection(Section):
     the first of them; stop: it ends (81) at once."""
     rollback: RollbackSection | None = free(RollbackSection())
     """Going back where the loss stays high. null: never."""
+    bad_records: BadRecordsSection | None = free(BadRecordsSection())
+    """Rows that can't be used are left out, by a record in the log. null: one ends the run."""
     spikes: SpikesSection | None = SpikesSection()
     """Gradient norms far above what is usual (after arXiv 2504.02507). null: not looked for."""
+    diagnostics: Literal["none", "report", "state"] = free("report")
+    """What is written to attempts/NNNN/diagnostics where a run ends as diverged (81). state: the
+    arrays of the refused state too, for people; no restore looks there."""
     max_skips_in_a_row: PositiveInt | None = free(5)
     """Skipped steps in a row that are borne; one more is too many. null: no limit."""
     max_skips: PositiveInt | None = free(20)

@@ -154,6 +154,8 @@ def shape_problems(node: Node, slot: Slot | None, path: tuple[str, ...] = ()) ->
         below = ", ".join(f"'{key}'" for key in node.value) or "nothing"
         text = f"is a single value, not a section (got keys below it: {below})"
         return [Problem(".".join(path), text, node.where)]
+    if node.value is None and slot.may_be_null:
+        return []
     if not isinstance(node.value, dict):
         first = "kind" if slot.by_kind else next(iter(slot.sections[0].model_fields))
         how = f"{'.'.join((*path, first))}=..."

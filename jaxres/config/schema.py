@@ -262,7 +262,10 @@ class CheckpointSection(Section):
     snapshot: Literal["auto", "copy", "device"] = free("auto")
     """What a save takes before training goes on. copy: the host's memory (on CPU the buffers
     themselves, which the next step then can't reuse); device: a copy on each device, brought to the
-    host in the background; auto: device where a device tells that it has the room, else copy."""
+    host in the background; auto: device where there is room for it (on CPU always), else copy."""
+    background_share: Annotated[float, Field(gt=0, le=1)] = free(1.0)
+    """Share of its time for which a background thread digests a save and reads it back; less slows
+    training less, and the save takes longer. The writing itself is Orbax's."""
     timeout_seconds: PositiveFloat = free(600.0)
     """Longest wait for one save to become durable."""
     max_failed_saves: PositiveInt = free(20)

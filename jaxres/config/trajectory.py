@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxres.config.fields import is_free
+from jaxres.config.guards import RollbackSection
 from jaxres.config.problems import one_line, show
 from jaxres.config.schema import ConstantSchedule, RunConfig, Section
 from jaxres.faults import ConfigError
@@ -36,7 +37,16 @@ def trajectory(config: RunConfig) -> dict[str, Any]:
     `train.steps` is left out; where the rate depends on it, it is in the schedule's horizon. So a
     run of 1000 steps has the trajectory of a run of 2000 whose schedule spans 1000.
     """
+    data = _with_defaults(config)
+    if data["guards"]["rollback"] == _rate_after_rollbacks(None):
+        data["guards"].pop("rollback")
+    return data
+
+
+def _with_defaults(config: RunConfig) -> dict[str, Any]:
+    """Returns the trajectory keys with one that old digests do not have, to be compared."""
     data = _bound(config, config.model_dump(mode="json"))
+    data["guards"]["rollback"] = _rate_after_rollbacks(config.guards.rollback)
     data["train"].pop("steps")
     if data["init_from"] == {"kind": "seed"}:  # As before there was a choice: old digests stand.
         data.pop("init_from")
@@ -46,6 +56,13 @@ def trajectory(config: RunConfig) -> dict[str, Any]:
     if horizon is not None:
         schedule["horizon_steps"] = horizon
     return data
+
+
+def _rate_after_rollbacks(section: RollbackSection | None) -> dict[str, Any]:
+    """Returns what of the section is no free key; the defaults where no rate is lowered."""
+    if section is None or section.rate_factor == 1.0:
+        section = RollbackSection()
+    return {"rate_factor": section.rate_factor, "rate_steps": section.rate_steps}
 
 
 def _bound(section: Section, dumped: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +96,7 @@ def run_dir(config: RunConfig, name: str) -> Place:
 
 def diff(recorded: RunConfig, given: RunConfig) -> list[Change]:
     """Returns the trajectory keys in which the two differ, as the user writes them."""
-    changes = _changes(trajectory(recorded), trajectory(given))
+    changes = _changes(_with_defaults(recorded), _with_defaults(given))
     return [_as_written(change, recorded, given) for change in changes]
 
 

@@ -9,8 +9,9 @@ cursor, `Prefetch` does so ahead of time. Cursors and skips count rows, so they 
 the batch size or the number of hosts changes.
 """
 
+from jaxres.data.bad import bad_rows, hung_row, is_its_own, why
 from jaxres.data.dataset import Dataset, open_dataset
-from jaxres.data.order import Skips, rows_at, sample_digest
+from jaxres.data.order import Skips, positions_at, rows_at, sample_digest
 from jaxres.data.prefetch import DataThreadDied, DataTimeout, Prefetch
 from jaxres.data.rows import Arrays, BadRecord, Batch, Rows, batch_at
 from jaxres.data.tokens import TokensDamaged, TokenWriter, write_tokens
@@ -27,9 +28,14 @@ __all__ = [
     "Skips",
     "TokenWriter",
     "TokensDamaged",
+    "bad_rows",
     "batch_at",
+    "hung_row",
+    "is_its_own",
     "open_dataset",
+    "positions_at",
     "rows_at",
     "sample_digest",
+    "why",
     "write_tokens",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxres.faults import Continue, Rollback, Verdict
+from jaxres.faults import Continue, LeaveOut, Rollback, Verdict
 
 Memory = Mapping[str, Any]
 """Finite numbers, and lists of them, as JSON brings them back."""
@@ -45,8 +45,9 @@ class Guard:
 def gravest(verdicts: Sequence[Verdict]) -> Verdict:
     """Returns the verdict that stands; of equally grave ones the first.
 
-    Continue < a stop that saves < one that has no time to < a rollback < a stop for a state that
-    is unfit: a notice that comes together with a spike must not save the spiked state.
+    Continue < rows to leave out < a stop that saves < one that has no time to < rows to leave out
+    where steps were computed without them < a rollback < a stop for a state that is unfit: a notice
+    that comes together with a spike must not save the spiked state.
 
     >>> gravest([Continue(), Continue()])
     Continue()
@@ -57,11 +58,13 @@ def gravest(verdicts: Sequence[Verdict]) -> Verdict:
 def _gravity(verdict: Verdict) -> int:
     if isinstance(verdict, Continue):
         return 0
+    if isinstance(verdict, LeaveOut):
+        return 1 if verdict.state_is_good else 4
     if isinstance(verdict, Rollback):
-        return 3
+        return 5
     if verdict.fault.state_is_good:
-        return 1 if verdict.has_time else 2
-    return 4
+        return 2 if verdict.has_time else 3
+    return 6
 
 
 def judge_step(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxres.config.guards import GuardsSection, RollbackSection
-from jaxres.faults import Continue, Rollback, Stop, Verdict, fault
+from jaxres.config.guards import BadRecordsSection, GuardsSection, RollbackSection
+from jaxres.faults import Continue, LeaveOut, Rollback, Stop, Verdict, fault
 from jaxres.guards import Guard, Memory, Seen
 
 WHAT_TO_DO = (
@@ -124,6 +124,39 @@ def _learnt(memory: Memory, loss: float, section: RollbackSection) -> dict[str, 
         "mean": memory["mean"] + share * delta,
         "variance": variance,
     }
+
+
+def looks_back_steps(section: GuardsSection) -> int | None:
+    """Returns by how many steps a rollback's onset may lie before the step that shows it.
+
+    So a commit that is so much older than one whose steps are all judged is known to be good. None:
+    masked steps, which the guards pass over, are not bounded.
+    """
+    if section.rollback is None:
+        return 0
+    gaps = section.rollback.patience_steps - 1
+    in_a_row, window = section.max_skips_in_a_row, section.skip_window_steps
+    bounds = [] if in_a_row is None else [gaps * in_a_row]
+    if section.max_skips is not None and gaps + section.max_skips < window:
+        bounds.append(section.max_skips)
+    if gaps and not bounds:
+        return None
+    high = gaps + min(bounds, default=0)
+    if section.on_nonfinite != "rollback":
+        return high
+    return max(high, in_a_row or 0, window - 1 if section.max_skips is not None else 0)
+
+
+def bounded_skips(verdict: Verdict, *, skips: int, section: BadRecordsSection | None) -> Verdict:
+    """Turns leaving out bad records once too often into the end of the run."""
+    most = section.max if section is not None else 0
+    if not isinstance(verdict, LeaveOut) or skips < most:
+        return verdict
+    return Stop(
+        fault("bad_record"),
+        f"{verdict.reason}; records were left out {skips} times already (guards.bad_records.max). "
+        "Look at the data set: mend it, then start a new run; or raise the limit.",
+    )
 
 
 def bounded(verdict: Verdict, *, rollbacks: int, section: RollbackSection | None) -> Verdict:

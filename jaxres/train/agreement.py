@@ -21,7 +21,7 @@ from jaxres.faults import Continue, Exit, Stop, Verdict, fault
 from jaxres.guards import gravest, preemption
 from jaxres.train.requests import Requests
 
-FACTS = ("stop", "save", "storage", "busy_seconds")
+FACTS = ("stop", "save", "storage", "busy_seconds", "no_batch")
 """What the columns of a word mean; see Word."""
 TIMED_STEPS = 8
 """Steps whose mean is a host's timing: a word that stays as it is costs nothing to give again."""
@@ -43,37 +43,45 @@ class Word:
     """Whether storage has refused too many saves; only the lead knows."""
     busy_seconds: float = 0.0
     """How long this host worked by itself for a step, waiting for nobody; see TIMED_STEPS."""
+    no_batch: bool = False
+    """Whether this host has bad records at this step, and others stand in for its rows."""
 
     def encode(self) -> np.ndarray:
         """Returns the word as float32[len(FACTS)]."""
         stop = STOPS.index(self.stop) + len(STOPS) * (not self.has_time)
-        return np.asarray([stop, self.save, self.storage, self.busy_seconds], np.float32)
+        values = [stop, self.save, self.storage, self.busy_seconds, self.no_batch]
+        return np.asarray(values, np.float32)
 
     @staticmethod
     def decode(facts: np.ndarray) -> Word:
         """Reads a word back.
 
-        >>> Word.decode(Word(Exit.STOPPED, save=True, busy_seconds=0.5).encode())
-        Word(stop=<Exit.STOPPED: 76>, has_time=True, save=True, storage=False, busy_seconds=0.5)
+        >>> Word.decode(Word(Exit.STOPPED, save=True, busy_seconds=0.5).encode()).save
+        True
         """
-        stop, save, storage, seconds = (float(value) for value in facts)
+        stop, save, storage, seconds, no_batch = (float(value) for value in facts)
         no_time, number = divmod(int(stop), len(STOPS))
-        return Word(STOPS[number], not no_time, save > 0, storage > 0, seconds)
+        return Word(STOPS[number], not no_time, save > 0, storage > 0, seconds, no_batch > 0)
 
 
 class Agreement(Protocol):
     """What the loop asks before it acts; the answers are the same on every host."""
 
-    def facts(self, *, busy_seconds: float | None) -> Any:
+    def facts(self, *, busy_seconds: float | None, no_batch: bool = False) -> Any:
         """Returns this host's word as it enters the next step; None where nobody else listens.
 
         Args:
           busy_seconds: how long this host worked by itself for that step; None: it is no step.
+          no_batch: whether other rows stand in for its own, which can't be used.
         """
         ...
 
     def heard(self, facts: np.ndarray) -> tuple[float, ...]:
         """Takes what a landed step has returned of all hosts' words; returns their busy seconds."""
+        ...
+
+    def had_no_batch(self) -> bool:
+        """Says whether anywhere other rows stood in for bad records, at the step heard of last."""
         ...
 
     def verdict(self) -> Verdict:
@@ -108,12 +116,16 @@ class OwnWord:
         self._storage = storage
         self._is_due = is_due
 
-    def facts(self, *, busy_seconds: float | None) -> None:
+    def facts(self, *, busy_seconds: float | None, no_batch: bool = False) -> None:
         """Has nobody to tell."""
 
     def heard(self, facts: np.ndarray) -> tuple[float, ...]:
         """Has nobody to hear."""
         return ()
+
+    def had_no_batch(self) -> bool:
+        """Never: a host that is alone takes no step without its rows."""
+        return False
 
     def verdict(self) -> Verdict:
         """Returns the stop that was asked for, or that storage calls for; of two alike the first
@@ -150,10 +162,11 @@ class AllWords:
         self._has_time = True
         self._storage_stop = False
         self._save = False
+        self._no_batch = False
         self._busy: list[float] = []
         self._given: tuple[Word, jax.Array] | None = None
 
-    def facts(self, *, busy_seconds: float | None) -> jax.Array:
+    def facts(self, *, busy_seconds: float | None, no_batch: bool = False) -> jax.Array:
         """Returns this host's word, laid on its devices."""
         word = Word(
             stop=self._requests.stop_asked(),
@@ -161,6 +174,7 @@ class AllWords:
             save=self._requests.save_asked() or self._is_due(),
             storage=isinstance(self._storage(), Stop),
             busy_seconds=self._timing(busy_seconds),
+            no_batch=no_batch,
         )
         if self._given is None or self._given[0] != word:
             self._given = word, self._place(word.encode())
@@ -183,7 +197,12 @@ class AllWords:
         self._has_time &= all(word.has_time for word in words)
         self._save |= any(word.save for word in words)
         self._storage_stop |= any(word.storage for word in words)
+        self._no_batch = any(word.no_batch for word in words)
         return tuple(word.busy_seconds for word in words)
+
+    def had_no_batch(self) -> bool:
+        """Says whether any host had bad records at the step heard of last."""
+        return self._no_batch
 
     def verdict(self) -> Verdict:
         """Returns the stop that all hosts have heard of."""

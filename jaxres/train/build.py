@@ -29,11 +29,11 @@ from jaxres.metrics import MetricsLine, MetricsLog
 from jaxres.models import Model
 from jaxres.state import TrainState
 from jaxres.topology import Plan
-from jaxres.train import feed, initial, memory, pacer, programs
+from jaxres.train import feed, initial, memory, pacer, programs, rates
 from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
 from jaxres.train.guarantee import computation
 from jaxres.train.place import Place
-from jaxres.train.run import Agenda, Run
+from jaxres.train.run import Agenda, Diagnostics, Run
 
 
 @dataclass(frozen=True)
@@ -103,19 +103,24 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         log=place.log,
         checkpoints=checkpoints,
         guards=_guards(config.guards),
-        rollback=config.guards.rollback,
+        limits=config.guards,
         feed=feed.open_feed(
             parts.dataset,
             parts.mesh,
             place,
             stack,
             section=config.data,
+            leaves_out=config.guards.bad_records is not None,
             seed=config.run.seed,
             global_batch_size=parts.rows_per_batch,
         ),
         init=init,
         shapes=parts.shapes,
         step=step,
+        rate_factor=rates.factors(config.guards.rollback, parts.mesh),
+        diagnostics=Diagnostics(
+            place.run_dir.diagnostics(place.log.attempt), config.guards.diagnostics
+        ),
         form=steps.Form.of(parts.shapes.params, num_rows=parts.rows_per_batch),
         row_places=_row_places(parts),
         evaluate=evaluation,
@@ -304,7 +309,8 @@ def traced_step(parts: Parts, *, facts: Any = None) -> Any:
     )
     out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(parts.mesh))
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=out)
-    return jitted.trace(shapes, _batch_shapes(parts, rows=parts.rows_per_batch), facts)
+    batch = _batch_shapes(parts, rows=parts.rows_per_batch)
+    return jitted.trace(shapes, batch, facts, rates.shape(config.guards.rollback, parts.mesh))
 
 
 def _compile(

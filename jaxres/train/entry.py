@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 from jaxres import runlog
-from jaxres.events import PhaseChanged, RolledBack, TrainingStarted
-from jaxres.faults import ConfigError, Rollback, StorageUnavailable
+from jaxres.events import PhaseChanged, RecordsLeftOut, RolledBack, TrainingStarted
+from jaxres.faults import ConfigError, LeaveOut, Rollback, StorageUnavailable
+from jaxres.guards.divergence import looks_back_steps
 from jaxres.hosts import WORD_SECONDS
 from jaxres.runlog import Line, Start, fold, start_of
 from jaxres.state import Progress, TrainState, from_plain, to_plain
@@ -16,28 +19,70 @@ RESTORE_SHARE = 0.9
 """Of the deadline of a restore: storage that hangs is storage's fault, before it is a hang."""
 
 
-def go_back(run: Run, verdict: Rollback, *, entry: int) -> None:
+def met(entry: int) -> str:
+    """Returns the topic under which hosts tell of bad records that they have met."""
+    return f"bad_records/{entry}"
+
+
+def go_back(run: Run, verdict: Rollback | LeaveOut, *, entry: int) -> None:
+    """Records why training goes on from an older step, and which rows it leaves out from then."""
+    run.emit(PhaseChanged("rollback", verdict.reason))
+    if isinstance(verdict, LeaveOut):
+        _leave_out(run, verdict, entry=entry)
+    else:
+        _roll_back(run, verdict, entry=entry)
+
+
+def _leave_out(run: Run, verdict: LeaveOut, *, entry: int) -> None:
+    """Records rows that can't be used; the save in flight, of a step before them, may count."""
+    run.checkpoints.abandon(run.checkpoints.saved_step + 1)
+
+    def decide() -> str:
+        told = [json.loads(word.partition(": ")[2]) for word in run.peers.told(met(entry))]
+        rows = sorted({tuple(one) for word in told for one in word["rows"]} or verdict.rows)
+        reason = "; ".join(word["reason"] for word in told) or verdict.reason
+        run.log.append(runlog.Skip(rows=tuple(rows), reason=reason))
+        return json.dumps({"rows": rows, "reason": reason, "step": run.log.line().step})
+
+    word = json.loads(run.peers.same(f"skip/{entry}", decide, seconds=WORD_SECONDS))
+    run.checkpoints.go_back(word["step"])
+    rows = tuple((start, stop) for start, stop in word["rows"])
+    run.emit(RecordsLeftOut(rows=rows, step=word["step"], reason=word["reason"]))
+
+
+def _roll_back(run: Run, verdict: Rollback, *, entry: int) -> None:
     """Records that training goes on from before the onset: the durable decision.
 
     No save that was in flight counts afterwards if it may hold what the verdict is about. Killed
     right before the record, the next attempt meets the same steps and judges alike; killed right
     after it, the one way in reads it.
     """
-    run.emit(PhaseChanged("rollback", verdict.reason))
     run.checkpoints.abandon(verdict.onset)
-    line = run.log.line()
+    line, section = run.log.line(), run.limits.rollback
+    assert section is not None, "no rollback is allowed"
     steps = [commit.step for commit in line.committed if commit.step < verdict.onset]
     record = runlog.Rollback(
         onset=verdict.onset,
         target=max(steps, default=0),
         rows=(verdict.rows,),
         reason=verdict.reason,
+        rate_factor=section.rate_factor,
+        rate_steps=section.rate_steps if section.rate_factor < 1 else 0,
     )
     run.peers.same(
         f"rollback/{entry}", lambda: str(run.log.append(record).seq), seconds=WORD_SECONDS
     )
     run.checkpoints.go_back(record.target)
-    run.emit(RolledBack(record.onset, record.target, verdict.rows, verdict.reason))
+    run.emit(
+        RolledBack(
+            onset=record.onset,
+            target=record.target,
+            rows=verdict.rows,
+            reason=verdict.reason,
+            rate_factor=record.rate_factor,
+            rate_steps=record.rate_steps,
+        )
+    )
 
 
 def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Flight]:
@@ -75,6 +120,7 @@ def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Fli
             dataset=run.dataset,
             computation=run.computation,
             init=init,
+            looks_back_steps=looks_back_steps(run.limits),
         ),
         entry=entry,
     )
@@ -88,6 +134,8 @@ def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Fli
         seq,
         at=run.feed.open(line.skips),
         rollbacks=len(line.rollbacks),
+        skips=line.num_skips,
+        rate_factor=lambda step: run.rate_factor(line.rate_factor(step)),
         cursor=progress.cursor,
         landed_at=now,
         dispatched_at=now,

@@ -16,14 +16,15 @@ import numpy as np
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.data import sample_digest
 from jaxres.events import Evaluated, PhaseChanged, UpdateSkipped
-from jaxres.faults import Continue, Exit, Rollback, Stop, TypedEnd, Verdict
+from jaxres.faults import Continue, Exit, LeaveOut, Rollback, Stop, TypedEnd, Verdict
 from jaxres.guards import Seen, gravest, judge_step
-from jaxres.guards.divergence import bounded
+from jaxres.guards.divergence import bounded, bounded_skips
 from jaxres.metrics import MetricsLine
 from jaxres.state import Progress, TrainState, to_plain
 from jaxres.step import Measured
-from jaxres.train.entry import go_back, restore_or_start
-from jaxres.train.run import Flight, Run
+from jaxres.train.diagnostics import diagnose
+from jaxres.train.entry import go_back, met, restore_or_start
+from jaxres.train.run import Bad, Fed, Flight, Recent, Run
 
 LAG = 2
 MAX_ROWS_TOLD = 16
@@ -54,7 +55,9 @@ def train(run: Run) -> Ended:
             )
             last = progress.step == run.steps
             progress, verdict = look(run, progress, flight, drain=due.save or due.evaluate or last)
-            if isinstance(verdict, Rollback):
+            if isinstance(verdict, Rollback | LeaveOut):
+                if isinstance(verdict, LeaveOut) and verdict.state_is_good:
+                    save(run, state, progress)
                 state = flight = None  # The devices must be free before the restore.
                 entries += 1
                 go_back(run, verdict, entry=entries)
@@ -63,6 +66,7 @@ def train(run: Run) -> Ended:
             if isinstance(verdict, Stop):
                 if verdict.saves:
                     save(run, state, progress)
+                verdict = diagnose(run, verdict, flight.recent, state, progress)
                 return settle(run, verdict, state, progress)
             if due.evaluate:
                 progress = evaluate(run, state, progress)
@@ -75,13 +79,15 @@ def train(run: Run) -> Ended:
                 return settle(run, None, state, progress)
             if not flight.steps:
                 flight.rest(run.clock.monotonic())
-            fed = flight.at(progress.cursor)
+            fed = take(run, flight, progress, entry=entries + 1)
             if fed is None:
                 continue
             batch, arrays = fed
             busy_seconds = flight.busy_seconds(run.clock.monotonic())
-            word = run.agreement.facts(busy_seconds=busy_seconds)
-            state, metrics = run.step(state, arrays, word)
+            no_batch = flight.bad is not None
+            word = run.agreement.facts(busy_seconds=busy_seconds, no_batch=no_batch)
+            factor = flight.rate_factor(progress.step + 1)
+            state, metrics = run.step(state, arrays, word, factor)
             progress = progress.after(
                 next_cursor=batch.next_cursor,
                 num_rows=run.feed.num_rows,
@@ -104,6 +110,21 @@ def _waiting_told(run: Run) -> Iterator[None]:
         raise
 
 
+def take(run: Run, flight: Flight, progress: Progress, *, entry: int) -> Fed | None:
+    """Returns the next batch, or what stands in for it; None: the next look has something to say.
+
+    Bad records are told to the others before the step that all of them are in: whoever has landed
+    it can know of them.
+    """
+    fed = flight.at(progress.cursor)
+    if not isinstance(fed, Bad):
+        return fed
+    if flight.bad is None:
+        run.peers.tell(met(entry), fed.word())
+    flight.bad = fed
+    return fed.instead
+
+
 def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[Progress, Verdict]:
     """Lands finished steps, writes their lines, and folds the guards over each in order.
 
@@ -113,14 +134,23 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
     """
     run.checkpoints.poll()
     memory = progress.guards
-    verdict = run.agreement.verdict()
+    verdict = gravest([flight.verdict(), run.agreement.verdict()])
+    verdict = bounded_skips(verdict, skips=flight.skips, section=run.limits.bad_records)
+    is_spoilt = False
     while flight.steps:
         landing = flight.steps[0][0].step
         if not drain and isinstance(verdict, Continue) and landing > progress.step + 1 - LAG:
             break
         seen = land(run, flight)
+        is_spoilt |= run.agreement.had_no_batch()
+        if is_spoilt:  # From here on nothing is of the batches that it should be of.
+            why = flight.bad.reason if flight.bad else "another host has met bad records"
+            met_bad = LeaveOut((), why, state_is_good=False)
+            judged = bounded_skips(met_bad, skips=flight.skips, section=run.limits.bad_records)
+            verdict = gravest([verdict, judged])
+            continue
         memory, judged = judge_step(run.guards, memory, seen)
-        judged = bounded(judged, rollbacks=flight.rollbacks, section=run.rollback)
+        judged = bounded(judged, rollbacks=flight.rollbacks, section=run.limits.rollback)
         verdict = gravest([verdict, judged, run.agreement.verdict()])
     return dataclasses.replace(progress, guards=memory), verdict
 
@@ -134,21 +164,21 @@ def land(run: Run, flight: Flight) -> Seen:
     now = run.clock.monotonic()
     flight.waited_seconds += now - begun
     measured, facts = run.form.read(values)
-    run.landed(
-        MetricsLine(
-            seq=flight.seq,
-            step=progress.step,
-            attempt=run.log.attempt,
-            loss=measured.loss,
-            grad_norm=measured.grad_norm,
-            learning_rate=measured.learning_rate,
-            tokens=progress.tokens,
-            step_seconds=now - flight.landed_at,
-            skipped=not measured.applied,
-            samples=sample_digest(ids),
-            busy_seconds=run.agreement.heard(facts),
-        )
+    line = MetricsLine(
+        seq=flight.seq,
+        step=progress.step,
+        attempt=run.log.attempt,
+        loss=measured.loss,
+        grad_norm=measured.grad_norm,
+        learning_rate=measured.learning_rate,
+        tokens=progress.tokens,
+        step_seconds=now - flight.landed_at,
+        skipped=not measured.applied,
+        samples=sample_digest(ids),
+        busy_seconds=run.agreement.heard(facts),
     )
+    run.landed(line)
+    flight.recent.append(Recent(line, measured, rows, ids))
     flight.landed_at = now
     if not measured.applied:
         _tell_skipped(run, progress.step, measured, ids)

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import Clock
-from jaxres.config.guards import RollbackSection
+from jaxres.config.guards import GuardsSection
 from jaxres.data import Batch, Skips
 from jaxres.events import Emit
+from jaxres.faults import Continue, LeaveOut, Verdict
 from jaxres.guards import Guard
 from jaxres.hosts import Peers
 from jaxres.metrics import MetricsLine
 from jaxres.models import Params
 from jaxres.runlog import Line, RunLog
 from jaxres.state import Progress, TrainState
-from jaxres.step import Form
+from jaxres.step import Form, Measured
 from jaxres.train.agreement import Agreement
 
 
@@ -65,7 +68,24 @@ class Agenda:
 
 Fed = tuple[Batch, Mapping[str, jax.Array]]
 """A batch, and its arrays on the devices."""
-At = Callable[[int], Fed | None]
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Rows of this host's part of a batch that can't be used."""
+
+    rows: tuple[tuple[int, int], ...]
+    """Their positions in the stream, half-open."""
+    reason: str
+    instead: Fed | None
+    """What stands in for the batch, where others are in the step already; the step is of no use."""
+
+    def word(self) -> str:
+        """Returns what the others are told."""
+        return json.dumps({"rows": self.rows, "reason": self.reason})
+
+
+At = Callable[[int], Fed | Bad | None]
 """Cursor -> what is there; None: gave up, since this host is alone and a stop is asked."""
 
 
@@ -79,6 +99,30 @@ class Feed:
     tokens_per_step: int
 
 
+RECENT_STEPS = 16
+"""Steps of which all is kept that is known of them."""
+
+
+@dataclass(frozen=True)
+class Recent:
+    """All that is known of a step that has landed."""
+
+    line: MetricsLine
+    measured: Measured
+    rows: tuple[int, int]
+    """Positions of its batch in the stream, half-open."""
+    ids: np.ndarray
+    """Samples of its batch, in order."""
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """Where the bundle of a run that has diverged goes, and what is in it; see diagnostics.py."""
+
+    folder: Path
+    what: Literal["none", "report", "state"]
+
+
 @dataclass(frozen=True)
 class Run:
     """The frozen bundle of parts that the story is told over."""
@@ -88,16 +132,20 @@ class Run:
     log: RunLog
     checkpoints: Checkpoints
     guards: tuple[Guard, ...]
-    rollback: RollbackSection | None
-    """How often the run may go back."""
+    limits: GuardsSection
+    """How often the run may skip and go back, and what else is done then."""
     feed: Feed
     init: Callable[[Line], tuple[TrainState, dict[str, str] | None]]
     """Line -> the state before the first step, and the weights that it was made from (Start.init).
     """
     shapes: TrainState
     """jax.ShapeDtypeStruct with sharding for every array of the state."""
-    step: Callable[[TrainState, Mapping[str, jax.Array], Any], tuple[TrainState, jax.Array]]
-    """(state, batch, own word) -> state, metrics and all hosts' words. Donates the state."""
+    step: Callable[[TrainState, Mapping[str, jax.Array], Any, Any], tuple[TrainState, jax.Array]]
+    """(state, batch, own word, rate factor) -> state, metrics and all hosts' words. Donates the
+    state."""
+    rate_factor: Callable[[float], Any]
+    """Lays a factor on the devices as the step takes it; see rates.py."""
+    diagnostics: Diagnostics
     form: Form
     """How the step's metrics are read."""
     row_places: Sequence[tuple[int, int]]
@@ -126,6 +174,10 @@ class Flight:
     """The batches of that segment."""
     rollbacks: int
     """How many the run has behind it."""
+    skips: int
+    """How often bad records were left out before."""
+    rate_factor: Callable[[int], Any]
+    """Step -> the factor on its learning rate, as the step takes it."""
     cursor: int
     """Where the batch of the oldest step in flight begins."""
     landed_at: float
@@ -134,7 +186,17 @@ class Flight:
     """When the last step was dispatched, or, with none in flight, when the next one was begun."""
     waited_seconds: float = 0.0
     """How much of the time since then this host has waited for the devices, and so for others."""
+    bad: Bad | None = None
+    """What this host has met instead of a batch: from there on it has none."""
+    recent: deque[Recent] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """The last steps that have landed."""
     steps: deque[tuple[Progress, np.ndarray, jax.Array]] = dataclasses.field(default_factory=deque)
+
+    def verdict(self) -> Verdict:
+        """Returns what a host that is alone makes of bad records: others hear of them first."""
+        if self.bad is None or self.bad.instead is not None:
+            return Continue()
+        return LeaveOut(self.bad.rows, self.bad.reason, state_is_good=True)
 
     def rest(self, now: float) -> None:
         """Has no step in flight: what was done meanwhile belongs to none."""

@@ -14,7 +14,11 @@ from tests.promises.trainer import FAULTY, MLP, Place
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = os.environ.get("JAXRES_TEST_CACHES")  # Of many runs of a few tests, as the mutants'.
-    return Path(shared) if shared else tmp_path_factory.mktemp("caches")
+    if shared:
+        return Path(shared)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return tmp_path_factory.mktemp("caches")
+    return tmp_path_factory.getbasetemp().parent / "caches"
 
 
 @pytest.fixture
@@ -44,6 +48,14 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     place = Place(tmp_path_factory.mktemp("unbroken"), caches)
     place.finish("unbroken", *MLP)
     return place.run_dir("unbroken")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+    """A run of the TINY decoder from start to end; only to be looked at, or copied."""
+    place = Place(tmp_path_factory.mktemp("tiny"), caches)
+    place.finish("tiny")
+    return place.run_dir("tiny")
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 What goes wrong is no part of the config, so that the same command without it is the same run. The
 environment says it: FAULT="WHERE:COUNT:WHAT", as "row:300:spin", on every host, or on one only, as
 "row:300:spin:2"; PACE is seconds a row, JITTER is the mean of random ones, which are others in
-every process.
+every process. POISON="INDEX:WHAT,..." has items that can't be read: raise, range or hang.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ VOCAB = 64
 NUM_ROWS = 2000
 HELDOUT_FROM = 1800
 MANY_SECONDS = 3600
+POISON = {
+    int(index): what
+    for index, _, what in (word.partition(":") for word in os.environ.get("POISON", "").split(","))
+    if what
+}
 CHANCE = random.Random(os.getpid())
 
 
@@ -121,6 +126,13 @@ class Items:
     def __getitem__(self, index: int) -> Any:
         reach("heldout" if index >= HELDOUT_FROM else "row")
         time.sleep(float(os.environ.get("PACE", "0")))
+        what = POISON.get(index)
+        if what == "raise":
+            raise ValueError("a broken record")
+        if what == "range":
+            return np.full(17, VOCAB)
+        if what == "hang":
+            time.sleep(MANY_SECONDS)
         if jitter := float(os.environ.get("JITTER", "0")):
             time.sleep(CHANCE.expovariate(1 / jitter))
         return np.random.default_rng(index).integers(0, VOCAB, 17)

@@ -139,6 +139,59 @@ def test_more_rollbacks_than_are_borne_end_the_run(place: Place) -> None:
     assert_it_went_back(trainer.run_dir)
 
 
+FACTOR, FOR = 0.5, 10
+LOWER = (f"guards.rollback.rate_factor={FACTOR}", f"guards.rollback.rate_steps={FOR}")
+
+
+def test_the_rate_is_lower_for_a_while_after_a_rollback_however_it_is_killed(place: Place) -> None:
+    """The end is that of a run whose log had the record before it came to those rows."""
+    told = place.finish("told", *WORDS, *LOWER, "train.steps=5", config=FAULTY).run_dir
+    seq = len(runlog.read_records(told.log))
+    record = runlog.Rollback(
+        onset=ONSET,
+        target=5,
+        rows=(LEFT_OUT,),
+        reason="as the test has asked",
+        rate_factor=FACTOR,
+        rate_steps=FOR,
+    )
+    RunLog(told.log, attempt=1, last_seq=seq, clock=SystemClock()).append(record)
+    place.finish("told", *WORDS, *LOWER, f"train.steps={STEPS}", config=FAULTY)
+    trainer = start(place, *LOWER)
+    trainer.wait(lambda: finished_a_step_since(trainer), what="a step after the rollback")
+    trainer.kill()
+    assert trainer.ended() == -signal.SIGKILL
+    again = start(place, *LOWER)
+    assert again.ended() == Exit.DONE, again.said()
+    assert_it_went_back(again.run_dir)
+    rates = {row["step"]: row["learning_rate"] for row in history(again.run_dir)}
+    lower = {step for step, rate in rates.items() if rate == FACTOR * rates[1]}
+    assert lower == set(range(ONSET, ONSET + FOR))
+    assert digest(again.run_dir) == digest(told)
+
+
+def test_where_few_are_kept_one_is_that_no_spike_can_spoil(place: Place) -> None:
+    """Both newest commits are of the spike when it is seen; one more was kept for its age."""
+    patience, in_a_row = 4, 1
+    rows = rows_at(ROWS * (ONSET - 1), patience * ROWS, num_rows=1800, seed=0)[0]
+    trainer = place.start(
+        "run",
+        *WORDS,
+        f"train.steps={STEPS}",
+        "checkpoint.save_every_steps=1",
+        "checkpoint.keep_last=2",
+        f"guards.rollback.patience_steps={patience}",
+        f"guards.max_skips_in_a_row={in_a_row}",
+        "model.args=" + json.dumps({"items": [int(row) for row in rows]}),
+        config=FAULTY,
+    )
+    assert trainer.ended() == Exit.DONE, trainer.said()
+    (record,) = rolled_back(trainer.run_dir)
+    assert record.onset == ONSET
+    looks_back = (patience - 1) * (1 + in_a_row)
+    assert ONSET - 2 * looks_back <= record.target < ONSET
+
+
 def more_hard() -> list[int]:
     """Rows that come soon after those which are left out."""
     return [int(row) for row in rows_at(ROWS * (LAST + 4), 3 * ROWS, num_rows=1800, seed=0)[0]]

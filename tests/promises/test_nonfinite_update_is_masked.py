@@ -77,6 +77,7 @@ def test_more_skips_in_a_row_than_are_borne_end_the_run(place: Place) -> None:
         "optimizer.momentum=0",
         "optimizer.clip_norm=null",
         "optimizer.schedule.kind=constant",
+        "guards.diagnostics=state",
     )
     trainer = place.start("run", *words, config=FAULTY)
     trainer.refused(
@@ -86,3 +87,23 @@ def test_more_skips_in_a_row_than_are_borne_end_the_run(place: Place) -> None:
     )
     assert [row["skipped"] for row in history(trainer.run_dir)[29:36]] == [False] + 6 * [True]
     assert line(trainer.run_dir).step == 30
+    assert_diagnosed(trainer.run_dir)
+
+
+def assert_diagnosed(run_dir: RunDir) -> None:
+    """What was seen last lies in the attempt's folder, and no restore looks there."""
+    folder = run_dir.diagnostics(1)
+    report = json.loads((folder / "report.json").read_text())
+    assert "6 steps in a row were skipped" in report["reason"]
+    steps = {one["metrics"]["step"]: one for one in report["steps"]}
+    assert list(steps) == list(range(22, 38))
+    assert steps[30]["grad_norms"]["bias_V"] > 0
+    assert steps[31]["metrics"]["loss"] == "nan"
+    assert steps[31]["bad_rows"] == list(range(24))
+    assert steps[31]["rows"] == [30 * 24, 31 * 24]
+    ids = rows_at(30 * 24, 24, num_rows=1800, seed=0)[0]
+    assert steps[31]["samples"] == ids.tolist()
+    assert [step for step, _ in report["guards"]["skips"]["skipped"]] == list(range(31, 38))
+    with np.load(folder / "state-host000.npz") as state:
+        assert state["step[]"] == 37
+        assert np.isfinite(state["params/bias_V[0]"]).all()

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from jaxres.config.guards import GuardsSection, RollbackSection
-from jaxres.faults import Continue, Rollback, Stop, fault
+from jaxres.faults import Continue, LeaveOut, Rollback, Stop, fault
 from jaxres.guards import Guard, Seen, gravest, judge_step
-from jaxres.guards.divergence import bounded, losses, skips
+from jaxres.guards.divergence import bounded, looks_back_steps, losses, skips
 
 SAVING = Stop(fault("preemption"), "a notice")
 UNSAVED = Stop(fault("diverged"), "not finite")
@@ -40,6 +40,13 @@ def test_the_gravest_verdict_stands_in_any_order():
     for order in itertools.permutations([SAVING, hurried]):
         assert gravest(order) == hurried
     assert gravest([hurried, UNSAVED]) == UNSAVED
+    # Bad records: a stop goes before where the state is good, and never where it is not.
+    good, spoilt = (LeaveOut((), "bad", state_is_good=is_good) for is_good in (True, False))
+    for order in itertools.permutations([Continue(), good, SAVING]):
+        assert gravest(order) == SAVING
+    for order in itertools.permutations([hurried, spoilt, good]):
+        assert gravest(order) == spoilt
+    assert gravest([spoilt, BACK]) == BACK
     assert gravest([]) == Continue()
 
 
@@ -241,3 +248,48 @@ def test_rollbacks_are_bounded():
         assert verdict.fault == fault("diverged")
         assert "high losses" in verdict.reason
     assert bounded(SAVING, rollbacks=9, section=None) == SAVING
+
+
+def sections():
+    chance = random.Random(0)
+    for _ in range(60):
+        yield GuardsSection(
+            on_nonfinite=chance.choice(["skip", "rollback"]),
+            rollback=RollbackSection(
+                patience_steps=chance.choice([1, 2, 5]), warmup_steps=5, window_steps=10
+            ),
+            max_skips_in_a_row=chance.choice([None, 1, 3]),
+            max_skips=chance.choice([None, 2, 6]),
+            skip_window_steps=chance.choice([8, 40]),
+        )
+
+
+def test_no_rollback_begins_before_what_is_called_known_good():
+    """Over random steps: usual ones, high losses and masked ones, until the run would end."""
+    farthest = {}
+    for number, section in enumerate(sections()):
+        reach, chance = looks_back_steps(section), random.Random(number)
+        guards, memory = (skips(section), losses(section.rollback)), {}
+        for step in range(1, 600):
+            kinds = ["usual"] if step <= 20 else ["usual", "usual", "high", "high", "masked"]
+            what = chance.choice(kinds)
+            seen = dataclasses.replace(
+                GOOD, step=step, rows=rows_of(step), loss=9.0 if what == "high" else 3.0
+            )
+            if what == "masked":
+                seen = dataclasses.replace(seen, loss=math.nan, applied=False)
+            memory, verdict = judge_step(guards, memory, seen)
+            if isinstance(verdict, Stop):
+                break
+            if isinstance(verdict, Rollback) and reach is not None:
+                farthest[number] = max(farthest.get(number, 0), step - verdict.onset)
+                assert farthest[number] <= reach, section
+    assert len(farthest) > 20, "that much was tried"
+    assert max(farthest.values()) > 5
+
+
+def test_where_masked_steps_are_not_bounded_nobody_can_say_what_is_good():
+    free = GuardsSection(max_skips=None, max_skips_in_a_row=None)
+    assert looks_back_steps(free) is None
+    assert looks_back_steps(GuardsSection(rollback=None)) == 0
+    assert looks_back_steps(GuardsSection()) == 24

@@ -1,6 +1,7 @@
 import dataclasses
 import math
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from jaxres.train.agreement import OwnWord
 from jaxres.train.entry import _same_line
 from jaxres.train.loop import LAG, look, settle
 from jaxres.train.requests import Requests
-from jaxres.train.run import Agenda, Due, Feed, Flight, Run
+from jaxres.train.run import Agenda, Diagnostics, Due, Feed, Flight, Run
 from tests.unit.records import CLAIM
 
 AGENDA = Agenda(steps=20, save_every_steps=8, evaluate_every_steps=5)
@@ -155,11 +156,13 @@ def fake_run(**parts):
         log=FakeLog(),
         checkpoints=checkpoints,
         guards=(counting_guard(), skips(GuardsSection(on_nonfinite="stop"))),
-        rollback=None,
+        limits=GuardsSection(rollback=None),
         feed=Feed(open=unused, num_rows=100, tokens_per_step=10),
         init=unused,
         shapes=None,
         step=unused,
+        rate_factor=unused,
+        diagnostics=Diagnostics(Path(), "none"),
         form=Form(("w",), num_rows=2),
         row_places=[(0, 0), (1, 0)],
         evaluate=unused,
@@ -182,7 +185,16 @@ def metrics_of(step, *, bad=()):
 
 
 def new_flight():
-    return Flight(seq=7, at=unused, rollbacks=0, cursor=0, landed_at=0.0, dispatched_at=0.0)
+    return Flight(
+        seq=7,
+        at=unused,
+        rollbacks=0,
+        skips=0,
+        rate_factor=unused,
+        cursor=0,
+        landed_at=0.0,
+        dispatched_at=0.0,
+    )
 
 
 def ids_of(step):

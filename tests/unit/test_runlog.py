@@ -11,6 +11,7 @@ import pytest
 
 from jaxres import runlog, storage
 from jaxres import sealed as sealing
+from jaxres.data import positions_at
 from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable, Unrestorable
 from jaxres.records import _KINDS as kinds
 from jaxres.runlog import (
@@ -50,10 +51,17 @@ BODIES = [
     CLAIM,
     dataclasses.replace(CLAIM, places=(0, 2)),
     Start(step=8, path="checkpoints/x", dataset="d", computation={"mesh": "data=1"}),
-    Start(step=0, path=None, dataset="d", computation={}),
+    Start(step=0, path=None, dataset="d", computation={}, looks_back_steps=0),
     COMMIT,
     Skip(rows=((0, 24), (48, 72)), reason='a "spike" — ü'),
-    Rollback(onset=23, target=20, rows=((528, 600),), reason="high losses"),
+    Rollback(
+        onset=23,
+        target=20,
+        rows=((528, 600),),
+        reason="high losses",
+        rate_factor=0.5,
+        rate_steps=9,
+    ),
     Prune(steps=(1, 2)),
     Quarantine(step=3, path="checkpoints/y", evidence="w has another digest"),
     Stop(exit=74, reason="disk\nfull", committed=False),
@@ -97,6 +105,38 @@ def test_a_rollback_takes_later_steps_off_the_line_and_rows_out_of_the_stream():
     assert line.skips == ((528, 600),)
     again = dataclasses.replace(COMMIT, step=24, path="checkpoints/other")
     assert folded(CLAIM, *commits, back, again).newest == again, "what comes after counts"
+
+
+def test_a_rollback_over_rows_that_are_left_out_already_is_one_range():
+    old = Rollback(onset=23, target=20, rows=((528, 600),), reason="")
+    wider = dataclasses.replace(old, onset=22, rows=((504, 700),))
+    line = folded(CLAIM, Skip(rows=((510, 511), (800, 801)), reason=""), old, wider)
+    assert line.skips == ((504, 700), (800, 801))
+    assert line.num_skips == 1
+    assert positions_at(500, 6, skips=line.skips).tolist() == [500, 501, 502, 503, 700, 701]
+
+
+def test_rollbacks_lower_the_rate_from_their_onset_on_and_all_that_overlap_count():
+    first = Rollback(onset=23, target=20, rows=(), reason="", rate_factor=0.5, rate_steps=4)
+    line = folded(CLAIM, first, dataclasses.replace(first, onset=25, rate_factor=0.25))
+    found = {step: line.rate_factor(step) for step in range(22, 30)}
+    assert found == {22: 1, 23: 0.5, 24: 0.5, 25: 0.125, 26: 0.125, 27: 0.25, 28: 0.25, 29: 1}
+    plain = Rollback(onset=23, target=20, rows=(), reason="")
+    assert folded(CLAIM, plain).rate_factor(23) == 1
+    assert b"rate" not in record(3, plain).encode(), "as records were before"
+
+
+def test_a_commit_is_known_good_by_how_far_a_rollback_may_still_reach():
+    commits = [dataclasses.replace(COMMIT, step=step) for step in (10, 20, 30)]
+    start = Start(step=0, path=None, dataset="d", computation={})
+    assert folded(CLAIM, start, *commits).good_through is None, "nobody can say"
+    wide, narrow = (dataclasses.replace(start, looks_back_steps=n) for n in (25, 8))
+    assert folded(CLAIM, wide, *commits[:2]).good_through == 0
+    assert folded(CLAIM, wide, *commits).good_through == 5
+    assert folded(CLAIM, narrow, *commits).good_through == 22
+    assert folded(CLAIM, wide, *commits[:2], narrow, commits[2]).good_through == 22
+    back = Rollback(onset=29, target=20, rows=(), reason="")
+    assert folded(CLAIM, narrow, *commits, back).good_through == 12, "of what still counts"
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)

@@ -129,7 +129,7 @@ class Bare:
         cursor, at = 0, self.run.feed.open(())
         for _ in range(NUM_PLACED):
             fed = at(cursor)
-            assert fed is not None
+            assert isinstance(fed, tuple)
             batch, arrays = fed
             self.batches.append(arrays)
             cursor = batch.next_cursor
@@ -141,7 +141,7 @@ class Bare:
         for i in range(steps):
             if len(flight) == LAG:
                 np.asarray(flight.popleft())
-            state, metrics = step(state, self.batches[i % NUM_PLACED], None)
+            state, metrics = step(state, self.batches[i % NUM_PLACED], None, None)
             flight.append(metrics)
         jax.block_until_ready(state)
         self.state = state
@@ -226,7 +226,7 @@ def pipeline_tokens_per_second(config: RunConfig) -> float:
             if index == 1:
                 started = time.perf_counter()
             fed = prefetch.get(cursor)
-            assert fed is not None
+            assert isinstance(fed, tuple)
             cursor = fed[0].next_cursor
         seconds = time.perf_counter() - started
     return PIPELINE_BATCHES * rows * dataset.tokens_per_row / seconds

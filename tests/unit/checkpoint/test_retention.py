@@ -1,3 +1,4 @@
+import dataclasses
 import random
 
 import pytest
@@ -70,6 +71,24 @@ def test_pinned_steps_and_the_newest_known_good_stay_whatever_comes():
     steps = [Step(step, 0.0, known_good=step <= 30) for step in range(10, 100, 10)]
     assert kept(steps) == [30, 80, 90]
     assert kept(steps, pinned={10, 55}) == [10, 30, 80, 90]
+
+
+@pytest.mark.parametrize(("every", "window"), [(1, 6), (1, 50), (4, 30), (10, 3)])
+def test_one_step_is_always_so_old_that_no_rollback_reaches_it(every, window):
+    """Whatever is the newest commit when a spike is seen; and few are kept for it."""
+    steps = []
+    for newest in range(every, 40 * every + 4 * window, every):
+        good = newest - window
+        steps = [
+            dataclasses.replace(s, known_good=s.step <= good, grows_good=s.step > good)
+            for s in [*steps, Step(newest, 0.0)]
+        ]
+        dead = plan(steps, KeepSection(last=2)).dead
+        steps = [s for s in steps if s.step not in dead]
+        assert len(steps) <= 4
+        known = [s.step for s in steps if s.known_good]
+        assert known or good < every
+        assert not known or good - known[-1] < window + 2 * every, "and none is older than need be"
 
 
 def test_what_any_policy_wants_is_kept_and_each_says_so():

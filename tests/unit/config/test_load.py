@@ -325,3 +325,15 @@ def test_a_recorded_config_reloads_equal_and_takes_overrides(write: Write):
     write("base: a.yaml\n" + dump_yaml(config), "run-1/config.yaml")
     with pytest.raises(ConfigError, match="base: unknown key"):
         load_recorded(recorded)
+
+
+@pytest.mark.parametrize("key", ["spikes", "rollback"])
+def test_null_turns_a_guard_off_in_a_file_or_a_word_and_a_later_word_turns_it_on(
+    write: Write, key: str
+):
+    path = write(MINIMAL + f"guards: {{{key}: null}}\n", "off.yaml")
+    for off in (load(path).config, load(write(), [f"guards.{key}=null"]).config):
+        assert getattr(off.guards, key) is None
+        assert load_recorded(write(dump_yaml(off), "recorded.yaml")).config == off
+    on = load(path, [f"guards.{key}.window_steps=50"]).config
+    assert getattr(on.guards, key).window_steps == 50

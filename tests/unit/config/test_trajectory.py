@@ -110,6 +110,8 @@ def test_a_free_key_changes_neither_digest_nor_run_directory_name(write: Write, 
         "optimizer.schedule.warmup_fraction=0.1",
         "train.global_batch_size=48",
         "train.steps=31",
+        "guards.spikes.skip_deviations=20",
+        "guards.rollback.rate_factor=0.5",
     ],
 )
 def test_a_trajectory_key_changes_the_digest_and_is_the_difference(write: Write, word: str):
@@ -219,3 +221,16 @@ def test_weights_to_start_from_belong_to_the_trajectory_and_none_leave_old_diges
     assert len({digest(plain), digest(one), digest(other)}) == 3, "each has its own run directory"
     assert [key for key, _, _ in diff(one, other)] == ["init_from.path"]
     assert [key for key, _, _ in diff(plain, one)] == ["init_from"]
+
+
+def test_the_rate_after_rollbacks_belongs_to_the_trajectory_and_none_leaves_old_digests(
+    write: Write,
+):
+    plain = config(write)
+    for word in ("rate_factor=1", "rate_steps=9", "max_rollbacks=9"):
+        assert digest(config(write, f"guards.rollback.{word}")) == digest(plain)
+    assert digest(config(write, "guards.rollback=null")) == digest(plain)
+    words = ["guards.rollback.rate_factor=0.5"]
+    half, longer = config(write, *words), config(write, *words, "guards.rollback.rate_steps=9")
+    assert [key for key, _, _ in diff(half, longer)] == ["guards.rollback.rate_steps"]
+    assert len({digest(plain), digest(half), digest(longer)}) == 3

@@ -1,0 +1,115 @@
+"""Rows that can't be read: they go into the log as skips, and the run ends as if it had always
+known them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxres import runlog
+from jaxres.clock import SystemClock
+from jaxres.data import rows_at
+from jaxres.faults import Exit
+from jaxres.rundir import RunDir
+from jaxres.runlog import RunLog, Skip
+from tests.promises.trainer import FAULTY, Place, digest, history, line
+
+ROWS, STEPS = 24, 24
+POSITIONS = {100: "raise", 110: "range", 300: "hang"}
+"""Of the stream: two in the batch of step 5, one in that of step 13."""
+WORDS = (
+    f"train.steps={STEPS}",
+    "evaluation.every_steps=0",
+    "data.timeout_seconds=2",
+    "deadlines.data_seconds=20",
+    "guards.bad_records.max=2",
+)
+
+
+def item(position: int) -> int:
+    return int(rows_at(position, 1, num_rows=1800, seed=0)[0][0])
+
+
+def poison(**others: str) -> dict[str, str]:
+    bad = {item(position): what for position, what in POSITIONS.items()} | {
+        item(int(position[1:])): what for position, what in others.items()
+    }
+    return {"POISON": ",".join(f"{index}:{what}" for index, what in bad.items())}
+
+
+def skipped(run_dir: RunDir) -> list[Skip]:
+    bodies = [record.body for record in runlog.read_records(run_dir.log)]
+    return [body for body in bodies if isinstance(body, Skip)]
+
+
+def told_from_the_start(run_dir: RunDir) -> None:
+    """Writes the skips into the log of a run that has not come to them yet."""
+    seq = len(runlog.read_records(run_dir.log))
+    log = RunLog(run_dir.log, attempt=1, last_seq=seq, clock=SystemClock())
+    rows = tuple((position, position + 1) for position in POSITIONS)
+    log.append(Skip(rows=rows, reason="as the test has asked"))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> str:
+    place = Place(tmp_path_factory.mktemp("skips"), caches)
+    run_dir = place.finish("skips", *WORDS, "train.steps=3", config=FAULTY).run_dir
+    told_from_the_start(run_dir)
+    assert place.start("skips", *WORDS, config=FAULTY).ended() == Exit.DONE
+    assert len(skipped(run_dir)) == 1
+    return digest(run_dir)
+
+
+def assert_left_out(run_dir: RunDir) -> None:
+    first, second = skipped(run_dir)
+    assert first.rows == ((100, 101), (110, 111))
+    assert "ValueError: a broken record" in first.reason
+    assert "not in 0..63" in first.reason
+    assert second.rows == ((300, 301),)
+    assert "does not come" in second.reason
+    assert [row["step"] for row in history(run_dir)] == list(range(1, STEPS + 1))
+
+
+def test_records_that_raise_hang_or_are_out_of_range_leave_no_trace(
+    place: Place, expected: str
+) -> None:
+    trainer = place.start("run", *WORDS, config=FAULTY, env=poison())
+    assert trainer.ended() == Exit.DONE, trainer.said()
+    assert_left_out(trainer.run_dir)
+    assert digest(trainer.run_dir) == expected
+    assert "BAD RECORD: position 100 of the stream:" in trainer.said()
+    starts = [record.body.step for record in line(trainer.run_dir).starts]  # type: ignore[union-attr]
+    assert starts == [0, 4, 12], "no finished step is lost"
+
+
+def test_killed_when_a_skip_is_recorded_the_run_ends_alike(place: Place, expected: str) -> None:
+    trainer = place.start("run", *WORDS, config=FAULTY, env=poison())
+    trainer.wait(lambda: bool(skipped(trainer.run_dir)), what="a skip")
+    trainer.kill()
+    assert trainer.ended() < 0
+    again = place.start("run", *WORDS, config=FAULTY, env=poison())
+    assert again.ended() == Exit.DONE, again.said()
+    assert_left_out(again.run_dir)
+    assert digest(again.run_dir) == expected
+
+
+def test_a_host_that_meets_bad_records_tells_the_others(place: Place) -> None:
+    """Both hosts leave out what one of them has met, and end as hosts that have always known."""
+    told = place.launched("told", *WORDS, "train.steps=3", hosts=2, config=FAULTY).run_dir
+    told_from_the_start(told)
+    place.launched("told", *WORDS, hosts=2, config=FAULTY)
+    trainer = place.launched("run", *WORDS, hosts=2, config=FAULTY, env=poison())
+    assert_left_out(trainer.run_dir)
+    assert digest(trainer.run_dir) == digest(told)
+    for host in (0, 1):
+        events = trainer.told("RecordsLeftOut", host)
+        assert [event["rows"] for event in events] == [[[100, 101], [110, 111]], [[300, 301]]]
+
+
+def test_more_bad_records_than_are_borne_end_the_run(place: Place) -> None:
+    env = poison(p400="raise")
+    trainer = place.start("run", *WORDS, config=FAULTY, env=env)
+    trainer.refused(Exit.DIVERGED, "position 400", "2 times already (guards.bad_records.max)")
+    assert len(skipped(trainer.run_dir)) == 2
