@@ -16,7 +16,10 @@ BRING_SECONDS = 10.0
 
 
 def bring(run_dir: RunDir, attempt: int) -> None:
-    """Copies stacks, output, tracebacks and diagnostics of an attempt that has ended; best effort, bounded."""
+    """Copies stacks, output, tracebacks and diagnostics of an attempt that has ended.
+
+    Best effort, and bounded: how it ended is on record already.
+    """
     if isinstance(run_dir.root, Path):
         return
     folder = run_dir.local_attempt(attempt)
