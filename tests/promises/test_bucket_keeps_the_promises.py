@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 
 import pytest
 
 from jaxres import runlog, storage
 from jaxres.faults import Exit
+from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
 from tests.emulators.gcs import GcsServer
 from tests.promises.trainer import (
@@ -114,3 +116,58 @@ def test_start_while_the_bucket_is_away_ends_typed_and_loses_nothing(
     assert runlog.read_records(first.run_dir.log) == before
     bucket.finish("run", *MLP)
     assert line(first.run_dir).step == STEPS
+
+
+def generations(server: GcsServer, run_dir: RunDir, *below: str) -> dict[str, int]:
+    """Returns name -> generation of what lies below some folders of a run."""
+    assert isinstance(run_dir.root, BucketPath)
+    heads = tuple(f"{run_dir.root.key}/{name}" for name in below)
+    with server.objects.lock:
+        return {
+            name: stored.generation
+            for (bucket, name), stored in server.objects.now.items()
+            if bucket == run_dir.root.bucket and name.startswith(heads)
+        }
+
+
+def test_start_beside_a_living_owner_in_a_bucket_is_refused(
+    bucket: Place, calm: RunDir, gcs_server: GcsServer
+) -> None:
+    owner = bucket.start("run", config=FAULTY, env={"PACE": "0.02"})
+    owner.wait_commit(10)
+    log = generations(gcs_server, owner.run_dir, "log")
+    second = bucket.start("run", config=FAULTY)
+    second.refused(Exit.FENCED, f"pid {owner.process.pid}", "is alive", "Nothing was written")
+    assert log.items() <= generations(gcs_server, owner.run_dir, "log").items()
+    assert owner.ended() == 0, owner.said()
+    assert line(owner.run_dir).attempt == 1
+    assert_bit_exact(owner.run_dir, calm)
+
+
+def test_zombie_of_a_bucket_is_fenced_and_harms_nothing(
+    bucket: Place, calm: RunDir, gcs_server: GcsServer
+) -> None:
+    zombie = bucket.start("run", config=FAULTY, env={"PACE": "0.01"})
+    zombie.wait_commit(10)
+    zombie.kill(signal.SIGSTOP)
+    heir = bucket.finish("run", config=FAULTY)  # After three beats that did not come.
+    assert starts(heir.run_dir)[-1] >= 10
+    kept = ("log", "checkpoints", "attempts/0002")
+    before = generations(gcs_server, heir.run_dir, *kept)
+    zombie.kill(signal.SIGCONT)
+    zombie.refused(Exit.FENCED, "attempt 2", f"pid {heir.process.pid}", "owns this run now")
+    assert generations(gcs_server, heir.run_dir, *kept) == before
+    assert_bit_exact(heir.run_dir, calm)
+
+
+def test_requests_are_honoured_in_a_bucket(bucket: Place, calm: RunDir) -> None:
+    first = bucket.start("run", config=FAULTY, env={"PACE": "0.01"})
+    first.wait_commit(10)
+    storage.create(first.run_dir.request("stop"), b"")
+    assert first.ended() == Exit.STOPPED, first.said()
+    stopped = line(first.run_dir).step
+    assert stopped < 60
+    assert storage.list_names(first.run_dir.attempt(1))[-1] == f"stop-{stopped:08d}"
+    last = bucket.finish("run", config=FAULTY)
+    assert starts(last.run_dir) == [0, stopped]
+    assert_bit_exact(last.run_dir, calm)
