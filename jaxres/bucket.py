@@ -41,6 +41,10 @@ class Denied(ConfigError):
     """The bucket refuses who asks."""
 
 
+class OnItsWay(StorageUnavailable):
+    """Bytes were damaged between the bucket and here."""
+
+
 @dataclass(frozen=True)
 class Stat:
     """What the bucket says of an object."""
@@ -335,7 +339,7 @@ def _chunks(path: BucketPath, there: Stat) -> Iterator[bytes]:
         checksum.update(data)
         yield data
     if base64.b64encode(checksum.digest()).decode() != there.crc32c:
-        raise StorageUnavailable(
+        raise OnItsWay(
             f"{path}: was damaged on its way here: its bytes are not those of the bucket's own "
             "checksum. Nothing was judged damaged; it is read again."
         )

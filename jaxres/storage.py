@@ -21,6 +21,7 @@ from jaxres import bucket
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.place import BucketPath, Place
 
+OnItsWay = bucket.OnItsWay
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {
     errno.EROFS,

@@ -22,7 +22,7 @@ from jaxres.checkpoint.blocks import ArrayInfo
 from jaxres.checkpoint.reader import ARRAYS
 from jaxres.checkpoint.snapshot import Snapshot, taken
 from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.place import Place
+from jaxres.place import BucketPath, Place
 
 Tree = dict[str, Any]
 
@@ -145,7 +145,7 @@ def begin(
     with context, storage.typed_errors(step_dir):
         try:
             return Writing(ocp.save_checkpointables_async(str(step_dir), both), snapshot)
-        except ValueError as error:
+        except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
             _raise_typed(error, step_dir)
 
 
@@ -153,7 +153,7 @@ def settle(writing: Writing, step_dir: Place, *, timeout: float) -> None:
     """Waits until Orbax has written a step; raises StorageUnavailable if storage refused."""
     try:
         is_over = writing.ended(timeout=BESIDE_ORBAX * timeout)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
         _raise_typed(error, step_dir)
     if not is_over:
         raise StorageUnavailable(
@@ -163,9 +163,17 @@ def settle(writing: Writing, step_dir: Place, *, timeout: float) -> None:
 
 
 def _raise_typed(error: Exception, step_dir: Place) -> NoReturn:
-    if not (isinstance(error, OSError) or manifests.is_storage_fault(error)):
+    """Raises StorageUnavailable for what storage has refused, and else the error itself.
+
+    Of a bucket Orbax's libraries tell by errors of their own, and by those of a JSON file of theirs
+    that was damaged on its way back to them: there a save that fails is storage's.
+    """
+    is_remote = isinstance(step_dir, BucketPath)
+    if not (is_remote or isinstance(error, OSError) or manifests.is_storage_fault(error)):
         raise error
     why = str(error).partition("\n")[0]  # JAX tells of a barrier on ten lines.
+    if is_remote:
+        why = f"{type(error).__name__}: {why}"
     raise StorageUnavailable(
         f"{step_dir}: could not be saved ({why}). Nothing committed is lost. Free some space or "
         "mend the storage."

@@ -6,6 +6,7 @@ checksums, and holds its own blocks, read through TensorStore, against the diges
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,12 @@ from jaxres.checkpoint.manifest import FileInfo
 from jaxres.checkpoint.reader import ArrayReader
 from jaxres.faults import PeerLost, StorageUnavailable, TypedEnd
 from jaxres.hosts import Peers
-from jaxres.place import Place
+from jaxres.place import BucketPath, Place
 from jaxres.sealed import canonical_json
 
 THREADS = 2
 READ_BYTES = 2**22
+REMOTE_TRIES = 4
 _OF_A_PROCESS = re.compile(
     r"state/ocdbt\.process_(\d+)/.*|state/array_metadatas/process_(\d+)|digests/process_(\d+)\.json"
 )
@@ -59,7 +61,17 @@ class Report:
 
 
 def report(step_dir: Place, arrays: Mapping[str, ArrayInfo], *, process: int) -> Report:
-    """Returns what one process reports of its part of a step that Orbax has finished."""
+    """Returns what one process reports of its part of a step that Orbax has finished.
+
+    What comes from a bucket may have been damaged on its way, so it is read a few times.
+    """
+    for _ in range(REMOTE_TRIES - 1 if isinstance(step_dir, BucketPath) else 0):
+        if not (found := _report(step_dir, arrays, process=process)).failure:
+            return found
+    return _report(step_dir, arrays, process=process)
+
+
+def _report(step_dir: Place, arrays: Mapping[str, ArrayInfo], *, process: int) -> Report:
     try:
         with storage.typed_errors(step_dir):
             own = [name for name in manifests.inventory(step_dir) if process_of(name) == process]
@@ -97,6 +109,13 @@ def read_back(step_dir: Place, names: Sequence[str]) -> dict[str, FileInfo]:
 
 def file_info(path: Place) -> FileInfo:
     """Reads a file from the disk, not from memory; raises whatever storage says."""
+    for _ in range(REMOTE_TRIES - 1 if isinstance(path, BucketPath) else 0):
+        with contextlib.suppress(storage.OnItsWay):
+            return _file_info(path)
+    return _file_info(path)
+
+
+def _file_info(path: Place) -> FileInfo:
     storage.forget(path)
     size, checksum = 0, xxhash.xxh3_128()
     for part in storage.blocks(path, size_bytes=READ_BYTES):

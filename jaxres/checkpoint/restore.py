@@ -29,7 +29,7 @@ from jaxres.checkpoint.digest import as_bytes, block_digest
 from jaxres.checkpoint.reader import ARRAYS, ArrayReader
 from jaxres.checkpoint.snapshot import box_of
 from jaxres.faults import ConfigError
-from jaxres.place import Place
+from jaxres.place import BucketPath, Place
 from jaxres.runlog import Commit
 from jaxres.state import Progress
 
@@ -67,8 +67,12 @@ def restore(step_dir: Place, commit: Commit, like: Tree, context: ocp.Context) -
     facts = manifests.read_progress(step_dir, commit, manifest)
     try:
         state = load(step_dir, like, context)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        # Orbax checks none of its JSON files: a flipped letter shows as any of these.
+    except Exception as error:
+        # Orbax checks none of its JSON files: a flipped letter shows as any of these. And of a
+        # bucket its libraries tell by errors of their own.
+        of_files = isinstance(error, ValueError | KeyError | TypeError | AttributeError | OSError)
+        if not (of_files or isinstance(step_dir, BucketPath)):
+            raise
         raise manifests.unreadable(step_dir, commit.step, error) from error
     assert isinstance(state, dict), type(state)
     with manifests.reading(step_dir, commit.step):

@@ -20,7 +20,7 @@ from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.blocks import Box, Digests, Table
 from jaxres.checkpoint.digest import block_digests, digest_of_rows
 from jaxres.checkpoint.manifest import MANIFEST, PROGRESS, CheckpointDamaged, FileInfo, Manifest
-from jaxres.checkpoint.readback import file_info
+from jaxres.checkpoint.readback import REMOTE_TRIES, file_info
 from jaxres.checkpoint.reader import ARRAYS, ArrayReader
 from jaxres.faults import StorageUnavailable
 from jaxres.place import Place
@@ -60,12 +60,13 @@ class Findings:
         return "; ".join([*named, *([f"and {more} more"] if more > 0 else [])])
 
 
-def examine(step_dir: Place, commit: Commit) -> Findings:
+def examine(step_dir: Place, commit: Commit, *, again: int = REMOTE_TRIES) -> Findings:
     """Reads all of a committed step; what is wrong it reads once more, from the disk.
 
     Args:
       step_dir: of the step.
       commit: its record.
+      again: how often all is read anew where a bucket gives two answers to one question.
 
     Raises:
       StorageUnavailable: storage did not let it be read, or gave two answers to one question.
@@ -85,6 +86,8 @@ def examine(step_dir: Place, commit: Commit) -> Findings:
         reading.forget()
         proved = list(pool.map(_run, suspects))
     problems = [problem for problem in proved if problem is not None]
+    if len(problems) < len(suspects) and not isinstance(step_dir, Path) and again:
+        return examine(step_dir, commit, again=again - 1)  # Damaged on its way, as may happen.
     if len(problems) < len(suspects):
         raise StorageUnavailable(
             f"{step_dir}: some of step {commit.step} was read twice, with two results. Nothing was "
