@@ -6,13 +6,12 @@ checksums, and holds its own blocks, read through TensorStore, against the diges
 
 from __future__ import annotations
 
-import io
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import xxhash
 
@@ -25,10 +24,12 @@ from jaxres.checkpoint.pace import AT_ONCE, Pace
 from jaxres.checkpoint.reader import ArrayReader
 from jaxres.faults import PeerLost, StorageUnavailable, TypedEnd
 from jaxres.hosts import Peers
+from jaxres.place import BucketPath, Place
 from jaxres.sealed import canonical_json
 
 THREADS = 2
 READ_BYTES = 2**22
+REMOTE_TRIES = 4
 _OF_A_PROCESS = re.compile(
     r"state/ocdbt\.process_(\d+)/.*|state/array_metadatas/process_(\d+)|digests/process_(\d+)\.json"
 )
@@ -60,8 +61,18 @@ class Report:
         return Report(files, fields["failure"])
 
 
-def report(step_dir: Path, arrays: Mapping[str, ArrayInfo], process: int, pace: Pace) -> Report:
-    """Returns what one process reports of its part of a step that Orbax has finished."""
+def report(step_dir: Place, arrays: Mapping[str, ArrayInfo], process: int, pace: Pace) -> Report:
+    """Returns what one process reports of its part of a step that Orbax has finished.
+
+    What comes from a bucket may have been damaged on its way, so it is read a few times.
+    """
+    for _ in range(REMOTE_TRIES - 1 if isinstance(step_dir, BucketPath) else 0):
+        if not (found := _report(step_dir, arrays, process, pace)).failure:
+            return found
+    return _report(step_dir, arrays, process, pace)
+
+
+def _report(step_dir: Place, arrays: Mapping[str, ArrayInfo], process: int, pace: Pace) -> Report:
     try:
         with storage.typed_errors(step_dir):
             own = [name for name in manifests.inventory(step_dir) if process_of(name) == process]
@@ -89,7 +100,7 @@ def process_of(name: str) -> int | None:
     return None if found is None else int(next(filter(None, found.groups())))
 
 
-def read_back(step_dir: Path, names: Sequence[str], pace: Pace = AT_ONCE) -> dict[str, FileInfo]:
+def read_back(step_dir: Place, names: Sequence[str], pace: Pace = AT_ONCE) -> dict[str, FileInfo]:
     """Makes files durable and returns what they are when they are read from the disk again."""
     for name in names:
         storage.sync_file(step_dir / name)
@@ -98,29 +109,29 @@ def read_back(step_dir: Path, names: Sequence[str], pace: Pace = AT_ONCE) -> dic
         return dict(zip(names, found, strict=True))
 
 
-def file_info(path: Path, pace: Pace = AT_ONCE) -> FileInfo:
+def file_info(path: Place, pace: Pace = AT_ONCE) -> FileInfo:
     """Reads a file from the disk, not from memory; raises whatever storage says."""
+    for _ in range(REMOTE_TRIES - 1 if isinstance(path, BucketPath) else 0):
+        with contextlib.suppress(storage.OnItsWay):
+            return _file_info(path, pace)
+    return _file_info(path, pace)
+
+
+def _file_info(path: Place, pace: Pace) -> FileInfo:
     storage.forget(path)
-    size, checksum, buffer = 0, xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := _piece(file, buffer, checksum, pace):
-            size += count
+    size, checksum = 0, xxhash.xxh3_128()
+    for part in pace.each(storage.blocks(path, size_bytes=READ_BYTES)):
+        size += len(part)
+        checksum.update(part)
     return FileInfo(size, checksum.hexdigest())
 
 
-def _piece(file: io.FileIO, buffer: memoryview, checksum: xxhash.xxh3_128, pace: Pace) -> int:
-    with pace.piece():
-        count = file.readinto(buffer)
-        checksum.update(buffer[:count])
-        return count
-
-
 def _wrong_arrays(
-    step_dir: Path, arrays: Mapping[str, ArrayInfo], *, process: int, pace: Pace
+    step_dir: Place, arrays: Mapping[str, ArrayInfo], *, process: int, pace: Pace
 ) -> list[str]:
     """Returns the arrays of which a reader of the step gets other blocks than were digested."""
     name = f"{manifests.DIGESTS}/process_{process}.json"
-    mine = decode((step_dir / name).read_bytes())
+    mine = decode(storage.read_whole(step_dir / name))
     reader = ArrayReader(step_dir, arrays)
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
         same = pool.map(lambda path: _is_same(reader, path, arrays[path], mine[path], pace), mine)
@@ -138,7 +149,7 @@ def _is_same(reader: ArrayReader, path: str, info: ArrayInfo, digests: Digests, 
 
 
 def gathered(
-    own: Report, step_dir: Path, peers: Peers, *, topic: str, seconds: float
+    own: Report, step_dir: Place, peers: Peers, *, topic: str, seconds: float
 ) -> list[Report]:
     """Returns on the lead every host's report, once all are there.
 

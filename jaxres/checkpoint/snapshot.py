@@ -11,7 +11,6 @@ import asyncio
 import os
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +28,7 @@ from jaxres.checkpoint.blocks import (
 )
 from jaxres.checkpoint.pace import Pace
 from jaxres.faults import TypedEnd
+from jaxres.place import place
 
 HASH_THREADS = 2
 """They gather and hash blocks at several GB/s; the writing is slower."""
@@ -65,7 +65,7 @@ class Snapshot:
 
     async def _write(self, directory: Any) -> None:
         data = await asyncio.to_thread(self._encoded)
-        folder = Path(os.fspath(await directory.await_creation()))
+        folder = place(os.fspath(await directory.await_creation()))
         try:
             await asyncio.to_thread(storage.replace, folder / digests_name(self._process), data)
         except (TypedEnd, OSError) as error:

@@ -17,14 +17,17 @@ from jaxres.config.guards import GuardsSection
 from jaxres.config.init_from import FromSeed, InitFrom
 from jaxres.config.preemption import PreemptionSection
 from jaxres.config.saving import KeepSection, StepsWhen, When
-from jaxres.config.section import Fraction, NonNegativeFloat, PositiveFloat, Section, free
+from jaxres.config.section import Folder, Fraction, NonNegativeFloat, PositiveFloat, Section, free
 
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 class RunSection(Section):
-    dir: Path | None = free(None)
-    """Run directory. Default: runs/<config name>-<first 8 of the trajectory digest>."""
+    dir: Folder | None = free(None)
+    """Run directory; also gs://BUCKET/FOLDER.
+
+    Default: runs/<config name>-<first 8 of the trajectory digest>.
+    """
     seed: NonNegativeInt = 0
     """Seed of parameters, dropout and data order."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
 from tests.promises.trainer import FAULTY, MLP, Place
 
@@ -25,6 +26,20 @@ def place(tmp_path: Path, caches: Path) -> Iterator[Place]:
     place = Place(tmp_path, caches)
     yield place
     place.end_all()
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, caches: Path, gcs_bucket: str) -> Iterator[Place]:
+    """A place whose run directories are in a bucket."""
+    place = Place(tmp_path, caches, bucket=BucketPath(gcs_bucket, "runs"))
+    yield place
+    place.end_all()
+
+
+@pytest.fixture(params=["local", "bucket"])
+def anywhere(request: pytest.FixtureRequest) -> Place:
+    """A place on a disk, and one in a bucket."""
+    return request.getfixturevalue({"local": "place"}.get(request.param, request.param))
 
 
 @pytest.fixture(scope="session")
