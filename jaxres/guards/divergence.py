@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxres.config.guards import BadRecordsSection, GuardsSection, RollbackSection
-from jaxres.faults import Continue, LeaveOut, Rollback, Stop, Verdict, fault
-from jaxres.guards import Guard, Memory, Seen
+from jaxres.config.guards import BadRecordsSection, GuardsSection, RollbackSection, SpikesSection
+from jaxres.faults import Continue, LeaveOut, Rollback, Stop, Verdict, Warned, fault
+from jaxres.guards import Guard, Memory, Seen, only_warns
 
 WHAT_TO_DO = (
     "Lower optimizer.learning_rate, lengthen the warm-up, or look at the rows of that step "
@@ -72,7 +72,28 @@ def _too_many(section: GuardsSection, seen: Seen, why: str, *, first: Any) -> Ve
     if section.on_nonfinite == "rollback":
         onset, row = first
         return Rollback(onset, (row, seen.rows[1]), why)
+    if section.on_nonfinite == "warn":
+        return Warned(f"step {seen.step}: {why}: the run would end (guards.on_nonfinite=warn)")
     return _diverged(seen, why)
+
+
+def bands(section: SpikesSection) -> Guard:
+    """Returns the guard that says where the bands of the gradient's norm would have acted.
+
+    The step itself acts on them; this one is for where it may not.
+    """
+
+    def judge(memory: Memory, seen: Seen) -> tuple[Memory, Verdict]:
+        if not (seen.applied and seen.spike_score >= section.clip_deviations):
+            return memory, Continue()
+        skips = section.skip_deviations is not None and seen.spike_score >= section.skip_deviations
+        return memory, Warned(
+            f"step {seen.step}: the gradient's norm, {seen.grad_norm:.4g}, is "
+            f"{seen.spike_score:.1f} deviations above the usual: it would be "
+            f"{'skipped' if skips else 'clipped'} (guards.spikes.mode=warn)"
+        )
+
+    return Guard("bands", init=dict, judge=judge)
 
 
 def losses(section: RollbackSection) -> Guard:
@@ -101,7 +122,8 @@ def losses(section: RollbackSection) -> Guard:
         return after | reset, Rollback(onset, (row, seen.rows[1]), why)
 
     init = {"count": 0, "mean": 0.0, "variance": 0.0, "high": 0, "onset": 0, "row": 0}
-    return Guard("losses", init=lambda: init, judge=judge)
+    guard = Guard("losses", init=lambda: init, judge=judge)
+    return guard if section.mode == "act" else only_warns(guard, "guards.rollback.mode=warn")
 
 
 def _edge(memory: Memory, section: RollbackSection) -> float:
@@ -139,9 +161,11 @@ def looks_back_steps(section: GuardsSection) -> int | None:
     bounds = [] if in_a_row is None else [gaps * in_a_row]
     if section.max_skips is not None and gaps + section.max_skips < window:
         bounds.append(section.max_skips)
-    if gaps and not bounds:
+    if gaps and not bounds and section.rollback.mode == "act":
         return None
     high = gaps + min(bounds, default=0)
+    if section.rollback.mode == "warn":
+        high = 0
     if section.on_nonfinite != "rollback":
         return high
     return max(high, in_a_row or 0, window - 1 if section.max_skips is not None else 0)
