@@ -20,6 +20,11 @@ WHAT_TO_DO = (
     "(jaxres history RUN_DIR); then start a new run."
 )
 
+LEARNT_DEVIATIONS, LEARNT_SHARE = 1.5, 0.05
+"""A loss counts as so many deviations above the usual at most, or as such a share of it if that is
+more: outliers of one step, one in a hundred, would else hide a loss that stays at twice the usual
+(tools/bench/detectors.py)."""
+
 
 def skips(section: GuardsSection) -> Guard:
     """Returns the guard that counts masked steps; it remembers step and first row of the last ones.
@@ -99,15 +104,16 @@ def bands(section: SpikesSection) -> Guard:
 def losses(section: RollbackSection) -> Guard:
     """Returns the guard that looks for a loss that stays high.
 
-    What is usual is an exponentially weighted mean and variance, in which a high loss counts as the
-    edge of what is not: so it is robust against what it judges. Masked steps are not judged.
+    What is usual is an exponentially weighted mean, and the same of the squares of what lies above
+    it, in which no loss counts for much more than is usual: so both are robust against what they
+    judge. Masked steps are not judged.
     """
 
     def judge(memory: Memory, seen: Seen) -> tuple[Memory, Verdict]:
         if not seen.applied:
             return memory, Continue()
         edge = _edge(memory, section)
-        after = _learnt(memory, min(seen.loss, edge), section)
+        after = _learnt(memory, seen.loss, section)
         if seen.loss <= edge:
             return after | {"high": 0, "onset": 0, "row": 0}, Continue()
         high = memory["high"] + 1
@@ -137,15 +143,19 @@ def _edge(memory: Memory, section: RollbackSection) -> float:
 
 
 def _learnt(memory: Memory, loss: float, section: RollbackSection) -> dict[str, Any]:
-    count = memory["count"] + 1
+    """Returns the memory with one loss more; after the warm-up it counts for not much above usual.
+
+    Only what lies above the mean is a deviation: a loss that falls makes no later one less high.
+    """
+    count, mean = memory["count"] + 1, memory["mean"]
+    if memory["count"] >= section.warmup_steps:
+        deviation = math.sqrt(memory["variance"])
+        loss = min(loss, mean + max(LEARNT_DEVIATIONS * deviation, LEARNT_SHARE * abs(mean)))
     share = max(1 / count, 1 / section.window_steps)
-    delta = loss - memory["mean"]
-    variance = (1 - share) * (memory["variance"] + share * delta * delta)
-    return dict(memory) | {
-        "count": count,
-        "mean": memory["mean"] + share * delta,
-        "variance": variance,
-    }
+    above = max(loss - mean, 0.0)
+    variance = (1 - share) * memory["variance"] + share * 2 * above * above
+    after = {"count": count, "mean": mean + share * (loss - mean), "variance": variance}
+    return dict(memory) | after
 
 
 def looks_back_steps(section: GuardsSection) -> int | None:

@@ -240,6 +240,20 @@ def test_a_resumed_guard_decides_as_an_unbroken_one():
         assert watched(values[cut:], memory=memory, first=cut + 1) == watched(values)
 
 
+def test_outliers_of_one_step_and_a_steep_fall_hide_no_loss_that_stays_high():
+    """One loss in 50 is at three times the usual; then all are at twice."""
+    section = RollbackSection()
+    for seed in range(20):
+        chance = random.Random(seed)
+        usual = [
+            2.5 + 4 * math.exp(-step / 150) + chance.gauss(0, 0.08) + 5 * (chance.random() < 0.02)
+            for step in range(600)
+        ]
+        verdict, _ = watched([*usual, *[5.0] * 8], section=section)
+        assert isinstance(verdict, Rollback), f"seed {seed}"
+        assert 595 <= verdict.onset <= 601
+
+
 def warnings(guard, values, *, score=0.0):
     """What a guard says over some losses, and its memory at the end."""
     memory, said = guard.init(), []
