@@ -69,8 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from jaxres.launch import __main__ as launch
 
         launch.leave(launch.main(words[1:]))
-    from jaxres import verbs
+    from jaxres import bucket, verbs
 
+    os.environ.update(bucket.environment(os.environ))
     return verbs.main(words, usage=USAGE, env=os.environ)
 
 

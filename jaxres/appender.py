@@ -7,13 +7,41 @@ import signal
 import threading
 from collections import deque
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from jaxres.faults import StorageUnavailable, TypedEnd
+from jaxres.place import BucketPath, Place
+from jaxres.segments import Segments
 from jaxres.storage import make_dir, sync_dir, typed_errors
 
 PATIENCE_SECONDS = 1.0
 """Longest wait for storage to take a line, before it waits in memory."""
+
+
+class Lines(Protocol):
+    """Takes lines, wherever they go."""
+
+    def append(self, line: bytes) -> None:
+        """Takes one line; raises StorageUnavailable if too many wait."""
+        ...
+
+    def sync(self) -> None:
+        """Makes all lines so far durable, or raises; waits for storage."""
+        ...
+
+    def take_dropped(self) -> int:
+        """Returns how many lines were dropped, once none waits any more; counts anew from there."""
+        ...
+
+    def close(self) -> int:
+        """Tries once more to write what waits; returns how many lines are not there."""
+        ...
+
+
+def appended(path: Place, *, max_waiting: int, beyond: Literal["refuse", "drop oldest"]) -> Lines:
+    """Opens a file of lines to append to; see Appender."""
+    kind = Segments if isinstance(path, BucketPath) else Appender
+    return kind(path, max_waiting=max_waiting, beyond=beyond)  # type: ignore[arg-type]
 
 
 class Appender:

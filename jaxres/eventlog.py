@@ -6,13 +6,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from jaxres import storage
-from jaxres.appender import Appender
+from jaxres import segments, storage
+from jaxres.appender import appended
 from jaxres.clock import Clock
 from jaxres.events import Emit, Event, Noted
+from jaxres.place import BucketPath, Place
 
 MAX_WAITING = 10_000
 """Events that wait in memory while the disk is full."""
@@ -21,8 +21,8 @@ MAX_WAITING = 10_000
 class EventLog:
     """Appends events to one host's file and tells the listeners; a context manager."""
 
-    def __init__(self, path: Path, *, clock: Clock, listeners: Sequence[Emit] = ()) -> None:
-        self._lines = Appender(path, max_waiting=MAX_WAITING, beyond="drop oldest")
+    def __init__(self, path: Place, *, clock: Clock, listeners: Sequence[Emit] = ()) -> None:
+        self._lines = appended(path, max_waiting=MAX_WAITING, beyond="drop oldest")
         self._clock = clock
         self._listeners = listeners
 
@@ -55,15 +55,16 @@ def finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Place) -> list[dict[str, Any]]:
     """Reads one host's events; a line cut short by a kill is left out."""
     return read_json_lines(path)
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Place) -> list[dict[str, Any]]:
     """Reads a file of JSON lines, without lines that a kill cut short; [] if there is none."""
     found = []
-    for line in (storage.read(path) or b"").splitlines():
+    data = segments.read(path) if isinstance(path, BucketPath) else storage.read(path)
+    for line in (data or b"").splitlines():
         try:
             found.append(json.loads(line))
         except ValueError:

@@ -10,10 +10,10 @@ import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from jaxres.appender import Appender
+from jaxres.appender import appended
 from jaxres.eventlog import finite_or_none, read_json_lines
+from jaxres.place import Place
 from jaxres.rundir import RunDir
 from jaxres.runlog import Line, start_of
 
@@ -49,8 +49,8 @@ class MetricsLine:
 class MetricsLog:
     """Appends the lines of one attempt; a context manager."""
 
-    def __init__(self, path: Path) -> None:
-        self._lines = Appender(path, max_waiting=MAX_WAITING, beyond="refuse")
+    def __init__(self, path: Place) -> None:
+        self._lines = appended(path, max_waiting=MAX_WAITING, beyond="refuse")
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 from jaxres.faults import ConfigError, Unrestorable
+from jaxres.place import Place
 from jaxres.sealed import opened, sealed
 
 
@@ -154,7 +154,7 @@ class Record:
         return sealed(common | fields)
 
     @staticmethod
-    def decode(data: bytes, *, path: Path) -> Record:
+    def decode(data: bytes, *, path: Place) -> Record:
         """Reads a record back; one that can't be read is never passed over."""
         try:
             fields, _ = opened(data)

@@ -10,11 +10,11 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxres import storage
 from jaxres.clock import Clock
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable, Unrestorable
+from jaxres.place import BucketPath, Place
 from jaxres.records import (
     Body,
     Claim,
@@ -31,22 +31,57 @@ from jaxres.records import (
 )
 
 
-def read_records(folder: Path) -> list[Record]:
+def read_records(folder: Place) -> list[Record]:
     """Reads the whole log in order; a gap in the numbers is an error, not an end."""
-    records = []
-    for number, name in enumerate(storage.list_names(folder), start=1):
-        path = folder / name
+    if isinstance(folder, BucketPath):
+        return list(_known.newest(folder))
+    names = storage.list_names(folder)
+    _refuse_gaps(folder, names, first=1)
+    return [_read(folder / name) for name in names]
+
+
+def _refuse_gaps(folder: Place, names: Sequence[str], *, first: int) -> None:
+    for number, name in enumerate(names, start=first):
         if name != file_name(number):
             raise ConfigError(
-                f"{path}: expected record {file_name(number)} here. A record is missing or a file "
-                "does not belong; restore the folder from a copy. Nothing was changed."
+                f"{folder / name}: expected record {file_name(number)} here. A record is missing "
+                "or a file does not belong; restore the folder from a copy. Nothing was changed."
             )
-        records.append(_read(path))
-    return records
 
 
-def _read(path: Path) -> Record:
-    data = storage.read(path)
+class _Known:
+    """The records of logs in buckets that this process has read already: none ever changes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._logs: dict[Place, list[Record]] = {}
+
+    def newest(self, folder: BucketPath) -> list[Record]:
+        """Returns all records; asks for the first list of them, then only for the next one.
+
+        A list may be old; so what comes after it is asked for by name.
+        """
+        with self._lock:
+            records = self._logs.setdefault(folder, [])
+            if not records:
+                names = storage.list_names(folder)
+                _refuse_gaps(folder, names, first=1)
+                found = storage.read_all([folder / name for name in names])
+                records += [
+                    _decoded(folder / n, data) for n, data in zip(names, found, strict=True)
+                ]
+            records += _probed(folder, len(records))
+            return records
+
+
+_known = _Known()
+
+
+def _read(path: Place) -> Record:
+    return _decoded(path, storage.read(path))
+
+
+def _decoded(path: Place, data: bytes | None) -> Record:
     assert data is not None, path
     try:
         return Record.decode(data, path=path)
@@ -61,7 +96,7 @@ def claim_of(records: Sequence[Record], *, attempt: int) -> Claim:
     return next(body for body in bodies if isinstance(body, Claim))
 
 
-def newer_claim(folder: Path, *, attempt: int, after: int) -> tuple[Claim | None, int]:
+def newer_claim(folder: Place, *, attempt: int, after: int) -> tuple[Claim | None, int]:
     """Looks at the records that have come since; cheap enough for every second.
 
     Returns the claim of a later attempt, or None, and the number of the newest record seen.
@@ -74,8 +109,14 @@ def newer_claim(folder: Path, *, attempt: int, after: int) -> tuple[Claim | None
     return None, after
 
 
-def read_after(folder: Path, after: int) -> list[Record]:
+def read_after(folder: Place, after: int) -> list[Record]:
     """Reads the records that have come since number `after`, in order."""
+    if isinstance(folder, BucketPath):
+        return _known.newest(folder)[after:]
+    return _probed(folder, after)
+
+
+def _probed(folder: Place, after: int) -> list[Record]:
     found = []
     while (data := storage.read(path := folder / file_name(after + len(found) + 1))) is not None:
         found.append(Record.decode(data, path=path))
@@ -85,7 +126,7 @@ def read_after(folder: Path, after: int) -> list[Record]:
 class RunLog:
     """The log as one attempt's writer sees it; safe to append to from several threads."""
 
-    def __init__(self, folder: Path, *, attempt: int, last_seq: int, clock: Clock) -> None:
+    def __init__(self, folder: Place, *, attempt: int, last_seq: int, clock: Clock) -> None:
         self._folder = folder
         self._last_seq = last_seq
         self._clock = clock
@@ -95,7 +136,7 @@ class RunLog:
         self.attempt = attempt
 
     @classmethod
-    def claim(cls, folder: Path, claim: Claim, *, after: Sequence[Record], clock: Clock) -> RunLog:
+    def claim(cls, folder: Place, claim: Claim, *, after: Sequence[Record], clock: Clock) -> RunLog:
         """Takes the run over for `claim.attempt`, right after the records that were read.
 
         Raises:
@@ -130,7 +171,7 @@ class RunLog:
                 if is_ours:
                     return record
 
-    def _refuse_if_fenced(self, path: Path, body: Body) -> None:
+    def _refuse_if_fenced(self, path: Place, body: Body) -> None:
         winner = _read(path)
         if isinstance(body, Claim) or winner.attempt != self.attempt:
             raise _fenced(path, winner)
@@ -145,10 +186,16 @@ class RunLog:
             return self._settle_unsure()
 
     def _settle_unsure(self) -> bool:
-        """Steps over a record of our own whose writing failed after its name had appeared."""
+        """Steps over a record of our own whose writing failed after its name had appeared.
+
+        To a bucket a request may come long after who made it has given up. So there the record is
+        made to stand, unless another one does.
+        """
         path = self._folder / file_name(self._last_seq + 1)
+        if self._unsure is not None and isinstance(self._folder, BucketPath):
+            storage.create(path, self._unsure)
         stands = self._unsure is not None and storage.read(path) == self._unsure
-        if self._unsure is not None and not stands and not self._folder.is_dir():
+        if self._unsure is not None and not stands and not _is_there(self._folder):
             raise StorageUnavailable(f"{self._folder}: the run's log is gone; bring it back.")
         if stands:
             with storage.typed_errors(path):
@@ -158,7 +205,7 @@ class RunLog:
         return stands
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Place:
         """Where the records are."""
         return self._folder
 
@@ -171,13 +218,17 @@ class RunLog:
         return fold(self.records())
 
 
-def _fenced(path: Path, winner: Record) -> Fenced:
+def _is_there(folder: Place) -> bool:
+    return isinstance(folder, BucketPath) or folder.is_dir()
+
+
+def _fenced(path: Place, winner: Record) -> Fenced:
     claim = winner.body if isinstance(winner.body, Claim) else None
     owner = overtaken(path.parent.parent, winner.attempt, claim)
     return Fenced(f"{owner} Only one process may train in a run directory.")
 
 
-def overtaken(root: Path, attempt: int, claim: Claim | None) -> str:
+def overtaken(root: Place, attempt: int, claim: Claim | None) -> str:
     """Says that another attempt owns the run, and whose it is where its claim is known."""
     who = f"attempt {attempt}"
     if claim is not None:

@@ -1,7 +1,9 @@
-"""Bytes on a local path: read, create-if-absent, replace, append, list, delete; durably.
+"""Bytes at a place, a local path or in a bucket: read, create-if-absent, replace, list, delete.
 
 Whatever storage refuses comes back as a typed end: a place that can't be written is the user's
-to mend (78), a full or failing one may recover (74). Buckets will stand behind these functions.
+to mend (78), a full or failing one may recover (74). All is durable once a function returns; a
+bucket (bucket.py) needs nothing more for that, and has no folders: they are there with what is in
+them.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jaxres import bucket
 from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.place import BucketPath, Place
 
+OnItsWay = bucket.OnItsWay
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {
     errno.EROFS,
@@ -30,7 +36,7 @@ _FAILING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO,
 
 
 @contextlib.contextmanager
-def typed_errors(path: Path) -> Iterator[None]:
+def typed_errors(path: Place) -> Iterator[None]:
     """Turns what storage refuses into a typed end that names the place and the remedy."""
     try:
         yield
@@ -58,8 +64,10 @@ def typed_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def read(path: Path) -> bytes | None:
+def read(path: Place) -> bytes | None:
     """Returns the bytes at `path`, or None if there are none."""
+    if isinstance(path, BucketPath):
+        return bucket.read(path)
     with typed_errors(path):
         try:
             return path.read_bytes()
@@ -67,11 +75,38 @@ def read(path: Path) -> bytes | None:
             return None
 
 
-def create(path: Path, data: bytes) -> bool:
+def read_whole(path: Place) -> bytes:
+    """Returns the bytes at `path`; raises whatever storage says, FileNotFoundError too."""
+    if isinstance(path, Path):
+        return path.read_bytes()
+    if (data := bucket.read(path)) is None:
+        raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
+    return data
+
+
+def read_all(paths: Sequence[Place]) -> list[bytes | None]:
+    """Reads many small files, of a bucket several at a time."""
+    remote = [path for path in paths if isinstance(path, BucketPath)]
+    if len(remote) == len(paths):
+        return bucket.read_all(remote)
+    return [read(path) for path in paths]
+
+
+def exists(path: Place) -> bool:
+    """Says whether something is at `path`."""
+    if isinstance(path, BucketPath):
+        return bucket.exists(path)
+    with typed_errors(path):
+        return path.exists()
+
+
+def create(path: Place, data: bytes) -> bool:
     """Writes `data` unless `path` exists already; of any number of callers exactly one gets True.
 
     The name appears with its full content or not at all (write, fsync, link; works on NFS).
     """
+    if isinstance(path, BucketPath):
+        return bucket.write(path, data, over=0) is not None
     with typed_errors(path):
         temporary = _write_beside(path, data)
         try:
@@ -92,16 +127,28 @@ def create(path: Path, data: bytes) -> bool:
         return True
 
 
-def replace(path: Path, data: bytes) -> None:
+def replace(path: Place, data: bytes) -> None:
     """Writes `data` to `path` atomically, whatever stood there."""
+    if isinstance(path, BucketPath):
+        bucket.write(path, data, over=None)
+        return
     with typed_errors(path):
         temporary = _write_beside(path, data)
         temporary.replace(path)
         sync_dir(path.parent)
 
 
-def move(path: Path, to: Path) -> None:
-    """Gives what is at `path` another name on the same storage; nothing to do if it is gone."""
+def move(path: Place, to: Place) -> None:
+    """Gives what is at `path` another name on the same storage; nothing to do if it is gone.
+
+    In a bucket only small files, and both names are there for a moment.
+    """
+    if isinstance(path, BucketPath):
+        if (data := bucket.read(path)) is not None:
+            replace(to, data)
+            bucket.delete(path)
+        return
+    assert isinstance(to, Path), to
     with typed_errors(path), contextlib.suppress(FileNotFoundError):
         path.replace(to)
 
@@ -119,11 +166,26 @@ def _write_beside(path: Path, data: bytes) -> Path:
     return temporary
 
 
-def delete_temporaries(folder: Path) -> None:
+def delete(path: Place) -> bool:
+    """Deletes the file at `path`; False: there was none."""
+    if isinstance(path, BucketPath):
+        return bucket.delete(path)
+    with typed_errors(path):
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def delete_temporaries(folder: Place) -> None:
     """Deletes what killed writers have left in `folder` of names that are there by now.
 
-    Safe beside live `create`s: whoever still holds such a temporary has lost already.
+    Safe beside live `create`s: whoever still holds such a temporary has lost already. A bucket
+    knows none.
     """
+    if isinstance(folder, BucketPath):
+        return
     with typed_errors(folder):
         for temporary in folder.glob(".*.tmp"):
             name = temporary.name[1:].rsplit(".", 2)[0]
@@ -131,8 +193,15 @@ def delete_temporaries(folder: Path) -> None:
                 temporary.unlink(missing_ok=True)
 
 
-def list_names(folder: Path) -> list[str]:
-    """Returns the names in `folder` in order, without temporaries; [] if there is none."""
+def list_names(folder: Place, *, after: str = "") -> list[str]:
+    """Returns the names in `folder` in order, without temporaries; [] if there is none.
+
+    Args:
+      folder: whose.
+      after: a hint that names before this one are of no use; they may be left out.
+    """
+    if isinstance(folder, BucketPath):
+        return [n for n in bucket.names(folder, after=after) if not n.startswith(".")]
     with typed_errors(folder):
         try:
             return sorted(name for name in os.listdir(folder) if not name.startswith("."))
@@ -140,8 +209,10 @@ def list_names(folder: Path) -> list[str]:
             return []
 
 
-def make_dir(folder: Path) -> None:
+def make_dir(folder: Place) -> None:
     """Makes `folder` and its parents, durably."""
+    if isinstance(folder, BucketPath):
+        return
     with typed_errors(folder):
         new = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,8 +220,14 @@ def make_dir(folder: Path) -> None:
             sync_dir(path.parent)
 
 
-def delete_tree(folder: Path) -> None:
-    """Deletes `folder` and all in it; the name goes first, so that no half of it is ever seen."""
+def delete_tree(folder: Place) -> None:
+    """Deletes `folder` and all in it.
+
+    On a disk the name goes first, so that no half of it is ever seen; in a bucket a half keeps it.
+    """
+    if isinstance(folder, BucketPath):
+        bucket.delete_tree(folder)
+        return
     with typed_errors(folder):
         dead = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.trash")
         try:
@@ -160,13 +237,15 @@ def delete_tree(folder: Path) -> None:
         _remove(dead)
 
 
-def trash(folder: Path) -> list[Path]:
-    """Returns what a killed `delete_tree` has left in `folder`."""
+def trash(folder: Place) -> list[Path]:
+    """Returns what a killed `delete_tree` has left in `folder`, under names of its own."""
+    if isinstance(folder, BucketPath):
+        return []
     with typed_errors(folder):
         return sorted(folder.glob(".*.trash"))
 
 
-def delete_trash(folder: Path) -> None:
+def delete_trash(folder: Place) -> None:
     """Deletes what a killed `delete_tree` has left in `folder`."""
     with typed_errors(folder):
         for path in trash(folder):
@@ -179,8 +258,10 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def sync_dir(folder: Path) -> None:
+def sync_dir(folder: Place) -> None:
     """Makes the names in `folder` durable."""
+    if isinstance(folder, BucketPath):
+        return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -188,8 +269,10 @@ def sync_dir(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sync_tree(folder: Path) -> None:
+def sync_tree(folder: Place) -> None:
     """Makes every file and name below `folder`, and its own name, durable."""
+    if isinstance(folder, BucketPath):
+        return
     with typed_errors(folder):
         for root, _, files in os.walk(folder, topdown=False, onerror=_raise):
             for name in files:
@@ -202,8 +285,10 @@ def sync_tree(folder: Path) -> None:
         sync_dir(folder.parent)
 
 
-def sync_file(path: Path) -> None:
+def sync_file(path: Place) -> None:
     """Makes what a file holds durable."""
+    if isinstance(path, BucketPath):
+        return
     with typed_errors(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -212,11 +297,13 @@ def sync_file(path: Path) -> None:
             os.close(descriptor)
 
 
-def forget(path: Path) -> None:
+def forget(path: Place) -> None:
     """Has the next read of a file come from the disk: drops what memory holds of it.
 
     Only what is durable can be dropped; what storage can't forget (tmpfs) it reads again.
     """
+    if isinstance(path, BucketPath):
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -224,11 +311,13 @@ def forget(path: Path) -> None:
         os.close(descriptor)
 
 
-def sizes(folder: Path) -> dict[str, int]:
+def sizes(folder: Place) -> dict[str, int]:
     """Returns relative path -> size of every file below `folder`; {} if there is none.
 
     Raises whatever storage says.
     """
+    if isinstance(folder, BucketPath):
+        return bucket.objects(folder)
     found = {}
     for root, _, files in os.walk(folder, onerror=_raise if folder.exists() else None):
         for name in files:
@@ -237,12 +326,30 @@ def sizes(folder: Path) -> dict[str, int]:
     return found
 
 
+def blocks(path: Place, *, size_bytes: int) -> Iterator[memoryview]:
+    """Yields the bytes of a file in parts; a part is good until the next one.
+
+    Raises whatever storage says: FileNotFoundError if there is none.
+    """
+    if isinstance(path, BucketPath):
+        if (found := bucket.chunks(path)) is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
+        yield from map(memoryview, found)
+        return
+    buffer = memoryview(bytearray(size_bytes))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            yield buffer[:count]
+
+
 def _raise(error: OSError) -> None:
     """Makes os.walk tell of a folder that it can't list; by default it passes over it."""
     raise error
 
 
-def free_bytes(folder: Path) -> int:
+def free_bytes(folder: Place) -> int:
     """Returns how much may still be written on the disk that `folder` is on."""
+    if isinstance(folder, BucketPath):
+        return sys.maxsize
     with typed_errors(folder):
         return shutil.disk_usage(folder).free

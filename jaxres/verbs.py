@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from jaxres import attempts, metrics, runlog, status, storage
 from jaxres.clock import SystemClock
 from jaxres.faults import Exit, TypedEnd, UsageError
+from jaxres.place import place
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit, Line, Quarantine, Record
 from jaxres.supervise import owner
@@ -23,13 +24,19 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}\n{self.format_usage()}")
 
 
+def _local(text: str) -> Path:
+    if not isinstance(found := place(text), Path):
+        raise argparse.ArgumentTypeError(f"{text}: must be on this machine; copy it from there")
+    return found
+
+
 def _parser(usage: str) -> argparse.ArgumentParser:
     parser = _Parser(prog="jaxres", usage=usage)
     verbs = parser.add_subparsers(dest="verb", required=True)
 
     def verb(parent: argparse._SubParsersAction[_Parser], name: str) -> argparse.ArgumentParser:
         found = parent.add_parser(name)
-        found.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+        found.add_argument("run_dir", type=place, metavar="RUN_DIR")
         return found
 
     look = verb(verbs, "status")
@@ -43,7 +50,7 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     verb(checkpoints, "digest").add_argument("--step", type=int)
     verb(checkpoints, "verify").add_argument("--step", type=int)
     diff = verb(checkpoints, "diff")
-    diff.add_argument("other_run_dir", type=Path, nargs="?", metavar="OTHER_RUN_DIR")
+    diff.add_argument("other_run_dir", type=place, nargs="?", metavar="OTHER_RUN_DIR")
     diff.add_argument("--step", type=int)
     diff.add_argument("--other-step", type=int)
     diff.add_argument("--json", action="store_true")
@@ -58,7 +65,7 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     export.add_argument("--max-shard-bytes", type=int)
     for either in (export, verb(checkpoints, "import")):
         either.add_argument("--step", type=int)
-        either.add_argument("--out", type=Path)
+        either.add_argument("--out", type=_local)
         either.add_argument("--json", action="store_true")
     return parser
 

@@ -1,9 +1,39 @@
 """Eight virtual CPU devices, set before any test initialises a backend."""
 
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import jax
+import pytest
 from jaxtyping import install_import_hook
+
+if TYPE_CHECKING:
+    from tests.emulators.gcs import GcsServer
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # Every shape annotation of the models is checked in every test; imports of jaxres come after this.
 install_import_hook("jaxres.models", "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[GcsServer]:
+    """One emulated service for all tests: libraries look only once at where it is."""
+    from tests.emulators.gcs import GcsServer
+
+    with GcsServer(buckets=()) as server:
+        os.environ.update(server.env)
+        yield server
+        assert server.bugs == [], server.bugs[0]
+
+
+@pytest.fixture
+def gcs_bucket(gcs_server: GcsServer) -> Iterator[str]:
+    """A bucket of the test's own."""
+    name = f"bucket-{len(gcs_server.objects.buckets)}"
+    gcs_server.objects.buckets[name] = []
+    yield name
+    gcs_server.faults.clear()

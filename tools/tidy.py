@@ -19,7 +19,7 @@ WALL_CLOCK_MAY = {
     "jaxres/runlog.py:RunLog.append": "stamps a record",
     "jaxres/eventlog.py:EventLog.emit": "stamps an event",
     "jaxres/tensorboard.py:TensorBoard._put": "stamps a point",
-    "jaxres/supervise/owner.py:Owner.beat": "stamps a beat",
+    "jaxres/supervise/owner.py:Owner._words": "stamps a beat",
     "jaxres/supervise/owner.py:is_alive": "for people; who claims looks whether the beat moves",
     "jaxres/status.py:look": "ages, for people",
     "jaxres/alerts/notify.py:Outlet.take": "stamps an incident",

@@ -22,7 +22,7 @@ from jaxres.alerts import incidents, ledger, webhook
 from jaxres.alerts.commits import Commits
 from jaxres.alerts.incidents import ALWAYS_TOLD, Incident
 from jaxres.alerts.ledger import Ledger
-from jaxres.appender import Appender
+from jaxres.appender import Lines, appended
 from jaxres.clock import Clock
 from jaxres.config.alerts import AlertsSection, AlertTarget, PagerdutyTarget, variable
 from jaxres.eventlog import read_json_lines
@@ -192,7 +192,7 @@ class Outlet:
         """None only wakes the thread."""
         self._closing = threading.Event()
         self._ledger = Ledger(target.name)
-        self._lines: Appender | None = None
+        self._lines: Lines | None = None
         self._taken_at: dict[str, float] = {}
         """When each waiting incident was taken, by the monotonic clock."""
         self._failures = 0
@@ -248,7 +248,7 @@ class Outlet:
         """Reads what was told before; without the file alerts go on, and may be repeated."""
         try:
             self._ledger = ledger.fold(self.name, read_json_lines(self._path))
-            self._lines = Appender(self._path, max_waiting=MAX_QUEUED, beyond="drop oldest")
+            self._lines = appended(self._path, max_waiting=MAX_QUEUED, beyond="drop oldest")
         except (TypedEnd, OSError):
             self._say(f"alerts: {self._path} can't be used; what was told before may be repeated")
         now = self._clock.monotonic()
@@ -292,7 +292,7 @@ class Outlet:
         """Returns the nonce of the run's first claim: the run's own name, wherever it is moved."""
         if self._nonce_read is None:
             with contextlib.suppress(TypedEnd):
-                for record in runlog.read_after(self._run_dir.log, 0)[:1]:
+                for record in runlog.read_records(self._run_dir.log)[:1]:
                     if isinstance(record.body, Claim):
                         self._nonce_read = record.body.nonce
         return self._nonce_read or "unclaimed"

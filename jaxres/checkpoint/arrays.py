@@ -11,7 +11,6 @@ import math
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -20,9 +19,11 @@ from orbax.checkpoint import v1 as ocp
 from jaxres import storage
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.blocks import ArrayInfo
+from jaxres.checkpoint.pace import AT_ONCE, Pace
 from jaxres.checkpoint.reader import ARRAYS
 from jaxres.checkpoint.snapshot import Snapshot, taken
 from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.place import BucketPath, Place
 
 Tree = dict[str, Any]
 
@@ -33,12 +34,16 @@ BESIDE_ORBAX = 1.25
 """Orbax waits for other hosts as long as it may take itself; its error says more than our limit."""
 
 
-def context(*, timeout_seconds: float) -> ocp.Context:
-    """Returns the settings of every save and load; from now on Orbax logs nothing."""
+def context(*, timeout_seconds: float, is_remote: bool = False) -> ocp.Context:
+    """Returns the settings of every save and load; from now on Orbax logs nothing.
+
+    With `is_remote` the call itself asks storage for nothing: it would wait for a bucket.
+    """
     settings = ocp.Context()
     settings.array.saving.use_compression = False
     settings.array.saving.use_replica_parallel = False
     settings.async_options.timeout_secs = math.ceil(timeout_seconds)
+    settings.file_options.skip_sync_file_validations = is_remote
     logging.getLogger("absl").addFilter(_tells_more_than_orbax)
     if not isinstance(sys.unraisablehook, _LateWrites):
         sys.unraisablehook = _LateWrites(sys.unraisablehook)
@@ -79,7 +84,7 @@ def _tells_more_than_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-def refuse_without_room(folder: Path, state_bytes: int) -> None:
+def refuse_without_room(folder: Place, state_bytes: int) -> None:
     """Keeps the last free bytes for logs, which tell of the full disk."""
     needed, free = state_bytes + state_bytes // 20 + SPARE_BYTES, storage.free_bytes(folder)
     if free < needed:
@@ -129,27 +134,31 @@ class Writing:
 
 
 def begin(
-    state: Tree, step_dir: Path, context: ocp.Context, *, snapshot_by: str = "copy"
+    state: Tree,
+    step_dir: Place,
+    context: ocp.Context,
+    snapshot_by: str = "copy",
+    pace: Pace = AT_ONCE,
 ) -> Writing:
     """Returns a save that Orbax has begun, with the digests of what it writes.
 
     The state may be donated as soon as this returns; `snapshot_by` is `checkpoint.snapshot`.
     """
     state, is_own = taken(state, snapshot_by)
-    snapshot = Snapshot(named_arrays(state), process=jax.process_index(), is_own=is_own)
+    snapshot = Snapshot(named_arrays(state), process=jax.process_index(), is_own=is_own, pace=pace)
     both = {ARRAYS: state, manifests.DIGESTS: snapshot}
     with context, storage.typed_errors(step_dir):
         try:
             return Writing(ocp.save_checkpointables_async(str(step_dir), both), snapshot)
-        except ValueError as error:
+        except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
             _raise_typed(error, step_dir)
 
 
-def settle(writing: Writing, step_dir: Path, *, timeout: float) -> None:
+def settle(writing: Writing, step_dir: Place, *, timeout: float) -> None:
     """Waits until Orbax has written a step; raises StorageUnavailable if storage refused."""
     try:
         is_over = writing.ended(timeout=BESIDE_ORBAX * timeout)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
         _raise_typed(error, step_dir)
     if not is_over:
         raise StorageUnavailable(
@@ -158,10 +167,18 @@ def settle(writing: Writing, step_dir: Path, *, timeout: float) -> None:
         )
 
 
-def _raise_typed(error: Exception, step_dir: Path) -> NoReturn:
-    if not (isinstance(error, OSError) or manifests.is_storage_fault(error)):
+def _raise_typed(error: Exception, step_dir: Place) -> NoReturn:
+    """Raises StorageUnavailable for what storage has refused, and else the error itself.
+
+    Of a bucket Orbax's libraries tell by errors of their own, and by those of a JSON file of theirs
+    that was damaged on its way back to them: there a save that fails is storage's.
+    """
+    is_remote = isinstance(step_dir, BucketPath)
+    if not (is_remote or isinstance(error, OSError) or manifests.is_storage_fault(error)):
         raise error
     why = str(error).partition("\n")[0]  # JAX tells of a barrier on ten lines.
+    if is_remote:
+        why = f"{type(error).__name__}: {why}"
     raise StorageUnavailable(
         f"{step_dir}: could not be saved ({why}). Nothing committed is lost. Free some space or "
         "mend the storage."

@@ -6,14 +6,14 @@ record names is dead, whoever wrote it.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from jaxres.checkpoint import pruning
+from jaxres import storage
+from jaxres.checkpoint import pruning, retention
 from jaxres.clock import Clock
 from jaxres.config.schema import CheckpointSection
 from jaxres.events import Emit, Noted, SaveCommitted, SaveFailed, StepsPruned
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable
 from jaxres.hosts import Peers
+from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit, Line, RunLog
 
@@ -41,8 +41,10 @@ class Commits:
         self._unsure: tuple[Commit, float] | None = None
         """A commit whose record storage failed to confirm, and when its save began."""
         line = log.line()
-        self.names = {Path(path).name for path in line.paths}
+        self.names = {path.rpartition("/")[2] for path in line.paths}
         """Of all steps that were ever committed, whatever became of them."""
+        self._tried: set[str] = set()
+        """Of all saves of this attempt to a bucket."""
         self.committed_step = self.saved_step = line.step
         """Newest step that counts, and newest that is saved or being saved."""
         self.failures = 0
@@ -76,6 +78,27 @@ class Commits:
             self._count(commit, started)
         return stands
 
+    def free_name(self, step: int) -> str:
+        """Returns a name for a step directory, where nothing is.
+
+        No committed step has ever had it, whatever became of that. In a bucket no other save has,
+        either: what was asked of it may still be done after everybody has given up.
+
+        Raises:
+          StorageUnavailable: what a failed save of this very step has left can't be deleted yet.
+        """
+        names = retention.step_names(step, attempt=self._log.attempt)
+        name = next(name for name in names if name not in self.names | self._tried)
+        step_dir = self._run_dir.checkpoints / name
+        if isinstance(step_dir, BucketPath):
+            self._tried.add(name)
+            return name
+        if storage.exists(step_dir):
+            self.sweep()
+        if storage.exists(step_dir):
+            raise StorageUnavailable(f"{step_dir}: an earlier save's files can't be deleted yet.")
+        return name
+
     def go_back(self, step: int) -> None:
         """Counts from an older step on: the log says that nothing above it is on the line."""
         self._unsure = None
@@ -90,7 +113,7 @@ class Commits:
 
     def _count(self, commit: Commit, started: float) -> None:
         self.mark(commit.step)
-        self.names.add(Path(commit.path).name)
+        self.names.add(commit.path.rpartition("/")[2])
         seconds = self._clock.monotonic() - started
         self._emit(SaveCommitted(commit.step, commit.path, commit.bytes, seconds))
         try:
@@ -105,6 +128,8 @@ class Commits:
         """Counts and tells a save that storage has refused, and gives back what room it took."""
         if self._peers.member.leads:
             self.sweep()
+        if self.committed_step >= step:
+            return  # Its record stood after all.
         self.failures += 1
         self.why = why
         self.saved_step = self.committed_step
@@ -118,6 +143,8 @@ class Commits:
     def sweep(self) -> None:
         """Deletes what is not on the line; what does not go now goes at the next save's end."""
         try:
+            if isinstance(self._run_dir.root, BucketPath):
+                self.confirm()  # A record that is on its way may not come to name what is gone.
             line = self._log.line()
             if line.attempt < self._log.attempt or line.step < self.committed_step:
                 # Nothing that counts may be taken for dead because storage hides its record.

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.digest import array_row, block_grid, digest_of_rows
 from jaxres.checkpoint.manifest import ArrayInfo, Manifest
+from jaxres.place import Place
 from jaxres.runlog import Commit
 
 
@@ -64,7 +64,7 @@ class FactDiff:
 class Side:
     """One of the two states."""
 
-    step_dir: Path
+    step_dir: Place
     step: int
     digest: str
 
@@ -160,7 +160,7 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def diff(a: tuple[Path, Commit], b: tuple[Path, Commit]) -> StateDiff:
+def diff(a: tuple[Place, Commit], b: tuple[Place, Commit]) -> StateDiff:
     """Compares two committed steps, each a step directory and its commit.
 
     Raises:
@@ -195,7 +195,7 @@ def diff(a: tuple[Path, Commit], b: tuple[Path, Commit]) -> StateDiff:
 
 @dataclass(frozen=True)
 class _Stored:
-    step_dir: Path
+    step_dir: Place
     commit: Commit
     manifest: Manifest
 

@@ -12,16 +12,17 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from jaxres import storage
+from jaxres.bucket import Denied
 from jaxres.checkpoint.blocks import ArrayInfo, Table, decode
 from jaxres.checkpoint.reader import ArrayReader
 from jaxres.faults import StorageUnavailable, TypedEnd, Unrestorable
+from jaxres.place import BucketPath, Place
 from jaxres.runlog import Commit
 from jaxres.sealed import canonical_json
 
@@ -124,7 +125,7 @@ def info_of(data: bytes) -> FileInfo:
     return FileInfo(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
-def inventory(step_dir: Path) -> dict[str, int]:
+def inventory(step_dir: Place) -> dict[str, int]:
     """Returns relative path -> size of every file in a step directory, but the manifest.
 
     Raises whatever storage says.
@@ -132,7 +133,7 @@ def inventory(step_dir: Path) -> dict[str, int]:
     return {name: size for name, size in storage.sizes(step_dir).items() if name != MANIFEST}
 
 
-def read(step_dir: Path, commit: Commit) -> Manifest:
+def read(step_dir: Place, commit: Commit) -> Manifest:
     """Reads a committed step's manifest and holds the files' sizes against it.
 
     Raises:
@@ -151,7 +152,7 @@ def read(step_dir: Path, commit: Commit) -> Manifest:
     return manifest
 
 
-def load(step_dir: Path, commit: Commit) -> Manifest:
+def load(step_dir: Place, commit: Commit) -> Manifest:
     """Reads a committed step's manifest and looks at nothing else; raises as `read` does."""
     data = b""
     for _ in range(2):  # One wrong read proves nothing.
@@ -166,19 +167,29 @@ def load(step_dir: Path, commit: Commit) -> Manifest:
         raise damaged(step_dir, commit.step, f"{MANIFEST} can't be read ({error})") from error
 
 
-def _bytes_of(step_dir: Path, step: int, name: str) -> bytes:
+def _bytes_of(step_dir: Place, step: int, name: str) -> bytes:
     path = step_dir / name
     with reading(step_dir, step):
         try:
             storage.forget(path)
-            return path.read_bytes()
+            return storage.read_whole(path)
         except FileNotFoundError as error:
-            refuse_if_away(step_dir, step)
+            refuse_if_away(step_dir, step, name=name)
             raise damaged(step_dir, step, f"{name} is missing") from error
 
 
-def refuse_if_away(step_dir: Path, step: int) -> None:
-    """Raises StorageUnavailable if the folder of all steps is gone: then nothing is damaged."""
+def refuse_if_away(step_dir: Place, step: int, *, name: str = MANIFEST) -> None:
+    """Raises StorageUnavailable if the folder of all steps is gone: then nothing is damaged.
+
+    Of a bucket, if its list of the step, which may be relied on, has the file.
+    """
+    if isinstance(step_dir, BucketPath):
+        if name in storage.sizes(step_dir):
+            raise StorageUnavailable(
+                f"{step_dir / name}: is in the bucket's list and was not found. Nothing was judged "
+                "damaged; start the same command again."
+            )
+        return
     try:
         os.listdir(step_dir.parent)
     except OSError as error:
@@ -188,7 +199,7 @@ def refuse_if_away(step_dir: Path, step: int) -> None:
         ) from error
 
 
-def damaged(step_dir: Path, step: int, what: str) -> CheckpointDamaged:
+def damaged(step_dir: Place, step: int, what: str) -> CheckpointDamaged:
     """Returns the error for a committed step that is not what was committed."""
     text = f"step {step} is committed but damaged: {what}"
     return CheckpointDamaged(f"{step_dir}: {text}. Restore the folder from a copy.", what=what)
@@ -196,21 +207,23 @@ def damaged(step_dir: Path, step: int, what: str) -> CheckpointDamaged:
 
 def is_storage_fault(error: Exception) -> bool:
     """Says whether storage failed, which proves nothing about the data."""
+    if isinstance(error, Denied):
+        return True
     if isinstance(error, OSError):
         return not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
     return isinstance(error, TimeoutError) or any(word in str(error) for word in _STORAGE_WORDS)
 
 
 @contextlib.contextmanager
-def reading(step_dir: Path, step: int) -> Iterator[None]:
+def reading(step_dir: Place, step: int) -> Iterator[None]:
     """Turns what goes wrong while a step is read into storage's fault, else damage."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, Denied) as error:
         raise unreadable(step_dir, step, error) from error
 
 
-def unreadable(step_dir: Path, step: int, error: Exception) -> TypedEnd:
+def unreadable(step_dir: Place, step: int, error: Exception) -> TypedEnd:
     """Returns the error for a step that can't be read: storage's fault, else damage."""
     if is_storage_fault(error):
         return StorageUnavailable(
@@ -221,7 +234,7 @@ def unreadable(step_dir: Path, step: int, error: Exception) -> TypedEnd:
 
 
 def read_progress(
-    step_dir: Path, commit: Commit, manifest: Manifest | None = None
+    step_dir: Place, commit: Commit, manifest: Manifest | None = None
 ) -> dict[str, Any]:
     """Reads the host's facts of a committed step.
 
@@ -243,7 +256,7 @@ def read_progress(
     return facts
 
 
-def read_tables(step_dir: Path, commit: Commit, manifest: Manifest) -> dict[str, Table]:
+def read_tables(step_dir: Place, commit: Commit, manifest: Manifest) -> dict[str, Table]:
     """Reads the block digests of all arrays, and holds them against the arrays' own.
 
     Raises:
@@ -264,7 +277,7 @@ def read_tables(step_dir: Path, commit: Commit, manifest: Manifest) -> dict[str,
     return tables
 
 
-def read_arrays(step_dir: Path, commit: Commit) -> dict[str, np.ndarray]:
+def read_arrays(step_dir: Place, commit: Commit) -> dict[str, np.ndarray]:
     """Reads all arrays of a committed step, without jax and orbax; their content is not verified.
 
     Raises:
@@ -275,7 +288,7 @@ def read_arrays(step_dir: Path, commit: Commit) -> dict[str, np.ndarray]:
     return {path: read_array(step_dir, commit, path, info) for path, info in arrays.items()}
 
 
-def read_array(step_dir: Path, commit: Commit, path: str, info: ArrayInfo) -> np.ndarray:
+def read_array(step_dir: Place, commit: Commit, path: str, info: ArrayInfo) -> np.ndarray:
     """Reads one array of a committed step, of which the manifest says `info`; raises likewise."""
     with reading(step_dir, commit.step):
         return ArrayReader(step_dir, {path: info}).read(path)

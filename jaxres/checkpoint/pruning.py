@@ -6,11 +6,10 @@ who owns the run prunes; anybody may pin.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from jaxres import storage
 from jaxres.checkpoint import retention
 from jaxres.config.saving import KeepSection
+from jaxres.place import Place
 from jaxres.rundir import RunDir
 from jaxres.runlog import Line, Prune, RunLog
 
@@ -28,12 +27,7 @@ def pin(run_dir: RunDir, step: int) -> None:
 
 def unpin(run_dir: RunDir, step: int) -> bool:
     """Takes a pin back; False: there was none."""
-    with storage.typed_errors(run_dir.pins):
-        try:
-            (run_dir.pins / str(step)).unlink()
-        except FileNotFoundError:
-            return False
-        return True
+    return storage.delete(run_dir.pins / str(step))
 
 
 def plan(line: Line, keep: KeepSection, *, run_dir: RunDir) -> retention.Plan:
@@ -63,10 +57,11 @@ def prune(log: RunLog, keep: KeepSection, *, run_dir: RunDir) -> tuple[int, ...]
     return tuple(step for step in dead if step not in late)
 
 
-def leftovers(line: Line, *, run_dir: RunDir) -> list[Path]:
+def leftovers(line: Line, *, run_dir: RunDir) -> list[Place]:
     """Returns what is off the line, half deleted or whole, of a run that nobody owns."""
     names = retention.leftovers(run_dir.checkpoints, keep=line.stay, attempt=line.attempt)
-    return [run_dir.checkpoints / name for name in names] + storage.trash(run_dir.checkpoints)
+    trash = storage.trash(run_dir.checkpoints)
+    return [*(run_dir.checkpoints / name for name in names), *trash]
 
 
 def delete_all_but(line: Line, *, run_dir: RunDir, attempt: int) -> list[str]:

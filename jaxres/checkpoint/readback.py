@@ -6,12 +6,12 @@ checksums, and holds its own blocks, read through TensorStore, against the diges
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import xxhash
 
@@ -20,13 +20,16 @@ from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.blocks import ArrayInfo, Digests, decode, split
 from jaxres.checkpoint.digest import block_digest, block_digests
 from jaxres.checkpoint.manifest import FileInfo
+from jaxres.checkpoint.pace import AT_ONCE, Pace
 from jaxres.checkpoint.reader import ArrayReader
 from jaxres.faults import PeerLost, StorageUnavailable, TypedEnd
 from jaxres.hosts import Peers
+from jaxres.place import BucketPath, Place
 from jaxres.sealed import canonical_json
 
 THREADS = 2
 READ_BYTES = 2**22
+REMOTE_TRIES = 4
 _OF_A_PROCESS = re.compile(
     r"state/ocdbt\.process_(\d+)/.*|state/array_metadatas/process_(\d+)|digests/process_(\d+)\.json"
 )
@@ -58,13 +61,23 @@ class Report:
         return Report(files, fields["failure"])
 
 
-def report(step_dir: Path, arrays: Mapping[str, ArrayInfo], *, process: int) -> Report:
-    """Returns what one process reports of its part of a step that Orbax has finished."""
+def report(step_dir: Place, arrays: Mapping[str, ArrayInfo], process: int, pace: Pace) -> Report:
+    """Returns what one process reports of its part of a step that Orbax has finished.
+
+    What comes from a bucket may have been damaged on its way, so it is read a few times.
+    """
+    for _ in range(REMOTE_TRIES - 1 if isinstance(step_dir, BucketPath) else 0):
+        if not (found := _report(step_dir, arrays, process, pace)).failure:
+            return found
+    return _report(step_dir, arrays, process, pace)
+
+
+def _report(step_dir: Place, arrays: Mapping[str, ArrayInfo], process: int, pace: Pace) -> Report:
     try:
         with storage.typed_errors(step_dir):
             own = [name for name in manifests.inventory(step_dir) if process_of(name) == process]
-            files = read_back(step_dir, own)
-            wrong = _wrong_arrays(step_dir, arrays, process=process)
+            files = read_back(step_dir, own, pace)
+            wrong = _wrong_arrays(step_dir, arrays, process=process, pace=pace)
     except (TypedEnd, OSError, ValueError, KeyError, TypeError) as error:
         return Report({}, f"{step_dir}: could not be read back ({error})")
     if wrong:
@@ -87,46 +100,56 @@ def process_of(name: str) -> int | None:
     return None if found is None else int(next(filter(None, found.groups())))
 
 
-def read_back(step_dir: Path, names: Sequence[str]) -> dict[str, FileInfo]:
+def read_back(step_dir: Place, names: Sequence[str], pace: Pace = AT_ONCE) -> dict[str, FileInfo]:
     """Makes files durable and returns what they are when they are read from the disk again."""
     for name in names:
         storage.sync_file(step_dir / name)
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
-        return dict(zip(names, pool.map(lambda n: file_info(step_dir / n), names), strict=True))
+        found = pool.map(lambda name: file_info(step_dir / name, pace), names)
+        return dict(zip(names, found, strict=True))
 
 
-def file_info(path: Path) -> FileInfo:
+def file_info(path: Place, pace: Pace = AT_ONCE) -> FileInfo:
     """Reads a file from the disk, not from memory; raises whatever storage says."""
+    for _ in range(REMOTE_TRIES - 1 if isinstance(path, BucketPath) else 0):
+        with contextlib.suppress(storage.OnItsWay):
+            return _file_info(path, pace)
+    return _file_info(path, pace)
+
+
+def _file_info(path: Place, pace: Pace) -> FileInfo:
     storage.forget(path)
-    size, checksum, buffer = 0, xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            size += count
-            checksum.update(buffer[:count])
+    size, checksum = 0, xxhash.xxh3_128()
+    for part in pace.each(storage.blocks(path, size_bytes=READ_BYTES)):
+        size += len(part)
+        checksum.update(part)
     return FileInfo(size, checksum.hexdigest())
 
 
-def _wrong_arrays(step_dir: Path, arrays: Mapping[str, ArrayInfo], *, process: int) -> list[str]:
+def _wrong_arrays(
+    step_dir: Place, arrays: Mapping[str, ArrayInfo], *, process: int, pace: Pace
+) -> list[str]:
     """Returns the arrays of which a reader of the step gets other blocks than were digested."""
     name = f"{manifests.DIGESTS}/process_{process}.json"
-    mine = decode((step_dir / name).read_bytes())
+    mine = decode(storage.read_whole(step_dir / name))
     reader = ArrayReader(step_dir, arrays)
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
-        same = pool.map(lambda path: _is_same(reader, path, arrays[path], mine[path]), mine)
+        same = pool.map(lambda path: _is_same(reader, path, arrays[path], mine[path], pace), mine)
         return [path for path, is_same in zip(mine, same, strict=True) if not is_same]
 
 
-def _is_same(reader: ArrayReader, path: str, info: ArrayInfo, digests: Digests) -> bool:
+def _is_same(reader: ArrayReader, path: str, info: ArrayInfo, digests: Digests, pace: Pace) -> bool:
     limit = reader.region_bytes(path)
     for box, wanted in digests.blocks:
         for items, one in split(info, box, wanted, limit_bytes=limit):
-            if block_digests(reader.read(path, items), info.block) != one:
-                return False
+            with pace.piece():
+                if block_digests(reader.read(path, items), info.block) != one:
+                    return False
     return all(block_digest(reader.read(path, box)) == one for box, one in digests.parts)
 
 
 def gathered(
-    own: Report, step_dir: Path, peers: Peers, *, topic: str, seconds: float
+    own: Report, step_dir: Place, peers: Peers, *, topic: str, seconds: float
 ) -> list[Report]:
     """Returns on the lead every host's report, once all are there.
 

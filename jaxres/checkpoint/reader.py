@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxres.checkpoint.blocks import ArrayInfo, Box
 from jaxres.checkpoint.digest import blocks
+from jaxres.place import BucketPath, Place
 
 ARRAYS = "state"
 """Orbax's folder of the arrays inside a step directory."""
@@ -24,10 +24,10 @@ class ArrayReader:
     A new one has seen nothing: it reads the index of the arrays anew.
     """
 
-    def __init__(self, step_dir: Path, arrays: Mapping[str, ArrayInfo]) -> None:
+    def __init__(self, step_dir: Place, arrays: Mapping[str, ArrayInfo]) -> None:
         import tensorstore
 
-        self._base = {"driver": "file", "path": f"{step_dir / ARRAYS}/"}
+        self._base = _base(step_dir / ARRAYS)
         self._arrays = arrays
         self._tensorstore: Any = tensorstore
         self._context = tensorstore.Context()
@@ -75,3 +75,10 @@ class ArrayReader:
         if there != self._arrays[path]:
             raise ValueError(f"{path} is {there}, the manifest says {self._arrays[path]}")
         return stored
+
+
+def _base(folder: Place) -> dict[str, str]:
+    """Returns what TensorStore calls a folder."""
+    if isinstance(folder, BucketPath):
+        return {"driver": "gcs", "bucket": folder.bucket, "path": f"{folder.key}/"}
+    return {"driver": "file", "path": f"{folder}/"}

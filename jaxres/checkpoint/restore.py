@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +29,7 @@ from jaxres.checkpoint.digest import as_bytes, block_digest
 from jaxres.checkpoint.reader import ARRAYS, ArrayReader
 from jaxres.checkpoint.snapshot import box_of
 from jaxres.faults import ConfigError
+from jaxres.place import BucketPath, Place
 from jaxres.runlog import Commit
 from jaxres.state import Progress
 
@@ -47,7 +47,7 @@ class Restored:
     """False: the step was saved by a version that kept no digests."""
 
 
-def restore(step_dir: Path, commit: Commit, like: Tree, context: ocp.Context) -> Restored:
+def restore(step_dir: Place, commit: Commit, like: Tree, context: ocp.Context) -> Restored:
     """Reads a committed step into arrays sharded as asked for.
 
     Args:
@@ -67,8 +67,12 @@ def restore(step_dir: Path, commit: Commit, like: Tree, context: ocp.Context) ->
     facts = manifests.read_progress(step_dir, commit, manifest)
     try:
         state = load(step_dir, like, context)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        # Orbax checks none of its JSON files: a flipped letter shows as any of these.
+    except Exception as error:
+        # Orbax checks none of its JSON files: a flipped letter shows as any of these. And of a
+        # bucket its libraries tell by errors of their own.
+        of_files = isinstance(error, ValueError | KeyError | TypeError | AttributeError | OSError)
+        if not (of_files or isinstance(step_dir, BucketPath)):
+            raise
         raise manifests.unreadable(step_dir, commit.step, error) from error
     assert isinstance(state, dict), type(state)
     with manifests.reading(step_dir, commit.step):
@@ -84,13 +88,13 @@ def restore(step_dir: Path, commit: Commit, like: Tree, context: ocp.Context) ->
     return Restored(commit, state, progress, manifest.tells_content)
 
 
-def load(step_dir: Path, like: Tree, context: ocp.Context) -> Any:
+def load(step_dir: Place, like: Tree, context: ocp.Context) -> Any:
     """Reads the arrays, laid out as asked for, and checks nothing."""
     with context:
         return ocp.load(str(step_dir), like, checkpointable_name=ARRAYS)
 
 
-def _wrong_arrays(step_dir: Path, state: Tree, tables: Mapping[str, Table]) -> list[str]:
+def _wrong_arrays(step_dir: Place, state: Tree, tables: Mapping[str, Table]) -> list[str]:
     """Returns the arrays of which some device of this process has got something else."""
     arrays = named_arrays(state)
     reader = ArrayReader(step_dir, {path: info for path, (info, _) in arrays.items()})
@@ -142,7 +146,7 @@ def _parts(
 
 
 def _refuse_differences(
-    step_dir: Path, there: Mapping[str, ArrayInfo], here: Mapping[str, ArrayInfo]
+    step_dir: Place, there: Mapping[str, ArrayInfo], here: Mapping[str, ArrayInfo]
 ) -> None:
     rows = [
         f"  {path}: {there.get(path, 'absent')} there, {here.get(path, 'absent')} here"

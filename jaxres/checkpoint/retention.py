@@ -12,10 +12,10 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxres import storage
 from jaxres.config.saving import KeepSection
+from jaxres.place import Place
 from jaxres.runlog import Line
 
 DAY_SECONDS = 86400.0
@@ -181,7 +181,7 @@ def steps_of(line: Line) -> list[Step]:
     ]
 
 
-def leftovers(checkpoints: Path, *, keep: Collection[str], attempt: int) -> list[str]:
+def leftovers(checkpoints: Place, *, keep: Collection[str], attempt: int) -> list[str]:
     """Returns what is not on the line: pruned steps, and what killed saves have left behind.
 
     Names of later attempts are left out, so that an owner that was paused here and fenced destroys
@@ -199,7 +199,7 @@ def leftovers(checkpoints: Path, *, keep: Collection[str], attempt: int) -> list
     ]
 
 
-def sweep(checkpoints: Path, *, keep: Collection[str], attempt: int) -> list[str]:
+def sweep(checkpoints: Place, *, keep: Collection[str], attempt: int) -> list[str]:
     """Deletes the leftovers, and returns their names."""
     left = leftovers(checkpoints, keep=keep, attempt=attempt)
     for name in left:

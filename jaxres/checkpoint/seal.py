@@ -6,8 +6,8 @@ The last thing before the commit record; only the lead's saver calls it.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from jaxres import storage
 from jaxres.checkpoint import manifest as manifests
@@ -26,6 +26,7 @@ from jaxres.checkpoint.manifest import DIGESTS, MANIFEST, PROGRESS, FileInfo, Ma
 from jaxres.checkpoint.readback import Report, file_info, read_back
 from jaxres.checkpoint.reader import ArrayReader
 from jaxres.faults import StorageUnavailable
+from jaxres.place import Place, relative
 from jaxres.runlog import Claim, Commit
 from jaxres.sealed import canonical_json
 from jaxres.state import Progress
@@ -35,12 +36,12 @@ CUT_BLOCKS = f"{DIGESTS}/read_back.json"
 
 
 def seal(
-    step_dir: Path,
+    step_dir: Place,
     progress: Progress,
     arrays: Mapping[str, ArrayInfo],
     reports: Sequence[Report],
     *,
-    root: Path,
+    root: Place,
     claim: Claim,
 ) -> Commit:
     """Writes what Orbax leaves out and returns the record of a step that is durable and whole.
@@ -87,7 +88,7 @@ def seal(
             raise StorageUnavailable(f"{step_dir}: reads back differently from what was written.")
     return Commit(
         step=progress.step,
-        path=step_dir.relative_to(root).as_posix(),
+        path=relative(step_dir, root),
         manifest=manifests.digest_of(data),
         bytes=sum(info.size for info in manifest.files.values()) + len(data),
         known_good=False,
@@ -96,7 +97,7 @@ def seal(
     )
 
 
-def _files(step_dir: Path, reports: Sequence[Report]) -> dict[str, FileInfo]:
+def _files(step_dir: Place, reports: Sequence[Report]) -> dict[str, FileInfo]:
     """Returns what every file is: those that no process has reported are the lead's to read."""
     reported = {name: info for report in reports for name, info in report.files.items()}
     present = manifests.inventory(step_dir)
@@ -106,13 +107,14 @@ def _files(step_dir: Path, reports: Sequence[Report]) -> dict[str, FileInfo]:
     return reported | read_back(step_dir, sorted(present.keys() - reported.keys()))
 
 
-def _array_digests(step_dir: Path, arrays: Mapping[str, ArrayInfo]) -> dict[str, str]:
+def _array_digests(step_dir: Place, arrays: Mapping[str, ArrayInfo]) -> dict[str, str]:
     """Returns the digest of every array, from the blocks that all processes have digested."""
     tables = {path: Table(info) for path, info in arrays.items()}
     try:
-        for file in sorted((step_dir / DIGESTS).glob("process_*.json")):
-            for path, found in decode(file.read_bytes()).items():
-                tables[path].add(found)
+        for name in storage.list_names(step_dir / DIGESTS):
+            if fnmatch.fnmatch(name, "process_*.json"):
+                for path, found in decode(storage.read_whole(step_dir / DIGESTS / name)).items():
+                    tables[path].add(found)
         cut = _digest_cut_blocks(step_dir, tables)
         if cut:
             storage.replace(step_dir / CUT_BLOCKS, encode(cut))
@@ -124,7 +126,7 @@ def _array_digests(step_dir: Path, arrays: Mapping[str, ArrayInfo]) -> dict[str,
         ) from error
 
 
-def _digest_cut_blocks(step_dir: Path, tables: Mapping[str, Table]) -> dict[str, Digests]:
+def _digest_cut_blocks(step_dir: Place, tables: Mapping[str, Table]) -> dict[str, Digests]:
     reader = ArrayReader(step_dir, {path: table.info for path, table in tables.items()})
     found: dict[str, Digests] = {}
     for path, table in tables.items():

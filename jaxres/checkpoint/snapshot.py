@@ -11,7 +11,6 @@ import asyncio
 import os
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxres import storage
-from jaxres.checkpoint.blocks import ArrayInfo, Box, digests_of, encode, encode_failure
+from jaxres.checkpoint.blocks import (
+    ArrayInfo,
+    Box,
+    Digests,
+    digests_of,
+    encode,
+    encode_failure,
+)
+from jaxres.checkpoint.pace import Pace
 from jaxres.faults import TypedEnd
+from jaxres.place import place
 
 HASH_THREADS = 2
 """They gather and hash blocks at several GB/s; the writing is slower."""
@@ -30,7 +38,7 @@ class Snapshot:
     """The pieces of a state that a process holds, by references that outlive its donation."""
 
     def __init__(
-        self, arrays: Mapping[str, tuple[ArrayInfo, Any]], *, process: int, is_own: bool
+        self, arrays: Mapping[str, tuple[ArrayInfo, Any]], *, process: int, is_own: bool, pace: Pace
     ) -> None:
         """Takes the references; copies to the host what is not the snapshot's own.
 
@@ -38,8 +46,10 @@ class Snapshot:
           arrays: path -> what it is, and the jax.Array.
           process: number of this process, which names its file.
           is_own: whether nobody donates the arrays, so that they can be fetched later.
+          pace: of the hashing.
         """
         self._process = process
+        self._pace = pace
         self.failure = ""
         """Why this process's file could not be written."""
         self._arrays = arrays
@@ -55,7 +65,7 @@ class Snapshot:
 
     async def _write(self, directory: Any) -> None:
         data = await asyncio.to_thread(self._encoded)
-        folder = Path(os.fspath(await directory.await_creation()))
+        folder = place(os.fspath(await directory.await_creation()))
         try:
             await asyncio.to_thread(storage.replace, folder / digests_name(self._process), data)
         except (TypedEnd, OSError) as error:
@@ -65,12 +75,16 @@ class Snapshot:
         try:
             all_pieces = self._pieces or _all_pieces(self._arrays)
             with ThreadPoolExecutor(HASH_THREADS, "jaxres-hash") as pool:
-                found = pool.map(lambda one: digests_of(*one), all_pieces.values())
+                found = pool.map(self._digests, all_pieces.values())
                 return encode(dict(zip(all_pieces, found, strict=True)))
         except Exception as error:  # noqa: BLE001  The lead hears of it, and refuses the step.
             return encode_failure(f"{type(error).__name__}: {error}")
         finally:
             self._arrays, self._pieces = {}, {}
+
+    def _digests(self, one: tuple[ArrayInfo, dict[Box, np.ndarray]]) -> Digests:
+        with self._pace.piece():
+            return digests_of(*one)
 
 
 def taken(state: Any, how: str) -> tuple[Any, bool]:
@@ -92,11 +106,16 @@ def _copied(state: Any) -> Any:
 
 
 def _has_room(state: Any) -> bool:
-    """Says whether every local device tells that it can hold its part twice, and a tenth more."""
+    """Says whether every local device tells that it can hold its part twice, and a tenth more.
+
+    On the CPU a copy takes what the next step would have to take anew: it can't reuse what is being
+    written.
+    """
     held: dict[Any, int] = {}
     for leaf in jax.tree.leaves(state):
         for shard in leaf.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+            if shard.device.platform != "cpu":
+                held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
     for device, size in held.items():
         stats = device.memory_stats() or {}
         if stats.get("bytes_limit", 0) - stats.get("peak_bytes_in_use", 0) < 1.1 * size:

@@ -20,11 +20,12 @@ from pathlib import Path
 import jax
 
 from jaxres import storage
-from jaxres.checkpoint import arrays, retention
+from jaxres.checkpoint import arrays
 from jaxres.checkpoint.arrays import Tree, Writing, array_infos
 from jaxres.checkpoint.blocks import ArrayInfo
 from jaxres.checkpoint.commits import Commits
 from jaxres.checkpoint.fallback import Search, none_is_whole
+from jaxres.checkpoint.pace import Pace
 from jaxres.checkpoint.readback import Report, gathered, report
 from jaxres.checkpoint.restore import Restored, restore
 from jaxres.checkpoint.seal import seal
@@ -41,6 +42,7 @@ from jaxres.events import (
 )
 from jaxres.faults import Continue, Stop, StorageUnavailable, Verdict, fault
 from jaxres.hosts import WORD_SECONDS, Peers
+from jaxres.place import Place
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Commit, Line, Quarantine, RunLog
 from jaxres.state import Progress
@@ -54,7 +56,7 @@ class Flying:
     """A save that has begun."""
 
     writing: Writing
-    step_dir: Path
+    step_dir: Place
     progress: Progress
     infos: Mapping[str, ArrayInfo]
     started: float
@@ -119,7 +121,9 @@ class Checkpoints:
         """Whether storage has answered nothing for so long that nothing more is tried."""
         self._restores = 0
         """How often this attempt has restored: the same number on every host."""
-        self._context = arrays.context(timeout_seconds=section.timeout_seconds)
+        self._pace = Pace(section.background_share, clock)
+        is_remote = not isinstance(run_dir.root, Path)
+        self._context = arrays.context(timeout_seconds=section.timeout_seconds, is_remote=is_remote)
         self._reading = arrays.reading_context(host=peers.member.host)
 
     def __enter__(self) -> Checkpoints:
@@ -156,9 +160,8 @@ class Checkpoints:
         if self._is_silent:
             return Stop(fault("storage_unavailable"), "storage does not answer")
         if self._commits.failures >= self._section.max_failed_saves:
-            failures = self._commits.failures
-            words = f"{failures} saves in a row have failed (checkpoint.max_failed_saves)"
-            return Stop(fault("storage_unavailable"), words)
+            words = "saves in a row have failed (checkpoint.max_failed_saves)"
+            return Stop(fault("storage_unavailable"), f"{self._commits.failures} {words}")
         return Continue()
 
     @property
@@ -213,29 +216,22 @@ class Checkpoints:
             if step <= self._commits.committed_step:
                 return NOTHING
             self._refuse_beside_another_writer()
-            name = self._free_name(step)
-            self._refuse_beside_leftovers(self._named(name))
+            name = self._commits.free_name(step)
             size_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
             arrays.refuse_without_room(self._run_dir.checkpoints.absolute(), size_bytes)
         except StorageUnavailable as refusal:
             return str(refusal)
         return f"{BEGIN}{name}"
 
-    def _free_name(self, step: int) -> str:
-        """Returns a name that no committed step has ever had, whatever became of it."""
-        names = retention.step_names(step, attempt=self._log.attempt)
-        return next(name for name in names if name not in self._commits.names)
-
-    def _named(self, name: str) -> Path:
+    def _named(self, name: str) -> Place:
         return (self._run_dir.checkpoints / name).absolute()
 
-    def _begin(self, state: Tree, progress: Progress, step_dir: Path) -> None:
+    def _begin(self, state: Tree, progress: Progress, step_dir: Place) -> None:
         """Takes the snapshot and sends the rest to the background."""
         started, infos = self._clock.monotonic(), array_infos(state)
         if not self._peers.member.leads:
             self.wait()  # The lead has.
-        how = self._section.snapshot
-        writing = arrays.begin(state, step_dir, self._context, snapshot_by=how)
+        writing = arrays.begin(state, step_dir, self._context, self._section.snapshot, self._pace)
         self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         finish = self._finish if self._peers.member.leads else self._follow
@@ -250,13 +246,6 @@ class Checkpoints:
                 f"than {self._section.timeout_seconds:.0f} s (checkpoint.timeout_seconds)."
             )
         self._writer = None
-
-    def _refuse_beside_leftovers(self, step_dir: Path) -> None:
-        """Clears what a failed save of this very step has left, unless the log says it counts."""
-        if step_dir.exists():
-            self._commits.sweep()
-        if step_dir.exists():
-            raise StorageUnavailable(f"{step_dir}: an earlier save's files can't be deleted yet.")
 
     def _finish(self, save: Flying) -> None:
         """Makes one step durable, then makes it count. Runs in the saver's thread."""
@@ -327,7 +316,7 @@ class Checkpoints:
         """Returns on the lead what every host has read back of its part of the step."""
         own = Report({}, save.writing.failure)
         if not own.failure:
-            own = report(save.step_dir, save.infos, process=self._peers.member.host)
+            own = report(save.step_dir, save.infos, self._peers.member.host, self._pace)
         limit = self._section.timeout_seconds
         return gathered(own, save.step_dir, self._peers, topic=save.topic, seconds=limit)
 
@@ -390,7 +379,7 @@ class Checkpoints:
         self._commits.committed_step = self._commits.saved_step = found.commit.step
         return found
 
-    def _dir_of(self, commit: Commit) -> Path:
+    def _dir_of(self, commit: Commit) -> Place:
         return (self._run_dir.root / commit.path).absolute()
 
     def _quarantine(self, damaged: Sequence[Quarantine]) -> str:

@@ -20,9 +20,10 @@ from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.blocks import Box, Digests, Table
 from jaxres.checkpoint.digest import block_digests, digest_of_rows
 from jaxres.checkpoint.manifest import MANIFEST, PROGRESS, CheckpointDamaged, FileInfo, Manifest
-from jaxres.checkpoint.readback import file_info
+from jaxres.checkpoint.readback import REMOTE_TRIES, file_info
 from jaxres.checkpoint.reader import ARRAYS, ArrayReader
 from jaxres.faults import StorageUnavailable
+from jaxres.place import Place
 from jaxres.runlog import Commit
 
 MAX_THREADS = 8
@@ -59,12 +60,13 @@ class Findings:
         return "; ".join([*named, *([f"and {more} more"] if more > 0 else [])])
 
 
-def examine(step_dir: Path, commit: Commit) -> Findings:
+def examine(step_dir: Place, commit: Commit, *, again: int = REMOTE_TRIES) -> Findings:
     """Reads all of a committed step; what is wrong it reads once more, from the disk.
 
     Args:
       step_dir: of the step.
       commit: its record.
+      again: how often all is read anew where a bucket gives two answers to one question.
 
     Raises:
       StorageUnavailable: storage did not let it be read, or gave two answers to one question.
@@ -84,6 +86,8 @@ def examine(step_dir: Path, commit: Commit) -> Findings:
         reading.forget()
         proved = list(pool.map(_run, suspects))
     problems = [problem for problem in proved if problem is not None]
+    if len(problems) < len(suspects) and not isinstance(step_dir, Path) and again:
+        return examine(step_dir, commit, again=again - 1)  # Damaged on its way, as may happen.
     if len(problems) < len(suspects):
         raise StorageUnavailable(
             f"{step_dir}: some of step {commit.step} was read twice, with two results. Nothing was "
@@ -118,7 +122,7 @@ def _run(check: Callable[[], Problem | None]) -> Problem | None:
 class _Reading:
     """The single checks, each of which may be made again."""
 
-    def __init__(self, step_dir: Path, commit: Commit, manifest: Manifest) -> None:
+    def __init__(self, step_dir: Place, commit: Commit, manifest: Manifest) -> None:
         self._step_dir = step_dir
         self._commit = commit
         self._manifest = manifest
@@ -132,10 +136,11 @@ class _Reading:
     def forget(self) -> None:
         """Has everything be read from the disk again."""
         self._reader = ArrayReader(self._step_dir, self._manifest.arrays)
-        for path in (self._step_dir / ARRAYS).rglob("*"):
-            if path.is_file():
-                with manifests.reading(self._step_dir, self._commit.step):
-                    storage.forget(path)
+        if isinstance(self._step_dir, Path):  # Of a bucket nothing is kept in memory.
+            for path in (self._step_dir / ARRAYS).rglob("*"):
+                if path.is_file():
+                    with manifests.reading(self._step_dir, self._commit.step):
+                        storage.forget(path)
 
     def file(self, name: str, info: FileInfo) -> Problem | None:
         """Checks the bytes of one file."""
@@ -145,7 +150,7 @@ class _Reading:
         except OSError as error:
             if manifests.is_storage_fault(error):
                 raise manifests.unreadable(self._step_dir, self._commit.step, error) from error
-            manifests.refuse_if_away(self._step_dir, self._commit.step)
+            manifests.refuse_if_away(self._step_dir, self._commit.step, name=name)
             return Problem(f"{name} is missing", file=name)
         if found.size != info.size:
             what = f"{name} has {found.size} bytes, the manifest says {info.size} bytes"

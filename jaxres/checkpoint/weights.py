@@ -15,6 +15,7 @@ import xxhash
 from jaxres import runlog, storage
 from jaxres.checkpoint import llama, safetensors
 from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint.digest import array_digest
 from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.config.init_from import FromRun, FromSafetensors
 from jaxres.config.schema import CustomModel, GptModel, MlpModel
@@ -54,19 +55,22 @@ def facts_of(model: GptModel | MlpModel | CustomModel) -> Facts:
 
 
 def from_run(run_dir: RunDir, model: GptModel | MlpModel | CustomModel, commit: Commit) -> Weights:
-    """Returns the parameters of a committed step.
+    """Returns the parameters of a committed step, each verified as it is read.
 
     Raises:
-      Unrestorable: the step is damaged.
+      Unrestorable: the step is damaged; so does `read`.
       StorageUnavailable: storage did not let it be read.
     """
     step_dir = (run_dir.root / commit.path).absolute()
-    infos = manifests.read(step_dir, commit).arrays
-    tensors = {path: info for path, info in infos.items() if path.startswith(PARAMS)}
+    manifest = manifests.read(step_dir, commit)
+    tensors = {path: info for path, info in manifest.arrays.items() if path.startswith(PARAMS)}
 
     def read(path: str) -> np.ndarray:
-        # The one place where weights of a run are read.
-        return manifests.read_array(step_dir, commit, path, tensors[path])
+        array = manifests.read_array(step_dir, commit, path, tensors[path])
+        if manifest.tells_content and array_digest(path, array) != manifest.digests[path]:
+            what = f"what was read of {path} has another digest than was committed"
+            raise manifests.damaged(step_dir, commit.step, what)
+        return array
 
     return Weights(
         f"{run_dir.root} step {commit.step}", tensors, read, facts_of(model), commit.step

@@ -20,6 +20,7 @@ _NAMES = {
     "str": "text",
     "bool": "true or false",
     "Path": "path",
+    "BucketPath": "gs:// path",
     "NoneType": "null",
 }
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

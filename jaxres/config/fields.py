@@ -13,6 +13,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from jaxres.config.schema import RunConfig, Section
+from jaxres.place import BucketPath
 
 ITEMS = "[]"
 """After a key: what stands in its list."""
@@ -41,7 +42,7 @@ class Slot:
     def is_text(self) -> bool:
         """Whether a value here is text or a path (or null)."""
         plain = {t for t in self.types if t is not type(None)}
-        return bool(plain) and plain <= {str, Path}
+        return bool(plain) and plain <= {str, Path, BucketPath}
 
     def section(self, kind: Any) -> type[Section] | None:
         """Returns the section of this kind; None for an unknown kind or a plain value."""

@@ -10,18 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxres import bucket
 from jaxres.config.fields import ROOT, Slot
 from jaxres.config.problems import Problem, one_line, shorten, show
 from jaxres.config.yaml12 import Node, is_whole, parse, plain
 from jaxres.faults import UsageError
+from jaxres.place import Place
 
 COMMAND_LINE = "command line"
 
 
-def read_file(path: Path, *, named_by: str = "") -> tuple[Node, list[Problem]]:
+def read_file(path: Place, *, named_by: str = "") -> tuple[Node, list[Problem]]:
     """Reads one file as a layer; raises UsageError if the file given by the user is absent."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = _text_of(path)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         kind = "is a folder, not a file" if isinstance(error, IsADirectoryError) else "no such file"
         if not named_by:
@@ -36,6 +38,14 @@ def read_file(path: Path, *, named_by: str = "") -> tuple[Node, list[Problem]]:
             problems.append(Problem("", wrong, node.where))
         return Node({}, str(path)), problems
     return Node(node.value, str(path)), problems
+
+
+def _text_of(path: Place) -> str:
+    if isinstance(path, Path):
+        return path.read_text(encoding="utf-8-sig")
+    if (data := bucket.read(path)) is None:
+        raise FileNotFoundError(str(path))
+    return data.decode("utf-8-sig")
 
 
 def file_layers(path: Path) -> tuple[list[Node], list[Problem]]:

@@ -27,6 +27,7 @@ from jaxres.config.schema import RunConfig
 from jaxres.config.shorthands import written_out
 from jaxres.config.validate import validate
 from jaxres.config.yaml12 import Node
+from jaxres.place import Place
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     return _load(path, [*layers, above], wrong + wrong_above, name=path.stem)
 
 
-def load_recorded(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+def load_recorded(path: Place, overrides: Sequence[str] = ()) -> Loaded:
     """Reads the resolved config.yaml of a run directory, which stands alone: no bases."""
     above, wrong_above = override_layer(overrides)
     layer, wrong = read_file(path)
     return _load(path, [layer, above], wrong + wrong_above, name=path.absolute().parent.name)
 
 
-def _load(path: Path, layers: list[Node], wrong: list[Problem], *, name: str) -> Loaded:
+def _load(path: Place, layers: list[Node], wrong: list[Problem], *, name: str) -> Loaded:
     expanded: list[Node] = []
     for layer in layers:
         wrong = wrong + shape_problems(layer, ROOT)
@@ -75,7 +76,7 @@ def _load(path: Path, layers: list[Node], wrong: list[Problem], *, name: str) ->
     return Loaded(config=config, name=name, origins=places)
 
 
-def _placed(problem: Problem, places: Mapping[str, str], path: Path) -> Problem:
+def _placed(problem: Problem, places: Mapping[str, str], path: Place) -> Problem:
     """Returns the problem with its place; the command line, where it takes part, is to blame."""
     given = [places[key] for key in (problem.key, *problem.others) if key in places]
     from_command = [place for place in given if place.startswith(COMMAND_LINE)]

@@ -17,14 +17,17 @@ from jaxres.config.guards import GuardsSection
 from jaxres.config.init_from import FromSeed, InitFrom
 from jaxres.config.preemption import PreemptionSection
 from jaxres.config.saving import KeepSection, StepsWhen, When
-from jaxres.config.section import Fraction, NonNegativeFloat, PositiveFloat, Section, free
+from jaxres.config.section import Folder, Fraction, NonNegativeFloat, PositiveFloat, Section, free
 
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 class RunSection(Section):
-    dir: Path | None = free(None)
-    """Run directory. Default: runs/<config name>-<first 8 of the trajectory digest>."""
+    dir: Folder | None = free(None)
+    """Run directory; also gs://BUCKET/FOLDER.
+
+    Default: runs/<config name>-<first 8 of the trajectory digest>.
+    """
     seed: NonNegativeInt = 0
     """Seed of parameters, dropout and data order."""
 
@@ -259,7 +262,10 @@ class CheckpointSection(Section):
     snapshot: Literal["auto", "copy", "device"] = free("auto")
     """What a save takes before training goes on. copy: the host's memory (on CPU the buffers
     themselves, which the next step then can't reuse); device: a copy on each device, brought to the
-    host in the background; auto: device where a device tells that it has the room, else copy."""
+    host in the background; auto: device where there is room for it (on CPU always), else copy."""
+    background_share: Annotated[float, Field(gt=0, le=1)] = free(1.0)
+    """Share of its time for which a background thread digests a save and reads it back; less slows
+    training less, and the save takes longer. The writing itself is Orbax's."""
     timeout_seconds: PositiveFloat = free(600.0)
     """Longest wait for one save to become durable."""
     max_failed_saves: PositiveInt = free(20)

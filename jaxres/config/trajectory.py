@@ -13,6 +13,7 @@ from jaxres.config.guards import RollbackSection
 from jaxres.config.problems import one_line, show
 from jaxres.config.schema import ConstantSchedule, RunConfig, Section
 from jaxres.faults import ConfigError
+from jaxres.place import Place
 
 Change = tuple[str, Any, Any]
 """(dotted key, value there, value here); ABSENT on a side that has no such key."""
@@ -91,7 +92,7 @@ def digest(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def run_dir(config: RunConfig, name: str) -> Path:
+def run_dir(config: RunConfig, name: str) -> Place:
     """Returns the run directory: the configured one, or runs/<name>-<first 8 of the digest>."""
     return config.run.dir or Path("runs") / f"{name}-{digest(config)[:8]}"
 
@@ -138,7 +139,7 @@ def _changes(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = ""
 def check_same(
     recorded: RunConfig,
     given: RunConfig,
-    run_dir: Path | str,
+    run_dir: Place | str,
     *,
     origins: Mapping[str, str] | None = None,
 ) -> None:

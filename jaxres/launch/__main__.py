@@ -11,8 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from jaxres import bucket, screen
 from jaxres import config as configs
-from jaxres import screen
 from jaxres.faults import Exit, UsageError
 from jaxres.launch import local
 from jaxres.supervise import opening
@@ -24,6 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in arguments):
         sys.stdout.write(local.USAGE + "\n" + configs.describe() + "\n")
         return Exit.DONE
+    os.environ.update(bucket.environment(os.environ))
     return opening.answered(lambda: _launch(arguments))
 
 

@@ -6,13 +6,13 @@ import functools
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxres import topology
 from jaxres.alerts import notify
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.faults import Exit, UsageError
+from jaxres.place import Place
 from jaxres.supervise import opening
 from jaxres.supervise.attempt import say
 from jaxres.supervise.comeback import keep_up
@@ -43,7 +43,7 @@ NO_RESTART = "--no-restart"
 class Asked:
     """What the command line asks for."""
 
-    target: Path
+    target: Place
     overrides: tuple[str, ...]
     least: int
     """Hosts, at least."""

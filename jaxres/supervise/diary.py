@@ -6,12 +6,12 @@ import contextlib
 import queue
 import signal
 import threading
-from pathlib import Path
 
 from jaxres.clock import Clock
 from jaxres.eventlog import EventLog
 from jaxres.events import Event
 from jaxres.faults import TypedEnd
+from jaxres.place import Place
 
 CLOSE_SECONDS = 1.0
 
@@ -19,7 +19,7 @@ CLOSE_SECONDS = 1.0
 class Diary:
     """Events of one file, in order; a context manager. There is a thread only to write one."""
 
-    def __init__(self, path: Path, *, clock: Clock) -> None:
+    def __init__(self, path: Place, *, clock: Clock) -> None:
         self._path = path
         self._clock = clock
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()

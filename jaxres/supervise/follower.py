@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from jaxres import runlog
 from jaxres.clock import SystemClock
@@ -12,7 +11,9 @@ from jaxres.config import RunConfig
 from jaxres.faults import Exit
 from jaxres.hosts import Member
 from jaxres.membership import Address
+from jaxres.place import Place
 from jaxres.supervise import signals
+from jaxres.supervise.brought import bring
 from jaxres.supervise.meeting import following
 from jaxres.supervise.opening import advised, is_done, say_end, worker_command
 from jaxres.supervise.recorded import resolve
@@ -21,7 +22,7 @@ from jaxres.supervise.watchman import Watchman
 
 
 def follow(
-    target: Path,
+    target: Place,
     overrides: Sequence[str],
     *,
     member: Member,
@@ -56,6 +57,7 @@ def follow(
             peers=peers,
             watchman=watchman,
         )
+    bring(run_dir, claim.attempt)
     ended = advised(ended, config, advise)
     if ended.to_be_said:
         say_end(ended, run_dir, claim)

@@ -15,16 +15,18 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxres import storage
 from jaxres.clock import Clock
 from jaxres.faults import StorageUnavailable, TypedEnd
+from jaxres.place import BucketPath, Place
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, newer_claim
-from jaxres.supervise.owner import BEAT_SECONDS, Owner
+from jaxres.supervise.owner import Owner, beat_seconds
 
 LOOK_SECONDS = 0.25
+BUCKET_LOOK_SECONDS = 2.5
+"""Each look has its price there."""
 CLOSE_SECONDS = 1.0
 
 
@@ -39,7 +41,7 @@ class Overtaken:
 class StopAsked:
     """There is a stop file."""
 
-    path: Path
+    path: Place
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Lookout:
           run_dir: whose requests are honoured.
           attempt: the attempt on whose behalf.
           last_seq: newest record of the log that was seen; a newer claim after it overtakes us.
-          owner: beats every second.
+          owner: beats every second, in a bucket every five.
           clock: for the beat.
           step: returns the newest finished step, for the names of honoured requests.
         """
@@ -86,6 +88,8 @@ class Lookout:
         self._owner = owner
         self._clock = clock
         self._step = step
+        is_remote = isinstance(run_dir.root, BucketPath)
+        self._look_seconds = BUCKET_LOOK_SECONDS if is_remote else LOOK_SECONDS
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._looking_since = math.inf
         self._beat_at = -math.inf
@@ -138,13 +142,13 @@ class Lookout:
                 goes_on = False
             self._looking_since = math.inf
             self.has_answered = True
-            if not goes_on or self._closed.wait(LOOK_SECONDS):
+            if not goes_on or self._closed.wait(self._look_seconds):
                 return
 
     def _look(self) -> bool:
         """Beats when it is time and looks for requests; False once there is nothing to look for."""
         now = self._clock.monotonic()
-        if now - self._beat_at >= BEAT_SECONDS:
+        if now - self._beat_at >= beat_seconds(self._run_dir):
             self._beat_at = now
             if not self._still_owns():
                 return False
@@ -175,7 +179,7 @@ class Lookout:
         if _is_there(save) and self._moved(save):
             self._report(SaveAsked())
 
-    def _moved(self, request: Path) -> bool:
+    def _moved(self, request: Place) -> bool:
         """Moves a request into the attempt's folder; says whether that went well."""
         folder = self._run_dir.attempt(self._attempt)
         with contextlib.suppress(TypedEnd, OSError):
@@ -189,7 +193,9 @@ class Lookout:
             os.write(self._write_end, b"!")
 
 
-def _is_there(path: Path) -> bool:
-    with contextlib.suppress(OSError):
+def _is_there(path: Place) -> bool:
+    with contextlib.suppress(TypedEnd, OSError):
+        if isinstance(path, BucketPath):
+            return storage.read(path) is not None
         return path.exists()
     return False

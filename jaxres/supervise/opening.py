@@ -29,10 +29,12 @@ from jaxres.config import RunConfig
 from jaxres.doors.channels import Peers
 from jaxres.faults import ConfigError, Exit, TypedEnd
 from jaxres.hosts import ALONE, Member
+from jaxres.place import Place
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, Line, RunLog, Stop
 from jaxres.supervise import remains, signals
 from jaxres.supervise.attempt import Ended, to_nobody
+from jaxres.supervise.brought import bring
 from jaxres.supervise.meeting import Job, Meet, alone, boot_id, versions
 from jaxres.supervise.owner import Owner
 from jaxres.supervise.patience import within
@@ -93,7 +95,7 @@ def _leave_as_bug(
 
 
 def attempt(
-    target: Path,
+    target: Place,
     overrides: Sequence[str],
     *,
     run: Callable[[Opened], Ended],
@@ -211,6 +213,7 @@ def behind_a_door(
         zygote=zygote,
         watchman=opened.watchman,
     )
+    bring(opened.run_dir, claim.attempt)
     return advised(ended, opened.config, advise)
 
 
@@ -296,7 +299,7 @@ def _record_config(config: RunConfig, run_dir: RunDir, claim: Claim, *, is_first
 
 def stop_that_was_asked(run_dir: RunDir, claim: Claim) -> Ended | None:
     """Honours a `stop` file that lies there already; it never bars the start after this one."""
-    if not run_dir.request("stop").exists():
+    if not storage.exists(run_dir.request("stop")):
         return None
     storage.move(run_dir.request("stop"), run_dir.attempt(claim.attempt) / "stop")
     reason = f"{run_dir.request('stop')} was there at the start; the next start goes on"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxres import config as configs
 from jaxres import runlog, storage
 from jaxres.config import Loaded
 from jaxres.faults import ConfigError, UsageError
+from jaxres.place import BucketPath, Place, place
 from jaxres.rundir import RunDir
 
 
-def target_of(words: Sequence[str], *, usage: str) -> tuple[Path, list[str]]:
+def target_of(words: Sequence[str], *, usage: str) -> tuple[Place, list[str]]:
     """Returns the config file or run directory that a command's words name, and the overrides.
 
     Raises:
@@ -25,12 +25,15 @@ def target_of(words: Sequence[str], *, usage: str) -> tuple[Path, list[str]]:
     if len(targets) != 1:
         given = " ".join(targets) or "nothing"
         raise UsageError(f"expected one config file or run directory, got {given}\n{usage}")
-    return Path(targets[0]), [word for word in words if "=" in word]
+    try:
+        return place(targets[0]), [word for word in words if "=" in word]
+    except ValueError as error:
+        raise UsageError(f"{targets[0]}: {error}") from error
 
 
-def resolve(target: Path, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
+def resolve(target: Place, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
     """Returns the config and the run directory; a recorded run must have the same trajectory."""
-    if target.is_dir():
+    if isinstance(target, BucketPath) or target.is_dir():
         run_dir = RunDir(target)
         if storage.read(run_dir.config) is None:
             raise UsageError(
@@ -54,7 +57,7 @@ def resolve(target: Path, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
     return loaded, run_dir
 
 
-def _record(run_dir: RunDir, attempt: int) -> Path:
+def _record(run_dir: RunDir, attempt: int) -> Place:
     """Returns the config that the first attempt to start has trained with.
 
     Its own copy, since config.yaml may be edited, or come late from an attempt that was fenced.
@@ -69,7 +72,7 @@ def _record(run_dir: RunDir, attempt: int) -> Path:
     )
 
 
-def _newest_config(run_dir: RunDir) -> Path:
+def _newest_config(run_dir: RunDir) -> Place:
     """Returns the config of the last attempt that trained: free keys may have changed since the
     first, and one of an attempt that never got to train may be what is wrong with it.
     """

@@ -17,6 +17,7 @@ from pathlib import Path
 from jaxres import storage
 from jaxres.clock import Clock
 from jaxres.faults import StorageUnavailable
+from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim
 
@@ -57,6 +58,8 @@ def bury(workers: Iterable[int]) -> None:
 
 def identity(run_dir: RunDir) -> str:
     """Returns what stays when a run directory is moved, and is another for its copy."""
+    if isinstance(run_dir.root, BucketPath):
+        return str(run_dir.root)
     with storage.typed_errors(run_dir.root):
         folder = run_dir.root.stat()
     return f"{folder.st_dev}.{folder.st_ino}"

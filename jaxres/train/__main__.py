@@ -15,14 +15,14 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from jaxres import bucket, screen
 from jaxres import config as configs
-from jaxres import screen
 from jaxres.beat import Leaving
 from jaxres.faults import Exit, UsageError
 from jaxres.hosts import ALONE
 from jaxres.membership import membership, take_flags
+from jaxres.place import Place
 from jaxres.supervise import opening
 from jaxres.supervise.attempt import Ended
 from jaxres.supervise.follower import follow
@@ -54,10 +54,11 @@ def main(arguments: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in arguments):
         sys.stdout.write(USAGE + "\n" + configs.describe() + "\n")
         return Exit.DONE
+    os.environ.update(bucket.environment(os.environ))
     return opening.answered(lambda: _train(arguments))
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Path, list[str], bool]:
+def _parse(arguments: Sequence[str]) -> tuple[Place, list[str], bool]:
     inline = "--inline" in arguments
     words = [word for word in arguments if word != "--inline"]
     return *target_of(words, usage=USAGE), inline

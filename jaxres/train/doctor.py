@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from jaxres import config as configs
-from jaxres import data, faults, topology
+from jaxres import data, faults, storage, topology
 from jaxres.config import Loaded, RunConfig
 from jaxres.config.init_from import FromRun, FromSeed
 from jaxres.data import Dataset
 from jaxres.faults import ConfigError, Exit, OutOfMemory, TypedEnd, UsageError
+from jaxres.place import BucketPath
 from jaxres.screen import size
 from jaxres.supervise import metadata, notices
 from jaxres.supervise.metadata import Answer
@@ -263,6 +264,10 @@ class Doctor:
 
     def _place(self) -> Told:
         run_dir = configs.run_dir(self._config, self._loaded.name).absolute()
+        if isinstance(run_dir, BucketPath):
+            found = storage.list_names(run_dir)
+            yield Check("pass", "run.dir", f"{run_dir} can be read; {len(found)} names are there")
+            return
         there = next(p for p in (run_dir, *run_dir.parents) if p.exists())
         try:
             with tempfile.TemporaryFile(dir=there):  # It never has a name, so nothing is left.

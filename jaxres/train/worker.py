@@ -16,7 +16,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import IO, TextIO
 
@@ -32,6 +31,7 @@ from jaxres.events import Emit, PhaseChanged, RunEnded, RunOpened
 from jaxres.faults import Exit, TypedEnd
 from jaxres.hosts import ALONE, Alone, Member
 from jaxres.metrics import MetricsLine
+from jaxres.place import place
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog
 from jaxres.telemetry import Console
@@ -116,7 +116,7 @@ def _leave_on_record(leaving: Leaving, emit: Emit, *, step: int) -> None:
 def main(arguments: Sequence[str], *, forked: bool = False) -> int:
     """Runs the worker's process behind a door; `forked` from the zygote, or a fresh one."""
     parser = argparse.ArgumentParser(prog="python -m jaxres.train.worker")
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=place)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--beat-fd", type=int, required=True)
@@ -162,7 +162,7 @@ def _speak_aside(run_dir: RunDir, attempt: int, member: Member) -> TextIO:
 
     JAX and Gloo write about each connection, and pages when a peer is lost, from every host.
     """
-    storage.make_dir(run_dir.attempt(attempt))
+    storage.make_dir(run_dir.local_attempt(attempt))
     terminal = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     screen.flush()
     path = run_dir.output(attempt, member.host)
@@ -202,7 +202,7 @@ def catch_bugs(
     that nobody has caught ends the process at once: an ordinary exit may wait minutes for other
     threads and hosts. `say` tells a person; None: the door does.
     """
-    storage.make_dir(run_dir.attempt(attempt))
+    storage.make_dir(run_dir.local_attempt(attempt))
     stacks: IO[str] = run_dir.stacks(attempt, member.host).open("a")
     faulthandler.enable(stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # In every thread that follows.

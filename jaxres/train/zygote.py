@@ -24,6 +24,7 @@ from typing import Any
 from jaxres import screen
 from jaxres.clock import SystemClock
 from jaxres.faults import Exit
+from jaxres.place import place
 from jaxres.supervise.remains import MARK
 from jaxres.train import worker
 
@@ -35,7 +36,7 @@ LOOK_SECONDS = 0.0005
 def main(arguments: Sequence[str]) -> int:
     """Forks a worker for every order, until the supervisor closes its end."""
     parser = argparse.ArgumentParser(prog="python -m jaxres.train.zygote")
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=place)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--control", type=int, required=True)
     options, _ = parser.parse_known_args(arguments)

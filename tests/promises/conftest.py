@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
 from tests.promises.trainer import FAULTY, MLP, Place
 
@@ -13,7 +14,11 @@ from tests.promises.trainer import FAULTY, MLP, Place
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = os.environ.get("JAXRES_TEST_CACHES")  # Of many runs of a few tests, as the mutants'.
-    return Path(shared) if shared else tmp_path_factory.mktemp("caches")
+    if shared:
+        return Path(shared)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return tmp_path_factory.mktemp("caches")
+    return tmp_path_factory.getbasetemp().parent / "caches"
 
 
 @pytest.fixture
@@ -23,12 +28,34 @@ def place(tmp_path: Path, caches: Path) -> Iterator[Place]:
     place.end_all()
 
 
+@pytest.fixture
+def bucket(tmp_path: Path, caches: Path, gcs_bucket: str) -> Iterator[Place]:
+    """A place whose run directories are in a bucket."""
+    place = Place(tmp_path, caches, bucket=BucketPath(gcs_bucket, "runs"))
+    yield place
+    place.end_all()
+
+
+@pytest.fixture(params=["local", "bucket"])
+def anywhere(request: pytest.FixtureRequest) -> Place:
+    """A place on a disk, and one in a bucket."""
+    return request.getfixturevalue({"local": "place"}.get(request.param, request.param))
+
+
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """A run of the MLP from start to end; only to be looked at, or copied."""
     place = Place(tmp_path_factory.mktemp("unbroken"), caches)
     place.finish("unbroken", *MLP)
     return place.run_dir("unbroken")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+    """A run of the TINY decoder from start to end; only to be looked at, or copied."""
+    place = Place(tmp_path_factory.mktemp("tiny"), caches)
+    place.finish("tiny")
+    return place.run_dir("tiny")
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 
 from jaxres import storage
+from jaxres.rundir import RunDir
 from tests.promises.trainer import Place, assert_bit_exact, digest, line
 
 
-def test_a_commit_record_means_a_whole_step(place: Place) -> None:
-    place.finish("unbroken")
+def test_a_commit_record_means_a_whole_step(place: Place, tiny: RunDir) -> None:
     trainer = place.start("watched")
     whole: dict[int, str] = {}
     for _ in range(4):
@@ -28,11 +28,10 @@ def test_a_commit_record_means_a_whole_step(place: Place) -> None:
     assert len(whole) >= 2, "hardly any commit was looked at"
 
     place.finish("watched")
-    assert_bit_exact(place.run_dir("watched"), place.run_dir("unbroken"))
+    assert_bit_exact(place.run_dir("watched"), tiny)
 
 
-def test_a_kill_at_the_commit_record_loses_nothing(place: Place) -> None:
-    place.finish("unbroken")
+def test_a_kill_at_the_commit_record_loses_nothing(place: Place, tiny: RunDir) -> None:
     trainer = place.start("broken")
     trainer.wait(lambda: line(trainer.run_dir).newest is not None, what="a commit record")
     trainer.kill()
@@ -42,4 +41,4 @@ def test_a_kill_at_the_commit_record_loses_nothing(place: Place) -> None:
 
     again = place.finish("broken")
     assert f"going on from step {committed} " in again.said()
-    assert_bit_exact(place.run_dir("broken"), place.run_dir("unbroken"))
+    assert_bit_exact(place.run_dir("broken"), tiny)

@@ -80,7 +80,13 @@ def named_by_the_others(trainers: list[Trainer], lost: int, *, seconds: float) -
     assert time.monotonic() - since < MARGIN * seconds
 
 
-@pytest.mark.parametrize("name", LOSSES)
+OFTEN = ("its worker is killed", "the lead is killed")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.campaign) for name in LOSSES],
+)
 def test_a_lost_host_is_named_by_every_other_door(place: Place, calm: RunDir, name: str) -> None:
     loss = LOSSES[name]
     trainers = place.doors("run", *SHORT, hosts=HOSTS)

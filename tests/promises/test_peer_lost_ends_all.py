@@ -36,7 +36,9 @@ def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
 @pytest.mark.parametrize(
     ("sig", "host", "code", "seconds"),
     [
-        (signal.SIGKILL, 2, 128 + signal.SIGKILL, KILLED_SECONDS),
+        pytest.param(
+            *(signal.SIGKILL, 2, 128 + signal.SIGKILL, KILLED_SECONDS), marks=pytest.mark.campaign
+        ),
         pytest.param(
             *(signal.SIGKILL, 0, 128 + signal.SIGKILL, KILLED_SECONDS), marks=pytest.mark.campaign
         ),

@@ -33,7 +33,14 @@ def kill_after_commit(trainer: Trainer, step: int) -> None:
     assert trainer.ended() == -9, trainer.said()
 
 
-@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param("data", marks=pytest.mark.campaign),
+        pytest.param("fsdp", marks=pytest.mark.campaign),
+        "fsdp x tensor",
+    ],
+)
 def test_the_samples_stay_when_devices_are_lost(place: Place, unbroken: RunDir, axes: str) -> None:
     for commit, (count, words) in zip((40, 80, 120, None), AXES[axes].items(), strict=True):
         trainer = start(place, "run", count, *words)

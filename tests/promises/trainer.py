@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxres import runlog, verbs
 from jaxres.eventlog import read_events, read_json_lines
+from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
 from jaxres.runlog import Line, Stop
 
@@ -173,10 +174,12 @@ class Place:
     through: tuple[str, ...] = ()
     """Words before the command: how a process gets into a namespace or becomes another user."""
     trainers: list[Trainer] = field(default_factory=list)
+    bucket: BucketPath | None = None
+    """Where the run directories are, if not below `root`."""
 
     def run_dir(self, name: str) -> RunDir:
         """Returns a run directory of that name."""
-        return RunDir(self.root / name)
+        return RunDir((self.bucket or self.root) / name)
 
     def start(
         self,
@@ -241,11 +244,15 @@ class Place:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {}),
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | self._own_home() | (env or {}),
             )
         trainer = Trainer(run_dir, process, output, attempt)
         self.trainers.append(trainer)
         return trainer
+
+    def _own_home(self) -> dict[str, str]:
+        """Of a run in a bucket some lies in the home of who trains."""
+        return {} if self.bucket is None else {"HOME": str(self.root)}
 
     def door(
         self,

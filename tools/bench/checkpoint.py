@@ -5,7 +5,8 @@
 The state is that of the built-in decoder (float32 weights and two moments; 1.2 GB by default).
 Prints what a save holds up training for (the call and the step after it, which donates the state),
 the whole save with and without digests, a restore with and without verification, and `verify`
-without jax; each as a ratio to stock Orbax and to a plain copy, write or read of as many bytes.
+without jax, each as a ratio to stock Orbax and to a plain copy, write or read of as many bytes; and
+how much a save slows steps that compute, for some shares of `checkpoint.background_share`.
 The file cache is warm for all reads.
 """
 
@@ -18,6 +19,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +46,8 @@ from jaxres.state import Progress
 TIMEOUT_SECONDS = 600.0
 VOCAB = 32_000
 CHUNK = 2**24
+SHARES = (1.0, 0.5, 0.25, 0.1)
+SIDE = 512
 CLAIM = Claim(
     attempt=1,
     host="bench",
@@ -73,6 +77,10 @@ def make_state(*, layers: int, width: int) -> Any:
 
 step = jax.jit(lambda state: jax.tree.map(lambda x: x + x.dtype.type(1), state), donate_argnums=0)
 """Stands for a training step: reads and writes all of the state, which it donates."""
+
+
+compute = jax.jit(lambda x: jax.lax.fori_loop(0, 4, lambda _, y: (y @ y) / SIDE, x))
+"""Stands for a training step that computes: a few milliseconds on two cores."""
 
 
 def seconds(act: Callable[[], Any]) -> float:
@@ -105,8 +113,28 @@ class Saving:
         shutil.rmtree(target, ignore_errors=True)
         return called - begun, stepped - called, ended - begun
 
+    def beside_steps(self, make: Callable[[], Any]) -> tuple[float, float]:
+        """Returns seconds of a save, and how much slower the steps beside it are."""
+        state = jax.block_until_ready(make())
+        small = jax.block_until_ready(compute(jax.numpy.ones((SIDE, SIDE))))
+        alone = statistics.mean(
+            seconds(lambda: jax.block_until_ready(compute(small))) for _ in range(100)
+        )
+        self._count += 1
+        target = self._folder / f"{self._count}"
+        begun = time.perf_counter()
+        wait = self._begin(state, target)
+        saver = threading.Thread(target=wait)
+        saver.start()
+        beside = []
+        while saver.is_alive():
+            beside.append(seconds(lambda: jax.block_until_ready(compute(small))))
+        ended = time.perf_counter()
+        shutil.rmtree(target, ignore_errors=True)
+        return ended - begun, statistics.mean(beside) / alone
 
-def ours(folder: Path, snapshot: str) -> Saving:
+
+def ours(folder: Path, snapshot: str, share: float = 1.0) -> Saving:
     """Returns saves by jaxres, digests, read-back and commit included."""
     count = 0
 
@@ -115,7 +143,11 @@ def ours(folder: Path, snapshot: str) -> Saving:
         count += 1
         run_dir = RunDir(target)
         log = RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock())
-        section = CheckpointSection(timeout_seconds=TIMEOUT_SECONDS, snapshot=snapshot)  # type: ignore[arg-type]
+        section = CheckpointSection(
+            timeout_seconds=TIMEOUT_SECONDS,
+            snapshot=snapshot,  # type: ignore[arg-type]
+            background_share=share,
+        )
         store = Checkpoints(
             section,
             run_dir=run_dir,
@@ -209,6 +241,7 @@ def main() -> int:
                 idle.append(stepped)
         _print_saves(found, copies=copies, writes=writes, idle=idle)
         _restores(folder, make, own, size=size, rounds=options.rounds)
+        _print_curve(folder, make, rounds=options.rounds)
     return 0
 
 
@@ -237,6 +270,17 @@ def _print_saves(
             f"({by_bare:.2f} x same settings, {by_stock:.2f} x stock, {whole / write:.2f} x plain "
             "write)"
         )
+
+
+def _print_curve(folder: Path, make: Callable[[], Any], *, rounds: int) -> None:
+    """Prints by how much the steps that are made during a save are slower, for some shares."""
+    print("checkpoint.background_share: seconds of a save, and its steps against those without one")
+    for share in SHARES:
+        (folder / f"share-{share}").mkdir()
+        saving = ours(folder / f"share-{share}", "copy", share)
+        rows = [saving.beside_steps(make) for _ in range(rounds + 1)][1:]
+        seconds, slower = (statistics.median(row[i] for row in rows) for i in range(2))
+        print(f"  {share:<4} {seconds:.2f} s, {slower:.3f} x")
 
 
 def _restores(

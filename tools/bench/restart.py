@@ -24,6 +24,7 @@ from typing import Any
 
 from jaxres import runlog
 from jaxres.eventlog import read_events, read_json_lines
+from jaxres.place import Place
 from jaxres.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +49,7 @@ def wait(condition: Callable[[], Any], what: str) -> Any:
     return found
 
 
-def event(path: Path, kind: str) -> dict[str, Any] | None:
+def event(path: Place, kind: str) -> dict[str, Any] | None:
     """Returns the first event of a kind."""
     return next((e for e in read_events(path) if e["event"] == kind), None)
 

@@ -84,7 +84,7 @@ def _dies(mutant: Mutant, *, caches: str) -> bool:
         _copy_tree(tree)
         subprocess.run(["patch", "-p1", "-s", "-i", str(mutant.patch)], cwd=tree, check=True)
         ended = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", mutant.promise],
+            [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider", mutant.promise],
             cwd=tree,
             env=os.environ | {"PYTHONPATH": str(tree), "JAXRES_TEST_CACHES": caches},
             capture_output=True,

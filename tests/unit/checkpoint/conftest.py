@@ -45,6 +45,8 @@ class Place:
         busy="wait",
         peers=None,
         snapshot="auto",
+        background_share=1.0,
+        clock=None,
     ):
         return Checkpoints(
             CheckpointSection(
@@ -53,13 +55,14 @@ class Place:
                 max_failed_saves=3,
                 busy=busy,
                 snapshot=snapshot,
+                background_share=background_share,
             ),
             run_dir=self.run_dir,
             log=log or self.log,
             claim=dataclasses.replace(CLAIM, attempt=self.log.attempt),
             peers=peers or Alone(),
             emit=emit or self.events.append,
-            clock=SystemClock(),
+            clock=clock or SystemClock(),
             before_commit=before_commit,
         )
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from jaxres.checkpoint import export, safetensors, weights
 from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.runlog import Prune, RunLog
+from tests import damage as damages
 from tests.unit.checkpoint.llama_run import (
     ROWS,
     T,
@@ -169,6 +171,29 @@ def test_a_flipped_bit_is_told_when_it_is_read(tmp_path, capsys, untied):
     err = said(capsys, "import", tmp_path / "out", code=78).err
     assert str(path) in err
     assert "other numbers than jaxres.json says" in err
+
+
+def test_a_bit_that_was_flipped_in_the_step_is_never_exported(tmp_path, capsys, untied):
+    root, honest = tmp_path / "run", tmp_path / "honest"
+    shutil.copytree(untied[0].root, root)
+    (whole,) = told(capsys, "export", root, "--out", honest)
+    data = max((root / "checkpoints").rglob("*"), key=lambda path: path.stat().st_size)
+    before, chance, refused = data.read_bytes(), random.Random(0), 0
+    for number in range(20):
+        damages.flip_bit(data, chance)
+        out = tmp_path / str(number)
+        code = verbs.main(["checkpoints", "export", str(root), "--out", str(out)], usage="")
+        words = capsys.readouterr().err
+        assert code in (0, 85), words
+        assert (code == 85) == ("has another digest than was committed" in words), words
+        assert out.exists() == (code == 0)
+        refused += code == 85
+        if code == 0:  # The bit lies in what is no parameter.
+            assert read_by_the_package(out).keys() == read_by_the_package(honest).keys()
+            for name, array in read_by_the_package(out).items():
+                assert array.tobytes() == read_by_the_package(honest)[name].tobytes()
+        data.write_bytes(before)
+    assert refused >= 5, f"{whole}: the flips met no parameter"
 
 
 def test_what_is_read_back_as_something_else_gets_no_name(tmp_path, untied, monkeypatch):

@@ -21,7 +21,7 @@ def test_every_setting_of_every_kind_is_listed_with_its_meaning():
 def test_type_default_and_freedom_are_told():
     text = describe()
     for line in (
-        "    run.dir: path or null; default null (free)\n",
+        "    run.dir: path or gs:// path or null; default null (free)\n",
         "    train.steps: whole number > 0; required\n",
         "    optimizer.clip_norm: number > 0 or null; default 1.0\n",
         "    data.heldout_fraction: number >= 0 and < 1; default 0.02\n",

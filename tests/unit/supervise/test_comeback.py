@@ -15,6 +15,7 @@ from jaxres.faults import Exit, Fenced, StorageUnavailable
 from jaxres.rundir import RunDir
 from jaxres.runlog import Record
 from jaxres.supervise import comeback, lookout
+from jaxres.supervise import owner as owners
 from jaxres.supervise.comeback import Run
 from jaxres.supervise.meeting import boot_id
 from jaxres.supervise.owner import Owner
@@ -38,7 +39,7 @@ def write(run_dir, claim):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A supervisor between its first attempt and the next."""
-    monkeypatch.setattr(lookout, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(owners, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(lookout, "CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(comeback, "LEAVE_SECONDS", 0.0)
     run_dir, clock = RunDir(tmp_path), SystemClock()

@@ -240,8 +240,8 @@ def test_hosts_that_wait_for_anothers_data_are_not_hung_while_its_data_may_come(
 
 
 def test_hosts_that_wait_for_one_who_leaves_are_not_hung(start):
-    leaves = {"steps": 5, "end": [80, 5], "lingers": 1.5}
-    ended, _ = start({"steps": 7}, leaves, step_seconds=0.3, compile_seconds=0.3).ended()
+    leaves = {"steps": 5, "end": [80, 5], "lingers": 3.0}
+    ended, _ = start({"steps": 7}, leaves, step_seconds=2.0, compile_seconds=2.0).ended()
     assert (ended["code"], ended["culprit"], ended["own_word"]) == (Exit.HUNG, 1, True)
 
 

@@ -1,0 +1,9 @@
+"""Google Cloud Storage on loopback: what its JSON API enforces, with faults where a test asks.
+
+By hand: `python -m tests.emulators.gcs` prints the environment to set. The state is in memory.
+"""
+
+from tests.emulators.gcs.faults import Fault
+from tests.emulators.gcs.server import GcsServer
+
+__all__ = ["Fault", "GcsServer"]

@@ -1,0 +1,103 @@
+"""What goes wrong with requests: by rule, so often, for so long, or at random from a seed."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+BEFORE, AFTER = "before", "after"
+STORM = ("429", "500", "503", "drop", "stall", "503 after", "drop after", "damage")
+STALL_SECONDS = 0.3
+
+
+@dataclass
+class Fault:
+    """What goes wrong with the requests that a rule matches."""
+
+    kind: str
+    """A status ("503"), "drop" (the connection ends without an answer), "stall" (the answer comes
+    late), "damage" (one bit of the body is another, of what is read or of what is written),
+    "stale" (a list of some seconds ago), "short" (the body ends early); "storm": any of STORM.
+    With " after": only once the request has done what it asks for."""
+    method: str = ".*"
+    path: str = ".*"
+    """Regular expression, looked for in the path and query."""
+    times: int | None = 1
+    """How often; None: always."""
+    probability: float = 1.0
+    seconds: float | None = None
+    """For how long from now on; None: for ever."""
+    late_seconds: float = STALL_SECONDS
+    """Of a stall, or how old a stale list is."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.until = None if self.seconds is None else time.monotonic() + self.seconds
+        self.chance = random.Random(self.seed)
+        self.hits = 0
+
+    def takes(self, method: str, path: str) -> bool:
+        """Says whether it hits this request, and counts it then."""
+        if self.times == 0 or (self.until is not None and time.monotonic() > self.until):
+            return False
+        if not (re.fullmatch(self.method, method) and re.search(self.path, path)):
+            return False
+        if self.probability < 1.0 and self.chance.random() >= self.probability:
+            return False
+        if self.times is not None:
+            self.times -= 1
+        self.hits += 1
+        return True
+
+    def act(self) -> Act:
+        kind = self.chance.choice(STORM) if self.kind == "storm" else self.kind
+        word, _, when = kind.partition(" ")
+        return Act(word, AFTER if when == AFTER else BEFORE, self.late_seconds)
+
+
+@dataclass(frozen=True)
+class Act:
+    """What goes wrong with one request."""
+
+    word: str
+    when: str
+    late_seconds: float
+
+
+class Faults:
+    """The rules in force; the first that takes a request decides."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.rules: list[Fault] = []
+        self.done: Counter[str] = Counter()
+
+    def add(self, fault: Fault) -> Fault:
+        with self._lock:
+            self.rules.append(fault)
+        return fault
+
+    def clear(self) -> None:
+        with self._lock:
+            self.rules.clear()
+
+    def of(self, method: str, path: str) -> Act | None:
+        with self._lock:
+            for rule in self.rules:
+                if rule.takes(method, path):
+                    act = rule.act()
+                    self.done[f"{act.word} {act.when}"] += 1
+                    return act
+        return None
+
+
+def damaged(data: bytes) -> bytes:
+    """Returns the same bytes with one bit in the middle flipped."""
+    if not data:
+        return data
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]

@@ -1,0 +1,393 @@
+"""Speaks the JSON API of Google Cloud Storage over HTTP, one thread a connection."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import threading
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from tests.emulators.gcs.faults import AFTER, Act, Fault, Faults, damaged
+from tests.emulators.gcs.objects import Objects, Refused, Stored, crc32c, md5, stamp
+from tests.emulators.gcs.uploads import Uploads, multipart
+
+CONTROL = "/emulator/"
+MOST_PARTS = 32
+_OBJECT = re.compile(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)(?:/(.+))?")
+_LIST = re.compile(r"/storage/v1/b/([^/]+)/o")
+_BUCKET = re.compile(r"/storage/v1/b(?:/([^/]+))?")
+_UPLOAD = re.compile(r"(?:/resumable)?/upload/storage/v1/b/([^/]+)/o")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    headers: Any
+    body: bytes
+    is_damaged: bool = False
+    """Whether what it is to write has changed on its way."""
+
+    def as_it_came(self, data: bytes) -> bytes:
+        return damaged(data) if self.is_damaged else data
+
+
+@dataclass
+class Answer:
+    status: int
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+    cls: str = "free"
+    """Of the price list: A, B or free."""
+
+
+class GcsServer:
+    """Serves until closed; a context manager."""
+
+    def __init__(
+        self, *, port: int = 0, buckets: tuple[str, ...] = ("bucket",), late_seconds: float = 0.0
+    ) -> None:
+        self.objects = Objects({name: [] for name in buckets})
+        self.uploads = Uploads(self.objects)
+        self.faults = Faults()
+        self.late_seconds = late_seconds
+        """Latency of every request."""
+        self.counts: Counter[str] = Counter()
+        """Requests by class and by method and kind, as far as they were answered."""
+        self.bugs: list[str] = []
+        """Tracebacks of the emulator's own."""
+        self.log: list[str] | None = None
+        """Method and path of every request, where a test asks for it."""
+        server = self
+
+        class Bound(_Request):
+            emulator = server
+
+        class Http(ThreadingHTTPServer):
+            daemon_threads, block_on_close, request_queue_size = True, False, 128
+
+            def handle_error(self, *_: object) -> None:
+                """A client that goes in the middle is no error of ours."""
+
+        self._http = Http(("127.0.0.1", port), Bound)
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
+
+    def __enter__(self) -> GcsServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What a process is to have in its environment to meet this service and no other."""
+        return {
+            "STORAGE_EMULATOR_HOST": self.url,
+            "TENSORSTORE_GCS_HTTP_URL": self.url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+            "NO_GCE_CHECK": "true",
+        }
+
+    def fail(self, kind: str, **rule: Any) -> Fault:
+        """Lets the next requests that a rule matches go wrong; see Fault."""
+        return self.faults.add(Fault(kind, **rule))
+
+    def body(self, name: str, *, bucket: str = "bucket") -> bytes:
+        return self.objects.now[bucket, name].data
+
+    def names(self, prefix: str = "", *, bucket: str = "bucket") -> list[str]:
+        with self.objects.lock:
+            return [name for name in self.objects.buckets[bucket] if name.startswith(prefix)]
+
+    def answer(self, asked: Asked, act: Act | None) -> Answer:
+        stale = act.late_seconds if act and act.word == "stale" else 0.0
+        try:
+            return self._answer(asked, stale_seconds=stale)
+        except Refused as no:
+            error = {"code": no.status, "message": no.message, "errors": [{"reason": no.reason}]}
+            body = b"" if no.status == 304 else json.dumps({"error": error}).encode()
+            cls = "B" if asked.method == "GET" else "A"
+            return Answer(no.status, body, {"Content-Type": "application/json"}, cls)
+        except Exception:  # noqa: BLE001 - else the client would only see its connection end.
+            self.bugs.append(f"{asked.method} {asked.path} {asked.query}\n{traceback.format_exc()}")
+            return Answer(501, self.bugs[-1].encode())
+
+    def _answer(self, asked: Asked, *, stale_seconds: float) -> Answer:
+        if found := _UPLOAD.fullmatch(asked.path):
+            return self._upload(asked, found[1])
+        if found := _OBJECT.fullmatch(asked.path):
+            return self._object(asked, found[1], unquote(found[2]), found[3] or "")
+        if found := _LIST.fullmatch(asked.path):
+            return self._list(asked, found[1], stale_seconds=stale_seconds)
+        if found := _BUCKET.fullmatch(asked.path):
+            return self._bucket(asked, found[1])
+        raise Refused(501, "notImplemented", f"{asked.method} {asked.path}")
+
+    def _upload(self, asked: Asked, bucket: str) -> Answer:
+        query, fields, data = dict(asked.query), {}, asked.body
+        if key := query.get("upload_id"):
+            return self._part(asked, key)
+        kind = query.get("uploadType", "media")
+        if kind == "resumable":
+            fields = json.loads(data) if data else {}
+            fields |= _contents(asked.headers, "X-Upload-Content-Type")
+            key = self.uploads.begin(bucket, query.get("name") or fields["name"], query, fields)
+            place = (
+                f"{self.url}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={key}"
+            )
+            return Answer(200, b"", {"Location": place, "X-GUploader-UploadID": key}, "A")
+        if kind == "multipart":
+            fields, data, content_type = multipart(data, asked.headers.get("Content-Type", ""))
+            if content_type:
+                fields.setdefault("contentType", content_type)
+        else:
+            fields = _contents(asked.headers, "Content-Type")
+        fields |= _hashes(asked.headers)
+        name, data = query.get("name") or fields["name"], asked.as_it_came(data)
+        return self._told(self.objects.put(bucket, name, data, query, fields), "A")
+
+    def _part(self, asked: Asked, key: str) -> Answer:
+        if asked.method == "DELETE":
+            self.uploads.cancel(key)
+            return Answer(499)
+        body = asked.as_it_came(asked.body)
+        taken = self.uploads.take(key, body, asked.headers.get("Content-Range", ""))
+        if isinstance(taken, Stored):
+            return self._told(taken)
+        headers = {"Range": f"bytes=0-{taken - 1}"} if taken else {}
+        return Answer(308, b"", headers)
+
+    def _object(self, asked: Asked, bucket: str, name: str, deed: str) -> Answer:
+        objects, query = self.objects, asked.query
+        if deed:
+            return self._told(self._copied(asked, bucket, name, deed), "A", deed=deed)
+        match asked.method:
+            case "GET" if query.get("alt") == "media":
+                return _media(objects.get(bucket, name, query), asked.headers)
+            case "GET":
+                return self._told(objects.get(bucket, name, query), "B")
+            case "DELETE":
+                objects.delete(bucket, name, query)
+                return Answer(204)
+            case "PATCH" | "PUT":
+                found = objects.patch(bucket, name, query, json.loads(asked.body))
+                return self._told(found, "A")
+        raise Refused(405, "methodNotAllowed", asked.method)
+
+    def _copied(self, asked: Asked, bucket: str, name: str, deed: str) -> Stored:
+        fields = json.loads(asked.body) if asked.body else {}
+        with self.objects.lock:
+            if deed == "compose":
+                parts = [self._part_of(bucket, part) for part in fields["sourceObjects"]]
+                if not 1 <= len(parts) <= MOST_PARTS:
+                    raise Refused(400, "invalid", f"compose takes 1 to {MOST_PARTS} objects")
+                data = b"".join(part.data for part in parts)
+                return self.objects.put(
+                    bucket, name, data, asked.query, fields.get("destination", {})
+                )
+            source_query = {
+                word.replace("Source", ""): value
+                for word, value in asked.query.items()
+                if word.startswith("ifSource")
+            }
+            if generation := asked.query.get("sourceGeneration"):
+                source_query["generation"] = generation
+            source = self.objects.get(bucket, name, source_query)
+            if found := re.fullmatch(r"(?:rewriteTo|copyTo)/b/([^/]+)/o/([^/]+)", deed):
+                wanted = {**source.fields, **fields}
+                to, there = found[1], unquote(found[2])
+                return self.objects.put(to, there, source.data, asked.query, wanted)
+            if found := re.fullmatch(r"moveTo/o/([^/]+)", deed):
+                put = self.objects.put(
+                    bucket, unquote(found[1]), source.data, asked.query, source.fields
+                )
+                self.objects.delete(bucket, name, {})
+                return put
+        raise Refused(501, "notImplemented", deed)
+
+    def _part_of(self, bucket: str, part: dict[str, Any]) -> Stored:
+        query = {"generation": str(part["generation"])} if part.get("generation") else {}
+        if wanted := part.get("objectPreconditions", {}).get("ifGenerationMatch"):
+            query["ifGenerationMatch"] = str(wanted)
+        return self.objects.get(bucket, part["name"], query)
+
+    def _list(self, asked: Asked, bucket: str, *, stale_seconds: float) -> Answer:
+        items, prefixes, token = self.objects.page(bucket, asked.query, stale_seconds=stale_seconds)
+        told: dict[str, Any] = {"kind": "storage#objects"}
+        told |= {"items": [one.resource(self.url) for one in items]} if items else {}
+        told |= {"prefixes": prefixes} if prefixes else {}
+        told |= {"nextPageToken": token} if token else {}
+        return _json(told, "A")
+
+    def _bucket(self, asked: Asked, bucket: str | None) -> Answer:
+        if asked.method == "POST" and bucket is None:
+            bucket = json.loads(asked.body)["name"]
+            if bucket in self.objects.buckets:
+                raise Refused(409, "conflict", "You already own this bucket.")
+            self.objects.buckets[bucket] = []
+        if bucket is None:
+            return _json({"kind": "storage#buckets", "items": []}, "A")
+        self.objects.refuse_unknown(bucket)
+        told = {"kind": "storage#bucket", "id": bucket, "name": bucket, "location": "US"}
+        return _json(told | {"storageClass": "STANDARD", "timeCreated": stamp()}, "B")
+
+    def _told(self, found: Stored, cls: str = "free", *, deed: str = "") -> Answer:
+        told = found.resource(self.url)
+        if deed.startswith("rewriteTo"):
+            size = str(len(found.data))
+            told = {
+                "kind": "storage#rewriteResponse",
+                "done": True,
+                "objectSize": size,
+                "totalBytesRewritten": size,
+                "resource": told,
+            }
+        return _json(told, cls)
+
+    def control(self, asked: Asked) -> Answer:
+        """For a person: faults in, counts out."""
+        if asked.method == "POST":
+            self.fail(**json.loads(asked.body))
+        told = {"requests": self.counts, "faults": self.faults.done}
+        return _json({**told, "too_often": self.objects.too_often}, "")
+
+
+def _json(told: dict[str, Any], cls: str) -> Answer:
+    return Answer(200, json.dumps(told).encode(), {"Content-Type": "application/json"}, cls)
+
+
+def _contents(headers: Any, word: str) -> dict[str, Any]:
+    return {"contentType": headers[word]} if word in headers else {}
+
+
+def _hashes(headers: Any) -> dict[str, Any]:
+    """Returns the checksums that came as headers, as fields."""
+    found = dict(re.findall(r"(crc32c|md5)=([^,\s]+)", headers.get("X-Goog-Hash", "")))
+    told = {"crc32c": found.get("crc32c"), "md5Hash": found.get("md5", headers.get("Content-MD5"))}
+    return {name: value for name, value in told.items() if value}
+
+
+def _media(found: Stored, headers: Any) -> Answer:
+    told = {
+        "Content-Type": str(found.fields.get("contentType", "")),
+        "ETag": found.etag,
+        "X-Goog-Generation": str(found.generation),
+        "X-Goog-Metageneration": str(found.metageneration),
+        "X-Goog-Hash": f"crc32c={crc32c(found.data)},md5={md5(found.data)}",
+        "X-Goog-Stored-Content-Length": str(len(found.data)),
+        "X-Goog-Stored-Content-Encoding": "identity",
+        "X-Goog-Storage-Class": "STANDARD",
+    }
+    asked = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))
+    if asked is None or asked[0] == "bytes=-":
+        return Answer(200, found.data, told, "B")
+    size = len(found.data)
+    start = int(asked[1]) if asked[1] else max(0, size - int(asked[2]))
+    end = min(size, int(asked[2]) + 1) if asked[1] and asked[2] else size
+    if start >= size or start >= end:
+        raise Refused(416, "requestedRangeNotSatisfiable", f"bytes */{size}")
+    told["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+    return Answer(206, found.data[start:end], told, "B")
+
+
+class _Request(BaseHTTPRequestHandler):
+    emulator: GcsServer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "UploadServer", ""
+    wbufsize, disable_nagle_algorithm = 1 << 16, True
+    timeout = 600
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            super().handle()
+
+    def do_GET(self) -> None:
+        server, parts = self.emulator, urlsplit(self.path)
+        # Not parse_qs: keys are unique, and a + in an offset is sent as %2B.
+        query = dict(parse_qsl(parts.query, keep_blank_values=True))
+        asked = Asked(self.command, parts.path, query, self.headers, self.body())
+        if parts.path.startswith(CONTROL):
+            return self.send(server.control(asked))
+        if server.log is not None:
+            server.log.append(f"{self.command} {self.path}")
+        if server.late_seconds:
+            time.sleep(server.late_seconds)
+        act = server.faults.of(self.command, self.path)
+        if act and act.word == "stall":
+            time.sleep(act.late_seconds)
+        if act and act.word == "damage" and asked.body and self.command != "GET":
+            asked = dataclasses.replace(asked, is_damaged=True)
+        is_lost = act is not None and (act.word == "drop" or act.word.isdigit())
+        if act and is_lost and act.when != AFTER:
+            return self.lose(act)
+        answer = server.answer(asked, act)
+        server.counts[answer.cls] += 1
+        server.counts[f"{self.command} {_kind(parts.path, query)}"] += 1
+        if act and is_lost:
+            return self.lose(act)
+        if act and act.word == "damage" and self.command == "GET":
+            answer.body = damaged(answer.body)
+        return self.send(answer, short=act is not None and act.word == "short")
+
+    do_POST = do_PUT = do_DELETE = do_PATCH = do_GET
+
+    def body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def lose(self, act: Act) -> None:
+        self.emulator.counts["lost"] += 1
+        if act.word.isdigit():
+            error = {"code": int(act.word), "message": "as the test has asked", "errors": []}
+            body = json.dumps({"error": error}).encode()
+            return self.send(Answer(int(act.word), body, {"Content-Type": "application/json"}))
+        self.close_connection = True
+        return None
+
+    def send(self, answer: Answer, *, short: bool = False) -> None:
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        if answer.status not in (204, 304):
+            self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        body = answer.body if answer.status not in (204, 304) else b""
+        if short and body:
+            body, self.close_connection = body[: len(body) // 2], True
+        self.wfile.write(body)
+
+
+def _kind(path: str, query: dict[str, str]) -> str:
+    """Returns what a request is about, for the counts."""
+    if _UPLOAD.fullmatch(path):
+        return f"upload {query.get('uploadType', 'part')}"
+    if _LIST.fullmatch(path):
+        return "list"
+    if _OBJECT.fullmatch(path):
+        return "media" if query.get("alt") == "media" else "object"
+    return "bucket"

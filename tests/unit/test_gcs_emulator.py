@@ -1,0 +1,216 @@
+"""The emulated bucket enforces what Google's enforces, and Google's own clients accept it.
+
+Real Google Cloud can't be reached by tests: what holds in a bucket is proved against this.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore
+from google.api_core import exceptions
+from google.cloud import storage as gcs
+from orbax.checkpoint import v1 as ocp
+
+from tests.emulators.gcs import GcsServer
+
+NO_RETRY: dict[str, Any] = {"retry": None}
+
+
+@pytest.fixture
+def bucket(gcs_bucket: str) -> Iterator[Any]:
+    client = gcs.Client(project=None)
+    yield client.bucket(gcs_bucket)
+    client.close()
+
+
+@pytest.fixture
+def server(gcs_server: GcsServer) -> GcsServer:
+    return gcs_server
+
+
+def test_of_many_creators_one_wins_and_a_stale_generation_loses(bucket: Any) -> None:
+    won: list[int] = []
+
+    def create(number: int) -> None:
+        try:
+            bucket.blob("claim").upload_from_string(str(number), if_generation_match=0)
+            won.append(number)
+        except exceptions.PreconditionFailed:
+            pass
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    first = bucket.get_blob("claim")
+    assert first.download_as_bytes() == str(won[0]).encode()
+    bucket.blob("claim").upload_from_string("next", if_generation_match=first.generation)
+    with pytest.raises(exceptions.PreconditionFailed):
+        bucket.blob("claim").upload_from_string("late", if_generation_match=first.generation)
+    with pytest.raises(exceptions.PreconditionFailed):
+        bucket.blob("claim").delete(if_generation_match=first.generation)
+    assert bucket.blob("claim").download_as_bytes() == b"next"
+
+
+def test_generations_are_in_no_order(bucket: Any) -> None:
+    """Google promises that they differ, no more; what compares them by size must fail here."""
+    found = []
+    for _ in range(12):
+        bucket.blob("x").upload_from_string("x")
+        found.append(bucket.get_blob("x").generation)
+    assert len(set(found)) == 12
+    assert found != sorted(found)
+
+
+def test_uploads_in_parts_ranges_copies_and_compositions_keep_every_byte(bucket: Any) -> None:
+    data = random.Random(0).randbytes(1_500_000)
+    blob = bucket.blob("folder/big é+ %2F")
+    blob.chunk_size = 256 * 1024
+    blob.upload_from_file(io.BytesIO(data))
+    assert blob.download_as_bytes(checksum="crc32c") == data
+    assert blob.download_as_bytes(start=700_000, end=700_009) == data[700_000:700_010]
+    bucket.copy_blob(blob, bucket, "copy")
+    bucket.blob("both").compose([bucket.blob("copy"), blob])
+    assert bucket.blob("both").download_as_bytes() == data + data
+    with pytest.raises(exceptions.RequestRangeNotSatisfiable):
+        blob.download_as_bytes(start=len(data))
+
+
+def test_lists_come_in_pages_between_offsets_with_folders_as_one_name(bucket: Any) -> None:
+    for number in range(12):
+        bucket.blob(f"log/{number:03d}").upload_from_string("")
+        bucket.blob(f"log/attempt{number}/a/b").upload_from_string("")
+    pages = bucket.list_blobs(prefix="log/", delimiter="/", page_size=5)
+    assert [blob.name for blob in pages] == [f"log/{number:03d}" for number in range(12)]
+    assert len(pages.prefixes) == 12
+    found = bucket.list_blobs(prefix="log/", start_offset="log/004", end_offset="log/007")
+    assert [blob.name for blob in found] == ["log/004", "log/005", "log/006"]
+
+
+def test_held_object_is_neither_deleted_nor_overwritten(bucket: Any) -> None:
+    bucket.blob("pin").upload_from_string("kept")
+    blob = bucket.get_blob("pin")
+    blob.temporary_hold = True
+    blob.patch()
+    with pytest.raises(exceptions.Forbidden):
+        blob.delete()
+    with pytest.raises(exceptions.Forbidden):
+        bucket.blob("pin").upload_from_string("other")
+    blob.temporary_hold = False
+    blob.patch()
+    blob.delete()
+
+
+def test_upload_that_was_damaged_on_its_way_is_refused_where_a_checksum_came_with_it(
+    bucket: Any, server: GcsServer
+) -> None:
+    server.fail("damage", method="POST")
+    with pytest.raises(exceptions.BadRequest):
+        bucket.blob("x").upload_from_string(b"a" * 5000, checksum="crc32c", **NO_RETRY)
+    assert not bucket.blob("x").exists()
+
+
+@pytest.mark.filterwarnings("ignore:unclosed")  # urllib3 drops what it was cut off from.
+def test_faults_come_by_rule_before_or_after_the_deed(bucket: Any, server: GcsServer) -> None:
+    bucket.blob("x").upload_from_string("x")
+    server.fail("503", method="GET", path="/o/x")
+    with pytest.raises(exceptions.ServiceUnavailable):
+        bucket.blob("x").download_as_bytes(**NO_RETRY)
+    assert bucket.blob("x").download_as_bytes(**NO_RETRY) == b"x"
+    server.fail("drop after", method="POST")
+    with pytest.raises(OSError):
+        bucket.blob("y").upload_from_string("y", if_generation_match=0, **NO_RETRY)
+    assert bucket.blob("y").download_as_bytes() == b"y", "the answer was lost, not the write"
+    server.fail("damage", method="GET")
+    server.fail("stale", method="GET", path=r"/o\?", late_seconds=60)
+    assert bucket.blob("y").download_as_bytes(checksum=None) != b"y"
+    assert [blob.name for blob in bucket.list_blobs()] == []
+    assert [blob.name for blob in bucket.list_blobs()] == ["x", "y"]
+    server.fail("429", times=None, seconds=0.4)
+    began = time.monotonic()
+    assert bucket.blob("y").download_as_bytes() == b"y"
+    assert time.monotonic() - began > 0.4, "Google's client waits by itself"
+    gc.collect()
+
+
+def test_requests_are_counted_by_class_and_writes_of_one_name_by_rate(
+    bucket: Any, server: GcsServer
+) -> None:
+    before = dict(server.counts)
+    for body in "ab":
+        bucket.blob("often").upload_from_string(body)
+    bucket.blob("often").download_as_bytes()
+    bucket.blob("often").delete()
+    told = {name: server.counts[name] - before.get(name, 0) for name in ("A", "GET media", "free")}
+    assert told == {"A": 2, "GET media": 1, "free": 1}
+    assert server.objects.too_often[f"{bucket.name}/often"] == 1
+
+
+def test_gcsfs_reads_writes_lists_and_moves(bucket: Any) -> None:
+    import gcsfs
+
+    files = gcsfs.GCSFileSystem(token="anon", skip_instance_cache=True)
+    data = random.Random(1).randbytes(700_000)
+    files.pipe(f"{bucket.name}/a/x", b"small")
+    with files.open(f"{bucket.name}/a/big", "wb") as file:
+        file.write(data)
+    assert files.cat(f"{bucket.name}/a/big") == data
+    files.mv(f"{bucket.name}/a/x", f"{bucket.name}/a/y")
+    assert files.find(f"{bucket.name}/a") == [f"{bucket.name}/a/{name}" for name in ("big", "y")]
+    files.rm(f"{bucket.name}/a", recursive=True)
+    assert not files.exists(f"{bucket.name}/a")
+
+
+def test_tensorstore_compares_and_swaps(bucket: Any) -> None:
+    spec = {"driver": "gcs", "bucket": bucket.name, "path": "kv/"}
+    store = tensorstore.KvStore.open(spec).result()
+    absent = store.read("k").result()
+    assert absent.state == "missing"
+    assert store.write("k", b"first", if_equal=absent.stamp.generation).result().generation
+    assert store.write("k", b"late", if_equal=absent.stamp.generation).result().generation == b""
+    assert store.read("k").result().value == b"first"
+    assert store.list().result() == [b"k"]
+
+
+def test_orbax_saves_and_loads(bucket: Any) -> None:
+    tree = {"w": jnp.arange(4096.0).reshape(64, 64), "b": jnp.ones(7)}
+    ocp.save_checkpointables(f"gs://{bucket.name}/step", {"state": tree})
+    loaded = ocp.load_checkpointables(f"gs://{bucket.name}/step", {"state": tree})["state"]
+    assert all(np.array_equal(loaded[name], tree[name]) for name in tree)
+
+
+def test_a_person_can_start_it_and_ask_for_faults() -> None:
+    command = [sys.executable, "-m", "tests.emulators.gcs"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(5)]
+        told = dict(line.removeprefix("export ").rstrip().split("=", 1) for line in lines)
+        url = told["STORAGE_EMULATOR_HOST"]
+        fault = json.dumps({"kind": "503"}).encode()
+        urllib.request.urlopen(f"{url}/emulator/faults", data=fault, timeout=10).close()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{url}/storage/v1/b/bucket", timeout=10)
+        refused.value.close()
+        with urllib.request.urlopen(f"{url}/storage/v1/b/bucket", timeout=10) as answer:
+            assert json.load(answer)["name"] == "bucket"
+    finally:
+        process.kill()
+        process.communicate()
