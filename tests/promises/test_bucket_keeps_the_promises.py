@@ -47,17 +47,28 @@ def test_killed_run_in_a_bucket_ends_bit_for_bit_as_one_on_a_disk(
     assert set(names) == kept, "something of a killed save is left"
 
 
-@pytest.mark.parametrize("hosts", [2])
-def test_killed_run_of_hosts_in_a_bucket_comes_back_bit_for_bit(
-    bucket: Place, calm_pair: RunDir, hosts: int
+def test_killed_run_of_two_hosts_in_a_bucket_comes_back_bit_for_bit(
+    bucket: Place, calm_pair: RunDir
 ) -> None:
-    trainer = bucket.launch("run", config=FAULTY, hosts=hosts, env={"PACE": "0.05"})
+    """With one door for both, then with a door for each: they share nothing but the bucket."""
+    trainer = bucket.launch("run", config=FAULTY, hosts=2, env={"PACE": "0.02"})
     trainer.wait_commit(13)
     trainer.kill()
     trainer.ended()
-    last = bucket.launched("run", config=FAULTY, hosts=hosts)
-    assert starts(last.run_dir)[-1] >= 13
-    assert_bit_exact(last.run_dir, calm_pair)
+    last = bucket.doors("run", config=FAULTY, hosts=2)
+    assert [door.ended() for door in last] == [0, 0], [door.said() for door in last]
+    assert starts(last[0].run_dir)[-1] >= 13
+    assert_bit_exact(last[0].run_dir, calm_pair)
+
+
+def test_supervised_run_in_a_bucket_comes_back_by_itself(bucket: Place, calm: RunDir) -> None:
+    trainer = bucket.launch("run", config=FAULTY, hosts=1, env={"PACE": "0.01"}, restart=True)
+    trainer.wait_commit(20)
+    trainer.kill(who="worker")
+    assert trainer.ended() == 0, trainer.said()
+    assert starts(trainer.run_dir)[-1] >= 20
+    assert line(trainer.run_dir).attempt == 2
+    assert_bit_exact(trainer.run_dir, calm)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +111,7 @@ def test_training_goes_on_while_the_bucket_is_away_and_saving_recovers(
     assert_bit_exact(trainer.run_dir, calm)
 
 
+@pytest.mark.campaign
 def test_start_while_the_bucket_is_away_ends_typed_and_loses_nothing(
     bucket: Place, gcs_server: GcsServer
 ) -> None:

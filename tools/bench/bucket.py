@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,11 +45,13 @@ def main(words: list[str]) -> int:
         long = _train(server, folder, "long", 15 * SAVE_EVERY)
         again = _train(server, folder, "short", 6 * SAVE_EVERY)
         blocked = _blocked_seconds(server, folder)
-    commit = Counter({name: (long[name] - short[name]) / 10 for name in PRICES})
-    fresh = Counter({name: short[name] - 5 * commit[name] for name in PRICES})
-    resumed = Counter({name: again[name] - commit[name] for name in PRICES})
-    hour = Counter({"A": 3600 / BEAT_SECONDS + 2 * 3600 / FLUSH_SECONDS})
-    hour["B"] = 3600 / BEAT_SECONDS + 2 * 3600 / LOOK_SECONDS
+    commit = {name: (long[name] - short[name]) / 10 for name in PRICES}
+    fresh = {name: short[name] - 5 * commit[name] for name in PRICES}
+    resumed = {name: again[name] - commit[name] for name in PRICES}
+    hour = {
+        "A": 3600 / BEAT_SECONDS + 2 * 3600 / FLUSH_SECONDS,
+        "B": 3600 / BEAT_SECONDS + 2 * 3600 / LOOK_SECONDS,
+    }
     print(f"{'':24}{'class A':>9}{'class B':>9}  dollars")
     for what, found in (("commit", commit), ("first attempt", fresh), ("resumed", resumed)):
         print(f"{what:24}{found['A']:9.0f}{found['B']:9.0f}  {_price(found):.6f}")
@@ -77,7 +80,7 @@ def _blocked_seconds(server: GcsServer, folder: str) -> float:
     return found[len(found) // 2]
 
 
-def _price(found: Counter[str]) -> float:
+def _price(found: Mapping[str, float]) -> float:
     return sum(found[name] * price for name, price in PRICES.items())
 
 
