@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxres import config as configs
-from jaxres import data, faults, metrics, runlog
+from jaxres import data, faults, metrics, runlog, storage
 from jaxres.data import Batch
 from jaxres.faults import ConfigError, Exit, TypedEnd, UsageError
 from jaxres.rundir import RunDir
@@ -71,7 +71,7 @@ class Replay:
 
     def lines(self, *, explain: bool) -> Any:
         """Yields what there is to tell, as it is found."""
-        if self.step < 1 or not self.run_dir.config.is_file():
+        if self.step < 1 or not storage.exists(self.run_dir.config):
             raise UsageError(f"{self.run_dir.root}: no run there, or no step {self.step}.")
         line = runlog.fold(runlog.read_records(self.run_dir.log))
         commit = nearest(line, step=self.step, run_dir=self.run_dir)
