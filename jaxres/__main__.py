@@ -32,6 +32,8 @@ usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
       [--max-shard-bytes N] [--json]
   checkpoints import RUN_DIR|FOLDER|FILE [--step N]     reads exports back, or any such folder:
       [--out DIR] [--json]                              whole? equal to the step? for which config?
+  replay RUN_DIR --step N [--explain]                   one step again, from the nearest checkpoint:
+      which rows and parameters; --explain: where the first number is not finite, by layer and line
   doctor CONFIG.yaml [section.field=value ...]          looks before a run: pass, warn or fail, with
       [--devices N [--hosts H]]                         what to do; for N devices that are not here
 
@@ -52,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from jaxres.train import __main__ as train
 
         train.leave(train.main(words[1:]))
+    if words[0] == "replay":
+        from jaxres.train import replay
+
+        return replay.main(words[1:])
     if words[0] == "doctor":
         from jaxres.train import doctor
 

@@ -171,6 +171,14 @@ class UpdateSkipped:
 
 
 @dataclass(frozen=True)
+class GuardWarned:
+    """A guard that may only warn has seen what it would have acted on."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class RolledBack:
     """The run has decided to go on from an older step; what was committed since is off the line."""
 
@@ -369,6 +377,7 @@ Event = (
     | PartCommitted
     | SaveFailed
     | UpdateSkipped
+    | GuardWarned
     | RolledBack
     | RecordsLeftOut
     | StepsPruned

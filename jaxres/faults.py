@@ -316,6 +316,13 @@ class Continue:
 
 
 @dataclass(frozen=True)
+class Warned:
+    """A guard that may only warn says what it would have done."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Rollback:
     """Training is to go on from a step older than the onset, without the rows since."""
 
@@ -352,7 +359,7 @@ class Stop:
         return self.fault.state_is_good and self.has_time
 
 
-Verdict = Continue | Rollback | LeaveOut | Stop
+Verdict = Continue | Warned | Rollback | LeaveOut | Stop
 
 
 def table() -> str:

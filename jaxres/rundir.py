@@ -104,9 +104,9 @@ class RunDir:
         """What lies on every device, by the lead host."""
         return self.attempt(attempt) / "sharding.txt"
 
-    def diagnostics(self, attempt: int) -> Path:
+    def diagnostics(self, attempt: int) -> Place:
         """What was seen last by an attempt that has diverged."""
-        return self.local_attempt(attempt) / "diagnostics"
+        return self.attempt(attempt) / "diagnostics"
 
     def stacks(self, attempt: int, host: int) -> Path:
         """Stacks of all threads of one host's worker, when a deadline has passed or one asks."""

@@ -130,8 +130,10 @@ def make_train_step(
         usual, spike_score, max_norm = state.norms, jnp.zeros(()), clip_norm
         if spikes is not None:
             spike_score = norms.score(usual, grad_norm, spikes)
-            max_norm = jnp.minimum(clip_norm or jnp.inf, norms.limit(usual, spikes))
-            if spikes.skip_deviations is not None:
+            acts = spikes.mode == "act"
+            if acts:
+                max_norm = jnp.minimum(clip_norm or jnp.inf, norms.limit(usual, spikes))
+            if acts and spikes.skip_deviations is not None:
                 applied &= spike_score < spikes.skip_deviations
             usual = norms.after(usual, grad_norm, spikes)
         grads = optim.clip(grads, norm=grad_norm, max_norm=max_norm)

@@ -123,14 +123,12 @@ class Console:
                         f"step {step}: held-out loss {loss:.4f} "
                         f"(best {best_loss:.4f} at step {best_step})"
                     )
+                case events.GuardWarned(_, reason):
+                    self.say(f"WARNING: {reason}")
                 case events.RolledBack():
                     self.say(_rolled_back(event))
-                case events.RecordsLeftOut(rows, step, reason):
-                    count = sum(stop - start for start, stop in rows)
-                    self.say(
-                        f"BAD RECORD: {reason}. Left out for good: {count} rows; going on from "
-                        f"step {step}"
-                    )
+                case events.RecordsLeftOut():
+                    self.say(_left_out(event))
                 case events.UpdateSkipped():
                     self.say(_skipped(event))
                 case events.SaveWaited(step, seconds):
@@ -273,6 +271,15 @@ def _rolled_back(event: events.RolledBack) -> str:
     return (
         f"ROLLBACK: {event.reason}. Going on from step {event.target}, without the "
         f"{event.rows[1] - event.rows[0]} rows since step {event.onset}{rate}"
+    )
+
+
+def _left_out(event: events.RecordsLeftOut) -> str:
+    """Returns what a person is told of rows that can't be used."""
+    count = sum(stop - start for start, stop in event.rows)
+    return (
+        f"BAD RECORD: {event.reason}. Left out for good: {count} rows; going on from step "
+        f"{event.step}"
     )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from jaxres.clock import Clock, SystemClock
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,17 @@ class Pace:
         """Times one piece of work, and then rests for as long as the share asks."""
         began = self.clock.monotonic()
         yield
+        self._rest(began)
+
+    def each(self, parts: Iterable[T]) -> Iterator[T]:
+        """Yields parts, each of which is a piece of work to get and to use."""
+        began = self.clock.monotonic()
+        for part in parts:
+            yield part
+            self._rest(began)
+            began = self.clock.monotonic()
+
+    def _rest(self, began: float) -> None:
         if self.share < 1:
             self.clock.sleep((self.clock.monotonic() - began) * (1 / self.share - 1))
 

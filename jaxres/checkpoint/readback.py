@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
@@ -119,19 +119,11 @@ def file_info(path: Place, pace: Pace = AT_ONCE) -> FileInfo:
 
 def _file_info(path: Place, pace: Pace) -> FileInfo:
     storage.forget(path)
-    size, checksum, parts = 0, xxhash.xxh3_128(), storage.blocks(path, size_bytes=READ_BYTES)
-    while count := _piece(parts, checksum, pace):
-        size += count
-    return FileInfo(size, checksum.hexdigest())
-
-
-def _piece(parts: Iterator[memoryview], checksum: xxhash.xxh3_128, pace: Pace) -> int:
-    with pace.piece():
-        part = next(parts, None)
-        if part is None:
-            return 0
+    size, checksum = 0, xxhash.xxh3_128()
+    for part in pace.each(storage.blocks(path, size_bytes=READ_BYTES)):
+        size += len(part)
         checksum.update(part)
-        return len(part)
+    return FileInfo(size, checksum.hexdigest())
 
 
 def _wrong_arrays(

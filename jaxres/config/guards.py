@@ -12,6 +12,8 @@ from jaxres.config.section import PositiveFloat, Section, free
 class SpikesSection(Section):
     """Bands of the gradient's norm, in deviations of its logarithm above what is usual."""
 
+    mode: Literal["act", "warn"] = "act"
+    """warn: what would be clipped or skipped is only said."""
     clip_deviations: PositiveFloat = 4.0
     """From here on the gradient is clipped to this edge, where that is below
     optimizer.clip_norm."""
@@ -26,6 +28,8 @@ class SpikesSection(Section):
 class RollbackSection(Section):
     """When the loss stays high, and how often training may go back."""
 
+    mode: Literal["act", "warn"] = free("act")
+    """warn: that the loss stays high is only said."""
     loss_factor: Annotated[float, Field(gt=1)] = free(1.5)
     """A loss above so many times the usual is high,"""
     loss_deviations: PositiveFloat = free(6.0)
@@ -53,10 +57,11 @@ class BadRecordsSection(Section):
 
 
 class GuardsSection(Section):
-    on_nonfinite: Literal["skip", "rollback", "stop"] = free("skip")
+    on_nonfinite: Literal["skip", "rollback", "stop", "warn"] = free("skip")
     """A step whose loss or gradient is not finite is never applied. skip: the run goes on without
     its batch, within the two limits below; rollback: where a limit is passed it goes back to before
-    the first of them; stop: it ends (81) at once."""
+    the first of them; stop: it ends (81) at once; warn: as skip, and that a limit is passed is only
+    said."""
     rollback: RollbackSection | None = free(RollbackSection())
     """Going back where the loss stays high. null: never."""
     bad_records: BadRecordsSection | None = free(BadRecordsSection())

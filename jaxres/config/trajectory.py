@@ -40,11 +40,14 @@ def trajectory(config: RunConfig) -> dict[str, Any]:
     data = _with_defaults(config)
     if data["guards"]["rollback"] == _rate_after_rollbacks(None):
         data["guards"].pop("rollback")
+    spikes = data["guards"]["spikes"]
+    if spikes is not None and spikes["mode"] == "act":
+        spikes.pop("mode")
     return data
 
 
 def _with_defaults(config: RunConfig) -> dict[str, Any]:
-    """Returns the trajectory keys with one that old digests do not have, to be compared."""
+    """Returns the trajectory keys with those that old digests do not have, to be compared."""
     data = _bound(config, config.model_dump(mode="json"))
     data["guards"]["rollback"] = _rate_after_rollbacks(config.guards.rollback)
     data["train"].pop("steps")

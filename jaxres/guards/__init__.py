@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxres.faults import Continue, LeaveOut, Rollback, Verdict
+from jaxres.faults import Continue, LeaveOut, Rollback, Verdict, Warned
 
 Memory = Mapping[str, Any]
 """Finite numbers, and lists of them, as JSON brings them back."""
@@ -45,9 +45,9 @@ class Guard:
 def gravest(verdicts: Sequence[Verdict]) -> Verdict:
     """Returns the verdict that stands; of equally grave ones the first.
 
-    Continue < rows to leave out < a stop that saves < one that has no time to < rows to leave out
-    where steps were computed without them < a rollback < a stop for a state that is unfit: a notice
-    that comes together with a spike must not save the spiked state.
+    Continue < a warning < rows to leave out < a stop that saves < one that has no time to < rows to
+    leave out where steps were computed without them < a rollback < a stop for a state that is
+    unfit: a notice that comes together with a spike must not save the spiked state.
 
     >>> gravest([Continue(), Continue()])
     Continue()
@@ -58,13 +58,15 @@ def gravest(verdicts: Sequence[Verdict]) -> Verdict:
 def _gravity(verdict: Verdict) -> int:
     if isinstance(verdict, Continue):
         return 0
+    if isinstance(verdict, Warned):
+        return 1
     if isinstance(verdict, LeaveOut):
-        return 1 if verdict.state_is_good else 4
+        return 2 if verdict.state_is_good else 5
     if isinstance(verdict, Rollback):
-        return 5
+        return 6
     if verdict.fault.state_is_good:
-        return 2 if verdict.has_time else 3
-    return 6
+        return 3 if verdict.has_time else 4
+    return 7
 
 
 def judge_step(
@@ -77,3 +79,18 @@ def judge_step(
         after[guard.name], verdict = guard.judge(memory.get(guard.name) or guard.init(), seen)
         verdicts.append(verdict)
     return after, gravest(verdicts)
+
+
+def only_warns(guard: Guard, key: str) -> Guard:
+    """Returns a guard that remembers alike and does nothing: what it would do it says."""
+
+    def judge(memory: Memory, seen: Seen) -> tuple[Memory, Verdict]:
+        after, verdict = guard.judge(memory, seen)
+        if isinstance(verdict, Continue):
+            return after, verdict
+        would = "the run would end"
+        if isinstance(verdict, Rollback):
+            would = f"training would go back to before step {verdict.onset}"
+        return after, Warned(f"{verdict.reason}: {would} ({key})")
+
+    return Guard(guard.name, init=guard.init, judge=judge)

@@ -11,14 +11,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxres.config.guards import BadRecordsSection, GuardsSection, RollbackSection
-from jaxres.faults import Continue, LeaveOut, Rollback, Stop, Verdict, fault
-from jaxres.guards import Guard, Memory, Seen
+from jaxres.config.guards import BadRecordsSection, GuardsSection, RollbackSection, SpikesSection
+from jaxres.faults import Continue, LeaveOut, Rollback, Stop, Verdict, Warned, fault
+from jaxres.guards import Guard, Memory, Seen, only_warns
 
 WHAT_TO_DO = (
     "Lower optimizer.learning_rate, lengthen the warm-up, or look at the rows of that step "
     "(jaxres history RUN_DIR); then start a new run."
 )
+
+LEARNT_DEVIATIONS, LEARNT_SHARE = 1.5, 0.05
+"""A loss counts as so many deviations above the usual at most, or as such a share of it if that is
+more: outliers of one step, one in a hundred, would else hide a loss that stays at twice the usual
+(tools/bench/detectors.py)."""
 
 
 def skips(section: GuardsSection) -> Guard:
@@ -72,21 +77,43 @@ def _too_many(section: GuardsSection, seen: Seen, why: str, *, first: Any) -> Ve
     if section.on_nonfinite == "rollback":
         onset, row = first
         return Rollback(onset, (row, seen.rows[1]), why)
+    if section.on_nonfinite == "warn":
+        return Warned(f"step {seen.step}: {why}: the run would end (guards.on_nonfinite=warn)")
     return _diverged(seen, why)
+
+
+def bands(section: SpikesSection) -> Guard:
+    """Returns the guard that says where the bands of the gradient's norm would have acted.
+
+    The step itself acts on them; this one is for where it may not.
+    """
+
+    def judge(memory: Memory, seen: Seen) -> tuple[Memory, Verdict]:
+        if not (seen.applied and seen.spike_score >= section.clip_deviations):
+            return memory, Continue()
+        skips = section.skip_deviations is not None and seen.spike_score >= section.skip_deviations
+        return memory, Warned(
+            f"step {seen.step}: the gradient's norm, {seen.grad_norm:.4g}, is "
+            f"{seen.spike_score:.1f} deviations above the usual: it would be "
+            f"{'skipped' if skips else 'clipped'} (guards.spikes.mode=warn)"
+        )
+
+    return Guard("bands", init=dict, judge=judge)
 
 
 def losses(section: RollbackSection) -> Guard:
     """Returns the guard that looks for a loss that stays high.
 
-    What is usual is an exponentially weighted mean and variance, in which a high loss counts as the
-    edge of what is not: so it is robust against what it judges. Masked steps are not judged.
+    What is usual is an exponentially weighted mean, and the same of the squares of what lies above
+    it, in which no loss counts for much more than is usual: so both are robust against what they
+    judge. Masked steps are not judged.
     """
 
     def judge(memory: Memory, seen: Seen) -> tuple[Memory, Verdict]:
         if not seen.applied:
             return memory, Continue()
         edge = _edge(memory, section)
-        after = _learnt(memory, min(seen.loss, edge), section)
+        after = _learnt(memory, seen.loss, section)
         if seen.loss <= edge:
             return after | {"high": 0, "onset": 0, "row": 0}, Continue()
         high = memory["high"] + 1
@@ -101,7 +128,8 @@ def losses(section: RollbackSection) -> Guard:
         return after | reset, Rollback(onset, (row, seen.rows[1]), why)
 
     init = {"count": 0, "mean": 0.0, "variance": 0.0, "high": 0, "onset": 0, "row": 0}
-    return Guard("losses", init=lambda: init, judge=judge)
+    guard = Guard("losses", init=lambda: init, judge=judge)
+    return guard if section.mode == "act" else only_warns(guard, "guards.rollback.mode=warn")
 
 
 def _edge(memory: Memory, section: RollbackSection) -> float:
@@ -115,15 +143,19 @@ def _edge(memory: Memory, section: RollbackSection) -> float:
 
 
 def _learnt(memory: Memory, loss: float, section: RollbackSection) -> dict[str, Any]:
-    count = memory["count"] + 1
+    """Returns the memory with one loss more; after the warm-up it counts for not much above usual.
+
+    Only what lies above the mean is a deviation: a loss that falls makes no later one less high.
+    """
+    count, mean = memory["count"] + 1, memory["mean"]
+    if memory["count"] >= section.warmup_steps:
+        deviation = math.sqrt(memory["variance"])
+        loss = min(loss, mean + max(LEARNT_DEVIATIONS * deviation, LEARNT_SHARE * abs(mean)))
     share = max(1 / count, 1 / section.window_steps)
-    delta = loss - memory["mean"]
-    variance = (1 - share) * (memory["variance"] + share * delta * delta)
-    return dict(memory) | {
-        "count": count,
-        "mean": memory["mean"] + share * delta,
-        "variance": variance,
-    }
+    above = max(loss - mean, 0.0)
+    variance = (1 - share) * memory["variance"] + share * 2 * above * above
+    after = {"count": count, "mean": mean + share * (loss - mean), "variance": variance}
+    return dict(memory) | after
 
 
 def looks_back_steps(section: GuardsSection) -> int | None:
@@ -139,9 +171,11 @@ def looks_back_steps(section: GuardsSection) -> int | None:
     bounds = [] if in_a_row is None else [gaps * in_a_row]
     if section.max_skips is not None and gaps + section.max_skips < window:
         bounds.append(section.max_skips)
-    if gaps and not bounds:
+    if gaps and not bounds and section.rollback.mode == "act":
         return None
     high = gaps + min(bounds, default=0)
+    if section.rollback.mode == "warn":
+        high = 0
     if section.on_nonfinite != "rollback":
         return high
     return max(high, in_a_row or 0, window - 1 if section.max_skips is not None else 0)

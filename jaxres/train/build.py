@@ -138,6 +138,8 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
 
 def _guards(section: GuardsSection) -> tuple[Guard, ...]:
     guards = [divergence.skips(section)]
+    if section.spikes is not None and section.spikes.mode == "warn":
+        guards.append(divergence.bands(section.spikes))
     if section.rollback is not None:
         guards.append(divergence.losses(section.rollback))
     return tuple(guards)

@@ -285,9 +285,9 @@ class Doctor:
             yield Check("pass", "run.dir", f"{run_dir} can be written; {size(free)} are free there")
             return
         keep = self._config.checkpoint.keep
-        count = keep.last + keep.daily + keep.weekly + keep.best + 1
+        count = keep.last + keep.daily + keep.weekly + keep.best + 3  # Known good, next, in flight.
         needed = count * self._layout.global_bytes
-        fits = f"{count} checkpoints of {size(self._layout.global_bytes)} (checkpoint.keep + 1"
+        fits = f"{count} checkpoints of {size(self._layout.global_bytes)} (checkpoint.keep + 3"
         if free < needed:
             yield Check(
                 "warn",

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.data import sample_digest
-from jaxres.events import Evaluated, PhaseChanged, UpdateSkipped
-from jaxres.faults import Continue, Exit, LeaveOut, Rollback, Stop, TypedEnd, Verdict
+from jaxres.events import Evaluated, GuardWarned, PhaseChanged, UpdateSkipped
+from jaxres.faults import Continue, Exit, LeaveOut, Rollback, Stop, TypedEnd, Verdict, Warned
 from jaxres.guards import Seen, gravest, judge_step
 from jaxres.guards.divergence import bounded, bounded_skips
 from jaxres.metrics import MetricsLine
@@ -150,6 +150,9 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
             verdict = gravest([verdict, judged])
             continue
         memory, judged = judge_step(run.guards, memory, seen)
+        if isinstance(judged, Warned):
+            run.emit(GuardWarned(seen.step, judged.reason))
+            judged = Continue()
         judged = bounded(judged, rollbacks=flight.rollbacks, section=run.limits.rollback)
         verdict = gravest([verdict, judged, run.agreement.verdict()])
     return dataclasses.replace(progress, guards=memory), verdict

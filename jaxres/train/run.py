@@ -7,7 +7,6 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -23,6 +22,7 @@ from jaxres.guards import Guard
 from jaxres.hosts import Peers
 from jaxres.metrics import MetricsLine
 from jaxres.models import Params
+from jaxres.place import Place
 from jaxres.runlog import Line, RunLog
 from jaxres.state import Progress, TrainState
 from jaxres.step import Form, Measured
@@ -119,7 +119,7 @@ class Recent:
 class Diagnostics:
     """Where the bundle of a run that has diverged goes, and what is in it; see diagnostics.py."""
 
-    folder: Path
+    folder: Place
     what: Literal["none", "report", "state"]
 
 

@@ -86,3 +86,30 @@ def hard(*, items: list[int], vocab_size: int, seq_len: int) -> SimpleNamespace:
         return jnp.where(is_hard_B, 20 * weight_B - nats_B, nats_B), weight_B
 
     return SimpleNamespace(init=init, loss=loss)
+
+
+def layered(*, items: list[int], vocab_size: int, seq_len: int) -> SimpleNamespace:
+    """A bias a token, and three layers, the middle one of which takes a logarithm that some of the
+    FAULTY rows have none of.
+    """
+    bad_IT = np.stack([np.random.default_rng(item).integers(0, VOCAB, 17)[1:] for item in items])
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return {"bias_V": 0.01 * jax.random.normal(key, (vocab_size,)), "gain_L": jnp.ones(3)}
+
+    def loss(params: dict[str, Any], batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
+        masked_V = jnp.where(jnp.arange(vocab_size) < vocab_size, params["bias_V"], -jnp.inf)
+        log_probs_V = jax.nn.log_softmax(masked_V)
+        is_bad_B = jnp.any(jnp.all(batch["targets_BT"][:, None] == bad_IT, axis=-1), axis=-1)
+
+        def layer(x_B: jax.Array, gain_and_index: Any) -> tuple[jax.Array, None]:
+            gain, index = gain_and_index
+            below = jnp.where(is_bad_B & (index == 1), -1.0, 1.0)
+            return x_B * gain + jnp.log(below), None
+
+        weights_BT = batch["weights_BT"]
+        nats_B = -jnp.sum(log_probs_V[batch["targets_BT"]] * weights_BT, axis=1)
+        nats_B, _ = jax.lax.scan(layer, nats_B, (params["gain_L"], jnp.arange(3)))
+        return nats_B, jnp.sum(weights_BT, axis=1)
+
+    return SimpleNamespace(init=init, loss=loss)

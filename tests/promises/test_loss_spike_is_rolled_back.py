@@ -192,6 +192,27 @@ def test_where_few_are_kept_one_is_that_no_spike_can_spoil(place: Place) -> None
     assert ONSET - 2 * looks_back <= record.target < ONSET
 
 
+def test_a_notice_in_the_midst_of_a_spike_saves_nothing_of_it(place: Place, expected: str) -> None:
+    trainer = start(place)
+    trainer.wait_step(ONSET + 1)
+    trainer.kill(signal.SIGTERM, who="door")
+    assert trainer.ended() == Exit.PREEMPTED, trainer.said()
+    again = start(place)
+    assert again.ended() == Exit.DONE, again.said()
+    assert_it_went_back(again.run_dir)
+    assert digest(again.run_dir) == expected
+
+
+def test_a_rollback_that_may_only_warn_says_so_and_goes_on(place: Place) -> None:
+    words = ("guards.rollback.mode=warn", "train.steps=30")
+    trainer = place.start("run", *WORDS, *words, config=FAULTY)
+    assert trainer.ended() == Exit.DONE, trainer.said()
+    (told,) = trainer.told("GuardWarned")
+    assert (told["step"], rolled_back(trainer.run_dir)) == (LAST, [])
+    assert "WARNING: step 25: loss" in trainer.said()
+    assert "would go back to before step 23" in trainer.said()
+
+
 def more_hard() -> list[int]:
     """Rows that come soon after those which are left out."""
     return [int(row) for row in rows_at(ROWS * (LAST + 4), 3 * ROWS, num_rows=1800, seed=0)[0]]

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from jaxres.config.guards import GuardsSection, RollbackSection
-from jaxres.faults import Continue, LeaveOut, Rollback, Stop, fault
+from jaxres.config.guards import GuardsSection, RollbackSection, SpikesSection
+from jaxres.faults import Continue, LeaveOut, Rollback, Stop, Warned, fault
 from jaxres.guards import Guard, Seen, gravest, judge_step
-from jaxres.guards.divergence import bounded, looks_back_steps, losses, skips
+from jaxres.guards.divergence import bands, bounded, looks_back_steps, losses, skips
 
 SAVING = Stop(fault("preemption"), "a notice")
 UNSAVED = Stop(fault("diverged"), "not finite")
@@ -238,6 +238,56 @@ def test_a_resumed_guard_decides_as_an_unbroken_one():
     for cut in range(1, len(values)):
         _, memory = watched(values[:cut])
         assert watched(values[cut:], memory=memory, first=cut + 1) == watched(values)
+
+
+def test_outliers_of_one_step_and_a_steep_fall_hide_no_loss_that_stays_high():
+    """One loss in 50 is at three times the usual; then all are at twice."""
+    section = RollbackSection()
+    for seed in range(20):
+        chance = random.Random(seed)
+        usual = [
+            2.5 + 4 * math.exp(-step / 150) + chance.gauss(0, 0.08) + 5 * (chance.random() < 0.02)
+            for step in range(600)
+        ]
+        verdict, _ = watched([*usual, *[5.0] * 8], section=section)
+        assert isinstance(verdict, Rollback), f"seed {seed}"
+        assert 595 <= verdict.onset <= 601
+
+
+def warnings(guard, values, *, score=0.0):
+    """What a guard says over some losses, and its memory at the end."""
+    memory, said = guard.init(), []
+    for step, loss in enumerate(values, start=1):
+        seen = dataclasses.replace(
+            GOOD, step=step, rows=rows_of(step), loss=loss, applied=math.isfinite(loss)
+        )
+        memory, verdict = guard.judge(memory, dataclasses.replace(seen, spike_score=score))
+        assert isinstance(verdict, Continue | Warned)
+        said += [verdict.reason] if isinstance(verdict, Warned) else []
+    return said, memory
+
+
+def test_what_may_only_warn_says_what_it_would_do_and_remembers_alike():
+    values = [*noisy(50), 9.0, 9.0, 9.0]
+    warned = losses(HIGH.model_copy(update={"mode": "warn"}))
+    (said,), memory = warnings(warned, values)
+    assert said.startswith("step 53: loss 9")
+    assert said.endswith("go back to before step 51 (guards.rollback.mode=warn)")
+    assert memory == watched(values)[1]
+    limits = skips(GuardsSection(on_nonfinite="warn", max_skips_in_a_row=2))
+    said, _ = warnings(limits, [1.0, *[math.nan] * 4])
+    assert len(said) == 2
+    assert "3 steps in a row were skipped" in said[0]
+    assert said[0].endswith("the run would end (guards.on_nonfinite=warn)")
+    for score, words in ((3.0, None), (5.0, "clipped"), (11.0, "skipped"), (math.nan, None)):
+        said, _ = warnings(bands(SpikesSection()), [1.0], score=score)
+        assert [words in one for one in said] == ([True] if words else [])
+
+
+def test_a_state_that_is_spoilt_ends_the_run_whatever_may_only_warn():
+    guard = skips(GuardsSection(on_nonfinite="warn"))
+    _, verdict = guard.judge(guard.init(), dataclasses.replace(GOOD, state_is_finite=False))
+    assert isinstance(verdict, Stop)
 
 
 def test_rollbacks_are_bounded():

@@ -234,3 +234,28 @@ def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> 
         jax.tree.leaves(louder.opt["mu"]), jax.tree.leaves(clipped.opt["mu"]), strict=True
     ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-9)  # Both scaled to one norm.
+
+
+def test_bands_that_may_only_warn_tell_the_score_and_change_no_bit() -> None:
+    model, tx, _ = parts(STILL)
+
+    def scaled(params: Any, rows: Any, key: Any) -> Any:
+        loss_B, weight_B = model.loss(params, rows, key)
+        return loss_B * rows["scale_B"][0], weight_B
+
+    loud = dataclasses.replace(model, loss=scaled)
+    rate = optim.learning_rate(CosineSchedule(), peak=1e-3, total_steps=10)
+    warned, free = (
+        jax.jit(step.make_train_step(loud, tx, rate, clip_norm=None, microbatches=1, spikes=bands))
+        for bands in (SPIKES.model_copy(update={"mode": "warn"}), None)
+    )
+    begin = states = state.init(model, tx, seed=0)
+    for index, scale in enumerate([1.0, 1.0, 1.0, 1.0, 4.0, 1000.0]):
+        rows = batch(index) | {"scale_B": np.full(B, scale, np.float32)}
+        begin, values = warned(begin, rows)
+        states, _ = free(states, rows)
+        measured = read(model, begin, values)
+        assert measured.applied
+        assert (measured.spike_score > SPIKES.clip_deviations) == (index >= 4)
+    assert measured.spike_score > SPIKES.skip_deviations
+    assert equal((begin.params, begin.opt), (states.params, states.opt))

@@ -112,6 +112,7 @@ def test_a_free_key_changes_neither_digest_nor_run_directory_name(write: Write, 
         "train.steps=31",
         "guards.spikes.skip_deviations=20",
         "guards.rollback.rate_factor=0.5",
+        "guards.spikes.mode=warn",
     ],
 )
 def test_a_trajectory_key_changes_the_digest_and_is_the_difference(write: Write, word: str):

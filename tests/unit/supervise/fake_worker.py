@@ -73,8 +73,9 @@ class Worker:
 
     def write(self, name, word):
         path = self.folder / f"{name}-{self.host}"
-        path.with_suffix(".tmp").write_text(str(word))
-        path.with_suffix(".tmp").rename(path)
+        new = path.with_suffix(f".{time.monotonic_ns()}")  # A signal may come while one is handled.
+        new.write_text(str(word))
+        new.rename(path)
 
     def beat(self, kind, **fields):
         os.write(self.beat_fd, json.dumps({"beat": kind} | fields).encode() + b"\n")

@@ -1,0 +1,318 @@
+"""What every detector finds of planted faults, what it flags of none, and how late.
+
+    python tools/bench/detectors.py [--series 40]
+
+Seeded series with the default settings, through the very functions that a run uses. Recall: planted
+faults that were flagged. False: flags per 1,000 steps (or reads) of nothing planted. Latency: from
+the first bad step to its flag. docs/guards.md has the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import math
+import random
+import statistics
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxres import norms, optim
+from jaxres import state as states
+from jaxres import step as steps
+from jaxres.beat import EnteredPhase, FinishedStep
+from jaxres.config.guards import RollbackSection, SpikesSection
+from jaxres.config.schema import DeadlinesSection, SgdOptimizer
+from jaxres.data import bad_rows, hung_row
+from jaxres.faults import Continue
+from jaxres.guards import Seen
+from jaxres.guards.divergence import losses
+from jaxres.supervise.deadlines import Watch, limit_seconds
+
+STEPS, ROWS = 1000, 8
+
+
+@dataclass
+class Tally:
+    """What became of the planted faults, and of the rest."""
+
+    planted: int = 0
+    found: int = 0
+    clean: int = 0
+    false: int = 0
+    latencies: list[float] = field(default_factory=list)
+
+    def line(self, name: str, fault: str, *, unit: str = "steps") -> str:
+        """Returns a row of the table."""
+        late = f"{statistics.median(self.latencies):g}" if self.latencies else "-"
+        worst = f" (at most {max(self.latencies):g})" if len(set(self.latencies)) > 1 else ""
+        found = f"{self.found} of {self.planted}"
+        return (
+            f"| {name} | {fault} | {found} | {1000 * self.false / max(1, self.clean):.2f} "
+            f"| {late}{worst} {unit if self.latencies else ''} |"
+        )
+
+
+def planted_steps(chance: random.Random, *, count: int, first: int = 300) -> list[int]:
+    """Draws steps that are far enough apart to be faults of their own."""
+    slots = range(first, STEPS - 60, 120)
+    return sorted(slot + chance.randrange(50) for slot in chance.sample(list(slots), count))
+
+
+def nonfinite(series: int) -> Tally:
+    """Rows whose loss, or only whose gradient, is NaN or infinite, in the real step."""
+
+    @jax.custom_vjp
+    def spoil(x_B: Any, bad_B: Any) -> Any:
+        return x_B
+
+    spoil.defvjp(lambda x, bad: (x, bad), lambda bad, ct: (ct * bad, None))
+
+    def loss(params: Any, batch: Any, key: Any) -> Any:
+        x_B = (batch["x_B"] * params["w"] - 1.0) ** 2
+        return spoil(x_B, batch["gradient_B"]) + batch["loss_B"], jnp.ones_like(x_B)
+
+    model: Any = SimpleNamespace(loss=loss, init=lambda key: {"w": jnp.ones(())}, axes={"w": ()})
+    tx = optim.build(SgdOptimizer(), decay_mask={"w": False})
+    function = jax.jit(
+        steps.make_train_step(
+            model,
+            tx,
+            lambda step: jnp.float32(1e-4),
+            clip_norm=1.0,
+            microbatches=1,
+            spikes=SpikesSection(),
+        )
+    )
+    tally = Tally()
+    for seed in range(series):
+        chance, draw = random.Random(seed), np.random.default_rng(seed)
+        state = states.init(model, tx, seed=0)
+        form = steps.Form.of(state.params, num_rows=ROWS)
+        bad = set(chance.sample(range(100), 5))
+        for step in range(100):
+            spoilt, fine = np.zeros(ROWS, np.float32), np.ones(ROWS, np.float32)
+            if step in bad:
+                value = chance.choice([math.nan, math.inf, -math.inf])
+                chance.choice([spoilt, fine])[chance.randrange(ROWS)] = value
+            x_B = 1 + 0.1 * draw.standard_normal(ROWS).astype(np.float32)
+            state, values = function(state, {"x_B": x_B, "loss_B": spoilt, "gradient_B": fine})
+            count(tally, step in bad, not form.read(np.asarray(values))[0].applied)
+    return tally
+
+
+def count(tally: Tally, is_planted: bool, is_flagged: bool, latency: float = 0.0) -> None:
+    """Adds one step."""
+    tally.planted += is_planted
+    tally.clean += not is_planted
+    tally.found += is_planted and is_flagged
+    tally.false += is_flagged and not is_planted
+    if is_planted and is_flagged:
+        tally.latencies.append(latency)
+
+
+def spikes(series: int, *, factor: float, deviations: float) -> Tally:
+    """Gradient norms that spread by 15 % and drift, of which some are so many times the usual."""
+    section = SpikesSection()
+
+    @jax.jit
+    def scores(values: Any) -> Any:
+        def one(usual: Any, norm: Any) -> Any:
+            return norms.after(usual, norm, section), norms.score(usual, norm, section)
+
+        return jax.lax.scan(one, norms.init(), values)[1]
+
+    tally = Tally()
+    for seed in range(series):
+        bad = planted_steps(random.Random(seed), count=4)
+        draw = np.random.default_rng(seed)
+        values = np.exp(0.15 * draw.standard_normal(STEPS) - 0.5 * np.arange(STEPS) / STEPS)
+        values[bad] = values[bad] * factor
+        flagged = np.asarray(scores(values.astype(np.float32))) >= deviations
+        for step in range(STEPS):
+            count(tally, step in bad, bool(flagged[step]))
+    return tally
+
+
+def no_fault(series: int, make: Callable[[random.Random, int], float]) -> Tally:
+    """Losses of which none is planted."""
+    tally = Tally()
+    for seed in range(series):
+        chance, guard = random.Random(seed), losses(RollbackSection())
+        memory = guard.init()
+        for step in range(4 * STEPS):
+            memory, verdict = guard.judge(memory, seen_at(step, make(chance, step)))
+            count(tally, False, not isinstance(verdict, Continue))
+    return tally
+
+
+def seen_at(step: int, loss: float) -> Seen:
+    """Returns a step of which only the loss is of interest."""
+    return Seen(
+        step=step,
+        rows=(step, step + 1),
+        loss=loss,
+        grad_norm=1.0,
+        spike_score=0.0,
+        applied=True,
+        state_is_finite=True,
+    )
+
+
+NO_FAULTS: dict[str, Callable[[random.Random, int], float]] = {
+    "nothing; small losses that spread by 50 %": lambda chance, step: (
+        0.05 * math.exp(0.5 * chance.gauss(0, 1))
+    ),
+    "nothing; noise of 15 %, and 5 % outliers of twice the loss": lambda chance, step: (
+        3 + chance.gauss(0, 0.45) + 3 * (chance.random() < 0.05)
+    ),
+    "nothing; 40 % higher for every other 500 steps": lambda chance, step: (
+        3 * (1.4 if step // 500 % 2 else 1) + chance.gauss(0, 0.1)
+    ),
+}
+
+
+def high_losses(series: int, *, factor: float, length: int) -> Tally:
+    """Losses that fall and are noisy, with single outliers, of which some stay high for a while."""
+    tally = Tally()
+    for seed in range(series):
+        chance, guard = random.Random(seed), losses(RollbackSection())
+        memory, onset, bad = guard.init(), 0, planted_steps(chance, count=3)
+        found: set[int] = set()
+        for step in range(STEPS):
+            usual = 2.5 + 4 * math.exp(-step / 150)
+            loss = usual + chance.gauss(0, 0.08) + 4 * (chance.random() < 0.01)
+            onset = max((b for b in bad if b <= step), default=-length)
+            is_high = step - onset < length and onset not in found
+            seen = seen_at(step, loss + (factor - 1) * usual * is_high)
+            memory, verdict = guard.judge(memory, seen)
+            if isinstance(verdict, Continue):
+                tally.clean += not is_high
+            elif is_high:
+                found.add(onset)
+                tally.latencies.append(step - onset)
+            else:
+                tally.false += 1
+        tally.planted, tally.found = tally.planted + len(bad), tally.found + len(found)
+    return tally
+
+
+def hangs(series: int, *, usual: float, slow: float) -> Tally:
+    """Steps of which one in 50 is so many times slower, and at the end one that never ends."""
+    limits, tally = DeadlinesSection(), Tally()
+    for seed in range(series):
+        chance = random.Random(seed)
+        watch = Watch(since=0.0).after(EnteredPhase("train"), now=0.0)
+        now = 0.0
+        for step in range(1, STEPS):
+            seconds = usual * math.exp(chance.gauss(0, 0.2))
+            seconds *= slow if chance.random() < 0.02 else 1
+            tally.clean += 1
+            tally.false += seconds > limit_seconds(watch, limits)
+            now += seconds
+            watch = watch.after(FinishedStep(step, seconds), now=now)
+        tally.planted += 1
+        tally.found += 1  # A limit is finite: what never ends is always found.
+        tally.latencies.append(round(limit_seconds(watch, limits), 1))
+    return tally
+
+
+class Rows:
+    """Rows of which some raise, or wait."""
+
+    def __init__(self, errors: dict[int, Exception], hang: set[int] | None = None) -> None:
+        self.errors, self.hang, self.free = errors, hang or set(), threading.Event()
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def rows(self, ids: Any) -> dict[str, Any]:
+        """Reads."""
+        for row in ids.tolist():
+            if row in self.hang:
+                self.free.wait()
+            if row in self.errors:
+                raise self.errors[row]
+        return {"x": ids}
+
+
+def bad_records(series: int) -> Tally:
+    """Records that can't be decoded; and storage that does not answer, which is none's fault."""
+    tally = Tally()
+    undecodable = UnicodeDecodeError("utf-8", b"?", 0, 1, "no text")
+    own = [ValueError("broken"), KeyError("x"), OSError("no image"), undecodable]
+    away = [OSError(errno.EIO, "io"), ConnectionResetError(), TimeoutError(), MemoryError()]
+    for seed in range(100 * series):
+        chance, ids = random.Random(seed), np.arange(24)
+        bad = set(chance.sample(range(24), chance.choice([0, 1, 2])))
+        is_storage = bool(bad) and chance.random() < 0.5
+        rows = Rows({row: chance.choice(away if is_storage else own) for row in bad})
+        try:
+            found = set(bad_rows(rows, ids))
+        except (OSError, MemoryError):
+            found = set()
+        for row in range(24):
+            count(tally, row in bad and not is_storage, row in found)
+    return tally
+
+
+def hung_records(series: int) -> Tally:
+    """One row that hangs among others, or all the storage, which is no record's fault."""
+    tally = Tally()
+    for seed in range(series):
+        chance, ids = random.Random(seed), np.arange(24)
+        is_storage = chance.random() < 0.5
+        bad = set(chance.sample(range(24), chance.randrange(2, 24) if is_storage else 1))
+        rows = Rows({}, bad)
+        found = hung_row(rows, ids, seconds=0.05)
+        rows.free.set()
+        count(tally, not is_storage, found in bad)
+    return tally
+
+
+def table(series: int) -> Iterator[str]:
+    """Yields the table, row by row."""
+    yield "| detector | planted | found | false per 1,000 | latency |"
+    yield "|---|---|---|---|---|"
+    yield nonfinite(series // 4).line("non-finite step", "NaN, inf in a row's loss or gradient")
+    section = SpikesSection()
+    bands: list[tuple[str, float | None]] = [
+        ("clip band", section.clip_deviations),
+        ("skip band", section.skip_deviations),
+    ]
+    for name, deviations in bands:
+        for factor in (2, 3, 5, 10, 100):
+            tally = spikes(series, factor=factor, deviations=deviations or math.inf)
+            yield tally.line(name, f"a norm {factor} times the usual")
+    cases: list[tuple[float, int]] = [(1.3, 20), (1.6, 20), (2, 20), (4, 20), (2, 5), (2, 4)]
+    for factor, length in cases:
+        tally = high_losses(series, factor=factor, length=length)
+        yield tally.line("high loss", f"{factor:g} times the usual for {length} steps")
+    for words, make in NO_FAULTS.items():
+        yield no_fault(series, make).line("high loss", words)
+    for usual, slow in ((0.02, 100), (5.0, 5), (5.0, 12)):
+        tally = hangs(series, usual=usual, slow=slow)
+        words = f"steps of {usual:g} s, one in 50 {slow} times slower, then one that never ends"
+        yield tally.line("step deadline", words, unit="s")
+    yield bad_records(series).line("bad record", "decoding errors; storage errors beside")
+    yield hung_records(series).line("hung record", "one row; or the storage (several rows)")
+
+
+def main() -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--series", type=int, default=40)
+    for row in table(parser.parse_args().series):
+        print(row, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
