@@ -179,7 +179,7 @@ def test_requests_are_honoured_in_a_bucket(bucket: Place, calm: RunDir) -> None:
     assert first.ended() == Exit.STOPPED, first.said()
     stopped = line(first.run_dir).step
     assert stopped < 60
-    assert storage.list_names(first.run_dir.attempt(1))[-1] == f"stop-{stopped:08d}"
+    assert storage.list_names(first.run_dir.attempt(1))[-1].startswith("stop-")
     last = bucket.finish("run", config=FAULTY)
     assert starts(last.run_dir) == [0, stopped]
     assert_bit_exact(last.run_dir, calm)
