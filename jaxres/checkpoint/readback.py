@@ -66,27 +66,36 @@ def report(step_dir: Place, arrays: Mapping[str, ArrayInfo], process: int, pace:
 
     What comes from a bucket may have been damaged on its way, so it is read a few times.
     """
-    for _ in range(REMOTE_TRIES - 1 if isinstance(step_dir, BucketPath) else 0):
-        if not (found := _report(step_dir, arrays, process, pace)).failure:
-            return found
-    return _report(step_dir, arrays, process, pace)
+    found = Report({})
+    for _ in range(REMOTE_TRIES if isinstance(step_dir, BucketPath) else 1):
+        found, may_pass = _report(step_dir, arrays, process, pace)
+        if not may_pass:
+            break
+    return found
 
 
-def _report(step_dir: Place, arrays: Mapping[str, ArrayInfo], process: int, pace: Pace) -> Report:
+def _report(
+    step_dir: Place, arrays: Mapping[str, ArrayInfo], process: int, pace: Pace
+) -> tuple[Report, bool]:
+    """Returns the report, and whether what is wrong may be so only once.
+
+    A bucket that does not answer was asked for long enough.
+    """
     try:
         with storage.typed_errors(step_dir):
             own = [name for name in manifests.inventory(step_dir) if process_of(name) == process]
             files = read_back(step_dir, own, pace)
             wrong = _wrong_arrays(step_dir, arrays, process=process, pace=pace)
     except (TypedEnd, OSError, ValueError, KeyError, TypeError) as error:
-        return Report({}, f"{step_dir}: could not be read back ({error})")
+        is_away = isinstance(error, StorageUnavailable) and not isinstance(error, storage.OnItsWay)
+        return Report({}, f"{step_dir}: could not be read back ({error})"), not is_away
     if wrong:
-        return Report(
-            {},
+        text = (
             f"{step_dir}: {', '.join(wrong)} read back differently from what was written. Is the "
-            "disk, or this machine's memory, sound?",
+            "disk, or this machine's memory, sound?"
         )
-    return Report(files)
+        return Report({}, text), True
+    return Report(files), False
 
 
 def process_of(name: str) -> int | None:
