@@ -16,15 +16,19 @@ BRING_SECONDS = 10.0
 
 
 def bring(run_dir: RunDir, attempt: int) -> None:
-    """Copies stacks, output and tracebacks of an attempt that has ended; best effort, bounded."""
+    """Copies stacks, output, tracebacks and diagnostics of an attempt that has ended.
+
+    Best effort, and bounded: how it ended is on record already.
+    """
     if isinstance(run_dir.root, Path):
         return
     folder = run_dir.local_attempt(attempt)
 
     def copy() -> None:
-        for path in sorted(folder.iterdir()):
+        for path in sorted(folder.rglob("*")):
             if path.is_file() and (data := path.read_bytes()[-MOST_BYTES:]):
-                storage.replace(run_dir.attempt(attempt) / path.name, data)
+                name = path.relative_to(folder).as_posix()
+                storage.replace(run_dir.attempt(attempt) / name, data)
 
     with contextlib.suppress(TypedEnd, OSError):
         within(BRING_SECONDS, copy)

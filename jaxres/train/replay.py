@@ -71,7 +71,7 @@ class Replay:
 
     def lines(self, *, explain: bool) -> Any:
         """Yields what there is to tell, as it is found."""
-        if self.step < 1 or storage.read(self.run_dir.config) is None:
+        if self.step < 1 or not storage.exists(self.run_dir.config):
             raise UsageError(f"{self.run_dir.root}: no run there, or no step {self.step}.")
         line = runlog.fold(runlog.read_records(self.run_dir.log))
         commit = nearest(line, step=self.step, run_dir=self.run_dir)
