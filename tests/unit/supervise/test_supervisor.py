@@ -50,7 +50,7 @@ class Door:
             time.sleep(0.005)
 
     def wait_steps(self, step=20):
-        """Waits until every worker has made so many steps: enough for the door to have heard of it."""
+        """Waits until every worker has made so many steps, and the door has had time to hear it."""
 
         def reached():
             files = [self.folder / f"step-{host}" for host in range(self.num_hosts)]
