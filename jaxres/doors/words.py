@@ -142,6 +142,8 @@ class Verdict:
     reason: str
     step: int
     committed: bool = False
+    is_hang: bool = False
+    """Whether a deadline has passed: then every host's stacks are of interest."""
 
 
 @dataclass(frozen=True)

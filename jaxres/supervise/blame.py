@@ -164,6 +164,28 @@ def _silence(host: Known) -> tuple[bool, int, float, int]:
     return not host.is_stopped, host.step, host.since, host.host
 
 
+MAX_STANDING = 8
+"""Hosts whose place is told one by one."""
+
+
+def standing(hosts: Sequence[Known], *, now: float) -> str:
+    """Returns how far every host is, those behind first; of many only these.
+
+    >>> a = Known(0, "vm", None, "train", 7, since=1.0)
+    >>> b = Known(1, "vm", None, "save", 6, since=4.0)
+    >>> standing([a, b], now=5.0)
+    "host 1 is in phase 'save' after step 6, 1 s ago; host 0 in 'train' after step 7, 4 s ago"
+    """
+    ordered = sorted(hosts, key=lambda host: (host.step, _rank(host), host.since, host.host))
+    told = [
+        f"host {host.host} {'is in phase' if index == 0 else 'in'} '{host.phase}' after step "
+        f"{host.step}, {max(0.0, now - host.since):.0f} s ago{' (stopped)' * host.is_stopped}"
+        for index, host in enumerate(ordered[:MAX_STANDING])
+    ]
+    rest = len(ordered) - len(told)
+    return "; ".join([*told, *([f"and {rest} more"] if rest else [])])
+
+
 def named(host: Known, *, with_step: bool = False) -> str:
     """Returns how a message names a host."""
     pid = [] if host.pid is None else [f"pid {host.pid}"]

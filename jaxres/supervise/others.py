@@ -104,11 +104,20 @@ class Led:
         self._peers.beat(words.Standing(tuple(known[host] for host in sorted(known))))
 
     def conclude(self, found: Blame) -> None:
-        """Tells every door how it ends."""
+        """Tells every door how it ends, once."""
+        if self._told:
+            return
         self._told = True
         for remote in self.hosts:
             code, reason = found.told[remote.host]
-            word = words.Verdict(code, found.culprit, reason, remote.watch.step, found.committed)
+            word = words.Verdict(
+                code,
+                found.culprit,
+                reason,
+                remote.watch.step,
+                found.committed,
+                is_hang=found.code == Exit.HUNG,
+            )
             self._peers.tell(word, to=remote.host)
 
     def leave(self, code: int, reason: str, *, step: int, committed: bool) -> None:

@@ -213,7 +213,7 @@ def _hear(running: Attempt, others: Led | Following, *, now: float) -> Ended | N
 
 def _as_told(running: Attempt, worker: Worker, verdict: Verdict) -> Ended:
     """Ends as the lead's door says, or as this worker has ended if the lead is gone."""
-    if verdict.culprit == worker.host and verdict.code == Exit.HUNG:
+    if verdict.is_hang:
         _dump_stacks(running)
     kill_groups(running.workers, clock=running.clock)
     end = worker.end
@@ -303,13 +303,26 @@ def _end_hung(running: Attempt, hung: Sequence[Known]) -> Ended:
     limit = limit_seconds(host.watch, running.limits)
     reason = (
         f"no progress for {limit:.1f} s in phase '{known.phase}' after step {known.step} of this "
-        f"attempt; {_alike(known, others)}stacks of all threads, where they could be had: "
+        f"attempt; {_alike(known, others)}{_standing(running)}stacks of all threads, where they "
+        f"could be had: "
         f"{running.stacks()}. If that is no hang, raise the phase's limit (deadlines.*)."
     )
     end = End(Exit.HUNG, reason, running.clock.monotonic(), own_word=False)
+    if isinstance(running.others, Led):  # Before ours end: theirs would be aborted for their loss.
+        ended = [
+            dataclasses.replace(each.known(), end=end) if each is host else each.known()
+            for each in running.hosts
+        ]
+        running.others.conclude(blame.decide(ended))
     _dump_stacks(running)
     host.end = end
     return _conclude(running)
+
+
+def _standing(running: Attempt) -> str:
+    """Says how far every host is, where there are several."""
+    known = [host.known() for host in running.hosts]
+    return f"{blame.standing(known, now=running.clock.monotonic())}; " if len(known) > 1 else ""
 
 
 def _alike(known: Known, others: Sequence[Known]) -> str:

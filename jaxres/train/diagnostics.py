@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxres import storage
 from jaxres.events import Noted
-from jaxres.faults import Exit, Stop, StorageUnavailable
+from jaxres.faults import Exit, Stop, TypedEnd
 from jaxres.state import Progress, TrainState, to_plain
 from jaxres.train.run import Recent, Run
 
@@ -41,7 +41,7 @@ def diagnose(
         if bundle.what == "state":
             path = bundle.folder / f"state-host{member.host:03d}.npz"
             storage.replace(path, _packed(to_plain(state)))
-    except (StorageUnavailable, OSError) as error:
+    except (TypedEnd, OSError) as error:
         run.emit(Noted(f"the diagnostics could not be written: {error}"))
         return stop
     text = f"{stop.reason} What was seen last: {bundle.folder}"

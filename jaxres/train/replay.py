@@ -11,13 +11,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxres import config as configs
 from jaxres import data, faults, metrics, runlog, storage
 from jaxres.data import Batch
 from jaxres.faults import ConfigError, Exit, TypedEnd, UsageError
+from jaxres.place import place
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit, Line
 
@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> int:
     """Replays the step and prints what came of it."""
     try:
         parser = _Parser(prog="jaxres replay", usage=USAGE)
-        parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+        parser.add_argument("run_dir", type=place, metavar="RUN_DIR")
         parser.add_argument("--step", type=int, required=True)
         parser.add_argument("--explain", action="store_true")
         options = parser.parse_args(words)

@@ -172,7 +172,7 @@ def test_damaged_token_folder_is_refused_until_it_is_mended(place: Place) -> Non
     wrong = np.frombuffer(tokens, "<u2").copy()
     wrong[150] = 77
     (folder / "tokens.bin").write_bytes(wrong.tobytes())
-    place.start("run", *words).refused(
+    place.start("run", *words, "guards.bad_records=null").refused(
         Exit.CONFIG, str(folder / "tokens.bin"), "row 2", "token 150", "is 77", "vocab_size is 50"
     )
     assert line(place.run_dir("run")).step == 0

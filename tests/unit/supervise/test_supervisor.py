@@ -49,8 +49,8 @@ class Door:
             assert time.monotonic() < until, f"no {what}: {self.said()}"
             time.sleep(0.005)
 
-    def wait_steps(self, step=2):
-        """Waits until every worker has made so many steps."""
+    def wait_steps(self, step=20):
+        """Waits until every worker has made so many steps, and the door has had time to hear it."""
 
         def reached():
             files = [self.folder / f"step-{host}" for host in range(self.num_hosts)]
