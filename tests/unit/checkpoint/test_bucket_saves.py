@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -45,12 +47,14 @@ def test_call_of_a_save_waits_for_no_answer_of_the_bucket(
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, STATE))
 
 
+@pytest.mark.filterwarnings("ignore:coroutine")  # Orbax awaits no half of a save that it gives up.
 def test_save_that_the_bucket_refuses_is_storages_fault(
     step_dir: BucketPath, gcs_server: GcsServer
 ) -> None:
     gcs_server.fail("403", times=None)
     with pytest.raises(StorageUnavailable, match="could not be saved"):
         arrays.settle(begin(step_dir), step_dir, timeout=60)
+    gc.collect()
 
 
 def test_what_was_damaged_on_its_way_into_the_bucket_is_never_reported_as_written(
