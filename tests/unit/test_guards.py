@@ -316,8 +316,8 @@ def sections():
 
 def test_no_rollback_begins_before_what_is_called_known_good():
     """Over random steps: usual ones, high losses and masked ones, until the run would end."""
-    farthest = {}
-    for number, section in enumerate(sections()):
+    farthest, over_masked = {}, 0
+    for number, section in enumerate(section for section in sections() for _ in range(8)):
         reach, chance = looks_back_steps(section), random.Random(number)
         guards, memory = (skips(section), losses(section.rollback)), {}
         for step in range(1, 600):
@@ -332,9 +332,13 @@ def test_no_rollback_begins_before_what_is_called_known_good():
             if isinstance(verdict, Stop):
                 break
             if isinstance(verdict, Rollback) and reach is not None:
-                farthest[number] = max(farthest.get(number, 0), step - verdict.onset)
+                back = step - verdict.onset
+                farthest[number] = max(farthest.get(number, 0), back)
                 assert farthest[number] <= reach, section
+                if section.on_nonfinite == "skip":
+                    over_masked += back >= section.rollback.patience_steps
     assert len(farthest) > 20, "that much was tried"
+    assert over_masked > 20, "rollbacks that reach back over masked steps"
     assert max(farthest.values()) > 5
 
 
