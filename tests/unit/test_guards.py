@@ -338,7 +338,7 @@ def test_no_rollback_begins_before_what_is_called_known_good():
                 if section.on_nonfinite == "skip":
                     over_masked += back >= section.rollback.patience_steps
     assert len(farthest) > 20, "that much was tried"
-    assert over_masked > 20, "rollbacks that reach back over masked steps"
+    assert over_masked > 5, "rollbacks that reach back over masked steps"
     assert max(farthest.values()) > 5
 
 
