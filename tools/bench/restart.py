@@ -148,7 +148,7 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     )
     local = meshes.local_rows(mesh, parts.rows_per_batch)
     some = rows.train.rows(np.arange(parts.rows_per_batch))
-    _, metrics = step(from_plain(state), meshes.place_batch(mesh, some, local=local), None)
+    _, metrics = step(from_plain(state), meshes.place_batch(mesh, some, local=local), None, None)
     metrics.block_until_ready()
     print(time.monotonic(), time.process_time(), flush=True)
     os._exit(0)
