@@ -90,9 +90,13 @@ class Program:
 
     @functools.cached_property
     def text_key(self) -> str:
-        """The key by its lowered text, which is the same for all runs."""
+        """The key by its lowered text and how it is called, which is the same for all runs.
+
+        An argument that is None is no part of the text, and yet of the call.
+        """
         text = hashlib.sha256(self.lowered.as_text().encode()).hexdigest()
-        return executable.key({**self._here, "text": text})
+        call = [str(self.lowered.in_tree), str(self.lowered.out_tree)]
+        return executable.key({**self._here, "text": text, "call": call})
 
     @functools.cached_property
     def key(self) -> str:

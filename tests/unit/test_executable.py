@@ -11,6 +11,7 @@ import pytest
 
 from jaxres import executable
 from jaxres.executable import Unusable
+from jaxres.train.programs import Program
 
 X = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 
@@ -84,3 +85,12 @@ def test_the_newest_files_are_kept(tmp_path):
         "2.compiled",
         "3.compiled",
     ]
+
+
+def test_programs_of_one_text_that_are_called_differently_have_different_keys():
+    """As when a new version of this package has one more argument, which is None."""
+    step = jax.jit(lambda x, more=None: x + 1)
+    old = Program("step", lambda: step.trace(jnp.ones(3)), {}, None)
+    new = Program("step", lambda: step.trace(jnp.ones(3), None), {}, None)
+    assert old.lowered.as_text() == new.lowered.as_text()
+    assert old.text_key != new.text_key
