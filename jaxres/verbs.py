@@ -8,20 +8,16 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxres import attempts, metrics, runlog, status, storage
+from jaxres.arguments import Parser
 from jaxres.clock import SystemClock
 from jaxres.faults import Exit, TypedEnd, UsageError
 from jaxres.place import place
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit, Line, Quarantine, Record
 from jaxres.supervise import owner
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}\n{self.format_usage()}")
 
 
 def _local(text: str) -> Path:
@@ -31,10 +27,10 @@ def _local(text: str) -> Path:
 
 
 def _parser(usage: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog="jaxres", usage=usage)
+    parser = Parser(prog="jaxres", usage=usage)
     verbs = parser.add_subparsers(dest="verb", required=True)
 
-    def verb(parent: argparse._SubParsersAction[_Parser], name: str) -> argparse.ArgumentParser:
+    def verb(parent: argparse._SubParsersAction[Parser], name: str) -> argparse.ArgumentParser:
         found = parent.add_parser(name)
         found.add_argument("run_dir", type=place, metavar="RUN_DIR")
         return found

@@ -115,9 +115,8 @@ def _first(
     function: Callable[..., Any], state: TrainState, rows: Any, others: Any, key: Any
 ) -> Finding | None:
     num_rows = len(next(iter(rows.values())))
-    ours = functools.partial(function, key=key)
     return first_bad(
-        lambda params, batch: ours(params, batch),
+        functools.partial(function, key=key),
         (state.params, rows),
         other=None if others is None else (state.params, others),
         num_rows=num_rows,

@@ -56,7 +56,8 @@ class Word:
     def decode(facts: np.ndarray) -> Word:
         """Reads a word back.
 
-        >>> Word.decode(Word(Exit.STOPPED, save=True, busy_seconds=0.5).encode()).save
+        >>> word = Word(Exit.STOPPED, save=True, busy_seconds=0.5)
+        >>> Word.decode(word.encode()) == word
         True
         """
         stop, save, storage, seconds, no_batch = (float(value) for value in facts)

@@ -13,14 +13,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxres import config as configs
 from jaxres import data, faults, storage, topology
+from jaxres.arguments import Parser
 from jaxres.config import Loaded, RunConfig
 from jaxres.config.init_from import FromRun, FromSeed
 from jaxres.data import Dataset
-from jaxres.faults import ConfigError, Exit, OutOfMemory, TypedEnd, UsageError
+from jaxres.faults import ConfigError, Exit, OutOfMemory, TypedEnd
 from jaxres.place import BucketPath
 from jaxres.screen import size
 from jaxres.supervise import metadata, notices
@@ -50,11 +51,6 @@ class Check:
 Told = Iterator[Check]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}\nusage: {USAGE}")
-
-
 def main(words: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Prints the checklist and the layout; returns 0, or 78 where something fails."""
     try:
@@ -78,7 +74,7 @@ def main(words: Sequence[str], *, env: Mapping[str, str]) -> int:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="jaxres doctor", usage=USAGE)
+    parser = Parser(prog="jaxres doctor", usage=USAGE)
     parser.add_argument("config", type=Path, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--devices", type=int)

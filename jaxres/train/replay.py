@@ -6,15 +6,15 @@ step that was masked, or that ended the run, can be looked at as long as an olde
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxres import config as configs
 from jaxres import data, faults, metrics, runlog, storage
+from jaxres.arguments import Parser
 from jaxres.data import Batch
 from jaxres.faults import ConfigError, Exit, TypedEnd, UsageError
 from jaxres.place import place
@@ -24,15 +24,10 @@ from jaxres.runlog import Commit, Line
 USAGE = "jaxres replay RUN_DIR --step N [--explain]"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}\nusage: {USAGE}")
-
-
 def main(words: Sequence[str]) -> int:
     """Replays the step and prints what came of it."""
     try:
-        parser = _Parser(prog="jaxres replay", usage=USAGE)
+        parser = Parser(prog="jaxres replay", usage=USAGE)
         parser.add_argument("run_dir", type=place, metavar="RUN_DIR")
         parser.add_argument("--step", type=int, required=True)
         parser.add_argument("--explain", action="store_true")

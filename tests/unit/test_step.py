@@ -198,14 +198,19 @@ def test_masking_keeps_the_donation_of_the_whole_state() -> None:
     assert compiled.memory_analysis().alias_size_in_bytes >= size
 
 
-def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> None:
+def loud_parts() -> tuple[Any, Any, Any]:
+    """Returns a model, one whose loss is as loud as a batch's scale says, and an optimizer."""
     model, tx, _ = parts(STILL)
 
     def scaled(params: Any, rows: Any, key: Any) -> Any:
         loss_B, weight_B = model.loss(params, rows, key)
         return loss_B * rows["scale_B"][0], weight_B
 
-    loud = dataclasses.replace(model, loss=scaled)
+    return model, dataclasses.replace(model, loss=scaled), tx
+
+
+def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> None:
+    model, loud, tx = loud_parts()
     rate = optim.learning_rate(CosineSchedule(), peak=1e-3, total_steps=10)
     function = jax.jit(
         step.make_train_step(loud, tx, rate, clip_norm=None, microbatches=1, spikes=SPIKES)
@@ -237,13 +242,7 @@ def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> 
 
 
 def test_bands_that_may_only_warn_tell_the_score_and_change_no_bit() -> None:
-    model, tx, _ = parts(STILL)
-
-    def scaled(params: Any, rows: Any, key: Any) -> Any:
-        loss_B, weight_B = model.loss(params, rows, key)
-        return loss_B * rows["scale_B"][0], weight_B
-
-    loud = dataclasses.replace(model, loss=scaled)
+    model, loud, tx = loud_parts()
     rate = optim.learning_rate(CosineSchedule(), peak=1e-3, total_steps=10)
     warned, free = (
         jax.jit(step.make_train_step(loud, tx, rate, clip_norm=None, microbatches=1, spikes=bands))
