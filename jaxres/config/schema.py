@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from jaxres.config.alerts import AlertsSection
+from jaxres.config.gce import GceSection
 from jaxres.config.guards import GuardsSection
 from jaxres.config.init_from import FromSeed, InitFrom
 from jaxres.config.preemption import PreemptionSection
@@ -343,6 +344,10 @@ class LaunchSection(Section):
     that follows another has its own."""
     max_restarts_per_1000_steps: PositiveInt | None = free(None)
     """Restarts, for whatever cause, within 1000 committed steps; one more ends the run (84)."""
+    max_dollars: PositiveFloat | None = free(None)
+    """What the VMs of `launch gce` may cost, by the prices in its ladder; more ends it (84)."""
+    gce: GceSection | None = free(None)
+    """The VMs of `launch gce up`; null: there are none."""
 
 
 class CompileSection(Section):

@@ -1,0 +1,1 @@
+"""`launch gce init`: placeholder."""
