@@ -258,7 +258,7 @@ class GceEmulator:
 
         Args:
           kind: a status ("503"), a reason ("rateLimitExceeded", "quotaExceeded", "forbidden",
-            "resourceNotReady"), "drop" (no answer) or "stall"; with " after" the call has its effect.
+            "resourceNotReady"), "drop" (no answer) or "stall"; with " after" the effect is there.
           call: regular expression of the call's name, such as "instances.(insert|bulkInsert)".
           times: how often; None: always.
           seconds: for how long.

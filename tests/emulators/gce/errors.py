@@ -60,7 +60,7 @@ def no_permission(permission: str, what: str) -> Refused:
 
 def unknown_field(name: str, where: str) -> Refused:
     why = f"Invalid JSON payload received. Unknown name \"{name}\" at '{where}': Cannot find field."
-    return Refused(400, "badRequest", why, status="INVALID_ARGUMENT")
+    return Refused(400, "badRequest", why)
 
 
 def api_disabled(number: str) -> Refused:
