@@ -175,7 +175,8 @@ class MetadataServer:
             return self.values[key]
         inside = self.below(key if key.endswith("/") or not key else f"{key}/")
         if not inside:
-            return "{}" if recursive and key.endswith("attributes/") else None
+            empty = "{}" if recursive else ""
+            return empty if key in ("instance/attributes/", GUEST_ATTRIBUTES) else None
         if recursive:
             return json.dumps(_tree(inside, is_verbatim="attributes" in key))
         names = {name[: name.find("/") + 1] if "/" in name else name for name in inside}
@@ -288,7 +289,15 @@ def _tree(inside: dict[str, str], *, is_verbatim: bool) -> dict[str, Any]:
             at = at.setdefault(folder if keeps else _camel(folder), {})
             keeps = keeps or folder.endswith("attributes")
         at[name if keeps else _camel(name)] = value.split(",") if name == "scopes" else value
-    return found
+    return _lists(found)
+
+
+def _lists(found: Any) -> Any:
+    """Returns numbered folders as lists."""
+    if not isinstance(found, dict):
+        return found
+    told = {name: _lists(one) for name, one in found.items()}
+    return list(told.values()) if told and all(name.isdigit() for name in told) else told
 
 
 def _camel(name: str) -> str:

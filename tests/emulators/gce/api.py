@@ -13,14 +13,19 @@ from tests.emulators.gce.agenda import Agenda
 from tests.emulators.gce.catalog import Catalog
 from tests.emulators.gce.checks import check_request_id
 from tests.emulators.gce.errors import (
-    Refused,
     api_disabled,
+    by_word,
     no_permission,
+    no_token,
     not_found,
     unknown_field,
 )
 from tests.emulators.gce.fleet import Fleet
 from tests.emulators.gce.operations import Operation, Operations
+from tests.emulators.gce.vm import VM_TOKEN
+
+NUMBER = "123456789012"
+"""Of the project."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,13 @@ class Asked:
     """Of the path: project, zone, instance, ..."""
     query: dict[str, str]
     body: dict[str, Any]
-    user: str = "person@example.com"
+    token: str = ""
+    """Empty: nobody in particular asks."""
+
+    @property
+    def user(self) -> str:
+        is_vm = self.token == VM_TOKEN
+        return f"{NUMBER}-compute@developer.gserviceaccount.com" if is_vm else "me@example.com"
 
     @property
     def request(self) -> str | None:
@@ -60,6 +71,7 @@ class Counts:
         self._permissions: Counter[str] = Counter()
         self._recent: deque[float] = deque()
         self._peak = 0
+        self._minute = (0, 0)
 
     def call(self, name: str) -> None:
         now = time.monotonic()
@@ -69,6 +81,12 @@ class Counts:
             while self._recent[0] < now - 60.0:
                 self._recent.popleft()
             self._peak = max(self._peak, len(self._recent))
+            minute = int(now // 60)
+            self._minute = (minute, self._minute[1] + 1 if self._minute[0] == minute else 1)
+
+    def in_this_minute(self) -> int:
+        with self._lock:
+            return self._minute[1]
 
     def permission(self, name: str) -> None:
         with self._lock:
@@ -95,7 +113,6 @@ class Api:
     catalog: Catalog
     fleet: Fleet
     project: str
-    number: str
     counts: Counts = field(default_factory=Counts)
     root: str = ""
     """URL up to and with v1."""
@@ -104,10 +121,14 @@ class Api:
     is_disabled: bool = False
     list_lag: float = 0.0
     """How many emulated seconds after its birth a VM appears in lists."""
+    gone_lag: float = 0.0
+    """How many emulated seconds after its end it is still there."""
     quota_as_http: bool = False
     """Whether want of quota is told at once rather than by the operation."""
-    restrict_tokens: bool = False
+    needs_token: bool = False
     """Whether a call without a token is refused."""
+    most_per_minute: int | None = None
+    """Calls, after which the rest of the minute (a real one) is refused."""
 
     @property
     def url(self) -> str:
@@ -115,12 +136,17 @@ class Api:
 
     def admit(self, asked: Asked) -> None:
         """Refuses what no project answers."""
+        if self.needs_token and not asked.token:
+            raise no_token()
+        most = self.most_per_minute
+        if most is not None and self.counts.in_this_minute() > most:
+            raise by_word("rateLimitExceeded")
         project = asked.words.get("project", "")
         is_shared = project in self.catalog.images and asked.call.startswith("images.")
-        if project not in (self.project, self.number) and not is_shared:
+        if project not in (self.project, NUMBER) and not is_shared:
             raise not_found(f"projects/{project}")
         if self.is_disabled:
-            raise api_disabled(self.number)
+            raise api_disabled(NUMBER)
         zone, region = asked.words.get("zone"), asked.words.get("region")
         if zone is not None and zone not in self.catalog.zones:
             raise not_found(f"projects/{project}/zones/{zone}")
@@ -161,4 +187,3 @@ class Api:
 
 
 Function = Callable[[Api, Asked], dict[str, Any]]
-__all__ = ["Api", "Asked", "Counted", "Counts", "Function", "Refused"]

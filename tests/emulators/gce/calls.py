@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from tests.emulators.gce.api import Api, Asked
+from tests.emulators.gce.api import NUMBER, Api, Asked
 from tests.emulators.gce.catalog import MUCH, SHAPES
 from tests.emulators.gce.checks import check_labels, check_metadata
 from tests.emulators.gce.errors import Refused, not_found
 from tests.emulators.gce.filters import page
 from tests.emulators.gce.guest import output_of
 from tests.emulators.gce.operations import Failure, Operation
-from tests.emulators.gce.vm import RUNNING, TERMINATED, Vm
+from tests.emulators.gce.vm import GONE, RUNNING, TERMINATED, Vm
 
 WAIT_SECONDS = 120.0
 METRICS = (
@@ -30,10 +30,13 @@ def _vm(api: Api, asked: Asked) -> Vm:
 
 def _listed(api: Api, zone: str | None) -> Iterable[dict[str, Any]]:
     """Yields what lists show, in order of names; a VM that is young may not be there yet."""
-    old = time.monotonic() - api.list_lag / api.agenda.speed
-    found = [vm for vm in api.fleet.vms.values() if zone in (None, vm.zone)]
+    now, speed = time.monotonic(), api.agenda.speed
+    born, gone = now - api.list_lag / speed, now - api.gone_lag / speed
+    found = [vm for vm in api.fleet.vms.values() if vm.born <= born]
+    if api.gone_lag:
+        found += [vm for vm in api.fleet.past.values() if vm.status == GONE and vm.gone > gone]
     for vm in sorted(found, key=lambda vm: (vm.zone, vm.name)):
-        if not api.list_lag or vm.born <= old:
+        if zone in (None, vm.zone):
             yield vm.resource(api.root)
 
 
@@ -77,18 +80,18 @@ def delete(api: Api, asked: Asked) -> dict[str, Any]:
         return api.told(before)
     vm = _vm(api, asked)
     operation = api.begin(asked, "delete", f"zones/{vm.zone}", vm.path, target_id=vm.id)
-    if operation.rule is not None and operation.rule.kind == "error":
-        return _failed(api, operation)
-    api.fleet.shut_down(vm, "DELETE", operation)
+    if not _fails(api, operation):
+        api.fleet.shut_down(vm, "DELETE", operation)
     return api.told(operation)
 
 
-def _failed(api: Api, operation: Operation) -> dict[str, Any]:
-    """Lets an operation end as its rule says, without any effect."""
+def _fails(api: Api, operation: Operation) -> bool:
+    """Says whether a rule wants an operation to fail; then it will, without any effect."""
     rule = operation.rule
-    assert rule is not None
+    if rule is None or rule.kind != "error":
+        return False
     api.agenda.after(1.0, api.operations.end, operation, Failure(rule.codes, rule.has_http))
-    return api.told(operation)
+    return True
 
 
 def stop(api: Api, asked: Asked) -> dict[str, Any]:
@@ -98,7 +101,7 @@ def stop(api: Api, asked: Asked) -> dict[str, Any]:
     operation = api.begin(asked, "stop", f"zones/{vm.zone}", vm.path, target_id=vm.id)
     if vm.status == TERMINATED:
         api.operations.end(operation)
-    else:
+    elif not _fails(api, operation):
         api.fleet.shut_down(vm, "STOP", operation)
     return api.told(operation)
 
@@ -112,7 +115,7 @@ def start(api: Api, asked: Asked) -> dict[str, Any]:
     operation = api.begin(asked, "start", f"zones/{vm.zone}", vm.path, target_id=vm.id)
     if vm.status == RUNNING:
         api.operations.end(operation)
-    else:
+    elif not _fails(api, operation):
         api.fleet.start(vm, operation)
     return api.told(operation)
 
@@ -126,6 +129,8 @@ def set_metadata(api: Api, asked: Asked) -> dict[str, Any]:
         why = "Supplied fingerprint does not match current metadata fingerprint."
         raise Refused(412, "conditionNotMet", why)
     operation = api.begin(asked, "setMetadata", f"zones/{vm.zone}", vm.path, target_id=vm.id)
+    if _fails(api, operation):
+        return api.told(operation)
     vm.items = {one["key"]: one.get("value", "") for one in items}
     vm.metadata_version += 1
     if vm.guest is not None:
@@ -143,6 +148,8 @@ def set_labels(api: Api, asked: Asked) -> dict[str, Any]:
         why = "Labels fingerprint either invalid or resource labels have changed"
         raise Refused(412, "conditionNotMet", why)
     operation = api.begin(asked, "setLabels", f"zones/{vm.zone}", vm.path, target_id=vm.id)
+    if _fails(api, operation):
+        return api.told(operation)
     vm.labels = dict(labels)
     api.agenda.after(0.5, api.operations.end, operation)
     return api.told(operation)
@@ -296,8 +303,8 @@ def list_zones(api: Api, asked: Asked) -> dict[str, Any]:
 
 
 def get_project(api: Api, _: Asked) -> dict[str, Any]:
-    told = {"kind": "compute#project", "id": api.number, "name": api.project}
-    account = f"{api.number}-compute@developer.gserviceaccount.com"
+    told = {"kind": "compute#project", "id": NUMBER, "name": api.project}
+    account = f"{NUMBER}-compute@developer.gserviceaccount.com"
     return told | {"defaultServiceAccount": account, "quotas": [], "selfLink": api.url}
 
 

@@ -167,6 +167,30 @@ def bulk_insert(api: Api, asked: Asked) -> dict[str, Any]:
     return api.told(place_many(api, asked, asked.words["zone"], f"zones/{asked.words['zone']}"))
 
 
+def bulk_insert_regional(api: Api, asked: Asked) -> dict[str, Any]:
+    """Places all in one zone of the region (ANY_SINGLE_ZONE): the first where they may be had."""
+    if before := api.again(asked):
+        return api.told(before)
+    region = asked.words["region"]
+    policy = asked.body.get("locationPolicy", {})
+    preferences = {
+        place.rpartition("/")[2]: one.get("preference")
+        for place, one in policy.get("locations", {}).items()
+    }
+    zones = [
+        zone
+        for zone in api.catalog.zones
+        if region_of(zone) == region and preferences.get(zone) != "DENY"
+    ]
+    if not zones:
+        why = "Every zone of the region is denied."
+        raise invalid("resource.locationPolicy", "", why)
+    machine = asked.body.get("instanceProperties", {}).get("machineType", "")
+    offered = [zone for zone in zones if machine in api.catalog.zones[zone]] or zones[:1]
+    stocked = [zone for zone in offered if not api.fleet.is_short(zone, machine)] or offered
+    return api.told(place_many(api, asked, stocked[0], f"regions/{region}"))
+
+
 def place_many(api: Api, asked: Asked, zone: str, scope: str) -> Operation:
     """Begins to create many in one zone; the operation is of the scope."""
     body = asked.body

@@ -18,16 +18,16 @@ from typing import Any
 
 from tests.emulators.gce import keeper
 from tests.emulators.gce.agenda import Agenda
-from tests.emulators.gce.api import Api, Counted
+from tests.emulators.gce.api import NUMBER, Api, Counted
 from tests.emulators.gce.catalog import Catalog
-from tests.emulators.gce.fleet import Fleet, Shortage
+from tests.emulators.gce.fleet import Fleet
 from tests.emulators.gce.guest import MARK, output_of
 from tests.emulators.gce.operations import Operations, Rule
 from tests.emulators.gce.server import ComputeServer
+from tests.emulators.gce.stock import Shortage
 from tests.emulators.gce.vm import Vm
 from tests.emulators.gcs.faults import Fault
 
-NUMBER = "123456789012"
 RESERVED_PORT = 47007
 """Of the first address of a loopback network: who listens there has the network."""
 DEEDS = (
@@ -36,6 +36,7 @@ DEEDS = (
     "host_error",
     "die_silently",
     "maintain",
+    "announce_maintenance",
     "stockout",
     "restock",
     "quota",
@@ -47,6 +48,10 @@ DEEDS = (
     "disable_api",
     "refuse_field",
     "lag_lists",
+    "limit_rate",
+    "add_image",
+    "add_subnetwork",
+    "add_template",
     "fail_metadata",
     "remove_machine",
     "state",
@@ -92,7 +97,7 @@ class GceEmulator:
             env=dict(env or {}),
             is_simulated=is_simulated,
         )
-        self.api = Api(self.agenda, self.operations, self.catalog, self.fleet, project, NUMBER)
+        self.api = Api(self.agenda, self.operations, self.catalog, self.fleet, project)
         self.server = ComputeServer(self.api, self, port=port)
         self.url = self.server.url
         self._open = contextlib.ExitStack()
@@ -223,6 +228,13 @@ class GceEmulator:
         with self.agenda.changed:
             self.fleet.maintain(self.vm(name))
 
+    def announce_maintenance(
+        self, name: str, *, seconds: float, can_reschedule: bool = False
+    ) -> None:
+        """Announces a maintenance so many seconds ahead; it comes."""
+        with self.agenda.changed:
+            self.fleet.announce(self.vm(name), seconds=seconds, can_reschedule=can_reschedule)
+
     def stockout(self, *, seconds: float = float("inf"), **rule: Any) -> Shortage:
         """Lets creations fail for want of machines; see Shortage for what a rule may say."""
         until = time.monotonic() + seconds / self.agenda.speed
@@ -295,7 +307,8 @@ class GceEmulator:
             self.fleet.lost_in_creation = 0
             self.api.denied.clear()
             self.api.refused_fields.clear()
-            self.api.is_disabled, self.api.list_lag = False, 0.0
+            self.api.is_disabled, self.api.most_per_minute = False, None
+            self.api.list_lag = self.api.gone_lag = 0.0
 
     def deny(self, permission: str) -> None:
         """Takes a permission away, such as compute.instances.create."""
@@ -315,10 +328,29 @@ class GceEmulator:
         with self.agenda.changed:
             self.api.refused_fields.add(name)
 
-    def lag_lists(self, seconds: float) -> None:
-        """Lets VMs appear in lists only so long after their birth."""
+    def lag_lists(self, seconds: float, *, gone_seconds: float = 0.0) -> None:
+        """Lets VMs appear in lists only so long after their birth, and stay after their end."""
         with self.agenda.changed:
-            self.api.list_lag = seconds
+            self.api.list_lag, self.api.gone_lag = seconds, gone_seconds
+
+    def limit_rate(self, calls_per_minute: int | None) -> None:
+        """Refuses calls beyond so many in a minute (a real one), until the next begins."""
+        with self.agenda.changed:
+            self.api.most_per_minute = calls_per_minute
+
+    def add_image(self, project: str, name: str, *, family: str) -> None:
+        with self.agenda.changed:
+            self.catalog.images.setdefault(project, {})[family] = name
+
+    def add_subnetwork(self, region: str, name: str) -> None:
+        with self.agenda.changed:
+            self.catalog.subnetworks.add((region, name))
+
+    def add_template(self, name: str, properties: dict[str, Any]) -> None:
+        """Adds an instance template; its properties are as JSON has them."""
+        told = {"kind": "compute#instanceTemplate", "name": name, "properties": properties}
+        with self.agenda.changed:
+            self.catalog.templates[name] = told
 
     def fail_metadata(self, name: str, kind: str, **rule: Any) -> None:
         """Lets a VM's metadata server go wrong ("503", "drop", "hang"); see MetadataServer.fail."""
@@ -338,7 +370,7 @@ class GceEmulator:
         if deed not in DEEDS:
             raise ValueError(f"{deed}: not one of {', '.join(DEEDS)}")
         told = getattr(self, deed)(**words)
-        return dataclasses.asdict(told) if isinstance(told, Rule | Shortage) else told
+        return dataclasses.asdict(told) if isinstance(told, Rule | Shortage | Fault) else told
 
     def state(self) -> dict[str, object]:
         counted = self.calls()

@@ -58,6 +58,14 @@ def no_permission(permission: str, what: str) -> Refused:
     return Refused(403, "forbidden", f"Required '{permission}' permission for '{what}'")
 
 
+def no_token() -> Refused:
+    why = (
+        "Request is missing required authentication credential. Expected OAuth 2 access token, "
+        "login cookie or other valid authentication credential."
+    )
+    return Refused(401, "required", why)
+
+
 def unknown_field(name: str, where: str) -> Refused:
     why = f"Invalid JSON payload received. Unknown name \"{name}\" at '{where}': Cannot find field."
     return Refused(400, "badRequest", why)

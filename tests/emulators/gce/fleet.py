@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.emulators.gce.checks import model_of, seconds_of
 from tests.emulators.gce.errors import not_found
 from tests.emulators.gce.guest import Guest
 from tests.emulators.gce.operations import Failure, Operation, Operations
+from tests.emulators.gce.stock import Delays, Shortage
 from tests.emulators.gce.vm import (
     GONE,
     PROVISIONING,
@@ -34,54 +34,6 @@ from tests.emulators.metadata import PREEMPTED
 POLL_SECONDS = 0.05
 """Real ones, however fast the world goes: how often one looks whether processes have ended."""
 Settled = Callable[[Vm, Failure | None], None]
-
-
-@dataclass
-class Delays:
-    """How long things take, in the emulated world."""
-
-    provision: float = 2.0
-    stage: float = 3.0
-    off: float = 2.0
-    """From the end of the last process to the end of the operation."""
-    spot_off: float = 30.0
-    """How long a Spot VM is given after SIGTERM."""
-    standard_off: float = 90.0
-    warning: float = 60.0
-    """Between the early warning of a maintenance and its beginning."""
-
-
-@dataclass
-class Shortage:
-    """Where VMs can't be had."""
-
-    zone: str = ".*"
-    machine: str = ".*"
-    model: str = ".*"
-    places: int | None = None
-    """How many VMs there may be; None: no new one, however many there are."""
-    codes: tuple[str, ...] = ("ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS",)
-    has_http: bool = True
-    times: int | None = None
-    """For how many requests; None: until it is taken away."""
-    until: float = float("inf")
-    """Monotonic."""
-    asked_by: set[str] = field(default_factory=set)
-
-    def matches(self, vm: Vm) -> bool:
-        pairs = ((self.zone, vm.zone), (self.machine, vm.shape.name), (self.model, vm.model))
-        return all(re.fullmatch(rule, word) for rule, word in pairs)
-
-    def takes(self, vm: Vm, there: int, group: str) -> bool:
-        if not self.matches(vm) or time.monotonic() > self.until:
-            return False
-        if self.places is not None and there < self.places:
-            return False
-        if self.times is not None and group not in self.asked_by:
-            if len(self.asked_by) >= self.times:
-                return False
-            self.asked_by.add(group)
-        return True
 
 
 class Fleet:
@@ -125,6 +77,15 @@ class Fleet:
                 for metric, number in vm.usage().items():
                     used[metric] = used.get(metric, 0.0) + number
         return used
+
+    def is_short(self, zone: str, machine: str) -> bool:
+        """Says whether no VM of a machine type can be had in a zone, whatever its model."""
+        return any(
+            one.places is None
+            and re.fullmatch(one.zone, zone)
+            and re.fullmatch(one.machine, machine)
+            for one in self.shortages
+        )
 
     def create(
         self,
@@ -305,6 +266,8 @@ class Fleet:
 
     def preempt(self, vm: Vm, *, notice: bool, seconds: float | None) -> None:
         """Takes a VM away; without notice its processes die at once."""
+        if vm.status in (TERMINATED, STOPPING):
+            raise ValueError(f"{vm.name}: {vm.status} already")
         if vm.status in (PROVISIONING, STAGING):
             vm.is_preempted, notice = True, False
         if not notice:
@@ -321,6 +284,27 @@ class Fleet:
             self.shut_down(vm, vm.action, event)
         else:
             self.operations.end(event)
+
+    def announce(self, vm: Vm, *, seconds: float, can_reschedule: bool) -> None:
+        """Announces a maintenance, to the VM and in its resource, and does it in its time."""
+        begins = datetime.now(UTC) + timedelta(seconds=seconds / self.agenda.speed)
+        stamps = {
+            "windowStartTime": begins.isoformat(),
+            "latestWindowStartTime": begins.isoformat(),
+            "windowEndTime": (begins + timedelta(hours=4)).isoformat(),
+        }
+        words = {"canReschedule": can_reschedule, "maintenanceStatus": "PENDING"}
+        vm.upcoming = {"type": "SCHEDULED", **words, **stamps}
+        if vm.guest is not None:
+            vm.guest.metadata.announce(
+                seconds=seconds / self.agenda.speed, can_reschedule=str(can_reschedule).lower()
+            )
+        self.agenda.after(max(0.0, seconds - self.delays.warning), self._warn, vm, vm.life)
+
+    def _warn(self, vm: Vm, life: int) -> None:
+        if vm.life == life:
+            vm.upcoming = {}
+            self.maintain(vm)
 
     def maintain(self, vm: Vm) -> None:
         """What a simulated maintenance does: it takes a Spot VM, and stops one with GPUs."""

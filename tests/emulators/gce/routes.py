@@ -45,6 +45,13 @@ ROUTES = [
     for words in [
         ("POST", _INSTANCES, "instances.insert", creation.insert, ""),
         ("POST", f"{_INSTANCES}/bulkInsert", "instances.bulkInsert", creation.bulk_insert, ""),
+        (
+            "POST",
+            f"{_REGIONAL}/instances/bulkInsert",
+            "regionInstances.bulkInsert",
+            creation.bulk_insert_regional,
+            "",
+        ),
         ("GET", _INSTANCES, "instances.list", calls.list_instances, "instances.list"),
         ("GET", _ONE, "instances.get", calls.get_instance, "instances.get"),
         ("DELETE", _ONE, "instances.delete", calls.delete, "instances.delete"),

@@ -67,7 +67,9 @@ class ComputeServer:
     def stall(self, seconds: float) -> None:
         self._closed.wait(seconds)
 
-    def answer(self, method: str, path: str, query: dict[str, str], body: bytes) -> _Answer:
+    def answer(
+        self, method: str, path: str, query: dict[str, str], body: bytes, token: str
+    ) -> _Answer:
         found = routes.find(method, unquote(path))
         if found is None:
             return _refused(Refused(501, "notImplemented", f"{method} {path}: not emulated"))
@@ -80,7 +82,7 @@ class ComputeServer:
         if act is not None and is_lost and act.when != AFTER:
             return _lost(act)
         try:
-            asked = Asked(route.call, words, query, json.loads(body) if body else {})
+            asked = Asked(route.call, words, query, json.loads(body) if body else {}, token)
             with self.api.agenda.changed:
                 self.api.admit(asked)
                 if route.permission:
@@ -140,7 +142,8 @@ class _Request(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if parts.path.startswith(CONTROL):
             return self.send(self.emulator.control(self.command, parts.path, body))
-        return self.send(self.emulator.answer(self.command, parts.path, query, body))
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        return self.send(self.emulator.answer(self.command, parts.path, query, body, token))
 
     do_POST = do_PUT = do_DELETE = do_PATCH = do_GET
 

@@ -17,6 +17,7 @@ from tests.emulators.gce.operations import stamp
 
 RUNNING, TERMINATED, STOPPING = "RUNNING", "TERMINATED", "STOPPING"
 PROVISIONING, STAGING = "PROVISIONING", "STAGING"
+VM_TOKEN = "emulator-token"
 GONE = "GONE"
 """Ours: it is no more."""
 
@@ -47,6 +48,7 @@ class Vm:
     """In the middle of its creation."""
     created: str = field(default_factory=stamp)
     born: float = field(default_factory=time.monotonic)
+    gone: float = 0.0
     started: str = ""
     stopped: str = ""
     upcoming: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +83,8 @@ class Vm:
             self.started = stamp()
         if status == TERMINATED:
             self.stopped = stamp()
+        if status == GONE:
+            self.gone = time.monotonic()
         return self.life
 
     def usage(self) -> dict[str, float]:
@@ -112,7 +116,7 @@ class Vm:
             "name": self.name,
             "zone": here,
             "machineType": f"{here}/machineTypes/{self.shape.name}",
-            "status": self.status,
+            "status": STOPPING if self.status == GONE else self.status,
             "creationTimestamp": self.created,
             "labels": self.labels,
             "labelFingerprint": self.label_fingerprint(),
@@ -173,7 +177,7 @@ class Vm:
             "project/numeric-project-id": number,
         }
         for account in self.wanted.get("serviceAccounts", []):
-            token = {"access_token": "emulator-token", "expires_in": 3599, "token_type": "Bearer"}
+            token = {"access_token": VM_TOKEN, "expires_in": 3599, "token_type": "Bearer"}
             for alias in ("default", account.get("email", "default")):
                 at = f"instance/service-accounts/{alias}"
                 words[f"{at}/email"] = account.get("email", "default")
