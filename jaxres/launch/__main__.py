@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from jaxres import bucket, screen
 from jaxres import config as configs
 from jaxres.faults import Exit, UsageError
-from jaxres.launch import gce, local
+from jaxres.launch import agent, gce, local
 from jaxres.supervise import opening
 from jaxres.supervise.opening import leave
 
@@ -30,6 +30,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launch(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["agent"]:  # Startup scripts of VMs say so; no person does.
+        return agent.main(arguments[1:], env=os.environ)
     if arguments[:1] == ["gce"]:
         return gce.main(arguments[1:], env=os.environ)
     if arguments[:1] != ["local"]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxres import bucket, screen
+from jaxres import bucket
 from jaxres import config as configs
 from jaxres.arguments import Parser
 from jaxres.clock import Clock, SystemClock
@@ -269,20 +269,13 @@ def _tail(path: Path, size: int) -> bytes:
 
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Runs the agent of this machine."""
-    parser = Parser(prog="python -m jaxres.launch.agent")
+    parser = Parser(prog="python -m jaxres.launch agent")
     parser.add_argument("--run", type=place, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args(arguments)
     if not isinstance(options.run, BucketPath):
         raise UsageError(f"--run {options.run}: expected gs://BUCKET/FOLDER")
-    env = {**env, **bucket.environment(env)}
     places = Places(options.run)
     Agent(places, name=options.name, folder=options.folder, clock=SystemClock()).run(env)
     return Exit.DONE
-
-
-if __name__ == "__main__":
-    screen.never_fail()
-    os.environ.update(bucket.environment(os.environ))
-    sys.exit(main(sys.argv[1:], env=os.environ))

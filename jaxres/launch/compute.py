@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 15.0
 T = TypeVar("T")
 RUN_LABEL = "jaxres-run"
+UNREACHABLE = "UNREACHABLE"
 PREEMPTED = "compute.instances.preempted"
 CAUSES = {
     PREEMPTED: "it was preempted",
@@ -70,13 +71,17 @@ class Compute:
         request = compute.AggregatedListInstancesRequest(
             project=self.project,
             filter=f"labels.{RUN_LABEL}={run}",
-            return_partial_success=False,
         )
         client = self.client("InstancesClient")
 
         def ask() -> dict[str, Observed]:
             pages = client.aggregated_list(request=request, retry=None, timeout=TIMEOUT_SECONDS)
-            return {vm.name: _observed(vm) for _, scoped in pages for vm in scoped.instances}
+            found = {}
+            for zone, scoped in pages:
+                if scoped.warning.code == UNREACHABLE:  # What is there may still be there.
+                    raise ServiceSilent(f"{zone}: {scoped.warning.message}")
+                found |= {vm.name: _observed(vm) for vm in scoped.instances}
+            return found
 
         return self.answer(ask)
 

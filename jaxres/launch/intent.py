@@ -114,6 +114,8 @@ class Intent:
     port: int = 0
     step_before: int = 0
     """Newest committed step when the attempt began."""
+    seq_before: int = 0
+    """Number of the newest record in the run's log at that time."""
     not_before: float = 0.0
     """Earliest start of the next attempt, in seconds since the epoch."""
     history: tuple[Past, ...] = ()

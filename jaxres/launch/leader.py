@@ -22,7 +22,7 @@ from jaxres.launch.lease import Lease
 from jaxres.launch.machine import Machine
 from jaxres.launch.places import Places
 from jaxres.launch.report import Report
-from jaxres.launch.sight import Observed, Refused, Seen, Sight
+from jaxres.launch.sight import Log, Observed, Refused, Seen, Sight
 from jaxres.rundir import RunDir
 
 CYCLE_SECONDS = 1.0
@@ -48,8 +48,8 @@ class Leader:
     tell: Callable[[str], None]
     """Tells a person."""
     _sight: Sight = field(default_factory=Sight)
-    _steps: list[runlog.Record] = field(default_factory=list)
-    _step: int = 0
+    _records: list[runlog.Record] = field(default_factory=list)
+    _log: Log = field(default_factory=Log)
     _operations: dict[str, str | Refused] = field(default_factory=dict)
     """By request: the operation that it has started, or how it was refused."""
     _vms: dict[str, Observed] | None = None
@@ -125,8 +125,8 @@ class Leader:
         )
         since = now - self._looked_at
         self._looked_at = now
-        step, number = self._step, intent.attempt
-        self._sight.progressed(step, number, is_on=is_on, any_ended=any_ended, since=since)
+        number = intent.attempt
+        self._sight.progressed(self._log, number, is_on=is_on, any_ended=any_ended, since=since)
         wanted = set(intent.names) | {vm.name for vm in intent.doomed}
         creation, not_found = None, frozenset[str]()
         try:
@@ -151,10 +151,14 @@ class Leader:
 
     def _read_log(self) -> None:
         folder = RunDir(self.places.run).log
-        more = runlog.read_after(folder, len(self._steps))
-        if more:
-            self._steps += more
-            self._step = runlog.fold(self._steps).step
+        if more := runlog.read_after(folder, len(self._records)):
+            self._records += more
+            stop, seq = self._log.stop, self._log.stop_seq
+            for record in more:
+                if isinstance(record.body, runlog.Stop):
+                    stop, seq = record.body, record.seq
+            step = runlog.fold(self._records).step
+            self._log = Log(step, len(self._records), stop, seq)
 
     def _creation(self, intent: Intent) -> Refused | bool | None:
         """Returns what has become of the creation that is on."""

@@ -168,7 +168,8 @@ def _start(intent: Intent, seen: Seen, gce: GceSection) -> Next:
         attempt=number,
         members=tuple(Member(vm.name, vms[vm.name].ip) for vm in intent.vms),
         port=gce.port + number % 1000,
-        step_before=seen.step,
+        step_before=seen.log.step,
+        seq_before=seen.log.seq,
         refill_since=None,
     )
     return Next(new, (f"attempt {number} on {', '.join(m.name for m in new.members)}",))

@@ -46,11 +46,12 @@ def lines(config: RunConfig, run: BucketPath) -> list[str]:
             f"  {number}. {rung.kind:<11} {site.zone:<16} {rung.machine_type}{has}; {costs}"
         )
     first = next(sites(gce.ladder))
-    vm = Vm(names[0], first.zone, first.rung, 0.0)
+    name = f"{places.label}-{0:04d}"
+    vm = Vm(name, first.zone, first.rung, 0.0)
     machine = machine_of(places, config, fresh(places.label, DIGEST, DIGEST, now=0, after=None), vm)
     found += ["the first request (its startup script is left out here):"]
     body = machine.bulk(names) if gce.ladder[first.rung].kind != "flex_start" else None
-    found += _told(body or machine.instance(names[0], first.zone), indent=1)
+    found += _told(body or machine.instance(name, first.zone), indent=1)
     found += [f"a VM deletes itself after {gce.max_run_hours:g} hours, whatever happens"]
     limits = config.launch
     if limits.max_hours is None and limits.max_dollars is None:

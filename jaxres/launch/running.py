@@ -69,16 +69,25 @@ def _past(
     code = Exit.PEER_LOST if name is None else codes[name]
     if lost and code not in (*ROOT_FIRST, Exit.FENCED):
         gone, why = next(iter(lost.items()))
-        return Past(intent.attempt, Exit.PREEMPTED, f"{gone}: {why}", intent.step_before, seen.step)
+        return Past(
+            intent.attempt, Exit.PREEMPTED, f"{gone}: {why}", intent.step_before, seen.log.step
+        )
     assert name is not None, lost
     reason = f"{name}: {ended[name].reason}" if len(intent.members) > 1 else ended[name].reason
-    if code == Exit.DONE and seen.step < config.train.steps:
-        code, reason = Exit.BUG, f"{reason}; it ended as done, and step {seen.step} is the newest"
+    stop = seen.log.stop
+    if stop is not None and stop.exit == code and seen.log.stop_seq > intent.seq_before:
+        reason = stop.reason  # The doors' own verdict, which names the host.
+    if code == Exit.DONE and seen.log.step < config.train.steps:
+        code, reason = (
+            Exit.BUG,
+            f"{reason}; it ended as done, and step {seen.log.step} is the newest",
+        )
     if code == Exit.FENCED and intent.doomed:
         # A VM on its way out may still have owned the run.
         code, reason = Exit.PEER_LOST, f"{reason} (a lost VM has gone on for a while)"
-    culprit = name if [*codes.values()].count(codes[name]) == 1 else None
-    return Past(intent.attempt, code, reason, intent.step_before, seen.step, culprit)
+    is_one_of_many = len(intent.members) > 1 and [*codes.values()].count(codes[name]) == 1
+    culprit = name if is_one_of_many else None
+    return Past(intent.attempt, code, reason, intent.step_before, seen.log.step, culprit)
 
 
 def _rank(code: int) -> int:
@@ -99,7 +108,7 @@ def _unless_stalled(intent: Intent, seen: Seen, gce: GceSection) -> Next:
         reason = f"no new committed step for {stall:g} minutes (launch.gce.stall_minutes)"
     else:
         return Next(intent)
-    past = Past(intent.attempt, Exit.HUNG, reason, intent.step_before, seen.step)
+    past = Past(intent.attempt, Exit.HUNG, reason, intent.step_before, seen.log.step)
     again = replace(intent.with_past(past), phase="placing", members=(), why=reason)
     return Next(again, (reason,))
 
@@ -111,11 +120,14 @@ def _after(intent: Intent, past: Past, seen: Seen, config: RunConfig) -> Next:
     intent = replace(intent.with_past(past), phase="placing", members=(), why=past.reason)
     told = f"attempt {past.attempt} ended ({past.code}): {past.reason}"
     if intent.end is not None and past.code != Exit.DONE:
-        reason = f"{intent.end.reason}; newest committed step {seen.step}"
+        reason = f"{intent.end.reason}; newest committed step {seen.log.step}"
         return Next(replace(intent, end=replace(intent.end, reason=reason)), (told,))
     decision = _restart(intent.history, config, seed=intent.attempt)
     if not isinstance(decision, Again):
-        return Next(replace(intent, end=End(decision.exit, decision.reason, seen.now)), (told,))
+        reason = decision.reason
+        if decision.exit == Exit.DONE:
+            reason = f"the last step, {seen.log.step}, is committed"
+        return Next(replace(intent, end=End(decision.exit, reason, seen.now)), (told,))
     intent = replace(intent, not_before=seen.now + decision.after_seconds)
     out = losses(intent.vms, seen, gce, notices=True)
     if (culprit := _to_replace(intent.history)) in intent.names:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from jaxres.launch.ladder import Trouble
 from jaxres.launch.report import Report
+from jaxres.runlog import Stop
 
 MOST_SECONDS = 5.0
 """That one look adds to a silence: whoever has slept in between has not listened."""
@@ -37,6 +38,20 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Log:
+    """What the run's log says."""
+
+    step: int = 0
+    """Newest committed step."""
+    seq: int = 0
+    """Number of the newest record."""
+    stop: Stop | None = None
+    """How the newest attempt that left a word has ended."""
+    stop_seq: int = 0
+    """Number of that record."""
+
+
+@dataclass(frozen=True)
 class Seen:
     """All that a decision goes by, besides what is intended."""
 
@@ -54,8 +69,7 @@ class Seen:
     creation: Refused | bool | None
     """What has become of the creation that is on: True: done, False: it is on its way, None: this
     process has not asked."""
-    step: int
-    """Newest committed step."""
+    log: Log
     still_seconds: float
     """For how long no step was committed while an attempt was on, though the bucket answers."""
     ended_seconds: float | None
@@ -75,7 +89,7 @@ class Sight:
     _bucket_at: float | None = None
     """When the bucket answered last, if it did at the last look."""
     _service_at: float | None = None
-    _step: int = -1
+    _log: Log = Log()
     _still: float = 0.0
     _attempt: int = 0
     _ended: float | None = None
@@ -111,14 +125,14 @@ class Sight:
         self._absent = {name: self._absent.get(name, -since) + since for name in gone}
 
     def progressed(
-        self, step: int, attempt: int, *, is_on: bool, any_ended: bool, since: float
+        self, log: Log, attempt: int, *, is_on: bool, any_ended: bool, since: float
     ) -> None:
-        """Takes in the newest committed step, and whether a part of the attempt has ended.
+        """Takes in what the log says, and whether a part of the attempt has ended.
 
         `since` seconds after the last look.
         """
         since = min(MOST_SECONDS, since)
-        if step != self._step or attempt != self._attempt or not is_on:
+        if log.step != self._log.step or attempt != self._attempt or not is_on:
             self._still = 0.0
         else:
             self._still += since
@@ -126,7 +140,7 @@ class Sight:
             self._ended = None
         else:
             self._ended = 0.0 if self._ended is None else self._ended + since
-        self._step, self._attempt = step, attempt
+        self._log, self._attempt = log, attempt
 
     def seen(
         self,
@@ -146,7 +160,7 @@ class Sight:
             reports={name: report for name, (_, report, _) in self._heard.items()},
             silent={name: still for name, (_, _, still) in self._heard.items()},
             creation=creation,
-            step=max(0, self._step),
+            log=self._log,
             still_seconds=self._still,
             ended_seconds=self._ended,
             stop_asked=stop_asked,

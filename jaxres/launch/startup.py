@@ -59,7 +59,7 @@ cd "$base/package/@WORK@"
 export PYTHONPATH="$base/package/@CODE@:$base/package/@WORK@"
 export PYTHONUNBUFFERED=1
 @EXPORTS@
-exec @COMMAND@ -m jaxres.launch.agent --run $run --name $name --folder "$base"
+exec @COMMAND@ -m jaxres.launch agent --run $run --name $name --folder "$base"
 AGENT
 chmod +x "$base/agent"
 @PREPARE@
