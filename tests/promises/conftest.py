@@ -97,7 +97,7 @@ def cloud(tmp_path: Path, caches: Path, gcs_server: GcsServer, gcs_bucket: str) 
     env = {"PYTHONUNBUFFERED": "1", **gcs_server.env}
     with GceEmulator(speed=10, env=env) as gce:
         run = BucketPath(gcs_bucket, "run")
-        cloud = Cloud(gce, run, tmp_path, caches, {**gcs_server.env, **gce.env})
+        cloud = Cloud(gce, gcs_server, run, tmp_path, caches, {**gcs_server.env, **gce.env})
         try:
             yield cloud
         finally:
