@@ -101,10 +101,10 @@ class _Parser:
     def _compared(self, name: str) -> Test:
         sign, word = self._take()
         sign = sign or _WORDS.get(word, "")
-        value = _plain(self._take()[1])
-        if sign in ("", "(", ")"):
+        is_sign, word = self._take()
+        if sign in ("", "(", ")") or is_sign:
             raise self._wrong()
-        return lambda one: _holds(_field(one, name), sign, value)
+        return lambda one: _holds(_field(one, name), sign, _plain(word))
 
 
 def _plain(word: str) -> str:

@@ -80,12 +80,7 @@ class Fleet:
 
     def is_short(self, zone: str, machine: str) -> bool:
         """Says whether no VM of a machine type can be had in a zone, whatever its model."""
-        return any(
-            one.places is None
-            and re.fullmatch(one.zone, zone)
-            and re.fullmatch(one.machine, machine)
-            for one in self.shortages
-        )
+        return any(one.takes_all(zone, machine) for one in self.shortages)
 
     def create(
         self,
