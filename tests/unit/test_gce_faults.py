@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from datetime import datetime
 
 import pytest
 import requests
@@ -30,6 +31,10 @@ def gce() -> Iterator[GceEmulator]:
 def clients(gce: GceEmulator) -> Iterator[Clients]:
     with Clients(gce) as clients:
         yield clients
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
 
 
 def codes(operation: compute.Operation) -> list[str]:
@@ -107,10 +112,11 @@ def test_a_burst_hits_so_many_calls_of_a_kind(
 def test_a_burst_ends_with_its_time_and_a_rate_with_the_minute(
     gce: GceEmulator, clients: Clients
 ) -> None:
-    gce.fail("500", times=None, seconds=40)  # 0.2 s
+    fault = gce.fail("500", times=None, seconds=400)  # 2 s
     with pytest.raises(exceptions.InternalServerError):
         clients.names()
-    time.sleep(0.2)
+    assert fault.until is not None
+    time.sleep(max(0.0, fault.until - time.monotonic()))
     assert clients.names() == []
     gce.limit_rate(2)
     with pytest.raises(exceptions.Forbidden) as caught:
@@ -151,10 +157,11 @@ def test_operations_fail_hang_and_are_slow(gce: GceEmulator, clients: Clients) -
     assert gce.vms() == {"one": "RUNNING"}
     hanging, slow = clients.insert("hangs"), clients.insert("slow")
     gce.wait_for(lambda: set(gce.vms().values()) == {"RUNNING"})
-    begun = time.monotonic()
-    assert clients.wait(slow).status != Status.DONE  # Waiting has its own end: 120 s, here 0.6.
-    assert clients.wait(slow).status == Status.DONE
-    assert time.monotonic() - begun > 0.5
+    while (slow := clients.wait(slow)).status != Status.DONE:
+        pass
+    late = _time(slow.end_time) - _time(clients.get("slow").last_start_timestamp)
+    assert late.total_seconds() >= 1.0
+    # Waiting has an end of its own: 120 s, here 0.6.
     assert clients.wait(hanging).status == Status.RUNNING
 
 
@@ -168,15 +175,18 @@ def test_a_bulk_whose_operation_fails_leaves_nothing(gce: GceEmulator, clients: 
 
 
 def test_lists_may_be_late_both_ways(gce: GceEmulator, clients: Clients) -> None:
-    gce.lag_lists(100, gone_seconds=100)  # 0.5 s
+    gce.lag_lists(1e6, gone_seconds=1e6)
     clients.wait(clients.insert("one"))
     assert gce.vms() == {"one": "RUNNING"}
     assert clients.names() == []
     assert clients.get("one").status == "RUNNING"
+    gce.lag_lists(40, gone_seconds=1e6)  # 0.2 s
     gce.wait_for(lambda: clients.names() == ["one"])
+    assert time.monotonic() - gce.vm("one").born >= 0.2
     clients.wait(clients.delete("one"))
     assert gce.vms() == {}
     assert clients.names() == ["one"]
+    gce.lag_lists(0, gone_seconds=40)
     gce.wait_for(lambda: clients.names() == [])
 
 

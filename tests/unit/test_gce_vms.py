@@ -94,14 +94,14 @@ def test_vms_have_addresses_of_their_own_and_meet_there(gce: GceEmulator, client
         "at = 'http://' + os.environ['GCE_METADATA_HOST'] + '/computeMetadata/v1/instance/'\n"
         "ask = lambda key: u.urlopen(u.Request(at + key, headers={'Metadata-Flavor': 'Google'}))\n"
         "ip = ask('network-interfaces/0/ip').read().decode()\n"
-        "server = socket.create_server((ip, 7077))\n"
+        "server = socket.create_server((ip, 47077))\n"
         "print('listens', flush=True)\n"
         "print('met', server.accept()[0].recv(99).decode(), flush=True)\n"
     )
     clients.wait(clients.bulk("left", "right", script=f"#!{sys.executable}\n{listener}"))
     for name in ("left", "right"):  # The same port on both.
         gce.wait_for(lambda name=name: "listens" in gce.output(name))
-    script = f"exec 3<>/dev/tcp/{gce.vm('left').ip}/7077; echo -n third >&3\n"
+    script = f"exec 3<>/dev/tcp/{gce.vm('left').ip}/47077; echo -n third >&3\n"
     clients.wait(clients.insert("third", script=script))
     gce.wait_for(lambda: "met third" in gce.output("left"))
     assert len({gce.vm(name).ip for name in ("left", "right", "third")}) == 3
@@ -167,7 +167,7 @@ def test_after_a_host_error_it_may_show_as_running_for_long(
 ) -> None:
     clients.wait(clients.bulk("one", "two", script=DAEMON))
     gce.wait_for(lambda: len(gce.pids()) == 2)
-    gce.host_error("one", shows_running_seconds=30)
+    gce.host_error("one", shows_running_seconds=60)
     gce.die_silently("two")
     assert gce.pids() == []
     assert gce.vms() == {"one": "RUNNING", "two": "RUNNING"}
@@ -181,6 +181,7 @@ def test_one_that_google_may_restart_comes_back_after_a_host_error(
 ) -> None:
     on_demand = compute.Scheduling(provisioning_model="STANDARD", on_host_maintenance="TERMINATE")
     clients.wait(clients.insert("one", script="echo boot\n", scheduling=on_demand))
+    gce.wait_for(lambda: gce.output("one") == "boot\n")
     gce.host_error("one")
     gce.wait_for(lambda: gce.output("one") == "boot\nboot\n")
     assert clients.get("one").status == "RUNNING"
@@ -190,9 +191,9 @@ def test_the_end_of_its_run_time_deletes_it_though_nobody_asks(
     gce: GceEmulator, clients: Clients
 ) -> None:
     ends = spot(max_run_duration=compute.Duration(seconds=60))
-    clients.wait(clients.insert("one", script=DAEMON, scheduling=ends))
-    gce.wait_for(lambda: len(gce.pids("one")) == 1)
+    clients.wait(clients.insert("one", script=f"{DAEMON}echo up\n", scheduling=ends))
     gce.wait_for(lambda: gce.vms() == {})
+    assert gce.output("one") == "up\n"
     assert gce.pids() == []
 
 
@@ -253,10 +254,11 @@ def test_maintenance_is_announced_then_warned_of_then_comes(
     on_demand = compute.Scheduling(
         provisioning_model="STANDARD", on_host_maintenance="TERMINATE", automatic_restart=True
     )
+    gce.delays.warning = gce.delays.standard_off = 6.0
     clients.wait(clients.insert("one", script="echo boot\n" + DAEMON, scheduling=on_demand))
     quiet = asked(gce, "one", EVENT)
     assert quiet.text == "NONE"
-    gce.announce_maintenance("one", seconds=90)
+    gce.announce_maintenance("one", seconds=120)
     assert json.loads(asked(gce, "one", UPCOMING).text)["maintenance_status"] == "PENDING"
     assert clients.get("one").resource_status.upcoming_maintenance.maintenance_status == "PENDING"
     warned = asked(gce, "one", EVENT, after=str(quiet.etag))

@@ -97,6 +97,8 @@ class GceEmulator:
             env=dict(env or {}),
             is_simulated=is_simulated,
         )
+        self.delays = self.fleet.delays
+        """To be changed at will."""
         self.api = Api(self.agenda, self.operations, self.catalog, self.fleet, project)
         self.server = ComputeServer(self.api, self, port=port)
         self.url = self.server.url
