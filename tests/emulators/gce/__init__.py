@@ -10,12 +10,13 @@ By hand: `python -m tests.emulators.gce` prints the environment to set. The stat
         gce.wait_for(lambda: gce.vms() == {})
 
 Each VM is a process tree in a session of its own, with a home, an address of its own in 127.0.0.0/8
-(its internal IP) and a metadata server there. What it has started is found and ended with it, daemons
-too, by a mark in its environment; a process that is begun with an empty environment is not found.
+(its internal IP) and a metadata server there. What it has started is found and ended with it,
+daemons too, by a mark in its environment; a process that is begun with an empty environment is not
+found.
 
 What it does not have, against the real one:
-- SSH, disks, networks, firewalls, several NICs, boot of an image: a VM is this machine, with `root` or
-  whoever starts the emulator as its user. Two VMs can't tell each other's files or ports of 0.0.0.0.
+- SSH, disks, networks, firewalls, several NICs, boot of an image: VMs are this machine, run as
+  whoever starts the emulator, and share its files and the ports of 0.0.0.0.
 - The order of systemd at shutdown: all processes get SIGTERM at once, and the shutdown script runs
   beside them; the VM is off as soon as the last one has ended.
 - Managed instance groups, resize requests, reservations (only that one is named), the queue of
@@ -24,11 +25,12 @@ What it does not have, against the real one:
 - Filters of lists: no functions, and a * only at the end of a word.
 
 What is not known of the real one, and may be otherwise there: the words of refusals where a comment
-says so; whether want of quota is told at once or by the operation (both can be had); whether a VM that
-finds no place is shown meanwhile (here it is, as PROVISIONING); the codes when a Spot VM is preempted
-while it is created; whether `preempted` changes before the power button where no notice was asked for
-(here: before); what becomes of a Spot VM with DELETE after a host error (here it is TERMINATED and
-keeps its name); how long requests of the same id are known (here: for ever); all durations.
+says so; whether want of quota is told at once or by the operation (both can be had); whether a VM
+that finds no place is shown meanwhile (here it is, as PROVISIONING); the codes when a Spot VM is
+preempted while it is created; whether `preempted` changes before the power button where no notice
+was asked for (here: before); what becomes of a Spot VM with DELETE after a host error (here it is
+TERMINATED and keeps its name); how long requests of the same id are known (here: for ever); all
+durations.
 """
 
 from tests.emulators.gce.emulator import GceEmulator
