@@ -289,7 +289,7 @@ def test_when_the_emulator_is_killed_its_vms_die_with_it(number: int) -> None:
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(6)]
+        lines = [process.stdout.readline() for _ in range(7)]
         url = lines[0].strip().partition("=")[2]
         folder = Path(lines[2].strip().rpartition(" ")[2])
         with Clients(_At(url)) as clients:
