@@ -174,6 +174,19 @@ def test_a_bulk_whose_operation_fails_leaves_nothing(gce: GceEmulator, clients: 
     assert gce.vms() == {}
 
 
+def test_a_name_that_is_taken_may_be_told_by_the_operation(
+    gce: GceEmulator, clients: Clients
+) -> None:
+    gce.api.conflict_by_operation = True
+    clients.wait(clients.insert("a"))
+    first = gce.vm("a").id
+    told = clients.wait(clients.bulk("a", "b"))
+    assert codes(told) == ["VM_MIN_COUNT_NOT_REACHED", "RESOURCE_ALREADY_EXISTS"]
+    assert gce.vms() == {"a": "RUNNING"}
+    assert gce.vm("a").id == first
+    assert [vm.name for vm in gce.vms_so_far()] == ["a", "b"]
+
+
 def test_lists_may_be_late_both_ways(gce: GceEmulator, clients: Clients) -> None:
     gce.lag_lists(1e6, gone_seconds=1e6)
     clients.wait(clients.insert("one"))

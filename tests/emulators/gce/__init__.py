@@ -25,12 +25,13 @@ What it does not have, against the real one:
 - Filters of lists: no functions, and a * only at the end of a word.
 
 What is not known of the real one, and may be otherwise there: the words of refusals where a comment
-says so; whether want of quota is told at once or by the operation (both can be had); whether a VM
-that finds no place is shown meanwhile (here it is, as PROVISIONING); the codes when a Spot VM is
-preempted while it is created; whether `preempted` changes before the power button where no notice
-was asked for (here: before); what becomes of a Spot VM with DELETE after a host error (here it is
-TERMINATED and keeps its name); how long requests of the same id are known (here: for ever); all
-durations.
+says so; whether want of quota or a name that is taken (bulkInsert) is told at once or by the
+operation (both can be had); whether bulkInsert takes FLEX_START (here: yes, and has the VMs at
+once); whether a VM that finds no place is shown meanwhile (here it is, as PROVISIONING); the codes
+when a Spot VM is preempted while it is created; whether `preempted` changes before the power button
+where no notice was asked for (here: before); what becomes of a Spot VM with DELETE after a host
+error (here it is TERMINATED and keeps its name); how long requests of the same id are known (here:
+for ever); all durations.
 """
 
 from tests.emulators.gce.emulator import GceEmulator

@@ -148,7 +148,9 @@ class GceEmulator:
     def vms(self, pattern: str = ".*") -> dict[str, str]:
         """Returns the status of all VMs there are, by name."""
         with self.agenda.changed:
-            found = {vm.name: vm.status for vm in self.fleet.vms.values()}
+            found: dict[str, str] = {}
+            for vm in self.fleet.vms.values():  # A name may be taken in two zones.
+                found[f"{vm.zone}/{vm.name}" if vm.name in found else vm.name] = vm.status
         return {name: found[name] for name in sorted(found) if re.fullmatch(pattern, name)}
 
     def vm(self, name: str) -> Vm:
@@ -158,6 +160,11 @@ class GceEmulator:
                 if vm.name == name:
                     return vm
         raise KeyError(f"{name}: no such VM; there are {sorted(self.vms())}")
+
+    def vms_so_far(self) -> list[Vm]:
+        """Returns all that there ever were, oldest first."""
+        with self.agenda.changed:
+            return list(self.fleet.past.values())
 
     def pids(self, name: str | None = None) -> list[int]:
         """Returns the processes of a VM; None: of all, also of those that are gone."""
@@ -169,9 +176,7 @@ class GceEmulator:
 
     def output(self, name: str) -> str:
         """Returns what the newest VM of this name has written, though it be gone."""
-        with self.agenda.changed:
-            found = [vm for vm in self.fleet.past.values() if vm.name == name]
-        return output_of(found[-1].folder)
+        return output_of([vm for vm in self.vms_so_far() if vm.name == name][-1].folder)
 
     def events(self, pattern: str = "compute\\..*") -> list[tuple[str, str]]:
         """Returns type and target of the operations so far whose type matches."""
