@@ -225,18 +225,17 @@ def read_at(path: BucketPath) -> tuple[bytes, int] | None:
     for _ in range(READS_AT_ONE_GENERATION):
         if (there := stat(path)) is None:
             return None
-        match = there.generation
         with _absent_is([]), contextlib.suppress(PreconditionFailed):
             return _tried(
                 path,
-                lambda match=match: _blob(path).download_as_bytes(
+                lambda match=there.generation: _blob(path).download_as_bytes(
                     raw_download=True,
                     checksum="crc32c",
                     if_generation_match=match,
                     timeout=TIMEOUT_SECONDS,
                     retry=None,
                 ),
-            ), match
+            ), there.generation
     raise StorageUnavailable(f"{path}: changes faster than it can be read; try again.")
 
 
@@ -329,8 +328,7 @@ def exists(path: BucketPath) -> bool:
     """Says whether there is an object of this name, or a folder."""
 
     def ask() -> bool:
-        found = _listed(path, prefix=f"{path.key}/", max_results=1)
-        return any(True for _ in found)
+        return any(True for _ in _listed(path, prefix=f"{path.key}/", max_results=1))
 
     return stat(path) is not None or _tried(path, ask)
 
@@ -339,8 +337,7 @@ def _listed(folder: BucketPath, **words: Any) -> Any:
     """Returns the pages of a list, each of which is tried again by itself."""
     from google.api_core.retry import Retry
 
-    low, high = PAUSE_SECONDS
-    retry = Retry(predicate=_passes, initial=low, maximum=high, timeout=LIMIT_SECONDS / 2)
+    retry = Retry(_passes, *PAUSE_SECONDS, timeout=LIMIT_SECONDS / 2)
     words = {"fields": FIELDS, "timeout": TIMEOUT_SECONDS, "retry": retry} | words
     return _client().list_blobs(folder.bucket, **words)
 
@@ -398,32 +395,6 @@ def _range(path: BucketPath, there: Stat, start: int) -> bytes:
     )
 
 
-@dataclass(frozen=True)
-class Location:
-    """Where a bucket is."""
-
-    name: str
-    """Such as us-central1, in small letters."""
-    kind: str
-    """region, dual-region or multi-region."""
-
-
-def location(path: BucketPath) -> Location | None:
-    """Returns where a bucket is; None: this account may not see that.
-
-    Raises:
-      ConfigError: there is no such bucket.
-    """
-    from google.api_core.exceptions import NotFound
-
-    def ask() -> Location:
-        found: Any = _client().bucket(path.bucket)
-        found.reload(timeout=TIMEOUT_SECONDS, retry=None)
-        return Location(str(found.location or "").lower(), str(found.location_type or "region"))
-
-    try:
-        return _tried(path, ask)
-    except NotFound as error:
-        raise _typed(error, path) from error
-    except Denied:
-        return None
+def of_service(path: BucketPath, call: Callable[[Client], T]) -> T:
+    """Returns what a call returns that is about the bucket itself; tried as every request is."""
+    return _tried(path, lambda: call(_client()))
