@@ -60,7 +60,7 @@ def compute(
         skips=line.skips,
     )
     cursor, explained = progress.cursor, list[str]()
-    form = steps.Form.of(parts.shapes.params, num_rows=parts.rows_per_batch)
+    form = steps.Form.of(parts.shapes, num_rows=parts.rows_per_batch)
     for number in range(progress.step + 1, step):
         batch = batch_at(cursor)
         placed = meshes.place_batch(mesh, batch.arrays)

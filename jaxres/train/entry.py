@@ -120,7 +120,7 @@ def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Fli
             dataset=run.dataset,
             computation=run.computation,
             init=init,
-            looks_back_steps=looks_back_steps(run.limits),
+            looks_back_steps=looks_back_steps(run.limits, run.loss_scale),
         ),
         entry=entry,
     )

@@ -15,6 +15,7 @@ import numpy as np
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import Clock
 from jaxres.config.guards import GuardsSection
+from jaxres.config.loss_scale import LossScaleSection
 from jaxres.data import Batch, Skips
 from jaxres.events import Emit
 from jaxres.faults import Continue, LeaveOut, Verdict
@@ -162,6 +163,8 @@ class Run:
     """How long a host waits for the others before training, while they restore."""
     emit: Emit
     clock: Clock
+    loss_scale: LossScaleSection | None = None
+    """How the step scales the loss; None: it does not."""
 
 
 @dataclass
