@@ -57,7 +57,13 @@ def compute(
         dataset.train,
         seed=config.run.seed,
         global_batch_size=parts.rows_per_batch,
-        skips=line.skips,
+        skips=data.left_out(
+            line.skips,
+            line.bad_rows,
+            num_rows=len(dataset.train),
+            seed=config.run.seed,
+            num_served=step * parts.rows_per_batch,
+        ),
     )
     cursor, explained = progress.cursor, list[str]()
     form = steps.Form.of(parts.shapes, num_rows=parts.rows_per_batch)
