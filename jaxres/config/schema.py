@@ -16,6 +16,7 @@ from jaxres.config.alerts import AlertsSection
 from jaxres.config.gce import GceSection
 from jaxres.config.guards import GuardsSection
 from jaxres.config.init_from import FromSeed, InitFrom
+from jaxres.config.loss_scale import LossScaleSection
 from jaxres.config.preemption import PreemptionSection
 from jaxres.config.saving import KeepSection, StepsWhen, When
 from jaxres.config.section import Folder, Fraction, NonNegativeFloat, PositiveFloat, Section, free
@@ -104,8 +105,9 @@ class GptModel(Section):
     """Base of the rotary angles. (arXiv 2104.09864)"""
     norm_eps: PositiveFloat = 1e-5
     """Epsilon of RMSNorm. (arXiv 1910.07467)"""
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of activations and matrix products; weights, softmax and logits are float32."""
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type of activations and matrix products; weights, softmax and logits are float32. float16 has
+    a loss scale (train.loss_scale)."""
     attention: Literal["auto", "xla", "cudnn"] = free("auto")
     """Attention kernel; auto: cudnn on GPU with bfloat16, else xla."""
     remat: Literal["none", "block"] = free("none")
@@ -227,6 +229,8 @@ class TrainSection(Section):
     into more parts than train.microbatches, and stays the same. null: no bound."""
     reduction: Literal["fast", "invariant"] = "fast"
     """invariant: gradients equal bit for bit on any device count (not built yet)."""
+    loss_scale: LossScaleSection = LossScaleSection()
+    """What keeps float16's gradients within its range."""
 
 
 MeshAxis = Annotated[int, Field(ge=-1)]

@@ -143,7 +143,7 @@ def poisoned_gradient(model: Any, *, row: int, value: float) -> Any:
 
 
 def read(model: Any, begin: Any, values: Any) -> step.Measured:
-    measured, facts = step.Form.of(begin.params, num_rows=B).read(np.asarray(values))
+    measured, facts = step.Form.of(begin, num_rows=B).read(np.asarray(values))
     assert not facts.size
     return measured
 

@@ -95,7 +95,7 @@ def nonfinite(series: int) -> Tally:
     for seed in range(series):
         chance, draw = random.Random(seed), np.random.default_rng(seed)
         state = states.init(model, tx, seed=0)
-        form = steps.Form.of(state.params, num_rows=ROWS)
+        form = steps.Form.of(state, num_rows=ROWS)
         bad = set(chance.sample(range(100), 5))
         for step in range(100):
             spoilt, fine = np.zeros(ROWS, np.float32), np.ones(ROWS, np.float32)
