@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import random
-import signal
-import time
-
 import pytest
 
 from jaxres import runlog, storage
 from jaxres.faults import Exit
-from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
 from tests.emulators.gcs import GcsServer
 from tests.promises.trainer import (
@@ -24,27 +19,6 @@ from tests.promises.trainer import (
     starts,
     trajectory,
 )
-
-
-def test_killed_run_in_a_bucket_ends_bit_for_bit_as_one_on_a_disk(
-    bucket: Place, unbroken: RunDir, gcs_server: GcsServer
-) -> None:
-    gcs_server.objects.refuses_too_often = True
-    chance = random.Random(1)
-    for step in (20, 60, 120):
-        trainer = bucket.start("run", *MLP)
-        trainer.wait_commit(step)
-        time.sleep(chance.uniform(0, 0.4))
-        trainer.kill()
-        assert trainer.ended() == -9, trainer.said()
-    last = bucket.finish("run", *MLP)
-    gcs_server.objects.refuses_too_often = False
-    assert len(starts(last.run_dir)) == 4
-    assert starts(last.run_dir)[1] >= 20, "hardly resumed"
-    assert_bit_exact(last.run_dir, unbroken)
-    names = storage.list_names(last.run_dir.checkpoints)
-    kept = {commit.path.rpartition("/")[2] for commit in line(last.run_dir).committed}
-    assert set(names) == kept, "something of a killed save is left"
 
 
 def test_killed_run_of_two_hosts_in_a_bucket_comes_back_bit_for_bit(
@@ -128,48 +102,6 @@ def test_start_while_the_bucket_is_away_ends_typed_and_loses_nothing(
     assert runlog.read_records(first.run_dir.log) == before
     bucket.finish("run", *MLP)
     assert line(first.run_dir).step == STEPS
-
-
-def generations(server: GcsServer, run_dir: RunDir, *below: str) -> dict[str, int]:
-    """Returns name -> generation of what lies below some folders of a run."""
-    assert isinstance(run_dir.root, BucketPath)
-    heads = tuple(f"{run_dir.root.key}/{name}" for name in below)
-    with server.objects.lock:
-        return {
-            name: stored.generation
-            for (bucket, name), stored in server.objects.now.items()
-            if bucket == run_dir.root.bucket and name.startswith(heads)
-        }
-
-
-def test_start_beside_a_living_owner_in_a_bucket_is_refused(
-    bucket: Place, calm: RunDir, gcs_server: GcsServer
-) -> None:
-    owner = bucket.start("run", config=FAULTY, env={"PACE": "0.02"})
-    owner.wait_commit(10)
-    log = generations(gcs_server, owner.run_dir, "log")
-    second = bucket.start("run", config=FAULTY)
-    second.refused(Exit.FENCED, f"pid {owner.process.pid}", "is alive", "Nothing was written")
-    assert log.items() <= generations(gcs_server, owner.run_dir, "log").items()
-    assert owner.ended() == 0, owner.said()
-    assert line(owner.run_dir).attempt == 1
-    assert_bit_exact(owner.run_dir, calm)
-
-
-def test_zombie_of_a_bucket_is_fenced_and_harms_nothing(
-    bucket: Place, calm: RunDir, gcs_server: GcsServer
-) -> None:
-    zombie = bucket.start("run", config=FAULTY, env={"PACE": "0.01"})
-    zombie.wait_commit(10)
-    zombie.kill(signal.SIGSTOP)
-    heir = bucket.finish("run", config=FAULTY)  # After three beats that did not come.
-    assert starts(heir.run_dir)[-1] >= 10
-    kept = ("log", "checkpoints", "attempts/0002")
-    before = generations(gcs_server, heir.run_dir, *kept)
-    zombie.kill(signal.SIGCONT)
-    zombie.refused(Exit.FENCED, "attempt 2", f"pid {heir.process.pid}", "owns this run now")
-    assert generations(gcs_server, heir.run_dir, *kept) == before
-    assert_bit_exact(heir.run_dir, calm)
 
 
 def test_requests_are_honoured_in_a_bucket(bucket: Place, calm: RunDir) -> None:
