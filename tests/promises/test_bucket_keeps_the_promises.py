@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import time
+
 import pytest
 
 from jaxres import runlog, storage
+from jaxres.checkpoint.flight import LEAST_PATIENCE_SECONDS
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from tests.emulators.gcs import GcsServer
@@ -13,6 +18,7 @@ from tests.promises.trainer import (
     MLP,
     STEPS,
     Place,
+    Trainer,
     assert_bit_exact,
     digest,
     line,
@@ -68,21 +74,36 @@ def test_run_through_a_storm_of_faults_ends_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "pace"), [(8, 0.01), pytest.param(120, 0.1, marks=pytest.mark.campaign)]
+    ("seconds", "pace"), [(10, 0.01), pytest.param(120, 0.1, marks=pytest.mark.campaign)]
 )
 def test_training_goes_on_while_the_bucket_is_away_and_saving_recovers(
     bucket: Place, calm: RunDir, gcs_server: GcsServer, seconds: int, pace: float
 ) -> None:
-    words = ["checkpoint.busy=skip", "checkpoint.max_failed_saves=100"]
+    """With `checkpoint.busy: wait`, so that each save but the first one in vain is left out."""
+    words = ["checkpoint.max_failed_saves=100", "checkpoint.busy=wait"]
     trainer = bucket.start("run", *words, config=FAULTY, env={"PACE": str(pace)})
     trainer.wait_commit(10)
     away = gcs_server.fail("503", times=None, seconds=seconds)
+    begun = time.monotonic()
+    seen = [told(trainer)]
+    while time.monotonic() < begun + seconds:
+        time.sleep(1)
+        seen.append(told(trainer))
     assert trainer.ended(400) == 0, trainer.said()
     assert away.hits > 5
+    stood = max(sum(1 for _ in still) for _, still in itertools.groupby(seen))
+    assert stood <= 3 * LEAST_PATIENCE_SECONDS, f"training stood still: {seen}\n{trainer.said()}"
+    assert trainer.told("SaveSkipped"), "no save was left out"
     assert max(trainer.steps()) == 60
     assert not line(trainer.run_dir).quarantined
     assert line(trainer.run_dir).attempt == 1
     assert_bit_exact(trainer.run_dir, calm)
+
+
+def told(trainer: Trainer) -> int:
+    """Returns the newest step that was said, once a second, to be finished."""
+    found = re.findall(r"step (\d+)/60", trainer.said())
+    return int(found[-1]) if found else 0
 
 
 @pytest.mark.campaign
