@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -13,14 +14,16 @@ from aiohttp import ServerDisconnectedError
 from gcsfs.retry import HttpError
 from google.api_core.exceptions import NotFound
 
-from jaxres import storage
+from jaxres import bucket, storage
 from jaxres.checkpoint import arrays
+from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.arrays import array_infos
 from jaxres.checkpoint.pace import AT_ONCE
 from jaxres.checkpoint.readback import report
 from jaxres.checkpoint.restore import load
 from jaxres.faults import StorageUnavailable
 from jaxres.place import BucketPath
+from jaxres.runlog import Commit
 from tests.emulators.gcs import GcsServer
 
 STATE = {"params": {f"w{n}": jnp.arange(4096.0).reshape(64, 64) + n for n in range(4)}}
@@ -60,6 +63,34 @@ def test_save_that_the_bucket_refuses_is_storages_fault(
     with pytest.raises(StorageUnavailable, match="could not be saved"):
         arrays.settle(begin(step_dir), step_dir, timeout=60)
     gc.collect()
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "progress.json"])
+def test_step_of_a_bucket_that_answers_503_is_unavailable_and_never_damaged(
+    step_dir: BucketPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(bucket, "LIMIT_SECONDS", 1.0)
+    commit = Commit(
+        step=8,
+        path="checkpoints/00000008-0001",
+        manifest=manifests.digest_of(b"{}"),
+        bytes=2,
+        known_good=False,
+    )
+    storage.replace(step_dir / "MANIFEST.json", b"{}")
+    away = gcs_server.fail("503", path=re.escape(name), times=None)
+    read = manifests.load if name == "MANIFEST.json" else manifests.read_progress
+    with pytest.raises(StorageUnavailable, match="has not answered"):
+        read(step_dir, commit)
+    assert away.hits > 1
+
+
+@pytest.mark.parametrize("code", [429, 503])
+def test_503_of_the_library_below_orbax_is_never_taken_for_damage(
+    step_dir: BucketPath, code: int
+) -> None:
+    told = HttpError({"code": code, "message": "as a test has asked"})
+    assert isinstance(manifests.unreadable(step_dir, 8, told), StorageUnavailable)
 
 
 class Broken:
