@@ -259,7 +259,9 @@ class CheckpointSection(Section):
     """Short for when.kind=steps and when.every_steps: setting it selects that policy."""
     busy: Literal["wait", "skip"] = free("wait")
     """What becomes of a save by steps that is due while one is still being written: wait holds up
-    training until that is over, skip leaves it out. The other policies never let two meet."""
+    training until that is over, but not for longer than twice what the longest save has taken (at
+    least 5 s; 1 s after one that storage has refused): then, as with skip, it is left out. The
+    other policies never let two meet."""
     keep: KeepSection = KeepSection()
     """What to keep: whatever any of these names, and what is pinned; the rest is pruned."""
     keep_last: PositiveInt | None = free(None)
