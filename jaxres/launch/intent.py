@@ -38,7 +38,7 @@ class Vm:
     rung: int
     """Of the ladder."""
     asked: float
-    """When, in seconds since the epoch: for the bill, and for people."""
+    """When, in seconds since the epoch: for the bill, and for people; 0: not yet."""
     made: bool = False
     """Whether its creation is known to have gone well."""
     doomed: float = 0.0
@@ -174,6 +174,8 @@ class Record:
           Fenced: another launcher has written meanwhile.
         """
         for _ in range(WRITES):
+            if self.intent is not None and self.intent.epoch > epoch:
+                break  # It was read after another had taken over.
             serial = 0 if self.intent is None else self.intent.serial
             new = dataclasses.replace(intent, epoch=epoch, serial=serial + 1)
             generation = bucket.write(self.path, packed(new), over=self.generation)

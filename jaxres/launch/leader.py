@@ -8,7 +8,7 @@ no leader as long as nothing happens to it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxres import bucket, runlog
@@ -55,6 +55,8 @@ class Leader:
     _vms: dict[str, Observed] | None = None
     _listed_at: float = -LIST_SECONDS
     _looked_at: float = 0.0
+    _waited: float = 0.0
+    """For the bucket, since what the agents say was looked at last."""
     _deleted_at: dict[str, float] = field(default_factory=dict)
     _stopped_attempt: int = 0
     _pause: float = CYCLE_SECONDS / 2
@@ -81,13 +83,15 @@ class Leader:
         intent = self.record.intent
         assert intent is not None, "nothing is meant to be yet"
         try:
-            self.lease.renew()
+            with self._waiting():
+                self.lease.renew()
             seen = self._look(intent)
             following = reconcile.decide(intent, seen, self.config)
             if following.intent != intent:
                 if not self.lease.held():
                     return None
-                intent = self.record.write(following.intent, epoch=self.lease.epoch)
+                with self._waiting():
+                    intent = self.record.write(following.intent, epoch=self.lease.epoch)
             for words in following.words:
                 self.tell(words)
             self._hear("the bucket", True)
@@ -109,15 +113,26 @@ class Leader:
                 f"{who} does not answer; the training goes on, nothing is judged lost ({why})"
             )
 
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Counts how long the bucket takes."""
+        began = self.clock.monotonic()
+        try:
+            yield
+        finally:
+            self._waited += self.clock.monotonic() - began
+
     # Looking.
 
     def _look(self, intent: Intent) -> Seen:
+        with self._waiting():
+            self._read_log()
+            stop = bucket.stat(self.places.stop) is not None
+            down = bucket.stat(self.places.down) is not None
+            listed = bucket.listed(self.places.reports)
         now = self.clock.monotonic()
-        listed = bucket.listed(self.places.reports)
-        self._sight.heard(listed, now=now)
-        self._read_log()
-        stop = bucket.stat(self.places.stop) is not None
-        down = bucket.stat(self.places.down) is not None
+        self._sight.heard(listed, now=now, waited=self._waited)
+        self._waited = 0.0
         is_on = intent.phase == "running"
         reports = [Report.of(words) for name, (_, words) in listed.items() if name in intent.names]
         any_ended = any(
@@ -127,7 +142,7 @@ class Leader:
         self._looked_at = now
         number = intent.attempt
         self._sight.progressed(self._log, number, is_on=is_on, any_ended=any_ended, since=since)
-        wanted = set(intent.names) | {vm.name for vm in intent.doomed}
+        wanted = {vm.name: vm.made for vm in (*intent.vms, *intent.doomed)}
         creation, not_found = None, frozenset[str]()
         try:
             if not is_on or any_ended or now - self._listed_at >= LIST_SECONDS:
@@ -223,7 +238,8 @@ class Leader:
     def _may(self) -> bool:
         """Whether the lease is held for certain, at this moment."""
         try:
-            self.lease.renew()
+            with self._waiting():
+                self.lease.renew()
         except StorageUnavailable:
             return False
         return self.lease.held()

@@ -56,13 +56,18 @@ def dollars(intent: Intent, gce: GceSection, *, now: float) -> float:
 
 def vm_hours(intent: Intent, *, now: float) -> float:
     """Returns the hours of all VMs until now."""
-    running_seconds = sum(max(0.0, now - vm.asked) for vm in (*intent.vms, *intent.doomed))
+    running_seconds = sum(_seconds(vm, now=now) for vm in (*intent.vms, *intent.doomed))
     return (intent.vm_seconds + running_seconds) / 3600
 
 
 def _cost(vm: Vm, gce: GceSection, *, now: float) -> float:
     rung = gce.ladder[min(vm.rung, len(gce.ladder) - 1)]
-    return max(0.0, now - vm.asked) / 3600 * (rung.dollars_per_hour or 0.0)
+    return _seconds(vm, now=now) / 3600 * (rung.dollars_per_hour or 0.0)
+
+
+def _seconds(vm: Vm, *, now: float) -> float:
+    """Returns for how long a VM may have been there."""
+    return max(0.0, now - vm.asked) if vm.asked else 0.0
 
 
 def _asked_end(intent: Intent, seen: Seen, config: RunConfig) -> End | None:
@@ -107,7 +112,7 @@ def _without_gone(intent: Intent, seen: Seen, gce: GceSection) -> Intent:
         intent,
         doomed=tuple(vm for vm in intent.doomed if vm not in gone),
         spent_dollars=intent.spent_dollars + sum(_cost(vm, gce, now=seen.now) for vm in gone),
-        vm_seconds=intent.vm_seconds + sum(max(0.0, seen.now - vm.asked) for vm in gone),
+        vm_seconds=intent.vm_seconds + sum(_seconds(vm, now=seen.now) for vm in gone),
     )
 
 
