@@ -17,7 +17,7 @@ from jaxres.launch.placing import without_place
 from jaxres.launch.sight import Seen
 
 LOST_REQUEST_SECONDS = 20.0
-"""A creation that the service knows nothing of, and that shows nothing for so long, never came."""
+"""A creation that the service knows nothing of so long after it was asked for never came."""
 
 
 def decide(intent: Intent, seen: Seen, config: RunConfig) -> Next:
@@ -125,9 +125,9 @@ def _end(intent: Intent, seen: Seen) -> Next:
         doomed = without_place(intent, now=seen.now)
         intent = replace(doomed, phase="ending", creation=intent.creation)
     if intent.creation is not None:
-        absent = [seen.absent.get(name, 0.0) for name in intent.creation.names]
-        is_lost = seen.creation is None and min(absent) > LOST_REQUEST_SECONDS
-        if seen.creation is False or (seen.creation is None and not is_lost):
+        is_unknown = seen.creation is None and seen.vms is not None
+        is_lost = is_unknown and seen.unasked_seconds > LOST_REQUEST_SECONDS
+        if not is_lost and (seen.creation is False or seen.creation is None):
             return Next(intent, words)
         intent = replace(intent, creation=None)
     if intent.doomed or seen.vms is None or seen.vms:

@@ -69,13 +69,15 @@ class Seen:
     silent: Mapping[str, float]
     """By name: seconds for which its agent has said nothing, though the bucket answers."""
     creation: Refused | bool | None
-    """What has become of the creation that is on: True: done, False: it is on its way, None: this
-    process has not asked."""
+    """What has become of the creation that is on: True: done, False: it is on its way, None: the
+    service, if it answers, knows nothing of it."""
     log: Log
     still_seconds: float
     """For how long no step was committed while an attempt was on, though the bucket answers."""
     ended_seconds: float | None
     """Since the first end of a part of the attempt was seen; None: none has ended."""
+    unasked_seconds: float = 0.0
+    """Since this leader has asked for a creation last, or has begun to lead."""
     stop_asked: bool = False
     down_asked: bool = False
 
@@ -142,13 +144,14 @@ class Sight:
         """
         since = 0.0 if self._service_at is None else min(MOST_SECONDS, now - self._service_at)
         self._vms, self._service_at = vms, None if vms is None else now
-        if vms is None:
-            return
         before, self._absent = self._absent, {}
         for name, is_made in wanted.items():
-            if name not in vms:
-                was_made, absent = before.get(name, (not is_made, 0.0))
-                self._absent[name] = is_made, absent + since if was_made == is_made else 0.0
+            was_made, absent = before.get(name, (not is_made, 0.0))
+            absent = absent if was_made == is_made else 0.0
+            if vms is None:
+                self._absent[name] = is_made, absent
+            elif name not in vms:
+                self._absent[name] = is_made, absent + since
 
     def progressed(
         self, log: Log, attempt: int, *, is_on: bool, any_ended: bool, since: float
@@ -173,6 +176,7 @@ class Sight:
         *,
         wall: float,
         creation: Refused | bool | None,
+        unasked_seconds: float,
         not_found: frozenset[str] = frozenset(),
         stop_asked: bool = False,
         down_asked: bool = False,
@@ -189,6 +193,7 @@ class Sight:
             log=self._log,
             still_seconds=self._still,
             ended_seconds=self._ended,
+            unasked_seconds=unasked_seconds,
             stop_asked=stop_asked,
             down_asked=down_asked,
         )

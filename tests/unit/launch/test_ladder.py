@@ -11,6 +11,7 @@ LADDER: tuple[Rung, ...] = (
     StandardRung(zones=(A,), machine_type="a2-highgpu-1g"),
 )
 HOUR = 3600.0
+STOCKOUT: tuple[Trouble, ...] = ("stockout",)
 
 
 def left_alone(*troubles: Trouble, now: float = 0.0, site: Site | None = None) -> Cooling:
@@ -19,8 +20,8 @@ def left_alone(*troubles: Trouble, now: float = 0.0, site: Site | None = None) -
     found: tuple[Cooling, ...] = ()
     for trouble in troubles:
         found = cooled(found, site, trouble, now=now, longest=HOUR, seed="jx-run")
-    (one,) = found
-    return one
+    assert len(found) == 1
+    return found[0]
 
 
 def test_places_are_tried_rung_by_rung_and_zone_by_zone() -> None:
@@ -74,10 +75,10 @@ def test_a_place_that_can_never_do_is_never_asked_again(trouble: Trouble) -> Non
 
 
 def test_stockouts_in_a_row_are_waited_out_ever_longer_up_to_the_limit() -> None:
-    waits = [left_alone(*["stockout"] * n).until for n in range(1, 8)]
+    waits = [left_alone(*(STOCKOUT * n)).until for n in range(1, 8)]
     for wait, seconds in zip(waits, (300, 600, 1200, 2400, 3600, 3600, 3600), strict=True):
         assert seconds <= wait <= seconds * (1 + JITTER)
-    assert left_alone(*["stockout"] * 2000).until <= HOUR * (1 + JITTER), "no overflow"
+    assert left_alone(*(STOCKOUT * 2000)).until <= HOUR * (1 + JITTER), "no overflow"
     assert left_alone("stockout", "stockout", "quota", "stockout").times == 1
 
 

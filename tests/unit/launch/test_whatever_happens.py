@@ -156,7 +156,7 @@ def happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[World, Watch]:
     world.other = other
     if draw.random() < 0.2:
         asked = draw.choice([world.places.stop, world.places.down])
-        world.after(draw.uniform(1, 600), lambda: world.put(asked.key, b"") and None)
+        world.after(draw.uniform(1, 600), lambda: world.put(asked.key, b""))
     world.patch(monkeypatch)
     monkeypatch.setattr(reconcile, "decide", watch.decide)
     leads(world, settings, watch, LONGEST)

@@ -17,18 +17,20 @@ from jaxres import bucket
 from jaxres.faults import Exit, StorageUnavailable
 from jaxres.launch.compute import ServiceSilent
 from jaxres.launch.intent import Creation, Intent, Vm, unpacked
+from jaxres.launch.ladder import Trouble
 from jaxres.launch.places import Places
 from jaxres.launch.report import Report
 from jaxres.launch.sight import Observed, Refused
 from jaxres.place import BucketPath
-from jaxres.runlog import Commit, Record, Start, file_name
 from jaxres.rundir import RunDir
+from jaxres.runlog import Commit, Record, Start, file_name
 from tests.unit.records import CLAIM
 
 EPOCH = 1.7e9
 LIMIT = 30.0
 """Longest trying of one request to the bucket."""
 CRASHES = (1, 137, Exit.BUG, Exit.HUNG, Exit.UNHEALTHY, Exit.PEER_LOST, Exit.STORAGE)
+TROUBLES: tuple[Trouble, ...] = ("stockout", "quota", "preempted", "passing", "exists")
 COMMIT = Commit(step=0, path="", manifest="sha256:0", bytes=3, known_good=False)
 
 
@@ -102,7 +104,7 @@ class World:
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
         self._count = itertools.count(1)
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._agenda: list[tuple[float, int, Callable[[], object]]] = []
         self._outages: dict[str, list[tuple[float, float]]] = {
             who: [self._span() for _ in range(self.chances.outages)] for who in ("bucket", "gce")
         }
@@ -118,9 +120,15 @@ class World:
         begins = self.draw.uniform(20, self.chances.seconds)
         return begins, begins + self.draw.choice([3.0, 12.0, 25.0, 90.0])
 
+    @property
+    def log(self) -> BucketPath:
+        folder = RunDir(self.places.run).log
+        assert isinstance(folder, BucketPath)
+        return folder
+
     # Time.
 
-    def after(self, seconds: float, deed: Callable[[], None]) -> None:
+    def after(self, seconds: float, deed: Callable[[], object]) -> None:
         heapq.heappush(self._agenda, (self.now + seconds, next(self._count), deed))
 
     def let_pass(self, seconds: float) -> None:
@@ -198,7 +206,7 @@ class World:
         return generation
 
     def read_at(self, path: BucketPath) -> tuple[bytes, int] | None:
-        self._bucket("log" if path.parent == RunDir(self.places.run).log else path.name)
+        self._bucket("log" if path.parent == self.log else path.name)
         found = self.objects.get(path.key)
         return None if found is None else found[:2]
 
@@ -277,7 +285,7 @@ class World:
                 raise ServiceSilent("read timeout")
         except (ServiceSilent, Killed):
             if way < 0.5:  # It is under way, and comes late.
-                self.after(self.draw.uniform(0, 15), lambda: self._take(creation, zone) and None)
+                self.after(self.draw.uniform(0, 15), lambda: self._take(creation, zone))
             raise
         answer = self._take(creation, zone)
         self._flake()
@@ -292,8 +300,7 @@ class World:
             return self.refusals[request]
         refused = None
         if not self.is_calm and self.draw.random() < self.chances.refusal:
-            kind = self.draw.choice(["stockout", "quota", "preempted", "passing", "exists"])
-            refused = Refused(kind, "as it happens")
+            refused = Refused(self.draw.choice(TROUBLES), "as it happens")
             if self.draw.random() < 0.4:
                 return self.refusals.setdefault(request, refused)
         seconds = self.draw.choice([2.0, 10.0, 40.0, 200.0])
@@ -371,7 +378,7 @@ class World:
 
     def _beat(self, machine: Machine) -> None:
         if not machine.is_alive or machine.agent is None:
-            return
+            return None
         if self.is_out("bucket"):
             return self.after(self.draw.uniform(0.1, 6.0), lambda: self._beat(machine))
         self.put(self.places.report(machine.name).key, b"", machine.agent.words())
@@ -411,8 +418,7 @@ class World:
 
     def _append(self, body: Any) -> None:
         self._seq += 1
-        path = RunDir(self.places.run).log / file_name(self._seq)
-        self.put(path.key, Record(self._seq, 1, 0.0, body).encode())
+        self.put(f"{self.log.key}/{file_name(self._seq)}", Record(self._seq, 1, 0.0, body).encode())
 
     def _train(self) -> None:
         self.after(self.draw.uniform(1.5, 2.5), self._train)
