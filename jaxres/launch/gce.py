@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -149,12 +150,15 @@ def _up(target: Place, overrides: Sequence[str], *, env: Mapping[str, str], wait
     compute.told_by(say)
     lease = Lease(places.lease, holder=_holder(), seconds=_gce(config).lease_seconds)
     record = Record(places.intent)
+    intent = record.read()
+    if intent is None or intent.phase == "ended":  # Else it is too late for questions.
+        for words in preflight.check(_gce(config), compute, run):
+            say(words)
+        shipping.pack(_gce(config).package)  # Refused now rather than under the lease.
     _acquire(lease, run, clock, waits=waits)
     try:
         intent = record.read()
         if intent is None or intent.phase == "ended":
-            for words in preflight.check(_gce(config), compute, run):
-                say(words)
             intent = _ship(config, places, intent, clock)
             say(f"{run}: {_gce(config).num_hosts} VMs are wanted")
         else:
@@ -178,7 +182,7 @@ def _lead(led: Leader) -> int:
             "this launcher leaves; the VMs and the training go on and cost money. "
             f"`python -m jaxres.launch gce up {run}` leads on, `... stop {run}` ends them"
         )
-        return left.exit
+        return 128 + signal.SIGINT if isinstance(left, Stopped) else left.exit
     except BaseException:
         led.lease.release()
         raise

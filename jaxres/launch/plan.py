@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-from jaxres.config import RunConfig
+from jaxres.config import RunConfig, yaml12
+from jaxres.config.gce import FlexStartRung
 from jaxres.config.shapes import shape_of
 from jaxres.faults import Exit
 from jaxres.launch.intent import Vm
@@ -50,8 +52,9 @@ def lines(config: RunConfig, run: BucketPath) -> list[str]:
     vm = Vm(name, first.zone, first.rung, 0.0)
     machine = machine_of(places, config, fresh(places.label, DIGEST, DIGEST, now=0, after=None), vm)
     found += ["the first request (its startup script is left out here):"]
-    body = machine.bulk(names) if gce.ladder[first.rung].kind != "flex_start" else None
-    found += _told(body or machine.instance(name, first.zone), indent=1)
+    is_queued = isinstance(gce.ladder[first.rung], FlexStartRung)
+    body = machine.instance(name, first.zone) if is_queued else machine.bulk(names)
+    found += [f"  {line}" for line in yaml12.dump(_readable(body)).splitlines()]
     found += [f"a VM deletes itself after {gce.max_run_hours:g} hours, whatever happens"]
     limits = config.launch
     if limits.max_hours is None and limits.max_dollars is None:
@@ -61,17 +64,11 @@ def lines(config: RunConfig, run: BucketPath) -> list[str]:
     return [*found, "nothing was created"]
 
 
-def _told(value: object, *, indent: int) -> list[str]:
-    """Returns nested names and values, one a line."""
-    pad = "  " * indent
-    if not isinstance(value, dict):
-        return [f"{pad}{value}"]
-    found = []
-    for name, inner in value.items():
-        if name == "items" and isinstance(inner, list):
-            inner = {i["key"]: i["value"] for i in inner if i["key"] != "startup-script"}
-        if isinstance(inner, dict) and inner:
-            found += [f"{pad}{name}:", *_told(inner, indent=indent + 1)]
-        else:
-            found.append(f"{pad}{name}: {inner}")
-    return found
+def _readable(value: Any) -> Any:
+    """Returns a body without what fills pages."""
+    if isinstance(value, dict):
+        return {name: _readable(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        kept = [v for v in value if not (isinstance(v, dict) and v.get("key") == "startup-script")]
+        return [_readable(inner) for inner in kept]
+    return value

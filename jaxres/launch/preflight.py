@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxres import bucket
 from jaxres.config.gce import GceSection
 from jaxres.config.problems import Problem, raise_all
-from jaxres.config.shapes import region_of
+from jaxres.config.shapes import quota_of, region_of
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.launch.compute import TIMEOUT_SECONDS, Compute, ServiceSilent, refused
+from jaxres.launch.ladder import sites
 from jaxres.place import BucketPath
 
 TRIES = 5
@@ -25,7 +27,7 @@ def check(gce: GceSection, compute: Compute, run: BucketPath) -> list[str]:
     """
     _project(compute)
     raise_all([*_zones(gce, compute), *_image(gce, compute), *_subnetworks(gce, compute)])
-    return _bucket(gce, run)
+    return [*_bucket(gce, run), *_quotas(gce, compute)]
 
 
 def _asked(call: Callable[[], Any]) -> Any:
@@ -129,6 +131,35 @@ def _subnetworks(gce: GceSection, compute: Compute) -> Iterator[Problem]:
                 yield Problem(
                     "launch.gce.subnetworks", f"there is no subnetwork {short} in {region}"
                 )
+
+
+def _quotas(gce: GceSection, compute: Compute) -> list[str]:
+    """Returns the places of the ladder that the project's quotas rule out for ever.
+
+    Raises:
+      ConfigError: they rule out all.
+    """
+    limits: dict[str, dict[str, float]] = {}
+    short, num_sites = [], 0
+    for site in sites(gce.ladder):
+        num_sites += 1
+        rung, region = gce.ladder[site.rung], region_of(site.zone)
+        if (quota := quota_of(rung.machine_type, rung.kind)) is None:
+            continue
+        if region not in limits:
+            found = _got(compute, "RegionsClient", region=region)
+            limits[region] = {} if found is None else {q.metric: q.limit for q in found.quotas}
+        metric, wanted = quota[0], quota[1] * gce.num_hosts
+        if limits[region].get(metric, math.inf) < wanted:
+            limit = limits[region][metric]
+            short.append(f"{rung.kind} in {site.zone}: {metric} is {limit:g}, needed: {wanted}")
+    if short and len(short) == num_sites:
+        raise ConfigError(
+            "launch.gce.ladder: no quota for any of it ("
+            + "; ".join(dict.fromkeys(short))
+            + f"). Ask for more: console.cloud.google.com/iam-admin/quotas?project={gce.project}"
+        )
+    return [f"no quota: {words}" for words in dict.fromkeys(short)]
 
 
 def _bucket(gce: GceSection, run: BucketPath) -> list[str]:

@@ -21,6 +21,7 @@ from jaxres.launch.report import Report
 from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
 from tests.emulators.gce import GceEmulator
+from tests.emulators.gcs import GcsServer
 from tests.promises.trainer import FAULTY, ROOT, line
 
 POLL_SECONDS = 0.05
@@ -53,6 +54,7 @@ class Cloud:
     """What a launcher meets, and the run that it is to bring to its end."""
 
     gce: GceEmulator
+    gcs: GcsServer
     run: BucketPath
     root: Path
     caches: Path

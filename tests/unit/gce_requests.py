@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from google.api_core.client_options import ClientOptions
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import compute_v1 as compute
-
-from tests.emulators.gce import GceEmulator
 
 PROJECT, ZONE = "emulated", "us-central1-a"
 IMAGE = "projects/debian-cloud/global/images/family/debian-12"
 TERMINATE = "TERMINATE"
 
 
+class Served(Protocol):
+    """An emulator, here or in another process."""
+
+    url: str
+
+
 class Clients:
     """What tests ask with; a context manager."""
 
-    def __init__(self, gce: GceEmulator, *, credentials: Any = None) -> None:
+    def __init__(self, gce: Served, *, credentials: Any = None) -> None:
         words: dict[str, Any] = {
             "credentials": credentials or AnonymousCredentials(),
             "client_options": ClientOptions(api_endpoint=gce.url),

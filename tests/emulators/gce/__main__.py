@@ -10,7 +10,7 @@ import time
 from types import FrameType
 
 from tests.emulators.gce.emulator import DEEDS, GceEmulator
-from tests.emulators.gce.server import CONTROL
+from tests.emulators.gce.server import API, CONTROL
 
 
 def _end(number: int, _: FrameType | None) -> None:
@@ -34,6 +34,8 @@ def main() -> None:
         for name, value in gce.env.items():
             print(f"export {name}={value}")
         print(f"# folders of VMs: {gce.root}")
+        over = f"CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE={gce.url}{API}/"
+        print(f"# gcloud: {over} CLOUDSDK_AUTH_DISABLE_CREDENTIALS=true gcloud compute ...")
         print(f"# what there is: curl {gce.url}{CONTROL}state")
         print(f"""# faults: curl -d '{{"name": "NAME"}}' {gce.url}{CONTROL}preempt""")
         print(f"# or one of: {', '.join(DEEDS)}", flush=True)

@@ -125,6 +125,8 @@ class Api:
     """How many emulated seconds after its end it is still there."""
     quota_as_http: bool = False
     """Whether want of quota is told at once rather than by the operation."""
+    conflict_by_operation: bool = False
+    """Whether bulkInsert tells of a name that is taken by the operation rather than at once."""
     needs_token: bool = False
     """Whether a call without a token is refused."""
     most_per_minute: int | None = None

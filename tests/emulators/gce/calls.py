@@ -40,6 +40,10 @@ def _listed(api: Api, zone: str | None) -> Iterable[dict[str, Any]]:
             yield vm.resource(api.root)
 
 
+def _place(one: dict[str, Any]) -> list[str]:
+    return [one["zone"], one["name"]]
+
+
 def _list(kind: str, items: list[dict[str, Any]], token: str | None) -> dict[str, Any]:
     told: dict[str, Any] = {"kind": f"compute#{kind}"}
     told |= {"items": items} if items else {}
@@ -66,11 +70,11 @@ def get_instance(api: Api, asked: Asked) -> dict[str, Any]:
 
 
 def list_instances(api: Api, asked: Asked) -> dict[str, Any]:
-    return _list("instanceList", *page(_listed(api, asked.words["zone"]), asked.query))
+    return _list("instanceList", *page(_listed(api, asked.words["zone"]), asked.query, key=_place))
 
 
 def all_instances(api: Api, asked: Asked) -> dict[str, Any]:
-    items, token = page(_listed(api, None), asked.query)
+    items, token = page(_listed(api, None), asked.query, key=_place)
     told = _list("instanceAggregatedList", [], token)
     return told | {"items": _by_scope("instances", items, api.catalog.zones)}
 

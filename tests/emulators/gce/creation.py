@@ -112,13 +112,12 @@ class Bulk:
     vms: list[Vm] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     deleted: int = 0
-    is_rolled_back: bool = False
 
-    def settled(self, vm: Vm, failure: Failure | None) -> None:
-        if failure is None:
-            self.vms.append(vm)
-        else:
+    def settled(self, vm: Vm | None, failure: Failure | None) -> None:
+        if failure is not None:
             self.failures.append(failure)
+        elif vm is not None:
+            self.vms.append(vm)
         self.tell("CREATING")
         if len(self.vms) + len(self.failures) < self.count:
             return
@@ -216,7 +215,7 @@ def place_many(api: Api, asked: Asked, zone: str, scope: str) -> Operation:
     )
     home = f"projects/{api.project}/zones/{zone}/instances"
     for name in names:
-        if (zone, name) in api.fleet.vms:
+        if (zone, name) in api.fleet.vms and not api.conflict_by_operation:
             raise exists(f"{home}/{name}")
     _check_quota(api, wanted, zone, shape, least)
     operation = api.begin(asked, "bulkInsert", scope, f"projects/{api.project}/{scope}")
@@ -237,6 +236,11 @@ def _create_all(
         )
         if child.rule is None and operation.rule is not None and operation.rule.kind == "error":
             child.rule = operation.rule
+        if (zone, name) in api.fleet.vms:
+            failure = Failure(("RESOURCE_ALREADY_EXISTS",), True, {"target": path})
+            api.agenda.after(1.0, api.operations.end, child, failure)
+            api.agenda.after(1.0, bulk.settled, None, failure)
+            continue
         words = {"name": name, "zone": zone, "shape": shape, "operation": child}
         api.fleet.create(copy.deepcopy(wanted), settled=bulk.settled, **words)
 

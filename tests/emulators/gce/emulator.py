@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.emulators.gce import keeper
+from tests.emulators.gce.addresses import reserve
 from tests.emulators.gce.agenda import Agenda
 from tests.emulators.gce.api import NUMBER, Api, Counted
 from tests.emulators.gce.catalog import Catalog
@@ -28,8 +28,6 @@ from tests.emulators.gce.stock import Shortage
 from tests.emulators.gce.vm import Vm
 from tests.emulators.gcs.faults import Fault
 
-RESERVED_PORT = 47007
-"""Of the first address of a loopback network: who listens there has the network."""
 DEEDS = (
     "preempt",
     "lose_next_in_creation",
@@ -81,7 +79,7 @@ class GceEmulator:
         self.project, self.mark = project, uuid.uuid4().hex
         self._root_is_ours = root is None
         self.root = root or Path(tempfile.mkdtemp(prefix="gce-"))
-        self._net, self._reserved = _reserve_net()
+        self._net, self._reserved = reserve()
         self.agenda = Agenda(speed=speed)
         self.catalog = Catalog()
         self.operations = Operations(self.agenda)
@@ -97,6 +95,8 @@ class GceEmulator:
             env=dict(env or {}),
             is_simulated=is_simulated,
         )
+        self.delays = self.fleet.delays
+        """To be changed at will."""
         self.api = Api(self.agenda, self.operations, self.catalog, self.fleet, project)
         self.server = ComputeServer(self.api, self, port=port)
         self.url = self.server.url
@@ -148,7 +148,9 @@ class GceEmulator:
     def vms(self, pattern: str = ".*") -> dict[str, str]:
         """Returns the status of all VMs there are, by name."""
         with self.agenda.changed:
-            found = {vm.name: vm.status for vm in self.fleet.vms.values()}
+            found: dict[str, str] = {}
+            for vm in self.fleet.vms.values():  # A name may be taken in two zones.
+                found[f"{vm.zone}/{vm.name}" if vm.name in found else vm.name] = vm.status
         return {name: found[name] for name in sorted(found) if re.fullmatch(pattern, name)}
 
     def vm(self, name: str) -> Vm:
@@ -158,6 +160,11 @@ class GceEmulator:
                 if vm.name == name:
                     return vm
         raise KeyError(f"{name}: no such VM; there are {sorted(self.vms())}")
+
+    def vms_so_far(self) -> list[Vm]:
+        """Returns all that there ever were, oldest first."""
+        with self.agenda.changed:
+            return list(self.fleet.past.values())
 
     def pids(self, name: str | None = None) -> list[int]:
         """Returns the processes of a VM; None: of all, also of those that are gone."""
@@ -169,9 +176,7 @@ class GceEmulator:
 
     def output(self, name: str) -> str:
         """Returns what the newest VM of this name has written, though it be gone."""
-        with self.agenda.changed:
-            found = [vm for vm in self.fleet.past.values() if vm.name == name]
-        return output_of(found[-1].folder)
+        return output_of([vm for vm in self.vms_so_far() if vm.name == name][-1].folder)
 
     def events(self, pattern: str = "compute\\..*") -> list[tuple[str, str]]:
         """Returns type and target of the operations so far whose type matches."""
@@ -299,7 +304,7 @@ class GceEmulator:
         return made
 
     def clear_faults(self) -> None:
-        """Ends all faults but those of VMs."""
+        """Ends all faults but those of VMs and their metadata."""
         self.server.faults.clear()
         with self.agenda.changed:
             self.operations.rules.clear()
@@ -352,13 +357,24 @@ class GceEmulator:
         with self.agenda.changed:
             self.catalog.templates[name] = told
 
-    def fail_metadata(self, name: str, kind: str, **rule: Any) -> None:
-        """Lets a VM's metadata server go wrong ("503", "drop", "hang"); see MetadataServer.fail."""
+    def fail_metadata(
+        self,
+        name: str,
+        kind: str,
+        *,
+        key: str = "",
+        times: int = 1 << 30,
+        seconds: float = float("inf"),
+        flap_seconds: float = 0.0,
+    ) -> None:
+        """Lets a VM's metadata server go wrong ("503", "drop", "hang"); see metadata.Fault."""
         with self.agenda.changed:
             guest = self.vm(name).guest
         if guest is None:
             raise ValueError(f"{name}: it has no metadata server now")
-        guest.metadata.fail(kind, **rule)
+        speed = self.agenda.speed
+        words = {"seconds": seconds / speed, "flap_seconds": flap_seconds / speed}
+        guest.metadata.fail(kind, key=key, times=times, **words)
 
     def remove_machine(self, zone: str, machine: str) -> None:
         """Takes a machine type out of a zone's offer."""
@@ -381,18 +397,3 @@ class GceEmulator:
             "peak_calls_per_minute": counted.peak_per_minute,
             "bugs": self.bugs,
         }
-
-
-def _reserve_net() -> tuple[int, socket.socket]:
-    """Returns n of a 127.n.0.0 that no other emulator on this machine has, and what holds it."""
-    first = 1 + uuid.uuid4().int % 250
-    for number in (*range(first, 251), *range(1, first)):
-        held = socket.socket()
-        try:
-            held.bind((f"127.{number}.0.1", RESERVED_PORT))
-            held.listen(1)
-        except OSError:
-            held.close()
-            continue
-        return number, held
-    raise RuntimeError("no loopback network is free")

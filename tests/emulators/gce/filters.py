@@ -7,6 +7,7 @@ wildcards but a * at an end of a word.
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +19,7 @@ _TOKEN = re.compile(
 )
 _WORDS = {"eq": "eq", "ne": "ne"}
 MOST_RESULTS = 500
+Key = Callable[[dict[str, Any]], list[str]]
 
 Test = Callable[[dict[str, Any]], bool]
 
@@ -101,10 +103,10 @@ class _Parser:
     def _compared(self, name: str) -> Test:
         sign, word = self._take()
         sign = sign or _WORDS.get(word, "")
-        value = _plain(self._take()[1])
-        if sign in ("", "(", ")"):
+        is_sign, word = self._take()
+        if sign in ("", "(", ")") or is_sign:
             raise self._wrong()
-        return lambda one: _holds(_field(one, name), sign, value)
+        return lambda one: _holds(_field(one, name), sign, _plain(word))
 
 
 def _plain(word: str) -> str:
@@ -156,9 +158,15 @@ def _told(found: Any) -> str:
 
 
 def page(
-    items: Iterable[dict[str, Any]], query: dict[str, str]
+    items: Iterable[dict[str, Any]], query: dict[str, str], *, key: Key | None = None
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Returns what is wanted of the items, and the next page's token."""
+    """Returns what is wanted of the items, and the next page's token.
+
+    Args:
+      items: in their order.
+      query: of the call.
+      key: by which they are in order, if some may go while a client turns pages.
+    """
     most = int(query.get("maxResults", MOST_RESULTS))
     if not 0 <= most <= MOST_RESULTS:
         why = "Value must be between 0 and 500, inclusive."
@@ -170,9 +178,12 @@ def page(
     start = 0
     if token := query.get("pageToken"):
         try:
-            start = int(base64.b64decode(token))
+            last = json.loads(base64.b64decode(token))
         except ValueError:
             raise invalid("pageToken", token, "Invalid page token.") from None
+        start = last if key is None else sum(key(one) <= last for one in found)
     end = start + (most or MOST_RESULTS)
-    more = base64.b64encode(str(end).encode()).decode() if end < len(found) else None
-    return found[start:end], more
+    if end >= len(found):
+        return found[start:], None
+    last = end if key is None else key(found[end - 1])
+    return found[start:end], base64.b64encode(json.dumps(last).encode()).decode()

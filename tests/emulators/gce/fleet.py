@@ -13,11 +13,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.emulators.gce import keeper
 from tests.emulators.gce.agenda import Agenda
 from tests.emulators.gce.catalog import SPOT, Catalog, Shape, region_of
 from tests.emulators.gce.checks import model_of, seconds_of
 from tests.emulators.gce.errors import not_found
-from tests.emulators.gce.guest import Guest
+from tests.emulators.gce.guest import MARK, VM_MARK, Guest
 from tests.emulators.gce.operations import Failure, Operation, Operations
 from tests.emulators.gce.stock import Delays, Shortage
 from tests.emulators.gce.vm import (
@@ -64,6 +65,8 @@ class Fleet:
         self.lost_in_creation = 0
         """How many of the next VMs are preempted while they are created."""
         self._count = itertools.count(1)
+        self._looked = -float("inf")
+        self._seen: dict[str, list[int]] = {}
 
     def find(self, zone: str, name: str) -> Vm:
         if (zone, name) not in self.vms:
@@ -80,12 +83,7 @@ class Fleet:
 
     def is_short(self, zone: str, machine: str) -> bool:
         """Says whether no VM of a machine type can be had in a zone, whatever its model."""
-        return any(
-            one.places is None
-            and re.fullmatch(one.zone, zone)
-            and re.fullmatch(one.machine, machine)
-            for one in self.shortages
-        )
+        return any(one.takes_all(zone, machine) for one in self.shortages)
 
     def create(
         self,
@@ -116,7 +114,6 @@ class Fleet:
                 for one in wanted.get("metadata", {}).get("items", [])
             },
         )
-        vm.is_blocked = True
         failure = self._obstacle(vm, operation.group or operation.name)
         vm.is_blocked = failure is not None
         self.vms[zone, name] = self.past[ident] = vm
@@ -127,11 +124,9 @@ class Fleet:
 
     def _obstacle(self, vm: Vm, group: str) -> Failure | None:
         region = region_of(vm.zone)
-        used = self.usage(region)
-        vm.is_blocked = False
-        needs = vm.usage()
-        vm.is_blocked = True
-        for metric, number in needs.items():
+        is_limited = any(place == region for place, _ in self.catalog.quotas)
+        used = self.usage(region) if is_limited else {}
+        for metric, number in vm.usage().items():
             limit = self.catalog.limit(region, metric)
             if used.get(metric, 0.0) + number > limit:
                 words = {"metric": metric, "limit": limit, "region": region}
@@ -221,7 +216,8 @@ class Fleet:
         life = vm.turn(STOPPING)
         if vm.guest is not None and seconds:
             vm.guest.ask_to_end()
-        until = time.monotonic() + seconds / self.agenda.speed
+        vm.asked_to_end = time.monotonic()
+        until = vm.asked_to_end + seconds / self.agenda.speed
         self._wait_for_processes(vm, life, until, action, operations)
 
     def _wait_for_processes(
@@ -231,13 +227,23 @@ class Fleet:
             for one in operations:
                 self.operations.end(one)
             return
-        if vm.guest is not None and vm.guest.pids() and time.monotonic() < until:
+        if self._is_alive(vm) and time.monotonic() < until:
             again = POLL_SECONDS * self.agenda.speed
             words = (vm, life, until, action, operations)
             self.agenda.after(again, self._wait_for_processes, *words)
             return
         self._kill(vm)
         self.agenda.after(self.delays.off, self._off, vm, life, action, operations)
+
+    def _is_alive(self, vm: Vm) -> bool:
+        """Says whether a VM has processes; one look is for all that end at the same time."""
+        if vm.guest is None:
+            return False
+        now = time.monotonic()
+        if self._looked < vm.asked_to_end or self._looked < now - POLL_SECONDS:
+            self._looked, self._seen = now, keeper.values(VM_MARK)
+        vm.guest.reap()
+        return vm.guest.mark in self._seen
 
     def _off(self, vm: Vm, life: int, action: str, operations: tuple[Operation, ...]) -> None:
         if vm.life == life:
@@ -345,6 +351,7 @@ class Fleet:
         self._kill(vm)
 
     def close(self) -> None:
+        keeper.kill(f"{MARK}={self.mark}")
         for vm in list(self.vms.values()):
             self._kill(vm)
 

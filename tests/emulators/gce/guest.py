@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -58,12 +59,13 @@ class Guest:
             return
         path = self.folder / name
         path.write_text(script)
-        path.chmod(0o755)
         with open(self.output, "ab") as output:
-            # Like Google's guest agent it runs what the first line names; bash where it names none.
-            words = [str(path)] if script.startswith("#!") else ["/bin/bash", str(path)]
+            # What the first line names runs it, as on a VM; but the file itself is not executed: a
+            # child of another thread may still hold it open for writing (ETXTBSY).
+            first = script.partition("\n")[0]
+            words = shlex.split(first[2:]) if first.startswith("#!") else ["/bin/bash"]
             process = subprocess.Popen(
-                words,
+                [*words, str(path)],
                 cwd=self.folder / "home",
                 env=self._env,
                 stdin=subprocess.DEVNULL,
@@ -74,10 +76,13 @@ class Guest:
         self._started.append(process)
 
     def pids(self) -> list[int]:
-        """Returns its processes; what has ended is waited for."""
+        """Returns its processes."""
+        self.reap()
+        return keeper.marked(self.mark)
+
+    def reap(self) -> None:
         for process in self._started:
             process.poll()
-        return keeper.marked(self.mark)
 
     def ask_to_end(self) -> None:
         """What a power button does: SIGTERM to all; and the shutdown script runs."""

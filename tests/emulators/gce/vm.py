@@ -49,6 +49,7 @@ class Vm:
     created: str = field(default_factory=stamp)
     born: float = field(default_factory=time.monotonic)
     gone: float = 0.0
+    asked_to_end: float = 0.0
     started: str = ""
     stopped: str = ""
     upcoming: dict[str, Any] = field(default_factory=dict)
