@@ -131,7 +131,7 @@ def _renamed(intent: Intent, lost: Sequence[Vm], *, now: float) -> Intent:
     new, names = _named(intent, len(lost))
     fresh = dict(zip((vm.name for vm in lost), names, strict=True))
     vms = tuple(
-        replace(vm, name=fresh[vm.name], made=False) if vm.name in fresh else vm
+        replace(vm, name=fresh[vm.name], asked=0.0, made=False) if vm.name in fresh else vm
         for vm in intent.vms
     )
     return replace(new, vms=vms, doomed=(*intent.doomed, *_doomed(lost, now=now)))
