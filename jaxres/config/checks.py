@@ -6,6 +6,7 @@ the free disk is looked at when they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from jaxres.config.alerts import KINDS, PagerdutyTarget, variable
@@ -48,6 +49,8 @@ def _numbers(config: RunConfig) -> Iterator[Problem]:
         yield Problem("run.seed", f"must be at most {LARGEST_SEED} (64 bits)")
     if config.train.steps > LARGEST_STEP:
         yield Problem("train.steps", f"must be at most {LARGEST_STEP} (steps count in 32 bits)")
+    if math.frexp(config.train.loss_scale.first)[0] != 0.5:
+        yield Problem("train.loss_scale.first", "must be a power of two, as 65536")
     if config.train.reduction == "invariant":
         yield Problem("train.reduction", "invariant is not built yet; use fast")
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxres import bucket
+from jaxres import gcs
 from jaxres.faults import ConfigError
 from jaxres.place import SCHEME, BucketPath
-
-if TYPE_CHECKING:
-    from google.cloud.storage import Client
 
 Resource = Mapping[str, Any]
 """A bucket, or settings of one, as the JSON API writes them."""
@@ -42,7 +39,7 @@ def location(path: BucketPath) -> Location | None:
     """
     try:
         found = _looked(path)
-    except bucket.Denied:
+    except gcs.Denied:
         return None
     if found is None:
         raise ConfigError(
@@ -61,7 +58,7 @@ def look(path: BucketPath) -> Resource | None:
     """
     try:
         return _looked(path)
-    except bucket.Denied as denied:
+    except gcs.Denied as denied:
         raise _refused(
             path,
             denied,
@@ -75,13 +72,13 @@ def look(path: BucketPath) -> Resource | None:
 def _looked(path: BucketPath) -> Resource | None:
     from google.api_core.exceptions import NotFound
 
-    def ask(client: Client) -> Resource | None:
+    def ask() -> Resource | None:
         try:
-            return _asked(client, "GET", f"/b/{path.bucket}", {"projection": "noAcl"}, None)
+            return _asked("GET", f"/b/{path.bucket}", {"projection": "noAcl"}, None)
         except NotFound:
             return None
 
-    return bucket.of_service(path, ask)
+    return gcs.tried(path, ask)
 
 
 def make(path: BucketPath, settings: Resource, *, project: str) -> None:
@@ -95,16 +92,14 @@ def make(path: BucketPath, settings: Resource, *, project: str) -> None:
 
     body = {"name": path.bucket, **settings}
     try:
-        bucket.of_service(
-            path, lambda client: _asked(client, "POST", "/b", {"project": project}, body)
-        )
+        gcs.tried(path, lambda: _asked("POST", "/b", {"project": project}, body))
     except Conflict as error:
         if "already own" not in str(error):  # Else an earlier try of ours whose answer was lost.
             raise ConfigError(
                 f"{SCHEME}{path.bucket}: the name is taken by another project (they are unique in "
                 "all the world). Choose another with run.dir=..."
             ) from error
-    except (bucket.Denied, ClientError) as error:
+    except (gcs.Denied, ClientError) as error:
         raise _refused(
             path,
             error,
@@ -125,14 +120,12 @@ def change(path: BucketPath, settings: Resource, *, over: Resource) -> bool:
 
     query = {"projection": "noAcl", "ifMetagenerationMatch": str(over["metageneration"])}
     try:
-        bucket.of_service(
-            path, lambda client: _asked(client, "PATCH", f"/b/{path.bucket}", query, settings)
-        )
+        gcs.tried(path, lambda: _asked("PATCH", f"/b/{path.bucket}", query, settings))
     except PreconditionFailed as error:
         if "constraints/" not in str(error):
             return False
         raise _refused(path, error, "a policy of the organization forbids it", "") from error
-    except (bucket.Denied, ClientError) as error:
+    except (gcs.Denied, ClientError) as error:
         raise _refused(
             path,
             error,
@@ -143,17 +136,15 @@ def change(path: BucketPath, settings: Resource, *, over: Resource) -> bool:
     return True
 
 
-def _asked(
-    client: Client, method: str, path: str, query: Mapping[str, str], body: Resource | None
-) -> Resource:
+def _asked(method: str, path: str, query: Mapping[str, str], body: Resource | None) -> Resource:
     """Asks once, as JSON: the client's own words for a bucket know only some of its settings."""
-    connection: Any = client._connection
+    connection: Any = gcs.client()._connection
     return connection.api_request(
         method=method,
         path=path,
         query_params=dict(query),
         data=None if body is None else dict(body),
-        timeout=bucket.TIMEOUT_SECONDS,
+        timeout=gcs.TIMEOUT_SECONDS,
         retry=None,
     )
 
@@ -169,7 +160,7 @@ def _refused(path: BucketPath, error: Exception, what: str, remedy: str) -> Conf
     """
     from google.api_core.exceptions import GoogleAPICallError
 
-    said = error.__cause__ if isinstance(error, bucket.Denied) else error
+    said = error.__cause__ if isinstance(error, gcs.Denied) else error
     if not isinstance(said, GoogleAPICallError):
         return ConfigError(str(error))
     first = str(said.message).partition("\n")[0]

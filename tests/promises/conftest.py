@@ -32,8 +32,16 @@ def place(tmp_path: Path, caches: Path) -> Iterator[Place]:
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, caches: Path, gcs_bucket: str) -> Iterator[Place]:
-    """A place whose run directories are in a bucket."""
+def bucket(
+    tmp_path: Path,
+    caches: Path,
+    gcs_bucket: str,
+    gcs_server: GcsServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Place]:
+    """A place whose run directories are in a bucket that takes one write a second of a name."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # Some of such a run lies there.
+    monkeypatch.setattr(gcs_server.objects, "refuses_too_often", True)
     place = Place(tmp_path, caches, bucket=BucketPath(gcs_bucket, "runs"))
     yield place
     place.end_all()

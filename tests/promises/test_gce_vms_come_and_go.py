@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from jaxres.eventlog import read_events
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from tests.promises.cloud import RUNG, SPOT, Cloud
@@ -29,6 +30,8 @@ def test_a_preempted_vm_is_replaced_and_no_finished_step_is_lost(
     assert first.code == Exit.PREEMPTED, first
     assert starts(cloud.run_dir)[1] == first.step_after >= 20
     assert f"attempt 2 on {kept}, " in launcher.said(), "the other VM was not kept"
+    told = [event["event"] for event in read_events(cloud.run_dir.events(2, 1))]
+    assert "StepsLoaded" in told, "the new VM has compiled what the one before it had"
     assert_bit_exact(cloud.run_dir, calm_pair)
     cloud.assert_nothing_is_left()
 

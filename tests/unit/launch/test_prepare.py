@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxres import bucket
+from jaxres import gcs
 from jaxres.faults import ConfigError, Exit, StorageUnavailable
 from jaxres.launch import gce
 from tests.emulators.gcs import GcsServer
@@ -267,7 +267,7 @@ def test_a_bucket_that_somebody_else_changes_too_is_looked_at_again(
 def test_a_service_that_is_away_is_no_absent_bucket(
     service: GcsServer, init: Init, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket, "LIMIT_SECONDS", 0.3)
+    monkeypatch.setattr(gcs, "LIMIT_SECONDS", 0.3)
     service.fail("503", times=None)
     with pytest.raises(StorageUnavailable):
         init("--yes")
