@@ -33,6 +33,9 @@ CHUNK_BYTES = 2**24
 THREADS = 16
 MAX_CONNECTIONS = 48
 NONCE = "jaxres-nonce"
+FIELDS = "items(name,size),prefixes,nextPageToken"
+FIELDS_WITH_WORDS = "items(name,generation,metadata),prefixes,nextPageToken"
+READS_AT_ONE_GENERATION = 20
 PASSING = {408, 429, 500, 502, 503, 504}
 T = TypeVar("T")
 
@@ -215,11 +218,36 @@ def _stat_of(blob: Blob) -> Stat:
     return Stat(int(blob.size or 0), int(blob.generation or 0), str(blob.crc32c), nonce)
 
 
-def write(path: BucketPath, data: bytes, *, over: int | None) -> int | None:
+def read_at(path: BucketPath) -> tuple[bytes, int] | None:
+    """Returns the bytes of an object and the generation that they are of; None: there is none."""
+    from google.api_core.exceptions import PreconditionFailed
+
+    for _ in range(READS_AT_ONE_GENERATION):
+        if (there := stat(path)) is None:
+            return None
+        match = there.generation
+        with _absent_is([]), contextlib.suppress(PreconditionFailed):
+            return _tried(
+                path,
+                lambda match=match: _blob(path).download_as_bytes(
+                    raw_download=True,
+                    checksum="crc32c",
+                    if_generation_match=match,
+                    timeout=TIMEOUT_SECONDS,
+                    retry=None,
+                ),
+            ), match
+    raise StorageUnavailable(f"{path}: changes faster than it can be read; try again.")
+
+
+def write(
+    path: BucketPath, data: bytes, *, over: int | None, words: Mapping[str, str] | None = None
+) -> int | None:
     """Writes an object over a generation of it, 0: over none, None: over any.
 
-    Returns the new generation, or None if another stands there by now. An answer that is lost hides
-    a write that was done: then the try after it finds the object changed, by us.
+    `words` are what a list says of it (`listed`). Returns the new generation, or None if another
+    stands there by now. An answer that is lost hides a write that was done: then the try after it
+    finds the object changed, by us.
 
     Raises:
       StorageUnavailable: nobody can say whether it was written, now or later.
@@ -230,7 +258,7 @@ def write(path: BucketPath, data: bytes, *, over: int | None) -> int | None:
 
     def put() -> int:
         blob = _blob(path)
-        blob.metadata = {NONCE: nonce}
+        blob.metadata = {**(words or {}), NONCE: nonce}
         blob.upload_from_string(
             data,
             content_type="application/octet-stream",
@@ -272,6 +300,20 @@ def names(folder: BucketPath, *, after: str = "") -> list[str]:
     return [name for name in _tried(folder, ask) if name]
 
 
+def listed(folder: BucketPath) -> dict[str, tuple[int, dict[str, str]]]:
+    """Returns name -> generation and words of every object right in a folder, by one request."""
+    prefix = f"{folder.key}/"
+
+    def ask() -> dict[str, tuple[int, dict[str, str]]]:
+        pages = _listed(folder, prefix=prefix, delimiter="/", fields=FIELDS_WITH_WORDS)
+        return {
+            blob.name.removeprefix(prefix): (int(blob.generation or 0), dict(blob.metadata or {}))
+            for blob in pages
+        }
+
+    return _tried(folder, ask)
+
+
 def objects(folder: BucketPath) -> dict[str, int]:
     """Returns relative path -> size of every object below a folder; {} if there is none."""
     prefix = f"{folder.key}/"
@@ -299,8 +341,7 @@ def _listed(folder: BucketPath, **words: Any) -> Any:
 
     low, high = PAUSE_SECONDS
     retry = Retry(predicate=_passes, initial=low, maximum=high, timeout=LIMIT_SECONDS / 2)
-    fields = "items(name,size),prefixes,nextPageToken"
-    words |= {"fields": fields, "timeout": TIMEOUT_SECONDS, "retry": retry}
+    words = {"fields": FIELDS, "timeout": TIMEOUT_SECONDS, "retry": retry} | words
     return _client().list_blobs(folder.bucket, **words)
 
 
@@ -355,3 +396,34 @@ def _range(path: BucketPath, there: Stat, start: int) -> bytes:
         timeout=TIMEOUT_SECONDS,
         retry=None,
     )
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a bucket is."""
+
+    name: str
+    """Such as us-central1, in small letters."""
+    kind: str
+    """region, dual-region or multi-region."""
+
+
+def location(path: BucketPath) -> Location | None:
+    """Returns where a bucket is; None: this account may not see that.
+
+    Raises:
+      ConfigError: there is no such bucket.
+    """
+    from google.api_core.exceptions import NotFound
+
+    def ask() -> Location:
+        found: Any = _client().bucket(path.bucket)
+        found.reload(timeout=TIMEOUT_SECONDS, retry=None)
+        return Location(str(found.location or "").lower(), str(found.location_type or "region"))
+
+    try:
+        return _tried(path, ask)
+    except NotFound as error:
+        raise _typed(error, path) from error
+    except Denied:
+        return None

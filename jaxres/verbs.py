@@ -26,8 +26,8 @@ def _local(text: str) -> Path:
 
 
 def _parser(usage: str) -> argparse.ArgumentParser:
-    parser = Parser(prog="jaxres", usage=usage)
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    parser = Parser(prog="jaxres", usage=usage.removeprefix("usage: "))
+    verbs = parser.add_subparsers(dest="verb", required=True, prog="jaxres")
 
     def verb(parent: argparse._SubParsersAction[Parser], name: str) -> argparse.ArgumentParser:
         found = parent.add_parser(name)

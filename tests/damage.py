@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+from jaxres import storage
+from jaxres.place import Place
 
 PAGE = 4096
 
@@ -70,3 +74,23 @@ DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (
     zero_page,
     swap,
 )
+
+
+def harm(
+    folder: Place, name: str, how: Callable[[Path, random.Random], None], chance: random.Random
+) -> None:
+    """Damages one file of a folder: in a bucket its object has other bytes then, or is gone."""
+    if isinstance(folder, Path):
+        how(folder / name, chance)
+        return
+    before = {name: storage.read_whole(folder / name) for name in storage.sizes(folder)}
+    with tempfile.TemporaryDirectory() as scratch:
+        for one, data in before.items():
+            Path(scratch, one).parent.mkdir(parents=True, exist_ok=True)
+            Path(scratch, one).write_bytes(data)
+        how(Path(scratch, name), chance)
+        for one, data in before.items():
+            if not Path(scratch, one).exists():
+                storage.delete(folder / one)
+            elif (harmed := Path(scratch, one).read_bytes()) != data:
+                storage.replace(folder / one, harmed)

@@ -6,6 +6,7 @@ which then saves nothing.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import sys
@@ -24,7 +25,7 @@ from jaxres.checkpoint.pace import AT_ONCE, Pace
 from jaxres.checkpoint.reader import ARRAYS
 from jaxres.checkpoint.snapshot import Snapshot, taken
 from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.place import BucketPath, Place
+from jaxres.place import SCHEME, BucketPath, Place
 
 Tree = dict[str, Any]
 
@@ -189,11 +190,15 @@ def settle(writing: Writing, step_dir: Place, *, timeout: float) -> None:
 def _raise_typed(error: Exception, step_dir: Place) -> NoReturn:
     """Raises StorageUnavailable for what storage has refused, and else the error itself.
 
-    Of a bucket Orbax's libraries tell by errors of their own, and by those of a JSON file of theirs
-    that was damaged on its way back to them: there a save that fails is storage's.
+    Of a bucket TensorStore also tells by ValueErrors that name the object, and what reads JSON of a
+    file of Orbax's that was damaged on its way back to it. Anything else is a bug there too.
     """
     is_remote = isinstance(step_dir, BucketPath)
-    if not (is_remote or isinstance(error, OSError) or manifests.is_storage_fault(error)):
+    of_bucket = isinstance(error, json.JSONDecodeError | UnicodeDecodeError) or (
+        isinstance(error, ValueError) and SCHEME in str(error)
+    )
+    is_storages = isinstance(error, OSError) or manifests.is_storage_fault(error)
+    if not (is_storages or (is_remote and of_bucket)):
         raise error
     why = str(error).partition("\n")[0]  # JAX tells of a barrier on ten lines.
     if is_remote:

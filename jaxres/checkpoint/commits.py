@@ -47,6 +47,8 @@ class Commits:
         """Of all saves of this attempt to a bucket."""
         self.committed_step = self.saved_step = line.step
         """Newest step that counts, and newest that is saved or being saved."""
+        self.longest_seconds = 0.0
+        """What a save that was committed has taken at most."""
         self.failures = 0
         """Saves in a row that storage has refused."""
         self.why = ""
@@ -63,6 +65,11 @@ class Commits:
                 raise
             return
         self._count(commit, started)
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether a commit's record may stand, and storage has not said so."""
+        return self._unsure is not None
 
     def confirm(self) -> bool:
         """Counts the commit whose record storage failed to confirm, if the record stands.
@@ -115,6 +122,7 @@ class Commits:
         self.mark(commit.step)
         self.names.add(commit.path.rpartition("/")[2])
         seconds = self._clock.monotonic() - started
+        self.longest_seconds = max(self.longest_seconds, seconds)
         self._emit(SaveCommitted(commit.step, commit.path, commit.bytes, seconds))
         try:
             self._prune()

@@ -45,6 +45,8 @@ _STORAGE_WORDS = (
     "Stale file handle",
 )
 """By which TensorStore's ValueErrors tell of the storage, not of the data."""
+_OF_A_BUCKET = {"aiohttp", "fsspec", "gcsfs", "google", "requests", "urllib3"}
+"""Packages below Orbax whose errors tell that a bucket, or the way to it, has failed."""
 
 
 class CheckpointDamaged(Unrestorable):
@@ -211,6 +213,8 @@ def is_storage_fault(error: Exception) -> bool:
         return True
     if isinstance(error, OSError):
         return not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    if type(error).__module__.partition(".")[0] in _OF_A_BUCKET:
+        return True
     return isinstance(error, TimeoutError) or any(word in str(error) for word in _STORAGE_WORDS)
 
 

@@ -29,7 +29,7 @@ from jaxres.checkpoint.digest import as_bytes, block_digest
 from jaxres.checkpoint.reader import ARRAYS, ArrayReader
 from jaxres.checkpoint.snapshot import box_of
 from jaxres.faults import ConfigError
-from jaxres.place import BucketPath, Place
+from jaxres.place import Place
 from jaxres.runlog import Commit
 from jaxres.state import Progress
 
@@ -68,10 +68,9 @@ def restore(step_dir: Place, commit: Commit, like: Tree, context: ocp.Context) -
     try:
         state = load(step_dir, like, context)
     except Exception as error:
-        # Orbax checks none of its JSON files: a flipped letter shows as any of these. And of a
-        # bucket its libraries tell by errors of their own.
+        # Orbax checks none of its JSON files: a flipped letter shows as any of these.
         of_files = isinstance(error, ValueError | KeyError | TypeError | AttributeError | OSError)
-        if not (of_files or isinstance(step_dir, BucketPath)):
+        if not (of_files or manifests.is_storage_fault(error)):
             raise
         raise manifests.unreadable(step_dir, commit.step, error) from error
     assert isinstance(state, dict), type(state)

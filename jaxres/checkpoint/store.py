@@ -11,10 +11,8 @@ run goes on, and the next save tries again, `checkpoint.max_failed_saves` times 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -22,9 +20,9 @@ import jax
 from jaxres import storage
 from jaxres.checkpoint import arrays
 from jaxres.checkpoint.arrays import Tree, Writing, array_infos
-from jaxres.checkpoint.blocks import ArrayInfo
 from jaxres.checkpoint.commits import Commits
 from jaxres.checkpoint.fallback import Search, none_is_whole
+from jaxres.checkpoint.flight import Flight, Flying
 from jaxres.checkpoint.pace import Pace
 from jaxres.checkpoint.readback import Report, gathered, report
 from jaxres.checkpoint.restore import Restored, restore
@@ -49,19 +47,6 @@ from jaxres.state import Progress
 
 BEGIN, NOTHING, COUNTS, ABANDONED = "begin ", "nothing to do", "counts", "abandoned"
 """The lead's words about a save; any other word is the reason why there is none."""
-
-
-@dataclass(frozen=True)
-class Flying:
-    """A save that has begun."""
-
-    writing: Writing
-    step_dir: Place
-    progress: Progress
-    infos: Mapping[str, ArrayInfo]
-    started: float
-    topic: str
-    """Under which hosts speak of it."""
 
 
 class Checkpoints:
@@ -104,7 +89,7 @@ class Checkpoints:
         self._clock = clock
         self._before_commit = before_commit
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="jaxres-saver")
-        self._flight: Future[None] | None = None
+        self._flight = Flight(clock)
         self._leaving = False
         """Whether an exception ends it all, and nothing is to be committed any more."""
         self._refused_from: int | None = None
@@ -122,8 +107,10 @@ class Checkpoints:
         self._restores = 0
         """How often this attempt has restored: the same number on every host."""
         self._pace = Pace(section.background_share, clock)
-        is_remote = not isinstance(run_dir.root, Path)
-        self._context = arrays.context(timeout_seconds=section.timeout_seconds, is_remote=is_remote)
+        self._is_remote = not isinstance(run_dir.root, Path)
+        self._context = arrays.context(
+            timeout_seconds=section.timeout_seconds, is_remote=self._is_remote
+        )
         self._reading = arrays.reading_context(host=peers.member.host)
 
     def __enter__(self) -> Checkpoints:
@@ -167,25 +154,25 @@ class Checkpoints:
     @property
     def is_busy(self) -> bool:
         """Whether a save is in flight."""
-        return self._flight is not None and not self._flight.done()
+        return self._flight.is_busy
 
     def save(self, state: Tree, progress: Progress, *, may_skip: bool = False) -> None:
         """Snapshots a state and writes it in the background; nothing to do if the line has it.
 
-        One save is in flight at a time: a save due earlier waits for the one before.
+        One save is in flight at a time: the next one waits for it, or is left out.
 
         Args:
           state: the plain nested dict of arrays; may be donated as soon as this returns.
           progress: the host's facts at the same step.
-          may_skip: whether `checkpoint.busy` may leave it out. The lead's word counts: another
-            host's part of the save before may be over earlier or later.
+          may_skip: whether it may be left out: where `checkpoint.busy` says so, and while storage
+            does not take the one before. The lead's word counts: another host's part of that may
+            be over earlier or later.
         """
         self._calls += 1
         seconds = self._silence_seconds + WORD_SECONDS
-        skips = may_skip and self._section.busy == "skip"
         word = self._peers.same(
             f"save/{self._calls}",
-            lambda: self._decide(state, progress.step, skips=skips),
+            lambda: self._decide(state, progress.step, may_skip=may_skip),
             seconds=seconds,
         )
         if word == NOTHING:
@@ -197,13 +184,15 @@ class Checkpoints:
         except StorageUnavailable as refusal:
             self._commits.fail(progress.step, str(refusal))
 
-    def _decide(self, state: Tree, step: int, *, skips: bool) -> str:
+    def _decide(self, state: Tree, step: int, *, may_skip: bool) -> str:
         """Returns the lead's word: BEGIN and a step directory's name, NOTHING, or why not."""
         if step <= self._commits.saved_step or self._is_silent:
             return NOTHING
         started = self._clock.monotonic()
+        if self._is_remote and may_skip and self._commits.is_unsure and not self.is_busy:
+            self._flight.begin(self._saver.submit(self._confirm, step))
         if self.is_busy:
-            if skips:
+            if may_skip and self._leaves_out():
                 self._emit(SaveSkipped(step))
                 return NOTHING
             self.wait()
@@ -223,6 +212,28 @@ class Checkpoints:
             return str(refusal)
         return f"{BEGIN}{name}"
 
+    def _leaves_out(self) -> bool:
+        """Says whether a due save is left out for the one in flight, after a wait for that one.
+
+        Whether storage refuses a save or only takes its time is not to be seen from here; one that
+        is late, or comes after a refused one, holds up no training.
+        """
+        longest, failures = self._commits.longest_seconds, self._commits.failures
+        if self._section.busy == "wait" and self._flight.is_over_in_time(
+            longest_seconds=longest, is_refused=failures > 0
+        ):
+            return False
+        if self._flight.seconds > self._silence_seconds and self.is_busy:
+            self._fall_silent()
+        return True
+
+    def _confirm(self, step: int) -> None:
+        """Asks the bucket whether a commit stands; it may wait for an answer for long."""
+        try:
+            self._commits.confirm()
+        except StorageUnavailable as refusal:
+            self._commits.fail(step, str(refusal))
+
     def _named(self, name: str) -> Place:
         return (self._run_dir.checkpoints / name).absolute()
 
@@ -236,7 +247,7 @@ class Checkpoints:
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         finish = self._finish if self._peers.member.leads else self._follow
         flying = Flying(writing, step_dir, progress, infos, started, f"saved/{self._calls}")
-        self._flight = self._saver.submit(finish, flying)
+        self._flight.begin(self._saver.submit(finish, flying))
 
     def _refuse_beside_another_writer(self) -> None:
         """Has no more than one snapshot in memory: a save that was given up may still go on."""
@@ -322,27 +333,24 @@ class Checkpoints:
 
     def poll(self) -> None:
         """Raises what the newest background save has failed with, unless storage refused it."""
-        if self._flight is not None and self._flight.done():
-            self._flight.result()
+        if not self.is_busy:
+            self._flight.result(seconds=0)
 
     def wait(self) -> None:
         """Waits until the save in flight is over, committed or failed; raises as `poll` does.
 
         Where it takes too long, storage counts as silent, and no save is tried any more.
         """
-        if self._flight is None or self._is_silent:
-            return
-        limit = self._silence_seconds
-        try:
-            self._flight.result(timeout=limit)
-        except FutureTimeout:
-            if self._flight.done():
-                raise
-            self._is_silent = True
-            self._commits.why = (
-                f"{self._run_dir.checkpoints}: a save was not durable within {limit:.0f} s. Is the "
-                "disk slow? checkpoint.timeout_seconds sets the limit. Nothing committed is lost."
-            )
+        if not self._is_silent and not self._flight.result(seconds=self._silence_seconds):
+            self._fall_silent()
+
+    def _fall_silent(self) -> None:
+        self._is_silent = True
+        self._commits.why = (
+            f"{self._run_dir.checkpoints}: a save was not durable within "
+            f"{self._silence_seconds:.0f} s. Is the disk slow? checkpoint.timeout_seconds sets the "
+            "limit. Nothing committed is lost."
+        )
 
     def restore(self, line: Line, like: Tree, *, seconds: float) -> Restored | None:
         """Restores the newest whole step; damaged newer ones count no more. None: none was saved.

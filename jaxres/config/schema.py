@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from jaxres.config.alerts import AlertsSection
+from jaxres.config.gce import GceSection
 from jaxres.config.guards import GuardsSection
 from jaxres.config.init_from import FromSeed, InitFrom
 from jaxres.config.loss_scale import LossScaleSection
@@ -258,7 +259,9 @@ class CheckpointSection(Section):
     """Short for when.kind=steps and when.every_steps: setting it selects that policy."""
     busy: Literal["wait", "skip"] = free("wait")
     """What becomes of a save by steps that is due while one is still being written: wait holds up
-    training until that is over, skip leaves it out. The other policies never let two meet."""
+    training until that is over, but not for longer than twice what the longest save has taken (at
+    least 5 s; 1 s after one that storage has refused): then, as with skip, it is left out. The
+    other policies never let two meet."""
     keep: KeepSection = KeepSection()
     """What to keep: whatever any of these names, and what is pinned; the rest is pruned."""
     keep_last: PositiveInt | None = free(None)
@@ -347,6 +350,10 @@ class LaunchSection(Section):
     that follows another has its own."""
     max_restarts_per_1000_steps: PositiveInt | None = free(None)
     """Restarts, for whatever cause, within 1000 committed steps; one more ends the run (84)."""
+    max_dollars: PositiveFloat | None = free(None)
+    """What the VMs of `launch gce` may cost, by the prices in its ladder; more ends it (84)."""
+    gce: GceSection | None = free(None)
+    """The VMs of `launch gce up`; null: there are none."""
 
 
 class CompileSection(Section):

@@ -8,6 +8,9 @@ import pytest
 
 from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
+from tests.emulators.gce import GceEmulator
+from tests.emulators.gcs import GcsServer
+from tests.promises.cloud import Cloud
 from tests.promises.trainer import FAULTY, MLP, Place
 
 
@@ -29,8 +32,16 @@ def place(tmp_path: Path, caches: Path) -> Iterator[Place]:
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, caches: Path, gcs_bucket: str) -> Iterator[Place]:
-    """A place whose run directories are in a bucket."""
+def bucket(
+    tmp_path: Path,
+    caches: Path,
+    gcs_bucket: str,
+    gcs_server: GcsServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Place]:
+    """A place whose run directories are in a bucket that takes one write a second of a name."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # Some of such a run lies there.
+    monkeypatch.setattr(gcs_server.objects, "refuses_too_often", True)
     place = Place(tmp_path, caches, bucket=BucketPath(gcs_bucket, "runs"))
     yield place
     place.end_all()
@@ -84,3 +95,20 @@ def calm_pair(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     place = Place(tmp_path_factory.mktemp("calm"), caches)
     place.launched("calm", hosts=2, config=FAULTY)
     return place.run_dir("calm")
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, caches: Path, gcs_server: GcsServer, gcs_bucket: str) -> Iterator[Cloud]:
+    """VMs that are processes, and a bucket of the test's own."""
+    where = {"location": "US-CENTRAL1", "locationType": "region"}
+    gcs_server.objects.facts[gcs_bucket] = where
+    env = {"PYTHONUNBUFFERED": "1", **gcs_server.env}
+    with GceEmulator(speed=10, env=env) as gce:
+        run = BucketPath(gcs_bucket, "run")
+        cloud = Cloud(gce, gcs_server, run, tmp_path, caches, {**gcs_server.env, **gce.env})
+        try:
+            yield cloud
+        finally:
+            cloud.end_all()
+        assert gce.bugs == [], gce.bugs[0]
+    assert gce.pids() == []

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from jaxres import storage
+from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
 from tests.promises.trainer import Place, Trainer, assert_bit_exact, line, starts
 
@@ -25,28 +26,38 @@ class Aim:
     max_delay_seconds: float
 
 
+def _wait_step(trainer: Trainer, step: int) -> None:
+    """Waits for a step where it is seen at once: lines come late into a bucket."""
+    if not isinstance(trainer.run_dir.root, BucketPath):
+        trainer.wait_step(step)
+
+
 def _during_save(trainer: Trainer, committed: int) -> None:
-    trainer.wait_step(committed + 1)
+    _wait_step(trainer, committed + 1)
     known = set(storage.list_names(trainer.run_dir.checkpoints))
+    # A bucket has no other names for what is not whole.
+    word = "-" if isinstance(trainer.run_dir.root, BucketPath) else "orbax-checkpoint-tmp"
     trainer.wait(
         lambda: any(
-            "orbax-checkpoint-tmp" in name
-            for name in set(storage.list_names(trainer.run_dir.checkpoints)) - known
+            word in name for name in set(storage.list_names(trainer.run_dir.checkpoints)) - known
         ),
         what="a save being written",
     )
 
 
 def _during_commit(trainer: Trainer, committed: int) -> None:
-    trainer.wait_step(committed + 1)
-    known = set(storage.list_names(trainer.run_dir.checkpoints))
-    trainer.wait(
-        lambda: any(
-            name[:8].isdigit() and "tmp" not in name
-            for name in set(storage.list_names(trainer.run_dir.checkpoints)) - known
-        ),
-        what="a step directory with its final name",
-    )
+    _wait_step(trainer, committed + 1)
+    checkpoints = trainer.run_dir.checkpoints
+    known = set(storage.list_names(checkpoints))
+
+    def begun() -> bool:
+        new = set(storage.list_names(checkpoints)) - known
+        names = [name for name in new if name[:8].isdigit() and "tmp" not in name]
+        if isinstance(checkpoints, BucketPath):
+            return any(storage.exists(checkpoints / name / "progress.json") for name in names)
+        return bool(names)
+
+    trainer.wait(begun, what="a step directory that Orbax has finished")
 
 
 def _after_steps(trainer: Trainer, committed: int) -> None:
@@ -68,26 +79,40 @@ AIMS = (
 )
 
 
-MORE = [pytest.param(seed, marks=pytest.mark.campaign) for seed in (1, 2, 3)]
+OTHERS_IN_A_BUCKET = ("save", "commit")
+CASES = [
+    ("local", 0, AIMS),
+    ("bucket", 0, [aim for aim in AIMS if aim.name in OTHERS_IN_A_BUCKET]),
+    *(
+        pytest.param(where, seed, AIMS, marks=pytest.mark.campaign)
+        for where in ("local", "bucket")
+        for seed in (1, 2, 3)
+    ),
+]
 
 
-@pytest.mark.parametrize("seed", [0, *MORE])
-def test_resume_is_bit_exact_after_sigkill(place: Place, seed: int) -> None:
+@pytest.mark.parametrize(("anywhere", "seed", "aims"), CASES, indirect=["anywhere"])
+def test_resume_is_bit_exact_after_sigkill(
+    anywhere: Place, place: Place, seed: int, aims: Sequence[Aim]
+) -> None:
     chance = random.Random(seed)
-    place.finish("unbroken", f"run.seed={seed}")
-    for aim in (FIRST, *chance.sample(AIMS, len(AIMS))):
-        trainer = place.start("broken", f"run.seed={seed}")
+    words = (f"run.seed={seed}", "checkpoint.save_every_steps=12")
+    place.finish("unbroken", *words)
+    for aim in (FIRST, *chance.sample(aims, len(aims))):
+        trainer = anywhere.start("broken", *words)
         aim.wait(trainer, line(trainer.run_dir).step)
         time.sleep(chance.uniform(0, aim.max_delay_seconds))
         trainer.kill()
         assert trainer.ended() == -9, f"{aim.name}: the kill came too late\n{trainer.said()}"
-    place.finish("broken", f"run.seed={seed}")
+    anywhere.finish("broken", *words)
 
-    broken, unbroken = place.run_dir("broken"), place.run_dir("unbroken")
+    broken, unbroken = anywhere.run_dir("broken"), place.run_dir("unbroken")
     resumed = [step for step in starts(broken) if step > 0]
     assert len(resumed) >= 3, f"hardly resumed: {starts(broken)}"
-    assert line(broken).attempt >= len(AIMS) + 1
+    assert line(broken).attempt >= len(aims) + 1
     assert_bit_exact(broken, unbroken)
+    kept = {commit.path.rpartition("/")[2] for commit in line(broken).committed}
+    assert set(storage.list_names(broken.checkpoints)) == kept, "a killed save has left something"
 
 
 def test_resume_on_fewer_visible_cores_is_bit_exact(place: Place, tiny: RunDir) -> None:

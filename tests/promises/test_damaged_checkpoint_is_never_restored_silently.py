@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from jaxres import runlog
+from jaxres import runlog, storage
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from tests import damage
@@ -23,6 +22,7 @@ from tests.promises.trainer import (
     assert_bit_exact,
     digest,
     line,
+    put,
     snapshot,
     starts,
     trajectory,
@@ -42,31 +42,16 @@ def many(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     return trainer.run_dir
 
 
-def values(step_dir: Path) -> Path:
-    return max((step_dir / "state").rglob("*"), key=lambda path: path.stat().st_size)
+def values(sizes: dict[str, int]) -> str:
+    return max((name for name in sizes if name.startswith("state/")), key=lambda name: sizes[name])
 
 
-def index(step_dir: Path) -> Path:
-    return next((step_dir / "state" / "d").iterdir())
+def index(sizes: dict[str, int]) -> str:
+    return next(name for name in sorted(sizes) if name.startswith("state/d/"))
 
 
-def tree(step_dir: Path) -> Path:
-    return step_dir / "state" / "_METADATA"
-
-
-def facts(step_dir: Path) -> Path:
-    return step_dir / "progress.json"
-
-
-def manifest(step_dir: Path) -> Path:
-    return step_dir / "MANIFEST.json"
-
-
-def digests(step_dir: Path) -> Path:
-    return step_dir / "digests" / "process_0.json"
-
-
-HARM: tuple[tuple[Callable[[Path, random.Random], None], Callable[[Path], Path]], ...] = (
+Harm = tuple[Callable[[Path, random.Random], None], Callable[[dict], str]]
+HARM: tuple[Harm, ...] = (
     (damage.flip_bit, values),
     (damage.zero_page, values),
     (damage.truncate, values),
@@ -75,10 +60,10 @@ HARM: tuple[tuple[Callable[[Path, random.Random], None], Callable[[Path], Path]]
     (damage.append, values),
     (damage.flip_byte, values),
     (damage.flip_byte, index),
-    (damage.truncate, tree),
-    (damage.flip_bit, facts),
-    (damage.flip_bit, manifest),
-    (damage.flip_byte, digests),
+    (damage.truncate, lambda _: "state/_METADATA"),
+    (damage.flip_bit, lambda _: "progress.json"),
+    (damage.flip_bit, lambda _: "MANIFEST.json"),
+    (damage.flip_byte, lambda _: "digests/process_0.json"),
 )
 
 
@@ -87,24 +72,33 @@ def newest(run_dir: RunDir) -> list[runlog.Commit]:
     return list(reversed(line(run_dir).committed))
 
 
-def test_twelve_damaged_steps_are_passed_over_and_the_run_ends_bit_for_bit(
-    place: Place, many: RunDir, unbroken: RunDir
+@pytest.mark.parametrize(
+    ("anywhere", "harms"),
+    [
+        ("local", HARM),
+        ("bucket", [HARM[0], HARM[3], HARM[7], HARM[10]]),
+        pytest.param("bucket", HARM, marks=pytest.mark.campaign),
+    ],
+    ids=["local-twelve", "bucket-four", "bucket-twelve"],
+    indirect=["anywhere"],
+)
+def test_damaged_steps_are_passed_over_and_the_run_ends_bit_for_bit(
+    anywhere: Place, many: RunDir, unbroken: RunDir, harms: Sequence[Harm]
 ) -> None:
-    run_dir, chance = place.copy(many, "harmed"), random.Random(0)
+    run_dir, chance = anywhere.copy(many, "harmed"), random.Random(0)
     commits = newest(run_dir)
-    assert len(commits) > len(HARM)
+    assert len(commits) > len(harms)
     harmed = {}
-    for (harm, of), commit in zip(HARM, commits, strict=False):
+    for (harm, of), commit in zip(harms, commits, strict=False):
         step_dir = run_dir.root / commit.path
-        path = of(step_dir)
-        harm(path, chance)
-        harmed[commit.step] = path.relative_to(step_dir).as_posix()
+        name = harmed[commit.step] = of(storage.sizes(step_dir))
+        damage.harm(step_dir, name, harm, chance)
         assert snapshot(step_dir) != snapshot(many.root / commit.path), "the damage happened"
     before = {step: snapshot(run_dir.root / c.path) for step, c in ((c.step, c) for c in commits)}
 
-    trainer = place.command(run_dir, [str(run_dir.root)])
+    trainer = anywhere.command(run_dir, [str(run_dir.root)])
     assert trainer.ended() == 0, trainer.said()
-    whole = commits[len(HARM)].step
+    whole = commits[len(harms)].step
     assert starts(run_dir) == [0, whole], "the newest whole step was taken"
     assert_bit_exact(run_dir, unbroken)
     decided = {one.step: one for _, one in line(run_dir).quarantined}
@@ -116,15 +110,16 @@ def test_twelve_damaged_steps_are_passed_over_and_the_run_ends_bit_for_bit(
 
 
 def test_if_no_step_is_whole_all_are_named_and_a_copy_mends_the_run(
-    place: Place, killed: RunDir, unbroken: RunDir
+    anywhere: Place, killed: RunDir, unbroken: RunDir
 ) -> None:
-    run_dir, chance = place.copy(killed, "hopeless"), random.Random(0)
+    run_dir, chance = anywhere.copy(killed, "hopeless"), random.Random(0)
     commits = newest(run_dir)
-    damage.flip_bit(values(run_dir.root / commits[0].path), chance)
+    newest_dir = run_dir.root / commits[0].path
+    damage.harm(newest_dir, values(storage.sizes(newest_dir)), damage.flip_bit, chance)
     for commit in commits[1:]:
-        shutil.rmtree(run_dir.root / commit.path)
+        storage.delete_tree(run_dir.root / commit.path)
     before = snapshot(run_dir.root)
-    trainer = place.command(run_dir, [str(run_dir.root)])
+    trainer = anywhere.command(run_dir, [str(run_dir.root)])
     said = trainer.refused(Exit.UNRESTORABLE, "none is whole", "does not start again from step 0")
     for commit in commits:
         assert f"{commit.path}: step {commit.step}: " in said
@@ -133,26 +128,30 @@ def test_if_no_step_is_whole_all_are_named_and_a_copy_mends_the_run(
     assert starts(run_dir) == [0], "it did not start again"
     assert newest(run_dir) == commits, "nothing was put in quarantine"
 
-    shutil.rmtree(run_dir.root / commits[0].path)
-    shutil.copytree(killed.root / commits[0].path, run_dir.root / commits[0].path)
-    again = place.command(run_dir, [str(run_dir.root)])
+    storage.delete_tree(newest_dir)
+    put(killed.root / commits[0].path, newest_dir)
+    again = anywhere.command(run_dir, [str(run_dir.root)])
     assert again.ended() == 0, again.said()
     assert starts(run_dir) == [0, commits[0].step]
     assert trajectory(run_dir) == trajectory(unbroken)
     assert digest(run_dir) == digest(unbroken)
 
 
-@pytest.mark.parametrize("kind", ["claim", "start", "commit"])
+@pytest.mark.parametrize(
+    ("anywhere", "kind"),
+    [("local", "claim"), ("local", "start"), ("local", "commit"), ("bucket", "commit")],
+    indirect=["anywhere"],
+)
 def test_a_damaged_record_of_the_log_is_refused_and_starts_nothing(
-    place: Place, killed: RunDir, kind: str
+    anywhere: Place, killed: RunDir, kind: str
 ) -> None:
-    run_dir = place.copy(killed, kind)
-    paths = sorted(run_dir.log.iterdir())
-    path = next(path for path in paths if json.loads(path.read_text())["kind"] == kind)
-    data = path.read_text()
-    name, number = ("step", "2") if kind == "commit" else ("attempt", "1")
-    path.write_text(data.replace(f'"{name}":{number}', f'"{name}":3'))
-    assert path.read_text() != data
+    run_dir = anywhere.copy(killed, kind)
+    paths = [run_dir.log / name for name in storage.list_names(run_dir.log)]
+    path = next(p for p in paths if json.loads(storage.read_whole(p))["kind"] == kind)
+    data = storage.read_whole(path)
+    old, new = (b'"step":2', b'"step":3') if kind == "commit" else (b'"attempt":1', b'"attempt":3')
+    storage.replace(path, data.replace(old, new))
+    assert storage.read(path) != data
     before = snapshot(run_dir.root)
     ended = subprocess.run(
         [sys.executable, "-m", "jaxres.train", str(run_dir.root)],
@@ -173,14 +172,15 @@ def test_a_damaged_record_of_the_log_is_refused_and_starts_nothing(
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("harm", damage.DAMAGES, ids=lambda harm: harm.__name__)
 def test_any_damage_to_any_file_ends_bit_for_bit(
-    place: Place, killed: RunDir, unbroken: RunDir, harm: Callable, seed: int
+    anywhere: Place, killed: RunDir, unbroken: RunDir, harm: Callable, seed: int
 ) -> None:
-    run_dir, chance = place.copy(killed, "harmed"), random.Random(seed)
+    run_dir, chance = anywhere.copy(killed, "harmed"), random.Random(seed)
     commit, older = newest(run_dir)[:2]
     step_dir = run_dir.root / commit.path
-    files = [path for path in step_dir.rglob("*") if path.is_file() and path.stat().st_size]
-    harm(chance.choice(files), chance)
-    trainer = place.command(run_dir, [str(run_dir.root)])
+    sizes = storage.sizes(step_dir)
+    name = chance.choice(sorted(name for name in sizes if sizes[name]))
+    damage.harm(step_dir, name, harm, chance)
+    trainer = anywhere.command(run_dir, [str(run_dir.root)])
     assert trainer.ended() == 0, trainer.said()
     assert starts(run_dir)[1] in (commit.step, older.step)
     if starts(run_dir)[1] == commit.step:

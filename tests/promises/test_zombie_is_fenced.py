@@ -28,9 +28,7 @@ def counted(run_dir: RunDir, trainer: Trainer) -> dict[str, bytes]:
     folders = [run_dir.log, run_dir.attempt(trainer.attempt)]
     folders += [run_dir.root / commit.path for commit in line(run_dir).committed]
     return {
-        str(folder.relative_to(run_dir.root) / name): data
-        for folder in folders
-        for name, data in snapshot(folder).items()
+        str(folder / name): data for folder in folders for name, data in snapshot(folder).items()
     }
 
 
@@ -46,19 +44,23 @@ def put_to_sleep(trainer: Trainer) -> None:
 
 
 WHEN: dict[str, Callable[[Trainer], None]] = {
-    "while it trains": lambda trainer: trainer.wait_step(50),
+    "while it trains": lambda trainer: trainer.wait_commit(40),
     "before it trains": lambda trainer: trainer.wait_phase("compile"),
 }
 
 
-@pytest.mark.parametrize("when", WHEN)
-def test_zombie_harms_nothing(place: Place, unbroken: RunDir, when: str) -> None:
-    zombie = place.start("run", *MLP)
+@pytest.mark.parametrize(
+    ("anywhere", "when"),
+    [("local", "while it trains"), ("local", "before it trains"), ("bucket", "while it trains")],
+    indirect=["anywhere"],
+)
+def test_zombie_harms_nothing(anywhere: Place, unbroken: RunDir, when: str) -> None:
+    zombie = anywhere.start("run", *MLP)
     WHEN[when](zombie)
     put_to_sleep(zombie)
     begun = starts(zombie.run_dir)
 
-    heir = place.finish("run", *MLP)
+    heir = anywhere.finish("run", *MLP)
     assert heir.attempt == zombie.attempt + 1
     assert (len(begun), len(starts(heir.run_dir))) in {(0, 1), (1, 2)}
     before = counted(heir.run_dir, heir)

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxres import runlog, verbs
+from jaxres import place as places
+from jaxres import runlog, storage, verbs
 from jaxres.eventlog import read_events, read_json_lines
 from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
@@ -244,15 +246,11 @@ class Place:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"} | self._own_home() | (env or {}),
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {}),
             )
         trainer = Trainer(run_dir, process, output, attempt)
         self.trainers.append(trainer)
         return trainer
-
-    def _own_home(self) -> dict[str, str]:
-        """Of a run in a bucket some lies in the home of who trains."""
-        return {} if self.bucket is None else {"HOME": str(self.root)}
 
     def door(
         self,
@@ -288,9 +286,12 @@ class Place:
         return trainer
 
     def copy(self, run_dir: RunDir, name: str) -> RunDir:
-        """Copies a run directory to here, as anyone may."""
-        shutil.copytree(run_dir.root, self.root / name)
-        return self.run_dir(name)
+        """Copies a run directory of a disk to here, as anyone may."""
+        copied = self.run_dir(name)
+        put(run_dir.root, copied.root)
+        if self.bucket is not None:
+            shutil.copytree(run_dir.compiled, copied.compiled)
+        return copied
 
     def end_all(self) -> None:
         """Ends every process that was started here."""
@@ -307,11 +308,36 @@ def free_address() -> str:
         return f"127.0.0.1:{found.getsockname()[1]}"
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
-    """Returns relative path -> bytes of everything below a folder; folders are there too.
+NOT_IN_A_BUCKET = ("compiled", "tensorboard", "exports", "owner.json", "owner.lock")
+
+
+def put(folder: places.Place, to: places.Place) -> None:
+    """Copies a folder of a disk; in a bucket a file of lines is a folder of segments."""
+    assert isinstance(folder, Path)
+    if isinstance(to, Path):
+        shutil.copytree(folder, to)
+        return
+    paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    paths = [path for path in paths if path.parts[0] not in NOT_IN_A_BUCKET]
+
+    def one(path: Path) -> None:
+        there = to / path.as_posix()
+        is_lines = path.suffix == ".jsonl"
+        storage.replace(there / "00000001" if is_lines else there, (folder / path).read_bytes())
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, paths))
+
+
+def snapshot(folder: places.Place) -> dict[str, bytes]:
+    """Returns relative path -> bytes of everything below a folder; a disk's folders are there too.
 
     Left out: temporaries, which any claim sweeps, and the owner's beat.
     """
+    if isinstance(folder, BucketPath):
+        names = sorted(set(storage.sizes(folder)) - {"owner.json"})
+        found = storage.read_all([folder / name for name in names])
+        return {name: data for name, data in zip(names, found, strict=True) if data is not None}
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"folder"
         for path in sorted(folder.rglob("*"))

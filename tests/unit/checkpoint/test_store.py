@@ -181,7 +181,7 @@ def lose():
 
 def settled(checkpoints):
     """Waits until the save in flight is over, without hearing of how."""
-    checkpoints._flight.exception(timeout=30)
+    checkpoints._flight._work.exception(timeout=30)
 
 
 def test_a_failure_before_the_record_is_raised_at_the_next_look_and_nothing_counts(place):

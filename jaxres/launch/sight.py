@@ -1,0 +1,168 @@
+"""What a leader can see of its VMs, and since when: lists of the service and reports of the agents.
+
+Time runs here only while the one who is asked answers: a bucket or a control plane that is away for
+a while makes nobody look dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jaxres.launch.ladder import Trouble
+from jaxres.launch.report import Report
+from jaxres.runlog import Stop
+
+MOST_SECONDS = 5.0
+"""That one look adds to a silence: whoever has slept in between has not listened."""
+HALTED = ("TERMINATED", "STOPPED", "SUSPENDED")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A VM as the service lists it."""
+
+    name: str
+    zone: str
+    status: str
+    ip: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A creation that has failed."""
+
+    trouble: Trouble
+    words: str
+    """For a person."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """What the run's log says."""
+
+    step: int = 0
+    """Newest committed step."""
+    seq: int = 0
+    """Number of the newest record."""
+    stop: Stop | None = None
+    """How the newest attempt that left a word has ended."""
+    stop_seq: int = 0
+    """Number of that record."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that a decision goes by, besides what is intended."""
+
+    now: float
+    """Seconds since the epoch."""
+    vms: Mapping[str, Observed] | None
+    """The run's VMs, as the service lists them; None: it has not answered."""
+    absent: Mapping[str, float]
+    """By name: seconds for which lists have lacked it."""
+    not_found: frozenset[str]
+    """Doomed VMs that are not listed, and that the service, asked for by name, does not know."""
+    reports: Mapping[str, Report]
+    silent: Mapping[str, float]
+    """By name: seconds for which its agent has said nothing, though the bucket answers."""
+    creation: Refused | bool | None
+    """What has become of the creation that is on: True: done, False: it is on its way, None: this
+    process has not asked."""
+    log: Log
+    still_seconds: float
+    """For how long no step was committed while an attempt was on, though the bucket answers."""
+    ended_seconds: float | None
+    """Since the first end of a part of the attempt was seen; None: none has ended."""
+    stop_asked: bool = False
+    down_asked: bool = False
+
+
+@dataclass
+class Sight:
+    """What is remembered between two looks of one leader. Durations are on its own clock."""
+
+    _heard: dict[str, tuple[int, Report, float]] = field(default_factory=dict)
+    """By name: generation, report, and for how long it has stood still."""
+    _absent: dict[str, float] = field(default_factory=dict)
+    _vms: Mapping[str, Observed] | None = None
+    _bucket_at: float | None = None
+    """When the bucket answered last, if it did at the last look."""
+    _service_at: float | None = None
+    _log: Log = Log()
+    _still: float = 0.0
+    _attempt: int = 0
+    _ended: float | None = None
+
+    def bucket_silent(self) -> None:
+        """Notes a look to which the bucket gave no answer."""
+        self._bucket_at = None
+
+    def heard(self, listed: Mapping[str, tuple[int, Mapping[str, str]]], *, now: float) -> None:
+        """Takes in what the bucket lists of the agents' reports."""
+        since = 0.0 if self._bucket_at is None else min(MOST_SECONDS, now - self._bucket_at)
+        if self._bucket_at is None:  # Agents had no answer either: they get their time anew.
+            self._heard = {name: (g, r, 0.0) for name, (g, r, _) in self._heard.items()}
+        self._bucket_at = now
+        for name, (generation, words) in listed.items():
+            report = Report.of(words)
+            before = self._heard.get(name)
+            if report is None:
+                continue
+            still = before[2] + since if before is not None and before[0] == generation else 0.0
+            self._heard[name] = generation, report, still
+        for name in self._heard.keys() - listed.keys():
+            generation, report, still = self._heard[name]
+            self._heard[name] = generation, report, still + since
+
+    def listed(self, vms: Mapping[str, Observed] | None, wanted: set[str], *, now: float) -> None:
+        """Takes in what the service lists; None: it has not answered."""
+        since = 0.0 if self._service_at is None else min(MOST_SECONDS, now - self._service_at)
+        self._vms, self._service_at = vms, None if vms is None else now
+        if vms is None:
+            return
+        gone = wanted - vms.keys()
+        self._absent = {name: self._absent.get(name, -since) + since for name in gone}
+
+    def progressed(
+        self, log: Log, attempt: int, *, is_on: bool, any_ended: bool, since: float
+    ) -> None:
+        """Takes in what the log says, and whether a part of the attempt has ended.
+
+        `since` seconds after the last look.
+        """
+        since = min(MOST_SECONDS, since)
+        if log.step != self._log.step or attempt != self._attempt or not is_on:
+            self._still = 0.0
+        else:
+            self._still += since
+        if attempt != self._attempt or not is_on or not any_ended:
+            self._ended = None
+        else:
+            self._ended = 0.0 if self._ended is None else self._ended + since
+        self._log, self._attempt = log, attempt
+
+    def seen(
+        self,
+        *,
+        wall: float,
+        creation: Refused | bool | None,
+        not_found: frozenset[str] = frozenset(),
+        stop_asked: bool = False,
+        down_asked: bool = False,
+    ) -> Seen:
+        """Returns what there is to decide by."""
+        return Seen(
+            now=wall,
+            vms=self._vms,
+            absent=dict(self._absent),
+            not_found=not_found,
+            reports={name: report for name, (_, report, _) in self._heard.items()},
+            silent={name: still for name, (_, _, still) in self._heard.items()},
+            creation=creation,
+            log=self._log,
+            still_seconds=self._still,
+            ended_seconds=self._ended,
+            stop_asked=stop_asked,
+            down_asked=down_asked,
+        )
