@@ -14,7 +14,7 @@ usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
   train CONFIG.yaml|RUN_DIR [section.field=value ...]   start a run, or go on with it
   launch local CONFIG.yaml|RUN_DIR ... --hosts N        the same with N workers on this machine; one
       that falls comes back by itself
-  launch gce up CONFIG.yaml|gs://RUN ...                the same on GPU VMs of Google's, which it gets,
+  launch gce up CONFIG.yaml|gs://RUN ...                the same on GPU VMs, which it gets,
       replaces and deletes; status, logs, stop, down, init (`jaxres launch gce --help`)
   status RUN_DIR [--json] [--watch]                     how far it is, what happened, what is next;
       exit 0: running, restarting or done; 1: down, the same command goes on; 3: needs a person.
@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from jaxres.launch import __main__ as launch
 
         launch.leave(launch.main(words[1:]))
-    from jaxres import bucket, verbs
+    from jaxres import gcs, verbs
 
-    os.environ.update(bucket.environment(os.environ))
+    os.environ.update(gcs.environment(os.environ))
     return verbs.main(words, usage=USAGE, env=os.environ)
 
 

@@ -11,6 +11,8 @@ from jaxres.config.section import PositiveFloat, Section, free
 
 Zone = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+-[a-z]$")]
 
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
 
 class RungCommon(Section):
     zones: tuple[Zone, ...] = free(...)
@@ -99,7 +101,7 @@ class GceSection(Section):
     package: Path | None = free(None)
     """Folder of your own code, put on every VM with jaxres' own: its Python modules can be named as
     targets, and it is the working folder. Every attempt runs the code of the first `up`."""
-    env: dict[str, str] = free({})
+    env: dict[VariableName, str] = free({})
     """Further environment variables of the training, such as NCCL's; no secrets, they are stored in
     the run directory."""
     port: Annotated[int, Field(ge=1024, le=60_000)] = free(8470)

@@ -11,8 +11,9 @@ from typing import Any
 from jaxres.config.fields import is_free
 from jaxres.config.guards import RollbackSection
 from jaxres.config.loss_scale import LossScaleSection
+from jaxres.config.optimizer import ConstantSchedule
 from jaxres.config.problems import one_line, show
-from jaxres.config.schema import ConstantSchedule, GptModel, RunConfig, Section
+from jaxres.config.schema import GptModel, RunConfig, Section
 from jaxres.faults import ConfigError
 from jaxres.place import Place
 

@@ -11,8 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxres import bucket, screen
 from jaxres import config as configs
+from jaxres import gcs, screen
 from jaxres.faults import Exit, UsageError
 from jaxres.launch import agent, gce, local
 from jaxres.supervise import opening
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         usage = gce.USAGE if "gce" in arguments[:1] else local.USAGE
         sys.stdout.write(usage + "\n" + configs.describe() + "\n")
         return Exit.DONE
-    os.environ.update(bucket.environment(os.environ))
+    os.environ.update(gcs.environment(os.environ))
     return opening.answered(lambda: _launch(arguments))
 
 

@@ -10,12 +10,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jaxres import bucket
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.launch.ladder import Cooling
 from jaxres.place import BucketPath
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    T = TypeVar("T", bound=DataclassInstance)
 
 Phase = Literal["placing", "running", "ending", "ended"]
 WRITES = 3
@@ -33,7 +38,7 @@ class Vm:
     rung: int
     """Of the ladder."""
     asked: float
-    """When, in seconds since the epoch: for the bill, and for people."""
+    """When, in seconds since the epoch: for the bill, and for people; 0: not yet."""
     made: bool = False
     """Whether its creation is known to have gone well."""
     doomed: float = 0.0
@@ -108,6 +113,8 @@ class Intent:
     cooling: tuple[Cooling, ...] = ()
     refill_since: float | None = None
     """Since when lost VMs are being replaced where the others are; seconds since the epoch."""
+    unready: int = 0
+    """How often VMs were lost since the last attempt began, before another could."""
     attempt: int = 0
     members: tuple[Member, ...] = ()
     """Hosts of the attempt that is on; empty: none is."""
@@ -169,6 +176,8 @@ class Record:
           Fenced: another launcher has written meanwhile.
         """
         for _ in range(WRITES):
+            if self.intent is not None and self.intent.epoch > epoch:
+                break  # It was read after another had taken over.
             serial = 0 if self.intent is None else self.intent.serial
             new = dataclasses.replace(intent, epoch=epoch, serial=serial + 1)
             generation = bucket.write(self.path, packed(new), over=self.generation)
@@ -189,26 +198,31 @@ def packed(intent: Intent) -> bytes:
     return json.dumps(dataclasses.asdict(intent), sort_keys=True).encode()
 
 
+def _known(kind: type[T], fields: dict[str, Any]) -> T:
+    """Makes one of a kind by the fields that it has."""
+    names = {f.name for f in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in fields.items() if name in names})
+
+
 def unpacked(data: bytes, path: BucketPath) -> Intent:
     """Reads what `packed` has written; what a newer version has added is left out."""
     try:
         fields: dict[str, Any] = json.loads(data)
-        known = {f.name for f in dataclasses.fields(Intent)}
-        fields = {name: value for name, value in fields.items() if name in known}
         creation, end = fields["creation"], fields["end"]
-        return Intent(
-            **fields
+        return _known(
+            Intent,
+            fields
             | {
-                "vms": tuple(Vm(**vm) for vm in fields["vms"]),
-                "doomed": tuple(Vm(**vm) for vm in fields["doomed"]),
-                "cooling": tuple(Cooling(**one) for one in fields["cooling"]),
-                "members": tuple(Member(**one) for one in fields["members"]),
-                "history": tuple(Past(**one) for one in fields["history"]),
+                "vms": tuple(_known(Vm, vm) for vm in fields["vms"]),
+                "doomed": tuple(_known(Vm, vm) for vm in fields["doomed"]),
+                "cooling": tuple(_known(Cooling, one) for one in fields["cooling"]),
+                "members": tuple(_known(Member, one) for one in fields["members"]),
+                "history": tuple(_known(Past, one) for one in fields["history"]),
                 "creation": creation and Creation(tuple(creation["names"]), creation["request_id"]),
-                "end": end and End(**end),
-            }
+                "end": end and _known(End, end),
+            },
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageUnavailable(
             f"{path}: can't be read as what the launcher has written ({error}). If a newer jaxres "
             "has written it, use that one."

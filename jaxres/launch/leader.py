@@ -8,13 +8,13 @@ no leader as long as nothing happens to it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxres import bucket, runlog
-from jaxres.clock import Clock
+from jaxres.clock import Clock, boot_seconds
 from jaxres.config import RunConfig
-from jaxres.faults import StorageUnavailable
+from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.launch import reconcile, startup
 from jaxres.launch.compute import RUN_LABEL, Compute, ServiceSilent
 from jaxres.launch.intent import Creation, End, Intent, Record, Vm
@@ -32,6 +32,8 @@ AGAIN_SECONDS = 10.0
 """Until a VM that is still there is asked to end again."""
 LONGEST_PAUSE_SECONDS = 30.0
 """Between two tries of a creation that the service does not answer."""
+TAKE_BACK_SECONDS = 300.0
+"""Longest stay of a leader that was overtaken, to delete what it has asked for before."""
 MANAGED_LABEL = "jaxres-managed"
 
 
@@ -47,6 +49,8 @@ class Leader:
     clock: Clock
     tell: Callable[[str], None]
     """Tells a person."""
+    awake_or_not: Callable[[], float] = boot_seconds
+    """Seconds that go on while the machine sleeps: VMs cost money then, too."""
     _sight: Sight = field(default_factory=Sight)
     _records: list[runlog.Record] = field(default_factory=list)
     _log: Log = field(default_factory=Log)
@@ -55,11 +59,21 @@ class Leader:
     _vms: dict[str, Observed] | None = None
     _listed_at: float = -LIST_SECONDS
     _looked_at: float = 0.0
+    _waited: float = 0.0
+    """For the bucket, since what the agents say was looked at last."""
     _deleted_at: dict[str, float] = field(default_factory=dict)
     _stopped_attempt: int = 0
     _pause: float = CYCLE_SECONDS / 2
+    _asked: Creation | None = None
+    """A creation that this leader has asked for, and of which it has not seen the end."""
+    _asked_in: str = ""
+    """In which zone."""
+    _asked_at: float = 0.0
+    """When, or when it began to lead."""
     _not_before: float = 0.0
     """Earliest next try of a creation that was not answered."""
+    _began: float | None = None
+    """The wall clock when this machine was started, as it was told once."""
     _silences: set[str] = field(default_factory=set)
     """Who does not answer, as a person was told."""
 
@@ -69,25 +83,31 @@ class Leader:
         Raises:
           Fenced: another launcher leads by now.
         """
-        while True:
-            if (intent := self._cycle()) is not None and intent.phase == "ended":
-                assert intent.end is not None, intent
-                self._tidy_up(intent)
-                return intent.end
-            self.clock.sleep(CYCLE_SECONDS)
+        self._asked_at = self.clock.monotonic()
+        try:
+            while (intent := self._cycle()) is None or intent.phase != "ended":
+                self.clock.sleep(CYCLE_SECONDS)
+        except Fenced:
+            self._take_back()
+            raise
+        assert intent.end is not None, intent
+        self._tidy_up(intent)
+        return intent.end
 
     def _cycle(self) -> Intent | None:
         """Looks, decides and acts once; None: the bucket did not answer."""
         intent = self.record.intent
         assert intent is not None, "nothing is meant to be yet"
         try:
-            self.lease.renew()
+            with self._waiting():
+                self.lease.renew()
             seen = self._look(intent)
             following = reconcile.decide(intent, seen, self.config)
             if following.intent != intent:
                 if not self.lease.held():
                     return None
-                intent = self.record.write(following.intent, epoch=self.lease.epoch)
+                with self._waiting():
+                    intent = self.record.write(following.intent, epoch=self.lease.epoch)
             for words in following.words:
                 self.tell(words)
             self._hear("the bucket", True)
@@ -109,15 +129,26 @@ class Leader:
                 f"{who} does not answer; the training goes on, nothing is judged lost ({why})"
             )
 
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Counts how long the bucket takes."""
+        began = self.clock.monotonic()
+        try:
+            yield
+        finally:
+            self._waited += self.clock.monotonic() - began
+
     # Looking.
 
     def _look(self, intent: Intent) -> Seen:
+        with self._waiting():
+            self._read_log()
+            stop = bucket.stat(self.places.stop) is not None
+            down = bucket.stat(self.places.down) is not None
+            listed = bucket.listed(self.places.reports)
         now = self.clock.monotonic()
-        listed = bucket.listed(self.places.reports)
-        self._sight.heard(listed, now=now)
-        self._read_log()
-        stop = bucket.stat(self.places.stop) is not None
-        down = bucket.stat(self.places.down) is not None
+        self._sight.heard(listed, now=now, waited=self._waited)
+        self._waited = 0.0
         is_on = intent.phase == "running"
         reports = [Report.of(words) for name, (_, words) in listed.items() if name in intent.names]
         any_ended = any(
@@ -127,7 +158,7 @@ class Leader:
         self._looked_at = now
         number = intent.attempt
         self._sight.progressed(self._log, number, is_on=is_on, any_ended=any_ended, since=since)
-        wanted = set(intent.names) | {vm.name for vm in intent.doomed}
+        wanted = {vm.name: vm.made for vm in (*intent.vms, *intent.doomed)}
         creation, not_found = None, frozenset[str]()
         try:
             if not is_on or any_ended or now - self._listed_at >= LIST_SECONDS:
@@ -142,12 +173,22 @@ class Leader:
             self._sight.listed(None, wanted, now=now)
             self._hear("the Compute API", False, str(error))
         return self._sight.seen(
-            wall=self.clock.wall(),
+            wall=self._wall(),
             creation=creation,
+            unasked_seconds=self.clock.monotonic() - self._asked_at,
             not_found=not_found,
             stop_asked=stop,
             down_asked=down,
         )
+
+    def _wall(self) -> float:
+        """Returns the seconds since the epoch as they go on from this leader's beginning.
+
+        A clock that jumps meanwhile moves nothing; a machine that sleeps is billed for.
+        """
+        if self._began is None:
+            self._began = self.clock.wall() - self.awake_or_not()
+        return self._began + self.awake_or_not()
 
     def _read_log(self) -> None:
         folder = RunDir(self.places.run).log
@@ -171,7 +212,10 @@ class Leader:
             if found is None:
                 return None
             self._operations[request] = found
-        return found if isinstance(found, Refused) else self.compute.became_of(found, zone)
+        became = found if isinstance(found, Refused) else self.compute.became_of(found, zone)
+        if became is not False:
+            self._asked = None
+        return became
 
     def _not_found(self, intent: Intent) -> frozenset[str]:
         vms = self._vms
@@ -202,7 +246,11 @@ class Leader:
         self._not_before = now + self._pause
         vms = [vm for vm in intent.vms if vm.name in creation.names]
         machine = machine_of(self.places, self.config, intent, vms[0])
-        self._operations[creation.request_id] = self.compute.create(creation, vms, machine)
+        self._asked, self._asked_in = creation, vms[0].zone
+        try:
+            self._operations[creation.request_id] = self.compute.create(creation, vms, machine)
+        finally:
+            self._asked_at = self.clock.monotonic()
         self._pause, self._not_before = CYCLE_SECONDS / 2, now
 
     def _delete(self, vms: Sequence[Vm], *, doomed: Container[str]) -> None:
@@ -223,10 +271,41 @@ class Leader:
     def _may(self) -> bool:
         """Whether the lease is held for certain, at this moment."""
         try:
-            self.lease.renew()
+            with self._waiting():
+                self.lease.renew()
         except StorageUnavailable:
             return False
         return self.lease.held()
+
+    def _take_back(self) -> None:
+        """Deletes what this leader's last request has made, or still makes, and nobody wants.
+
+        It leads no more; but no name is given twice, so what is not meant to be never will be.
+        """
+        began = self.clock.monotonic()
+        if self._asked is not None:
+            names = ", ".join(self._asked.names)
+            self.tell(f"another launcher leads; looking whether {names} are wanted before leaving")
+        while self._asked is not None and self.clock.monotonic() < began + TAKE_BACK_SECONDS:
+            with contextlib.suppress(ServiceSilent, StorageUnavailable):
+                intent = self.record.read()
+                wanted = frozenset[str]() if intent is None else intent.names
+                left = [name for name in self._asked.names if name not in wanted]
+                waited = self.clock.monotonic() - began
+                if not left or self._is_settled(self._asked, waited=waited):
+                    for name in left:
+                        self.compute.delete(name, self._asked_in)
+                    return
+            self.clock.sleep(CYCLE_SECONDS)
+
+    def _is_settled(self, asked: Creation, *, waited: float) -> bool:
+        """Whether a request makes nothing any more."""
+        found = self._operations.get(asked.request_id)
+        if found is None and (found := self.compute.operation_of(asked, self._asked_in)) is None:
+            return waited > reconcile.LOST_REQUEST_SECONDS
+        return isinstance(found, Refused) or (
+            self.compute.became_of(found, self._asked_in) is not False
+        )
 
     def _ask_to_stop(self, intent: Intent) -> None:
         """Has the doors save and leave, once an attempt."""

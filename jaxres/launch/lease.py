@@ -158,8 +158,9 @@ def _packed(terms: Terms) -> bytes:
 def _unpacked(data: bytes, path: BucketPath) -> Terms:
     try:
         fields: dict[str, Any] = json.loads(data)
-        return Terms(**fields)
-    except (ValueError, TypeError) as error:
+        known = Terms.__dataclass_fields__  # A newer version may have added something.
+        return Terms(**{name: value for name, value in fields.items() if name in known})
+    except (ValueError, TypeError, AttributeError) as error:
         raise StorageUnavailable(
             f"{path}: is no lease ({error}). If no launcher runs, delete it."
         ) from error

@@ -17,7 +17,7 @@ from jaxres.launch.placing import without_place
 from jaxres.launch.sight import Seen
 
 LOST_REQUEST_SECONDS = 20.0
-"""A creation that the service knows nothing of, and that shows nothing for so long, never came."""
+"""A creation that the service knows nothing of so long after it was asked for never came."""
 
 
 def decide(intent: Intent, seen: Seen, config: RunConfig) -> Next:
@@ -33,7 +33,10 @@ def decide(intent: Intent, seen: Seen, config: RunConfig) -> Next:
     if intent.end is not None and (intent.phase == "placing" or _is_late(intent, seen, config)):
         return _end(intent, seen)
     if intent.phase == "placing":
-        return placing.place(intent, seen, gce)
+        most = config.restart.max_preemptions_without_commit
+        if not any(vm.name in seen.reports for vm in intent.vms):
+            most = config.restart.max_attempts_without_commit  # Not one of them has ever come up.
+        return placing.place(intent, seen, gce, most_unready=most)
     return running.run(intent, seen, config)
 
 
@@ -56,13 +59,18 @@ def dollars(intent: Intent, gce: GceSection, *, now: float) -> float:
 
 def vm_hours(intent: Intent, *, now: float) -> float:
     """Returns the hours of all VMs until now."""
-    running_seconds = sum(max(0.0, now - vm.asked) for vm in (*intent.vms, *intent.doomed))
+    running_seconds = sum(_seconds(vm, now=now) for vm in (*intent.vms, *intent.doomed))
     return (intent.vm_seconds + running_seconds) / 3600
 
 
 def _cost(vm: Vm, gce: GceSection, *, now: float) -> float:
     rung = gce.ladder[min(vm.rung, len(gce.ladder) - 1)]
-    return max(0.0, now - vm.asked) / 3600 * (rung.dollars_per_hour or 0.0)
+    return _seconds(vm, now=now) / 3600 * (rung.dollars_per_hour or 0.0)
+
+
+def _seconds(vm: Vm, *, now: float) -> float:
+    """Returns for how long a VM may have been there."""
+    return max(0.0, now - vm.asked) if vm.asked else 0.0
 
 
 def _asked_end(intent: Intent, seen: Seen, config: RunConfig) -> End | None:
@@ -107,7 +115,7 @@ def _without_gone(intent: Intent, seen: Seen, gce: GceSection) -> Intent:
         intent,
         doomed=tuple(vm for vm in intent.doomed if vm not in gone),
         spent_dollars=intent.spent_dollars + sum(_cost(vm, gce, now=seen.now) for vm in gone),
-        vm_seconds=intent.vm_seconds + sum(max(0.0, seen.now - vm.asked) for vm in gone),
+        vm_seconds=intent.vm_seconds + sum(_seconds(vm, now=seen.now) for vm in gone),
     )
 
 
@@ -120,9 +128,9 @@ def _end(intent: Intent, seen: Seen) -> Next:
         doomed = without_place(intent, now=seen.now)
         intent = replace(doomed, phase="ending", creation=intent.creation)
     if intent.creation is not None:
-        absent = [seen.absent.get(name, 0.0) for name in intent.creation.names]
-        is_lost = seen.creation is None and min(absent) > LOST_REQUEST_SECONDS
-        if seen.creation is False or (seen.creation is None and not is_lost):
+        is_unknown = seen.creation is None and seen.vms is not None
+        is_lost = is_unknown and seen.unasked_seconds > LOST_REQUEST_SECONDS
+        if not is_lost and (seen.creation is False or seen.creation is None):
             return Next(intent, words)
         intent = replace(intent, creation=None)
     if intent.doomed or seen.vms is None or seen.vms:

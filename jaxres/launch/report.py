@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -49,13 +50,13 @@ class Report:
         attempt, code = words.get("attempt", ""), words.get("exit", "")
         states: dict[str | None, State] = {state: state for state in STATES}
         state = states.get(words.get("state"))
-        if state is None or not attempt.isdigit():
+        if state is None or re.fullmatch("[0-9]{1,9}", attempt) is None:
             return None
         return cls(
             state,
             words.get("boot", ""),
             int(attempt),
-            int(code) if code.lstrip("-").isdigit() else None,
+            int(code) if re.fullmatch("-?[0-9]{1,9}", code) else None,
             words.get("reason", ""),
             words.get("notice", ""),
         )

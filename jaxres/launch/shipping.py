@@ -31,15 +31,15 @@ def pack(package: Path | None) -> bytes:
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, path in _files(package):
-            info = tarfile.TarInfo(name)
-            data = path.read_bytes()
-            info.size, info.mode = len(data), 0o755 if path.stat().st_mode & 0o100 else 0o644
-            tar.addfile(info, io.BytesIO(data))
-            if raw.tell() > MAX_BYTES:
+            if raw.tell() + path.stat().st_size > MAX_BYTES:
                 raise ConfigError(
                     f"launch.gce.package={package}: more than {MAX_BYTES // 2**20} MiB. Give a "
                     "folder with code only; data belongs into the bucket."
                 )
+            info = tarfile.TarInfo(name)
+            data = path.read_bytes()
+            info.size, info.mode = len(data), 0o755 if path.stat().st_mode & 0o100 else 0o644
+            tar.addfile(info, io.BytesIO(data))
     return gzip.compress(raw.getvalue(), mtime=0)
 
 

@@ -13,8 +13,10 @@ from jaxres.launch.ladder import Trouble
 from jaxres.launch.report import Report
 from jaxres.runlog import Stop
 
-MOST_SECONDS = 5.0
-"""That one look adds to a silence: whoever has slept in between has not listened."""
+MOST_SECONDS = 2.0
+"""That one look adds to a silence: whoever was elsewhere in between has not listened."""
+AWAY_SECONDS = 1.5
+"""A bucket that takes longer was away, for the agents too, though it has answered in the end."""
 HALTED = ("TERMINATED", "STOPPED", "SUSPENDED")
 
 
@@ -67,13 +69,15 @@ class Seen:
     silent: Mapping[str, float]
     """By name: seconds for which its agent has said nothing, though the bucket answers."""
     creation: Refused | bool | None
-    """What has become of the creation that is on: True: done, False: it is on its way, None: this
-    process has not asked."""
+    """What has become of the creation that is on: True: done, False: it is on its way, None: the
+    service, if it answers, knows nothing of it."""
     log: Log
     still_seconds: float
     """For how long no step was committed while an attempt was on, though the bucket answers."""
     ended_seconds: float | None
     """Since the first end of a part of the attempt was seen; None: none has ended."""
+    unasked_seconds: float = 0.0
+    """Since this leader has asked for a creation last, or has begun to lead."""
     stop_asked: bool = False
     down_asked: bool = False
 
@@ -84,7 +88,8 @@ class Sight:
 
     _heard: dict[str, tuple[int, Report, float]] = field(default_factory=dict)
     """By name: generation, report, and for how long it has stood still."""
-    _absent: dict[str, float] = field(default_factory=dict)
+    _absent: dict[str, tuple[bool, float]] = field(default_factory=dict)
+    """By name: whether it was made by then, and for how long lists have lacked it since."""
     _vms: Mapping[str, Observed] | None = None
     _bucket_at: float | None = None
     """When the bucket answered last, if it did at the last look."""
@@ -98,10 +103,24 @@ class Sight:
         """Notes a look to which the bucket gave no answer."""
         self._bucket_at = None
 
-    def heard(self, listed: Mapping[str, tuple[int, Mapping[str, str]]], *, now: float) -> None:
-        """Takes in what the bucket lists of the agents' reports."""
+    def heard(
+        self,
+        listed: Mapping[str, tuple[int, Mapping[str, str]]],
+        *,
+        now: float,
+        waited: float = 0.0,
+    ) -> None:
+        """Takes in what the bucket lists of the agents' reports.
+
+        Args:
+          listed: by name: generation and words.
+          now: when that was.
+          waited: how many seconds of those since the last look went by in waiting for the bucket.
+        """
+        was_away = self._bucket_at is None or waited > AWAY_SECONDS
         since = 0.0 if self._bucket_at is None else min(MOST_SECONDS, now - self._bucket_at)
-        if self._bucket_at is None:  # Agents had no answer either: they get their time anew.
+        if was_away:  # Agents had no answer either: they get their time anew.
+            since = 0.0
             self._heard = {name: (g, r, 0.0) for name, (g, r, _) in self._heard.items()}
         self._bucket_at = now
         for name, (generation, words) in listed.items():
@@ -115,14 +134,24 @@ class Sight:
             generation, report, still = self._heard[name]
             self._heard[name] = generation, report, still + since
 
-    def listed(self, vms: Mapping[str, Observed] | None, wanted: set[str], *, now: float) -> None:
-        """Takes in what the service lists; None: it has not answered."""
+    def listed(
+        self, vms: Mapping[str, Observed] | None, wanted: Mapping[str, bool], *, now: float
+    ) -> None:
+        """Takes in what the service lists; None: it has not answered.
+
+        `wanted` says of each VM whether it is known to have been made: how long it was absent
+        before that says nothing of how long it is afterwards.
+        """
         since = 0.0 if self._service_at is None else min(MOST_SECONDS, now - self._service_at)
         self._vms, self._service_at = vms, None if vms is None else now
-        if vms is None:
-            return
-        gone = wanted - vms.keys()
-        self._absent = {name: self._absent.get(name, -since) + since for name in gone}
+        before, self._absent = self._absent, {}
+        for name, is_made in wanted.items():
+            was_made, absent = before.get(name, (not is_made, 0.0))
+            absent = absent if was_made == is_made else 0.0
+            if vms is None:
+                self._absent[name] = is_made, absent
+            elif name not in vms:
+                self._absent[name] = is_made, absent + since
 
     def progressed(
         self, log: Log, attempt: int, *, is_on: bool, any_ended: bool, since: float
@@ -147,6 +176,7 @@ class Sight:
         *,
         wall: float,
         creation: Refused | bool | None,
+        unasked_seconds: float,
         not_found: frozenset[str] = frozenset(),
         stop_asked: bool = False,
         down_asked: bool = False,
@@ -155,7 +185,7 @@ class Sight:
         return Seen(
             now=wall,
             vms=self._vms,
-            absent=dict(self._absent),
+            absent={name: absent for name, (_, absent) in self._absent.items()},
             not_found=not_found,
             reports={name: report for name, (_, report, _) in self._heard.items()},
             silent={name: still for name, (_, _, still) in self._heard.items()},
@@ -163,6 +193,7 @@ class Sight:
             log=self._log,
             still_seconds=self._still,
             ended_seconds=self._ended,
+            unasked_seconds=unasked_seconds,
             stop_asked=stop_asked,
             down_asked=down_asked,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from urllib.parse import quote
 
@@ -13,7 +14,6 @@ SCRIPT = r"""#!/bin/bash
 # Brings up the agent of a jaxres job. Runs at every boot, and may run twice.
 set -euo pipefail
 
-run=@RUN@
 object=@OBJECT@
 digest=@DIGEST@
 base="${HOME:-/root}/.jaxres-vm"
@@ -59,7 +59,7 @@ cd "$base/package/@WORK@"
 export PYTHONPATH="$base/package/@CODE@:$base/package/@WORK@"
 export PYTHONUNBUFFERED=1
 @EXPORTS@
-exec @COMMAND@ -m jaxres.launch agent --run $run --name $name --folder "$base"
+exec @COMMAND@ -m jaxres.launch agent --run @SAME_RUN@ --name $name --folder "$base"
 AGENT
 chmod +x "$base/agent"
 @PREPARE@
@@ -102,13 +102,14 @@ def script(gce: GceSection, run: BucketPath, code: BucketPath, digest: str) -> s
     exports = [f"export {n}={_in_here_document(v)}" for n, v in sorted(gce.env.items())]
     if isinstance(runtime, ContainerRuntime):
         image = shlex.quote(runtime.image)
-        flags = " ".join(map(shlex.quote, runtime.flags))
+        flags = " ".join(map(_in_here_document, runtime.flags))
         names = ["PYTHONPATH", "PYTHONUNBUFFERED", *sorted(gce.env)]
         passed = " ".join(f"-e {name}" for name in names)
         command = (
-            f'docker run --rm --init --network=host --ipc=host -v "$base:$base" -w "$PWD" '
-            f"-e HOME=$base {passed} {flags} --entrypoint python3 {image}"
-        ).replace("$PWD", f"$base/package/{WORK}")
+            'docker run --rm --init --network=host --ipc=host -v "$base:$base" '
+            f'-w "$base/package/{WORK}" -e HOME="$base" {passed} {flags} '
+            f"--entrypoint python3 {_in_here_document(runtime.image)}"
+        )
         prepare = CONTAINER.replace("@IMAGE@", image)
     elif runtime.packages:
         command = '"$base/venv/bin/python"'
@@ -116,9 +117,9 @@ def script(gce: GceSection, run: BucketPath, code: BucketPath, digest: str) -> s
         prepare = PYTHON_ENVIRONMENT.replace("@PYTHON@", shlex.quote(runtime.python))
         prepare = prepare.replace("@PACKAGES@", packages)
     else:
-        command, prepare = shlex.quote(runtime.python), ""
+        command, prepare = _in_here_document(runtime.python), ""
     words = {
-        "@RUN@": shlex.quote(str(run)),
+        "@SAME_RUN@": _in_here_document(str(run)),
         "@OBJECT@": shlex.quote(f"/storage/v1/b/{code.bucket}/o/{quote(code.key, '')}?alt=media"),
         "@DIGEST@": digest,
         "@WORK@": WORK,
@@ -127,13 +128,16 @@ def script(gce: GceSection, run: BucketPath, code: BucketPath, digest: str) -> s
         "@COMMAND@": command,
         "@PREPARE@": prepare,
     }
-    text = SCRIPT
-    for mark, word in words.items():
-        text = text.replace(mark, word)
-    return text
+    # In one go: what a word holds is not looked at again.
+    marks = re.compile("|".join(words))
+    return marks.sub(lambda mark: words[mark[0]], SCRIPT)
 
 
 def _in_here_document(value: str) -> str:
     """Returns a word for the shell, written so that it survives being written by another."""
     quoted = shlex.quote(value)
+    if "\n" in value:  # A line of its own might end the document.
+        for sign, written in (("\\", r"\\"), ("'", r"\'"), ("\n", r"\n")):
+            value = value.replace(sign, written)
+        quoted = f"$'{value}'"
     return "".join(f"\\{c}" if c in "\\$`" else c for c in quoted)

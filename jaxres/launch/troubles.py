@@ -23,6 +23,8 @@ QUOTA = {"QUOTA_EXCEEDED", "QUOTAEXCEEDED", "LIMIT_EXCEEDED"}
 RATE = {"RATELIMITEXCEEDED", "USERRATELIMITEXCEEDED", "RATE_LIMIT_EXCEEDED"}
 EXISTS = {"RESOURCE_ALREADY_EXISTS", "ALREADYEXISTS"}
 FORBIDDEN = {"FORBIDDEN", "PERMISSIONS_ERROR", "ACCESSNOTCONFIGURED", "SERVICE_DISABLED"}
+NOT_YET = {"RESOURCENOTREADY", "RESOURCE_NOT_READY"}
+"""A 400 that passes: something that the request names is still being made or changed."""
 SHORT = "VM_MIN_COUNT_NOT_REACHED"
 REMEDIES = {
     "stockout": "the zone has no capacity now",
@@ -56,6 +58,8 @@ def _kind(words: set[str], message: str, status: int | None) -> Trouble:
         return "stockout"
     if _names_no_machine_type(message):
         return "wrong_zone"
+    if words & NOT_YET:
+        return "passing"
     if status is not None and 400 <= status < 500 and status != 408:
         return "refused"
     return "passing"

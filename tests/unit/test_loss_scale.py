@@ -14,7 +14,8 @@ from jaxres import loss_scale as scaling
 from jaxres import mesh as meshes
 from jaxres import models, optim, state, step
 from jaxres.config.loss_scale import LEAST, MOST, LossScaleSection, most_back_offs
-from jaxres.config.schema import AdamwOptimizer, CosineSchedule, CustomModel, MeshSection, MlpModel
+from jaxres.config.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres.config.schema import CustomModel, MeshSection, MlpModel
 from tests.unit.test_step import SPIKES, B, T, V, batch, equal
 
 SECTION = LossScaleSection(first=2.0**16, grow_every_steps=4)

@@ -29,7 +29,8 @@ from jaxres import state as states
 from jaxres import step as steps
 from jaxres.beat import EnteredPhase, FinishedStep
 from jaxres.config.guards import RollbackSection, SpikesSection
-from jaxres.config.schema import DeadlinesSection, SgdOptimizer
+from jaxres.config.optimizer import SgdOptimizer
+from jaxres.config.schema import DeadlinesSection
 from jaxres.data import bad_rows, hung_row
 from jaxres.faults import Continue
 from jaxres.guards import Seen
