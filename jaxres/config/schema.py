@@ -20,7 +20,7 @@ from jaxres.config.optimizer import AdamwOptimizer, Optimizer
 from jaxres.config.preemption import PreemptionSection
 from jaxres.config.restart import LaunchSection, RestartSection
 from jaxres.config.saving import KeepSection, StepsWhen, When
-from jaxres.config.section import Folder, Fraction, NonNegativeFloat, PositiveFloat, Section, free
+from jaxres.config.section import Folder, PositiveFloat, Section, free
 
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
