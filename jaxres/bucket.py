@@ -33,6 +33,9 @@ CHUNK_BYTES = 2**24
 THREADS = 16
 MAX_CONNECTIONS = 48
 NONCE = "jaxres-nonce"
+SIZES = "items(name,size),prefixes,nextPageToken"
+FACTS = "items(name,size,generation,crc32c),nextPageToken"
+"""What a list is asked for."""
 PASSING = {408, 429, 500, 502, 503, 504}
 T = TypeVar("T")
 
@@ -90,7 +93,7 @@ def _connected() -> Client:
         from requests.adapters import HTTPAdapter
     except ImportError as error:
         raise ConfigError(
-            f"run.dir={SCHEME}...: a package is missing ({error.name}). "
+            f"{SCHEME}...: a package is missing ({error.name}). "
             "Install it with: pip install 'jaxres[gcs]'"
         ) from error
     try:
@@ -159,13 +162,12 @@ def _typed(error: Exception, path: BucketPath) -> Exception:
 
     if isinstance(error, NotFound) and "bucket does not exist" in str(error):
         return ConfigError(
-            f"{path}: there is no bucket {path.bucket}. Make it, or choose another place with "
-            "run.dir=..."
+            f"{path}: there is no bucket {path.bucket}. Make it, or choose another place."
         )
     if isinstance(error, Forbidden | Unauthorized):
         return Denied(
             f"{path}: can't be used ({_brief(error)}). Give this account the role Storage Object "
-            "User on the bucket, or choose another place with run.dir=..."
+            "User on the bucket (Viewer, to read only), or choose another place."
         )
     return error
 
@@ -283,6 +285,17 @@ def objects(folder: BucketPath) -> dict[str, int]:
     return _tried(folder, ask)
 
 
+def listing(folder: BucketPath) -> dict[str, Stat]:
+    """Returns relative path -> what the bucket says of every object below a folder, in order."""
+    prefix = f"{folder.key}/" if folder.key else ""
+
+    def ask() -> dict[str, Stat]:
+        pages = _listed(folder, prefix=prefix, fields=FACTS)
+        return {blob.name.removeprefix(prefix): _stat_of(blob) for blob in pages}
+
+    return {name: stat for name, stat in _tried(folder, ask).items() if name}
+
+
 def exists(path: BucketPath) -> bool:
     """Says whether there is an object of this name, or a folder."""
 
@@ -299,8 +312,7 @@ def _listed(folder: BucketPath, **words: Any) -> Any:
 
     low, high = PAUSE_SECONDS
     retry = Retry(predicate=_passes, initial=low, maximum=high, timeout=LIMIT_SECONDS / 2)
-    fields = "items(name,size),prefixes,nextPageToken"
-    words |= {"fields": fields, "timeout": TIMEOUT_SECONDS, "retry": retry}
+    words = {"fields": SIZES, "timeout": TIMEOUT_SECONDS, "retry": retry} | words
     return _client().list_blobs(folder.bucket, **words)
 
 
@@ -325,10 +337,15 @@ def chunks(path: BucketPath) -> Iterator[bytes] | None:
       StorageUnavailable: they are not what the bucket's checksum says, which may pass.
     """
     there = stat(path)
-    return None if there is None else _chunks(path, there)
+    return None if there is None else chunks_of(path, there)
 
 
-def _chunks(path: BucketPath, there: Stat) -> Iterator[bytes]:
+def chunks_of(path: BucketPath, there: Stat) -> Iterator[bytes]:
+    """Yields the bytes of that generation of an object; raises as `chunks` does.
+
+    Raises:
+      ConfigError: another generation, or none, is there by now.
+    """
     import base64
 
     import google_crc32c
@@ -346,12 +363,21 @@ def _chunks(path: BucketPath, there: Stat) -> Iterator[bytes]:
 
 
 def _range(path: BucketPath, there: Stat, start: int) -> bytes:
-    return _blob(path).download_as_bytes(
-        start=start,
-        end=min(start + CHUNK_BYTES, there.size) - 1,
-        raw_download=True,
-        checksum=None,
-        if_generation_match=there.generation,
-        timeout=TIMEOUT_SECONDS,
-        retry=None,
-    )
+    from google.api_core.exceptions import NotFound, PreconditionFailed
+
+    try:
+        return _blob(path).download_as_bytes(
+            start=start,
+            end=min(start + CHUNK_BYTES, there.size) - 1,
+            raw_download=True,
+            checksum=None,
+            if_generation_match=there.generation,
+            timeout=TIMEOUT_SECONDS,
+            retry=None,
+        )
+    except (NotFound, PreconditionFailed) as error:
+        if "bucket does not exist" in str(error):
+            raise
+        raise ConfigError(
+            f"{path}: changed while it was read. Start again when it is at rest."
+        ) from error
