@@ -14,6 +14,8 @@ usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
   train CONFIG.yaml|RUN_DIR [section.field=value ...]   start a run, or go on with it
   launch local CONFIG.yaml|RUN_DIR ... --hosts N        the same with N workers on this machine; one
       that falls comes back by itself
+  launch gce up CONFIG.yaml|gs://RUN ...                the same on GPU VMs, which it gets,
+      replaces and deletes; status, logs, stop, down, init (`jaxres launch gce --help`)
   status RUN_DIR [--json] [--watch]                     how far it is, what happened, what is next;
       exit 0: running, restarting or done; 1: down, the same command goes on; 3: needs a person.
       --watch: looks for 3 s whether it lives, where the clocks of two machines may differ
@@ -69,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from jaxres.launch import __main__ as launch
 
         launch.leave(launch.main(words[1:]))
-    from jaxres import bucket, verbs
+    from jaxres import gcs, verbs
 
-    os.environ.update(bucket.environment(os.environ))
+    os.environ.update(gcs.environment(os.environ))
     return verbs.main(words, usage=USAGE, env=os.environ)
 
 

@@ -1,6 +1,6 @@
 """Bytes in a bucket of Google Cloud Storage, through Google's own client.
 
-Every request has limits and is tried again for LIMIT_SECONDS. What is written counts only with the
+Every request has limits (gcs.py). What is written counts only with the
 answer to it, or once it is found there: a write whose answer was lost is known by its nonce. What
 is read is held against its checksum. A bucket that does not answer is never taken for an empty one.
 """
@@ -8,40 +8,27 @@ is read is held against its checksum. A bucket that does not answer is never tak
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxres.clock import SystemClock
+from jaxres import gcs
 from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.place import SCHEME, BucketPath
+from jaxres.place import BucketPath
 
 if TYPE_CHECKING:
-    from google.cloud.storage import Blob, Client
+    from google.cloud.storage import Blob
 
-LIMIT_SECONDS = 30.0
-"""Longest trying of one request before storage counts as unavailable."""
-TIMEOUT_SECONDS = (5.0, 15.0)
-"""Until there is a connection, and until the next bytes come."""
-PAUSE_SECONDS = (0.1, 4.0)
-"""Before the second try, and at most between two; times 0.5 to 1.5, lest all ask at once."""
 CHUNK_BYTES = 2**24
 THREADS = 16
-MAX_CONNECTIONS = 48
 NONCE = "jaxres-nonce"
-SIZES = "items(name,size),prefixes,nextPageToken"
-FACTS = "items(name,size,generation,crc32c),nextPageToken"
-"""What a list is asked for."""
-PASSING = {408, 429, 500, 502, 503, 504}
+FIELDS = "items(name,size),prefixes,nextPageToken"
+FIELDS_WITH_WORDS = "items(name,generation,metadata),prefixes,nextPageToken"
+FIELDS_WITH_SUMS = "items(name,size,generation,crc32c),nextPageToken"
+READS_AT_ONE_GENERATION = 20
 T = TypeVar("T")
-
-
-class Denied(ConfigError):
-    """The bucket refuses who asks."""
 
 
 class OnItsWay(StorageUnavailable):
@@ -58,122 +45,8 @@ class Stat:
     nonce: str | None
 
 
-_lock = threading.Lock()
-_clients: dict[int, Client] = {}
-
-
-def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns what the libraries below Orbax must find in their environment besides `env`.
-
-    TensorStore and gcsfs have their own names for the endpoint that STORAGE_EMULATOR_HOST sets.
-    """
-    more = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # Else each call asks what bucket it is.
-    if host := env.get("STORAGE_EMULATOR_HOST", ""):
-        url = host if "://" in host else f"http://{host}"
-        more |= {
-            "TENSORSTORE_GCS_HTTP_URL": url,
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "anonymous",
-            "NO_GCE_CHECK": "true",
-        }
-    return {name: value for name, value in more.items() if name not in env}
-
-
-def _client() -> Client:
-    """Returns this process's client; a forked process has none of its parent's connections."""
-    with _lock:
-        if (found := _clients.get(os.getpid())) is None:
-            found = _clients[os.getpid()] = _connected()
-        return found
-
-
-def _connected() -> Client:
-    try:
-        from google.auth.exceptions import DefaultCredentialsError
-        from google.cloud.storage import Client
-        from requests.adapters import HTTPAdapter
-    except ImportError as error:
-        raise ConfigError(
-            f"{SCHEME}...: a package is missing ({error.name}). "
-            "Install it with: pip install 'jaxres[gcs]'"
-        ) from error
-    try:
-        client = Client(project=None)
-    except DefaultCredentialsError as error:
-        raise Denied(
-            f"{SCHEME}: there are no credentials. On a VM of Google's give it a service account; "
-            "elsewhere run `gcloud auth application-default login`, or set "
-            "GOOGLE_APPLICATION_CREDENTIALS."
-        ) from error
-    for scheme in ("https://", "http://"):
-        client._http.mount(scheme, HTTPAdapter(pool_maxsize=MAX_CONNECTIONS))
-    return client
-
-
 def _blob(path: BucketPath) -> Any:  # The stubs know only whole seconds, and no way not to retry.
-    return _client().bucket(path.bucket).blob(path.key)
-
-
-def _tried(path: BucketPath, call: Callable[[], T]) -> T:
-    """Returns what a call returns, tried again while what goes wrong may pass.
-
-    Raises:
-      StorageUnavailable: it did not in LIMIT_SECONDS.
-      ConfigError: the bucket is not there, or denies.
-      GoogleAPICallError: 404, 412 or 416, which are answers.
-    """
-    clock = SystemClock()
-    began, pause = clock.monotonic(), PAUSE_SECONDS[0]
-    while True:
-        try:
-            return call()
-        except Exception as error:
-            if not _passes(error):
-                raise _typed(error, path) from error
-            wait = pause * (0.5 + secrets.randbelow(1000) / 1000)
-            if clock.monotonic() + wait - began > LIMIT_SECONDS:
-                raise StorageUnavailable(
-                    f"{path}: the bucket has not answered for {LIMIT_SECONDS:.0f} s "
-                    f"({_brief(error)}). Nothing committed is lost and nothing was judged damaged; "
-                    "start the same command again when it answers."
-                ) from error
-        clock.sleep(wait)
-        pause = min(2 * pause, PAUSE_SECONDS[1])
-
-
-def _passes(error: Exception) -> bool:
-    """Says whether a request may go well the next time."""
-    from google.api_core.exceptions import GoogleAPICallError, RetryError
-    from google.auth.exceptions import RefreshError, TransportError
-    from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
-    from requests.exceptions import RequestException
-    from urllib3.exceptions import HTTPError
-
-    if isinstance(error, GoogleAPICallError):
-        is_hurried = "rateLimitExceeded" in str(error) or "does not match" in str(error)
-        return error.code in PASSING or (error.code in (400, 403) and is_hurried)
-    of_google = DataCorruption | InvalidResponse | RefreshError | RetryError | TransportError
-    return isinstance(
-        error, of_google | RequestException | HTTPError | ConnectionError | TimeoutError
-    )
-
-
-def _typed(error: Exception, path: BucketPath) -> Exception:
-    from google.api_core.exceptions import Forbidden, NotFound, Unauthorized
-
-    if isinstance(error, NotFound) and "bucket does not exist" in str(error):
-        return ConfigError(
-            f"{path}: there is no bucket {path.bucket}. Make it, or choose another place."
-        )
-    if isinstance(error, Forbidden | Unauthorized):
-        return Denied(
-            f"{path}: can't be used ({_brief(error)}). Give this account the role Storage Object "
-            "User on the bucket (Viewer, to read only), or choose another place."
-        )
-    return error
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    return gcs.client().bucket(path.bucket).blob(path.key)
 
 
 @contextlib.contextmanager
@@ -190,10 +63,10 @@ def _absent_is(answer: list[bool]) -> Iterator[None]:
 def read(path: BucketPath) -> bytes | None:
     """Returns the bytes of an object, as its checksum says they are; None: there is none."""
     with _absent_is([]):
-        return _tried(
+        return gcs.tried(
             path,
             lambda: _blob(path).download_as_bytes(
-                raw_download=True, checksum="crc32c", timeout=TIMEOUT_SECONDS, retry=None
+                raw_download=True, checksum="crc32c", timeout=gcs.TIMEOUT_SECONDS, retry=None
             ),
         )
     return None
@@ -204,11 +77,11 @@ def stat(path: BucketPath) -> Stat | None:
 
     def ask() -> Stat:
         blob = _blob(path)
-        blob.reload(timeout=TIMEOUT_SECONDS, retry=None)
+        blob.reload(timeout=gcs.TIMEOUT_SECONDS, retry=None)
         return _stat_of(blob)
 
     with _absent_is([]):
-        return _tried(path, ask)
+        return gcs.tried(path, ask)
     return None
 
 
@@ -217,11 +90,36 @@ def _stat_of(blob: Blob) -> Stat:
     return Stat(int(blob.size or 0), int(blob.generation or 0), str(blob.crc32c), nonce)
 
 
-def write(path: BucketPath, data: bytes, *, over: int | None) -> int | None:
+def read_at(path: BucketPath) -> tuple[bytes, int] | None:
+    """Returns the bytes of an object and the generation that they are of; None: there is none."""
+    from google.api_core.exceptions import PreconditionFailed
+
+    for _ in range(READS_AT_ONE_GENERATION):
+        if (there := stat(path)) is None:
+            return None
+        match = there.generation
+        with _absent_is([]), contextlib.suppress(PreconditionFailed):
+            return gcs.tried(
+                path,
+                lambda match=match: _blob(path).download_as_bytes(
+                    raw_download=True,
+                    checksum="crc32c",
+                    if_generation_match=match,
+                    timeout=gcs.TIMEOUT_SECONDS,
+                    retry=None,
+                ),
+            ), match
+    raise StorageUnavailable(f"{path}: changes faster than it can be read; try again.")
+
+
+def write(
+    path: BucketPath, data: bytes, *, over: int | None, words: Mapping[str, str] | None = None
+) -> int | None:
     """Writes an object over a generation of it, 0: over none, None: over any.
 
-    Returns the new generation, or None if another stands there by now. An answer that is lost hides
-    a write that was done: then the try after it finds the object changed, by us.
+    `words` are what a list says of it (`listed`). Returns the new generation, or None if another
+    stands there by now. An answer that is lost hides a write that was done: then the try after it
+    finds the object changed, by us.
 
     Raises:
       StorageUnavailable: nobody can say whether it was written, now or later.
@@ -232,19 +130,19 @@ def write(path: BucketPath, data: bytes, *, over: int | None) -> int | None:
 
     def put() -> int:
         blob = _blob(path)
-        blob.metadata = {NONCE: nonce}
+        blob.metadata = {**(words or {}), NONCE: nonce}
         blob.upload_from_string(
             data,
             content_type="application/octet-stream",
             if_generation_match=over,
             checksum="crc32c",
-            timeout=TIMEOUT_SECONDS,
+            timeout=gcs.TIMEOUT_SECONDS,
             retry=None,
         )
         return int(blob.generation or 0)
 
     try:
-        return _tried(path, put)
+        return gcs.tried(path, put)
     except PreconditionFailed:
         there = stat(path)
         return there.generation if there is not None and there.nonce == nonce else None
@@ -253,7 +151,7 @@ def write(path: BucketPath, data: bytes, *, over: int | None) -> int | None:
 def delete(path: BucketPath) -> bool:
     """Deletes an object; False: there was none."""
     with _absent_is(found := []):
-        _tried(path, lambda: _blob(path).delete(timeout=TIMEOUT_SECONDS, retry=None))
+        gcs.tried(path, lambda: _blob(path).delete(timeout=gcs.TIMEOUT_SECONDS, retry=None))
     return not found
 
 
@@ -271,7 +169,21 @@ def names(folder: BucketPath, *, after: str = "") -> list[str]:
         found = [blob.name for blob in pages]
         return sorted({name.removeprefix(prefix).rstrip("/") for name in [*found, *pages.prefixes]})
 
-    return [name for name in _tried(folder, ask) if name]
+    return [name for name in gcs.tried(folder, ask) if name]
+
+
+def listed(folder: BucketPath) -> dict[str, tuple[int, dict[str, str]]]:
+    """Returns name -> generation and words of every object right in a folder, by one request."""
+    prefix = f"{folder.key}/"
+
+    def ask() -> dict[str, tuple[int, dict[str, str]]]:
+        pages = _listed(folder, prefix=prefix, delimiter="/", fields=FIELDS_WITH_WORDS)
+        return {
+            blob.name.removeprefix(prefix): (int(blob.generation or 0), dict(blob.metadata or {}))
+            for blob in pages
+        }
+
+    return gcs.tried(folder, ask)
 
 
 def objects(folder: BucketPath) -> dict[str, int]:
@@ -282,7 +194,7 @@ def objects(folder: BucketPath) -> dict[str, int]:
         pages = _listed(folder, prefix=prefix)
         return {blob.name.removeprefix(prefix): int(blob.size or 0) for blob in pages}
 
-    return _tried(folder, ask)
+    return gcs.tried(folder, ask)
 
 
 def listing(folder: BucketPath) -> dict[str, Stat]:
@@ -290,10 +202,10 @@ def listing(folder: BucketPath) -> dict[str, Stat]:
     prefix = f"{folder.key}/" if folder.key else ""
 
     def ask() -> dict[str, Stat]:
-        pages = _listed(folder, prefix=prefix, fields=FACTS)
+        pages = _listed(folder, prefix=prefix, fields=FIELDS_WITH_SUMS)
         return {blob.name.removeprefix(prefix): _stat_of(blob) for blob in pages}
 
-    return {name: stat for name, stat in _tried(folder, ask).items() if name}
+    return {name: stat for name, stat in gcs.tried(folder, ask).items() if name}
 
 
 def exists(path: BucketPath) -> bool:
@@ -303,17 +215,17 @@ def exists(path: BucketPath) -> bool:
         found = _listed(path, prefix=f"{path.key}/", max_results=1)
         return any(True for _ in found)
 
-    return stat(path) is not None or _tried(path, ask)
+    return stat(path) is not None or gcs.tried(path, ask)
 
 
 def _listed(folder: BucketPath, **words: Any) -> Any:
     """Returns the pages of a list, each of which is tried again by itself."""
     from google.api_core.retry import Retry
 
-    low, high = PAUSE_SECONDS
-    retry = Retry(predicate=_passes, initial=low, maximum=high, timeout=LIMIT_SECONDS / 2)
-    words = {"fields": SIZES, "timeout": TIMEOUT_SECONDS, "retry": retry} | words
-    return _client().list_blobs(folder.bucket, **words)
+    low, high = gcs.PAUSE_SECONDS
+    retry = Retry(predicate=gcs.passes, initial=low, maximum=high, timeout=gcs.LIMIT_SECONDS / 2)
+    words = {"fields": FIELDS, "timeout": gcs.TIMEOUT_SECONDS, "retry": retry} | words
+    return gcs.client().list_blobs(folder.bucket, **words)
 
 
 def delete_tree(folder: BucketPath) -> None:
@@ -352,7 +264,7 @@ def chunks_of(path: BucketPath, there: Stat) -> Iterator[bytes]:
 
     checksum = google_crc32c.Checksum()
     for start in range(0, there.size, CHUNK_BYTES):
-        data = _tried(path, lambda start=start: _range(path, there, start))
+        data = gcs.tried(path, lambda start=start: _range(path, there, start))
         checksum.update(data)
         yield data
     if base64.b64encode(checksum.digest()).decode() != there.crc32c:
@@ -372,7 +284,7 @@ def _range(path: BucketPath, there: Stat, start: int) -> bytes:
             raw_download=True,
             checksum=None,
             if_generation_match=there.generation,
-            timeout=TIMEOUT_SECONDS,
+            timeout=gcs.TIMEOUT_SECONDS,
             retry=None,
         )
     except (NotFound, PreconditionFailed) as error:
@@ -381,3 +293,34 @@ def _range(path: BucketPath, there: Stat, start: int) -> bytes:
         raise ConfigError(
             f"{path}: changed while it was read. Start again when it is at rest."
         ) from error
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a bucket is."""
+
+    name: str
+    """Such as us-central1, in small letters."""
+    kind: str
+    """region, dual-region or multi-region."""
+
+
+def location(path: BucketPath) -> Location | None:
+    """Returns where a bucket is; None: this account may not see that.
+
+    Raises:
+      ConfigError: there is no such bucket.
+    """
+    from google.api_core.exceptions import NotFound
+
+    def ask() -> Location:
+        found: Any = gcs.client().bucket(path.bucket)
+        found.reload(timeout=gcs.TIMEOUT_SECONDS, retry=None)
+        return Location(str(found.location or "").lower(), str(found.location_type or "region"))
+
+    try:
+        return gcs.tried(path, ask)
+    except NotFound as error:
+        raise gcs.typed(error, path) from error
+    except gcs.Denied:
+        return None

@@ -42,6 +42,11 @@ class SystemClock:
         time.sleep(seconds)
 
 
+def boot_seconds() -> float:
+    """Returns the seconds since this machine was started, its sleeps included: for leases."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 SLEPT_SECONDS = 2.0
 
 

@@ -168,6 +168,9 @@ class UpdateSkipped:
     """How many rows' loss is not finite; 0: it came from elsewhere, as in the backward pass."""
     rows: tuple[tuple[int, int, int, int], ...]
     """The first of them: row of the batch, its sample's id, its host, its microbatch."""
+    overflowed_scale: float | None = None
+    """The loss scale under which the gradient has overflowed, half of which is next; None: that is
+    not why."""
 
 
 @dataclass(frozen=True)

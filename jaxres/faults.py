@@ -294,13 +294,26 @@ ALL: tuple[Fault, ...] = (
         exit=Exit.FENCED,
         done=True,
     ),
-    _row("host_lost", "cluster", "launch/", "replace in place; mesh.py plans for what came back"),
-    _row("no_capacity", "cluster", "launch/ladder.py", "back off, next rung"),
+    _row(
+        "host_lost",
+        "cluster",
+        "launch/placing.py",
+        "`launch gce` replaces the VM where the others are, which are kept; else places all anew",
+        done=True,
+    ),
+    _row(
+        "no_capacity",
+        "cluster",
+        "launch/ladder.py",
+        "leave a rung alone for as long as its cause lasts, try the next one",
+        done=True,
+    ),
     _row(
         "launcher_lost",
         "cluster",
         "launch/lease.py",
-        "lease with epoch; the successor adopts the running attempt",
+        "lease with epoch; the successor adopts the running attempt; one that was overtaken leaves",
+        done=True,
     ),
 )
 

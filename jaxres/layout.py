@@ -106,6 +106,7 @@ def of(shapes: TrainState, model: Model, mesh: Mesh) -> Layout:
             key=(None,),
             step=(),
             norms=dict.fromkeys(shapes.norms, ()),
+            loss_scale=shapes.loss_scale and dict.fromkeys(shapes.loss_scale, ()),
         )
     )
     named = jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))

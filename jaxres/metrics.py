@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxres.appender import appended
 from jaxres.eventlog import finite_or_none, read_json_lines
@@ -44,6 +45,13 @@ class MetricsLine:
     """xxh3-64 of the ids of the global batch's rows in order."""
     busy_seconds: Sequence[float] = ()
     """How long each host works by itself for a step, newly known every 8; empty for a lone host."""
+    loss_scale: float | None = None
+    """What the backward pass started from; None, and not written, where nothing is scaled."""
+
+    def fields(self) -> dict[str, Any]:
+        """Returns what is written of it."""
+        found = {name: finite_or_none(value) for name, value in vars(self).items()}
+        return found if self.loss_scale is not None else _without(found, "loss_scale")
 
 
 class MetricsLog:
@@ -66,12 +74,15 @@ class MetricsLog:
         Raises:
           StorageUnavailable: MAX_WAITING lines wait already.
         """
-        fields = {name: finite_or_none(v) for name, v in vars(line).items()}
-        self._lines.append(json.dumps(fields).encode())
+        self._lines.append(json.dumps(line.fields()).encode())
 
     def sync(self) -> None:
         """Makes all lines so far durable, the waiting ones too, or raises."""
         self._lines.sync()
+
+
+def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
 
 
 def surviving(line: Line, lines_of_attempt: Iterable[MetricsLine]) -> list[MetricsLine]:

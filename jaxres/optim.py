@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxres.config.schema import (
+from jaxres.config.optimizer import (
     AdamwOptimizer,
     ConstantSchedule,
     CosineSchedule,

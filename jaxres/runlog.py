@@ -250,6 +250,8 @@ class Line:
     paths: frozenset[str] = frozenset()
     """Of all steps that were ever committed; no other step may take one's place."""
     skips: tuple[tuple[int, int], ...] = ()
+    bad_rows: tuple[tuple[int, int], ...] = ()
+    """Those of the skips that are bad records: they are left out in every later epoch too."""
     num_skips: int = 0
     """How often bad records were left out."""
     rollbacks: tuple[Record, ...] = ()
@@ -327,6 +329,7 @@ def fold(records: Sequence[Record]) -> Line:
     quarantined: list[tuple[Record, Quarantine]] = []
     paths: set[str] = set()
     skips: list[tuple[int, int]] = []
+    bad_rows: list[tuple[int, int]] = []
     num_skips = 0
     rollbacks: list[Record] = []
     last_stop = None
@@ -349,6 +352,7 @@ def fold(records: Sequence[Record]) -> Line:
                     quarantined.append((commits.pop(step), record.body))
             case Skip(rows=rows):
                 skips.extend(rows)
+                bad_rows.extend(rows)
                 num_skips += 1
             case Rollback(target=target, rows=rows):
                 rollbacks.append(record)
@@ -368,6 +372,7 @@ def fold(records: Sequence[Record]) -> Line:
         quarantined=tuple(sorted(quarantined, key=lambda pair: pair[1].step)),
         paths=frozenset(paths),
         skips=_merged(skips),
+        bad_rows=_merged(bad_rows),
         num_skips=num_skips,
         rollbacks=tuple(rollbacks),
         last_stop=last_stop,

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxres import loss_scale as scaling
 from jaxres import mesh as meshes
 from jaxres import norms, optim
+from jaxres.config.loss_scale import LossScaleSection
 from jaxres.guards import Memory
 from jaxres.models import Model, Params
 
@@ -45,6 +47,8 @@ class TrainState:
     """int32: batches consumed; the learning rate follows it."""
     norms: Any
     """What gradient norms are usual; see norms.py."""
+    loss_scale: Any = None
+    """See loss_scale.py; None where nothing is computed in float16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +91,15 @@ class Progress:
         return found
 
 
-def init(model: Model, tx: optax.GradientTransformation, *, seed: int) -> TrainState:
+def init(
+    model: Model,
+    tx: optax.GradientTransformation,
+    *,
+    seed: int,
+    loss_scale: LossScaleSection | None = None,
+) -> TrainState:
     """Returns the state before the first step; a pure function of the seed, to be jitted."""
-    return around(fresh_params(model, seed=seed), tx, seed=seed)
+    return around(fresh_params(model, seed=seed), tx, seed=seed, loss_scale=loss_scale)
 
 
 def fresh_params(model: Model, *, seed: int) -> Params:
@@ -98,7 +108,13 @@ def fresh_params(model: Model, *, seed: int) -> Params:
     return model.init(params_key)
 
 
-def around(params: Params, tx: optax.GradientTransformation, *, seed: int) -> TrainState:
+def around(
+    params: Params,
+    tx: optax.GradientTransformation,
+    *,
+    seed: int,
+    loss_scale: LossScaleSection | None,
+) -> TrainState:
     """Returns the state before the first step that these parameters begin with."""
     _, steps_key = jax.random.split(jax.random.key(seed))
     return TrainState(
@@ -107,12 +123,16 @@ def around(params: Params, tx: optax.GradientTransformation, *, seed: int) -> Tr
         key=jax.random.key_data(steps_key),
         step=jnp.zeros((), jnp.int32),
         norms=norms.init(),
+        loss_scale=scaling.init(loss_scale),
     )
 
 
 def to_plain(state: TrainState) -> dict[str, Any]:
-    """Returns the state as the nested dict that is written: params, opt, key, step, norms."""
-    return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    """Returns the state as the nested dict that is written: params, opt, key, step, norms, and the
+    loss scale if the run has one.
+    """
+    parts = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def from_plain(plain: Mapping[str, Any]) -> TrainState:
@@ -139,4 +159,5 @@ def shardings(shapes: TrainState, model: Model, mesh: Mesh) -> TrainState:
         key=meshes.replicated(mesh),
         step=meshes.replicated(mesh),
         norms=jax.tree.map(lambda _: meshes.replicated(mesh), shapes.norms),
+        loss_scale=jax.tree.map(lambda _: meshes.replicated(mesh), shapes.loss_scale),
     )

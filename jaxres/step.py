@@ -10,6 +10,7 @@ B rows of the global batch, A microbatches of B/A rows, G leaves of the paramete
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float
 
+from jaxres import loss_scale as scaling
 from jaxres import norms, optim
 from jaxres.config.guards import SpikesSection
+from jaxres.config.loss_scale import LEAST, LossScaleSection
 from jaxres.models.model import Model, Params, anywhere
 from jaxres.state import TrainState
 
@@ -29,7 +32,8 @@ Batch = Mapping[str, jax.Array]
 """Arrays whose first dim is the row of the global batch."""
 
 METRICS = ("loss", "grad_norm", "learning_rate", "spike_score", "applied", "state_is_finite")
-"""What the first entries of a step's metrics vector mean; the last two are 1 or 0."""
+"""What the first entries of a step's metrics vector mean; the last two are 1 or 0. Behind them is
+the loss scale, if there is one."""
 
 Facts = Float[Array, "D F"] | None
 """Every device's row is the word of its host; None for a host that is alone."""
@@ -60,27 +64,38 @@ class Measured:
     """Rows of the global batch whose loss is not finite."""
     square_norms: np.ndarray = dataclasses.field(compare=False, repr=False)
     """float32[G]: of each parameter's gradient, before clipping."""
+    loss_scale: float | None = None
+    """What the backward pass started from; None where nothing is scaled."""
+
+    @property
+    def backs_off(self) -> bool:
+        """Whether the gradient has overflowed under a scale that can still be halved."""
+        is_at_fault = math.isfinite(self.loss) and not math.isfinite(self.grad_norm)
+        return is_at_fault and self.loss_scale is not None and self.loss_scale > LEAST
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a metrics vector is read: METRICS, G squared gradient norms, B row flags, the facts."""
+    """How a metrics vector is read: METRICS, the loss scale if there is one, G squared gradient
+    norms, B row flags, the facts.
+    """
 
     params: tuple[str, ...]
     """Paths of the parameters, in the order of jax.tree.leaves."""
     num_rows: int
+    is_scaled: bool = False
 
     @staticmethod
-    def of(params: Any, *, num_rows: int) -> Form:
-        """Returns the form for parameters, or their shapes, and so many rows a batch."""
-        flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    def of(state: TrainState, *, num_rows: int) -> Form:
+        """Returns the form for a state, or its shapes, and so many rows a batch."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(state.params)
         paths = (jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in flat)
-        return Form(tuple(paths), num_rows)
+        return Form(tuple(paths), num_rows, state.loss_scale is not None)
 
     def read(self, values: np.ndarray) -> tuple[Measured, np.ndarray]:
         """Returns what a vector says, and the words of all hosts behind it."""
-        ends = np.cumsum([len(METRICS), len(self.params), self.num_rows])
-        numbers, squares, flags, facts = np.split(values, ends)
+        ends = np.cumsum([len(METRICS), int(self.is_scaled), len(self.params), self.num_rows])
+        numbers, scale, squares, flags, facts = np.split(values, ends)
         loss, grad_norm, learning_rate, spike_score, applied, finite = map(float, numbers)
         measured = Measured(
             loss=loss,
@@ -92,6 +107,7 @@ class Form:
             bad_params=tuple(self.params[i] for i in np.flatnonzero(~np.isfinite(squares))),
             bad_rows=tuple(int(row) for row in np.flatnonzero(flags)),
             square_norms=squares,
+            loss_scale=float(scale[0]) if self.is_scaled else None,
         )
         return measured, facts
 
@@ -104,14 +120,16 @@ def make_train_step(
     clip_norm: float | None,
     microbatches: int,
     spikes: SpikesSection | None,
+    loss_scale: LossScaleSection | None = None,
     replicate: Callable[[jax.Array], jax.Array] = anywhere,
 ) -> TrainStep:
     """Returns the step: the state is to be donated, the metrics vector is float32 (see Form).
 
     The loss is the weighted mean over the whole batch, whatever the number of microbatches. Whether
     the update is applied is known before the optimizer runs, from the loss and the gradient's norm
-    before clipping; `spikes` has the bands of that norm, None: any finite one will do. A factor on
-    the learning rate is an input of the step, so that nothing is compiled anew.
+    before clipping; `spikes` has the bands of that norm, None: any finite one will do. With a
+    `loss_scale` the state must have one. A factor on the learning rate is an input of the step, so
+    that nothing is compiled anew.
     """
 
     def train_step(
@@ -122,7 +140,7 @@ def make_train_step(
     ) -> tuple[TrainState, Float[Array, " M"]]:
         next_key, step_key = jax.random.split(jax.random.wrap_key_data(state.key))
         loss, grads, bad_B = _mean_loss_and_gradient(
-            model, state.params, batch, step_key, microbatches=microbatches
+            model, state, batch, step_key, microbatches=microbatches
         )
         squares_G = optim.square_norms(grads)
         grad_norm = jnp.sqrt(jnp.sum(squares_G))
@@ -142,17 +160,14 @@ def make_train_step(
         learning_rate = rate(step) if rate_factor is None else rate(step) * rate_factor
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
         params, opt = _where(applied, (params, opt), (state.params, state.opt))
-        after = TrainState(
-            params=params, opt=opt, key=jax.random.key_data(next_key), step=step, norms=usual
-        )
         finite = _all_finite((params, opt))
         numbers = [loss, grad_norm, learning_rate, spike_score, applied, finite]
-        # The flags of rows that lie on other devices are gathered only where there are any.
-        flags_B = jax.lax.cond(
-            applied,
-            lambda: replicate(jnp.zeros_like(bad_B, jnp.float32)),
-            lambda: replicate(bad_B.astype(jnp.float32)),
-        )
+        scale: Any = state.loss_scale
+        if loss_scale is not None:
+            numbers.append(scale["factor"])
+            scale = scaling.after(scale, loss=loss, grad_norm=grad_norm, section=loss_scale)
+        after = TrainState(params, opt, jax.random.key_data(next_key), step, usual, scale)
+        flags_B = _flags(bad_B, applied, replicate)
         return after, _vector(numbers, squares_G, flags_B, facts=facts)
 
     return train_step
@@ -163,6 +178,19 @@ def _where(applied: Bool[Array, ""], new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
 
+def _flags(
+    bad_B: Bool[Array, " B"],
+    applied: Bool[Array, ""],
+    replicate: Callable[[jax.Array], jax.Array],
+) -> Float[Array, " B"]:
+    """Gathers the flags of rows that lie on other devices only where there are any."""
+    return jax.lax.cond(
+        applied,
+        lambda: replicate(jnp.zeros_like(bad_B, jnp.float32)),
+        lambda: replicate(bad_B.astype(jnp.float32)),
+    )
+
+
 def _vector(numbers: list[jax.Array], *more: jax.Array, facts: Facts) -> Float[Array, " M"]:
     """Returns one small vector, so that the host fetches one array a step."""
     parts = [jnp.stack([number.astype(jnp.float32) for number in numbers]), *more]
@@ -170,9 +198,10 @@ def _vector(numbers: list[jax.Array], *more: jax.Array, facts: Facts) -> Float[A
 
 
 def _mean_loss_and_gradient(
-    model: Model, params: Params, batch: Batch, key: jax.Array, *, microbatches: int
+    model: Model, state: TrainState, batch: Batch, key: jax.Array, *, microbatches: int
 ) -> tuple[jax.Array, Params, Bool[Array, " B"]]:
-    """Returns the mean loss, its gradient, and which rows' loss is not finite."""
+    """Returns the mean loss, its gradient, unscaled, and which rows' loss is not finite."""
+    params = state.params
 
     def loss_sum(
         params: Params, rows: Batch, key: jax.Array
@@ -180,7 +209,10 @@ def _mean_loss_and_gradient(
         loss_sum_B, weight_B = model.loss(params, rows, key)
         return jnp.sum(loss_sum_B), (jnp.sum(weight_B), ~jnp.isfinite(loss_sum_B))
 
-    gradient = jax.value_and_grad(loss_sum, has_aux=True)
+    if state.loss_scale is None:
+        gradient = jax.value_and_grad(loss_sum, has_aux=True)
+    else:
+        gradient = scaling.value_and_grad(loss_sum, state.loss_scale["factor"])
     if microbatches == 1:
         (total, (weight, bad_B)), grads = gradient(params, batch, key)
     else:

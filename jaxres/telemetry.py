@@ -254,6 +254,9 @@ def _skipped(event: events.UpdateSkipped) -> str:
     if rows or event.params:
         where = f"loss of {rows}{more}" if rows else f"gradient of {', '.join(event.params[:3])}"
         why = f"{where} not finite"
+    if event.overflowed_scale is not None:
+        scale = event.overflowed_scale
+        why = f"the gradient overflows under loss scale {scale:g}; it is {scale / 2:g} from now on"
     return (
         f"step {event.step}: loss {event.loss:.4g}, gradient norm {event.grad_norm:.4g}: its "
         f"update was skipped ({why})"

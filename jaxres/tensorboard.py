@@ -95,6 +95,7 @@ class TensorBoard:
             "train/loss": line.loss,
             "train/grad_norm": line.grad_norm,
             "train/learning_rate": line.learning_rate,
+            "train/loss_scale": line.loss_scale,
         }
         if line.step_seconds > 0:
             values["train/tokens_per_second"] = self._tokens_per_step / line.step_seconds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,8 @@ def _local(text: str) -> Path:
 
 
 def _parser(usage: str) -> argparse.ArgumentParser:
-    parser = Parser(prog="jaxres", usage=usage)
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    parser = Parser(prog="jaxres", usage=usage.removeprefix("usage: "))
+    verbs = parser.add_subparsers(dest="verb", required=True, prog="jaxres")
 
     def verb(parent: argparse._SubParsersAction[Parser], name: str) -> argparse.ArgumentParser:
         found = parent.add_parser(name)
@@ -131,10 +130,8 @@ def _line(run_dir: RunDir) -> Line:
 def _history(run_dir: RunDir, line: Line, *, as_json: bool) -> str:
     history = metrics.read_history(run_dir, line)
     if as_json:
-        fields = [f.name for f in dataclasses.fields(metrics.MetricsLine) if f.name != "seq"]
-        return "".join(
-            json.dumps({name: getattr(m, name) for name in fields}) + "\n" for m in history
-        )
+        rows = [{k: v for k, v in m.fields().items() if k != "seq"} for m in history]
+        return "".join(json.dumps(row) + "\n" for row in rows)
     head = (
         f"{'step':>8} {'attempt':>7} {'loss':>10} {'grad norm':>10} {'rate':>10} {'tokens':>14}\n"
     )

@@ -18,10 +18,10 @@ import numpy as np
 import xxhash
 
 from jaxres import storage
-from jaxres.bucket import Denied
 from jaxres.checkpoint.blocks import ArrayInfo, Table, decode
 from jaxres.checkpoint.reader import ArrayReader
 from jaxres.faults import StorageUnavailable, TypedEnd, Unrestorable
+from jaxres.gcs import Denied
 from jaxres.place import BucketPath, Place
 from jaxres.runlog import Commit
 from jaxres.sealed import canonical_json

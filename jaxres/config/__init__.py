@@ -14,6 +14,7 @@ from jaxres.config.trajectory import (
     digest,
     free_changes,
     horizon_steps,
+    loss_scale,
     run_dir,
     trajectory,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "horizon_steps",
     "load",
     "load_recorded",
+    "loss_scale",
     "run_dir",
     "trajectory",
 ]

@@ -6,9 +6,11 @@ the free disk is looked at when they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from jaxres.config.alerts import KINDS, PagerdutyTarget, variable
+from jaxres.config.gce import FlexStartRung, GceSection, Rung
 from jaxres.config.init_from import FromSafetensors
 from jaxres.config.problems import Problem, did_you_mean, show
 from jaxres.config.schema import (
@@ -20,6 +22,7 @@ from jaxres.config.schema import (
     RunConfig,
     TextSource,
 )
+from jaxres.config.shapes import region_of, shape_of
 from jaxres.place import SCHEME, BucketPath, place
 
 LARGEST_SEED = 2**63 - 1
@@ -38,6 +41,7 @@ def check(config: RunConfig) -> list[Problem]:
         *_ladder(config),
         *_uses(config),
         *_alerts(config),
+        *_gce(config),
     ]
 
 
@@ -46,6 +50,8 @@ def _numbers(config: RunConfig) -> Iterator[Problem]:
         yield Problem("run.seed", f"must be at most {LARGEST_SEED} (64 bits)")
     if config.train.steps > LARGEST_STEP:
         yield Problem("train.steps", f"must be at most {LARGEST_STEP} (steps count in 32 bits)")
+    if math.frexp(config.train.loss_scale.first)[0] != 0.5:
+        yield Problem("train.loss_scale.first", "must be a power of two, as 65536")
     if config.train.reduction == "invariant":
         yield Problem("train.reduction", "invariant is not built yet; use fast")
 
@@ -217,3 +223,64 @@ def _alerts(config: RunConfig) -> Iterator[Problem]:
         safe = ("https://", "http://127.0.0.1")
         if isinstance(target, PagerdutyTarget) and not target.url.startswith(safe):
             yield Problem(f"{key}.url", "must begin with https:// (the key goes there)")
+
+
+def _gce(config: RunConfig) -> Iterator[Problem]:
+    gce = config.launch.gce
+    if gce is None:
+        if config.launch.max_dollars is not None:
+            yield Problem("launch.max_dollars", "needs launch.gce, whose ladder has the prices")
+        return
+    if config.run.dir is not None and not isinstance(config.run.dir, BucketPath):
+        yield Problem(
+            "run.dir",
+            f"{config.run.dir}: VMs come and go, so the run must outlive them; "
+            "give a bucket, gs://BUCKET/FOLDER",
+            others=("launch.gce",),
+        )
+    if not gce.ladder:
+        yield Problem("launch.gce.ladder", "is empty; give at least one rung")
+    if gce.image is None and gce.template is None:
+        yield Problem("launch.gce.image", "give a boot image, or launch.gce.template")
+    for number, rung in enumerate(gce.ladder):
+        yield from _rung(gce, rung, f"launch.gce.ladder[{number}]")
+        if config.launch.max_dollars is not None and rung.dollars_per_hour is None:
+            yield Problem(
+                f"launch.gce.ladder[{number}].dollars_per_hour",
+                "is missing, and launch.max_dollars can't be held without it",
+                others=("launch.max_dollars",),
+            )
+    regions = {region_of(zone) for rung in gce.ladder for zone in rung.zones}
+    named = [subnet for subnet in gce.subnetworks if "regions/" in subnet]
+    fixed = [subnet for subnet in named if "{region}" not in subnet]
+    if len(regions) > 1 and fixed:
+        yield Problem(
+            "launch.gce.subnetworks",
+            f"{fixed[0]} is in one region, and the ladder has {', '.join(sorted(regions))}; "
+            "write {region} for it",
+        )
+
+
+def _rung(gce: GceSection, rung: Rung, key: str) -> Iterator[Problem]:
+    if not rung.zones:
+        yield Problem(f"{key}.zones", "is empty; give at least one zone")
+    shape = shape_of(rung.machine_type)
+    if shape is not None and rung.kind not in shape.kinds:
+        fitting = ", ".join(shape.kinds)
+        yield Problem(
+            f"{key}.kind",
+            f"{rung.machine_type} ({shape.gpu}) can't be had as {rung.kind}; use one of: {fitting}",
+        )
+    needs_hyperdisk = shape is not None and shape.needs_hyperdisk and gce.template is None
+    if needs_hyperdisk and "hyperdisk" not in (gce.disk_type or ""):
+        yield Problem(
+            "launch.gce.disk_type",
+            f"{rung.machine_type} boots from Hyperdisk only; use hyperdisk-balanced",
+        )
+    if isinstance(rung, FlexStartRung) and rung.wait_minutes > 120:
+        yield Problem(f"{key}.wait_minutes", f"must be at most 120 (got {rung.wait_minutes})")
+    if isinstance(rung, FlexStartRung) and gce.max_run_hours > 168:
+        yield Problem(
+            "launch.gce.max_run_hours",
+            f"flex_start VMs run for at most seven days (168; got {gce.max_run_hours:g})",
+        )

@@ -13,8 +13,11 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from jaxres.config.alerts import AlertsSection
+from jaxres.config.gce import GceSection
 from jaxres.config.guards import GuardsSection
 from jaxres.config.init_from import FromSeed, InitFrom
+from jaxres.config.loss_scale import LossScaleSection
+from jaxres.config.optimizer import AdamwOptimizer, Optimizer
 from jaxres.config.preemption import PreemptionSection
 from jaxres.config.saving import KeepSection, StepsWhen, When
 from jaxres.config.section import Folder, Fraction, NonNegativeFloat, PositiveFloat, Section, free
@@ -105,8 +108,9 @@ class GptModel(Section):
     """Base of the rotary angles. (arXiv 2104.09864)"""
     norm_eps: PositiveFloat = 1e-5
     """Epsilon of RMSNorm. (arXiv 1910.07467)"""
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of activations and matrix products; weights, softmax and logits are float32."""
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type of activations and matrix products; weights, softmax and logits are float32. float16 has
+    a loss scale (train.loss_scale)."""
     attention: Literal["auto", "xla", "cudnn"] = free("auto")
     """Attention kernel; auto: cudnn on GPU with bfloat16, else xla."""
     remat: Literal["none", "block"] = free("none")
@@ -139,83 +143,6 @@ class CustomModel(Section):
 Model = Annotated[GptModel | MlpModel | CustomModel, Field(discriminator="kind")]
 
 
-class CosineSchedule(Section):
-    kind: Literal["cosine"] = "cosine"
-    warmup_fraction: Fraction = 0.05
-    """Share of the horizon in which the rate rises linearly from 0."""
-    final_fraction: Fraction = 0.1
-    """Rate at the horizon, as a share of the peak."""
-    horizon_steps: PositiveInt | None = None
-    """Steps the schedule spans. Default: train.steps, which then belongs to the trajectory."""
-
-
-class LinearSchedule(Section):
-    kind: Literal["linear"] = "linear"
-    warmup_fraction: Fraction = 0.05
-    """Share of the horizon in which the rate rises linearly from 0."""
-    final_fraction: Fraction = 0.0
-    """Rate at the horizon, as a share of the peak."""
-    horizon_steps: PositiveInt | None = None
-    """Steps the schedule spans. Default: train.steps, which then belongs to the trajectory."""
-
-
-class ConstantSchedule(Section):
-    kind: Literal["constant"] = "constant"
-    warmup_fraction: Fraction = 0.0
-    """Share of the horizon in which the rate rises linearly from 0."""
-    horizon_steps: PositiveInt | None = None
-    """Steps of which the warm-up is a share. Default: train.steps."""
-
-
-Schedule = Annotated[
-    CosineSchedule | LinearSchedule | ConstantSchedule, Field(discriminator="kind")
-]
-
-
-class OptimizerCommon(Section):
-    learning_rate: PositiveFloat = 3e-4
-    """Peak learning rate."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay on matrices only; norms and vectors are left out."""
-    clip_norm: PositiveFloat | None = 1.0
-    """Largest global gradient norm; null: no clipping."""
-    schedule: Schedule = CosineSchedule()
-    """Learning rate over the steps."""
-
-
-class AdamwOptimizer(OptimizerCommon):
-    kind: Literal["adamw"] = "adamw"
-    b1: Fraction = 0.9
-    """Decay of the first moment. (arXiv 1711.05101)"""
-    b2: Fraction = 0.95
-    """Decay of the second moment."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
-
-
-class LionOptimizer(OptimizerCommon):
-    kind: Literal["lion"] = "lion"
-    learning_rate: PositiveFloat = 1e-4
-    """Peak learning rate."""
-    b1: Fraction = 0.9
-    """Interpolation of the update. (arXiv 2302.06675)"""
-    b2: Fraction = 0.99
-    """Decay of the momentum."""
-
-
-class SgdOptimizer(OptimizerCommon):
-    kind: Literal["sgd"] = "sgd"
-    learning_rate: PositiveFloat = 0.1
-    """Peak learning rate."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay on matrices only; norms and vectors are left out."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the momentum."""
-
-
-Optimizer = Annotated[AdamwOptimizer | LionOptimizer | SgdOptimizer, Field(discriminator="kind")]
-
-
 class TrainSection(Section):
     steps: PositiveInt
     """Steps (batches) of the whole run. May grow where the schedule has its own horizon."""
@@ -228,6 +155,8 @@ class TrainSection(Section):
     into more parts than train.microbatches, and stays the same. null: no bound."""
     reduction: Literal["fast", "invariant"] = "fast"
     """invariant: gradients equal bit for bit on any device count (not built yet)."""
+    loss_scale: LossScaleSection = LossScaleSection()
+    """What keeps float16's gradients within its range."""
 
 
 MeshAxis = Annotated[int, Field(ge=-1)]
@@ -347,6 +276,10 @@ class LaunchSection(Section):
     that follows another has its own."""
     max_restarts_per_1000_steps: PositiveInt | None = free(None)
     """Restarts, for whatever cause, within 1000 committed steps; one more ends the run (84)."""
+    max_dollars: PositiveFloat | None = free(None)
+    """What the VMs of `launch gce` may cost, by the prices in its ladder; more ends it (84)."""
+    gce: GceSection | None = free(None)
+    """The VMs of `launch gce up`; null: there are none."""
 
 
 class CompileSection(Section):

@@ -10,8 +10,10 @@ from typing import Any
 
 from jaxres.config.fields import is_free
 from jaxres.config.guards import RollbackSection
+from jaxres.config.loss_scale import LossScaleSection
+from jaxres.config.optimizer import ConstantSchedule
 from jaxres.config.problems import one_line, show
-from jaxres.config.schema import ConstantSchedule, RunConfig, Section
+from jaxres.config.schema import GptModel, RunConfig, Section
 from jaxres.faults import ConfigError
 from jaxres.place import Place
 
@@ -31,6 +33,14 @@ def horizon_steps(config: RunConfig) -> int | None:
     return schedule.horizon_steps or config.train.steps
 
 
+def loss_scale(config: RunConfig) -> LossScaleSection | None:
+    """Returns how the loss is scaled; None where it is not."""
+    section, model = config.train.loss_scale, config.model
+    computes_in_float16 = isinstance(model, GptModel) and model.compute_dtype == "float16"
+    is_wanted = section.when == "always" or (section.when == "auto" and computes_in_float16)
+    return section if is_wanted else None
+
+
 def trajectory(config: RunConfig) -> dict[str, Any]:
     """Returns the trajectory keys, nested and plain.
 
@@ -43,6 +53,8 @@ def trajectory(config: RunConfig) -> dict[str, Any]:
     spikes = data["guards"]["spikes"]
     if spikes is not None and spikes["mode"] == "act":
         spikes.pop("mode")
+    if data["train"]["loss_scale"] is None:
+        data["train"].pop("loss_scale")
     return data
 
 
@@ -51,6 +63,8 @@ def _with_defaults(config: RunConfig) -> dict[str, Any]:
     data = _bound(config, config.model_dump(mode="json"))
     data["guards"]["rollback"] = _rate_after_rollbacks(config.guards.rollback)
     data["train"].pop("steps")
+    scale = loss_scale(config)  # Which of the two ways it is asked for changes nothing.
+    data["train"]["loss_scale"] = None if scale is None else scale.model_dump(exclude={"when"})
     if data["init_from"] == {"kind": "seed"}:  # As before there was a choice: old digests stand.
         data.pop("init_from")
     schedule = data["optimizer"]["schedule"]

@@ -11,7 +11,7 @@ the batch size or the number of hosts changes.
 
 from jaxres.data.bad import bad_rows, hung_row, is_its_own, why
 from jaxres.data.dataset import Dataset, open_dataset
-from jaxres.data.order import Skips, positions_at, rows_at, sample_digest
+from jaxres.data.order import Skips, left_out, positions_at, rows_at, sample_digest
 from jaxres.data.prefetch import DataThreadDied, DataTimeout, Prefetch
 from jaxres.data.rows import Arrays, BadRecord, Batch, Rows, batch_at
 from jaxres.data.tokens import TokensDamaged, TokenWriter, write_tokens
@@ -32,6 +32,7 @@ __all__ = [
     "batch_at",
     "hung_row",
     "is_its_own",
+    "left_out",
     "open_dataset",
     "positions_at",
     "rows_at",

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-Skips = Sequence[tuple[int, int]]
+Skips = Sequence[tuple[int, int]] | NDArray[np.int64]
 """Sorted half-open ranges of stream positions that are not served."""
 
 NUM_ROUNDS = 8
@@ -93,6 +93,50 @@ def positions_at(cursor: int, count: int, *, skips: Skips) -> NDArray[np.int64]:
     return ranks + skipped[np.searchsorted(range_ranks, ranks, side="right")]
 
 
+def left_out(
+    skips: Skips, bad: Skips, *, num_rows: int, seed: int, num_served: int
+) -> NDArray[np.int64]:
+    """Returns skips, and with them each place where the rows of some of them come again later.
+
+    Args:
+      skips: all ranges that are left out.
+      bad: those of them whose rows are left out in every later epoch too.
+      num_rows: of the data set.
+      seed: of the order.
+      num_served: rows that the run is to serve, from its first one on; of what comes behind them
+        nothing is said.
+    """
+    ranges = np.array(skips, np.int64).reshape(-1, 2)
+    places = [np.arange(start, stop) for start, stop in np.array(bad, np.int64).reshape(-1, 2)]
+    if not places:
+        return ranges
+    positions = np.unique(np.concatenate(places))
+    # Where most rows are bad, they may be met again: that is for the budget to end.
+    served_an_epoch = max(num_rows - len(positions), num_rows // 2, 1)
+    skipped = int((ranges[:, 1] - ranges[:, 0]).sum())
+    num_epochs = (num_served + skipped) // served_an_epoch + 2
+    later = _later_places(positions, num_epochs=num_epochs, num_rows=num_rows, seed=seed)
+    found = np.unique(np.concatenate([*places, later]))
+    before = np.searchsorted(ranges[:, 0], found, side="right") - 1
+    free = found[(before < 0) | (found >= ranges[before, 1])]
+    merged = np.concatenate([ranges, np.stack([free, free + 1], axis=1)])
+    return merged[np.argsort(merged[:, 0])]
+
+
+def _later_places(
+    positions: NDArray[np.int64], *, num_epochs: int, num_rows: int, seed: int
+) -> NDArray[np.int64]:
+    """Returns where the rows at some positions come again, in the epochs after their own."""
+    ids, epochs = _ids(positions, num_rows=num_rows, seed=seed), positions // num_rows
+    first = int(epochs[0]) + 1
+    all_epochs = np.arange(first, max(first, num_epochs))
+    which, row = np.nonzero(all_epochs[:, None] > epochs[None, :])
+    keys_EK = np.array([epoch_keys(seed, int(epoch)) for epoch in all_epochs], np.uint64)
+    keys_BK = keys_EK.reshape(-1, NUM_ROUNDS)[which]
+    offsets = place(ids[row].astype(np.uint64), num_rows=num_rows, keys_BK=keys_BK)
+    return all_epochs[which] * num_rows + offsets.astype(np.int64)
+
+
 @lru_cache(maxsize=4096)
 def epoch_keys(seed: int, epoch: int) -> tuple[int, ...]:
     """Returns the round keys of one epoch; hashed, so that (5, 1) and (6, 0) have none in common.
@@ -119,6 +163,35 @@ def permute(
         if len(outside) == 0:
             return images
     raise AssertionError("a permutation's cycle did not come back into its range")
+
+
+def place(
+    images: NDArray[np.uint64], *, num_rows: int, keys_BK: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """Returns the value that `permute` turns into each image."""
+    radix_a = math.isqrt(num_rows - 1) + 1
+    radix_b = -(-num_rows // radix_a)
+    values = images
+    outside = np.arange(len(images))
+    for _ in range(radix_a * radix_b - num_rows + 1):
+        values = values.copy()
+        values[outside] = _unfeistel(values[outside], radix_a, radix_b, keys_BK[outside])
+        outside = np.flatnonzero(values >= num_rows)
+        if len(outside) == 0:
+            return values
+    raise AssertionError("a permutation's cycle did not come back into its range")
+
+
+def _unfeistel(
+    values: NDArray[np.uint64], radix_a: int, radix_b: int, keys_BK: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """Undoes `_feistel`, its last round first."""
+    a, b = np.uint64(radix_a), np.uint64(radix_b)
+    left, right = values // b, values % b
+    for k in reversed(range(0, NUM_ROUNDS, 2)):
+        right = (right + b - _hash(left ^ keys_BK[:, k + 1]) % b) % b
+        left = (left + a - _hash(right ^ keys_BK[:, k]) % a) % a
+    return left * b + right
 
 
 def _feistel(

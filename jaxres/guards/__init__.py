@@ -31,6 +31,8 @@ class Seen:
     """Whether the update was applied; False: it was masked."""
     state_is_finite: bool
     """Whether parameters and optimizer state are all finite after the step."""
+    backs_off: bool = False
+    """Whether the loss scale was too large for the step's gradient, and is halved for it."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from jaxres.config.guards import BadRecordsSection, GuardsSection, RollbackSection, SpikesSection
+from jaxres.config.loss_scale import LossScaleSection, most_back_offs
 from jaxres.faults import Continue, LeaveOut, Rollback, Stop, Verdict, Warned, fault
 from jaxres.guards import Guard, Memory, Seen, only_warns
 
@@ -26,8 +27,14 @@ more: outliers of one step, one in a hundred, would else hide a loss that stays 
 (tools/bench/detectors.py)."""
 
 
+MOST_ROUNDS = 100
+"""In which the steps and the back-offs among them are to agree."""
+
+
 def skips(section: GuardsSection) -> Guard:
     """Returns the guard that counts masked steps; it remembers step and first row of the last ones.
+
+    One that halves the loss scale is how the scale is found, and counts for nothing.
 
     A state that is not finite although the update's loss and gradient were ends the run at once:
     nothing can be skipped any more.
@@ -39,12 +46,12 @@ def skips(section: GuardsSection) -> Guard:
     def judge(memory: Memory, seen: Seen) -> tuple[Memory, Verdict]:
         since = seen.step - section.skip_window_steps
         skipped = [pair for pair in memory["skipped"] if pair[0] > since]
-        if not seen.applied:
+        if not (seen.applied or seen.backs_off):
             skipped = [*skipped, [seen.step, seen.rows[0]]][-most:]
         after = {"skipped": skipped}
         if not seen.state_is_finite:
             return after, _diverged(seen, "the state after its update is not finite")
-        if seen.applied:
+        if seen.applied or seen.backs_off:
             return after, Continue()
         if section.on_nonfinite == "stop":
             return after, _diverged(seen, "guards.on_nonfinite is stop")
@@ -158,22 +165,36 @@ def _learnt(memory: Memory, loss: float, section: RollbackSection) -> dict[str, 
     return dict(memory) | after
 
 
-def looks_back_steps(section: GuardsSection) -> int | None:
+def looks_back_steps(section: GuardsSection, scale: LossScaleSection | None = None) -> int | None:
     """Returns by how many steps a rollback's onset may lie before the step that shows it.
 
     So a commit that is so much older than one whose steps are all judged is known to be good. None:
     masked steps, which the guards pass over, are not bounded.
     """
+    back, back_offs = _looks_back_steps(section, back_offs=0), 0
+    for _ in range(MOST_ROUNDS):
+        if back is None or most_back_offs(scale, steps=back) <= back_offs:
+            return back
+        back_offs = most_back_offs(scale, steps=back)
+        back = _looks_back_steps(section, back_offs=back_offs)
+    return None
+
+
+def _looks_back_steps(section: GuardsSection, *, back_offs: int) -> int | None:
+    """Returns the same, where the loss scale is halved so often meanwhile: such steps are masked,
+    count for nothing, and part rows of those that do.
+    """
     if section.rollback is None:
         return 0
     gaps = section.rollback.patience_steps - 1
     in_a_row, window = section.max_skips_in_a_row, section.skip_window_steps
-    bounds = [] if in_a_row is None else [gaps * in_a_row]
-    if section.max_skips is not None and gaps + section.max_skips < window:
+    back_offs = back_offs if gaps else 0
+    bounds = [] if in_a_row is None else [(gaps + back_offs) * in_a_row]
+    if section.max_skips is not None and gaps + back_offs + section.max_skips < window:
         bounds.append(section.max_skips)
     if gaps and not bounds and section.rollback.mode == "act":
         return None
-    high = gaps + min(bounds, default=0)
+    high = gaps + back_offs + min(bounds, default=0)
     if section.rollback.mode == "warn":
         high = 0
     if section.on_nonfinite != "rollback":

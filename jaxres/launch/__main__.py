@@ -1,4 +1,4 @@
-"""The launcher: `python -m jaxres.launch local CONFIG|RUN_DIR ... --hosts N`; no jax."""
+"""The launcher: `python -m jaxres.launch local|gce ...`; no jax."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxres import bucket, screen
 from jaxres import config as configs
+from jaxres import gcs, screen
 from jaxres.faults import Exit, UsageError
-from jaxres.launch import local
+from jaxres.launch import agent, gce, local
 from jaxres.supervise import opening
 from jaxres.supervise.opening import leave
 
@@ -22,16 +22,22 @@ from jaxres.supervise.opening import leave
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     if any(word in ("-h", "--help") for word in arguments):
-        sys.stdout.write(local.USAGE + "\n" + configs.describe() + "\n")
+        usage = gce.USAGE if "gce" in arguments[:1] else local.USAGE
+        sys.stdout.write(usage + "\n" + configs.describe() + "\n")
         return Exit.DONE
-    os.environ.update(bucket.environment(os.environ))
+    os.environ.update(gcs.environment(os.environ))
     return opening.answered(lambda: _launch(arguments))
 
 
 def _launch(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["agent"]:  # Startup scripts of VMs say so; no person does.
+        return agent.main(arguments[1:], env=os.environ)
+    if arguments[:1] == ["gce"]:
+        return gce.main(arguments[1:], env=os.environ)
     if arguments[:1] != ["local"]:
         given = f"got {arguments[0]}" if arguments else "got nothing"
-        raise UsageError(f"expected where to launch: local ({given})\n{local.USAGE}")
+        usage = f"{local.USAGE}\n{gce.USAGE}"
+        raise UsageError(f"expected where to launch: local or gce ({given})\n{usage}")
     return local.launch(local.parse(arguments[1:]), env=os.environ)
 
 

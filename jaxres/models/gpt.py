@@ -99,11 +99,22 @@ class Attention(nnx.Module):
         q_BTHC = rotate(jnp.einsum("btd,dhc->bthc", x_BTD, self.query[...]), angles_BTC)
         k_BSKC = rotate(jnp.einsum("btd,dkc->btkc", x_BTD, self.key[...]), angles_BTC)
         v_BSKC = jnp.einsum("btd,dkc->btkc", x_BTD, self.value[...])
-        implementation: Any = self.kernel
-        mixed_BTHC = jax.nn.dot_product_attention(
-            q_BTHC, k_BSKC, v_BSKC, mask=mask_B1TS, implementation=implementation
-        )
+        mixed_BTHC = attend(q_BTHC, k_BSKC, v_BSKC, mask_B1TS, kernel=self.kernel)
         return jnp.einsum("bthc,hcd->btd", mixed_BTHC, self.output[...])
+
+
+def attend(
+    q_BTHC: Array, k_BSKC: Array, v_BSKC: Array, mask_B1TS: Array, *, kernel: Any
+) -> Float[Array, "B T H C"]:
+    """Mixes values by a kernel; `float32`: XLA's, on numbers that are cast to it."""
+    dtype = q_BTHC.dtype
+    if kernel == "float32":
+        q_BTHC, k_BSKC, v_BSKC = (x.astype(jnp.float32) for x in (q_BTHC, k_BSKC, v_BSKC))
+        kernel = "xla"
+    mixed_BTHC = jax.nn.dot_product_attention(
+        q_BTHC, k_BSKC, v_BSKC, mask=mask_B1TS, implementation=kernel
+    )
+    return mixed_BTHC.astype(dtype)
 
 
 class FeedForward(nnx.Module):
@@ -248,6 +259,9 @@ def cudnn_runs(config: GptModel, *, platform: str, max_width: int) -> bool:
 
 def attention_kernel(config: GptModel, *, seq_len: int, platform: str) -> str:
     """Chooses the kernel once, at build: cuDNN must be asked for and can't be traced for CPU."""
+    # jax 0.10 asks for a product of float16 that XLA has on GPUs only: it fails to be lowered.
+    if config.compute_dtype == "float16" and platform not in ("gpu", "cuda"):
+        return "float32"
     if config.attention != "auto":
         return config.attention
     # 128: what every GPU takes. With a mask cuDNN trains on even lengths only.

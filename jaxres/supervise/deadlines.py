@@ -49,6 +49,20 @@ class Watch:
             case _:  # The background's: no progress of the training.
                 return self
 
+    def heard_of(self, step: int, *, standing: float, now: float) -> Watch:
+        """Returns the watch after steps that another door has told of at once.
+
+        Args:
+          step: the newest of them.
+          standing: how long the first of them is known to have lasted.
+          now: the watcher's time.
+        """
+        count = step - self.step
+        each = max(0.0, now - self.since) / count
+        took = (max(each, standing), *[each] * min(count - 1, WINDOW_STEPS - 1))
+        durations = (*self.durations, *took)[-WINDOW_STEPS:]
+        return Watch(since=now, phase=self.phase, step=step, durations=durations)
+
     def paused(self, seconds: float) -> Watch:
         """Returns the watch after the watcher itself was asleep for a while."""
         since, slept = self.since + seconds, self.slept + seconds

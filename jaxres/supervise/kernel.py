@@ -1,9 +1,23 @@
-"""What the kernel has killed for want of memory: its counter, for this process's memory group."""
+"""What is asked of the kernel: whom it has killed for want of memory, and whom it is to kill."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import signal
 from pathlib import Path
+
+from jaxres.faults import Exit
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent is gone, however that ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(Exit.BUG)
 
 
 def out_of_memory_kills(root: Path = Path("/")) -> int:

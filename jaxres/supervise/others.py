@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxres.beat import EnteredPhase, FinishedStep
+from jaxres.beat import EnteredPhase
 from jaxres.doors import words
 from jaxres.doors.channels import Peers
 from jaxres.faults import Exit
@@ -30,6 +30,8 @@ class Remote:
     name: str
     watch: Watch
     end: End | None = None
+    standing: float = 0.0
+    """For how long it had not come further when it last beat."""
 
     def known(self) -> Known:
         """Returns what is known of this host."""
@@ -51,9 +53,9 @@ class Remote:
         """Takes a beat; only progress feeds the watch."""
         if here.phase != self.watch.phase:
             self.watch = self.watch.after(EnteredPhase(here.phase), now=now)
-        if here.step > self.watch.step:
-            each = (now - self.watch.since) / (here.step - self.watch.step)
-            self.watch = self.watch.after(FinishedStep(here.step, each), now=now)
+        if here.step > self.watch.step:  # A beat a second: often by many steps.
+            self.watch = self.watch.heard_of(here.step, standing=self.standing, now=now)
+        self.standing = max(0.0, now - self.watch.since)
 
 
 class Led:

@@ -16,8 +16,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxres import bucket, screen
 from jaxres import config as configs
+from jaxres import gcs, screen
 from jaxres.beat import Leaving
 from jaxres.faults import Exit, UsageError
 from jaxres.hosts import ALONE
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in arguments):
         sys.stdout.write(USAGE + "\n" + configs.describe() + "\n")
         return Exit.DONE
-    os.environ.update(bucket.environment(os.environ))
+    os.environ.update(gcs.environment(os.environ))
     return opening.answered(lambda: _train(arguments))
 
 

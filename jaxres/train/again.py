@@ -57,10 +57,16 @@ def compute(
         dataset.train,
         seed=config.run.seed,
         global_batch_size=parts.rows_per_batch,
-        skips=line.skips,
+        skips=data.left_out(
+            line.skips,
+            line.bad_rows,
+            num_rows=len(dataset.train),
+            seed=config.run.seed,
+            num_served=step * parts.rows_per_batch,
+        ),
     )
     cursor, explained = progress.cursor, list[str]()
-    form = steps.Form.of(parts.shapes.params, num_rows=parts.rows_per_batch)
+    form = steps.Form.of(parts.shapes, num_rows=parts.rows_per_batch)
     for number in range(progress.step + 1, step):
         batch = batch_at(cursor)
         placed = meshes.place_batch(mesh, batch.arrays)

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxres import config as configs
 from jaxres import data, evaluate, layout, models, optim, storage, topology
 from jaxres import mesh as meshes
 from jaxres import state as states
@@ -81,7 +82,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
       ConfigError: devices, data and settings that can't go together.
     """
     if config.compilation.cache_dir is not None:
-        use_compilation_cache(str(config.compilation.cache_dir.expanduser()))
+        programs.use_compilation_cache(str(config.compilation.cache_dir.expanduser()))
     parts = _parts(config, place.emit)
     laid = _lay_out(parts, place)
     place.emit(_built(parts, laid))
@@ -95,11 +96,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     checkpoints = _checkpoints(config, place, before_commit=sync)
     run = Run(
         steps=config.train.steps,
-        agenda=Agenda(
-            steps=config.train.steps,
-            save_every_steps=pacer.every_steps(config.checkpoint.when),
-            evaluate_every_steps=config.evaluation.every_steps if parts.evaluates else 0,
-        ),
+        agenda=_agenda(parts),
         log=place.log,
         checkpoints=checkpoints,
         guards=_guards(config.guards),
@@ -110,9 +107,9 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
             place,
             stack,
             section=config.data,
+            train=config.train,
             leaves_out=config.guards.bad_records is not None,
             seed=config.run.seed,
-            global_batch_size=parts.rows_per_batch,
         ),
         init=init,
         shapes=parts.shapes,
@@ -121,7 +118,7 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         diagnostics=Diagnostics(
             place.run_dir.diagnostics(place.log.attempt), config.guards.diagnostics
         ),
-        form=steps.Form.of(parts.shapes.params, num_rows=parts.rows_per_batch),
+        form=steps.Form.of(parts.shapes, num_rows=parts.rows_per_batch),
         row_places=_row_places(parts),
         evaluate=evaluation,
         dataset=parts.dataset.fingerprint,
@@ -132,8 +129,18 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         meeting_seconds=config.deadlines.restore_seconds,
         emit=place.emit,
         clock=place.clock,
+        loss_scale=configs.loss_scale(config),
     )
     return Built(run, parts.dataset, parts.model)
+
+
+def _agenda(parts: Parts) -> Agenda:
+    config = parts.config
+    return Agenda(
+        steps=config.train.steps,
+        save_every_steps=pacer.every_steps(config.checkpoint.when),
+        evaluate_every_steps=config.evaluation.every_steps if parts.evaluates else 0,
+    )
 
 
 def _guards(section: GuardsSection) -> tuple[Guard, ...]:
@@ -216,7 +223,7 @@ def assemble(
         keep_rows=meshes.keep_rows(mesh),
     )
     tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
-    shapes, init = _initializer(model, tx, mesh, seed=config.run.seed)
+    shapes, init = _initializer(model, tx, mesh, config)
     return Parts(config, dataset, plan, mesh, model, tx, shapes, init)
 
 
@@ -228,7 +235,7 @@ def state_shapes(
         config.model, vocab_size=vocab_size, seq_len=config.data.seq_len, platform=platform
     )
     tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
-    return _initializer(model, tx, mesh, seed=config.run.seed)[0], model
+    return _initializer(model, tx, mesh, config)[0], model
 
 
 def _lay_out(parts: Parts, place: Place) -> Layout:
@@ -264,19 +271,14 @@ def _checkpoints(
     )
 
 
-def use_compilation_cache(folder: str) -> None:
-    """Keeps compiled programs in `folder`, also the ones that compile fast."""
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
 def _initializer(
-    model: Model, tx: Any, mesh: Mesh, *, seed: int
+    model: Model, tx: Any, mesh: Mesh, config: RunConfig
 ) -> tuple[TrainState, Callable[[], TrainState]]:
     """Returns the state's shapes with shardings, and a function that creates it sharded."""
 
     def init() -> TrainState:
-        return states.init(model, tx, seed=seed)
+        scale = configs.loss_scale(config)
+        return states.init(model, tx, seed=config.run.seed, loss_scale=scale)
 
     bare = jax.eval_shape(init)
     shardings = states.shardings(bare, model, mesh)
@@ -307,6 +309,7 @@ def traced_step(parts: Parts, *, facts: Any = None) -> Any:
         clip_norm=config.optimizer.clip_norm,
         microbatches=parts.plan.microbatches,
         spikes=config.guards.spikes,
+        loss_scale=configs.loss_scale(config),
         replicate=meshes.replicate(parts.mesh),
     )
     out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(parts.mesh))

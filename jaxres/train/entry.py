@@ -120,7 +120,7 @@ def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Fli
             dataset=run.dataset,
             computation=run.computation,
             init=init,
-            looks_back_steps=looks_back_steps(run.limits),
+            looks_back_steps=looks_back_steps(run.limits, run.loss_scale),
         ),
         entry=entry,
     )
@@ -132,7 +132,7 @@ def restore_or_start(run: Run, *, entry: int) -> tuple[TrainState, Progress, Fli
     now = run.clock.monotonic()
     flight = Flight(
         seq,
-        at=run.feed.open(line.skips),
+        at=run.feed.open(line),
         rollbacks=len(line.rollbacks),
         skips=line.num_skips,
         rate_factor=lambda step: run.rate_factor(line.rate_factor(step)),

@@ -10,10 +10,11 @@ from jax.sharding import Mesh
 
 from jaxres import data
 from jaxres import mesh as meshes
-from jaxres.config.schema import DataSection
+from jaxres.config.schema import DataSection, TrainSection
 from jaxres.data import Batch, Dataset, DataTimeout
 from jaxres.events import PhaseChanged
 from jaxres.mesh import LocalRows
+from jaxres.runlog import Line
 from jaxres.train.place import Place
 from jaxres.train.run import At, Bad, Fed, Feed
 
@@ -30,22 +31,30 @@ def open_feed(
     stack: contextlib.ExitStack,
     *,
     section: DataSection,
+    train: TrainSection,
     leaves_out: bool,
     seed: int,
-    global_batch_size: int,
 ) -> Feed:
     """Returns the batches of a data set; `stack` ends what was opened last.
 
     With `leaves_out` rows that can't be used are told as `Bad`, else their error is raised.
     """
+    global_batch_size = train.global_batch_size
     local = meshes.local_rows(mesh, global_batch_size)
     reading = stack.enter_context(contextlib.ExitStack())
 
     def laid(batch: Batch) -> Fed:
         return batch, meshes.place_batch(mesh, batch.arrays, local=local)
 
-    def open_at(skips: data.Skips) -> At:
+    def open_at(line: Line) -> At:
         reading.close()  # What was read ahead may have rows that are left out from now on.
+        skips = data.left_out(
+            line.skips,
+            line.bad_rows,
+            num_rows=len(dataset.train),
+            seed=seed,
+            num_served=train.steps * global_batch_size,
+        )
         batch_at = data.batch_at(
             dataset.train,
             seed=seed,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxres import config as configs
 from jaxres import state as states
 from jaxres.checkpoint import binding, weights
 from jaxres.checkpoint.binding import Binding
@@ -163,10 +164,12 @@ def _take(source: Source, parts: Parts, place: Place) -> tuple[TrainState, str]:
         arrays[path] = _laid_out(whole, shapes[path].sharding)
     treedef = jax.tree.structure(parts.shapes.params)
     params = jax.tree.unflatten(treedef, [arrays[path] for path in shapes])
+    scale = configs.loss_scale(parts.config)
     seed, shardings = parts.config.run.seed, jax.tree.map(lambda x: x.sharding, parts.shapes)
 
     def rest(params: Any) -> dict[str, Any]:
-        return states.to_plain(states.around(params, parts.tx, seed=seed)) | {"params": ()}
+        made = states.around(params, parts.tx, seed=seed, loss_scale=scale)
+        return states.to_plain(made) | {"params": ()}
 
     others = jax.jit(
         rest,

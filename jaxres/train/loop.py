@@ -179,6 +179,7 @@ def land(run: Run, flight: Flight) -> Seen:
         skipped=not measured.applied,
         samples=sample_digest(ids),
         busy_seconds=run.agreement.heard(facts),
+        loss_scale=measured.loss_scale,
     )
     run.landed(line)
     flight.recent.append(Recent(line, measured, rows, ids))
@@ -193,6 +194,7 @@ def land(run: Run, flight: Flight) -> Seen:
         spike_score=measured.spike_score,
         applied=measured.applied,
         state_is_finite=measured.state_is_finite,
+        backs_off=measured.backs_off,
     )
 
 
@@ -207,6 +209,7 @@ def _tell_skipped(run: Run, step: int, measured: Measured, ids: np.ndarray) -> N
             params=measured.bad_params,
             num_rows=len(rows),
             rows=tuple((row, int(ids[row]), *run.row_places[row]) for row in rows[:MAX_ROWS_TOLD]),
+            overflowed_scale=measured.loss_scale if measured.backs_off else None,
         )
     )
 

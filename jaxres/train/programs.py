@@ -72,6 +72,12 @@ def _began(clock: Clock) -> float:
     return clock.wall() - (since_boot - ticks / os.sysconf("SC_CLK_TCK"))
 
 
+def use_compilation_cache(folder: str) -> None:
+    """Keeps compiled programs in `folder`, also the ones that compile fast."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
 class Program:
     """A program to be had; traced and lowered once, and only where that is needed."""
 

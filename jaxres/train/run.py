@@ -15,7 +15,8 @@ import numpy as np
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import Clock
 from jaxres.config.guards import GuardsSection
-from jaxres.data import Batch, Skips
+from jaxres.config.loss_scale import LossScaleSection
+from jaxres.data import Batch
 from jaxres.events import Emit
 from jaxres.faults import Continue, LeaveOut, Verdict
 from jaxres.guards import Guard
@@ -93,8 +94,8 @@ At = Callable[[int], Fed | Bad | None]
 class Feed:
     """The batches on their way to the devices, and what one step consumes."""
 
-    open: Callable[[Skips], At]
-    """Ranges of positions to leave out -> the batches; ends what was opened before."""
+    open: Callable[[Line], At]
+    """What is left out by the log -> the batches; ends what was opened before."""
     num_rows: int
     tokens_per_step: int
 
@@ -162,6 +163,8 @@ class Run:
     """How long a host waits for the others before training, while they restore."""
     emit: Emit
     clock: Clock
+    loss_scale: LossScaleSection | None = None
+    """How the step scales the loss; None: it does not."""
 
 
 @dataclass

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import faulthandler
 import os
 import signal
@@ -34,11 +33,10 @@ from jaxres.metrics import MetricsLine
 from jaxres.place import place
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog
+from jaxres.supervise.kernel import die_with
 from jaxres.telemetry import Console
 from jaxres.train.place import Place
 from jaxres.train.requests import Requests
-
-PR_SET_PDEATHSIG = 1
 
 
 def work(
@@ -170,13 +168,6 @@ def _speak_aside(run_dir: RunDir, attempt: int, member: Member) -> TextIO:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     return screen.Screen(terminal)  # type: ignore[return-value]
-
-
-def die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent is gone, however that ended."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(Exit.BUG)
 
 
 def _dump_at(stacks: IO[str]) -> None:

@@ -25,6 +25,7 @@ from jaxres import screen
 from jaxres.clock import SystemClock
 from jaxres.faults import Exit
 from jaxres.place import place
+from jaxres.supervise import kernel
 from jaxres.supervise.remains import MARK
 from jaxres.train import worker
 
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--control", type=int, required=True)
     options, _ = parser.parse_known_args(arguments)
-    worker.die_with(options.parent)
+    kernel.die_with(options.parent)
     control = socket.socket(fileno=options.control)
     control.set_inheritable(False)
     prepare()

@@ -3,8 +3,10 @@
 By hand: `python -m tests.emulators.metadata --port 8080` prints what to set and how to change keys.
 After cloud.google.com/compute/docs/metadata/querying-metadata: `Metadata-Flavor: Google` or 403, no
 `X-Forwarded-For`, 404 for keys that are not there, 400 for words it does not know, ETags, long poll
-by `wait_for_change`, `last_etag`, `timeout_sec`. And getting-live-migration-notice: the early
-warning of a maintenance is given only to who has asked for the key before.
+by `wait_for_change`, `last_etag`, `timeout_sec`; folders (`instance/attributes/`) list what they
+hold, or all of it by `recursive=true`; guest attributes are written by PUT where the VM's metadata
+allow it. And getting-live-migration-notice: the early warning of a maintenance is given only to who
+has asked for the key before.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -27,7 +30,8 @@ PREEMPTED = "instance/preempted"
 EVENT = "instance/maintenance-event"
 UPCOMING = "instance/upcoming-maintenance"
 POLICY = "instance/scheduling/on-host-maintenance"
-WORDS = {"wait_for_change", "timeout_sec", "last_etag", "alt", "recursive"}
+GUEST_ATTRIBUTES = "instance/guest-attributes/"
+WORDS = {"wait_for_change", "timeout_sec", "last_etag", "alt", "recursive", "scopes"}
 LONGEST_WAIT_SECONDS = 600.0
 NO_UPCOMING = json.dumps(
     {"error": "no notifications have been received yet, try again later"}, separators=(",", ":")
@@ -43,12 +47,22 @@ class Fault:
     key: str
     """Empty: any."""
     times: int
+    until: float = float("inf")
+    """Monotonic."""
+    flap_seconds: float = 0.0
+    """It is there for so long, then away for so long, and so on; 0: always there."""
+
+    def is_there(self, now: float) -> bool:
+        is_on = not self.flap_seconds or int(now / self.flap_seconds) % 2 == 0
+        return self.times > 0 and now < self.until and is_on
 
 
 class MetadataServer:
     """Serves until closed; a context manager."""
 
-    def __init__(self, *, port: int = 0, policy: str = "TERMINATE") -> None:
+    def __init__(
+        self, *, port: int = 0, policy: str = "TERMINATE", host: str = "127.0.0.1"
+    ) -> None:
         self.values = {
             PREEMPTED: "FALSE",
             EVENT: "NONE",
@@ -70,10 +84,10 @@ class MetadataServer:
         class Bound(_Request):
             emulator = server
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), Bound)
+        self._http = ThreadingHTTPServer((host, port), Bound)
         self._http.daemon_threads, self._http.block_on_close = True, False
-        self.address = f"127.0.0.1:{self._http.server_address[1]}"
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
+        self.address = f"{host}:{self._http.server_address[1]}"
+        self._thread = threading.Thread(target=self._serve, daemon=True)
 
     def __enter__(self) -> MetadataServer:
         self._thread.start()
@@ -83,9 +97,14 @@ class MetadataServer:
         self.closed.set()
         with self.changed:
             self.changed.notify_all()
-        self._http.shutdown()
-        self._http.server_close()
+        self._http.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
+        self._http.server_close()
+
+    def _serve(self) -> None:
+        """Takes requests without ever looking round: there may be many of these servers."""
+        while not self.closed.is_set():
+            self._http.handle_request()
 
     @property
     def env(self) -> dict[str, str]:
@@ -122,19 +141,46 @@ class MetadataServer:
             self.set(EVENT, event)
         return was_asked
 
-    def fail(self, kind: str, *, key: str = "", times: int = 1) -> None:
+    def fail(
+        self,
+        kind: str,
+        *,
+        key: str = "",
+        times: int = 1,
+        seconds: float = float("inf"),
+        flap_seconds: float = 0.0,
+    ) -> None:
         """Lets the next requests go wrong."""
+        until = time.monotonic() + seconds
         with self.changed:
-            self.faults.append(Fault(kind, key, times))
+            self.faults.append(Fault(kind, key, times, until, flap_seconds))
 
     def fault_of(self, key: str) -> str | None:
         with self.changed:
             self.asked.append(key)
             for fault in self.faults:
-                if fault.times > 0 and fault.key in ("", key):
+                if fault.key in ("", key) and fault.is_there(time.monotonic()):
                     fault.times -= 1
                     return fault.kind
         return None
+
+    def below(self, folder: str) -> dict[str, str]:
+        """Returns what a folder holds, by the rest of the path; to be asked with the lock held."""
+        found = {k.removeprefix(folder): v for k, v in self.values.items() if k.startswith(folder)}
+        return {name: found[name] for name in sorted(found) if name}
+
+    def read(self, key: str, *, recursive: bool) -> str | None:
+        """Returns a value, or a folder as a list or as JSON; None: there is no such key."""
+        if key in self.values:
+            return self.values[key]
+        inside = self.below(key if key.endswith("/") or not key else f"{key}/")
+        if not inside:
+            empty = "{}" if recursive else ""
+            return empty if key in ("instance/attributes/", GUEST_ATTRIBUTES) else None
+        if recursive:
+            return json.dumps(_tree(inside, is_verbatim="attributes" in key))
+        names = {name[: name.find("/") + 1] if "/" in name else name for name in inside}
+        return "".join(f"{name}\n" for name in sorted(names))
 
 
 class _Request(BaseHTTPRequestHandler):
@@ -151,6 +197,8 @@ class _Request(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
         words = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        if parts.path == "/":  # Google's libraries ask it whether there is a server.
+            return self.answer(200, "computeMetadata/\n")
         if not parts.path.startswith(ROOT):
             return self.answer(404, "not found")
         if self.headers.get("Metadata-Flavor") != "Google" or "X-Forwarded-For" in self.headers:
@@ -169,37 +217,57 @@ class _Request(BaseHTTPRequestHandler):
                 return self.answer(int(status), "as the test has asked")
         if set(words) - WORDS or words.get("alt", "text") not in ("json", "text"):
             return self.answer(400, "unknown query")
-        if key not in self.emulator.values:
+        recursive = words.get("recursive", "").lower() == "true"
+        value = self.value(key, words, recursive=recursive)
+        if value is None:
             return self.answer(404, "not found")
-        value = self.value(key, words)
-        if words.get("alt") == "json" and key != UPCOMING:
+        is_json = recursive or key.endswith("/token") or words.get("alt") == "json"
+        if is_json and not value.startswith("{") and key != UPCOMING:
             value = json.dumps(value)
-        return self.answer(200, value, etag=_etag(value))
+        return self.answer(200, value, etag=_etag(value), is_json=is_json)
 
-    def value(self, key: str, words: dict[str, str]) -> str:
+    def value(self, key: str, words: dict[str, str], *, recursive: bool) -> str | None:
         """Returns the value, at once or when it is another than the one that was seen last."""
         emulator = self.emulator
         seconds = float(words.get("timeout_sec", LONGEST_WAIT_SECONDS))
+
+        def etag() -> str:
+            return _etag(emulator.read(key, recursive=recursive) or "")
+
         with emulator.changed:
             if emulator.holds and words.get("wait_for_change") == "true":
-                seen = words.get("last_etag", _etag(emulator.values[key]))
+                seen = words.get("last_etag", etag())
                 emulator.changed.wait_for(
-                    lambda: emulator.closed.is_set() or _etag(emulator.values[key]) != seen, seconds
+                    lambda: emulator.closed.is_set() or etag() != seen, seconds
                 )
-            return emulator.values[key]
+            return emulator.read(key, recursive=recursive)
 
     def do_PUT(self) -> None:
-        """Changes a key, for a person."""
+        """Changes a key, for a person; or a guest attribute, for a process of the VM."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        if self.path.startswith(ROOT + GUEST_ATTRIBUTES):
+            return self.put_guest_attribute(self.path.removeprefix(ROOT), body)
         if not self.path.startswith(CONTROL):
             return self.answer(405, "read only")
         self.emulator.set(self.path.removeprefix(CONTROL), body)
         return self.answer(200, "changed")
 
-    def answer(self, status: int, text: str, *, etag: str | None = None) -> None:
+    def put_guest_attribute(self, key: str, body: str) -> None:
+        allowed = self.emulator.values.get("instance/attributes/enable-guest-attributes", "")
+        if self.headers.get("Metadata-Flavor") != "Google" or allowed.upper() != "TRUE":
+            return self.answer(403, "Guest attributes endpoint access is disabled.")
+        if key.count("/") != 3:
+            return self.answer(400, "expected guest-attributes/NAMESPACE/KEY")
+        self.emulator.set(key, body)
+        return self.answer(200, "")
+
+    def answer(
+        self, status: int, text: str, *, etag: str | None = None, is_json: bool = False
+    ) -> None:
         body = text.encode()
         self.send_response(status)
         self.send_header("Metadata-Flavor", "Google")
+        self.send_header("Content-Type", "application/json" if is_json else "application/text")
         self.send_header("Content-Length", str(len(body)))
         if etag is not None:
             self.send_header("ETag", etag)
@@ -209,6 +277,32 @@ class _Request(BaseHTTPRequestHandler):
 
 def _etag(value: str) -> str:
     return hashlib.sha256(value.encode()).hexdigest()[:16]
+
+
+def _tree(inside: dict[str, str], *, is_verbatim: bool) -> dict[str, Any]:
+    """Returns a folder as nested objects; names as JSON has them but where users chose them."""
+    found: dict[str, Any] = {}
+    for path, value in inside.items():
+        *folders, name = path.split("/")
+        at, keeps = found, is_verbatim
+        for folder in folders:
+            at = at.setdefault(folder if keeps else _camel(folder), {})
+            keeps = keeps or folder.endswith("attributes")
+        at[name if keeps else _camel(name)] = value.split(",") if name == "scopes" else value
+    return _lists(found)
+
+
+def _lists(found: Any) -> Any:
+    """Returns numbered folders as lists."""
+    if not isinstance(found, dict):
+        return found
+    told = {name: _lists(one) for name, one in found.items()}
+    return list(told.values()) if told and all(name.isdigit() for name in told) else told
+
+
+def _camel(name: str) -> str:
+    first, *rest = name.split("-")
+    return first + "".join(word.capitalize() for word in rest)
 
 
 def main() -> None:

@@ -113,3 +113,19 @@ def layered(*, items: list[int], vocab_size: int, seq_len: int) -> SimpleNamespa
         return nats_B, jnp.sum(weights_BT, axis=1)
 
     return SimpleNamespace(init=init, loss=loss)
+
+
+def in_float16(*, vocab_size: int, seq_len: int) -> SimpleNamespace:
+    """A bias a token, a 64th of which is held in float16: its gradient is 64 times as large."""
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return {"bias_V": 0.01 * jax.random.normal(key, (vocab_size,))}
+
+    def loss(params: dict[str, Any], batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
+        small_V = (params["bias_V"] / 64).astype(jnp.float16)
+        log_probs_V = jax.nn.log_softmax(64 * small_V.astype(jnp.float32))
+        weights_BT = batch["weights_BT"]
+        nats_B = -jnp.sum(log_probs_V[batch["targets_BT"]] * weights_BT, axis=1)
+        return nats_B, jnp.sum(weights_BT, axis=1)
+
+    return SimpleNamespace(init=init, loss=loss)

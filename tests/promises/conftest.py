@@ -8,7 +8,9 @@ import pytest
 
 from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
+from tests.emulators.gce import GceEmulator
 from tests.emulators.gcs import GcsServer
+from tests.promises.cloud import Cloud
 from tests.promises.trainer import FAULTY, MLP, Place
 
 
@@ -93,3 +95,20 @@ def calm_pair(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     place = Place(tmp_path_factory.mktemp("calm"), caches)
     place.launched("calm", hosts=2, config=FAULTY)
     return place.run_dir("calm")
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, caches: Path, gcs_server: GcsServer, gcs_bucket: str) -> Iterator[Cloud]:
+    """VMs that are processes, and a bucket of the test's own."""
+    where = {"location": "US-CENTRAL1", "locationType": "region"}
+    gcs_server.objects.facts[gcs_bucket] = where
+    env = {"PYTHONUNBUFFERED": "1", **gcs_server.env}
+    with GceEmulator(speed=10, env=env) as gce:
+        run = BucketPath(gcs_bucket, "run")
+        cloud = Cloud(gce, gcs_server, run, tmp_path, caches, {**gcs_server.env, **gce.env})
+        try:
+            yield cloud
+        finally:
+            cloud.end_all()
+        assert gce.bugs == [], gce.bugs[0]
+    assert gce.pids() == []

@@ -30,3 +30,17 @@ def test_a_hang_is_told_with_every_hosts_place_and_stacks(place: Place) -> None:
     stacks = [doors[0].run_dir.stacks(1, host) for host in (0, 1)]
     assert " in hold" in stacks[1].read_text(), "by the handler in C"
     assert " in land" in stacks[0].read_text() or " in look" in stacks[0].read_text()
+
+
+def test_a_hang_in_the_first_second_of_training_is_found_by_the_limit_of_a_step(
+    place: Place,
+) -> None:
+    """Doors beat once a second: what a few beats tell of may be many steps."""
+    doors = place.doors(
+        "run", *LIMITS, hosts=2, config=FAULTY, env={"FAULT": "row:200:hold:1", "PACE": "0.001"}
+    )
+    codes = [door.ended(seconds=90) for door in doors]
+    said = [door.said() for door in doors]
+    assert sorted(codes) == [Exit.PEER_LOST, Exit.HUNG], said
+    assert 3 < doors[0].steps()[-1] < 20
+    assert all("no progress for" in words for words in said)

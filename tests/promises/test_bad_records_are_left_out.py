@@ -113,3 +113,25 @@ def test_more_bad_records_than_are_borne_end_the_run(place: Place) -> None:
     trainer = place.start("run", *WORDS, config=FAULTY, env=env)
     trainer.refused(Exit.DIVERGED, "position 400", "2 times already (guards.bad_records.max)")
     assert len(skipped(trainer.run_dir)) == 2
+
+
+def test_a_record_that_stays_bad_is_met_and_counted_once(place: Place) -> None:
+    """Over three epochs, in a batch of half of it all, which holds the record in every epoch."""
+    words = (
+        "train.steps=6",
+        "train.global_batch_size=900",
+        "evaluation.every_steps=0",
+        "guards.bad_records.max=1",
+    )
+    trainer = place.start("run", *words, config=FAULTY, env=poison_only(item(100)))
+    assert trainer.ended() == Exit.DONE, trainer.said()
+    (found,) = skipped(trainer.run_dir)
+    assert found.rows == ((100, 101),)
+    assert [row["step"] for row in history(trainer.run_dir)] == list(range(1, 7))
+    again = place.start("run", *words, "train.steps=8", config=FAULTY, env=poison_only(item(100)))
+    assert again.ended() == Exit.DONE, again.said()
+    assert len(skipped(again.run_dir)) == 1
+
+
+def poison_only(index: int) -> dict[str, str]:
+    return {"POISON": f"{index}:raise"}

@@ -5,8 +5,10 @@ The metadata server is an emulator that speaks the real one's protocol on loopba
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from jaxres.eventlog import read_events
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from tests.emulators.metadata import EVENT, PREEMPTED, UPCOMING, MetadataServer
+from tests.promises.preloaded import Mount
 from tests.promises.trainer import (
     FAULTY,
     PACED,
@@ -148,6 +151,38 @@ def test_without_time_no_save_is_begun(place: Place, metadata: MetadataServer) -
     assert f"step {trainer.steps()[-1]} is not committed" in reason
     assert "no time for another save" in trainer.said()
     assert answers(trainer) == ["leave"]
+
+
+def test_a_save_in_flight_is_finished_where_there_is_no_time_for_another(
+    place: Place, metadata: MetadataServer, tmp_path: Path
+) -> None:
+    """Storage hangs as the save is to count: after 2 s of it less than that is left."""
+    run_dir = place.run_dir("run")
+    mount = Mount.over(run_dir.log, built_in=tmp_path)
+    words = (
+        "train.steps=100000",
+        "evaluation.every_steps=0",
+        "checkpoint.save_every_steps=100000",
+        "preemption.notice_seconds=1.5",
+        "preemption.margin_seconds=0.1",
+    )
+    trainer = place.start("run", *words, config=FAULTY, env=PACED | mount.env | metadata.env)
+    trainer.wait_step(3)
+    with mount.hanging():
+        trainer.kill(signal.SIGUSR2, who="door")
+        trainer.wait(lambda: bool(trainer.told("SaveStarted")), what="a save")
+        time.sleep(2)
+        metadata.preempt()
+        trainer.wait(lambda: bool(answers(trainer)), what="an answer to the notice")
+        assert line(run_dir).step == 0, "the save is in flight"
+    reason = assert_left_in_time(trainer, time.monotonic(), committed=False)
+    (saved,) = [event["step"] for event in trainer.told("SaveStarted")]
+    assert line(run_dir).step == saved, "the save in flight was not finished"
+    assert answers(trainer) == ["leave"]
+    assert "the save in flight is finished" in trainer.said()
+    last = trainer.steps()[-1]
+    assert last > saved
+    assert f"step {last} is not committed, the newest is {saved}" in reason
 
 
 def is_no_notice(metadata: MetadataServer) -> None:

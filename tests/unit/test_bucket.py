@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import bucket, segments, storage
+from jaxres import bucket, gcs, segments, storage
 from jaxres.appender import appended
 from jaxres.eventlog import read_json_lines
 from jaxres.faults import ConfigError, StorageUnavailable
@@ -24,7 +24,7 @@ def root(gcs_bucket: str) -> BucketPath:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "LIMIT_SECONDS", 0.3)
+    monkeypatch.setattr(gcs, "LIMIT_SECONDS", 0.3)
 
 
 def test_words_that_name_no_place_in_a_bucket_are_refused() -> None:

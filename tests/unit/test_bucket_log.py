@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxres import bucket, runlog
+from jaxres import bucket, gcs, runlog
 from jaxres.clock import SystemClock
 from jaxres.faults import Fenced, StorageUnavailable, Unrestorable
 from jaxres.place import BucketPath
@@ -27,7 +27,7 @@ SLOTS = 5
 
 @pytest.fixture
 def folder(gcs_bucket: str, monkeypatch: pytest.MonkeyPatch) -> BucketPath:
-    monkeypatch.setattr(bucket, "PAUSE_SECONDS", (0.001, 0.004))
+    monkeypatch.setattr(gcs, "PAUSE_SECONDS", (0.001, 0.004))
     return BucketPath(gcs_bucket, "run") / "log"
 
 
@@ -138,7 +138,7 @@ def test_record_that_nobody_has_confirmed_stands_once_the_bucket_is_back(
     folder: BucketPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a write that comes late could name a step whose files are gone by then."""
-    monkeypatch.setattr(bucket, "LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(gcs, "LIMIT_SECONDS", 0.1)
     for kind in ("503", "503 after"):
         log = (
             RunLog(folder, attempt=1, last_seq=len(read_records(folder)), clock=SystemClock())
@@ -160,7 +160,7 @@ def test_record_that_nobody_has_confirmed_stands_once_the_bucket_is_back(
 def test_start_from_a_bucket_that_is_away_is_storages_end(
     folder: BucketPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket, "LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(gcs, "LIMIT_SECONDS", 0.1)
     gcs_server.fail("503", times=None)
     with pytest.raises(StorageUnavailable, match="has not answered"):
         resolve(folder.parent, [])

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from jaxres.config.guards import GuardsSection, RollbackSection, SpikesSection
+from jaxres.config.loss_scale import LossScaleSection
 from jaxres.faults import Continue, LeaveOut, Rollback, Stop, Warned, fault
 from jaxres.guards import Guard, Seen, gravest, judge_step
 from jaxres.guards.divergence import bands, bounded, looks_back_steps, losses, skips
@@ -340,6 +341,52 @@ def test_no_rollback_begins_before_what_is_called_known_good():
     assert len(farthest) > 20, "that much was tried"
     assert over_masked > 5, "rollbacks that reach back over masked steps"
     assert max(farthest.values()) > 5
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "stop"])
+def test_a_loss_scale_that_is_being_found_is_no_skip(on_nonfinite):
+    section = GuardsSection(on_nonfinite=on_nonfinite, max_skips_in_a_row=1, max_skips=1)
+    guard = skips(section)
+    memory, overflow = guard.init(), dataclasses.replace(GOOD, grad_norm=math.inf, applied=False)
+    for step in range(1, 20):
+        seen = dataclasses.replace(overflow, step=step, backs_off=True)
+        memory, verdict = guard.judge(memory, seen)
+        assert verdict == Continue()
+    verdicts = []
+    for step in (20, 21):  # The scale can't be halved any more.
+        memory, verdict = guard.judge(memory, dataclasses.replace(overflow, step=step))
+        verdicts.append(verdict)
+    assert isinstance(verdicts[-1], Stop)
+    assert isinstance(verdicts[0], Stop) == (on_nonfinite == "stop")
+
+
+def test_no_rollback_begins_before_known_good_while_the_scale_is_halved():
+    scale, reached = LossScaleSection(grow_every_steps=40), 0
+    for number, section in enumerate(section for section in sections() for _ in range(8)):
+        reach, chance = looks_back_steps(section, scale), random.Random(number)
+        guards, memory, factor, good = (skips(section), losses(section.rollback)), {}, 24, 0
+        for step in range(1, 400):
+            kinds = ["usual"] if step <= 20 else ["high", "overflow", "overflow", "masked"]
+            what = chance.choice(kinds)
+            seen = dataclasses.replace(
+                GOOD, step=step, rows=rows_of(step), loss=9.0 if what == "high" else 3.0
+            )
+            if what == "masked":
+                seen = dataclasses.replace(seen, loss=math.nan, applied=False)
+            if what == "overflow" and factor > 0:
+                factor, good = factor - 1, 0
+                seen = dataclasses.replace(seen, grad_norm=math.inf, applied=False, backs_off=True)
+            else:
+                good += what != "masked"
+                factor, good = (min(factor + 1, 24), 0) if good == 40 else (factor, good)
+            memory, verdict = judge_step(guards, memory, seen)
+            if isinstance(verdict, Stop):
+                break
+            if isinstance(verdict, Rollback) and reach is not None:
+                assert step - verdict.onset <= reach, section
+                reached += step - verdict.onset > (looks_back_steps(section) or 0)
+    assert reached > 5, "rollbacks that reach back farther than without a scale"
+    assert looks_back_steps(GuardsSection(), LossScaleSection()) == 49
 
 
 def test_where_masked_steps_are_not_bounded_nobody_can_say_what_is_good():

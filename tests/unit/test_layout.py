@@ -11,8 +11,8 @@ import pytest
 
 from jaxres import layout, models, optim, state
 from jaxres import mesh as meshes
+from jaxres.config.optimizer import AdamwOptimizer
 from jaxres.config.schema import (
-    AdamwOptimizer,
     DataSection,
     GptModel,
     MeshSection,

@@ -11,7 +11,8 @@ import pytest
 
 from jaxres import layout, models, optim, state, step
 from jaxres import mesh as meshes
-from jaxres.config.schema import AdamwOptimizer, CosineSchedule, GptModel, MeshSection
+from jaxres.config.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres.config.schema import GptModel, MeshSection
 
 B, T, V = 24, 16, 128
 STEPS = 5

@@ -140,7 +140,9 @@ class World:
     def kinds_of(self, positions):
         return [self.faults[p] for p in positions if p in self.faults]
 
-    def open(self, skips):
+    def open(self, line):
+        skips = line.skips
+
         def at(cursor):
             positions = positions_at(cursor, ROWS, skips=skips)
             bad = [p for p in positions.tolist() if self.faults.get(p) == UNREADABLE]

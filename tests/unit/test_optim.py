@@ -11,16 +11,15 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from jaxres import models, optim
-from jaxres.config.schema import (
+from jaxres.config.optimizer import (
     AdamwOptimizer,
     ConstantSchedule,
     CosineSchedule,
-    GptModel,
     LinearSchedule,
     LionOptimizer,
-    MlpModel,
     SgdOptimizer,
 )
+from jaxres.config.schema import GptModel, MlpModel
 
 PEAK = 0.5
 PARAMS = {

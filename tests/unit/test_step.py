@@ -13,7 +13,8 @@ import pytest
 from jaxres import mesh as meshes
 from jaxres import models, optim, state, step
 from jaxres.config.guards import SpikesSection
-from jaxres.config.schema import AdamwOptimizer, CosineSchedule, GptModel, MeshSection
+from jaxres.config.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres.config.schema import GptModel, MeshSection
 
 B, T, V = 24, 16, 64
 TINY = GptModel(num_layers=2, d_model=32, num_heads=2, dropout=0.1, compute_dtype="float32")
@@ -143,7 +144,7 @@ def poisoned_gradient(model: Any, *, row: int, value: float) -> Any:
 
 
 def read(model: Any, begin: Any, values: Any) -> step.Measured:
-    measured, facts = step.Form.of(begin.params, num_rows=B).read(np.asarray(values))
+    measured, facts = step.Form.of(begin, num_rows=B).read(np.asarray(values))
     assert not facts.size
     return measured
 

@@ -37,7 +37,8 @@ from jaxres.checkpoint.reader import ARRAYS
 from jaxres.checkpoint.restore import load, restore
 from jaxres.checkpoint.store import Checkpoints
 from jaxres.clock import SystemClock
-from jaxres.config.schema import AdamwOptimizer, CheckpointSection, GptModel, MeshSection
+from jaxres.config.optimizer import AdamwOptimizer
+from jaxres.config.schema import CheckpointSection, GptModel, MeshSection
 from jaxres.hosts import Alone
 from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog

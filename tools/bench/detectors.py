@@ -29,7 +29,8 @@ from jaxres import state as states
 from jaxres import step as steps
 from jaxres.beat import EnteredPhase, FinishedStep
 from jaxres.config.guards import RollbackSection, SpikesSection
-from jaxres.config.schema import DeadlinesSection, SgdOptimizer
+from jaxres.config.optimizer import SgdOptimizer
+from jaxres.config.schema import DeadlinesSection
 from jaxres.data import bad_rows, hung_row
 from jaxres.faults import Continue
 from jaxres.guards import Seen
@@ -95,7 +96,7 @@ def nonfinite(series: int) -> Tally:
     for seed in range(series):
         chance, draw = random.Random(seed), np.random.default_rng(seed)
         state = states.init(model, tx, seed=0)
-        form = steps.Form.of(state.params, num_rows=ROWS)
+        form = steps.Form.of(state, num_rows=ROWS)
         bad = set(chance.sample(range(100), 5))
         for step in range(100):
             spoilt, fine = np.zeros(ROWS, np.float32), np.ones(ROWS, np.float32)

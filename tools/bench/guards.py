@@ -28,7 +28,8 @@ from jaxres import models, optim
 from jaxres import state as states
 from jaxres import step as steps
 from jaxres.config.guards import GuardsSection
-from jaxres.config.schema import AdamwOptimizer, CosineSchedule, GptModel
+from jaxres.config.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres.config.schema import GptModel
 
 LIMIT = 1.03
 ROWS, LENGTH, VOCAB = 24, 96, 256

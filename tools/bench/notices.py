@@ -4,8 +4,8 @@
 
 Every round is a real job: a door for each host on this machine, of which one asks an emulated
 metadata server. Prints, over the rounds, the time from the notice to the last host's turn to the
-agreed save, less the steps in flight, and from there to the commit, against the write time of a
-save that the run has made before.
+agreed save, less the steps in flight, how long that save then waits for one that is being written,
+and the time from its beginning to the commit, against the write time of a save before.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,25 @@ def free_address() -> str:
         return f"127.0.0.1:{found.getsockname()[1]}"
 
 
-def measured(folder: Path, *, hosts: int) -> tuple[float, float, float, float]:
-    """Returns seconds: a step, notice to agreed save, that to the commit, an earlier save."""
+@dataclass(frozen=True)
+class Round:
+    """Seconds of one job."""
+
+    step: float
+    heard: float
+    """From the notice until its door has it."""
+    turned: float
+    """From the notice until all hosts have turned to the agreed save."""
+    waited: float
+    """From there until the save before was over, and the agreed one began."""
+    written: float
+    """From there to the commit."""
+    earlier: float
+    """What an earlier save took."""
+
+
+def measured(folder: Path, *, hosts: int) -> Round:
+    """Runs a job to its notice and end."""
     run_dir, at = RunDir(folder / "run"), free_address()
     words = [*WORDS, f"run.dir={run_dir.root}", "checkpoint.save_every_steps=20"]
     words += [f"data.cache_dir={folder.parent}/cache", "evaluation.every_steps=0"]
@@ -74,12 +92,20 @@ def measured(folder: Path, *, hosts: int) -> tuple[float, float, float, float]:
     assert codes == [Exit.PREEMPTED] * hosts, codes
     lines = read_history(run_dir, runlog.fold(runlog.read_records(run_dir.log)))
     told = [read_events(run_dir.events(1, host)) for host in range(hosts)]
+    door = read_events(run_dir.door_events(1, NOTICED % hosts))
     began = [_last(events, "SaveStarted") for events in told]
+    turned = max(_last(events, "PhaseChanged", phase="save")["time"] for events in told)
     assert len({event["step"] for event in began}) == 1, "not the same step on all hosts"
     commits = [event for event in told[0] if event["event"] == "SaveCommitted"]
-    agreed = max(event["time"] - event["blocked_seconds"] for event in began)
-    step = statistics.median(line.step_seconds for line in lines[20:])
-    return step, agreed - noticed, commits[-1]["time"] - agreed, commits[-2]["seconds"]
+    begun = max(event["time"] - event["blocked_seconds"] for event in began)
+    return Round(
+        step=statistics.median(line.step_seconds for line in lines[20:]),
+        heard=_last(door, "NoticeSeen")["time"] - noticed,
+        turned=turned - noticed,
+        waited=begun - turned,
+        written=commits[-1]["time"] - begun,
+        earlier=commits[-2]["seconds"],
+    )
 
 
 def _step(run_dir: RunDir) -> int:
@@ -87,8 +113,9 @@ def _step(run_dir: RunDir) -> int:
     return lines[-1].step if lines else 0
 
 
-def _last(events: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    return [event for event in events if event["event"] == kind][-1]
+def _last(events: list[dict[str, Any]], kind: str, **fields: Any) -> dict[str, Any]:
+    wanted = {"event": kind, **fields}.items()
+    return [event for event in events if wanted <= event.items()][-1]
 
 
 def main() -> int:
@@ -103,20 +130,20 @@ def main() -> int:
             (Path(folder) / f"{number}").mkdir()
             rows.append(measured(Path(folder) / f"{number}", hosts=options.hosts))
     rows = rows[1:]  # The first one fills the caches.
-    step = statistics.median(row[0] for row in rows)
+    step = statistics.median(row.step for row in rows)
     print(f"{options.hosts} hosts, {len(rows)} rounds, a step of {1e3 * step:.1f} ms")
-    beyond = [1e3 * (row[1] - FLIGHT_STEPS * row[0]) for row in rows]
-    print(
-        f"notice to the agreed save on all hosts, less {FLIGHT_STEPS} steps: "
-        f"{statistics.median(beyond):.0f} ms, at most {max(beyond):.0f} ms"
-    )
-    saves = [1e3 * row[2] for row in rows]
-    ratios = [row[2] / row[3] for row in rows]
-    print(
-        f"from there to the commit: {statistics.median(saves):.0f} ms, at most {max(saves):.0f} ms;"
-        f" {statistics.median(ratios):.2f} (at most {max(ratios):.2f}) of an earlier save's time"
-    )
+    _tell("notice to its door", [row.heard for row in rows])
+    beyond = [row.turned - FLIGHT_STEPS * row.step for row in rows]
+    _tell(f"notice to the agreed save on all hosts, less {FLIGHT_STEPS} steps", beyond)
+    _tell("from there until the save before is over", [row.waited for row in rows])
+    _tell("from there to the commit", [row.written for row in rows])
+    ratios = [row.written / row.earlier for row in rows]
+    print(f"that is {statistics.median(ratios):.2f} (at most {max(ratios):.2f}) of an earlier save")
     return 0
+
+
+def _tell(what: str, seconds: list[float]) -> None:
+    print(f"{what}: {1e3 * statistics.median(seconds):.0f} ms, at most {1e3 * max(seconds):.0f} ms")
 
 
 if __name__ == "__main__":

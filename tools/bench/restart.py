@@ -130,10 +130,10 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     from jaxres.data import dataset
     from jaxres.data.tokens import open_tokens
     from jaxres.state import from_plain, to_plain
-    from jaxres.train import build
+    from jaxres.train import build, programs
 
     config = configs.load_recorded(run_dir.attempt(1) / "config.yaml", ()).config
-    build.use_compilation_cache(str(caches / "floor"))
+    programs.use_compilation_cache(str(caches / "floor"))
     (corpus,) = (caches / "corpora").iterdir()
     rows = dataset._tokens(open_tokens(corpus), config.data)
     plan, mesh, _ = build.devices_here(config)

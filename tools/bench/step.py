@@ -126,7 +126,7 @@ class Bare:
 
     def __post_init__(self) -> None:
         self.state = self.run.init(self.run.log.line())[0]
-        cursor, at = 0, self.run.feed.open(())
+        cursor, at = 0, self.run.feed.open(self.run.log.line())
         for _ in range(NUM_PLACED):
             fed = at(cursor)
             assert isinstance(fed, tuple)

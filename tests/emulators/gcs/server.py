@@ -245,6 +245,7 @@ class GcsServer:
             return _json({"kind": "storage#buckets", "items": []}, "A")
         self.objects.refuse_unknown(bucket)
         told = {"kind": "storage#bucket", "id": bucket, "name": bucket, "location": "US"}
+        told |= {"locationType": "multi-region"} | self.objects.facts.get(bucket, {})
         return _json(told | {"storageClass": "STANDARD", "timeCreated": stamp()}, "B")
 
     def _told(self, found: Stored, cls: str = "free", *, deed: str = "") -> Answer:

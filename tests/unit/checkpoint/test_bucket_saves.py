@@ -14,7 +14,7 @@ from aiohttp import ServerDisconnectedError
 from gcsfs.retry import HttpError
 from google.api_core.exceptions import NotFound
 
-from jaxres import bucket, storage
+from jaxres import gcs, storage
 from jaxres.checkpoint import arrays
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.arrays import array_infos
@@ -69,7 +69,7 @@ def test_save_that_the_bucket_refuses_is_storages_fault(
 def test_step_of_a_bucket_that_answers_503_is_unavailable_and_never_damaged(
     step_dir: BucketPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(bucket, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(gcs, "LIMIT_SECONDS", 1.0)
     commit = Commit(
         step=8,
         path="checkpoints/00000008-0001",

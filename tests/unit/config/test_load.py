@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxres.config import dump_yaml, load, load_recorded
-from jaxres.config.schema import AdamwOptimizer, GptModel, LinearSchedule, MlpModel, SgdOptimizer
+from jaxres.config.optimizer import AdamwOptimizer, LinearSchedule, SgdOptimizer
+from jaxres.config.schema import GptModel, MlpModel
 from jaxres.faults import ConfigError, Exit, UsageError
 
 from .conftest import MINIMAL, Write

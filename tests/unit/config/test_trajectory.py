@@ -12,6 +12,7 @@ from jaxres.config import (
     free_changes,
     load,
     load_recorded,
+    loss_scale,
     run_dir,
     trajectory,
 )
@@ -235,3 +236,18 @@ def test_the_rate_after_rollbacks_belongs_to_the_trajectory_and_none_leaves_old_
     half, longer = config(write, *words), config(write, *words, "guards.rollback.rate_steps=9")
     assert [key for key, _, _ in diff(half, longer)] == ["guards.rollback.rate_steps"]
     assert len({digest(plain), digest(half), digest(longer)}) == 3
+
+
+def test_a_loss_scale_belongs_to_the_trajectory_where_there_is_one(write: Write):
+    plain, half = config(write), config(write, "model.compute_dtype=float16")
+    scale = half.train.loss_scale
+    assert (loss_scale(plain), loss_scale(half)) == (None, scale)
+    for word in ("first=4096", "grow_every_steps=9", "when=never"):
+        assert digest(config(write, f"train.loss_scale.{word}")) == digest(plain)
+    other = config(write, "model.compute_dtype=float16", "train.loss_scale.first=4096")
+    assert [key for key, _, _ in diff(half, other)] == ["train.loss_scale.first"]
+    always = config(write, "model.compute_dtype=float16", "train.loss_scale.when=always")
+    assert digest(always) == digest(half) != digest(other)
+    never = config(write, "model.compute_dtype=float16", "train.loss_scale.when=never")
+    assert loss_scale(never) is None
+    assert digest(never) != digest(half)

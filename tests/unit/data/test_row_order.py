@@ -1,7 +1,15 @@
 import numpy as np
 import pytest
 
-from jaxres.data.order import batches_at, rows_at, sample_digest
+from jaxres.data.order import (
+    batches_at,
+    epoch_keys,
+    left_out,
+    place,
+    positions_at,
+    rows_at,
+    sample_digest,
+)
 from jaxres.data.rows import batch_at
 
 SIZES = [*range(1, 40), 63, 64, 65, 99, 100, 101, 1000, 1797, 4096, 10_007]
@@ -149,3 +157,43 @@ def test_a_batch_is_the_same_wherever_one_was_asked_for_before():
         assert batch.ids.tolist() == alone.tolist()
         assert (batch.cursor, batch.next_cursor) == (cursor, fresh.next_cursor)
         assert batch.arrays["ids"].tolist() == fresh.ids.tolist()
+
+
+@pytest.mark.parametrize("num_rows", SIZES)
+def test_a_row_is_found_again_in_every_epoch(num_rows):
+    for number in (0, 7, 10**6):
+        keys_BK = np.tile(np.array(epoch_keys(3, number), np.uint64), (num_rows, 1))
+        ids = epoch(number, num_rows=num_rows, seed=3).astype(np.uint64)
+        places = place(ids, num_rows=num_rows, keys_BK=keys_BK)
+        assert np.array_equal(places, np.arange(num_rows))
+
+
+def test_bad_rows_are_left_out_from_where_they_were_met_on_and_others_are_not():
+    num_rows, seed, skips, bad = 37, 5, ((40, 45), (90, 91), (112, 120)), ((42, 43), (90, 91))
+    ids, _ = rows_at(0, 12 * num_rows, num_rows=num_rows, seed=seed)
+    first = {int(ids[position]): position for position in (42, 90)}
+    expected = [
+        (position, int(row))
+        for position, row in enumerate(ids)
+        if not any(start <= position < stop for start, stop in skips)
+        and position < first.get(int(row), len(ids))
+    ]
+    found = left_out(skips, bad, num_rows=num_rows, seed=seed, num_served=10 * num_rows)
+    count = 10 * num_rows
+    assert positions_at(0, count, skips=found).tolist() == [p for p, _ in expected[:count]]
+    served, _ = rows_at(0, count, num_rows=num_rows, seed=seed, skips=found)
+    assert served.tolist() == [row for _, row in expected[:count]]
+    more = left_out(skips, bad, num_rows=num_rows, seed=seed, num_served=20 * num_rows)
+    assert np.array_equal(more[: len(found) - 4], found[:-4]), "a longer run serves the same"
+
+
+def test_without_bad_rows_skips_are_as_they_are():
+    assert left_out((), (), num_rows=9, seed=0, num_served=99).shape == (0, 2)
+    assert left_out([(3, 5)], (), num_rows=9, seed=0, num_served=99).tolist() == [[3, 5]]
+
+
+def test_where_all_rows_are_bad_they_are_met_again():
+    found = left_out([(0, 9)], [(0, 9)], num_rows=9, seed=0, num_served=90)
+    ids, cursor = rows_at(0, 9, num_rows=9, seed=0, skips=found)
+    assert sorted(ids.tolist()) == list(range(9))
+    assert cursor > 90

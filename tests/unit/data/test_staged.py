@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import bucket, storage
+from jaxres import gcs, storage
 from jaxres.config.schema import DataSection, TextSource, TokensSource
 from jaxres.data import dataset, open_dataset, staged, write_tokens
 from jaxres.faults import ConfigError, StorageUnavailable
@@ -162,7 +162,7 @@ def test_what_may_not_be_read_is_one_error(
 def test_a_bucket_that_is_away_is_unavailable(
     corpus: BucketPath, tmp_path: Path, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(gcs, "LIMIT_SECONDS", 1.0)
     gcs_server.fail("503", times=None, path="alt=media")
     with pytest.raises(StorageUnavailable, match="has not answered"):
         open_dataset(text(corpus, tmp_path))

@@ -55,7 +55,7 @@ def test_what_cannot_be_meant_is_refused_with_the_usage(words, named):
     assert local.USAGE in str(refused.value)
 
 
-@pytest.mark.parametrize("words", [[], ["gce"], ["--hosts", "2"]])
+@pytest.mark.parametrize("words", [[], ["slurm"], ["--hosts", "2"]])
 def test_an_unknown_place_is_refused(words):
     with pytest.raises(UsageError, match="expected where to launch"):
         launch._launch(words)

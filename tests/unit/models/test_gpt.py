@@ -268,8 +268,9 @@ def test_parameters_start_with_the_same_bits_on_one_device_and_on_eight():
 
 
 @quick_compile()
-def test_bfloat16_compute_keeps_float32_weights_and_gradients():
-    model, batch = build(compute_dtype="bfloat16"), batch_of()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_the_bits_keep_float32_weights_and_gradients(dtype):
+    model, batch = build(compute_dtype=dtype), batch_of()
     params = params_of(model)
     loss = jax.jit(mean_loss(model))(params, batch)
     grads = jax.eval_shape(jax.grad(mean_loss(model)), params, batch)

@@ -6,6 +6,7 @@ import pytest
 
 from jaxres.beat import EnteredPhase, FinishedStep, Leaving
 from jaxres.config.schema import DeadlinesSection
+from jaxres.doors.words import Here
 from jaxres.supervise.deadlines import (
     FIRST_STEPS,
     LEAVE_SECONDS,
@@ -14,6 +15,7 @@ from jaxres.supervise.deadlines import (
     limit_seconds,
 )
 from jaxres.supervise.deadlines import overdue_seconds as overdue
+from jaxres.supervise.others import Remote
 
 LIMITS = DeadlinesSection(
     start_seconds=1,
@@ -51,6 +53,20 @@ def watched(*beats, at=0.0):
 def training(*seconds):
     steps = [FinishedStep(step, each) for step, each in enumerate(seconds, start=1)]
     return watched(EnteredPhase("train"), *steps)
+
+
+def test_steps_that_are_told_of_at_once_are_as_many():
+    remote = Remote(1, "vm", watched(EnteredPhase("train")))
+    for now, step in ((1.0, 0), (2.0, 0), (2.5, 6)):
+        remote.heard(Here(step, "train"), now=now)
+    assert remote.watch.durations == (2.0, *[pytest.approx(2.5 / 6)] * 5), "the first was slow"
+    assert limit_seconds(remote.watch, LIMITS) == 20.0, "no more the compilation's"
+    remote.heard(Here(200, "train"), now=3.5)
+    assert len(remote.watch.durations) == WINDOW_STEPS
+    assert limit_seconds(remote.watch, LIMITS) == LIMITS.step_seconds
+    remote.paused(100.0)
+    remote.heard(Here(201, "train"), now=104.5)
+    assert limit_seconds(remote.watch, LIMITS) == 10.0, "of the time that the watcher was awake"
 
 
 @pytest.mark.parametrize(("phase", "seconds"), BY_PHASE.items())

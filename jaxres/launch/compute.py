@@ -1,0 +1,303 @@
+"""The Compute API as the launcher needs it: lists, creations, deletions, and what became of them.
+
+Every call has a time limit and is made once; what the service does not answer is `ServiceSilent`,
+and the next cycle asks again. Operations are looked at here, never by the client's own futures:
+those poll another address, and take a failed operation for a good one (facts: google-cloud-compute
+1.56, `extended_operation`).
+"""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jaxres.config.gce import FlexStartRung, GceSection
+from jaxres.faults import ConfigError
+from jaxres.launch import troubles
+from jaxres.launch.intent import Creation, Vm
+from jaxres.launch.machine import Machine
+from jaxres.launch.sight import Observed, Refused
+
+if TYPE_CHECKING:
+    from google.cloud import compute_v1
+
+TIMEOUT_SECONDS = 15.0
+T = TypeVar("T")
+RUN_LABEL = "jaxres-run"
+UNREACHABLE = "UNREACHABLE"
+PREEMPTED = "compute.instances.preempted"
+CAUSES = {
+    PREEMPTED: "it was preempted",
+    "compute.instances.hostError": "its host has failed",
+    "compute.instances.terminateOnHostMaintenance": "its host is maintained",
+    "compute.instances.guestTerminate": "it was shut down from inside",
+}
+
+
+class ServiceSilent(Exception):
+    """The service has not answered, or not well; the same call may go well later."""
+
+
+class Compute:
+    """Calls of one project."""
+
+    def __init__(self, gce: GceSection, *, endpoint: str | None) -> None:
+        """Connects to nothing yet.
+
+        Raises:
+          ConfigError: a package is missing, or there are no credentials.
+        """
+        self._gce, self.project, self._endpoint = gce, gce.project, endpoint
+        self._clients: dict[str, Any] = {}
+        self._no_notice = False
+        self._tell: Callable[[str], None] = lambda _: None
+        self.client("InstancesClient")
+
+    def told_by(self, tell: Callable[[str], None]) -> None:
+        """Has a person told what the API did not take."""
+        self._tell = tell
+
+    def client(self, kind: str) -> Any:
+        """Returns the client of a kind; anonymous where another address is given."""
+        if kind not in self._clients:
+            self._clients[kind] = getattr(_library(), kind)(**_words(self._endpoint))
+        return self._clients[kind]
+
+    def list(self, run: str) -> dict[str, Observed]:
+        """Returns the VMs of a run, in all zones."""
+        compute = _library()
+        request = compute.AggregatedListInstancesRequest(
+            project=self.project,
+            filter=f"labels.{RUN_LABEL}={run}",
+        )
+        client = self.client("InstancesClient")
+
+        def ask() -> dict[str, Observed]:
+            pages = client.aggregated_list(request=request, retry=None, timeout=TIMEOUT_SECONDS)
+            found = {}
+            for zone, scoped in pages:
+                if scoped.warning.code == UNREACHABLE:  # What is there may still be there.
+                    raise ServiceSilent(f"{zone}: {scoped.warning.message}")
+                found |= {vm.name: _observed(vm) for vm in scoped.instances}
+            return found
+
+        return self.answer(ask)
+
+    def exists(self, name: str, zone: str) -> bool:
+        """Says whether the service knows a VM, asked for by name: unlike a list never late."""
+        from google.api_core.exceptions import NotFound
+
+        client = self.client("InstancesClient")
+        words = {"project": self.project, "zone": zone, "instance": name}
+        try:
+            self.answer(lambda: client.get(**words, retry=None, timeout=TIMEOUT_SECONDS))
+        except NotFound:
+            return False
+        return True
+
+    def create(self, creation: Creation, vms: Sequence[Vm], machine: Machine) -> str | Refused:
+        """Asks for VMs, all or none; returns the operation's name.
+
+        Raises:
+          ServiceSilent: nobody knows whether it was heard; the same request may be made again.
+        """
+        from google.api_core.exceptions import GoogleAPICallError
+
+        rung = self._gce.ladder[vms[0].rung]
+        try:
+            return self._create(creation, vms[0].zone, machine.without_notice(self._no_notice))
+        except GoogleAPICallError as error:
+            if not self._no_notice and troubles.is_about_notice(str(error)):
+                self._no_notice = True
+                self._tell(
+                    "the API refuses the notice of preemption of 120 s: going on without "
+                    "(30 s of shutdown are left)"
+                )
+                again = str(uuid.uuid5(uuid.UUID(creation.request_id), "without notice"))
+                return self.create(Creation(creation.names, again), vms, machine)
+            found = refused(error)
+            if isinstance(rung, FlexStartRung) and found.trouble == "exists":
+                return Refused("exists", found.words)
+            return found
+
+    def _create(self, creation: Creation, zone: str, machine: Machine) -> str:
+        compute = _library()
+        client = self.client("InstancesClient")
+        names = creation.names
+        if isinstance(machine.rung, FlexStartRung):  # A queue takes VMs one by one.
+            operations = []
+            for name in names:
+                request = compute.InsertInstanceRequest(
+                    project=self.project,
+                    zone=zone,
+                    instance_resource=machine.instance(name, zone),
+                    request_id=str(uuid.uuid5(uuid.UUID(creation.request_id), name)),
+                    source_instance_template=self._gce.template,
+                )
+                operations.append(self.answer(_call(client.insert_unary, request)).name)
+            return ",".join(operations)
+        request = compute.BulkInsertInstanceRequest(
+            project=self.project,
+            zone=zone,
+            bulk_insert_instance_resource_resource=machine.bulk(names),
+            request_id=creation.request_id,
+        )
+        return self.answer(_call(client.bulk_insert_unary, request)).name
+
+    def became_of(self, operation: str, zone: str) -> Refused | bool:
+        """Returns what has become of a creation: True: done, False: on its way, or why it failed.
+
+        An operation counts as done only if it says so and names no error, whatever else it says.
+        """
+        answers = [self._became_of(name, zone) for name in operation.split(",")]
+        refusals = [answer for answer in answers if isinstance(answer, Refused)]
+        if refusals and all(answer is not False for answer in answers):
+            return refusals[0]
+        return all(answer is True for answer in answers)
+
+    def _became_of(self, name: str, zone: str) -> Refused | bool:
+        client = self.client("ZoneOperationsClient")
+        words = {"project": self.project, "zone": zone, "operation": name}
+        done = self.answer(lambda: client.get(**words, retry=None, timeout=TIMEOUT_SECONDS))
+        if done.status != _library().Operation.Status.DONE:
+            return False
+        codes = [error.code for error in done.error.errors]
+        messages = [error.message for error in done.error.errors if error.message]
+        if codes or done.http_error_status_code:
+            message = "; ".join(messages) or done.http_error_message
+            return troubles.trouble(codes, message, done.http_error_status_code or None)
+        return True
+
+    def operation_of(self, creation: Creation, zone: str) -> str | None:
+        """Returns the operation of a request that was made before; None: the service knows none."""
+        wanted = {creation.request_id} | {
+            str(uuid.uuid5(uuid.UUID(creation.request_id), word))
+            for word in (*creation.names, "without notice")
+        }
+        client = self.client("ZoneOperationsClient")
+        request = {"project": self.project, "zone": zone}
+
+        def ask() -> list[str]:
+            pages = client.list(request=request, retry=None, timeout=TIMEOUT_SECONDS)
+            return [op.name for op in pages if op.client_operation_id in wanted]
+
+        return ",".join(self.answer(ask)) or None
+
+    def delete(self, name: str, zone: str) -> None:
+        """Asks for the end of a VM; one that is not there is fine."""
+        from google.api_core.exceptions import NotFound
+
+        compute = _library()
+        client = self.client("InstancesClient")
+        request = compute.DeleteInstanceRequest(project=self.project, zone=zone, instance=name)
+        try:
+            self.answer(_call(client.delete_unary, request))
+        except NotFound:
+            return
+
+    def cause(self, name: str, zone: str) -> str:
+        """Returns why a VM has ended, as the zone's operations tell it; empty: they don't."""
+        client = self.client("ZoneOperationsClient")
+        wanted = " OR ".join(f'(operationType="{kind}")' for kind in CAUSES)
+        request = {"project": self.project, "zone": zone, "filter": wanted}
+
+        def ask() -> list[str]:
+            pages = client.list(request=request, retry=None, timeout=TIMEOUT_SECONDS)
+            ends = [op for op in pages if op.target_link.rpartition("/")[2] == name]
+            return [CAUSES[op.operation_type] for op in ends if op.operation_type in CAUSES]
+
+        return next(iter(self.answer(ask)), "")
+
+    def output(self, name: str, zone: str) -> str:
+        """Returns what a VM has written to its serial port: the startup script's words."""
+        client = self.client("InstancesClient")
+        words = {"project": self.project, "zone": zone, "instance": name}
+        found = self.answer(
+            lambda: client.get_serial_port_output(**words, retry=None, timeout=TIMEOUT_SECONDS)
+        )
+        return str(found.contents)
+
+    def answer(self, call: Callable[[], T]) -> T:
+        """Returns what a call returns.
+
+        Raises:
+          ServiceSilent: it may go well the next time.
+          ConfigError: there are no credentials.
+          GoogleAPICallError: anything else, which is an answer.
+        """
+        from google.api_core import exceptions
+        from google.auth.exceptions import GoogleAuthError
+        from requests.exceptions import RequestException
+
+        try:
+            return call()
+        except GoogleAuthError as error:
+            raise ConfigError(_NO_CREDENTIALS.format(error)) from error
+        except (exceptions.TooManyRequests, exceptions.ServerError) as error:
+            raise ServiceSilent(_brief(error)) from error
+        except (exceptions.RetryError, RequestException, ConnectionError, TimeoutError) as error:
+            raise ServiceSilent(_brief(error)) from error
+        except exceptions.Forbidden as error:
+            if refused(error).trouble == "rate_limit":
+                raise ServiceSilent(_brief(error)) from error
+            raise
+
+
+_NO_CREDENTIALS = (
+    "launch.gce: there are no credentials for Google's services ({}). Run `gcloud auth "
+    "application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS."
+)
+
+
+def refused(error: Any) -> Refused:
+    """Returns what an answer of the API means that is no success."""
+    reasons = [d.get("reason", "") for d in error.errors if isinstance(d, dict)]
+    return troubles.trouble([r for r in reasons if r], error.message or str(error), error.code)
+
+
+def _call(call: Callable[..., T], request: Any) -> Callable[[], T]:
+    return functools.partial(call, request=request, retry=None, timeout=TIMEOUT_SECONDS)
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+
+
+def _library() -> Any:
+    try:
+        from google.cloud import compute_v1
+    except ImportError as error:
+        raise ConfigError(
+            f"launch gce: a package is missing ({error.name}). "
+            "Install it with: pip install 'jaxres[gce]'"
+        ) from error
+    return compute_v1
+
+
+def _words(endpoint: str | None) -> dict[str, Any]:
+    """Returns what a client is made with."""
+    if endpoint is None:
+        import google.auth
+        from google.auth.exceptions import DefaultCredentialsError
+
+        try:
+            credentials, _ = google.auth.default(
+                scopes=["https://www.googleapis.com/auth/cloud-platform"]
+            )
+        except DefaultCredentialsError as error:
+            raise ConfigError(_NO_CREDENTIALS.format("none were found")) from error
+        return {"credentials": credentials}
+    from google.api_core.client_options import ClientOptions
+    from google.auth.credentials import AnonymousCredentials
+
+    url = endpoint if "://" in endpoint else f"http://{endpoint}"
+    options = ClientOptions(api_endpoint=url)
+    return {"credentials": AnonymousCredentials(), "client_options": options}
+
+
+def _observed(vm: compute_v1.Instance) -> Observed:
+    interfaces = vm.network_interfaces
+    ip = interfaces[0].network_i_p if interfaces else ""
+    return Observed(vm.name, vm.zone.rpartition("/")[2], vm.status, ip)

@@ -1,0 +1,182 @@
+"""Looks before VMs are asked for: what is named in the config is there, and may be used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxres import bucket
+from jaxres.config.gce import GceSection
+from jaxres.config.problems import Problem, raise_all
+from jaxres.config.shapes import quota_of, region_of
+from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.launch.compute import TIMEOUT_SECONDS, Compute, ServiceSilent, refused
+from jaxres.launch.ladder import sites
+from jaxres.place import BucketPath
+
+TRIES = 5
+
+
+def check(gce: GceSection, compute: Compute, run: BucketPath) -> list[str]:
+    """Returns what a person should know, where nothing is wrong.
+
+    Raises:
+      ConfigError: everything that is wrong, a line each.
+      StorageUnavailable: the service does not answer.
+    """
+    _project(compute)
+    raise_all([*_zones(gce, compute), *_image(gce, compute), *_subnetworks(gce, compute)])
+    return [*_bucket(gce, run), *_quotas(gce, compute)]
+
+
+def _asked(call: Callable[[], Any]) -> Any:
+    """Returns an answer, asked for a few times; raises StorageUnavailable if there is none."""
+    for left in reversed(range(TRIES)):
+        try:
+            return call()
+        except ServiceSilent as error:
+            if not left:
+                raise StorageUnavailable(
+                    f"the Compute API does not answer ({error}); nothing was created, start the "
+                    "same command again"
+                ) from error
+    raise AssertionError
+
+
+def _got(compute: Compute, kind: str, method: str = "get", **words: Any) -> Any | None:
+    """Returns a resource; None: there is none."""
+    from google.api_core.exceptions import Forbidden, NotFound
+
+    client = compute.client(kind)
+    words = {"project": compute.project, **words}
+
+    def ask() -> Any:
+        return compute.answer(
+            lambda: getattr(client, method)(**words, retry=None, timeout=TIMEOUT_SECONDS)
+        )
+
+    try:
+        return _asked(ask)
+    except NotFound:
+        return None
+    except Forbidden as error:
+        raise ConfigError(_denied(compute.project, error)) from error
+
+
+def _denied(project: str, error: Any) -> str:
+    words = refused(error).words
+    if "has not been used" in str(error) or "accessNotConfigured" in str(error.errors):
+        return (
+            f"launch.gce.project={project}: the Compute Engine API is not enabled there. Enable "
+            f"it: gcloud services enable compute.googleapis.com --project {project} ({words})"
+        )
+    return (
+        f"launch.gce.project={project}: not allowed ({words}). docs/gce.md has the list of "
+        "permissions that the launcher's account needs."
+    )
+
+
+def _project(compute: Compute) -> None:
+    if _got(compute, "ProjectsClient") is None:
+        raise ConfigError(
+            f"launch.gce.project={compute.project}: there is no such project, or this account may "
+            "not see it. `gcloud projects list` shows those that it may."
+        )
+
+
+def _zones(gce: GceSection, compute: Compute) -> Iterator[Problem]:
+    for number, rung in enumerate(gce.ladder):
+        for zone in rung.zones:
+            kind = {"zone": zone, "machine_type": rung.machine_type}
+            if _got(compute, "MachineTypesClient", **kind) is not None:
+                continue
+            key = f"launch.gce.ladder[{number}].zones"
+            if _got(compute, "ZonesClient", zone=zone) is None:
+                yield Problem(key, f"there is no zone {zone}")
+            else:
+                command = f"gcloud compute machine-types list --filter='name={rung.machine_type}'"
+                yield Problem(
+                    key, f"{zone} has no {rung.machine_type}; `{command}` shows the zones that do"
+                )
+
+
+def _image(gce: GceSection, compute: Compute) -> Iterator[Problem]:
+    if gce.image is not None:
+        parts = gce.image.split("/")
+        project = parts[parts.index("projects") + 1] if "projects" in parts else compute.project
+        words = {"project": project}
+        if "family" in parts:
+            found = _got(compute, "ImagesClient", "get_from_family", family=parts[-1], **words)
+        else:
+            found = _got(compute, "ImagesClient", image=parts[-1], **words)
+        if found is None:
+            yield Problem(
+                "launch.gce.image",
+                f"there is no {gce.image}; give projects/P/global/images/I or "
+                "projects/P/global/images/family/F, as `gcloud compute images list` shows them",
+            )
+    if gce.template is not None:
+        name = gce.template.rpartition("/")[2]
+        if _got(compute, "InstanceTemplatesClient", instance_template=name) is None:
+            yield Problem("launch.gce.template", f"there is no instance template {gce.template}")
+
+
+def _subnetworks(gce: GceSection, compute: Compute) -> Iterator[Problem]:
+    for region in sorted({region_of(zone) for rung in gce.ladder for zone in rung.zones}):
+        for name in gce.subnetworks:
+            short = name.replace("{region}", region).rpartition("/")[2]
+            words = {"region": region, "subnetwork": short}
+            if _got(compute, "SubnetworksClient", **words) is None:
+                yield Problem(
+                    "launch.gce.subnetworks", f"there is no subnetwork {short} in {region}"
+                )
+
+
+def _quotas(gce: GceSection, compute: Compute) -> list[str]:
+    """Returns the places of the ladder that the project's quotas rule out for ever.
+
+    Raises:
+      ConfigError: they rule out all.
+    """
+    limits: dict[str, dict[str, float]] = {}
+    short, num_sites = [], 0
+    for site in sites(gce.ladder):
+        num_sites += 1
+        rung, region = gce.ladder[site.rung], region_of(site.zone)
+        if (quota := quota_of(rung.machine_type, rung.kind)) is None:
+            continue
+        if region not in limits:
+            found = _got(compute, "RegionsClient", region=region)
+            limits[region] = {} if found is None else {q.metric: q.limit for q in found.quotas}
+        metric, wanted = quota[0], quota[1] * gce.num_hosts
+        if limits[region].get(metric, math.inf) < wanted:
+            limit = limits[region][metric]
+            short.append(f"{rung.kind} in {site.zone}: {metric} is {limit:g}, needed: {wanted}")
+    if short and len(short) == num_sites:
+        raise ConfigError(
+            "launch.gce.ladder: no quota for any of it ("
+            + "; ".join(dict.fromkeys(short))
+            + f"). Ask for more: console.cloud.google.com/iam-admin/quotas?project={gce.project}"
+        )
+    return [f"no quota: {words}" for words in dict.fromkeys(short)]
+
+
+def _bucket(gce: GceSection, run: BucketPath) -> list[str]:
+    """Says whether the bucket is where the VMs are; elsewhere every byte costs and takes longer."""
+    regions = {region_of(zone) for rung in gce.ladder for zone in rung.zones}
+    place = bucket.location(run)
+    if place is None or place.kind != "region":
+        return []
+    if place.name not in regions:
+        raise ConfigError(
+            f"run.dir={run}: the bucket is in {place.name}, the VMs would be in "
+            f"{', '.join(sorted(regions))}: each checkpoint would cross regions, slowly and for "
+            "money. Use a bucket in their region (`launch gce init` makes one)."
+        )
+    others = sorted(regions - {place.name})
+    return (
+        [f"the bucket is in {place.name}; VMs in {', '.join(others)} pay for egress"]
+        if others
+        else []
+    )

@@ -1,0 +1,199 @@
+"""What a leader can see of its VMs, and since when: lists of the service and reports of the agents.
+
+Time runs here only while the one who is asked answers: a bucket or a control plane that is away for
+a while makes nobody look dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jaxres.launch.ladder import Trouble
+from jaxres.launch.report import Report
+from jaxres.runlog import Stop
+
+MOST_SECONDS = 2.0
+"""That one look adds to a silence: whoever was elsewhere in between has not listened."""
+AWAY_SECONDS = 1.5
+"""A bucket that takes longer was away, for the agents too, though it has answered in the end."""
+HALTED = ("TERMINATED", "STOPPED", "SUSPENDED")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A VM as the service lists it."""
+
+    name: str
+    zone: str
+    status: str
+    ip: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A creation that has failed."""
+
+    trouble: Trouble
+    words: str
+    """For a person."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """What the run's log says."""
+
+    step: int = 0
+    """Newest committed step."""
+    seq: int = 0
+    """Number of the newest record."""
+    stop: Stop | None = None
+    """How the newest attempt that left a word has ended."""
+    stop_seq: int = 0
+    """Number of that record."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that a decision goes by, besides what is intended."""
+
+    now: float
+    """Seconds since the epoch."""
+    vms: Mapping[str, Observed] | None
+    """The run's VMs, as the service lists them; None: it has not answered."""
+    absent: Mapping[str, float]
+    """By name: seconds for which lists have lacked it."""
+    not_found: frozenset[str]
+    """Doomed VMs that are not listed, and that the service, asked for by name, does not know."""
+    reports: Mapping[str, Report]
+    silent: Mapping[str, float]
+    """By name: seconds for which its agent has said nothing, though the bucket answers."""
+    creation: Refused | bool | None
+    """What has become of the creation that is on: True: done, False: it is on its way, None: the
+    service, if it answers, knows nothing of it."""
+    log: Log
+    still_seconds: float
+    """For how long no step was committed while an attempt was on, though the bucket answers."""
+    ended_seconds: float | None
+    """Since the first end of a part of the attempt was seen; None: none has ended."""
+    unasked_seconds: float = 0.0
+    """Since this leader has asked for a creation last, or has begun to lead."""
+    stop_asked: bool = False
+    down_asked: bool = False
+
+
+@dataclass
+class Sight:
+    """What is remembered between two looks of one leader. Durations are on its own clock."""
+
+    _heard: dict[str, tuple[int, Report, float]] = field(default_factory=dict)
+    """By name: generation, report, and for how long it has stood still."""
+    _absent: dict[str, tuple[bool, float]] = field(default_factory=dict)
+    """By name: whether it was made by then, and for how long lists have lacked it since."""
+    _vms: Mapping[str, Observed] | None = None
+    _bucket_at: float | None = None
+    """When the bucket answered last, if it did at the last look."""
+    _service_at: float | None = None
+    _log: Log = Log()
+    _still: float = 0.0
+    _attempt: int = 0
+    _ended: float | None = None
+
+    def bucket_silent(self) -> None:
+        """Notes a look to which the bucket gave no answer."""
+        self._bucket_at = None
+
+    def heard(
+        self,
+        listed: Mapping[str, tuple[int, Mapping[str, str]]],
+        *,
+        now: float,
+        waited: float = 0.0,
+    ) -> None:
+        """Takes in what the bucket lists of the agents' reports.
+
+        Args:
+          listed: by name: generation and words.
+          now: when that was.
+          waited: how many seconds of those since the last look went by in waiting for the bucket.
+        """
+        was_away = self._bucket_at is None or waited > AWAY_SECONDS
+        since = 0.0 if self._bucket_at is None else min(MOST_SECONDS, now - self._bucket_at)
+        if was_away:  # Agents had no answer either: they get their time anew.
+            since = 0.0
+            self._heard = {name: (g, r, 0.0) for name, (g, r, _) in self._heard.items()}
+        self._bucket_at = now
+        for name, (generation, words) in listed.items():
+            report = Report.of(words)
+            before = self._heard.get(name)
+            if report is None:
+                continue
+            still = before[2] + since if before is not None and before[0] == generation else 0.0
+            self._heard[name] = generation, report, still
+        for name in self._heard.keys() - listed.keys():
+            generation, report, still = self._heard[name]
+            self._heard[name] = generation, report, still + since
+
+    def listed(
+        self, vms: Mapping[str, Observed] | None, wanted: Mapping[str, bool], *, now: float
+    ) -> None:
+        """Takes in what the service lists; None: it has not answered.
+
+        `wanted` says of each VM whether it is known to have been made: how long it was absent
+        before that says nothing of how long it is afterwards.
+        """
+        since = 0.0 if self._service_at is None else min(MOST_SECONDS, now - self._service_at)
+        self._vms, self._service_at = vms, None if vms is None else now
+        before, self._absent = self._absent, {}
+        for name, is_made in wanted.items():
+            was_made, absent = before.get(name, (not is_made, 0.0))
+            absent = absent if was_made == is_made else 0.0
+            if vms is None:
+                self._absent[name] = is_made, absent
+            elif name not in vms:
+                self._absent[name] = is_made, absent + since
+
+    def progressed(
+        self, log: Log, attempt: int, *, is_on: bool, any_ended: bool, since: float
+    ) -> None:
+        """Takes in what the log says, and whether a part of the attempt has ended.
+
+        `since` seconds after the last look.
+        """
+        since = min(MOST_SECONDS, since)
+        if log.step != self._log.step or attempt != self._attempt or not is_on:
+            self._still = 0.0
+        else:
+            self._still += since
+        if attempt != self._attempt or not is_on or not any_ended:
+            self._ended = None
+        else:
+            self._ended = 0.0 if self._ended is None else self._ended + since
+        self._log, self._attempt = log, attempt
+
+    def seen(
+        self,
+        *,
+        wall: float,
+        creation: Refused | bool | None,
+        unasked_seconds: float,
+        not_found: frozenset[str] = frozenset(),
+        stop_asked: bool = False,
+        down_asked: bool = False,
+    ) -> Seen:
+        """Returns what there is to decide by."""
+        return Seen(
+            now=wall,
+            vms=self._vms,
+            absent={name: absent for name, (_, absent) in self._absent.items()},
+            not_found=not_found,
+            reports={name: report for name, (_, report, _) in self._heard.items()},
+            silent={name: still for name, (_, _, still) in self._heard.items()},
+            creation=creation,
+            log=self._log,
+            still_seconds=self._still,
+            ended_seconds=self._ended,
+            unasked_seconds=unasked_seconds,
+            stop_asked=stop_asked,
+            down_asked=down_asked,
+        )

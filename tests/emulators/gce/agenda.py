@@ -1,0 +1,60 @@
+"""What is to happen later: one thread that does it in order, under the lock of all state."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+class Agenda:
+    """Runs from entering to leaving; a context manager. Seconds are the emulated world's."""
+
+    def __init__(self, *, speed: float) -> None:
+        self.speed = speed
+        self.changed = threading.Condition(threading.RLock())
+        """Of all state: held while a deed is done; whoever waits for a change waits for it."""
+        self.bugs: list[str] = []
+        self._later: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._number = itertools.count()
+        self._is_closed = False
+        self._wake = threading.Condition(threading.Lock())
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Agenda:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def after(self, seconds: float, deed: Callable[..., None], *words: Any) -> None:
+        """Lets a deed be done so many emulated seconds from now."""
+        with self._wake:
+            due = time.monotonic() + seconds / self.speed
+            heapq.heappush(self._later, (due, next(self._number), deed, words))
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._is_closed and (
+                    not self._later or self._later[0][0] > time.monotonic()
+                ):
+                    self._wake.wait(self._later[0][0] - time.monotonic() if self._later else None)
+                if self._is_closed:
+                    return
+                _, _, deed, words = heapq.heappop(self._later)
+            try:
+                with self.changed:
+                    deed(*words)
+                    self.changed.notify_all()
+            except Exception:  # noqa: BLE001 - what comes later must happen all the same.
+                self.bugs.append(traceback.format_exc())

@@ -1,0 +1,191 @@
+"""What every call has in common: who asks for what, what is allowed, what is counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.emulators.gce.agenda import Agenda
+from tests.emulators.gce.catalog import Catalog
+from tests.emulators.gce.checks import check_request_id
+from tests.emulators.gce.errors import (
+    api_disabled,
+    by_word,
+    no_permission,
+    no_token,
+    not_found,
+    unknown_field,
+)
+from tests.emulators.gce.fleet import Fleet
+from tests.emulators.gce.operations import Operation, Operations
+from tests.emulators.gce.vm import VM_TOKEN
+
+NUMBER = "123456789012"
+"""Of the project."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One call."""
+
+    call: str
+    """Such as instances.insert."""
+    words: dict[str, str]
+    """Of the path: project, zone, instance, ..."""
+    query: dict[str, str]
+    body: dict[str, Any]
+    token: str = ""
+    """Empty: nobody in particular asks."""
+
+    @property
+    def user(self) -> str:
+        is_vm = self.token == VM_TOKEN
+        return f"{NUMBER}-compute@developer.gserviceaccount.com" if is_vm else "me@example.com"
+
+    @property
+    def request(self) -> str | None:
+        return self.query.get("requestId")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What has been asked for so far."""
+
+    calls: Counter[str]
+    permissions: Counter[str]
+    """What the calls needed."""
+    peak_per_minute: int
+    """The most calls in any 60 seconds (real ones)."""
+
+
+class Counts:
+    """Counts calls, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: Counter[str] = Counter()
+        self._permissions: Counter[str] = Counter()
+        self._recent: deque[float] = deque()
+        self._peak = 0
+        self._minute = (0, 0)
+
+    def call(self, name: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._calls[name] += 1
+            self._recent.append(now)
+            while self._recent[0] < now - 60.0:
+                self._recent.popleft()
+            self._peak = max(self._peak, len(self._recent))
+            minute = int(now // 60)
+            self._minute = (minute, self._minute[1] + 1 if self._minute[0] == minute else 1)
+
+    def in_this_minute(self) -> int:
+        with self._lock:
+            return self._minute[1]
+
+    def permission(self, name: str) -> None:
+        with self._lock:
+            self._permissions[name] += 1
+
+    def so_far(self) -> Counted:
+        with self._lock:
+            return Counted(Counter(self._calls), Counter(self._permissions), self._peak)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._calls.clear()
+            self._permissions.clear()
+            self._recent.clear()
+            self._peak = 0
+
+
+@dataclass
+class Api:
+    """The state that calls see and change; with the lock held."""
+
+    agenda: Agenda
+    operations: Operations
+    catalog: Catalog
+    fleet: Fleet
+    project: str
+    counts: Counts = field(default_factory=Counts)
+    root: str = ""
+    """URL up to and with v1."""
+    denied: set[str] = field(default_factory=set)
+    refused_fields: set[str] = field(default_factory=set)
+    is_disabled: bool = False
+    list_lag: float = 0.0
+    """How many emulated seconds after its birth a VM appears in lists."""
+    gone_lag: float = 0.0
+    """How many emulated seconds after its end it is still there."""
+    quota_as_http: bool = False
+    """Whether want of quota is told at once rather than by the operation."""
+    conflict_by_operation: bool = False
+    """Whether bulkInsert tells of a name that is taken by the operation rather than at once."""
+    needs_token: bool = False
+    """Whether a call without a token is refused."""
+    most_per_minute: int | None = None
+    """Calls, after which the rest of the minute (a real one) is refused."""
+
+    @property
+    def url(self) -> str:
+        return f"{self.root}/projects/{self.project}"
+
+    def admit(self, asked: Asked) -> None:
+        """Refuses what no project answers."""
+        if self.needs_token and not asked.token:
+            raise no_token()
+        most = self.most_per_minute
+        if most is not None and self.counts.in_this_minute() > most:
+            raise by_word("rateLimitExceeded")
+        project = asked.words.get("project", "")
+        is_shared = project in self.catalog.images and asked.call.startswith("images.")
+        if project not in (self.project, NUMBER) and not is_shared:
+            raise not_found(f"projects/{project}")
+        if self.is_disabled:
+            raise api_disabled(NUMBER)
+        zone, region = asked.words.get("zone"), asked.words.get("region")
+        if zone is not None and zone not in self.catalog.zones:
+            raise not_found(f"projects/{project}/zones/{zone}")
+        if region is not None and region not in self.catalog.regions:
+            raise not_found(f"projects/{project}/regions/{region}")
+        check_request_id(asked.request)
+        self._refuse_fields(asked.body, "resource")
+
+    def _refuse_fields(self, found: Any, where: str) -> None:
+        if isinstance(found, list):
+            for number, one in enumerate(found):
+                self._refuse_fields(one, f"{where}[{number}]")
+        if isinstance(found, dict):
+            for name, one in found.items():
+                if name in self.refused_fields:
+                    raise unknown_field(name, where)
+                self._refuse_fields(one, f"{where}.{name}")
+
+    def need(self, permission: str, what: str) -> None:
+        """Counts a permission that a call needs, and refuses the call if it is denied."""
+        self.counts.permission(permission)
+        if permission in self.denied:
+            raise no_permission(permission, what)
+
+    def again(self, asked: Asked) -> Operation | None:
+        """Returns the operation of the same request, if it came before."""
+        return self.operations.of_request(asked.request)
+
+    def begin(
+        self, asked: Asked, type_: str, scope: str, target: str, *, target_id: str = "0"
+    ) -> Operation:
+        return self.operations.begin(
+            type_, scope, target, user=asked.user, request=asked.request, target_id=target_id
+        )
+
+    def told(self, operation: Operation) -> dict[str, Any]:
+        return operation.resource(self.root, self.project)
+
+
+Function = Callable[[Api, Asked], dict[str, Any]]

@@ -1,0 +1,319 @@
+"""The calls of the Compute API that there are, and what each does but for creations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from tests.emulators.gce.api import NUMBER, Api, Asked
+from tests.emulators.gce.catalog import MUCH, SHAPES
+from tests.emulators.gce.checks import check_labels, check_metadata
+from tests.emulators.gce.errors import Refused, not_found
+from tests.emulators.gce.filters import page
+from tests.emulators.gce.guest import output_of
+from tests.emulators.gce.operations import Failure, Operation
+from tests.emulators.gce.vm import GONE, RUNNING, TERMINATED, Vm
+
+WAIT_SECONDS = 120.0
+METRICS = (
+    "CPUS",
+    "INSTANCES",
+    *sorted({shape.metric for shape in SHAPES.values() if shape.metric}),
+    *sorted({f"PREEMPTIBLE_{shape.metric}" for shape in SHAPES.values() if shape.metric}),
+)
+
+
+def _vm(api: Api, asked: Asked) -> Vm:
+    return api.fleet.find(asked.words["zone"], asked.words["instance"])
+
+
+def _listed(api: Api, zone: str | None) -> Iterable[dict[str, Any]]:
+    """Yields what lists show, in order of names; a VM that is young may not be there yet."""
+    now, speed = time.monotonic(), api.agenda.speed
+    born, gone = now - api.list_lag / speed, now - api.gone_lag / speed
+    found = [vm for vm in api.fleet.vms.values() if vm.born <= born]
+    if api.gone_lag:
+        found += [vm for vm in api.fleet.past.values() if vm.status == GONE and vm.gone > gone]
+    for vm in sorted(found, key=lambda vm: (vm.zone, vm.name)):
+        if zone in (None, vm.zone):
+            yield vm.resource(api.root)
+
+
+def _place(one: dict[str, Any]) -> list[str]:
+    return [one["zone"], one["name"]]
+
+
+def _list(kind: str, items: list[dict[str, Any]], token: str | None) -> dict[str, Any]:
+    told: dict[str, Any] = {"kind": f"compute#{kind}"}
+    told |= {"items": items} if items else {}
+    return told | ({"nextPageToken": token} if token else {})
+
+
+def _by_scope(word: str, items: list[dict[str, Any]], zones: Iterable[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for zone in zones:
+        warning = {
+            "code": "NO_RESULTS_ON_PAGE",
+            "message": "There are no results for scope 'zones/" + zone + "' on this page.",
+        }
+        found[f"zones/{zone}"] = {"warning": warning}
+    for one in items:
+        scope = "zones/" + one["zone"].rpartition("/")[2] if "zone" in one else "global"
+        found.setdefault(scope, {}).pop("warning", None)
+        found[scope].setdefault(word, []).append(one)
+    return found
+
+
+def get_instance(api: Api, asked: Asked) -> dict[str, Any]:
+    return _vm(api, asked).resource(api.root)
+
+
+def list_instances(api: Api, asked: Asked) -> dict[str, Any]:
+    return _list("instanceList", *page(_listed(api, asked.words["zone"]), asked.query, key=_place))
+
+
+def all_instances(api: Api, asked: Asked) -> dict[str, Any]:
+    items, token = page(_listed(api, None), asked.query, key=_place)
+    told = _list("instanceAggregatedList", [], token)
+    return told | {"items": _by_scope("instances", items, api.catalog.zones)}
+
+
+def delete(api: Api, asked: Asked) -> dict[str, Any]:
+    if before := api.again(asked):
+        return api.told(before)
+    vm = _vm(api, asked)
+    operation = api.begin(asked, "delete", f"zones/{vm.zone}", vm.path, target_id=vm.id)
+    if not _fails(api, operation):
+        api.fleet.shut_down(vm, "DELETE", operation)
+    return api.told(operation)
+
+
+def _fails(api: Api, operation: Operation) -> bool:
+    """Says whether a rule wants an operation to fail; then it will, without any effect."""
+    rule = operation.rule
+    if rule is None or rule.kind != "error":
+        return False
+    api.agenda.after(1.0, api.operations.end, operation, Failure(rule.codes, rule.has_http))
+    return True
+
+
+def stop(api: Api, asked: Asked) -> dict[str, Any]:
+    if before := api.again(asked):
+        return api.told(before)
+    vm = _vm(api, asked)
+    operation = api.begin(asked, "stop", f"zones/{vm.zone}", vm.path, target_id=vm.id)
+    if vm.status == TERMINATED:
+        api.operations.end(operation)
+    elif not _fails(api, operation):
+        api.fleet.shut_down(vm, "STOP", operation)
+    return api.told(operation)
+
+
+def start(api: Api, asked: Asked) -> dict[str, Any]:
+    if before := api.again(asked):
+        return api.told(before)
+    vm = _vm(api, asked)
+    if vm.status not in (TERMINATED, RUNNING):
+        raise Refused(400, "resourceNotReady", f"The resource '{vm.path}' is not ready")
+    operation = api.begin(asked, "start", f"zones/{vm.zone}", vm.path, target_id=vm.id)
+    if vm.status == RUNNING:
+        api.operations.end(operation)
+    elif not _fails(api, operation):
+        api.fleet.start(vm, operation)
+    return api.told(operation)
+
+
+def set_metadata(api: Api, asked: Asked) -> dict[str, Any]:
+    if before := api.again(asked):
+        return api.told(before)
+    vm, items = _vm(api, asked), asked.body.get("items", [])
+    check_metadata(items)
+    if asked.body.get("fingerprint") != vm.metadata_fingerprint():
+        why = "Supplied fingerprint does not match current metadata fingerprint."
+        raise Refused(412, "conditionNotMet", why)
+    operation = api.begin(asked, "setMetadata", f"zones/{vm.zone}", vm.path, target_id=vm.id)
+    if _fails(api, operation):
+        return api.told(operation)
+    vm.items = {one["key"]: one.get("value", "") for one in items}
+    vm.metadata_version += 1
+    if vm.guest is not None:
+        vm.guest.attributes(vm.items)
+    api.agenda.after(0.5, api.operations.end, operation)
+    return api.told(operation)
+
+
+def set_labels(api: Api, asked: Asked) -> dict[str, Any]:
+    if before := api.again(asked):
+        return api.told(before)
+    vm, labels = _vm(api, asked), asked.body.get("labels", {})
+    check_labels(labels)
+    if asked.body.get("labelFingerprint") != vm.label_fingerprint():
+        why = "Labels fingerprint either invalid or resource labels have changed"
+        raise Refused(412, "conditionNotMet", why)
+    operation = api.begin(asked, "setLabels", f"zones/{vm.zone}", vm.path, target_id=vm.id)
+    if _fails(api, operation):
+        return api.told(operation)
+    vm.labels = dict(labels)
+    api.agenda.after(0.5, api.operations.end, operation)
+    return api.told(operation)
+
+
+def serial_port(api: Api, asked: Asked) -> dict[str, Any]:
+    vm = _vm(api, asked)
+    text, start = output_of(vm.folder), int(asked.query.get("start", 0))
+    told = {"kind": "compute#serialPortOutput", "contents": text[start:]}
+    return told | {"start": str(start), "next": str(len(text))}
+
+
+def guest_attributes(api: Api, asked: Asked) -> dict[str, Any]:
+    vm = _vm(api, asked)
+    wanted = asked.query.get("variableKey") or asked.query.get("queryPath", "")
+    at = "instance/guest-attributes/"
+    found = []
+    if vm.guest is not None:
+        with vm.guest.metadata.changed:
+            found = list(vm.guest.metadata.below(at).items())
+    items = []
+    for path, value in found:
+        if path.startswith(wanted):
+            namespace, _, key = path.partition("/")
+            items.append({"namespace": namespace, "key": key, "value": value})
+    if not items:
+        raise not_found(f"{vm.path}/guestAttributes/{wanted}")
+    told = {"kind": "compute#guestAttributes", "queryPath": wanted}
+    return told | {"queryValue": {"items": items}}
+
+
+def simulate(api: Api, asked: Asked) -> dict[str, Any]:
+    if before := api.again(asked):
+        return api.told(before)
+    vm = _vm(api, asked)
+    if not vm.shape.is_simulated:  # Words not known.
+        why = f"Machine type {vm.shape.name} does not support simulated maintenance events."
+        raise Refused(400, "badRequest", why)
+    words = ("simulateMaintenanceEvent", f"zones/{vm.zone}", vm.path)
+    operation = api.begin(asked, *words, target_id=vm.id)
+    api.fleet.maintain(vm)
+    api.agenda.after(1.0, api.operations.end, operation)
+    return api.told(operation)
+
+
+def get_operation(api: Api, asked: Asked) -> dict[str, Any]:
+    return api.told(
+        api.operations.get(_scope(asked), asked.words["operation"], asked.words["project"])
+    )
+
+
+def wait_operation(api: Api, asked: Asked) -> dict[str, Any]:
+    one = api.operations.get(_scope(asked), asked.words["operation"], asked.words["project"])
+    api.agenda.changed.wait_for(lambda: one.status == "DONE", WAIT_SECONDS / api.agenda.speed)
+    return api.told(one)
+
+
+def list_operations(api: Api, asked: Asked) -> dict[str, Any]:
+    found = [api.told(one) for one in api.operations.all.values() if one.scope == _scope(asked)]
+    return _list("operationList", *page(found, asked.query))
+
+
+def all_operations(api: Api, asked: Asked) -> dict[str, Any]:
+    items, token = page(map(api.told, api.operations.all.values()), asked.query)
+    told = _list("operationAggregatedList", [], token)
+    return told | {"items": _by_scope("operations", items, ())}
+
+
+def _scope(asked: Asked) -> str:
+    for word in ("zone", "region"):
+        if word in asked.words:
+            return f"{word}s/{asked.words[word]}"
+    return "global"
+
+
+def get_machine(api: Api, asked: Asked) -> dict[str, Any]:
+    zone, name = asked.words["zone"], asked.words["machine"]
+    if name not in api.catalog.zones[zone]:
+        raise not_found(f"projects/{api.project}/zones/{zone}/machineTypes/{name}")
+    return SHAPES[name].resource(api.url, zone)
+
+
+def list_machines(api: Api, asked: Asked) -> dict[str, Any]:
+    zone = asked.words["zone"]
+    found = [SHAPES[name].resource(api.url, zone) for name in sorted(api.catalog.zones[zone])]
+    return _list("machineTypeList", *page(found, asked.query))
+
+
+def all_machines(api: Api, asked: Asked) -> dict[str, Any]:
+    found = [
+        SHAPES[name].resource(api.url, zone)
+        for zone, names in api.catalog.zones.items()
+        for name in sorted(names)
+    ]
+    items, token = page(found, asked.query)
+    told = _list("machineTypeAggregatedList", [], token)
+    return told | {"items": _by_scope("machineTypes", items, ())}
+
+
+def get_image(api: Api, asked: Asked) -> dict[str, Any]:
+    words = asked.words
+    return api.catalog.image(
+        words["project"], name=words.get("image", ""), family=words.get("family", "")
+    )
+
+
+def get_subnetwork(api: Api, asked: Asked) -> dict[str, Any]:
+    region, name = asked.words["region"], asked.words["subnetwork"]
+    path = f"regions/{region}/subnetworks/{name}"
+    if (region, name) not in api.catalog.subnetworks:
+        raise not_found(f"projects/{api.project}/{path}")
+    told = {"kind": "compute#subnetwork", "name": name, "region": f"{api.url}/regions/{region}"}
+    more = {"ipCidrRange": f"127.{api.fleet.net}.0.0/16", "selfLink": f"{api.url}/{path}"}
+    return told | more | {"network": f"{api.url}/global/networks/default"}
+
+
+def _region(api: Api, name: str) -> dict[str, Any]:
+    used = api.fleet.usage(name)
+    quotas = []
+    metrics = [*METRICS, *(m for r, m in api.catalog.quotas if r == name and m not in METRICS)]
+    for metric in metrics:
+        limit = api.catalog.quotas.get((name, metric), MUCH)
+        quotas.append({"metric": metric, "limit": limit, "usage": used.get(metric, 0.0)})
+    zones = [zone for zone in api.catalog.zones if zone.startswith(f"{name}-")]
+    told = {"kind": "compute#region", "name": name, "status": "UP", "quotas": quotas}
+    links = [f"{api.url}/zones/{zone}" for zone in zones]
+    return told | {"zones": links, "selfLink": f"{api.url}/regions/{name}"}
+
+
+def get_region(api: Api, asked: Asked) -> dict[str, Any]:
+    return _region(api, asked.words["region"])
+
+
+def list_regions(api: Api, asked: Asked) -> dict[str, Any]:
+    found = [_region(api, name) for name in api.catalog.regions]
+    return _list("regionList", *page(found, asked.query))
+
+
+def _zone(api: Api, name: str) -> dict[str, Any]:
+    region = f"{api.url}/regions/{name.rpartition('-')[0]}"
+    told = {"kind": "compute#zone", "name": name, "status": "UP", "region": region}
+    return told | {"selfLink": f"{api.url}/zones/{name}"}
+
+
+def get_zone(api: Api, asked: Asked) -> dict[str, Any]:
+    return _zone(api, asked.words["zone"])
+
+
+def list_zones(api: Api, asked: Asked) -> dict[str, Any]:
+    return _list("zoneList", *page([_zone(api, name) for name in api.catalog.zones], asked.query))
+
+
+def get_project(api: Api, _: Asked) -> dict[str, Any]:
+    told = {"kind": "compute#project", "id": NUMBER, "name": api.project}
+    account = f"{NUMBER}-compute@developer.gserviceaccount.com"
+    return told | {"defaultServiceAccount": account, "quotas": [], "selfLink": api.url}
+
+
+def get_template(api: Api, asked: Asked) -> dict[str, Any]:
+    name = asked.words["template"]
+    if name not in api.catalog.templates:
+        raise not_found(f"projects/{api.project}/global/instanceTemplates/{name}")
+    return api.catalog.templates[name]

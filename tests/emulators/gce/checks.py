@@ -1,0 +1,232 @@
+"""What the API refuses at once of an instance that is to be, in its words where they are known.
+
+Where a comment says "words not known" the real text was never seen.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import Any
+
+from tests.emulators.gce.catalog import (
+    FLEX_START,
+    GPU_FAMILIES,
+    RESERVATION_BOUND,
+    SHAPES,
+    SPOT,
+    STANDARD,
+    Catalog,
+    Shape,
+    region_of,
+)
+from tests.emulators.gce.errors import Refused, invalid
+
+NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,61}[a-z0-9])?")
+LABEL_KEY = re.compile(r"[a-z][-_a-z0-9]{0,62}")
+LABEL_VALUE = re.compile(r"[-_a-z0-9]{0,63}")
+METADATA_KEY = re.compile(r"[-_a-zA-Z0-9]{1,128}")
+MOST_LABELS = 64
+MOST_VALUE_BYTES, MOST_METADATA_BYTES = 256 * 1024, 512 * 1024
+RUN_SECONDS = (30, 120 * 86400)
+FLEX_SECONDS = 7 * 86400
+NOTICES = (0, 120)
+
+
+def check_request_id(text: str | None) -> None:
+    if text is None:
+        return
+    try:
+        is_good = uuid.UUID(text).int != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise invalid("requestId", text, "Must be a valid UUID.")
+
+
+def check_name(name: str, field: str = "resource.name") -> None:
+    if not NAME.fullmatch(name):
+        pattern = r"'(?:[a-z](?:[-a-z0-9]{0,61}[a-z0-9])?)'"
+        raise invalid(field, name, f"Must be a match of regex {pattern}")
+
+
+def check_labels(labels: dict[str, str], field: str = "resource.labels") -> None:
+    if len(labels) > MOST_LABELS:
+        raise invalid(field, "", f"The number of labels must not exceed {MOST_LABELS}.")
+    for key, value in labels.items():
+        for word, text, rule in (("key", key, LABEL_KEY), ("value", value, LABEL_VALUE)):
+            if not rule.fullmatch(text):
+                starts = "must start with a lowercase character, " if word == "key" else ""
+                why = (
+                    f"Label {word} '{text}' violates format constraints. The {word} {starts}can "
+                    "only contain lowercase letters, numeric characters, underscores and dashes. "
+                    f"The {word} can be at most 63 characters long. International characters are "
+                    "allowed."
+                )
+                raise invalid(field, "", why)
+
+
+def check_metadata(items: list[dict[str, str]], field: str = "resource.metadata") -> None:
+    seen: set[str] = set()
+    total = 0
+    for one in items:
+        key, size = one.get("key", ""), len(one.get("value", "").encode())
+        total += len(key) + size
+        if not METADATA_KEY.fullmatch(key):
+            raise invalid(f"{field}.items[].key", key, "Must be a match of regex '[-_a-zA-Z0-9]*'")
+        if key in seen:
+            raise invalid(field, "", f"Metadata has duplicate key: {key}.")
+        if size > MOST_VALUE_BYTES:
+            why = f"Value for key {key} is too large: maximum size {MOST_VALUE_BYTES} bytes."
+            raise invalid(f"{field}.items", "", why)
+        seen.add(key)
+    if total > MOST_METADATA_BYTES:
+        raise invalid(field, "", f"Metadata is too large: at most {MOST_METADATA_BYTES} bytes.")
+
+
+def check_instance(
+    wanted: dict[str, Any], *, zone: str, project: str, catalog: Catalog, field: str = "resource"
+) -> Shape:
+    """Returns the shape of an instance that may be created; machineType is a bare name here."""
+    name = wanted.get("machineType", "")
+    if name not in catalog.zones[zone]:
+        link = f"zones/{zone}/machineTypes/{name}"
+        why = f"Machine type with name '{name}' does not exist in zone '{zone}'."
+        raise invalid(f"{field}.machineType", link, why)
+    shape = SHAPES[name]
+    if wanted.get("guestAccelerators") and GPU_FAMILIES.match(name):
+        raise invalid(  # Words not known.
+            f"{field}.guestAccelerators",
+            "",
+            f"Accelerators can't be set for machine type '{name}', which comes with its own.",
+        )
+    check_labels(wanted.get("labels", {}), f"{field}.labels")
+    check_metadata(wanted.get("metadata", {}).get("items", []), f"{field}.metadata")
+    _check_disks(wanted, shape, project, catalog, field)
+    _check_networks(wanted, zone, catalog, field)
+    _check_scheduling(wanted, shape, field)
+    return shape
+
+
+def _check_disks(
+    wanted: dict[str, Any], shape: Shape, project: str, catalog: Catalog, field: str
+) -> None:
+    disks = wanted.get("disks", [])
+    if not disks or not disks[0].get("boot"):
+        raise invalid(f"{field}.disks", "", "Boot disk must be the first disk attached.")
+    for number, disk in enumerate(disks):
+        init = disk.get("initializeParams", {})
+        where = f"{field}.disks[{number}].initializeParams"
+        image = init.get("sourceImage")
+        if image and not catalog.has_image(image, project):
+            why = "The referenced image resource cannot be found."
+            raise invalid(f"{where}.sourceImage", image, why)
+        if number == 0 and not image and not disk.get("source"):
+            why = "Boot disk must have a source specified"
+            raise invalid(f"{field}.disks[0]", "", why)
+        kind = init.get("diskType", "pd-standard").rpartition("/")[2]
+        if shape.is_hyperdisk_only and kind.startswith("pd-"):
+            raise Refused(
+                400,
+                "badRequest",
+                f"[{kind}] features and [instance_type: VIRTUAL_MACHINE, machine type: "
+                f"{shape.name}] are not compatible for creating instance.",
+            )
+
+
+def _check_networks(wanted: dict[str, Any], zone: str, catalog: Catalog, field: str) -> None:
+    networks = wanted.get("networkInterfaces", [])
+    if not networks:
+        why = "At least one network interface is required."
+        raise invalid(f"{field}.networkInterfaces", "", why)
+    for number, one in enumerate(networks):
+        link = one.get("subnetwork") or f"regions/{region_of(zone)}/subnetworks/default"
+        found = re.search(r"regions/([^/]+)/subnetworks/([^/]+)$", link)
+        where = f"{field}.networkInterfaces[{number}].subnetwork"
+        if found is None:
+            raise invalid(where, link, "The URL is malformed.")
+        if (found[1], found[2]) not in catalog.subnetworks:
+            why = "The referenced subnetwork resource cannot be found."
+            raise invalid(where, link, why)
+        if found[1] != region_of(zone):
+            raise invalid(where, link, "Subnetwork must be in the same region as the instance.")
+
+
+def model_of(wanted: dict[str, Any]) -> str:
+    """Returns the provisioning model."""
+    scheduling = wanted.get("scheduling", {})
+    word = scheduling.get("provisioningModel")
+    return word or (SPOT if scheduling.get("preemptible") else STANDARD)
+
+
+def seconds_of(duration: dict[str, Any] | None) -> float:
+    """Returns a duration in seconds; 0: none."""
+    return float((duration or {}).get("seconds", 0)) + (duration or {}).get("nanos", 0) / 1e9
+
+
+def _check_scheduling(wanted: dict[str, Any], shape: Shape, field: str) -> None:
+    scheduling, model = wanted.get("scheduling", {}), model_of(wanted)
+    where = f"{field}.scheduling"
+    reserved = wanted.get("reservationAffinity", {}).get("consumeReservationType")
+    is_reserved = reserved == "SPECIFIC_RESERVATION"
+    if model not in shape.models and not (model == STANDARD and is_reserved):  # Words not known.
+        why = f"Machine type '{shape.name}' does not support provisioning model '{model}'."
+        raise invalid(f"{where}.provisioningModel", model, why)
+    if model == RESERVATION_BOUND and not is_reserved:
+        why = "Reservation-bound instances must target a specific reservation."
+        raise invalid(f"{field}.reservationAffinity", reserved or "", why)
+    is_terminated = scheduling.get("onHostMaintenance") == "TERMINATE"
+    if (shape.gpus or wanted.get("guestAccelerators")) and not is_terminated:
+        why = "Instances with guest accelerators do not support live migration."
+        raise Refused(400, "badRequest", why)
+    if model == SPOT:
+        _check_spot(scheduling, where)
+    elif scheduling.get("preemptible"):
+        why = f"Preemptible instances can't have the provisioning model {model}."
+        raise invalid(f"{where}.preemptible", "true", why)
+    if model != SPOT and "preemptionNoticeDuration" in scheduling:
+        why = "Preemption notice duration is only for Spot VMs."
+        raise invalid(f"{where}.preemptionNoticeDuration", "", why)
+    _check_end(scheduling, model, where)
+
+
+def _check_spot(scheduling: dict[str, Any], where: str) -> None:
+    for name, good in (
+        ("preemptible", True),
+        ("automaticRestart", False),
+        ("onHostMaintenance", "TERMINATE"),
+    ):
+        if scheduling.get(name) != good:
+            why = f"Must be {_told(good)} for provisioning model SPOT."  # Words not known.
+            raise invalid(f"{where}.{name}", _told(scheduling.get(name, "")), why)
+    notice = scheduling.get("preemptionNoticeDuration")
+    if notice is not None and seconds_of(notice) not in NOTICES:
+        why = "Must be 0 or 120 seconds."
+        raise invalid(f"{where}.preemptionNoticeDuration", f"{seconds_of(notice):g}s", why)
+
+
+def _check_end(scheduling: dict[str, Any], model: str, where: str) -> None:
+    action, limit = scheduling.get("instanceTerminationAction"), scheduling.get("maxRunDuration")
+    if action not in (None, "STOP", "DELETE"):
+        raise invalid(f"{where}.instanceTerminationAction", action, "Must be STOP or DELETE.")
+    if action and model == STANDARD and not (limit or scheduling.get("terminationTime")):
+        why = (
+            "You cannot specify a termination action for a VM instance that has the standard "
+            "provisioning model without a limit of its run time."
+        )
+        raise invalid(f"{where}.instanceTerminationAction", action, why)
+    if limit is not None:
+        most = FLEX_SECONDS if model == FLEX_START else RUN_SECONDS[1]
+        seconds = seconds_of(limit)
+        if not RUN_SECONDS[0] <= seconds <= most:
+            why = f"Must be between {RUN_SECONDS[0]} and {most} seconds."
+            raise invalid(f"{where}.maxRunDuration", f"{seconds:g}s", why)
+        if action is None:
+            why = "Instance termination action must be set together with maxRunDuration."
+            raise invalid(f"{where}.instanceTerminationAction", "", why)
+    elif model == FLEX_START:
+        raise invalid(f"{where}.maxRunDuration", "", "Flex-start VMs need a limit of run time.")
+
+
+def _told(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,399 @@
+"""The emulator as tests and people hold it in their hands."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.emulators.gce import keeper
+from tests.emulators.gce.addresses import reserve
+from tests.emulators.gce.agenda import Agenda
+from tests.emulators.gce.api import NUMBER, Api, Counted
+from tests.emulators.gce.catalog import Catalog
+from tests.emulators.gce.fleet import Fleet
+from tests.emulators.gce.guest import MARK, output_of
+from tests.emulators.gce.operations import Operations, Rule
+from tests.emulators.gce.server import ComputeServer
+from tests.emulators.gce.stock import Shortage
+from tests.emulators.gce.vm import Vm
+from tests.emulators.gcs.faults import Fault
+
+DEEDS = (
+    "preempt",
+    "lose_next_in_creation",
+    "host_error",
+    "die_silently",
+    "maintain",
+    "announce_maintenance",
+    "stockout",
+    "restock",
+    "quota",
+    "fail",
+    "fail_operation",
+    "clear_faults",
+    "deny",
+    "allow",
+    "disable_api",
+    "refuse_field",
+    "lag_lists",
+    "limit_rate",
+    "add_image",
+    "add_subnetwork",
+    "add_template",
+    "fail_metadata",
+    "remove_machine",
+    "state",
+)
+
+
+class GceEmulator:
+    """Serves until closed; a context manager. Every second but `timeout` is the emulated world's.
+
+    Args:
+      speed: so many emulated seconds pass in a real one.
+      is_simulated: VMs have no processes; for thousands of them.
+      env: what the VMs' processes have in their environment besides the emulator's own.
+      root: where VMs have their folders; it is left then. None: a temporary folder.
+    """
+
+    def __init__(
+        self,
+        *,
+        project: str = "emulated",
+        port: int = 0,
+        speed: float = 1.0,
+        is_simulated: bool = False,
+        env: Mapping[str, str] | None = None,
+        root: Path | None = None,
+    ) -> None:
+        self.project, self.mark = project, uuid.uuid4().hex
+        self._root_is_ours = root is None
+        self.root = root or Path(tempfile.mkdtemp(prefix="gce-"))
+        self._net, self._reserved = reserve()
+        self.agenda = Agenda(speed=speed)
+        self.catalog = Catalog()
+        self.operations = Operations(self.agenda)
+        self.fleet = Fleet(
+            agenda=self.agenda,
+            operations=self.operations,
+            catalog=self.catalog,
+            project=project,
+            number=NUMBER,
+            root=self.root,
+            mark=self.mark,
+            net=self._net,
+            env=dict(env or {}),
+            is_simulated=is_simulated,
+        )
+        self.delays = self.fleet.delays
+        """To be changed at will."""
+        self.api = Api(self.agenda, self.operations, self.catalog, self.fleet, project)
+        self.server = ComputeServer(self.api, self, port=port)
+        self.url = self.server.url
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> GceEmulator:
+        self._open.enter_context(self._keeper())
+        self._open.callback(self._end_fleet)
+        self._open.enter_context(self.agenda)
+        self._open.enter_context(self.server)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+        self._reserved.close()
+        if self._root_is_ours:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _keeper(self) -> Iterator[None]:
+        """Has a process that ends the VMs' processes if this one is killed."""
+        ours = str(self.root) if self._root_is_ours else "/nonexistent"
+        words = [sys.executable, "-I", "-S", keeper.__file__, f"{MARK}={self.mark}", ours]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as process:
+            try:
+                yield
+            finally:
+                assert process.stdin is not None
+                process.stdin.write(b".")
+                process.stdin.close()
+                process.wait(timeout=30)
+
+    def _end_fleet(self) -> None:
+        with self.agenda.changed:
+            self.fleet.close()
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What a launcher is to have in its environment to meet this service."""
+        return {"JAXRES_GCE_ENDPOINT": self.url, "GOOGLE_CLOUD_PROJECT": self.project}
+
+    @property
+    def bugs(self) -> list[str]:
+        """Tracebacks of the emulator's own; a test is to hold that there are none."""
+        return [*self.server.bugs, *self.agenda.bugs]
+
+    # What there is.
+
+    def vms(self, pattern: str = ".*") -> dict[str, str]:
+        """Returns the status of all VMs there are, by name."""
+        with self.agenda.changed:
+            found: dict[str, str] = {}
+            for vm in self.fleet.vms.values():  # A name may be taken in two zones.
+                found[f"{vm.zone}/{vm.name}" if vm.name in found else vm.name] = vm.status
+        return {name: found[name] for name in sorted(found) if re.fullmatch(pattern, name)}
+
+    def vm(self, name: str) -> Vm:
+        """Returns the one of this name that there is; KeyError: there is none."""
+        with self.agenda.changed:
+            for vm in self.fleet.vms.values():
+                if vm.name == name:
+                    return vm
+        raise KeyError(f"{name}: no such VM; there are {sorted(self.vms())}")
+
+    def vms_so_far(self) -> list[Vm]:
+        """Returns all that there ever were, oldest first."""
+        with self.agenda.changed:
+            return list(self.fleet.past.values())
+
+    def pids(self, name: str | None = None) -> list[int]:
+        """Returns the processes of a VM; None: of all, also of those that are gone."""
+        if name is None:
+            return keeper.marked(f"{MARK}={self.mark}")
+        with self.agenda.changed:
+            guest = self.vm(name).guest
+            return guest.pids() if guest is not None else []
+
+    def output(self, name: str) -> str:
+        """Returns what the newest VM of this name has written, though it be gone."""
+        return output_of([vm for vm in self.vms_so_far() if vm.name == name][-1].folder)
+
+    def events(self, pattern: str = "compute\\..*") -> list[tuple[str, str]]:
+        """Returns type and target of the operations so far whose type matches."""
+        with self.agenda.changed:
+            found = [
+                (one.type, one.target.rpartition("/")[2]) for one in self.operations.all.values()
+            ]
+        return [one for one in found if re.fullmatch(pattern, one[0])]
+
+    def calls(self) -> Counted:
+        """Returns what was asked for so far, by call and by permission."""
+        return self.api.counts.so_far()
+
+    def wait_for(self, what: Callable[[], object], *, timeout: float = 30.0) -> None:
+        """Returns once something holds; `timeout` is in real seconds."""
+        until = time.monotonic() + timeout
+        while not what():
+            if time.monotonic() > until:
+                raise TimeoutError(f"not within {timeout:g} s; VMs: {self.vms()}")
+            with self.agenda.changed:
+                self.agenda.changed.wait(0.05)
+
+    # What goes wrong.
+
+    def preempt(self, name: str, *, notice: bool = True, seconds: float | None = None) -> None:
+        """Takes a VM away.
+
+        Args:
+          name: which.
+          notice: the metadata tell, the VM goes on for as long as it has asked to be told before,
+            then its processes get SIGTERM and 30 seconds; False: they die at once.
+          seconds: how long it goes on, whatever it has asked for.
+        """
+        with self.agenda.changed:
+            self.fleet.preempt(self.vm(name), notice=notice, seconds=seconds)
+
+    def lose_next_in_creation(self, times: int = 1) -> None:
+        """Preempts the next VMs before they run."""
+        with self.agenda.changed:
+            self.fleet.lost_in_creation = times
+
+    def host_error(self, name: str, *, shows_running_seconds: float = 0.0) -> None:
+        """Kills a VM's processes; the API goes on to show it as running for a while."""
+        with self.agenda.changed:
+            self.fleet.lose_host(self.vm(name), shows_running_seconds=shows_running_seconds)
+
+    def die_silently(self, name: str) -> None:
+        """Kills a VM's processes; the API shows it as running for ever."""
+        with self.agenda.changed:
+            self.fleet.die_silently(self.vm(name))
+
+    def maintain(self, name: str) -> None:
+        """Does what simulateMaintenanceEvent does."""
+        with self.agenda.changed:
+            self.fleet.maintain(self.vm(name))
+
+    def announce_maintenance(
+        self, name: str, *, seconds: float, can_reschedule: bool = False
+    ) -> None:
+        """Announces a maintenance so many seconds ahead; it comes."""
+        with self.agenda.changed:
+            self.fleet.announce(self.vm(name), seconds=seconds, can_reschedule=can_reschedule)
+
+    def stockout(self, *, seconds: float = float("inf"), **rule: Any) -> Shortage:
+        """Lets creations fail for want of machines; see Shortage for what a rule may say."""
+        until = time.monotonic() + seconds / self.agenda.speed
+        codes = tuple(rule.pop("codes", Shortage.codes))
+        made = Shortage(until=until, codes=codes, **rule)
+        with self.agenda.changed:
+            self.fleet.shortages.append(made)
+        return made
+
+    def restock(self) -> None:
+        """Ends all shortages."""
+        with self.agenda.changed:
+            self.fleet.shortages.clear()
+
+    def quota(self, region: str, metric: str, limit: float, *, as_http: bool | None = None) -> None:
+        """Sets a limit; whether want of it is told at once (403) or by the operation."""
+        with self.agenda.changed:
+            self.catalog.quotas[region, metric] = limit
+            if as_http is not None:
+                self.api.quota_as_http = as_http
+
+    def fail(
+        self,
+        kind: str,
+        *,
+        call: str = ".*",
+        times: int | None = 1,
+        seconds: float | None = None,
+        late_seconds: float = 0.3,
+        probability: float = 1.0,
+    ) -> Fault:
+        """Lets the next calls go wrong.
+
+        Args:
+          kind: a status ("503"), a reason ("rateLimitExceeded", "quotaExceeded", "forbidden",
+            "resourceNotReady"), "drop" (no answer) or "stall"; with " after" the effect is there.
+          call: regular expression of the call's name, such as "instances.(insert|bulkInsert)".
+          times: how often; None: always.
+          seconds: for how long.
+          late_seconds: real ones, of a stall.
+          probability: of each call.
+        """
+        real = None if seconds is None else seconds / self.agenda.speed
+        return self.server.faults.add(
+            Fault(
+                kind,
+                method=call,
+                times=times,
+                seconds=real,
+                late_seconds=late_seconds,
+                probability=probability,
+            )
+        )
+
+    def fail_operation(self, kind: str = "error", **rule: Any) -> Rule:
+        """Lets the next operations fail, hang or be slow; see Rule for what a rule may say."""
+        if "codes" in rule:
+            rule["codes"] = tuple(rule["codes"])
+        made = Rule(kind, **rule)
+        with self.agenda.changed:
+            self.operations.rules.append(made)
+        return made
+
+    def clear_faults(self) -> None:
+        """Ends all faults but those of VMs and their metadata."""
+        self.server.faults.clear()
+        with self.agenda.changed:
+            self.operations.rules.clear()
+            self.fleet.shortages.clear()
+            self.fleet.lost_in_creation = 0
+            self.api.denied.clear()
+            self.api.refused_fields.clear()
+            self.api.is_disabled, self.api.most_per_minute = False, None
+            self.api.list_lag = self.api.gone_lag = 0.0
+
+    def deny(self, permission: str) -> None:
+        """Takes a permission away, such as compute.instances.create."""
+        with self.agenda.changed:
+            self.api.denied.add(permission)
+
+    def allow(self, permission: str) -> None:
+        with self.agenda.changed:
+            self.api.denied.discard(permission)
+
+    def disable_api(self, is_disabled: bool = True) -> None:
+        with self.agenda.changed:
+            self.api.is_disabled = is_disabled
+
+    def refuse_field(self, name: str) -> None:
+        """Lets the API know no such field, such as preemptionNoticeDuration."""
+        with self.agenda.changed:
+            self.api.refused_fields.add(name)
+
+    def lag_lists(self, seconds: float, *, gone_seconds: float = 0.0) -> None:
+        """Lets VMs appear in lists only so long after their birth, and stay after their end."""
+        with self.agenda.changed:
+            self.api.list_lag, self.api.gone_lag = seconds, gone_seconds
+
+    def limit_rate(self, calls_per_minute: int | None) -> None:
+        """Refuses calls beyond so many in a minute (a real one), until the next begins."""
+        with self.agenda.changed:
+            self.api.most_per_minute = calls_per_minute
+
+    def add_image(self, project: str, name: str, *, family: str) -> None:
+        with self.agenda.changed:
+            self.catalog.images.setdefault(project, {})[family] = name
+
+    def add_subnetwork(self, region: str, name: str) -> None:
+        with self.agenda.changed:
+            self.catalog.subnetworks.add((region, name))
+
+    def add_template(self, name: str, properties: dict[str, Any]) -> None:
+        """Adds an instance template; its properties are as JSON has them."""
+        told = {"kind": "compute#instanceTemplate", "name": name, "properties": properties}
+        with self.agenda.changed:
+            self.catalog.templates[name] = told
+
+    def fail_metadata(
+        self,
+        name: str,
+        kind: str,
+        *,
+        key: str = "",
+        times: int = 1 << 30,
+        seconds: float = float("inf"),
+        flap_seconds: float = 0.0,
+    ) -> None:
+        """Lets a VM's metadata server go wrong ("503", "drop", "hang"); see metadata.Fault."""
+        with self.agenda.changed:
+            guest = self.vm(name).guest
+        if guest is None:
+            raise ValueError(f"{name}: it has no metadata server now")
+        speed = self.agenda.speed
+        words = {"seconds": seconds / speed, "flap_seconds": flap_seconds / speed}
+        guest.metadata.fail(kind, key=key, times=times, **words)
+
+    def remove_machine(self, zone: str, machine: str) -> None:
+        """Takes a machine type out of a zone's offer."""
+        with self.agenda.changed:
+            self.catalog.zones[zone].discard(machine)
+
+    def control(self, deed: str, words: dict[str, Any]) -> object:
+        """Does what was asked for over HTTP."""
+        if deed not in DEEDS:
+            raise ValueError(f"{deed}: not one of {', '.join(DEEDS)}")
+        told = getattr(self, deed)(**words)
+        return dataclasses.asdict(told) if isinstance(told, Rule | Shortage | Fault) else told
+
+    def state(self) -> dict[str, object]:
+        counted = self.calls()
+        return {
+            "vms": self.vms(),
+            "calls": counted.calls,
+            "permissions": counted.permissions,
+            "peak_calls_per_minute": counted.peak_per_minute,
+            "bugs": self.bugs,
+        }

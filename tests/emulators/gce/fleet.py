@@ -1,0 +1,362 @@
+"""What becomes of VMs: they are created, run, are stopped, preempted, lost, deleted.
+
+All of it with the lock of all state held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.emulators.gce import keeper
+from tests.emulators.gce.agenda import Agenda
+from tests.emulators.gce.catalog import SPOT, Catalog, Shape, region_of
+from tests.emulators.gce.checks import model_of, seconds_of
+from tests.emulators.gce.errors import not_found
+from tests.emulators.gce.guest import MARK, VM_MARK, Guest
+from tests.emulators.gce.operations import Failure, Operation, Operations
+from tests.emulators.gce.stock import Delays, Shortage
+from tests.emulators.gce.vm import (
+    GONE,
+    PROVISIONING,
+    RUNNING,
+    STAGING,
+    STOPPING,
+    TERMINATED,
+    Vm,
+)
+from tests.emulators.metadata import PREEMPTED
+
+POLL_SECONDS = 0.05
+"""Real ones, however fast the world goes: how often one looks whether processes have ended."""
+Settled = Callable[[Vm, Failure | None], None]
+
+
+class Fleet:
+    """All VMs."""
+
+    def __init__(
+        self,
+        *,
+        agenda: Agenda,
+        operations: Operations,
+        catalog: Catalog,
+        project: str,
+        number: str,
+        root: Path,
+        mark: str,
+        net: int,
+        env: Mapping[str, str],
+        is_simulated: bool,
+    ) -> None:
+        self.agenda, self.operations, self.catalog = agenda, operations, catalog
+        self.project, self.number, self.root, self.mark = project, number, root, mark
+        self.net, self.env, self.is_simulated = net, env, is_simulated
+        self.vms: dict[tuple[str, str], Vm] = {}
+        self.past: dict[str, Vm] = {}
+        """All that there ever were, by id."""
+        self.shortages: list[Shortage] = []
+        self.delays = Delays()
+        self.lost_in_creation = 0
+        """How many of the next VMs are preempted while they are created."""
+        self._count = itertools.count(1)
+        self._looked = -float("inf")
+        self._seen: dict[str, list[int]] = {}
+
+    def find(self, zone: str, name: str) -> Vm:
+        if (zone, name) not in self.vms:
+            raise not_found(f"projects/{self.project}/zones/{zone}/instances/{name}")
+        return self.vms[zone, name]
+
+    def usage(self, region: str) -> dict[str, float]:
+        used: dict[str, float] = {}
+        for vm in self.vms.values():
+            if region_of(vm.zone) == region:
+                for metric, number in vm.usage().items():
+                    used[metric] = used.get(metric, 0.0) + number
+        return used
+
+    def is_short(self, zone: str, machine: str) -> bool:
+        """Says whether no VM of a machine type can be had in a zone, whatever its model."""
+        return any(one.takes_all(zone, machine) for one in self.shortages)
+
+    def create(
+        self,
+        wanted: dict[str, Any],
+        *,
+        name: str,
+        zone: str,
+        shape: Shape,
+        operation: Operation,
+        settled: Settled | None = None,
+    ) -> Vm:
+        """Begins to create one; whoever calls has checked that it may be."""
+        number = next(self._count)
+        ident = str(random.randrange(10**17, 10**18) * 10 + number % 10)
+        vm = Vm(
+            ident,
+            name,
+            zone,
+            self.project,
+            shape,
+            model_of(wanted),
+            wanted,
+            f"127.{self.net}.{1 + number // 250}.{1 + number % 250}",
+            self.root / f"{name}-{ident}",
+            labels=dict(wanted.get("labels", {})),
+            items={
+                one["key"]: one.get("value", "")
+                for one in wanted.get("metadata", {}).get("items", [])
+            },
+        )
+        failure = self._obstacle(vm, operation.group or operation.name)
+        vm.is_blocked = failure is not None
+        self.vms[zone, name] = self.past[ident] = vm
+        operation.target_id = ident
+        words = (vm, vm.life, operation, failure, settled)
+        self.agenda.after(self.delays.provision, self._stage, *words)
+        return vm
+
+    def _obstacle(self, vm: Vm, group: str) -> Failure | None:
+        region = region_of(vm.zone)
+        is_limited = any(place == region for place, _ in self.catalog.quotas)
+        used = self.usage(region) if is_limited else {}
+        for metric, number in vm.usage().items():
+            limit = self.catalog.limit(region, metric)
+            if used.get(metric, 0.0) + number > limit:
+                words = {"metric": metric, "limit": limit, "region": region}
+                return Failure(("QUOTA_EXCEEDED",), True, words)
+        for one in self.shortages:
+            there = sum(
+                one.matches(other) and not other.is_blocked and other.status != TERMINATED
+                for other in self.vms.values()
+            )
+            if one.takes(vm, there, group):
+                return Failure(one.codes, one.has_http, {"zone": vm.zone})
+        return None
+
+    def _stage(
+        self,
+        vm: Vm,
+        life: int,
+        operation: Operation,
+        failure: Failure | None,
+        settled: Settled | None,
+    ) -> None:
+        rule = operation.rule
+        if failure is None and rule is not None and rule.kind == "error":
+            failure = Failure(rule.codes, rule.has_http, {"zone": vm.zone, "target": vm.path})
+        if vm.life != life:
+            return self._settle(vm, operation, failure or _overtaken(vm), settled)
+        if failure is not None:
+            self._remove(vm)
+            return self._settle(vm, operation, failure, settled)
+        life = vm.turn(STAGING)
+        return self.agenda.after(self.delays.stage, self._arrive, vm, life, operation, settled)
+
+    def _arrive(
+        self, vm: Vm, life: int, operation: Operation, settled: Settled | None = None
+    ) -> None:
+        failure = None
+        if vm.life != life:
+            failure = _overtaken(vm)
+        elif self.lost_in_creation > 0:
+            self.lost_in_creation -= 1
+            self.preempt(vm, notice=False, seconds=None)
+            failure = _overtaken(vm)
+        else:
+            self._run(vm)
+        self._settle(vm, operation, failure, settled)
+
+    def _settle(
+        self, vm: Vm, operation: Operation, failure: Failure | None, settled: Settled | None
+    ) -> None:
+        self.operations.end(operation, failure)
+        if settled is not None:
+            settled(vm, failure)
+
+    def _run(self, vm: Vm) -> None:
+        life = vm.turn(RUNNING)
+        if not self.is_simulated:
+            vm.folder.mkdir(parents=True, exist_ok=True)
+            vm.guest = Guest(
+                folder=vm.folder,
+                mark=self.mark,
+                number=f"{vm.id}.{life}",
+                ip=vm.ip,
+                values=vm.values(self.number),
+                env=self.env,
+            )
+            vm.guest.run("startup-script")
+        if limit := seconds_of(vm.scheduling.get("maxRunDuration")):
+            self.agenda.after(limit, self._expire, vm, life)
+
+    def _expire(self, vm: Vm, life: int) -> None:
+        if vm.life == life:
+            word = "delete" if vm.action == "DELETE" else "stop"
+            self.shut_down(vm, vm.action, self._event(word, vm))
+
+    def start(self, vm: Vm, operation: Operation) -> None:
+        life = vm.turn(STAGING)
+        self.agenda.after(self.delays.stage, self._arrive, vm, life, operation)
+
+    def _event(self, type_: str, vm: Vm) -> Operation:
+        return self.operations.begin(type_, f"zones/{vm.zone}", vm.path, target_id=vm.id)
+
+    def shut_down(self, vm: Vm, action: str, *operations: Operation) -> None:
+        """Ends it as the power button does, then stops or deletes it."""
+        seconds = self.delays.spot_off if vm.model == SPOT else self.delays.standard_off
+        if vm.scheduling.get("skipGuestOsShutdown"):
+            seconds = 0.0
+        life = vm.turn(STOPPING)
+        if vm.guest is not None and seconds:
+            vm.guest.ask_to_end()
+        vm.asked_to_end = time.monotonic()
+        until = vm.asked_to_end + seconds / self.agenda.speed
+        self._wait_for_processes(vm, life, until, action, operations)
+
+    def _wait_for_processes(
+        self, vm: Vm, life: int, until: float, action: str, operations: tuple[Operation, ...]
+    ) -> None:
+        if vm.life != life:
+            for one in operations:
+                self.operations.end(one)
+            return
+        if self._is_alive(vm) and time.monotonic() < until:
+            again = POLL_SECONDS * self.agenda.speed
+            words = (vm, life, until, action, operations)
+            self.agenda.after(again, self._wait_for_processes, *words)
+            return
+        self._kill(vm)
+        self.agenda.after(self.delays.off, self._off, vm, life, action, operations)
+
+    def _is_alive(self, vm: Vm) -> bool:
+        """Says whether a VM has processes; one look is for all that end at the same time."""
+        if vm.guest is None:
+            return False
+        now = time.monotonic()
+        if self._looked < vm.asked_to_end or self._looked < now - POLL_SECONDS:
+            self._looked, self._seen = now, keeper.values(VM_MARK)
+        vm.guest.reap()
+        return vm.guest.mark in self._seen
+
+    def _off(self, vm: Vm, life: int, action: str, operations: tuple[Operation, ...]) -> None:
+        if vm.life == life:
+            self._power_off(vm, action)
+        for one in operations:
+            self.operations.end(one)
+
+    def _power_off(self, vm: Vm, action: str, *operations: Operation) -> None:
+        self._kill(vm)
+        if action == "DELETE":
+            self._remove(vm)
+        else:
+            vm.turn(TERMINATED)
+        for one in operations:
+            self.operations.end(one)
+
+    def _kill(self, vm: Vm) -> None:
+        if vm.guest is not None:
+            vm.guest.kill()
+            vm.guest = None
+
+    def _remove(self, vm: Vm) -> None:
+        vm.turn(GONE)
+        if self.vms.get((vm.zone, vm.name)) is vm:
+            del self.vms[vm.zone, vm.name]
+
+    def preempt(self, vm: Vm, *, notice: bool, seconds: float | None) -> None:
+        """Takes a VM away; without notice its processes die at once."""
+        if vm.status in (TERMINATED, STOPPING):
+            raise ValueError(f"{vm.name}: {vm.status} already")
+        if vm.status in (PROVISIONING, STAGING):
+            vm.is_preempted, notice = True, False
+        if not notice:
+            self._power_off(vm, vm.action, self._event("compute.instances.preempted", vm))
+            return
+        if vm.guest is not None:
+            vm.guest.metadata.set(PREEMPTED, "TRUE")
+        event = self._event("compute.instances.preempted", vm)
+        left = vm.notice_seconds if seconds is None else seconds
+        self.agenda.after(left, self._take, vm, vm.life, event)
+
+    def _take(self, vm: Vm, life: int, event: Operation) -> None:
+        if vm.life == life:
+            self.shut_down(vm, vm.action, event)
+        else:
+            self.operations.end(event)
+
+    def announce(self, vm: Vm, *, seconds: float, can_reschedule: bool) -> None:
+        """Announces a maintenance, to the VM and in its resource, and does it in its time."""
+        begins = datetime.now(UTC) + timedelta(seconds=seconds / self.agenda.speed)
+        stamps = {
+            "windowStartTime": begins.isoformat(),
+            "latestWindowStartTime": begins.isoformat(),
+            "windowEndTime": (begins + timedelta(hours=4)).isoformat(),
+        }
+        words = {"canReschedule": can_reschedule, "maintenanceStatus": "PENDING"}
+        vm.upcoming = {"type": "SCHEDULED", **words, **stamps}
+        if vm.guest is not None:
+            vm.guest.metadata.announce(
+                seconds=seconds / self.agenda.speed, can_reschedule=str(can_reschedule).lower()
+            )
+        self.agenda.after(max(0.0, seconds - self.delays.warning), self._warn, vm, vm.life)
+
+    def _warn(self, vm: Vm, life: int) -> None:
+        if vm.life == life:
+            vm.upcoming = {}
+            self.maintain(vm)
+
+    def maintain(self, vm: Vm) -> None:
+        """What a simulated maintenance does: it takes a Spot VM, and stops one with GPUs."""
+        if vm.model == SPOT:
+            return self.preempt(vm, notice=True, seconds=None)
+        if vm.guest is not None:
+            vm.guest.metadata.warn()
+        return self.agenda.after(self.delays.warning, self._maintained, vm, vm.life)
+
+    def _maintained(self, vm: Vm, life: int) -> None:
+        if vm.life != life:
+            return
+        self.shut_down(vm, "STOP", self._event("compute.instances.terminateOnHostMaintenance", vm))
+        if vm.restarts:
+            self.agenda.after(self.delays.standard_off, self._come_back, vm, vm.life)
+
+    def _come_back(self, vm: Vm, life: int) -> None:
+        """Starts one again, once it is off, that nobody else has touched meanwhile."""
+        if vm.status == STOPPING and vm.life == life:
+            self.agenda.after(1.0, self._come_back, vm, life)
+        elif vm.status == TERMINATED and vm.life == life + 1:
+            self.start(vm, self._event("compute.instances.automaticRestart", vm))
+
+    def lose_host(self, vm: Vm, *, shows_running_seconds: float) -> None:
+        """Kills a VM's processes at once; the API knows of it only later."""
+        self._kill(vm)
+        self.agenda.after(shows_running_seconds, self._show_host_error, vm, vm.life)
+
+    def _show_host_error(self, vm: Vm, life: int) -> None:
+        if vm.life != life:
+            return
+        self._power_off(vm, "STOP", self._event("compute.instances.hostError", vm))
+        if vm.restarts and vm.model != SPOT:
+            self.start(vm, self._event("compute.instances.automaticRestart", vm))
+
+    def die_silently(self, vm: Vm) -> None:
+        """Kills a VM's processes; the API goes on to show it as running."""
+        self._kill(vm)
+
+    def close(self) -> None:
+        keeper.kill(f"{MARK}={self.mark}")
+        for vm in list(self.vms.values()):
+            self._kill(vm)
+
+
+def _overtaken(vm: Vm) -> Failure:
+    """Returns what becomes of a creation in the middle of which something else has happened."""
+    code = "UNSUPPORTED_OPERATION" if vm.is_preempted else "RESOURCE_NOT_FOUND"
+    return Failure((code,), True, {"target": vm.path})

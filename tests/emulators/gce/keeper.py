@@ -1,0 +1,104 @@
+"""Finds the processes of a VM by their environment, and ends them; sees to it that nothing is left.
+
+As a program (`python -I -S keeper.py MARK FOLDER`) it waits for its standard input to end, which it
+does when the emulator ends, however that comes about; then it kills whatever bears the mark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+
+MOST_ROUNDS = 200
+ROUND_SECONDS = 0.02
+MOST_LOOKS, LOOK_SECONDS = 10, 0.002
+"""At a process that has no environment: there may be one in a moment."""
+KERNEL_THREAD = 0x00200000
+"""PF_KTHREAD of include/linux/sched.h."""
+
+
+def values(name: str) -> dict[str, list[int]]:
+    """Returns the processes that have a variable of this name, by its words; daemons too."""
+    found: dict[str, list[int]] = {}
+    start = f"{name}=".encode()
+    unread = [pid for pid in os.listdir("/proc") if pid.isdigit()]
+    for _ in range(MOST_LOOKS):
+        unsure = []
+        for pid in unread:
+            words = _environ(pid)
+            if words == [b""] and _begins(pid):
+                unsure.append(pid)
+            for word in words:
+                if word.startswith(start):
+                    found.setdefault(word.decode("utf-8", "replace"), []).append(int(pid))
+        if not unsure:
+            break
+        unread = unsure
+        time.sleep(LOOK_SECONDS)
+    return found
+
+
+def marked(mark: str) -> list[int]:
+    """Returns the processes that have a variable of this text; zombies have none."""
+    return values(mark.partition("=")[0]).get(mark, [])
+
+
+def _environ(pid: str) -> list[bytes]:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read().split(b"\0")
+    except OSError:  # It is another user's, or has ended.
+        return []
+
+
+def _begins(pid: str) -> bool:
+    """Says whether a process without environment may be one in the middle of its exec."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *_, flags = file.read().rpartition(b")")[2].split()[:7]
+    except OSError:
+        return False
+    return state not in (b"Z", b"X") and not int(flags) & KERNEL_THREAD
+
+
+def send(mark: str, number: int) -> int:
+    """Sends a signal to all that bear the mark; returns to how many."""
+    sent = 0
+    for pid in marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            held = os.pidfd_open(pid)
+            try:
+                words = _environ(str(pid))  # Again: it may be another process by now.
+                if mark.encode() in words:
+                    signal.pidfd_send_signal(held, number)
+                sent += mark.encode() in words or (words == [b""] and _begins(str(pid)))
+            finally:
+                os.close(held)
+    return sent
+
+
+def kill(mark: str) -> None:
+    """Returns once none is left that bears the mark: some may be born while others die."""
+    for _ in range(MOST_ROUNDS):
+        if not send(mark, signal.SIGKILL):
+            return
+        time.sleep(ROUND_SECONDS)
+    raise RuntimeError(f"{marked(mark)}: can't be killed")
+
+
+def main() -> None:
+    mark, folder = sys.argv[1:]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    is_told = sys.stdin.buffer.read(1)
+    kill(mark)
+    if not is_told:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

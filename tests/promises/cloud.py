@@ -1,0 +1,159 @@
+"""A cloud on loopback: VMs that are processes, a bucket, and launchers that may be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxres import bucket
+from jaxres.launch.intent import Intent, Record
+from jaxres.launch.places import Places
+from jaxres.launch.report import Report
+from jaxres.place import BucketPath
+from jaxres.rundir import RunDir
+from tests.emulators.gce import GceEmulator
+from tests.emulators.gcs import GcsServer
+from tests.promises.trainer import FAULTY, ROOT, line
+
+POLL_SECONDS = 0.05
+RUNG = {"machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"], "dollars_per_hour": 1.5}
+SPOT = {"kind": "spot", **RUNG}
+
+
+@dataclass
+class Launcher:
+    """One `launch gce up`."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def ended(self, seconds: float = 120) -> int:
+        try:
+            return self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the launcher still runs:\n{self.said()}") from None
+
+    def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
+        self.process.send_signal(sig)
+
+
+@dataclass
+class Cloud:
+    """What a launcher meets, and the run that it is to bring to its end."""
+
+    gce: GceEmulator
+    gcs: GcsServer
+    run: BucketPath
+    root: Path
+    caches: Path
+    env: dict[str, str]
+    launchers: list[Launcher] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> RunDir:
+        return RunDir(self.run)
+
+    @property
+    def places(self) -> Places:
+        return Places(self.run)
+
+    def config(self, *, ladder: list[dict[str, Any]] | None = None, **gce: Any) -> Path:
+        """Writes a config for the faulty model on VMs of this cloud."""
+        package = self.root / "package"
+        if not package.exists():
+            (package / "tests" / "promises").mkdir(parents=True)
+            shutil.copy(ROOT / "tests/promises/faulty.py", package / "tests/promises")
+        section = {
+            "project": self.gce.project,
+            "num_hosts": 1,
+            "ladder": ladder or [SPOT],
+            "image": "projects/debian-cloud/global/images/family/debian-12",
+            "runtime": {"kind": "python", "python": sys.executable},
+            "package": str(package),
+            "lease_seconds": 4.0,
+            "lost_seconds": 6.0,
+            **gce,
+        }
+        overrides = {
+            "base": str(FAULTY),
+            "run": {"dir": str(self.run)},
+            "data": {"cache_dir": str(self.caches)},
+            "compilation": {"cache_dir": str(self.caches / "xla")},
+            "restart": {"backoff_seconds": 0.1},
+            "launch": {"gce": section},
+        }
+        path = self.root / f"config-{len(list(self.root.glob('config-*')))}.yaml"
+        path.write_text(json.dumps(overrides))
+        return path
+
+    def launch(self, *words: str, verb: str = "up", **env: str) -> Launcher:
+        """Starts `launch gce VERB` with these words."""
+        output = self.root / f"launcher-{len(self.launchers)}.txt"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "jaxres.launch", "gce", verb, *words],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.env, "PYTHONUNBUFFERED": "1", **env},
+            )
+        self.launchers.append(Launcher(process, output))
+        return self.launchers[-1]
+
+    def up(self, config: Path, *words: str) -> Launcher:
+        return self.launch(str(config), *words)
+
+    def intent(self) -> Intent | None:
+        return Record(self.places.intent).read()
+
+    def reports(self) -> dict[str, Report | None]:
+        listed = bucket.listed(self.places.reports)
+        return {name: Report.of(words) for name, (_, words) in listed.items()}
+
+    def wait(self, what: Callable[[], object], *, of: str, seconds: float = 60) -> None:
+        """Waits until something holds; fails with what the launchers have said."""
+        until = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < until, f"no {of} in {seconds} s\n{self.told()}"
+            time.sleep(POLL_SECONDS)
+
+    def wait_commit(self, step: int) -> None:
+        self.wait(lambda: line(self.run_dir).step >= step, of=f"commit of step {step}")
+
+    def member(self, host: int) -> str:
+        """Returns the VM that is a host of the attempt that is on."""
+        intent = self.intent()
+        assert intent is not None
+        return intent.members[host].name
+
+    def told(self) -> str:
+        """Returns all that is known, for a person."""
+        said = "\n".join(f"launcher:\n{launcher.said()}" for launcher in self.launchers)
+        vms = "\n".join(f"{n} ({s}):\n{self.gce.output(n)}" for n, s in self.gce.vms().items())
+        parts = sorted(self.gce.root.rglob("output-*.txt"))
+        words = "\n".join(f"{p.name}:\n{p.read_text()[-3000:]}" for p in parts)
+        return f"{said}\n{vms}\n{words}\n{json.dumps(repr(self.intent()))}"
+
+    def assert_nothing_is_left(self) -> None:
+        """Holds that no VM and no process of one is there."""
+        assert self.gce.vms() == {}, self.told()
+        assert self.gce.pids() == [], self.told()
+
+    def end_all(self) -> None:
+        for launcher in self.launchers:
+            if launcher.process.poll() is None:
+                launcher.process.kill()
+                launcher.process.wait()

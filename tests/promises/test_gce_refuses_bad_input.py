@@ -1,0 +1,159 @@
+"""What can't work is refused at once, with one message that says what to do; nothing is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxres import bucket
+from jaxres.faults import ConfigError, Exit, TypedEnd
+from jaxres.launch import gce
+from jaxres.place import BucketPath
+from tests.promises.cloud import RUNG, SPOT, Cloud
+from tests.promises.trainer import FAULTY
+
+BIG = RUNG | {"machine_type": "a3-highgpu-8g"}
+
+
+def refused(cloud: Cloud, *words: str, env: dict[str, str] | None = None, **config: Any) -> str:
+    """Returns the message of an `up` that must be refused with 78, and must have left nothing."""
+    with pytest.raises(TypedEnd) as raised:
+        gce.main(["up", str(cloud.config(**config)), *words], env=cloud.env if env is None else env)
+    assert raised.value.exit == Exit.CONFIG, raised.value
+    assert cloud.gce.vms() == {}
+    cloud.gcs.faults.clear()
+    if cloud.run.bucket in bucket_names(cloud):
+        assert bucket.objects(cloud.places.root) == {}, "something is left in the bucket"
+    return str(raised.value)
+
+
+def bucket_names(cloud: Cloud) -> list[str]:
+    return list(cloud.gcs.objects.buckets)
+
+
+def absent_subnetwork(_: Cloud) -> dict[str, Any]:
+    return {"subnetworks": ["nowhere"]}
+
+
+def in_another_region(cloud: Cloud) -> dict[str, Any]:
+    cloud.gcs.objects.facts[cloud.run.bucket] = {"location": "ASIA1", "locationType": "region"}
+    return {}
+
+
+def denied_bucket(cloud: Cloud) -> dict[str, Any]:
+    cloud.gcs.fail("403", path=cloud.run.bucket, times=None)
+    return {}
+
+
+def no_quota(cloud: Cloud) -> dict[str, Any]:
+    cloud.gce.quota("us-central1", "PREEMPTIBLE_NVIDIA_A100_GPUS", 0)
+    return {}
+
+
+def disabled(cloud: Cloud) -> dict[str, Any]:
+    cloud.gce.disable_api()
+    return {}
+
+
+def may_see_nothing(cloud: Cloud) -> dict[str, Any]:
+    cloud.gce.deny("compute.machineTypes.get")
+    return {}
+
+
+def no_such_bucket(cloud: Cloud) -> dict[str, Any]:
+    cloud.run = BucketPath("never-made", "run")
+    return {}
+
+
+def without_the_shape(cloud: Cloud) -> dict[str, Any]:
+    cloud.gce.remove_machine("us-central1-a", "a2-highgpu-1g")
+    return {}
+
+
+CASES: dict[str, tuple[Callable[[Cloud], dict[str, Any]], tuple[str, ...]]] = {
+    "wrong project": (
+        lambda _: {"project": "elsewhere"},
+        ("launch.gce.project=elsewhere: there is no such project", "gcloud projects list"),
+    ),
+    "API disabled": (disabled, ("API is not enabled", "gcloud services enable")),
+    "no permission": (may_see_nothing, ("compute.machineTypes.get", "docs/gce.md")),
+    "no quota": (
+        no_quota,
+        ("PREEMPTIBLE_NVIDIA_A100_GPUS is 0, needed: 1", "iam-admin/quotas"),
+    ),
+    "zone without the shape": (
+        without_the_shape,
+        ("ladder[0].zones: us-central1-a has no a2-highgpu-1g", "machine-types list"),
+    ),
+    "no such zone": (
+        lambda _: {"ladder": [SPOT | {"zones": ["us-nowhere1-a"]}]},
+        ("there is no zone us-nowhere1-a",),
+    ),
+    "image absent": (
+        lambda _: {"image": "projects/debian-cloud/global/images/family/debian-1"},
+        ("launch.gce.image: there is no ", "gcloud compute images list"),
+    ),
+    "subnetwork absent": (absent_subnetwork, ("no subnetwork nowhere in us-central1",)),
+    "bucket in another region": (
+        in_another_region,
+        ("the bucket is in asia1, the VMs would be in us-central1", "launch gce init"),
+    ),
+    "bucket without permission": (denied_bucket, ("can't be used", "Storage Object User")),
+    "no such bucket": (no_such_bucket, ("there is no bucket never-made",)),
+    "shape that can't be had so": (
+        lambda _: {"ladder": [BIG | {"kind": "standard", "machine_type": "a3-highgpu-1g"}]},
+        ("ladder[0].kind: a3-highgpu-1g", "use one of: spot, flex_start"),
+    ),
+    "package absent": (lambda _: {"package": "/nowhere"}, ("there is no such folder",)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_work_is_one_clear_error_that_leaves_nothing(cloud: Cloud, case: str) -> None:
+    arrange, words = CASES[case]
+    said = refused(cloud, **arrange(cloud))
+    for word in words:
+        assert word in said, said
+
+
+def test_without_credentials_it_says_how_to_get_some(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(cloud.root / "none"))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    assert "gcloud auth application-default login" in refused(cloud, env={})
+
+
+def test_a_local_run_directory_is_refused(cloud: Cloud) -> None:
+    said = refused(cloud, f"run.dir={cloud.root / 'local'}")
+    assert "VMs come and go" in said
+    assert "gs://BUCKET/FOLDER" in said
+
+
+def test_a_config_without_vms_is_refused(cloud: Cloud) -> None:
+    config = cloud.root / "plain.yaml"
+    config.write_text(f"base: {FAULTY}\nrun: {{dir: {cloud.run}}}\n")
+    with pytest.raises(ConfigError, match=r"launch.gce is missing"):
+        gce.main(["up", str(config)], env=cloud.env)
+
+
+def test_a_denied_creation_ends_typed_once_no_rung_is_left(
+    cloud: Cloud, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cloud.gce.deny("compute.instances.create")
+    code = gce.main(["up", str(cloud.config())], env=cloud.env)
+    said = capsys.readouterr().out
+    assert code == Exit.CONFIG, said
+    assert "Required 'compute.instances.create' permission" in said
+    cloud.assert_nothing_is_left()
+
+
+def test_a_notice_that_the_api_refuses_is_done_without(cloud: Cloud) -> None:
+    cloud.gce.refuse_field("preemptionNoticeDuration")
+    launcher = cloud.up(cloud.config(), "train.steps=20")
+    assert launcher.ended() == 0, cloud.told()
+    assert "the API refuses the notice of preemption" in launcher.said()
+    cloud.assert_nothing_is_left()

@@ -1,0 +1,81 @@
+"""A run in float16 finds its loss scale, ends finite, and comes back with the scale it had."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxres.checkpoint import manifest
+from jaxres.faults import Exit
+from jaxres.rundir import RunDir
+from tests.promises.trainer import FAULTY, Place, assert_bit_exact, history, line
+
+STEPS = 60
+WORDS = (
+    "model.target=tests.promises.bad_models:in_float16",
+    f"train.steps={STEPS}",
+    "train.loss_scale.when=always",
+    "train.loss_scale.first=16777216",
+    "train.loss_scale.grow_every_steps=13",
+    "evaluation.every_steps=0",
+)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+    place = Place(tmp_path_factory.mktemp("float16"), caches)
+    return place.finish("unbroken", *WORDS, config=FAULTY).run_dir
+
+
+def newest(run_dir: RunDir) -> dict[str, Any]:
+    commit = line(run_dir).committed[-1]
+    return manifest.read_arrays((run_dir.root / commit.path).absolute(), commit)
+
+
+def assert_found(run_dir: RunDir) -> None:
+    """The scale was halved more often in a row than skips are borne, and grew, and overflowed."""
+    rows = history(run_dir)
+    scales = [row["loss_scale"] for row in rows]
+    first = [row["skipped"] for row in rows].index(False)
+    assert first > 5, "skips in a row that guards.max_skips_in_a_row does not bear"
+    assert scales[: first + 1] == [2.0 ** (24 - n) for n in range(first + 1)]
+    assert scales[first] < max(scales[first:]), "it has grown"
+    assert any(row["skipped"] for row in rows[first:]), "and was too large again"
+    assert all(np.isfinite(row["loss"]) for row in rows)
+
+
+def test_the_scale_is_found_and_training_ends_finite(unbroken: RunDir) -> None:
+    assert_found(unbroken)
+    arrays = newest(unbroken)
+    assert all(np.isfinite(array).all() for array in arrays.values())
+    assert arrays["loss_scale/factor"] == history(unbroken)[-1]["loss_scale"]
+
+
+def test_a_run_that_is_killed_goes_on_with_the_scale_it_had(place: Place, unbroken: RunDir) -> None:
+    trainer = place.start("run", *WORDS, config=FAULTY, env={"PACE": "0.0005"})
+    trainer.wait_commit(20)
+    trainer.kill()
+    assert trainer.ended() == -signal.SIGKILL
+    arrays = newest(trainer.run_dir)
+    assert line(trainer.run_dir).step < STEPS
+    assert arrays["loss_scale/factor"] < 2**24
+    assert arrays["loss_scale/good_steps"] > 0, "in the middle of a row of good steps"
+    place.finish("run", *WORDS, config=FAULTY)
+    assert_bit_exact(trainer.run_dir, unbroken)
+
+
+def test_two_hosts_halve_alike(place: Place) -> None:
+    trainer = place.launch("pair", *WORDS, hosts=2, config=FAULTY)
+    assert trainer.ended() == Exit.DONE, trainer.said()
+    assert_found(trainer.run_dir)
+    told = [
+        {event["step"]: event["overflowed_scale"] for event in trainer.told("UpdateSkipped", host)}
+        for host in range(2)
+    ]
+    assert told[0] == told[1]
+    assert all(told[0].values())
+    assert "the gradient overflows under loss scale" in trainer.said()

@@ -1,0 +1,107 @@
+"""Promises of the startup script: it is sound shell, and hands on every word as it stands."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxres.config.gce import ContainerRuntime, PythonRuntime
+from jaxres.launch import startup
+from jaxres.place import BucketPath
+from tests.unit.launch.gce_config import config
+
+AWKWARD = {
+    "PLAIN": "1",
+    "SPACES": "  two  words ",
+    "QUOTES": """it's "so" """,
+    "DOLLARS": "$HOME ${HOME} $(id) $$",
+    "TICKS": "`id` \\ \\\\ \\n !",
+    "LINES": "first\nAGENT\nsecond",
+    "MARKS": "@COMMAND@ @RUN@ @PREPARE@ @EXPORTS@",
+    "SIGNS": "a;b&c|d>e<f*g?h[i]~#%é",
+    "EMPTY": "",
+}
+RUN = BucketPath("bkt", "runs/it's $(touch owned) `so`; a")
+RUNTIMES = {
+    "bare": PythonRuntime(python="/opt/my python/bin/python3"),
+    "packages": PythonRuntime(packages=("jax[cuda13]==0.10.2", "a b;c", "c'd")),
+    "container": ContainerRuntime(image="gcr.io/p/i@sha256:0", flags=("--gpus=all", "-e=A=$B `c`")),
+}
+
+
+def rendered(runtime: Any, *, run: BucketPath = RUN, **gce: Any) -> str:
+    section = config(runtime=runtime, **gce).launch.gce
+    assert section is not None
+    return startup.script(section, run, run / "launch/code/0.tar.gz", 64 * "0")
+
+
+@pytest.mark.parametrize("kind", RUNTIMES)
+def test_the_script_is_sound_shell(kind: str, tmp_path: Path) -> None:
+    script = tmp_path / "startup.sh"
+    script.write_text(rendered(RUNTIMES[kind].model_dump(mode="json"), env=AWKWARD))
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
+    found = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def agent_of(script: str, home: Path) -> Path:
+    """Runs the part of the script that writes the agent's own; returns that."""
+    head, _, rest = script.partition("name=$(ask instance/name)\n")
+    _, _, writes = rest.partition('mkdir -p "$base/package/work"\n')
+    body = writes.partition('-C "$base/package"\n')[2].partition('chmod +x "$base/agent"\n')[0]
+    words = f'{head}name=jx-0000\nmkdir -p "$base/package/work"\n{body}chmod +x "$base/agent"\n'
+    env = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
+    subprocess.run(["bash", "-c", words], check=True, timeout=10, env=env)
+    return home / ".jaxres-vm" / "agent"
+
+
+def told(tmp_path: Path, kind: str) -> list[str]:
+    """Returns the words and environment that the agent's interpreter is started with."""
+    home = tmp_path / "a home"
+    home.mkdir()
+    show = tmp_path / "bin" / "docker"
+    show.parent.mkdir()
+    show.write_text('#!/bin/bash\nprintf "%s\\0" "$PWD" "$@"\nenv -0\n')
+    show.chmod(0o755)
+    fields = RUNTIMES[kind].model_dump(mode="json")
+    agent = agent_of(
+        rendered(fields | ({"python": str(show)} if kind == "bare" else {}), env=AWKWARD), home
+    )
+    env = {"PATH": f"{show.parent}:/usr/bin:/bin"}
+    found = subprocess.run([agent], check=True, capture_output=True, timeout=10, env=env)
+    assert not list(tmp_path.rglob("owned")), "a word of the config was run"
+    return found.stdout.decode().split("\0")
+
+
+@pytest.mark.parametrize("kind", ["bare", "container"])
+def test_awkward_words_reach_the_training_as_they_stand(kind: str, tmp_path: Path) -> None:
+    words = told(tmp_path, kind)
+    env = dict(word.split("=", 1) for word in words if "=" in word)
+    assert {name: env[name] for name in AWKWARD} == AWKWARD
+    base = f"{tmp_path}/a home/.jaxres-vm"
+    assert words[0] == f"{base}/package/work"
+    assert env["PYTHONPATH"] == f"{base}/package/code:{base}/package/work"
+    at = words.index("jaxres.launch")
+    assert words[at : at + 8] == [
+        *("jaxres.launch", "agent", "--run", str(RUN), "--name", "jx-0000", "--folder", base)
+    ]
+    if kind == "container":
+        assert "-e=A=$B `c`" in words
+        assert words[words.index("-v") + 1] == f"{base}:{base}"
+        assert {w for n, w in itertools.pairwise(words) if n == "-e"} >= set(AWKWARD)
+
+
+def test_equal_configs_give_equal_scripts() -> None:
+    script = rendered(RUNTIMES["bare"].model_dump(mode="json"), env=AWKWARD)
+    again = dict(reversed(AWKWARD.items()))
+    assert rendered(RUNTIMES["bare"].model_dump(mode="json"), env=again) == script
+
+
+@pytest.mark.parametrize("name", ["A B", "A=B", "1A", "A;B", "$A", "", "A\n", "É"])
+def test_a_name_that_is_none_of_a_variable_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="env"):
+        config(env={name: "1"})

@@ -1,0 +1,146 @@
+"""The loss scale: found by halving, and exact where nothing overflows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxres import loss_scale as scaling
+from jaxres import mesh as meshes
+from jaxres import models, optim, state, step
+from jaxres.config.loss_scale import LEAST, MOST, LossScaleSection, most_back_offs
+from jaxres.config.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres.config.schema import CustomModel, MeshSection, MlpModel
+from tests.unit.test_step import SPIKES, B, T, V, batch, equal
+
+SECTION = LossScaleSection(first=2.0**16, grow_every_steps=4)
+SMALL = MlpModel(kind="mlp", num_layers=1, d_model=16)
+
+
+def after(scale: Any, *, loss: float = 1.0, norm: float = 1.0) -> Any:
+    return scaling.after(
+        scale, loss=jnp.float32(loss), grad_norm=jnp.float32(norm), section=SECTION
+    )
+
+
+def numbers(scale: Any) -> tuple[float, int]:
+    return float(scale["factor"]), int(scale["good_steps"])
+
+
+def at(factor: float, good_steps: int = 0) -> Any:
+    return {"factor": jnp.float32(factor), "good_steps": jnp.int32(good_steps)}
+
+
+def test_an_overflow_halves_the_scale_and_good_steps_in_a_row_double_it() -> None:
+    assert numbers(after(at(1024, 2))) == (1024, 3)
+    assert numbers(after(at(1024, 3))) == (2048, 0)
+    for norm in (np.inf, np.nan):
+        assert numbers(after(at(1024, 3), norm=norm)) == (512, 0)
+    assert numbers(after(at(LEAST, 3), norm=np.inf)) == (LEAST, 0)
+    assert numbers(after(at(MOST, 3))) == (MOST, 0)
+
+
+def test_a_loss_that_is_not_finite_tells_nothing_about_the_scale() -> None:
+    for loss in (np.inf, np.nan):
+        assert numbers(after(at(1024, 3), loss=loss, norm=np.nan)) == (1024, 3)
+
+
+def test_the_scale_is_never_halved_more_often_than_is_said() -> None:
+    scale, halved, worst = at(MOST, 3), 0, [1, 0]
+    for number in range(1, 200):
+        before = numbers(scale)[0]
+        scale = after(scale, norm=np.inf if worst[number % 2] or before > 2**20 else 1.0)
+        halved += numbers(scale)[0] < before
+        assert halved <= most_back_offs(SECTION, steps=number)
+    assert halved >= 24
+    assert most_back_offs(None, steps=1000) == 0
+
+
+def parts(
+    scale: LossScaleSection | None,
+    *,
+    microbatches: int = 1,
+    devices: int = 1,
+    config: MlpModel | CustomModel = SMALL,
+) -> tuple[Any, Any]:
+    """Returns the first state and the compiled step."""
+    mesh = meshes.build(MeshSection(), devices=jax.devices()[:devices])
+    model = models.build(
+        config, vocab_size=V, seq_len=T, platform="cpu", keep_rows=meshes.keep_rows(mesh)
+    )
+    tx = optim.build(AdamwOptimizer(), decay_mask=optim.matrices(model.axes))
+    function = step.make_train_step(
+        model,
+        tx,
+        optim.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10),
+        clip_norm=1.0,
+        microbatches=microbatches,
+        spikes=SPIKES,
+        loss_scale=scale,
+        replicate=meshes.replicate(mesh),
+    )
+    return state.init(model, tx, seed=0, loss_scale=scale), jax.jit(function)
+
+
+def measured(begin: Any, values: Any) -> step.Measured:
+    return step.Form.of(begin, num_rows=B).read(np.asarray(values))[0]
+
+
+@pytest.mark.parametrize(("microbatches", "devices"), [(1, 1), (2, 8)])
+def test_what_is_scaled_and_divided_again_is_the_same_bit_for_bit(
+    microbatches: int, devices: int
+) -> None:
+    """One program, whose input the factor is."""
+    begin, function = parts(SECTION, microbatches=microbatches, devices=devices)
+    one, other = (dataclasses.replace(begin, loss_scale=at(factor)) for factor in (1, 2**16))
+    plain, plainly = parts(None, microbatches=microbatches, devices=devices)
+    for index in range(3):
+        (one, here), (other, there) = (function(now, batch(index)) for now in (one, other))
+        here, there = measured(one, here), measured(other, there)
+        assert (here.loss_scale, there.loss_scale) == (1, 2**16)
+        assert here.grad_norm == there.grad_norm
+        assert dataclasses.replace(here, loss_scale=2.0**16) == there
+        assert equal((one.params, one.opt, one.norms), (other.params, other.opt, other.norms))
+        plain, values = plainly(plain, batch(index))
+        # Another program, so other sums.
+        assert here.grad_norm == pytest.approx(measured(plain, values).grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize(("microbatches", "devices"), [(1, 1), (2, 8)])
+def test_an_overflow_of_float16_is_masked_and_halves_the_scale_until_none_is(
+    microbatches: int, devices: int
+) -> None:
+    first = SECTION.model_copy(update={"first": MOST})
+    config = CustomModel(kind="custom", target="tests.promises.bad_models:in_float16")
+    begin, function = parts(first, microbatches=microbatches, devices=devices, config=config)
+    factors, now = [], begin
+    for index in range(24):
+        now, values = function(now, batch(index))
+        seen = measured(now, values)
+        factors.append(seen.loss_scale)
+        if seen.applied:
+            break
+        assert seen.backs_off
+        assert np.isfinite(seen.loss)
+        assert equal((now.params, now.opt), (begin.params, begin.opt))
+        assert float(now.loss_scale["factor"]) == seen.loss_scale / 2
+    assert factors == [MOST / 2**index for index in range(len(factors))]
+    assert 3 < len(factors) < 24
+    assert np.isfinite(seen.grad_norm)
+
+
+def test_gradients_below_float16s_range_are_kept() -> None:
+    def loss_sum(w: Any, rows: Any) -> Any:
+        total = jnp.sum((w * rows).astype(jnp.float16).astype(jnp.float32) * 1e-8)
+        return total, (jnp.float32(1000), None)
+
+    rows = jnp.ones(3)
+    _, plain = jax.value_and_grad(loss_sum, has_aux=True)(jnp.ones(3), rows)
+    _, kept = scaling.value_and_grad(loss_sum, jnp.float32(2.0**24))(jnp.ones(3), rows)
+    assert not plain.any(), "it is below what float16 has"
+    np.testing.assert_allclose(kept, 1e-8, rtol=2e-3)  # float16 has 11 bits.
