@@ -38,7 +38,8 @@ class RunSection(Section):
 class TextSource(Section):
     kind: Literal["text"] = "text"
     path: str
-    """Folder, file or glob of text files; `{stdlib}` stands for Python's standard library."""
+    """Folder, file or glob of text files; `{stdlib}` stands for Python's standard library. Also
+    gs://BUCKET/FOLDER, or one object: copied to data.cache_dir first."""
     include: tuple[str, ...] = ("**/*",)
     """Patterns below a folder, as in pathlib's glob."""
     exclude: tuple[str, ...] = ()
@@ -47,8 +48,9 @@ class TextSource(Section):
 
 class TokensSource(Section):
     kind: Literal["tokens"] = "tokens"
-    path: Path
-    """Folder with tokens.bin, offsets.npy and meta.json (docs/data.md has the format)."""
+    path: Folder
+    """Folder with tokens.bin, offsets.npy and meta.json (docs/data.md has the format). Also
+    gs://BUCKET/FOLDER: copied to data.cache_dir first."""
 
 
 class CustomSource(Section):
@@ -77,7 +79,7 @@ class DataSection(Section):
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Share of the corpus, at its end, that training never touches and evaluation reads."""
     cache_dir: Path = free(Path("~/.cache/jaxres"))
-    """Folder of tokenised corpora; `~` is the home folder."""
+    """Folder of tokenised corpora, and of copies from a bucket; `~` is the home folder."""
     prefetch_batches: PositiveInt = free(8)
     """Batches read ahead in the background; refilled when half of them are used."""
     timeout_seconds: PositiveFloat = free(300.0)
