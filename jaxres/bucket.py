@@ -293,34 +293,3 @@ def _range(path: BucketPath, there: Stat, start: int) -> bytes:
         raise ConfigError(
             f"{path}: changed while it was read. Start again when it is at rest."
         ) from error
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where a bucket is."""
-
-    name: str
-    """Such as us-central1, in small letters."""
-    kind: str
-    """region, dual-region or multi-region."""
-
-
-def location(path: BucketPath) -> Location | None:
-    """Returns where a bucket is; None: this account may not see that.
-
-    Raises:
-      ConfigError: there is no such bucket.
-    """
-    from google.api_core.exceptions import NotFound
-
-    def ask() -> Location:
-        found: Any = gcs.client().bucket(path.bucket)
-        found.reload(timeout=gcs.TIMEOUT_SECONDS, retry=None)
-        return Location(str(found.location or "").lower(), str(found.location_type or "region"))
-
-    try:
-        return gcs.tried(path, ask)
-    except NotFound as error:
-        raise gcs.typed(error, path) from error
-    except gcs.Denied:
-        return None
