@@ -24,7 +24,7 @@ WALL_CLOCK_MAY = {
     "jaxres/status.py:look": "ages, for people",
     "jaxres/launch/gce.py:say": "stamps a line, for people",
     "jaxres/launch/gce.py:_ship": "the beginning of a job that outlives machines: hours and money",
-    "jaxres/launch/leader.py:Leader._look": "the same: a successor counts on; the lease does not",
+    "jaxres/launch/leader.py:Leader._wall": "the same: a successor counts on; the lease does not",
     "jaxres/launch/standing.py:show": "hours and money so far, for people",
     "jaxres/alerts/notify.py:Outlet.take": "stamps an incident",
     "jaxres/alerts/notify.py:Outlet._put_down": "stamps a line",

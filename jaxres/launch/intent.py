@@ -113,6 +113,8 @@ class Intent:
     cooling: tuple[Cooling, ...] = ()
     refill_since: float | None = None
     """Since when lost VMs are being replaced where the others are; seconds since the epoch."""
+    unready: int = 0
+    """How often VMs were lost since the last attempt began, before another could."""
     attempt: int = 0
     members: tuple[Member, ...] = ()
     """Hosts of the attempt that is on; empty: none is."""

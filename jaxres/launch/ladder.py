@@ -99,8 +99,8 @@ def cooled(
         "quota": QUOTA_COOL_SECONDS * spread,
         "rate_limit": RATE_COOL_SECONDS * spread,
         "wrong_zone": NEVER,
-        "preempted": 0.0,
-        "exists": 0.0,
+        "preempted": PASSING_COOL_SECONDS * min(times - 1, 8),
+        "exists": PASSING_COOL_SECONDS * min(times - 1, 8),
         "passing": PASSING_COOL_SECONDS * min(times, 8) * spread,
         "refused": NEVER,
     }[trouble]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxres import bucket, runlog
-from jaxres.clock import Clock
+from jaxres.clock import Clock, boot_seconds
 from jaxres.config import RunConfig
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.launch import reconcile, startup
@@ -70,6 +70,8 @@ class Leader:
     """When, or when it began to lead."""
     _not_before: float = 0.0
     """Earliest next try of a creation that was not answered."""
+    _began: float | None = None
+    """The wall clock when this machine was started, as it was told once."""
     _silences: set[str] = field(default_factory=set)
     """Who does not answer, as a person was told."""
 
@@ -169,13 +171,22 @@ class Leader:
             self._sight.listed(None, wanted, now=now)
             self._hear("the Compute API", False, str(error))
         return self._sight.seen(
-            wall=self.clock.wall(),
+            wall=self._wall(),
             creation=creation,
             unasked_seconds=self.clock.monotonic() - self._asked_at,
             not_found=not_found,
             stop_asked=stop,
             down_asked=down,
         )
+
+    def _wall(self) -> float:
+        """Returns the seconds since the epoch as they go on from this leader's beginning.
+
+        A clock that jumps meanwhile moves nothing; a machine that sleeps is billed for.
+        """
+        if self._began is None:
+            self._began = self.clock.wall() - boot_seconds()
+        return self._began + boot_seconds()
 
     def _read_log(self) -> None:
         folder = RunDir(self.places.run).log

@@ -24,15 +24,26 @@ FREED_SECONDS = 120.0
 """Longest wait for doomed VMs to give back their quota before others are asked for."""
 
 
-def place(intent: Intent, seen: Seen, gce: GceSection) -> Next:
-    """Returns what follows while no attempt is on."""
+def place(intent: Intent, seen: Seen, gce: GceSection, *, most_unready: int) -> Next:
+    """Returns what follows while no attempt is on.
+
+    Args:
+      intent: what is meant to be.
+      seen: what is.
+      gce: which VMs.
+      most_unready: how often VMs may be lost before they have trained.
+    """
     if not intent.vms:
         return _find_place(intent, seen, gce)
     if intent.creation is not None:
         return _await_creation(intent, intent.creation, seen, gce)
     lost = losses(intent.vms, seen, gce, notices=True)
     if lost:
-        return replaced(intent, lost, seen)
+        if intent.unready + 1 >= most_unready:
+            words = f"{intent.unready + 1} times VMs were lost before they could train, the last: "
+            words += ", ".join(f"{name}: {why}" for name, why in lost.items())
+            return Next(replace(intent, end=End(Exit.NO_PROGRESS, words, seen.now)))
+        return replaced(replace(intent, unready=intent.unready + 1), lost, seen)
     if missing := [vm for vm in intent.vms if not vm.made]:
         return _refill(intent, missing, seen, gce)
     return _start(intent, seen, gce)
@@ -171,6 +182,7 @@ def _start(intent: Intent, seen: Seen, gce: GceSection) -> Next:
         step_before=seen.log.step,
         seq_before=seen.log.seq,
         refill_since=None,
+        unready=0,
     )
     return Next(new, (f"attempt {number} on {', '.join(m.name for m in new.members)}",))
 

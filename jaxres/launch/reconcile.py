@@ -33,7 +33,10 @@ def decide(intent: Intent, seen: Seen, config: RunConfig) -> Next:
     if intent.end is not None and (intent.phase == "placing" or _is_late(intent, seen, config)):
         return _end(intent, seen)
     if intent.phase == "placing":
-        return placing.place(intent, seen, gce)
+        most = config.restart.max_preemptions_without_commit
+        if not any(vm.name in seen.reports for vm in intent.vms):
+            most = config.restart.max_attempts_without_commit  # Not one of them has ever come up.
+        return placing.place(intent, seen, gce, most_unready=most)
     return running.run(intent, seen, config)
 
 

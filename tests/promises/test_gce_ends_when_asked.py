@@ -70,3 +70,13 @@ def test_a_queue_is_asked_for_vms_one_by_one(cloud: Cloud, calm_pair: RunDir) ->
     assert cloud.gce.calls().calls["instances.insert"] == 2
     assert_bit_exact(cloud.run_dir, calm_pair)
     cloud.assert_nothing_is_left()
+
+
+def test_vms_that_never_come_up_end_the_job_typed(cloud: Cloud) -> None:
+    config = cloud.config(runtime={"kind": "python", "python": "/nowhere"}, ready_minutes=0.05)
+    launcher = cloud.up(config, "restart.max_attempts_without_commit=2")
+    assert launcher.ended() == Exit.NO_PROGRESS, cloud.told()
+    said = launcher.said()
+    assert "2 times VMs were lost before they could train" in said
+    assert "its agent was not heard of within 0.05 minutes" in said
+    cloud.assert_nothing_is_left()
