@@ -49,6 +49,8 @@ class Leader:
     clock: Clock
     tell: Callable[[str], None]
     """Tells a person."""
+    boot: Callable[[], float] = boot_seconds
+    """Seconds that go on while the machine sleeps."""
     _sight: Sight = field(default_factory=Sight)
     _records: list[runlog.Record] = field(default_factory=list)
     _log: Log = field(default_factory=Log)
@@ -185,8 +187,8 @@ class Leader:
         A clock that jumps meanwhile moves nothing; a machine that sleeps is billed for.
         """
         if self._began is None:
-            self._began = self.clock.wall() - boot_seconds()
-        return self._began + boot_seconds()
+            self._began = self.clock.wall() - self.boot()
+        return self._began + self.boot()
 
     def _read_log(self) -> None:
         folder = RunDir(self.places.run).log
