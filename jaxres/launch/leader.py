@@ -62,6 +62,8 @@ class Leader:
     _waited: float = 0.0
     """For the bucket, since what the agents say was looked at last."""
     _deleted_at: dict[str, float] = field(default_factory=dict)
+    _strangers: set[str] = field(default_factory=set)
+    """VMs that nobody wants, as a person was told."""
     _stopped_attempt: int = 0
     _pause: float = CYCLE_SECONDS / 2
     _asked: Creation | None = None
@@ -262,7 +264,8 @@ class Leader:
             if not self._may():
                 return
             self._deleted_at[vm.name] = now
-            if asked_at is None and vm.name not in doomed:
+            if vm.name not in doomed and vm.name not in self._strangers:
+                self._strangers.add(vm.name)
                 self.tell(
                     f"{vm.name}: no launcher wants it (one that was overtaken made it); deleted"
                 )
