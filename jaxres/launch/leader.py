@@ -49,8 +49,8 @@ class Leader:
     clock: Clock
     tell: Callable[[str], None]
     """Tells a person."""
-    boot: Callable[[], float] = boot_seconds
-    """Seconds that go on while the machine sleeps."""
+    awake_or_not: Callable[[], float] = boot_seconds
+    """Seconds that go on while the machine sleeps: VMs cost money then, too."""
     _sight: Sight = field(default_factory=Sight)
     _records: list[runlog.Record] = field(default_factory=list)
     _log: Log = field(default_factory=Log)
@@ -189,8 +189,8 @@ class Leader:
         A clock that jumps meanwhile moves nothing; a machine that sleeps is billed for.
         """
         if self._began is None:
-            self._began = self.clock.wall() - self.boot()
-        return self._began + self.boot()
+            self._began = self.clock.wall() - self.awake_or_not()
+        return self._began + self.awake_or_not()
 
     def _read_log(self) -> None:
         folder = RunDir(self.places.run).log

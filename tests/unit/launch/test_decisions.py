@@ -183,9 +183,7 @@ def test_a_404_is_no_end_of_a_vm_that_is_on_its_way(creation: Any, unasked: floa
     assert {vm.name for vm in to_delete(found, sight)} == set(NAMES)
 
 
-def test_a_creation_that_the_service_knows_nothing_of_is_over_after_a_while() -> (
-    None
-):
+def test_a_creation_that_the_service_knows_nothing_of_is_over_after_a_while() -> None:
     sight = seen(vms={}, reports={}, unasked_seconds=LOST_REQUEST_SECONDS + 1)
     found = decided(ENDING, sight)
     assert found.creation is None

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxres import bucket
+from jaxres import bucket, gcs
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.launch.intent import Intent, Record
 from jaxres.launch.lease import PATIENCE, Lease
@@ -32,7 +32,7 @@ class Hands:
 
 @pytest.fixture
 def path(gcs_bucket: str, monkeypatch: pytest.MonkeyPatch) -> BucketPath:
-    monkeypatch.setattr(bucket, "PAUSE_SECONDS", (0.001, 0.004))
+    monkeypatch.setattr(gcs, "PAUSE_SECONDS", (0.001, 0.004))
     return BucketPath(gcs_bucket, "run/launch/lease.json")
 
 
@@ -114,7 +114,7 @@ def test_a_renewal_whose_every_answer_was_lost_is_found_by_the_next(
     assert lease.acquire()
     hands.now += TERM / 2
     with monkeypatch.context() as patch:
-        patch.setattr(bucket, "LIMIT_SECONDS", 0.02)
+        patch.setattr(gcs, "LIMIT_SECONDS", 0.02)
         fault = gcs_server.fail("503 after", method="POST", times=None)
         with pytest.raises(StorageUnavailable):
             lease.renew()
@@ -207,7 +207,7 @@ def test_a_write_of_the_intent_whose_answers_were_lost_is_no_other_launchers(
     record = Record(path.with_name("intent.json"))
     intent = record.write(Intent("jx-run", "c", "d"), epoch=1)
     with monkeypatch.context() as patch:
-        patch.setattr(bucket, "LIMIT_SECONDS", 0.02)
+        patch.setattr(gcs, "LIMIT_SECONDS", 0.02)
         fault = gcs_server.fail("503 after", method="POST", times=None)
         with pytest.raises(StorageUnavailable):
             record.write(replace(intent, why="first"), epoch=1)

@@ -40,11 +40,11 @@ def test_the_plan_shows_the_very_request_without_its_script() -> None:
         "      jaxres-run: jx-first-",
         "      provisioning_model: SPOT",
         "      instance_termination_action: DELETE",
-        "      preemptible: True",
+        "      preemptible: true",
         "seconds: 604800",
         "seconds: 120",
-        "jaxres-run: gs://bkt/runs/first",
-        "source_image': 'projects/debian-cloud/global/images/family/debian-12",
+        "value: gs://bkt/runs/first",
+        "source_image: projects/debian-cloud/global/images/family/debian-12",
         "limits: max_hours=None, max_dollars=10.0",
     ):
         assert words in text, f"{words}\n{text}"

@@ -113,8 +113,8 @@ def lead(world: World, config: RunConfig, tell: Callable[[str], None]) -> None:
         intent = fresh(places.label, "code", "config", now=world.wall(), after=None)
     record.write(intent, epoch=lease.epoch)
     service = Service(world)
-    words = (places, config, service, lease, record, world, tell, world.monotonic)
-    Leader(*words).lead()  # pyright: ignore[reportArgumentType]
+    words = (places, config, service, lease, record, world, tell)
+    Leader(*words, awake_or_not=world.monotonic).lead()  # pyright: ignore[reportArgumentType]
 
 
 def leads(world: World, config: RunConfig, watch: Watch, until: float) -> None:
