@@ -28,6 +28,8 @@ from jaxres.rundir import RunDir
 CYCLE_SECONDS = 1.0
 LIST_SECONDS = 5.0
 """Between two lists of the service while an attempt is on; all other times every cycle asks."""
+MOST_ASKED_FOR = 50
+"""VMs that one look asks for by name; the lease waits for it."""
 AGAIN_SECONDS = 10.0
 """Until a VM that is still there is asked to end again."""
 LONGEST_PAUSE_SECONDS = 30.0
@@ -223,7 +225,7 @@ class Leader:
         vms = self._vms
         if vms is None:
             return frozenset()
-        absent = [vm for vm in intent.doomed if vm.name not in vms]
+        absent = [vm for vm in intent.doomed if vm.name not in vms][:MOST_ASKED_FOR]
         return frozenset(vm.name for vm in absent if not self.compute.exists(vm.name, vm.zone))
 
     # Acting.

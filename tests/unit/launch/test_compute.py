@@ -147,3 +147,13 @@ def test_a_queue_takes_vms_one_by_one_and_each_request_once(gce: GceEmulator) ->
     assert found is not None
     assert isinstance(first, str)
     assert set(found.split(",")) == set(first.split(","))
+
+
+def test_sixty_four_vms_are_one_call(gce: GceEmulator) -> None:
+    service = Service(gce, num_hosts=64)
+    gce.quota("us-central1", "PREEMPTIBLE_NVIDIA_A100_GPUS", 64)
+    names = tuple(f"jx-{n:04d}" for n in range(64))
+    asked = Creation(names, str(uuid.uuid4()))
+    assert service.outcome(service.create(asked)) is True
+    assert set(service.compute.list("jx")) == set(names)
+    assert gce.calls().calls["instances.bulkInsert"] == 1
