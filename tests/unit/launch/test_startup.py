@@ -55,7 +55,7 @@ def agent_of(script: str, home: Path) -> Path:
     body = writes.partition('-C "$base/package"\n')[2].partition('chmod +x "$base/agent"\n')[0]
     words = f'{head}name=jx-0000\nmkdir -p "$base/package/work"\n{body}chmod +x "$base/agent"\n'
     env = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
-    subprocess.run(["bash", "-c", words], check=True, timeout=10, env=env)
+    subprocess.run(["bash", "-c", words], check=True, timeout=10, env=env, cwd=home)
     return home / ".jaxres-vm" / "agent"
 
 
