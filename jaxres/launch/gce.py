@@ -23,6 +23,8 @@ from jaxres.launch.leader import Leader
 from jaxres.launch.lease import Lease
 from jaxres.launch.places import Places
 from jaxres.place import BucketPath, Place, place
+from jaxres.rundir import RunDir
+from jaxres.supervise import opening
 from jaxres.supervise.recorded import resolve, target_of
 
 if TYPE_CHECKING:
@@ -161,6 +163,8 @@ def _up(target: Place, overrides: Sequence[str], *, env: Mapping[str, str], wait
     record = Record(places.intent)
     intent = record.read()
     if intent is None or intent.phase == "ended":  # Else it is too late for questions.
+        if opening.is_done(RunDir(run), config):
+            return Exit.DONE
         for words in preflight.check(_gce(config), compute, run):
             say(words)
         shipping.pack(_gce(config).package)  # Refused now rather than under the lease.

@@ -28,6 +28,8 @@ from jaxres.rundir import RunDir
 CYCLE_SECONDS = 1.0
 LIST_SECONDS = 5.0
 """Between two lists of the service while an attempt is on; all other times every cycle asks."""
+MOST_ASKED_FOR = 50
+"""VMs that one look asks for by name; the lease waits for it."""
 AGAIN_SECONDS = 10.0
 """Until a VM that is still there is asked to end again."""
 LONGEST_PAUSE_SECONDS = 30.0
@@ -62,6 +64,8 @@ class Leader:
     _waited: float = 0.0
     """For the bucket, since what the agents say was looked at last."""
     _deleted_at: dict[str, float] = field(default_factory=dict)
+    _strangers: set[str] = field(default_factory=set)
+    """VMs that nobody wants, as a person was told."""
     _stopped_attempt: int = 0
     _pause: float = CYCLE_SECONDS / 2
     _asked: Creation | None = None
@@ -221,7 +225,7 @@ class Leader:
         vms = self._vms
         if vms is None:
             return frozenset()
-        absent = [vm for vm in intent.doomed if vm.name not in vms]
+        absent = [vm for vm in intent.doomed if vm.name not in vms][:MOST_ASKED_FOR]
         return frozenset(vm.name for vm in absent if not self.compute.exists(vm.name, vm.zone))
 
     # Acting.
@@ -262,7 +266,8 @@ class Leader:
             if not self._may():
                 return
             self._deleted_at[vm.name] = now
-            if asked_at is None and vm.name not in doomed:
+            if vm.name not in doomed and vm.name not in self._strangers:
+                self._strangers.add(vm.name)
                 self.tell(
                     f"{vm.name}: no launcher wants it (one that was overtaken made it); deleted"
                 )

@@ -239,10 +239,13 @@ def test_a_wall_clock_set_back_or_forth_changes_nothing(
     holder = Lease(path, holder="a", seconds=TERM, now=hands)
     waiter = Lease(path, holder="b", seconds=TERM, now=others)
     assert holder.acquire()
+    assert not waiter.acquire()
     wall = time.time()
     for jump in (-1e9, 1e9, 0.0):
         monkeypatch.setattr(time, "time", lambda jump=jump: wall + jump)
         monkeypatch.setattr(time, "time_ns", lambda jump=jump: int((wall + jump) * 1e9))
+        assert holder.held(), f"lost by a jump of {jump:g} s"
+        assert not waiter.acquire(), f"taken by a jump of {jump:g} s"
         for _ in range(4):
             hands.now, others.now = hands.now + TERM / 2, others.now + TERM / 2
             holder.renew()

@@ -56,7 +56,7 @@ def agent_of(script: str, home: Path) -> Path:
     facts = "name=jx-0000\nnotice=120\n"
     words = f'{head}{facts}mkdir -p "$base/package/work"\n{body}chmod +x "$base/agent"\n'
     env = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
-    subprocess.run(["bash", "-c", words], check=True, timeout=10, env=env)
+    subprocess.run(["bash", "-c", words], check=True, timeout=10, env=env, cwd=home)
     return home / ".jaxres-vm" / "agent"
 
 

@@ -1,0 +1,179 @@
+"""What one leader of many VMs asks for, and how much memory it takes.
+
+    python tools/bench/launcher.py --vms 1000 --seconds 120
+
+Starts the emulated service with VMs that have no processes, an emulated bucket, and a real
+`launch gce up`. The agents' reports are written into the bucket by this program, every VM's anew
+every three seconds. Prints, from one run: how long it took until the first attempt began; while it
+was on, the calls of the Compute API and the requests to the bucket a minute, the leader's memory
+and its share of a core; and how long the end took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxres.launch.intent import Intent, unpacked
+from jaxres.launch.places import Places
+from jaxres.launch.report import Report
+from jaxres.place import BucketPath
+from tests.emulators.gce import GceEmulator
+from tests.emulators.gcs import GcsServer
+from tests.emulators.gcs.objects import Refused
+
+CONFIG = Path(__file__).parents[2] / "tests" / "promises" / "faulty.yaml"
+BEAT_SECONDS = 3.0
+BUCKET = "bucket"
+LIMIT_SECONDS = 600.0
+
+
+class Agents:
+    """Says what the agents of all VMs would say, until closed."""
+
+    def __init__(self, gce: GceEmulator, gcs: GcsServer, places: Places) -> None:
+        self.gce, self.gcs, self.places = gce, gcs, places
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Agents:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closed.set()
+        self._thread.join()
+
+    def intent(self) -> Intent | None:
+        """Returns what is meant to be."""
+        try:
+            found = self.gcs.objects.get(BUCKET, self.places.intent.key, {})
+        except Refused:
+            return None
+        return unpacked(found.data, self.places.intent)
+
+    def _run(self) -> None:
+        while not self._is_closed.wait(BEAT_SECONDS):
+            intent = self.intent()
+            if intent is None:
+                continue
+            is_on = intent.phase == "running"
+            said = Report("running" if is_on else "ready", "b", intent.attempt).words()
+            for name in [n for n, status in self.gce.vms().items() if status == "RUNNING"]:
+                key = self.places.report(name).key
+                self.gcs.objects.put(BUCKET, key, b"", {}, {"metadata": said})
+
+
+def main() -> None:
+    """Runs the benchmark and prints its figures."""
+    parser = argparse.ArgumentParser(prog="python tools/bench/launcher.py")
+    parser.add_argument("--vms", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    options = parser.parse_args()
+    run = BucketPath(BUCKET, "run")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        GcsServer(buckets=(BUCKET,)) as gcs,
+        GceEmulator(speed=10, is_simulated=True) as gce,
+        Agents(gce, gcs, Places(run)) as agents,
+    ):
+        gcs.objects.facts[BUCKET] = {"location": "US-CENTRAL1", "locationType": "region"}
+        gce.quota("us-central1", "PREEMPTIBLE_NVIDIA_A100_GPUS", 1e6)
+        for metric in ("CPUS", "INSTANCES", "PREEMPTIBLE_CPUS"):
+            gce.quota("us-central1", metric, 1e6)
+        config = _config(Path(folder), run, project=gce.project, vms=options.vms)
+        env = {**os.environ, **gcs.env, **gce.env}
+        began = time.monotonic()
+        output = Path(folder, "output.txt")
+        with output.open("wb") as file:
+            words = [sys.executable, "-m", "jaxres.launch", "gce", "up", str(config)]
+            leader = subprocess.Popen(words, env=env, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            _measure(leader, agents, gce, gcs, began=began, seconds=options.seconds)
+        except TimeoutError:
+            print(output.read_text())
+            raise
+        finally:
+            leader.kill()
+            leader.wait()
+
+
+def _measure(
+    leader: subprocess.Popen[bytes],
+    agents: Agents,
+    gce: GceEmulator,
+    gcs: GcsServer,
+    *,
+    began: float,
+    seconds: float,
+) -> None:
+    def phase_is(phase: str) -> bool:
+        intent = agents.intent()
+        return intent is not None and intent.phase == phase
+
+    _wait(lambda: phase_is("running"), leader)
+    print(f"until the first attempt began: {time.monotonic() - began:.1f} s")
+    time.sleep(10)
+    calls, requests = gce.calls().calls.total(), gcs.counts["A"] + gcs.counts["B"]
+    busy, start = _cpu_seconds(leader.pid), time.monotonic()
+    time.sleep(seconds)
+    minutes = (time.monotonic() - start) / 60
+    asked = gce.calls().calls.total() - calls
+    print(f"calls of the Compute API a minute while it was on: {asked / minutes:.0f}")
+    stored = gcs.counts["A"] + gcs.counts["B"] - requests
+    print(f"requests to the bucket a minute while it was on: {stored / minutes:.0f}")
+    print(f"memory of the leader at most: {_peak_mib(leader.pid):.0f} MiB")
+    print(f"share of a core: {(_cpu_seconds(leader.pid) - busy) / (60 * minutes):.2f}")
+    intent = agents.intent()
+    assert intent is not None
+    print(f"attempts: {intent.attempt}, VMs: {len(gce.vms())}")
+    asked, start = gce.calls().calls.total(), time.monotonic()
+    gcs.objects.put(BUCKET, agents.places.down.key, b"", {}, {})
+    _wait(lambda: phase_is("ended"), leader)
+    print(f"until no VM was left: {time.monotonic() - start:.1f} s", end="")
+    print(f" and {gce.calls().calls.total() - asked} calls")
+    print(f"most calls in any minute: {gce.calls().peak_per_minute}")
+
+
+def _config(folder: Path, run: BucketPath, *, project: str, vms: int) -> Path:
+    rung = {"kind": "spot", "machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"]}
+    section = {
+        "project": project,
+        "num_hosts": vms,
+        "ladder": [rung],
+        "image": "projects/debian-cloud/global/images/family/debian-12",
+    }
+    overrides = {"base": str(CONFIG), "run": {"dir": str(run)}, "launch": {"gce": section}}
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(overrides))
+    return path
+
+
+def _wait(what: Callable[[], bool], leader: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + LIMIT_SECONDS
+    while not what():
+        if time.monotonic() > until or leader.poll() is not None:
+            raise TimeoutError("the leader did not get there")
+        time.sleep(0.1)
+
+
+def _peak_mib(pid: int) -> float:
+    words = Path(f"/proc/{pid}/status").read_text()
+    return int(words.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main()
