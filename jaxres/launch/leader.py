@@ -31,7 +31,9 @@ LIST_SECONDS = 5.0
 MOST_ASKED_FOR = 50
 """VMs that one look asks for by name; the lease waits for it."""
 AGAIN_SECONDS = 10.0
-"""Until a VM that is still there is asked to end again."""
+"""Until a VM that is still there is asked to end again; one that ends, or is not listed, is given
+    longer."""
+ENDING_SECONDS = 90.0
 LONGEST_PAUSE_SECONDS = 30.0
 """Between two tries of a creation that the service does not answer."""
 TAKE_BACK_SECONDS = 300.0
@@ -261,17 +263,20 @@ class Leader:
         for vm in vms:
             now = self.clock.monotonic()
             asked_at = self._deleted_at.get(vm.name)
-            if asked_at is not None and now - asked_at < AGAIN_SECONDS:
+            listed = (self._vms or {}).get(vm.name)
+            ends = listed is None or listed.status in ("STOPPING", "PENDING_STOP")
+            again = ENDING_SECONDS if ends else AGAIN_SECONDS
+            if asked_at is not None and now - asked_at < again:
                 continue
             if not self._may():
                 return
-            self._deleted_at[vm.name] = now
             if vm.name not in doomed and vm.name not in self._strangers:
                 self._strangers.add(vm.name)
                 self.tell(
                     f"{vm.name}: no launcher wants it (one that was overtaken made it); deleted"
                 )
             self.compute.delete(vm.name, vm.zone)
+            self._deleted_at[vm.name] = now
 
     def _may(self) -> bool:
         """Whether the lease is held for certain, at this moment."""
