@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxres import gcs
-from jaxres.faults import StorageUnavailable
+from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.place import BucketPath
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ THREADS = 16
 NONCE = "jaxres-nonce"
 FIELDS = "items(name,size),prefixes,nextPageToken"
 FIELDS_WITH_WORDS = "items(name,generation,metadata),prefixes,nextPageToken"
+FIELDS_WITH_SUMS = "items(name,size,generation,crc32c),nextPageToken"
 READS_AT_ONE_GENERATION = 20
 T = TypeVar("T")
 
@@ -196,6 +197,17 @@ def objects(folder: BucketPath) -> dict[str, int]:
     return gcs.tried(folder, ask)
 
 
+def listing(folder: BucketPath) -> dict[str, Stat]:
+    """Returns relative path -> what the bucket says of every object below a folder, in order."""
+    prefix = f"{folder.key}/" if folder.key else ""
+
+    def ask() -> dict[str, Stat]:
+        pages = _listed(folder, prefix=prefix, fields=FIELDS_WITH_SUMS)
+        return {blob.name.removeprefix(prefix): _stat_of(blob) for blob in pages}
+
+    return {name: stat for name, stat in gcs.tried(folder, ask).items() if name}
+
+
 def exists(path: BucketPath) -> bool:
     """Says whether there is an object of this name, or a folder."""
 
@@ -237,10 +249,15 @@ def chunks(path: BucketPath) -> Iterator[bytes] | None:
       StorageUnavailable: they are not what the bucket's checksum says, which may pass.
     """
     there = stat(path)
-    return None if there is None else _chunks(path, there)
+    return None if there is None else chunks_of(path, there)
 
 
-def _chunks(path: BucketPath, there: Stat) -> Iterator[bytes]:
+def chunks_of(path: BucketPath, there: Stat) -> Iterator[bytes]:
+    """Yields the bytes of that generation of an object; raises as `chunks` does.
+
+    Raises:
+      ConfigError: another generation, or none, is there by now.
+    """
     import base64
 
     import google_crc32c
@@ -258,43 +275,21 @@ def _chunks(path: BucketPath, there: Stat) -> Iterator[bytes]:
 
 
 def _range(path: BucketPath, there: Stat, start: int) -> bytes:
-    return _blob(path).download_as_bytes(
-        start=start,
-        end=min(start + CHUNK_BYTES, there.size) - 1,
-        raw_download=True,
-        checksum=None,
-        if_generation_match=there.generation,
-        timeout=gcs.TIMEOUT_SECONDS,
-        retry=None,
-    )
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where a bucket is."""
-
-    name: str
-    """Such as us-central1, in small letters."""
-    kind: str
-    """region, dual-region or multi-region."""
-
-
-def location(path: BucketPath) -> Location | None:
-    """Returns where a bucket is; None: this account may not see that.
-
-    Raises:
-      ConfigError: there is no such bucket.
-    """
-    from google.api_core.exceptions import NotFound
-
-    def ask() -> Location:
-        found: Any = gcs.client().bucket(path.bucket)
-        found.reload(timeout=gcs.TIMEOUT_SECONDS, retry=None)
-        return Location(str(found.location or "").lower(), str(found.location_type or "region"))
+    from google.api_core.exceptions import NotFound, PreconditionFailed
 
     try:
-        return gcs.tried(path, ask)
-    except NotFound as error:
-        raise gcs.typed(error, path) from error
-    except gcs.Denied:
-        return None
+        return _blob(path).download_as_bytes(
+            start=start,
+            end=min(start + CHUNK_BYTES, there.size) - 1,
+            raw_download=True,
+            checksum=None,
+            if_generation_match=there.generation,
+            timeout=gcs.TIMEOUT_SECONDS,
+            retry=None,
+        )
+    except (NotFound, PreconditionFailed) as error:
+        if "bucket does not exist" in str(error):
+            raise
+        raise ConfigError(
+            f"{path}: changed while it was read. Start again when it is at rest."
+        ) from error

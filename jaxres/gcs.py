@@ -68,7 +68,7 @@ def _connected() -> Client:
         from requests.adapters import HTTPAdapter
     except ImportError as error:
         raise ConfigError(
-            f"run.dir={SCHEME}...: a package is missing ({error.name}). "
+            f"{SCHEME}...: a package is missing ({error.name}). "
             "Install it with: pip install 'jaxres[gcs]'"
         ) from error
     try:
@@ -133,13 +133,12 @@ def typed(error: Exception, path: BucketPath) -> Exception:
 
     if isinstance(error, NotFound) and "bucket does not exist" in str(error):
         return ConfigError(
-            f"{path}: there is no bucket {path.bucket}. Make it, or choose another place with "
-            "run.dir=..."
+            f"{path}: there is no bucket {path.bucket}. Make it, or choose another place."
         )
     if isinstance(error, Forbidden | Unauthorized):
         return Denied(
             f"{path}: can't be used ({_brief(error)}). Give this account the role Storage Object "
-            "User on the bucket, or choose another place with run.dir=..."
+            "User on the bucket (Viewer, to read only), or choose another place."
         )
     return error
 

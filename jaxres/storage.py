@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -345,6 +347,23 @@ def blocks(path: Place, *, size_bytes: int) -> Iterator[memoryview]:
 def _raise(error: OSError) -> None:
     """Makes os.walk tell of a folder that it can't list; by default it passes over it."""
     raise error
+
+
+def has_locks(folder: Place) -> bool:
+    """Says whether files in `folder` can be locked; some mounts, as NFS without its lock service,
+    refuse every lock.
+    """
+    if isinstance(folder, BucketPath):
+        return False
+    with typed_errors(folder), tempfile.TemporaryFile(dir=folder, prefix=".lock-") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                return False
+            raise
+    return True
 
 
 def free_bytes(folder: Place) -> int:

@@ -31,6 +31,7 @@ WALL_CLOCK_MAY = {
     "jaxres/alerts/notify.py:Outlet._deliver_next": "an hour over processes; a jump lets more out",
     "jaxres/supervise/notices.py:_upcoming": "how long until a time that the server tells",
     "jaxres/supervise/watchman.py:Watchman._dated": "the same: now, beside the awake clock",
+    "jaxres/data/staged.py:_delete_leftovers": "whether what a killed copy has left is a day old",
     "jaxres/executable.py:sources": "whether code is younger than the process that runs it",
     "jaxres/executable.py:keep": "which of the files is the oldest, to be removed",
     "jaxres/train/programs.py:_began": "when the process began, against the times of files",

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_stores
 
 from jaxres import storage
 from jaxres.checkpoint import manifest as manifests
@@ -68,6 +69,20 @@ def _new_step_class() -> type[epath.Path]:
             return self.name != "_CHECKPOINT_DELETION" and super().exists()
 
     return NewStep
+
+
+def allow_for_missing_locks(folder: Place) -> None:
+    """Has TensorStore lock by files of its own on a mount that refuses locks: else no save works.
+
+    Orbax has no setting for it (orbax-checkpoint 0.12.8, tensorstore_utils.get_ts_context). Nobody
+    else writes into a step directory of this attempt, so a lock that a killed process leaves there
+    is in nobody's way.
+    """
+    if isinstance(folder, BucketPath) or storage.has_locks(folder):
+        return
+    both: Any = orbax_stores._BASE_TS_CONTEXT, orbax_stores._DEFAULT_OCDBT_TS_CONTEXT
+    for settings in both:
+        settings["file_io_locking"] = {"mode": "lockfile"}
 
 
 def reading_context(*, host: int) -> ocp.Context:

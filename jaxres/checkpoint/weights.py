@@ -183,6 +183,7 @@ def open_source(
       StorageUnavailable: storage did not let them be read.
     """
     if isinstance(section, FromSafetensors):
+        assert isinstance(section.path, Path), "config/checks.py refuses buckets"
         return from_safetensors(section.path)
     run_dir = RunDir(section.path)
     commit = committed(run_dir, step=step)

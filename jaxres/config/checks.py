@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from jaxres.config.alerts import KINDS, PagerdutyTarget, variable
 from jaxres.config.gce import FlexStartRung, GceSection, Rung
+from jaxres.config.init_from import FromSafetensors
 from jaxres.config.problems import Problem, did_you_mean, show
 from jaxres.config.schema import (
     BytesTokenizer,
@@ -22,7 +23,7 @@ from jaxres.config.schema import (
     TextSource,
 )
 from jaxres.config.shapes import region_of, shape_of
-from jaxres.place import BucketPath
+from jaxres.place import SCHEME, BucketPath, place
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_STEP = 2**31 - 1
@@ -190,6 +191,15 @@ def _uses(config: RunConfig) -> Iterator[Problem]:
             )
     if isinstance(source, TextSource) and not source.path:
         yield Problem("data.source.path", "is empty; name a folder, file or glob")
+    if isinstance(source, TextSource) and source.path.startswith(SCHEME):
+        try:
+            place(source.path)
+        except ValueError as error:
+            yield Problem("data.source.path", f"{error}; data.source.include takes patterns")
+    start = config.init_from
+    if isinstance(start, FromSafetensors) and isinstance(start.path, BucketPath):
+        text = "must be on this machine; copy the folder here, or start from the run (kind: run)"
+        yield Problem("init_from.path", text)
     if isinstance(source, TextSource) and not source.include:
         yield Problem("data.source.include", "is empty, so no file is taken; leave it out for all")
     for key, part in (("data.source", source), ("model", model)):

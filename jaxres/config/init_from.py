@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from jaxres.config.section import Section
+from jaxres.config.section import Folder, Section
 
 
 class FromSeed(Section):
@@ -16,7 +15,7 @@ class FromSeed(Section):
 
 
 class FromWeights(Section):
-    path: Path
+    path: Folder
     """Where the parameters are."""
     allow_missing: tuple[str, ...] = ()
     """Patterns of arrays here (`params/head`, `params/blocks/*`) that may stay fresh."""
@@ -32,15 +31,15 @@ class FromWeights(Section):
 
 class FromRun(FromWeights):
     kind: Literal["run"] = "run"
-    path: Path
-    """Run directory whose parameters are taken."""
+    path: Folder
+    """Run directory whose parameters are taken; also gs://BUCKET/FOLDER."""
     at_step: PositiveInt | None = None
     """Committed step; null: the newest one at the first start."""
 
 
 class FromSafetensors(FromWeights):
     kind: Literal["safetensors"] = "safetensors"
-    path: Path
+    path: Folder
     """Folder with one safetensors file, or several and their index; or one file."""
 
 

@@ -13,14 +13,14 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from jaxres.config.alerts import AlertsSection
-from jaxres.config.gce import GceSection
 from jaxres.config.guards import GuardsSection
 from jaxres.config.init_from import FromSeed, InitFrom
 from jaxres.config.loss_scale import LossScaleSection
 from jaxres.config.optimizer import AdamwOptimizer, Optimizer
 from jaxres.config.preemption import PreemptionSection
+from jaxres.config.restart import LaunchSection, RestartSection
 from jaxres.config.saving import KeepSection, StepsWhen, When
-from jaxres.config.section import Folder, Fraction, NonNegativeFloat, PositiveFloat, Section, free
+from jaxres.config.section import Folder, PositiveFloat, Section, free
 
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
@@ -38,7 +38,8 @@ class RunSection(Section):
 class TextSource(Section):
     kind: Literal["text"] = "text"
     path: str
-    """Folder, file or glob of text files; `{stdlib}` stands for Python's standard library."""
+    """Folder, file or glob of text files; `{stdlib}` stands for Python's standard library. Also
+    gs://BUCKET/FOLDER, or one object: copied to data.cache_dir first."""
     include: tuple[str, ...] = ("**/*",)
     """Patterns below a folder, as in pathlib's glob."""
     exclude: tuple[str, ...] = ()
@@ -47,8 +48,9 @@ class TextSource(Section):
 
 class TokensSource(Section):
     kind: Literal["tokens"] = "tokens"
-    path: Path
-    """Folder with tokens.bin, offsets.npy and meta.json (docs/data.md has the format)."""
+    path: Folder
+    """Folder with tokens.bin, offsets.npy and meta.json (docs/data.md has the format). Also
+    gs://BUCKET/FOLDER: copied to data.cache_dir first."""
 
 
 class CustomSource(Section):
@@ -77,7 +79,7 @@ class DataSection(Section):
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Share of the corpus, at its end, that training never touches and evaluation reads."""
     cache_dir: Path = free(Path("~/.cache/jaxres"))
-    """Folder of tokenised corpora; `~` is the home folder."""
+    """Folder of tokenised corpora, and of copies from a bucket; `~` is the home folder."""
     prefetch_batches: PositiveInt = free(8)
     """Batches read ahead in the background; refilled when half of them are used."""
     timeout_seconds: PositiveFloat = free(300.0)
@@ -243,41 +245,6 @@ class HostsSection(Section):
     """Longest wait, at the start of an attempt, until every host has come."""
     heartbeat_seconds: PositiveFloat = free(10.0)
     """A host that has not been heard of for so long is gone. Below 5, a busy machine looks dead."""
-
-
-class RestartSection(Section):
-    max_attempts_without_commit: PositiveInt = free(5)
-    """Failures in a row (crash, exception, hang, lost host) without a new committed step, after
-    which the supervisor gives up (84). A new commit gives this and all other budgets back."""
-    backoff_seconds: NonNegativeFloat = free(1.0)
-    """Wait after the first failure; doubled by each further one without a new commit."""
-    max_backoff_seconds: NonNegativeFloat = free(60.0)
-    """Longest wait after a failure, before jitter."""
-    jitter: Fraction = free(0.25)
-    """Largest random part of a wait, as a share of it, so that jobs do not come back in step."""
-    max_preemptions_without_commit: PositiveInt = free(100)
-    """Preemptions (75) in a row without a new committed step; each is followed at once."""
-    max_storage_attempts: PositiveInt = free(20)
-    """Attempts in a row that storage may end (74) without a new committed step."""
-    storage_backoff_seconds: NonNegativeFloat = free(30.0)
-    """Wait after storage has ended an attempt; doubled by each further one."""
-    max_storage_backoff_seconds: NonNegativeFloat = free(600.0)
-    """Longest wait for storage, before jitter."""
-    fork: bool = free(True)
-    """Whether workers that come back are forked from a process that has imported everything (it
-    takes some 100 MB while it waits), instead of being started anew."""
-
-
-class LaunchSection(Section):
-    max_hours: PositiveFloat | None = free(None)
-    """Hours after which the supervisor saves and ends (84), sleeps included; null: no limit. One
-    that follows another has its own."""
-    max_restarts_per_1000_steps: PositiveInt | None = free(None)
-    """Restarts, for whatever cause, within 1000 committed steps; one more ends the run (84)."""
-    max_dollars: PositiveFloat | None = free(None)
-    """What the VMs of `launch gce` may cost, by the prices in its ladder; more ends it (84)."""
-    gce: GceSection | None = free(None)
-    """The VMs of `launch gce up`; null: there are none."""
 
 
 class CompileSection(Section):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxres.config.schema import CustomSource, DataSection, TextSource
-from jaxres.data import tokenizer
+from jaxres.data import staged, tokenizer
 from jaxres.data.custom import (
     build_items,
     fingerprint_of,
@@ -45,12 +46,13 @@ def open_dataset(config: DataSection, *, progress: Callable[[str], None] = silen
 
     Raises ConfigError where the source can't be used.
     """
-    source = config.source
+    source = staged.local(config, progress=progress)
     if isinstance(source, CustomSource):
         return _custom(source, config)
     if isinstance(source, TextSource):
         corpus = open_text(source, cache_dir=config.cache_dir, progress=progress)
     else:
+        assert isinstance(source.path, Path), source.path
         corpus = open_tokens(source.path.expanduser())
     return _tokens(corpus, config)
 

@@ -16,13 +16,15 @@ from jaxres.arguments import Parser
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.faults import ConfigError, Exit, Fenced, Preempted, Stopped, UsageError, message
-from jaxres.launch import leader, plan, preflight, shipping, standing
+from jaxres.launch import leader, plan, preflight, prepare, shipping, standing
 from jaxres.launch.compute import Compute
 from jaxres.launch.intent import Intent, Record
 from jaxres.launch.leader import Leader
 from jaxres.launch.lease import Lease
 from jaxres.launch.places import Places
 from jaxres.place import BucketPath, Place, place
+from jaxres.rundir import RunDir
+from jaxres.supervise import opening
 from jaxres.supervise.recorded import resolve, target_of
 
 if TYPE_CHECKING:
@@ -64,10 +66,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     if verb == "init":
         _refuse_unknown(flags, ("--yes",))
         target, overrides = target_of([w for w in words if w not in flags], usage=USAGE)
-        from jaxres.launch import prepare
-
-        config, run = _config(target, overrides)
-        return prepare.prepare(config, run, does="--yes" in flags)
+        return prepare.prepare(*_named(target, overrides), does="--yes" in flags)
     if verb == "status":
         _refuse_unknown(flags, ("--json",))
         return standing.show(_run_of(words, flags), as_json="--json" in flags, clock=SystemClock())
@@ -113,7 +112,19 @@ def _config(target: Place, overrides: Sequence[str]) -> tuple[RunConfig, BucketP
             )
         return _recorded(Places(target), intent, overrides), target
     loaded, run_dir = resolve(target, overrides)
-    config, root = loaded.config, run_dir.root
+    return _on_vms(target, loaded.config, run_dir.root)
+
+
+def _named(target: Place, overrides: Sequence[str]) -> tuple[RunConfig, BucketPath]:
+    """Returns the config of a job and its run directory, whose bucket may not be there yet."""
+    if isinstance(target, BucketPath):
+        return _config(target, overrides)
+    config = configs.load(target, overrides).config
+    return _on_vms(target, config, config.run.dir)
+
+
+def _on_vms(target: Place, config: RunConfig, root: Place | None) -> tuple[RunConfig, BucketPath]:
+    """Holds that a config is of a job on VMs whose run outlives them."""
     if config.launch.gce is None:
         raise ConfigError(
             f"{target}: launch.gce is missing: which VMs? docs/gce.md has an example to begin with."
@@ -152,6 +163,8 @@ def _up(target: Place, overrides: Sequence[str], *, env: Mapping[str, str], wait
     record = Record(places.intent)
     intent = record.read()
     if intent is None or intent.phase == "ended":  # Else it is too late for questions.
+        if opening.is_done(RunDir(run), config):
+            return Exit.DONE
         for words in preflight.check(_gce(config), compute, run):
             say(words)
         shipping.pack(_gce(config).package)  # Refused now rather than under the lease.

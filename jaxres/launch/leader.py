@@ -31,9 +31,9 @@ LIST_SECONDS = 5.0
 MOST_ASKED_FOR = 50
 """VMs that one look asks for by name; the lease waits for it."""
 AGAIN_SECONDS = 10.0
-"""Until a VM that is still there is asked to end again; one that ends, or is not listed, is given
-    longer."""
+"""Until a VM that is still there is asked to end again."""
 ENDING_SECONDS = 90.0
+"""The same for one that is ending, or that lists do not show."""
 LONGEST_PAUSE_SECONDS = 30.0
 """Between two tries of a creation that the service does not answer."""
 TAKE_BACK_SECONDS = 300.0

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxres import bucket
 from jaxres.config.gce import GceSection
 from jaxres.config.problems import Problem, raise_all
 from jaxres.config.shapes import quota_of, region_of
 from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.launch import buckets
 from jaxres.launch.compute import TIMEOUT_SECONDS, Compute, ServiceSilent, refused
 from jaxres.launch.ladder import sites
 from jaxres.place import BucketPath
@@ -165,7 +165,7 @@ def _quotas(gce: GceSection, compute: Compute) -> list[str]:
 def _bucket(gce: GceSection, run: BucketPath) -> list[str]:
     """Says whether the bucket is where the VMs are; elsewhere every byte costs and takes longer."""
     regions = {region_of(zone) for rung in gce.ladder for zone in rung.zones}
-    place = bucket.location(run)
+    place = buckets.location(run)
     if place is None or place.kind != "region":
         return []
     if place.name not in regions:

@@ -26,6 +26,10 @@ PR_SET_CHILD_SUBREAPER = 36
 GONE_SECONDS = 10.0
 """Longest wait until killed processes are gone: one that hangs in the kernel may never be."""
 LOOK_SECONDS = 0.01
+MOST_LOOKS, AGAIN_SECONDS = 500, 0.002
+"""At a process in the middle of its exec, which has no environment yet; and until the next."""
+KERNEL_THREAD = 0x00200000
+"""PF_KTHREAD of include/linux/sched.h."""
 MOST_AT_ONCE = 100
 """Orphans that are buried at once; the others wait for the next time."""
 
@@ -82,7 +86,7 @@ def end(folder: str, claims: Iterable[Claim], *, clock: Clock, spare: Collection
     marks = {f"{MARK}={_mark(folder, claim)}".encode() for claim in claims}
     killed: set[int] = set()
     until = clock.monotonic() + GONE_SECONDS
-    while left := _left(marks).difference(spare):
+    while left := _left(marks, clock).difference(spare):
         if clock.monotonic() > until:
             named = ", ".join(map(str, sorted(left)))
             raise StorageUnavailable(
@@ -101,9 +105,9 @@ def _mark(folder: str, claim: Claim) -> str:
     return f"{claim.nonce}.{folder}"
 
 
-def _left(marks: set[bytes]) -> set[int]:
+def _left(marks: set[bytes], clock: Clock) -> set[int]:
     """Returns those who bear a mark or descend from this process, without the dead."""
-    found, parents = set[int](), dict[int, int]()
+    parents = dict[int, int]()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -113,8 +117,14 @@ def _left(marks: set[bytes]) -> set[int]:
                 _bury(int(entry.name), int(parent))
                 continue
             parents[int(entry.name)] = int(parent)
-            if _bears(int(entry.name), marks):
-                found.add(int(entry.name))
+    found, unread = set[int](), set(parents)
+    for _ in range(MOST_LOOKS):
+        looks = {pid: _bears(pid, marks) for pid in unread}
+        found |= {pid for pid, bears in looks.items() if bears}
+        unread = {pid for pid, bears in looks.items() if bears is None}
+        if not unread:
+            break
+        clock.sleep(AGAIN_SECONDS)
     return found | {pid for pid in parents if _descends(pid, parents)}
 
 
@@ -125,9 +135,15 @@ def _bury(pid: int, parent: int) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def _bears(pid: int, marks: set[bytes]) -> bool:
+def _bears(pid: int, marks: set[bytes]) -> bool | None:
+    """Says whether a process bears a mark; None: nobody can say, in the middle of its exec."""
     with contextlib.suppress(OSError):
-        return not marks.isdisjoint(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        if words := Path(f"/proc/{pid}/environ").read_bytes():
+            return not marks.isdisjoint(words.split(b"\0"))
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, flags, start, end = stat[0], int(stat[6]), int(stat[47]), int(stat[48])
+        if state not in "ZX" and not flags & KERNEL_THREAD and (start != end or not end):
+            return None  # Without an environment for good it has a place for one, of no size.
     return False
 
 

@@ -18,6 +18,7 @@ from jaxres.checkpoint import arrays
 from jaxres.checkpoint.restore import restore
 from jaxres.config import RunConfig
 from jaxres.data import Batch
+from jaxres.loss_scale import value_and_grad
 from jaxres.models import Model
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit, Line
@@ -108,7 +109,10 @@ def _explain(
         )
         own_key = key if microbatches == 1 else jax.random.fold_in(key, index)
         where = f"microbatch {index}: " if microbatches > 1 else ""
-        for name, function in (("forward", model.loss), ("backward", _gradient(model))):
+        for name, function in (
+            ("forward", model.loss),
+            ("backward", _gradient(model, state.loss_scale)),
+        ):
             for held_against in (others, None):
                 found = _first(function, state, rows, held_against, own_key)
                 if found is not None:
@@ -129,8 +133,16 @@ def _first(
     )
 
 
-def _gradient(model: Model) -> Callable[..., Any]:
+def _gradient(model: Model, scale: Any) -> Callable[..., Any]:
+    """Returns the backward pass as the step has it: with its loss scale, if there is one."""
+
+    def loss_sum(params: Any, rows: Any, key: Any) -> Any:
+        loss_sum_B, weight_B = model.loss(params, rows, key)
+        return jnp.sum(loss_sum_B), (jnp.sum(weight_B),)
+
     def gradient(params: Any, rows: Any, key: Any) -> Any:
-        return jax.grad(lambda p: jnp.sum(model.loss(p, rows, key)[0]))(params)
+        if scale is None:
+            return jax.grad(loss_sum, has_aux=True)(params, rows, key)[0]
+        return value_and_grad(loss_sum, scale["factor"])(params, rows, key)[1]
 
     return gradient

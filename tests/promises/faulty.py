@@ -2,8 +2,9 @@
 
 What goes wrong is no part of the config, so that the same command without it is the same run. The
 environment says it: FAULT="WHERE:COUNT:WHAT", as "row:300:spin", on every host, or on one only, as
-"row:300:spin:2"; PACE is seconds a row, JITTER is the mean of random ones, which are others in
-every process. POISON="INDEX:WHAT,..." has items that can't be read: raise, range or hang.
+"row:300:spin:2"; PACE is seconds a row, HELDOUT_PACE of one that is held out, JITTER is the mean of
+random ones, which are others in every process. POISON="INDEX:WHAT,..." has items that can't be
+read: raise, range or hang.
 """
 
 from __future__ import annotations
@@ -124,8 +125,9 @@ class Items:
         return NUM_ROWS
 
     def __getitem__(self, index: int) -> Any:
-        reach("heldout" if index >= HELDOUT_FROM else "row")
-        time.sleep(float(os.environ.get("PACE", "0")))
+        where, pace = ("heldout", "HELDOUT_PACE") if index >= HELDOUT_FROM else ("row", "PACE")
+        reach(where)
+        time.sleep(float(os.environ.get(pace, os.environ.get("PACE", "0"))))
         what = POISON.get(index)
         if what == "raise":
             raise ValueError("a broken record")

@@ -66,3 +66,24 @@ class Jumping:
         """From now on the clock is wrong by so much."""
         self.offset.with_suffix(".new").write_text(str(seconds))
         self.offset.with_suffix(".new").rename(self.offset)
+
+
+@dataclass(frozen=True)
+class Lockless:
+    """A folder as on a mount without locks, whose server's answers are lost, for processes that
+    are started with `env`.
+    """
+
+    seen: Path
+    env: dict[str, str]
+
+    @classmethod
+    def under(cls, folder: Path, *, built_in: Path) -> Lockless:
+        seen = built_in / "lockless-seen"
+        env = {"LOCKLESS_UNDER": str(folder), "LOCKLESS_SEEN": str(seen)}
+        return cls(seen, env | {"LD_PRELOAD": _built("lockless", built_in)})
+
+    def refusals(self) -> tuple[int, int]:
+        """Returns how many locks were refused, and how many answers were lost."""
+        seen = self.seen.read_text() if self.seen.exists() else ""
+        return seen.count("l"), seen.count("a")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import email
 import itertools
 import re
 import time
+from pathlib import Path
 
 import pytest
 
 from jaxres import runlog, storage
 from jaxres.checkpoint.flight import LEAST_PATIENCE_SECONDS
 from jaxres.faults import Exit
+from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
 from tests.emulators.gcs import GcsServer
 from tests.promises.trainer import (
@@ -136,3 +139,23 @@ def test_requests_are_honoured_in_a_bucket(bucket: Place, calm: RunDir) -> None:
     last = bucket.finish("run", config=FAULTY)
     assert starts(last.run_dir) == [0, stopped]
     assert_bit_exact(last.run_dir, calm)
+
+
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.campaign)])
+def test_corpus_in_a_bucket_is_trained_on_as_one_on_a_disk(
+    bucket: Place, place: Place, hosts: int
+) -> None:
+    """All hosts copy it at the same time; another text there is another trajectory."""
+    folder = Path(email.__file__).parent
+    there = BucketPath(bucket.run_dir("x").root.bucket, "corpora/email")
+    for path in folder.glob("*.py"):
+        storage.replace(there / path.name, path.read_bytes())
+    words = (*MLP, "train.steps=20", 'data.source.include=["*.py"]')
+    own = (f"data.source.path={there}", f"data.cache_dir={place.root / 'cache'}")
+    first = place.launched("first", *words, *own, hosts=hosts)
+    other = place.launched("other", *words, f"data.source.path={folder}", hosts=hosts)
+    assert_bit_exact(first.run_dir, other.run_dir)
+
+    storage.replace(there / "utils.py", b"another text\n")
+    again = place.launch("first", *words, *own, "train.steps=40", hosts=hosts)
+    again.refused(Exit.CONFIG, "data.source: the rows are not the ones")

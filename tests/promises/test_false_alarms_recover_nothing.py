@@ -10,9 +10,10 @@ import pytest
 from jaxres.attempts import phase_seconds
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
+from tests.emulators.metadata import MetadataServer
 from tests.promises.preloaded import Jumping, Mount
 from tests.promises.test_supervisor_brings_it_back import attempts, decisions, start
-from tests.promises.trainer import Place, assert_bit_exact
+from tests.promises.trainer import FAULTY, Place, assert_bit_exact, history
 
 LIMITS = ("deadlines.step_seconds=2", "deadlines.data_seconds=2", "data.timeout_seconds=1")
 
@@ -78,3 +79,48 @@ def test_a_wall_clock_that_jumps_by_an_hour_each_way_starts_nothing_anew(
     assert attempts(trainer) == 1, trainer.said()
     assert not decisions(trainer)
     assert_bit_exact(trainer.run_dir, calm)
+
+
+SOAKED_STEPS = 1500
+SLOW = (
+    f"train.steps={SOAKED_STEPS}",
+    "deadlines.step_seconds=3",
+    "checkpoint.save_every_steps=50",
+    "evaluation.every_steps=150",
+    "evaluation.batches=8",
+    "guards.rollback.patience_steps=5",
+)
+ALARMS = ("UpdateSkipped", "GuardWarned", "RolledBack", "RecordsLeftOut")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["two hosts, slow everywhere", "a decoder on text"])
+def test_a_soak_of_slow_things_raises_no_alarm(place: Place, mount: Mount, kind: str) -> None:
+    """Compilation and evaluations that are longer than a step may take, storage that hangs for as
+    long every few seconds, a metadata server without a notice; the guards as they are by default.
+    """
+    hung = 0
+    with MetadataServer() as metadata:
+        env = mount.env | metadata.env
+        if kind == "a decoder on text":
+            words = (*SLOW, "compilation.cache_dir=null")
+            trainer = place.launch("run", *words, hosts=1, env=env, restart=True)
+        else:
+            env |= {"FAULT": "trace:1:nap", "PACE": "0.002", "HELDOUT_PACE": "0.05"}
+            trainer = place.launch("run", *SLOW, hosts=2, config=FAULTY, env=env, restart=True)
+        trainer.wait_step(3)
+        while trainer.process.poll() is None:
+            with mount.hanging():
+                time.sleep(4)
+            hung += 1
+            time.sleep(8)
+    assert trainer.ended() == Exit.DONE, trainer.said()
+    assert attempts(trainer) == 1, trainer.said()
+    assert not decisions(trainer)
+    hosts = range(1 if "text" in kind else 2)
+    told = [event for host in hosts for event in trainer.events(host)]
+    assert not [event for event in told if event["event"] in ALARMS]
+    assert [row["step"] for row in history(trainer.run_dir)] == list(range(1, SOAKED_STEPS + 1))
+    assert not any(row["skipped"] for row in history(trainer.run_dir))
+    spent = phase_seconds(trainer.events())
+    print(f"{kind}: {SOAKED_STEPS} steps, storage hung {hung} times for 4 s; seconds: {spent}")

@@ -10,12 +10,9 @@ from jaxres.rundir import RunDir
 from tests.promises.cloud import RUNG, Cloud
 from tests.promises.trainer import assert_bit_exact, line, starts
 
-SLOW = {"PACE": "0.004"}
-
 
 def test_a_stopped_job_has_saved_and_the_same_command_goes_on(cloud: Cloud, calm: RunDir) -> None:
-    config = cloud.config(env=SLOW)
-    launcher = cloud.up(config)
+    launcher = cloud.up(cloud.config(env={"PACE": "0.04"}))
     cloud.wait_commit(10)
     launcher.kill(signal.SIGINT)
     assert launcher.ended() == 128 + signal.SIGINT
@@ -34,11 +31,14 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on(cloud: Cloud, calm
     told = json.loads(facts.said())
     assert (told["phase"], told["step"], told["end"]["exit"]) == ("ended", saved, Exit.STOPPED)
     assert told["dollars"] > 0
-    again = cloud.up(config)
+    again = cloud.up(cloud.config())
     assert again.ended() == 0, cloud.told()
     assert starts(cloud.run_dir)[-1] == saved
     assert_bit_exact(cloud.run_dir, calm)
     cloud.assert_nothing_is_left()
+    done = cloud.up(cloud.config())
+    assert done.ended() == 0
+    assert "step 60 of 60 is committed already; nothing to do" in done.said()
 
 
 def test_a_job_that_costs_too_much_saves_and_ends_typed(cloud: Cloud) -> None:

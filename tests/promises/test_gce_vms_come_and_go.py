@@ -12,6 +12,8 @@ from tests.promises.trainer import assert_bit_exact, line, starts
 
 SLOW = {"PACE": "0.004"}
 """Environment of the training: some 10 steps a second, to be met in the middle."""
+SLOWER = {"PACE": "0.02"}
+"""Two steps a second: launchers, too, take their time to start."""
 CREATED = "instances.bulkInsert"
 
 
@@ -91,7 +93,7 @@ def test_a_launcher_killed_in_the_middle_of_a_creation_is_followed_by_one_that_a
 def test_of_two_launchers_one_acts_and_the_one_that_was_paused_leaves(
     cloud: Cloud, calm: RunDir
 ) -> None:
-    config = cloud.config(env=SLOW)
+    config = cloud.config(env=SLOWER)
     first = cloud.up(config)
     cloud.wait_commit(10)
     refused = cloud.up(config)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 
-from jaxres import verbs
+from jaxres import storage, verbs
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
+from tests import damage
 from tests.promises.trainer import MLP, Place, digest, line, starts
 
 
@@ -64,6 +66,31 @@ def test_two_hosts_start_from_the_same_weights(place: Place) -> None:
     assert init is not None
     assert init["params"] == params_digest(source, place.root / "a")
     assert params_digest(tuned.run_dir, place.root / "b") == init["params"]
+
+
+@pytest.mark.parametrize(
+    "anywhere", [pytest.param("local", marks=pytest.mark.campaign), "bucket"], indirect=True
+)
+def test_weights_of_a_run_anywhere_are_taken_verified_or_refused(
+    anywhere: Place, place: Place
+) -> None:
+    anywhere.finish("source", *MLP, "train.steps=20")
+    source = anywhere.run_dir("source")
+    words = (*MLP, *STILL[:2], f"init_from={{kind: run, path: {source.root}}}")
+    tuned = place.finish("tuned", *words)
+    init = line(tuned.run_dir).init
+    assert init is not None
+    assert init["step"] == "20"
+    assert init["params"] == params_digest(source, place.root / "a")
+    assert params_digest(tuned.run_dir, place.root / "b") == init["params"]
+
+    commit = line(source).newest
+    assert commit is not None
+    step_dir = source.root / commit.path
+    sizes = {name: size for name, size in storage.sizes(step_dir).items() if "state/" in name}
+    largest = max(sizes, key=lambda name: sizes[name])
+    damage.harm(step_dir, largest, damage.truncate, random.Random(0))
+    place.start("refused", *words).refused(Exit.CONFIG, "init_from.path", "damaged", largest)
 
 
 LONG = (*MLP, "train.steps=100000", "checkpoint.save_every_steps=100000")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from jaxres.checkpoint import manifest
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
-from tests.promises.trainer import FAULTY, Place, assert_bit_exact, history, line
+from tests.promises.trainer import FAULTY, ROOT, Place, assert_bit_exact, history, line
 
 STEPS = 60
 WORDS = (
@@ -79,3 +81,16 @@ def test_two_hosts_halve_alike(place: Place) -> None:
     assert told[0] == told[1]
     assert all(told[0].values())
     assert "the gradient overflows under loss scale" in trainer.said()
+
+
+def test_a_step_that_overflowed_names_where_when_it_is_computed_again(unbroken: RunDir) -> None:
+    command = ["replay", str(unbroken.root), "--step", "1", "--explain"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxres", *command], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == Exit.DONE, done.stderr
+    assert "(as recorded), gradient norm inf" in done.stdout
+    assert "gradient of bias_V: not finite" in done.stdout
+    found = done.stdout.partition("first number that is not finite: backward: ")[2]
+    assert "convert_element_type of [64]" in found, done.stdout
+    assert "bad_models.py" in found

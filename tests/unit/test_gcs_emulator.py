@@ -214,3 +214,19 @@ def test_a_person_can_start_it_and_ask_for_faults() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_region_or_a_namespace_that_is_there_is_there_for_good(
+    server: GcsServer, bucket: Any
+) -> None:
+    bucket.hierarchical_namespace_enabled = True
+    with pytest.raises(exceptions.BadRequest, match="hierarchicalNamespace can't be changed"):
+        bucket.patch()
+    client = bucket.client
+    new = client.bucket(f"new-{len(server.objects.buckets)}")
+    new.hierarchical_namespace_enabled = True
+    with pytest.raises(exceptions.BadRequest, match="uniform"):
+        client.create_bucket(new, project="p", location="us-central1")
+    for name in ("ab", "x" * 64, "my-google"):
+        with pytest.raises(exceptions.BadRequest, match="Invalid bucket name"):
+            client.create_bucket(name, project="p")

@@ -96,9 +96,9 @@ class Objects:
     """All buckets; every method is one step of the one history that all clients see."""
 
     buckets: dict[str, list[str]] = field(default_factory=dict)
-    facts: dict[str, dict[str, str]] = field(default_factory=dict)
-    """What is told of a bucket besides its name."""
     """Name -> names of its objects in order."""
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Settings of a bucket that are not what a new one has."""
     now: dict[tuple[str, str], Stored] = field(default_factory=dict)
     gone: list[tuple[float, Stored]] = field(default_factory=list)
     """What was deleted or overwritten, and when: what a stale list may still tell."""

@@ -15,8 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from tests.emulators.gcs.buckets import Buckets
 from tests.emulators.gcs.faults import AFTER, Act, Fault, Faults, damaged
-from tests.emulators.gcs.objects import Objects, Refused, Stored, crc32c, md5, stamp
+from tests.emulators.gcs.objects import Objects, Refused, Stored, crc32c, md5
 from tests.emulators.gcs.uploads import Uploads, multipart
 
 CONTROL = "/emulator/"
@@ -59,6 +60,7 @@ class GcsServer:
         self, *, port: int = 0, buckets: tuple[str, ...] = ("bucket",), late_seconds: float = 0.0
     ) -> None:
         self.objects = Objects({name: [] for name in buckets})
+        self.buckets = Buckets(self.objects)
         self.uploads = Uploads(self.objects)
         self.faults = Faults()
         self.late_seconds = late_seconds
@@ -236,17 +238,9 @@ class GcsServer:
         return _json(told, "A")
 
     def _bucket(self, asked: Asked, bucket: str | None) -> Answer:
-        if asked.method == "POST" and bucket is None:
-            bucket = json.loads(asked.body)["name"]
-            if bucket in self.objects.buckets:
-                raise Refused(409, "conflict", "You already own this bucket.")
-            self.objects.buckets[bucket] = []
-        if bucket is None:
-            return _json({"kind": "storage#buckets", "items": []}, "A")
-        self.objects.refuse_unknown(bucket)
-        told = {"kind": "storage#bucket", "id": bucket, "name": bucket, "location": "US"}
-        told |= {"locationType": "multi-region"} | self.objects.facts.get(bucket, {})
-        return _json(told | {"storageClass": "STANDARD", "timeCreated": stamp()}, "B")
+        body = json.loads(asked.body) if asked.body else {}
+        told = self.buckets.answer(asked.method, bucket, asked.query, body)
+        return _json(told, "A" if bucket is None else "B")
 
     def _told(self, found: Stored, cls: str = "free", *, deed: str = "") -> Answer:
         told = found.resource(self.url)

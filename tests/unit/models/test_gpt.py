@@ -368,8 +368,13 @@ def test_auto_attention_on_cuda_is_cudnns_forward_and_backward(monkeypatch, rema
 
 @pytest.mark.parametrize(
     "overrides",
-    [{"compute_dtype": "float32"}, {"attention": "xla"}, {"d_model": 16}],
-    ids=["float32", "xla", "head width 4"],
+    [
+        {"compute_dtype": "float32"},
+        {"compute_dtype": "float16"},
+        {"attention": "xla"},
+        {"d_model": 16},
+    ],
+    ids=["float32", "float16", "xla", "head width 4"],
 )
 def test_auto_attention_on_cuda_is_xlas_where_cudnn_can_not(overrides):
     model = build(platform="gpu", **({"compute_dtype": "bfloat16"} | overrides))

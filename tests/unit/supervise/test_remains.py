@@ -63,6 +63,27 @@ def test_exactly_those_that_bear_the_mark_are_ended(sleeper):
     assert [other.poll() for other in others] == [None] * 4
 
 
+def test_those_in_the_middle_of_their_exec_are_seen_at_every_look(tmp_path):
+    again = tmp_path / "again.sh"
+    again.write_text("exec /bin/sh $0\n")
+    mark = f"{CLAIM.nonce}.1.2"
+    environment = os.environ | {remains.MARK: mark}
+    words = ["nice", "-n", "19", "/bin/sh", again]
+    started = [subprocess.Popen(words, env=environment) for _ in range(4)]
+    pids = {process.pid for process in started}
+    read = Path(f"/proc/{started[0].pid}/environ").read_bytes
+    look = f"{pids} <= remains._left({{b'{remains.MARK}={mark}'}}, SystemClock())"
+    try:
+        is_met = any(not read() for _ in range(100_000))
+        seen = supervisor(f"print(sum({look} for _ in range(80)))")
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert is_met, "none was ever met in the middle of its exec"
+    assert seen == "80"
+
+
 def test_orphans_without_a_mark_are_ended_while_their_supervisor_lives():
     orphan = "['sh', '-c', 'env -i setsid sleep 600 > /dev/null & echo $!']"
     code = f"remains.adopt_orphans(); pid = subprocess.check_output({orphan}).decode().strip(); "
