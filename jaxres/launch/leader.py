@@ -8,6 +8,7 @@ no leader as long as nothing happens to it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -205,7 +206,7 @@ class Leader:
                 if isinstance(record.body, runlog.Stop):
                     stop, seq = record.body, record.seq
             step = runlog.fold(self._records).step
-            self._log = Log(step, len(self._records), stop, seq)
+            self._log = Log(step, len(self._records), stop, seq, longest_wait(self._records))
 
     def _creation(self, intent: Intent) -> Refused | bool | None:
         """Returns what has become of the creation that is on."""
@@ -330,6 +331,17 @@ class Leader:
                 bucket.delete(path)
             bucket.delete_tree(self.places.reports)
             self.lease.release()
+
+
+def longest_wait(records: Sequence[runlog.Record]) -> float | None:
+    """Returns the longest time between two commits of one attempt; None: there were no two."""
+    commits = [record for record in records if isinstance(record.body, runlog.Commit)]
+    waits = [
+        after.time - before.time
+        for before, after in itertools.pairwise(commits)
+        if after.attempt == before.attempt
+    ]
+    return max(waits, default=None)
 
 
 def machine_of(places: Places, config: RunConfig, intent: Intent, vm: Vm) -> Machine:
