@@ -161,6 +161,17 @@ def test_a_creation_that_is_on_its_way_is_waited_for() -> None:
     assert all(vm.made for vm in found.vms)
 
 
+def test_a_creation_whose_operation_never_ends_is_taken_for_what_is_there() -> None:
+    assert decided(ASKED, seen(creation=False)) == ASKED, "it may still be rolled back"
+    found = decided(ASKED, seen(creation=False, now=NOW + 3600))
+    assert all(vm.made for vm in found.vms), "their agents were heard of"
+    late = seen(vms={}, reports={}, creation=False, now=NOW + 3600)
+    found = decided(ASKED, late)
+    assert (found.vms, found.creation) == ((), None), "it is waited for for ever"
+    assert found.cooling[0].trouble == "passing"
+    assert decided(ENDING, late).creation is None, "the end waits for ever"
+
+
 ENDING = replace(
     ASKED,
     phase="ending",
