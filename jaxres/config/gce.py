@@ -116,7 +116,7 @@ class GceSection(Section):
     """A VM whose agent has not been heard of for so long is lost, if the bucket answers."""
     stall_minutes: PositiveFloat | None = free(None)
     """An attempt without a new committed step for so long is restarted; null: 3 times the longest
-    wait so far between two commits of the run, at least an hour."""
+    wait so far between two commits of an attempt, at least an hour; never before there were two."""
     lease_seconds: PositiveFloat = free(60.0)
     """A launcher that has not renewed its lease for 1.5 times as long is succeeded by another."""
     endpoint: str | None = free(None)

@@ -83,7 +83,7 @@ class Compute:
                 found |= {vm.name: _observed(vm) for vm in scoped.instances}
             return found
 
-        return self.answer(ask)
+        return self._sure(ask)
 
     def exists(self, name: str, zone: str) -> bool:
         """Says whether the service knows a VM, asked for by name: unlike a list never late."""
@@ -92,7 +92,7 @@ class Compute:
         client = self.client("InstancesClient")
         words = {"project": self.project, "zone": zone, "instance": name}
         try:
-            self.answer(lambda: client.get(**words, retry=None, timeout=TIMEOUT_SECONDS))
+            self._sure(lambda: client.get(**words, retry=None, timeout=TIMEOUT_SECONDS))
         except NotFound:
             return False
         return True
@@ -158,9 +158,14 @@ class Compute:
         return all(answer is True for answer in answers)
 
     def _became_of(self, name: str, zone: str) -> Refused | bool:
+        from google.api_core.exceptions import NotFound
+
         client = self.client("ZoneOperationsClient")
         words = {"project": self.project, "zone": zone, "operation": name}
-        done = self.answer(lambda: client.get(**words, retry=None, timeout=TIMEOUT_SECONDS))
+        try:
+            done = self._sure(lambda: client.get(**words, retry=None, timeout=TIMEOUT_SECONDS))
+        except NotFound:
+            return False  # Forgotten: `placing.hangs` waits for its end no longer than for others.
         if done.status != _library().Operation.Status.DONE:
             return False
         codes = [error.code for error in done.error.errors]
@@ -183,7 +188,7 @@ class Compute:
             pages = client.list(request=request, retry=None, timeout=TIMEOUT_SECONDS)
             return [op.name for op in pages if op.client_operation_id in wanted]
 
-        return ",".join(self.answer(ask)) or None
+        return ",".join(self._sure(ask)) or None
 
     def delete(self, name: str, zone: str) -> None:
         """Asks for the end of a VM; one that is not there is fine."""
@@ -193,7 +198,7 @@ class Compute:
         client = self.client("InstancesClient")
         request = compute.DeleteInstanceRequest(project=self.project, zone=zone, instance=name)
         try:
-            self.answer(_call(client.delete_unary, request))
+            self._sure(_call(client.delete_unary, request))
         except NotFound:
             return
 
@@ -218,6 +223,23 @@ class Compute:
             lambda: client.get_serial_port_output(**words, retry=None, timeout=TIMEOUT_SECONDS)
         )
         return str(found.contents)
+
+    def _sure(self, call: Callable[[], T]) -> T:
+        """Returns what a call returns that is always right to make.
+
+        Raises:
+          ServiceSilent: also where it is refused: rights that were taken away may be given back,
+            and the training goes on meanwhile.
+          NotFound: there is no such thing.
+        """
+        from google.api_core.exceptions import GoogleAPICallError, NotFound
+
+        try:
+            return self.answer(call)
+        except NotFound:
+            raise
+        except GoogleAPICallError as error:
+            raise ServiceSilent(_brief(error)) from error
 
     def answer(self, call: Callable[[], T]) -> T:
         """Returns what a call returns.

@@ -8,6 +8,7 @@ no leader as long as nothing happens to it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -32,6 +33,8 @@ MOST_ASKED_FOR = 50
 """VMs that one look asks for by name; the lease waits for it."""
 AGAIN_SECONDS = 10.0
 """Until a VM that is still there is asked to end again."""
+ENDING_SECONDS = 90.0
+"""The same for one that is ending, or that lists do not show."""
 LONGEST_PAUSE_SECONDS = 30.0
 """Between two tries of a creation that the service does not answer."""
 TAKE_BACK_SECONDS = 300.0
@@ -203,7 +206,7 @@ class Leader:
                 if isinstance(record.body, runlog.Stop):
                     stop, seq = record.body, record.seq
             step = runlog.fold(self._records).step
-            self._log = Log(step, len(self._records), stop, seq)
+            self._log = Log(step, len(self._records), stop, seq, longest_wait(self._records))
 
     def _creation(self, intent: Intent) -> Refused | bool | None:
         """Returns what has become of the creation that is on."""
@@ -261,17 +264,20 @@ class Leader:
         for vm in vms:
             now = self.clock.monotonic()
             asked_at = self._deleted_at.get(vm.name)
-            if asked_at is not None and now - asked_at < AGAIN_SECONDS:
+            listed = (self._vms or {}).get(vm.name)
+            ends = listed is None or listed.status in ("STOPPING", "PENDING_STOP")
+            again = ENDING_SECONDS if ends else AGAIN_SECONDS
+            if asked_at is not None and now - asked_at < again:
                 continue
             if not self._may():
                 return
-            self._deleted_at[vm.name] = now
             if vm.name not in doomed and vm.name not in self._strangers:
                 self._strangers.add(vm.name)
                 self.tell(
                     f"{vm.name}: no launcher wants it (one that was overtaken made it); deleted"
                 )
             self.compute.delete(vm.name, vm.zone)
+            self._deleted_at[vm.name] = now
 
     def _may(self) -> bool:
         """Whether the lease is held for certain, at this moment."""
@@ -325,6 +331,17 @@ class Leader:
                 bucket.delete(path)
             bucket.delete_tree(self.places.reports)
             self.lease.release()
+
+
+def longest_wait(records: Sequence[runlog.Record]) -> float | None:
+    """Returns the longest time between two commits of one attempt; None: there were no two."""
+    commits = [record for record in records if isinstance(record.body, runlog.Commit)]
+    waits = [
+        after.time - before.time
+        for before, after in itertools.pairwise(commits)
+        if after.attempt == before.attempt
+    ]
+    return max(waits, default=None)
 
 
 def machine_of(places: Places, config: RunConfig, intent: Intent, vm: Vm) -> Machine:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from jaxres.config.gce import GceSection
+from jaxres.config.gce import FlexStartRung, GceSection
 from jaxres.faults import Exit
 from jaxres.launch import ladder
 from jaxres.launch.intent import Creation, End, Intent, Member, Next, Vm
@@ -87,6 +87,10 @@ def _creating(intent: Intent, names: tuple[str, ...]) -> Intent:
 def _await_creation(intent: Intent, creation: Creation, seen: Seen, gce: GceSection) -> Next:
     answer = seen.creation
     vms = seen.vms or {}
+    if answer is False and hangs(intent, creation, seen, gce):
+        is_there = all(name in vms and name in seen.reports for name in creation.names)
+        why = "its operation does not end (launch.gce.ready_minutes)"
+        answer = True if is_there else Refused("passing", why)
     if answer is True or (
         isinstance(answer, Refused)
         and answer.trouble == "exists"
@@ -114,6 +118,16 @@ def _await_creation(intent: Intent, creation: Creation, seen: Seen, gce: GceSect
         lost = [vm for vm in intent.vms if vm.name in creation.names]
         return Next(_renamed(new, lost, now=seen.now), (words,))
     return Next(without_place(new, now=seen.now), (words,))
+
+
+def hangs(intent: Intent, creation: Creation, seen: Seen, gce: GceSection) -> bool:
+    """Whether a creation has taken longer than any that still goes well."""
+    vms = [vm for vm in (*intent.vms, *intent.doomed) if vm.name in creation.names]
+    minutes = gce.ready_minutes
+    for rung in {vm.rung for vm in vms}:
+        if isinstance(found := gce.ladder[rung], FlexStartRung):
+            minutes += found.wait_minutes
+    return any(seen.now - vm.asked > 60 * minutes for vm in vms)
 
 
 def without_place(intent: Intent, *, now: float) -> Intent:

@@ -28,10 +28,10 @@ def decide(intent: Intent, seen: Seen, config: RunConfig) -> Next:
     if intent.phase == "ended":
         return Next(intent)
     if intent.phase == "ending":
-        return _end(intent, seen)
+        return _end(intent, seen, gce)
     intent = replace(intent, end=intent.end or _asked_end(intent, seen, config))
     if intent.end is not None and (intent.phase == "placing" or _is_late(intent, seen, config)):
-        return _end(intent, seen)
+        return _end(intent, seen, gce)
     if intent.phase == "placing":
         most = config.restart.max_preemptions_without_commit
         if not any(vm.name in seen.reports for vm in intent.vms):
@@ -119,7 +119,7 @@ def _without_gone(intent: Intent, seen: Seen, gce: GceSection) -> Intent:
     )
 
 
-def _end(intent: Intent, seen: Seen) -> Next:
+def _end(intent: Intent, seen: Seen, gce: GceSection) -> Next:
     """Dooms what is there; it is over once nothing is, and nothing is on its way."""
     assert intent.end is not None, intent
     words: tuple[str, ...] = ()
@@ -130,6 +130,7 @@ def _end(intent: Intent, seen: Seen) -> Next:
     if intent.creation is not None:
         is_unknown = seen.creation is None and seen.vms is not None
         is_lost = is_unknown and seen.unasked_seconds > LOST_REQUEST_SECONDS
+        is_lost |= seen.creation is False and placing.hangs(intent, intent.creation, seen, gce)
         if not is_lost and (seen.creation is False or seen.creation is None):
             return Next(intent, words)
         intent = replace(intent, creation=None)

@@ -17,6 +17,8 @@ from jaxres.supervise.restart import Again, GiveUp, Outcome, Policy
 
 SETTLE_SECONDS = 45.0
 """Longest wait for the other hosts' ends after the first, where none of them saves."""
+STALL_WAITS, LEAST_STALL_MINUTES = 3, 60.0
+"""Times the longest wait for a commit so far, and at least so long, until an attempt is stalled."""
 START_SECONDS = 120.0
 """Longest time until an agent has started its part of an attempt."""
 ROOT_FIRST = (
@@ -102,6 +104,8 @@ def _unless_stalled(intent: Intent, seen: Seen, gce: GceSection) -> Next:
     reports = {m.name: seen.reports.get(m.name) for m in intent.members}
     late = [n for n, r in reports.items() if r is None or r.attempt != intent.attempt]
     stall = gce.stall_minutes
+    if stall is None and seen.log.longest_wait is not None:
+        stall = max(LEAST_STALL_MINUTES, STALL_WAITS * seen.log.longest_wait / 60)
     if late and seen.still_seconds > START_SECONDS:
         reason = f"{late[0]}: has not started its part within {START_SECONDS:.0f} s"
     elif stall is not None and seen.still_seconds > 60 * stall:

@@ -51,6 +51,8 @@ class Log:
     """How the newest attempt that left a word has ended."""
     stop_seq: int = 0
     """Number of that record."""
+    longest_wait: float | None = None
+    """Between two commits of one attempt, in seconds; None: there were no two yet."""
 
 
 @dataclass(frozen=True)

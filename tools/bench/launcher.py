@@ -5,8 +5,8 @@
 Starts the emulated service with VMs that have no processes, an emulated bucket, and a real
 `launch gce up`. The agents' reports are written into the bucket by this program, every VM's anew
 every three seconds. Prints, from one run: how long it took until the first attempt began; while it
-was on, the calls of the Compute API and the requests to the bucket a minute, the leader's memory
-and its share of a core; and how long the end took.
+was on, the calls of the Compute API and the requests to the bucket a minute, the memory of the
+leader and its share of a core; and how long the end took.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -157,3 +157,27 @@ def test_sixty_four_vms_are_one_call(gce: GceEmulator) -> None:
     assert service.outcome(service.create(asked)) is True
     assert set(service.compute.list("jx")) == set(names)
     assert gce.calls().calls["instances.bulkInsert"] == 1
+
+
+def test_rights_that_are_taken_away_while_a_job_is_on_are_a_silence(gce: GceEmulator) -> None:
+    service = Service(gce)
+    operation = service.create()
+    assert service.outcome(operation) is True
+    compute = service.compute
+    calls: dict[str, Callable[[], object]] = {
+        "compute.instances.list": lambda: compute.list("jx"),
+        "compute.instances.get": lambda: compute.exists(NAMES[0], ZONE),
+        "compute.zoneOperations.get": lambda: compute.became_of(str(operation), ZONE),
+        "compute.zoneOperations.list": lambda: compute.operation_of(ASKED, ZONE),
+        "compute.instances.delete": lambda: compute.delete(NAMES[0], ZONE),
+    }
+    for permission, call in calls.items():
+        gce.deny(permission)
+        with pytest.raises(ServiceSilent, match=f"Required '{permission}'"):
+            call()
+        gce.allow(permission)
+        call()
+
+
+def test_an_operation_that_the_service_has_forgotten_has_no_known_end(gce: GceEmulator) -> None:
+    assert Service(gce).compute.became_of("operation-0", ZONE) is False

@@ -10,16 +10,20 @@ import pytest
 from jaxres.faults import Exit
 from jaxres.launch import reconcile
 from jaxres.launch.intent import Creation, End, Intent, Member, Vm
+from jaxres.launch.leader import longest_wait
 from jaxres.launch.placing import ABSENT_SECONDS
 from jaxres.launch.reconcile import LOST_REQUEST_SECONDS, to_delete
 from jaxres.launch.report import Report
 from jaxres.launch.sight import Log, Observed, Refused, Seen
+from jaxres.runlog import Commit, Record
 from tests.unit.launch.gce_config import config
 
 NOW = 1.7e9
 ZONE = "us-central1-a"
 NAMES = ("jx-0000", "jx-0001")
 CONFIG = config()
+WAITS = ((1, 1, 100.0), (2, 1, 110.0), (3, 2, 9000.0), (4, 2, 9030.0))
+"""Number, attempt and time of commits."""
 CALM = config(repair_minutes=1e-6)
 """That has no patience for a refill."""
 
@@ -157,6 +161,17 @@ def test_a_creation_that_is_on_its_way_is_waited_for() -> None:
     assert all(vm.made for vm in found.vms)
 
 
+def test_a_creation_whose_operation_never_ends_is_taken_for_what_is_there() -> None:
+    assert decided(ASKED, seen(creation=False)) == ASKED, "it may still be rolled back"
+    found = decided(ASKED, seen(creation=False, now=NOW + 3600))
+    assert all(vm.made for vm in found.vms), "their agents were heard of"
+    late = seen(vms={}, reports={}, creation=False, now=NOW + 3600)
+    found = decided(ASKED, late)
+    assert (found.vms, found.creation) == ((), None), "it is waited for for ever"
+    assert found.cooling[0].trouble == "passing"
+    assert decided(ENDING, late).creation is None, "the end waits for ever"
+
+
 ENDING = replace(
     ASKED,
     phase="ending",
@@ -252,3 +267,32 @@ def test_done_without_the_last_step_is_not_believed() -> None:
     found = decided(ON, seen(reports=reports, log=Log(step=1)))
     assert found.end is None
     assert found.history[-1].code == Exit.BUG
+
+
+@pytest.mark.parametrize(
+    ("minutes", "longest_wait", "still", "is_stalled"),
+    [
+        (None, None, 1e6, False),
+        (None, 10.0, 3599, False),
+        (None, 10.0, 3601, True),
+        (None, 3600.0, 3 * 3600 - 1, False),
+        (None, 3600.0, 3 * 3600 + 1, True),
+        (5.0, 3600.0, 301, True),
+        (5.0, None, 299, False),
+    ],
+)
+def test_an_attempt_that_commits_nothing_for_too_long_starts_anew_on_the_same_vms(
+    minutes: float | None, longest_wait: float | None, still: float, is_stalled: bool
+) -> None:
+    reports = {name: Report("running", "b", 3) for name in NAMES}
+    sight = seen(reports=reports, still_seconds=still, log=Log(step=20, longest_wait=longest_wait))
+    found = decided(ON, sight, config(stall_minutes=minutes))
+    assert (found.phase == "placing") is is_stalled
+    assert found.vms == ON.vms
+    assert not is_stalled or found.history[-1].code == Exit.HUNG
+
+
+def test_the_wait_between_commits_is_that_of_one_attempt() -> None:
+    commit = Commit(step=1, path="", manifest="", bytes=0, known_good=False)
+    records = [Record(n, attempt, at, commit) for n, attempt, at in WAITS]
+    assert [longest_wait(records[:n]) for n in range(5)] == [None, None, 10.0, 10.0, 30.0]

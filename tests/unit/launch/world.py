@@ -304,7 +304,9 @@ class World:
             if self.draw.random() < 0.4:
                 return self.refusals.setdefault(request, refused)
         seconds = self.draw.choice([2.0, 10.0, 40.0, 200.0])
-        self.operations[request] = Operation(creation.names, self.now + seconds, refused)
+        hangs = not self.is_calm and self.draw.random() < 0.05
+        ends = self.now + (float("inf") if hangs else seconds)
+        self.operations[request] = Operation(creation.names, ends, refused)
         for name in creation.names:
             self.created.setdefault(name, set()).add(request)
             if refused is None or self.draw.random() < 0.5:
