@@ -24,6 +24,7 @@ from jaxres import config as configs
 from jaxres.arguments import Parser
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
+from jaxres.config.preemption import PreemptionSection
 from jaxres.events import Noted, NoticeSeen
 from jaxres.faults import Exit, StorageUnavailable, TypedEnd, UsageError
 from jaxres.launch.intent import Intent, unpacked
@@ -100,7 +101,9 @@ class Beat:
 class Agent:
     """One VM's part in a job, until its process ends."""
 
-    def __init__(self, places: Places, *, name: str, folder: Path, clock: Clock) -> None:
+    def __init__(
+        self, places: Places, *, name: str, folder: Path, clock: Clock, notice_seconds: float = 0.0
+    ) -> None:
         """Starts nothing yet.
 
         Args:
@@ -108,8 +111,10 @@ class Agent:
           name: the VM's.
           folder: where it leaves things on this machine.
           clock: its own.
+          notice_seconds: for which the VM goes on once it is being preempted, as it was made.
         """
         self._places, self._name, self._folder, self._clock = places, name, folder, clock
+        self._notice_seconds = notice_seconds
         self._beat = Beat(places.report(name), clock=clock)
         self._part: Part | None = None
         self._watchman: Watchman | None = None
@@ -125,7 +130,8 @@ class Agent:
             while not (self._is_leaving and self._part is None):
                 if (intent := self._read()) is not None:
                     if self._watchman is None and (config := self._config(intent)) is not None:
-                        watchman = Watchman(config.preemption, env=env, clock=self._clock)
+                        section = self._preemption(config)
+                        watchman = Watchman(section, env=env, clock=self._clock)
                         self._watchman = stack.enter_context(watchman)
                     self._follow(intent, env)
                 self._look(env)
@@ -149,6 +155,12 @@ class Agent:
             return configs.load(path).config
         return None
 
+    def _preemption(self, config: RunConfig) -> PreemptionSection:
+        """Returns the config's section, with the longer notice that this VM may have."""
+        given = config.preemption
+        longest = max(given.notice_seconds, self._notice_seconds)
+        return given.model_copy(update={"notice_seconds": longest})
+
     def _follow(self, intent: Intent, env: Mapping[str, str]) -> None:
         """Starts or ends this host's part, as the intent says."""
         names = [member.name for member in intent.members]
@@ -166,11 +178,12 @@ class Agent:
             self._say("ended", intent.attempt, exit=128 + signal.SIGKILL, reason=reason)
 
     def _start(self, intent: Intent, host: int, env: Mapping[str, str]) -> None:
-        config = self._folder / f"{intent.config}.yaml"
-        if self._config(intent) is None:
+        if (config := self._config(intent)) is None:
             return  # The bucket is away; the next look tries again.
         self._sharing.bring(self._places.run)
-        words = [str(config), f"run.dir={self._places.run}"]
+        words = [str(self._folder / f"{intent.config}.yaml"), f"run.dir={self._places.run}"]
+        if (notice := self._preemption(config).notice_seconds) != config.preemption.notice_seconds:
+            words += [f"preemption.notice_seconds={notice:g}"]
         if len(intent.members) > 1:
             coordinator = f"{intent.members[0].ip}:{intent.port}"
             words += ["--coordinator", coordinator]
@@ -273,9 +286,17 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     parser.add_argument("--run", type=place, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--notice-seconds", type=float, default=0.0)
     options = parser.parse_args(arguments)
     if not isinstance(options.run, BucketPath):
         raise UsageError(f"--run {options.run}: expected gs://BUCKET/FOLDER")
     places = Places(options.run)
-    Agent(places, name=options.name, folder=options.folder, clock=SystemClock()).run(env)
+    agent = Agent(
+        places,
+        name=options.name,
+        folder=options.folder,
+        clock=SystemClock(),
+        notice_seconds=options.notice_seconds,
+    )
+    agent.run(env)
     return Exit.DONE

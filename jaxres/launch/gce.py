@@ -61,7 +61,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         _refuse_unknown(flags, ("--dry-run", "--standby"))
         target, overrides = target_of([w for w in words if w not in flags], usage=USAGE)
         if "--dry-run" in flags:
-            return plan.show(*_config(target, overrides))
+            return plan.show(*_named(target, overrides))
         return _up(target, overrides, env=env, waits="--standby" in flags)
     if verb == "init":
         _refuse_unknown(flags, ("--yes",))

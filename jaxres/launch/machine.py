@@ -16,6 +16,8 @@ from jaxres.config.gce import (
 )
 from jaxres.config.shapes import region_of, shape_of
 
+NOTICE = "jaxres-notice-seconds"
+"""Metadata of a VM: for how long it goes on once `preempted` has turned true."""
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 MODELS = {
     SpotRung: "SPOT",
@@ -40,6 +42,13 @@ class Machine:
     def without_notice(self, is_refused: bool) -> Machine:
         """Returns it as the API takes it."""
         return replace(self, has_notice=self.has_notice and not is_refused)
+
+    @property
+    def notice_seconds(self) -> int:
+        """Seconds of notice that are asked for; 0: none."""
+        if isinstance(self.rung, SpotRung) and self.has_notice:
+            return self.rung.notice_seconds
+        return 0
 
     def bulk(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Returns the body of a bulkInsert: all of these or none."""
@@ -68,9 +77,12 @@ class Machine:
     def properties(self) -> dict[str, Any]:
         """Returns what does not depend on the way of asking."""
         gce = self.gce
+        metadata = dict(self.metadata)
+        if self.notice_seconds:
+            metadata[NOTICE] = str(self.notice_seconds)
         found: dict[str, Any] = {
             "labels": dict(self.labels),
-            "metadata": {"items": [{"key": k, "value": v} for k, v in self.metadata.items()]},
+            "metadata": {"items": [{"key": k, "value": v} for k, v in metadata.items()]},
             "scheduling": self.scheduling(),
         }
         if gce.image is not None:
@@ -102,8 +114,8 @@ class Machine:
             found["on_host_maintenance"] = "TERMINATE"
         if isinstance(self.rung, SpotRung):
             found["preemptible"] = True
-            if self.has_notice and self.rung.notice_seconds:
-                found["preemption_notice_duration"] = {"seconds": self.rung.notice_seconds}
+            if self.notice_seconds:
+                found["preemption_notice_duration"] = {"seconds": self.notice_seconds}
         return found
 
     def _disk(self, image: str) -> dict[str, Any]:

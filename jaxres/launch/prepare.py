@@ -1,7 +1,7 @@
 """`launch gce init`: the bucket of a run, as it should be. Says what it would do before it does it.
 
-Nothing that protects somebody's objects is ever taken away: what stands in a run's way and may be
-there for others' sake is named, and refused.
+Rules, holds and retention policies that are about others' objects too are never taken away: what
+of them stands in a run's way is named, and refused.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def look_over(found: Resource, run: BucketPath, regions: Sequence[str]) -> Itera
     yield _soft_delete(found)
     if found.get("versioning", {}).get("enabled"):
         words = "object versioning from on to off: a pruned checkpoint stays as a version, and is "
-        words += "billed for ever; versions that are there already stay until you delete them"
+        words += "billed for ever; for the whole bucket, and versions that are there already stay"
         yield Finding("change", words, {"versioning": {"enabled": False}})
     else:
         yield Finding("ok", "no object versioning")

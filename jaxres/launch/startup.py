@@ -7,6 +7,7 @@ import shlex
 from urllib.parse import quote
 
 from jaxres.config.gce import ContainerRuntime, GceSection
+from jaxres.launch.machine import NOTICE
 from jaxres.launch.shipping import CODE, WORK
 from jaxres.place import BucketPath
 
@@ -37,6 +38,8 @@ fetch() {
 }
 
 name=$(ask instance/name)
+notice=$(ask instance/attributes/@NOTICE@ || true)
+case "$notice" in '' | *[!0-9]*) notice=0 ;; esac
 mkdir -p "$base"
 tries=0
 until fetch; do
@@ -59,7 +62,8 @@ cd "$base/package/@WORK@"
 export PYTHONPATH="$base/package/@CODE@:$base/package/@WORK@"
 export PYTHONUNBUFFERED=1
 @EXPORTS@
-exec @COMMAND@ -m jaxres.launch agent --run @SAME_RUN@ --name $name --folder "$base"
+exec @COMMAND@ -m jaxres.launch agent --run @SAME_RUN@ --name $name \\
+  --folder "$base" --notice-seconds $notice
 AGENT
 chmod +x "$base/agent"
 @PREPARE@
@@ -123,6 +127,7 @@ def script(gce: GceSection, run: BucketPath, code: BucketPath, digest: str) -> s
         "@OBJECT@": shlex.quote(f"/storage/v1/b/{code.bucket}/o/{quote(code.key, '')}?alt=media"),
         "@DIGEST@": digest,
         "@WORK@": WORK,
+        "@NOTICE@": NOTICE,
         "@CODE@": CODE,
         "@EXPORTS@": "\n".join(exports),
         "@COMMAND@": command,

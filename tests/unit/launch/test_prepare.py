@@ -1,4 +1,4 @@
-"""`launch gce init` says what it would do, does it with --yes, and takes no protection away."""
+"""`launch gce init` says what it would do, does it with --yes, and leaves others' rules alone."""
 
 from __future__ import annotations
 

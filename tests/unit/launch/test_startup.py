@@ -53,7 +53,8 @@ def agent_of(script: str, home: Path) -> Path:
     head, _, rest = script.partition("name=$(ask instance/name)\n")
     _, _, writes = rest.partition('mkdir -p "$base/package/work"\n')
     body = writes.partition('-C "$base/package"\n')[2].partition('chmod +x "$base/agent"\n')[0]
-    words = f'{head}name=jx-0000\nmkdir -p "$base/package/work"\n{body}chmod +x "$base/agent"\n'
+    facts = "name=jx-0000\nnotice=120\n"
+    words = f'{head}{facts}mkdir -p "$base/package/work"\n{body}chmod +x "$base/agent"\n'
     env = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
     subprocess.run(["bash", "-c", words], check=True, timeout=10, env=env, cwd=home)
     return home / ".jaxres-vm" / "agent"
@@ -86,8 +87,9 @@ def test_awkward_words_reach_the_training_as_they_stand(kind: str, tmp_path: Pat
     assert words[0] == f"{base}/package/work"
     assert env["PYTHONPATH"] == f"{base}/package/code:{base}/package/work"
     at = words.index("jaxres.launch")
-    assert words[at : at + 8] == [
-        *("jaxres.launch", "agent", "--run", str(RUN), "--name", "jx-0000", "--folder", base)
+    assert words[at : at + 10] == [
+        *("jaxres.launch", "agent", "--run", str(RUN), "--name", "jx-0000", "--folder", base),
+        *("--notice-seconds", "120"),
     ]
     if kind == "container":
         assert "-e=A=$B `c`" in words

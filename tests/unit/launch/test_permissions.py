@@ -1,0 +1,104 @@
+"""The table of permissions in docs/gce.md is what a launcher needs: no more, and no less."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxres.faults import ConfigError, Exit
+from jaxres.launch import gce as command
+from tests.emulators.gce import GceEmulator
+from tests.emulators.gcs import GcsServer
+from tests.promises.trainer import TINY
+
+TABLE = Path(__file__).parents[3] / "docs" / "gce.md"
+RUNG = {"kind": "spot", "machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"]}
+CREATION = "instances.bulkInsert"
+
+
+@pytest.fixture
+def gce() -> Iterator[GceEmulator]:
+    """The service; its VMs have no processes, so no attempt ever begins."""
+    with GceEmulator(speed=60, is_simulated=True) as gce:
+        yield gce
+    assert gce.bugs == []
+
+
+def config(folder: Path, run: str, project: str, **section: Any) -> str:
+    words = {"project": project, "lease_seconds": 4.0, **section}
+    path = folder / f"{run.rpartition('/')[2]}.yaml"
+    fields = {"base": str(TINY), "run": {"dir": run}, "launch": {"gce": words}}
+    path.write_text(json.dumps(fields))
+    return str(path)
+
+
+def led(up: str, run: str, gce: GceEmulator, during: Any, env: Mapping[str, str]) -> None:
+    """Leads a job with `up`, does something in the middle of it, and ends it with `stop`."""
+    with ThreadPoolExecutor(1) as pool:
+        leading = pool.submit(command.main, ["up", up], env=env)
+        try:
+            during()
+        finally:
+            command.main(["stop", run], env=env)
+        assert leading.result(30) == Exit.STOPPED
+    assert gce.vms() == {}
+
+
+def table() -> tuple[set[str], set[str]]:
+    """Returns the permissions of the table, and those of them that are marked as not held."""
+    held, unheld = set[str](), set[str]()
+    rows = re.findall(
+        r"^\| ((?:compute|iam)\.[^|]+) \| ([^|]+) \|", TABLE.read_text(), re.MULTILINE
+    )
+    for names, why in rows:
+        (unheld if "not held" in why else held).update(names.split(", "))
+    return held, unheld
+
+
+def test_every_permission_is_in_the_table_and_each_of_the_table_is_needed(
+    gce: GceEmulator, gcs_server: GcsServer, gcs_bucket: str, tmp_path: Path
+) -> None:
+    where = {"location": "US-CENTRAL1", "locationType": "region"}
+    gcs_server.objects.facts[gcs_bucket] = where
+    one, two, three = (f"gs://{gcs_bucket}/{name}" for name in ("one", "two", "three"))
+    short = {**RUNG, "zones": ["us-central1-b"]}
+    family = "projects/debian-cloud/global/images/family/debian-12"
+    first = config(tmp_path, one, gce.project, num_hosts=2, image=family, ladder=[short, RUNG])
+
+    def lose_one() -> None:
+        gce.wait_for(lambda: list(gce.vms().values()) == ["RUNNING"] * 2)
+        lost, _ = gce.vms()
+        gce.host_error(lost)
+        gce.wait_for(lambda: lost not in gce.vms() and len(gce.vms()) == 2)
+        assert command.main(["status", one], env=gce.env) == Exit.DONE
+        assert command.main(["logs", one], env=gce.env) == Exit.DONE
+
+    gce.stockout(zone="us-central1-b")
+    gce.fail("drop after", call=CREATION)  # So the operation is looked up.
+    led(first, one, gce, lose_one, gce.env)
+
+    gce.add_image(gce.project, "mine-1", family="mine")
+    gce.add_subnetwork("us-central1", "inner")
+    open_to_all = {"network": "global/networks/default", "accessConfigs": [{}]}
+    gce.add_template("t", {"tags": {"items": ["a"]}, "networkInterfaces": [open_to_all]})
+    words = {"template": "t", "image": f"projects/{gce.project}/global/images/mine-1"}
+    second = config(tmp_path, two, gce.project, **words, ladder=[RUNG])
+    led(second, two, gce, lambda: gce.wait_for(gce.vms), gce.env)
+
+    gce.remove_machine("us-east4-a", "a2-highgpu-1g")
+    absent = {**RUNG, "zones": ["us-east4-a"]}
+    words = {"image": family, "subnetworks": ["inner"], "ladder": [RUNG, absent]}
+    with pytest.raises(ConfigError, match="us-east4-a has no a2-highgpu-1g"):
+        command.main(["up", config(tmp_path, three, gce.project, **words)], env=gce.env)
+
+    held, unheld = table()
+    needed = set(gce.calls().permissions)
+    assert needed <= held | unheld, "the table lacks some"
+    assert held <= needed, "nothing has needed some: mark them as not held, and why"
+    assert not unheld & needed, "they are held by now"
