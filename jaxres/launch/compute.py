@@ -67,6 +67,8 @@ class Compute:
 
     def list(self, run: str) -> dict[str, Observed]:
         """Returns the VMs of a run, in all zones."""
+        from google.api_core.exceptions import NotFound
+
         compute = _library()
         request = compute.AggregatedListInstancesRequest(
             project=self.project,
@@ -83,7 +85,10 @@ class Compute:
                 found |= {vm.name: _observed(vm) for vm in scoped.instances}
             return found
 
-        return self._sure(ask)
+        try:
+            return self._sure(ask)
+        except NotFound as error:  # The project is gone: nothing is known of what was in it.
+            raise ServiceSilent(_brief(error)) from error
 
     def exists(self, name: str, zone: str) -> bool:
         """Says whether the service knows a VM, asked for by name: unlike a list never late."""
