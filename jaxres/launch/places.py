@@ -86,7 +86,7 @@ class Places:
         """What all VMs of the run have in common: at most 40 signs of a VM's name.
 
         >>> Places(BucketPath("bkt", "runs/My_first")).label
-        'jx-my-first-92dd0d'
+        'jx-my-first-6ae93b'
         """
         words = re.sub("[^a-z0-9]+", "-", self.run.name.lower()).strip("-")[:28].strip("-")
         digest = hashlib.sha256(str(self.run).encode()).hexdigest()[:6]
