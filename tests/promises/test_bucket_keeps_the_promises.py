@@ -44,6 +44,7 @@ def test_killed_run_of_two_hosts_in_a_bucket_comes_back_bit_for_bit(
     assert_bit_exact(last[0].run_dir, calm_pair)
 
 
+@pytest.mark.campaign
 def test_supervised_run_in_a_bucket_comes_back_by_itself(bucket: Place, calm: RunDir) -> None:
     trainer = bucket.launch("run", config=FAULTY, hosts=1, env={"PACE": "0.01"}, restart=True)
     trainer.wait_commit(20)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 
+import pytest
+
 from jaxres.faults import Exit
 from jaxres.rundir import RunDir
 from tests.promises.cloud import RUNG, Cloud
@@ -64,6 +66,7 @@ def test_down_in_the_middle_of_a_creation_leaves_no_vm(cloud: Cloud) -> None:
     cloud.assert_nothing_is_left()
 
 
+@pytest.mark.campaign
 def test_a_queue_is_asked_for_vms_one_by_one(cloud: Cloud, calm_pair: RunDir) -> None:
     launcher = cloud.up(cloud.config(num_hosts=2, ladder=[RUNG | {"kind": "flex_start"}]))
     assert launcher.ended() == 0, cloud.told()

@@ -15,10 +15,8 @@ CREATED = "instances.bulkInsert"
 QUOTA = "PREEMPTIBLE_NVIDIA_A100_GPUS"
 
 
-@pytest.mark.parametrize(
-    ("number", "pace", "term"),
-    [(4, "0.02", 6.0), pytest.param(20, "0.1", 20.0, marks=pytest.mark.campaign)],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize(("number", "pace", "term"), [(4, "0.02", 6.0), (20, "0.1", 20.0)])
 def test_of_many_launchers_at_once_one_acts(
     cloud: Cloud, calm: RunDir, number: int, pace: str, term: float
 ) -> None:
