@@ -12,6 +12,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import jax
@@ -205,13 +206,11 @@ def settle(writing: Writing, step_dir: Place, *, timeout: float) -> None:
 def _raise_typed(error: Exception, step_dir: Place) -> NoReturn:
     """Raises StorageUnavailable for what storage has refused, and else the error itself.
 
-    Of a bucket TensorStore also tells by ValueErrors that name the object, and what reads JSON of a
-    file of Orbax's that was damaged on its way back to it. Anything else is a bug there too.
+    Of a bucket TensorStore also tells by ValueErrors that name the object, and what reads a file of
+    Orbax's own that was damaged on its way back to it. Anything else is a bug there too.
     """
     is_remote = isinstance(step_dir, BucketPath)
-    of_bucket = isinstance(error, json.JSONDecodeError | UnicodeDecodeError) or (
-        isinstance(error, ValueError) and SCHEME in str(error)
-    )
+    of_bucket = _reads_metadata(error) or (isinstance(error, ValueError) and SCHEME in str(error))
     is_storages = isinstance(error, OSError) or manifests.is_storage_fault(error)
     if not (is_storages or (is_remote and of_bucket)):
         raise error
@@ -222,6 +221,19 @@ def _raise_typed(error: Exception, step_dir: Place) -> NoReturn:
         f"{step_dir}: could not be saved ({why}). Nothing committed is lost. Free some space or "
         "mend the storage."
     ) from error
+
+
+def _reads_metadata(error: Exception) -> bool:
+    """Whether the words of a file that Orbax reads back are not those that it has written.
+
+    A flipped bit may leave JSON that can be read, with a name that nobody knows.
+    """
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return True
+    if not isinstance(error, ValueError | KeyError | TypeError):
+        return False
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    return any(name.startswith(("json.", "orbax.checkpoint._src.metadata.")) for name in modules)
 
 
 def array_infos(tree: Tree) -> dict[str, ArrayInfo]:

@@ -56,7 +56,7 @@ def test_supervised_run_in_a_bucket_comes_back_by_itself(bucket: Place, calm: Ru
 
 
 @pytest.mark.parametrize(
-    ("share", "hits"), [(0.03, 3), pytest.param(0.2, 100, marks=pytest.mark.campaign)]
+    ("share", "hits"), [(0.03, 3), pytest.param(0.2, 50, marks=pytest.mark.campaign)]
 )
 def test_run_through_a_storm_of_faults_ends_bit_for_bit(
     bucket: Place, unbroken: RunDir, gcs_server: GcsServer, share: float, hits: int

@@ -127,6 +127,16 @@ def test_whatever_library_tells_of_the_bucket_it_is_storages_fault(
         arrays.settle(arrays.Writing(Broken(error)), step_dir, timeout=10)
 
 
+def test_a_name_that_was_damaged_on_its_way_back_to_orbax_is_storages_fault(
+    step_dir: BucketPath,
+) -> None:
+    """One bit of a JSON file is another, and it is JSON still (found by a storm of faults)."""
+    with pytest.raises(KeyError) as raised:
+        json.loads('{"qaram_name": 1}', object_hook=lambda found: found["param_name"])
+    with pytest.raises(StorageUnavailable, match="could not be saved"):
+        arrays.settle(arrays.Writing(Broken(raised.value)), step_dir, timeout=10)
+
+
 @pytest.mark.parametrize("where", ["disk", "bucket"])
 @pytest.mark.parametrize(
     "error",
