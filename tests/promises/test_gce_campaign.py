@@ -18,7 +18,7 @@ FLAP_SECONDS = 1.5
 @pytest.fixture
 def storm(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     """The same cloud, in which requests to the bucket and to the metadata go wrong."""
-    monkeypatch.setattr(scenarios, "SLOW", {"PACE": "0.02"})  # A look at the run takes longer.
+    monkeypatch.setattr(scenarios, "SLOW", {"PACE": "0.05"})  # A look at the run takes longer.
     fault = cloud.gcs.fail("503", probability=0.05, times=None, seed=5)
     is_over = threading.Event()
 
