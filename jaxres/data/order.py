@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -151,31 +151,31 @@ def permute(
     values: NDArray[np.uint64], *, num_rows: int, keys_BK: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
     """Returns the image of each value in [0, num_rows) under the permutation of its own keys."""
-    radix_a = math.isqrt(num_rows - 1) + 1
-    radix_b = -(-num_rows // radix_a)
-    images = values
-    outside = np.arange(len(values))
-    # A cycle leaves the range for at most as many steps as there are values outside it.
-    for _ in range(radix_a * radix_b - num_rows + 1):
-        images = images.copy()
-        images[outside] = _feistel(images[outside], radix_a, radix_b, keys_BK[outside])
-        outside = np.flatnonzero(images >= num_rows)
-        if len(outside) == 0:
-            return images
-    raise AssertionError("a permutation's cycle did not come back into its range")
+    return _walked(values, num_rows=num_rows, keys_BK=keys_BK, rounds=_feistel)
 
 
 def place(
     images: NDArray[np.uint64], *, num_rows: int, keys_BK: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
     """Returns the value that `permute` turns into each image."""
+    return _walked(images, num_rows=num_rows, keys_BK=keys_BK, rounds=_unfeistel)
+
+
+def _walked(
+    values: NDArray[np.uint64],
+    *,
+    num_rows: int,
+    keys_BK: NDArray[np.uint64],
+    rounds: Callable[..., NDArray[np.uint64]],
+) -> NDArray[np.uint64]:
+    """Returns where the cycles of a permutation of a larger range come back into [0, num_rows)."""
     radix_a = math.isqrt(num_rows - 1) + 1
     radix_b = -(-num_rows // radix_a)
-    values = images
-    outside = np.arange(len(images))
+    outside = np.arange(len(values))
+    # A cycle leaves the range for at most as many steps as there are values outside it.
     for _ in range(radix_a * radix_b - num_rows + 1):
         values = values.copy()
-        values[outside] = _unfeistel(values[outside], radix_a, radix_b, keys_BK[outside])
+        values[outside] = rounds(values[outside], radix_a, radix_b, keys_BK[outside])
         outside = np.flatnonzero(values >= num_rows)
         if len(outside) == 0:
             return values

@@ -29,7 +29,7 @@ from jaxres.events import Noted, NoticeSeen
 from jaxres.faults import Exit, StorageUnavailable, TypedEnd, UsageError
 from jaxres.launch.intent import Intent, unpacked
 from jaxres.launch.places import Places
-from jaxres.launch.report import Report
+from jaxres.launch.report import Report, State
 from jaxres.launch.sharing import Sharing
 from jaxres.place import BucketPath, place
 from jaxres.supervise.kernel import die_with
@@ -134,7 +134,7 @@ class Agent:
                         watchman = Watchman(section, env=env, clock=self._clock)
                         self._watchman = stack.enter_context(watchman)
                     self._follow(intent, env)
-                self._look(env)
+                self._look()
                 self._clock.sleep(POLL_SECONDS)
         self._beat.close()
 
@@ -168,10 +168,9 @@ class Agent:
         part = self._part
         if part is not None and not (is_member and part.attempt == intent.attempt):
             self._end(part, f"attempt {part.attempt} is over")
-        has_had = self._had()
         if not is_member or self._is_leaving or self._part is not None:
             return
-        if has_had < intent.attempt:
+        if self._had() < intent.attempt:
             self._start(intent, names.index(self._name), env)
         elif self._beat.report.attempt < intent.attempt:
             reason = "the agent was started anew, and its part has ended with the one before"
@@ -214,7 +213,7 @@ class Agent:
         except (FileNotFoundError, ValueError):
             return 0
 
-    def _look(self, env: Mapping[str, str]) -> None:
+    def _look(self) -> None:
         """Reports what has happened here: an end, a notice; and uploads what was printed."""
         if self._watchman is not None:
             for event in self._watchman.take():
@@ -252,13 +251,11 @@ class Agent:
         self._part = None
         self._say("ready", part.attempt, reason=why)
 
-    def _say(self, state: str, attempt: int, *, exit: int | None = None, reason: str = "") -> None:
+    def _say(
+        self, state: State, attempt: int, *, exit: int | None = None, reason: str = ""
+    ) -> None:
         now = self._beat.report
-        words = {**now.words(), "state": state, "attempt": str(attempt), "reason": reason}
-        words["exit"] = "" if exit is None else str(exit)
-        report = Report.of(words)
-        assert report is not None, words
-        self._beat.say(report)
+        self._beat.say(replace(now, state=state, attempt=attempt, exit=exit, reason=reason))
 
     def _upload(self, part: Part) -> None:
         with contextlib.suppress(TypedEnd, OSError):

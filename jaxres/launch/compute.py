@@ -27,13 +27,6 @@ TIMEOUT_SECONDS = 15.0
 T = TypeVar("T")
 RUN_LABEL = "jaxres-run"
 UNREACHABLE = "UNREACHABLE"
-PREEMPTED = "compute.instances.preempted"
-CAUSES = {
-    PREEMPTED: "it was preempted",
-    "compute.instances.hostError": "its host has failed",
-    "compute.instances.terminateOnHostMaintenance": "its host is maintained",
-    "compute.instances.guestTerminate": "it was shut down from inside",
-}
 
 
 class ServiceSilent(Exception):
@@ -110,7 +103,6 @@ class Compute:
         """
         from google.api_core.exceptions import GoogleAPICallError
 
-        rung = self._gce.ladder[vms[0].rung]
         try:
             return self._create(creation, vms[0].zone, machine.without_notice(self._no_notice))
         except GoogleAPICallError as error:
@@ -122,10 +114,7 @@ class Compute:
                 )
                 again = str(uuid.uuid5(uuid.UUID(creation.request_id), "without notice"))
                 return self.create(Creation(creation.names, again), vms, machine)
-            found = refused(error)
-            if isinstance(rung, FlexStartRung) and found.trouble == "exists":
-                return Refused("exists", found.words)
-            return found
+            return refused(error)
 
     def _create(self, creation: Creation, zone: str, machine: Machine) -> str:
         compute = _library()
@@ -206,19 +195,6 @@ class Compute:
             self._sure(_call(client.delete_unary, request))
         except NotFound:
             return
-
-    def cause(self, name: str, zone: str) -> str:
-        """Returns why a VM has ended, as the zone's operations tell it; empty: they don't."""
-        client = self.client("ZoneOperationsClient")
-        wanted = " OR ".join(f'(operationType="{kind}")' for kind in CAUSES)
-        request = {"project": self.project, "zone": zone, "filter": wanted}
-
-        def ask() -> list[str]:
-            pages = client.list(request=request, retry=None, timeout=TIMEOUT_SECONDS)
-            ends = [op for op in pages if op.target_link.rpartition("/")[2] == name]
-            return [CAUSES[op.operation_type] for op in ends if op.operation_type in CAUSES]
-
-        return next(iter(self.answer(ask)), "")
 
     def output(self, name: str, zone: str) -> str:
         """Returns what a VM has written to its serial port: the startup script's words."""
