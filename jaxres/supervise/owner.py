@@ -6,7 +6,8 @@ is refused; if it stands still for three beats, the other goes on to claim, and 
 old owner. The log alone decides; lock and beat only keep healthy owners from being fenced.
 
 In a bucket there is no lock and the beat comes every five seconds. So an owner that ends says that
-it has left, and one of this very machine whose process is gone is seen to be dead.
+it has left, and one of this very machine whose process is gone is seen to be dead. The first beat
+is written over what was found there and over nothing else: of several starts at once one is owner.
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ class Owner:
 
     def __enter__(self) -> Owner:
         if isinstance(self._run_dir.root, BucketPath):
-            if not _has_left(read(self._run_dir)):
-                self._refuse_if_alive()
-            self.beat()
+            self._succeed_in_bucket()
             return self
         storage.make_dir(self._run_dir.root)
         path = self._run_dir.lock
@@ -70,7 +69,7 @@ class Owner:
         try:
             self._locked = self._lock()
             if not self._locked or _was_unlocked(read(self._run_dir)):
-                self._refuse_if_alive()
+                self._refuse_if_alive(read(self._run_dir))
             self.beat()
         except BaseException:
             self.__exit__()
@@ -104,6 +103,18 @@ class Owner:
         with storage.typed_errors(self._run_dir.owner):
             os.pwrite(self._beat_file(), line, 0)
 
+    def _succeed_in_bucket(self) -> None:
+        """Writes the first beat over that of an owner that is gone."""
+        assert isinstance(self._run_dir.owner, BucketPath)
+        self._count = 1
+        while self._generation is None:  # Else another was faster, and is to be looked at.
+            data, generation = bucket.read_at(self._run_dir.owner) or (b"", 0)
+            there = _decoded(data)
+            if not _has_left(there):
+                self._refuse_if_alive(there)
+            self._beat_at = self._clock.monotonic()
+            self._write_to_bucket(self._words(), over=generation)
+
     def _words(self) -> dict[str, Any]:
         return {
             "host": socket.gethostname(),
@@ -136,9 +147,8 @@ class Owner:
             raise
         return True
 
-    def _refuse_if_alive(self) -> None:
+    def _refuse_if_alive(self, seen: dict[str, Any] | None) -> None:
         """Watches the beat for as long as three of them take."""
-        seen = read(self._run_dir)
         seconds = MISSED_BEATS * beat_seconds(self._run_dir) + LOOK_SECONDS
         deadline = self._clock.monotonic() + seconds
         while self._clock.monotonic() < deadline:
@@ -192,7 +202,10 @@ def _was_unlocked(owner: dict[str, Any] | None) -> bool:
 
 def read(run_dir: RunDir) -> dict[str, Any] | None:
     """Returns the newest beat: host, pid, nonce, count, locked, time; None if there is none."""
-    data = storage.read(run_dir.owner)
+    return _decoded(storage.read(run_dir.owner))
+
+
+def _decoded(data: bytes | None) -> dict[str, Any] | None:
     if not data:
         return None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def test_the_script_is_sound_shell(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "startup.sh"
     script.write_text(rendered(RUNTIMES[kind].model_dump(mode="json"), env=AWKWARD))
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
-    found = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, timeout=60)
+    shellcheck = Path(sysconfig.get_path("scripts")) / "shellcheck"  # No shell has activated it.
+    found = subprocess.run([shellcheck, script], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stdout + found.stderr
 
 

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from jaxres.faults import Fenced
+from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
 from jaxres.supervise import owner as owners
 from jaxres.supervise.owner import BEAT_SECONDS, MISSED_BEATS, Owner
@@ -125,6 +126,30 @@ def test_beats_are_of_one_size_and_of_growing_count(run_dir):
             counts.append(owners.read(run_dir)["count"])
     assert sizes == {owners.BEAT_BYTES + 1}
     assert counts == list(range(2, 202))
+
+
+def test_of_two_that_find_a_bucket_free_one_owns_it(gcs_bucket):
+    """Both have looked before either writes."""
+    run_dir, clock = RunDir(BucketPath(gcs_bucket, "run")), FakeClock()
+    first = Owner(run_dir, clock=clock)
+
+    class Overtaken(FakeClock):
+        def wall(self):
+            if first._count == 0:
+                first.__enter__()
+            return super().wall()
+
+        def sleep(self, seconds):
+            super().sleep(seconds)
+            clock.now = self.now
+            first.beat()
+
+    with pytest.raises(Fenced, match="Nothing was written"):
+        Owner(run_dir, clock=Overtaken()).__enter__()
+    assert owners.read(run_dir)["nonce"] == first._nonce
+    first.__exit__()
+    with Owner(run_dir, clock=FakeClock()) as heir:
+        assert owners.read(run_dir)["nonce"] == heir._nonce
 
 
 def test_people_are_told_who_is_alive(run_dir):
