@@ -9,6 +9,8 @@ those poll another address, and take a failed operation for a good one (facts: g
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +20,7 @@ from jaxres.faults import ConfigError
 from jaxres.launch import troubles
 from jaxres.launch.intent import Creation, Vm
 from jaxres.launch.machine import Machine
-from jaxres.launch.sight import Observed, Refused
+from jaxres.launch.sight import EVENTS, Observed, Refused
 
 if TYPE_CHECKING:
     from google.cloud import compute_v1
@@ -27,6 +29,8 @@ TIMEOUT_SECONDS = 15.0
 T = TypeVar("T")
 RUN_LABEL = "jaxres-run"
 UNREACHABLE = "UNREACHABLE"
+MOST_EVENTS = 500
+"""Events of a zone that are looked at, newest first; a page."""
 
 
 class ServiceSilent(Exception):
@@ -60,8 +64,6 @@ class Compute:
 
     def list(self, run: str) -> dict[str, Observed]:
         """Returns the VMs of a run, in all zones."""
-        from google.api_core.exceptions import NotFound
-
         compute = _library()
         request = compute.AggregatedListInstancesRequest(
             project=self.project,
@@ -78,10 +80,28 @@ class Compute:
                 found |= {vm.name: _observed(vm) for vm in scoped.instances}
             return found
 
-        try:
-            return self._sure(ask)
-        except NotFound as error:  # The project is gone: nothing is known of what was in it.
-            raise ServiceSilent(_brief(error)) from error
+        return self._listed(ask)
+
+    def events(self, zone: str) -> dict[str, str]:
+        """Returns what the service itself has done last to VMs of a zone: by name, a key of EVENTS.
+
+        A VM whose host has failed may be listed as running for an hour after it.
+        """
+        request = _library().ListZoneOperationsRequest(
+            project=self.project,
+            zone=zone,
+            filter=" OR ".join(f'(operationType = "{kind}")' for kind in EVENTS),
+            order_by="creationTimestamp desc",
+            max_results=MOST_EVENTS,
+        )
+        client = self.client("ZoneOperationsClient")
+
+        def ask() -> dict[str, str]:
+            operations = client.list(request=request, retry=None, timeout=TIMEOUT_SECONDS)
+            newest = list(itertools.islice(operations, MOST_EVENTS))
+            return {op.target_link.rpartition("/")[2]: op.operation_type for op in newest[::-1]}
+
+        return self._listed(ask)
 
     def exists(self, name: str, zone: str) -> bool:
         """Says whether the service knows a VM, asked for by name: unlike a list never late."""
@@ -182,7 +202,7 @@ class Compute:
             pages = client.list(request=request, retry=None, timeout=TIMEOUT_SECONDS)
             return [op.name for op in pages if op.client_operation_id in wanted]
 
-        return ",".join(self._sure(ask)) or None
+        return ",".join(self._listed(ask)) or None
 
     def delete(self, name: str, zone: str) -> None:
         """Asks for the end of a VM; one that is not there is fine."""
@@ -204,6 +224,15 @@ class Compute:
             lambda: client.get_serial_port_output(**words, retry=None, timeout=TIMEOUT_SECONDS)
         )
         return str(found.contents)
+
+    def _listed(self, ask: Callable[[], T]) -> T:
+        """Returns what a list returns; of a project that is gone nothing is known."""
+        from google.api_core.exceptions import NotFound
+
+        try:
+            return self._sure(ask)
+        except NotFound as error:
+            raise ServiceSilent(_brief(error)) from error
 
     def _sure(self, call: Callable[[], T]) -> T:
         """Returns what a call returns that is always right to make.
@@ -265,7 +294,8 @@ def _call(call: Callable[..., T], request: Any) -> Callable[[], T]:
 
 
 def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    text = re.sub(r"\?[^\s:]*", "", str(error).partition("\n")[0])  # Without the query.
+    return f"{type(error).__name__}: {text[:200]}"
 
 
 def _library() -> Any:

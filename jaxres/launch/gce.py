@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -169,7 +170,7 @@ def _up(target: Place, overrides: Sequence[str], *, env: Mapping[str, str], wait
             say(words)
         shipping.pack(_gce(config).package)  # Refused now rather than under the lease.
     _acquire(lease, run, clock, waits=waits)
-    try:
+    with _released_on_error(lease):
         intent = record.read()
         if intent is None or intent.phase == "ended":
             intent = _ship(config, places, intent, clock)
@@ -178,27 +179,31 @@ def _up(target: Place, overrides: Sequence[str], *, env: Mapping[str, str], wait
             config = _adopted(config, intent, places)
             say(f"{run}: going on with what is there ({intent.phase}, attempt {intent.attempt})")
         record.write(intent, epoch=lease.epoch)
+    return _lead(Leader(places, config, compute, lease, record, clock, say))
+
+
+@contextlib.contextmanager
+def _released_on_error(lease: Lease) -> Iterator[None]:
+    """Leaves the lead to others at once where this launcher fails."""
+    try:
+        yield
     except BaseException:
         lease.release()
         raise
-    return _lead(Leader(places, config, compute, lease, record, clock, say))
 
 
 def _lead(led: Leader) -> int:
     """Leads a job to its end, or until a person has this launcher leave it."""
     run = led.places.run
     try:
-        end = led.lead()
+        with _released_on_error(led.lease):
+            end = led.lead()
     except (Stopped, Preempted) as left:
-        led.lease.release()
         say(
             "this launcher leaves; the VMs and the training go on and cost money. "
             f"`python -m jaxres.launch gce up {run}` leads on, `... stop {run}` ends them"
         )
         return 128 + signal.SIGINT if isinstance(left, Stopped) else left.exit
-    except BaseException:
-        led.lease.release()
-        raise
     sys.stdout.write(message(end.exit, f"{run}: {end.reason}; no VM is left"))
     return end.exit
 
@@ -255,15 +260,15 @@ def _adopted(config: RunConfig, intent: Intent, places: Places) -> RunConfig:
 
 def _ask(verb: str, run: BucketPath, *, env: Mapping[str, str]) -> int:
     """Has a job end: asks whoever leads it, or leads it to its end."""
-    places = Places(run)
-    intent = Record(places.intent).read()
+    places, clock = Places(run), SystemClock()
+    record = Record(places.intent)
+    intent = record.read()
     if intent is None:
         raise UsageError(f"{run}: no launcher has been here; there is nothing to end")
     if intent.phase == "ended":
         sys.stdout.write(f"{run}: has ended; no VM is left\n")
         return Exit.DONE
     config = _recorded(places, intent, ())
-    record, clock = Record(places.intent), SystemClock()
     lease = Lease(places.lease, holder=_holder(), seconds=_gce(config).lease_seconds)
     bucket.write(places.stop if verb == "stop" else places.down, b"", over=None)
     say(f"{run}: asked to end; waiting until no VM is left")
@@ -271,10 +276,11 @@ def _ask(verb: str, run: BucketPath, *, env: Mapping[str, str]) -> int:
         if not lease.acquire():
             clock.sleep(WATCH_SECONDS)
         elif (intent := record.read()) is not None and intent.phase != "ended":
-            say("no launcher leads the run, so this one does, to its end")
-            record.write(intent, epoch=lease.epoch)
-            compute = compute_of(config, env)
-            compute.told_by(say)
+            with _released_on_error(lease):
+                compute = compute_of(config, env)
+                compute.told_by(say)
+                say("no launcher leads the run, so this one does, to its end")
+                record.write(intent, epoch=lease.epoch)
             code = _lead(Leader(places, config, compute, lease, record, clock, say))
             return Exit.DONE if code == Exit.STOPPED else code
     lease.release()

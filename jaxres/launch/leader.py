@@ -28,7 +28,8 @@ from jaxres.rundir import RunDir
 
 CYCLE_SECONDS = 1.0
 LIST_SECONDS = 5.0
-"""Between two lists of the service while an attempt is on; all other times every cycle asks."""
+"""Between two lists of the service while an attempt is on; all other times every cycle asks. And
+always between two looks at what it has done to VMs by itself."""
 MOST_ASKED_FOR = 50
 """VMs that one look asks for by name; the lease waits for it."""
 AGAIN_SECONDS = 10.0
@@ -63,6 +64,7 @@ class Leader:
     """By request: the operation that it has started, or how it was refused."""
     _vms: dict[str, Observed] | None = None
     _listed_at: float = -LIST_SECONDS
+    _told_at: float = -LIST_SECONDS
     _looked_at: float = 0.0
     _waited: float = 0.0
     """For the bucket, since what the agents say was looked at last."""
@@ -172,6 +174,10 @@ class Leader:
                 self._vms = self.compute.list(intent.run)
                 self._listed_at = now
                 self._sight.listed(self._vms, wanted, now=now)
+            if now - self._told_at >= LIST_SECONDS:
+                for zone in {vm.zone for vm in intent.vms if vm.made}:
+                    self._sight.told(self.compute.events(zone))
+                self._told_at = now
             creation = self._creation(intent)
             not_found = self._not_found(intent)
             self._hear("the Compute API", True)

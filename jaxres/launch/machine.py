@@ -67,15 +67,15 @@ class Machine:
             "name": name,
             "machine_type": f"zones/{zone}/machineTypes/{self.rung.machine_type}",
             "params": {"request_valid_for_duration": {"seconds": 60 * self.rung.wait_minutes}},
-            **self.properties(),
+            **self.properties(disk_types=f"zones/{zone}/diskTypes/"),
         }
 
     def _template(self) -> dict[str, str]:
         template = self.gce.template
         return {} if template is None else {"source_instance_template": template}
 
-    def properties(self) -> dict[str, Any]:
-        """Returns what does not depend on the way of asking."""
+    def properties(self, *, disk_types: str = "") -> dict[str, Any]:
+        """Returns what both ways of asking have; `disk_types` is where a disk's type is found."""
         gce = self.gce
         metadata = dict(self.metadata)
         if self.notice_seconds:
@@ -86,7 +86,7 @@ class Machine:
             "scheduling": self.scheduling(),
         }
         if gce.image is not None:
-            found["disks"] = [self._disk(gce.image)]
+            found["disks"] = [self._disk(gce.image, disk_types)]
         if gce.subnetworks or gce.template is None:
             found["network_interfaces"] = self._interfaces()
         if gce.service_account is not None or gce.template is None:
@@ -118,10 +118,10 @@ class Machine:
                 found["preemption_notice_duration"] = {"seconds": self.notice_seconds}
         return found
 
-    def _disk(self, image: str) -> dict[str, Any]:
+    def _disk(self, image: str, disk_types: str) -> dict[str, Any]:
         initial: dict[str, Any] = {"source_image": image, "disk_size_gb": self.gce.disk_gb}
         if self.gce.disk_type is not None:
-            initial["disk_type"] = self.gce.disk_type
+            initial["disk_type"] = disk_types + self.gce.disk_type
         return {"boot": True, "auto_delete": True, "initialize_params": initial}
 
     def _interfaces(self) -> list[dict[str, Any]]:

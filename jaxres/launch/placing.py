@@ -15,7 +15,7 @@ from jaxres.faults import Exit
 from jaxres.launch import ladder
 from jaxres.launch.intent import Creation, End, Intent, Member, Next, Vm
 from jaxres.launch.ladder import NEVER, Site
-from jaxres.launch.sight import HALTED, Refused, Seen
+from jaxres.launch.sight import EVENTS, HALTED, HOST_ERROR, Refused, Seen
 
 NAMESPACE = uuid.UUID("5a3c9c1e-7a51-4f0b-9d7e-6a617872e573")
 ABSENT_SECONDS = 15.0
@@ -202,23 +202,34 @@ def _start(intent: Intent, seen: Seen, gce: GceSection) -> Next:
 
 
 def losses(vms: Iterable[Vm], seen: Seen, gce: GceSection, *, notices: bool) -> dict[str, str]:
-    """Returns the VMs that are gone or as good as gone, and why."""
+    """Returns the VMs that are gone or as good as gone, and why; of notices only if wanted."""
     lost = {}
     for vm in vms:
         if not vm.made:
             continue
         listed, report = (seen.vms or {}).get(vm.name), seen.reports.get(vm.name)
+        event = seen.events.get(vm.name)
         silent, absent = seen.silent.get(vm.name, 0.0), seen.absent.get(vm.name, 0.0)
         if listed is not None and listed.status in HALTED:
-            lost[vm.name] = f"is {listed.status}"
+            lost[vm.name] = f"is {listed.status}{_because(event)}"
+        elif event == HOST_ERROR:
+            lost[vm.name] = f"{EVENTS[event]} ({event})"
         elif report is not None and silent >= gce.lost_seconds:
             state = "gone from the list" if listed is None else f"still listed as {listed.status}"
-            lost[vm.name] = f"its agent has been silent for {silent:.0f} s ({state})"
+            lost[vm.name] = (
+                f"its agent has been silent for {silent:.0f} s ({state}){_because(event)}"
+            )
         elif report is None and absent >= ABSENT_SECONDS:
-            lost[vm.name] = "is gone, and its agent was never heard of"
+            lost[vm.name] = "is gone, and its agent was never heard of{_because(event)}"
         elif report is None and seen.now - vm.asked > 60 * gce.ready_minutes:
             late = f"its agent was not heard of within {gce.ready_minutes:g} minutes"
             lost[vm.name] = f"{late} (launch.gce.ready_minutes); see `launch gce logs`"
         elif notices and report is not None and report.notice:
             lost[vm.name] = report.notice
+        elif notices and event is not None:
+            lost[vm.name] = f"{EVENTS[event]} ({event})"
     return lost
+
+
+def _because(event: str | None) -> str:
+    return "" if event is None else f"; it {EVENTS[event]} ({event})"

@@ -18,6 +18,14 @@ MOST_SECONDS = 2.0
 AWAY_SECONDS = 1.5
 """A bucket that takes longer was away, for the agents too, though it has answered in the end."""
 HALTED = ("TERMINATED", "STOPPED", "SUSPENDED")
+HOST_ERROR = "compute.instances.hostError"
+EVENTS = {
+    HOST_ERROR: "its host has failed",
+    "compute.instances.preempted": "was preempted",
+    "compute.instances.terminateOnHostMaintenance": "was ended for maintenance of its host",
+    "compute.instances.guestTerminate": "was shut down from inside",
+}
+"""What the service itself does to a VM, by the type of its operation, in words for a person."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ class Seen:
     """For how long no step was committed while an attempt was on, though the bucket answers."""
     ended_seconds: float | None
     """Since the first end of a part of the attempt was seen; None: none has ended."""
+    events: Mapping[str, str] = field(default_factory=dict)
+    """By name: what the service itself has done to a VM last, a key of EVENTS."""
     unasked_seconds: float = 0.0
     """Since this leader has asked for a creation last, or has begun to lead."""
     stop_asked: bool = False
@@ -93,6 +103,7 @@ class Sight:
     _absent: dict[str, tuple[bool, float]] = field(default_factory=dict)
     """By name: whether it was made by then, and for how long lists have lacked it since."""
     _vms: Mapping[str, Observed] | None = None
+    _events: Mapping[str, str] = field(default_factory=dict)
     _bucket_at: float | None = None
     """When the bucket answered last, if it did at the last look."""
     _service_at: float | None = None
@@ -155,6 +166,10 @@ class Sight:
             elif name not in vms:
                 self._absent[name] = is_made, absent + since
 
+    def told(self, events: Mapping[str, str]) -> None:
+        """Takes in what the service itself has done to VMs; no name is ever given twice."""
+        self._events = {**self._events, **events}
+
     def progressed(
         self, log: Log, attempt: int, *, is_on: bool, any_ended: bool, since: float
     ) -> None:
@@ -195,6 +210,7 @@ class Sight:
             log=self._log,
             still_seconds=self._still,
             ended_seconds=self._ended,
+            events=self._events,
             unasked_seconds=unasked_seconds,
             stop_asked=stop_asked,
             down_asked=down_asked,

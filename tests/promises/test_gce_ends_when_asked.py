@@ -19,6 +19,10 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on(cloud: Cloud, calm
     launcher.kill(signal.SIGINT)
     assert launcher.ended() == 128 + signal.SIGINT
     assert "the VMs and the training go on and cost money" in launcher.said()
+    none = {"JAXRES_GCE_ENDPOINT": "", "CLOUDSDK_CONFIG": str(cloud.root), "NO_GCE_CHECK": "true"}
+    refused = cloud.launch(str(cloud.run), verb="stop", **none)
+    assert refused.ended() == Exit.CONFIG, refused.said()
+    assert "there are no credentials" in refused.said()
     status = cloud.launch(str(cloud.run), verb="status")
     assert status.ended() == 0
     assert "led by nobody" in status.said()

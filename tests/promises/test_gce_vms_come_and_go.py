@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from jaxres import bucket
 from jaxres.eventlog import read_events
 from jaxres.faults import Exit
@@ -53,6 +55,20 @@ def test_a_coordinator_that_is_gone_without_a_word_is_replaced(
     assert launcher.ended() == 0, cloud.told()
     assert "still listed as RUNNING" in launcher.said()
     assert f", {kept}" in launcher.said().partition("attempt 2 on ")[2]
+    assert starts(cloud.run_dir)[1] >= 20
+    assert_bit_exact(cloud.run_dir, calm_pair)
+    cloud.assert_nothing_is_left()
+
+
+@pytest.mark.campaign
+def test_a_failed_host_is_known_by_the_services_own_word(cloud: Cloud, calm_pair: RunDir) -> None:
+    """The list shows it as running, and silence alone would be no proof for a long time."""
+    launcher = cloud.up(cloud.config(num_hosts=2, env=SLOW, lost_seconds=600.0))
+    cloud.wait_commit(20)
+    gone = cloud.member(1)
+    cloud.gce.host_error(gone, shows_running_seconds=36000, is_told=True)
+    assert launcher.ended() == 0, cloud.told()
+    assert f"{gone}: its host has failed (compute.instances.hostError)" in launcher.said()
     assert starts(cloud.run_dir)[1] >= 20
     assert_bit_exact(cloud.run_dir, calm_pair)
     cloud.assert_nothing_is_left()

@@ -125,6 +125,10 @@ def instance(name: str, *, zone: str = ZONE, **more: Any) -> compute.Instance:
     machine = words["machine_type"]
     if "/" not in machine:
         words["machine_type"] = f"zones/{zone}/machineTypes/{machine}"
+    for disk in words["disks"]:
+        kind = disk.initialize_params.disk_type
+        if kind and "/" not in kind:
+            disk.initialize_params.disk_type = f"zones/{zone}/diskTypes/{kind}"
     return compute.Instance(name=name, **words)
 
 

@@ -108,6 +108,18 @@ def check_instance(
     return shape
 
 
+def check_disk_type(disk: dict[str, Any], folder: str, field: str = "resource") -> None:
+    """An instance takes a disk type's URL, whole or in part, properties of instances its name.
+
+    After the reference of disks[].initializeParams.diskType; the words are not known.
+    """
+    kind = disk.get("initializeParams", {}).get("diskType", "")
+    there = kind[: kind.rfind("/") + 1]
+    if kind and not (there.endswith(folder) if folder else there == ""):
+        where = f"{field}.disks[].initializeParams.diskType"
+        raise invalid(where, kind, "The URL is malformed." if folder else "Must be a name.")
+
+
 def _check_disks(
     wanted: dict[str, Any], shape: Shape, project: str, catalog: Catalog, field: str
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.emulators.gce.api import Api, Asked
 from tests.emulators.gce.catalog import SHAPES, Shape, metric_of, region_of
-from tests.emulators.gce.checks import check_instance, check_name, model_of
+from tests.emulators.gce.checks import check_disk_type, check_instance, check_name, model_of
 from tests.emulators.gce.errors import Refused, exists, invalid, not_found
 from tests.emulators.gce.operations import Failure, Operation
 from tests.emulators.gce.vm import GONE, Vm
@@ -90,6 +90,8 @@ def insert(api: Api, asked: Asked) -> dict[str, Any]:
             why = "Machine type must be in the same zone as the instance."
             raise invalid("resource.machineType", machine, why)
         wanted["machineType"] = found[2]
+    for disk in asked.body.get("disks", []):
+        check_disk_type(disk, f"zones/{zone}/diskTypes/")
     shape = check_instance(wanted, zone=zone, project=api.project, catalog=api.catalog)
     path = f"projects/{api.project}/zones/{zone}/instances/{name}"
     if (zone, name) in api.fleet.vms:
@@ -210,6 +212,8 @@ def place_many(api: Api, asked: Asked, zone: str, scope: str) -> Operation:
     if "/" in machine or (zone in api.catalog.zones and machine not in SHAPES):
         why = f"Machine type with name '{machine}' does not exist in zone '{zone}'."
         raise invalid(f"{field_}.machineType", machine, why)
+    for disk in body.get("instanceProperties", {}).get("disks", []):
+        check_disk_type(disk, "", field_)
     shape = check_instance(
         wanted, zone=zone, project=api.project, catalog=api.catalog, field=field_
     )

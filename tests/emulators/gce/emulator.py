@@ -218,10 +218,17 @@ class GceEmulator:
         with self.agenda.changed:
             self.fleet.lost_in_creation = times
 
-    def host_error(self, name: str, *, shows_running_seconds: float = 0.0) -> None:
-        """Kills a VM's processes; the API goes on to show it as running for a while."""
+    def host_error(
+        self, name: str, *, shows_running_seconds: float = 0.0, is_told: bool = False
+    ) -> None:
+        """Kills a VM's processes; the API goes on to show it as running for a while.
+
+        is_told: its operation of the error is there at once, not only at the end of that while.
+        """
         with self.agenda.changed:
-            self.fleet.lose_host(self.vm(name), shows_running_seconds=shows_running_seconds)
+            self.fleet.lose_host(
+                self.vm(name), shows_running_seconds=shows_running_seconds, is_told=is_told
+            )
 
     def die_silently(self, name: str) -> None:
         """Kills a VM's processes; the API shows it as running for ever."""

@@ -334,15 +334,16 @@ class Fleet:
         elif vm.status == TERMINATED and vm.life == life + 1:
             self.start(vm, self._event("compute.instances.automaticRestart", vm))
 
-    def lose_host(self, vm: Vm, *, shows_running_seconds: float) -> None:
-        """Kills a VM's processes at once; the API knows of it only later."""
+    def lose_host(self, vm: Vm, *, shows_running_seconds: float, is_told: bool) -> None:
+        """Kills a VM's processes at once; the API's list, at least, knows of it only later."""
         self._kill(vm)
-        self.agenda.after(shows_running_seconds, self._show_host_error, vm, vm.life)
+        event = self._event("compute.instances.hostError", vm) if is_told else None
+        self.agenda.after(shows_running_seconds, self._show_host_error, vm, vm.life, event)
 
-    def _show_host_error(self, vm: Vm, life: int) -> None:
+    def _show_host_error(self, vm: Vm, life: int, event: Operation | None) -> None:
         if vm.life != life:
             return
-        self._power_off(vm, "STOP", self._event("compute.instances.hostError", vm))
+        self._power_off(vm, "STOP", event or self._event("compute.instances.hostError", vm))
         if vm.restarts and vm.model != SPOT:
             self.start(vm, self._event("compute.instances.automaticRestart", vm))
 

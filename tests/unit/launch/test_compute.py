@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxres.launch.compute import Compute, ServiceSilent
+from jaxres.launch.gce import ENDPOINT, compute_of
 from jaxres.launch.intent import Creation, Vm
 from jaxres.launch.machine import Machine
 from jaxres.launch.sight import Refused
@@ -105,6 +106,7 @@ def test_what_may_pass_is_a_silence_and_no_answer(gce: GceEmulator, kind: str) -
         lambda: compute.exists(NAMES[0], ZONE),
         lambda: compute.became_of("operation-1", ZONE),
         lambda: compute.operation_of(ASKED, ZONE),
+        lambda: compute.events(ZONE),
         lambda: compute.delete(NAMES[0], ZONE),
         lambda: service.create(),
     ):
@@ -149,6 +151,37 @@ def test_a_queue_takes_vms_one_by_one_and_each_request_once(gce: GceEmulator) ->
     assert set(found.split(",")) == set(first.split(","))
 
 
+@pytest.mark.parametrize("kind", ["spot", "flex_start"])
+def test_a_disk_type_is_named_as_either_way_of_asking_wants_it(gce: GceEmulator, kind: str) -> None:
+    rung = {"kind": kind, "zones": [ZONE], "machine_type": "a3-ultragpu-8g"}
+    gce.quota("us-central1", "PREEMPTIBLE_NVIDIA_H200_GPUS", 16)
+    service = Service(gce, ladder=[rung], max_run_hours=24.0, disk_type="hyperdisk-balanced")
+    assert service.outcome(service.create()) is True
+
+
+def test_what_the_service_has_done_to_a_vm_is_known_while_it_still_lists_it(
+    gce: GceEmulator,
+) -> None:
+    service = Service(gce)
+    assert service.outcome(service.create()) is True
+    assert service.compute.events(ZONE) == {}
+    gce.host_error(NAMES[0], shows_running_seconds=36000, is_told=True)
+    gce.preempt(NAMES[1], seconds=36000)
+    assert service.compute.events(ZONE) == {
+        NAMES[0]: "compute.instances.hostError",
+        NAMES[1]: "compute.instances.preempted",
+    }
+    assert {vm.status for vm in service.compute.list("jx").values()} == {"RUNNING"}
+
+
+def test_an_address_in_the_config_counts_before_one_in_the_environment(gce: GceEmulator) -> None:
+    nobody = {ENDPOINT: "http://127.0.0.1:9"}
+    assert compute_of(config(project=gce.project, endpoint=gce.url), nobody).list("jx") == {}
+    assert compute_of(config(project=gce.project), {ENDPOINT: gce.url}).list("jx") == {}
+    with pytest.raises(ServiceSilent):
+        compute_of(config(project=gce.project), nobody).list("jx")
+
+
 def test_sixty_four_vms_are_one_call(gce: GceEmulator) -> None:
     service = Service(gce, num_hosts=64)
     gce.quota("us-central1", "PREEMPTIBLE_NVIDIA_A100_GPUS", 64)
@@ -164,14 +197,15 @@ def test_rights_that_are_taken_away_while_a_job_is_on_are_a_silence(gce: GceEmul
     operation = service.create()
     assert service.outcome(operation) is True
     compute = service.compute
-    calls: dict[str, Callable[[], object]] = {
-        "compute.instances.list": lambda: compute.list("jx"),
-        "compute.instances.get": lambda: compute.exists(NAMES[0], ZONE),
-        "compute.zoneOperations.get": lambda: compute.became_of(str(operation), ZONE),
-        "compute.zoneOperations.list": lambda: compute.operation_of(ASKED, ZONE),
-        "compute.instances.delete": lambda: compute.delete(NAMES[0], ZONE),
-    }
-    for permission, call in calls.items():
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("compute.instances.list", lambda: compute.list("jx")),
+        ("compute.instances.get", lambda: compute.exists(NAMES[0], ZONE)),
+        ("compute.zoneOperations.get", lambda: compute.became_of(str(operation), ZONE)),
+        ("compute.zoneOperations.list", lambda: compute.operation_of(ASKED, ZONE)),
+        ("compute.zoneOperations.list", lambda: compute.events(ZONE)),
+        ("compute.instances.delete", lambda: compute.delete(NAMES[0], ZONE)),
+    ]
+    for permission, call in calls:
         gce.deny(permission)
         with pytest.raises(ServiceSilent, match=f"Required '{permission}'"):
             call()

@@ -14,7 +14,7 @@ from jaxres.launch.leader import longest_wait
 from jaxres.launch.placing import ABSENT_SECONDS
 from jaxres.launch.reconcile import LOST_REQUEST_SECONDS, to_delete
 from jaxres.launch.report import Report
-from jaxres.launch.sight import Log, Observed, Refused, Seen
+from jaxres.launch.sight import HOST_ERROR, Log, Observed, Refused, Seen
 from jaxres.runlog import Commit, Record
 from tests.unit.launch.gce_config import config
 
@@ -24,6 +24,7 @@ NAMES = ("jx-0000", "jx-0001")
 CONFIG = config()
 WAITS = ((1, 1, 100.0), (2, 1, 110.0), (3, 2, 9000.0), (4, 2, 9030.0))
 """Number, attempt and time of commits."""
+PREEMPTED = "compute.instances.preempted"
 CALM = config(repair_minutes=1e-6)
 """That has no patience for a refill."""
 
@@ -97,8 +98,13 @@ def test_the_same_intent_always_makes_the_same_request() -> None:
         },
         {"reports": {NAMES[0]: Report("ready", "b")}, "now": NOW + 3600},
         {"reports": {n: Report("ready", "b", notice=n[-1:] * (n[-1:] == "1")) for n in NAMES}},
+        {"events": {NAMES[1]: HOST_ERROR}},
+        {"events": {NAMES[1]: PREEMPTED}},
     ],
-    ids=["halted", "silent", "gone", "never-heard-of", "never-ready", "notice"],
+    ids=[
+        *("halted", "silent", "gone", "never-heard-of", "never-ready", "notice"),
+        *("host-error", "preempted"),
+    ],
 )
 def test_a_lost_vm_is_replaced_where_the_others_are_which_are_kept(sick: dict[str, Any]) -> None:
     found = decided(READY, seen(**sick))
@@ -118,12 +124,27 @@ def test_a_lost_vm_is_replaced_where_the_others_are_which_are_kept(sick: dict[st
         {"vms": {}, "absent": dict.fromkeys(NAMES, 3600.0)},
         {"vms": listed(*NAMES, status="REPAIRING")},
         {"silent": dict.fromkeys(NAMES, 7.9)},
+        {"events": {NAMES[1]: PREEMPTED}},
     ],
-    ids=["calm", "service-silent", "list-empty", "odd-status", "nearly-silent"],
+    ids=["calm", "service-silent", "list-empty", "odd-status", "nearly-silent", "on-its-way-out"],
 )
 def test_what_is_heard_of_is_there_whatever_lists_say(sound: dict[str, Any]) -> None:
     reports = {name: Report("running", "b", 3) for name in NAMES}
     assert decided(ON, seen(reports=reports, **sound)) == ON
+
+
+def test_a_failed_host_is_lost_though_its_agent_has_just_spoken() -> None:
+    found = decided(ON, seen(events={NAMES[1]: HOST_ERROR}))
+    assert (found.phase, found.history[-1].code) == ("placing", Exit.PREEMPTED)
+    assert found.why == f"{NAMES[1]}: its host has failed ({HOST_ERROR})"
+    assert [vm.name for vm in found.vms] == ["jx-0000", "jx-0002"]
+
+
+def test_the_cause_of_a_loss_is_told_where_the_service_knows_it() -> None:
+    silent = {NAMES[0]: 1.0, NAMES[1]: 9.0}
+    found = decided(ON, seen(silent=silent, events={NAMES[1]: PREEMPTED}))
+    assert "silent for 9 s" in found.why
+    assert f"it was preempted ({PREEMPTED})" in found.why
 
 
 def test_a_refused_refill_is_tried_again_until_patience_ends_and_then_all_move() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxres.launch.report import Report
-from jaxres.launch.sight import AWAY_SECONDS, MOST_SECONDS, Log, Observed, Seen, Sight
+from jaxres.launch.sight import AWAY_SECONDS, HOST_ERROR, MOST_SECONDS, Log, Observed, Seen, Sight
 
 NAME = "jx-0000"
 READY = Report("ready", "b").words()
@@ -82,6 +82,13 @@ def test_how_long_a_vm_took_to_be_made_does_not_count_as_absence() -> None:
     sight.listed({}, {NAME: True}, now=61.0)
     sight.listed({}, {NAME: True}, now=62.0)
     assert look(sight).absent[NAME] == 1.0
+
+
+def test_what_the_service_did_to_a_vm_is_not_forgotten() -> None:
+    sight = Sight()
+    sight.told({NAME: HOST_ERROR})
+    sight.told({})
+    assert look(sight).events == {NAME: HOST_ERROR}
 
 
 def test_an_attempt_stands_still_by_its_own_commits_alone() -> None:

@@ -20,7 +20,7 @@ from jaxres.launch.intent import Creation, Intent, Vm, unpacked
 from jaxres.launch.ladder import Trouble
 from jaxres.launch.places import Places
 from jaxres.launch.report import Report
-from jaxres.launch.sight import Observed, Refused
+from jaxres.launch.sight import HOST_ERROR, Observed, Refused
 from jaxres.place import BucketPath
 from jaxres.rundir import RunDir
 from jaxres.runlog import Commit, Record, Start, file_name
@@ -29,6 +29,7 @@ from tests.unit.records import CLAIM
 EPOCH = 1.7e9
 LIMIT = 30.0
 """Longest trying of one request to the bucket."""
+PREEMPTED = "compute.instances.preempted"
 CRASHES = (1, 137, Exit.BUG, Exit.HUNG, Exit.UNHEALTHY, Exit.PEER_LOST, Exit.STORAGE)
 TROUBLES: tuple[Trouble, ...] = ("stockout", "quota", "preempted", "passing", "exists")
 COMMIT = Commit(step=0, path="", manifest="sha256:0", bytes=3, known_good=False)
@@ -92,6 +93,8 @@ class World:
     now: float = 0.0
     objects: dict[str, tuple[bytes, int, dict[str, str]]] = field(default_factory=dict)
     machines: dict[str, Machine] = field(default_factory=dict)
+    events: dict[str, str] = field(default_factory=dict)
+    """By name of a VM: what the service has done to it."""
     operations: dict[str, Operation] = field(default_factory=dict)
     refusals: dict[str, Refused] = field(default_factory=dict)
     created: dict[str, set[str]] = field(default_factory=dict)
@@ -271,6 +274,10 @@ class World:
         seen = [m for m in self.machines.values() if m.listed_from <= self.now]
         return {m.name: Observed(m.name, m.zone, m.status, "10.0.0.1") for m in seen}
 
+    def events_of(self, zone: str) -> dict[str, str]:
+        self._service("events")
+        return self.events
+
     def exists(self, name: str, zone: str) -> bool:
         self._service("get")
         return name in self.machines
@@ -356,6 +363,9 @@ class World:
             return
         self.excused.add(machine.name)
         kind = self.draw.choice(["silently", "halted", "gone", "notice"])
+        if self.draw.random() < 0.5:
+            event = PREEMPTED if kind == "notice" else HOST_ERROR
+            self.after(self.draw.uniform(0, 60), lambda: self.events.update({machine.name: event}))
         if kind == "notice" and machine.agent is not None:
             self._say(machine, notice="is preempted")
             self._finish(machine, Exit.PREEMPTED)
@@ -456,5 +466,6 @@ class Service:
 
     def __init__(self, world: World) -> None:
         self.list, self.exists, self.create = world.list, world.exists, world.create
+        self.events = world.events_of
         self.became_of, self.operation_of = world.became_of, world.operation_of
         self.delete = world.delete_vm
