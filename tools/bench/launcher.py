@@ -1,12 +1,14 @@
 """What one leader of many VMs asks for, and how much memory it takes.
 
     python tools/bench/launcher.py --vms 1000 --seconds 120
+    python tools/bench/launcher.py --vms 4 --seconds 5 --losses 10
 
 Starts the emulated service with VMs that have no processes, an emulated bucket, and a real
 `launch gce up`. The agents' reports are written into the bucket by this program, every VM's anew
-every three seconds. Prints, from one run: how long it took until the first attempt began; while it
+as often as an agent does. Prints, from one run: how long it took until the first attempt began; while it
 was on, the calls of the Compute API and the requests to the bucket a minute, the memory of the
-leader and its share of a core; and how long the end took.
+leader and its share of a core; how long it took until VMs that fell silent, one after the other,
+counted as lost; and how long the end took.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -22,6 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxres.launch.agent import BEAT_SECONDS
 from jaxres.launch.intent import Intent, unpacked
 from jaxres.launch.places import Places
 from jaxres.launch.report import Report
@@ -31,7 +35,6 @@ from tests.emulators.gcs import GcsServer
 from tests.emulators.gcs.objects import Refused
 
 CONFIG = Path(__file__).parents[2] / "tests" / "promises" / "faulty.yaml"
-BEAT_SECONDS = 3.0
 BUCKET = "bucket"
 LIMIT_SECONDS = 600.0
 
@@ -41,6 +44,8 @@ class Agents:
 
     def __init__(self, gce: GceEmulator, gcs: GcsServer, places: Places) -> None:
         self.gce, self.gcs, self.places = gce, gcs, places
+        self.silent: set[str] = set()
+        """VMs that say nothing any more."""
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -60,6 +65,16 @@ class Agents:
             return None
         return unpacked(found.data, self.places.intent)
 
+    def phase(self) -> str:
+        """Returns where the job is."""
+        intent = self.intent()
+        return "" if intent is None else intent.phase
+
+    def is_wanted(self, name: str) -> bool:
+        """Says whether a VM is meant to be there."""
+        intent = self.intent()
+        return intent is None or name in intent.names
+
     def _run(self) -> None:
         while not self._is_closed.wait(BEAT_SECONDS):
             intent = self.intent()
@@ -67,7 +82,8 @@ class Agents:
                 continue
             is_on = intent.phase == "running"
             said = Report("running" if is_on else "ready", "b", intent.attempt).words()
-            for name in [n for n, status in self.gce.vms().items() if status == "RUNNING"]:
+            running = {n for n, status in self.gce.vms().items() if status == "RUNNING"}
+            for name in running - self.silent:
                 key = self.places.report(name).key
                 self.gcs.objects.put(BUCKET, key, b"", {}, {"metadata": said})
 
@@ -77,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python tools/bench/launcher.py")
     parser.add_argument("--vms", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--losses", type=int, default=3)
     options = parser.parse_args()
     run = BucketPath(BUCKET, "run")
     with (
@@ -98,6 +115,8 @@ def main() -> None:
             leader = subprocess.Popen(words, env=env, stdout=file, stderr=subprocess.STDOUT)
         try:
             _measure(leader, agents, gce, gcs, began=began, seconds=options.seconds)
+            _lose(options.losses, leader, agents)
+            _end(leader, agents, gce, gcs)
         except TimeoutError:
             print(output.read_text())
             raise
@@ -115,11 +134,7 @@ def _measure(
     began: float,
     seconds: float,
 ) -> None:
-    def phase_is(phase: str) -> bool:
-        intent = agents.intent()
-        return intent is not None and intent.phase == phase
-
-    _wait(lambda: phase_is("running"), leader)
+    _wait(lambda: agents.phase() == "running", leader)
     print(f"until the first attempt began: {time.monotonic() - began:.1f} s")
     time.sleep(10)
     calls, requests = gce.calls().calls.total(), gcs.counts["A"] + gcs.counts["B"]
@@ -135,9 +150,28 @@ def _measure(
     intent = agents.intent()
     assert intent is not None
     print(f"attempts: {intent.attempt}, VMs: {len(gce.vms())}")
+
+
+def _lose(count: int, leader: subprocess.Popen[bytes], agents: Agents) -> None:
+    """Prints how long the silence of a VM lasts until it counts as lost."""
+    found = []
+    for _ in range(count):
+        time.sleep(random.uniform(0, BEAT_SECONDS))
+        assert (intent := agents.intent()) is not None
+        name, start = intent.members[-1].name, time.monotonic()
+        agents.silent.add(name)
+        _wait(lambda name=name: not agents.is_wanted(name), leader)
+        found.append(time.monotonic() - start)
+        _wait(lambda: agents.phase() == "running", leader)
+    told = ", ".join(f"{seconds:.1f}" for seconds in sorted(found))
+    print(f"until a VM that fell silent counted as lost: {told} s")
+
+
+def _end(leader: subprocess.Popen[bytes], agents: Agents, gce: GceEmulator, gcs: GcsServer) -> None:
+    """Prints how long the end takes."""
     asked, start = gce.calls().calls.total(), time.monotonic()
     gcs.objects.put(BUCKET, agents.places.down.key, b"", {}, {})
-    _wait(lambda: phase_is("ended"), leader)
+    _wait(lambda: agents.phase() == "ended", leader)
     print(f"until no VM was left: {time.monotonic() - start:.1f} s", end="")
     print(f" and {gce.calls().calls.total() - asked} calls")
     print(f"most calls in any minute: {gce.calls().peak_per_minute}")
