@@ -157,7 +157,8 @@ def _lose(count: int, leader: subprocess.Popen[bytes], agents: Agents) -> None:
     found = []
     for _ in range(count):
         time.sleep(random.uniform(0, BEAT_SECONDS))
-        assert (intent := agents.intent()) is not None
+        intent = agents.intent()
+        assert intent is not None
         name, start = intent.members[-1].name, time.monotonic()
         agents.silent.add(name)
         _wait(lambda name=name: not agents.is_wanted(name), leader)
