@@ -5,9 +5,9 @@
 
 Starts the emulated service with VMs that have no processes, an emulated bucket, and a real
 `launch gce up`. The agents' reports are written into the bucket by this program, every VM's anew
-as often as an agent does. Prints, from one run: how long it took until the first attempt began; while it
-was on, the calls of the Compute API and the requests to the bucket a minute, the memory of the
-leader and its share of a core; how long it took until VMs that fell silent, one after the other,
+as often as an agent does. Prints, from one run: how long it took until the first attempt began;
+while it was on, the calls of the Compute API and the requests to the bucket a minute, the memory of
+the leader and its share of a core; how long it took until VMs that fell silent, one by one,
 counted as lost; and how long the end took.
 """
 
