@@ -33,8 +33,8 @@ from jaxres.topology import Plan
 from jaxres.train import feed, initial, memory, pacer, programs, rates
 from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
 from jaxres.train.guarantee import computation
-from jaxres.train.place import Place
 from jaxres.train.run import Agenda, Diagnostics, Run
+from jaxres.train.seat import Seat
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Parts:
         return bool(self.config.evaluation.every_steps and len(self.dataset.heldout))
 
 
-def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built:
+def build(config: RunConfig, seat: Seat, stack: contextlib.ExitStack) -> Built:
     """Builds every part; resources (files, threads) are closed by `stack`.
 
     Raises:
@@ -83,28 +83,28 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
     """
     if config.compilation.cache_dir is not None:
         programs.use_compilation_cache(str(config.compilation.cache_dir.expanduser()))
-    parts = _parts(config, place.emit)
-    laid = _lay_out(parts, place)
-    place.emit(_built(parts, laid))
-    init = initial.build(config.init_from, parts, place)  # Before minutes of compilation.
-    step, evaluation = _compile(parts, place)
+    parts = _parts(config, seat.emit)
+    laid = _lay_out(parts, seat)
+    seat.emit(_built(parts, laid))
+    init = initial.build(config.init_from, parts, seat)  # Before minutes of compilation.
+    step, evaluation = _compile(parts, seat)
     # The first collective of a job waits for half a minute only, and one host may have compiled
     # for long where another has found the program in its cache.
-    place.peers.meet("compiled", seconds=config.deadlines.compile_seconds)
-    place, is_due = pacer.listen(config.checkpoint.when, place)
-    landed, sync = _metrics(place, stack)
-    checkpoints = _checkpoints(config, place, before_commit=sync)
+    seat.peers.meet("compiled", seconds=config.deadlines.compile_seconds)
+    seat, is_due = pacer.listen(config.checkpoint.when, seat)
+    landed, sync = _metrics(seat, stack)
+    checkpoints = _checkpoints(config, seat, before_commit=sync)
     run = Run(
         steps=config.train.steps,
         agenda=_agenda(parts),
-        log=place.log,
+        log=seat.log,
         checkpoints=checkpoints,
         guards=_guards(config.guards),
         limits=config.guards,
         feed=feed.open_feed(
             parts.dataset,
             parts.mesh,
-            place,
+            seat,
             stack,
             section=config.data,
             train=config.train,
@@ -116,19 +116,19 @@ def build(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Built
         step=step,
         rate_factor=rates.factors(config.guards.rollback, parts.mesh),
         diagnostics=Diagnostics(
-            place.run_dir.diagnostics(place.log.attempt), config.guards.diagnostics
+            seat.run_dir.diagnostics(seat.log.attempt), config.guards.diagnostics
         ),
         form=steps.Form.of(parts.shapes, num_rows=parts.rows_per_batch),
         row_places=_row_places(parts),
         evaluate=evaluation,
         dataset=parts.dataset.fingerprint,
-        computation=computation(config, place.claim, parts.mesh, parts.plan, step),
+        computation=computation(config, seat.claim, parts.mesh, parts.plan, step),
         landed=landed,
-        agreement=_agreement(place, checkpoints, parts.mesh, is_due),
-        peers=place.peers,
+        agreement=_agreement(seat, checkpoints, parts.mesh, is_due),
+        peers=seat.peers,
         meeting_seconds=config.deadlines.restore_seconds,
-        emit=place.emit,
-        clock=place.clock,
+        emit=seat.emit,
+        clock=seat.clock,
         loss_scale=configs.loss_scale(config),
     )
     return Built(run, parts.dataset, parts.model)
@@ -158,29 +158,29 @@ def _row_places(parts: Parts) -> list[tuple[int, int]]:
 
 
 def _metrics(
-    place: Place, stack: contextlib.ExitStack
+    seat: Seat, stack: contextlib.ExitStack
 ) -> tuple[Callable[[MetricsLine], None], Callable[[], None]]:
     """Returns what hears of every finished step, and what makes the lines durable."""
-    if not place.peers.member.leads:
-        return place.landed, lambda: None
-    metrics = stack.enter_context(MetricsLog(place.run_dir.metrics(place.log.attempt)))
+    if not seat.peers.member.leads:
+        return seat.landed, lambda: None
+    metrics = stack.enter_context(MetricsLog(seat.run_dir.metrics(seat.log.attempt)))
 
     def landed(line: MetricsLine) -> None:
-        place.landed(line)  # First: whoever reads the line may rely on the door's knowing of it.
+        seat.landed(line)  # First: whoever reads the line may rely on the door's knowing of it.
         metrics.append(line)
 
     return landed, metrics.sync
 
 
 def _agreement(
-    place: Place, checkpoints: Checkpoints, mesh: Mesh, by_clock: Callable[[], bool]
+    seat: Seat, checkpoints: Checkpoints, mesh: Mesh, by_clock: Callable[[], bool]
 ) -> Agreement:
     def is_due() -> bool:
         return not checkpoints.is_busy and by_clock()
 
-    if place.peers.member.is_alone:
-        return OwnWord(place.requests, checkpoints.verdict, is_due=is_due)
-    return AllWords(place.requests, checkpoints.verdict, mesh=mesh, is_due=is_due)
+    if seat.peers.member.is_alone:
+        return OwnWord(seat.requests, checkpoints.verdict, is_due=is_due)
+    return AllWords(seat.requests, checkpoints.verdict, mesh=mesh, is_due=is_due)
 
 
 def _parts(config: RunConfig, emit: Emit) -> Parts:
@@ -238,35 +238,35 @@ def state_shapes(
     return _initializer(model, tx, mesh, config)[0], model
 
 
-def _lay_out(parts: Parts, place: Place) -> Layout:
+def _lay_out(parts: Parts, seat: Seat) -> Layout:
     """Tells what lies on every device.
 
     Raises:
       ConfigError: the state alone is larger than a device.
     """
     laid = layout.of(parts.shapes, parts.model, parts.mesh)
-    if place.peers.member.leads:
-        storage.replace(place.run_dir.sharding(place.log.attempt), laid.table().encode())
+    if seat.peers.member.leads:
+        storage.replace(seat.run_dir.sharding(seat.log.attempt), laid.table().encode())
     for warning in laid.warnings():
-        place.emit(Noted(warning))
+        seat.emit(Noted(warning))
     memory.refuse_large_state(laid.device_bytes, layout.device_limit(parts.mesh))
     small = memory.small_host(*layout.save_memory(laid))
     if small is not None:
-        place.emit(Noted(small))
+        seat.emit(Noted(small))
     return laid
 
 
 def _checkpoints(
-    config: RunConfig, place: Place, *, before_commit: Callable[[], None]
+    config: RunConfig, seat: Seat, *, before_commit: Callable[[], None]
 ) -> Checkpoints:
     return Checkpoints(
         config.checkpoint,
-        run_dir=place.run_dir,
-        log=place.log,
-        claim=place.claim,
-        emit=place.emit,
-        peers=place.peers,
-        clock=place.clock,
+        run_dir=seat.run_dir,
+        log=seat.log,
+        claim=seat.claim,
+        emit=seat.emit,
+        peers=seat.peers,
+        clock=seat.clock,
         before_commit=before_commit,
     )
 
@@ -319,11 +319,11 @@ def traced_step(parts: Parts, *, facts: Any = None) -> Any:
 
 
 def _compile(
-    parts: Parts, place: Place
+    parts: Parts, seat: Seat
 ) -> tuple[Any, Callable[[Any, evaluate.Listener], float | None]]:
     """Loads or compiles the train step and the evaluation step before the first step."""
     config, mesh = parts.config, parts.mesh
-    facts = None if place.peers.member.is_alone else facts_shape(mesh)
+    facts = None if seat.peers.member.is_alone else facts_shape(mesh)
     traces = {"training": functools.partial(traced_step, parts, facts=facts)}
     rows = parts.plan.rows_at_once  # A whole batch may be more than what fits.
     if parts.evaluates:
@@ -338,7 +338,7 @@ def _compile(
     )
     compiled = programs.get(
         traces,
-        place,
+        seat,
         devices=list(mesh.devices.flat),
         made_of=made_of,
         most=config.compilation.keep_programs,
@@ -348,7 +348,7 @@ def _compile(
     step = compiled["training"]
     large = memory.large_step(config, layout.step_bytes(step), layout.device_limit(mesh))
     if large is not None:
-        place.emit(Noted(large))
+        seat.emit(Noted(large))
     if not parts.evaluates:
         return step, _no_evaluation
     return step, evaluate.make(

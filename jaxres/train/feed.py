@@ -15,8 +15,8 @@ from jaxres.data import Batch, Dataset, DataTimeout
 from jaxres.events import PhaseChanged
 from jaxres.mesh import LocalRows
 from jaxres.runlog import Line
-from jaxres.train.place import Place
 from jaxres.train.run import At, Bad, Fed, Feed
+from jaxres.train.seat import Seat
 
 PROBE_SHARE = 0.5
 """Of data.timeout_seconds: how long a single row may take, once a batch has not come in time."""
@@ -27,7 +27,7 @@ MAX_TOLD = 5
 def open_feed(
     dataset: Dataset,
     mesh: Mesh,
-    place: Place,
+    seat: Seat,
     stack: contextlib.ExitStack,
     *,
     section: DataSection,
@@ -68,7 +68,7 @@ def open_feed(
             timeout_seconds=section.timeout_seconds,
             place=laid,
         )
-        source = _Source(reading.enter_context(prefetch), place)
+        source = _Source(reading.enter_context(prefetch), seat)
         if not leaves_out:
             return source.at
         rows = _Rows(dataset, mesh, local, skips, seed=seed)
@@ -86,7 +86,7 @@ class _Source:
     """The batches of one segment."""
 
     prefetch: data.Prefetch[Fed]
-    place: Place
+    seat: Seat
 
     def at(self, cursor: int) -> Fed | None:
         """Waits for a batch; None: gave up, since this host is alone and a stop is asked."""
@@ -96,13 +96,13 @@ class _Source:
             nonlocal waits
             waits += 1
             if waits == 1:
-                self.place.emit(PhaseChanged("wait for data"))
+                self.seat.emit(PhaseChanged("wait for data"))
             # The others are in the step already, and can't be called back.
-            return self.place.peers.member.is_alone and self.place.requests.stop_asked() is not None
+            return self.seat.peers.member.is_alone and self.seat.requests.stop_asked() is not None
 
         fed = self.prefetch.get(cursor, give_up=give_up)
         if waits:
-            self.place.emit(PhaseChanged("train"))
+            self.seat.emit(PhaseChanged("train"))
         return fed
 
 
@@ -179,16 +179,16 @@ class _Watched:
         return self._told(cursor, rows, "; ".join(reasons[:MAX_TOLD]) + more)
 
     def _told(self, cursor: int, rows: tuple[tuple[int, int], ...], reason: str) -> Bad:
-        is_alone = self._source.place.peers.member.is_alone
+        is_alone = self._source.seat.peers.member.is_alone
         self._bad = Bad(rows, reason, None if is_alone else self._rows.instead(cursor))
         return self._bad
 
     def _hung(self, cursor: int) -> dict[int, str]:
         """Returns the row that does not come although others do, if it is one."""
-        place, seconds = self._source.place, self._probe_seconds
-        place.emit(PhaseChanged("wait for data", "looking for the row that does not come"))
+        seat, seconds = self._source.seat, self._probe_seconds
+        seat.emit(PhaseChanged("wait for data", "looking for the row that does not come"))
         index = data.hung_row(self._rows.dataset.train, self._rows.mine(cursor), seconds=seconds)
-        place.emit(PhaseChanged("train"))
+        seat.emit(PhaseChanged("train"))
         if index is None:
             return {}
         row = self._rows.mine(cursor)[index]

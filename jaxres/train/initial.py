@@ -30,7 +30,7 @@ from jaxres.rundir import RunDir
 from jaxres.runlog import Line
 from jaxres.state import TrainState
 from jaxres.supervise.recorded import resolve
-from jaxres.train.place import Place
+from jaxres.train.seat import Seat
 
 if TYPE_CHECKING:
     from jaxres.train.build import Parts
@@ -99,13 +99,13 @@ def _flat(params: Any) -> dict[str, Any]:
     }
 
 
-def build(section: FromSeed | FromRun | FromSafetensors, parts: Parts, place: Place) -> Init:
+def build(section: FromSeed | FromRun | FromSafetensors, parts: Parts, seat: Seat) -> Init:
     """Returns what makes the state before the first step; refuses at once what can't be had.
 
     Args:
       section: where the parameters come from.
       parts: what the rest of the state is made of.
-      place: whose log tells whether they are needed, and what was taken before.
+      seat: whose log tells whether they are needed, and what was taken before.
 
     Raises:
       ConfigError: the weights do not fit, or are not there.
@@ -113,19 +113,19 @@ def build(section: FromSeed | FromRun | FromSafetensors, parts: Parts, place: Pl
     """
     if isinstance(section, FromSeed):
         return lambda line: (parts.init(), None)
-    line = place.log.line()
+    line = seat.log.line()
     if line.newest is not None:
         return _not_needed
     step, seconds = None, parts.config.deadlines.compile_seconds
     if isinstance(section, FromRun):
-        step = section.at_step or _same_step(section, line, place, seconds)
+        step = section.at_step or _same_step(section, line, seat, seconds)
     source = find(section, parts.config.model, parts.shapes, step=step)
 
     def init(line: Line) -> tuple[TrainState, dict[str, str]]:
-        state, digest = _take(source, parts, place)
-        _refuse_others(source, digest, line, place, seconds)
-        if place.peers.member.leads:
-            place.emit(Noted(f"parameters: {source.in_words()} ({digest})"))
+        state, digest = _take(source, parts, seat)
+        _refuse_others(source, digest, line, seat, seconds)
+        if seat.peers.member.leads:
+            seat.emit(Noted(f"parameters: {source.in_words()} ({digest})"))
         origin = {"params": digest, "path": str(section.path)}
         return state, origin | ({} if step is None else {"step": str(step)})
 
@@ -136,7 +136,7 @@ def _not_needed(line: Line) -> tuple[TrainState, dict[str, str]]:
     raise AssertionError("a step is committed: it is restored")
 
 
-def _same_step(section: FromRun, line: Line, place: Place, seconds: float) -> int:
+def _same_step(section: FromRun, line: Line, seat: Seat, seconds: float) -> int:
     """Returns the step that the run was started from before, else the newest: on all hosts one."""
     if line.init is not None:
         return int(line.init["step"])
@@ -145,10 +145,10 @@ def _same_step(section: FromRun, line: Line, place: Place, seconds: float) -> in
         with _source_named():
             return str(weights.committed(RunDir(section.path), step=None).step)
 
-    return int(place.peers.same("init/step", newest, seconds=seconds))
+    return int(seat.peers.same("init/step", newest, seconds=seconds))
 
 
-def _take(source: Source, parts: Parts, place: Place) -> tuple[TrainState, str]:
+def _take(source: Source, parts: Parts, seat: Seat) -> tuple[TrainState, str]:
     """Returns the state, each array laid out as it will be trained, and the digest of the taken.
 
     One array at a time is whole in this host's memory; what is digested is what the devices get.
@@ -157,7 +157,7 @@ def _take(source: Source, parts: Parts, place: Place) -> tuple[TrainState, str]:
     arrays = dict(_fresh_arrays(source.binding.fresh, parts))
     rows = []
     for path, taken in source.binding.taken.items():
-        place.emit(PhaseChanged("init", path))
+        seat.emit(PhaseChanged("init", path))
         with _source_named():
             whole = binding.assemble(source.weights, taken, dtype="float32")
         rows.append(array_row(path, whole))
@@ -199,10 +199,10 @@ def _fresh_arrays(paths: tuple[str, ...], parts: Parts) -> Mapping[str, jax.Arra
     return jax.jit(draw, out_shardings=shardings, compiler_options=states.INIT_OPTIONS)()
 
 
-def _refuse_others(source: Source, digest: str, line: Line, place: Place, seconds: float) -> None:
+def _refuse_others(source: Source, digest: str, line: Line, seat: Seat, seconds: float) -> None:
     """Refuses weights that are not those of all hosts, or not those of an earlier start."""
     where = f"init_from.path: {source.weights.where}"
-    lead = place.peers.same("init", lambda: digest, seconds=seconds)
+    lead = seat.peers.same("init", lambda: digest, seconds=seconds)
     if lead != digest:
         raise ConfigError(
             f"{where}: this host reads other weights than host 0 ({digest} here, {lead} there). "

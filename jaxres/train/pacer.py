@@ -28,7 +28,7 @@ from jaxres.events import (
 from jaxres.interval import Costs, Interval
 from jaxres.metrics import MetricsLine
 from jaxres.runlog import RunLog
-from jaxres.train.place import Place
+from jaxres.train.seat import Seat
 
 RETRY_SECONDS = 30.0
 """Least time from a save that storage has refused to the next one."""
@@ -43,24 +43,24 @@ def every_steps(when: When) -> int | None:
     return when.every_steps if isinstance(when, StepsWhen) else None
 
 
-def listen(when: When, place: Place) -> tuple[Place, Callable[[], bool]]:
-    """Returns the place with a pacer that hears its steps and events, and whether one is due.
+def listen(when: When, seat: Seat) -> tuple[Seat, Callable[[], bool]]:
+    """Returns the seat with a pacer that hears its steps and events, and whether one is due.
 
     Where saves go by steps, and on hosts that do not lead, there is none and nothing is due by it.
     """
-    if isinstance(when, StepsWhen) or not place.peers.member.leads:
-        return place, lambda: False
-    pacer = Pacer(when, log=place.log, emit=place.emit, clock=place.clock)
+    if isinstance(when, StepsWhen) or not seat.peers.member.leads:
+        return seat, lambda: False
+    pacer = Pacer(when, log=seat.log, emit=seat.emit, clock=seat.clock)
 
     def emit(event: Event) -> None:
-        place.emit(event)
+        seat.emit(event)
         pacer.heard(event)
 
     def landed(line: MetricsLine) -> None:
-        place.landed(line)
+        seat.landed(line)
         pacer.landed(line)
 
-    return dataclasses.replace(place, emit=emit, landed=landed), pacer.is_due
+    return dataclasses.replace(seat, emit=emit, landed=landed), pacer.is_due
 
 
 class Pacer:

@@ -25,7 +25,7 @@ from jaxres.config import RunConfig
 from jaxres.events import Noted, PhaseChanged, StepsCompiled, StepsLoaded
 from jaxres.executable import Unusable
 from jaxres.faults import TypedEnd
-from jaxres.train.place import Place
+from jaxres.train.seat import Seat
 
 PACKAGE = Path(__file__).parents[1]
 NO_PART_OF_IT = (
@@ -114,7 +114,7 @@ class Program:
 
 def get(
     traces: Mapping[str, Trace],
-    place: Place,
+    seat: Seat,
     *,
     devices: Sequence[Any],
     made_of: Mapping[str, Any] | None,
@@ -126,41 +126,41 @@ def get(
 
     Args:
       traces: by name, what is to be compiled.
-      place: whose folder keeps them.
+      seat: whose folder keeps them.
       devices: of the mesh, in its order.
       made_of: what decides their text; None: only the text itself tells.
       most: how many the run's folder keeps; 0: none, and none is loaded.
       cache_dir: where runs share what they compile; None: they don't.
       seconds: how long the hosts wait for each other.
     """
-    begun = place.clock.monotonic()
+    begun = seat.clock.monotonic()
     # A key may be the lowered text: then tracing begins here, and has compilation's time limit.
-    place.emit(PhaseChanged("compile", "looking for the steps of an earlier attempt"))
+    seat.emit(PhaseChanged("compile", "looking for the steps of an earlier attempt"))
     here = executable.here(devices, environment=os.environ)
     programs = [Program(name, trace, here, made_of) for name, trace in traces.items()]
     found, why = None, "compilation.keep_programs=0"
     if most:
-        found, why = _loaded(place, programs, devices)
-        found, why = _agreed(place, programs, found, why, seconds=seconds)
+        found, why = _loaded(seat, programs, devices)
+        found, why = _agreed(seat, programs, found, why, seconds=seconds)
     if found is not None:
-        place.emit(StepsLoaded(tuple(found), place.clock.monotonic() - begun))
+        seat.emit(StepsLoaded(tuple(found), seat.clock.monotonic() - begun))
         return found
     compiled: dict[str, Any] = {}
     for program in programs:
-        place.emit(PhaseChanged("compile", f"{program.name} step"))
+        seat.emit(PhaseChanged("compile", f"{program.name} step"))
         if most:
-            compiled[program.name] = _kept(place, program, devices, most=most, cache_dir=cache_dir)
+            compiled[program.name] = _kept(seat, program, devices, most=most, cache_dir=cache_dir)
         else:
             compiled[program.name] = program.lowered.compile()
-    place.emit(StepsCompiled(why, place.clock.monotonic() - begun))
+    seat.emit(StepsCompiled(why, seat.clock.monotonic() - begun))
     return compiled
 
 
 def _loaded(
-    place: Place, programs: Sequence[Program], devices: Sequence[Any]
+    seat: Seat, programs: Sequence[Program], devices: Sequence[Any]
 ) -> tuple[dict[str, Any] | None, str]:
     """Returns what the run has kept, or None and why there is none."""
-    folder, found = place.run_dir.compiled, dict[str, Any]()
+    folder, found = seat.run_dir.compiled, dict[str, Any]()
     for program in programs:
         try:
             data = executable.read(folder, program.key)
@@ -169,13 +169,13 @@ def _loaded(
             found[program.name] = executable.load(data, devices)
         except Unusable as error:
             why = f"{executable.file_of(folder, program.key)}: {error}"
-            place.emit(Noted(f"the steps are compiled anew: {why}"))
+            seat.emit(Noted(f"the steps are compiled anew: {why}"))
             return None, why
     return found, ""
 
 
 def _agreed(
-    place: Place,
+    seat: Seat,
     programs: Sequence[Program],
     found: dict[str, Any] | None,
     why: str,
@@ -184,16 +184,16 @@ def _agreed(
 ) -> tuple[dict[str, Any] | None, str]:
     """Returns what was found if every host has found it: on a GPU others may have other bits."""
     word = "+".join(program.key for program in programs)
-    place.peers.tell("steps", "none" if found is None else word)
-    place.peers.meet("steps", seconds=seconds)
-    without = [told for told in place.peers.told("steps") if not told.endswith(f": {word}")]
+    seat.peers.tell("steps", "none" if found is None else word)
+    seat.peers.meet("steps", seconds=seconds)
+    without = [told for told in seat.peers.told("steps") if not told.endswith(f": {word}")]
     if found is not None and without:
         return None, f"{without[0].partition(':')[0]} could not load the same"
     return found, why
 
 
 def _kept(
-    place: Place, program: Program, devices: Sequence[Any], *, most: int, cache_dir: Path | None
+    seat: Seat, program: Program, devices: Sequence[Any], *, most: int, cache_dir: Path | None
 ) -> Any:
     """Returns a program from the shared cache, or compiled; keeps it for those who come."""
     shared = None if cache_dir is None else cache_dir.expanduser() / "steps"
@@ -206,10 +206,10 @@ def _kept(
             if shared is not None:
                 executable.keep(shared, program.text_key, data, most=MOST_IN_CACHE)
         assert data is not None
-        if place.peers.member.leads:
-            executable.keep(place.run_dir.compiled, program.key, data, most=most)
+        if seat.peers.member.leads:
+            executable.keep(seat.run_dir.compiled, program.key, data, most=most)
     except (Unusable, TypedEnd, OSError) as error:
-        place.emit(Noted(f"the compiled {program.name} step is not kept: {error}"))
+        seat.emit(Noted(f"the compiled {program.name} step is not kept: {error}"))
     return compiled
 
 

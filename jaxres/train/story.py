@@ -20,7 +20,7 @@ from jaxres.tensorboard import TensorBoard
 from jaxres.train import farewell, memory
 from jaxres.train.build import Built, build
 from jaxres.train.loop import Ended, train
-from jaxres.train.place import Place
+from jaxres.train.seat import Seat
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Told:
 
 def tell(
     config: RunConfig,
-    place: Place,
+    seat: Seat,
     stack: contextlib.ExitStack,
     *,
     member: Member,
@@ -45,7 +45,7 @@ def tell(
 
     Args:
       config: the run's.
-      place: where it lives, and who tells of it.
+      seat: where it lives, and who tells of it.
       stack: closes what was opened.
       member: this process's part among the hosts.
 
@@ -53,11 +53,11 @@ def tell(
       TypedEnd: for an end that is nobody's success.
     """
     try:
-        place = _joined(config, place, member)
-        place = _with_tensorboard(config, place, stack)
-        built = build(config, place, stack)
+        seat = _joined(config, seat, member)
+        seat = _with_tensorboard(config, seat, stack)
+        built = build(config, seat, stack)
         ended = train(built.run)
-        text = _goodbye(config, place, built, ended)
+        text = _goodbye(config, seat, built, ended)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if memory.is_exhausted(error):
             raise OutOfMemory(memory.advice(config, error)) from error
@@ -65,19 +65,19 @@ def tell(
             raise PeerLost(f"another host is gone: {first_line(error)}") from error
         raise
     leaving = Leaving(ended.exit, ended.reason, ended.committed)
-    return Told(leaving, ended.progress.step, text, place.peers)
+    return Told(leaving, ended.progress.step, text, seat.peers)
 
 
-def _joined(config: RunConfig, place: Place, member: Member) -> Place:
-    """Returns the place with the job's other hosts, where there are any."""
+def _joined(config: RunConfig, seat: Seat, member: Member) -> Seat:
+    """Returns the seat with the job's other hosts, where there are any."""
     if member.is_alone:
-        return place
-    place.emit(PhaseChanged("join", f"{member.num_hosts} hosts at {member.coordinator}"))
-    job = join(member, heartbeat_seconds=config.hosts.heartbeat_seconds, clock=place.clock)
-    return dataclasses.replace(place, peers=job)
+        return seat
+    seat.emit(PhaseChanged("join", f"{member.num_hosts} hosts at {member.coordinator}"))
+    job = join(member, heartbeat_seconds=config.hosts.heartbeat_seconds, clock=seat.clock)
+    return dataclasses.replace(seat, peers=job)
 
 
-def _goodbye(config: RunConfig, place: Place, built: Built, ended: Ended) -> str:
+def _goodbye(config: RunConfig, seat: Seat, built: Built, ended: Ended) -> str:
     if ended.exit != Exit.DONE:
         return ""
     if config.telemetry.sample_tokens:
@@ -93,31 +93,31 @@ def _goodbye(config: RunConfig, place: Place, built: Built, ended: Ended) -> str
             seed=config.run.seed,
         )
         built.run.emit(SampleWritten(config.telemetry.sample_prompt, text))
-    if not place.peers.member.leads:
+    if not seat.peers.member.leads:
         return ""
-    curve = farewell.loss_curve(metrics.read_history(place.run_dir, place.log.line()))
-    return f"{curve}\n{farewell.directions(place.run_dir, step=ended.progress.step)}\n"
+    curve = farewell.loss_curve(metrics.read_history(seat.run_dir, seat.log.line()))
+    return f"{curve}\n{farewell.directions(seat.run_dir, step=ended.progress.step)}\n"
 
 
-def _with_tensorboard(config: RunConfig, place: Place, stack: contextlib.ExitStack) -> Place:
-    """Returns the place with a listener more, where the config asks for it."""
-    if not (config.telemetry.tensorboard and place.peers.member.leads):
-        return place
+def _with_tensorboard(config: RunConfig, seat: Seat, stack: contextlib.ExitStack) -> Seat:
+    """Returns the seat with a listener more, where the config asks for it."""
+    if not (config.telemetry.tensorboard and seat.peers.member.leads):
+        return seat
     board = stack.enter_context(
         TensorBoard(
-            place.run_dir.tensorboard,
-            attempt=place.log.attempt,
-            emit=place.emit,
-            clock=place.clock,
+            seat.run_dir.tensorboard,
+            attempt=seat.log.attempt,
+            emit=seat.emit,
+            clock=seat.clock,
         )
     )
 
     def emit(event: Event) -> None:
-        place.emit(event)
+        seat.emit(event)
         board.heard(event)
 
     def landed(line: MetricsLine) -> None:
-        place.landed(line)
+        seat.landed(line)
         board.landed(line)
 
-    return dataclasses.replace(place, emit=emit, landed=landed)
+    return dataclasses.replace(seat, emit=emit, landed=landed)

@@ -35,8 +35,8 @@ from jaxres.rundir import RunDir
 from jaxres.runlog import Claim, RunLog
 from jaxres.supervise.kernel import die_with
 from jaxres.telemetry import Console
-from jaxres.train.place import Place
 from jaxres.train.requests import Requests
+from jaxres.train.seat import Seat
 
 
 def work(
@@ -77,8 +77,8 @@ def work(
         from jaxres.train import story
 
         try:
-            place = Place(run_dir, log, claim, events.emit, clock, landed, requests, Alone())
-            told = story.tell(config, place, stack, member=member)
+            seat = Seat(run_dir, log, claim, events.emit, clock, landed, requests, Alone())
+            told = story.tell(config, seat, stack, member=member)
             leaving = told.leaving
         except TypedEnd as end:
             if end.exit == Exit.HUNG:

@@ -18,7 +18,7 @@ from jaxres.hosts import Alone, Member
 from jaxres.rundir import RunDir
 from jaxres.runlog import Line, RunLog, Start
 from jaxres.train import build, initial
-from jaxres.train.place import Place
+from jaxres.train.seat import Seat
 from tests.unit.checkpoint import llama_run
 from tests.unit.checkpoint.llama_run import flat, random_params, run_of
 from tests.unit.records import CLAIM
@@ -93,13 +93,13 @@ def fresh(corpus, tmp_path_factory):
     return parts_of(corpus, tmp_path_factory.mktemp("fresh")).init()
 
 
-def place_at(tmp_path, peers=None):
+def seat_at(tmp_path, peers=None):
     run_dir = RunDir(tmp_path / "run")
     if run_dir.log.exists():
         shutil.rmtree(run_dir.log)
     log = RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock())
     events = []
-    place = Place(
+    seat = Seat(
         run_dir,
         log,
         CLAIM,
@@ -109,11 +109,11 @@ def place_at(tmp_path, peers=None):
         requests=None,  # type: ignore[arg-type] # Nobody asks for anything here.
         peers=peers or Alone(),
     )
-    return place, events
+    return seat, events
 
 
-def started(parts, place, line=None):
-    init = initial.build(parts.config.init_from, parts, place)
+def started(parts, seat, line=None):
+    init = initial.build(parts.config.init_from, parts, seat)
     return init(line or Line())
 
 
@@ -125,8 +125,8 @@ def test_another_runs_parameters_are_taken_bit_for_bit_on_another_mesh(corpus, t
     root, arrays = source
     where = {"kind": "run", "path": str(root)}
     parts = parts_of(corpus, tmp_path, mesh={"data": 2, "fsdp": 2, "tensor": 2}, **where)
-    place, events = place_at(tmp_path)
-    state, origin = started(parts, place)
+    seat, events = seat_at(tmp_path)
+    state, origin = started(parts, seat)
     assert bits(state) == {path: (x.shape, x.tobytes()) for path, x in arrays.items()}
     laid = jax.tree.map(lambda x: x.sharding, state)
     assert laid == jax.tree.map(lambda x: x.sharding, parts.shapes), "each array as it is trained"
@@ -143,7 +143,7 @@ def committed(root):
 def test_all_but_the_parameters_is_as_in_a_fresh_start(corpus, tmp_path, source, fresh):
     where = {"kind": "safetensors", "path": str(next((source[0] / "exports").iterdir()))}
     parts = parts_of(corpus, tmp_path, **where)
-    state, _ = started(parts, place_at(tmp_path)[0])
+    state, _ = started(parts, seat_at(tmp_path)[0])
     assert bits(state) == {path: (x.shape, x.tobytes()) for path, x in source[1].items()}
     same = jax.tree.map(
         lambda a, b: np.array_equal(a, b),
@@ -157,10 +157,10 @@ def test_all_but_the_parameters_is_as_in_a_fresh_start(corpus, tmp_path, source,
 def test_what_may_be_missing_is_as_the_seed_draws_it(corpus, tmp_path, source, fresh):
     where = {"kind": "run", "path": str(source[0]), "rename": {"params/head": "params/old"}}
     with pytest.raises(ConfigError, match="params/head"):
-        started(parts_of(corpus, tmp_path, **where), place_at(tmp_path)[0])
+        started(parts_of(corpus, tmp_path, **where), seat_at(tmp_path)[0])
     allowed = {"allow_missing": ["params/head"], "allow_extra": ["*/head"]}
     parts = parts_of(corpus, tmp_path, **where, **allowed)
-    state, _ = started(parts, place_at(tmp_path)[0])
+    state, _ = started(parts, seat_at(tmp_path)[0])
     found, drawn = bits(state), bits(fresh)
     assert [path for path in found if found[path] == drawn[path]] == ["params/head"]
 
@@ -168,11 +168,11 @@ def test_what_may_be_missing_is_as_the_seed_draws_it(corpus, tmp_path, source, f
 def test_the_same_step_is_taken_again_though_the_source_has_gone_on(corpus, tmp_path, source):
     root, arrays = source
     parts = parts_of(corpus, tmp_path, kind="run", path=str(root))
-    place, _ = place_at(tmp_path)
+    seat, _ = seat_at(tmp_path)
     four = parts_of(corpus, tmp_path, kind="run", path=str(root), at_step=4)
-    state, origin = started(four, place_at(tmp_path)[0])
-    place.log.append(Start(step=0, path=None, dataset="d", computation={}, init=origin))
-    again, same = started(parts, place, place.log.line())
+    state, origin = started(four, seat_at(tmp_path)[0])
+    seat.log.append(Start(step=0, path=None, dataset="d", computation={}, init=origin))
+    again, same = started(parts, seat, seat.log.line())
     assert (bits(again), same) == (bits(state), origin)
     half = arrays["params/norm/scale"] / 2
     assert np.array_equal(np.asarray(again.params["norm"]["scale"]), half)
@@ -182,30 +182,30 @@ def test_other_weights_than_at_the_first_start_are_refused(corpus, tmp_path, sou
     folder = tmp_path / "folder"
     shutil.copytree(next((source[0] / "exports").iterdir()), folder)
     parts = parts_of(corpus, tmp_path, kind="safetensors", path=str(folder))
-    place, _ = place_at(tmp_path)
-    _, origin = started(parts, place)
-    place.log.append(Start(step=0, path=None, dataset="d", computation={}, init=origin))
-    assert started(parts, place, place.log.line())[1] == origin
+    seat, _ = seat_at(tmp_path)
+    _, origin = started(parts, seat)
+    seat.log.append(Start(step=0, path=None, dataset="d", computation={}, init=origin))
+    assert started(parts, seat, seat.log.line())[1] == origin
 
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x3f")
     with pytest.raises(ConfigError, match=r"other numbers than jaxres\.json says"):
-        started(parts, place, place.log.line())
+        started(parts, seat, seat.log.line())
     (folder / "jaxres.json").unlink()
     with pytest.raises(ConfigError, match="not the weights that this run was started with") as told:
-        started(parts, place, place.log.line())
+        started(parts, seat, seat.log.line())
     assert str(folder) in str(told.value)
     assert origin["params"] in str(told.value)
 
 
 def test_a_host_that_reads_other_weights_than_the_lead_is_refused(corpus, tmp_path, source):
     parts = parts_of(corpus, tmp_path, kind="run", path=str(source[0]))
-    _, origin = started(parts, place_at(tmp_path)[0])
+    _, origin = started(parts, seat_at(tmp_path)[0])
     words = {"init/step": "8", "init": origin["params"]}
-    assert started(parts, place_at(tmp_path, Follower(words))[0])[1] == origin
+    assert started(parts, seat_at(tmp_path, Follower(words))[0])[1] == origin
     words = {"init/step": "4", "init": origin["params"]}
     with pytest.raises(ConfigError, match="other weights than host 0"):
-        started(parts, place_at(tmp_path, Follower(words))[0])
+        started(parts, seat_at(tmp_path, Follower(words))[0])
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_source_that_cannot_be_had_is_told_before_anything_is_compiled(
     where["path"] = where["path"].format(corpus=corpus, run=source[0])
     parts = parts_of(corpus, tmp_path, **where)
     with pytest.raises(ConfigError) as told:
-        initial.build(parts.config.init_from, parts, place_at(tmp_path)[0])
+        initial.build(parts.config.init_from, parts, seat_at(tmp_path)[0])
     assert str(told.value).startswith("init_from.path: ")
     assert words in str(told.value)
 
@@ -238,4 +238,4 @@ def test_a_damaged_source_is_this_runs_bad_config_not_its_damage(corpus, tmp_pat
     (root / commit.path / "progress.json").unlink()
     parts = parts_of(corpus, tmp_path, kind="run", path=str(root))
     with pytest.raises(ConfigError, match=r"init_from\.path: .*progress\.json is missing"):
-        initial.build(parts.config.init_from, parts, place_at(tmp_path)[0])
+        initial.build(parts.config.init_from, parts, seat_at(tmp_path)[0])

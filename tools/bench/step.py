@@ -42,9 +42,9 @@ from jaxres.step import METRICS
 from jaxres.telemetry import Console
 from jaxres.train.build import Built, build
 from jaxres.train.loop import LAG, train
-from jaxres.train.place import Place
 from jaxres.train.requests import Requests
 from jaxres.train.run import Agenda, Run
+from jaxres.train.seat import Seat
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
@@ -94,8 +94,8 @@ def built(config: RunConfig, *, live: bool) -> Iterator[Built]:
             EventLog(run_dir.events(1, 0), clock=clock, listeners=[console.heard])
         )
         requests = Requests(alone=False)
-        place = Place(run_dir, log, claim, events.emit, clock, console.landed, requests, Alone())
-        yield build(config, place, stack)
+        seat = Seat(run_dir, log, claim, events.emit, clock, console.landed, requests, Alone())
+        yield build(config, seat, stack)
 
 
 @dataclass(frozen=True)

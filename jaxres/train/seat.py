@@ -15,7 +15,7 @@ from jaxres.train.requests import Requests
 
 
 @dataclass(frozen=True)
-class Place:
+class Seat:
     """One attempt's seat on one host."""
 
     run_dir: RunDir
