@@ -12,17 +12,16 @@ has asked for the key before.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
-import socket
 import threading
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from tests.emulators.serving import Quiet, Serving
 
 ROOT = "/computeMetadata/v1/"
 CONTROL = "/emulator/"
@@ -76,35 +75,19 @@ class MetadataServer:
         """Keys of all requests so far, in order."""
         self.hanging = 0
         """Requests that get no answer."""
-        self.closed = threading.Event()
         self.holds = True
         """Whether it knows the long poll at all."""
-        server = self
-
-        class Bound(_Request):
-            emulator = server
-
-        self._http = ThreadingHTTPServer((host, port), Bound)
-        self._http.daemon_threads, self._http.block_on_close = True, False
-        self.address = f"{host}:{self._http.server_address[1]}"
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._serving = Serving(self, _Request, host=host, port=port)
+        self.address, self.closed = self._serving.address, self._serving.stopped
 
     def __enter__(self) -> MetadataServer:
-        self._thread.start()
+        self._serving.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.closed.set()
+        self._serving.stop()
         with self.changed:
             self.changed.notify_all()
-        self._http.socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._http.server_close()
-
-    def _serve(self) -> None:
-        """Takes requests without ever looking round: there may be many of these servers."""
-        while not self.closed.is_set():
-            self._http.handle_request()
 
     @property
     def env(self) -> dict[str, str]:
@@ -183,16 +166,10 @@ class MetadataServer:
         return "".join(f"{name}\n" for name in sorted(names))
 
 
-class _Request(BaseHTTPRequestHandler):
+class _Request(Quiet):
     emulator: MetadataServer
+    protocol_version = "HTTP/1.0"
     server_version, sys_version = "Metadata Server for VM", ""
-
-    def log_message(self, *_: Any) -> None:
-        """Says nothing."""
-
-    def handle(self) -> None:
-        with contextlib.suppress(ConnectionError):  # The other side may go by kill -9.
-            super().handle()
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)

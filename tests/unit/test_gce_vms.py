@@ -165,14 +165,14 @@ def test_without_notice_nothing_is_asked_or_told(gce: GceEmulator, clients: Clie
 def test_after_a_host_error_it_may_show_as_running_for_long(
     gce: GceEmulator, clients: Clients
 ) -> None:
-    clients.wait(clients.bulk("one", "two", script=DAEMON))
-    gce.wait_for(lambda: len(gce.pids()) == 2)
+    clients.wait(clients.bulk("one", "two", "three", script=DAEMON))
+    gce.wait_for(lambda: len(gce.pids()) == 3)
     gce.host_error("one", shows_running_seconds=60)
     gce.die_silently("two")
+    gce.host_error("three", shows_running_seconds=36000)
     assert gce.pids() == []
-    assert gce.vms() == {"one": "RUNNING", "two": "RUNNING"}
-    assert gce.events() == []
-    gce.wait_for(lambda: gce.vms() == {"one": "TERMINATED", "two": "RUNNING"})
+    gce.wait_for(lambda: gce.vms()["one"] == "TERMINATED")
+    assert gce.vms() == {"one": "TERMINATED", "two": "RUNNING", "three": "RUNNING"}
     assert gce.events() == [("compute.instances.hostError", "one")]
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
-import threading
 import traceback
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -15,6 +11,7 @@ from tests.emulators.gce import routes
 from tests.emulators.gce.api import Api, Asked
 from tests.emulators.gce.errors import Refused, by_word
 from tests.emulators.gcs.faults import AFTER, Act, Faults
+from tests.emulators.serving import Quiet, Serving
 
 CONTROL = "/emulator/"
 API = "/compute/v1"
@@ -33,39 +30,19 @@ class ComputeServer:
         self.api, self.controlled = api, controlled
         self.faults = Faults()
         self.bugs: list[str] = []
-        self._closed = threading.Event()
-        server = self
-
-        class Bound(_Request):
-            emulator = server
-
-        class Http(ThreadingHTTPServer):
-            daemon_threads, block_on_close, request_queue_size = True, False, 128
-
-            def handle_error(self, *_: object) -> None:
-                """A client that goes in the middle is no error of ours."""
-
-        self._http = Http(("127.0.0.1", port), Bound)
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        self._serving = Serving(self, _Request, host="127.0.0.1", port=port)
+        self.url = f"http://{self._serving.address}"
         api.root = f"{self.url}{API}"
-        self._thread = threading.Thread(target=self._serve, daemon=True)
 
     def __enter__(self) -> ComputeServer:
-        self._thread.start()
+        self._serving.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closed.set()
-        self._http.socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._http.server_close()
-
-    def _serve(self) -> None:
-        while not self._closed.is_set():
-            self._http.handle_request()
+        self._serving.stop()
 
     def stall(self, seconds: float) -> None:
-        self._closed.wait(seconds)
+        self._serving.stopped.wait(seconds)
 
     def answer(
         self, method: str, path: str, query: dict[str, str], body: bytes, token: str
@@ -122,19 +99,9 @@ def _lost(act: Act) -> _Answer:
     return _refused(by_word(act.word))
 
 
-class _Request(BaseHTTPRequestHandler):
+class _Request(Quiet):
     emulator: ComputeServer
-    protocol_version = "HTTP/1.1"
     server_version, sys_version = "ESF", ""
-    wbufsize, disable_nagle_algorithm = 1 << 16, True
-    timeout = 600
-
-    def log_message(self, *_: Any) -> None:
-        """Says nothing."""
-
-    def handle(self) -> None:
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            super().handle()
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
-import threading
 import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -19,6 +16,7 @@ from tests.emulators.gcs.buckets import Buckets
 from tests.emulators.gcs.faults import AFTER, Act, Fault, Faults, damaged
 from tests.emulators.gcs.objects import Objects, Refused, Stored, crc32c, md5
 from tests.emulators.gcs.uploads import Uploads, multipart
+from tests.emulators.serving import Quiet, Serving
 
 CONTROL = "/emulator/"
 MOST_PARTS = 32
@@ -71,29 +69,15 @@ class GcsServer:
         """Tracebacks of the emulator's own."""
         self.log: list[str] | None = None
         """Method and path of every request, where a test asks for it."""
-        server = self
-
-        class Bound(_Request):
-            emulator = server
-
-        class Http(ThreadingHTTPServer):
-            daemon_threads, block_on_close, request_queue_size = True, False, 128
-
-            def handle_error(self, *_: object) -> None:
-                """A client that goes in the middle is no error of ours."""
-
-        self._http = Http(("127.0.0.1", port), Bound)
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
+        self._serving = Serving(self, _Request, host="127.0.0.1", port=port)
+        self.url = f"http://{self._serving.address}"
 
     def __enter__(self) -> GcsServer:
-        self._thread.start()
+        self._serving.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+        self._serving.stop()
 
     @property
     def env(self) -> dict[str, str]:
@@ -301,19 +285,9 @@ def _media(found: Stored, headers: Any) -> Answer:
     return Answer(206, found.data[start:end], told, "B")
 
 
-class _Request(BaseHTTPRequestHandler):
+class _Request(Quiet):
     emulator: GcsServer
-    protocol_version = "HTTP/1.1"
     server_version, sys_version = "UploadServer", ""
-    wbufsize, disable_nagle_algorithm = 1 << 16, True
-    timeout = 600
-
-    def log_message(self, *_: Any) -> None:
-        """Says nothing."""
-
-    def handle(self) -> None:
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            super().handle()
 
     def do_GET(self) -> None:
         server, parts = self.emulator, urlsplit(self.path)

@@ -1,0 +1,54 @@
+"""What the emulated services share: HTTP on loopback, one thread a connection."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class Quiet(BaseHTTPRequestHandler):
+    """A handler that says nothing, and whose clients may go at any moment, by kill -9 too."""
+
+    protocol_version = "HTTP/1.1"
+    wbufsize, disable_nagle_algorithm = 1 << 16, True
+    timeout = 600
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            super().handle()
+
+
+class Serving:
+    """Takes requests from `start` to `stop`, without ever looking round: there may be many."""
+
+    def __init__(self, emulator: Any, handler: type[Quiet], *, host: str, port: int) -> None:
+        class Http(ThreadingHTTPServer):
+            daemon_threads, block_on_close, request_queue_size = True, False, 128
+
+            def handle_error(self, *_: object) -> None:
+                """A client that goes in the middle is no error of ours."""
+
+        bound = type("Bound", (handler,), {"emulator": emulator})
+        self._http = Http((host, port), bound)
+        self.address = f"{host}:{self._http.server_address[1]}"
+        self.stopped = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.stopped.set()
+        self._http.socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._http.server_close()
+
+    def _serve(self) -> None:
+        while not self.stopped.is_set():
+            self._http.handle_request()
