@@ -6,7 +6,7 @@ import contextlib
 import json
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,19 +18,6 @@ from tests.unit.gce_requests import PROJECT, TERMINATE, ZONE, Clients, bulk, spo
 
 DONE = compute.Operation.Status.DONE
 STANDARD = compute.Scheduling(provisioning_model="STANDARD", on_host_maintenance=TERMINATE)
-
-
-@pytest.fixture
-def gce() -> Iterator[GceEmulator]:
-    with GceEmulator(speed=200, is_simulated=True) as gce:
-        yield gce
-    assert gce.bugs == []
-
-
-@pytest.fixture
-def clients(gce: GceEmulator) -> Iterator[Clients]:
-    with Clients(gce) as clients:
-        yield clients
 
 
 def scheduling(model: str, **more: Any) -> compute.Scheduling:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from datetime import datetime
 
 import pytest
@@ -18,19 +17,6 @@ from tests.unit.gce_requests import PROJECT, ZONE, Clients, spot
 
 Status = compute.Operation.Status
 STOCKOUT = "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"
-
-
-@pytest.fixture
-def gce() -> Iterator[GceEmulator]:
-    with GceEmulator(speed=200, is_simulated=True) as gce:
-        yield gce
-    assert gce.bugs == []
-
-
-@pytest.fixture
-def clients(gce: GceEmulator) -> Iterator[Clients]:
-    with Clients(gce) as clients:
-        yield clients
 
 
 def _time(text: str) -> datetime:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,13 +20,6 @@ ZONE = "us-central1-a"
 NAMES = ("jx-0000", "jx-0001")
 ASKED = Creation(NAMES, str(uuid.uuid5(uuid.NAMESPACE_URL, "jx")))
 SHORT = ["VM_MIN_COUNT_NOT_REACHED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"]
-
-
-@pytest.fixture
-def gce() -> Iterator[GceEmulator]:
-    with GceEmulator(speed=200, is_simulated=True) as gce:
-        yield gce
-        assert gce.bugs == [], gce.bugs[0]
 
 
 class Service:
