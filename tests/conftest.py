@@ -1,8 +1,9 @@
-"""Eight virtual CPU devices, set before any test initialises a backend."""
+"""Eight virtual CPU devices, set before any test initialises a backend; nothing leaves loopback."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,11 @@ from jaxtyping import install_import_hook
 if TYPE_CHECKING:
     from tests.emulators.gcs import GcsServer
 
+# Read when gcsfs is imported; else it asks Google itself, for minutes, what every bucket is.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+for number in (signal.SIGHUP, signal.SIGINT):  # Ignored under nohup and behind a shell's `&`.
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # Every shape annotation of the models is checked in every test; imports of jaxres come after this.

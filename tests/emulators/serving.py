@@ -28,8 +28,19 @@ class Serving:
     """Takes requests from `start` to `stop`, without ever looking round: there may be many."""
 
     def __init__(self, emulator: Any, handler: type[Quiet], *, host: str, port: int) -> None:
+        taken = self._taken = set[socket.socket]()
+
         class Http(ThreadingHTTPServer):
             daemon_threads, block_on_close, request_queue_size = True, False, 128
+
+            def get_request(self) -> tuple[socket.socket, Any]:
+                connection, address = super().get_request()
+                taken.add(connection)
+                return connection, address
+
+            def shutdown_request(self, request: Any) -> None:
+                taken.discard(request)
+                super().shutdown_request(request)
 
             def handle_error(self, *_: object) -> None:
                 """A client that goes in the middle is no error of ours."""
@@ -48,6 +59,9 @@ class Serving:
         self._http.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._http.server_close()
+        for connection in list(self._taken):  # Else whoever waits for an answer waits on.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _serve(self) -> None:
         while not self.stopped.is_set():
