@@ -82,8 +82,8 @@ class Compute:
 
         return self._listed(ask)
 
-    def events(self, zone: str) -> dict[str, str]:
-        """Returns what the service itself has done last to VMs of a zone: by name, a key of EVENTS.
+    def events(self, zone: str) -> dict[int, str]:
+        """Returns what the service itself has done last to VMs of a zone: by id, a key of EVENTS.
 
         A VM whose host has failed may be listed as running for an hour after it.
         """
@@ -96,10 +96,10 @@ class Compute:
         )
         client = self.client("ZoneOperationsClient")
 
-        def ask() -> dict[str, str]:
+        def ask() -> dict[int, str]:
             operations = client.list(request=request, retry=None, timeout=TIMEOUT_SECONDS)
             newest = list(itertools.islice(operations, MOST_EVENTS))
-            return {op.target_link.rpartition("/")[2]: op.operation_type for op in newest[::-1]}
+            return {op.target_id: op.operation_type for op in newest[::-1]}
 
         return self._listed(ask)
 
@@ -333,4 +333,4 @@ def _words(endpoint: str | None) -> dict[str, Any]:
 def _observed(vm: compute_v1.Instance) -> Observed:
     interfaces = vm.network_interfaces
     ip = interfaces[0].network_i_p if interfaces else ""
-    return Observed(vm.name, vm.zone.rpartition("/")[2], vm.status, ip)
+    return Observed(vm.name, vm.zone.rpartition("/")[2], vm.status, ip, vm.id)

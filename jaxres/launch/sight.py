@@ -36,6 +36,8 @@ class Observed:
     zone: str
     status: str
     ip: str = ""
+    id: int = 0
+    """Its own for ever; a name may have been another run's, which was deleted since."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class Sight:
     _absent: dict[str, tuple[bool, float]] = field(default_factory=dict)
     """By name: whether it was made by then, and for how long lists have lacked it since."""
     _vms: Mapping[str, Observed] | None = None
-    _events: Mapping[str, str] = field(default_factory=dict)
+    _ids: dict[str, int] = field(default_factory=dict)
+    _events: dict[str, str] = field(default_factory=dict)
     _bucket_at: float | None = None
     """When the bucket answered last, if it did at the last look."""
     _service_at: float | None = None
@@ -157,6 +160,7 @@ class Sight:
         """
         since = 0.0 if self._service_at is None else min(MOST_SECONDS, now - self._service_at)
         self._vms, self._service_at = vms, None if vms is None else now
+        self._ids |= {name: vm.id for name, vm in (vms or {}).items()}
         before, self._absent = self._absent, {}
         for name, is_made in wanted.items():
             was_made, absent = before.get(name, (not is_made, 0.0))
@@ -166,9 +170,9 @@ class Sight:
             elif name not in vms:
                 self._absent[name] = is_made, absent + since
 
-    def told(self, events: Mapping[str, str]) -> None:
-        """Takes in what the service itself has done to VMs; no name is ever given twice."""
-        self._events = {**self._events, **events}
+    def told(self, events: Mapping[int, str]) -> None:
+        """Takes in what the service itself has done last to VMs, by id."""
+        self._events |= {name: events[id] for name, id in self._ids.items() if id in events}
 
     def progressed(
         self, log: Log, attempt: int, *, is_on: bool, any_ended: bool, since: float

@@ -160,11 +160,12 @@ def test_what_the_service_has_done_to_a_vm_is_known_while_it_still_lists_it(
     assert service.compute.events(ZONE) == {}
     gce.host_error(NAMES[0], shows_running_seconds=36000, is_told=True)
     gce.preempt(NAMES[1], seconds=36000)
+    listed = service.compute.list("jx")
     assert service.compute.events(ZONE) == {
-        NAMES[0]: "compute.instances.hostError",
-        NAMES[1]: "compute.instances.preempted",
+        listed[NAMES[0]].id: "compute.instances.hostError",
+        listed[NAMES[1]].id: "compute.instances.preempted",
     }
-    assert {vm.status for vm in service.compute.list("jx").values()} == {"RUNNING"}
+    assert {vm.status for vm in listed.values()} == {"RUNNING"}
 
 
 def test_an_address_in_the_config_counts_before_one_in_the_environment(gce: GceEmulator) -> None:

@@ -7,7 +7,7 @@ from jaxres.launch.sight import AWAY_SECONDS, HOST_ERROR, MOST_SECONDS, Log, Obs
 
 NAME = "jx-0000"
 READY = Report("ready", "b").words()
-THERE = {NAME: Observed(NAME, "us-central1-a", "RUNNING", "10.0.0.1")}
+THERE = {NAME: Observed(NAME, "us-central1-a", "RUNNING", "10.0.0.1", 7)}
 
 
 def look(sight: Sight) -> Seen:
@@ -86,9 +86,19 @@ def test_how_long_a_vm_took_to_be_made_does_not_count_as_absence() -> None:
 
 def test_what_the_service_did_to_a_vm_is_not_forgotten() -> None:
     sight = Sight()
-    sight.told({NAME: HOST_ERROR})
+    sight.listed(THERE, {NAME: True}, now=0.0)
+    sight.told({7: HOST_ERROR})
+    sight.listed({}, {NAME: True}, now=1.0)
     sight.told({})
     assert look(sight).events == {NAME: HOST_ERROR}
+
+
+def test_what_the_service_did_to_another_vm_of_that_name_is_not_this_ones() -> None:
+    """A run was deleted, and another one begins in its place: the names begin anew."""
+    sight = Sight()
+    sight.listed(THERE, {NAME: True}, now=0.0)
+    sight.told({6: HOST_ERROR})
+    assert look(sight).events == {}
 
 
 def test_an_attempt_stands_still_by_its_own_commits_alone() -> None:

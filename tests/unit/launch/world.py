@@ -44,6 +44,7 @@ class Machine:
     """A VM as it is, whatever anybody sees of it."""
 
     name: str
+    id: int
     zone: str
     listed_from: float
     status: str = "RUNNING"
@@ -93,8 +94,8 @@ class World:
     now: float = 0.0
     objects: dict[str, tuple[bytes, int, dict[str, str]]] = field(default_factory=dict)
     machines: dict[str, Machine] = field(default_factory=dict)
-    events: dict[str, str] = field(default_factory=dict)
-    """By name of a VM: what the service has done to it."""
+    events: dict[int, str] = field(default_factory=dict)
+    """By id of a VM: what the service has done to it."""
     operations: dict[str, Operation] = field(default_factory=dict)
     refusals: dict[str, Refused] = field(default_factory=dict)
     created: dict[str, set[str]] = field(default_factory=dict)
@@ -272,9 +273,9 @@ class World:
     def list(self, run: str) -> dict[str, Observed]:
         self._service("list")
         seen = [m for m in self.machines.values() if m.listed_from <= self.now]
-        return {m.name: Observed(m.name, m.zone, m.status, "10.0.0.1") for m in seen}
+        return {m.name: Observed(m.name, m.zone, m.status, "10.0.0.1", m.id) for m in seen}
 
-    def events_of(self, zone: str) -> dict[str, str]:
+    def events_of(self, zone: str) -> dict[int, str]:
         self._service("events")
         return self.events
 
@@ -345,7 +346,7 @@ class World:
     # VMs and their agents.
 
     def _bear(self, name: str, zone: str) -> None:
-        machine = Machine(name, zone, self.now + self.draw.uniform(0, 8))
+        machine = Machine(name, next(self._count), zone, self.now + self.draw.uniform(0, 8))
         self.machines[name] = machine
         if not self.is_calm and self.draw.random() < self.chances.loss:
             self.after(self.draw.uniform(5, 300), lambda: self._lose(machine))
@@ -365,7 +366,7 @@ class World:
         kind = self.draw.choice(["silently", "halted", "gone", "notice"])
         if self.draw.random() < 0.5:
             event = PREEMPTED if kind == "notice" else HOST_ERROR
-            self.after(self.draw.uniform(0, 60), lambda: self.events.update({machine.name: event}))
+            self.after(self.draw.uniform(0, 60), lambda: self.events.update({machine.id: event}))
         if kind == "notice" and machine.agent is not None:
             self._say(machine, notice="is preempted")
             self._finish(machine, Exit.PREEMPTED)
