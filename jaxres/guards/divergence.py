@@ -2,8 +2,9 @@
 
 The step itself masks an update that is not finite, or far above the usual (step.py); `skips` counts
 these. `losses` looks for what no single step shows. Either may call for a rollback, of which
-`bounded` allows so many; beyond, and where the state itself is spoilt, the run ends unsaved. A save
-first lands and judges every step before it, so a state that was refused is never committed.
+`bounded_rollbacks` allows so many; beyond, and where the state itself is spoilt, the run ends
+unsaved. A save first lands and judges every step before it, so a state that was refused is never
+committed.
 """
 
 from __future__ import annotations
@@ -214,7 +215,9 @@ def bounded_skips(verdict: Verdict, *, skips: int, section: BadRecordsSection | 
     )
 
 
-def bounded(verdict: Verdict, *, rollbacks: int, section: RollbackSection | None) -> Verdict:
+def bounded_rollbacks(
+    verdict: Verdict, *, rollbacks: int, section: RollbackSection | None
+) -> Verdict:
     """Turns a rollback that is one too many into the end of the run.
 
     Args:

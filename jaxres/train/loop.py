@@ -18,7 +18,7 @@ from jaxres.data import sample_digest
 from jaxres.events import Evaluated, GuardWarned, PhaseChanged, UpdateSkipped
 from jaxres.faults import Continue, Exit, LeaveOut, Rollback, Stop, TypedEnd, Verdict, Warned
 from jaxres.guards import Seen, gravest, judge_step
-from jaxres.guards.divergence import bounded, bounded_skips
+from jaxres.guards.divergence import bounded_rollbacks, bounded_skips
 from jaxres.metrics import MetricsLine
 from jaxres.state import Progress, TrainState, to_plain
 from jaxres.step import Measured
@@ -153,7 +153,7 @@ def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[
         if isinstance(judged, Warned):
             run.emit(GuardWarned(seen.step, judged.reason))
             judged = Continue()
-        judged = bounded(judged, rollbacks=flight.rollbacks, section=run.limits.rollback)
+        judged = bounded_rollbacks(judged, rollbacks=flight.rollbacks, section=run.limits.rollback)
         verdict = gravest([verdict, judged, run.agreement.verdict()])
     return dataclasses.replace(progress, guards=memory), verdict
 

@@ -10,7 +10,7 @@ from jaxres.config.guards import GuardsSection, RollbackSection, SpikesSection
 from jaxres.config.loss_scale import LossScaleSection
 from jaxres.faults import Continue, LeaveOut, Rollback, Stop, Warned, fault
 from jaxres.guards import Guard, Seen, gravest, judge_step
-from jaxres.guards.divergence import bands, bounded, looks_back_steps, losses, skips
+from jaxres.guards.divergence import bands, bounded_rollbacks, looks_back_steps, losses, skips
 
 SAVING = Stop(fault("preemption"), "a notice")
 UNSAVED = Stop(fault("diverged"), "not finite")
@@ -292,13 +292,13 @@ def test_a_state_that_is_spoilt_ends_the_run_whatever_may_only_warn():
 
 
 def test_rollbacks_are_bounded():
-    assert bounded(BACK, rollbacks=2, section=HIGH) == BACK
+    assert bounded_rollbacks(BACK, rollbacks=2, section=HIGH) == BACK
     for rollbacks, section in ((3, HIGH), (0, None)):
-        verdict = bounded(BACK, rollbacks=rollbacks, section=section)
+        verdict = bounded_rollbacks(BACK, rollbacks=rollbacks, section=section)
         assert isinstance(verdict, Stop)
         assert verdict.fault == fault("diverged")
         assert "high losses" in verdict.reason
-    assert bounded(SAVING, rollbacks=9, section=None) == SAVING
+    assert bounded_rollbacks(SAVING, rollbacks=9, section=None) == SAVING
 
 
 def sections():
