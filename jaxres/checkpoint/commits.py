@@ -153,11 +153,7 @@ class Commits:
         try:
             if isinstance(self._run_dir.root, BucketPath):
                 self.confirm()  # A record that is on its way may not come to name what is gone.
-            line = self._log.line()
-            if line.attempt < self._log.attempt or line.step < self.committed_step:
-                # Nothing that counts may be taken for dead because storage hides its record.
-                raise StorageUnavailable(f"{self._run_dir.log}: records are missing by now.")
-            self.delete_all_but(line)
+            self.delete_all_but(self._log.line())
         except (StorageUnavailable, ConfigError, Unrestorable, OSError) as error:
             self._emit(
                 Noted(f"dead steps could not be deleted, the next save tries again: {error}")

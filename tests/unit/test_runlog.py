@@ -91,6 +91,25 @@ def test_a_value_has_one_canonical_text():
     assert canonical_json({"a": "é", "b": (1.5, None, True)}) == text
 
 
+def test_a_log_that_goes_away_while_it_is_read_is_storages_fault(tmp_path, monkeypatch):
+    folder = tmp_path / "log"
+    log, lists = claimed(folder), storage.list_names
+
+    def list_and_lose(path):
+        names = lists(path)
+        path.rename(tmp_path / "away")
+        return names
+
+    with monkeypatch.context() as losing:
+        losing.setattr(storage, "list_names", list_and_lose)
+        with pytest.raises(StorageUnavailable, match="00000001.json: was there a moment ago"):
+            log.line()
+    with pytest.raises(StorageUnavailable, match="records are missing"):
+        log.line()
+    (tmp_path / "away").rename(folder)
+    assert log.line().attempt == 1
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_number_that_json_has_no_word_for_is_refused(value):
     with pytest.raises(ValueError, match="not JSON compliant"):
