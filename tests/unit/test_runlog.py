@@ -96,9 +96,7 @@ def test_a_log_that_goes_away_while_it_is_read_is_storages_fault(tmp_path, monke
     log, lists = claimed(folder), storage.list_names
 
     def list_and_lose(path):
-        names = lists(path)
-        path.rename(tmp_path / "away")
-        return names
+        return [lists(path), path.rename(tmp_path / "away")][0]
 
     with monkeypatch.context() as losing:
         losing.setattr(storage, "list_names", list_and_lose)
