@@ -19,6 +19,8 @@ FLAP_SECONDS = 1.5
 def storm(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     """The same cloud, in which requests to the bucket and to the metadata go wrong."""
     monkeypatch.setattr(scenarios, "SLOW", {"PACE": "0.05"})  # A look at the run takes longer.
+    # Faults are not ten times as fast as the notice of 120 s: these seconds are real ones.
+    monkeypatch.setattr(scenarios, "NOTICE_SECONDS", 1200.0)
     fault = cloud.gcs.fail("503", probability=0.05, times=None, seed=5)
     is_over = threading.Event()
 

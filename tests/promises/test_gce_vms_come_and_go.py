@@ -17,6 +17,8 @@ SLOW = {"PACE": "0.004"}
 """Environment of the training: some 10 steps a second, to be met in the middle."""
 SLOWER = {"PACE": "0.02"}
 """Two steps a second: launchers, too, take their time to start."""
+NOTICE_SECONDS: float | None = None
+"""In the emulated world, which is ten times as fast; None: what the VM has asked for."""
 CREATED = "instances.bulkInsert"
 
 
@@ -26,7 +28,7 @@ def test_a_preempted_vm_is_replaced_and_no_finished_step_is_lost(
     launcher = cloud.up(cloud.config(num_hosts=2, env=SLOW))
     cloud.wait_commit(20)
     kept, taken = cloud.member(0), cloud.member(1)
-    cloud.gce.preempt(taken, notice=True)
+    cloud.gce.preempt(taken, notice=True, seconds=NOTICE_SECONDS)
     assert launcher.ended() == 0, cloud.told()
     intent = cloud.intent()
     assert intent is not None
