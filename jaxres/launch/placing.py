@@ -80,7 +80,8 @@ def _named(intent: Intent, count: int) -> tuple[Intent, tuple[str, ...]]:
 def _creating(intent: Intent, names: tuple[str, ...]) -> Intent:
     """Returns it with a request whose number follows from what it asks for."""
     zone = next(vm.zone for vm in intent.vms if vm.name == names[0])
-    text = f"{intent.run}/{zone}/{','.join(names)}"
+    # A run that was deleted may have had these names: `began` makes it another request.
+    text = f"{intent.run}/{intent.began}/{zone}/{','.join(names)}"
     return replace(intent, creation=Creation(names, str(uuid.uuid5(NAMESPACE, text))))
 
 
