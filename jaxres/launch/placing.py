@@ -210,27 +210,23 @@ def losses(vms: Iterable[Vm], seen: Seen, gce: GceSection, *, notices: bool) -> 
             continue
         listed, report = (seen.vms or {}).get(vm.name), seen.reports.get(vm.name)
         event = seen.events.get(vm.name)
+        cause = "" if event is None else f"{EVENTS[event]} ({event})"
+        because = cause and f"; {cause}"
         silent, absent = seen.silent.get(vm.name, 0.0), seen.absent.get(vm.name, 0.0)
         if listed is not None and listed.status in HALTED:
-            lost[vm.name] = f"is {listed.status}{_because(event)}"
+            lost[vm.name] = f"is {listed.status}{because}"
         elif event == HOST_ERROR:
-            lost[vm.name] = f"{EVENTS[event]} ({event})"
+            lost[vm.name] = cause
         elif report is not None and silent >= gce.lost_seconds:
             state = "gone from the list" if listed is None else f"still listed as {listed.status}"
-            lost[vm.name] = (
-                f"its agent has been silent for {silent:.0f} s ({state}){_because(event)}"
-            )
+            lost[vm.name] = f"its agent has been silent for {silent:.0f} s ({state}){because}"
         elif report is None and absent >= ABSENT_SECONDS:
-            lost[vm.name] = "is gone, and its agent was never heard of{_because(event)}"
+            lost[vm.name] = f"is gone, and its agent was never heard of{because}"
         elif report is None and seen.now - vm.asked > 60 * gce.ready_minutes:
             late = f"its agent was not heard of within {gce.ready_minutes:g} minutes"
             lost[vm.name] = f"{late} (launch.gce.ready_minutes); see `launch gce logs`"
         elif notices and report is not None and report.notice:
             lost[vm.name] = report.notice
-        elif notices and event is not None:
-            lost[vm.name] = f"{EVENTS[event]} ({event})"
+        elif notices and cause:
+            lost[vm.name] = cause
     return lost
-
-
-def _because(event: str | None) -> str:
-    return "" if event is None else f"; it {EVENTS[event]} ({event})"

@@ -21,9 +21,9 @@ HALTED = ("TERMINATED", "STOPPED", "SUSPENDED")
 HOST_ERROR = "compute.instances.hostError"
 EVENTS = {
     HOST_ERROR: "its host has failed",
-    "compute.instances.preempted": "was preempted",
-    "compute.instances.terminateOnHostMaintenance": "was ended for maintenance of its host",
-    "compute.instances.guestTerminate": "was shut down from inside",
+    "compute.instances.preempted": "it was preempted",
+    "compute.instances.terminateOnHostMaintenance": "it was ended for maintenance of its host",
+    "compute.instances.guestTerminate": "it was shut down from inside",
 }
 """What the service itself does to a VM, by the type of its operation, in words for a person."""
 

@@ -142,11 +142,28 @@ def test_a_failed_host_is_lost_though_its_agent_has_just_spoken() -> None:
     assert [vm.name for vm in found.vms] == ["jx-0000", "jx-0002"]
 
 
-def test_the_cause_of_a_loss_is_told_where_the_service_knows_it() -> None:
-    silent = {NAMES[0]: 1.0, NAMES[1]: 9.0}
-    found = decided(ON, seen(silent=silent, events={NAMES[1]: PREEMPTED}))
-    assert "silent for 9 s" in found.why
-    assert f"it was preempted ({PREEMPTED})" in found.why
+HALTED = {**listed(NAMES[0]), **listed(NAMES[1], status="TERMINATED")}
+ONE_REPORT = {NAMES[0]: Report("ready", "b")}
+CAUSES = {
+    "silent": (
+        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}},
+        PREEMPTED,
+        "as RUNNING); it was preempted",
+    ),
+    "halted": ({"vms": HALTED}, HOST_ERROR, "is TERMINATED; its host has failed"),
+    "never heard of": (
+        {"reports": ONE_REPORT, "vms": listed(NAMES[0]), "absent": {NAMES[1]: ABSENT_SECONDS}},
+        PREEMPTED,
+        "its agent was never heard of; it was preempted",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_the_cause_of_a_loss_is_told_where_the_service_knows_it(case: str) -> None:
+    sick, event, told = CAUSES[case]
+    found = decided(READY, seen(**sick, events={NAMES[1]: event}))
+    assert found.why.endswith(f"{told} ({event})"), found.why
 
 
 def test_a_refused_refill_is_tried_again_until_patience_ends_and_then_all_move() -> None:
