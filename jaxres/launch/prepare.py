@@ -92,8 +92,8 @@ def _mend(run: BucketPath, found: Resource, regions: Sequence[str], *, does: boo
         if not does:
             return _left_alone()
         settings: dict[str, Any] = {}
-        for change in changes:
-            settings = _joined(settings, change.settings)
+        for finding in changes:
+            settings = _joined(settings, finding.settings)
         is_done = buckets.change(run, settings, over=found)
         sys.stdout.write("changed\n" if is_done else "it was changed meanwhile; looking again\n")
         again = buckets.look(run)
