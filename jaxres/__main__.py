@@ -50,31 +50,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(USAGE)
         return Exit.DONE if words else Exit.USAGE
     if words[0] == "train":
-        from jaxres.supervise import signals
+        from jaxres.supervisor import signals
 
         signals.hold()
         from jaxres.train import __main__ as train
 
         train.leave(train.main(words[1:]))
     if words[0] == "replay":
-        from jaxres.train import replay
+        from jaxres.cli import replay
 
         return replay.main(words[1:])
     if words[0] == "doctor":
-        from jaxres.train import doctor
+        from jaxres.cli import doctor
 
         return doctor.main(words[1:], env=os.environ)
     if words[0] == "launch":
-        from jaxres.supervise import signals
+        from jaxres.supervisor import signals
 
         signals.hold()
         from jaxres.launch import __main__ as launch
 
         launch.leave(launch.main(words[1:]))
-    from jaxres import gcs, verbs
+    from jaxres.cli import checkpoints as checkpoints_cli
+    from jaxres.storage import gcs_client
 
-    os.environ.update(gcs.environment(os.environ))
-    return verbs.main(words, usage=USAGE, env=os.environ)
+    os.environ.update(gcs_client.environment(os.environ))
+    return checkpoints_cli.main(words, usage=USAGE, env=os.environ)
 
 
 if __name__ == "__main__":

@@ -63,13 +63,13 @@ class Fenced(TypedEnd):
 
 
 class Preempted(TypedEnd):
-    """A notice came before there was anything to save. Home: supervise/signals.py."""
+    """A notice came before there was anything to save. Home: supervisor/signals.py."""
 
     exit = Exit.PREEMPTED
 
 
 class Stopped(TypedEnd):
-    """The operator's stop came before there was anything to save. Home: supervise/signals.py."""
+    """The operator's stop came before there was anything to save. Home: supervisor/signals.py."""
 
     exit = Exit.STOPPED
 
@@ -163,7 +163,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "diverged",
         "loop",
-        "guards/divergence.py",
+        "engine/divergence.py",
         "stop without saving; never restarted (too many masked steps or rollbacks, or a state "
         "that is not finite)",
         exit=Exit.DIVERGED,
@@ -172,14 +172,14 @@ ALL: tuple[Fault, ...] = (
     _row(
         "loss_spike",
         "loop",
-        "guards/divergence.py",
+        "engine/divergence.py",
         "roll back to a step older than the onset; the rows go to the log as skips",
         done=True,
     ),
     _row(
         "preemption",
         "loop",
-        "guards/preemption.py",
+        "engine/guards.py",
         "SIGTERM or a notice of the machine, on any host: all hosts save the same step before the "
         "deadline, or finish the save in flight where there is no time for another; restart at "
         "once, no budget used",
@@ -190,7 +190,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "operators_stop",
         "loop",
-        "guards/preemption.py",
+        "engine/guards.py",
         "Ctrl-C or RUN_DIR/stop: save the step that has just finished, stop; nobody restarts",
         exit=Exit.STOPPED,
         state_is_good=True,
@@ -215,7 +215,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "storage_unavailable",
         "loop",
-        "checkpoint/store.py",
+        "checkpoint/checkpointer.py",
         "training goes on while the last good checkpoint stands, the next save tries again; "
         "checkpoint.max_failed_saves in a row, or no commit of the last step, end the run",
         exit=Exit.STORAGE,
@@ -225,7 +225,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "bad_record",
         "loop",
-        "data/bad.py",
+        "data/bad_records.py",
         "a record that raises, hangs or has tokens out of range, on any host: its row goes into "
         "the log as a skip, training goes on from the newest commit without it; bounded",
         exit=Exit.DIVERGED,
@@ -234,7 +234,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "out_of_memory",
         "process",
-        "train/memory.py",
+        "train/oom_advice.py",
         "typed end naming the settings to change; the kernel's killer is told from other kills",
         exit=Exit.OUT_OF_MEMORY,
         done=True,
@@ -257,7 +257,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "hang",
         "host",
-        "supervise/deadlines.py",
+        "supervisor/watchdog.py",
         "stacks of all threads, then a sure end",
         exit=Exit.HUNG,
         done=True,
@@ -265,7 +265,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "peer_lost",
         "process",
-        "supervise/blame.py",
+        "supervisor/root_cause.py",
         "survivors end at once with their own code, not as a bug; the message names the lost host",
         exit=Exit.PEER_LOST,
         done=True,
@@ -273,7 +273,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "crash",
         "host",
-        "supervise/restart.py",
+        "supervisor/restart_policy.py",
         "`launch local` restarts from the newest committed step, with backoff",
         exit=Exit.BUG,
         done=True,
@@ -281,7 +281,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "crash_loop",
         "host",
-        "supervise/restart.py",
+        "supervisor/restart_policy.py",
         "no new committed step, n times: give up, say why, show the end of the right log",
         exit=Exit.NO_PROGRESS,
         done=True,
@@ -297,14 +297,14 @@ ALL: tuple[Fault, ...] = (
     _row(
         "host_lost",
         "cluster",
-        "launch/placing.py",
+        "launch/provisioning.py",
         "`launch gce` replaces the VM where the others are, which are kept; else places all anew",
         done=True,
     ),
     _row(
         "no_capacity",
         "cluster",
-        "launch/ladder.py",
+        "launch/capacity_options.py",
         "leave a rung alone for as long as its cause lasts, try the next one",
         done=True,
     ),

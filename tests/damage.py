@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxres import storage
-from jaxres.place import Place
+from jaxres.storage import files
+from jaxres.storage.path import Place
 
 PAGE = 4096
 
@@ -83,7 +83,7 @@ def harm(
     if isinstance(folder, Path):
         how(folder / name, chance)
         return
-    before = {name: storage.read_whole(folder / name) for name in storage.sizes(folder)}
+    before = {name: files.read_whole(folder / name) for name in files.sizes(folder)}
     with tempfile.TemporaryDirectory() as scratch:
         for one, data in before.items():
             Path(scratch, one).parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +91,6 @@ def harm(
         how(Path(scratch, name), chance)
         for one, data in before.items():
             if not Path(scratch, one).exists():
-                storage.delete(folder / one)
+                files.delete(folder / one)
             elif (harmed := Path(scratch, one).read_bytes()) != data:
-                storage.replace(folder / one, harmed)
+                files.replace(folder / one, harmed)

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.digest import array_row, block_grid, digest_of_rows
+from jaxres.checkpoint.content_digest import array_row, block_grid, digest_of_rows
 from jaxres.checkpoint.manifest import ArrayInfo, Manifest
-from jaxres.place import Place
-from jaxres.runlog import Commit
+from jaxres.runlog.run_log import Commit
+from jaxres.storage.path import Place
 
 
 @dataclass(frozen=True)

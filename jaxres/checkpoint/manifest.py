@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from jaxres import storage
-from jaxres.checkpoint.blocks import ArrayInfo, Table, decode
-from jaxres.checkpoint.reader import ArrayReader
+from jaxres.checkpoint.block_digests import ArrayInfo, Table, decode
+from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.faults import StorageUnavailable, TypedEnd, Unrestorable
-from jaxres.gcs import Denied
-from jaxres.place import BucketPath, Place
-from jaxres.runlog import Commit
-from jaxres.sealed import canonical_json
+from jaxres.runlog.run_log import Commit
+from jaxres.storage import files as storage
+from jaxres.storage.checksummed_json import canonical_json
+from jaxres.storage.gcs_client import Denied
+from jaxres.storage.path import BucketPath, Place
 
 FORMAT = 2
 PROGRESS = "progress.json"

@@ -6,28 +6,28 @@ who owns the run prunes; anybody may pin.
 
 from __future__ import annotations
 
-from jaxres import storage
 from jaxres.checkpoint import retention
-from jaxres.config.saving import KeepSection
-from jaxres.place import Place
-from jaxres.rundir import RunDir
-from jaxres.runlog import Line, Prune, RunLog
+from jaxres.config.schema_operations import KeepSection
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Line, Prune, RunLog
+from jaxres.storage import files
+from jaxres.storage.path import Place
 
 
 def pinned(run_dir: RunDir) -> set[int]:
     """Returns the steps that are pinned; other names in the folder are nobody's pin."""
-    return {int(name) for name in storage.list_names(run_dir.pins) if name.isdecimal()}
+    return {int(name) for name in files.list_names(run_dir.pins) if name.isdecimal()}
 
 
 def pin(run_dir: RunDir, step: int) -> None:
     """Pins a step, durably; it holds from the owner's next look at the pins on."""
-    storage.make_dir(run_dir.pins)
-    storage.create(run_dir.pins / str(step), b"")
+    files.make_dir(run_dir.pins)
+    files.create(run_dir.pins / str(step), b"")
 
 
 def unpin(run_dir: RunDir, step: int) -> bool:
     """Takes a pin back; False: there was none."""
-    return storage.delete(run_dir.pins / str(step))
+    return files.delete(run_dir.pins / str(step))
 
 
 def plan(line: Line, keep: KeepSection, *, run_dir: RunDir) -> retention.Plan:
@@ -60,7 +60,7 @@ def prune(log: RunLog, keep: KeepSection, *, run_dir: RunDir) -> tuple[int, ...]
 def leftovers(line: Line, *, run_dir: RunDir) -> list[Place]:
     """Returns what is off the line, half deleted or whole, of a run that nobody owns."""
     names = retention.leftovers(run_dir.checkpoints, keep=line.stay, attempt=line.attempt)
-    trash = storage.trash(run_dir.checkpoints)
+    trash = files.trash(run_dir.checkpoints)
     return [*(run_dir.checkpoints / name for name in names), *trash]
 
 

@@ -15,17 +15,17 @@ from dataclasses import asdict, dataclass
 
 import xxhash
 
-from jaxres import storage
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.blocks import ArrayInfo, Digests, decode, split
-from jaxres.checkpoint.digest import block_digest, block_digests
+from jaxres.checkpoint.block_digests import ArrayInfo, Digests, decode, split
+from jaxres.checkpoint.content_digest import block_digest, block_digests
 from jaxres.checkpoint.manifest import FileInfo
-from jaxres.checkpoint.pace import AT_ONCE, Pace
-from jaxres.checkpoint.reader import ArrayReader
+from jaxres.checkpoint.tensorstore_reader import ArrayReader
+from jaxres.checkpoint.throttle import AT_ONCE, Pace
+from jaxres.cluster.host_group import Peers
 from jaxres.faults import PeerLost, StorageUnavailable, TypedEnd
-from jaxres.hosts import Peers
-from jaxres.place import BucketPath, Place
-from jaxres.sealed import canonical_json
+from jaxres.storage import files as storage
+from jaxres.storage.checksummed_json import canonical_json
+from jaxres.storage.path import BucketPath, Place
 
 THREADS = 2
 READ_BYTES = 2**22

@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxres import storage
-from jaxres.config.saving import KeepSection
-from jaxres.place import Place
-from jaxres.runlog import Line
+from jaxres.config.schema_operations import KeepSection
+from jaxres.runlog.run_log import Line
+from jaxres.storage import files
+from jaxres.storage.path import Place
 
 DAY_SECONDS = 86400.0
 FIRST_MONDAY = 4 * DAY_SECONDS
@@ -194,7 +194,7 @@ def leftovers(checkpoints: Place, *, keep: Collection[str], attempt: int) -> lis
     """
     return [
         name
-        for name in storage.list_names(checkpoints)
+        for name in files.list_names(checkpoints)
         if name not in keep and (match := _STEP_DIR.fullmatch(name)) and int(match[1]) <= attempt
     ]
 
@@ -203,6 +203,6 @@ def sweep(checkpoints: Place, *, keep: Collection[str], attempt: int) -> list[st
     """Deletes the leftovers, and returns their names."""
     left = leftovers(checkpoints, keep=keep, attempt=attempt)
     for name in left:
-        storage.delete_tree(checkpoints / name)
-    storage.delete_trash(checkpoints)
+        files.delete_tree(checkpoints / name)
+    files.delete_trash(checkpoints)
     return left

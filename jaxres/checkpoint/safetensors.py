@@ -18,10 +18,10 @@ from typing import IO, Any
 import ml_dtypes
 import numpy as np
 
-from jaxres import storage
 from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.faults import ConfigError
-from jaxres.sealed import canonical_json
+from jaxres.storage import files as storage
+from jaxres.storage.checksummed_json import canonical_json
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"

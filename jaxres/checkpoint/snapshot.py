@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxres import storage
-from jaxres.checkpoint.blocks import (
+from jaxres.checkpoint.block_digests import (
     ArrayInfo,
     Box,
     Digests,
@@ -26,9 +25,10 @@ from jaxres.checkpoint.blocks import (
     encode,
     encode_failure,
 )
-from jaxres.checkpoint.pace import Pace
+from jaxres.checkpoint.throttle import Pace
 from jaxres.faults import TypedEnd
-from jaxres.place import place
+from jaxres.storage import files
+from jaxres.storage.path import place
 
 HASH_THREADS = 2
 """They gather and hash blocks at several GB/s; the writing is slower."""
@@ -67,7 +67,7 @@ class Snapshot:
         data = await asyncio.to_thread(self._encoded)
         folder = place(os.fspath(await directory.await_creation()))
         try:
-            await asyncio.to_thread(storage.replace, folder / digests_name(self._process), data)
+            await asyncio.to_thread(files.replace, folder / digests_name(self._process), data)
         except (TypedEnd, OSError) as error:
             self.failure = str(error)
 

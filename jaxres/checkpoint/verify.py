@@ -2,7 +2,7 @@
 
 Home of: damaged_checkpoint. A step is judged damaged on proof only: bytes that were read from the
 disk as a whole, twice, and are others both times, or a file that is absent while storage answers.
-Who lets a restore fall back on an older step is checkpoint/fallback.py.
+Who lets a restore fall back on an older step is checkpoint/restore.py.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from jaxres import storage
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.blocks import Box, Digests, Table
-from jaxres.checkpoint.digest import block_digests, digest_of_rows
+from jaxres.checkpoint.block_digests import Box, Digests, Table
+from jaxres.checkpoint.content_digest import block_digests, digest_of_rows
 from jaxres.checkpoint.manifest import MANIFEST, PROGRESS, CheckpointDamaged, FileInfo, Manifest
 from jaxres.checkpoint.readback import REMOTE_TRIES, file_info
-from jaxres.checkpoint.reader import ARRAYS, ArrayReader
+from jaxres.checkpoint.tensorstore_reader import ARRAYS, ArrayReader
 from jaxres.faults import StorageUnavailable
-from jaxres.place import Place
-from jaxres.runlog import Commit
+from jaxres.runlog.run_log import Commit
+from jaxres.storage import files
+from jaxres.storage.path import Place
 
 MAX_THREADS = 8
 NAMED = 4
@@ -140,7 +140,7 @@ class _Reading:
             for path in (self._step_dir / ARRAYS).rglob("*"):
                 if path.is_file():
                     with manifests.reading(self._step_dir, self._commit.step):
-                        storage.forget(path)
+                        files.forget(path)
 
     def file(self, name: str, info: FileInfo) -> Problem | None:
         """Checks the bytes of one file."""

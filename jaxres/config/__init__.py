@@ -3,10 +3,10 @@
 Home of: bad_config
 """
 
-from jaxres.config.checks import check
+from jaxres.config.cross_checks import check
 from jaxres.config.describe import describe, dump_yaml
+from jaxres.config.errors import Problem
 from jaxres.config.load import Loaded, load, load_recorded
-from jaxres.config.problems import Problem
 from jaxres.config.schema import RunConfig
 from jaxres.config.trajectory import (
     check_same,

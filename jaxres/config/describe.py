@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from jaxres.config import yaml12
-from jaxres.config.fields import ITEMS, ROOT, Leaf, Slot, is_free, kinds, leaves
-from jaxres.config.problems import show
+from jaxres.config import yaml
+from jaxres.config.errors import show
+from jaxres.config.load import SECTION, SHORTHANDS
 from jaxres.config.schema import RunConfig, Section
-from jaxres.config.shorthands import SECTION, SHORTHANDS
+from jaxres.config.schema_fields import ITEMS, ROOT, Leaf, Slot, is_free, kinds, leaves
 
 _NAMES = {
     "int": "whole number",
@@ -133,7 +133,7 @@ def dump_yaml(config: RunConfig) -> str:
     data["run"].pop("dir")
     for short in SHORTHANDS:
         data[SECTION].pop(short)
-    return yaml12.dump(_kind_first(data))
+    return yaml.dump(_kind_first(data))
 
 
 def _kind_first(data: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,16 @@
-"""Reads a configuration: files, bases and overrides, checked as a whole before a device is touched.
+"""The layers of a configuration (bases, the file, the command line) and how they are laid over.
+
+Choosing another `kind` in a later layer replaces the section: adamw's learning rate must not end
+up in sgd because both happen to have a field of that name.
+
+Reads a configuration: files, bases and overrides, checked as a whole before a device is touched.
 
 Everything that is wrong is reported at once, each with its place.
+
+Short names for settings that lie deeper: each layer's are written out before it is laid over.
+
+So that a short name in one layer and the long one in another mean what they would mean alone: the
+later layer wins. What is recorded and compared has the long names only.
 """
 
 from __future__ import annotations
@@ -9,25 +19,220 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from jaxres.config.checks import check
-from jaxres.config.fields import ROOT
-from jaxres.config.layers import (
-    COMMAND_LINE,
-    file_layers,
-    lay_over,
-    origins,
-    override_layer,
-    read_file,
-    resolved,
-    shape_problems,
-)
-from jaxres.config.problems import Problem, raise_all
+from jaxres.config.cross_checks import check
+from jaxres.config.errors import Problem, one_line, raise_all, shorten, show
 from jaxres.config.schema import RunConfig
-from jaxres.config.shorthands import written_out
+from jaxres.config.schema_fields import ROOT, Slot
 from jaxres.config.validate import validate
-from jaxres.config.yaml12 import Node
-from jaxres.place import Place
+from jaxres.config.yaml import Node, is_whole, parse, plain
+from jaxres.faults import UsageError
+from jaxres.storage import gcs_objects
+from jaxres.storage.path import Place
+
+COMMAND_LINE = "command line"
+
+
+def read_file(path: Place, *, named_by: str = "") -> tuple[Node, list[Problem]]:
+    """Reads one file as a layer; raises UsageError if the file given by the user is absent."""
+    try:
+        text = _text_of(path)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        kind = "is a folder, not a file" if isinstance(error, IsADirectoryError) else "no such file"
+        if not named_by:
+            raise UsageError(f"{path}: {kind} (exit 64)") from error
+        return Node({}, str(path)), [Problem("base", f"{path}: {kind}", named_by)]
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        return Node({}, str(path)), [Problem("", f"can't be read: {error}", named_by or str(path))]
+    node, problems = parse(text, lambda line: f"{path}:{line + 1}")
+    if node is None or not isinstance(node.value, dict):
+        if node is not None and node.value is not None:
+            wrong = f"holds {_named(node.value)}; sections such as `train:` are expected"
+            problems.append(Problem("", wrong, node.where))
+        return Node({}, str(path)), problems
+    return Node(node.value, str(path)), problems
+
+
+def _text_of(path: Place) -> str:
+    if isinstance(path, Path):
+        return path.read_text(encoding="utf-8-sig")
+    if (data := gcs_objects.read(path)) is None:
+        raise FileNotFoundError(str(path))
+    return data.decode("utf-8-sig")
+
+
+def file_layers(path: Path) -> tuple[list[Node], list[Problem]]:
+    """Returns the bases of a file in order, then the file itself; later ones go over earlier."""
+    layer, problems = read_file(path)
+    base = layer.value.pop("base", None)
+    layers = []
+    for name in _base_names(base, problems):
+        below, wrong = read_file(path.parent / name, named_by=base.where if base else "")
+        problems += wrong
+        again = below.value.pop("base", None)
+        if again is not None:
+            text = f"a base can't have a base itself; name both files in {path}"
+            problems.append(Problem("base", text, again.where))
+        layers.append(below)
+    return [*layers, layer], problems
+
+
+def _base_names(base: Node | None, problems: list[Problem]) -> list[str]:
+    if base is None:
+        return []
+    names = base.value if isinstance(base.value, list) else [base.value]
+    if all(isinstance(name, str) and name for name in names):
+        return names
+    text = f"must be a path relative to this file, or a list of paths (got {show(plain(base))})"
+    problems.append(Problem("base", text, base.where))
+    return []
+
+
+def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
+    """Reads `section.field=value` words as one layer; of equal keys the last one wins.
+
+    Raises UsageError for a word that is no override at all.
+    """
+    layer, problems = Node({}, COMMAND_LINE), []
+    strange = [word for word in overrides if not _is_override(word)]
+    if strange:
+        lines = [
+            f"{COMMAND_LINE} ({one_line(shorten(word))}): no such flag; "
+            "settings are given as section.field=value (exit 64)"
+            for word in strange
+        ]
+        raise UsageError("\n".join(lines))
+    for word in overrides:
+        name, _, raw = word.removeprefix("--").partition("=")
+        path = tuple(name.split("."))
+        # Where a secret may have been put by mistake, the value is not shown.
+        word = f"{name}=..." if path[0] == "alerts" else f"{name}={raw}"
+        node, wrong = _value(path, raw, f"{COMMAND_LINE} ({one_line(shorten(word))})")
+        for key in reversed(path):
+            node = Node({key: node}, node.where)
+        wrong += shape_problems(node, ROOT)
+        problems += wrong
+        if not wrong:
+            layer = _graft(layer, node)
+    return layer, problems
+
+
+def _is_override(word: str) -> bool:
+    name, equals, _ = word.removeprefix("--").partition("=")
+    return bool(equals) and not name.startswith("-") and all(name.split("."))
+
+
+def _value(path: tuple[str, ...], raw: str, where: str) -> tuple[Node, list[Problem]]:
+    """Reads the value of an override: as YAML, except that text is taken as it stands."""
+    slot, key = _slot_at(path), ".".join(path)
+    empty = Problem(key, "is empty; give a value, or leave it out", where)
+    node, problems = parse(raw, lambda line: where)
+    value = node.value if node and not problems else ...
+    if slot is not None and slot.is_text:
+        if not raw and str not in slot.types:
+            return Node(None, where), [empty]
+        if not is_whole(raw):
+            return Node(None, where), [Problem(key, "is not UTF-8 text", where)]
+        is_quoted = raw[:1] in ("'", '"') and isinstance(value, str)
+        is_null = bool(raw) and value is None and type(None) in slot.types
+        return (node if node and (is_quoted or is_null) else Node(raw, where)), []
+    if node is None:
+        return Node(None, where), [Problem(key, p.text, where) for p in problems] or [empty]
+    return node, [Problem(".".join((*path, p.key)).rstrip("."), p.text, where) for p in problems]
+
+
+def _slot_at(path: tuple[str, ...]) -> Slot | None:
+    slot: Slot | None = ROOT
+    for key in path:
+        slot = slot.child(key) if slot else None
+    return slot
+
+
+def _graft(lower: Node, upper: Node) -> Node:
+    if not (isinstance(lower.value, dict) and isinstance(upper.value, dict)):
+        return upper
+    both = dict(lower.value)
+    for key, node in upper.value.items():
+        both[key] = _graft(both[key], node) if key in both else node
+    return Node(both, lower.where)
+
+
+def shape_problems(node: Node, slot: Slot | None, path: tuple[str, ...] = ()) -> list[Problem]:
+    """Returns what is a section and should be a value, or the other way round; drops it there."""
+    if slot is None or slot.is_open or slot.is_list:
+        return []
+    if not slot.sections:
+        if not isinstance(node.value, dict):
+            return []
+        below = ", ".join(f"'{key}'" for key in node.value) or "nothing"
+        text = f"is a single value, not a section (got keys below it: {below})"
+        return [Problem(".".join(path), text, node.where)]
+    if node.value is None and slot.may_be_null:
+        return []
+    if not isinstance(node.value, dict):
+        first = "kind" if slot.by_kind else next(iter(slot.sections[0].model_fields))
+        how = f"{'.'.join((*path, first))}=..."
+        text = f"is a section (got {show(plain(node))}); set what is in it, as in {how}"
+        return [Problem(".".join(path), text, node.where)]
+    found: list[Problem] = []
+    for key in list(node.value):
+        if "." in key:
+            text = "dotted keys are for the command line; here the field goes below its section"
+            found.append(Problem(".".join((*path, key)), text, node.value.pop(key).where))
+            continue
+        wrong = shape_problems(node.value[key], slot.child(key), (*path, key))
+        if wrong and any(p.key == ".".join((*path, key)) for p in wrong):
+            del node.value[key]
+        found += wrong
+    return found
+
+
+def _named(value: Any) -> str:
+    return "a list" if isinstance(value, list) else f"a single value ({show(value)})"
+
+
+def lay_over(lower: Node, upper: Node, slot: Slot | None = ROOT) -> Node:
+    """Returns the upper layer over the lower; another `kind` above replaces the section below."""
+    if slot is None or not (isinstance(lower.value, dict) and isinstance(upper.value, dict)):
+        return upper
+    if slot.is_open:
+        return _graft(lower, upper)
+    if slot.by_kind and "kind" in upper.value:
+        below = lower.value.get("kind")
+        kind = below.value if below else slot.default_kind
+        if upper.value["kind"].value != kind:
+            return upper
+    both = dict(lower.value)
+    for key, node in upper.value.items():
+        both[key] = lay_over(both[key], node, slot.child(key)) if key in both else node
+    return Node(both, lower.where)
+
+
+def resolved(node: Node, slot: Slot = ROOT) -> dict[str, Any]:
+    """Returns plain data for the schema: default kinds and empty required sections filled in."""
+    data: dict[str, Any] = {}
+    section = slot.section(plain(node.value["kind"]) if "kind" in node.value else None)
+    if slot.by_kind and slot.default_kind and "kind" not in node.value:
+        data["kind"] = slot.default_kind
+    for key, child in node.value.items():
+        below = slot.child(key)
+        is_section = below is not None and below.sections and isinstance(child.value, dict)
+        data[key] = resolved(child, below) if below and is_section else plain(child)
+    for key, info in section.model_fields.items() if section else ():
+        below = slot.child(key)
+        if key not in data and info.is_required() and below and below.sections:
+            data[key] = {} if below.by_kind else resolved(Node({}, ""), below)
+    return data
+
+
+def origins(node: Node, path: tuple[str, ...] = ()) -> dict[str, str]:
+    """Returns where each dotted key was given, sections included."""
+    found = {".".join(path): node.where} if path else {}
+    if isinstance(node.value, dict):
+        for key, child in node.value.items():
+            found |= origins(child, (*path, key))
+    return found
 
 
 @dataclass(frozen=True)
@@ -98,3 +303,51 @@ def _follows(problem: Problem, earlier: list[Problem]) -> bool:
         return "missing" in problem.text
     heads = tuple(f"{p.key}." for p in earlier if p.key)
     return "missing" in problem.text and f"{problem.key}.".startswith(heads)
+
+
+SECTION = "checkpoint"
+SHORTHANDS: Mapping[str, tuple[str, str | None, str]] = {
+    "save_every_steps": ("when", "steps", "every_steps"),
+    "keep_last": ("keep", None, "last"),
+}
+"""Short name in `checkpoint` -> the section that is meant, its kind, and the field in it."""
+
+
+def written_out(layer: Node) -> tuple[Node, list[Problem]]:
+    """Returns a layer without short names, and what contradicts itself within it.
+
+    The layer's values have the shape that the schema wants, its sections may be absent.
+    """
+    top = layer.value if isinstance(layer.value, dict) else {}
+    given = top.get(SECTION)
+    if given is None or not isinstance(given.value, dict):
+        return layer, []
+    fields, problems = dict(given.value), []
+    for short, (section, kind, field) in SHORTHANDS.items():
+        node = fields.pop(short, None)
+        if node is None or node.value is None:
+            continue
+        there = fields.get(section, Node({}, node.where))
+        if not isinstance(there.value, dict):
+            continue  # Wrong, and reported as such.
+        meant = {} if kind is None else {"kind": Node(kind, node.where)}
+        meant[field] = node
+        problems += _contradictions(short, node, section, there, meant)
+        fields[section] = Node({**there.value, **meant}, there.where)
+    return replace(layer, value={**top, SECTION: replace(given, value=fields)}), problems
+
+
+def _contradictions(
+    short: str, node: Node, section: str, there: Node, meant: Mapping[str, Node]
+) -> list[Problem]:
+    return [
+        Problem(
+            f"{SECTION}.{short}",
+            f"is short for {SECTION}.{section}.{name}={plain(value)}, and "
+            f"{SECTION}.{section}.{name}={plain(there.value[name])} is given too; "
+            "leave one of them out",
+            node.where,
+        )
+        for name, value in meant.items()
+        if name in there.value and plain(there.value[name]) != plain(value)
+    ]

@@ -12,15 +12,24 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
-from jaxres.config.alerts import AlertsSection
-from jaxres.config.guards import GuardsSection
-from jaxres.config.init_from import FromSeed, InitFrom
-from jaxres.config.loss_scale import LossScaleSection
-from jaxres.config.optimizer import AdamwOptimizer, Optimizer
-from jaxres.config.preemption import PreemptionSection
-from jaxres.config.restart import LaunchSection, RestartSection
-from jaxres.config.saving import KeepSection, StepsWhen, When
-from jaxres.config.section import Folder, PositiveFloat, Section, free
+from jaxres.config.base import Folder, PositiveFloat, Section, free
+from jaxres.config.schema_operations import (
+    AlertsSection,
+    KeepSection,
+    LaunchSection,
+    PreemptionSection,
+    RestartSection,
+    StepsWhen,
+    When,
+)
+from jaxres.config.schema_training import (
+    AdamwOptimizer,
+    FromSeed,
+    GuardsSection,
+    InitFrom,
+    LossScaleSection,
+    Optimizer,
+)
 
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 

@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxres.config.fields import is_free
-from jaxres.config.guards import RollbackSection
-from jaxres.config.loss_scale import LossScaleSection
-from jaxres.config.optimizer import ConstantSchedule
-from jaxres.config.problems import one_line, show
+from jaxres.config.errors import one_line, show
 from jaxres.config.schema import GptModel, RunConfig, Section
+from jaxres.config.schema_fields import is_free
+from jaxres.config.schema_training import ConstantSchedule, LossScaleSection, RollbackSection
 from jaxres.faults import ConfigError
-from jaxres.place import Place
+from jaxres.storage.path import Place
 
 Change = tuple[str, Any, Any]
 """(dotted key, value there, value here); ABSENT on a side that has no such key."""

@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from jaxres.config.alerts import NOT_A_NAME
-from jaxres.config.fields import ROOT, Leaf, Slot, kind_of, kinds, leaves
-from jaxres.config.problems import Problem, did_you_mean, show
+from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.schema import RunConfig
+from jaxres.config.schema_fields import ROOT, Leaf, Slot, kind_of, kinds, leaves
+from jaxres.config.schema_operations import NOT_A_NAME
 
 _MUST_BE = {
     "int_type": "a whole number",

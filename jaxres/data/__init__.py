@@ -9,12 +9,12 @@ cursor, `Prefetch` does so ahead of time. Cursors and skips count rows, so they 
 the batch size or the number of hosts changes.
 """
 
-from jaxres.data.bad import bad_rows, hung_row, is_its_own, why
+from jaxres.data.bad_records import bad_rows, hung_row, is_its_own, why
+from jaxres.data.batching import Arrays, BadRecord, Batch, Rows, batch_at
 from jaxres.data.dataset import Dataset, open_dataset
-from jaxres.data.order import Skips, left_out, positions_at, rows_at, sample_digest
 from jaxres.data.prefetch import DataThreadDied, DataTimeout, Prefetch
-from jaxres.data.rows import Arrays, BadRecord, Batch, Rows, batch_at
-from jaxres.data.tokens import TokensDamaged, TokenWriter, write_tokens
+from jaxres.data.shuffle import Skips, left_out, positions_at, rows_at, sample_digest
+from jaxres.data.token_folder import TokensDamaged, TokenWriter, write_tokens
 
 __all__ = [
     "Arrays",

@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from jaxres.config.schema import CustomSource
-from jaxres.data.rows import Arrays, BadRecord, check_ids
+from jaxres.data.batching import Arrays, BadRecord, check_ids
 from jaxres.faults import ConfigError
 
 NUM_FINGERPRINT_ROWS = 16

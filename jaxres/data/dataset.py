@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxres.config.schema import CustomSource, DataSection, TextSource
-from jaxres.data import staged, tokenizer
+from jaxres.data import download_cache
+from jaxres.data import text as text_data
+from jaxres.data.batching import Rows
 from jaxres.data.custom import (
     build_items,
     fingerprint_of,
@@ -15,9 +17,8 @@ from jaxres.data.custom import (
     tokens_per_row_of,
     vocab_size_of,
 )
-from jaxres.data.rows import Rows
 from jaxres.data.text import open_text
-from jaxres.data.tokens import TokenFolder, open_tokens, split_tokens
+from jaxres.data.token_folder import TokenFolder, open_tokens, split_tokens
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def open_dataset(config: DataSection, *, progress: Callable[[str], None] = silen
 
     Raises ConfigError where the source can't be used.
     """
-    source = staged.local(config, progress=progress)
+    source = download_cache.local(config, progress=progress)
     if isinstance(source, CustomSource):
         return _custom(source, config)
     if isinstance(source, TextSource):
@@ -61,15 +62,15 @@ def _tokens(corpus: TokenFolder, config: DataSection) -> Dataset:
     train, heldout = split_tokens(
         corpus, seq_len=config.seq_len, heldout_fraction=config.heldout_fraction
     )
-    is_bytes = corpus.meta.tokenizer == tokenizer.NAME
+    is_bytes = corpus.meta.tokenizer == text_data.NAME
     return Dataset(
         fingerprint=corpus.meta.fingerprint,
         vocab_size=corpus.meta.vocab_size,
         tokens_per_row=config.seq_len,
         train=train,
         heldout=heldout,
-        encode=tokenizer.encode if is_bytes else None,
-        decode=tokenizer.decode if is_bytes else None,
+        encode=text_data.encode if is_bytes else None,
+        decode=text_data.decode if is_bytes else None,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
-from jaxres.data.rows import Batch
+from jaxres.data.batching import Batch
 from jaxres.faults import Exit, TypedEnd
 
 X = TypeVar("X")

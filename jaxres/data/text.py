@@ -3,6 +3,8 @@
 The cache entry is named by what a listing shows (names, sizes, times); the fingerprint inside
 depends on the contents only. Entries are built beside their place and renamed into it, so that an
 entry that exists is whole, whoever else builds it or is killed.
+
+The byte tokenizer: token = byte, and one more token that ends a document.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import shutil
 import sysconfig
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -22,8 +24,7 @@ import numpy as np
 
 from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema import TextSource
-from jaxres.data import tokenizer
-from jaxres.data.tokens import (
+from jaxres.data.token_folder import (
     FORMAT_VERSION,
     TokenFolder,
     TokensDamaged,
@@ -31,7 +32,7 @@ from jaxres.data.tokens import (
     open_tokens,
 )
 from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.storage import FULL, sync_dir
+from jaxres.storage.files import FULL, sync_dir
 
 STDLIB = "{stdlib}"
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -196,7 +197,7 @@ def _cache_key(files: list[TextFile]) -> str:
     The absolute paths belong to it: where all times are alike, as in container images, two corpora
     may differ in nothing else that a listing shows.
     """
-    words = [f"format {FORMAT_VERSION} tokenizer {tokenizer.NAME}".encode()]
+    words = [f"format {FORMAT_VERSION} tokenizer {NAME}".encode()]
     for file in sorted(files, key=lambda file: file.name):
         stamp = f"{file.size_bytes} {file.mtime_ns}".encode()
         words += [os.fsencode(file.name), os.fsencode(file.path), stamp]
@@ -208,9 +209,7 @@ def _build(files: list[TextFile], entry: Path, progress: Callable[[str], None]) 
     total_bytes = sum(file.size_bytes for file in files)
     progress(f"Tokenising {len(files):,} files, {total_bytes / 1e6:,.1f} MB, into {entry}")
     try:
-        with TokenWriter(
-            building, vocab_size=tokenizer.VOCAB_SIZE, tokenizer=tokenizer.NAME
-        ) as writer:
+        with TokenWriter(building, vocab_size=VOCAB_SIZE, tokenizer=NAME) as writer:
             _write_files(writer, files, total_bytes, progress)
         # Open before the rename: the maps stay whole whatever becomes of the entry afterwards.
         corpus = open_tokens(building)
@@ -235,7 +234,7 @@ def _write_files(
             if num_bytes >= next_report:
                 progress(f"Tokenised {num_bytes / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB")
                 next_report += REPORT_BYTES
-        writer.write([tokenizer.END_OF_DOCUMENT])
+        writer.write([END_OF_DOCUMENT])
         writer.end_document()
 
 
@@ -298,3 +297,35 @@ def _remove_leftovers(corpora: Path, clock: Clock) -> None:
                 continue  # It was finished or removed meanwhile.
             if clock.wall() - max(times) > LEFTOVER_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+END_OF_DOCUMENT = 256
+VOCAB_SIZE = 257
+NAME = "bytes"
+
+
+def encode(text: str) -> list[int]:
+    """Returns the text's UTF-8 bytes; no end of document, so that a prompt can go on.
+
+    >>> encode("é!")
+    [195, 169, 33]
+    """
+    return list(text.encode())
+
+
+def decode(tokens: Sequence[int]) -> str:
+    r"""Returns the text of tokens: the end of a document as a newline, what is not UTF-8 as \ufffd.
+
+    So are tokens beyond the vocabulary, which the padded rows of an embedding can produce.
+
+    >>> decode([*encode("a"), END_OF_DOCUMENT, 255, 300])
+    'a\n\ufffd\ufffd'
+    """
+    return b"".join(_byte(token) for token in tokens).decode(errors="replace")
+
+
+def _byte(token: int) -> bytes:
+    """Returns the byte of a token; 0xff, which UTF-8 never uses, for what is none."""
+    if token == END_OF_DOCUMENT:
+        return b"\n"
+    return bytes([token]) if 0 <= token < END_OF_DOCUMENT else b"\xff"

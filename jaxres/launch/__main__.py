@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxres.supervise import signals
+from jaxres.supervisor import signals
 
 if __name__ == "__main__":
     signals.hold()  # First of all: a signal during the other imports waits for `main`.
@@ -12,11 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from jaxres import config as configs
-from jaxres import gcs, screen
 from jaxres.faults import Exit, UsageError
-from jaxres.launch import agent, gce, local
-from jaxres.supervise import opening
-from jaxres.supervise.opening import leave
+from jaxres.launch import gce, local, vm_agent
+from jaxres.storage import gcs_client
+from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.attempt_runner import leave
+from jaxres.telemetry import stdio
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,13 +26,13 @@ def main(arguments: Sequence[str]) -> int:
         usage = gce.USAGE if "gce" in arguments[:1] else local.USAGE
         sys.stdout.write(usage + "\n" + configs.describe() + "\n")
         return Exit.DONE
-    os.environ.update(gcs.environment(os.environ))
-    return opening.answered(lambda: _launch(arguments))
+    os.environ.update(gcs_client.environment(os.environ))
+    return attempt_runner.answered(lambda: _launch(arguments))
 
 
 def _launch(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["agent"]:  # Startup scripts of VMs say so; no person does.
-        return agent.main(arguments[1:], env=os.environ)
+        return vm_agent.main(arguments[1:], env=os.environ)
     if arguments[:1] == ["gce"]:
         return gce.main(arguments[1:], env=os.environ)
     if arguments[:1] != ["local"]:
@@ -42,5 +43,5 @@ def _launch(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    screen.never_fail()
+    stdio.never_fail()
     leave(main(sys.argv[1:]))

@@ -11,25 +11,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from jaxres import bucket
 from jaxres import config as configs
-from jaxres.arguments import Parser
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
+from jaxres.config.argparser import Parser
 from jaxres.faults import ConfigError, Exit, Fenced, Preempted, Stopped, UsageError, message
-from jaxres.launch import leader, plan, preflight, prepare, shipping, standing
-from jaxres.launch.compute import Compute
-from jaxres.launch.intent import Intent, Record
-from jaxres.launch.leader import Leader
+from jaxres.launch import bucket_setup, controller, gce_status, instance_spec, preflight
+from jaxres.launch.controller import Leader
+from jaxres.launch.desired_state import Intent, Record
+from jaxres.launch.gce_api import Compute
 from jaxres.launch.lease import Lease
-from jaxres.launch.places import Places
-from jaxres.place import BucketPath, Place, place
-from jaxres.rundir import RunDir
-from jaxres.supervise import opening
-from jaxres.supervise.recorded import resolve, target_of
+from jaxres.launch.paths import Places
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import gcs_objects
+from jaxres.storage.path import BucketPath, Place, place
+from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.run_config import resolve, target_of
 
 if TYPE_CHECKING:
-    from jaxres.config.gce import GceSection
+    from jaxres.config.schema_gce import GceSection
 
 USAGE = """\
 usage: python -m jaxres.launch gce up CONFIG.yaml|gs://RUN [section.field=value ...]
@@ -62,15 +62,17 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         _refuse_unknown(flags, ("--dry-run", "--standby"))
         target, overrides = target_of([w for w in words if w not in flags], usage=USAGE)
         if "--dry-run" in flags:
-            return plan.show(*_named(target, overrides))
+            return preflight.show(*_named(target, overrides))
         return _up(target, overrides, env=env, waits="--standby" in flags)
     if verb == "init":
         _refuse_unknown(flags, ("--yes",))
         target, overrides = target_of([w for w in words if w not in flags], usage=USAGE)
-        return prepare.prepare(*_named(target, overrides), does="--yes" in flags)
+        return bucket_setup.prepare(*_named(target, overrides), does="--yes" in flags)
     if verb == "status":
         _refuse_unknown(flags, ("--json",))
-        return standing.show(_run_of(words, flags), as_json="--json" in flags, clock=SystemClock())
+        return gce_status.show(
+            _run_of(words, flags), as_json="--json" in flags, clock=SystemClock()
+        )
     if verb == "logs":
         return _logs(words, env=env)
     _refuse_unknown(flags, ())
@@ -164,11 +166,11 @@ def _up(target: Place, overrides: Sequence[str], *, env: Mapping[str, str], wait
     record = Record(places.intent)
     intent = record.read()
     if intent is None or intent.phase == "ended":  # Else it is too late for questions.
-        if opening.is_done(RunDir(run), config):
+        if attempt_runner.is_done(RunDir(run), config):
             return Exit.DONE
         for words in preflight.check(_gce(config), compute, run):
             say(words)
-        shipping.pack(_gce(config).package)  # Refused now rather than under the lease.
+        instance_spec.pack(_gce(config).package)  # Refused now rather than under the lease.
     _acquire(lease, run, clock, waits=waits)
     with _released_on_error(lease):
         intent = record.read()
@@ -236,16 +238,16 @@ def _acquire(lease: Lease, run: BucketPath, clock: Clock, *, waits: bool) -> Non
 
 def _ship(config: RunConfig, places: Places, before: Intent | None, clock: Clock) -> Intent:
     """Puts code and config where the VMs find them, and returns the intent of a new job."""
-    code = shipping.ship(shipping.pack(_gce(config).package), places.codes, ".tar.gz")
+    code = instance_spec.ship(instance_spec.pack(_gce(config).package), places.codes, ".tar.gz")
     text = configs.dump_yaml(config).encode()
-    digest = shipping.ship(text, places.configs, ".yaml")
-    return leader.fresh(places.label, code, digest, now=clock.wall(), after=before)
+    digest = instance_spec.ship(text, places.configs, ".yaml")
+    return controller.fresh(places.label, code, digest, now=clock.wall(), after=before)
 
 
 def _recorded(places: Places, intent: Intent, overrides: Sequence[str]) -> RunConfig:
     """Returns the config that was put into the bucket at the first `up`."""
     path = places.config(intent.config)
-    if bucket.read(path) is None:
+    if gcs_objects.read(path) is None:
         raise ConfigError(f"{path} is gone; bring it back from a copy, or give the config file.")
     return configs.load_recorded(path, overrides).config
 
@@ -270,7 +272,7 @@ def _ask(verb: str, run: BucketPath, *, env: Mapping[str, str]) -> int:
         return Exit.DONE
     config = _recorded(places, intent, ())
     lease = Lease(places.lease, holder=_holder(), seconds=_gce(config).lease_seconds)
-    bucket.write(places.stop if verb == "stop" else places.down, b"", over=None)
+    gcs_objects.write(places.stop if verb == "stop" else places.down, b"", over=None)
     say(f"{run}: asked to end; waiting until no VM is left")
     while (intent := record.read()) is not None and intent.phase != "ended":
         if not lease.acquire():
@@ -300,4 +302,4 @@ def _logs(words: Sequence[str], *, env: Mapping[str, str]) -> int:
     if intent is None:
         raise UsageError(f"{run}: no launcher has been here")
     compute = compute_of(_recorded(Places(run), intent, ()), env)
-    return standing.logs(run, intent, compute, vm=options.vm, attempt=options.attempt)
+    return gce_status.logs(run, intent, compute, vm=options.vm, attempt=options.attempt)

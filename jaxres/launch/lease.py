@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxres import bucket
 from jaxres.clock import boot_seconds
 from jaxres.faults import Fenced, StorageUnavailable
-from jaxres.place import BucketPath
+from jaxres.storage import gcs_objects
+from jaxres.storage.path import BucketPath
 
 PATIENCE = 1.5
 """Times the holder's term that a lease must stand still before another takes it."""
@@ -136,18 +136,18 @@ class Lease:
         terms, generation, _ = self._mine
         self._mine = None
         released = Terms(terms.holder, terms.epoch, terms.seconds, self._nonce, released=True)
-        bucket.write(self._path, _packed(released), over=generation)
+        gcs_objects.write(self._path, _packed(released), over=generation)
 
     def _write(self, *, epoch: int, over: int, began: float) -> bool:
         terms = Terms(self._holder, epoch, self._seconds, self._nonce)
-        generation = bucket.write(self._path, _packed(terms), over=over)
+        generation = gcs_objects.write(self._path, _packed(terms), over=over)
         if generation is None:
             return False
         self._mine, self._seen = (terms, generation, began), None
         return True
 
     def _read(self) -> tuple[Terms, int] | None:
-        found = bucket.read_at(self._path)
+        found = gcs_objects.read_at(self._path)
         return None if found is None else (_unpacked(found[0], self._path), found[1])
 
 

@@ -7,19 +7,19 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxres import topology
-from jaxres.alerts import notify
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
+from jaxres.engine import mesh_plan
 from jaxres.faults import Exit, UsageError
-from jaxres.place import Place
-from jaxres.supervise import opening
-from jaxres.supervise.attempt import say
-from jaxres.supervise.comeback import keep_up
-from jaxres.supervise.meeting import behind_one_door
-from jaxres.supervise.recorded import resolve, target_of
-from jaxres.supervise.restart import Policy
-from jaxres.train import memory
+from jaxres.storage.path import Place
+from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.attempt import say
+from jaxres.supervisor.restart_loop import keep_up
+from jaxres.supervisor.restart_policy import Policy
+from jaxres.supervisor.run_config import resolve, target_of
+from jaxres.supervisor.worker_group import behind_one_door
+from jaxres.telemetry import alert_sender
+from jaxres.train import oom_advice
 
 USAGE = """\
 usage: python -m jaxres.launch local CONFIG.yaml|RUN_DIR [section.field=value ...]
@@ -98,14 +98,14 @@ def launch(asked: Asked, *, env: Mapping[str, str]) -> int:
     """Trains, and returns the exit code of the whole job."""
     if asked.devices_per_host is not None:
         env = {**env, "JAX_NUM_CPU_DEVICES": str(asked.devices_per_host)}
-    train = functools.partial(opening.behind_a_door, advise=memory.host_advice)
+    train = functools.partial(attempt_runner.behind_a_door, advise=oom_advice.host_advice)
     if not asked.restart:
         meet = functools.partial(behind_one_door, num_hosts=asked.most)
         run = functools.partial(train, env=env)
-        return opening.attempt(asked.target, asked.overrides, run=run, env=env, meet=meet)
+        return attempt_runner.attempt(asked.target, asked.overrides, run=run, env=env, meet=meet)
     loaded, run_dir = resolve(asked.target, asked.overrides)
     config, clock = loaded.config, SystemClock()
-    if opening.is_done(run_dir, config):
+    if attempt_runner.is_done(run_dir, config):
         return Exit.DONE
     policy = Policy(
         config.restart,
@@ -114,9 +114,9 @@ def launch(asked: Asked, *, env: Mapping[str, str]) -> int:
         began=clock.monotonic(),
         seed=secrets.randbits(32),
     )
-    targets = notify.resolve(config.alerts, env=env)
-    alerts = notify.Alerts(targets, run_dir, section=config.alerts, clock=clock, say=say)
-    env = notify.without_secrets(config.alerts, env)
+    targets = alert_sender.resolve(config.alerts, env=env)
+    alerts = alert_sender.Alerts(targets, run_dir, section=config.alerts, clock=clock, say=say)
+    env = alert_sender.without_secrets(config.alerts, env)
     return keep_up(config, run_dir, policy=policy, train=train, env=env, clock=clock, alerts=alerts)
 
 
@@ -131,8 +131,8 @@ def _fitting(asked: Asked, config: RunConfig, env: Mapping[str, str]) -> tuple[i
     given = env.get("JAX_NUM_CPU_DEVICES", "")
     per_host = int(given) if given.isdigit() and int(given) > 0 else 1
     parts = (config.mesh, config.train, config.model)
-    devices = topology.feasible(*parts, limit=asked.most * per_host, multiple_of=per_host)
+    devices = mesh_plan.feasible(*parts, limit=asked.most * per_host, multiple_of=per_host)
     fitting = tuple(n // per_host for n in devices if n // per_host >= asked.least)
     if not fitting:
-        topology.plan(*parts, num_devices=asked.most * per_host, num_hosts=asked.most)
+        mesh_plan.plan(*parts, num_devices=asked.most * per_host, num_hosts=asked.most)
     return fitting

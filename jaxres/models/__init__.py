@@ -2,7 +2,16 @@
 
 from jaxres.config.schema import CustomModel, GptModel, MlpModel
 from jaxres.models import custom, gpt, mlp
-from jaxres.models.model import Axes, Batch, KeepRows, LossSums, Model, Params, anywhere, num_params
+from jaxres.models.interface import (
+    Axes,
+    Batch,
+    KeepRows,
+    LossSums,
+    Model,
+    Params,
+    anywhere,
+    num_params,
+)
 
 __all__ = ["Axes", "Batch", "LossSums", "Model", "Params", "build", "num_params"]
 

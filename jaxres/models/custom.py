@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxres.config.schema import CustomModel
 from jaxres.faults import ConfigError
-from jaxres.models.model import Model, Params, num_params
+from jaxres.models.interface import Model, Params, num_params
 
 
 def build(config: CustomModel, *, vocab_size: int | None, seq_len: int) -> Model:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxres.config.schema import GptModel
 from jaxres.faults import ConfigError
-from jaxres.models.model import (
+from jaxres.models.interface import (
     Batch,
     KeepRows,
     LossSums,

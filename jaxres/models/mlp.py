@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxres.config.schema import MlpModel
-from jaxres.models.model import (
+from jaxres.models.interface import (
     Batch,
     KeepRows,
     LossSums,

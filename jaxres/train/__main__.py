@@ -6,7 +6,7 @@ exit code. `--inline` runs the worker in this process: same codes, no deadlines.
 
 from __future__ import annotations
 
-from jaxres.supervise import signals
+from jaxres.supervisor import signals
 
 if __name__ == "__main__":
     signals.hold()  # First of all: a signal during the other imports waits for `main`.
@@ -17,19 +17,20 @@ import sys
 from collections.abc import Sequence
 
 from jaxres import config as configs
-from jaxres import gcs, screen
-from jaxres.beat import Leaving
+from jaxres.cluster.detect import membership, take_flags
+from jaxres.cluster.host_group import ALONE
 from jaxres.faults import Exit, UsageError
-from jaxres.hosts import ALONE
-from jaxres.membership import membership, take_flags
-from jaxres.place import Place
-from jaxres.supervise import opening
-from jaxres.supervise.attempt import Ended
-from jaxres.supervise.follower import follow
-from jaxres.supervise.meeting import leading
-from jaxres.supervise.opening import Opened, leave
-from jaxres.supervise.recorded import target_of
-from jaxres.train import memory
+from jaxres.storage import gcs_client
+from jaxres.storage.path import Place
+from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.attempt import Ended
+from jaxres.supervisor.attempt_runner import Opened, leave
+from jaxres.supervisor.follower import follow
+from jaxres.supervisor.run_config import target_of
+from jaxres.supervisor.worker_group import leading
+from jaxres.telemetry import stdio
+from jaxres.telemetry.heartbeat import Leaving
+from jaxres.train import oom_advice
 
 USAGE = """\
 usage: python -m jaxres.train CONFIG.yaml [section.field=value ...]   start a run, or go on with it
@@ -54,8 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in arguments):
         sys.stdout.write(USAGE + "\n" + configs.describe() + "\n")
         return Exit.DONE
-    os.environ.update(gcs.environment(os.environ))
-    return opening.answered(lambda: _train(arguments))
+    os.environ.update(gcs_client.environment(os.environ))
+    return attempt_runner.answered(lambda: _train(arguments))
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Place, list[str], bool]:
@@ -65,7 +66,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Place, list[str], bool]:
 
 
 def _train(arguments: Sequence[str]) -> int:
-    env, advise = os.environ, memory.host_advice
+    env, advise = os.environ, oom_advice.host_advice
     flags, words = take_flags(arguments)
     target, overrides, inline = _parse(words)
     member, address = membership(flags, env)
@@ -73,13 +74,13 @@ def _train(arguments: Sequence[str]) -> int:
         if not member.is_alone:
             raise UsageError("--inline: a process without a door is alone; leave out either.")
         threads = len(os.sched_getaffinity(0))
-        return opening.attempt(target, overrides, run=_inline, env=env, threads=threads)
-    run = functools.partial(opening.behind_a_door, env=env, advise=advise)
+        return attempt_runner.attempt(target, overrides, run=_inline, env=env, threads=threads)
+    run = functools.partial(attempt_runner.behind_a_door, env=env, advise=advise)
     if address is None:
-        return opening.attempt(target, overrides, run=run, env=env)
+        return attempt_runner.attempt(target, overrides, run=run, env=env)
     if member.leads:
         meet = functools.partial(leading, member=member, address=address)
-        return opening.attempt(target, overrides, run=run, env=env, meet=meet)
+        return attempt_runner.attempt(target, overrides, run=run, env=env, meet=meet)
     return follow(target, overrides, member=member, address=address, env=env, advise=advise)
 
 
@@ -88,19 +89,19 @@ def _inline(opened: Opened) -> Ended:
     run_dir, log, claim = opened.run_dir, opened.log, opened.claim
     os.environ["NPROC"] = str(claim.threads)
     from jaxres.train import worker
-    from jaxres.train.requests import Requests
+    from jaxres.train.stop_requests import Requests
 
     with Requests(alone=True) as requests:
         worker.catch_bugs(
             run_dir,
             claim.attempt,
             ALONE,
-            tell=lambda leaving: opening.put_down(log, leaving),
-            say=screen.tell,
+            tell=lambda leaving: attempt_runner.put_down(log, leaving),
+            say=stdio.tell,
         )
         early = "before the first finished step"
         requests.before_early_end(
-            lambda exit: opening.put_down(log, Leaving(exit, early, committed=False))
+            lambda exit: attempt_runner.put_down(log, Leaving(exit, early, committed=False))
         )
         leaving = worker.work(opened.config, run_dir, log, claim, requests=requests)
     on_record = leaving.exit != Exit.FENCED
@@ -109,5 +110,5 @@ def _inline(opened: Opened) -> Ended:
 
 
 if __name__ == "__main__":
-    screen.never_fail()
+    stdio.never_fail()
     leave(main(sys.argv[1:]))

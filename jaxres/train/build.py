@@ -15,26 +15,28 @@ import optax
 from jax.sharding import Mesh
 
 from jaxres import config as configs
-from jaxres import data, evaluate, layout, models, optim, storage, topology
-from jaxres import mesh as meshes
-from jaxres import state as states
-from jaxres import step as steps
-from jaxres.checkpoint.store import Checkpoints
+from jaxres import data, models
+from jaxres.checkpoint.checkpointer import Checkpoints
 from jaxres.config import RunConfig
-from jaxres.config.guards import GuardsSection
+from jaxres.config.schema_training import GuardsSection
 from jaxres.data import Dataset
-from jaxres.events import Emit, Noted, PhaseChanged, RunBuilt
-from jaxres.guards import Guard, divergence
-from jaxres.layout import Layout
-from jaxres.metrics import MetricsLine, MetricsLog
+from jaxres.engine import divergence, evaluate, mesh_plan, optimizer, sharding_report
+from jaxres.engine import mesh as meshes
+from jaxres.engine import state as states
+from jaxres.engine import step as steps
+from jaxres.engine.guards import Guard
+from jaxres.engine.mesh_plan import Plan
+from jaxres.engine.sharding_report import Layout
+from jaxres.engine.state import TrainState
 from jaxres.models import Model
-from jaxres.state import TrainState
-from jaxres.topology import Plan
-from jaxres.train import feed, initial, memory, pacer, programs, rates
-from jaxres.train.agreement import Agreement, AllWords, OwnWord, facts_shape
-from jaxres.train.guarantee import computation
-from jaxres.train.run import Agenda, Diagnostics, Run
-from jaxres.train.seat import Seat
+from jaxres.runlog.events import Emit, Noted, PhaseChanged, RunBuilt
+from jaxres.runlog.metrics import MetricsLine, MetricsLog
+from jaxres.storage import files
+from jaxres.train import compile_cache, data_loader, init_params, oom_advice, save_scheduler
+from jaxres.train.components import Agenda, Diagnostics, Run
+from jaxres.train.consensus import Agreement, AllWords, OwnWord, facts_shape
+from jaxres.train.context import Seat
+from jaxres.train.reproducibility import computation
 
 
 @dataclass(frozen=True)
@@ -82,16 +84,16 @@ def build(config: RunConfig, seat: Seat, stack: contextlib.ExitStack) -> Built:
       ConfigError: devices, data and settings that can't go together.
     """
     if config.compilation.cache_dir is not None:
-        programs.use_compilation_cache(str(config.compilation.cache_dir.expanduser()))
+        compile_cache.use_compilation_cache(str(config.compilation.cache_dir.expanduser()))
     parts = _parts(config, seat.emit)
     laid = _lay_out(parts, seat)
     seat.emit(_built(parts, laid))
-    init = initial.build(config.init_from, parts, seat)  # Before minutes of compilation.
+    init = init_params.build(config.init_from, parts, seat)  # Before minutes of compilation.
     step, evaluation = _compile(parts, seat)
     # The first collective of a job waits for half a minute only, and one host may have compiled
     # for long where another has found the program in its cache.
     seat.peers.meet("compiled", seconds=config.deadlines.compile_seconds)
-    seat, is_due = pacer.listen(config.checkpoint.when, seat)
+    seat, is_due = save_scheduler.listen(config.checkpoint.when, seat)
     landed, sync = _metrics(seat, stack)
     checkpoints = _checkpoints(config, seat, before_commit=sync)
     run = Run(
@@ -101,7 +103,7 @@ def build(config: RunConfig, seat: Seat, stack: contextlib.ExitStack) -> Built:
         checkpoints=checkpoints,
         guards=_guards(config.guards),
         limits=config.guards,
-        feed=feed.open_feed(
+        feed=data_loader.open_feed(
             parts.dataset,
             parts.mesh,
             seat,
@@ -114,7 +116,7 @@ def build(config: RunConfig, seat: Seat, stack: contextlib.ExitStack) -> Built:
         init=init,
         shapes=parts.shapes,
         step=step,
-        rate_factor=rates.factors(config.guards.rollback, parts.mesh),
+        rate_factor=optimizer.factors(config.guards.rollback, parts.mesh),
         diagnostics=Diagnostics(
             seat.run_dir.diagnostics(seat.log.attempt), config.guards.diagnostics
         ),
@@ -138,7 +140,7 @@ def _agenda(parts: Parts) -> Agenda:
     config = parts.config
     return Agenda(
         steps=config.train.steps,
-        save_every_steps=pacer.every_steps(config.checkpoint.when),
+        save_every_steps=save_scheduler.every_steps(config.checkpoint.when),
         evaluate_every_steps=config.evaluation.every_steps if parts.evaluates else 0,
     )
 
@@ -200,14 +202,14 @@ def devices_here(config: RunConfig) -> tuple[Plan, Mesh, str | None]:
       ConfigError: their number will not do.
     """
     devices = jax.devices()
-    plan = topology.plan(
+    plan = mesh_plan.plan(
         config.mesh,
         config.train,
         config.model,
         num_devices=len(devices),
         num_hosts=jax.process_count(),
     )
-    slow = topology.crosses_hosts(plan, devices_per_host=jax.local_device_count())
+    slow = mesh_plan.crosses_hosts(plan, devices_per_host=jax.local_device_count())
     return plan, meshes.build(config.mesh, devices=devices), slow
 
 
@@ -222,7 +224,7 @@ def assemble(
         platform=platform,
         keep_rows=meshes.keep_rows(mesh),
     )
-    tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
+    tx = optimizer.build(config.optimizer, decay_mask=optimizer.matrices(model.axes))
     shapes, init = _initializer(model, tx, mesh, config)
     return Parts(config, dataset, plan, mesh, model, tx, shapes, init)
 
@@ -234,7 +236,7 @@ def state_shapes(
     model = models.build(
         config.model, vocab_size=vocab_size, seq_len=config.data.seq_len, platform=platform
     )
-    tx = optim.build(config.optimizer, decay_mask=optim.matrices(model.axes))
+    tx = optimizer.build(config.optimizer, decay_mask=optimizer.matrices(model.axes))
     return _initializer(model, tx, mesh, config)[0], model
 
 
@@ -244,13 +246,13 @@ def _lay_out(parts: Parts, seat: Seat) -> Layout:
     Raises:
       ConfigError: the state alone is larger than a device.
     """
-    laid = layout.of(parts.shapes, parts.model, parts.mesh)
+    laid = sharding_report.of(parts.shapes, parts.model, parts.mesh)
     if seat.peers.member.leads:
-        storage.replace(seat.run_dir.sharding(seat.log.attempt), laid.table().encode())
+        files.replace(seat.run_dir.sharding(seat.log.attempt), laid.table().encode())
     for warning in laid.warnings():
         seat.emit(Noted(warning))
-    memory.refuse_large_state(laid.device_bytes, layout.device_limit(parts.mesh))
-    small = memory.small_host(*layout.save_memory(laid))
+    oom_advice.refuse_large_state(laid.device_bytes, sharding_report.device_limit(parts.mesh))
+    small = oom_advice.small_host(*sharding_report.save_memory(laid))
     if small is not None:
         seat.emit(Noted(small))
     return laid
@@ -297,7 +299,7 @@ def traced_step(parts: Parts, *, facts: Any = None) -> Any:
       facts: the shape of all hosts' words; None for a host that is alone.
     """
     config, shapes = parts.config, parts.shapes
-    rate = optim.learning_rate(
+    rate = optimizer.learning_rate(
         config.optimizer.schedule,
         peak=config.optimizer.learning_rate,
         total_steps=config.train.steps,
@@ -315,7 +317,7 @@ def traced_step(parts: Parts, *, facts: Any = None) -> Any:
     out = (jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(parts.mesh))
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=out)
     batch = _batch_shapes(parts, rows=parts.rows_per_batch)
-    return jitted.trace(shapes, batch, facts, rates.shape(config.guards.rollback, parts.mesh))
+    return jitted.trace(shapes, batch, facts, optimizer.shape(config.guards.rollback, parts.mesh))
 
 
 def _compile(
@@ -329,14 +331,14 @@ def _compile(
     if parts.evaluates:
         traces["evaluation"] = functools.partial(_traced_evaluation, parts, facts=facts, rows=rows)
     batch = {name: str(shape) for name, shape in _batch_shapes(parts, rows=rows).items()}
-    made_of = programs.made_of(
+    made_of = compile_cache.made_of(
         config,
         vocab_size=parts.dataset.vocab_size,
         batch=batch,
         plan=str(parts.plan),
         mesh=str(mesh.shape),
     )
-    compiled = programs.get(
+    compiled = compile_cache.get(
         traces,
         seat,
         devices=list(mesh.devices.flat),
@@ -346,7 +348,9 @@ def _compile(
         seconds=config.deadlines.compile_seconds,
     )
     step = compiled["training"]
-    large = memory.large_step(config, layout.step_bytes(step), layout.device_limit(mesh))
+    large = oom_advice.large_step(
+        config, sharding_report.step_bytes(step), sharding_report.device_limit(mesh)
+    )
     if large is not None:
         seat.emit(Noted(large))
     if not parts.evaluates:
@@ -396,5 +400,5 @@ def _built(parts: Parts, laid: Layout) -> RunBuilt:
         tokens_per_step=parts.tokens_per_step,
         flops_per_token=parts.model.flops_per_token,
         state_bytes_per_device=laid.device_bytes,
-        save_bytes_per_host=layout.save_memory(laid)[0],
+        save_bytes_per_host=sharding_report.save_memory(laid)[0],
     )

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxres import storage
-from jaxres.events import Noted
+from jaxres.engine.state import Progress, TrainState, to_plain
 from jaxres.faults import Exit, Stop, TypedEnd
-from jaxres.state import Progress, TrainState, to_plain
-from jaxres.train.run import Recent, Run
+from jaxres.runlog.events import Noted
+from jaxres.storage import files
+from jaxres.train.components import Recent, Run
 
 REPORT = "report.json"
 
@@ -34,13 +34,13 @@ def diagnose(
         return stop
     member = run.peers.member
     try:
-        storage.make_dir(bundle.folder)
+        files.make_dir(bundle.folder)
         if member.leads:
             facts = report(stop, recent, progress, params=run.form.params)
-            storage.replace(bundle.folder / REPORT, json.dumps(facts, indent=1).encode())
+            files.replace(bundle.folder / REPORT, json.dumps(facts, indent=1).encode())
         if bundle.what == "state":
             path = bundle.folder / f"state-host{member.host:03d}.npz"
-            storage.replace(path, _packed(to_plain(state)))
+            files.replace(path, _packed(to_plain(state)))
     except (TypedEnd, OSError) as error:
         run.emit(Noted(f"the diagnostics could not be written: {error}"))
         return stop

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxres.checkpoint.store import Checkpoints
+from jaxres.checkpoint.checkpointer import Checkpoints
 from jaxres.data import sample_digest
-from jaxres.events import Evaluated, GuardWarned, PhaseChanged, UpdateSkipped
+from jaxres.engine.divergence import bounded_rollbacks, bounded_skips
+from jaxres.engine.guards import Seen, gravest, judge_step
+from jaxres.engine.state import Progress, TrainState, to_plain
+from jaxres.engine.step import Measured
 from jaxres.faults import Continue, Exit, LeaveOut, Rollback, Stop, TypedEnd, Verdict, Warned
-from jaxres.guards import Seen, gravest, judge_step
-from jaxres.guards.divergence import bounded_rollbacks, bounded_skips
-from jaxres.metrics import MetricsLine
-from jaxres.state import Progress, TrainState, to_plain
-from jaxres.step import Measured
+from jaxres.runlog.events import Evaluated, GuardWarned, PhaseChanged, UpdateSkipped
+from jaxres.runlog.metrics import MetricsLine
+from jaxres.train.components import Bad, Fed, Flight, Recent, Run
 from jaxres.train.diagnostics import diagnose
-from jaxres.train.entry import go_back, met, restore_or_start
-from jaxres.train.run import Bad, Fed, Flight, Recent, Run
+from jaxres.train.resume import go_back, met, restore_or_start
 
 LAG = 2
 MAX_ROWS_TOLD = 16

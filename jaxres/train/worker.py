@@ -21,22 +21,25 @@ from typing import IO, TextIO
 from rich.console import Console as Terminal
 
 from jaxres import config as configs
-from jaxres import faults, runlog, screen, storage
-from jaxres.beat import BeatWriter, Leaving, write_now
+from jaxres import faults
 from jaxres.clock import SystemClock
+from jaxres.cluster.host_group import ALONE, Alone, Member
 from jaxres.config import RunConfig
-from jaxres.eventlog import EventLog
-from jaxres.events import Emit, PhaseChanged, RunEnded, RunOpened
 from jaxres.faults import Exit, TypedEnd
-from jaxres.hosts import ALONE, Alone, Member
-from jaxres.metrics import MetricsLine
-from jaxres.place import place
-from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, RunLog
-from jaxres.supervise.kernel import die_with
-from jaxres.telemetry import Console
-from jaxres.train.requests import Requests
-from jaxres.train.seat import Seat
+from jaxres.runlog import run_log
+from jaxres.runlog.event_log import EventLog
+from jaxres.runlog.events import Emit, PhaseChanged, RunEnded, RunOpened
+from jaxres.runlog.metrics import MetricsLine
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Claim, RunLog
+from jaxres.storage import files
+from jaxres.storage.path import place
+from jaxres.supervisor.processes import die_with
+from jaxres.telemetry import stdio
+from jaxres.telemetry.console import Console
+from jaxres.telemetry.heartbeat import BeatWriter, Leaving, write_now
+from jaxres.train.context import Seat
+from jaxres.train.stop_requests import Requests
 
 
 def work(
@@ -74,11 +77,11 @@ def work(
             for listener in listeners:
                 listener.landed(line)
 
-        from jaxres.train import story
+        from jaxres.train import session
 
         try:
             seat = Seat(run_dir, log, claim, events.emit, clock, landed, requests, Alone())
-            told = story.tell(config, seat, stack, member=member)
+            told = session.tell(config, seat, stack, member=member)
             leaving = told.leaving
         except TypedEnd as end:
             if end.exit == Exit.HUNG:
@@ -132,8 +135,8 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
         member,
         tell=lambda leaving: write_now(options.beat_fd, leaving),
     )
-    records = runlog.read_records(run_dir.log)
-    claim = runlog.claim_of(records, attempt=options.attempt)
+    records = run_log.read_records(run_dir.log)
+    claim = run_log.claim_of(records, attempt=options.attempt)
     log = RunLog(run_dir.log, attempt=options.attempt, last_seq=len(records), clock=SystemClock())
     recorded = run_dir.attempt(options.attempt) / "config.yaml"
     config = configs.load_recorded(recorded, ()).config
@@ -160,14 +163,14 @@ def _speak_aside(run_dir: RunDir, attempt: int, member: Member) -> TextIO:
 
     JAX and Gloo write about each connection, and pages when a peer is lost, from every host.
     """
-    storage.make_dir(run_dir.local_attempt(attempt))
+    files.make_dir(run_dir.local_attempt(attempt))
     terminal = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    screen.flush()
+    stdio.flush()
     path = run_dir.output(attempt, member.host)
-    with storage.typed_errors(path), path.open("ab") as file:
+    with files.typed_errors(path), path.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    return screen.Screen(terminal)  # type: ignore[return-value]
+    return stdio.Screen(terminal)  # type: ignore[return-value]
 
 
 def _dump_at(stacks: IO[str]) -> None:
@@ -193,7 +196,7 @@ def catch_bugs(
     that nobody has caught ends the process at once: an ordinary exit may wait minutes for other
     threads and hosts. `say` tells a person; None: the door does.
     """
-    storage.make_dir(run_dir.local_attempt(attempt))
+    files.make_dir(run_dir.local_attempt(attempt))
     stacks: IO[str] = run_dir.stacks(attempt, member.host).open("a")
     faulthandler.enable(stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # In every thread that follows.
@@ -213,10 +216,10 @@ def catch_bugs(
             try:
                 path.write_text(text)  # The door shows it.
             except OSError:
-                screen.tell(text)
+                stdio.tell(text)
             leaving = Leaving(Exit.BUG, f"{reason} (traceback: {path})", committed=False)
             text += "this is a bug, in jaxres or in custom code (exit 70 BUG)\n"
-        screen.flush()
+        stdio.flush()
         if say is not None:
             say(text)
         with contextlib.suppress(OSError):
@@ -227,8 +230,8 @@ def catch_bugs(
 
 
 if __name__ == "__main__":
-    screen.never_fail()
+    stdio.never_fail()
     code = main(sys.argv[1:])
-    screen.flush()
+    stdio.flush()
     # Not sys.exit: after a failed save Orbax's threads would hold the process for minutes.
     os._exit(code)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxres import bucket
-from jaxres.launch.intent import Intent, Record
-from jaxres.launch.places import Places
-from jaxres.launch.report import Report
-from jaxres.place import BucketPath
-from jaxres.rundir import RunDir
+from jaxres.launch.desired_state import Intent, Record
+from jaxres.launch.observed_state import Report
+from jaxres.launch.paths import Places
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import gcs_objects
+from jaxres.storage.path import BucketPath
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gcs import GcsServer
 from tests.promises.trainer import FAULTY, ROOT, line
@@ -120,7 +120,7 @@ class Cloud:
         return Record(self.places.intent).read()
 
     def reports(self) -> dict[str, Report | None]:
-        listed = bucket.listed(self.places.reports)
+        listed = gcs_objects.listed(self.places.reports)
         return {name: Report.of(words) for name, (_, words) in listed.items()}
 
     def wait(self, what: Callable[[], object], *, of: str, seconds: float = 60) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.place import BucketPath
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
+from jaxres.storage.path import BucketPath
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gcs import GcsServer
 from tests.promises.cloud import Cloud

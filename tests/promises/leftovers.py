@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import line
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxres.place import BucketPath
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
+from jaxres.storage.path import BucketPath
 from tests.promises.preloaded import Lockless
 from tests.promises.trainer import FAULTY, Place, assert_bit_exact, digest, line, starts
 

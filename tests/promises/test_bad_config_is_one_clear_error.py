@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from jaxres.data.tokens import write_tokens
+from jaxres.data.token_folder import write_tokens
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import (
     MLP,
     STEPS,

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import runlog
 from jaxres.clock import SystemClock
 from jaxres.data import rows_at
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
-from jaxres.runlog import RunLog, Skip
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import RunLog, Skip
 from tests.promises.trainer import FAULTY, Place, digest, history, line
 
 ROWS, STEPS = 24, 24
@@ -40,13 +40,13 @@ def poison(**others: str) -> dict[str, str]:
 
 
 def skipped(run_dir: RunDir) -> list[Skip]:
-    bodies = [record.body for record in runlog.read_records(run_dir.log)]
+    bodies = [record.body for record in run_log.read_records(run_dir.log)]
     return [body for body in bodies if isinstance(body, Skip)]
 
 
 def told_from_the_start(run_dir: RunDir) -> None:
     """Writes the skips into the log of a run that has not come to them yet."""
-    seq = len(runlog.read_records(run_dir.log))
+    seq = len(run_log.read_records(run_dir.log))
     log = RunLog(run_dir.log, attempt=1, last_seq=seq, clock=SystemClock())
     rows = tuple((position, position + 1) for position in POSITIONS)
     log.append(Skip(rows=rows, reason="as the test has asked"))

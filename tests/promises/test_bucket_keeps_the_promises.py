@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import runlog, storage
-from jaxres.checkpoint.flight import LEAST_PATIENCE_SECONDS
+from jaxres.checkpoint.commit_tracker import LEAST_PATIENCE_SECONDS
 from jaxres.faults import Exit
-from jaxres.place import BucketPath
-from jaxres.rundir import RunDir
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
+from jaxres.storage.path import BucketPath
 from tests.emulators.gcs import GcsServer
 from tests.promises.trainer import (
     FAULTY,
@@ -118,13 +119,13 @@ def test_start_while_the_bucket_is_away_ends_typed_and_loses_nothing(
     first.wait_commit(40)
     first.kill()
     first.ended()
-    before = runlog.read_records(first.run_dir.log)
+    before = run_log.read_records(first.run_dir.log)
     second = bucket.start("run", *MLP)
     away = gcs_server.fail("503", times=None)  # Long before Python has started.
     second.refused(Exit.STORAGE, "has not answered", "Nothing committed is lost")
     assert away.hits > 3
     gcs_server.faults.clear()
-    assert runlog.read_records(first.run_dir.log) == before
+    assert run_log.read_records(first.run_dir.log) == before
     bucket.finish("run", *MLP)
     assert line(first.run_dir).step == STEPS
 
@@ -132,11 +133,11 @@ def test_start_while_the_bucket_is_away_ends_typed_and_loses_nothing(
 def test_requests_are_honoured_in_a_bucket(bucket: Place, calm: RunDir) -> None:
     first = bucket.start("run", config=FAULTY, env={"PACE": "0.01"})
     first.wait_commit(10)
-    storage.create(first.run_dir.request("stop"), b"")
+    files.create(first.run_dir.request("stop"), b"")
     assert first.ended() == Exit.STOPPED, first.said()
     stopped = line(first.run_dir).step
     assert stopped < 60
-    assert storage.list_names(first.run_dir.attempt(1))[-1].startswith("stop-")
+    assert files.list_names(first.run_dir.attempt(1))[-1].startswith("stop-")
     last = bucket.finish("run", config=FAULTY)
     assert starts(last.run_dir) == [0, stopped]
     assert_bit_exact(last.run_dir, calm)
@@ -150,13 +151,13 @@ def test_corpus_in_a_bucket_is_trained_on_as_one_on_a_disk(
     folder = Path(email.__file__).parent
     there = BucketPath(bucket.run_dir("x").root.bucket, "corpora/email")
     for path in folder.glob("*.py"):
-        storage.replace(there / path.name, path.read_bytes())
+        files.replace(there / path.name, path.read_bytes())
     words = (*MLP, "train.steps=20", 'data.source.include=["*.py"]')
     own = (f"data.source.path={there}", f"data.cache_dir={place.root / 'cache'}")
     first = place.launched("first", *words, *own, hosts=hosts)
     other = place.launched("other", *words, f"data.source.path={folder}", hosts=hosts)
     assert_bit_exact(first.run_dir, other.run_dir)
 
-    storage.replace(there / "utils.py", b"another text\n")
+    files.replace(there / "utils.py", b"another text\n")
     again = place.launch("first", *words, *own, "train.steps=40", hosts=hosts)
     again.refused(Exit.CONFIG, "data.source: the rows are not the ones")

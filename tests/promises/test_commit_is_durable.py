@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from jaxres import storage
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
 from tests.promises.trainer import Place, assert_bit_exact, digest, line
 
 
@@ -13,9 +13,9 @@ def test_a_commit_record_means_a_whole_step(place: Place, tiny: RunDir) -> None:
     trainer = place.start("watched")
     whole: dict[int, str] = {}
     for _ in range(4):
-        before = len(storage.list_names(trainer.run_dir.log))
+        before = len(files.list_names(trainer.run_dir.log))
         trainer.wait(
-            lambda before=before: len(storage.list_names(trainer.run_dir.log)) > before,
+            lambda before=before: len(files.list_names(trainer.run_dir.log)) > before,
             what="a record",
         )
         trainer.kill(signal.SIGSTOP)

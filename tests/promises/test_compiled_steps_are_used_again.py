@@ -5,7 +5,7 @@ Another program, or a damaged file, is never used; then the steps are compiled, 
 
 from __future__ import annotations
 
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import MLP, Place, Trainer, assert_bit_exact
 
 

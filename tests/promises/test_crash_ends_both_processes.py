@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.leftovers import members, wait_for_nobody
 from tests.promises.trainer import FAULTY, PACED, Place, assert_bit_exact
 

@@ -7,7 +7,7 @@ import json
 from contextlib import redirect_stdout
 from typing import Any
 
-from jaxres import verbs
+from jaxres.cli import checkpoints as checkpoints_cli
 from tests.promises.trainer import FAULTY, PACED, Place, Trainer
 
 
@@ -15,7 +15,9 @@ def told(trainer: Trainer, *words: str) -> tuple[int, list[dict[str, Any]]]:
     """Returns the exit code and the JSON of a verb on the trainer's run directory."""
     out = io.StringIO()
     with redirect_stdout(out):
-        code = verbs.main([words[0], str(trainer.run_dir.root), *words[1:], "--json"], usage="")
+        code = checkpoints_cli.main(
+            [words[0], str(trainer.run_dir.root), *words[1:], "--json"], usage=""
+        )
     return code, [json.loads(line) for line in out.getvalue().splitlines()]
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from jaxres import storage
-from jaxres.place import BucketPath
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
+from jaxres.storage.path import BucketPath
 from tests.promises.trainer import Place, Trainer, assert_bit_exact, line, starts
 
 
@@ -34,12 +34,12 @@ def _wait_step(trainer: Trainer, step: int) -> None:
 
 def _during_save(trainer: Trainer, committed: int) -> None:
     _wait_step(trainer, committed + 1)
-    known = set(storage.list_names(trainer.run_dir.checkpoints))
+    known = set(files.list_names(trainer.run_dir.checkpoints))
     # A bucket has no other names for what is not whole.
     word = "-" if isinstance(trainer.run_dir.root, BucketPath) else "orbax-checkpoint-tmp"
     trainer.wait(
         lambda: any(
-            word in name for name in set(storage.list_names(trainer.run_dir.checkpoints)) - known
+            word in name for name in set(files.list_names(trainer.run_dir.checkpoints)) - known
         ),
         what="a save being written",
     )
@@ -48,13 +48,13 @@ def _during_save(trainer: Trainer, committed: int) -> None:
 def _during_commit(trainer: Trainer, committed: int) -> None:
     _wait_step(trainer, committed + 1)
     checkpoints = trainer.run_dir.checkpoints
-    known = set(storage.list_names(checkpoints))
+    known = set(files.list_names(checkpoints))
 
     def begun() -> bool:
-        new = set(storage.list_names(checkpoints)) - known
+        new = set(files.list_names(checkpoints)) - known
         names = [name for name in new if name[:8].isdigit() and "tmp" not in name]
         if isinstance(checkpoints, BucketPath):
-            return any(storage.exists(checkpoints / name / "progress.json") for name in names)
+            return any(files.exists(checkpoints / name / "progress.json") for name in names)
         return bool(names)
 
     trainer.wait(begun, what="a step directory that Orbax has finished")
@@ -112,7 +112,7 @@ def test_resume_is_bit_exact_after_sigkill(
     assert line(broken).attempt >= len(aims) + 1
     assert_bit_exact(broken, unbroken)
     kept = {commit.path.rpartition("/")[2] for commit in line(broken).committed}
-    assert set(storage.list_names(broken.checkpoints)) == kept, "a killed save has left something"
+    assert set(files.list_names(broken.checkpoints)) == kept, "a killed save has left something"
 
 
 def test_resume_on_fewer_visible_cores_is_bit_exact(place: Place, tiny: RunDir) -> None:

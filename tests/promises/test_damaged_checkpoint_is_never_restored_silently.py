@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import runlog, storage
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
 from tests import damage
 from tests.promises.trainer import (
     MLP,
@@ -67,7 +68,7 @@ HARM: tuple[Harm, ...] = (
 )
 
 
-def newest(run_dir: RunDir) -> list[runlog.Commit]:
+def newest(run_dir: RunDir) -> list[run_log.Commit]:
     """Returns the committed steps, the newest first."""
     return list(reversed(line(run_dir).committed))
 
@@ -91,7 +92,7 @@ def test_damaged_steps_are_passed_over_and_the_run_ends_bit_for_bit(
     harmed = {}
     for (harm, of), commit in zip(harms, commits, strict=False):
         step_dir = run_dir.root / commit.path
-        name = harmed[commit.step] = of(storage.sizes(step_dir))
+        name = harmed[commit.step] = of(files.sizes(step_dir))
         damage.harm(step_dir, name, harm, chance)
         assert snapshot(step_dir) != snapshot(many.root / commit.path), "the damage happened"
     before = {step: snapshot(run_dir.root / c.path) for step, c in ((c.step, c) for c in commits)}
@@ -115,9 +116,9 @@ def test_if_no_step_is_whole_all_are_named_and_a_copy_mends_the_run(
     run_dir, chance = anywhere.copy(killed, "hopeless"), random.Random(0)
     commits = newest(run_dir)
     newest_dir = run_dir.root / commits[0].path
-    damage.harm(newest_dir, values(storage.sizes(newest_dir)), damage.flip_bit, chance)
+    damage.harm(newest_dir, values(files.sizes(newest_dir)), damage.flip_bit, chance)
     for commit in commits[1:]:
-        storage.delete_tree(run_dir.root / commit.path)
+        files.delete_tree(run_dir.root / commit.path)
     before = snapshot(run_dir.root)
     trainer = anywhere.command(run_dir, [str(run_dir.root)])
     said = trainer.refused(Exit.UNRESTORABLE, "none is whole", "does not start again from step 0")
@@ -128,7 +129,7 @@ def test_if_no_step_is_whole_all_are_named_and_a_copy_mends_the_run(
     assert starts(run_dir) == [0], "it did not start again"
     assert newest(run_dir) == commits, "nothing was put in quarantine"
 
-    storage.delete_tree(newest_dir)
+    files.delete_tree(newest_dir)
     put(killed.root / commits[0].path, newest_dir)
     again = anywhere.command(run_dir, [str(run_dir.root)])
     assert again.ended() == 0, again.said()
@@ -146,12 +147,12 @@ def test_a_damaged_record_of_the_log_is_refused_and_starts_nothing(
     anywhere: Place, killed: RunDir, kind: str
 ) -> None:
     run_dir = anywhere.copy(killed, kind)
-    paths = [run_dir.log / name for name in storage.list_names(run_dir.log)]
-    path = next(p for p in paths if json.loads(storage.read_whole(p))["kind"] == kind)
-    data = storage.read_whole(path)
+    paths = [run_dir.log / name for name in files.list_names(run_dir.log)]
+    path = next(p for p in paths if json.loads(files.read_whole(p))["kind"] == kind)
+    data = files.read_whole(path)
     old, new = (b'"step":2', b'"step":3') if kind == "commit" else (b'"attempt":1', b'"attempt":3')
-    storage.replace(path, data.replace(old, new))
-    assert storage.read(path) != data
+    files.replace(path, data.replace(old, new))
+    assert files.read(path) != data
     before = snapshot(run_dir.root)
     ended = subprocess.run(
         [sys.executable, "-m", "jaxres.train", str(run_dir.root)],
@@ -177,7 +178,7 @@ def test_any_damage_to_any_file_ends_bit_for_bit(
     run_dir, chance = anywhere.copy(killed, "harmed"), random.Random(seed)
     commit, older = newest(run_dir)[:2]
     step_dir = run_dir.root / commit.path
-    sizes = storage.sizes(step_dir)
+    sizes = files.sizes(step_dir)
     name = chance.choice(sorted(name for name in sizes if sizes[name]))
     damage.harm(step_dir, name, harm, chance)
     trainer = anywhere.command(run_dir, [str(run_dir.root)])

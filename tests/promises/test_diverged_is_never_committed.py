@@ -9,7 +9,7 @@ import pytest
 
 from jaxres.checkpoint import manifest
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import MLP, Place, history, line
 
 FOLDER = Path(__file__).parent

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import runlog
-from jaxres.rundir import RunDir
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import MLP, STEPS, Place, Trainer, history, line, starts
 
 HOSTS = (1, 2, 4, 3, 1)
@@ -62,7 +62,7 @@ def test_hosts_whose_devices_share_rows_read_the_same_rows(
 
 
 def test_only_the_lead_writes_what_all_share(shared: Trainer) -> None:
-    records = [type(record.body).__name__ for record in runlog.read_records(shared.run_dir.log)]
+    records = [type(record.body).__name__ for record in run_log.read_records(shared.run_dir.log)]
     assert records == ["Claim", "Start", "Commit", "Stop"], "more than one host wrote the log"
     assert shared.steps() == list(range(1, 21)), "more than one host wrote the metrics"
     names = [path.name for path in shared.run_dir.attempt(1).glob("*host00[1-3]*")]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.attempts import phase_seconds
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.attempt_history import phase_seconds
+from jaxres.runlog.paths import RunDir
 from tests.emulators.metadata import MetadataServer
 from tests.promises.preloaded import Jumping, Mount
 from tests.promises.test_supervisor_brings_it_back import attempts, decisions, start

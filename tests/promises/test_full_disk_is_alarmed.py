@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import storage
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
 from tests.promises.mounts import Namespace
 from tests.promises.trainer import MLP, TINY, Place, digest, line
 from tests.unit.alerts.hooks import served
@@ -97,5 +97,5 @@ def test_saves_on_a_disk_that_gets_full_are_told_once_and_heal(
     assert len(told) == 2
     committed = line(run_dir).committed
     names = [Path(commit.path).name for commit in committed]
-    assert storage.list_names(run_dir.checkpoints) == names, "a half step was left behind"
+    assert files.list_names(run_dir.checkpoints) == names, "a half step was left behind"
     digest(run_dir, committed[-1].step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.cloud import Cloud
 from tests.promises.trainer import assert_bit_exact, line
 

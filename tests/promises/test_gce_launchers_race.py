@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.cloud import RUNG, SPOT, Cloud
 from tests.promises.trainer import assert_bit_exact, line
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jaxres import bucket
 from jaxres.faults import ConfigError, Exit, TypedEnd
 from jaxres.launch import gce
-from jaxres.place import BucketPath
+from jaxres.storage import gcs_objects
+from jaxres.storage.path import BucketPath
 from tests.promises.cloud import RUNG, SPOT, Cloud
 from tests.promises.trainer import FAULTY
 
@@ -25,7 +25,7 @@ def refused(cloud: Cloud, *words: str, env: dict[str, str] | None = None, **conf
     assert cloud.gce.vms() == {}
     cloud.gcs.faults.clear()
     if cloud.run.bucket in bucket_names(cloud):
-        assert bucket.objects(cloud.places.root) == {}, "something is left in the bucket"
+        assert gcs_objects.objects(cloud.places.root) == {}, "something is left in the bucket"
     return str(raised.value)
 
 

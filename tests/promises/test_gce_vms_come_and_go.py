@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-from jaxres import bucket
-from jaxres.eventlog import read_events
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.event_log import read_events
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import gcs_objects
 from tests.promises.cloud import RUNG, SPOT, Cloud
 from tests.promises.trainer import assert_bit_exact, line, starts
 
@@ -39,7 +39,7 @@ def test_a_preempted_vm_is_replaced_and_no_finished_step_is_lost(
     assert f"attempt 2 on {kept}, " in launcher.said(), "the other VM was not kept"
     told = [event["event"] for event in read_events(cloud.run_dir.events(2, 1))]
     assert "StepsLoaded" in told, "the new VM has compiled what the one before it had"
-    said = bucket.read(cloud.places.output(1, taken)) or b""
+    said = gcs_objects.read(cloud.places.output(1, taken)) or b""
     assert b"this VM is being preempted, in 120 s" in said, "the notice that was asked for"
     assert_bit_exact(cloud.run_dir, calm_pair)
     cloud.assert_nothing_is_left()

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
-from jaxres.supervise import opening, owner
+from jaxres.runlog.paths import RunDir
+from jaxres.supervisor import attempt_runner, run_lock
 from tests.promises.trainer import FAULTY, PACED, Place, Trainer, assert_bit_exact
 
 GRACE_SECONDS = 2.0
@@ -100,14 +100,16 @@ def test_hang_ends_surely_while_storage_hangs_too(place: Place, calm: RunDir) ->
     records = list(trainer.run_dir.log.glob("0*.json"))
     fifo = trainer.run_dir.log / f"{len(records) + 1:08d}.json"
     os.mkfifo(fifo)
-    time.sleep(1.2 * owner.BEAT_SECONDS)  # By then it has looked.
+    time.sleep(1.2 * run_lock.BEAT_SECONDS)  # By then it has looked.
     trainer.kill(signal.SIGSTOP, who="worker")
     since = time.monotonic()
     code = trainer.ended()
     seconds, said = time.monotonic() - since, trainer.said()
     assert code == Exit.HUNG, said
     assert "the end could not be recorded" in said
-    assert seconds < 3 * 2 + opening.RECORD_SECONDS + GRACE_SECONDS, f"{seconds:.1f} s\n{said}"
+    assert seconds < 3 * 2 + attempt_runner.RECORD_SECONDS + GRACE_SECONDS, (
+        f"{seconds:.1f} s\n{said}"
+    )
     fifo.unlink()
     place.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import storage, verbs
+from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
 from tests import damage
 from tests.promises.trainer import MLP, Place, digest, line, starts
 
@@ -19,7 +20,7 @@ from tests.promises.trainer import MLP, Place, digest, line, starts
 def export(run_dir: RunDir, *words: str, out: Path) -> str:
     """Exports a run's newest step and returns the words for a run that starts from it."""
     given = ["checkpoints", "export", str(run_dir.root), "--out", str(out), *words]
-    assert verbs.main(given, usage="") == 0
+    assert checkpoints_cli.main(given, usage="") == 0
     return f"init_from={{kind: safetensors, path: {out}}}"
 
 
@@ -87,7 +88,7 @@ def test_weights_of_a_run_anywhere_are_taken_verified_or_refused(
     commit = line(source).newest
     assert commit is not None
     step_dir = source.root / commit.path
-    sizes = {name: size for name, size in storage.sizes(step_dir).items() if "state/" in name}
+    sizes = {name: size for name, size in files.sizes(step_dir).items() if "state/" in name}
     largest = max(sizes, key=lambda name: sizes[name])
     damage.harm(step_dir, largest, damage.truncate, random.Random(0))
     place.start("refused", *words).refused(Exit.CONFIG, "init_from.path", "damaged", largest)

@@ -13,7 +13,7 @@ import pytest
 
 from jaxres.checkpoint import manifest
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import FAULTY, ROOT, Place, assert_bit_exact, history, line
 
 STEPS = 60

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import runlog
 from jaxres.clock import SystemClock
 from jaxres.data import rows_at
-from jaxres.eventlog import read_events, read_json_lines
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
-from jaxres.runlog import RunLog, Skip
+from jaxres.runlog import run_log
+from jaxres.runlog.event_log import read_events, read_json_lines
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import RunLog, Skip
 from tests.promises.trainer import FAULTY, Place, Trainer, digest, history, line
 
 ROWS = 24
@@ -42,7 +42,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> str:
     begun = place.start("skips", *WORDS, "train.steps=5", config=FAULTY)
     assert begun.ended() == Exit.DONE, begun.said()
     run_dir = begun.run_dir
-    seq = len(runlog.read_records(run_dir.log))
+    seq = len(run_log.read_records(run_dir.log))
     log = RunLog(run_dir.log, attempt=1, last_seq=seq, clock=SystemClock())
     log.append(Skip(rows=(LEFT_OUT,), reason="as the test has asked"))
     trainer = place.start("skips", *WORDS, f"train.steps={STEPS}", config=FAULTY)
@@ -51,7 +51,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> str:
     return digest(run_dir)
 
 
-def rolled_back(run_dir: RunDir) -> list[runlog.Rollback]:
+def rolled_back(run_dir: RunDir) -> list[run_log.Rollback]:
     """The rollbacks that the log has."""
     return [record.body for record in line(run_dir).rollbacks]  # type: ignore[misc]
 
@@ -146,8 +146,8 @@ LOWER = (f"guards.rollback.rate_factor={FACTOR}", f"guards.rollback.rate_steps={
 def test_the_rate_is_lower_for_a_while_after_a_rollback_however_it_is_killed(place: Place) -> None:
     """The end is that of a run whose log had the record before it came to those rows."""
     told = place.finish("told", *WORDS, *LOWER, "train.steps=5", config=FAULTY).run_dir
-    seq = len(runlog.read_records(told.log))
-    record = runlog.Rollback(
+    seq = len(run_log.read_records(told.log))
+    record = run_log.Rollback(
         onset=ONSET,
         target=5,
         rows=(LEFT_OUT,),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.networks import network, permitted
 from tests.promises.proxy import proxy
 from tests.promises.trainer import MLP, Place, Trainer, assert_bit_exact, free_address, starts

@@ -12,7 +12,7 @@ import pytest
 from jaxres.checkpoint import manifest
 from jaxres.data import rows_at
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import FAULTY, Place, history, line
 
 STEPS = 16

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.mounts import Namespace
 from tests.promises.trainer import MLP, Place, digest, line
 

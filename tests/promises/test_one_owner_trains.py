@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import runlog, storage
 from jaxres.faults import Exit
-from jaxres.place import BucketPath
-from jaxres.rundir import RunDir
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
+from jaxres.storage.path import BucketPath
 from tests.promises.trainer import (
     FAULTY,
     PACED,
@@ -29,7 +30,7 @@ SLOW = {"PACE": "0.004"}
 
 
 def attempts(run_dir: RunDir) -> list[str]:
-    return storage.list_names(run_dir.root / "attempts")
+    return files.list_names(run_dir.root / "attempts")
 
 
 def asleep(pid: int) -> bool:
@@ -62,7 +63,7 @@ def test_of_many_starts_at_once_one_trains(anywhere: Place, calm: RunDir, starts
             trainer.refused(Exit.FENCED, f"pid {pid}", os.uname().nodename, "Nothing was written")
     run_dir = trainers[0].run_dir
     assert attempts(run_dir) == ["0001"]
-    assert {record.attempt for record in runlog.read_records(run_dir.log)} == {1}
+    assert {record.attempt for record in run_log.read_records(run_dir.log)} == {1}
     assert line(run_dir).claims[0].pid == winners[0].process.pid
     assert_bit_exact(run_dir, calm)
 

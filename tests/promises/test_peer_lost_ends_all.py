@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import MLP, Place, assert_bit_exact, starts
 
 HOSTS = 4

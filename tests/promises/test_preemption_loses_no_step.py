@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from jaxres.eventlog import read_events
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.event_log import read_events
+from jaxres.runlog.paths import RunDir
 from tests.emulators.metadata import EVENT, PREEMPTED, UPCOMING, MetadataServer
 from tests.promises.preloaded import Mount
 from tests.promises.trainer import (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxres import runlog, storage, verbs
+from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
-from jaxres.runlog import Commit, Prune
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Commit, Prune
+from jaxres.storage import files
 from tests.promises.trainer import FAULTY, Place, assert_bit_exact, digest, line, starts
 
 
@@ -18,15 +20,17 @@ def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_nothing(
     run_dir = trainer.run_dir
     trainer.wait_commit(10)
     words = ["checkpoints", "pin", str(run_dir.root), "--step", "10"]
-    assert verbs.main(words, usage="") == 0
-    assert verbs.main(["checkpoints", "prune", str(run_dir.root)], usage="") == Exit.FENCED
+    assert checkpoints_cli.main(words, usage="") == 0
+    assert (
+        checkpoints_cli.main(["checkpoints", "prune", str(run_dir.root)], usage="") == Exit.FENCED
+    )
 
     def committed() -> list[int]:
-        bodies = [record.body for record in runlog.read_records(run_dir.log)]
+        bodies = [record.body for record in run_log.read_records(run_dir.log)]
         return [body.step for body in bodies if isinstance(body, Commit)]
 
     def pruned() -> list[int]:
-        bodies = [record.body for record in runlog.read_records(run_dir.log)]
+        bodies = [record.body for record in run_log.read_records(run_dir.log)]
         return [step for body in bodies if isinstance(body, Prune) for step in body.steps]
 
     trainer.wait(lambda: bool(pruned()), what="a prune record")
@@ -43,6 +47,6 @@ def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_nothing(
     assert starts(run_dir) == [0, kept[-1]]
     names = [Path(commit.path).name for commit in line(run_dir).committed]
     assert [name.partition("-")[0] for name in names] == ["00000010", "00000050", "00000060"]
-    assert storage.list_names(run_dir.checkpoints) == names
-    assert not storage.trash(run_dir.checkpoints)
+    assert files.list_names(run_dir.checkpoints) == names
+    assert not files.trash(run_dir.checkpoints)
     assert_bit_exact(run_dir, calm)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxres.checkpoint import verify
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests import damage
 from tests.promises.test_zombie_is_fenced import counted, is_stopped
 from tests.promises.trainer import MLP, ROOT, Place, Trainer, assert_bit_exact, line, starts

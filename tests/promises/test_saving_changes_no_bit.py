@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import (
     FAULTY,
     MLP,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import Place, assert_bit_exact, line, starts
 
 DENIED = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from jaxres.eventlog import read_events
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
-from jaxres.runlog import Stop
+from jaxres.runlog.event_log import read_events
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Stop
 from tests.promises.mounts import Namespace
 from tests.promises.trainer import MLP, TINY, Place, Trainer, assert_bit_exact, digest, line, starts
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from jaxres.eventlog import read_events
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.event_log import read_events
+from jaxres.runlog.paths import RunDir
 from tests.promises.leftovers import assert_nothing_left, members
 from tests.promises.test_diverged_is_never_committed import FOLDER
 from tests.promises.test_elastic_hosts_keep_samples import BOUND
@@ -51,7 +51,7 @@ def wait_attempt(trainer: Trainer, attempt: int) -> None:
 
 def zygotes(trainer: Trainer) -> set[int]:
     """Returns the pid of the process that workers are forked from, if there is one."""
-    return {pid for pid in members(trainer.run_dir) if "jaxres.train.zygote" in words_of(pid)}
+    return {pid for pid in members(trainer.run_dir) if "jaxres.train.forkserver" in words_of(pid)}
 
 
 def words_of(pid: int) -> str:

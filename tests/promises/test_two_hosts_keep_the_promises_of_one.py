@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
-from jaxres import storage
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
 from tests import damage
 from tests.promises.trainer import FAULTY, Place, Trainer, assert_bit_exact, digest, line, starts
 
@@ -52,9 +52,9 @@ def test_damage_is_passed_over_one_trains_and_a_zombie_is_fenced(
 
     signal_all(zombie, signal.SIGSTOP)
     heir = anywhere.launched("run", config=FAULTY, hosts=2)
-    records, final = storage.list_names(run_dir.log), digest(run_dir)
+    records, final = files.list_names(run_dir.log), digest(run_dir)
     signal_all(zombie, signal.SIGCONT)
     zombie.refused(Exit.FENCED, f"pid {heir.process.pid}", "owns this run now")
-    assert storage.list_names(run_dir.log) == records
+    assert files.list_names(run_dir.log) == records
     assert digest(run_dir) == final
     assert_bit_exact(run_dir, calm_pair)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxres.config.fields import leaves
+from jaxres.config.schema_fields import leaves
 from tests.promises.trainer import ROOT
 
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "tensorstore")

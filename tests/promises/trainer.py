@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxres import place as places
-from jaxres import runlog, storage, verbs
-from jaxres.eventlog import read_events, read_json_lines
-from jaxres.place import BucketPath
-from jaxres.rundir import RunDir
-from jaxres.runlog import Line, Stop
+from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.runlog import run_log
+from jaxres.runlog.event_log import read_events, read_json_lines
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Line, Stop
+from jaxres.storage import files
+from jaxres.storage import path as places
+from jaxres.storage.path import BucketPath
 
 POLL_SECONDS = 0.001
 ROOT = Path(__file__).parents[2]
@@ -323,7 +325,7 @@ def put(folder: places.Place, to: places.Place) -> None:
     def one(path: Path) -> None:
         there = to / path.as_posix()
         is_lines = path.suffix == ".jsonl"
-        storage.replace(there / "00000001" if is_lines else there, (folder / path).read_bytes())
+        files.replace(there / "00000001" if is_lines else there, (folder / path).read_bytes())
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(one, paths))
@@ -335,8 +337,8 @@ def snapshot(folder: places.Place) -> dict[str, bytes]:
     Left out: temporaries, which any claim sweeps, and the owner's beat.
     """
     if isinstance(folder, BucketPath):
-        names = sorted(set(storage.sizes(folder)) - {"owner.json"})
-        found = storage.read_all([folder / name for name in names])
+        names = sorted(set(files.sizes(folder)) - {"owner.json"})
+        found = files.read_all([folder / name for name in names])
         return {name: data for name, data in zip(names, found, strict=True) if data is not None}
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"folder"
@@ -348,7 +350,7 @@ def snapshot(folder: places.Place) -> dict[str, bytes]:
 
 def line(run_dir: RunDir) -> Line:
     """Returns what the run's log says."""
-    return runlog.fold(runlog.read_records(run_dir.log))
+    return run_log.fold(run_log.read_records(run_dir.log))
 
 
 def digest(run_dir: RunDir, step: int | None = None) -> str:
@@ -375,13 +377,13 @@ def trajectory(run_dir: RunDir) -> list[dict[str, Any]]:
 
 def starts(run_dir: RunDir) -> list[int]:
     """Returns the step from which each attempt that got so far has trained."""
-    return [runlog.start_of(record).step for record in line(run_dir).starts]
+    return [run_log.start_of(record).step for record in line(run_dir).starts]
 
 
 def _verb(words: list[str]) -> str:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = verbs.main(words, usage="")
+        code = checkpoints_cli.main(words, usage="")
     assert code == 0, err.getvalue()
     return out.getvalue()
 

@@ -12,7 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
-from jaxres import upkeep, verbs  # noqa: F401  Imported before the forks, not after each.
+from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli import prune as prune_cli  # noqa: F401  Imported before the forks, not after each.
 
 OPERATIONS = ("open", "os.link", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
@@ -38,7 +39,7 @@ def prune_killed(copy: Path, *, before: int) -> bool:
 
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     sys.addaudithook(die_in_time)
-    os._exit(verbs.main(["checkpoints", "prune", str(copy)], usage="", env={}))
+    os._exit(checkpoints_cli.main(["checkpoints", "prune", str(copy)], usage="", env={}))
 
 
 def main(run_dir: Path, copies: Path) -> int:

@@ -1,6 +1,6 @@
 """Records that tests of the run log and its readers start from."""
 
-from jaxres.runlog import Claim
+from jaxres.runlog.run_log import Claim
 
 CLAIM = Claim(
     attempt=1,

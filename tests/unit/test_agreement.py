@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxres import mesh as meshes
 from jaxres.config.schema import MeshSection
+from jaxres.engine import mesh as meshes
 from jaxres.faults import Continue, Exit, Stop, fault
-from jaxres.train.agreement import STOPS, TIMED_STEPS, AllWords, OwnWord, Word
+from jaxres.train.consensus import STOPS, TIMED_STEPS, AllWords, OwnWord, Word
 
 FULL = Stop(fault("storage_unavailable"), "20 saves in a row have failed")
 

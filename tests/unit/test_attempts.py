@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from jaxres import attempts, verbs
-from jaxres.events import PhaseChanged, RunEnded
-from jaxres.rundir import RunDir
-from jaxres.runlog import Body, Commit, Leave, Prune, Record, Start, Stop
-from jaxres.sealed import canonical_json
+from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.runlog import attempt_history
+from jaxres.runlog.events import PhaseChanged, RunEnded
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Body, Commit, Leave, Prune, Record, Start, Stop
+from jaxres.storage.checksummed_json import canonical_json
 from tests.unit.records import CLAIM
 
 
@@ -57,7 +58,7 @@ FINISHED = {1: 15, 2: 13, 3: 30}
 
 
 def test_why_each_attempt_ended_what_it_gained_and_what_was_kept():
-    first, second, third, fourth = attempts.fold(
+    first, second, third, fourth = attempt_history.fold(
         RECORDS, events=EVENTS, finished=FINISHED, is_alive=True
     )
     assert (first.cause, first.exit, first.culprit, first.reason) == ("signal 9", 137, 2, LOST)
@@ -73,13 +74,15 @@ def test_why_each_attempt_ended_what_it_gained_and_what_was_kept():
         *("running", None),
         *(None, None),
     )
-    assert attempts.fold(RECORDS, events={}, finished={}, is_alive=False)[-1].cause == "killed"
+    assert (
+        attempt_history.fold(RECORDS, events={}, finished={}, is_alive=False)[-1].cause == "killed"
+    )
 
 
 def test_seconds_by_phase_are_those_of_the_monotonic_clock_up_to_the_last_event():
-    assert attempts.phase_seconds(EVENTS[1]) == {"import": 2.0, "train": 11.0, "save": 1.0}
-    assert attempts.phase_seconds(EVENTS[2]) == {"train": 13.5}
-    assert attempts.phase_seconds([]) == {}
+    assert attempt_history.phase_seconds(EVENTS[1]) == {"import": 2.0, "train": 11.0, "save": 1.0}
+    assert attempt_history.phase_seconds(EVENTS[2]) == {"train": 13.5}
+    assert attempt_history.phase_seconds([]) == {}
 
 
 def test_history_shows_them_to_people_and_to_tools(tmp_path, capsys):
@@ -94,14 +97,14 @@ def test_history_shows_them_to_people_and_to_tools(tmp_path, capsys):
         run_dir.metrics(number).write_text(f"{row}\n")
         lines = "".join(json.dumps(one) + "\n" for one in EVENTS.get(number, []))
         run_dir.events(number, 0).write_text(lines)
-    assert verbs.main(["history", str(tmp_path), "--attempts", "--json"], usage="") == 0
+    assert checkpoints_cli.main(["history", str(tmp_path), "--attempts", "--json"], usage="") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["attempt"] for row in rows] == [1, 2, 3, 4]
-    assert rows[0] == dataclasses.asdict(attempts.read(run_dir, is_alive=False)[0])
+    assert rows[0] == dataclasses.asdict(attempt_history.read(run_dir, is_alive=False)[0])
     assert rows[3]["cause"] == "killed"
-    assert verbs.main(["history", str(tmp_path), "--attempts"], usage="") == 0
+    assert checkpoints_cli.main(["history", str(tmp_path), "--attempts"], usage="") == 0
     text = capsys.readouterr().out
     assert "signal 9 (exit 137), host 2" in text
     assert f"        {LOST}\n" in text
     assert "        train 11.0 s, import 2.0 s, save 1.0 s\n" in text
-    assert [one.attempt for one in attempts.read(run_dir, is_alive=False, last=2)] == [3, 4]
+    assert [one.attempt for one in attempt_history.read(run_dir, is_alive=False, last=2)] == [3, 4]

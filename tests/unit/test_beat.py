@@ -7,8 +7,18 @@ import threading
 
 import pytest
 
-from jaxres import beat as beats
-from jaxres.beat import (
+from jaxres.runlog.events import (
+    Noted,
+    PartCommitted,
+    PhaseChanged,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+    TrainingStarted,
+)
+from jaxres.runlog.metrics import MetricsLine
+from jaxres.telemetry import heartbeat as beats
+from jaxres.telemetry.heartbeat import (
     BeatWriter,
     EnteredPhase,
     FinishedStep,
@@ -20,16 +30,6 @@ from jaxres.beat import (
     decode,
     encode,
 )
-from jaxres.events import (
-    Noted,
-    PartCommitted,
-    PhaseChanged,
-    SaveCommitted,
-    SaveFailed,
-    SaveStarted,
-    TrainingStarted,
-)
-from jaxres.metrics import MetricsLine
 
 
 def finished(step):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import bucket, gcs, segments, storage
-from jaxres.appender import appended
-from jaxres.eventlog import read_json_lines
 from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.place import BucketPath, place
+from jaxres.runlog.event_log import read_json_lines
+from jaxres.storage import files, gcs_client, gcs_objects, line_writer
+from jaxres.storage.line_writer import appended
+from jaxres.storage.path import BucketPath, place
 from tests.emulators.gcs import GcsServer
 
 
@@ -24,7 +24,7 @@ def root(gcs_bucket: str) -> BucketPath:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gcs, "LIMIT_SECONDS", 0.3)
+    monkeypatch.setattr(gcs_client, "LIMIT_SECONDS", 0.3)
 
 
 def test_words_that_name_no_place_in_a_bucket_are_refused() -> None:
@@ -41,17 +41,17 @@ def test_write_whose_answer_is_lost_is_known_as_our_own(
     root: BucketPath, gcs_server: GcsServer, kind: str
 ) -> None:
     lost = gcs_server.fail(kind, method="POST")
-    assert storage.create(root / "claim", b"ours")
+    assert files.create(root / "claim", b"ours")
     assert lost.hits == 1
-    assert not storage.create(root / "claim", b"ours"), "the same bytes of another writer"
-    assert storage.read(root / "claim") == b"ours"
+    assert not files.create(root / "claim", b"ours"), "the same bytes of another writer"
+    assert files.read(root / "claim") == b"ours"
 
 
 @pytest.mark.parametrize("kind", ["429", "500", "503", "drop", "stall", "short"])
 def test_what_may_pass_is_tried_again(root: BucketPath, gcs_server: GcsServer, kind: str) -> None:
-    storage.replace(root / "a", b"x" * 5000)
+    files.replace(root / "a", b"x" * 5000)
     fault = gcs_server.fail(kind, times=2)
-    assert storage.read(root / "a") == b"x" * 5000
+    assert files.read(root / "a") == b"x" * 5000
     assert fault.hits == 2 if kind != "stall" else fault.hits >= 1
 
 
@@ -59,23 +59,23 @@ def test_body_that_was_damaged_on_its_way_is_read_or_written_again(
     root: BucketPath, gcs_server: GcsServer
 ) -> None:
     there = gcs_server.fail("damage", method="POST", times=2)
-    storage.replace(root / "a", b"x" * 5000)
+    files.replace(root / "a", b"x" * 5000)
     back = gcs_server.fail("damage", method="GET", times=2)
-    assert storage.read(root / "a") == b"x" * 5000
+    assert files.read(root / "a") == b"x" * 5000
     assert (there.hits, back.hits) == (2, 2)
 
 
 def test_large_file_that_was_damaged_on_its_way_is_never_taken_for_what_is_stored(
     root: BucketPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket, "CHUNK_BYTES", 1000)
-    storage.replace(root / "a", b"x" * 2500)
+    monkeypatch.setattr(gcs_objects, "CHUNK_BYTES", 1000)
+    files.replace(root / "a", b"x" * 2500)
     gcs_server.fail("damage", path="alt=media")
     with pytest.raises(StorageUnavailable, match="on its way"):
-        list(storage.blocks(root / "a", size_bytes=1))
-    assert b"".join(storage.blocks(root / "a", size_bytes=1)) == b"x" * 2500
+        list(files.blocks(root / "a", size_bytes=1))
+    assert b"".join(files.blocks(root / "a", size_bytes=1)) == b"x" * 2500
     with pytest.raises(FileNotFoundError):
-        list(storage.blocks(root / "b", size_bytes=1))
+        list(files.blocks(root / "b", size_bytes=1))
 
 
 @pytest.mark.usefixtures("impatient")
@@ -83,16 +83,16 @@ def test_large_file_that_was_damaged_on_its_way_is_never_taken_for_what_is_store
 def test_bucket_that_is_away_is_unavailable_and_never_empty(
     root: BucketPath, gcs_server: GcsServer, kind: str
 ) -> None:
-    storage.replace(root / "a", b"x")
+    files.replace(root / "a", b"x")
     gcs_server.fail(kind, times=None)
     for ask in (
-        lambda: storage.read(root / "a"),
-        lambda: storage.read(root / "absent"),
-        lambda: storage.list_names(root),
-        lambda: storage.sizes(root),
-        lambda: storage.exists(root / "a"),
-        lambda: storage.create(root / "b", b""),
-        lambda: storage.delete(root / "a"),
+        lambda: files.read(root / "a"),
+        lambda: files.read(root / "absent"),
+        lambda: files.list_names(root),
+        lambda: files.sizes(root),
+        lambda: files.exists(root / "a"),
+        lambda: files.create(root / "b", b""),
+        lambda: files.delete(root / "a"),
     ):
         with pytest.raises(StorageUnavailable, match=r"has not answered|Nothing"):
             ask()
@@ -102,26 +102,26 @@ def test_absent_bucket_and_refused_access_are_the_users_to_mend(
     root: BucketPath, gcs_server: GcsServer
 ) -> None:
     with pytest.raises(ConfigError, match="there is no bucket"):
-        storage.read(BucketPath("absent", "a"))
+        files.read(BucketPath("absent", "a"))
     with pytest.raises(ConfigError, match="there is no bucket"):
-        storage.create(BucketPath("absent", "a"), b"")
+        files.create(BucketPath("absent", "a"), b"")
     gcs_server.fail("403", times=None)
     with pytest.raises(ConfigError, match="can't be used"):
-        storage.read(root / "a")
+        files.read(root / "a")
 
 
 def test_names_are_those_of_one_folder_and_trees_go_as_a_whole(root: BucketPath) -> None:
     for name in ("a/1", "a/b/2", "a/b/c/3", "ab", "b"):
-        storage.replace(root / name, name.encode())
-    assert storage.list_names(root) == ["a", "ab", "b"]
-    assert storage.list_names(root / "a") == ["1", "b"]
-    assert storage.sizes(root / "a") == {"1": 3, "b/2": 5, "b/c/3": 7}
-    assert storage.exists(root / "a")
-    storage.delete_tree(root / "a")
-    assert storage.list_names(root) == ["ab", "b"]
-    assert not storage.exists(root / "a")
-    storage.move(root / "b", root / "c")
-    assert storage.list_names(root) == ["ab", "c"]
+        files.replace(root / name, name.encode())
+    assert files.list_names(root) == ["a", "ab", "b"]
+    assert files.list_names(root / "a") == ["1", "b"]
+    assert files.sizes(root / "a") == {"1": 3, "b/2": 5, "b/c/3": 7}
+    assert files.exists(root / "a")
+    files.delete_tree(root / "a")
+    assert files.list_names(root) == ["ab", "b"]
+    assert not files.exists(root / "a")
+    files.move(root / "b", root / "c")
+    assert files.list_names(root) == ["ab", "c"]
 
 
 def rows(path: BucketPath) -> list[int]:
@@ -135,8 +135,8 @@ def line(number: int) -> bytes:
 def test_lines_are_there_after_sync_in_order_whatever_answers_are_lost(
     root: BucketPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 100)
-    monkeypatch.setattr(segments, "HOT_SECONDS", 0.0)
+    monkeypatch.setattr(line_writer, "SEGMENT_BYTES", 100)
+    monkeypatch.setattr(line_writer, "HOT_SECONDS", 0.0)
     gcs_server.fail("storm", probability=0.3, times=None, late_seconds=0.01, seed=5)
     path = root / "metrics.jsonl"
     for first in (0, 40):  # Two processes, one after the other.
@@ -149,7 +149,7 @@ def test_lines_are_there_after_sync_in_order_whatever_answers_are_lost(
         assert lines.close() == 0
     gcs_server.faults.clear()
     assert rows(path) == list(range(80))
-    assert len(storage.list_names(path)) > 8
+    assert len(files.list_names(path)) > 8
 
 
 def test_line_is_neither_lost_nor_doubled_by_a_write_that_comes_late(

@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxres import bucket, gcs, runlog
 from jaxres.clock import SystemClock
 from jaxres.faults import Fenced, StorageUnavailable, Unrestorable
-from jaxres.place import BucketPath
-from jaxres.records import Record
-from jaxres.runlog import RunLog, Skip, read_records
-from jaxres.supervise.recorded import resolve
+from jaxres.runlog import run_log
+from jaxres.runlog.records import Record
+from jaxres.runlog.run_log import RunLog, Skip, read_records
+from jaxres.storage import gcs_client, gcs_objects
+from jaxres.storage.path import BucketPath
+from jaxres.supervisor.run_config import resolve
 from tests.emulators.gcs import GcsServer
 from tests.unit.records import CLAIM
 
@@ -27,7 +28,7 @@ SLOTS = 5
 
 @pytest.fixture
 def folder(gcs_bucket: str, monkeypatch: pytest.MonkeyPatch) -> BucketPath:
-    monkeypatch.setattr(gcs, "PAUSE_SECONDS", (0.001, 0.004))
+    monkeypatch.setattr(gcs_client, "PAUSE_SECONDS", (0.001, 0.004))
     return BucketPath(gcs_bucket, "run") / "log"
 
 
@@ -92,12 +93,12 @@ def test_of_a_thousand_races_with_lost_answers_each_has_one_winner(
     records = _anew(folder)
     assert [record.seq for record in records] == list(range(1, ROUNDS * SLOTS + 1))
     assert [r for r in records if isinstance(r.body, Skip)] == sorted(written, key=lambda r: r.seq)
-    assert [claim.attempt for claim in runlog.fold(records).claims] == list(range(1, ROUNDS + 1))
+    assert [claim.attempt for claim in run_log.fold(records).claims] == list(range(1, ROUNDS + 1))
 
 
 def _anew(folder: BucketPath) -> list[Record]:
     """Reads the log as a process that has never seen it."""
-    return runlog._Known().newest(folder)
+    return run_log._Known().newest(folder)
 
 
 def test_newest_record_is_found_by_one_request_and_a_log_that_is_known_is_not_read_again(
@@ -126,11 +127,11 @@ def test_gap_or_damage_in_the_log_is_an_error_and_no_end(
     for number in range(3):
         log.append(Skip(rows=((number, number + 1),), reason="row"))
     body = gcs_server.body("run/log/00000003.json", bucket=folder.bucket)
-    bucket.write(folder / "00000003.json", body[:-9], over=None)
+    gcs_objects.write(folder / "00000003.json", body[:-9], over=None)
     with pytest.raises(Unrestorable, match="damaged"):
         _anew(folder)
-    bucket.delete(folder / "00000003.json")
-    with pytest.raises(runlog.ConfigError, match="record is missing"):
+    gcs_objects.delete(folder / "00000003.json")
+    with pytest.raises(run_log.ConfigError, match="record is missing"):
         _anew(folder)
 
 
@@ -138,7 +139,7 @@ def test_record_that_nobody_has_confirmed_stands_once_the_bucket_is_back(
     folder: BucketPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a write that comes late could name a step whose files are gone by then."""
-    monkeypatch.setattr(gcs, "LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(gcs_client, "LIMIT_SECONDS", 0.1)
     for kind in ("503", "503 after"):
         log = (
             RunLog(folder, attempt=1, last_seq=len(read_records(folder)), clock=SystemClock())
@@ -160,7 +161,7 @@ def test_record_that_nobody_has_confirmed_stands_once_the_bucket_is_back(
 def test_start_from_a_bucket_that_is_away_is_storages_end(
     folder: BucketPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gcs, "LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(gcs_client, "LIMIT_SECONDS", 0.1)
     gcs_server.fail("503", times=None)
     with pytest.raises(StorageUnavailable, match="has not answered"):
         resolve(folder.parent, [])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.train import doctor
+from jaxres.cli import doctor
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "promises" / "tiny.yaml"

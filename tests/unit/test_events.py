@@ -3,9 +3,9 @@ import errno
 import math
 import threading
 
-from jaxres import eventlog
-from jaxres.eventlog import EventLog, read_events, read_json_lines
-from jaxres.events import Evaluated, Noted, PhaseChanged, StepsPruned
+from jaxres.runlog import event_log
+from jaxres.runlog.event_log import EventLog, read_events, read_json_lines
+from jaxres.runlog.events import Evaluated, Noted, PhaseChanged, StepsPruned
 
 
 @dataclasses.dataclass
@@ -101,7 +101,7 @@ class Full:
 
 
 def test_on_a_full_disk_events_are_still_told_and_what_was_dropped_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(eventlog, "MAX_WAITING", 3)
+    monkeypatch.setattr(event_log, "MAX_WAITING", 3)
     heard = []
     with EventLog(tmp_path / "e", clock=Ticking(), listeners=[heard.append]) as log:
         disk = log._lines._file = Full(log._lines._file)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxres import executable
-from jaxres.executable import Unusable
-from jaxres.train.programs import Program
+from jaxres.engine import executable
+from jaxres.engine.executable import Unusable
+from jaxres.train.compile_cache import Program
 
 X = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxres import models
 from jaxres.config.schema import GptModel
-from jaxres.train.explain import first_bad
+from jaxres.train.nonfinite_trace import first_bad
 
 B, T, V = 4, 8, 16
 CONFIG = GptModel(num_layers=3, d_model=16, num_heads=2, compute_dtype="float32", remat="block")

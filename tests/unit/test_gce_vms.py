@@ -21,8 +21,8 @@ from google.api_core import exceptions
 from google.auth.exceptions import InvalidOperation
 from google.cloud import compute_v1 as compute
 
-from jaxres.supervise import metadata
-from jaxres.supervise.metadata import Answer
+from jaxres.supervisor import gce_metadata
+from jaxres.supervisor.gce_metadata import Answer
 from tests.emulators.gce import GceEmulator, keeper
 from tests.emulators.metadata import EVENT, PREEMPTED, UPCOMING
 from tests.unit.gce_requests import PROJECT, ZONE, Clients, spot
@@ -47,9 +47,9 @@ def gce() -> Iterator[GceEmulator]:
 def asked(gce: GceEmulator, name: str, key: str, **words: str) -> Answer:
     guest = gce.vm(name).guest
     assert guest is not None
-    server = metadata.find(guest.metadata.env, product="")
+    server = gce_metadata.find(guest.metadata.env, product="")
     assert server is not None
-    told = metadata.ask(server, key, **words)
+    told = gce_metadata.ask(server, key, **words)
     assert isinstance(told, Answer), told
     return told
 

@@ -6,11 +6,15 @@ import random
 
 import pytest
 
-from jaxres.config.guards import GuardsSection, RollbackSection, SpikesSection
-from jaxres.config.loss_scale import LossScaleSection
+from jaxres.config.schema_training import (
+    GuardsSection,
+    LossScaleSection,
+    RollbackSection,
+    SpikesSection,
+)
+from jaxres.engine.divergence import bands, bounded_rollbacks, looks_back_steps, losses, skips
+from jaxres.engine.guards import Guard, Seen, gravest, judge_step
 from jaxres.faults import Continue, LeaveOut, Rollback, Stop, Warned, fault
-from jaxres.guards import Guard, Seen, gravest, judge_step
-from jaxres.guards.divergence import bands, bounded_rollbacks, looks_back_steps, losses, skips
 
 SAVING = Stop(fault("preemption"), "a notice")
 UNSAVED = Stop(fault("diverged"), "not finite")

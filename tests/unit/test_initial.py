@@ -8,17 +8,19 @@ import jax
 import numpy as np
 import pytest
 
-from jaxres import data, topology, verbs
-from jaxres import mesh as meshes
-from jaxres.checkpoint import export, weights
+from jaxres import data
+from jaxres.checkpoint import weights_export, weights_source
+from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.clock import SystemClock
+from jaxres.cluster.host_group import Alone, Member
 from jaxres.config import RunConfig
+from jaxres.engine import mesh as meshes
+from jaxres.engine import mesh_plan
 from jaxres.faults import ConfigError
-from jaxres.hosts import Alone, Member
-from jaxres.rundir import RunDir
-from jaxres.runlog import Line, RunLog, Start
-from jaxres.train import build, initial
-from jaxres.train.seat import Seat
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Line, RunLog, Start
+from jaxres.train import build, init_params
+from jaxres.train.context import Seat
 from tests.unit.checkpoint import llama_run
 from tests.unit.checkpoint.llama_run import flat, random_params, run_of
 from tests.unit.records import CLAIM
@@ -49,7 +51,7 @@ def source(tmp_path_factory):
     params = random_params(config.model)
     root = tmp_path_factory.mktemp("source") / "run"
     run_of(root, config, params, steps=(4, 8))
-    assert verbs.main(["checkpoints", "export", str(root)], usage="") == 0
+    assert checkpoints_cli.main(["checkpoints", "export", str(root)], usage="") == 0
     return root, flat(params)
 
 
@@ -75,7 +77,7 @@ def parts_of(corpus, tmp_path, *, mesh=None, **init_from):
         )
     )
     devices = jax.devices()[: 8 if mesh else 1]
-    plan = topology.plan(
+    plan = mesh_plan.plan(
         config.mesh, config.train, config.model, num_devices=len(devices), num_hosts=1
     )
     return build.assemble(
@@ -113,7 +115,7 @@ def seat_at(tmp_path, peers=None):
 
 
 def started(parts, seat, line=None):
-    init = initial.build(parts.config.init_from, parts, seat)
+    init = init_params.build(parts.config.init_from, parts, seat)
     return init(line or Line())
 
 
@@ -131,13 +133,15 @@ def test_another_runs_parameters_are_taken_bit_for_bit_on_another_mesh(corpus, t
     laid = jax.tree.map(lambda x: x.sharding, state)
     assert laid == jax.tree.map(lambda x: x.sharding, parts.shapes), "each array as it is trained"
     assert not state.params["blocks"]["attention"]["query"].is_fully_replicated
-    params = export.of_run(weights.from_run(RunDir(root), parts.config.model, committed(root)))
-    assert origin == {"params": export.digest_of(params), "path": str(root), "step": "8"}
+    params = weights_export.of_run(
+        weights_source.from_run(RunDir(root), parts.config.model, committed(root))
+    )
+    assert origin == {"params": weights_export.digest_of(params), "path": str(root), "step": "8"}
     assert "12 arrays from" in str(events[-1])
 
 
 def committed(root):
-    return weights.committed(RunDir(root), step=None)
+    return weights_source.committed(RunDir(root), step=None)
 
 
 def test_all_but_the_parameters_is_as_in_a_fresh_start(corpus, tmp_path, source, fresh):
@@ -226,7 +230,7 @@ def test_a_source_that_cannot_be_had_is_told_before_anything_is_compiled(
     where["path"] = where["path"].format(corpus=corpus, run=source[0])
     parts = parts_of(corpus, tmp_path, **where)
     with pytest.raises(ConfigError) as told:
-        initial.build(parts.config.init_from, parts, seat_at(tmp_path)[0])
+        init_params.build(parts.config.init_from, parts, seat_at(tmp_path)[0])
     assert str(told.value).startswith("init_from.path: ")
     assert words in str(told.value)
 
@@ -238,4 +242,4 @@ def test_a_damaged_source_is_this_runs_bad_config_not_its_damage(corpus, tmp_pat
     (root / commit.path / "progress.json").unlink()
     parts = parts_of(corpus, tmp_path, kind="run", path=str(root))
     with pytest.raises(ConfigError, match=r"init_from\.path: .*progress\.json is missing"):
-        initial.build(parts.config.init_from, parts, seat_at(tmp_path)[0])
+        init_params.build(parts.config.init_from, parts, seat_at(tmp_path)[0])

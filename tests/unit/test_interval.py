@@ -3,9 +3,9 @@ import random
 
 import pytest
 
-from jaxres.config.saving import AutoWhen
-from jaxres.interval import Costs, choose, mtbf_hours, of_log, optimum, useful_share
-from jaxres.runlog import Commit, Record, Start, Stop
+from jaxres.checkpoint.save_interval import Costs, choose, mtbf_hours, of_log, optimum, useful_share
+from jaxres.config.schema_operations import AutoWhen
+from jaxres.runlog.run_log import Commit, Record, Start, Stop
 from tests.unit.records import CLAIM
 
 AUTO = AutoWhen(mtbf_hours=24, max_overhead=0.05)

@@ -9,9 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxres import layout, models, optim, state
-from jaxres import mesh as meshes
-from jaxres.config.optimizer import AdamwOptimizer
+from jaxres import models
 from jaxres.config.schema import (
     DataSection,
     GptModel,
@@ -20,10 +18,13 @@ from jaxres.config.schema import (
     TextSource,
     TrainSection,
 )
+from jaxres.config.schema_training import AdamwOptimizer
+from jaxres.engine import mesh as meshes
+from jaxres.engine import optimizer, sharding_report, state
+from jaxres.engine.mesh_plan import Plan
+from jaxres.engine.sharding_report import Layout, Placed
 from jaxres.faults import ConfigError
-from jaxres.layout import Layout, Placed
-from jaxres.topology import Plan
-from jaxres.train import memory
+from jaxres.train import oom_advice
 
 MIB = 2**20
 
@@ -32,7 +33,7 @@ def laid_out(sizes: tuple[int, int, int], *, vocab: int = 64, mesh: Any = None, 
     """The layout of a small decoder on a mesh, by default of devices that are not here."""
     config = GptModel(**({"num_layers": 2, "d_model": 32, "num_heads": 4} | keys))
     model = models.build(config, vocab_size=vocab, seq_len=16, platform="cpu")
-    tx = optim.build(AdamwOptimizer(), decay_mask=optim.matrices(model.axes))
+    tx = optimizer.build(AdamwOptimizer(), decay_mask=optimizer.matrices(model.axes))
     mesh = meshes.abstract(Plan(*sizes, 1, 1)) if mesh is None else mesh
     bare = jax.eval_shape(lambda: state.init(model, tx, seed=0))
     shapes = jax.tree.map(
@@ -40,7 +41,7 @@ def laid_out(sizes: tuple[int, int, int], *, vocab: int = 64, mesh: Any = None, 
         bare,
         state.shardings(bare, model, mesh),
     )
-    return layout.of(shapes, model, mesh), shapes
+    return sharding_report.of(shapes, model, mesh), shapes
 
 
 def test_bytes_a_device_are_those_of_the_arrays_that_lie_there() -> None:
@@ -107,10 +108,10 @@ def test_only_what_is_large_is_warned_of(held: int, others: int, said: bool) -> 
 
 
 def test_only_a_state_that_alone_exceeds_the_device_is_refused() -> None:
-    memory.refuse_large_state(10, None)
-    memory.refuse_large_state(10, 10)
+    oom_advice.refuse_large_state(10, None)
+    oom_advice.refuse_large_state(10, 10)
     with pytest.raises(ConfigError, match=r"150\.0 MiB of each device, which has 100\.0 MiB.*1\.5"):
-        memory.refuse_large_state(150 * MIB, 100 * MIB)
+        oom_advice.refuse_large_state(150 * MIB, 100 * MIB)
 
 
 def test_the_steps_estimate_counts_donated_arrays_once() -> None:
@@ -120,16 +121,16 @@ def test_the_steps_estimate_counts_donated_arrays_once() -> None:
         alias_size_in_bytes=80,
         temp_size_in_bytes=7,
     )
-    assert layout.step_bytes(SimpleNamespace(memory_analysis=lambda: stats)) == 117
-    assert layout.step_bytes(SimpleNamespace(memory_analysis=lambda: None)) is None
+    assert sharding_report.step_bytes(SimpleNamespace(memory_analysis=lambda: stats)) == 117
+    assert sharding_report.step_bytes(SimpleNamespace(memory_analysis=lambda: None)) is None
 
 
 def test_a_step_that_may_not_fit_is_a_warning_with_settings() -> None:
     train = TrainSection(steps=1, max_rows_per_device=4)
     config = RunConfig(data=DataSection(source=TextSource(path="x")), train=train)
     for step_bytes, limit in ((None, 5), (5, None), (5, 5)):
-        assert memory.large_step(config, step_bytes, limit) is None
-    said = memory.large_step(config, 6 * MIB, 5 * MIB)
+        assert oom_advice.large_step(config, step_bytes, limit) is None
+    said = oom_advice.large_step(config, 6 * MIB, 5 * MIB)
     assert said is not None
     assert "about 6.0 MiB of each device" in said
     assert "train.max_rows_per_device=2 (4 now)" in said
@@ -139,11 +140,11 @@ def test_a_step_that_may_not_fit_is_a_warning_with_settings() -> None:
 def test_a_host_without_room_for_a_snapshot_is_told_with_numbers(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal: 9 kB\nMemAvailable:   {100 * 1024} kB\n")
-    assert memory.small_host(100 * MIB, 0, meminfo=meminfo) is None
-    assert memory.small_host(50 * MIB, 50 * MIB, meminfo=meminfo) is None
-    small = memory.small_host(60 * MIB, 60 * MIB, meminfo=meminfo)
+    assert oom_advice.small_host(100 * MIB, 0, meminfo=meminfo) is None
+    assert oom_advice.small_host(50 * MIB, 50 * MIB, meminfo=meminfo) is None
+    small = oom_advice.small_host(60 * MIB, 60 * MIB, meminfo=meminfo)
     assert small is not None
     assert small.startswith("a save takes up to 60.0 MiB of this host's memory until")
     assert "beside 60.0 MiB of state; 100.0 MiB are available" in small
     meminfo.write_text("")
-    assert memory.small_host(1 << 60, 0, meminfo=meminfo) is None
+    assert oom_advice.small_host(1 << 60, 0, meminfo=meminfo) is None

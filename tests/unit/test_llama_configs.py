@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxres import config as configs
-from jaxres import data, layout, models, topology
-from jaxres import mesh as meshes
-from jaxres.data.tokens import write_tokens
+from jaxres import data, models
+from jaxres.data.token_folder import write_tokens
+from jaxres.engine import mesh as meshes
+from jaxres.engine import mesh_plan, sharding_report
 from jaxres.train import build
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -37,10 +38,10 @@ def parts(request: pytest.FixtureRequest, tokens: Path) -> Any:
     # cuDNN's attention asks the CUDA plugin for its version while tracing; here there is none.
     words = [f"data.source.path={tokens}", "model.attention=xla", "data.heldout_fraction=0.3"]
     config = configs.load(CONFIGS / f"{request.param}.yaml", words).config
-    plan = topology.plan(
+    plan = mesh_plan.plan(
         config.mesh, config.train, config.model, num_devices=num_devices, num_hosts=num_hosts
     )
-    assert topology.crosses_hosts(plan, devices_per_host=8) is None
+    assert mesh_plan.crosses_hosts(plan, devices_per_host=8) is None
     dataset = data.open_dataset(config.data)
     return build.assemble(config, dataset, plan=plan, mesh=meshes.abstract(plan), platform="gpu")
 
@@ -54,7 +55,7 @@ def test_the_step_lowers_for_its_devices_and_the_state_is_split_over_all(
     num_devices, _, params = CASES[name]
     found = models.num_params(parts.shapes.params)
     assert found == pytest.approx(params, rel=0.01)
-    laid = layout.of(parts.shapes, parts.model, parts.mesh)
+    laid = sharding_report.of(parts.shapes, parts.model, parts.mesh)
     assert laid.warnings() == []
     # float32: a parameter and two moments. Norm scales, the counts and the key are whole.
     assert laid.device_bytes == pytest.approx(12 * found / num_devices, rel=0.1)

@@ -6,21 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxres.config.guards import GuardsSection
+from jaxres.cluster.host_group import Alone
+from jaxres.config.schema_training import GuardsSection
 from jaxres.data import sample_digest
-from jaxres.events import UpdateSkipped
+from jaxres.engine.divergence import skips
+from jaxres.engine.guards import Guard
+from jaxres.engine.state import Progress, TrainState
+from jaxres.engine.step import Form
 from jaxres.faults import Continue, Exit, Stop, StorageUnavailable, fault
-from jaxres.guards import Guard
-from jaxres.guards.divergence import skips
-from jaxres.hosts import Alone
-from jaxres.runlog import Record, fold
-from jaxres.state import Progress, TrainState
-from jaxres.step import Form
-from jaxres.train.agreement import OwnWord
-from jaxres.train.entry import _same_line
+from jaxres.runlog.events import UpdateSkipped
+from jaxres.runlog.run_log import Record, fold
+from jaxres.train.components import Agenda, Diagnostics, Due, Feed, Flight, Run
+from jaxres.train.consensus import OwnWord
 from jaxres.train.loop import LAG, look, settle
-from jaxres.train.requests import Requests
-from jaxres.train.run import Agenda, Diagnostics, Due, Feed, Flight, Run
+from jaxres.train.resume import _same_line
+from jaxres.train.stop_requests import Requests
 from tests.unit.records import CLAIM
 
 AGENDA = Agenda(steps=20, save_every_steps=8, evaluate_every_steps=5)

@@ -10,12 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxres import loss_scale as scaling
-from jaxres import mesh as meshes
-from jaxres import models, optim, state, step
-from jaxres.config.loss_scale import LEAST, MOST, LossScaleSection, most_back_offs
-from jaxres.config.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres import models
 from jaxres.config.schema import CustomModel, MeshSection, MlpModel
+from jaxres.config.schema_training import (
+    LEAST,
+    MOST,
+    AdamwOptimizer,
+    CosineSchedule,
+    LossScaleSection,
+    most_back_offs,
+)
+from jaxres.engine import loss_scale as scaling
+from jaxres.engine import mesh as meshes
+from jaxres.engine import optimizer, state, step
 from tests.unit.test_step import SPIKES, B, T, V, batch, equal
 
 SECTION = LossScaleSection(first=2.0**16, grow_every_steps=4)
@@ -73,11 +80,11 @@ def parts(
     model = models.build(
         config, vocab_size=V, seq_len=T, platform="cpu", keep_rows=meshes.keep_rows(mesh)
     )
-    tx = optim.build(AdamwOptimizer(), decay_mask=optim.matrices(model.axes))
+    tx = optimizer.build(AdamwOptimizer(), decay_mask=optimizer.matrices(model.axes))
     function = step.make_train_step(
         model,
         tx,
-        optim.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10),
+        optimizer.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10),
         clip_norm=1.0,
         microbatches=microbatches,
         spikes=SPIKES,

@@ -2,9 +2,9 @@
 
 import pytest
 
+from jaxres.cluster.detect import Address, first_host, membership, take_flags
+from jaxres.cluster.host_group import ALONE, Member
 from jaxres.faults import UsageError
-from jaxres.hosts import ALONE, Member
-from jaxres.membership import Address, first_host, membership, take_flags
 
 HERE = Address("10.0.0.1", 6000)
 FLAGS = {"--coordinator": "10.0.0.1:6000", "--num-hosts": "4", "--host-id": "3"}

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxres import evaluate
-from jaxres import mesh as meshes
 from jaxres.config.schema import MeshSection
 from jaxres.data import batch_at
+from jaxres.engine import evaluate
+from jaxres.engine import mesh as meshes
 
 
 @dataclass(frozen=True)

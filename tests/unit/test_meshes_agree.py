@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxres import layout, models, optim, state, step
-from jaxres import mesh as meshes
-from jaxres.config.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres import models
 from jaxres.config.schema import GptModel, MeshSection
+from jaxres.config.schema_training import AdamwOptimizer, CosineSchedule
+from jaxres.engine import mesh as meshes
+from jaxres.engine import optimizer, sharding_report, state, step
 
 B, T, V = 24, 16, 128
 STEPS = 5
@@ -54,8 +55,8 @@ def trained(name: str) -> tuple[Any, list[float], Any]:
     model = models.build(
         MODEL, vocab_size=V, seq_len=T, platform="cpu", keep_rows=meshes.keep_rows(mesh)
     )
-    tx = optim.build(AdamwOptimizer(), decay_mask=optim.matrices(model.axes))
-    rate = optim.learning_rate(CosineSchedule(warmup_fraction=0), peak=1e-2, total_steps=STEPS)
+    tx = optimizer.build(AdamwOptimizer(), decay_mask=optimizer.matrices(model.axes))
+    rate = optimizer.learning_rate(CosineSchedule(warmup_fraction=0), peak=1e-2, total_steps=STEPS)
     function = step.make_train_step(
         model, tx, rate, clip_norm=1.0, microbatches=microbatches, spikes=None
     )
@@ -91,9 +92,9 @@ def test_a_mesh_starts_with_the_same_bits_and_loses_the_same(name: str) -> None:
 def test_where_the_state_is_split_a_step_takes_less_of_each_device() -> None:
     # XLA once split the width of the activations like the parameters', and every device held those
     # of the whole batch: three times the bytes, with the right numbers.
-    whole = layout.step_bytes(trained("data=8")[2])
+    whole = sharding_report.step_bytes(trained("data=8")[2])
     for name in ("fsdp=8", "fsdp=4 tensor=2"):
-        split = layout.step_bytes(trained(name)[2])
+        split = sharding_report.step_bytes(trained(name)[2])
         assert whole is not None
         assert split is not None
         assert split < whole

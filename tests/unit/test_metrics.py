@@ -5,10 +5,10 @@ import struct
 
 import numpy as np
 
-from jaxres import runlog
-from jaxres.metrics import MetricsLine, MetricsLog, read_history, surviving
-from jaxres.rundir import RunDir
-from jaxres.runlog import Commit, Record, Start
+from jaxres.runlog import run_log
+from jaxres.runlog.metrics import MetricsLine, MetricsLog, read_history, surviving
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Commit, Record, Start
 from tests.unit.records import CLAIM
 
 LINE = MetricsLine(
@@ -30,7 +30,7 @@ def lines(seq, steps, *, loss=1.0):
 
 
 def log_of(*bodies):
-    return runlog.fold([Record(seq, 1, 0.0, body) for seq, body in enumerate(bodies, start=1)])
+    return run_log.fold([Record(seq, 1, 0.0, body) for seq, body in enumerate(bodies, start=1)])
 
 
 def claim(attempt):

@@ -15,18 +15,18 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxres import runlog
-from jaxres.config.guards import GuardsSection, RollbackSection
+from jaxres.config.schema_training import GuardsSection, RollbackSection
 from jaxres.data import Batch, positions_at
+from jaxres.engine.divergence import losses, skips
+from jaxres.engine.state import TrainState
+from jaxres.engine.step import Form
 from jaxres.faults import Continue, Exit
-from jaxres.guards.divergence import losses, skips
-from jaxres.runlog import Commit, Record
-from jaxres.state import TrainState
-from jaxres.step import Form
-from jaxres.train.agreement import OwnWord
+from jaxres.runlog import run_log
+from jaxres.runlog.run_log import Commit, Record
+from jaxres.train.components import Agenda, Bad, Feed
+from jaxres.train.consensus import OwnWord
 from jaxres.train.loop import train
-from jaxres.train.requests import Requests
-from jaxres.train.run import Agenda, Bad, Feed
+from jaxres.train.stop_requests import Requests
 from tests.unit.test_loop import fake_run
 
 STEPS, ROWS = 60, 4
@@ -53,7 +53,7 @@ class Log:
         return list(self.kept)
 
     def line(self):
-        return runlog.fold(self.kept)
+        return run_log.fold(self.kept)
 
 
 @dataclasses.dataclass

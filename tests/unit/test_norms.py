@@ -9,18 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxres import norms
-from jaxres.config.guards import SpikesSection
+from jaxres.config.schema_training import SpikesSection
+from jaxres.engine import grad_norm_stats
 
 BANDS = SpikesSection(warmup_steps=20, window_steps=50)
 judge = jax.jit(
-    lambda state, norm: (norms.score(state, norm, BANDS), norms.after(state, norm, BANDS))
+    lambda state, norm: (
+        grad_norm_stats.score(state, norm, BANDS),
+        grad_norm_stats.after(state, norm, BANDS),
+    )
 )
 
 
 def learnt(values, state=None):
     """The statistic after some norms, and the score of each."""
-    state, scores = norms.init() if state is None else state, []
+    state, scores = grad_norm_stats.init() if state is None else state, []
     for value in values:
         score, state = judge(state, jnp.float32(value))
         scores.append(float(score))
@@ -34,14 +37,14 @@ def usual(count, *, seed=0, level=1.0, spread=0.15):
 def test_nothing_is_judged_during_the_warm_up():
     _, scores = learnt([1.0, 1e6, 1e-6] * 6)
     assert scores == [0.0] * 18
-    assert norms.limit(norms.init(), BANDS) == math.inf
+    assert grad_norm_stats.limit(grad_norm_stats.init(), BANDS) == math.inf
 
 
 def test_a_spike_is_far_from_the_usual_and_the_usual_is_not():
     state, scores = learnt(usual(2000))
     assert max(scores) < BANDS.clip_deviations, "no false flag in 2,000 steps"
     assert learnt([20.0], state)[1][0] > BANDS.skip_deviations
-    assert 1.5 < float(norms.limit(state, BANDS)) < 4
+    assert 1.5 < float(grad_norm_stats.limit(state, BANDS)) < 4
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -10,8 +10,9 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict
 
-from jaxres import models, optim
-from jaxres.config.optimizer import (
+from jaxres import models
+from jaxres.config.schema import GptModel, MlpModel
+from jaxres.config.schema_training import (
     AdamwOptimizer,
     ConstantSchedule,
     CosineSchedule,
@@ -19,7 +20,7 @@ from jaxres.config.optimizer import (
     LionOptimizer,
     SgdOptimizer,
 )
-from jaxres.config.schema import GptModel, MlpModel
+from jaxres.engine import optimizer
 
 PEAK = 0.5
 PARAMS = {
@@ -31,7 +32,7 @@ MASK = {"w": True, "scale": False}
 
 
 def rates(schedule, *, total_steps, steps):
-    rate = optim.learning_rate(schedule, peak=PEAK, total_steps=total_steps)
+    rate = optimizer.learning_rate(schedule, peak=PEAK, total_steps=total_steps)
     return [float(rate(jnp.asarray(step, jnp.int32))) for step in steps]
 
 
@@ -78,7 +79,7 @@ def test_a_share_of_the_horizon_is_not_a_step_short_by_rounding():
 
 
 def test_the_rate_is_float32_with_and_without_jit():
-    rate = optim.learning_rate(CosineSchedule(), peak=PEAK, total_steps=10)
+    rate = optimizer.learning_rate(CosineSchedule(), peak=PEAK, total_steps=10)
     for step in (jnp.asarray(3, jnp.int32), jnp.asarray(7, jnp.int32)):
         assert rate(step).dtype == jax.jit(rate)(step).dtype == jnp.float32
 
@@ -86,7 +87,7 @@ def test_the_rate_is_float32_with_and_without_jit():
 def test_matrices_decay_and_vectors_do_not_stacked_or_not():
     gpt = GptModel(num_layers=2, d_model=32, num_heads=4, tie_embeddings=False)
     model = models.build(gpt, vocab_size=64, seq_len=8, platform="cpu")
-    mask = flatten_dict(optim.matrices(model.axes), sep="/")
+    mask = flatten_dict(optimizer.matrices(model.axes), sep="/")
     vectors = {name for name, decays in mask.items() if not decays}
     assert vectors == {
         "blocks/attention_norm/scale",
@@ -95,7 +96,7 @@ def test_matrices_decay_and_vectors_do_not_stacked_or_not():
     }
     assert {"embedding", "head", "blocks/attention/query"} <= mask.keys() - vectors
     model = models.build(MlpModel(), vocab_size=64, seq_len=8, platform="cpu")
-    mask = flatten_dict(optim.matrices(model.axes), sep="/")
+    mask = flatten_dict(optimizer.matrices(model.axes), sep="/")
     assert {name for name, decays in mask.items() if not decays} == {"layers/bias"}
 
 
@@ -116,7 +117,7 @@ IDS = ["adamw", "lion", "sgd", "sgd without momentum"]
 
 @pytest.mark.parametrize(("config", "reference"), CASES, ids=IDS)
 def test_steps_are_those_of_optax_bit_for_bit(config, reference):
-    ours = optim.build(config, decay_mask=MASK)
+    ours = optimizer.build(config, decay_mask=MASK)
     params, state = PARAMS, ours.init(PARAMS)
     expected, expected_state = PARAMS, reference.init(PARAMS)
     for grads in GRADS:
@@ -138,7 +139,7 @@ def test_steps_are_those_of_optax_bit_for_bit(config, reference):
     ids=IDS[:3],
 )
 def test_the_state_is_a_plain_dict_whose_names_do_not_change(config, names):
-    transformation = optim.build(config, decay_mask=MASK)
+    transformation = optimizer.build(config, decay_mask=MASK)
     state = transformation.init(PARAMS)
     after = jax.jit(transformation.update)(GRADS[0], state, PARAMS)[1]
     for tree in (state, after):
@@ -152,18 +153,18 @@ def test_the_state_is_a_plain_dict_whose_names_do_not_change(config, names):
 
 def test_moments_are_split_as_their_parameters_are():
     axes = {"w": ("embed", "mlp"), "scale": (None,)}
-    state = optim.build(AdamwOptimizer(), decay_mask=MASK).init(PARAMS)
-    assert optim.state_axes(state, param_axes=axes) == {"count": (), "mu": axes, "nu": axes}
+    state = optimizer.build(AdamwOptimizer(), decay_mask=MASK).init(PARAMS)
+    assert optimizer.state_axes(state, param_axes=axes) == {"count": (), "mu": axes, "nu": axes}
 
 
 def global_norm(grads):
-    return jnp.sqrt(jnp.sum(optim.square_norms(grads)))
+    return jnp.sqrt(jnp.sum(optimizer.square_norms(grads)))
 
 
 def test_clipping_scales_to_the_norm():
     grads = {"a": jnp.asarray([3.0, 0.0]), "b": {"c": jnp.asarray([[4.0]])}}
     norm = global_norm(grads)
-    clipped = optim.clip(grads, norm=norm, max_norm=1.0)
+    clipped = optimizer.clip(grads, norm=norm, max_norm=1.0)
     assert float(norm) == 5
     assert norm.dtype == jnp.float32
     np.testing.assert_allclose(clipped["a"], [0.6, 0], rtol=1e-6)  # 1/5 has no exact float
@@ -174,20 +175,20 @@ def test_clipping_scales_to_the_norm():
 def test_gradients_within_the_norm_keep_their_bits(max_norm):
     grads = {"a": jnp.asarray([3.0, 0.1]), "b": jnp.asarray([3.9])}
     norm = global_norm(grads)
-    clipped = optim.clip(grads, norm=norm, max_norm=max_norm)
+    clipped = optimizer.clip(grads, norm=norm, max_norm=max_norm)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), grads, clipped))
     assert float(norm) == pytest.approx(np.sqrt(9 + 0.01 + 3.9**2))
 
 
 def test_zero_gradients_stay_zero():
-    clipped = optim.clip({"a": jnp.zeros(3)}, norm=jnp.zeros(()), max_norm=1.0)
+    clipped = optimizer.clip({"a": jnp.zeros(3)}, norm=jnp.zeros(()), max_norm=1.0)
     assert jnp.array_equal(clipped["a"], jnp.zeros(3))
 
 
 def test_a_nan_is_not_hidden():
     grads = {"a": jnp.asarray([jnp.nan, 1.0]), "b": jnp.ones(2)}
     norm = global_norm(grads)
-    clipped = optim.clip(grads, norm=norm, max_norm=1.0)
+    clipped = optimizer.clip(grads, norm=norm, max_norm=1.0)
     assert jnp.isnan(norm)
-    assert jnp.array_equal(jnp.isnan(optim.square_norms(grads)), [True, False])
+    assert jnp.array_equal(jnp.isnan(optimizer.square_norms(grads)), [True, False])
     assert all(jnp.all(jnp.isnan(leaf)) for leaf in jax.tree.leaves(clipped))

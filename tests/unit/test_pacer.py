@@ -2,18 +2,18 @@ import dataclasses
 
 import pytest
 
-from jaxres.config.saving import AutoWhen, ContinuousWhen, SecondsWhen
-from jaxres.events import (
+from jaxres.checkpoint.save_interval import optimum
+from jaxres.config.schema_operations import AutoWhen, ContinuousWhen, SecondsWhen
+from jaxres.runlog.events import (
     SaveCommitted,
     SaveFailed,
     SaveIntervalChosen,
     SaveStarted,
     TrainingStarted,
 )
-from jaxres.interval import optimum
-from jaxres.metrics import MetricsLine
-from jaxres.runlog import Record, Start
-from jaxres.train.pacer import RETRY_SECONDS, Pacer
+from jaxres.runlog.metrics import MetricsLine
+from jaxres.runlog.run_log import Record, Start
+from jaxres.train.save_scheduler import RETRY_SECONDS, Pacer
 from tests.unit.records import CLAIM
 
 

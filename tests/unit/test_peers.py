@@ -6,10 +6,10 @@ import threading
 import jax
 import pytest
 
-from jaxres import peers
 from jaxres.clock import SystemClock
+from jaxres.cluster import jax_coordination
+from jaxres.cluster.host_group import Alone, Member
 from jaxres.faults import ConfigError, PeerLost
-from jaxres.hosts import Alone, Member
 
 
 class Store:
@@ -35,7 +35,10 @@ class Store:
 
 def hosts(count):
     store = Store()
-    return [peers.Job(Member(host, count), store, clock=SystemClock()) for host in range(count)]
+    return [
+        jax_coordination.Job(Member(host, count), store, clock=SystemClock())
+        for host in range(count)
+    ]
 
 
 def unasked():
@@ -74,7 +77,7 @@ def test_the_lead_leaves_last_and_does_not_wait_for_ever(monkeypatch):
     one.leave()
     leaving.join(5)
     assert left == ["lead"]
-    monkeypatch.setattr(peers, "LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(jax_coordination, "LEAVE_SECONDS", 0.1)
     hosts(2)[0].leave()
 
 
@@ -94,11 +97,13 @@ def test_a_host_that_is_alone_waits_for_nobody():
     ],
 )
 def test_jax_words_for_a_lost_peer_are_known(said):
-    assert peers.is_loss(jax.errors.JaxRuntimeError(said))
+    assert jax_coordination.is_loss(jax.errors.JaxRuntimeError(said))
 
 
 def test_other_errors_of_jax_are_bugs():
-    assert not peers.is_loss(jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes differ"))
+    assert not jax_coordination.is_loss(
+        jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes differ")
+    )
 
 
 @pytest.mark.parametrize(("address", "is_refused"), [("127.0.1.1", True), ("10.0.0.7", False)])
@@ -107,10 +112,10 @@ def test_a_name_that_stands_for_loopback_is_refused_with_the_remedy(
 ):
     monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
     if not is_refused:
-        peers.refuse_unreachable_name()
+        jax_coordination.refuse_unreachable_name()
         return
     with pytest.raises(ConfigError, match="/etc/hosts"):
-        peers.refuse_unreachable_name()
+        jax_coordination.refuse_unreachable_name()
 
 
 def test_a_name_that_nobody_knows_is_gloos_to_refuse(monkeypatch):
@@ -118,4 +123,4 @@ def test_a_name_that_nobody_knows_is_gloos_to_refuse(monkeypatch):
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
-    peers.refuse_unreachable_name()
+    jax_coordination.refuse_unreachable_name()

@@ -7,7 +7,7 @@ import pytest
 
 HEAD = """
 import os, signal, sys, time
-from jaxres.train.requests import Requests
+from jaxres.train.stop_requests import Requests
 me = os.getpid()
 def wait(condition):
     while not condition():
@@ -45,7 +45,7 @@ with Requests(alone=False) as requests:
 def test_behind_a_door_an_order_to_leave_is_a_preemption_without_time():
     code, out, err = run(
         """
-from jaxres.supervise.process import LEAVE
+from jaxres.supervisor.worker_process import LEAVE
 with Requests(alone=False) as requests:
     assert requests.has_time()
     os.kill(me, LEAVE)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import runlog, storage
-from jaxres import sealed as sealing
 from jaxres.data import positions_at
 from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable, Unrestorable
-from jaxres.records import _KINDS as kinds
-from jaxres.runlog import (
+from jaxres.runlog import run_log
+from jaxres.runlog.records import _KINDS as kinds
+from jaxres.runlog.run_log import (
     Commit,
     Leave,
     Prune,
@@ -26,7 +25,9 @@ from jaxres.runlog import (
     Start,
     Stop,
 )
-from jaxres.sealed import canonical_json, sealed
+from jaxres.storage import checksummed_json as sealing
+from jaxres.storage import files
+from jaxres.storage.checksummed_json import canonical_json, sealed
 from tests.unit.records import CLAIM
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "log" / "plain"
@@ -73,7 +74,7 @@ BODIES = [
 def claimed(folder, *, attempt=1, nonce="n"):
     claim = dataclasses.replace(CLAIM, attempt=attempt, nonce=nonce)
     return RunLog.claim(
-        folder, claim, after=runlog.read_records(folder), clock=StoppedClock(attempt)
+        folder, claim, after=run_log.read_records(folder), clock=StoppedClock(attempt)
     )
 
 
@@ -82,7 +83,7 @@ def record(seq, body, *, attempt=1):
 
 
 def folded(*bodies):
-    return runlog.fold([record(seq, body) for seq, body in enumerate(bodies, start=1)])
+    return run_log.fold([record(seq, body) for seq, body in enumerate(bodies, start=1)])
 
 
 def test_a_value_has_one_canonical_text():
@@ -93,13 +94,13 @@ def test_a_value_has_one_canonical_text():
 
 def test_a_log_that_goes_away_while_it_is_read_is_storages_fault(tmp_path, monkeypatch):
     folder = tmp_path / "log"
-    log, lists = claimed(folder), storage.list_names
+    log, lists = claimed(folder), files.list_names
 
     def list_and_lose(path):
         return lists(path.rename(tmp_path / "away"))
 
     with monkeypatch.context() as losing:
-        losing.setattr(storage, "list_names", list_and_lose)
+        losing.setattr(files, "list_names", list_and_lose)
         with pytest.raises(StorageUnavailable, match="was there a moment ago"):
             log.line()
     with pytest.raises(StorageUnavailable, match="records are missing"):
@@ -174,7 +175,7 @@ OLD = {name: value for name, value in GOOD.items() if name != "digest"}
 
 def read_one(tmp_path, data):
     (tmp_path / "00000001.json").write_bytes(data)
-    return runlog.read_records(tmp_path)
+    return run_log.read_records(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -246,29 +247,29 @@ def test_a_gap_is_an_error_not_an_end(tmp_path, lost):
         if path.name != lost:
             (tmp_path / path.name).write_bytes(path.read_bytes())
     with pytest.raises(ConfigError, match=f"expected record {lost} here"):
-        runlog.read_records(tmp_path)
+        run_log.read_records(tmp_path)
 
 
 def test_a_file_that_does_not_belong_is_refused(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ConfigError, match=r"notes\.txt: expected record 00000001\.json"):
-        runlog.read_records(tmp_path)
+        run_log.read_records(tmp_path)
 
 
 def test_no_folder_is_an_empty_log(tmp_path):
-    assert runlog.read_records(tmp_path / "log") == []
-    line = runlog.fold([])
+    assert run_log.read_records(tmp_path / "log") == []
+    line = run_log.fold([])
     assert (line.attempt, line.step, line.newest, line.dataset) == (0, 0, None, None)
 
 
 def test_the_golden_log_folds_to_what_it_always_did():
-    records = runlog.read_records(GOLDEN)
+    records = run_log.read_records(GOLDEN)
     fields = [sealing.opened(r.encode())[0] for r in records]
     assert list(map(canonical_json, fields)) == [p.read_bytes() for p in sorted(GOLDEN.iterdir())]
-    line = runlog.fold(records)
+    line = run_log.fold(records)
     assert line.attempt == 2
     assert [claim.pid for claim in line.claims] == [101, 102]
-    assert [(r.seq, runlog.start_of(r).step) for r in line.starts] == [(2, 0), (5, 8)]
+    assert [(r.seq, run_log.start_of(r).step) for r in line.starts] == [(2, 0), (5, 8)]
     assert [(r.seq, r.attempt) for r in line.commits] == [(7, 2), (8, 2)]
     assert [commit.path for commit in line.committed] == [
         "checkpoints/00000016-0002",
@@ -311,10 +312,10 @@ def test_a_quarantined_step_counts_no_more_and_a_later_save_of_it_does():
 def test_records_are_numbered_and_folded_as_they_were_appended(tmp_path):
     log = claimed(tmp_path)
     assert [log.append(body).seq for body in BODIES[1:]] == list(range(2, len(BODIES) + 1))
-    records = runlog.read_records(tmp_path)
+    records = run_log.read_records(tmp_path)
     assert [r.body for r in records] == BODIES
     assert {r.attempt for r in records} == {1}
-    assert log.line() == runlog.fold(records)
+    assert log.line() == run_log.fold(records)
 
 
 def test_an_older_attempt_is_fenced_and_writes_nothing(tmp_path):
@@ -335,7 +336,7 @@ def test_a_claim_that_comes_second_is_fenced(tmp_path):
     RunLog.claim(tmp_path, first, after=[], clock=StoppedClock())
     with pytest.raises(Fenced):
         RunLog.claim(tmp_path, CLAIM, after=[], clock=StoppedClock())
-    assert [r.body for r in runlog.read_records(tmp_path)] == [first]
+    assert [r.body for r in run_log.read_records(tmp_path)] == [first]
 
 
 def test_a_claim_sweeps_what_killed_writers_left(tmp_path):
@@ -356,12 +357,12 @@ def test_a_writer_is_not_fenced_by_its_own_record_that_storage_failed_to_confirm
         def sync_dir(folder):
             raise OSError(5, "Input/output error")
 
-        failing.setattr(storage, "sync_dir", sync_dir)
+        failing.setattr(files, "sync_dir", sync_dir)
         with pytest.raises(StorageUnavailable):
             log.append(COMMIT)
     stop = Stop(exit=74, reason="storage", committed=False)
     assert log.append(stop).seq == 3
-    assert [r.body for r in runlog.read_records(tmp_path)] == [CLAIM, COMMIT, stop]
+    assert [r.body for r in run_log.read_records(tmp_path)] == [CLAIM, COMMIT, stop]
 
 
 def test_a_record_that_was_never_written_leaves_no_gap(tmp_path, monkeypatch):
@@ -392,7 +393,7 @@ def race(folder, *, writer, rounds, barrier, won):
 
 def assert_linear(folder, won, *, rounds):
     """Holds who says that it won against the log."""
-    claims = runlog.fold(runlog.read_records(folder)).claims
+    claims = run_log.fold(run_log.read_records(folder)).claims
     assert [claim.attempt for claim in claims] == list(range(1, rounds + 1))
     for writer, attempts in won.items():
         assert attempts == [c.attempt for c in claims if c.nonce == str(writer)]
@@ -450,7 +451,7 @@ def test_threads_of_one_attempt_append_in_one_order(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(runlog.read_records(tmp_path)) == 201
+    assert len(run_log.read_records(tmp_path)) == 201
 
 
 def test_door_and_worker_of_one_attempt_append_until_the_next_claim(tmp_path):
@@ -473,13 +474,13 @@ def test_door_and_worker_of_one_attempt_append_until_the_next_claim(tmp_path):
     barrier.wait()
     heir, is_heir = dataclasses.replace(CLAIM, attempt=2), False
     while not is_heir:
-        read = [record(1, CLAIM)] * len(storage.list_names(tmp_path))
+        read = [record(1, CLAIM)] * len(files.list_names(tmp_path))
         with contextlib.suppress(Fenced):
             RunLog.claim(tmp_path, heir, after=read, clock=StoppedClock())
             is_heir = True
     for thread in threads:
         thread.join()
-    records = runlog.read_records(tmp_path)
+    records = run_log.read_records(tmp_path)
     assert [record.attempt for record in records] == [1] * (len(records) - 1) + [2]
     assert sorted(fenced) == [0, 1]
     assert sum(counts) == len(records) - 2
@@ -495,5 +496,5 @@ def test_the_weights_that_a_run_was_started_from_are_on_the_line():
         path = Path(f"{record.seq:08d}.json")
         assert Record.decode(record.encode(), path=path) == record
     assert b"init" not in starts[1].encode(), "as records were before there was a choice"
-    assert runlog.fold(starts).init == init
-    assert runlog.fold(starts[1:]).init is None
+    assert run_log.fold(starts).init == init
+    assert run_log.fold(starts[1:]).init is None

@@ -1,7 +1,7 @@
 import errno
 import io
 
-from jaxres.screen import Screen
+from jaxres.telemetry.stdio import Screen
 
 
 class Full(io.StringIO):

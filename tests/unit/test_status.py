@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from jaxres import outlook, runlog, status, verbs
+from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli import run_health, status
 from jaxres.clock import SystemClock
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, Commit, RunLog, Start, Stop
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Claim, Commit, RunLog, Start, Stop
 from tests.unit.records import CLAIM
 
 
@@ -56,7 +58,7 @@ def beat(run_dir: RunDir, clock: StillClock, *, host: str = HERE, count: int = 1
 
 
 def seen(run_dir: RunDir, clock: StillClock, *, watch: bool = False) -> status.Status:
-    line = runlog.fold(runlog.read_records(run_dir.log))
+    line = run_log.fold(run_log.read_records(run_dir.log))
     return status.look(run_dir, line, clock=clock, watch=watch)
 
 
@@ -120,13 +122,15 @@ RESTARTED = {"exit": 137, "step": 40, "after_seconds": 2.0, "budget": "failure 1
 def test_a_script_can_tell_whether_somebody_has_to_act(tmp_path, capsys, exit: int, code: int):
     clock = StillClock()
     run_dir, log = claimed(tmp_path, clock)
-    assert verbs.main(["status", str(tmp_path)], usage="") == 1, "killed: somebody starts it again"
+    assert checkpoints_cli.main(["status", str(tmp_path)], usage="") == 1, (
+        "killed: somebody starts it again"
+    )
     beat(run_dir, StillClock(SystemClock().wall()))
-    assert verbs.main(["status", str(tmp_path)], usage="") == 0, "it runs"
+    assert checkpoints_cli.main(["status", str(tmp_path)], usage="") == 0, "it runs"
     beat(run_dir, clock)
     log.append(Stop(exit=exit, reason="why", committed=False))
     capsys.readouterr()
-    assert verbs.main(["status", str(tmp_path), "--json"], usage="") == code
+    assert checkpoints_cli.main(["status", str(tmp_path), "--json"], usage="") == code
     fields = json.loads(capsys.readouterr().out)
     assert (fields["code"], fields["alive"], fields["attempts"][-1]["exit"]) == (code, False, exit)
 
@@ -171,7 +175,7 @@ def test_a_supervisor_that_waits_is_told_from_one_that_has_given_up(tmp_path):
     RunLog.claim(
         run_dir.log,
         dataclasses.replace(CLAIM, attempt=2),
-        after=runlog.read_records(run_dir.log),
+        after=run_log.read_records(run_dir.log),
         clock=clock,
     )
     beat(run_dir, clock)
@@ -180,16 +184,16 @@ def test_a_supervisor_that_waits_is_told_from_one_that_has_given_up(tmp_path):
     RunLog.claim(
         run_dir.log,
         dataclasses.replace(CLAIM, attempt=3, places=(0,)),
-        after=runlog.read_records(run_dir.log),
+        after=run_log.read_records(run_dir.log),
         clock=clock,
     )
     assert told(run_dir, clock)["restarts"] == "its supervisor"
 
 
 def test_what_a_supervisor_of_another_version_has_written_is_no_error():
-    assert outlook.supervision([]) is None
-    assert outlook.supervision([{"event": "Unknown"}, {}]) is None
-    found = outlook.supervision([{"event": "GaveUp"}])
+    assert run_health.supervision([]) is None
+    assert run_health.supervision([{"event": "Unknown"}, {}]) is None
+    found = run_health.supervision([{"event": "GaveUp"}])
     assert found is not None
     assert (found.word, found.attempt, found.budget) == ("gave up", 0, "")
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxres import mesh as meshes
-from jaxres import models, optim, state, step
-from jaxres.config.guards import SpikesSection
-from jaxres.config.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres import models
 from jaxres.config.schema import GptModel, MeshSection
+from jaxres.config.schema_training import AdamwOptimizer, CosineSchedule, SpikesSection
+from jaxres.engine import mesh as meshes
+from jaxres.engine import optimizer, state, step
 
 B, T, V = 24, 16, 64
 TINY = GptModel(num_layers=2, d_model=32, num_heads=2, dropout=0.1, compute_dtype="float32")
@@ -29,8 +29,8 @@ def parts(
     mesh = meshes.build(MeshSection(), devices=jax.devices()[:devices])
     keep_rows = meshes.keep_rows(mesh)
     model = models.build(config, vocab_size=V, seq_len=T, platform="cpu", keep_rows=keep_rows)
-    tx = optim.build(AdamwOptimizer(), decay_mask=optim.matrices(model.axes))
-    rate = optim.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10)
+    tx = optimizer.build(AdamwOptimizer(), decay_mask=optimizer.matrices(model.axes))
+    rate = optimizer.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10)
     function = step.make_train_step(
         model,
         tx,
@@ -177,7 +177,7 @@ def test_a_gradient_that_is_not_finite_is_masked_where_a_clipped_norm_would_be(
 ) -> None:
     model, tx, _ = parts()
     poisoned = poisoned_gradient(model, row=5, value=value)
-    rate = optim.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10)
+    rate = optimizer.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10)
     function = step.make_train_step(
         poisoned, tx, rate, clip_norm=1.0, microbatches=1, spikes=SPIKES
     )
@@ -212,7 +212,7 @@ def loud_parts() -> tuple[Any, Any, Any]:
 
 def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> None:
     model, loud, tx = loud_parts()
-    rate = optim.learning_rate(CosineSchedule(), peak=1e-3, total_steps=10)
+    rate = optimizer.learning_rate(CosineSchedule(), peak=1e-3, total_steps=10)
     function = jax.jit(
         step.make_train_step(loud, tx, rate, clip_norm=None, microbatches=1, spikes=SPIKES)
     )
@@ -244,7 +244,7 @@ def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> 
 
 def test_bands_that_may_only_warn_tell_the_score_and_change_no_bit() -> None:
     model, loud, tx = loud_parts()
-    rate = optim.learning_rate(CosineSchedule(), peak=1e-3, total_steps=10)
+    rate = optimizer.learning_rate(CosineSchedule(), peak=1e-3, total_steps=10)
     warned, free = (
         jax.jit(step.make_train_step(loud, tx, rate, clip_norm=None, microbatches=1, spikes=bands))
         for bands in (SPIKES.model_copy(update={"mode": "warn"}), None)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import appender as appender_module
-from jaxres import storage
-from jaxres.appender import Appender
 from jaxres.faults import ConfigError, Exit, StorageUnavailable
+from jaxres.storage import files
+from jaxres.storage import line_writer as appender_module
+from jaxres.storage.line_writer import Appender
 
 
 def contents(folder):
@@ -24,8 +24,8 @@ def failing(code):
 
 
 def test_a_file_is_created_once_and_keeps_its_first_content(tmp_path):
-    assert storage.create(tmp_path / "a", b"first")
-    assert not storage.create(tmp_path / "a", b"second")
+    assert files.create(tmp_path / "a", b"first")
+    assert not files.create(tmp_path / "a", b"second")
     assert contents(tmp_path) == {"a": b"first"}
 
 
@@ -35,7 +35,7 @@ def test_of_many_creators_exactly_one_wins_and_its_content_stands(tmp_path):
 
         def race(word, path=path, barrier=barrier, won=won):
             barrier.wait()
-            if storage.create(path, word):
+            if files.create(path, word):
                 won.append(word)
 
         threads = [threading.Thread(target=race, args=(b"%d" % i * 1000,)) for i in range(4)]
@@ -47,21 +47,21 @@ def test_of_many_creators_exactly_one_wins_and_its_content_stands(tmp_path):
 
 
 def test_replace_puts_new_content_in_place_of_old(tmp_path):
-    storage.replace(tmp_path / "a", b"first")
-    storage.replace(tmp_path / "a", b"second")
+    files.replace(tmp_path / "a", b"first")
+    files.replace(tmp_path / "a", b"second")
     assert contents(tmp_path) == {"a": b"second"}
 
 
 def test_what_is_absent_reads_as_nothing(tmp_path):
-    assert storage.read(tmp_path / "a") is None
-    assert storage.list_names(tmp_path / "folder") == []
-    storage.delete_tree(tmp_path / "folder")
+    assert files.read(tmp_path / "a") is None
+    assert files.list_names(tmp_path / "folder") == []
+    files.delete_tree(tmp_path / "folder")
 
 
 def test_names_are_listed_in_order_without_temporaries(tmp_path):
     for name in ("b", "a", ".a.00.tmp"):
         (tmp_path / name).touch()
-    assert storage.list_names(tmp_path) == ["a", "b"]
+    assert files.list_names(tmp_path) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -79,48 +79,48 @@ def test_names_are_listed_in_order_without_temporaries(tmp_path):
     ],
 )
 def test_what_storage_refuses_is_a_typed_end_that_names_the_place(tmp_path, code, kind, word):
-    with pytest.raises(kind) as caught, storage.typed_errors(tmp_path):
+    with pytest.raises(kind) as caught, files.typed_errors(tmp_path):
         failing(code)()
     assert str(caught.value).startswith(f"{tmp_path}: {word}")
 
 
 def test_an_error_that_is_not_storages_stays_what_it_is(tmp_path):
-    with pytest.raises(BrokenPipeError), storage.typed_errors(tmp_path):
+    with pytest.raises(BrokenPipeError), files.typed_errors(tmp_path):
         failing(errno.EPIPE)()
 
 
 def test_writing_where_the_folder_was_deleted_says_so(tmp_path):
     with pytest.raises(StorageUnavailable, match="its folder is gone") as caught:
-        storage.create(tmp_path / "gone" / "a", b"")
+        files.create(tmp_path / "gone" / "a", b"")
     assert caught.value.exit == Exit.STORAGE
 
 
 def test_a_file_in_the_way_of_a_folder_is_the_users_to_mend(tmp_path):
     (tmp_path / "log").write_text("not a folder")
     with pytest.raises(ConfigError, match="Not a directory"):
-        storage.list_names(tmp_path / "log")
+        files.list_names(tmp_path / "log")
     with pytest.raises(ConfigError, match="Is a directory"):
-        storage.read(tmp_path)
+        files.read(tmp_path)
 
 
 def test_a_write_that_fails_leaves_neither_the_name_nor_a_temporary(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
     with pytest.raises(StorageUnavailable):
-        storage.create(tmp_path / "a", b"data")
+        files.create(tmp_path / "a", b"data")
     with pytest.raises(StorageUnavailable):
-        storage.replace(tmp_path / "a", b"data")
+        files.replace(tmp_path / "a", b"data")
     assert contents(tmp_path) == {}
 
 
 def test_a_tree_goes_by_name_first_and_its_trash_goes_at_the_next_start(tmp_path, monkeypatch):
     (tmp_path / "tree" / "sub").mkdir(parents=True)
     with monkeypatch.context() as killed:
-        killed.setattr(storage.shutil, "rmtree", failing(errno.EIO))
+        killed.setattr(files.shutil, "rmtree", failing(errno.EIO))
         with pytest.raises(StorageUnavailable):
-            storage.delete_tree(tmp_path / "tree")
-    assert storage.list_names(tmp_path) == []
+            files.delete_tree(tmp_path / "tree")
+    assert files.list_names(tmp_path) == []
     assert len(list(tmp_path.iterdir())) == 1
-    storage.delete_trash(tmp_path)
+    files.delete_trash(tmp_path)
     assert contents(tmp_path) == {}
 
 
@@ -312,7 +312,7 @@ def synced(monkeypatch):
 
 
 def test_a_created_file_is_durable_before_its_name_is(tmp_path, synced):
-    storage.create(tmp_path / "a", b"data")
+    files.create(tmp_path / "a", b"data")
     assert [path.suffix for path in synced] == [".tmp", ""]
     assert synced[-1] == tmp_path
 
@@ -327,7 +327,7 @@ def test_every_file_and_name_of_a_tree_is_durable(tmp_path, synced):
     (tmp_path / "step" / "state" / "d").mkdir(parents=True)
     (tmp_path / "step" / "state" / "d" / "array").touch()
     (tmp_path / "step" / "manifest").touch()
-    storage.sync_tree(tmp_path / "step")
+    files.sync_tree(tmp_path / "step")
     assert set(synced) == {tmp_path, *tmp_path.rglob("*")}
     assert synced[-1] == tmp_path
 
@@ -335,13 +335,13 @@ def test_every_file_and_name_of_a_tree_is_durable(tmp_path, synced):
 def test_a_folder_that_cannot_be_listed_is_never_taken_for_an_empty_one(tmp_path, monkeypatch):
     (tmp_path / "step" / "state").mkdir(parents=True)
     (tmp_path / "step" / "state" / "array").write_bytes(b"data")
-    assert storage.sizes(tmp_path / "step") == {"state/array": 4}
-    assert storage.sizes(tmp_path / "absent") == {}
+    assert files.sizes(tmp_path / "step") == {"state/array": 4}
+    assert files.sizes(tmp_path / "absent") == {}
     monkeypatch.setattr(os, "scandir", failing(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
-        storage.sizes(tmp_path / "step")
+        files.sizes(tmp_path / "step")
     with pytest.raises(StorageUnavailable, match="Input/output error"):
-        storage.sync_tree(tmp_path / "step")
+        files.sync_tree(tmp_path / "step")
 
 
 def test_a_link_that_was_made_but_answered_as_there_already_is_a_win(tmp_path, monkeypatch):
@@ -352,16 +352,16 @@ def test_a_link_that_was_made_but_answered_as_there_already_is_a_win(tmp_path, m
         raise FileExistsError(errno.EEXIST, "File exists")
 
     monkeypatch.setattr(os, "link", answered_twice)
-    assert storage.create(tmp_path / "a", b"mine")
-    assert not storage.create(tmp_path / "a", b"late")
+    assert files.create(tmp_path / "a", b"mine")
+    assert not files.create(tmp_path / "a", b"late")
     assert contents(tmp_path) == {"a": b"mine"}
 
 
 def test_left_over_temporaries_go_but_not_those_of_names_still_to_be_won(tmp_path):
-    storage.create(tmp_path / "00000001.json", b"")
+    files.create(tmp_path / "00000001.json", b"")
     (tmp_path / ".00000001.json.aaaaaaaaaaaa.tmp").touch()
     (tmp_path / ".00000002.json.bbbbbbbbbbbb.tmp").touch()
-    storage.delete_temporaries(tmp_path)
+    files.delete_temporaries(tmp_path)
     assert set(contents(tmp_path)) == {"00000001.json", ".00000002.json.bbbbbbbbbbbb.tmp"}
 
 
@@ -371,10 +371,10 @@ def test_a_creator_whose_temporary_was_swept_away_has_lost(tmp_path, monkeypatch
     def paused(source, target):
         with monkeypatch.context() as awake:
             awake.setattr(os, "link", link)
-            assert storage.create(target, b"winner")
-            storage.delete_temporaries(tmp_path)
+            assert files.create(target, b"winner")
+            files.delete_temporaries(tmp_path)
         link(source, target)
 
     monkeypatch.setattr(os, "link", paused)
-    assert not storage.create(tmp_path / "a", b"loser")
+    assert not files.create(tmp_path / "a", b"loser")
     assert contents(tmp_path) == {"a": b"winner"}

@@ -7,10 +7,11 @@ import time
 
 import pytest
 
-from jaxres import events, tensorboard
 from jaxres.clock import SystemClock
-from jaxres.metrics import MetricsLine
-from jaxres.tensorboard import TensorBoard
+from jaxres.runlog import events
+from jaxres.runlog.metrics import MetricsLine
+from jaxres.telemetry import tensorboard
+from jaxres.telemetry.tensorboard import TensorBoard
 
 LINE = MetricsLine(
     seq=2,

@@ -53,9 +53,9 @@ def test_who_reads_the_monotonic_clock_or_a_recorded_time_is_not(tidy):
 
 def test_who_may_read_it_may_and_is_struck_off_when_it_does_not_any_more(tidy):
     text = "class EventLog:\n    def emit(self, event):\n        return {0}\n"
-    assert tidy(text.format("self._clock.wall()"), name="jaxres/eventlog.py") == []
-    (problem,) = tidy(text.format("0"), name="jaxres/eventlog.py")
+    assert tidy(text.format("self._clock.wall()"), name="jaxres/runlog/event_log.py") == []
+    (problem,) = tidy(text.format("0"), name="jaxres/runlog/event_log.py")
     assert problem == (
-        "jaxres/eventlog.py: EventLog.emit does not read the wall clock any more: take it out of "
+        "jaxres/runlog/event_log.py: EventLog.emit does not read the wall clock any more: take it out of "
         "WALL_CLOCK_MAY"
     )

@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from jaxres import step, topology
 from jaxres.config.schema import GptModel, MeshSection, MlpModel, TrainSection
+from jaxres.engine import mesh_plan, step
+from jaxres.engine.mesh_plan import Plan
 from jaxres.faults import ConfigError
-from jaxres.topology import Plan
 
 MLP = MlpModel()
 
@@ -31,8 +31,8 @@ def plans() -> list[tuple[TrainSection, Plan]]:
         sizes, (1, 4, 6, 24), (1, 2, 3), (None, 1, 2, 5)
     ):
         section = train(batch, parts=parts, bound=bound)
-        for count in topology.feasible(mesh, section, MLP, limit=16):
-            found.append((section, topology.plan(mesh, section, MLP, num_devices=count)))
+        for count in mesh_plan.feasible(mesh, section, MLP, limit=16):
+            found.append((section, mesh_plan.plan(mesh, section, MLP, num_devices=count)))
             assert found[-1][1].num_devices == count
     return found
 
@@ -72,23 +72,23 @@ def test_every_row_is_computed_once_and_by_the_device_that_holds_it() -> None:
 def test_feasible_counts_are_those_that_divide() -> None:
     for limit in (7, 30):
         expected = tuple(n for n in range(1, limit + 1) if 24 % n == 0)
-        assert topology.feasible(MeshSection(), train(), MLP, limit=limit) == expected
+        assert mesh_plan.feasible(MeshSection(), train(), MLP, limit=limit) == expected
     # Of 24 devices with fsdp=2, tensor=2 each batch shard has two devices.
-    counts = topology.feasible(MeshSection(fsdp=2, tensor=2), train(), MLP, limit=100)
+    counts = mesh_plan.feasible(MeshSection(fsdp=2, tensor=2), train(), MLP, limit=100)
     assert counts == (4, 8, 12, 16, 24, 48)
-    assert topology.feasible(MeshSection(data=2, fsdp=2), train(), MLP, limit=100) == (4,)
+    assert mesh_plan.feasible(MeshSection(data=2, fsdp=2), train(), MLP, limit=100) == (4,)
 
 
 def test_the_largest_number_of_hosts_is_found_by_trying_all() -> None:
     for hosts, per_host in itertools.product(range(1, 10), (1, 2, 3, 8)):
-        counts = topology.feasible(MeshSection(), train(), MLP, limit=80)
+        counts = mesh_plan.feasible(MeshSection(), train(), MLP, limit=80)
         fitting = [n for n in range(1, hosts + 1) if n * per_host in counts]
-        found = topology.largest(
+        found = mesh_plan.largest(
             MeshSection(), train(), MLP, num_hosts=hosts, devices_per_host=per_host
         )
         assert found == max(fitting)
     with pytest.raises(ConfigError, match=r"^2 hosts x 5 devices: .*feasible: no number"):
-        topology.largest(MeshSection(), train(), MLP, num_hosts=2, devices_per_host=5)
+        mesh_plan.largest(MeshSection(), train(), MLP, num_hosts=2, devices_per_host=5)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +127,14 @@ def test_what_does_not_divide_is_named_with_what_would_do(
     mesh: MeshSection, section: TrainSection, devices: int, hosts: int, words: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        topology.plan(mesh, section, MLP, num_devices=devices, num_hosts=hosts)
+        mesh_plan.plan(mesh, section, MLP, num_devices=devices, num_hosts=hosts)
     assert words in str(refused.value)
 
 
 def test_heads_that_the_tensor_axis_does_not_divide_are_refused_by_name() -> None:
     model = GptModel(num_heads=12, num_kv_heads=4)
     with pytest.raises(ConfigError) as refused:
-        topology.plan(MeshSection(tensor=-1), train(), model, num_devices=8)
+        mesh_plan.plan(MeshSection(tensor=-1), train(), model, num_devices=8)
     words = "mesh.tensor=8 must divide model.num_heads=12 and model.num_kv_heads=4"
     assert f"{words}: choose mesh.tensor from 1, 2, 4; feasible: 1, 2, 4 devices" in str(
         refused.value
@@ -147,7 +147,7 @@ def test_heads_that_the_tensor_axis_does_not_divide_are_refused_by_name() -> Non
 def test_accumulation_adapts_to_the_devices_that_came_back() -> None:
     section = train(64, bound=4)
     parts = {
-        n: topology.plan(MeshSection(), section, MLP, num_devices=n).microbatches
+        n: mesh_plan.plan(MeshSection(), section, MLP, num_devices=n).microbatches
         for n in (16, 8, 4, 2, 1)
     }
     assert parts == {16: 1, 8: 2, 4: 4, 2: 8, 1: 16}
@@ -155,7 +155,7 @@ def test_accumulation_adapts_to_the_devices_that_came_back() -> None:
 
 def test_a_tensor_axis_that_crosses_hosts_is_said_with_the_fix() -> None:
     for tensor, per_host in itertools.product(range(1, 20), range(1, 10)):
-        said = topology.crosses_hosts(Plan(1, 1, tensor, 1, 1), devices_per_host=per_host)
+        said = mesh_plan.crosses_hosts(Plan(1, 1, tensor, 1, 1), devices_per_host=per_host)
         hosts = np.arange(math.lcm(tensor, per_host)) // per_host
         groups = hosts.reshape(-1, tensor)
         crosses = bool((groups != groups[:, :1]).any())
@@ -163,6 +163,6 @@ def test_a_tensor_axis_that_crosses_hosts_is_said_with_the_fix() -> None:
         if said is not None:
             inside = math.gcd(tensor, per_host)
             assert f"Choose mesh.tensor={inside}," in said
-            assert topology.crosses_hosts(Plan(1, 1, inside, 1, 1), devices_per_host=per_host) is (
+            assert mesh_plan.crosses_hosts(Plan(1, 1, inside, 1, 1), devices_per_host=per_host) is (
                 None
             )

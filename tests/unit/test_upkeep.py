@@ -6,13 +6,17 @@ import sys
 
 import pytest
 
-from jaxres import config, runlog, storage, upkeep, verbs
+from jaxres import config
 from jaxres.checkpoint import pruning
+from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli import prune as prune_cli
 from jaxres.clock import SystemClock
-from jaxres.config.saving import KeepSection
+from jaxres.config.schema_operations import KeepSection
 from jaxres.faults import Exit, UsageError
-from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, Commit, Prune, Start, Stop
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Claim, Commit, Prune, Start, Stop
+from jaxres.storage import files
 from tests.unit.config.conftest import MINIMAL
 from tests.unit.records import CLAIM
 
@@ -33,7 +37,7 @@ def a_run(root, *, steps, stop=None):
     run_dir.config.write_text(text)
     run_dir.attempt(1).mkdir(parents=True)
     (run_dir.attempt(1) / "config.yaml").write_text(text)
-    log = runlog.RunLog.claim(run_dir.log, CLAIM, after=(), clock=SystemClock())
+    log = run_log.RunLog.claim(run_dir.log, CLAIM, after=(), clock=SystemClock())
     log.append(Start(step=0, path=None, dataset="d", computation={}))
     for step in steps:
         folder = run_dir.checkpoints / f"{step:08d}-0001"
@@ -47,7 +51,7 @@ def a_run(root, *, steps, stop=None):
 
 
 def line(run_dir):
-    return runlog.fold(runlog.read_records(run_dir.log))
+    return run_log.fold(run_log.read_records(run_dir.log))
 
 
 def committed(run_dir):
@@ -55,11 +59,11 @@ def committed(run_dir):
 
 
 def present(run_dir):
-    return storage.list_names(run_dir.checkpoints)
+    return files.list_names(run_dir.checkpoints)
 
 
 def verb(*words):
-    return verbs.main(["checkpoints", *map(str, words)], usage="", env={})
+    return checkpoints_cli.main(["checkpoints", *map(str, words)], usage="", env={})
 
 
 def names(*steps):
@@ -86,7 +90,7 @@ def test_pruning_a_run_that_nobody_owns_is_an_attempt_that_prunes_only(run_dir, 
     assert verb("prune", run_dir.root) == 0
     assert "2 of 5 steps and 1 leftovers were pruned: 200 bytes" in capsys.readouterr().out
     assert present(run_dir) == names(30, 40, 50)
-    bodies = [record.body for record in runlog.read_records(run_dir.log)]
+    bodies = [record.body for record in run_log.read_records(run_dir.log)]
     assert isinstance(bodies[-3], Claim)
     assert bodies[-2:-1] == [Prune(steps=(10, 20))]
     assert isinstance(bodies[-1], Stop)
@@ -107,14 +111,14 @@ def test_how_the_run_had_ended_still_holds_after_pruning(tmp_path):
 
 
 def test_an_owner_that_was_only_paused_is_fenced_before_a_byte_goes(run_dir):
-    paused = runlog.RunLog(run_dir.log, attempt=1, last_seq=7, clock=SystemClock())
+    paused = run_log.RunLog(run_dir.log, attempt=1, last_seq=7, clock=SystemClock())
     assert verb("prune", run_dir.root) == 0
-    with pytest.raises(runlog.Fenced, match="attempt 2"):
+    with pytest.raises(run_log.Fenced, match="attempt 2"):
         paused.append(Commit(step=60, path="p", manifest="m", bytes=1, known_good=False))
 
 
 def test_a_run_that_is_alive_refuses_and_a_dry_run_says_that_it_prunes_by_itself(run_dir, capsys):
-    with upkeep.Owner(run_dir, clock=SystemClock()) as owner:
+    with prune_cli.Owner(run_dir, clock=SystemClock()) as owner:
         beats = subprocess.Popen([sys.executable, "-c", BEAT, str(run_dir.owner)])
         try:
             assert verb("prune", run_dir.root) == Exit.FENCED
@@ -173,23 +177,23 @@ def test_a_pin_that_comes_too_late_says_so_and_is_gone(run_dir, monkeypatch):
     real = pruning.pin
 
     def pin_late(*args):
-        log = runlog.RunLog(run_dir.log, attempt=1, last_seq=7, clock=SystemClock())
+        log = run_log.RunLog(run_dir.log, attempt=1, last_seq=7, clock=SystemClock())
         pruning.prune(log, KeepSection(last=2), run_dir=run_dir)
         real(*args)
 
-    monkeypatch.setattr(upkeep.pruning, "pin", pin_late)
+    monkeypatch.setattr(prune_cli.pruning, "pin", pin_late)
     with pytest.raises(UsageError, match="step 20 was pruned meanwhile"):
-        upkeep.pin(run_dir, 20)
+        prune_cli.pin(run_dir, 20)
     assert os.listdir(run_dir.pins) == []
 
 
 def test_a_pin_between_the_look_at_pins_and_the_record_holds(run_dir):
     """The pin's own look at the log came before the record, so it has said that it holds."""
 
-    class Late(runlog.RunLog):
+    class Late(run_log.RunLog):
         def append(self, body):
             if isinstance(body, Prune):
-                assert "is pinned" in upkeep.pin(run_dir, 20)
+                assert "is pinned" in prune_cli.pin(run_dir, 20)
             return super().append(body)
 
     log = Late(run_dir.log, attempt=1, last_seq=7, clock=SystemClock())

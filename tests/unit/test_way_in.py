@@ -5,17 +5,18 @@ from pathlib import Path
 import pytest
 
 from jaxres import config as configs
-from jaxres import runlog, storage
 from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, Exit, Fenced
-from jaxres.runlog import RunLog, Start
-from jaxres.supervise import opening
-from jaxres.supervise.meeting import Job
+from jaxres.runlog import run_log
+from jaxres.runlog.run_log import RunLog, Start
+from jaxres.storage import files
+from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.worker_group import Job
 from jaxres.train import __main__ as way_in
 
 
 def quickstart(tmp_path, *overrides):
-    return opening.resolve(
+    return attempt_runner.resolve(
         configs_dir() / "quickstart.yaml", [f"run.dir={tmp_path / 'run'}", *overrides]
     )
 
@@ -26,8 +27,8 @@ def configs_dir():
 
 def test_who_loses_the_race_for_the_claim_leaves_no_config_behind(tmp_path, monkeypatch):
     resolved = quickstart(tmp_path, "run.seed=2")
-    winner = opening.new_claim(resolved[0].config, runlog.fold([]), env={}, job=Job())
-    read = runlog.read_records
+    winner = attempt_runner.new_claim(resolved[0].config, run_log.fold([]), env={}, job=Job())
+    read = run_log.read_records
 
     reads = []
 
@@ -38,8 +39,8 @@ def test_who_loses_the_race_for_the_claim_leaves_no_config_behind(tmp_path, monk
             RunLog.claim(folder, winner, after=records, clock=SystemClock())
         return records
 
-    monkeypatch.setattr(opening, "resolve", lambda *_: resolved)
-    monkeypatch.setattr(runlog, "read_records", read_then_lose)
+    monkeypatch.setattr(attempt_runner, "resolve", lambda *_: resolved)
+    monkeypatch.setattr(run_log, "read_records", read_then_lose)
     with pytest.raises(Fenced):
         way_in._train([str(tmp_path)])
     written = [p for p in resolved[1].root.rglob("*") if p.is_file()]
@@ -50,9 +51,9 @@ def test_who_loses_the_race_for_the_claim_leaves_no_config_behind(tmp_path, monk
 def started(tmp_path):
     """The first attempt of a run, which has trained with the quickstart."""
     loaded, run_dir = quickstart(tmp_path)
-    claim = opening.new_claim(loaded.config, runlog.fold([]), env={}, job=Job())
+    claim = attempt_runner.new_claim(loaded.config, run_log.fold([]), env={}, job=Job())
     log = RunLog.claim(run_dir.log, claim, after=[], clock=SystemClock())
-    storage.make_dir(run_dir.attempt(1))
+    files.make_dir(run_dir.attempt(1))
     for path in (run_dir.config, run_dir.attempt(1) / "config.yaml"):
         path.write_text(configs.dump_yaml(loaded.config))
     quickstart(tmp_path, "run.seed=2")
@@ -69,7 +70,7 @@ def test_a_run_is_held_to_the_config_that_it_was_started_with(tmp_path, started)
 def test_an_edited_or_deleted_config_does_not_change_what_a_run_is(tmp_path, started):
     other = quickstart(tmp_path / "elsewhere", "run.seed=2")[0].config
     started.config.write_text(configs.dump_yaml(other))
-    assert opening.resolve(started.root, [])[0].config.run.seed != other.run.seed
+    assert attempt_runner.resolve(started.root, [])[0].config.run.seed != other.run.seed
     started.config.unlink()
     with pytest.raises(ConfigError, match="another trajectory"):
         quickstart(tmp_path, "run.seed=2")

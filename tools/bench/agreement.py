@@ -29,13 +29,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxres import mesh as meshes
 from jaxres.clock import SystemClock
+from jaxres.cluster.host_group import Member
+from jaxres.cluster.jax_coordination import Job, join
 from jaxres.config.schema import MeshSection
+from jaxres.engine import mesh as meshes
 from jaxres.faults import Continue, Exit, Stop
-from jaxres.hosts import Member
-from jaxres.peers import Job, join
-from jaxres.train.agreement import FACTS, AllWords, facts_shape
+from jaxres.train.consensus import FACTS, AllWords, facts_shape
 from jaxres.train.loop import LAG
 
 BLOCKS, STEPS_A_BLOCK = 12, 100

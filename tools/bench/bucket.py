@@ -23,9 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from jaxres.eventlog import read_events  # noqa: E402
-from jaxres.place import place  # noqa: E402
-from jaxres.rundir import RunDir  # noqa: E402
+from jaxres.runlog.event_log import read_events  # noqa: E402
+from jaxres.runlog.paths import RunDir  # noqa: E402
+from jaxres.storage.path import place  # noqa: E402
 from tests.emulators.gcs import GcsServer  # noqa: E402
 
 CLASSES = {"A": 0.05, "B": 0.004}

@@ -29,20 +29,21 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from jaxres import mesh as meshes
-from jaxres import models, optim
-from jaxres import state as states
-from jaxres.checkpoint import arrays, verify
-from jaxres.checkpoint.reader import ARRAYS
+from jaxres import models
+from jaxres.checkpoint import orbax_io, verify
+from jaxres.checkpoint.checkpointer import Checkpoints
 from jaxres.checkpoint.restore import load, restore
-from jaxres.checkpoint.store import Checkpoints
+from jaxres.checkpoint.tensorstore_reader import ARRAYS
 from jaxres.clock import SystemClock
-from jaxres.config.optimizer import AdamwOptimizer
+from jaxres.cluster.host_group import Alone
 from jaxres.config.schema import CheckpointSection, GptModel, MeshSection
-from jaxres.hosts import Alone
-from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, RunLog
-from jaxres.state import Progress
+from jaxres.config.schema_training import AdamwOptimizer
+from jaxres.engine import mesh as meshes
+from jaxres.engine import optimizer
+from jaxres.engine import state as states
+from jaxres.engine.state import Progress
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Claim, RunLog
 
 TIMEOUT_SECONDS = 600.0
 VOCAB = 32_000
@@ -68,7 +69,7 @@ def make_state(*, layers: int, width: int) -> Any:
     """Returns a function that makes the state on the devices."""
     config = GptModel(num_layers=layers, d_model=width, num_heads=12)
     model = models.build(config, vocab_size=VOCAB, seq_len=256, platform="cpu")
-    tx = optim.build(AdamwOptimizer(), decay_mask=optim.matrices(model.axes))
+    tx = optimizer.build(AdamwOptimizer(), decay_mask=optimizer.matrices(model.axes))
     mesh = meshes.build(MeshSection(fsdp=-1), devices=jax.devices())
     shapes = jax.eval_shape(lambda: states.init(model, tx, seed=0))
     out = states.shardings(shapes, model, mesh)
@@ -215,7 +216,7 @@ def main() -> int:
     size = sum(array.nbytes for array in host)
     warm = [np.empty_like(array) for array in host]
     print(f"state: {size / 1e9:.2f} GB in {len(host)} arrays on {options.devices} device(s)")
-    own = arrays.context(timeout_seconds=TIMEOUT_SECONDS)
+    own = orbax_io.context(timeout_seconds=TIMEOUT_SECONDS)
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         for part in ("copy", "device", "bare", "stock"):
@@ -311,7 +312,7 @@ def _restores(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
     del state
-    reading = arrays.reading_context(host=0)
+    reading = orbax_io.reading_context(host=0)
     rows = []
     for round_number in range(rounds + 1):
         bare = seconds(lambda: jax.block_until_ready(load(step_dir, like, reading)))

@@ -24,18 +24,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxres import norms, optim
-from jaxres import state as states
-from jaxres import step as steps
-from jaxres.beat import EnteredPhase, FinishedStep
-from jaxres.config.guards import RollbackSection, SpikesSection
-from jaxres.config.optimizer import SgdOptimizer
 from jaxres.config.schema import DeadlinesSection
+from jaxres.config.schema_training import RollbackSection, SgdOptimizer, SpikesSection
 from jaxres.data import bad_rows, hung_row
+from jaxres.engine import grad_norm_stats, optimizer
+from jaxres.engine import state as states
+from jaxres.engine import step as steps
+from jaxres.engine.divergence import losses
+from jaxres.engine.guards import Seen
 from jaxres.faults import Continue
-from jaxres.guards import Seen
-from jaxres.guards.divergence import losses
-from jaxres.supervise.deadlines import Watch, limit_seconds
+from jaxres.supervisor.watchdog import Watch, limit_seconds
+from jaxres.telemetry.heartbeat import EnteredPhase, FinishedStep
 
 STEPS, ROWS = 1000, 8
 
@@ -81,7 +80,7 @@ def nonfinite(series: int) -> Tally:
         return spoil(x_B, batch["gradient_B"]) + batch["loss_B"], jnp.ones_like(x_B)
 
     model: Any = SimpleNamespace(loss=loss, init=lambda key: {"w": jnp.ones(())}, axes={"w": ()})
-    tx = optim.build(SgdOptimizer(), decay_mask={"w": False})
+    tx = optimizer.build(SgdOptimizer(), decay_mask={"w": False})
     function = jax.jit(
         steps.make_train_step(
             model,
@@ -126,9 +125,11 @@ def spikes(series: int, *, factor: float, deviations: float) -> Tally:
     @jax.jit
     def scores(values: Any) -> Any:
         def one(usual: Any, norm: Any) -> Any:
-            return norms.after(usual, norm, section), norms.score(usual, norm, section)
+            return grad_norm_stats.after(usual, norm, section), grad_norm_stats.score(
+                usual, norm, section
+            )
 
-        return jax.lax.scan(one, norms.init(), values)[1]
+        return jax.lax.scan(one, grad_norm_stats.init(), values)[1]
 
     tally = Tally()
     for seed in range(series):

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxres import models, optim
-from jaxres import state as states
-from jaxres import step as steps
-from jaxres.config.guards import GuardsSection
-from jaxres.config.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres import models
 from jaxres.config.schema import GptModel
+from jaxres.config.schema_training import AdamwOptimizer, CosineSchedule, GuardsSection
+from jaxres.engine import optimizer
+from jaxres.engine import state as states
+from jaxres.engine import step as steps
 
 LIMIT = 1.03
 ROWS, LENGTH, VOCAB = 24, 96, 256
@@ -98,8 +98,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=25, help="steps a block")
     options = parser.parse_args()
     model = models.build(MODEL, vocab_size=VOCAB, seq_len=LENGTH, platform=jax.default_backend())
-    tx = optim.build(AdamwOptimizer(), decay_mask=optim.matrices(model.axes))
-    rate = optim.learning_rate(CosineSchedule(), peak=3e-4, total_steps=10_000)
+    tx = optimizer.build(AdamwOptimizer(), decay_mask=optimizer.matrices(model.axes))
+    rate = optimizer.learning_rate(CosineSchedule(), peak=3e-4, total_steps=10_000)
     guarded = steps.make_train_step(
         model,
         tx,

@@ -18,9 +18,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxres import runlog
-from jaxres.metrics import read_history
-from jaxres.rundir import RunDir
+from jaxres.runlog import run_log
+from jaxres.runlog.metrics import read_history
+from jaxres.runlog.paths import RunDir
 
 CONFIG = Path(__file__).parents[2] / "tests" / "promises" / "tiny.yaml"
 SETTLED = 40
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "jaxres.launch", "local", str(CONFIG), *words]
         command += ["--no-restart", "--hosts", str(options.hosts)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        history = read_history(run_dir, runlog.fold(runlog.read_records(run_dir.log)))
+        history = read_history(run_dir, run_log.fold(run_log.read_records(run_dir.log)))
     steps = history[SETTLED:]
     step = statistics.median(line.step_seconds for line in steps)
     print(f"{options.hosts} hosts, {len(steps)} steps of {step * 1e3:.1f} ms")

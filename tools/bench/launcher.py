@@ -25,11 +25,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxres.launch.agent import BEAT_SECONDS
-from jaxres.launch.intent import Intent, unpacked
-from jaxres.launch.places import Places
-from jaxres.launch.report import Report
-from jaxres.place import BucketPath
+from jaxres.launch.desired_state import Intent, unpacked
+from jaxres.launch.observed_state import Report
+from jaxres.launch.paths import Places
+from jaxres.launch.vm_agent import BEAT_SECONDS
+from jaxres.storage.path import BucketPath
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gcs import GcsServer
 from tests.emulators.gcs.objects import Refused

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxres import runlog
-from jaxres.eventlog import read_events
 from jaxres.faults import Exit
-from jaxres.metrics import read_history
-from jaxres.rundir import RunDir
+from jaxres.runlog import run_log
+from jaxres.runlog.event_log import read_events
+from jaxres.runlog.metrics import read_history
+from jaxres.runlog.paths import RunDir
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -90,7 +90,7 @@ def measured(folder: Path, *, hosts: int) -> Round:
         metadata.preempt()
         codes = [door.wait(timeout=120) for door in doors]
     assert codes == [Exit.PREEMPTED] * hosts, codes
-    lines = read_history(run_dir, runlog.fold(runlog.read_records(run_dir.log)))
+    lines = read_history(run_dir, run_log.fold(run_log.read_records(run_dir.log)))
     told = [read_events(run_dir.events(1, host)) for host in range(hosts)]
     door = read_events(run_dir.door_events(1, NOTICED % hosts))
     began = [_last(events, "SaveStarted") for events in told]
@@ -109,7 +109,7 @@ def measured(folder: Path, *, hosts: int) -> Round:
 
 
 def _step(run_dir: RunDir) -> int:
-    lines = read_history(run_dir, runlog.fold(runlog.read_records(run_dir.log)))
+    lines = read_history(run_dir, run_log.fold(run_log.read_records(run_dir.log)))
     return lines[-1].step if lines else 0
 
 

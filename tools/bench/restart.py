@@ -22,10 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxres import runlog
-from jaxres.eventlog import read_events, read_json_lines
-from jaxres.place import Place
-from jaxres.rundir import RunDir
+from jaxres.runlog import run_log
+from jaxres.runlog.event_log import read_events, read_json_lines
+from jaxres.runlog.paths import RunDir
+from jaxres.storage.path import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 RATIOS = (("anew", "floor"), ("kept", "floor"), ("forked", "anew"), ("forked", "kept"))
@@ -66,7 +66,7 @@ def measure(command: list[str], run_dir: RunDir, *, forked: bool) -> dict[str, f
     """Starts a supervised run, kills its worker, and returns the seconds of each part."""
     supervisor = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait(lambda: runlog.fold(runlog.read_records(run_dir.log)).step, "a commit")
+        wait(lambda: run_log.fold(run_log.read_records(run_dir.log)).step, "a commit")
         if forked:
             wait(lambda: event(run_dir.supervisor_events, "ZygotePrepared"), "a zygote")
             time.sleep(1)  # It has just taken its share of the cores.
@@ -125,26 +125,26 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     import numpy as np
 
     from jaxres import config as configs
-    from jaxres import mesh as meshes
-    from jaxres.checkpoint import arrays, restore
+    from jaxres.checkpoint import orbax_io, restore
     from jaxres.data import dataset
-    from jaxres.data.tokens import open_tokens
-    from jaxres.state import from_plain, to_plain
-    from jaxres.train import build, programs
+    from jaxres.data.token_folder import open_tokens
+    from jaxres.engine import mesh as meshes
+    from jaxres.engine.state import from_plain, to_plain
+    from jaxres.train import build, compile_cache
 
     config = configs.load_recorded(run_dir.attempt(1) / "config.yaml", ()).config
-    programs.use_compilation_cache(str(caches / "floor"))
+    compile_cache.use_compilation_cache(str(caches / "floor"))
     (corpus,) = (caches / "corpora").iterdir()
     rows = dataset._tokens(open_tokens(corpus), config.data)
     plan, mesh, _ = build.devices_here(config)
     parts = build.assemble(config, rows, plan=plan, mesh=mesh, platform=jax.default_backend())
     step = build.traced_step(parts).lower().compile()
     build._traced_evaluation(parts, facts=None, rows=plan.rows_at_once).lower().compile()
-    commit = runlog.fold(runlog.read_records(run_dir.log)).newest
+    commit = run_log.fold(run_log.read_records(run_dir.log)).newest
     assert commit is not None
     like = to_plain(parts.shapes)
     state = restore.load(
-        (run_dir.root / commit.path).absolute(), like, arrays.context(timeout_seconds=600.0)
+        (run_dir.root / commit.path).absolute(), like, orbax_io.context(timeout_seconds=600.0)
     )
     local = meshes.local_rows(mesh, parts.rows_per_batch)
     some = rows.train.rows(np.arange(parts.rows_per_batch))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxres.checkpoint import arrays
+from jaxres.checkpoint import orbax_io
 from jaxres.checkpoint.restore import load
 
 ROUNDS = 5
@@ -58,12 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "1 device": sharding(devices[:1], PartitionSpec("fsdp")),
         "split along the other dim": sharding(devices, PartitionSpec(None, "fsdp")),
     }
-    context = arrays.context(timeout_seconds=TIMEOUT_SECONDS)
+    context = orbax_io.context(timeout_seconds=TIMEOUT_SECONDS)
     seconds: dict[str, list[float]] = {name: [] for name in layouts}
     with tempfile.TemporaryDirectory() as folder:
         step_dir = Path(folder, "step")
         state = make()
-        arrays.settle(arrays.begin(state, step_dir, context), step_dir, timeout=TIMEOUT_SECONDS)
+        orbax_io.settle(orbax_io.begin(state, step_dir, context), step_dir, timeout=TIMEOUT_SECONDS)
         for index in range(ROUNDS + 1):
             for name, layout in layouts.items():
                 like = {

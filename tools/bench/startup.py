@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from jaxres.eventlog import read_events, read_json_lines
-from jaxres.rundir import RunDir
+from jaxres.runlog.event_log import read_events, read_json_lines
+from jaxres.runlog.paths import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 

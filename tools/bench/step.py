@@ -31,20 +31,20 @@ from rich.console import Console as Terminal
 
 from jaxres import config as configs
 from jaxres import data
-from jaxres import mesh as meshes
 from jaxres.clock import SystemClock
+from jaxres.cluster.host_group import Alone
 from jaxres.config import RunConfig
-from jaxres.eventlog import EventLog
-from jaxres.hosts import Alone
-from jaxres.rundir import RunDir
-from jaxres.runlog import Claim, RunLog
-from jaxres.step import METRICS
-from jaxres.telemetry import Console
+from jaxres.engine import mesh as meshes
+from jaxres.engine.step import METRICS
+from jaxres.runlog.event_log import EventLog
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Claim, RunLog
+from jaxres.telemetry.console import Console
 from jaxres.train.build import Built, build
+from jaxres.train.components import Agenda, Run
+from jaxres.train.context import Seat
 from jaxres.train.loop import LAG, train
-from jaxres.train.requests import Requests
-from jaxres.train.run import Agenda, Run
-from jaxres.train.seat import Seat
+from jaxres.train.stop_requests import Requests
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"

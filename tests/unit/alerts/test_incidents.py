@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxres.alerts import ledger
-from jaxres.alerts.commits import CommitWatch
-from jaxres.alerts.incidents import Incident, Kind, key, messages
-from jaxres.alerts.ledger import Ledger
-from jaxres.config.alerts import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
+from jaxres.config.schema_operations import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
+from jaxres.telemetry import alert_delivery_log
+from jaxres.telemetry.alert_delivery_log import Ledger
+from jaxres.telemetry.alert_monitors import CommitWatch
+from jaxres.telemetry.incidents import Incident, Kind, key, messages
 
 FALL = Incident(
     kind="gave_up",
@@ -119,15 +119,15 @@ def test_pagerdutys_open_alerts_are_resolved_by_what_ends_them():
 def test_a_target_is_folded_from_its_own_lines_only():
     told = {"kind": "gave_up", "run": "r", "attempt": 1, "step": 4, "from_a_later_version": 1}
     lines = [
-        ledger.line("a", "k1", "told", time=1.0, incident=told),
-        ledger.line("a", "k2", "told", time=2.0, incident=told),
-        ledger.line("b", "k3", "told", time=3.0, incident=told),
+        alert_delivery_log.line("a", "k1", "told", time=1.0, incident=told),
+        alert_delivery_log.line("a", "k2", "told", time=2.0, incident=told),
+        alert_delivery_log.line("b", "k3", "told", time=3.0, incident=told),
         {"something": "else"},
         {"target": "a", "state": "told"},
-        ledger.line("a", "k1", "delivered", time=4.0),
-        ledger.line("a", "unknown", "delivered", time=4.0),
+        alert_delivery_log.line("a", "k1", "delivered", time=4.0),
+        alert_delivery_log.line("a", "unknown", "delivered", time=4.0),
     ]
-    found = ledger.fold("a", lines)
+    found = alert_delivery_log.fold("a", lines)
     assert list(found.waiting) == ["k2"]
     assert found.waiting["k2"].incident == Incident(kind="gave_up", run="r", attempt=1, step=4)
     assert (found.known, found.sent) == ({"k1", "k2"}, [4.0])

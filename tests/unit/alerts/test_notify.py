@@ -19,14 +19,19 @@ from typing import Any
 
 import pytest
 
-from jaxres.alerts import webhook
-from jaxres.alerts.incidents import Incident, Kind
-from jaxres.alerts.notify import CLOSE_SECONDS, Alerts, resolve, without_secrets
 from jaxres.clock import SystemClock
-from jaxres.config.alerts import AlertsSection, GenericTarget, PagerdutyTarget, SlackTarget
+from jaxres.config.schema_operations import (
+    AlertsSection,
+    GenericTarget,
+    PagerdutyTarget,
+    SlackTarget,
+)
 from jaxres.faults import ConfigError
-from jaxres.rundir import RunDir
-from jaxres.runlog import Commit, RunLog
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Commit, RunLog
+from jaxres.telemetry import webhook
+from jaxres.telemetry.alert_sender import CLOSE_SECONDS, Alerts, resolve, without_secrets
+from jaxres.telemetry.incidents import Incident, Kind
 from tests.unit.alerts.hooks import Hook, served
 from tests.unit.records import CLAIM
 

@@ -1,6 +1,6 @@
-from jaxres.alerts import incidents
-from jaxres.alerts.saves import Saves
-from jaxres.beat import SavesRefused, SavesTaken
+from jaxres.telemetry import incidents
+from jaxres.telemetry.alert_monitors import Saves
+from jaxres.telemetry.heartbeat import SavesRefused, SavesTaken
 
 
 def test_refused_saves_are_told_once_and_again_when_they_are_taken_by_any_attempt():

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxres.checkpoint.store import Checkpoints
+from jaxres.checkpoint.checkpointer import Checkpoints
 from jaxres.clock import SystemClock
-from jaxres.config.saving import KeepSection
+from jaxres.cluster.host_group import Alone
 from jaxres.config.schema import CheckpointSection
-from jaxres.hosts import Alone
-from jaxres.rundir import RunDir
-from jaxres.runlog import RunLog, read_records
-from jaxres.state import Progress
+from jaxres.config.schema_operations import KeepSection
+from jaxres.engine.state import Progress
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import RunLog, read_records
 from tests.unit.checkpoint import hosts
 from tests.unit.records import CLAIM
 

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxres.checkpoint.store import Checkpoints
+from jaxres.checkpoint.checkpointer import Checkpoints
 from jaxres.clock import SystemClock
+from jaxres.cluster.host_group import ALONE, Alone, Member
+from jaxres.cluster.jax_coordination import join
 from jaxres.config.schema import CheckpointSection
-from jaxres.hosts import ALONE, Alone, Member
-from jaxres.peers import join
-from jaxres.rundir import RunDir
-from jaxres.runlog import RunLog, fold, read_records
-from jaxres.state import Progress
+from jaxres.engine.state import Progress
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import RunLog, fold, read_records
 from tests.promises.trainer import ROOT, free_address
 from tests.unit.records import CLAIM
 

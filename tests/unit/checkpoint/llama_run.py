@@ -14,8 +14,8 @@ from jaxres import models
 from jaxres.clock import SystemClock
 from jaxres.config.schema import GptModel, RunConfig
 from jaxres.models import Params
-from jaxres.rundir import RunDir
-from jaxres.runlog import RunLog, Start
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import RunLog, Start
 from tests.unit.checkpoint.conftest import Place, progress, state
 from tests.unit.records import CLAIM
 

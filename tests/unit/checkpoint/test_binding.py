@@ -5,18 +5,18 @@ import json
 import numpy as np
 import pytest
 
-from jaxres.checkpoint import binding, llama, weights
+from jaxres.checkpoint import hf_llama, weights_mapping, weights_source
 from jaxres.checkpoint.manifest import ArrayInfo
-from jaxres.checkpoint.weights import Weights
-from jaxres.config.init_from import FromSafetensors
+from jaxres.checkpoint.weights_source import Weights
 from jaxres.config.schema import GptModel, MlpModel
+from jaxres.config.schema_training import FromSafetensors
 from jaxres.faults import ConfigError
 from tests.unit.checkpoint.llama_run import ROWS, SIZES
 
 MODEL = GptModel(**SIZES)
-SHAPES = llama.shapes(MODEL, rows=ROWS)
+SHAPES = hf_llama.shapes(MODEL, rows=ROWS)
 WANTED = {path: ArrayInfo("float32", shape) for path, shape in SHAPES.items()}
-FACTS = weights.facts_of(MODEL)
+FACTS = weights_source.facts_of(MODEL)
 
 
 def source(tensors=None, *, facts=FACTS, **changed):
@@ -29,7 +29,7 @@ def source(tensors=None, *, facts=FACTS, **changed):
 
 def bind(found, **settings):
     section = FromSafetensors.model_validate_json(json.dumps({"path": "x", **settings}))
-    return binding.bind(found, WANTED, facts=FACTS, section=section)
+    return weights_mapping.bind(found, WANTED, facts=FACTS, section=section)
 
 
 def refused(found, **settings):
@@ -86,10 +86,10 @@ def test_a_layer_that_is_missing_is_the_whole_array():
 
 
 def llama_tensors(*, layers=2, dtype="float32"):
-    shapes = llama.shapes(MODEL.model_copy(update={"num_layers": layers}), rows=ROWS)
+    shapes = hf_llama.shapes(MODEL.model_copy(update={"num_layers": layers}), rows=ROWS)
     found = {}
     for path, shape in shapes.items():
-        rule = llama.RULES[path]
+        rule = hf_llama.RULES[path]
         there = rule.theirs(shape[1:] if "{}" in rule.name else shape)
         found |= {name: ArrayInfo(dtype, there) for name in rule.names(shape)}
     return found
@@ -113,8 +113,8 @@ def test_two_names_that_become_one_are_refused():
 def test_types_that_fit_are_taken_exactly(dtype):
     found = source(llama_tensors(dtype=dtype))
     taken = bind(found).taken["params/blocks/feed_forward/up"]
-    assert binding.assemble(found, taken, dtype="float32").dtype == np.float32
-    assert binding.assemble(found, taken).dtype.name == dtype
+    assert weights_mapping.assemble(found, taken, dtype="float32").dtype == np.float32
+    assert weights_mapping.assemble(found, taken).dtype.name == dtype
 
 
 def test_rounding_is_named_and_whole_numbers_are_no_weights():
@@ -135,7 +135,7 @@ def test_settings_that_no_shape_shows_are_compared():
     (row,) = refused(source(facts=None))
     assert row.startswith("config.json: absent there")
     assert bind(source(facts=None), allow_changed=["config.json"]).fresh == ()
-    assert weights.facts_of(MlpModel()) == {"kind": "mlp"}
+    assert weights_source.facts_of(MlpModel()) == {"kind": "mlp"}
 
 
 HF = {
@@ -167,7 +167,7 @@ HF = {
     ],
 )
 def test_a_llama_that_computes_otherwise_is_told(fields, differing):
-    model, rows, found = llama.read_config(HF | fields)
+    model, rows, found = hf_llama.read_config(HF | fields)
     assert (rows, found) == (ROWS, differing)
     assert model.rope_theta == fields.get("rope_parameters", {}).get("rope_theta", 10_000.0)
     assert (model.tie_embeddings, model.norm_eps) == (False, 1e-6), "as transformers has it"
@@ -175,9 +175,9 @@ def test_a_llama_that_computes_otherwise_is_told(fields, differing):
 
 def test_a_config_that_is_no_llamas_is_told(tmp_path):
     with pytest.raises(ConfigError, match="gpt2"):
-        llama.read_config({"model_type": "gpt2", "n_embd": 3})
+        hf_llama.read_config({"model_type": "gpt2", "n_embd": 3})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    facts = weights._facts_there(tmp_path, None)
+    facts = weights_source._facts_there(tmp_path, None)
     assert refused(source(facts=facts))[0] == (
         "config.json: model_type gpt2 there, a Llama is needed"
     )

@@ -14,16 +14,16 @@ from aiohttp import ServerDisconnectedError
 from gcsfs.retry import HttpError
 from google.api_core.exceptions import NotFound
 
-from jaxres import gcs, storage
-from jaxres.checkpoint import arrays
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.arrays import array_infos
-from jaxres.checkpoint.pace import AT_ONCE
+from jaxres.checkpoint import orbax_io
+from jaxres.checkpoint.orbax_io import array_infos
 from jaxres.checkpoint.readback import report
 from jaxres.checkpoint.restore import load
+from jaxres.checkpoint.throttle import AT_ONCE
 from jaxres.faults import StorageUnavailable
-from jaxres.place import BucketPath
-from jaxres.runlog import Commit
+from jaxres.runlog.run_log import Commit
+from jaxres.storage import files, gcs_client
+from jaxres.storage.path import BucketPath
 from tests.emulators.gcs import GcsServer
 
 STATE = {"params": {f"w{n}": jnp.arange(4096.0).reshape(64, 64) + n for n in range(4)}}
@@ -34,9 +34,9 @@ def step_dir(gcs_bucket: str) -> BucketPath:
     return BucketPath(gcs_bucket, "run/checkpoints/00000008-0001")
 
 
-def begin(step_dir: BucketPath, *, seconds: float = 60) -> arrays.Writing:
-    context = arrays.context(timeout_seconds=seconds, is_remote=True)
-    return arrays.begin(STATE, step_dir, context)
+def begin(step_dir: BucketPath, *, seconds: float = 60) -> orbax_io.Writing:
+    context = orbax_io.context(timeout_seconds=seconds, is_remote=True)
+    return orbax_io.begin(STATE, step_dir, context)
 
 
 def test_call_of_a_save_waits_for_no_answer_of_the_bucket(
@@ -47,11 +47,11 @@ def test_call_of_a_save_waits_for_no_answer_of_the_bucket(
     writing = begin(step_dir)
     assert gcs_server.counts["A"] + gcs_server.counts["B"] == before, "it has waited for an answer"
     gcs_server.faults.clear()
-    arrays.settle(writing, step_dir, timeout=60)
+    orbax_io.settle(writing, step_dir, timeout=60)
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE
     )
-    back = load(step_dir, like, arrays.reading_context(host=0))
+    back = load(step_dir, like, orbax_io.reading_context(host=0))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, STATE))
 
 
@@ -61,7 +61,7 @@ def test_save_that_the_bucket_refuses_is_storages_fault(
 ) -> None:
     gcs_server.fail("403", times=None)
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        arrays.settle(begin(step_dir), step_dir, timeout=60)
+        orbax_io.settle(begin(step_dir), step_dir, timeout=60)
     gc.collect()
 
 
@@ -69,7 +69,7 @@ def test_save_that_the_bucket_refuses_is_storages_fault(
 def test_step_of_a_bucket_that_answers_503_is_unavailable_and_never_damaged(
     step_dir: BucketPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(gcs, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(gcs_client, "LIMIT_SECONDS", 1.0)
     commit = Commit(
         step=8,
         path="checkpoints/00000008-0001",
@@ -77,7 +77,7 @@ def test_step_of_a_bucket_that_answers_503_is_unavailable_and_never_damaged(
         bytes=2,
         known_good=False,
     )
-    storage.replace(step_dir / "MANIFEST.json", b"{}")
+    files.replace(step_dir / "MANIFEST.json", b"{}")
     away = gcs_server.fail("503", path=re.escape(name), times=None)
     read = manifests.load if name == "MANIFEST.json" else manifests.read_progress
     with pytest.raises(StorageUnavailable, match="has not answered"):
@@ -124,7 +124,7 @@ def test_whatever_library_tells_of_the_bucket_it_is_storages_fault(
     step_dir: BucketPath, error: Exception
 ) -> None:
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        arrays.settle(arrays.Writing(Broken(error)), step_dir, timeout=10)
+        orbax_io.settle(orbax_io.Writing(Broken(error)), step_dir, timeout=10)
 
 
 def test_a_name_that_was_damaged_on_its_way_back_to_orbax_is_storages_fault(
@@ -134,7 +134,7 @@ def test_a_name_that_was_damaged_on_its_way_back_to_orbax_is_storages_fault(
     with pytest.raises(KeyError) as raised:
         json.loads('{"qaram_name": 1}', object_hook=lambda found: found["param_name"])
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        arrays.settle(arrays.Writing(Broken(raised.value)), step_dir, timeout=10)
+        orbax_io.settle(orbax_io.Writing(Broken(raised.value)), step_dir, timeout=10)
 
 
 @pytest.mark.parametrize("where", ["disk", "bucket"])
@@ -154,7 +154,7 @@ def test_bug_in_a_save_is_a_bug_in_a_bucket_as_on_a_disk(
 ) -> None:
     place = tmp_path if where == "disk" else step_dir
     with pytest.raises(type(error)) as raised:
-        arrays.settle(arrays.Writing(Broken(error)), place, timeout=10)
+        orbax_io.settle(orbax_io.Writing(Broken(error)), place, timeout=10)
     assert raised.value is error
 
 
@@ -163,7 +163,7 @@ def test_what_was_damaged_on_its_way_into_the_bucket_is_never_reported_as_writte
 ) -> None:
     """TensorStore sends no checksum with what it writes; the digests of the snapshot tell."""
     damaged = gcs_server.fail("damage", method="POST", path="uploadType=media.*ocdbt.process_0")
-    arrays.settle(begin(step_dir), step_dir, timeout=60)
+    orbax_io.settle(begin(step_dir), step_dir, timeout=60)
     assert damaged.hits == 1
     found = report(step_dir, array_infos(STATE), 0, AT_ONCE)
     assert found.failure
@@ -172,9 +172,9 @@ def test_what_was_damaged_on_its_way_into_the_bucket_is_never_reported_as_writte
 def test_what_was_damaged_on_its_way_back_is_read_again(
     step_dir: BucketPath, gcs_server: GcsServer
 ) -> None:
-    arrays.settle(begin(step_dir), step_dir, timeout=60)
+    orbax_io.settle(begin(step_dir), step_dir, timeout=60)
     damaged = gcs_server.fail("damage", method="GET", path="alt=media", times=3)
     found = report(step_dir, array_infos(STATE), 0, AT_ONCE)
     assert damaged.hits == 3
     assert not found.failure
-    assert found.files.keys() < storage.sizes(step_dir).keys()
+    assert found.files.keys() < files.sizes(step_dir).keys()

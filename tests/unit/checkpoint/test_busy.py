@@ -2,9 +2,9 @@
 
 import threading
 
-from jaxres.checkpoint import store
-from jaxres.events import SaveSkipped, SaveStarted
-from jaxres.hosts import Alone, Member
+from jaxres.checkpoint import checkpointer
+from jaxres.cluster.host_group import Alone, Member
+from jaxres.runlog.events import SaveSkipped, SaveStarted
 
 from .conftest import progress, state
 
@@ -24,14 +24,14 @@ class Follower(Alone):
     def same(self, topic, decide, *, seconds):
         if topic == "saved/1":
             assert_set(self.gate)
-        return self.words.get(topic.replace("/", "_"), store.COUNTS)
+        return self.words.get(topic.replace("/", "_"), checkpointer.COUNTS)
 
 
 def test_a_follower_whose_own_part_is_not_over_skips_nothing_that_the_lead_begins(place):
     lead = Follower(
-        save_1=f"{store.BEGIN}00000008-0001",
-        save_2=f"{store.BEGIN}00000016-0001",
-        save_3=store.NOTHING,
+        save_1=f"{checkpointer.BEGIN}00000008-0001",
+        save_2=f"{checkpointer.BEGIN}00000016-0001",
+        save_3=checkpointer.NOTHING,
     )
     with place.checkpoints(peers=lead, busy="skip") as checkpoints:
         checkpoints.save(state(8), progress(8), may_skip=True)

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxres import verbs
 from jaxres.checkpoint.diff import FactDiff, compare, facts
-from jaxres.rundir import RunDir
+from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.runlog.paths import RunDir
 from tests.unit.checkpoint.conftest import claimed, progress, state
 
 
@@ -85,7 +85,7 @@ def said(capsys):
 
     def run(*words):
         capsys.readouterr()
-        code = verbs.main(["checkpoints", "diff", *map(str, words)], usage="")
+        code = checkpoints_cli.main(["checkpoints", "diff", *map(str, words)], usage="")
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -107,7 +107,7 @@ def test_two_runs_in_one_state_are_equal_and_told_by_their_digest(place, other, 
     place.save(8)
     other.save(8)
     code, out, _ = said(place.run_dir.root, other.run_dir.root)
-    verbs.main(["checkpoints", "digest", str(place.run_dir.root)], usage="")
+    checkpoints_cli.main(["checkpoints", "digest", str(place.run_dir.root)], usage="")
     assert code == 0
     assert out.splitlines()[-1].startswith("equal: sha256:")
     assert out.count(out.split()[-1]) == 3, "both sides and the verdict"

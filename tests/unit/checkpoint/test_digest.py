@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxres import verbs
-from jaxres.checkpoint import digest
-from jaxres.checkpoint.digest import array_digest, block_grid, blocks, content_digest
+from jaxres.checkpoint import content_digest
+from jaxres.checkpoint.content_digest import array_digest, block_grid, blocks, content_digest
+from jaxres.cli import checkpoints as checkpoints_cli
 from tests.unit.checkpoint import independent_reader
 
 FACTS = {"step": 8, "cursor": 192, "epoch": 0, "tokens": 12288}
@@ -16,7 +16,7 @@ FACTS = {"step": 8, "cursor": 192, "epoch": 0, "tokens": 12288}
 
 def test_another_reader_finds_the_same_digest_in_a_run(place, capsys):
     place.save(8, 16, 24)
-    assert verbs.main(["checkpoints", "digest", str(place.run_dir.root)], usage="") == 0
+    assert checkpoints_cli.main(["checkpoints", "digest", str(place.run_dir.root)], usage="") == 0
     assert capsys.readouterr().out == independent_reader.checked_digest(place.run_dir.root) + "\n"
 
 
@@ -56,7 +56,7 @@ def random_shapes(count):
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
 def test_blocks_cover_an_array_exactly_and_are_alike(itemsize, monkeypatch):
-    monkeypatch.setattr(digest, "MIN_BLOCK_BYTES", 64)
+    monkeypatch.setattr(content_digest, "MIN_BLOCK_BYTES", 64)
     split = 0
     for shape in [*random_shapes(60), (0, 8), (512, 512)]:
         counts = np.zeros(shape, np.int64)
@@ -73,7 +73,7 @@ def test_blocks_cover_an_array_exactly_and_are_alike(itemsize, monkeypatch):
 def test_shards_of_meshes_of_powers_of_two_hold_whole_blocks():
     grid = block_grid((4096, 4096), 4)
     assert all(count % 8 == 0 for count in grid)
-    assert math.prod(grid) <= 2 * digest.MAX_BLOCKS
+    assert math.prod(grid) <= 2 * content_digest.MAX_BLOCKS
 
 
 def test_no_bit_of_a_large_array_can_change_unnoticed():

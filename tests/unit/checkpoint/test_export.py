@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jaxres import verbs
-from jaxres.checkpoint import export, safetensors, weights
+from jaxres.checkpoint import safetensors, weights_export, weights_source
+from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.runlog import Prune, RunLog
+from jaxres.runlog.run_log import Prune, RunLog
 from tests import damage as damages
 from tests.unit.checkpoint.llama_run import (
     ROWS,
@@ -41,7 +41,7 @@ def untied(tmp_path_factory):
 
 
 def said(capsys, *words, code=0):
-    assert verbs.main(["checkpoints", *map(str, words)], usage="") == code
+    assert checkpoints_cli.main(["checkpoints", *map(str, words)], usage="") == code
     return capsys.readouterr()
 
 
@@ -84,7 +84,7 @@ def test_an_export_comes_back_bit_for_bit(tmp_path, capsys, untied, dtype, names
     (exported,) = told(capsys, "export", run_dir.root, *words)
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert (files == ["model.safetensors"]) == (shard_bytes == 10**9)
-    found, _ = export.of_folder(out)
+    found, _ = weights_export.of_folder(out)
     for path, array in flat(params).items():
         there = found.read(path)
         wanted = array.astype(there.dtype)
@@ -92,7 +92,7 @@ def test_an_export_comes_back_bit_for_bit(tmp_path, capsys, untied, dtype, names
         assert (there.shape, there.tobytes()) == (wanted.shape, wanted.tobytes()), path
     (imported,) = told(capsys, "import", out)
     assert imported["params"] == exported["params"]
-    assert read_by_the_package(out).keys() == weights.from_safetensors(out).tensors.keys()
+    assert read_by_the_package(out).keys() == weights_source.from_safetensors(out).tensors.keys()
     assert [p.name for p in tmp_path.iterdir()] == ["out"], "nothing half-made is left"
 
 
@@ -147,9 +147,9 @@ def test_import_names_the_config_that_the_weights_need(tmp_path, capsys, untied)
     section = cfg.model.model_dump() | {"vocab_size": ROWS}
     assert {**section, **row["config"]["model"]} == section
     assert row["config"]["init_from"] == {"kind": "safetensors", "path": str(tmp_path / "b")}
-    found, model = export.of_folder(tmp_path / "b")
+    found, model = weights_export.of_folder(tmp_path / "b")
     assert model is None
-    assert export.digest_of(found) == exported["params"]
+    assert weights_export.digest_of(found) == exported["params"]
     assert read_by_the_package(tmp_path / "b").keys() == flat(params).keys()
 
 
@@ -182,7 +182,9 @@ def test_a_bit_that_was_flipped_in_the_step_is_never_exported(tmp_path, capsys, 
     for number in range(20):
         damages.flip_bit(data, chance)
         out = tmp_path / str(number)
-        code = verbs.main(["checkpoints", "export", str(root), "--out", str(out)], usage="")
+        code = checkpoints_cli.main(
+            ["checkpoints", "export", str(root), "--out", str(out)], usage=""
+        )
         words = capsys.readouterr().err
         assert code in (0, 85), words
         assert (code == 85) == ("has another digest than was committed" in words), words
@@ -198,8 +200,8 @@ def test_a_bit_that_was_flipped_in_the_step_is_never_exported(tmp_path, capsys, 
 
 def test_what_is_read_back_as_something_else_gets_no_name(tmp_path, untied, monkeypatch):
     run_dir, cfg, _ = untied
-    commit = weights.committed(run_dir, step=None)
-    params = export.of_run(weights.from_run(run_dir, cfg.model, commit))
+    commit = weights_source.committed(run_dir, step=None)
+    params = weights_export.of_run(weights_source.from_run(run_dir, cfg.model, commit))
     honest = safetensors.write_file
 
     def write_with_a_bit_flipped(path, infos, contents):
@@ -210,12 +212,12 @@ def test_what_is_read_back_as_something_else_gets_no_name(tmp_path, untied, monk
 
     monkeypatch.setattr(safetensors, "write_file", write_with_a_bit_flipped)
     with pytest.raises((ConfigError, StorageUnavailable), match="other numbers"):
-        export.write(
+        weights_export.write(
             params,
             tmp_path / "out",
             names="llama",
             max_shard_bytes=10**9,
-            facts=weights.facts_of(cfg.model),
+            facts=weights_source.facts_of(cfg.model),
             about={},
             beside={},
         )
@@ -224,7 +226,7 @@ def test_what_is_read_back_as_something_else_gets_no_name(tmp_path, untied, monk
 
 def test_arrays_that_are_not_contiguous_are_written_as_they_are(tmp_path):
     array = np.arange(6, dtype=np.float32).reshape(2, 3).T[::-1]
-    info = weights.ArrayInfo("float32", array.shape)
+    info = weights_source.ArrayInfo("float32", array.shape)
     safetensors.write_file(tmp_path / "x.safetensors", {"a": info}, iter([("a", array)]))
     assert read_by_the_package(tmp_path)["a"].tolist() == array.tolist()
 
@@ -257,7 +259,7 @@ def test_a_step_that_is_pruned_while_it_is_exported_is_not_called_damaged(tmp_pa
     cfg = config()
     run_dir = run_of(tmp_path / "run", cfg, random_params(cfg.model), steps=(4, 8))
     log = RunLog(run_dir.log, attempt=1, last_seq=4, clock=SystemClock())
-    honest = export.write
+    honest = weights_export.write
 
     def write_late(params, out, **kwargs):
         log.append(Prune(steps=(4,)))
@@ -265,10 +267,10 @@ def test_a_step_that_is_pruned_while_it_is_exported_is_not_called_damaged(tmp_pa
         shutil.rmtree(path)
         return honest(params, out, **kwargs)
 
-    monkeypatch.setattr(export, "write", write_late)
+    monkeypatch.setattr(weights_export, "write", write_late)
     words = ["checkpoints", "export", str(run_dir.root), "--step", "4"]
     err = io.StringIO()
     with contextlib.redirect_stderr(err):
-        assert verbs.main(words, usage="") == 64
+        assert checkpoints_cli.main(words, usage="") == 64
     assert "step 4 is not committed (committed: 8)" in err.getvalue()
     assert list(run_dir.exports.iterdir()) == []

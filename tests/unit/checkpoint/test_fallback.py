@@ -13,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxres import verbs
-from jaxres.checkpoint import arrays, fallback, store
+from jaxres.checkpoint import checkpointer, orbax_io
+from jaxres.checkpoint import restore as checkpoint_restore
 from jaxres.checkpoint import restore as restoring
-from jaxres.events import Noted, StepQuarantined
+from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable
-from jaxres.rundir import RunDir
-from jaxres.runlog import Quarantine
-from jaxres.train.guarantee import BITWISE, guarantee
+from jaxres.runlog.events import Noted, StepQuarantined
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Quarantine
+from jaxres.train.reproducibility import BITWISE, guarantee
 from tests import damage
 from tests.promises.trainer import ROOT
 from tests.unit.checkpoint import conftest
@@ -129,7 +130,7 @@ def test_a_quarantined_step_is_evidence_that_no_sweep_takes_and_no_restart_reads
     assert commits(again) == [16, 17, 24]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        verbs.main(["checkpoints", "list", str(again.run_dir.root), "--json"], usage="")
+        checkpoints_cli.main(["checkpoints", "list", str(again.run_dir.root), "--json"], usage="")
     rows = [json.loads(row) for row in out.getvalue().splitlines()]
     assert [(row["step"], row["attempt"], row["status"]) for row in rows] == [
         (16, 1, "committed"),
@@ -144,13 +145,13 @@ def test_an_attempt_that_saves_a_step_again_gives_it_another_place(place):
     """As after a fallback, or a rollback, to an older step of the same attempt."""
     with place.checkpoints(keep_last=3) as checkpoints:
         for step in (8, 16):
-            checkpoints.save(state(step), store.Progress(step=step))
+            checkpoints.save(state(step), checkpointer.Progress(step=step))
             checkpoints.wait()
         largest(place.step_dir(16)).unlink()
         first = place.step_dir(16)
         found = checkpoints.restore(place.log.line(), like(state(8)), seconds=60)
         assert found.commit.step == 8
-        checkpoints.save(state(16), store.Progress(step=16))
+        checkpoints.save(state(16), checkpointer.Progress(step=16))
         checkpoints.wait()
     assert place.step_dir(16).name == f"{first.name}-2"
     assert first.exists()
@@ -160,7 +161,7 @@ def test_an_attempt_that_saves_a_step_again_gives_it_another_place(place):
 def test_a_flipped_bit_that_stock_orbax_restores_is_found_and_its_array_named(saved):
     spoil(saved, 24)
     stock = restoring.load(
-        saved.step_dir(24).absolute(), like(state(24)), arrays.reading_context(host=0)
+        saved.step_dir(24).absolute(), like(state(24)), orbax_io.reading_context(host=0)
     )
     assert not np.array_equal(stock["params"]["wide"], state(24)["params"]["wide"])
     found, _ = restore(saved)
@@ -234,7 +235,7 @@ def test_storage_that_does_not_answer_is_asked_again_and_never_quarantines(
 
     def load(*arguments):
         calls.append(arguments)
-        if len(calls) < fallback.TRIES + count:
+        if len(calls) < checkpoint_restore.TRIES + count:
             raise error
         return real(*arguments)
 
@@ -245,7 +246,7 @@ def test_storage_that_does_not_answer_is_asked_again_and_never_quarantines(
     calls, count = [], 1
     with pytest.raises(StorageUnavailable, match="Nothing was judged damaged"):
         restore(saved)
-    assert len(calls) == fallback.TRIES
+    assert len(calls) == checkpoint_restore.TRIES
     assert saved.log.line().quarantined == ()
 
 
@@ -327,7 +328,7 @@ def test_a_checkpoint_of_format_1_is_restored_and_the_guarantee_lowered(tmp_path
 
 
 def say(kind, what=""):
-    return fallback.Word(kind, what).encode()
+    return checkpoint_restore.Word(kind, what).encode()
 
 
 @pytest.mark.parametrize(
@@ -345,9 +346,9 @@ def say(kind, what=""):
 def test_the_lead_weighs_what_all_hosts_say_and_trusts_only_proof(saved, words, wanted):
     """In the last row the step is whole on storage: one host's word is not enough."""
     checkpoints = saved.checkpoints()
-    search = fallback.Search(
+    search = checkpoint_restore.Search(
         read=lambda commit: None,
-        examine=lambda commit: store.examine(checkpoints._dir_of(commit), commit),
+        examine=lambda commit: checkpointer.examine(checkpoints._dir_of(commit), commit),
         peers=checkpoints._peers,
         topic="t",
         seconds=60,
@@ -355,7 +356,7 @@ def test_the_lead_weighs_what_all_hosts_say_and_trusts_only_proof(saved, words, 
         clock=Clock(),
     )
     commit = saved.log.line().newest
-    word = fallback.Word.decode(search._decide(commit, words, fallback.TRIES))
+    word = checkpoint_restore.Word.decode(search._decide(commit, words, checkpoint_restore.TRIES))
     assert word.kind == wanted
     if wanted not in ("whole",):
         assert "host " in word.what

@@ -5,12 +5,12 @@ import shutil
 import jax
 import pytest
 
-from jaxres import runlog
-from jaxres.checkpoint import arrays, seal
+from jaxres.checkpoint import finalize, orbax_io
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import restore as restoring
 from jaxres.faults import StorageUnavailable
-from jaxres.rundir import RunDir
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
 from tests import damage
 from tests.unit.checkpoint import hosts
 from tests.unit.checkpoint.test_store import forgotten_tasks
@@ -23,7 +23,7 @@ def run_dir(written_by, tmp_path):
 
 
 def newest(run_dir):
-    commit = runlog.fold(runlog.read_records(run_dir.log)).newest
+    commit = run_log.fold(run_log.read_records(run_dir.log)).newest
     return (run_dir.root / commit.path).absolute(), commit
 
 
@@ -43,7 +43,7 @@ def test_damage_that_one_host_alone_reads_has_both_take_the_older_step(run_dir):
     flip(values_of(step_dir, 1), 9000)
     said = hosts.run(2, run_dir.root, "restore")
     assert ["restored 8" in words for words in said] == [True, True], said
-    ((_, decided),) = runlog.fold(runlog.read_records(run_dir.log)).quarantined
+    ((_, decided),) = run_log.fold(run_log.read_records(run_dir.log)).quarantined
     assert decided.step == 16
     assert "ocdbt.process_1" in decided.evidence
 
@@ -52,11 +52,11 @@ def test_damage_that_one_host_alone_reads_has_both_take_the_older_step(run_dir):
 def test_a_step_of_two_hosts_is_verified_onto_other_devices(run_dir, num_devices):
     step_dir, commit = newest(run_dir)
     wanted = hosts.like(jax.devices()[:num_devices])
-    found = restoring.restore(step_dir, commit, wanted, arrays.reading_context(host=0))
+    found = restoring.restore(step_dir, commit, wanted, orbax_io.reading_context(host=0))
     assert hosts.is_that_of(found.state, 16)
     flip(values_of(step_dir, 1), 9000)
     with pytest.raises(manifests.CheckpointDamaged, match="has other digests than were committed"):
-        restoring.restore(step_dir, commit, wanted, arrays.reading_context(host=0))
+        restoring.restore(step_dir, commit, wanted, orbax_io.reading_context(host=0))
 
 
 @forgotten_tasks
@@ -71,7 +71,7 @@ def test_no_damage_to_any_file_is_restored(run_dir):
             for _ in range((4 if len(data) > 16_000 else 1) if data else 0):
                 harm(path, chance)
                 try:
-                    context = arrays.reading_context(host=0)
+                    context = orbax_io.reading_context(host=0)
                     found = restoring.restore(step_dir, commit, hosts.like(), context)
                 except manifests.CheckpointDamaged:
                     pass
@@ -93,11 +93,11 @@ def test_no_damage_to_any_file_is_restored(run_dir):
 def test_digests_of_one_host_only_are_not_taken_for_those_of_all(run_dir):
     step_dir, commit = newest(run_dir)
     infos = manifests.read(step_dir, commit).arrays
-    whole = seal._array_digests(step_dir, infos)
+    whole = finalize._array_digests(step_dir, infos)
     assert whole == manifests.read(step_dir, commit).digests
     (step_dir / "digests" / "process_1.json").unlink()
     with pytest.raises(StorageUnavailable, match="no process has digested block"):
-        seal._array_digests(step_dir, infos)
+        finalize._array_digests(step_dir, infos)
 
 
 def test_a_part_that_reads_back_differently_refuses_the_step(run_dir):
@@ -110,4 +110,4 @@ def test_a_part_that_reads_back_differently_refuses_the_step(run_dir):
     at = text.index('"', text.index("]],", small)) + 1
     path.write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
     with pytest.raises(StorageUnavailable, match="small reads back differently"):
-        seal._array_digests(step_dir, infos)
+        finalize._array_digests(step_dir, infos)

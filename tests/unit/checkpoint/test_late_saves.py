@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from jaxres.checkpoint import flight
-from jaxres.events import SaveCommitted, SaveFailed, SaveSkipped, SaveStarted, SaveWaited
+from jaxres.checkpoint import commit_tracker
 from jaxres.faults import Stop, StorageUnavailable
+from jaxres.runlog.events import SaveCommitted, SaveFailed, SaveSkipped, SaveStarted, SaveWaited
 
 from .conftest import progress, state
 
@@ -19,7 +19,7 @@ def kinds(place):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(flight, "LEAST_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(commit_tracker, "LEAST_PATIENCE_SECONDS", 0.3)
 
 
 class Gate:
@@ -74,7 +74,7 @@ def test_after_a_refused_save_hardly_one_is_waited_for(place):
         checkpoints.save(state(16), progress(16), may_skip=True)
         began = checkpoints._clock.monotonic()
         checkpoints.save(state(24), progress(24), may_skip=True)
-        assert checkpoints._clock.monotonic() - began < flight.LEAST_PATIENCE_SECONDS
+        assert checkpoints._clock.monotonic() - began < commit_tracker.LEAST_PATIENCE_SECONDS
         gate.refuses = False
         gate.opened.set()
         checkpoints.save(state(32), progress(32))  # Not this one: it waits.

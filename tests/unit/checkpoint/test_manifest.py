@@ -3,12 +3,12 @@ import json
 
 import pytest
 
-from jaxres import sealed
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.blocks import ArrayInfo
+from jaxres.checkpoint.block_digests import ArrayInfo
 from jaxres.checkpoint.manifest import CheckpointDamaged, Manifest
 from jaxres.faults import StorageUnavailable
-from jaxres.runlog import Commit
+from jaxres.runlog.run_log import Commit
+from jaxres.storage import checksummed_json
 
 WHOLE = Manifest(
     step=8,
@@ -98,7 +98,7 @@ FIELDS = json.loads(WHOLE.encode())
     ],
 )
 def test_a_committed_manifest_that_is_none_of_this_version_is_named(step_dir, fields, why):
-    data = sealed.canonical_json(fields)
+    data = checksummed_json.canonical_json(fields)
     (step_dir / "MANIFEST.json").write_bytes(data)
     text = refused(step_dir, commit_of(data))
     assert text.startswith("MANIFEST.json can't be read")

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import pytest
 
-from jaxres.checkpoint.pace import Pace
+from jaxres.checkpoint.throttle import Pace
 from jaxres.clock import SystemClock
 from tests.unit.checkpoint.conftest import progress
 from tests.unit.checkpoint.test_fallback import state

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from jaxres import storage
-from jaxres.checkpoint import arrays, readback
 from jaxres.checkpoint import manifest as manifests
-from jaxres.events import SaveFailed
+from jaxres.checkpoint import orbax_io, readback
+from jaxres.cluster.host_group import Alone, Member
 from jaxres.faults import PeerLost
-from jaxres.hosts import Alone, Member
+from jaxres.runlog.events import SaveFailed
+from jaxres.storage import files
 from tests.unit.checkpoint.conftest import progress
 from tests.unit.checkpoint.test_fallback import largest, save, state
 from tests.unit.checkpoint.test_store import commits
@@ -18,13 +18,13 @@ from tests.unit.checkpoint.test_store import commits
 
 def spoil_after_orbax(monkeypatch, harm):
     """Has something happen to a step's files once Orbax has written them."""
-    real = arrays.settle
+    real = orbax_io.settle
 
     def settle(writing, step_dir, *, timeout):
         real(writing, step_dir, timeout=timeout)
         harm(step_dir)
 
-    monkeypatch.setattr(arrays, "settle", settle)
+    monkeypatch.setattr(orbax_io, "settle", settle)
 
 
 def flip(path):
@@ -68,13 +68,13 @@ def test_a_save_that_reads_back_differently_is_given_up_and_the_older_step_stays
 
 
 def test_every_file_is_dropped_from_memory_before_it_is_read_back(place, monkeypatch):
-    forgotten, real = [], storage.forget
+    forgotten, real = [], files.forget
 
     def forget(path):
         real(path)
         forgotten.append(path.name)
 
-    monkeypatch.setattr(storage, "forget", forget)
+    monkeypatch.setattr(files, "forget", forget)
     save(place, 8)
     manifest = manifests.load(place.step_dir(8), place.log.line().newest)
     assert {name.rpartition("/")[2] for name in manifest.files} <= set(forgotten)

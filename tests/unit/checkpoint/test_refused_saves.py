@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import runlog, storage
-from jaxres.checkpoint import arrays, retention, store
-from jaxres.events import Noted, SaveCommitted, SaveFailed, SaveStarted, StepsPruned
+from jaxres.checkpoint import checkpointer, orbax_io, retention
+from jaxres.cluster.host_group import Alone, Member
 from jaxres.faults import Continue, Exit, Stop, StorageUnavailable
-from jaxres.hosts import Alone, Member
-from jaxres.rundir import RunDir
+from jaxres.runlog import run_log
+from jaxres.runlog.events import Noted, SaveCommitted, SaveFailed, SaveStarted, StepsPruned
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
 from tests.promises.mounts import Namespace
 from tests.unit.checkpoint.conftest import claimed, like, progress, state
 from tests.unit.checkpoint.test_store import assert_equal, commits, restore
@@ -58,13 +59,13 @@ def test_a_disk_without_room_is_not_written_to_and_saving_recovers(disk, place_o
     with place_on.checkpoints() as checkpoints:
         try_save(checkpoints, 8)
         ballast = namespace.fill(folder, but_bytes=2 * MIB)
-        free = storage.free_bytes(place_on.run_dir.root)
+        free = files.free_bytes(place_on.run_dir.root)
         for number, step in enumerate((16, 24), start=1):
             try_save(checkpoints, step)
             assert checkpoints.saved_step == checkpoints.committed_step == 8
             assert failed(place_on)[-1].failures == number
             assert "no space left: a save needs" in failed(place_on)[-1].reason
-        assert storage.free_bytes(place_on.run_dir.root) == free
+        assert files.free_bytes(place_on.run_dir.root) == free
         assert commits(place_on) == [8]
         assert steps_there(place_on) == ["00000008-0001"]
         ballast.unlink()
@@ -81,10 +82,10 @@ def test_a_save_that_finds_the_disk_full_leaves_nothing_and_the_very_next_one_wo
 ):
     """As by a quota, of which the free space does not tell; wherever in the save the end comes."""
     namespace, folder = disk
-    monkeypatch.setattr(storage, "free_bytes", lambda folder: 10**12)
+    monkeypatch.setattr(files, "free_bytes", lambda folder: 10**12)
     with place_on.checkpoints() as checkpoints:
         try_save(checkpoints, 8)
-        before = {n: size for n, size in storage.sizes(place_on.run_dir.root).items() if size}
+        before = {n: size for n, size in files.sizes(place_on.run_dir.root).items() if size}
         ballast = namespace.fill(folder, but_bytes=room * 4096)
         try_save(checkpoints, 16)
         counts = len(failed(place_on)) == 0
@@ -92,9 +93,7 @@ def test_a_save_that_finds_the_disk_full_leaves_nothing_and_the_very_next_one_wo
         if not counts:
             # TensorStore's other writes end after the one that has failed; one may leave an empty
             # lock file behind the sweep, which the next save's takes.
-            left = {
-                name: size for name, size in storage.sizes(place_on.run_dir.root).items() if size
-            }
+            left = {name: size for name, size in files.sizes(place_on.run_dir.root).items() if size}
             assert left == before, "something was left behind"
             assert "No space left" in failed(place_on)[0].reason.replace("no space", "No space")
         ballast.unlink()
@@ -115,13 +114,13 @@ def test_that_many_failed_saves_in_a_row_call_for_a_stop_and_a_commit_ends_the_r
     with place.checkpoints() as checkpoints:
         for step in (8, 16):
             with monkeypatch.context() as full:
-                full.setattr(storage, "free_bytes", lambda folder: 0)
+                full.setattr(files, "free_bytes", lambda folder: 0)
                 try_save(checkpoints, step)
                 try_save(checkpoints, step + 1)
                 assert checkpoints.verdict() == Continue()
             try_save(checkpoints, step + 2)
         with monkeypatch.context() as full:
-            full.setattr(storage, "free_bytes", lambda folder: 0)
+            full.setattr(files, "free_bytes", lambda folder: 0)
             for step in (24, 25, 26):
                 assert checkpoints.verdict() == Continue()
                 try_save(checkpoints, step)
@@ -143,7 +142,7 @@ def test_metrics_lines_that_cannot_be_written_fail_the_save(place):
 def test_a_record_that_could_not_be_written_is_a_failed_save(place, monkeypatch):
     with place.checkpoints() as checkpoints:
         with monkeypatch.context() as full:
-            full.setattr(runlog.storage, "create", refuse)
+            full.setattr(run_log.storage, "create", refuse)
             try_save(checkpoints, 8)
         assert [event.step for event in failed(place)] == [8]
         assert steps_there(place) == []
@@ -153,7 +152,7 @@ def test_a_record_that_could_not_be_written_is_a_failed_save(place, monkeypatch)
 
 def test_a_record_that_stands_though_storage_said_no_makes_its_step_count(place, monkeypatch):
     """Its name is there and only the folder's fsync has failed: the step must not be deleted."""
-    real, sync_dir = storage.create, storage.sync_dir
+    real, sync_dir = files.create, files.sync_dir
 
     def create_then_fail(path, data):
         real(path, data)
@@ -164,12 +163,12 @@ def test_a_record_that_stands_though_storage_said_no_makes_its_step_count(place,
 
     with place.checkpoints() as checkpoints:
         with monkeypatch.context() as half:
-            half.setattr(runlog.storage, "create", create_then_fail)
+            half.setattr(run_log.storage, "create", create_then_fail)
             try_save(checkpoints, 8)
         assert checkpoints.committed_step == 8
         with monkeypatch.context() as away:
-            away.setattr(runlog.storage, "create", create_then_fail)
-            away.setattr(runlog.storage, "sync_dir", refuse_log)
+            away.setattr(run_log.storage, "create", create_then_fail)
+            away.setattr(run_log.storage, "sync_dir", refuse_log)
             try_save(checkpoints, 16)
             assert checkpoints.committed_step == 8, "not called committed before it is durable"
             assert "00000016-0001" in steps_there(place)
@@ -185,7 +184,7 @@ def test_a_prune_that_fails_fails_no_save_and_is_tried_again(place, monkeypatch)
     real = place.log.append
 
     def append(body):
-        if isinstance(body, runlog.Prune):
+        if isinstance(body, run_log.Prune):
             raise StorageUnavailable("no room for the prune record")
         return real(body)
 
@@ -213,7 +212,7 @@ def test_a_deletion_that_fails_fails_no_save_and_is_tried_again(place, monkeypat
         try_save(checkpoints, 8)
         with monkeypatch.context() as stuck:
             stuck.setattr(retention.storage, "delete_tree", busy)
-            stuck.setattr(store.storage, "delete_tree", lambda folder: None)
+            stuck.setattr(checkpointer.storage, "delete_tree", lambda folder: None)
             stuck.setattr(retention, "storage", _Busy(busy))
             try_save(checkpoints, 16)
         assert commits(place) == [8, 16]
@@ -230,7 +229,7 @@ class _Busy:
         self.delete_tree = busy
 
     def __getattr__(self, name):
-        return getattr(storage, name)
+        return getattr(files, name)
 
 
 def test_what_a_failed_save_could_not_delete_does_not_bar_the_retry(place, monkeypatch):
@@ -250,10 +249,10 @@ def test_no_step_is_taken_for_dead_because_storage_hides_its_record(place, monke
     with place.checkpoints(keep_last=3) as checkpoints:
         try_save(checkpoints, 8)
         try_save(checkpoints, 16)
-        whole = runlog.read_records(place.run_dir.log)
+        whole = run_log.read_records(place.run_dir.log)
         with monkeypatch.context() as away:
-            away.setattr(runlog, "read_records", lambda folder: whole[:left])
-            away.setattr(storage, "free_bytes", lambda folder: 0)
+            away.setattr(run_log, "read_records", lambda folder: whole[:left])
+            away.setattr(files, "free_bytes", lambda folder: 0)
             try_save(checkpoints, 24)
         assert steps_there(place) == ["00000008-0001", "00000016-0001"]
         assert any(
@@ -265,7 +264,7 @@ def test_no_step_is_taken_for_dead_because_storage_hides_its_record(place, monke
 
 def test_a_record_is_not_given_up_while_the_log_is_away(place, monkeypatch):
     """It may stand there: what it names must not be deleted before that is known."""
-    real, log = storage.create, place.run_dir.log
+    real, log = files.create, place.run_dir.log
 
     def create_and_vanish(path, data):
         real(path, data)
@@ -274,7 +273,7 @@ def test_a_record_is_not_given_up_while_the_log_is_away(place, monkeypatch):
 
     with place.checkpoints() as checkpoints:
         with monkeypatch.context() as half:
-            half.setattr(runlog.storage, "create", create_and_vanish)
+            half.setattr(run_log.storage, "create", create_and_vanish)
             try_save(checkpoints, 8)
         assert checkpoints.committed_step == 0
         assert steps_there(place) == ["00000008-0001"]
@@ -301,16 +300,16 @@ def test_storage_that_stays_silent_calls_for_a_stop_and_holds_nobody(place):
 
 
 def test_beside_an_orbax_that_is_still_writing_no_second_snapshot_is_taken(place, monkeypatch):
-    real, over = arrays.settle, []
+    real, over = orbax_io.settle, []
 
     def too_slow(response, step_dir, *, timeout):
         real(response, step_dir, timeout=timeout)
         raise StorageUnavailable("it took too long")
 
     with place.checkpoints() as checkpoints:
-        monkeypatch.setattr(arrays.Writing, "is_over", lambda writing: bool(over))
+        monkeypatch.setattr(orbax_io.Writing, "is_over", lambda writing: bool(over))
         with monkeypatch.context() as slow:
-            slow.setattr(arrays, "settle", too_slow)
+            slow.setattr(orbax_io, "settle", too_slow)
             try_save(checkpoints, 8)
         try_save(checkpoints, 16)
         assert "still being written" in checkpoints.why_not_committed
@@ -327,9 +326,9 @@ def test_a_save_that_orbax_itself_has_given_up_is_over():
         def result(self, timeout=None):
             raise TimeoutError("Timeout waiting at barrier")
 
-    writing = arrays.Writing(Response())
+    writing = orbax_io.Writing(Response())
     with pytest.raises(StorageUnavailable, match="Timeout waiting at barrier"):
-        arrays.settle(writing, Path("step"), timeout=10)
+        orbax_io.settle(writing, Path("step"), timeout=10)
     assert writing.is_over()
 
 
@@ -350,7 +349,7 @@ def test_what_another_host_could_not_write_is_told_and_its_row_of_failures_ends(
     with checkpoints:
         told.append("host 1: no space left")
         with monkeypatch.context() as failing:
-            failing.setattr(arrays, "settle", in_vain)
+            failing.setattr(orbax_io, "settle", in_vain)
             try_save(checkpoints, 8)
         assert checkpoints.why_not_committed == "host 1: no space left; refused"
         try_save(checkpoints, 16)
@@ -358,13 +357,13 @@ def test_what_another_host_could_not_write_is_told_and_its_row_of_failures_ends(
     assert commits(place) == [16]
 
 
-@pytest.mark.parametrize(("word", "counts"), [(store.COUNTS, True), ("host 0: full", False)])
+@pytest.mark.parametrize(("word", "counts"), [(checkpointer.COUNTS, True), ("host 0: full", False)])
 def test_a_step_counts_on_a_follower_when_the_lead_says_so(place, word, counts):
     class Follower(Alone):
         member = Member(host=1, num_hosts=2)
 
         def same(self, topic, decide, *, seconds):
-            return word if topic.startswith("saved/") else f"{store.BEGIN}00000008-0001"
+            return word if topic.startswith("saved/") else f"{checkpointer.BEGIN}00000008-0001"
 
     place.run_dir.checkpoints.mkdir()
     checkpoints = place.checkpoints()

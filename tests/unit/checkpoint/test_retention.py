@@ -4,7 +4,7 @@ import random
 import pytest
 
 from jaxres.checkpoint.retention import DAY_SECONDS, Step, plan, step_name, sweep
-from jaxres.config.saving import KeepSection
+from jaxres.config.schema_operations import KeepSection
 
 HOUR = 3600.0
 MONDAY = 4 * DAY_SECONDS

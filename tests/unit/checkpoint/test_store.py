@@ -16,20 +16,15 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from jaxres import runlog, verbs
-from jaxres.checkpoint import arrays
 from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint import orbax_io
 from jaxres.checkpoint import restore as restoring
-from jaxres.checkpoint.digest import content_digest
-from jaxres.events import (
-    SaveCommitted,
-    SaveFailed,
-    SaveStarted,
-    SaveWaited,
-    StepsPruned,
-)
+from jaxres.checkpoint.content_digest import content_digest
+from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.faults import ConfigError, Exit, Fenced, StorageUnavailable, Unrestorable
-from jaxres.runlog import Commit, Prune
+from jaxres.runlog import run_log
+from jaxres.runlog.events import SaveCommitted, SaveFailed, SaveStarted, SaveWaited, StepsPruned
+from jaxres.runlog.run_log import Commit, Prune
 from tests.unit.checkpoint.conftest import like, progress, sharding, state
 
 
@@ -55,7 +50,7 @@ def commits(place):
 def restore(place, commit, wanted):
     """Restores one step, and looks at nothing else."""
     step_dir = (place.run_dir.root / commit.path).absolute()
-    found = restoring.restore(step_dir, commit, wanted, arrays.reading_context(host=0))
+    found = restoring.restore(step_dir, commit, wanted, orbax_io.reading_context(host=0))
     return found.state, found.progress
 
 
@@ -264,7 +259,7 @@ def test_what_a_failed_save_left_is_swept_by_the_next_attempt_and_commits_stay(p
 class WatchedLog:
     """A log that notes which step directories stand when a record is written."""
 
-    log: runlog.RunLog
+    log: run_log.RunLog
     folder: object
     standing: dict = dataclasses.field(default_factory=dict)
 
@@ -429,7 +424,7 @@ def test_stock_orbax_reads_a_committed_step(place):
 def verb(*words):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = verbs.main(words, usage="")
+        code = checkpoints_cli.main(words, usage="")
     return code, out.getvalue(), err.getvalue()
 
 
@@ -461,6 +456,6 @@ def test_a_copied_step_directory_has_the_same_digest(place, tmp_path):
 @pytest.mark.parametrize("twin", [{"a/b": 0}, {"a.b": 0}])
 def test_two_arrays_that_would_be_stored_as_one_are_refused(twin):
     leaf = jax.ShapeDtypeStruct((), jnp.int32)
-    assert len(arrays.array_infos({"a": {"b": leaf}, "a_b": leaf})) == 2
+    assert len(orbax_io.array_infos({"a": {"b": leaf}, "a_b": leaf})) == 2
     with pytest.raises(ConfigError, match="would be stored as one: a/b and a"):
-        arrays.array_infos({"a": {"b": leaf}, **dict.fromkeys(twin, leaf)})
+        orbax_io.array_infos({"a": {"b": leaf}, **dict.fromkeys(twin, leaf)})

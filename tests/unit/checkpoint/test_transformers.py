@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxres.checkpoint import export
+from jaxres.checkpoint import weights_export
 from tests.unit.checkpoint.llama_run import config, logits, random_params, run_of
 from tests.unit.checkpoint.test_export import TOKENS, told
 
@@ -36,5 +36,7 @@ def test_transformers_computes_the_same_logits(tmp_path, capsys, tie_embeddings,
     there = np.load(tmp_path / "logits.npy")
     # Two implementations in float32: measured 1e-6.
     assert np.abs(logits(cfg.model, params, TOKENS) - there).max() < 2e-5
-    found, _ = export.of_folder(tmp_path / "back")
-    assert export.digest_of(found) == exported["params"], "as transformers saves it, it comes back"
+    found, _ = weights_export.of_folder(tmp_path / "back")
+    assert weights_export.digest_of(found) == exported["params"], (
+        "as transformers saves it, it comes back"
+    )

@@ -9,12 +9,13 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
-from jaxres import runlog, verbs
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import readback, verify
 from jaxres.checkpoint.manifest import CheckpointDamaged
+from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.faults import Exit, StorageUnavailable
-from jaxres.rundir import RunDir
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
 from tests import damage as damages
 from tests.promises.trainer import ROOT
 from tests.unit.checkpoint import hosts
@@ -35,7 +36,7 @@ def run_dir(written, tmp_path):
 
 
 def commit_at(run_dir, step):
-    line = runlog.fold(runlog.read_records(run_dir.log))
+    line = run_log.fold(run_log.read_records(run_dir.log))
     (commit,) = [commit for commit in line.committed if commit.step == step]
     return run_dir.root / commit.path, commit
 
@@ -43,7 +44,7 @@ def commit_at(run_dir, step):
 def verb(*words):
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = verbs.main(["checkpoints", *map(str, words)], usage="")
+        code = checkpoints_cli.main(["checkpoints", *map(str, words)], usage="")
     return code, out.getvalue(), err.getvalue()
 
 

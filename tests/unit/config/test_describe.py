@@ -2,7 +2,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from jaxres.config import describe, dump_yaml, load, load_recorded
-from jaxres.config.fields import Leaf, leaves
+from jaxres.config.schema_fields import Leaf, leaves
 
 from .conftest import Write
 

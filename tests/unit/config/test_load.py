@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxres.config import dump_yaml, load, load_recorded
-from jaxres.config.optimizer import AdamwOptimizer, LinearSchedule, SgdOptimizer
 from jaxres.config.schema import GptModel, MlpModel
+from jaxres.config.schema_training import AdamwOptimizer, LinearSchedule, SgdOptimizer
 from jaxres.faults import ConfigError, Exit, UsageError
 
 from .conftest import MINIMAL, Write

@@ -12,11 +12,11 @@ from jaxres.config import (
     free_changes,
     load,
     load_recorded,
-    loss_scale,
     run_dir,
+    schema_training,
     trajectory,
 )
-from jaxres.config.fields import is_free, leaves
+from jaxres.config.schema_fields import is_free, leaves
 from jaxres.faults import ConfigError, Exit
 
 from .conftest import MINIMAL, Write
@@ -241,7 +241,7 @@ def test_the_rate_after_rollbacks_belongs_to_the_trajectory_and_none_leaves_old_
 def test_a_loss_scale_belongs_to_the_trajectory_where_there_is_one(write: Write):
     plain, half = config(write), config(write, "model.compute_dtype=float16")
     scale = half.train.loss_scale
-    assert (loss_scale(plain), loss_scale(half)) == (None, scale)
+    assert (schema_training(plain), schema_training(half)) == (None, scale)
     for word in ("first=4096", "grow_every_steps=9", "when=never"):
         assert digest(config(write, f"train.loss_scale.{word}")) == digest(plain)
     other = config(write, "model.compute_dtype=float16", "train.loss_scale.first=4096")
@@ -249,5 +249,5 @@ def test_a_loss_scale_belongs_to_the_trajectory_where_there_is_one(write: Write)
     always = config(write, "model.compute_dtype=float16", "train.loss_scale.when=always")
     assert digest(always) == digest(half) != digest(other)
     never = config(write, "model.compute_dtype=float16", "train.loss_scale.when=never")
-    assert loss_scale(never) is None
+    assert schema_training(never) is None
     assert digest(never) != digest(half)

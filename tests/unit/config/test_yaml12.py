@@ -2,18 +2,18 @@ from typing import Any
 
 import pytest
 
-from jaxres.config import yaml12
+from jaxres.config import yaml
 
 
 def read(text: str) -> Any:
-    node, problems = yaml12.parse(text, lambda line: f"x:{line + 1}")
+    node, problems = yaml.parse(text, lambda line: f"x:{line + 1}")
     assert not problems, problems
     assert node is not None
-    return yaml12.plain(node)
+    return yaml.plain(node)
 
 
 def problems_of(text: str) -> list[str]:
-    return [p.line() for p in yaml12.parse(text, lambda line: f"x:{line + 1}")[1]]
+    return [p.line() for p in yaml.parse(text, lambda line: f"x:{line + 1}")[1]]
 
 
 @pytest.mark.parametrize(
@@ -105,5 +105,5 @@ def test_what_can_not_be_read_is_refused_with_its_line(text: str, line: str):
     ],
 )
 def test_what_is_dumped_reads_back_the_same(value: Any):
-    text = yaml12.dump({"key": value})
+    text = yaml.dump({"key": value})
     assert repr(read(text)["key"]) == repr(value), text

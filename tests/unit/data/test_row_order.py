@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from jaxres.data.order import (
+from jaxres.data.batching import batch_at
+from jaxres.data.shuffle import (
     batches_at,
     epoch_keys,
     left_out,
@@ -10,7 +11,6 @@ from jaxres.data.order import (
     rows_at,
     sample_digest,
 )
-from jaxres.data.rows import batch_at
 
 SIZES = [*range(1, 40), 63, 64, 65, 99, 100, 101, 1000, 1797, 4096, 10_007]
 

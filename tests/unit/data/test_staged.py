@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxres import gcs, storage
 from jaxres.config.schema import DataSection, TextSource, TokensSource
-from jaxres.data import dataset, open_dataset, staged, write_tokens
+from jaxres.data import dataset, download_cache, open_dataset, write_tokens
 from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.place import BucketPath
+from jaxres.storage import files, gcs_client
+from jaxres.storage.path import BucketPath
 from tests.emulators.gcs import GcsServer
 
 TEXTS = {f"part/{n:02d}.txt": f"text number {n} ".encode() * 200 for n in range(6)}
@@ -25,7 +25,7 @@ TEXTS = {f"part/{n:02d}.txt": f"text number {n} ".encode() * 200 for n in range(
 def corpus(gcs_bucket: str) -> BucketPath:
     folder = BucketPath(gcs_bucket, "corpora/small")
     for name, data in TEXTS.items():
-        storage.replace(folder / name, data)
+        files.replace(folder / name, data)
     return folder
 
 
@@ -67,19 +67,19 @@ def test_a_changed_object_alone_is_fetched_anew_and_tells_by_the_fingerprint(
     corpus: BucketPath, tmp_path: Path, asked: GcsServer
 ) -> None:
     first = open_dataset(text(corpus, tmp_path))
-    storage.replace(corpus / "part/03.txt", b"another text")
+    files.replace(corpus / "part/03.txt", b"another text")
     second = open_dataset(text(corpus, tmp_path))
     assert second.fingerprint != first.fingerprint
     assert len(list(reads(asked))) == len(TEXTS) + 1
 
 
 def test_one_object_and_a_token_folder_are_copied_too(corpus: BucketPath, tmp_path: Path) -> None:
-    alone = staged.local(text(corpus / "part/01.txt", tmp_path), progress=dataset.silent)
+    alone = download_cache.local(text(corpus / "part/01.txt", tmp_path), progress=dataset.silent)
     assert isinstance(alone, TextSource)
     assert Path(alone.path).read_bytes() == TEXTS["part/01.txt"]
     write_tokens(tmp_path / "tokens", [list(range(100))] * 3, vocab_size=100, tokenizer="none")
     for path in (tmp_path / "tokens").iterdir():
-        storage.replace(corpus.parent / "tokens" / path.name, path.read_bytes())
+        files.replace(corpus.parent / "tokens" / path.name, path.read_bytes())
     here = DataSection(source=TokensSource(path=tmp_path / "tokens"), seq_len=8)
     there = DataSection(
         source=TokensSource(path=corpus.parent / "tokens"), seq_len=8, cache_dir=tmp_path
@@ -135,11 +135,11 @@ def test_a_copy_that_was_killed_goes_on_and_starters_do_not_harm_each_other(
 
 
 def test_a_copy_that_was_cut_is_made_anew(corpus: BucketPath, tmp_path: Path) -> None:
-    found = staged.local(text(corpus, tmp_path), progress=dataset.silent)
+    found = download_cache.local(text(corpus, tmp_path), progress=dataset.silent)
     assert isinstance(found, TextSource)
     cut = Path(found.path, "part/02.txt")
     cut.write_bytes(b"cut")
-    again = staged.local(text(corpus, tmp_path), progress=dataset.silent)
+    again = download_cache.local(text(corpus, tmp_path), progress=dataset.silent)
     assert again == found
     assert cut.read_bytes() == TEXTS["part/02.txt"]
 
@@ -162,7 +162,7 @@ def test_what_may_not_be_read_is_one_error(
 def test_a_bucket_that_is_away_is_unavailable(
     corpus: BucketPath, tmp_path: Path, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gcs, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(gcs_client, "LIMIT_SECONDS", 1.0)
     gcs_server.fail("503", times=None, path="alt=media")
     with pytest.raises(StorageUnavailable, match="has not answered"):
         open_dataset(text(corpus, tmp_path))
@@ -199,7 +199,7 @@ def _fill(corpus: str, cache: Path) -> None:
 
 
 def test_names_that_no_file_can_have_are_one_error(corpus: BucketPath, tmp_path: Path) -> None:
-    storage.replace(BucketPath(corpus.bucket, f"{corpus.key}/../up.txt"), b"x")
+    files.replace(BucketPath(corpus.bucket, f"{corpus.key}/../up.txt"), b"x")
     with pytest.raises(ConfigError, match="no file can have this name"):
         open_dataset(text(corpus, tmp_path))
     found = open_dataset(text(corpus, tmp_path, exclude=("../*",)))

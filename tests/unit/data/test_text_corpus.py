@@ -14,7 +14,7 @@ import pytest
 from jaxres.config.schema import DataSection, TextSource
 from jaxres.data import open_dataset
 from jaxres.data.text import list_files
-from jaxres.data.tokens import open_tokens
+from jaxres.data.token_folder import open_tokens
 from jaxres.faults import ConfigError, StorageUnavailable
 
 ROOT = Path(__file__).parents[3]

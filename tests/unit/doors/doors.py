@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 from jaxres.clock import SystemClock
-from jaxres.doors.rollcall import Follower, Lead
-from jaxres.doors.words import Announcement, Farewell, Hello, Here, Lost, Over, Verdict
+from jaxres.cluster.detect import Address
+from jaxres.cluster.messages import Announcement, Farewell, Hello, Here, Lost, Over, Verdict
+from jaxres.cluster.rendezvous import Follower, Lead
 from jaxres.faults import TypedEnd
-from jaxres.membership import Address
 
 CLOCK = SystemClock()
 LIMITS = {"join_seconds": 20.0, "heartbeat_seconds": 10.0, "clock": CLOCK}

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from jaxres.clock import Awake
-from jaxres.doors.channels import Peers
-from jaxres.doors.wire import MAX_UNSENT_BYTES, Wire
-from jaxres.doors.words import (
+from jaxres.cluster.connection import MAX_UNSENT_BYTES, Wire
+from jaxres.cluster.detect import Address
+from jaxres.cluster.messages import (
     MAX_BYTES,
     Farewell,
     Go,
@@ -27,7 +27,7 @@ from jaxres.doors.words import (
     encode,
     fields_of,
 )
-from jaxres.membership import Address
+from jaxres.cluster.peer_connections import Peers
 from tests.unit.doors.doors import (
     ATTEMPT,
     CLOCK,

@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 
-from jaxres.doors import channels, rollcall, wire
-from jaxres.doors.rollcall import Follower
-from jaxres.doors.wire import connect, reserve_port
-from jaxres.doors.words import MAX_BYTES, Lost, Verdict, encode
+from jaxres.cluster import connection, peer_connections, rendezvous
+from jaxres.cluster.connection import connect, reserve_port
+from jaxres.cluster.detect import Address
+from jaxres.cluster.messages import MAX_BYTES, Lost, Verdict, encode
+from jaxres.cluster.rendezvous import Follower
 from jaxres.faults import ConfigError, Exit, Fenced, PeerLost, Preempted, Stopped, TypedEnd
-from jaxres.membership import Address
 from tests.unit.doors.doors import (
     ATTEMPT,
     LIMITS,
@@ -93,7 +93,7 @@ def test_absent_host_is_named_and_those_that_came_are_told(address):
     ],
 )
 def test_host_that_differs_ends_all_with_one_message(address, other, words, monkeypatch):
-    monkeypatch.setattr(rollcall, "BYSTANDERS_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "BYSTANDERS_SECONDS", 0.1)
     said = replace(hello(1), **other)
     ends = together(partial(begin, address), partial(follow, address, said))
     who = f"host {said.host} (node1, pid 1001)"
@@ -169,7 +169,7 @@ def test_host_that_died_while_the_roll_is_called_may_come_again(address):
 
 
 def test_taken_port_is_one_clear_error(address, monkeypatch):
-    monkeypatch.setattr(wire, "BIND_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "BIND_SECONDS", 0.2)
     with socket.socket() as other:
         other.bind((address.host, address.port))
         other.listen()
@@ -181,7 +181,7 @@ def test_taken_port_is_one_clear_error(address, monkeypatch):
 
 
 def test_port_that_is_taken_on_one_interface_only_is_taken(address, monkeypatch):
-    monkeypatch.setattr(wire, "BIND_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "BIND_SECONDS", 0.2)
     with socket.create_server((address.host, address.port)):
         everywhere = Address("node0.example", address.port)
         with pytest.raises(ConfigError, match="has this port"), lead(everywhere):
@@ -200,7 +200,7 @@ def test_lead_listens_on_all_interfaces_whatever_its_name_means_to_itself(
 
 
 def test_second_lead_does_not_share_the_port(address, monkeypatch):
-    monkeypatch.setattr(wire, "BIND_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "BIND_SECONDS", 0.2)
     with lead(address), pytest.raises(ConfigError, match="has this port"), lead(address):
         raise AssertionError
 
@@ -238,7 +238,7 @@ def test_stranger_at_the_port_is_dropped_and_nothing_else_happens(address, data)
 
 
 def test_who_says_its_hello_too_slowly_is_dropped(address, monkeypatch):
-    monkeypatch.setattr(channels, "HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(peer_connections, "HELLO_SECONDS", 0.3)
     with lead(address) as leading:
         gathering = threading.Thread(target=partial(together, leading.gather), daemon=True)
         gathering.start()
@@ -257,7 +257,7 @@ def test_who_says_its_hello_too_slowly_is_dropped(address, monkeypatch):
 
 
 def test_crowd_of_strangers_is_bounded(address, monkeypatch):
-    monkeypatch.setattr(channels, "ROOM_FOR_STRANGERS", 4)
+    monkeypatch.setattr(peer_connections, "ROOM_FOR_STRANGERS", 4)
 
     def crowd():
         strangers = [dial(address) for _ in range(20)]

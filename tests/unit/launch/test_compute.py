@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from jaxres.launch.compute import Compute, ServiceSilent
+from jaxres.launch.desired_state import Creation, Vm
 from jaxres.launch.gce import ENDPOINT, compute_of
-from jaxres.launch.intent import Creation, Vm
-from jaxres.launch.machine import Machine
-from jaxres.launch.sight import Refused
+from jaxres.launch.gce_api import Compute, ServiceSilent
+from jaxres.launch.instance_spec import Machine
+from jaxres.launch.observed_state import Refused
 from tests.emulators.gce import GceEmulator
 from tests.unit.launch.gce_config import config
 

@@ -9,13 +9,12 @@ import pytest
 
 from jaxres.faults import Exit
 from jaxres.launch import reconcile
-from jaxres.launch.intent import Creation, End, Intent, Member, Vm
-from jaxres.launch.leader import longest_wait
-from jaxres.launch.placing import ABSENT_SECONDS
+from jaxres.launch.controller import longest_wait
+from jaxres.launch.desired_state import Creation, End, Intent, Member, Vm
+from jaxres.launch.observed_state import HOST_ERROR, Log, Observed, Refused, Report, Seen
+from jaxres.launch.provisioning import ABSENT_SECONDS
 from jaxres.launch.reconcile import LOST_REQUEST_SECONDS, to_delete
-from jaxres.launch.report import Report
-from jaxres.launch.sight import HOST_ERROR, Log, Observed, Refused, Seen
-from jaxres.runlog import Commit, Record
+from jaxres.runlog.run_log import Commit, Record
 from tests.unit.launch.gce_config import config
 
 NOW = 1.7e9

@@ -2,8 +2,17 @@
 
 import pytest
 
-from jaxres.config.gce import Rung, SpotRung, StandardRung
-from jaxres.launch.ladder import JITTER, NEVER, Cooling, Site, Trouble, choose, cooled, sites
+from jaxres.config.schema_gce import Rung, SpotRung, StandardRung
+from jaxres.launch.capacity_options import (
+    JITTER,
+    NEVER,
+    Cooling,
+    Site,
+    Trouble,
+    choose,
+    cooled,
+    sites,
+)
 
 A, B = "us-central1-a", "us-east4-a"
 LADDER: tuple[Rung, ...] = (

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from jaxres import bucket, gcs
 from jaxres.faults import Fenced, StorageUnavailable
-from jaxres.launch.intent import Intent, Record
+from jaxres.launch.desired_state import Intent, Record
 from jaxres.launch.lease import PATIENCE, Lease
-from jaxres.place import BucketPath
+from jaxres.storage import gcs_client, gcs_objects
+from jaxres.storage.path import BucketPath
 from tests.emulators.gcs import GcsServer
 
 RACERS = 3
@@ -32,7 +32,7 @@ class Hands:
 
 @pytest.fixture
 def path(gcs_bucket: str, monkeypatch: pytest.MonkeyPatch) -> BucketPath:
-    monkeypatch.setattr(gcs, "PAUSE_SECONDS", (0.001, 0.004))
+    monkeypatch.setattr(gcs_client, "PAUSE_SECONDS", (0.001, 0.004))
     return BucketPath(gcs_bucket, "run/launch/lease.json")
 
 
@@ -114,7 +114,7 @@ def test_a_renewal_whose_every_answer_was_lost_is_found_by_the_next(
     assert lease.acquire()
     hands.now += TERM / 2
     with monkeypatch.context() as patch:
-        patch.setattr(gcs, "LIMIT_SECONDS", 0.02)
+        patch.setattr(gcs_client, "LIMIT_SECONDS", 0.02)
         fault = gcs_server.fail("503 after", method="POST", times=None)
         with pytest.raises(StorageUnavailable):
             lease.renew()
@@ -133,7 +133,7 @@ def test_a_holder_counts_from_before_its_write_and_a_waiter_from_after_its_read(
     """However long the bucket takes, the holder's term is over before anybody else's begins."""
     hands = Hands()
     slow, other = leases(path, hands)
-    write, read_at = bucket.write, bucket.read_at
+    write, read_at = gcs_objects.write, gcs_objects.read_at
 
     def late(seconds: float, call: Callable[..., object]) -> Callable[..., object]:
         def run(*words: object, **more: object) -> object:
@@ -145,13 +145,13 @@ def test_a_holder_counts_from_before_its_write_and_a_waiter_from_after_its_read(
         return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(bucket, "write", late(0.4 * TERM, write))
+        patch.setattr(gcs_objects, "write", late(0.4 * TERM, write))
         assert slow.acquire()
     assert slow.held()
     hands.now += 0.2 * TERM
     assert not slow.held(), "it counts from after its write"
     with monkeypatch.context() as patch:
-        patch.setattr(bucket, "read_at", late(TERM, read_at))
+        patch.setattr(gcs_objects, "read_at", late(TERM, read_at))
         assert not other.acquire()
     assert not other.acquire()
     hands.now += 1.4 * TERM
@@ -207,7 +207,7 @@ def test_a_write_of_the_intent_whose_answers_were_lost_is_no_other_launchers(
     record = Record(path.with_name("intent.json"))
     intent = record.write(Intent("jx-run", "c", "d"), epoch=1)
     with monkeypatch.context() as patch:
-        patch.setattr(gcs, "LIMIT_SECONDS", 0.02)
+        patch.setattr(gcs_client, "LIMIT_SECONDS", 0.02)
         fault = gcs_server.fail("503 after", method="POST", times=None)
         with pytest.raises(StorageUnavailable):
             record.write(replace(intent, why="first"), epoch=1)
@@ -259,7 +259,7 @@ def test_a_wall_clock_set_back_or_forth_changes_nothing(
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b'{"holder": 1}'])
 def test_what_is_no_lease_is_told_and_is_not_taken(path: BucketPath, data: bytes) -> None:
-    bucket.write(path, data, over=0)
+    gcs_objects.write(path, data, over=0)
     with pytest.raises(StorageUnavailable, match=r"lease\.json: is no lease.*delete it"):
         Lease(path, holder="", seconds=TERM, now=Hands()).acquire()
 
@@ -267,7 +267,7 @@ def test_what_is_no_lease_is_told_and_is_not_taken(path: BucketPath, data: bytes
 def test_a_lease_of_a_newer_version_is_respected(path: BucketPath) -> None:
     hands = Hands()
     text = b'{"holder":"a","epoch":7,"seconds":60.0,"nonce":"n","released":false,"since_then":1}'
-    bucket.write(path, text, over=0)
+    gcs_objects.write(path, text, over=0)
     lease = Lease(path, holder="b", seconds=TERM, now=hands)
     assert not lease.acquire()
     hands.now += PATIENCE * TERM

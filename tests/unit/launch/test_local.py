@@ -8,8 +8,8 @@ from jaxres.faults import Exit, UsageError
 from jaxres.launch import __main__ as launch
 from jaxres.launch import local
 from jaxres.launch.local import Asked
-from jaxres.rundir import RunDir
-from jaxres.supervise import opening
+from jaxres.runlog.paths import RunDir
+from jaxres.supervisor import attempt_runner
 from tests.unit.records import CLAIM
 
 
@@ -69,16 +69,16 @@ def test_help_is_an_end_in_order(capsys):
 def test_every_worker_is_told_its_place_and_one_alone_nothing_new():
     two = CLAIM.__class__(**(vars(CLAIM) | {"num_hosts": 2, "coordinator": "127.0.0.1:7"}))
     run_dir = RunDir(Path("runs/a"))
-    command = opening.worker_command(run_dir, two, opening.Member(1, 2))
+    command = attempt_runner.worker_command(run_dir, two, attempt_runner.Member(1, 2))
     place = ["--host", "1", "--num-hosts", "2", "--coordinator", "127.0.0.1:7"]
     assert command[-6:] == place
-    alone = opening.worker_command(run_dir, CLAIM, opening.ALONE)
+    alone = attempt_runner.worker_command(run_dir, CLAIM, attempt_runner.ALONE)
     assert command[:-6] == alone
 
 
 def test_the_attempt_is_opened_for_so_many_hosts(monkeypatch):
     opened = []
-    monkeypatch.setattr(opening, "attempt", lambda *_, **given: opened.append(given) or 0)
+    monkeypatch.setattr(attempt_runner, "attempt", lambda *_, **given: opened.append(given) or 0)
     for num_hosts, devices in ((1, None), (3, 2)):
         asked = Asked(Path("c"), (), num_hosts, num_hosts, devices, restart=False)
         local.launch(asked, env={"HOME": "/"})

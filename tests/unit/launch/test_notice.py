@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.launch import startup
-from jaxres.launch.agent import Agent
-from jaxres.launch.machine import NOTICE, Machine
-from jaxres.launch.places import Places
-from jaxres.place import BucketPath
+from jaxres.launch import instance_spec
+from jaxres.launch.instance_spec import NOTICE, Machine
+from jaxres.launch.paths import Places
+from jaxres.launch.vm_agent import Agent
+from jaxres.storage.path import BucketPath
 from tests.unit.launch.gce_config import RUNG, config
 
 RUN = BucketPath("bkt", "runs/first")
@@ -48,7 +48,7 @@ def test_a_metadata_server_that_does_not_tell_means_no_notice(
 ) -> None:
     gce = config().launch.gce
     assert gce is not None
-    text = startup.script(gce, RUN, RUN / "launch/code/0.tar.gz", 64 * "0")
+    text = instance_spec.script(gce, RUN, RUN / "launch/code/0.tar.gz", 64 * "0")
     head, _, rest = text.partition("name=$(ask instance/name)\n")
     reads = rest.partition('mkdir -p "$base"\n')[0]
     fake = tmp_path / "curl"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxres.launch import plan
-from jaxres.place import BucketPath
+from jaxres.launch import preflight
+from jaxres.storage.path import BucketPath
 from tests.unit.launch.gce_config import RUNG, config
 
 RUN = BucketPath("bkt", "runs/first")
@@ -20,7 +20,7 @@ the first request (its startup script is left out here):
 
 def test_the_plan_names_every_place_in_order_and_its_price() -> None:
     standard = {"kind": "standard", "zones": ["us-east4-a"], "machine_type": "e2-small"}
-    lines = plan.lines(config(ladder=[RUNG, standard]), RUN)
+    lines = preflight.lines(config(ladder=[RUNG, standard]), RUN)
     text = "".join(f"{line}\n" for line in lines)
     label = lines[1].split("-")[2]
     assert text.startswith(EXPECTED.replace("@", label)), text
@@ -32,7 +32,7 @@ def test_the_plan_names_every_place_in_order_and_its_price() -> None:
 
 
 def test_the_plan_shows_the_very_request_without_its_script() -> None:
-    text = "\n".join(plan.lines(config(launch={"max_dollars": 10.0}), RUN))
+    text = "\n".join(preflight.lines(config(launch={"max_dollars": 10.0}), RUN))
     for words in (
         "  count: 2",
         "  min_count: 2",
@@ -49,12 +49,12 @@ def test_the_plan_shows_the_very_request_without_its_script() -> None:
     ):
         assert words in text, f"{words}\n{text}"
     assert "#!/bin/bash" not in text
-    assert text == "\n".join(plan.lines(config(launch={"max_dollars": 10.0}), RUN))
+    assert text == "\n".join(preflight.lines(config(launch={"max_dollars": 10.0}), RUN))
 
 
 def test_a_rung_that_queues_shows_the_request_for_one_vm() -> None:
     flex = {**RUNG, "kind": "flex_start", "wait_minutes": 20}
-    text = "\n".join(plan.lines(config(ladder=[flex], max_run_hours=24.0), RUN))
+    text = "\n".join(preflight.lines(config(ladder=[flex], max_run_hours=24.0), RUN))
     assert "request_valid_for_duration" in text
     assert "seconds: 1200" in text
     assert "zones/us-central1-a/machineTypes/a2-highgpu-1g" in text

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from jaxres import gcs
 from jaxres.faults import ConfigError, Exit, StorageUnavailable
 from jaxres.launch import gce
+from jaxres.storage import gcs_client
 from tests.emulators.gcs import GcsServer
 
 Init = Callable[..., str]
@@ -268,7 +268,7 @@ def test_a_bucket_that_somebody_else_changes_too_is_looked_at_again(
 def test_a_service_that_is_away_is_no_absent_bucket(
     service: GcsServer, init: Init, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gcs, "LIMIT_SECONDS", 0.3)
+    monkeypatch.setattr(gcs_client, "LIMIT_SECONDS", 0.3)
     service.fail("503", times=None)
     with pytest.raises(StorageUnavailable):
         init("--yes")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.faults import ConfigError
-from jaxres.launch import shipping
+from jaxres.launch import instance_spec
 
 
 def fill(folder: Path, *, reverse: bool = False) -> Path:
@@ -37,8 +37,8 @@ def test_equal_folders_give_equal_bytes(tmp_path: Path) -> None:
     (other / "pkg" / "__pycache__" / "x.pyc").write_bytes(b"1")
     (other / ".git").mkdir()
     (other / ".git" / "HEAD").write_text("ref")
-    data = shipping.pack(one)
-    assert shipping.pack(other) == data
+    data = instance_spec.pack(one)
+    assert instance_spec.pack(other) == data
     members = work(data)
     assert set(members) == {
         f"work/{n}" for n in ("train.py", "pkg/__init__.py", "pkg/é.txt", "run.sh")
@@ -46,13 +46,13 @@ def test_equal_folders_give_equal_bytes(tmp_path: Path) -> None:
     assert members["work/run.sh"].mode == 0o755
     assert members["work/train.py"].mode == 0o644
     (other / "train.py").write_text("a = 2\n")
-    assert shipping.pack(other) != data
+    assert instance_spec.pack(other) != data
 
 
 def test_jaxres_own_code_goes_along_and_can_be_imported(tmp_path: Path) -> None:
-    with tarfile.open(fileobj=io.BytesIO(shipping.pack(None))) as tar:
+    with tarfile.open(fileobj=io.BytesIO(instance_spec.pack(None))) as tar:
         names = tar.getnames()
-    assert "code/jaxres/launch/agent.py" in names
+    assert "code/jaxres/launch/vm_agent.py" in names
     assert names == sorted(names)
     assert not [n for n in names if "__pycache__" in n or n.startswith("work/")]
 
@@ -65,8 +65,10 @@ def test_links_pipes_and_devices_neither_hang_nor_get_in(tmp_path: Path) -> None
     (folder / "loop").symlink_to("loop")
     (folder / "pkg" / "up").symlink_to("..")
     (folder / "link.py").symlink_to("train.py")
-    members = work(shipping.pack(folder))
-    assert set(members) - set(work(shipping.pack(fill(tmp_path / "plain")))) == {"work/link.py"}
+    members = work(instance_spec.pack(folder))
+    assert set(members) - set(work(instance_spec.pack(fill(tmp_path / "plain")))) == {
+        "work/link.py"
+    }
     assert members["work/link.py"].isfile(), "what it points at, not the link"
 
 
@@ -75,25 +77,25 @@ def test_too_large_a_folder_is_refused_before_it_is_read(tmp_path: Path) -> None
     with (folder / "weights.bin").open("wb") as file:
         file.truncate(2**40)
     with pytest.raises(ConfigError, match=r"launch\.gce\.package=.*more than 100 MiB.*code only"):
-        shipping.pack(folder)
+        instance_spec.pack(folder)
 
 
 def test_many_files_that_are_too_large_together_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shipping, "MAX_BYTES", 4 * 2**20)
+    monkeypatch.setattr(instance_spec, "MAX_BYTES", 4 * 2**20)
     folder = fill(tmp_path / "package")
     for n in range(8):
         (folder / f"{n}.bin").write_bytes(bytes(2**20))
     with pytest.raises(ConfigError, match="more than 4 MiB"):
-        shipping.pack(folder)
+        instance_spec.pack(folder)
 
 
 def test_a_folder_that_is_not_there_or_may_not_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such folder"):
-        shipping.pack(tmp_path / "absent")
+        instance_spec.pack(tmp_path / "absent")
     with pytest.raises(ConfigError, match="there is no such folder"):
-        shipping.pack(Path(__file__))
+        instance_spec.pack(Path(__file__))
 
 
 def test_nothing_of_another_folder_gets_in(tmp_path: Path) -> None:
@@ -101,4 +103,4 @@ def test_nothing_of_another_folder_gets_in(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("s")
     (folder / "out").symlink_to(tmp_path / "outside")
-    assert not [name for name in work(shipping.pack(folder)) if "secret" in name]
+    assert not [name for name in work(instance_spec.pack(folder)) if "secret" in name]

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from jaxres.launch.report import Report
-from jaxres.launch.sight import AWAY_SECONDS, HOST_ERROR, MOST_SECONDS, Log, Observed, Seen, Sight
+from jaxres.launch.observed_state import (
+    AWAY_SECONDS,
+    HOST_ERROR,
+    MOST_SECONDS,
+    Log,
+    Observed,
+    Report,
+    Seen,
+    Sight,
+)
 
 NAME = "jx-0000"
 READY = Report("ready", "b").words()

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from jaxres.config.gce import ContainerRuntime, PythonRuntime
-from jaxres.launch import startup
-from jaxres.place import BucketPath
+from jaxres.config.schema_gce import ContainerRuntime, PythonRuntime
+from jaxres.launch import instance_spec
+from jaxres.storage.path import BucketPath
 from tests.unit.launch.gce_config import config
 
 AWKWARD = {
@@ -37,7 +37,7 @@ RUNTIMES = {
 def rendered(runtime: Any, *, run: BucketPath = RUN, **gce: Any) -> str:
     section = config(runtime=runtime, **gce).launch.gce
     assert section is not None
-    return startup.script(section, run, run / "launch/code/0.tar.gz", 64 * "0")
+    return instance_spec.script(section, run, run / "launch/code/0.tar.gz", 64 * "0")
 
 
 @pytest.mark.parametrize("kind", RUNTIMES)

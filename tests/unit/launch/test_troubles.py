@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxres.launch.troubles import is_about_notice, trouble
+from jaxres.launch.gce_api import is_about_notice, trouble
 from tests.emulators.gce.errors import api_disabled, by_word, exists, no_permission, no_token
 from tests.emulators.gce.operations import TEXTS, Failure
 

@@ -13,12 +13,12 @@ import pytest
 from jaxres.config import RunConfig
 from jaxres.faults import Exit, Fenced, StorageUnavailable
 from jaxres.launch import reconcile
-from jaxres.launch.intent import Intent, Next, Record, Vm
-from jaxres.launch.leader import Leader, fresh
+from jaxres.launch.controller import Leader, fresh
+from jaxres.launch.desired_state import Intent, Next, Record, Vm
 from jaxres.launch.lease import Lease
-from jaxres.launch.places import Places
-from jaxres.launch.sight import Seen
-from jaxres.place import BucketPath
+from jaxres.launch.observed_state import Seen
+from jaxres.launch.paths import Places
+from jaxres.storage.path import BucketPath
 from tests.unit.launch.gce_config import RUNG, config
 from tests.unit.launch.world import Chances, Killed, Service, World
 

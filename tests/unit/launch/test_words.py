@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 from jaxres.faults import StorageUnavailable
-from jaxres.launch.intent import (
+from jaxres.launch.capacity_options import NEVER, Cooling
+from jaxres.launch.controller import fresh
+from jaxres.launch.desired_state import (
     MAX_HISTORY,
     Creation,
     End,
@@ -20,10 +22,8 @@ from jaxres.launch.intent import (
     packed,
     unpacked,
 )
-from jaxres.launch.ladder import NEVER, Cooling
-from jaxres.launch.leader import fresh
-from jaxres.launch.report import MAX_REASON, Report
-from jaxres.place import BucketPath
+from jaxres.launch.observed_state import MAX_REASON, Report
+from jaxres.storage.path import BucketPath
 
 PATH = BucketPath("bkt", "run/launch/intent.json")
 FULL = Intent(

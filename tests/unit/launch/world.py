@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxres import bucket
 from jaxres.faults import Exit, StorageUnavailable
-from jaxres.launch.compute import ServiceSilent
-from jaxres.launch.intent import Creation, Intent, Vm, unpacked
-from jaxres.launch.ladder import Trouble
-from jaxres.launch.places import Places
-from jaxres.launch.report import Report
-from jaxres.launch.sight import HOST_ERROR, Observed, Refused
-from jaxres.place import BucketPath
-from jaxres.rundir import RunDir
-from jaxres.runlog import Commit, Record, Start, file_name
+from jaxres.launch.capacity_options import Trouble
+from jaxres.launch.desired_state import Creation, Intent, Vm, unpacked
+from jaxres.launch.gce_api import ServiceSilent
+from jaxres.launch.observed_state import HOST_ERROR, Observed, Refused, Report
+from jaxres.launch.paths import Places
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Commit, Record, Start, file_name
+from jaxres.storage import gcs_objects
+from jaxres.storage.path import BucketPath
 from tests.unit.records import CLAIM
 
 EPOCH = 1.7e9
@@ -250,7 +249,7 @@ class World:
             *("write", "read", "read_at", "read_all", "stat", "delete", "delete_tree"),
             *("names", "listed"),
         ):
-            monkeypatch.setattr(bucket, name, getattr(self, name))
+            monkeypatch.setattr(gcs_objects, name, getattr(self, name))
 
     def intent(self) -> Intent | None:
         found = self.objects.get(self.places.intent.key)

@@ -16,7 +16,7 @@ from jaxres import models
 from jaxres.config.schema import GptModel
 from jaxres.faults import ConfigError
 from jaxres.models import gpt
-from jaxres.models.model import split
+from jaxres.models.interface import split
 
 B, T, V = 2, 16, 64
 SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 64, "compute_dtype": "float32"}

@@ -6,21 +6,21 @@ import os
 import sys
 from pathlib import Path
 
-from jaxres import screen
 from jaxres.clock import SystemClock
-from jaxres.config.preemption import PreemptionSection
 from jaxres.config.schema import DeadlinesSection
-from jaxres.rundir import RunDir
-from jaxres.supervise import lookout, supervisor
-from jaxres.supervise.owner import Owner
-from jaxres.supervise.watchman import Watchman
+from jaxres.config.schema_operations import PreemptionSection
+from jaxres.runlog.paths import RunDir
+from jaxres.supervisor import run_dir_watcher, supervisor
+from jaxres.supervisor.preemption_watcher import Watchman
+from jaxres.supervisor.run_lock import Owner
+from jaxres.telemetry import stdio
 
 
 def main() -> None:
     folder, parts, limits = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
     worker = str(Path(__file__).with_name("fake_worker.py"))
     supervisor.SILENT_SECONDS = 0.4
-    lookout.BEAT_SECONDS, lookout.CLOSE_SECONDS = 0.2, 0.2
+    run_dir_watcher.BEAT_SECONDS, run_dir_watcher.CLOSE_SECONDS = 0.2, 0.2
     run_dir = RunDir(folder / "run")
     words = json.loads(os.environ.get("PREEMPTION", "{}"))
     section, clock = PreemptionSection(**words), SystemClock()
@@ -47,7 +47,7 @@ def main() -> None:
             watchman=watchman,
         )
     sys.stdout.write(json.dumps(dataclasses.asdict(ended)))
-    screen.flush()
+    stdio.flush()
     os._exit(0)
 
 

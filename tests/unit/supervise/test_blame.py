@@ -5,7 +5,7 @@ import math
 import pytest
 
 from jaxres.faults import Exit
-from jaxres.supervise.blame import GRACE_SECONDS, End, Known, decide, due, hung, most_silent
+from jaxres.supervisor.root_cause import GRACE_SECONDS, End, Known, decide, due, hung, most_silent
 
 SETTLE = 100.0
 KILLED, ABORTED, SEGV = 137, 134, 139

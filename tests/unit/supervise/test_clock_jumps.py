@@ -7,20 +7,20 @@ import socket
 
 import pytest
 
-from jaxres.alerts.commits import CommitWatch
-from jaxres.beat import EnteredPhase, FinishedStep
 from jaxres.clock import Awake
+from jaxres.cluster.connection import Wire
+from jaxres.cluster.messages import Here, Lost, encode
+from jaxres.cluster.peer_connections import Peers
 from jaxres.config.schema import DeadlinesSection, LaunchSection, RestartSection
-from jaxres.doors.channels import Peers
-from jaxres.doors.wire import Wire
-from jaxres.doors.words import Here, Lost, encode
 from jaxres.faults import Fenced
-from jaxres.rundir import RunDir
-from jaxres.supervise import blame, owner, restart
-from jaxres.supervise.blame import End
-from jaxres.supervise.deadlines import Watch, overdue_seconds
-from jaxres.supervise.owner import Owner
-from jaxres.supervise.restart import Again, Outcome, Policy
+from jaxres.runlog.paths import RunDir
+from jaxres.supervisor import restart_policy, root_cause, run_lock
+from jaxres.supervisor.restart_policy import Again, Outcome, Policy
+from jaxres.supervisor.root_cause import End
+from jaxres.supervisor.run_lock import Owner
+from jaxres.supervisor.watchdog import Watch, overdue_seconds
+from jaxres.telemetry.alert_monitors import CommitWatch
+from jaxres.telemetry.heartbeat import EnteredPhase, FinishedStep
 
 HOUR = 3600.0
 TICKS = 400
@@ -82,11 +82,11 @@ def supervised(seed: int, jumps: dict[float, float]) -> list[object]:
         decided.append(late > 0)
         fell = End(137, "killed", now, own_word=False) if chance.random() < 0.1 else None
         if late > 0 or fell is not None:
-            decided.append(blame.due([fell, None], settle_seconds=30.0) - now)
+            decided.append(root_cause.due([fell, None], settle_seconds=30.0) - now)
             history.append(
                 Outcome(137 if fell else 80, "", before, committed, chance.randint(0, 1))
             )
-            found = restart.decide(history, clock.monotonic(), policy)
+            found = restart_policy.decide(history, clock.monotonic(), policy)
             decided.append(found)
             if not isinstance(found, Again):
                 return decided
@@ -110,7 +110,7 @@ def starters(run_dir: RunDir, jumps: dict[float, float]) -> list[object]:
                         decided.append("owns")
                 except Fenced:
                     decided.append("refused")
-                moves = owner.moves(run_dir, clock=clock, seconds=3.0)
+                moves = run_lock.moves(run_dir, clock=clock, seconds=3.0)
                 decided.append((moves, round(clock.monotonic() - began, 3)))
     return decided
 

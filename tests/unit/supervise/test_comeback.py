@@ -7,20 +7,20 @@ import socket
 
 import pytest
 
-from jaxres import runlog
 from jaxres.clock import SystemClock
-from jaxres.config.preemption import PreemptionSection
 from jaxres.config.schema import LaunchSection, RestartSection
+from jaxres.config.schema_operations import PreemptionSection
 from jaxres.faults import Exit, Fenced, StorageUnavailable
-from jaxres.rundir import RunDir
-from jaxres.runlog import Record
-from jaxres.supervise import comeback, lookout
-from jaxres.supervise import owner as owners
-from jaxres.supervise.comeback import Run
-from jaxres.supervise.meeting import boot_id
-from jaxres.supervise.owner import Owner
-from jaxres.supervise.restart import Policy
-from jaxres.supervise.watchman import Watchman
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Record
+from jaxres.supervisor import restart_loop, run_dir_watcher
+from jaxres.supervisor import run_lock as owners
+from jaxres.supervisor.preemption_watcher import Watchman
+from jaxres.supervisor.restart_loop import Run
+from jaxres.supervisor.restart_policy import Policy
+from jaxres.supervisor.run_lock import Owner
+from jaxres.supervisor.worker_group import boot_id
 from tests.emulators.metadata import MetadataServer
 from tests.unit.records import CLAIM
 
@@ -40,8 +40,8 @@ def write(run_dir, claim):
 def run(tmp_path, monkeypatch):
     """A supervisor between its first attempt and the next."""
     monkeypatch.setattr(owners, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(lookout, "CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr(comeback, "LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(run_dir_watcher, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(restart_loop, "LEAVE_SECONDS", 0.0)
     run_dir, clock = RunDir(tmp_path), SystemClock()
     run_dir.log.mkdir()
     run_dir.attempt(1).mkdir(parents=True)
@@ -66,12 +66,12 @@ def run(tmp_path, monkeypatch):
             train=lambda opened: None,  # type: ignore[arg-type, return-value]
             zygote=None,
             env={},
-            line=runlog.fold([]),
+            line=run_log.fold([]),
             last_seq=0,
             first_step=0,
             history=[],
         )
-        comeback._take(run, runlog.read_records(run_dir.log))
+        restart_loop._take(run, run_log.read_records(run_dir.log))
         run.signal = lambda number: os.write(write_end, bytes([number]))  # type: ignore[attr-defined]
         yield run
     os.close(wakeup)
@@ -81,31 +81,31 @@ def run(tmp_path, monkeypatch):
 def test_another_owners_claim_is_not_taken_for_ours(run):
     write(run.run_dir, HEIR)
     with pytest.raises(Fenced, match=f"attempt 2 .*pid {HEIR.pid}.* owns this run now"):
-        comeback._take(run, runlog.read_records(run.run_dir.log))
+        restart_loop._take(run, run_log.read_records(run.run_dir.log))
     assert run.line.claims == (OURS,), "what the heir has started is not ours to end"
 
 
 def test_a_claim_of_ours_that_failed_on_its_way_is_ours(run):
     write(run.run_dir, dataclasses.replace(OURS, attempt=2))
-    comeback._take(run, runlog.read_records(run.run_dir.log))
+    restart_loop._take(run, run_log.read_records(run.run_dir.log))
     assert run.line.attempt == 2
 
 
 def test_a_log_that_is_away_is_no_empty_log(run):
     with pytest.raises(StorageUnavailable, match="1 records were here, now 0 are"):
-        comeback._take(run, [])
+        restart_loop._take(run, [])
     assert run.line.attempt == 1
 
 
 def test_a_pause_ends_in_time(run):
     since = run.clock.monotonic()
-    assert comeback._pause(run, 0.3) is None
+    assert restart_loop._pause(run, 0.3) is None
     assert 0.3 <= run.clock.monotonic() - since < 2
 
 
 def test_who_is_overtaken_in_a_pause_ends_and_writes_nothing(run):
     write(run.run_dir, HEIR)
-    ended = comeback._pause(run, 20)
+    ended = restart_loop._pause(run, 20)
     assert (ended.code, ended.on_record) == (Exit.FENCED, False)
 
 
@@ -116,7 +116,7 @@ def test_who_is_overtaken_in_a_pause_ends_and_writes_nothing(run):
 def test_a_signal_ends_a_pause_at_once(run, number, code):
     run.signal(number)
     since = run.clock.monotonic()
-    ended = comeback._pause(run, 20)
+    ended = restart_loop._pause(run, 20)
     assert (ended.code, ended.asked) == (code, code)
     assert run.clock.monotonic() - since < 2
 
@@ -127,9 +127,9 @@ def test_a_notice_ends_a_pause_and_one_of_a_far_end_does_not(run):
         with Watchman(section, env=server.env, clock=run.clock, product="") as run.watchman:
             run.watchman.take()
             server.announce(seconds=3600)
-            assert comeback._pause(run, 0.5) is None
+            assert restart_loop._pause(run, 0.5) is None
             server.preempt()
-            ended = comeback._pause(run, 60.0)
+            ended = restart_loop._pause(run, 60.0)
     assert ended is not None
     assert (ended.code, ended.asked) == (Exit.PREEMPTED, Exit.PREEMPTED)
     assert ended.reason.startswith("this VM is being preempted between two attempts")
@@ -138,19 +138,19 @@ def test_a_notice_ends_a_pause_and_one_of_a_far_end_does_not(run):
 def test_other_signals_end_no_pause(run):
     run.signal(signal.SIGUSR1)
     run.signal(signal.SIGUSR2)
-    assert comeback._pause(run, 0.1) is None
+    assert restart_loop._pause(run, 0.1) is None
 
 
 def test_storage_that_hangs_lets_no_attempt_begin_and_keeps_no_signal_waiting(run):
     os.mkfifo(run.run_dir.log / "00000002.json")
-    ended = comeback._pause(run, 0.0)
+    ended = restart_loop._pause(run, 0.0)
     assert ended.code == Exit.STORAGE
     assert "storage has not answered for" in ended.reason
     run.signal(signal.SIGTERM)
-    assert comeback._pause(run, 0.0).code == 75
+    assert restart_loop._pause(run, 0.0).code == 75
 
 
 def test_hours_that_are_over_end_a_pause(run):
     limits = LaunchSection(max_hours=0.1 / 3600)
     run.policy = dataclasses.replace(run.policy, launch=limits, began=run.clock.monotonic())
-    assert comeback._pause(run, 20).code == Exit.STOPPED
+    assert restart_loop._pause(run, 20).code == Exit.STOPPED

@@ -4,18 +4,18 @@ import itertools
 
 import pytest
 
-from jaxres.beat import EnteredPhase, FinishedStep, Leaving
+from jaxres.cluster.messages import Here
 from jaxres.config.schema import DeadlinesSection
-from jaxres.doors.words import Here
-from jaxres.supervise.deadlines import (
+from jaxres.supervisor.remote_hosts import Remote
+from jaxres.supervisor.watchdog import (
     FIRST_STEPS,
     LEAVE_SECONDS,
     WINDOW_STEPS,
     Watch,
     limit_seconds,
 )
-from jaxres.supervise.deadlines import overdue_seconds as overdue
-from jaxres.supervise.others import Remote
+from jaxres.supervisor.watchdog import overdue_seconds as overdue
+from jaxres.telemetry.heartbeat import EnteredPhase, FinishedStep, Leaving
 
 LIMITS = DeadlinesSection(
     start_seconds=1,

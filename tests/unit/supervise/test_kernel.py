@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxres.supervise.kernel import out_of_memory_kills
+from jaxres.supervisor.processes import out_of_memory_kills
 
 OLD = "9:name=systemd:/\n4:memory:/job/7\n1:cpu:/\n0::/\n"
 NEW = "0::/job/7\n"

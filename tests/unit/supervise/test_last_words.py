@@ -5,9 +5,9 @@ import signal
 import pytest
 
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
-from jaxres.supervise.attempt import Ended
-from jaxres.supervise.last_words import last_words
+from jaxres.runlog.paths import RunDir
+from jaxres.supervisor.attempt import Ended
+from jaxres.supervisor.failure_report import last_words
 
 
 @pytest.fixture

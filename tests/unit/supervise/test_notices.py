@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from jaxres.config.preemption import PreemptionSection
-from jaxres.supervise.notices import (
+from jaxres.config.schema_operations import PreemptionSection
+from jaxres.supervisor.preemption import (
     EVENT,
     NEAR_SECONDS,
     PREEMPTED,

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from jaxres.eventlog import read_events
-from jaxres.supervise.process import LEAVE
+from jaxres.runlog.event_log import read_events
+from jaxres.supervisor.worker_process import LEAVE
 from tests.emulators.metadata import MetadataServer
 from tests.unit.supervise.test_supervisor import Door
 

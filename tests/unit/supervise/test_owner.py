@@ -6,10 +6,10 @@ import os
 import pytest
 
 from jaxres.faults import Fenced
-from jaxres.place import BucketPath
-from jaxres.rundir import RunDir
-from jaxres.supervise import owner as owners
-from jaxres.supervise.owner import BEAT_SECONDS, MISSED_BEATS, Owner
+from jaxres.runlog.paths import RunDir
+from jaxres.storage.path import BucketPath
+from jaxres.supervisor import run_lock as owners
+from jaxres.supervisor.run_lock import BEAT_SECONDS, MISSED_BEATS, Owner
 
 
 class FakeClock:

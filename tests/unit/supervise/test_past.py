@@ -7,10 +7,9 @@ import pytest
 
 from jaxres.config.schema import LaunchSection, RestartSection
 from jaxres.faults import Exit
-from jaxres.runlog import Claim, Commit, Leave, Record, Stop
-from jaxres.supervise import past, restart
-from jaxres.supervise.past import KILLED, Past, recall
-from jaxres.supervise.restart import GiveUp, Outcome, Policy
+from jaxres.runlog.run_log import Claim, Commit, Leave, Record, Stop
+from jaxres.supervisor import restart_policy
+from jaxres.supervisor.restart_policy import KILLED, GiveUp, Outcome, Past, Policy, recall
 from tests.unit.records import CLAIM
 
 POLICY = Policy(RestartSection(jitter=0.0), LaunchSection(), num_hosts=(2, 3), began=0.0, seed=7)
@@ -71,7 +70,7 @@ def test_every_end_of_a_supervised_attempt_is_remembered_with_its_steps_and_its_
 def test_an_attempt_that_left_no_word_was_killed_with_its_supervisor():
     assert codes(claim(1, 0), claim(2, 0), stop(70)) == [KILLED, 70]
     found = remembered(claim(1, 0), commit(8))
-    assert found == Past((Outcome(KILLED, past.NO_WORD, 0, 8),), was_killed=True)
+    assert found == Past((Outcome(KILLED, restart_policy.NO_WORD, 0, 8),), was_killed=True)
 
 
 def test_an_attempt_that_nobody_supervised_is_charged_to_nobody():
@@ -103,7 +102,9 @@ def test_a_loop_of_supervisors_that_are_killed_ends_like_that_of_attempts(ends):
     bodies, count = [], 0
     while True:
         found = remembered(*bodies)
-        if found.outcomes and isinstance(restart.decide(found.outcomes, 0.0, POLICY), GiveUp):
+        if found.outcomes and isinstance(
+            restart_policy.decide(found.outcomes, 0.0, POLICY), GiveUp
+        ):
             break
         count += 1
         bodies += [claim(count, 0, 1, 2), *ends]
@@ -128,7 +129,7 @@ def test_who_supervises_makes_no_difference_to_what_is_decided():
     for number, end in enumerate(starts[1:], start=1):
         recalled = remembered(*bodies[:end]).outcomes
         assert list(recalled) == known[:number]
-        ours = restart.decide(recalled, 0.0, POLICY)
-        assert ours == restart.decide(known[:number], 0.0, POLICY)
+        ours = restart_policy.decide(recalled, 0.0, POLICY)
+        assert ours == restart_policy.decide(known[:number], 0.0, POLICY)
     assert isinstance(ours, GiveUp)
     assert ours.exit == Exit.UNHEALTHY

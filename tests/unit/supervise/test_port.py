@@ -4,11 +4,11 @@ import socket
 
 import pytest
 
-from jaxres.supervise import port
+from jaxres.cluster import connection
 
 
 def test_nobody_else_gets_the_port_and_the_lead_may_listen_on_it():
-    with port.held() as address:
+    with connection.held() as address:
         host, _, number = address.partition(":")
         with socket.socket() as other, pytest.raises(OSError):
             other.bind((host, int(number)))
@@ -21,5 +21,5 @@ def test_nobody_else_gets_the_port_and_the_lead_may_listen_on_it():
 
 
 def test_every_attempt_has_its_own():
-    with port.held() as first, port.held() as second:
+    with connection.held() as first, connection.held() as second:
         assert first != second

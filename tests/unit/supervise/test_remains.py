@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.rundir import RunDir
-from jaxres.supervise import remains
+from jaxres.runlog.paths import RunDir
+from jaxres.supervisor import processes
 from tests.unit.records import CLAIM
 
 ROOT = Path(__file__).parents[3]
@@ -21,7 +21,7 @@ def sleeper():
     started = []
 
     def start(mark):
-        env = os.environ | ({remains.MARK: mark} if mark else {})
+        env = os.environ | ({processes.MARK: mark} if mark else {})
         process = subprocess.Popen(SLEEP, stdout=subprocess.PIPE, env=env, start_new_session=True)
         started.append(process)
         process.stdout.readline()
@@ -67,12 +67,12 @@ def test_those_in_the_middle_of_their_exec_are_seen_at_every_look(tmp_path):
     again = tmp_path / "again.sh"
     again.write_text("exec /bin/sh $0\n")
     mark = f"{CLAIM.nonce}.1.2"
-    environment = os.environ | {remains.MARK: mark}
+    environment = os.environ | {processes.MARK: mark}
     words = ["nice", "-n", "19", "/bin/sh", again]
     started = [subprocess.Popen(words, env=environment) for _ in range(4)]
     pids = {process.pid for process in started}
     read = Path(f"/proc/{started[0].pid}/environ").read_bytes
-    look = f"{pids} <= remains._left({{b'{remains.MARK}={mark}'}}, SystemClock())"
+    look = f"{pids} <= remains._left({{b'{processes.MARK}={mark}'}}, SystemClock())"
     try:
         is_met = any(not read() for _ in range(100_000))
         seen = supervisor(f"print(sum({look} for _ in range(80)))")
@@ -105,8 +105,8 @@ def test_dead_orphans_are_buried_and_workers_left_to_who_waits_for_them():
 def test_a_moved_run_keeps_its_identity_and_a_copy_has_its_own(tmp_path):
     first = tmp_path / "first"
     first.mkdir()
-    known = remains.identity(RunDir(first))
+    known = processes.identity(RunDir(first))
     moved = first.rename(tmp_path / "moved")
-    assert remains.identity(RunDir(moved)) == known
+    assert processes.identity(RunDir(moved)) == known
     (tmp_path / "copy").mkdir()
-    assert remains.identity(RunDir(tmp_path / "copy")) != known
+    assert processes.identity(RunDir(tmp_path / "copy")) != known

@@ -9,8 +9,8 @@ import pytest
 
 from jaxres.config.schema import LaunchSection, RestartSection
 from jaxres.faults import Exit
-from jaxres.supervise import restart
-from jaxres.supervise.restart import Again, GiveUp, Outcome, Policy
+from jaxres.supervisor import restart_policy
+from jaxres.supervisor.restart_policy import Again, GiveUp, Outcome, Policy
 
 KILLED = 128 + signal.SIGKILL
 FAILURES = (Exit.BUG, Exit.PEER_LOST, Exit.HUNG, KILLED, 128 + signal.SIGABRT)
@@ -32,7 +32,7 @@ def history(*ends):
 
 
 def decide(*ends, policy=POLICY, now=100.0):
-    return restart.decide(history(*ends), now, policy)
+    return restart_policy.decide(history(*ends), now, policy)
 
 
 @pytest.mark.parametrize("code", NOBODY_RESTARTS)
@@ -138,12 +138,12 @@ def test_hosts_that_were_left_out_and_are_needed_now_end_the_run():
 
 
 def test_places_are_the_largest_number_that_will_do():
-    assert restart.hosts(MANY, frozenset()) == (0, 1, 2, 3)
-    assert restart.hosts(MANY, frozenset({0})) == (1, 2, 3)
-    assert restart.hosts(MANY, frozenset({0, 2})) == (1, 3)
-    assert restart.hosts(MANY, frozenset({0, 1, 2})) is None
+    assert restart_policy.hosts(MANY, frozenset()) == (0, 1, 2, 3)
+    assert restart_policy.hosts(MANY, frozenset({0})) == (1, 2, 3)
+    assert restart_policy.hosts(MANY, frozenset({0, 2})) == (1, 3)
+    assert restart_policy.hosts(MANY, frozenset({0, 1, 2})) is None
     only = dataclasses.replace(POLICY, num_hosts=(1, 4))
-    assert restart.hosts(only, frozenset({0})) == (1,)
+    assert restart_policy.hosts(only, frozenset({0})) == (1,)
 
 
 def test_hours_that_are_over_end_the_run():
@@ -182,7 +182,7 @@ def test_every_row_of_ends_without_progress_ends(seed):
         if isinstance(decision, GiveUp):
             return
         assert 0 <= decision.after_seconds < 1000
-        places = restart.hosts(policy, decision.without_hosts)
+        places = restart_policy.hosts(policy, decision.without_hosts)
         assert places, "there is somewhere to go on"
         ends.append((chance.choice(codes), 0, chance.choice([None, *places])))
     pytest.fail(f"still going on after {bound} attempts without progress: {codes}")
@@ -191,7 +191,7 @@ def test_every_row_of_ends_without_progress_ends(seed):
 def test_nothing_but_a_new_commit_is_progress():
     """Steps that are committed again after a loss do not give a budget back."""
     again = [dataclasses.replace(o, step_before=0, step_after=8) for o in history(*[KILLED] * 7)]
-    decisions = [restart.decide(again[:n], 0.0, POLICY) for n in range(1, 8)]
+    decisions = [restart_policy.decide(again[:n], 0.0, POLICY) for n in range(1, 8)]
     assert [type(decision) for decision in decisions[:6]] == [Again] * 5 + [GiveUp]
 
 
@@ -199,6 +199,6 @@ def test_decisions_are_pure():
     for ends in itertools.product(CODES[:6], repeat=3):
         outcomes = history(*[(code, 0, 1) for code in ends])
         copy = list(outcomes)
-        first = restart.decide(outcomes, 5.0, MANY)
-        assert first == restart.decide(tuple(copy), 5.0, MANY)
+        first = restart_policy.decide(outcomes, 5.0, MANY)
+        assert first == restart_policy.decide(tuple(copy), 5.0, MANY)
         assert outcomes == copy

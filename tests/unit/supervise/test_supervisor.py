@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from jaxres.faults import Exit
-from jaxres.rundir import RunDir
-from jaxres.runlog import Record
-from jaxres.supervise.blame import GRACE_SECONDS
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Record
+from jaxres.supervisor.root_cause import GRACE_SECONDS
 from tests.unit.records import CLAIM
 
 HERE = Path(__file__).parent

@@ -10,12 +10,12 @@ import time
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.config.preemption import PreemptionSection
-from jaxres.events import Noted, NoticeSeen, NoticesWatched
+from jaxres.config.schema_operations import PreemptionSection
 from jaxres.faults import ConfigError
-from jaxres.supervise import metadata, watchman
-from jaxres.supervise.metadata import Answer, Server, Unanswered
-from jaxres.supervise.watchman import Watchman
+from jaxres.runlog.events import Noted, NoticeSeen, NoticesWatched
+from jaxres.supervisor import gce_metadata, preemption_watcher
+from jaxres.supervisor.gce_metadata import Answer, Server, Unanswered
+from jaxres.supervisor.preemption_watcher import Watchman
 from tests.emulators.metadata import EVENT, PREEMPTED, UPCOMING, MetadataServer
 
 
@@ -53,47 +53,47 @@ def news(man, *, seconds=10):
 
 
 def test_a_key_is_answered_with_its_etag_and_a_change_ends_the_wait(server):
-    first = metadata.ask(there(server), PREEMPTED)
+    first = gce_metadata.ask(there(server), PREEMPTED)
     assert isinstance(first, Answer)
     assert first.text == "FALSE"
     threading.Timer(0.3, server.preempt).start()
-    second = metadata.ask(there(server), PREEMPTED, after=first.etag)
+    second = gce_metadata.ask(there(server), PREEMPTED, after=first.etag)
     assert isinstance(second, Answer)
     assert (second.text, second.etag != first.etag) == ("TRUE", True)
 
 
 def test_only_200_is_an_answer(server, monkeypatch):
-    monkeypatch.setattr(metadata, "ANSWER_SECONDS", 0.2)
-    assert metadata.ask(there(server), "instance/none") == Unanswered(
+    monkeypatch.setattr(gce_metadata, "ANSWER_SECONDS", 0.2)
+    assert gce_metadata.ask(there(server), "instance/none") == Unanswered(
         f"{server.address}: HTTP 404", is_absent=True
     )
     for kind in ("403", "429", "503", "hang", "drop"):
         server.fail(kind)
-        answer = metadata.ask(there(server), PREEMPTED)
+        answer = gce_metadata.ask(there(server), PREEMPTED)
         assert isinstance(answer, Unanswered), kind
         assert not answer.is_absent
     nobody = Server("127.0.0.1", 1, is_named=True)
-    assert isinstance(metadata.ask(nobody, PREEMPTED), Unanswered)
+    assert isinstance(gce_metadata.ask(nobody, PREEMPTED), Unanswered)
 
 
 def test_the_emulator_is_as_strict_as_the_real_one(server, monkeypatch):
-    monkeypatch.setattr(metadata, "FLAVOR", ("X-Other", "Google"))
-    assert metadata.ask(there(server), PREEMPTED) == Unanswered(f"{server.address}: HTTP 403")
+    monkeypatch.setattr(gce_metadata, "FLAVOR", ("X-Other", "Google"))
+    assert gce_metadata.ask(there(server), PREEMPTED) == Unanswered(f"{server.address}: HTTP 403")
     assert not server.warn(), "the early warning is given only to who has asked"
 
 
 def test_a_server_that_was_not_named_must_say_that_it_is_googles(server, monkeypatch):
     found = Server("127.0.0.1", there(server).port, is_named=False)
-    assert isinstance(metadata.ask(found, PREEMPTED), Answer)
-    monkeypatch.setattr(metadata, "FLAVOR", ("Metadata-Flavor", "google"))
+    assert isinstance(gce_metadata.ask(found, PREEMPTED), Answer)
+    monkeypatch.setattr(gce_metadata, "FLAVOR", ("Metadata-Flavor", "google"))
     # The emulator refuses the question already; a captive portal would not.
-    assert isinstance(metadata.ask(found, PREEMPTED), Unanswered)
+    assert isinstance(gce_metadata.ask(found, PREEMPTED), Unanswered)
 
 
 @pytest.mark.parametrize("value", ["host:port", "[::1", ":80"])
 def test_a_variable_that_names_no_server_is_refused(value):
     with pytest.raises(ConfigError, match="GCE_METADATA_HOST"):
-        metadata.find({"GCE_METADATA_HOST": value}, product="")
+        gce_metadata.find({"GCE_METADATA_HOST": value}, product="")
 
 
 def test_all_keys_are_asked_for_at_once_and_a_change_is_told(server, watch):
@@ -151,7 +151,7 @@ def test_a_server_that_does_not_hold_its_answer_back_is_not_asked_without_end(se
 
 
 def test_silence_is_told_once_and_its_end_too(server, monkeypatch):
-    monkeypatch.setattr(watchman, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(preemption_watcher, "SILENT_SECONDS", 0.1)
     server.fail("503", key=PREEMPTED, times=2)
     with watching(server) as man:
         (silence,) = news(man)
@@ -180,10 +180,10 @@ def test_a_notice_before_anybody_takes_it_is_a_sigterm_that_says_why(server):
     body = """
 import os, time
 from jaxres.clock import SystemClock
-from jaxres.config.preemption import PreemptionSection
+from jaxres.config.schema_operations import PreemptionSection
 from jaxres.faults import Preempted
 from jaxres.supervise import signals
-from jaxres.supervise.watchman import Watchman
+from jaxres.supervisor.preemption_watcher import Watchman
 signals.raise_stops()
 try:
     with Watchman(PreemptionSection(), env=os.environ, clock=SystemClock(), product=""):

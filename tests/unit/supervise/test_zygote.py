@@ -18,9 +18,9 @@ def supervisor(folder, code):
         import json, os, select, signal, sys, time
         from pathlib import Path
         from jaxres.clock import SystemClock
-        from jaxres.rundir import RunDir
+        from jaxres.runlog.paths import RunDir
         from jaxres.supervise import remains
-        from jaxres.supervise.zygote import Zygote
+        from jaxres.supervisor.forkserver_client import Zygote
 
         remains.adopt_orphans()
         told = []

@@ -1,1 +1,0 @@
-"""Tells people of incidents through webhooks; never imports jax, disturbs nothing that trains."""

@@ -1,0 +1,268 @@
+"""Which blocks of the content digest lie where, and the digests that one process has of them.
+
+A process holds some pieces of every array (its shards). A block that lies in one of them as a
+whole, or that its pieces make up together, it digests itself; of a block that other processes have
+a part of, it digests its own part, so that whoever reads the block back can hold it against that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from jaxres.checkpoint.content_digest import array_root, block_digest, block_digests, block_grid
+from jaxres.storage.checksummed_json import canonical_json
+
+DIGEST_BYTES = 16
+Box = tuple[tuple[int, int], ...]
+"""Start and stop along every dim: of items in an array, or of blocks in a grid."""
+
+
+@dataclass(frozen=True)
+class ArrayInfo:
+    """What an array is, without its content."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of one item."""
+        return dtype_named(self.dtype).itemsize
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """Blocks along every dim."""
+        return block_grid(self.shape, self.itemsize)
+
+    @cached_property
+    def block(self) -> tuple[int, ...]:
+        """Shape of a block."""
+        return tuple(n // count for n, count in zip(self.shape, self.grid, strict=True))
+
+
+def dtype_named(name: str) -> np.dtype:
+    """Returns NumPy's dtype of that name, or ml_dtypes'."""
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+@dataclass(frozen=True)
+class Digests:
+    """What one process knows of an array's blocks."""
+
+    blocks: tuple[tuple[Box, bytes], ...] = ()
+    """Boxes of the grid with the digests of their blocks, in C order."""
+    parts: tuple[tuple[Box, bytes], ...] = ()
+    """Boxes of items, each a part of one block, with the digest of the part."""
+
+
+def digests_of(info: ArrayInfo, pieces: Mapping[Box, np.ndarray]) -> Digests:
+    """Returns the digests of what a process holds of an array.
+
+    Args:
+      info: of the whole array.
+      pieces: box of items -> what is in it; boxes that do not overlap.
+    """
+    blocks: list[tuple[Box, bytes]] = []
+    edges: dict[tuple[int, ...], list[Box]] = {}
+    for box, piece in pieces.items():
+        whole = _whole_blocks(info, box)
+        if not _is_empty(whole):
+            inner = _items(whole, info.block)
+            blocks.append((whole, block_digests(piece[index_of(inner, within=box)], info.block)))
+        for position in _cut_blocks(info, box, whole):
+            edges.setdefault(position, []).append(box)
+    parts: list[tuple[Box, bytes]] = []
+    for position, boxes in sorted(edges.items()):
+        one = tuple((p, p + 1) for p in position)
+        wanted = _items(one, info.block)
+        shared = {_common(wanted, box): box for box in boxes}
+        views = {cut: pieces[box][index_of(cut, within=box)] for cut, box in shared.items()}
+        if sum(map(_volume, views)) == _volume(wanted):
+            blocks.append((one, block_digest(_together(wanted, views))))
+        else:
+            parts += [(cut, block_digest(view)) for cut, view in sorted(views.items())]
+    return Digests(tuple(blocks), tuple(parts))
+
+
+def _whole_blocks(info: ArrayInfo, box: Box) -> Box:
+    """Returns the box of the grid whose blocks lie wholly in a box of items."""
+    return tuple(
+        (-(-start // n), stop // n) if n else (0, 1)
+        for (start, stop), n in zip(box, info.block, strict=True)
+    )
+
+
+def _cut_blocks(info: ArrayInfo, box: Box, whole: Box) -> Iterator[tuple[int, ...]]:
+    """Yields the positions of the blocks of which a box of items holds a part only."""
+    if math.prod(info.shape) == 0 or _items(whole, info.block) == box:
+        return
+    touched = [
+        range(start // n, -(-stop // n)) for (start, stop), n in zip(box, info.block, strict=True)
+    ]
+    for position in itertools.product(*touched):
+        if not all(a <= p < b for p, (a, b) in zip(position, whole, strict=True)):
+            yield position
+
+
+def _items(box: Box, block: Sequence[int]) -> Box:
+    return tuple((a * n, b * n) for (a, b), n in zip(box, block, strict=True))
+
+
+def _common(one: Box, other: Box) -> Box:
+    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def index_of(box: Box, *, within: Box) -> tuple[slice, ...]:
+    """Returns the index of a box in an array that begins where another box does."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, within, strict=True))
+
+
+def _is_empty(box: Box) -> bool:
+    return any(stop <= start for start, stop in box)
+
+
+def _volume(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def _together(wanted: Box, views: Mapping[Box, np.ndarray]) -> np.ndarray:
+    dtype = next(iter(views.values())).dtype
+    whole = np.empty([stop - start for start, stop in wanted], dtype)
+    for cut, view in views.items():
+        whole[index_of(cut, within=wanted)] = view
+    return whole
+
+
+def split(
+    info: ArrayInfo, box: Box, digests: bytes, *, limit_bytes: int
+) -> Iterator[tuple[Box, bytes]]:
+    """Yields boxes of items that make up a box of the grid, each with its blocks' digests."""
+    size_bytes = _volume(box) * math.prod(info.block) * info.itemsize
+    dim = next((d for d, (start, stop) in enumerate(box) if stop - start > 1), None)
+    if dim is None or size_bytes <= limit_bytes:
+        yield _items(box, info.block), digests
+        return
+    start, stop = box[dim]
+    middle = (start + stop) // 2
+    for part in ((start, middle), (middle, stop)):
+        half = (*box[:dim], part, *box[dim + 1 :])
+        size = _volume(half) * DIGEST_BYTES
+        own, digests = digests[:size], digests[size:]
+        yield from split(info, half, own, limit_bytes=limit_bytes)
+
+
+def encode(found: Mapping[str, Digests]) -> bytes:
+    """Returns one process's digests of all arrays as canonical JSON."""
+    rows = {
+        path: {
+            "blocks": [[box, digests.hex()] for box, digests in one.blocks],
+            "parts": [[box, digest.hex()] for box, digest in one.parts],
+        }
+        for path, one in found.items()
+    }
+    return canonical_json({"arrays": rows})
+
+
+def encode_failure(why: str) -> bytes:
+    """Returns the file of a process that could not digest what it holds."""
+    return canonical_json({"failed": why})
+
+
+def decode(data: bytes) -> dict[str, Digests]:
+    """Reads them back; raises ValueError, KeyError or TypeError if they are none."""
+    fields = json.loads(data)
+    if "failed" in fields:
+        raise ValueError(f"its process could not digest what it held: {fields['failed']}")
+    rows: dict[str, Any] = fields["arrays"]
+    return {
+        path: Digests(*(tuple(map(_decoded, row[name])) for name in ("blocks", "parts")))
+        for path, row in rows.items()
+    }
+
+
+def _decoded(row: Sequence[Any]) -> tuple[Box, bytes]:
+    box, digests = row
+    return tuple((int(start), int(stop)) for start, stop in box), bytes.fromhex(digests)
+
+
+class Table:
+    """The digests of all blocks of one array, as far as they are known by now."""
+
+    def __init__(self, info: ArrayInfo) -> None:
+        self.info = info
+        self._digests = np.zeros((*info.grid, DIGEST_BYTES), np.uint8)
+        self._known = np.zeros(info.grid, bool)
+        self._parts: dict[tuple[int, ...], dict[Box, bytes]] = {}
+        """Position of a block -> what processes know of parts of it."""
+
+    def add(self, found: Digests) -> None:
+        """Takes what one process knows; raises ValueError if it is at odds with another's."""
+        for box, data in found.blocks:
+            where, digests = self._placed(box, data)
+            if (self._known[where] & (self._digests[where] != digests).any(-1)).any():
+                raise ValueError(f"blocks {box} were digested twice, and differently")
+            self._digests[where], self._known[where] = digests, True
+        for box, digest in found.parts:
+            self._parts.setdefault(position_of(self.info, box), {})[box] = digest
+
+    def _placed(self, box: Box, data: bytes) -> tuple[tuple[slice, ...], np.ndarray]:
+        counts = [stop - start for start, stop in box]
+        digests = np.frombuffer(data, np.uint8).reshape(*counts, DIGEST_BYTES)
+        where = tuple(slice(start, stop) for start, stop in box)
+        if self._known[where].shape != tuple(counts):
+            raise ValueError(f"{self.info} has no blocks {box}")
+        return where, digests
+
+    def missing(self) -> list[tuple[int, ...]]:
+        """Returns the positions of the blocks that no process has whole."""
+        return [tuple(map(int, position)) for position in np.argwhere(~self._known)]
+
+    def parts_of(self, position: tuple[int, ...]) -> Mapping[Box, bytes]:
+        """Returns what processes know of a block's parts; ValueError if one is missing."""
+        found = self._parts.get(position, {})
+        if sum(map(_volume, found)) != math.prod(self.info.block):
+            raise ValueError(f"no process has digested block {list(position)}, or all of its parts")
+        return found
+
+    def at(self, position: tuple[int, ...]) -> bytes:
+        """Returns the digest of a block."""
+        return self._digests[position].tobytes()
+
+    def root(self, path: str) -> str:
+        """Returns the array's digest; ValueError if not all blocks are known."""
+        if not self._known.all():
+            raise ValueError(f"{int((~self._known).sum())} of its blocks have no digest")
+        return array_root(path, self.info.dtype, self.info.shape, self._digests.tobytes())
+
+    def wrong(self, found: Digests) -> list[tuple[int, ...]]:
+        """Returns the positions of the blocks whose digests are not the known ones."""
+        positions: list[tuple[int, ...]] = []
+        for box, data in found.blocks:
+            where, digests = self._placed(box, data)
+            differ = (self._digests[where] != digests).any(-1) | ~self._known[where]
+            start = [a for a, _ in box]
+            positions += [tuple(map(int, np.add(start, p))) for p in np.argwhere(differ)]
+        return positions
+
+
+def items_of(info: ArrayInfo, position: Sequence[int]) -> Box:
+    """Returns the box of items that a block is."""
+    return _items(tuple((p, p + 1) for p in position), info.block)
+
+
+def position_of(info: ArrayInfo, box: Box) -> tuple[int, ...]:
+    """Returns the position of the block that a box of items is in."""
+    return tuple(start // n if n else 0 for (start, _), n in zip(box, info.block, strict=True))

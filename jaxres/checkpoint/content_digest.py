@@ -1,0 +1,168 @@
+"""The content digest: equal numbers, equal digest, on any mesh, host count and file format.
+
+docs/checkpoint-format.md holds the formula, so that another tool can compute it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from jaxres.storage.checksummed_json import canonical_json
+
+MIN_BLOCK_BYTES = 16 * 1024
+MAX_BLOCKS = 4096
+BAND_BYTES = 2**20
+DIGESTED_FACTS = ("step", "cursor", "epoch", "tokens")
+"""The facts of progress.json that are part of the state."""
+
+
+def block_grid(
+    shape: Sequence[int], itemsize: int, *, limit_bytes: int | None = None
+) -> tuple[int, ...]:
+    """Returns into how many blocks each dim is cut; a function of shape and item size alone.
+
+    The dim with the fewest blocks so far (the first of them) whose blocks are of even length is
+    halved, until a block has at most max(16 KiB, size / 4096) bytes. Shards of usual meshes (powers
+    of two) then hold whole blocks. With a larger limit the same halving ends earlier, so that its
+    parts are made of whole blocks.
+
+    >>> block_grid((4096, 4096), 4)
+    (64, 64)
+    >>> block_grid((12, 768, 768), 4)
+    (4, 32, 16)
+    >>> block_grid((257, 64), 4), block_grid((), 4)
+    ((1, 8), ())
+    """
+    total = math.prod(shape) * itemsize
+    limit = max(MIN_BLOCK_BYTES, total // MAX_BLOCKS, limit_bytes or 0)
+    grid = [1] * len(shape)
+    while total // math.prod(grid) > limit:
+        even = [dim for dim, size in enumerate(shape) if (size // grid[dim]) % 2 == 0]
+        if not even:
+            break
+        grid[min(even, key=lambda dim: grid[dim])] *= 2
+    return tuple(grid)
+
+
+def block_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Returns the shape of every block of an array."""
+    return tuple(n // parts for n, parts in zip(shape, block_grid(shape, itemsize), strict=True))
+
+
+def blocks(
+    shape: Sequence[int], itemsize: int, *, limit_bytes: int | None = None
+) -> Iterator[tuple[slice, ...]]:
+    """Yields the index of every block, or of every part of the coarser grid, in C order."""
+    grid = block_grid(shape, itemsize, limit_bytes=limit_bytes)
+    lengths = [size // count for size, count in zip(shape, grid, strict=True)]
+    for position in itertools.product(*map(range, grid)):
+        yield tuple(slice(p * n, (p + 1) * n) for p, n in zip(position, lengths, strict=True))
+
+
+def block_digest(block: np.ndarray) -> bytes:
+    """Returns xxh3-128 of the block's items, C order, little-endian."""
+    return xxhash.xxh3_128_digest(as_bytes(block))
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    """Returns an array's items in C order, little-endian; a view where that is what lies there."""
+    data = np.ascontiguousarray(array)
+    if data.dtype.byteorder == ">":
+        data = data.astype(data.dtype.newbyteorder("<"))
+    return data.reshape(-1).view(np.uint8).data
+
+
+def block_digests(piece: np.ndarray, block: Sequence[int]) -> bytes:
+    """Returns the digests of all blocks of a piece, in C order, one after the other.
+
+    Blocks are gathered a band at a time, which is one copy within the processor's cache: calls
+    block by block take longer than the hashing.
+
+    Args:
+      piece: an array, or a part of one that is made of whole blocks.
+      block: the blocks' shape.
+    """
+    if piece.dtype.byteorder == ">":
+        piece = piece.astype(piece.dtype.newbyteorder("<"))
+    counts = [n // length if length else 1 for n, length in zip(piece.shape, block, strict=True)]
+    if math.prod(counts) == 1:
+        return block_digest(piece)
+    size_bytes = math.prod(block) * piece.dtype.itemsize
+    found = []
+    for band in _bands(_cut(piece, counts, block), counts, size_bytes=size_bytes):
+        data = as_bytes(band)
+        found += [
+            xxhash.xxh3_128_digest(data[start : start + size_bytes])
+            for start in range(0, len(data), size_bytes)
+        ]
+    return b"".join(found)
+
+
+def _cut(piece: np.ndarray, counts: Sequence[int], block: Sequence[int]) -> np.ndarray:
+    """Returns an array of blocks, without a copy: its first dims count them.
+
+    A row of a block is one item where that can be: NumPy copies few long items faster.
+    """
+    shape = list(block)
+    if piece.strides[-1] == piece.dtype.itemsize:
+        piece = piece.view(np.dtype((np.void, block[-1] * piece.dtype.itemsize)))
+        shape[-1] = 1
+    pairs = [n for pair in zip(counts, shape, strict=True) for n in pair]
+    cut = piece.reshape(pairs)
+    return cut.transpose(*range(0, len(pairs), 2), *range(1, len(pairs), 2))
+
+
+def _bands(cut: np.ndarray, counts: Sequence[int], *, size_bytes: int) -> Iterator[np.ndarray]:
+    """Yields parts of an array of blocks (its first dims count them), in C order."""
+    if cut.flags.c_contiguous:
+        yield cut
+        return
+    dims = next(n for n in range(len(counts) + 1) if _fits(counts[n:], size_bytes))
+    for position in np.ndindex(*counts[:dims]):
+        yield cut[position]
+
+
+def _fits(counts: Sequence[int], size_bytes: int) -> bool:
+    return not counts or math.prod(counts) * size_bytes <= BAND_BYTES
+
+
+def array_root(path: str, dtype: str, shape: Sequence[int], digests: bytes) -> str:
+    """Returns the hex root over an array's path, dtype, shape and block digests."""
+    root = xxhash.xxh3_128(canonical_json([path, dtype, list(shape)]))
+    root.update(digests)
+    return root.hexdigest()
+
+
+def array_digest(path: str, array: np.ndarray) -> str:
+    """Returns the hex root of an array that is here as a whole."""
+    digests = block_digests(array, block_shape(array.shape, array.dtype.itemsize))
+    return array_root(path, array.dtype.name, array.shape, digests)
+
+
+def content_digest(arrays: Mapping[str, np.ndarray], *, progress: Mapping[str, int]) -> str:
+    """Returns `sha256:<hex>` of a training state.
+
+    Args:
+      arrays: path (`params/...`, `opt/...`, `key`, `step`) -> global array.
+      progress: must hold step, cursor, epoch and tokens; other keys are left out.
+    """
+    rows = [array_row(path, array) for path, array in sorted(arrays.items())]
+    return digest_of_rows(rows, progress=progress)
+
+
+def array_row(path: str, array: np.ndarray) -> list[Any]:
+    """Returns what the content digest takes of one array."""
+    return [path, array.dtype.name, list(array.shape), array_digest(path, array)]
+
+
+def digest_of_rows(rows: Sequence[Sequence[Any]], *, progress: Mapping[str, int]) -> str:
+    """Returns the content digest of the rows of all arrays, which are sorted by path."""
+    facts = {name: progress[name] for name in DIGESTED_FACTS}
+    return "sha256:" + hashlib.sha256(canonical_json({"arrays": rows} | facts)).hexdigest()

@@ -1,0 +1,1 @@
+"""The hosts of one job: detection, rendezvous, messages, JAX coordination service."""

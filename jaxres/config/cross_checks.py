@@ -1,0 +1,286 @@
+"""Checks across keys: what each key alone allows and the keys together don't.
+
+Only what is impossible on every machine is refused here; what depends on the devices, the data or
+the free disk is looked at when they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from jaxres.config.errors import Problem, did_you_mean, show
+from jaxres.config.gce_machine_types import region_of, shape_of
+from jaxres.config.schema import (
+    BytesTokenizer,
+    CustomModel,
+    CustomSource,
+    GptModel,
+    MlpModel,
+    RunConfig,
+    TextSource,
+)
+from jaxres.config.schema_gce import FlexStartRung, GceSection, Rung
+from jaxres.config.schema_operations import KINDS, PagerdutyTarget, variable
+from jaxres.config.schema_training import FromSafetensors
+from jaxres.storage.path import SCHEME, BucketPath, place
+
+LARGEST_SEED = 2**63 - 1
+LARGEST_STEP = 2**31 - 1
+BYTES_VOCAB = 257
+"""256 byte values and the end of a document."""
+
+
+def check(config: RunConfig) -> list[Problem]:
+    """Returns everything that is impossible about this combination of values."""
+    return [
+        *_numbers(config),
+        *_batch(config),
+        *_model(config),
+        *_mesh(config),
+        *_ladder(config),
+        *_uses(config),
+        *_alerts(config),
+        *_gce(config),
+    ]
+
+
+def _numbers(config: RunConfig) -> Iterator[Problem]:
+    if config.run.seed > LARGEST_SEED:
+        yield Problem("run.seed", f"must be at most {LARGEST_SEED} (64 bits)")
+    if config.train.steps > LARGEST_STEP:
+        yield Problem("train.steps", f"must be at most {LARGEST_STEP} (steps count in 32 bits)")
+    if math.frexp(config.train.loss_scale.first)[0] != 0.5:
+        yield Problem("train.loss_scale.first", "must be a power of two, as 65536")
+    if config.train.reduction == "invariant":
+        yield Problem("train.reduction", "invariant is not built yet; use fast")
+
+
+def _nearest(value: int, divisor: int) -> str:
+    """Names the multiples of a divisor around a value."""
+    below = value // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"
+
+
+def _batch(config: RunConfig) -> Iterator[Problem]:
+    rows, parts = config.train.global_batch_size, config.train.microbatches
+    if rows % parts:
+        yield Problem(
+            "train.global_batch_size",
+            f"{rows} is not divisible by train.microbatches={parts}; try {_nearest(rows, parts)}",
+            others=("train.microbatches",),
+        )
+    sizes = config.mesh.sizes()
+    data, fsdp = sizes["data"], sizes["fsdp"]
+    if data > 0 and fsdp > 0 and rows % (data * fsdp):
+        yield Problem(
+            "train.global_batch_size",
+            f"{rows} is not divisible by mesh.data * mesh.fsdp = {data} * {fsdp}; "
+            f"try {_nearest(rows, data * fsdp)}",
+            others=("mesh.data", "mesh.fsdp"),
+        )
+
+
+def _model(config: RunConfig) -> Iterator[Problem]:
+    model, source = config.model, config.data.source
+    if isinstance(model, GptModel):
+        yield from _heads(model)
+        if model.attention == "cudnn" and model.compute_dtype != "bfloat16":
+            yield Problem(
+                "model.attention",
+                f"cudnn needs model.compute_dtype=bfloat16 (it is {model.compute_dtype}); "
+                "use auto or xla",
+                others=("model.compute_dtype",),
+            )
+    if isinstance(model, CustomModel) or not isinstance(source, TextSource):
+        return
+    is_bytes = isinstance(config.data.tokenizer, BytesTokenizer)
+    if is_bytes and model.vocab_size is not None and model.vocab_size < BYTES_VOCAB:
+        yield Problem(
+            "model.vocab_size",
+            f"{model.vocab_size} is smaller than the bytes tokenizer's {BYTES_VOCAB}; "
+            "leave it out, or give at least that",
+        )
+
+
+def _heads(model: GptModel) -> Iterator[Problem]:
+    width, heads, groups = model.d_model, model.num_heads, model.num_kv_heads
+    if width % (2 * heads):
+        is_odd = width % heads == 0
+        why = f"into an odd head width ({width // heads}), RoPE needs an even one"
+        yield Problem(
+            "model.d_model",
+            f"{width} is {'divided' if is_odd else 'not divisible'} by model.num_heads={heads}"
+            f"{' ' + why if is_odd else ''}; try {_nearest(width, 2 * heads)}",
+            others=("model.num_heads",),
+        )
+    if groups is not None and heads % groups:
+        fitting = [str(n) for n in range(1, min(heads, 1024) + 1) if heads % n == 0]
+        yield Problem(
+            "model.num_kv_heads",
+            f"{groups} does not divide model.num_heads={heads}; try one of {', '.join(fitting)}",
+            others=("model.num_heads",),
+        )
+
+
+def _mesh(config: RunConfig) -> Iterator[Problem]:
+    axes = {f"mesh.{name}": size for name, size in config.mesh.sizes().items()}
+    for key, size in axes.items():
+        if size == 0:
+            yield Problem(key, "must be at least 1, or -1 for all the rest (got 0)")
+    rest = [key for key, size in axes.items() if size == -1]
+    if len(rest) > 1:
+        names = " and ".join(rest)
+        text = f"only one axis can be -1 (all the rest), here {names} are; give the others a number"
+        yield Problem(rest[-1], text, others=tuple(rest))
+    model, tensor = config.model, config.mesh.tensor
+    if isinstance(model, GptModel) and tensor > 0 and tensor not in model.tensor_sizes():
+        heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
+        fitting = ", ".join(map(str, model.tensor_sizes()))
+        yield Problem(
+            "mesh.tensor",
+            f"{tensor} does not divide model.num_heads={heads} and model.num_kv_heads={groups}; "
+            f"try one of {fitting}",
+            others=("model.num_heads", "model.num_kv_heads"),
+        )
+
+
+def _ladder(config: RunConfig) -> Iterator[Problem]:
+    """Yields limits that would cut short a more precise one below them."""
+    limits, save = config.deadlines, config.checkpoint.timeout_seconds
+    if limits.data_seconds <= config.data.timeout_seconds:
+        yield Problem(
+            "deadlines.data_seconds",
+            f"must be more than data.timeout_seconds={config.data.timeout_seconds:g}, which ends "
+            f"the wait with a better message (got {limits.data_seconds:g})",
+            others=("data.timeout_seconds",),
+        )
+    if limits.save_seconds <= 2 * save:
+        yield Problem(
+            "deadlines.save_seconds",
+            f"must be more than twice checkpoint.timeout_seconds={save:g}, which ends the save "
+            f"with a better message (got {limits.save_seconds:g})",
+            others=("checkpoint.timeout_seconds",),
+        )
+
+
+def _uses(config: RunConfig) -> Iterator[Problem]:
+    source, model = config.data.source, config.model
+    if config.evaluation.every_steps and not config.data.heldout_fraction:
+        yield Problem(
+            "evaluation.every_steps",
+            "there is nothing to evaluate on: data.heldout_fraction is 0; "
+            "give a share such as 0.02, or set evaluation.every_steps to 0",
+            others=("data.heldout_fraction",),
+        )
+    if config.checkpoint.keep.best and not config.evaluation.every_steps:
+        yield Problem(
+            "checkpoint.keep.best",
+            "the best are told by their held-out loss, and nothing is evaluated; "
+            "set evaluation.every_steps, or checkpoint.keep.best to 0",
+            others=("evaluation.every_steps",),
+        )
+    if config.telemetry.sample_tokens:
+        fits = isinstance(source, TextSource) and isinstance(model, GptModel | MlpModel)
+        if not fits:
+            yield Problem(
+                "telemetry.sample_tokens",
+                "a text sample needs a text source and a gpt or mlp model "
+                f"(here {source.kind} and {model.kind}); set it to 0",
+                others=("data.source.kind", "model.kind"),
+            )
+    if isinstance(source, TextSource) and not source.path:
+        yield Problem("data.source.path", "is empty; name a folder, file or glob")
+    if isinstance(source, TextSource) and source.path.startswith(SCHEME):
+        try:
+            place(source.path)
+        except ValueError as error:
+            yield Problem("data.source.path", f"{error}; data.source.include takes patterns")
+    start = config.init_from
+    if isinstance(start, FromSafetensors) and isinstance(start.path, BucketPath):
+        text = "must be on this machine; copy the folder here, or start from the run (kind: run)"
+        yield Problem("init_from.path", text)
+    if isinstance(source, TextSource) and not source.include:
+        yield Problem("data.source.include", "is empty, so no file is taken; leave it out for all")
+    for key, part in (("data.source", source), ("model", model)):
+        if isinstance(part, CustomModel | CustomSource):
+            taken = {"vocab_size", "seq_len"} if isinstance(part, CustomModel) else set()
+            for name in sorted(taken & set(part.args)):
+                yield Problem(f"{key}.args.{name}", "is passed by jaxres itself; take it out")
+
+
+def _alerts(config: RunConfig) -> Iterator[Problem]:
+    seen: set[tuple[str, str]] = set()
+    for number, target in enumerate(config.alerts.targets):
+        key, name = f"alerts.targets[{number}]", (target.kind, variable(target))
+        if name in seen:
+            yield Problem(key, f"is there twice: {target.kind} with {name[1]}; leave one out")
+        seen.add(name)
+        for kind in target.kinds or ():
+            if kind not in KINDS:
+                text = f"there is no {show(kind)}{did_you_mean(kind, KINDS)} ({', '.join(KINDS)})"
+                yield Problem(f"{key}.kinds", text)
+        safe = ("https://", "http://127.0.0.1")
+        if isinstance(target, PagerdutyTarget) and not target.url.startswith(safe):
+            yield Problem(f"{key}.url", "must begin with https:// (the key goes there)")
+
+
+def _gce(config: RunConfig) -> Iterator[Problem]:
+    gce = config.launch.gce
+    if gce is None:
+        if config.launch.max_dollars is not None:
+            yield Problem("launch.max_dollars", "needs launch.gce, whose ladder has the prices")
+        return
+    if config.run.dir is not None and not isinstance(config.run.dir, BucketPath):
+        yield Problem(
+            "run.dir",
+            f"{config.run.dir}: VMs come and go, so the run must outlive them; "
+            "give a bucket, gs://BUCKET/FOLDER",
+            others=("launch.gce",),
+        )
+    if not gce.ladder:
+        yield Problem("launch.gce.ladder", "is empty; give at least one rung")
+    if gce.image is None and gce.template is None:
+        yield Problem("launch.gce.image", "give a boot image, or launch.gce.template")
+    for number, rung in enumerate(gce.ladder):
+        yield from _rung(gce, rung, f"launch.gce.ladder[{number}]")
+        if config.launch.max_dollars is not None and rung.dollars_per_hour is None:
+            yield Problem(
+                f"launch.gce.ladder[{number}].dollars_per_hour",
+                "is missing, and launch.max_dollars can't be held without it",
+                others=("launch.max_dollars",),
+            )
+    regions = {region_of(zone) for rung in gce.ladder for zone in rung.zones}
+    named = [subnet for subnet in gce.subnetworks if "regions/" in subnet]
+    fixed = [subnet for subnet in named if "{region}" not in subnet]
+    if len(regions) > 1 and fixed:
+        yield Problem(
+            "launch.gce.subnetworks",
+            f"{fixed[0]} is in one region, and the ladder has {', '.join(sorted(regions))}; "
+            "write {region} for it",
+        )
+
+
+def _rung(gce: GceSection, rung: Rung, key: str) -> Iterator[Problem]:
+    if not rung.zones:
+        yield Problem(f"{key}.zones", "is empty; give at least one zone")
+    shape = shape_of(rung.machine_type)
+    if shape is not None and rung.kind not in shape.kinds:
+        fitting = ", ".join(shape.kinds)
+        yield Problem(
+            f"{key}.kind",
+            f"{rung.machine_type} ({shape.gpu}) can't be had as {rung.kind}; use one of: {fitting}",
+        )
+    needs_hyperdisk = shape is not None and shape.needs_hyperdisk and gce.template is None
+    if needs_hyperdisk and "hyperdisk" not in (gce.disk_type or ""):
+        yield Problem(
+            "launch.gce.disk_type",
+            f"{rung.machine_type} boots from Hyperdisk only; use hyperdisk-balanced",
+        )
+    if isinstance(rung, FlexStartRung) and rung.wait_minutes > 120:
+        yield Problem(f"{key}.wait_minutes", f"must be at most 120 (got {rung.wait_minutes})")
+    if isinstance(rung, FlexStartRung) and gce.max_run_hours > 168:
+        yield Problem(
+            "launch.gce.max_run_hours",
+            f"flex_start VMs run for at most seven days (168; got {gce.max_run_hours:g})",
+        )

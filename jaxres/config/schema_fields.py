@@ -1,0 +1,146 @@
+"""What the schema says may stand at a key: a section, one of several by `kind`, or a value."""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from jaxres.config.schema import RunConfig, Section
+from jaxres.storage.path import BucketPath
+
+ITEMS = "[]"
+"""After a key: what stands in its list."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What may stand at one key."""
+
+    sections: tuple[type[Section], ...] = ()
+    """The section, or the sections among which `kind` chooses; empty for a value."""
+    default_kind: str | None = None
+    """The kind taken where none is given."""
+    is_open: bool = False
+    """Whether any keys may stand below, as in `args`."""
+    types: tuple[Any, ...] = ()
+    """The plain types of a value, without constraints."""
+    by_kind: bool = False
+    """Whether `kind` chooses among sections."""
+    is_list: bool = False
+    """Whether any number of the sections may stand here, as a list."""
+    may_be_null: bool = False
+    """Whether null may stand for the section: what it describes is left out."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a value here is text or a path (or null)."""
+        plain = {t for t in self.types if t is not type(None)}
+        return bool(plain) and plain <= {str, Path, BucketPath}
+
+    def section(self, kind: Any) -> type[Section] | None:
+        """Returns the section of this kind; None for an unknown kind or a plain value."""
+        if not self.by_kind:
+            return self.sections[0] if self.sections else None
+        wanted = self.default_kind if kind is None else kind
+        return next((s for s in self.sections if kind_of(s) == wanted), None)
+
+    def child(self, key: str) -> Slot | None:
+        """Returns what may stand at a key of any of these sections; None for an unknown key."""
+        infos = [s.model_fields[key] for s in self.sections if key in s.model_fields]
+        return slot_of(infos[0]) if infos else None
+
+
+def kind_of(section: type[Section]) -> str:
+    """Returns the `kind` of a section that has one."""
+    return typing.get_args(section.model_fields["kind"].annotation)[0]
+
+
+def kinds(slot: Slot) -> tuple[str, ...]:
+    """Returns the kinds among which one can choose."""
+    return tuple(kind_of(s) for s in slot.sections) if slot.by_kind else ()
+
+
+def is_free(info: FieldInfo) -> bool:
+    """Returns whether the field was declared with `free()`."""
+    extra = info.json_schema_extra
+    return isinstance(extra, dict) and extra.get("free") is True
+
+
+def slot_of(info: FieldInfo) -> Slot:
+    """Returns what may stand at a field."""
+    plain = tuple(_plain_types(info.annotation))
+    items = _sections_of_list(plain)
+    if items:
+        return Slot(sections=items, by_kind=True, is_list=True)
+    sections = tuple(t for t in plain if isinstance(t, type) and issubclass(t, Section))
+    if not sections:
+        is_open = any(typing.get_origin(t) is dict for t in plain)
+        return Slot(is_open=is_open, types=plain)
+    default = info.default
+    kind = getattr(default, "kind", None) if isinstance(default, Section) else None
+    return Slot(
+        sections=sections,
+        default_kind=kind,
+        by_kind=info.discriminator == "kind",
+        may_be_null=type(None) in plain,
+    )
+
+
+def _sections_of_list(plain: tuple[Any, ...]) -> tuple[type[Section], ...]:
+    lists = [t for t in plain if typing.get_origin(t) is tuple]
+    inner = [t for found in lists for t in _plain_types(typing.get_args(found)[0])]
+    return tuple(t for t in inner if isinstance(t, type) and issubclass(t, Section))
+
+
+def _plain_types(annotation: Any) -> Iterator[Any]:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        yield from _plain_types(typing.get_args(annotation)[0])
+    elif origin in (typing.Union, types.UnionType):
+        for part in typing.get_args(annotation):
+            yield from _plain_types(part)
+    else:
+        yield annotation
+
+
+ROOT = Slot(sections=(RunConfig,))
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value that can be set: its dotted key and field, and the kinds under which it exists."""
+
+    key: str
+    info: FieldInfo
+    section: type[Section]
+    under: tuple[tuple[str, str], ...] = ()
+    """Pairs (dotted key of the section, its kind), outermost first."""
+
+
+@functools.cache
+def leaves() -> tuple[Leaf, ...]:
+    """Returns every value of every kind, as in the schema; a `kind` with a choice is left out."""
+    return tuple(_leaves(ROOT, (), ()))
+
+
+def _leaves(
+    slot: Slot, path: tuple[str, ...], under: tuple[tuple[str, str], ...]
+) -> Iterator[Leaf]:
+    for section in slot.sections:
+        below = (*under, (".".join(path), kind_of(section))) if slot.by_kind else under
+        for key, info in section.model_fields.items():
+            child = slot_of(info)
+            if child.is_list:
+                yield Leaf(".".join((*path, key)), info, section, below)
+                yield from _leaves(child, (*path, key + ITEMS), below)
+            elif child.sections:
+                yield from _leaves(child, (*path, key), below)
+            elif key != "kind" or not slot.by_kind:
+                yield Leaf(".".join((*path, key)), info, section, below)

@@ -1,0 +1,166 @@
+"""YAML as people mean it: YAML 1.2 scalars, no key twice, and the line of every key.
+
+PyYAML alone reads 3e-4 as text, 010 as 8, 12:30 as 750, `no` as false, and keeps the last of two
+equal keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from jaxres.config.errors import Problem, shorten
+
+Where = Callable[[int], str]
+"""Says where a line (counted from 0) is, for people."""
+
+_TAG = "tag:yaml.org,2002:"
+_INT = re.compile(r"^(?:[-+]?(?:0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+)$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value and where it was given; the value of a mapping is a dict of nodes."""
+
+    value: Any
+    where: str
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own name and type)
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuses aliases: a value has one place, and a small file stays small."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not read", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes block style and quotes what YAML 1.1 or 1.2 would read as something else."""
+
+
+for _name, _pattern, _first in (
+    ("bool", _BOOL, "tTfF"),
+    ("int", _INT, "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+    ("null", _NULL, ["~", "n", "N", ""]),
+):
+    _Loader.add_implicit_resolver(_TAG + _name, _pattern, list(_first))
+    _Dumper.add_implicit_resolver(_TAG + _name, _pattern, list(_first))
+
+
+def parse(text: str, where: Where) -> tuple[Node | None, list[Problem]]:
+    """Reads one YAML document; None if it can't be read, or is empty, with what is wrong."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        problems: list[Problem] = []
+        return (None if root is None else _node(root, (), where, problems)), problems
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        text = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        problem = Problem("", f"not valid YAML: {text}", where(mark.line if mark else 0))
+        return None, [problem]
+    except RecursionError:
+        return None, [Problem("", "is nested too deeply", where(0))]
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def dump(data: dict[str, Any]) -> str:
+    """Writes plain data as YAML that `parse` reads back to the same values."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+
+
+def _node(node: yaml.Node, path: tuple[str, ...], where: Where, problems: list[Problem]) -> Node:
+    """Converts a parsed node; a mapping's value is a dict of nodes, all else is plain."""
+    place = where(node.start_mark.line)
+    if isinstance(node, yaml.MappingNode):
+        return Node(_mapping(node, path, where, problems), place)
+    if isinstance(node, yaml.SequenceNode):
+        return Node([plain(_node(n, path, where, problems)) for n in node.value], place)
+    assert isinstance(node, yaml.ScalarNode)
+    try:
+        return Node(_scalar(node), place)
+    except ValueError as error:
+        problems.append(Problem(".".join(path), str(error), place))
+        return Node(None, place)
+
+
+def _mapping(
+    node: yaml.MappingNode, path: tuple[str, ...], where: Where, problems: list[Problem]
+) -> dict[str, Node]:
+    found: dict[str, Node] = {}
+    for key_node, value_node in node.value:
+        place = where(key_node.start_mark.line)
+        if key_node.tag != _TAG + "str":
+            text = f"a key must be text (got {shorten(str(key_node.value))}); put it in quotes"
+            problems.append(Problem(".".join(path), text, place))
+            continue
+        key = key_node.value
+        if key in found:
+            text = f"given twice (first at {found[key].where})"
+            problems.append(Problem(".".join((*path, key)), text, place))
+        value = _node(value_node, (*path, key), where, problems)
+        found[key] = Node(value.value, place)
+    return found
+
+
+def _scalar(node: yaml.ScalarNode) -> Any:
+    """Returns the value of a scalar; raises ValueError for one that can't be had."""
+    kind, text = node.tag.removeprefix(_TAG), node.value
+    if kind == "str":
+        if not is_whole(text):
+            raise ValueError("holds a character that text can't hold (NUL or half a pair)")
+        return text
+    if kind == "int" and _INT.match(text):
+        if len(text) > 1000:
+            raise ValueError("is a number of more than 1000 digits")
+        return int(text, 0)
+    if kind == "float" and (_FLOAT.match(text) or _INT.match(text)):
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    if kind == "bool" and _BOOL.match(text):
+        return text.lower() == "true"
+    if kind == "null" and _NULL.match(text):
+        return None
+    raise ValueError(f"the tag {node.tag} is not read with {shorten(text)!r}")
+
+
+def is_whole(text: str) -> bool:
+    """Returns whether the text holds neither NUL nor half of a surrogate pair."""
+    return not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text)
+
+
+def plain(node: Node) -> Any:
+    """Returns the values of a node without their places."""
+    if isinstance(node.value, dict):
+        return {key: plain(child) for key, child in node.value.items()}
+    return node.value
+
+
+def is_plain_text(text: str) -> bool:
+    """Returns whether the text, unquoted, is read as text both by YAML 1.1 and 1.2."""
+    ours = any(p.match(text) for p in (_INT, _FLOAT, _BOOL, _NULL))
+    theirs = yaml.SafeLoader("").resolve(yaml.ScalarNode, text, (True, False))
+    return not ours and theirs == _TAG + "str"
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar(_TAG + "str", text, style=None if is_plain_text(text) else "'")
+
+
+_Dumper.add_representer(str, _represent_text)

@@ -1,0 +1,345 @@
+"""Token folders (tokens.bin, offsets.npy, meta.json), and fixed windows over them as rows.
+
+docs/data.md describes the format. Dims: B rows of a request, T = seq_len, W = T + 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import ArrayLike, NDArray
+
+from jaxres.data.batching import Arrays, BadRecord, check_ids
+from jaxres.faults import ConfigError
+from jaxres.storage.files import sync_dir
+
+FORMAT_VERSION = 1
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+MAX_VOCAB_SIZE = 2**31 - 1
+NUM_OFFSETS_CHECKED = 1024
+
+
+class TokensDamaged(ConfigError):
+    """A token folder whose files do not fit together."""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """The contents of meta.json."""
+
+    format: int
+    dtype: str
+    vocab_size: int
+    num_tokens: int
+    num_documents: int
+    tokenizer: str
+    fingerprint: str
+    """xxh3-128 over the bytes of all tokens, then of all offsets."""
+
+
+@dataclass(frozen=True)
+class TokenFolder:
+    """An open token folder; its arrays are memory maps."""
+
+    folder: Path
+    meta: Meta
+    tokens: NDArray[Any]
+    offsets: NDArray[np.int64]
+
+
+def open_tokens(folder: Path) -> TokenFolder:
+    """Opens a token folder; as fast for a terabyte as for a byte.
+
+    Raises TokensDamaged where the sizes disagree; values are judged when their row is read.
+    """
+    try:
+        meta = _read_meta(folder)
+        dtype = DTYPES[meta.dtype]
+        size_bytes = (folder / "tokens.bin").stat().st_size
+        if size_bytes != meta.num_tokens * dtype.itemsize:
+            raise TokensDamaged(
+                f"{folder / 'tokens.bin'} has {size_bytes:,} bytes, but meta.json says "
+                f"{meta.num_tokens:,} tokens of {meta.dtype}. Write the folder anew."
+            )
+        tokens = np.memmap(folder / "tokens.bin", dtype, mode="r").view(np.ndarray)
+        offsets = _open_offsets(folder / "offsets.npy", meta)
+    except FileNotFoundError as error:
+        raise TokensDamaged(
+            f"{error.filename} does not exist. A token folder has tokens.bin, offsets.npy and "
+            "meta.json (docs/data.md)."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"the token folder {folder} can't be read: {error}") from error
+    return TokenFolder(folder, meta, tokens, offsets)
+
+
+def _read_meta(folder: Path) -> Meta:
+    path = folder / "meta.json"
+    try:
+        fields = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise TokensDamaged(f"{path} is not JSON: {error}") from error
+    if not isinstance(fields, Mapping):
+        raise TokensDamaged(f"{path} holds no object")
+    for name, kind in Meta.__annotations__.items():
+        if type(fields.get(name)).__name__ != kind:
+            raise TokensDamaged(
+                f"{path}: {name} is {fields.get(name)!r}; it must be of type {kind}"
+            )
+    meta = Meta(**{name: fields[name] for name in Meta.__annotations__})
+    if meta.format != FORMAT_VERSION:
+        raise TokensDamaged(f"{path}: format {meta.format}; this version reads {FORMAT_VERSION}")
+    if meta.dtype not in DTYPES:
+        raise TokensDamaged(f"{path}: dtype {meta.dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if not 1 <= meta.vocab_size <= MAX_VOCAB_SIZE:
+        raise TokensDamaged(f"{path}: vocab_size {meta.vocab_size} is not in 1..{MAX_VOCAB_SIZE}")
+    if meta.num_tokens < 1 or meta.num_documents < 1:
+        raise TokensDamaged(f"{path}: no tokens or no documents")
+    return meta
+
+
+def _open_offsets(path: Path, meta: Meta) -> NDArray[np.int64]:
+    try:
+        offsets = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+    except (ValueError, EOFError) as error:
+        raise TokensDamaged(f"{path} can't be read: {error}") from error
+    if offsets.dtype != np.dtype("<i8") or offsets.shape != (meta.num_documents + 1,):
+        raise TokensDamaged(
+            f"{path} is {offsets.dtype}{list(offsets.shape)}; with {meta.num_documents:,} "
+            f"documents in meta.json it must be int64[{meta.num_documents + 1}]"
+        )
+    ends = (offsets[:NUM_OFFSETS_CHECKED], offsets[-NUM_OFFSETS_CHECKED:])
+    sorted_ends = all((end[1:] >= end[:-1]).all() for end in ends)
+    if offsets[0] != 0 or offsets[-1] != meta.num_tokens or not sorted_ends:
+        raise TokensDamaged(
+            f"{path} must rise from 0 to {meta.num_tokens:,}, the number of tokens; "
+            f"it goes from {offsets[0]:,} to {offsets[-1]:,}"
+        )
+    return offsets
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Windows of seq_len + 1 tokens over the part [start, stop) of the token stream.
+
+    Row i holds tokens [i*T, i*T + T] of the part: T inputs, and T targets shifted by one.
+    """
+
+    corpus: TokenFolder
+    seq_len: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        """Number of windows that fit."""
+        return max(0, (self.stop - self.start - 1) // self.seq_len)
+
+    def rows(self, ids: NDArray[np.int64]) -> Arrays:
+        """Returns int32 tokens_BT, targets_BT, segment_ids_BT, positions_BT; float32 weights_BT.
+
+        Segments number the row's documents from 1; positions restart in each of them, and at the
+        row's start; the weight is 0 where the target belongs to another document than its input.
+        """
+        check_ids(ids, len(self))
+        starts_B = self.start + np.asarray(ids, np.int64) * self.seq_len
+        tokens_BW = self._tokens(ids, starts_B)
+        begins_BW = self._begins(ids, starts_B)
+        segment_ids_BW = 1 + np.cumsum(begins_BW, axis=1, dtype=np.int32)
+        places_W = np.arange(self.seq_len + 1, dtype=np.int32)
+        begun_BW = np.maximum.accumulate(np.where(begins_BW, places_W, np.int32(0)), axis=1)
+        return {
+            "tokens_BT": tokens_BW[:, :-1].copy(),
+            "targets_BT": tokens_BW[:, 1:].copy(),
+            "segment_ids_BT": segment_ids_BW[:, :-1].copy(),
+            "positions_BT": (places_W - begun_BW)[:, :-1].copy(),
+            "weights_BT": (~begins_BW[:, 1:]).astype(np.float32),
+        }
+
+    def _tokens(self, ids: NDArray[np.int64], starts_B: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Returns the windows, all below vocab_size."""
+        width, vocab_size = self.seq_len + 1, self.corpus.meta.vocab_size
+        tokens_BW = np.empty((len(ids), width), self.corpus.tokens.dtype)
+        for window, start in zip(tokens_BW, starts_B.tolist(), strict=True):
+            window[:] = self.corpus.tokens[start : start + width]
+        if tokens_BW.size and tokens_BW.max() >= vocab_size:
+            i, place = np.argwhere(tokens_BW >= vocab_size)[0].tolist()
+            raise BadRecord(
+                f"{self.corpus.folder / 'tokens.bin'}: row {ids[i]}, token {starts_B[i] + place} "
+                f"of the file is {tokens_BW[i, place]}, but vocab_size is {vocab_size}. "
+                "Write the folder anew, or mend vocab_size in meta.json."
+            )
+        return tokens_BW.astype(np.int32)
+
+    def _begins(self, ids: NDArray[np.int64], starts_B: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Returns where in each window, its first token aside, a document begins."""
+        begins_BW = np.zeros((len(ids), self.seq_len + 1), np.bool_)
+        offsets = self.corpus.offsets
+        firsts_B = np.searchsorted(offsets, starts_B, side="right")
+        lasts_B = np.searchsorted(offsets, starts_B + self.seq_len, side="right")
+        # The two before the window are looked at because a search lands beside what is amiss.
+        rows, places = _ranges(np.maximum(firsts_B - 2, 0), np.minimum(lasts_B + 1, len(offsets)))
+        near = offsets[places]
+        falls = (near[1:] < near[:-1]) & (rows[1:] == rows[:-1])
+        if falls.any() or (firsts_B > lasts_B).any():
+            i = min([*rows[1:][falls], *np.flatnonzero(firsts_B > lasts_B)])
+            raise BadRecord(
+                f"{self.corpus.folder / 'offsets.npy'}: row {ids[i]}, documents {firsts_B[i]} to "
+                f"{lasts_B[i]} do not begin in rising order. Write the folder anew."
+            )
+        rows, places = _ranges(firsts_B, lasts_B)
+        begins_BW[rows, offsets[places] - starts_B[rows]] = True
+        return begins_BW
+
+
+def _ranges(
+    starts_B: NDArray[np.int64], stops_B: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns all numbers of the ranges in order, each with its range's index: (index, number).
+
+    >>> _ranges(np.array([3, 9, 5]), np.array([5, 9, 6]))
+    (array([0, 0, 2]), array([3, 4, 5]))
+    """
+    lengths_B = np.maximum(stops_B - starts_B, 0)
+    indices = np.repeat(np.arange(len(lengths_B)), lengths_B)
+    before_B = np.cumsum(lengths_B) - lengths_B
+    return indices, np.arange(len(indices)) + (starts_B - before_B)[indices]
+
+
+def split_tokens(
+    corpus: TokenFolder, *, seq_len: int, heldout_fraction: float
+) -> tuple[TokenRows, TokenRows]:
+    """Returns training and held-out rows, parted at the document boundary nearest to the share."""
+    cut = _heldout_start(corpus, heldout_fraction)
+    total = corpus.meta.num_tokens
+    train = TokenRows(corpus, seq_len, 0, cut)
+    heldout = TokenRows(corpus, seq_len, cut, total)
+    for name, rows in (("training", train), ("held-out", heldout)):
+        if len(rows) == 0 and rows.start < rows.stop:
+            raise ConfigError(
+                f"{corpus.folder}: the {name} part has {rows.stop - rows.start:,} of {total:,} "
+                f"tokens, and a row takes {seq_len + 1}. Lower data.seq_len, change "
+                f"data.heldout_fraction ({heldout_fraction}; 0: none), or use more data."
+            )
+    return train, heldout
+
+
+def _heldout_start(corpus: TokenFolder, fraction: float) -> int:
+    total = corpus.meta.num_tokens
+    if fraction == 0:
+        return total
+    ideal = round(total * (1 - fraction))
+    after = int(np.searchsorted(corpus.offsets, np.int64(ideal), side="right"))
+    near = {
+        int(corpus.offsets[after - 1]),
+        int(corpus.offsets[min(after, len(corpus.offsets) - 1)]),
+    }
+    inner = near - {0, total}
+    if not inner:
+        raise ConfigError(
+            f"{corpus.folder}: a held-out part needs at least one document on each side of "
+            f"the cut, and there are {corpus.meta.num_documents}. Set data.heldout_fraction to "
+            "0, or split the text into several files."
+        )
+    return min(inner, key=lambda boundary: (abs(boundary - ideal), boundary))
+
+
+class TokenWriter:
+    """Writes a token folder as a stream; it is whole once the context ends without an error.
+
+    meta.json comes last and all files are fsynced, so that a folder cut short never opens.
+    """
+
+    def __init__(self, folder: Path, *, vocab_size: int, tokenizer: str) -> None:
+        """Creates the folder, which must not exist."""
+        if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+            raise ValueError(f"vocab_size {vocab_size} is not in 1..{MAX_VOCAB_SIZE}")
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+        self._offsets = [0]
+        self._num_tokens = 0
+        self._hash = xxhash.xxh3_128()
+        self._file = (folder / "tokens.bin").open("wb")
+
+    def __enter__(self) -> TokenWriter:
+        """Returns the writer."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes tokens.bin; completes the folder if all went well."""
+        with self._file as file:
+            if error is None:
+                file.flush()
+                os.fsync(file.fileno())
+        if error is None:
+            self._finish()
+
+    def write(self, tokens: ArrayLike) -> None:
+        """Appends tokens, 1-D integers, to the current document."""
+        values = np.asarray(tokens)
+        if values.size == 0:
+            return
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            raise ValueError(f"tokens are {values.dtype}{list(values.shape)}, not 1-D integers")
+        if values.min() < 0 or values.max() >= self._vocab_size:
+            raise ValueError(
+                f"document {len(self._offsets) - 1} has tokens {values.min()}..{values.max()}; "
+                f"vocab_size is {self._vocab_size}"
+            )
+        words = values.astype(DTYPES[self._dtype])
+        self._file.write(words.data)
+        self._hash.update(words.data)
+        self._num_tokens += len(words)
+
+    def end_document(self) -> None:
+        """Ends the current document; the next token begins another."""
+        self._offsets.append(self._num_tokens)
+
+    def _finish(self) -> None:
+        offsets = np.array(self._offsets, "<i8")
+        if offsets[-1] != self._num_tokens or self._num_tokens == 0:
+            raise ValueError("there are no tokens, or the last document was not ended")
+        self._hash.update(offsets.data)
+        with (self._folder / "offsets.npy").open("wb") as file:
+            np.save(file, offsets, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        meta = Meta(
+            format=FORMAT_VERSION,
+            dtype=self._dtype,
+            vocab_size=self._vocab_size,
+            num_tokens=self._num_tokens,
+            num_documents=len(offsets) - 1,
+            tokenizer=self._tokenizer,
+            fingerprint=self._hash.hexdigest(),
+        )
+        with (self._folder / "meta.json").open("w") as file:
+            file.write(json.dumps(asdict(meta), indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        sync_dir(self._folder)
+
+
+def write_tokens(
+    folder: Path, documents: Iterable[ArrayLike], *, vocab_size: int, tokenizer: str
+) -> None:
+    """Writes documents, each a sequence of token ids, as a new token folder."""
+    with TokenWriter(folder, vocab_size=vocab_size, tokenizer=tokenizer) as writer:
+        for document in documents:
+            writer.write(document)
+            writer.end_document()

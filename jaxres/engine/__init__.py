@@ -1,0 +1,1 @@
+"""The computation: state, step, optimizer, mesh, guards. No files, no hosts."""

@@ -1,0 +1,80 @@
+"""The only reader of held-out data: always the same rows, no dropout, nothing else disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxres.data import Arrays, Rows
+from jaxres.engine import mesh as meshes
+from jaxres.engine.mesh import LocalRows
+from jaxres.engine.step import Batch
+from jaxres.faults import Stop, Verdict
+from jaxres.models import Params
+
+Compiled = Callable[[Params, Batch, jax.Array, Any], jax.Array]
+NUM_SUMS = 2
+
+
+class Listener(Protocol):
+    """What an evaluation needs of the agreement of all hosts."""
+
+    def facts(self, *, busy_seconds: float | None) -> Any:
+        """Returns this host's word for the next batch."""
+        ...
+
+    def heard(self, facts: np.ndarray) -> object:
+        """Takes the words of all hosts."""
+        ...
+
+    def verdict(self) -> Verdict:
+        """Returns the stop that all hosts have heard of."""
+        ...
+
+
+def batches(
+    heldout: Rows, *, rows_per_batch: int, limit: int, local: LocalRows
+) -> Iterator[tuple[Arrays, np.ndarray]]:
+    """Yields the first `limit` batches of the held-out rows in order, and which rows are real.
+
+    The last batch is filled up with row 0, masked out (mask_B float32: 1 real, 0 filling). Read and
+    yielded are the local rows of each batch.
+    """
+    for start in range(0, min(len(heldout), limit * rows_per_batch), rows_per_batch):
+        ids = start + local.rows
+        mask_B = (ids < len(heldout)).astype(np.float32)
+        yield heldout.rows(np.where(mask_B > 0, ids, 0)), mask_B
+
+
+def make(
+    eval_step: Compiled, heldout: Rows, *, rows_per_batch: int, limit: int, mesh: Mesh
+) -> Callable[[Params, Listener], float | None]:
+    """Returns a function from params to the mean held-out loss over the weights.
+
+    It gives up between two batches, on all hosts alike, when a stop is asked for; then it returns
+    None.
+    """
+
+    local = meshes.local_rows(mesh, rows_per_batch)
+
+    def evaluate(params: Params, hosts: Listener) -> float | None:
+        sums = np.zeros(NUM_SUMS, np.float64)
+        rows = batches(heldout, rows_per_batch=rows_per_batch, limit=limit, local=local)
+        for arrays, mask_B in rows:
+            if isinstance(hosts.verdict(), Stop):
+                return None
+            placed: dict[str, Any] = meshes.place_batch(
+                mesh, {**arrays, "mask_B": mask_B}, local=local
+            )
+            mask = placed.pop("mask_B")
+            facts = hosts.facts(busy_seconds=None)
+            values = np.asarray(eval_step(params, placed, mask, facts), np.float64)
+            sums += values[:NUM_SUMS]
+            hosts.heard(values[NUM_SUMS:])
+        return float(sums[0] / sums[1])
+
+    return evaluate

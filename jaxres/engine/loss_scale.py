@@ -1,0 +1,73 @@
+"""The loss scale of a run that computes in float16, inside the step: part of what is saved.
+
+The backward pass starts from a factor, a power of two, and every microbatch's gradient is divided
+by it in float32 before anything looks at it: exact, unless a number leaves float16's range. A
+gradient that is not finite although the loss is halves the factor; long rows of steps without one
+double it.
+(arXiv 1710.03740, section 3.2; PyTorch's GradScaler)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxres.config.schema_training import LEAST, MOST, LossScaleSection
+
+EXPONENT = 0x7F800000
+"""The bits of a float32 that have its power of two."""
+
+
+def init(section: LossScaleSection | None) -> dict[str, jax.Array] | None:
+    """Returns the scale before the first step: float32 and int32; None for a run without one."""
+    if section is None:
+        return None
+    factor = jnp.asarray(section.first, jnp.float32)
+    return {"factor": factor, "good_steps": jnp.zeros((), jnp.int32)}
+
+
+def value_and_grad(loss_sum: Callable[..., Any], factor: Float[Array, ""]) -> Callable[..., Any]:
+    """Is jax.value_and_grad(loss_sum, has_aux=True), whose backward pass is scaled.
+
+    The factor multiplies the mean over a microbatch, but for less than a factor of two: its weight,
+    the first of `aux`, is rounded down to a power of two.
+    """
+
+    def gradient(params: Any, *more: Any) -> Any:
+        total, backward, aux = jax.vjp(lambda p: loss_sum(p, *more), params, has_aux=True)
+        scale = factor / _power_of_two(aux[0])
+        (grads,) = backward(scale)
+        return (total, aux), jax.tree.map(lambda grad: grad / scale, grads)
+
+    return gradient
+
+
+def overflowed(loss: Float[Array, ""], grad_norm: Float[Array, ""]) -> Bool[Array, ""]:
+    """Says whether the backward pass alone is at fault: the forward one knows of no factor."""
+    return jnp.isfinite(loss) & ~jnp.isfinite(grad_norm)
+
+
+def after(
+    scale: Any, *, loss: Float[Array, ""], grad_norm: Float[Array, ""], section: LossScaleSection
+) -> dict[str, jax.Array]:
+    """Returns the scale after a step; a loss that is not finite tells nothing about it."""
+    factor, good = scale["factor"], scale["good_steps"] + 1
+    grows = good >= section.grow_every_steps
+    grown = {
+        "factor": jnp.where(grows, jnp.minimum(2 * factor, MOST), factor),
+        "good_steps": jnp.where(grows, 0, good),
+    }
+    halved = {"factor": jnp.maximum(factor / 2, LEAST), "good_steps": jnp.zeros((), jnp.int32)}
+    backs_off, tells = overflowed(loss, grad_norm), jnp.isfinite(loss)
+    new = jax.tree.map(lambda h, g: jnp.where(backs_off, h, g), halved, grown)
+    return jax.tree.map(lambda n, o: jnp.where(tells, n, o), new, dict(scale))
+
+
+def _power_of_two(number: Float[Array, ""]) -> Float[Array, ""]:
+    """Rounds down to a power of two, exactly, as no logarithm does."""
+    bits = jax.lax.bitcast_convert_type(number, jnp.int32) & EXPONENT
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,0 +1,185 @@
+"""Devices -> Mesh, and the one table of logical-axis -> mesh-axis rules.
+
+An *axis* is a mesh axis, a *dim* is a tensor dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from jaxres.config.schema import MeshSection
+from jaxres.engine import mesh_plan
+from jaxres.engine.mesh_plan import AXES, Plan
+
+BATCH_AXES = ("data", "fsdp")
+AUTO = (AxisType.Auto,) * len(AXES)
+
+RULES: dict[str, str] = {
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "mlp": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+}
+"""Logical dim -> mesh axis; a logical name that is not here is never split."""
+
+
+def build(section: MeshSection, *, devices: Sequence[Any]) -> Mesh:
+    """Returns the mesh over all `devices`.
+
+    Raises:
+      ConfigError: the axes do not multiply to the number of devices.
+    """
+    sizes = mesh_plan.axis_sizes(section, num_devices=len(devices))
+    return Mesh(arranged(devices, sizes), AXES, axis_types=AUTO)
+
+
+def devices_in_words(mesh: Mesh) -> str:
+    """Returns how many devices of what kind there are, and on how many hosts if on several."""
+    device = mesh.devices.flat[0]
+    hosts = len({each.process_index for each in mesh.devices.flat})
+    words = f"{mesh.size} x {device.platform} {device.device_kind}"
+    return words if hosts == 1 else f"{words} on {hosts} hosts"
+
+
+def abstract(plan: Plan) -> Any:
+    """Returns what stands in for a Mesh whose devices are not here: to lay out and to lower."""
+    return AbstractMesh(plan.sizes, AXES, axis_types=AUTO)
+
+
+def arranged(devices: Sequence[Any], sizes: tuple[int, ...]) -> NDArray[Any]:
+    """Returns the devices as an array of these sizes, host by host along the last dims.
+
+    So `tensor`, which talks the most, lies inside a host wherever its size allows.
+    """
+    array = np.empty(len(devices), object)
+    array[:] = sorted(devices, key=lambda device: (device.process_index, device.id))
+    return array.reshape(sizes)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of arrays whose first dim is the batch."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def one_row_a_device(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of arrays of which every device holds one row."""
+    return NamedSharding(mesh, PartitionSpec(AXES))
+
+
+def keep_rows(mesh: Mesh) -> Callable[[Any], Any]:
+    """Returns what pins the first dim of activations to the devices that hold their rows.
+
+    Without it XLA may follow the parameters: with an embedding split over fsdp it splits the width
+    of the activations instead of their rows, and every device holds those of the whole batch.
+    """
+    if mesh.size == 1:
+        return lambda x: x
+
+    def keep(x: Any) -> Any:
+        others = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
+        spec = PartitionSpec(BATCH_AXES, *others)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return keep
+
+
+def replicate(mesh: Mesh) -> Callable[[Any], Any]:
+    """Returns what lays an array whole on every device, inside a computation."""
+    if mesh.size == 1:
+        return lambda x: x
+    return lambda x: jax.lax.with_sharding_constraint(x, replicated(mesh))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of arrays that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def param_sharding(mesh: Mesh, dims: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+    """Returns the sharding of a parameter; a dim that its mesh axis does not divide stays whole."""
+    assert len(dims) == len(shape), (dims, shape)
+    used: set[str] = set()
+    spec: list[str | None] = []
+    for dim, size in zip(dims, shape, strict=True):
+        axis = RULES.get(dim) if dim else None
+        if axis is None or axis in used or size % mesh.shape[axis]:
+            spec.append(None)
+            continue
+        used.add(axis)
+        spec.append(axis)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """Which rows of a global batch this process's devices compute, and so this process reads."""
+
+    rows: NDArray[np.int64]
+    """Ascending indices into the global batch."""
+    num_rows: int
+    """Of the global batch."""
+
+    def place_of(self, index: slice) -> slice:
+        """Returns where the global rows of a device lie among the local ones: in one piece."""
+        start, stop, _ = index.indices(self.num_rows)
+        first = int(np.searchsorted(self.rows, start))
+        return slice(first, first + stop - start)
+
+
+def hosts_of_rows(mesh: Mesh, num_rows: int) -> tuple[int, ...]:
+    """Returns which process computes each row of a batch; the lowest where several do."""
+    hosts = [mesh.devices.size] * num_rows
+    for device, index in batch_sharding(mesh).devices_indices_map((num_rows,)).items():
+        for row in range(*index[0].indices(num_rows)):
+            hosts[row] = min(hosts[row], device.process_index)
+    return tuple(hosts)
+
+
+def local_rows(mesh: Mesh, num_rows: int) -> LocalRows:
+    """Returns the rows of a batch that this process's devices compute, each of them once."""
+    indices = batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
+    return rows_of([index for index in indices if index is not None], num_rows)
+
+
+def rows_of(indices: Iterable[tuple[slice, ...]], num_rows: int) -> LocalRows:
+    """Returns the rows that some devices compute, by what each of them takes of the batch."""
+    taken = [np.arange(*index[0].indices(num_rows), dtype=np.int64) for index in indices]
+    return LocalRows(np.unique(np.concatenate(taken)), num_rows)
+
+
+def place_batch(
+    mesh: Mesh, arrays: Mapping[str, np.ndarray], *, local: LocalRows | None = None
+) -> dict[str, jax.Array]:
+    """Puts the rows of a global batch on the devices that compute them.
+
+    Args:
+      mesh: the devices.
+      arrays: of the local rows.
+      local: which rows of the global batch those are; None: all.
+    """
+    sharding = batch_sharding(mesh)
+    if local is None or len(local.rows) == local.num_rows:
+        return {
+            name: jax.make_array_from_callback(
+                array.shape, sharding, lambda index, a=array: a[index]
+            )
+            for name, array in arrays.items()
+        }
+    shapes = {name: (local.num_rows, *array.shape[1:]) for name, array in arrays.items()}
+    return {
+        name: jax.make_array_from_callback(shapes[name], sharding, _piece_of(array, local))
+        for name, array in arrays.items()
+    }
+
+
+def _piece_of(array: NDArray[Any], local: LocalRows) -> Callable[[Any], NDArray[Any]]:
+    """Returns the function from what a device takes of the global array to its numbers."""
+    return lambda index: array[local.place_of(index[0])]

@@ -1,0 +1,168 @@
+"""What lies on every device: each array of the state, how it is split, and what could not be.
+
+Works on shapes alone, also for a mesh whose devices are not here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxres.engine import optimizer
+from jaxres.engine import state as states
+from jaxres.engine.mesh import RULES
+from jaxres.engine.state import TrainState
+from jaxres.models import Model
+from jaxres.telemetry.stdio import size
+
+LARGE_BYTES = 64 * 2**20
+LARGE_SHARE = 0.05
+"""What is more than this a device, or than this share of its state, is worth splitting."""
+KEYS = {"embed": "model.d_model", "mlp": "model.d_ff", "vocab": "model.vocab_size"}
+"""Where the sizes of logical dims come from, in the models of this package."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One array of the state as it lies on the devices."""
+
+    path: str
+    dims: tuple[str | None, ...]
+    """Logical names."""
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str
+    device_bytes: int
+    """Of the part that one device holds."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All arrays of the state on a mesh."""
+
+    arrays: tuple[Placed, ...]
+    axes: dict[str, int]
+    """Devices along each mesh axis."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the state on one device."""
+        return sum(array.device_bytes for array in self.arrays)
+
+    @property
+    def global_bytes(self) -> int:
+        """Bytes of the state, every array once: about what a checkpoint takes."""
+        return sum(math.prod(a.shape) * jax.numpy.dtype(a.dtype).itemsize for a in self.arrays)
+
+    def table(self) -> str:
+        """Returns one line an array: path, global shape, type, split, bytes a device."""
+        head = ("array", "global shape", "type", "split", "a device")
+        rows = [
+            (a.path, "x".join(map(str, a.shape)) or "()", a.dtype, a.spec, size(a.device_bytes))
+            for a in self.arrays
+        ]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        mesh = " ".join(f"{axis}={count}" for axis, count in self.axes.items())
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]
+        ]
+        return "\n".join([*lines, f"state: {size(self.device_bytes)} a device, mesh {mesh}", ""])
+
+    def warnings(self) -> list[str]:
+        """Returns what is whole on many devices although large, and what would split it."""
+        groups: dict[tuple[str, int, str], int] = {}
+        unnamed: list[str] = []
+        for array in self.arrays:
+            for dim, length, axis in _not_split(array, self.axes):
+                key = (dim, length, axis)
+                groups[key] = groups.get(key, 0) + array.device_bytes
+            could_split = self.axes["fsdp"] * self.axes["tensor"] > 1
+            if could_split and not any(array.dims) and self._is_large(array.device_bytes):
+                unnamed.append(
+                    f"{array.path} ({size(array.device_bytes)}) names none of its dims, so every "
+                    "device holds it whole. Name them in the model's `axes`"
+                )
+        return unnamed + [
+            _advice(dim, length, axis, devices=self.axes[axis], held=held)
+            for (dim, length, axis), held in groups.items()
+            if self._is_large(held)
+        ]
+
+    def _is_large(self, held: int) -> bool:
+        return held > LARGE_BYTES or held > LARGE_SHARE * self.device_bytes
+
+
+def of(shapes: TrainState, model: Model, mesh: Mesh) -> Layout:
+    """Returns the layout of a state, from its shapes with shardings."""
+    axes = states.to_plain(
+        TrainState(
+            params=model.axes,
+            opt=optimizer.state_axes(shapes.opt, param_axes=model.axes),
+            key=(None,),
+            step=(),
+            norms=dict.fromkeys(shapes.norms, ()),
+            loss_scale=shapes.loss_scale and dict.fromkeys(shapes.loss_scale, ()),
+        )
+    )
+    named = jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
+    leaves = jax.tree_util.tree_flatten_with_path(states.to_plain(shapes))[0]
+    arrays = [_placed(path, leaf, dims) for (path, leaf), dims in zip(leaves, named, strict=True)]
+    return Layout(tuple(arrays), {axis: mesh.shape[axis] for axis in mesh.axis_names})
+
+
+def save_memory(laid: Layout) -> tuple[int, int]:
+    """Returns what a save takes of this host's memory at most, and what the state does."""
+    snapshot = laid.device_bytes * jax.local_device_count()
+    return snapshot, snapshot if jax.default_backend() == "cpu" else 0
+
+
+def device_limit(mesh: Mesh) -> int | None:
+    """Returns the bytes that a device of this process can hold; None where it does not say."""
+    stats = mesh.local_devices[0].memory_stats()
+    return stats.get("bytes_limit") if stats else None
+
+
+def step_bytes(compiled: Any) -> int | None:
+    """Returns XLA's estimate of the bytes a device needs while a compiled step runs."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    return (
+        found.argument_size_in_bytes
+        + found.output_size_in_bytes
+        - found.alias_size_in_bytes
+        + found.temp_size_in_bytes
+    )
+
+
+def _placed(path: Any, leaf: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> Placed:
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding)
+    held = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    split = ", ".join(str(part or "-") for part in sharding.spec) or "-"
+    name = "/".join(str(part.key) for part in path)
+    return Placed(name, dims, tuple(leaf.shape), str(leaf.dtype), split, held)
+
+
+def _not_split(array: Placed, axes: dict[str, int]) -> list[tuple[str, int, str]]:
+    """Returns the dims (name, length, axis) that their axis does not divide."""
+    return [
+        (dim, length, RULES[dim])
+        for dim, length in zip(array.dims, array.shape, strict=True)
+        if dim in RULES and length % axes[RULES[dim]]
+    ]
+
+
+def _advice(dim: str, length: int, axis: str, *, devices: int, held: int) -> str:
+    above = -(-length // devices) * devices
+    key = f" ({KEYS[dim]})" if dim in KEYS else ""
+    return (
+        f"{dim}={length}{key} is not divisible by mesh.{axis}={devices}, so arrays of {size(held)} "
+        f"a device are not split over it; choose {dim}={above} in a new run, or "
+        f"mesh.{axis}={math.gcd(length, devices)}"
+    )

@@ -1,0 +1,338 @@
+"""What one VM of a job is made of, as the Compute API wants it.
+
+Code and config as they go to the VMs: by digest, so that every attempt runs the same.
+
+The startup script of a VM: fetches the code of the run, and starts its agent.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import re
+import shlex
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jaxres
+from jaxres.config.gce_machine_types import region_of, shape_of
+from jaxres.config.schema_gce import (
+    ContainerRuntime,
+    FlexStartRung,
+    GceSection,
+    ReservationRung,
+    Rung,
+    SpotRung,
+    StandardRung,
+)
+from jaxres.faults import ConfigError
+from jaxres.storage import gcs_objects
+from jaxres.storage.path import BucketPath
+
+NOTICE = "jaxres-notice-seconds"
+"""Metadata of a VM: for how long it goes on once `preempted` has turned true."""
+SCOPE = "https://www.googleapis.com/auth/cloud-platform"
+MODELS = {
+    SpotRung: "SPOT",
+    FlexStartRung: "FLEX_START",
+    ReservationRung: "RESERVATION_BOUND",
+    StandardRung: "STANDARD",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The VMs of one creation: alike but for their names."""
+
+    gce: GceSection
+    rung: Rung
+    zone: str
+    labels: Mapping[str, str]
+    metadata: Mapping[str, str]
+    has_notice: bool = True
+    """Whether a notice of preemption is asked for, where the rung has one."""
+
+    def without_notice(self, is_refused: bool) -> Machine:
+        """Returns it as the API takes it."""
+        return replace(self, has_notice=self.has_notice and not is_refused)
+
+    @property
+    def notice_seconds(self) -> int:
+        """Seconds of notice that are asked for; 0: none."""
+        if isinstance(self.rung, SpotRung) and self.has_notice:
+            return self.rung.notice_seconds
+        return 0
+
+    def bulk(self, names: tuple[str, ...]) -> dict[str, Any]:
+        """Returns the body of a bulkInsert: all of these or none."""
+        body = {
+            "count": len(names),
+            "min_count": len(names),
+            "per_instance_properties": {name: {} for name in names},
+            "instance_properties": {"machine_type": self.rung.machine_type, **self.properties()},
+        }
+        return body | self._template()
+
+    def instance(self, name: str, zone: str) -> dict[str, Any]:
+        """Returns the body of an insert that waits in a queue."""
+        assert isinstance(self.rung, FlexStartRung), self.rung
+        return {
+            "name": name,
+            "machine_type": f"zones/{zone}/machineTypes/{self.rung.machine_type}",
+            "params": {"request_valid_for_duration": {"seconds": 60 * self.rung.wait_minutes}},
+            **self.properties(disk_types=f"zones/{zone}/diskTypes/"),
+        }
+
+    def _template(self) -> dict[str, str]:
+        template = self.gce.template
+        return {} if template is None else {"source_instance_template": template}
+
+    def properties(self, *, disk_types: str = "") -> dict[str, Any]:
+        """Returns what both ways of asking have; `disk_types` is where a disk's type is found."""
+        gce = self.gce
+        metadata = dict(self.metadata)
+        if self.notice_seconds:
+            metadata[NOTICE] = str(self.notice_seconds)
+        found: dict[str, Any] = {
+            "labels": dict(self.labels),
+            "metadata": {"items": [{"key": k, "value": v} for k, v in metadata.items()]},
+            "scheduling": self.scheduling(),
+        }
+        if gce.image is not None:
+            found["disks"] = [self._disk(gce.image, disk_types)]
+        if gce.subnetworks or gce.template is None:
+            found["network_interfaces"] = self._interfaces()
+        if gce.service_account is not None or gce.template is None:
+            account = gce.service_account or "default"
+            found["service_accounts"] = [{"email": account, "scopes": [SCOPE]}]
+        if isinstance(self.rung, ReservationRung):
+            found["reservation_affinity"] = {
+                "consume_reservation_type": "SPECIFIC_RESERVATION",
+                "key": "compute.googleapis.com/reservation-name",
+                "values": [self.rung.reservation],
+            }
+        return found
+
+    def scheduling(self) -> dict[str, Any]:
+        """Returns how the VM may end; by itself at the latest after launch.gce.max_run_hours."""
+        seconds = int(3600 * self.gce.max_run_hours)
+        found: dict[str, Any] = {
+            "provisioning_model": MODELS[type(self.rung)],
+            "automatic_restart": False,
+            "instance_termination_action": "DELETE",
+            "max_run_duration": {"seconds": seconds},
+        }
+        is_spot = isinstance(self.rung, SpotRung)
+        if is_spot or shape_of(self.rung.machine_type) is not None:
+            found["on_host_maintenance"] = "TERMINATE"
+        if isinstance(self.rung, SpotRung):
+            found["preemptible"] = True
+            if self.notice_seconds:
+                found["preemption_notice_duration"] = {"seconds": self.notice_seconds}
+        return found
+
+    def _disk(self, image: str, disk_types: str) -> dict[str, Any]:
+        initial: dict[str, Any] = {"source_image": image, "disk_size_gb": self.gce.disk_gb}
+        if self.gce.disk_type is not None:
+            initial["disk_type"] = disk_types + self.gce.disk_type
+        return {"boot": True, "auto_delete": True, "initialize_params": initial}
+
+    def _interfaces(self) -> list[dict[str, Any]]:
+        if not self.gce.subnetworks:
+            return [{"network": "global/networks/default"}]
+        region = region_of(self.zone)
+        names = [name.replace("{region}", region) for name in self.gce.subnetworks]
+        full = [n if "/" in n else f"regions/{region}/subnetworks/{n}" for n in names]
+        return [{"subnetwork": name} for name in full]
+
+
+CODE, WORK = "code", "work"
+"""Folders of a package: jaxres itself, and the user's folder."""
+LEFT_OUT = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "runs", ".mypy_cache"}
+MAX_BYTES = 100 * 2**20
+
+
+def pack(package: Path | None) -> bytes:
+    """Returns jaxres' own code, and a folder of the user's, as a compressed tar file.
+
+    Equal folders give equal bytes: no times, no owners, names in order.
+
+    Raises:
+      ConfigError: there is no such folder, or it is too large.
+    """
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, path in _files(package):
+            if raw.tell() + path.stat().st_size > MAX_BYTES:
+                raise ConfigError(
+                    f"launch.gce.package={package}: more than {MAX_BYTES // 2**20} MiB. Give a "
+                    "folder with code only; data belongs into the bucket."
+                )
+            info = tarfile.TarInfo(name)
+            data = path.read_bytes()
+            info.size, info.mode = len(data), 0o755 if path.stat().st_mode & 0o100 else 0o644
+            tar.addfile(info, io.BytesIO(data))
+    return gzip.compress(raw.getvalue(), mtime=0)
+
+
+def _files(package: Path | None) -> Iterator[tuple[str, Path]]:
+    own = Path(jaxres.__file__).parent
+    for path in sorted(own.rglob("*.py")):
+        yield f"{CODE}/jaxres/{path.relative_to(own).as_posix()}", path
+    if package is None:
+        return
+    if not package.is_dir():
+        raise ConfigError(f"launch.gce.package={package}: there is no such folder.")
+    for path in sorted(package.rglob("*")):
+        parts = path.relative_to(package).parts
+        if path.is_file() and not LEFT_OUT & set(parts) and path.suffix != ".pyc":
+            yield f"{WORK}/{path.relative_to(package).as_posix()}", path
+
+
+def ship(data: bytes, folder: BucketPath, suffix: str) -> str:
+    """Puts bytes into the bucket under their digest, unless they are there; returns the digest."""
+    digest = hashlib.sha256(data).hexdigest()
+    gcs_objects.write(folder / f"{digest}{suffix}", data, over=0)
+    return digest
+
+
+SCRIPT = r"""#!/bin/bash
+# Brings up the agent of a jaxres job. Runs at every boot, and may run twice.
+set -euo pipefail
+
+object=@OBJECT@
+digest=@DIGEST@
+base="${HOME:-/root}/.jaxres-vm"
+metadata="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1"
+storage="${STORAGE_EMULATOR_HOST:-https://storage.googleapis.com}"
+case "$storage" in *://*) ;; *) storage="http://$storage" ;; esac
+
+say() { echo "jaxres: $*"; }
+
+ask() {
+  curl -sf --retry 30 --retry-delay 1 --retry-connrefused \
+    -H 'Metadata-Flavor: Google' "$metadata/$1"
+}
+
+fetch() {
+  local token
+  token=$(ask instance/service-accounts/default/token |
+    sed -n 's/.*"access_token" *: *"\([^"]*\)".*/\1/p')
+  curl -sf -H "Authorization: Bearer $token" -o "$base/code.tar.gz" "$storage$object" &&
+    echo "$digest  $base/code.tar.gz" | sha256sum -c --status
+}
+
+name=$(ask instance/name)
+notice=$(ask instance/attributes/@NOTICE@ || true)
+case "$notice" in '' | *[!0-9]*) notice=0 ;; esac
+mkdir -p "$base"
+tries=0
+until fetch; do
+  tries=$((tries + 1))
+  if [ "$tries" -ge 60 ]; then
+    say "the code of the run can't be had from the bucket: does the VM's service account have" \
+      "Storage Object User on it, and its network Private Google Access?"
+    exit 1
+  fi
+  say "the code of the run can't be had yet ($tries); trying again"
+  sleep 2
+done
+rm -rf "$base/package"
+mkdir -p "$base/package/@WORK@"
+tar -xzf "$base/code.tar.gz" -C "$base/package"
+
+cat > "$base/agent" <<AGENT
+#!/bin/bash
+cd "$base/package/@WORK@"
+export PYTHONPATH="$base/package/@CODE@:$base/package/@WORK@"
+export PYTHONUNBUFFERED=1
+@EXPORTS@
+exec @COMMAND@ -m jaxres.launch agent --run @SAME_RUN@ --name $name \\
+  --folder "$base" --notice-seconds $notice
+AGENT
+chmod +x "$base/agent"
+@PREPARE@
+if [ -z "${GCE_METADATA_HOST:-}" ] && [ -d /run/systemd/system ]; then
+  systemctl reset-failed jaxres-agent 2>/dev/null || true
+  systemd-run --unit=jaxres-agent --collect \
+    -p Restart=always -p RestartSec=1 -p TimeoutStopSec=25 -p LimitNOFILE=65536 \
+    -p After=network-online.target -p Wants=network-online.target \
+    --setenv=HOME="${HOME:-/root}" "$base/agent"
+else
+  (while true; do "$base/agent" || true; sleep 1; done) < /dev/null &
+fi
+say "the agent of $name runs"
+"""
+PYTHON_ENVIRONMENT = r"""
+if [ ! -x "$base/venv/bin/python" ]; then
+  say "installing packages"
+  @PYTHON@ -m venv "$base/venv"
+  "$base/venv/bin/pip" install --quiet @PACKAGES@
+fi
+"""
+CONTAINER = r"""
+until docker pull @IMAGE@; do
+  say "the container image can't be had yet; trying again"
+  sleep 10
+done
+"""
+
+
+def script(gce: GceSection, run: BucketPath, code: BucketPath, digest: str) -> str:
+    """Returns the script for the VMs of one run.
+
+    Args:
+      gce: what runs on the VM.
+      run: its run directory.
+      code: the packed code.
+      digest: of that.
+    """
+    runtime = gce.runtime
+    exports = [f"export {n}={_in_here_document(v)}" for n, v in sorted(gce.env.items())]
+    if isinstance(runtime, ContainerRuntime):
+        image = shlex.quote(runtime.image)
+        flags = " ".join(map(_in_here_document, runtime.flags))
+        names = ["PYTHONPATH", "PYTHONUNBUFFERED", *sorted(gce.env)]
+        passed = " ".join(f"-e {name}" for name in names)
+        command = (
+            'docker run --rm --init --network=host --ipc=host -v "$base:$base" '
+            f'-w "$base/package/{WORK}" -e HOME="$base" {passed} {flags} '
+            f"--entrypoint python3 {_in_here_document(runtime.image)}"
+        )
+        prepare = CONTAINER.replace("@IMAGE@", image)
+    elif runtime.packages:
+        command = '"$base/venv/bin/python"'
+        packages = " ".join(map(shlex.quote, runtime.packages))
+        prepare = PYTHON_ENVIRONMENT.replace("@PYTHON@", shlex.quote(runtime.python))
+        prepare = prepare.replace("@PACKAGES@", packages)
+    else:
+        command, prepare = _in_here_document(runtime.python), ""
+    words = {
+        "@SAME_RUN@": _in_here_document(str(run)),
+        "@OBJECT@": shlex.quote(f"/storage/v1/b/{code.bucket}/o/{quote(code.key, '')}?alt=media"),
+        "@DIGEST@": digest,
+        "@WORK@": WORK,
+        "@NOTICE@": NOTICE,
+        "@CODE@": CODE,
+        "@EXPORTS@": "\n".join(exports),
+        "@COMMAND@": command,
+        "@PREPARE@": prepare,
+    }
+    # In one go: what a word holds is not looked at again.
+    marks = re.compile("|".join(words))
+    return marks.sub(lambda mark: words[mark[0]], SCRIPT)
+
+
+def _in_here_document(value: str) -> str:
+    """Returns a word for the shell, written so that it survives being written by another."""
+    quoted = shlex.quote(value)
+    if "\n" in value:  # A line of its own might end the document.
+        for sign, written in (("\\", r"\\"), ("'", r"\'"), ("\n", r"\n")):
+            value = value.replace(sign, written)
+        quoted = f"$'{value}'"
+    return "".join(f"\\{c}" if c in "\\$`" else c for c in quoted)

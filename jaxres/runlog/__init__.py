@@ -1,0 +1,1 @@
+"""The run directory: paths, run log, events, metrics."""

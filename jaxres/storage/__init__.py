@@ -1,0 +1,1 @@
+"""Durable files on a disk or in a bucket."""

@@ -1,0 +1,1 @@
+"""What a run reports: console, TensorBoard, heartbeat to the supervisor, alerts."""

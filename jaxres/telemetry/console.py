@@ -1,0 +1,343 @@
+"""What a person sees: live progress on a terminal, one plain line every so many seconds elsewhere.
+
+A listener of events and finished steps; training never waits for it and nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from jaxres.clock import Clock
+from jaxres.runlog import events
+from jaxres.runlog.events import Event
+from jaxres.runlog.metrics import MetricsLine
+from jaxres.telemetry.stdio import size
+
+PEAK_FLOPS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA L4": 121e12,
+}
+"""Dense bfloat16 peak by the start of the device's kind; NVIDIA's data sheets (SXM parts)."""
+
+WINDOW_STEPS = 50
+WIDE_COLUMNS = 140
+REFRESHES_PER_SECOND = 4
+"""Of the live progress; each costs about half a millisecond, which a step on CPU feels."""
+QUICK_PHASES = ("train", "save", "evaluate")
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Returns a device's peak in FLOP/s, or None where it is not known.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
+    (989000000000000.0, None)
+    """
+    return next((v for k, v in PEAK_FLOPS.items() if device_kind.startswith(k)), None)
+
+
+class Console:
+    """Prints a run's progress; a context manager."""
+
+    def __init__(
+        self, *, attempt: int, log_every_seconds: float, clock: Clock, terminal: Terminal
+    ) -> None:
+        self._terminal = terminal
+        self._clock = clock
+        self._attempt = attempt
+        self._log_every_seconds = log_every_seconds
+        self._live: Progress | None = None
+        self._bar: Any = None
+        self._phase = ("start", clock.monotonic())
+        self._printed_at = clock.monotonic()
+        self._landed_at = clock.monotonic()
+        self._recent: deque[MetricsLine] = deque(maxlen=WINDOW_STEPS)
+        self._built: events.RunBuilt | None = None
+        self._committed = 0
+        self._failed_saves = 0
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="jaxres-console", daemon=True)
+
+    def __enter__(self) -> Console:
+        if self._terminal.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24 if self._is_wide() else 8),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+            )
+            self._live = Progress(
+                *columns,
+                console=self._terminal,
+                transient=True,
+                refresh_per_second=REFRESHES_PER_SECOND,
+            )
+            self._live.start()
+            self._bar = self._live.add_task("start", total=None, numbers="")
+        self._ticker.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._ticker.join()
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Prints a line above the live progress."""
+        with self._lock:
+            self._terminal.print(Text(text))
+
+    def heard(self, event: Event) -> None:
+        """Tells of an event, where a person would want to know."""
+        with self._lock:
+            match event:
+                case events.PhaseChanged(phase, detail):
+                    self._enter(phase, detail)
+                case events.RunOpened(run_dir, attempt, threads):
+                    self.say(f"run {run_dir} · attempt {attempt} · {threads} CPU threads")
+                case events.RunBuilt():
+                    self._built = event
+                    self.say(_parts(event))
+                case events.TrainingStarted(step, path, guarantee):
+                    self._committed = step
+                    begin = f"going on from step {step} ({path})" if path else "starting at step 0"
+                    self.say(f"{begin} · guarantee: {guarantee}")
+                case events.Evaluated(step, loss, best_loss, best_step):
+                    self.say(
+                        f"step {step}: held-out loss {loss:.4f} "
+                        f"(best {best_loss:.4f} at step {best_step})"
+                    )
+                case events.GuardWarned(_, reason):
+                    self.say(f"WARNING: {reason}")
+                case events.RolledBack():
+                    self.say(_rolled_back(event))
+                case events.RecordsLeftOut():
+                    self.say(_left_out(event))
+                case events.UpdateSkipped():
+                    self.say(_skipped(event))
+                case events.SaveWaited(step, seconds):
+                    self.say(f"step {step}: waited {seconds:.1f} s for the save before")
+                case events.SaveSkipped(step):
+                    self.say(f"step {step}: not saved, the save before is still being written")
+                case events.SaveIntervalChosen():
+                    self.say(_interval(event))
+                case events.SaveFailed(step, reason, failures):
+                    self._failed_saves = failures
+                    self.say(
+                        f"ALARM: step {step} could not be saved ({failures} in a row). Training "
+                        f"goes on, the next save tries again; committed is step "
+                        f"{self._committed}. Why: {reason}"
+                    )
+                case events.StepQuarantined(step, path, evidence):
+                    self.say(
+                        f"ALARM: step {step} is damaged and counts no more ({path}): {evidence}. "
+                        "Its files are kept for you to look at; an older whole step is restored."
+                    )
+                case events.SaveCommitted(step=step):
+                    self._committed = step
+                    if self._failed_saves:
+                        self.say(f"step {step} is committed, after {self._failed_saves} failed")
+                    self._failed_saves = 0
+                case events.SampleWritten(_, text):
+                    self.say(f"the model writes:\n{text}\n")
+                case events.Noted(message):
+                    self.say(message)
+                case _:
+                    pass
+
+    def landed(self, line: MetricsLine) -> None:
+        """Shows a finished step."""
+        with self._lock:
+            self._recent.append(line)
+            self._landed_at = self._clock.monotonic()
+            if self._live is not None:
+                total = self._built.steps if self._built else None
+                self._live.update(
+                    self._bar,
+                    description="train",
+                    completed=line.step,
+                    total=total,
+                    numbers=self._numbers() if self._is_wide() else self._few_numbers(),
+                )
+            elif len(self._recent) == 1:
+                self._print_progress()
+
+    def _enter(self, phase: str, detail: str) -> None:
+        self._phase = (phase, self._clock.monotonic())
+        if self._live is not None:
+            self._live.update(self._bar, description=f"{phase} {detail}".strip())
+        elif phase not in QUICK_PHASES:
+            self.say(f"{phase}: {detail}" if detail else phase)
+            self._printed_at = self._clock.monotonic()
+        if phase == "settle" and self._recent:
+            self.say(self._numbers())
+
+    def _tick(self) -> None:
+        """Says every so often what a long phase is doing; a run is never silent for a minute."""
+        while not self._stop.wait(min(1.0, self._log_every_seconds)):
+            with self._lock:
+                if self._live is None and self._due():
+                    self._print_progress()
+
+    def _print_progress(self) -> None:
+        """Prints the newest step, or what has taken so long since."""
+        now = self._clock.monotonic()
+        phase, since = self._phase
+        if phase == "train" and self._recent and now - self._landed_at < self._log_every_seconds:
+            self.say(self._numbers())
+        else:
+            waited = now - max(since, self._landed_at)
+            if waited < 1:
+                return
+            self.say(f"{phase}: {waited:.0f} s so far")
+        self._printed_at = now
+
+    def _due(self) -> bool:
+        return self._clock.monotonic() - self._printed_at >= self._log_every_seconds
+
+    def _numbers(self) -> str:
+        assert self._built is not None
+        newest = self._recent[-1]
+        seconds = _mean([line.step_seconds for line in self._recent])
+        left = seconds * (self._built.steps - newest.step)
+        words = [
+            f"step {newest.step}/{self._built.steps}",
+            f"loss {_number(newest.loss)}",
+            f"grad {_number(newest.grad_norm)}",
+            f"{self._tokens_per_second(seconds):,.0f} tok/s",
+            _use(self._built, seconds),
+            f"left {_clock_face(left)}",
+            f"committed {self._committed}",
+            f"attempt {self._attempt}",
+        ]
+        return " · ".join(words)
+
+    def _is_wide(self) -> bool:
+        return self._terminal.width >= WIDE_COLUMNS
+
+    def _few_numbers(self) -> str:
+        assert self._built is not None
+        newest = self._recent[-1]
+        left = _mean([m.step_seconds for m in self._recent]) * (self._built.steps - newest.step)
+        return (
+            f"{newest.step}/{self._built.steps} loss {_number(newest.loss)} left "
+            f"{_clock_face(left)} committed {self._committed}"
+        )
+
+    def _tokens_per_second(self, seconds: float) -> float:
+        return self._built.tokens_per_step / seconds if self._built and seconds else 0.0
+
+
+def _skipped(event: events.UpdateSkipped) -> str:
+    """Returns what a person is told of a step whose update was not applied."""
+    rows = ", ".join(
+        f"row {row} (sample {sample}, host {host})" for row, sample, host, _ in event.rows[:3]
+    )
+    more = f" and {event.num_rows - 3} more rows" if event.num_rows > 3 else ""
+    why = f"the norm is {event.spike_score:.1f} deviations above the usual"
+    if rows or event.params:
+        where = f"loss of {rows}{more}" if rows else f"gradient of {', '.join(event.params[:3])}"
+        why = f"{where} not finite"
+    if event.overflowed_scale is not None:
+        scale = event.overflowed_scale
+        why = f"the gradient overflows under loss scale {scale:g}; it is {scale / 2:g} from now on"
+    return (
+        f"step {event.step}: loss {event.loss:.4g}, gradient norm {event.grad_norm:.4g}: its "
+        f"update was skipped ({why})"
+    )
+
+
+def _rolled_back(event: events.RolledBack) -> str:
+    """Returns what a person is told of a decision to go back."""
+    rate = ""
+    if event.rate_factor < 1:
+        rate = (
+            f", with {event.rate_factor:g} times the learning rate in steps {event.onset} to "
+            f"{event.onset + event.rate_steps - 1}"
+        )
+    return (
+        f"ROLLBACK: {event.reason}. Going on from step {event.target}, without the "
+        f"{event.rows[1] - event.rows[0]} rows since step {event.onset}{rate}"
+    )
+
+
+def _left_out(event: events.RecordsLeftOut) -> str:
+    """Returns what a person is told of rows that can't be used."""
+    count = sum(stop - start for start, stop in event.rows)
+    return (
+        f"BAD RECORD: {event.reason}. Left out for good: {count} rows; going on from step "
+        f"{event.step}"
+    )
+
+
+def _parts(built: events.RunBuilt) -> str:
+    return (
+        f"{built.model}, {built.params / 1e6:.2f} M parameters, "
+        f"{built.flops_per_token / 1e6:.1f} MFLOP a token, on {built.devices} · "
+        f"{built.rows:,} rows, {built.tokens_per_epoch / 1e6:.1f} M tokens an epoch · "
+        f"{built.steps:,} steps · state {size(built.state_bytes_per_device)} a device, "
+        f"a save takes up to {size(built.save_bytes_per_host)} of a host's memory"
+    )
+
+
+def _interval(chosen: events.SaveIntervalChosen) -> str:
+    steps = "" if chosen.steps is None else f" ({chosen.steps} steps)"
+    why = {
+        "failures": "loses least",
+        "write": "as long as a commit takes",
+        "overhead": "by checkpoint.when.max_overhead",
+    }
+    return (
+        f"saving every {chosen.seconds:.3g} s{steps}, {why[chosen.bound]}: a save stalls "
+        f"{chosen.stall_seconds:.3g} s and is committed after {chosen.write_seconds:.3g} s, a "
+        f"restart takes {chosen.restart_seconds:.3g} s, {chosen.failures} failures in "
+        f"{chosen.trained_hours:.3g} h, one in {chosen.mtbf_hours:.3g} h expected, "
+        f"{chosen.useful_share:.1%} of the time useful"
+    )
+
+
+def _use(built: events.RunBuilt, step_seconds: float) -> str:
+    """Returns the model's FLOP/s, as a share of the devices' peak (MFU) where that is known."""
+    if not step_seconds:
+        return ""
+    rate = built.flops_per_token * built.tokens_per_step / step_seconds
+    count, _, kind = built.devices.partition(" x ")
+    peak = peak_flops(kind)
+    if peak is None:
+        return f"{rate / 1e9:,.1f} GFLOP/s"
+    return f"MFU {rate / (peak * int(count)):.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _clock_face(seconds: float) -> str:
+    """Returns h:mm:ss or m:ss.
+
+    >>> _clock_face(62), _clock_face(3723)
+    ('1:02', '1:02:03')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,168 @@
+"""Curves for TensorBoard: a listener that writes event files in a thread of its own.
+
+Optional and never trusted: what fails here is said once, and training neither ends nor waits for it
+longer than LAG_SECONDS in all. The run's own metrics lines are the truth; these files are a copy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxres.clock import Clock
+from jaxres.faults import ConfigError
+from jaxres.runlog import events
+from jaxres.runlog.events import Emit, Event, Noted
+from jaxres.runlog.metrics import MetricsLine
+
+CAPACITY = 10_000
+"""Points that wait at most."""
+PERIOD_SECONDS = 1.0
+"""From one writing of all that waits to the next; a kill loses at most the points since."""
+LAG_SECONDS = 2.0
+CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """Values of one step, or with no values the mark that all from this step on begins anew."""
+
+    time: float
+    step: int
+    values: Mapping[str, float]
+
+
+class TensorBoard:
+    """Owns one attempt's event file and the thread that writes it; a context manager."""
+
+    def __init__(self, folder: Path, *, attempt: int, emit: Emit, clock: Clock) -> None:
+        """Looks whether there is a writer; touches nothing before `__enter__`.
+
+        Raises:
+          ConfigError: the package that writes event files is not installed.
+        """
+        if not _is_installed():
+            raise ConfigError(
+                "telemetry.tensorboard: the package tensorboardX, which writes event files, is not "
+                "installed. Install it with `pip install 'jaxres[tensorboard]'`, or set "
+                "telemetry.tensorboard=false."
+            )
+        self._folder = folder
+        self._attempt = attempt
+        self._emit = emit
+        self._clock = clock
+        self._points: queue.Queue[Point] = queue.Queue(CAPACITY)
+        self._tokens_per_step = 0
+        self._num_lost = 0
+        self._failed = False
+        self._left_behind = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxres-tensorboard", daemon=True)
+
+    def __enter__(self) -> TensorBoard:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._left_behind = True
+            self._note("its last points were not written in time")
+        elif self._num_lost and not self._failed:
+            self._note(f"the points of {self._num_lost} steps are missing")
+
+    def heard(self, event: Event) -> None:
+        """Takes from an event what has a curve."""
+        match event:
+            case events.RunBuilt(tokens_per_step=tokens_per_step):
+                self._tokens_per_step = tokens_per_step
+            case events.TrainingStarted(step=step):
+                self._put(step + 1, {})
+            case events.Evaluated(step=step, loss=loss):
+                self._put(step, {"heldout/loss": loss})
+            case _:
+                pass
+
+    def landed(self, line: MetricsLine) -> None:
+        """Takes a finished step."""
+        values = {
+            "train/loss": line.loss,
+            "train/grad_norm": line.grad_norm,
+            "train/learning_rate": line.learning_rate,
+            "train/loss_scale": line.loss_scale,
+        }
+        if line.step_seconds > 0:
+            values["train/tokens_per_second"] = self._tokens_per_step / line.step_seconds
+        self._put(line.step, {tag: value for tag, value in values.items() if value is not None})
+
+    def _put(self, step: int, values: Mapping[str, float]) -> None:
+        if self._failed:
+            return
+        point = Point(self._clock.wall(), step, values)
+        try:
+            self._points.put(point, block=self._num_lost == 0, timeout=LAG_SECONDS)
+        except queue.Full:
+            if self._num_lost == 0:
+                self._note(
+                    f"writing lags; points are left out from step {step} on, until it catches up"
+                )
+            self._num_lost += 1
+
+    def _run(self) -> None:
+        """Writes until the context ends, or until something fails."""
+        try:
+            self._write()
+        except (OSError, ValueError, TypeError, ImportError) as error:
+            self._failed = True
+            if not self._left_behind:
+                self._note(f"nothing more is written ({error}); the metrics lines are unaffected")
+
+    def _write(self) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Readers take the files by name, so a later attempt's must sort behind an earlier's.
+        # (Not tensorboardX's SummaryWriter: at the first error its thread dies, and a later
+        # add_scalar waits for ever.)
+        writer = EventsWriter(str(self._folder / f"events.{self._attempt:04d}"))
+        ended = False
+        while not ended:
+            ended = self._stop.wait(PERIOD_SECONDS)
+            count = self._points.qsize()
+            for _ in range(count):
+                writer.write_event(_encode(self._points.get_nowait()))
+            if count:
+                writer.flush()
+        writer.close()
+
+    def _note(self, what: str) -> None:
+        self._emit(Noted(f"tensorboard ({self._folder}): {what}"))
+
+
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("tensorboardX") is not None
+    except ImportError:
+        return False
+
+
+def _encode(point: Point) -> Any:
+    """Returns tensorboardX's event; TensorBoard drops what it has from a START's step on."""
+    from tensorboardX.proto import event_pb2, summary_pb2
+
+    records: Any = event_pb2  # protobuf makes the classes at import: no type checker sees them.
+    summaries: Any = summary_pb2
+    place = {"wall_time": point.time, "step": point.step}
+    if not point.values:
+        start = records.SessionLog(status=records.SessionLog.START)
+        return records.Event(**place, session_log=start)
+    values = [
+        summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()
+    ]
+    return records.Event(**place, summary=summaries.Summary(value=values))

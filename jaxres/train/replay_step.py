@@ -1,0 +1,149 @@
+"""Computes a step of a run again, on the devices that are here, and says where it goes wrong."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxres import data
+from jaxres.checkpoint import orbax_io
+from jaxres.checkpoint.restore import restore
+from jaxres.config import RunConfig
+from jaxres.data import Batch
+from jaxres.engine import mesh as meshes
+from jaxres.engine import optimizer
+from jaxres.engine import step as steps
+from jaxres.engine.loss_scale import value_and_grad
+from jaxres.engine.state import Progress, TrainState, from_plain, to_plain
+from jaxres.engine.step import Measured
+from jaxres.models import Model
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Commit, Line
+from jaxres.train import build
+from jaxres.train.nonfinite_trace import Finding, first_bad
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of a step."""
+
+    measured: Measured
+    batch: Batch
+    explained: list[str]
+    """Empty where nothing was to be explained."""
+
+
+def compute(
+    config: RunConfig,
+    run_dir: RunDir,
+    line: Line,
+    commit: Commit | None,
+    *,
+    step: int,
+    explain: bool,
+) -> Found:
+    """Computes the steps from a committed one up to `step`, and looks into that one if asked."""
+    dataset = data.open_dataset(config.data)
+    plan, mesh, _ = build.devices_here(config)
+    parts = build.assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
+    state, progress = _begin(parts, run_dir, commit)
+    function = build.traced_step(parts).lower().compile()
+    factors = optimizer.factors(config.guards.rollback, mesh)
+    batch_at = data.batch_at(
+        dataset.train,
+        seed=config.run.seed,
+        global_batch_size=parts.rows_per_batch,
+        skips=data.left_out(
+            line.skips,
+            line.bad_rows,
+            num_rows=len(dataset.train),
+            seed=config.run.seed,
+            num_served=step * parts.rows_per_batch,
+        ),
+    )
+    cursor, explained = progress.cursor, list[str]()
+    form = steps.Form.of(parts.shapes, num_rows=parts.rows_per_batch)
+    for number in range(progress.step + 1, step):
+        batch = batch_at(cursor)
+        placed = meshes.place_batch(mesh, batch.arrays)
+        state, _ = function(state, placed, None, factors(line.rate_factor(number)))
+        cursor = batch.next_cursor
+    batch = batch_at(cursor)
+    placed = meshes.place_batch(mesh, batch.arrays)
+    if explain:
+        other = meshes.place_batch(mesh, batch_at(batch.next_cursor).arrays)
+        explained = _explain(parts.model, state, placed, other, parts.plan.microbatches)
+    _, values = function(state, placed, None, factors(line.rate_factor(step)))
+    return Found(form.read(np.asarray(values))[0], batch, explained)
+
+
+def _begin(
+    parts: build.Parts, run_dir: RunDir, commit: Commit | None
+) -> tuple[TrainState, Progress]:
+    if commit is None:
+        return parts.init(), Progress()
+    step_dir = (run_dir.root / commit.path).absolute()
+    context = orbax_io.reading_context(host=0)
+    restored = restore(step_dir, commit, to_plain(parts.shapes), context)
+    return from_plain(restored.state), restored.progress
+
+
+def _explain(
+    model: Model, state: TrainState, batch: Any, other: Any, microbatches: int
+) -> list[str]:
+    """Says where the first number that is not finite comes up, forward, or else backward.
+
+    Where another batch fares no better, the state itself is at fault: then the batch is looked at
+    by itself.
+    """
+    _, key = jax.random.split(jax.random.wrap_key_data(state.key))
+    for index in range(microbatches):
+        rows, others = (
+            {name: array[index::microbatches] for name, array in part.items()}
+            for part in (batch, other)
+        )
+        own_key = key if microbatches == 1 else jax.random.fold_in(key, index)
+        where = f"microbatch {index}: " if microbatches > 1 else ""
+        for name, function in (
+            ("forward", model.loss),
+            ("backward", _gradient(model, state.loss_scale)),
+        ):
+            for held_against in (others, None):
+                found = _first(function, state, rows, held_against, own_key)
+                if found is not None:
+                    said = "" if held_against is not None else " (of other rows too)"
+                    return [f"first number that is not finite: {where}{name}: {found}{said}"]
+    return ["every number is finite"]
+
+
+def _first(
+    function: Callable[..., Any], state: TrainState, rows: Any, others: Any, key: Any
+) -> Finding | None:
+    num_rows = len(next(iter(rows.values())))
+    return first_bad(
+        functools.partial(function, key=key),
+        (state.params, rows),
+        other=None if others is None else (state.params, others),
+        num_rows=num_rows,
+    )
+
+
+def _gradient(model: Model, scale: Any) -> Callable[..., Any]:
+    """Returns the backward pass as the step has it: with its loss scale, if there is one."""
+
+    def loss_sum(params: Any, rows: Any, key: Any) -> Any:
+        loss_sum_B, weight_B = model.loss(params, rows, key)
+        return jnp.sum(loss_sum_B), (jnp.sum(weight_B),)
+
+    def gradient(params: Any, rows: Any, key: Any) -> Any:
+        if scale is None:
+            return jax.grad(loss_sum, has_aux=True)(params, rows, key)[0]
+        return value_and_grad(loss_sum, scale["factor"])(params, rows, key)[1]
+
+    return gradient
