@@ -1,4 +1,4 @@
-"""The verbs: parses, calls, returns the exit code. Imports no jax for the verbs that only look."""
+"""The `jaxres` command: dispatches to the subcommands; read-only ones run without jax."""
 
 from __future__ import annotations
 
@@ -6,76 +6,76 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 
 USAGE = """\
-usage: jaxres VERB ...   (also: python -m jaxres VERB ...)
+usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
 
-  train CONFIG.yaml|RUN_DIR [section.field=value ...]   start a run, or go on with it
-  launch local CONFIG.yaml|RUN_DIR ... --hosts N        the same with N workers on this machine; one
-      that falls comes back by itself
-  launch gce up CONFIG.yaml|gs://RUN ...                the same on GPU VMs, which it gets,
+  train CONFIG.yaml|RUN_DIR [section.field=value ...]   start a run, or resume it
+  launch local CONFIG.yaml|RUN_DIR ... --hosts N        the same with N workers on this machine;
+      restarts them after a failure
+  launch gce up CONFIG.yaml|gs://RUN ...                the same on GPU VMs, which it creates,
       replaces and deletes; status, logs, stop, down, init (`jaxres launch gce --help`)
-  status RUN_DIR [--json] [--watch]                     how far it is, what happened, what is next;
-      exit 0: running, restarting or done; 1: down, the same command goes on; 3: needs a person.
-      --watch: looks for 3 s whether it lives, where the clocks of two machines may differ
-  history RUN_DIR [--json]                              the one history over all attempts
-  history RUN_DIR --attempts [--json]                   why each attempt ended, and what it gained
-  checkpoints list RUN_DIR [--json]                     the steps that are committed
-  checkpoints prune RUN_DIR [--dry-run] [--json]        drops steps that nothing in checkpoint.keep
-      [checkpoint.keep.last=2 ...]                      names; --dry-run: shows which, and bytes
-  checkpoints pin|unpin RUN_DIR --step N                keeps a step whatever checkpoint.keep says
-  checkpoints digest RUN_DIR [--step N]                 one word for a whole training state
+  status RUN_DIR [--json] [--watch]                     progress, recent events, what to do next;
+      exit 0: running, restarting or done; 1: down, the same command resumes it; 3: needs a person.
+      --watch: checks for 3 s that it is alive, in case the clocks of two machines differ
+  history RUN_DIR [--json]                              the metrics of every step, over all attempts
+  history RUN_DIR --attempts [--json]                   why each attempt ended, and its progress
+  checkpoints list RUN_DIR [--json]                     the committed steps
+  checkpoints prune RUN_DIR [--dry-run] [--json]        deletes steps that checkpoint.keep does not
+      [checkpoint.keep.last=2 ...]                      keep; --dry-run: shows which, and bytes
+  checkpoints pin|unpin RUN_DIR --step N                keeps a step regardless of checkpoint.keep
+  checkpoints digest RUN_DIR [--step N]                 the digest of a whole training state
   checkpoints verify RUN_DIR [--step N]                 reads every byte; exit 1 if one has changed
   checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if
       [--step N] [--other-step M] [--json]              anything does
   checkpoints export RUN_DIR [--step N] [--out DIR]     the parameters as a safetensors folder, by
-      [--names llama|jaxres] [--dtype float32|bfloat16] default in RUN_DIR/exports (docs/export.md)
+      [--names llama|jaxres] [--dtype float32|bfloat16] default in RUN_DIR/exports (docs/weights.md)
       [--max-shard-bytes N] [--json]
   checkpoints import RUN_DIR|FOLDER|FILE [--step N]     reads exports back, or any such folder:
-      [--out DIR] [--json]                              whole? equal to the step? for which config?
-  replay RUN_DIR --step N [--explain]                   one step again, from the nearest checkpoint:
-      which rows and parameters; --explain: where the first number is not finite, by layer and line
-  doctor CONFIG.yaml [section.field=value ...]          looks before a run: pass, warn or fail, with
-      [--devices N [--hosts H]]                         what to do; for N devices that are not here
+      [--out DIR] [--json]                              intact? equal to the step? for which config?
+  replay RUN_DIR --step N [--explain]                   recomputes a step from the nearest
+      checkpoint; --explain: the first non-finite number, by row, layer and source line
+  doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,
+      [--devices N [--hosts H]]                         and what to do; also for N devices elsewhere
 
 `jaxres train --help` lists every config field.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a verb and returns its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help"):
+    """Runs a command and returns its exit code."""
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    if not args or args[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
-        return Exit.DONE if words else Exit.USAGE
-    if words[0] == "train":
+        return ExitCode.DONE if args else ExitCode.USAGE
+    if args[0] == "train":
         from jaxres.supervisor import signals
 
-        signals.hold()
+        signals.block()
         from jaxres.train import __main__ as train
 
-        train.leave(train.main(words[1:]))
-    if words[0] == "replay":
+        train.hard_exit(train.main(args[1:]))
+    if args[0] == "replay":
         from jaxres.cli import replay
 
-        return replay.main(words[1:])
-    if words[0] == "doctor":
+        return replay.main(args[1:])
+    if args[0] == "doctor":
         from jaxres.cli import doctor
 
-        return doctor.main(words[1:], env=os.environ)
-    if words[0] == "launch":
+        return doctor.main(args[1:], env=os.environ)
+    if args[0] == "launch":
         from jaxres.supervisor import signals
 
-        signals.hold()
+        signals.block()
         from jaxres.launch import __main__ as launch
 
-        launch.leave(launch.main(words[1:]))
+        launch.hard_exit(launch.main(args[1:]))
     from jaxres.cli import checkpoints as checkpoints_cli
     from jaxres.storage import gcs_client
 
-    os.environ.update(gcs_client.environment(os.environ))
-    return checkpoints_cli.main(words, usage=USAGE, env=os.environ)
+    os.environ.update(gcs_client.library_environment(os.environ))
+    return checkpoints_cli.main(args, usage=USAGE, env=os.environ)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The only reader of time, so that tests and the simulator can put another clock in its place.
+"""Clocks: the only module that reads the time, so that tests and the simulator can replace it.
 
-Decisions are made by the monotonic clock alone, and limits that a process holds others to by the
-time that it was awake itself (`Awake`).
+Decisions use the monotonic clock only. Limits on other processes use the time during which this
+process was not suspended (`Awake`).
 """
 
 import time
@@ -10,35 +10,35 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Tells the time and waits."""
+    """A clock that can be read and can sleep."""
 
     def wall(self) -> float:
-        """Seconds since the epoch; for people and time stamps, never for durations."""
+        """Seconds since the epoch: for output and time stamps, never for durations."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds that never jump; for durations and deadlines."""
+        """Seconds from a clock that never jumps: for durations and deadlines."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Waits."""
+        """Sleeps."""
         ...
 
 
 @dataclass(frozen=True)
 class SystemClock:
-    """Reads the clock of this machine."""
+    """The clocks of this machine."""
 
     def wall(self) -> float:
         """Seconds since the epoch."""
         return time.time()
 
     def monotonic(self) -> float:
-        """Seconds that never jump."""
+        """Seconds from a clock that never jumps."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Waits."""
+        """Sleeps."""
         time.sleep(seconds)
 
 
@@ -51,26 +51,27 @@ SLEPT_SECONDS = 2.0
 
 
 class Awake:
-    """Tells what this process has slept (SIGSTOP, a suspended machine), so that it blames nobody.
+    """Measures how long this process was suspended (SIGSTOP, a suspended machine).
 
-    Two looks that are further apart than they should be: it was asleep, or busy elsewhere.
+    Limits on other processes must not include that time. Two calls that are further apart than
+    `beyond_seconds` mean that this process was suspended or busy elsewhere.
     """
 
     def __init__(self, clock: Clock, *, beyond_seconds: float = SLEPT_SECONDS) -> None:
         self._clock = clock
         self._beyond_seconds = beyond_seconds
-        self._looked_at = clock.monotonic()
+        self._last_call = clock.monotonic()
         self._slept = 0.0
 
     def slept(self) -> float:
-        """Returns the seconds since the last look if they were a sleep, else 0."""
+        """Returns the seconds since the last call if this process was suspended, else 0."""
         now = self._clock.monotonic()
-        since, self._looked_at = now - self._looked_at, now
+        since, self._last_call = now - self._last_call, now
         slept = since if since > self._beyond_seconds else 0.0
         self._slept += slept
         return slept
 
     def now(self) -> float:
-        """Returns the monotonic time without all sleeps; a look, too."""
+        """Returns the monotonic time without all suspensions; also acts as a call of `slept`."""
         self.slept()
-        return self._looked_at - self._slept
+        return self._last_call - self._slept

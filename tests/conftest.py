@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, set before any test initialises a backend; nothing leaves loopback."""
+"""Eight virtual CPU devices, set before any test initialises a backend; only loopback traffic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import install_import_hook
 if TYPE_CHECKING:
     from tests.emulators.gcs import GcsServer
 
-# Read when gcsfs is imported; else it asks Google itself, for minutes, what every bucket is.
+# Read at the import of gcsfs; else it queries Google, for minutes, for the type of every bucket.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 for number in (signal.SIGHUP, signal.SIGINT):  # Ignored under nohup and behind a shell's `&`.
     if signal.getsignal(number) == signal.SIG_IGN:
@@ -27,7 +27,7 @@ install_import_hook("jaxres.models", "beartype.beartype")
 
 @pytest.fixture(scope="session")
 def gcs_server() -> Iterator[GcsServer]:
-    """One emulated service for all tests: libraries look only once at where it is."""
+    """One emulated service for all tests: libraries read its address only once."""
     from tests.emulators.gcs import GcsServer
 
     with GcsServer(buckets=()) as server:
@@ -38,7 +38,7 @@ def gcs_server() -> Iterator[GcsServer]:
 
 @pytest.fixture
 def gcs_bucket(gcs_server: GcsServer) -> Iterator[str]:
-    """A bucket of the test's own."""
+    """A bucket for one test."""
     name = f"bucket-{len(gcs_server.objects.buckets)}"
     gcs_server.objects.buckets[name] = []
     yield name

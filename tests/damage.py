@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxres.storage import files
-from jaxres.storage.path import Place
+from jaxres.storage.path import RunPath
 
 PAGE = 4096
 
@@ -77,7 +77,7 @@ DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (
 
 
 def harm(
-    folder: Place, name: str, how: Callable[[Path, random.Random], None], chance: random.Random
+    folder: RunPath, name: str, how: Callable[[Path, random.Random], None], chance: random.Random
 ) -> None:
     """Damages one file of a folder: in a bucket its object has other bytes then, or is gone."""
     if isinstance(folder, Path):

@@ -1,6 +1,6 @@
-"""Golden files: the resolved configs of configs/, and docs/FAULTS.md. `--check` compares only.
+"""Writes the golden files: resolved configs of configs/, tables in docs/; `--check` compares only.
 
-A review of tests/golden/ shows what a change does to every run. Without `--check`, writes them.
+Their diff shows what a change does to every run.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from jaxres import config, faults  # noqa: E402
+from jaxres import config, exit_codes, faults  # noqa: E402
 
 
 def golden_files() -> dict[Path, str]:
-    """Returns path -> the text that belongs there."""
-    files = {ROOT / "docs" / "FAULTS.md": faults.table()}
+    """Returns path -> expected text."""
+    files = {
+        ROOT / "docs" / "FAULTS.md": faults.table(),
+        ROOT / "docs" / "exit-codes.md": exit_codes.table(),
+    }
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         loaded = config.load(path)
         text = f"# trajectory digest: {config.digest(loaded.config)}\n"

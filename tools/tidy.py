@@ -1,4 +1,8 @@
-"""House rules as a check: what ruff and pyright can't say. Exits 1 and names file and line."""
+"""Checks house rules that ruff and pyright can't express; exits 1 and names file and line.
+
+python tools/tidy.py           check every tracked file
+python tools/tidy.py --tests   print which test files import each module
+"""
 
 from __future__ import annotations
 
@@ -9,52 +13,76 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-MAX_FILE_LINES = {"jaxres": 600, "tests": 600, "tools": 600}
+MAX_FILE_LINES = {"jaxres": 600, "tests": 600, "tools": 600, "experiments": 300}
 MAX_FUNCTION_LINES = 60
 BANNED_NAMES = re.compile(r"(Manager|Helper|Handler|Util|Processor)$|^maybe_|_v\d+$")
 TIME = {"time", "monotonic", "sleep", "perf_counter"}
 WALL_CLOCK = re.compile(r".*\.wall|(date|datetime)\.(now|utcnow|today)|.*\.st_[amc]time(_ns)?")
-"""By which the wall clock, or what it has stamped, is read."""
+"""Expressions that read the wall clock or a time stamp of it."""
 WALL_CLOCK_MAY = {
     "jaxres/runlog/run_log.py:RunLog.append": "stamps a record",
     "jaxres/runlog/event_log.py:EventLog.emit": "stamps an event",
     "jaxres/telemetry/tensorboard.py:TensorBoard._put": "stamps a point",
-    "jaxres/supervisor/run_lock.py:Owner._words": "stamps a beat",
-    "jaxres/supervisor/run_lock.py:is_alive": "for people; who claims looks whether the beat moves",
-    "jaxres/cli/status.py:look": "ages, for people",
-    "jaxres/launch/gce.py:say": "stamps a line, for people",
-    "jaxres/launch/gce.py:_ship": "the beginning of a job that outlives machines: hours and money",
-    "jaxres/launch/controller.py:Leader._wall": "the same: a successor counts on; the lease does not",
-    "jaxres/launch/gce_status.py:show": "hours and money so far, for people",
-    "jaxres/telemetry/alert_sender.py:Outlet.take": "stamps an incident",
-    "jaxres/telemetry/alert_sender.py:Outlet._put_down": "stamps a line",
-    "jaxres/telemetry/alert_sender.py:Outlet._deliver_next": "an hour over processes; a jump lets more out",
-    "jaxres/supervisor/preemption.py:_upcoming": "how long until a time that the server tells",
-    "jaxres/supervisor/preemption_watcher.py:Watchman._dated": "the same: now, beside the awake clock",
-    "jaxres/data/download_cache.py:_delete_leftovers": "whether what a killed copy has left is a day old",
+    "jaxres/supervisor/run_lock.py:RunLock._fields": "stamps a heartbeat",
+    "jaxres/supervisor/run_lock.py:looks_alive": "for output; a claim compares heartbeats",
+    "jaxres/cli/status.py:read_status": "ages, for output",
+    "jaxres/launch/gce.py:print_line": "stamps output",
+    "jaxres/launch/gce.py:_upload_job": "start of a job, over several machines: hours, cost",
+    "jaxres/launch/controller.py:Controller._wall": "hours and cost; the lease does not use it",
+    "jaxres/launch/gce_status.py:show_status": "hours and cost so far, for output",
+    "jaxres/telemetry/alert_sender.py:TargetSender.take": "stamps an incident",
+    "jaxres/telemetry/alert_sender.py:TargetSender._record": "stamps a line",
+    "jaxres/telemetry/alert_sender.py:TargetSender._deliver_next": "an hour, over processes",
+    "jaxres/supervisor/preemption.py:_upcoming": "time until a time stamp of the server",
+    "jaxres/supervisor/preemption_watcher.py:PreemptionWatcher._dated": "now, for dated notices",
+    "jaxres/data/download_cache.py:_delete_leftovers": "whether leftovers are a day old",
     "jaxres/engine/executable.py:sources": "whether code is younger than the process that runs it",
-    "jaxres/engine/executable.py:keep": "which of the files is the oldest, to be removed",
-    "jaxres/train/compile_cache.py:_began": "when the process began, against the times of files",
-    "jaxres/data/text.py:_list_file": "tells one state of a file from another",
-    "jaxres/data/text.py:_read": "tells one state of a file from another",
-    "jaxres/data/text.py:_remove_leftovers": "a day over processes; what is written is younger",
+    "jaxres/engine/executable.py:keep": "which file is the oldest, to be removed",
+    "jaxres/train/compile_cache.py:_began": "start of the process, compared with times of files",
+    "jaxres/data/text.py:_list_file": "detects a change of a file",
+    "jaxres/data/text.py:_read": "detects a change of a file",
+    "jaxres/data/text.py:_remove_leftovers": "a day, over several processes",
 }
-"""Functions that may read the wall clock, and what for: whoever decides by it falls for a jump."""
-ENVIRONMENT = ("__main__.py", "programs.py", "zygote.py")
-"""The doors; what a compiled program depends on; a process that takes another's place."""
+"""Functions that may read the wall clock, and their purpose: a decision by it fails at a jump."""
+ENVIRONMENT = ("__main__.py", "compile_cache.py", "forkserver.py")
+"""Commands; keys of compiled programs; the fork server."""
 
 
-def main() -> int:
-    """Checks every tracked Python file."""
-    problems = [problem for path in _tracked() for problem in _check(path)]
-    problems += _todo_faults()
+RETIRED = re.compile(
+    r"\b(whoever|nobody|somebody|anew|heed(?:s|ed|ing)?|be had|for want of|own word|farewell"
+    r"|in vain|mend(?:s|ed|ing)?|buried|bury|doomed|lookout|watchman|zygote|the story|doors?)\b",
+    re.IGNORECASE,
+)
+"""Private words of earlier versions; docs/glossary.md has the field's terms."""
+PROSE = ("*.py", "*.md", "*.yaml", "*.toml", "*.c", ".ci/run", "tools/check")
+MAY_BE_OLD = ("tools/tidy.py", "CHANGELOG.md")
+HOME = re.compile(r"Home of: ([a-z_, ]+)")
+
+
+def main(arguments: list[str]) -> int:
+    """Checks every tracked file, or prints the table of tests."""
+    if arguments == ["--tests"]:
+        sys.stdout.writelines(f"{line}\n" for line in _tests_by_module())
+        return 0
+    problems = [problem for path in _tracked("*.py") for problem in _check(path)]
+    problems += [problem for path in _tracked(*PROSE) for problem in _retired_words(path)]
+    problems += [*_homes_of_faults(), *_faults_of_homes()]
     sys.stdout.write("".join(f"{problem}\n" for problem in problems))
     return 1 if problems else 0
 
 
-def _tracked() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "*.py"], check=True, capture_output=True, text=True)
+def _tracked(*patterns: str) -> list[Path]:
+    command = ["git", "ls-files", *patterns]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True)
     return [Path(name) for name in listed.stdout.splitlines() if Path(name).exists()]
+
+
+def _retired_words(path: Path) -> Iterator[str]:
+    if str(path) in MAY_BE_OLD:
+        return
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        for word in RETIRED.findall(line):
+            yield f"{path}:{number}: '{word}' is retired: use the field's term (docs/glossary.md)"
 
 
 def _check(path: Path) -> Iterator[str]:
@@ -63,7 +91,7 @@ def _check(path: Path) -> Iterator[str]:
     if (lines := len(text.splitlines())) > limit:
         yield f"{path}: {lines} lines, at most {limit}: split it by responsibility"
     if path.name in ("utils.py", "helpers.py", "common.py"):
-        yield f"{path}: call it by what it holds"
+        yield f"{path}: name it after its content"
     production = path.parts[0] == "jaxres"
     tree = ast.parse(text)
     for node in ast.walk(tree):
@@ -76,7 +104,7 @@ def _check_node(path: Path, node: ast.AST, *, production: bool) -> Iterator[str]
     where = f"{path}:{getattr(node, 'lineno', 0)}"
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         if BANNED_NAMES.search(node.name):
-            yield f"{where}: {node.name}: a name that says nothing"
+            yield f"{where}: {node.name}: a name without meaning"
         length = (node.end_lineno or 0) - node.lineno + 1
         if not isinstance(node, ast.ClassDef) and length > MAX_FUNCTION_LINES:
             yield f"{where}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
@@ -93,20 +121,20 @@ def _check_node(path: Path, node: ast.AST, *, production: bool) -> Iterator[str]
 
 
 def _check_wall_clock(path: Path, tree: ast.AST) -> Iterator[str]:
-    """Yields functions that read the wall clock and may not, and those that may and don't."""
+    """Yields functions that read the wall clock and may not, and listed ones that don't."""
     found = dict(_wall_clock_readers(tree, within=""))
     may = {name.partition(":")[2] for name in WALL_CLOCK_MAY if name.startswith(f"{path}:")}
     for name in found.keys() - may:
         yield (
             f"{path}:{found[name]}: {name or 'the module'} reads the wall clock, which jumps: "
-            "decide by clock.monotonic(), or say in WALL_CLOCK_MAY what else it is for"
+            "decide by clock.monotonic(), or add its purpose to WALL_CLOCK_MAY"
         )
     for name in may - found.keys():
-        yield f"{path}: {name} does not read the wall clock any more: take it out of WALL_CLOCK_MAY"
+        yield f"{path}: {name} no longer reads the wall clock: remove it from WALL_CLOCK_MAY"
 
 
 def _wall_clock_readers(node: ast.AST, *, within: str) -> Iterator[tuple[str, int]]:
-    """Yields the function and the line of every reading."""
+    """Yields the function and the line of every read."""
     for child in ast.iter_child_nodes(node):
         name = within
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -116,18 +144,53 @@ def _wall_clock_readers(node: ast.AST, *, within: str) -> Iterator[tuple[str, in
         yield from _wall_clock_readers(child, within=name)
 
 
-def _todo_faults() -> Iterator[str]:
-    """Yields faults called done whose home does not say so."""
+def _homes_of_faults() -> Iterator[str]:
+    """Yields implemented faults whose module's docstring does not claim them."""
     sys.path.insert(0, str(Path.cwd()))
     from jaxres import faults
 
     for fault in faults.ALL:
-        home = Path("jaxres", fault.home)
-        says = home.exists() and home.is_file() and f"Home of: {fault.name}" in home.read_text()
-        if fault.done != says:
-            done = "done" if fault.done else "not done"
+        home = Path("jaxres", fault.module)
+        if fault.implemented != (fault.name in _homes(home)):
+            done = "done" if fault.implemented else "not done"
             yield f"{home}: fault {fault.name} is {done} in faults.py, this file disagrees"
 
 
+def _faults_of_homes() -> Iterator[str]:
+    """Yields modules that claim a fault of another module, or an unknown one."""
+    from jaxres import faults
+
+    homes = {fault.name: Path("jaxres", fault.module) for fault in faults.ALL}
+    for path in _tracked("jaxres/*.py"):
+        for name in _homes(path):
+            if homes.get(name) != path:
+                yield f"{path}: claims fault {name}; its home in faults.py is {homes.get(name)}"
+
+
+def _homes(path: Path) -> set[str]:
+    """Returns the faults that a module's docstring claims."""
+    if not path.is_file():
+        return set()
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    found = [name for names in HOME.findall(docstring) for name in re.split(r",|and", names)]
+    return {name.strip() for name in found if name.strip()}
+
+
+def _tests_by_module() -> Iterator[str]:
+    """Yields one line per module: the test files that import it."""
+    tests: dict[str, set[str]] = {}
+    for path in _tracked("tests/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxres"):
+                for alias in node.names:
+                    for module in (node.module or "", f"{node.module}.{alias.name}"):
+                        tests.setdefault(module, set()).add(str(path))
+    for path in _tracked("jaxres/*.py"):
+        if path.name != "__init__.py":
+            module = ".".join(path.with_suffix("").parts)
+            found = ", ".join(sorted(tests.get(module, ())))
+            yield f"{path}: {found or 'none; see tests/promises'}"
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

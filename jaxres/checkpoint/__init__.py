@@ -1,1 +1,4 @@
-"""Checkpoints: saved asynchronously, committed by a record in the run log and by nothing else."""
+"""Checkpoints: asynchronous saves, verified restores, retention, weight import and export.
+
+A step is committed by its record in the run log, and by nothing else.
+"""

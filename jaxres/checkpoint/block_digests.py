@@ -1,8 +1,8 @@
-"""Which blocks of the content digest lie where, and the digests that one process has of them.
+"""Block digests of sharded arrays: which process digests which blocks, and the combined table.
 
-A process holds some pieces of every array (its shards). A block that lies in one of them as a
-whole, or that its pieces make up together, it digests itself; of a block that other processes have
-a part of, it digests its own part, so that whoever reads the block back can hold it against that.
+A process holds some pieces of every array (its shards). It digests each block that its pieces cover
+completely. Of a block that it shares with other processes it digests its own part; the lead, which
+reads the block back, compares each part with that digest.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jaxres.storage.checksummed_json import canonical_json
 
 DIGEST_BYTES = 16
 Box = tuple[tuple[int, int], ...]
-"""Start and stop along every dim: of items in an array, or of blocks in a grid."""
+"""Start and stop along every dim, in items of an array or in blocks of a grid."""
 
 
 @dataclass(frozen=True)
 class ArrayInfo:
-    """What an array is, without its content."""
+    """Dtype and shape of an array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,12 +37,12 @@ class ArrayInfo:
 
     @cached_property
     def itemsize(self) -> int:
-        """Bytes of one item."""
+        """Size of one item in bytes."""
         return dtype_named(self.dtype).itemsize
 
     @cached_property
     def grid(self) -> tuple[int, ...]:
-        """Blocks along every dim."""
+        """Number of blocks along every dim."""
         return block_grid(self.shape, self.itemsize)
 
     @cached_property
@@ -52,7 +52,7 @@ class ArrayInfo:
 
 
 def dtype_named(name: str) -> np.dtype:
-    """Returns NumPy's dtype of that name, or ml_dtypes'."""
+    """Returns the dtype of that name from ml_dtypes or NumPy."""
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))
@@ -60,45 +60,47 @@ def dtype_named(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class Digests:
-    """What one process knows of an array's blocks."""
+    """The digests that one process has computed of an array."""
 
     blocks: tuple[tuple[Box, bytes], ...] = ()
-    """Boxes of the grid with the digests of their blocks, in C order."""
+    """Boxes of the grid, each with the concatenated digests of its blocks in C order."""
     parts: tuple[tuple[Box, bytes], ...] = ()
-    """Boxes of items, each a part of one block, with the digest of the part."""
+    """Boxes of items, each a part of one block, with the digest of that part."""
 
 
 def digests_of(info: ArrayInfo, pieces: Mapping[Box, np.ndarray]) -> Digests:
-    """Returns the digests of what a process holds of an array.
+    """Returns the digests of the pieces of an array that a process holds.
 
     Args:
-      info: of the whole array.
-      pieces: box of items -> what is in it; boxes that do not overlap.
+      info: dtype and shape of the whole array.
+      pieces: box of items -> items in the box; the boxes do not overlap.
     """
     blocks: list[tuple[Box, bytes]] = []
     edges: dict[tuple[int, ...], list[Box]] = {}
     for box, piece in pieces.items():
-        whole = _whole_blocks(info, box)
-        if not _is_empty(whole):
-            inner = _items(whole, info.block)
-            blocks.append((whole, block_digests(piece[index_of(inner, within=box)], info.block)))
-        for position in _cut_blocks(info, box, whole):
+        inner_blocks = _whole_blocks(info, box)
+        if not _is_empty(inner_blocks):
+            inner = _items(inner_blocks, info.block)
+            blocks.append(
+                (inner_blocks, block_digests(piece[index_of(inner, within=box)], info.block))
+            )
+        for position in _cut_blocks(info, box, inner_blocks):
             edges.setdefault(position, []).append(box)
     parts: list[tuple[Box, bytes]] = []
     for position, boxes in sorted(edges.items()):
-        one = tuple((p, p + 1) for p in position)
-        wanted = _items(one, info.block)
-        shared = {_common(wanted, box): box for box in boxes}
+        block_box = tuple((p, p + 1) for p in position)
+        items = _items(block_box, info.block)
+        shared = {_common(items, box): box for box in boxes}
         views = {cut: pieces[box][index_of(cut, within=box)] for cut, box in shared.items()}
-        if sum(map(_volume, views)) == _volume(wanted):
-            blocks.append((one, block_digest(_together(wanted, views))))
+        if sum(map(_volume, views)) == _volume(items):
+            blocks.append((block_box, block_digest(_together(items, views))))
         else:
             parts += [(cut, block_digest(view)) for cut, view in sorted(views.items())]
     return Digests(tuple(blocks), tuple(parts))
 
 
 def _whole_blocks(info: ArrayInfo, box: Box) -> Box:
-    """Returns the box of the grid whose blocks lie wholly in a box of items."""
+    """Returns the box of the grid whose blocks lie completely in a box of items."""
     return tuple(
         (-(-start // n), stop // n) if n else (0, 1)
         for (start, stop), n in zip(box, info.block, strict=True)
@@ -106,7 +108,7 @@ def _whole_blocks(info: ArrayInfo, box: Box) -> Box:
 
 
 def _cut_blocks(info: ArrayInfo, box: Box, whole: Box) -> Iterator[tuple[int, ...]]:
-    """Yields the positions of the blocks of which a box of items holds a part only."""
+    """Yields the positions of the blocks that lie only partly in a box of items."""
     if math.prod(info.shape) == 0 or _items(whole, info.block) == box:
         return
     touched = [
@@ -121,12 +123,12 @@ def _items(box: Box, block: Sequence[int]) -> Box:
     return tuple((a * n, b * n) for (a, b), n in zip(box, block, strict=True))
 
 
-def _common(one: Box, other: Box) -> Box:
-    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+def _common(first: Box, second: Box) -> Box:
+    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
 
 
 def index_of(box: Box, *, within: Box) -> tuple[slice, ...]:
-    """Returns the index of a box in an array that begins where another box does."""
+    """Returns the index of a box in an array whose origin is the start of the box `within`."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, within, strict=True))
 
 
@@ -138,18 +140,18 @@ def _volume(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def _together(wanted: Box, views: Mapping[Box, np.ndarray]) -> np.ndarray:
+def _together(items: Box, views: Mapping[Box, np.ndarray]) -> np.ndarray:
     dtype = next(iter(views.values())).dtype
-    whole = np.empty([stop - start for start, stop in wanted], dtype)
+    block = np.empty([stop - start for start, stop in items], dtype)
     for cut, view in views.items():
-        whole[index_of(cut, within=wanted)] = view
-    return whole
+        block[index_of(cut, within=items)] = view
+    return block
 
 
 def split(
     info: ArrayInfo, box: Box, digests: bytes, *, limit_bytes: int
 ) -> Iterator[tuple[Box, bytes]]:
-    """Yields boxes of items that make up a box of the grid, each with its blocks' digests."""
+    """Splits a box of the grid; yields boxes of items, each with the digests of its blocks."""
     size_bytes = _volume(box) * math.prod(info.block) * info.itemsize
     dim = next((d for d, (start, stop) in enumerate(box) if stop - start > 1), None)
     if dim is None or size_bytes <= limit_bytes:
@@ -168,24 +170,24 @@ def encode(found: Mapping[str, Digests]) -> bytes:
     """Returns one process's digests of all arrays as canonical JSON."""
     rows = {
         path: {
-            "blocks": [[box, digests.hex()] for box, digests in one.blocks],
-            "parts": [[box, digest.hex()] for box, digest in one.parts],
+            "blocks": [[box, digests.hex()] for box, digests in array_digests.blocks],
+            "parts": [[box, digest.hex()] for box, digest in array_digests.parts],
         }
-        for path, one in found.items()
+        for path, array_digests in found.items()
     }
     return canonical_json({"arrays": rows})
 
 
 def encode_failure(why: str) -> bytes:
-    """Returns the file of a process that could not digest what it holds."""
+    """Returns the digest file of a process that could not digest its pieces."""
     return canonical_json({"failed": why})
 
 
 def decode(data: bytes) -> dict[str, Digests]:
-    """Reads them back; raises ValueError, KeyError or TypeError if they are none."""
+    """Parses a process's digest file; raises ValueError, KeyError or TypeError if it is invalid."""
     fields = json.loads(data)
     if "failed" in fields:
-        raise ValueError(f"its process could not digest what it held: {fields['failed']}")
+        raise ValueError(f"its process could not digest its data: {fields['failed']}")
     rows: dict[str, Any] = fields["arrays"]
     return {
         path: Digests(*(tuple(map(_decoded, row[name])) for name in ("blocks", "parts")))
@@ -198,22 +200,22 @@ def _decoded(row: Sequence[Any]) -> tuple[Box, bytes]:
     return tuple((int(start), int(stop)) for start, stop in box), bytes.fromhex(digests)
 
 
-class Table:
-    """The digests of all blocks of one array, as far as they are known by now."""
+class BlockTable:
+    """Table of the digests of all blocks of one array; filled from the digests of each process."""
 
     def __init__(self, info: ArrayInfo) -> None:
         self.info = info
         self._digests = np.zeros((*info.grid, DIGEST_BYTES), np.uint8)
         self._known = np.zeros(info.grid, bool)
         self._parts: dict[tuple[int, ...], dict[Box, bytes]] = {}
-        """Position of a block -> what processes know of parts of it."""
+        """Position of a block -> digests of its parts."""
 
     def add(self, found: Digests) -> None:
-        """Takes what one process knows; raises ValueError if it is at odds with another's."""
+        """Adds the digests of one process; raises ValueError if they contradict another's."""
         for box, data in found.blocks:
             where, digests = self._placed(box, data)
             if (self._known[where] & (self._digests[where] != digests).any(-1)).any():
-                raise ValueError(f"blocks {box} were digested twice, and differently")
+                raise ValueError(f"blocks {box} were digested twice, with different results")
             self._digests[where], self._known[where] = digests, True
         for box, digest in found.parts:
             self._parts.setdefault(position_of(self.info, box), {})[box] = digest
@@ -227,28 +229,28 @@ class Table:
         return where, digests
 
     def missing(self) -> list[tuple[int, ...]]:
-        """Returns the positions of the blocks that no process has whole."""
+        """Returns the positions of the blocks that no process has digested as a whole."""
         return [tuple(map(int, position)) for position in np.argwhere(~self._known)]
 
     def parts_of(self, position: tuple[int, ...]) -> Mapping[Box, bytes]:
-        """Returns what processes know of a block's parts; ValueError if one is missing."""
-        found = self._parts.get(position, {})
-        if sum(map(_volume, found)) != math.prod(self.info.block):
+        """Returns the digests of a block's parts; raises ValueError if a part is missing."""
+        parts = self._parts.get(position, {})
+        if sum(map(_volume, parts)) != math.prod(self.info.block):
             raise ValueError(f"no process has digested block {list(position)}, or all of its parts")
-        return found
+        return parts
 
     def at(self, position: tuple[int, ...]) -> bytes:
         """Returns the digest of a block."""
         return self._digests[position].tobytes()
 
     def root(self, path: str) -> str:
-        """Returns the array's digest; ValueError if not all blocks are known."""
+        """Returns the array's digest; raises ValueError if the digest of a block is missing."""
         if not self._known.all():
             raise ValueError(f"{int((~self._known).sum())} of its blocks have no digest")
         return array_root(path, self.info.dtype, self.info.shape, self._digests.tobytes())
 
     def wrong(self, found: Digests) -> list[tuple[int, ...]]:
-        """Returns the positions of the blocks whose digests are not the known ones."""
+        """Returns the positions of the blocks whose digests differ from those of the table."""
         positions: list[tuple[int, ...]] = []
         for box, data in found.blocks:
             where, digests = self._placed(box, data)
@@ -259,10 +261,10 @@ class Table:
 
 
 def items_of(info: ArrayInfo, position: Sequence[int]) -> Box:
-    """Returns the box of items that a block is."""
+    """Returns the box of the items of one block."""
     return _items(tuple((p, p + 1) for p in position), info.block)
 
 
 def position_of(info: ArrayInfo, box: Box) -> tuple[int, ...]:
-    """Returns the position of the block that a box of items is in."""
+    """Returns the position of the block that contains a box of items."""
     return tuple(start // n if n else 0 for (start, _), n in zip(box, info.block, strict=True))

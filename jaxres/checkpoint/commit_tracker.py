@@ -1,9 +1,8 @@
-"""What follows a durable write: the commit record, retention, the sweep of what does not count.
+"""Tracks the commits of one attempt and the one save in flight.
 
-One per attempt. Claims, commits and prunes go only through the run log; a step directory that no
-record names is dead, whoever wrote it.
-
-The save in flight, and how long the next one may wait for it.
+After a durable write the tracker appends the commit record, applies retention and deletes leftover
+step directories. Claims, commits and prunes are recorded in the run log only: a step directory that
+no record names is a leftover, even if it is complete.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from dataclasses import dataclass
 
 from jaxres.checkpoint import pruning, retention
 from jaxres.checkpoint.block_digests import ArrayInfo
-from jaxres.checkpoint.orbax_io import Writing
+from jaxres.checkpoint.orbax_io import OrbaxSave
 from jaxres.clock import Clock
-from jaxres.cluster.host_group import Peers
+from jaxres.cluster.host_group import HostGroup
 from jaxres.config.schema import CheckpointSection
 from jaxres.engine.state import Progress
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable
 from jaxres.runlog.events import Emit, Noted, SaveCommitted, SaveFailed, StepsPruned
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Commit, Line, RunLog
+from jaxres.runlog.run_log import Commit, RunHistory, RunLog
 from jaxres.storage import files
-from jaxres.storage.path import BucketPath, Place
+from jaxres.storage.path import RunPath
 
 
-class Commits:
-    """Which steps count, as one host of this attempt knows it; only the lead's writes the log."""
+class CommitTracker:
+    """The committed steps as known to one host of this attempt; only the lead writes the log."""
 
     def __init__(
         self,
@@ -37,11 +36,11 @@ class Commits:
         *,
         run_dir: RunDir,
         log: RunLog,
-        peers: Peers,
+        peers: HostGroup,
         emit: Emit,
         clock: Clock,
     ) -> None:
-        """Reads the log; see Checkpoints for the arguments."""
+        """Reads the log; the arguments are those of the checkpointer."""
         self._section = section
         self._run_dir = run_dir
         self._log = log
@@ -49,65 +48,65 @@ class Commits:
         self._emit = emit
         self._clock = clock
         self._unsure: tuple[Commit, float] | None = None
-        """A commit whose record storage failed to confirm, and when its save began."""
-        line = log.line()
+        """A commit whose record storage has not confirmed, and the start time of its save."""
+        line = log.history()
         self.names = {path.rpartition("/")[2] for path in line.paths}
-        """Of all steps that were ever committed, whatever became of them."""
+        """Directory names of all steps that were ever committed, even if pruned since."""
         self._tried: set[str] = set()
-        """Of all saves of this attempt to a bucket."""
+        """Directory names of all saves of this attempt to a bucket."""
         self.committed_step = self.saved_step = line.step
-        """Newest step that counts, and newest that is saved or being saved."""
+        """Newest committed step, and newest step that is committed or being saved."""
         self.longest_seconds = 0.0
-        """What a save that was committed has taken at most."""
+        """Longest duration of a committed save."""
         self.failures = 0
-        """Saves in a row that storage has refused."""
+        """Number of saves in a row that storage has refused."""
         self.why = ""
-        """Why the newest save that failed did; empty if none has failed since the last commit."""
+        """Reason of the newest failed save; empty if none has failed since the last commit."""
 
     def commit(self, commit: Commit, started: float) -> None:
-        """Makes a durable step count, by its record."""
+        """Commits a durable step by appending its record."""
         try:
             self._log.append(commit)
         except StorageUnavailable:
-            # The record may stand all the same; then its step counts, and may not be deleted.
+            # The record may exist all the same; then the step is committed, so keep its files.
             self._unsure = commit, started
             if not self.confirm():
                 raise
             return
-        self._count(commit, started)
+        self._on_committed(commit, started)
 
     @property
     def is_unsure(self) -> bool:
-        """Whether a commit's record may stand, and storage has not said so."""
+        """Whether storage has not confirmed yet if a commit record exists."""
         return self._unsure is not None
 
     def confirm(self) -> bool:
-        """Counts the commit whose record storage failed to confirm, if the record stands.
+        """Completes the unconfirmed commit if its record exists; returns whether it does.
 
         Raises:
-          StorageUnavailable: that can't be told yet.
+          StorageUnavailable: storage does not answer yet.
         """
         if self._unsure is None:
             return False
-        stands = self._log.confirm()
+        exists = self._log.confirm_pending()
         (commit, started), self._unsure = self._unsure, None
-        if stands:
-            self._count(commit, started)
-        return stands
+        if exists:
+            self._on_committed(commit, started)
+        return exists
 
     def free_name(self, step: int) -> str:
-        """Returns a name for a step directory, where nothing is.
+        """Returns a name for a step directory that does not exist.
 
-        No committed step has ever had it, whatever became of that. In a bucket no other save has,
-        either: what was asked of it may still be done after everybody has given up.
+        No committed step has ever had the name, even if it was pruned since. In a bucket no other
+        save has had it either: a bucket may complete requests of a save that has timed out.
 
         Raises:
-          StorageUnavailable: what a failed save of this very step has left can't be deleted yet.
+          StorageUnavailable: files of a failed save of this step can't be deleted yet.
         """
         names = retention.step_names(step, attempt=self._log.attempt)
         name = next(name for name in names if name not in self.names | self._tried)
         step_dir = self._run_dir.checkpoints / name
-        if isinstance(step_dir, BucketPath):
+        if self._run_dir.is_remote:
             self._tried.add(name)
             return name
         if files.exists(step_dir):
@@ -117,18 +116,19 @@ class Commits:
         return name
 
     def go_back(self, step: int) -> None:
-        """Counts from an older step on: the log says that nothing above it is on the line."""
+        """Makes an older step the newest committed one, after a rollback record."""
         self._unsure = None
         self.committed_step = self.saved_step = step
         self.failures, self.why = 0, ""
 
     def mark(self, step: int) -> None:
-        """Notes that a step counts; the record says so."""
+        """Notes that a step is committed, once its record is in the log."""
         self.committed_step = step
         self.saved_step = max(self.saved_step, step)
         self.failures, self.why = 0, ""
 
-    def _count(self, commit: Commit, started: float) -> None:
+    def _on_committed(self, commit: Commit, started: float) -> None:
+        """Emits the event of a commit, prunes old steps and deletes leftovers."""
         self.mark(commit.step)
         self.names.add(commit.path.rpartition("/")[2])
         seconds = self._clock.monotonic() - started
@@ -138,16 +138,16 @@ class Commits:
             self._prune()
         except (StorageUnavailable, OSError) as error:
             self._emit(
-                Noted(f"old steps could not be pruned, the next commit tries again: {error}")
+                Noted(f"old steps could not be pruned; the next commit tries again: {error}")
             )
         self.sweep()
 
     def fail(self, step: int, why: str) -> None:
-        """Counts and tells a save that storage has refused, and gives back what room it took."""
+        """Counts and reports a save that storage has refused, and deletes its files."""
         if self._peers.member.leads:
             self.sweep()
         if self.committed_step >= step:
-            return  # Its record stood after all.
+            return  # Its record exists after all.
         self.failures += 1
         self.why = why
         self.saved_step = self.committed_step
@@ -159,46 +159,46 @@ class Commits:
             self._emit(StepsPruned(pruned))
 
     def sweep(self) -> None:
-        """Deletes what is not on the line; what does not go now goes at the next save's end."""
+        """Deletes leftover step directories; after a failure the next save tries again."""
         try:
-            if isinstance(self._run_dir.root, BucketPath):
-                self.confirm()  # A record that is on its way may not come to name what is gone.
-            self.delete_all_but(self._log.line())
+            if self._run_dir.is_remote:
+                self.confirm()  # A late record must not name a step that was deleted.
+            self.delete_all_but(self._log.history())
         except (StorageUnavailable, ConfigError, Unrestorable, OSError) as error:
             self._emit(
-                Noted(f"dead steps could not be deleted, the next save tries again: {error}")
+                Noted(f"leftover steps could not be deleted; the next save tries again: {error}")
             )
 
-    def delete_all_but(self, line: Line) -> None:
-        """Deletes the step directories, of this attempt or earlier ones, that are off the line."""
+    def delete_all_but(self, line: RunHistory) -> None:
+        """Deletes step directories of this and earlier attempts that are not in the history."""
         pruning.delete_all_but(line, run_dir=self._run_dir, attempt=self._log.attempt)
 
 
 LEAST_PATIENCE_SECONDS = 5.0
-"""What a save may take before it counts as late, whatever earlier ones took."""
+"""Least duration after which a save is late."""
 LATE = 2.0
-"""So many times the longest one that was committed."""
+"""A save is late after this many times the longest duration of a committed save."""
 REFUSED_PATIENCE_SECONDS = 1.0
-"""The same after one that storage has refused: a full disk refuses the next at once, and a bucket
-that is away does so after half a minute.
+"""Duration after which a save is late if storage has refused the previous one: a full disk refuses
+the next save at once, and a bucket that does not answer fails it after half a minute.
 """
 
 
 @dataclass(frozen=True)
-class Flying:
-    """A save that has begun."""
+class PendingSave:
+    """A save that Orbax has started and that is not finalized yet."""
 
-    writing: Writing
-    step_dir: Place
+    writing: OrbaxSave
+    step_dir: RunPath
     progress: Progress
     infos: Mapping[str, ArrayInfo]
     started: float
     topic: str
-    """Under which hosts speak of it."""
+    """Topic of the messages between hosts about this save."""
 
 
-class Flight:
-    """What the saver's thread is at; only one at a time."""
+class SaveSlot:
+    """The save in flight, as a future of the saver thread; one at a time."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -206,16 +206,16 @@ class Flight:
         self._began = 0.0
 
     def begin(self, work: Future[None]) -> None:
-        """Takes what was given to the saver."""
+        """Stores the future of the task that was submitted to the saver thread."""
         self._work, self._began = work, self._clock.monotonic()
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is not over."""
+        """Whether the save is still in flight."""
         return self._work is not None and not self._work.done()
 
     def result(self, *, seconds: float) -> bool:
-        """Waits for the end, and raises what it has failed with; False: it is not over in time."""
+        """Waits until the save has ended and raises its error; False: timeout."""
         if self._work is None:
             return True
         if not self._done_within(seconds):
@@ -224,18 +224,18 @@ class Flight:
         return True
 
     def is_over_in_time(self, *, longest_seconds: float, is_refused: bool) -> bool:
-        """Waits for the end for as long as a save takes that storage does take.
+        """Waits until the save ends or is late; returns whether it has ended.
 
         Args:
-          longest_seconds: what the longest one so far has taken.
-          is_refused: whether storage has refused the one before that.
+          longest_seconds: longest duration of a committed save so far.
+          is_refused: whether storage has refused the previous save.
         """
         usual = max(LEAST_PATIENCE_SECONDS, LATE * longest_seconds)
         return self._done_within((REFUSED_PATIENCE_SECONDS if is_refused else usual) - self.seconds)
 
     @property
     def seconds(self) -> float:
-        """How long it has been going on."""
+        """Time since the save started."""
         return self._clock.monotonic() - self._began
 
     def _done_within(self, seconds: float) -> bool:

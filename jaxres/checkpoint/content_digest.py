@@ -1,6 +1,6 @@
-"""The content digest: equal numbers, equal digest, on any mesh, host count and file format.
+"""The content digest of a state: independent of mesh, number of hosts and file format.
 
-docs/checkpoint-format.md holds the formula, so that another tool can compute it.
+docs/formats.md specifies the formula, so that other tools can compute it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ DIGESTED_FACTS = ("step", "cursor", "epoch", "tokens")
 def block_grid(
     shape: Sequence[int], itemsize: int, *, limit_bytes: int | None = None
 ) -> tuple[int, ...]:
-    """Returns into how many blocks each dim is cut; a function of shape and item size alone.
+    """Returns the number of blocks along each dim; depends on shape and item size only.
 
-    The dim with the fewest blocks so far (the first of them) whose blocks are of even length is
-    halved, until a block has at most max(16 KiB, size / 4096) bytes. Shards of usual meshes (powers
-    of two) then hold whole blocks. With a larger limit the same halving ends earlier, so that its
-    parts are made of whole blocks.
+    Until a block has at most max(16 KiB, size / 4096) bytes, the blocks are halved along one dim:
+    among the dims whose blocks have even length, the first one with the fewest blocks. Shards of
+    usual meshes (powers of two) then consist of whole blocks. A larger `limit_bytes` ends the same
+    halving earlier, so that each part consists of whole blocks.
 
     >>> block_grid((4096, 4096), 4)
     (64, 64)
@@ -59,7 +59,7 @@ def block_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 def blocks(
     shape: Sequence[int], itemsize: int, *, limit_bytes: int | None = None
 ) -> Iterator[tuple[slice, ...]]:
-    """Yields the index of every block, or of every part of the coarser grid, in C order."""
+    """Yields the index of every block, or of every part of a coarser grid, in C order."""
     grid = block_grid(shape, itemsize, limit_bytes=limit_bytes)
     lengths = [size // count for size, count in zip(shape, grid, strict=True)]
     for position in itertools.product(*map(range, grid)):
@@ -67,12 +67,12 @@ def blocks(
 
 
 def block_digest(block: np.ndarray) -> bytes:
-    """Returns xxh3-128 of the block's items, C order, little-endian."""
+    """Returns xxh3-128 of a block's items in C order, little-endian."""
     return xxhash.xxh3_128_digest(as_bytes(block))
 
 
 def as_bytes(array: np.ndarray) -> memoryview:
-    """Returns an array's items in C order, little-endian; a view where that is what lies there."""
+    """Returns an array's items in C order, little-endian; without a copy where possible."""
     data = np.ascontiguousarray(array)
     if data.dtype.byteorder == ">":
         data = data.astype(data.dtype.newbyteorder("<"))
@@ -80,14 +80,14 @@ def as_bytes(array: np.ndarray) -> memoryview:
 
 
 def block_digests(piece: np.ndarray, block: Sequence[int]) -> bytes:
-    """Returns the digests of all blocks of a piece, in C order, one after the other.
+    """Returns the digests of all blocks of a piece, concatenated in C order.
 
-    Blocks are gathered a band at a time, which is one copy within the processor's cache: calls
-    block by block take longer than the hashing.
+    Blocks are copied one band at a time, which fits into the processor's cache: one NumPy call per
+    block would take longer than the hashing.
 
     Args:
-      piece: an array, or a part of one that is made of whole blocks.
-      block: the blocks' shape.
+      piece: an array, or a part of one that consists of whole blocks.
+      block: shape of the blocks.
     """
     if piece.dtype.byteorder == ">":
         piece = piece.astype(piece.dtype.newbyteorder("<"))
@@ -95,20 +95,20 @@ def block_digests(piece: np.ndarray, block: Sequence[int]) -> bytes:
     if math.prod(counts) == 1:
         return block_digest(piece)
     size_bytes = math.prod(block) * piece.dtype.itemsize
-    found = []
+    digests = []
     for band in _bands(_cut(piece, counts, block), counts, size_bytes=size_bytes):
         data = as_bytes(band)
-        found += [
+        digests += [
             xxhash.xxh3_128_digest(data[start : start + size_bytes])
             for start in range(0, len(data), size_bytes)
         ]
-    return b"".join(found)
+    return b"".join(digests)
 
 
 def _cut(piece: np.ndarray, counts: Sequence[int], block: Sequence[int]) -> np.ndarray:
-    """Returns an array of blocks, without a copy: its first dims count them.
+    """Returns a view as an array of blocks: its first dims are positions in the grid.
 
-    A row of a block is one item where that can be: NumPy copies few long items faster.
+    Where possible a row of a block becomes one item, because NumPy copies few long items faster.
     """
     shape = list(block)
     if piece.strides[-1] == piece.dtype.itemsize:
@@ -120,7 +120,7 @@ def _cut(piece: np.ndarray, counts: Sequence[int], block: Sequence[int]) -> np.n
 
 
 def _bands(cut: np.ndarray, counts: Sequence[int], *, size_bytes: int) -> Iterator[np.ndarray]:
-    """Yields parts of an array of blocks (its first dims count them), in C order."""
+    """Yields bands of an array of blocks, in C order; a band has at most BAND_BYTES if it can."""
     if cut.flags.c_contiguous:
         yield cut
         return
@@ -134,14 +134,14 @@ def _fits(counts: Sequence[int], size_bytes: int) -> bool:
 
 
 def array_root(path: str, dtype: str, shape: Sequence[int], digests: bytes) -> str:
-    """Returns the hex root over an array's path, dtype, shape and block digests."""
+    """Returns an array's digest, in hex: over path, dtype, shape and block digests."""
     root = xxhash.xxh3_128(canonical_json([path, dtype, list(shape)]))
     root.update(digests)
     return root.hexdigest()
 
 
 def array_digest(path: str, array: np.ndarray) -> str:
-    """Returns the hex root of an array that is here as a whole."""
+    """Returns the digest, in hex, of an array that is completely in memory."""
     digests = block_digests(array, block_shape(array.shape, array.dtype.itemsize))
     return array_root(path, array.dtype.name, array.shape, digests)
 
@@ -151,18 +151,18 @@ def content_digest(arrays: Mapping[str, np.ndarray], *, progress: Mapping[str, i
 
     Args:
       arrays: path (`params/...`, `opt/...`, `key`, `step`) -> global array.
-      progress: must hold step, cursor, epoch and tokens; other keys are left out.
+      progress: must hold step, cursor, epoch and tokens; other keys are ignored.
     """
     rows = [array_row(path, array) for path, array in sorted(arrays.items())]
     return digest_of_rows(rows, progress=progress)
 
 
 def array_row(path: str, array: np.ndarray) -> list[Any]:
-    """Returns what the content digest takes of one array."""
+    """Returns the row of one array in the content digest: path, dtype, shape, digest."""
     return [path, array.dtype.name, list(array.shape), array_digest(path, array)]
 
 
 def digest_of_rows(rows: Sequence[Sequence[Any]], *, progress: Mapping[str, int]) -> str:
-    """Returns the content digest of the rows of all arrays, which are sorted by path."""
+    """Returns the content digest from the rows of all arrays, sorted by path."""
     facts = {name: progress[name] for name in DIGESTED_FACTS}
     return "sha256:" + hashlib.sha256(canonical_json({"arrays": rows} | facts)).hexdigest()

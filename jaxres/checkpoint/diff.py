@@ -1,6 +1,6 @@
-"""What differs between two committed states: arrays bit by bit, and the facts beside them.
+"""Compares two committed states: arrays bit by bit, and the facts of progress.json.
 
-The comparison proper is pure; `diff` reads two step directories, one array of each at a time.
+`compare` and `facts` are pure; `diff` reads two step directories, one array of each at a time.
 """
 
 from __future__ import annotations
@@ -18,42 +18,45 @@ from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.content_digest import array_row, block_grid, digest_of_rows
 from jaxres.checkpoint.manifest import ArrayInfo, Manifest
 from jaxres.runlog.run_log import Commit
-from jaxres.storage.path import Place
+from jaxres.storage.path import RunPath
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two arrays of one dtype and shape differ; equal bits are equal, NaN or not."""
+    """Where two arrays of the same dtype and shape differ; NaNs with equal bits are equal."""
 
     elements: int
-    """How many elements have other bits."""
+    """Number of elements whose bits differ."""
     of_elements: int
+    """Number of all elements."""
     first: tuple[int, ...]
-    """Index of the first of them, in C order."""
+    """Index of the first differing element, in C order."""
     largest: float | None
-    """Largest absolute difference; None if none of the differing pairs is finite."""
+    """Largest absolute difference; None if no differing pair is finite."""
     nonfinite: int
-    """How many of the differing pairs have a NaN or an infinity, and so no difference."""
+    """Number of differing pairs with a NaN or an infinity, whose difference is undefined."""
     blocks: int
-    """How many blocks of the content digest's grid differ."""
+    """Number of blocks of the content digest's grid that differ."""
     of_blocks: int
+    """Number of all blocks."""
 
 
 @dataclass(frozen=True)
 class ArrayDiff:
-    """One array that is not the same on both sides."""
+    """One array that differs between the two sides."""
 
     path: str
     a: ArrayInfo | None
-    """None: absent there."""
+    """None: absent on side a."""
     b: ArrayInfo | None
+    """None: absent on side b."""
     difference: Difference | None
-    """None: absent on one side, or of another dtype or shape."""
+    """None: the array is absent on one side, or dtype or shape differ."""
 
 
 @dataclass(frozen=True)
 class FactDiff:
-    """One number of progress.json that is not the same on both sides; None: absent."""
+    """One value of progress.json that differs between the two sides; None: absent."""
 
     name: str
     a: Any
@@ -62,32 +65,32 @@ class FactDiff:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two states."""
+    """One of the two states that are compared."""
 
-    step_dir: Place
+    step_dir: RunPath
     step: int
     digest: str
 
 
 @dataclass(frozen=True)
 class StateDiff:
-    """All that differs between states a and b; nothing if they are equal."""
+    """All differences between states a and b; empty if they are equal."""
 
     a: Side
     b: Side
     num_arrays: int
-    """Of both sides together."""
+    """Number of distinct array paths of both sides together."""
     arrays: tuple[ArrayDiff, ...]
     facts: tuple[FactDiff, ...]
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs, guard memory included."""
+        """Whether the states are equal, guard memory included."""
         return not self.arrays and not self.facts
 
 
 def compare(a: np.ndarray, b: np.ndarray) -> Difference | None:
-    """Returns where two arrays of one dtype and shape differ in bits, None if nowhere."""
+    """Returns where two arrays of the same dtype and shape differ in bits; None: nowhere."""
     assert (a.dtype, a.shape) == (b.dtype, b.shape), (a.dtype, a.shape, b.dtype, b.shape)
     unequal = _unequal_bits(a, b)
     count = int(np.count_nonzero(unequal))
@@ -108,19 +111,19 @@ def compare(a: np.ndarray, b: np.ndarray) -> Difference | None:
 
 
 def _unequal_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Returns a mask of the arrays' shape."""
+    """Returns a mask, in the arrays' shape, of the elements whose bits differ."""
     bytes_a, bytes_b = (
         np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(-1, x.dtype.itemsize)
         for x in (a, b)
     )
     if a.dtype.itemsize in (1, 2, 4, 8):
-        word = np.dtype(f"u{a.dtype.itemsize}")
-        return (bytes_a.view(word) != bytes_b.view(word)).reshape(a.shape)
+        unsigned = np.dtype(f"u{a.dtype.itemsize}")
+        return (bytes_a.view(unsigned) != bytes_b.view(unsigned)).reshape(a.shape)
     return (bytes_a != bytes_b).any(axis=1).reshape(a.shape)
 
 
 def _largest(a: np.ndarray, b: np.ndarray) -> tuple[float | None, int]:
-    """Returns the largest finite |a - b|, and how many pairs have none; both 1-D."""
+    """Returns the largest finite |a - b| of two 1-D arrays, and the number of nonfinite pairs."""
     if a.dtype.kind in "iub":
         # Unsigned subtraction wraps around to the right magnitude at any width.
         wide = np.uint64 if a.dtype.kind == "u" else np.int64
@@ -128,13 +131,15 @@ def _largest(a: np.ndarray, b: np.ndarray) -> tuple[float | None, int]:
         return float((high.view(np.uint64) - low.view(np.uint64)).max()), 0
     wide = np.complex128 if a.dtype.kind == "c" else np.float64
     with np.errstate(over="ignore", invalid="ignore"):
-        found = np.abs(a.astype(wide) - b.astype(wide))
-    finite = np.isfinite(found)
-    return float(found[finite].max()) if finite.any() else None, int(np.count_nonzero(~finite))
+        differences = np.abs(a.astype(wide) - b.astype(wide))
+    finite = np.isfinite(differences)
+    return float(differences[finite].max()) if finite.any() else None, int(
+        np.count_nonzero(~finite)
+    )
 
 
 def _blocks(unequal: np.ndarray, *, itemsize: int) -> tuple[int, int]:
-    """Returns how many blocks of the digest's grid have an unequal element, and how many are."""
+    """Returns how many blocks of the digest's grid have an unequal element, and how many exist."""
     grid = block_grid(unequal.shape, itemsize)
     pairs = ((n, size // n) for size, n in zip(unequal.shape, grid, strict=True))
     cut = unequal.reshape([length for pair in pairs for length in pair])
@@ -143,7 +148,7 @@ def _blocks(unequal: np.ndarray, *, itemsize: int) -> tuple[int, int]:
 
 
 def facts(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[FactDiff, ...]:
-    """Returns the facts that differ, guard memory as `guards/<guard>/<name>`."""
+    """Returns the facts that differ; guard memory is named `guards/<guard>/<name>`."""
     flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
     return tuple(
         FactDiff(name, flat_a.get(name), flat_b.get(name))
@@ -160,101 +165,104 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def diff(a: tuple[Place, Commit], b: tuple[Place, Commit]) -> StateDiff:
-    """Compares two committed steps, each a step directory and its commit.
+def diff(a: tuple[RunPath, Commit], b: tuple[RunPath, Commit]) -> StateDiff:
+    """Compares two committed steps, each given as a step directory and its commit record.
 
     Raises:
       Unrestorable: one of them is damaged.
-      StorageUnavailable: storage did not let it be read.
+      StorageUnavailable: storage could not be read.
     """
-    here, there = _Stored(*a, manifests.read(*a)), _Stored(*b, manifests.read(*b))
-    paths = sorted({*here.manifest.arrays, *there.manifest.arrays})
-    rows_here, rows_there, found = [], [], []
+    first, second = _Stored(*a, manifests.read(*a)), _Stored(*b, manifests.read(*b))
+    paths = sorted({*first.manifest.arrays, *second.manifest.arrays})
+    rows_here, rows_there, differing = [], [], []
     for path in paths:
-        array, other = here.array(path), there.array(path)
+        array, other = first.array(path), second.array(path)
         rows_here += [] if array is None else [array_row(path, array)]
         rows_there += [] if other is None else [array_row(path, other)]
-        infos = here.manifest.arrays.get(path), there.manifest.arrays.get(path)
+        infos = first.manifest.arrays.get(path), second.manifest.arrays.get(path)
         if array is None or other is None or infos[0] != infos[1]:
-            found.append(ArrayDiff(path, *infos, None))
+            differing.append(ArrayDiff(path, *infos, None))
         elif (difference := compare(array, other)) is not None:
-            found.append(ArrayDiff(path, *infos, difference))
+            differing.append(ArrayDiff(path, *infos, difference))
     progress, other_progress = manifests.read_progress(*a), manifests.read_progress(*b)
     return StateDiff(
-        a=Side(here.step_dir, here.commit.step, digest_of_rows(rows_here, progress=progress)),
+        a=Side(first.step_dir, first.commit.step, digest_of_rows(rows_here, progress=progress)),
         b=Side(
-            there.step_dir,
-            there.commit.step,
+            second.step_dir,
+            second.commit.step,
             digest_of_rows(rows_there, progress=other_progress),
         ),
         num_arrays=len(paths),
-        arrays=tuple(found),
+        arrays=tuple(differing),
         facts=facts(progress, other_progress),
     )
 
 
 @dataclass(frozen=True)
 class _Stored:
-    step_dir: Place
+    step_dir: RunPath
     commit: Commit
     manifest: Manifest
 
     def array(self, path: str) -> np.ndarray | None:
-        """Reads one array, None if the step has none of that path."""
+        """Reads one array; None if the step has no array at that path."""
         info = self.manifest.arrays.get(path)
         if info is None:
             return None
         return manifests.read_array(self.step_dir, self.commit, path, info)
 
 
-def as_text(found: StateDiff) -> str:
-    """Returns what a person reads."""
-    sides = [("A", found.a), ("B", found.b)]
+def as_text(diff_: StateDiff) -> str:
+    """Returns the differences as text, one line each, and the verdict."""
+    sides = [("A", diff_.a), ("B", diff_.b)]
     rows = [f"{name}  {side.step_dir}  step {side.step}  {side.digest}" for name, side in sides]
-    rows += [f"{array.path}: {_array_words(array)}" for array in found.arrays]
-    rows += [f"{fact.name}: {_word(fact.a)} in A, {_word(fact.b)} in B" for fact in found.facts]
-    if found.is_equal:
-        rows.append(f"equal: {found.a.digest}")
+    rows += [f"{array.path}: {_array_text(array)}" for array in diff_.arrays]
+    rows += [
+        f"{fact.name}: {_value_text(fact.a)} in A, {_value_text(fact.b)} in B"
+        for fact in diff_.facts
+    ]
+    if diff_.is_equal:
+        rows.append(f"equal: {diff_.a.digest}")
     else:
         rows.append(
-            f"{len(found.arrays)} of {found.num_arrays} arrays and {len(found.facts)} facts differ"
+            f"{len(diff_.arrays)} of {diff_.num_arrays} arrays and {len(diff_.facts)} facts differ"
         )
-        if found.a.digest == found.b.digest:
+        if diff_.a.digest == diff_.b.digest:
             rows.append("the content digests are equal: what differs is not a part of them")
     return "".join(f"{row}\n" for row in rows)
 
 
-def _array_words(array: ArrayDiff) -> str:
+def _array_text(array: ArrayDiff) -> str:
     where = array.difference
     if where is None:
         return f"{array.a or 'absent'} in A, {array.b or 'absent'} in B"
-    words = [
+    parts = [
         f"{array.a}: {where.elements:,} of {where.of_elements:,} elements differ",
         f"in {where.blocks} of {where.of_blocks} blocks",
         f"first at [{','.join(map(str, where.first))}]",
     ]
     if where.largest is not None:
-        words.append(f"largest difference {where.largest:.6g}")
+        parts.append(f"largest difference {where.largest:.6g}")
     if where.nonfinite:
-        words.append(f"{where.nonfinite:,} of them NaN or infinite")
-    return ", ".join(words)
+        parts.append(f"{where.nonfinite:,} of them NaN or infinite")
+    return ", ".join(parts)
 
 
-def _word(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def as_json(found: StateDiff) -> str:
-    """Returns one object a line: two states, then every difference, then the verdict."""
+def as_json(result: StateDiff) -> str:
+    """Returns one JSON object per line: both states, every difference, the verdict."""
     rows: list[dict[str, Any]] = [
         {"kind": "state", "side": name, "path": str(side.step_dir)}
         | {"step": side.step, "digest": side.digest}
-        for name, side in (("a", found.a), ("b", found.b))
+        for name, side in (("a", result.a), ("b", result.b))
     ]
-    for array in found.arrays:
+    for array in result.arrays:
         infos = {"a": str(array.a) if array.a else None, "b": str(array.b) if array.b else None}
         where = dataclasses.asdict(array.difference) if array.difference else None
         rows.append({"kind": "array", "path": array.path, **infos, "difference": where})
-    rows += [{"kind": "fact", **dataclasses.asdict(fact)} for fact in found.facts]
-    rows.append({"kind": "verdict", "equal": found.is_equal})
+    rows += [{"kind": "fact", **dataclasses.asdict(fact)} for fact in result.facts]
+    rows.append({"kind": "verdict", "equal": result.is_equal})
     return "".join(json.dumps(row) + "\n" for row in rows)

@@ -1,6 +1,6 @@
-"""Makes a step that Orbax has written whole: facts, manifest, all of it read back from the disk.
+"""Finalizes a step that Orbax has written: facts and manifest, all of it verified on disk.
 
-The last thing before the commit record; only the lead's saver calls it.
+This is the last action before the commit record. Only the saver thread of the lead runs it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import (
     ArrayInfo,
+    BlockTable,
     Box,
     Digests,
-    Table,
     decode,
     encode,
     index_of,
@@ -22,40 +22,40 @@ from jaxres.checkpoint.block_digests import (
 )
 from jaxres.checkpoint.content_digest import block_digest, digest_of_rows
 from jaxres.checkpoint.manifest import DIGESTS, MANIFEST, PROGRESS, FileInfo, Manifest
-from jaxres.checkpoint.readback import Report, file_info, read_back
+from jaxres.checkpoint.readback import HostReport, file_info, read_back
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.engine.state import Progress
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog.run_log import Claim, Commit
 from jaxres.storage import files
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.path import Place, relative
+from jaxres.storage.path import RunPath, relative
 
 CUT_BLOCKS = f"{DIGESTS}/read_back.json"
-"""Blocks that lie on several processes: digested from what was written, part by part as it was."""
+"""File of the digests of blocks shared by several processes, computed from the written data."""
 
 
-def seal(
-    step_dir: Place,
+def finalize(
+    step_dir: RunPath,
     progress: Progress,
     arrays: Mapping[str, ArrayInfo],
-    reports: Sequence[Report],
+    reports: Sequence[HostReport],
     *,
-    root: Place,
+    root: RunPath,
     claim: Claim,
 ) -> Commit:
-    """Writes what Orbax leaves out and returns the record of a step that is durable and whole.
+    """Writes progress.json and the manifest; returns the commit record of the durable step.
 
     Args:
-      step_dir: absolute; Orbax has finished there.
+      step_dir: absolute path of the step directory; Orbax has finished writing it.
       progress: the host's facts at the step.
-      arrays: what was written.
-      reports: every process's of its own files.
-      root: absolute, of the run directory.
-      claim: of this attempt.
+      arrays: path -> dtype and shape of the written arrays.
+      reports: every process's report on its own files.
+      root: absolute path of the run directory.
+      claim: claim of this attempt.
 
     Raises:
-      StorageUnavailable: storage did not take it, or gives something else back.
+      StorageUnavailable: storage has failed, or returns other data than were written.
     """
     failures = [report.failure for report in reports if report.failure]
     if failures:
@@ -91,44 +91,44 @@ def seal(
         path=relative(step_dir, root),
         manifest=manifests.digest_of(data),
         bytes=sum(info.size for info in manifest.files.values()) + len(data),
-        known_good=False,
         heldout_loss=progress.heldout_loss,
         evaluated_step=progress.evaluated_step,
     )
 
 
-def _files(step_dir: Place, reports: Sequence[Report]) -> dict[str, FileInfo]:
-    """Returns what every file is: those that no process has reported are the lead's to read."""
+def _files(step_dir: RunPath, reports: Sequence[HostReport]) -> dict[str, FileInfo]:
+    """Returns size and checksum of every file; reads those that no process has reported."""
     reported = {name: info for report in reports for name, info in report.files.items()}
     present = manifests.inventory(step_dir)
     missing = sorted(reported.keys() - present.keys())
     if missing:
-        raise StorageUnavailable(f"{step_dir}: {missing[0]} was written and is not there.")
+        raise StorageUnavailable(f"{step_dir}: {missing[0]} was written and is missing.")
     return reported | read_back(step_dir, sorted(present.keys() - reported.keys()))
 
 
-def _array_digests(step_dir: Place, arrays: Mapping[str, ArrayInfo]) -> dict[str, str]:
-    """Returns the digest of every array, from the blocks that all processes have digested."""
-    tables = {path: Table(info) for path, info in arrays.items()}
+def _array_digests(step_dir: RunPath, arrays: Mapping[str, ArrayInfo]) -> dict[str, str]:
+    """Returns the digest of every array, from the block digests of all processes."""
+    tables = {path: BlockTable(info) for path, info in arrays.items()}
     try:
         for name in files.list_names(step_dir / DIGESTS):
             if fnmatch.fnmatch(name, "process_*.json"):
-                for path, found in decode(files.read_whole(step_dir / DIGESTS / name)).items():
-                    tables[path].add(found)
+                for path, digests in decode(files.read_whole(step_dir / DIGESTS / name)).items():
+                    tables[path].add(digests)
         cut = _digest_cut_blocks(step_dir, tables)
         if cut:
             files.replace(step_dir / CUT_BLOCKS, encode(cut))
         return {path: table.root(path) for path, table in tables.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise StorageUnavailable(
-            f"{step_dir}: the digests of what was written are not whole ({error}). The step is "
-            "given up; nothing committed is lost."
+            f"{step_dir}: the digests of the written data are incomplete or wrong ({error}). The "
+            "step is discarded; nothing committed is lost."
         ) from error
 
 
-def _digest_cut_blocks(step_dir: Place, tables: Mapping[str, Table]) -> dict[str, Digests]:
+def _digest_cut_blocks(step_dir: RunPath, tables: Mapping[str, BlockTable]) -> dict[str, Digests]:
+    """Reads and digests the blocks that several processes share; verifies their parts."""
     reader = ArrayReader(step_dir, {path: table.info for path, table in tables.items()})
-    found: dict[str, Digests] = {}
+    digests: dict[str, Digests] = {}
     for path, table in tables.items():
         blocks: list[tuple[Box, bytes]] = []
         for position in table.missing():
@@ -139,6 +139,6 @@ def _digest_cut_blocks(step_dir: Place, tables: Mapping[str, Table]) -> dict[str
                     raise ValueError(f"{path} reads back differently from what was written")
             blocks.append((tuple((p, p + 1) for p in position), block_digest(block)))
         if blocks:
-            found[path] = Digests(tuple(blocks))
-            table.add(found[path])
-    return found
+            digests[path] = Digests(tuple(blocks))
+            table.add(digests[path])
+    return digests

@@ -1,8 +1,8 @@
-"""Hugging Face's Llama: its names for the decoder's arrays, its config.json, a tokenizer of bytes.
+"""Hugging Face's Llama format: tensor names and layouts, config.json, a byte tokenizer.
 
-Its linear layers are stored [out, in], its layers one by one; ours [in, out] with heads and layers
-as dims of their own. Both turn the two halves of a head's width (not neighbours), so that no
-numbers change places beyond that.
+Hugging Face stores linear layers as [out, in] and every layer as tensors of its own; jaxres stores
+them as [in, out] with heads and layers as separate dims. Both apply rotary embeddings to the two
+halves of a head's width (not to neighbouring pairs), so no further permutation is needed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ BLOCKS = "params/blocks/"
 
 @dataclass(frozen=True)
 class Rule:
-    """How one of the decoder's arrays is named and laid out there."""
+    """Name and layout of one of the decoder's arrays in Hugging Face's format."""
 
     path: str
     name: str
-    """`{}` stands for the layer's number."""
+    """Name of the tensor; `{}` is replaced by the layer's number."""
     inputs: int = 0
-    """Leading dims (without the layer's) that a product sums over; 0: no linear layer, as it is."""
+    """Number of leading dims (without the layer's) that the matrix product sums over; 0: not a
+    linear layer, stored unchanged."""
 
     def names(self, shape: Sequence[int]) -> list[str]:
         """Returns the names of the tensors that make up an array of this shape, layer by layer."""
@@ -39,19 +40,19 @@ class Rule:
         return [self.name.format(layer) for layer in range(shape[0])]
 
     def theirs(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of one of their tensors, from ours without the layers' dim."""
+        """Returns Hugging Face's shape of a tensor, from our shape without the layers' dim."""
         if not self.inputs:
             return tuple(shape)
         return math.prod(shape[self.inputs :]), math.prod(shape[: self.inputs])
 
     def give(self, ours: np.ndarray) -> np.ndarray:
-        """Returns one layer's array, or one without layers, as it is laid out there."""
+        """Converts one layer's array, or one without layers, to Hugging Face's layout."""
         if not self.inputs:
             return ours
         return ours.reshape(math.prod(ours.shape[: self.inputs]), -1).T
 
     def take(self, theirs: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """Returns one of their tensors as it is laid out here; the inverse of `give`."""
+        """Converts one of Hugging Face's tensors to our layout; the inverse of `give`."""
         return theirs.T.reshape(shape) if self.inputs else theirs
 
 
@@ -76,7 +77,7 @@ RULES = {
 
 
 def pieces(path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields name and numbers of the tensors that one of the decoder's arrays becomes."""
+    """Yields name and numbers of the tensors that one of the decoder's arrays is stored as."""
     rule = RULES[path]
     names = rule.names(array.shape)
     layers = array if "{}" in rule.name else [array]
@@ -85,11 +86,11 @@ def pieces(path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def shapes(model: GptModel, *, rows: int) -> dict[str, tuple[int, ...]]:
-    """Returns path -> shape of the decoder's arrays; `rows` are the embedding's."""
+    """Returns path -> shape of the decoder's arrays; `rows` is the length of the embedding."""
     L, D, H = model.num_layers, model.d_model, model.num_heads
     K, C, F = model.num_kv_heads or H, D // H, model.d_ff
     assert F is not None
-    found: dict[str, tuple[int, ...]] = {
+    arrays: dict[str, tuple[int, ...]] = {
         "params/embedding": (rows, D),
         f"{BLOCKS}attention_norm/scale": (L, D),
         f"{BLOCKS}attention/query": (L, D, H, C),
@@ -102,7 +103,7 @@ def shapes(model: GptModel, *, rows: int) -> dict[str, tuple[int, ...]]:
         f"{BLOCKS}feed_forward/down": (L, F, D),
         "params/norm/scale": (D,),
     }
-    return found if model.tie_embeddings else found | {"params/head": (D, rows)}
+    return arrays if model.tie_embeddings else arrays | {"params/head": (D, rows)}
 
 
 def write_config(
@@ -113,7 +114,7 @@ def write_config(
     seq_len: int,
     eos: int | None,
 ) -> dict[str, Any]:
-    """Returns config.json of a decoder whose arrays have these shapes."""
+    """Returns the fields of config.json of a decoder; `found` is path -> shape of its arrays."""
     rows, width = found["params/embedding"]
     heads, head_width = found[f"{BLOCKS}attention/query"][2:]
     return {
@@ -148,24 +149,25 @@ NO_CHOICE: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-"""Settings of config.json that the decoder has no choice in, and what it computes."""
+"""Settings of config.json that the decoder does not support, with the values that it computes."""
 
 
 def read_config(fields: Mapping[str, Any]) -> tuple[GptModel, int, dict[str, Any]]:
-    """Returns the decoder that a config.json describes, the embedding's rows, and what differs.
+    """Returns the decoder that a config.json describes, the embedding's rows, unsupported settings.
 
-    What differs are settings, by their names there, that the decoder here can't compute with.
+    The unsupported settings, under their names in config.json, are those that the decoder can't
+    compute with.
 
     Raises:
-      ConfigError: it is not a Llama's.
+      ConfigError: the file does not describe a Llama.
     """
-    rope = fields.get("rope_parameters") or {}  # As transformers 5 writes it.
+    rope = fields.get("rope_parameters") or {}  # Written by transformers 5.
     scaling = fields.get("rope_scaling")
-    told = {**NO_CHOICE, "model_type": None, **fields}
-    told["rope_scaling"] = next(
+    settings = {**NO_CHOICE, "model_type": None, **fields}
+    settings["rope_scaling"] = next(
         (part for part in (scaling, rope) if part and _rope_kind(part) != "default"), None
     )
-    differing = {key: told[key] for key, ours in NO_CHOICE.items() if told[key] != ours}
+    differing = {key: settings[key] for key, ours in NO_CHOICE.items() if settings[key] != ours}
     try:
         heads = fields["num_attention_heads"]
         model = GptModel(
@@ -181,7 +183,7 @@ def read_config(fields: Mapping[str, Any]) -> tuple[GptModel, int, dict[str, Any
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         what = f"model_type {fields.get('model_type')!r}: {type(error).__name__}: {error}"
-        raise ConfigError(f"config.json: not that of a Llama ({what})") from error
+        raise ConfigError(f"config.json: not a Llama config ({what})") from error
     width = fields.get("head_dim") or model.d_model // heads
     if width * heads != model.d_model:
         differing["head_dim"] = width
@@ -193,12 +195,12 @@ def _rope_kind(rope: Mapping[str, Any]) -> str:
 
 
 def bytes_tokenizer(*, seq_len: int) -> dict[str, bytes]:
-    """Returns the files that make Hugging Face's tokenizers do what the bytes tokenizer does."""
-    # Byte-level BPE without merges: its alphabet stands for the 256 bytes, in this order.
+    """Returns tokenizer files with which Hugging Face's tokenizers act as the bytes tokenizer."""
+    # Byte-level BPE without merges: its alphabet represents the 256 bytes, in this order.
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     letters = {byte: chr(byte) for byte in plain}
-    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    letters |= {byte: chr(256 + index) for index, byte in enumerate(others)}
     end = "<|end of document|>"
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     added = {

@@ -1,6 +1,7 @@
-"""MANIFEST.json: what a step directory holds. Written last into it, its digest is in the commit.
+"""MANIFEST.json, the inventory of a step directory, and jax-free reads of committed steps.
 
-Reads step directories without jax, and tells damage from storage that does not answer.
+The manifest is the last file written into a step directory; the commit record holds its digest.
+Errors of reads are classified as damage or as a failure of storage.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from jaxres.checkpoint.block_digests import ArrayInfo, Table, decode
+from jaxres.checkpoint.block_digests import ArrayInfo, BlockTable, decode
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
-from jaxres.faults import StorageUnavailable, TypedEnd, Unrestorable
+from jaxres.faults import ConfigError, RunError, StorageUnavailable, Unrestorable
 from jaxres.runlog.run_log import Commit
 from jaxres.storage import files as storage
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.gcs_client import Denied
-from jaxres.storage.path import BucketPath, Place
+from jaxres.storage.codec import OtherFormat, require_format
+from jaxres.storage.gcs_client import PermissionDenied
+from jaxres.storage.path import RunPath, is_remote
 
-FORMAT = 2
+FORMAT = 3
 PROGRESS = "progress.json"
 MANIFEST = "MANIFEST.json"
 DIGESTS = "digests"
-"""The folder of the block digests, one file of each process that has written."""
+"""Folder of the block digests; one file for each process that has written arrays."""
 
-_STORAGE_WORDS = (
+_STORAGE_MESSAGES = (
     "RESOURCE_EXHAUSTED",
     "PERMISSION_DENIED",
     "UNAVAILABLE",
@@ -44,27 +46,28 @@ _STORAGE_WORDS = (
     "Input/output error",
     "Stale file handle",
 )
-"""By which TensorStore's ValueErrors tell of the storage, not of the data."""
-_OF_A_BUCKET = {"aiohttp", "fsspec", "gcsfs", "google", "requests", "urllib3"}
-"""Packages below Orbax whose errors tell that a bucket, or the way to it, has failed."""
+"""Texts in TensorStore's ValueErrors that mean a failure of storage, not damaged data."""
+_BUCKET_PACKAGES = {"aiohttp", "fsspec", "gcsfs", "google", "requests", "urllib3"}
+"""Packages used by Orbax whose errors mean that a bucket or the network has failed."""
 
 
 class CheckpointDamaged(Unrestorable):
-    """One committed step is not what was committed; an older one may be."""
+    """A committed step differs from what was committed; an older step may be intact."""
 
     def __init__(self, message: str, *, what: str) -> None:
-        """Takes the whole message, and the part of it that says what is wrong."""
+        """Takes the complete message, and the part of it that describes the damage."""
         super().__init__(message)
         self.what = what
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What a file is to be."""
+    """Size and checksum of a file."""
 
     size: int
-    xxh3_128: str | None
-    """Checksum of its bytes, in hex; None in format 1."""
+    """Size in bytes."""
+    xxh3_128: str
+    """Checksum of the bytes, in hex."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,20 +78,16 @@ class Manifest:
     step: int
     attempt: int
     files: Mapping[str, FileInfo]
-    """Relative path -> every file but the manifest itself."""
+    """Relative path -> size and checksum of every file except the manifest itself."""
     arrays: Mapping[str, ArrayInfo]
+    """Path -> dtype and shape of every array."""
     digests: Mapping[str, str]
-    """Path -> digest of every array; empty in format 1."""
-    digest: str | None
-    """The content digest; None in format 1."""
+    """Path -> digest of every array."""
+    digest: str
+    """The content digest."""
     versions: Mapping[str, str]
     fingerprint: Mapping[str, str]
     trajectory: str
-
-    @property
-    def tells_content(self) -> bool:
-        """Whether what is restored can be verified; the first version's could not."""
-        return self.digest is not None
 
     def encode(self) -> bytes:
         """Returns the manifest as canonical JSON."""
@@ -103,59 +102,63 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
-        """Reads a manifest back; raises ValueError, KeyError or TypeError if it is none."""
+        """Reads a manifest back.
+
+        Raises:
+          OtherFormat: it is one of another format.
+          ValueError, KeyError, TypeError: it is none.
+        """
         fields: dict[str, Any] = json.loads(data)
-        version, rows = fields["format"], fields.pop("arrays")
+        if not isinstance(fields, dict):
+            raise ValueError("not an object")
+        require_format(fields, number=FORMAT)
+        rows = fields.pop("arrays")
         arrays = {path: ArrayInfo(row["dtype"], tuple(row["shape"])) for path, row in rows.items()}
-        if version == 1:
-            files = {name: FileInfo(size, None) for name, size in fields.pop("files").items()}
-            return Manifest(files=files, arrays=arrays, digests={}, digest=None, **fields)
-        if version != FORMAT:
-            raise ValueError(f"format {version}, this version reads 1 to {FORMAT}")
         files = {name: FileInfo(**row) for name, row in fields.pop("files").items()}
         digests = {path: row["digest"] for path, row in rows.items()}
         return Manifest(files=files, arrays=arrays, digests=digests, **fields)
 
 
 def digest_of(data: bytes) -> str:
-    """Returns the digest by which a commit record knows its manifest."""
+    """Returns the digest of a manifest that is stored in the commit record."""
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def info_of(data: bytes) -> FileInfo:
-    """Returns what a file of these bytes is."""
+    """Returns size and checksum of a file with these bytes."""
     return FileInfo(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
-def inventory(step_dir: Place) -> dict[str, int]:
-    """Returns relative path -> size of every file in a step directory, but the manifest.
+def inventory(step_dir: RunPath) -> dict[str, int]:
+    """Returns relative path -> size of every file in a step directory except the manifest.
 
-    Raises whatever storage says.
+    Errors of storage are raised unchanged.
     """
     return {name: size for name, size in storage.sizes(step_dir).items() if name != MANIFEST}
 
 
-def read(step_dir: Place, commit: Commit) -> Manifest:
-    """Reads a committed step's manifest and holds the files' sizes against it.
+def read(step_dir: RunPath, commit: Commit) -> Manifest:
+    """Reads a committed step's manifest and compares the files' sizes with it.
 
     Raises:
-      CheckpointDamaged: the manifest is absent or another one, or a file is missing or of another
-        size.
-      StorageUnavailable: storage did not let it be read.
+      ConfigError: the manifest has another format.
+      CheckpointDamaged: the manifest is missing or not the committed one, or a file is missing or
+        has another size.
+      StorageUnavailable: storage could not be read.
     """
     manifest = load(step_dir, commit)
     with reading(step_dir, commit.step):
         present = inventory(step_dir)
     for name, info in manifest.files.items():
         if present.get(name) != info.size:
-            found = f"has {present[name]} bytes" if name in present else "is missing"
-            what = f"{name} {found}, the manifest says {info.size} bytes"
+            state = f"has {present[name]} bytes" if name in present else "is missing"
+            what = f"{name} {state}, the manifest records {info.size} bytes"
             raise damaged(step_dir, commit.step, what)
     return manifest
 
 
-def load(step_dir: Place, commit: Commit) -> Manifest:
-    """Reads a committed step's manifest and looks at nothing else; raises as `read` does."""
+def load(step_dir: RunPath, commit: Commit) -> Manifest:
+    """Reads a committed step's manifest and checks no other file; raises as `read` does."""
     data = b""
     for _ in range(2):  # One wrong read proves nothing.
         data = _bytes_of(step_dir, commit.step, MANIFEST)
@@ -165,31 +168,34 @@ def load(step_dir: Place, commit: Commit) -> Manifest:
         raise damaged(step_dir, commit.step, f"{MANIFEST} is not the one that was committed")
     try:
         return Manifest.decode(data)
+    except OtherFormat as error:
+        raise ConfigError(f"{step_dir / MANIFEST}: {error}. Nothing was judged damaged.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(step_dir, commit.step, f"{MANIFEST} can't be read ({error})") from error
 
 
-def _bytes_of(step_dir: Place, step: int, name: str) -> bytes:
+def _bytes_of(step_dir: RunPath, step: int, name: str) -> bytes:
     path = step_dir / name
     with reading(step_dir, step):
         try:
-            storage.forget(path)
+            storage.drop_page_cache(path)
             return storage.read_whole(path)
         except FileNotFoundError as error:
             refuse_if_away(step_dir, step, name=name)
             raise damaged(step_dir, step, f"{name} is missing") from error
 
 
-def refuse_if_away(step_dir: Place, step: int, *, name: str = MANIFEST) -> None:
-    """Raises StorageUnavailable if the folder of all steps is gone: then nothing is damaged.
+def refuse_if_away(step_dir: RunPath, step: int, *, name: str = MANIFEST) -> None:
+    """Raises StorageUnavailable if a missing file does not prove damage.
 
-    Of a bucket, if its list of the step, which may be relied on, has the file.
+    On a disk: if the folder of all steps can't be listed. In a bucket: if the listing of the step,
+    which is consistent, contains the file.
     """
-    if isinstance(step_dir, BucketPath):
+    if is_remote(step_dir):
         if name in storage.sizes(step_dir):
             raise StorageUnavailable(
-                f"{step_dir / name}: is in the bucket's list and was not found. Nothing was judged "
-                "damaged; start the same command again."
+                f"{step_dir / name}: is in the bucket's listing and was not found. Nothing was "
+                "judged damaged; run the same command again."
             )
         return
     try:
@@ -197,58 +203,58 @@ def refuse_if_away(step_dir: Place, step: int, *, name: str = MANIFEST) -> None:
     except OSError as error:
         raise StorageUnavailable(
             f"{step_dir.parent}: can't be listed ({error}), so step {step} can't be read. Nothing "
-            "was judged damaged. Is it mounted? Bring it back, then start the same command again."
+            "was judged damaged. Is it mounted? Bring it back, then run the same command again."
         ) from error
 
 
-def damaged(step_dir: Place, step: int, what: str) -> CheckpointDamaged:
-    """Returns the error for a committed step that is not what was committed."""
+def damaged(step_dir: RunPath, step: int, what: str) -> CheckpointDamaged:
+    """Returns the error for a committed step that is damaged."""
     text = f"step {step} is committed but damaged: {what}"
     return CheckpointDamaged(f"{step_dir}: {text}. Restore the folder from a copy.", what=what)
 
 
 def is_storage_fault(error: Exception) -> bool:
-    """Says whether storage failed, which proves nothing about the data."""
-    if isinstance(error, Denied):
+    """Returns whether an error is a failure of storage, which proves no damage of the data."""
+    if isinstance(error, PermissionDenied):
         return True
     if isinstance(error, OSError):
         return not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-    if type(error).__module__.partition(".")[0] in _OF_A_BUCKET:
+    if type(error).__module__.partition(".")[0] in _BUCKET_PACKAGES:
         return True
-    return isinstance(error, TimeoutError) or any(word in str(error) for word in _STORAGE_WORDS)
+    return isinstance(error, TimeoutError) or any(text in str(error) for text in _STORAGE_MESSAGES)
 
 
 @contextlib.contextmanager
-def reading(step_dir: Place, step: int) -> Iterator[None]:
-    """Turns what goes wrong while a step is read into storage's fault, else damage."""
+def reading(step_dir: RunPath, step: int) -> Iterator[None]:
+    """Converts errors while a step is read: StorageUnavailable for storage, otherwise damage."""
     try:
         yield
-    except (ValueError, OSError, Denied) as error:
+    except (ValueError, OSError, PermissionDenied) as error:
         raise unreadable(step_dir, step, error) from error
 
 
-def unreadable(step_dir: Place, step: int, error: Exception) -> TypedEnd:
-    """Returns the error for a step that can't be read: storage's fault, else damage."""
+def unreadable(step_dir: RunPath, step: int, error: Exception) -> RunError:
+    """Returns the error for a step that can't be read: a failure of storage, otherwise damage."""
     if is_storage_fault(error):
         return StorageUnavailable(
             f"{step_dir}: step {step} could not be read ({error}). Nothing was judged damaged; "
-            "mend the storage or its permissions, then start the same command again."
+            "fix the storage or its permissions, then run the same command again."
         )
     return damaged(step_dir, step, f"arrays can't be read: {error}")
 
 
 def read_progress(
-    step_dir: Place, commit: Commit, manifest: Manifest | None = None
+    step_dir: RunPath, commit: Commit, manifest: Manifest | None = None
 ) -> dict[str, Any]:
-    """Reads the host's facts of a committed step.
+    """Reads progress.json, the host's facts, of a committed step.
 
     Raises:
-      CheckpointDamaged: they are absent, can't be read, are not those of the manifest, or another
-        step's.
+      CheckpointDamaged: the file is missing, can't be parsed, does not match the manifest, or
+        belongs to another step.
     """
     data = _bytes_of(step_dir, commit.step, PROGRESS)
-    wanted = (manifest or load(step_dir, commit)).files[PROGRESS]
-    if wanted.xxh3_128 not in (None, xxhash.xxh3_128_hexdigest(data)):
+    expected = (manifest or load(step_dir, commit)).files[PROGRESS]
+    if expected.xxh3_128 != xxhash.xxh3_128_hexdigest(data):
         raise damaged(step_dir, commit.step, f"{PROGRESS} has other bytes than were committed")
     try:
         facts: dict[str, Any] = json.loads(data)
@@ -256,22 +262,22 @@ def read_progress(
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(step_dir, commit.step, f"{PROGRESS} can't be read ({error})") from error
     if step != commit.step:
-        raise damaged(step_dir, commit.step, f"{PROGRESS} is that of step {step}")
+        raise damaged(step_dir, commit.step, f"{PROGRESS} belongs to step {step}")
     return facts
 
 
-def read_tables(step_dir: Place, commit: Commit, manifest: Manifest) -> dict[str, Table]:
-    """Reads the block digests of all arrays, and holds them against the arrays' own.
+def read_tables(step_dir: RunPath, commit: Commit, manifest: Manifest) -> dict[str, BlockTable]:
+    """Reads the block digests of all arrays and verifies them with the arrays' digests.
 
     Raises:
-      CheckpointDamaged: they are not those of the manifest.
+      CheckpointDamaged: they can't be parsed or do not match the manifest.
     """
-    tables = {path: Table(info) for path, info in manifest.arrays.items()}
+    tables = {path: BlockTable(info) for path, info in manifest.arrays.items()}
     names = [name for name in manifest.files if name.startswith(f"{DIGESTS}/")]
     try:
         for name in names:
-            for path, found in decode(_bytes_of(step_dir, commit.step, name)).items():
-                tables[path].add(found)
+            for path, digests in decode(_bytes_of(step_dir, commit.step, name)).items():
+                tables[path].add(digests)
         for path, table in tables.items():
             if table.root(path) != manifest.digests[path]:
                 raise ValueError(f"{path} has other block digests than were committed")
@@ -281,18 +287,18 @@ def read_tables(step_dir: Place, commit: Commit, manifest: Manifest) -> dict[str
     return tables
 
 
-def read_arrays(step_dir: Place, commit: Commit) -> dict[str, np.ndarray]:
+def read_arrays(step_dir: RunPath, commit: Commit) -> dict[str, np.ndarray]:
     """Reads all arrays of a committed step, without jax and orbax; their content is not verified.
 
     Raises:
       CheckpointDamaged: the step can't be read.
-      StorageUnavailable: storage did not let it be read.
+      StorageUnavailable: storage could not be read.
     """
     arrays = read(step_dir, commit).arrays
     return {path: read_array(step_dir, commit, path, info) for path, info in arrays.items()}
 
 
-def read_array(step_dir: Place, commit: Commit, path: str, info: ArrayInfo) -> np.ndarray:
-    """Reads one array of a committed step, of which the manifest says `info`; raises likewise."""
+def read_array(step_dir: RunPath, commit: Commit, path: str, info: ArrayInfo) -> np.ndarray:
+    """Reads one array of a committed step; `info` is from the manifest. Raises as `read_arrays`."""
     with reading(step_dir, commit.step):
         return ArrayReader(step_dir, {path: info}).read(path)

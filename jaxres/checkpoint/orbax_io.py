@@ -1,7 +1,7 @@
-"""The arrays of a step: Orbax's asynchronous saves as this project uses them, typed errors.
+"""Orbax adapter: asynchronous saves of a step's arrays, their settings, typed errors.
 
-Every save is asked for its own result: without that a failed save would be raised by the next one,
-which then saves nothing.
+The result of every save is awaited: otherwise Orbax raises the error of a failed save in the next
+save, which then saves nothing.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import ArrayInfo
 from jaxres.checkpoint.snapshot import Snapshot, taken
 from jaxres.checkpoint.tensorstore_reader import ARRAYS
-from jaxres.checkpoint.throttle import AT_ONCE, Pace
+from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.storage import files
-from jaxres.storage.path import SCHEME, BucketPath, Place
+from jaxres.storage.path import SCHEME, RunPath, is_remote
+from jaxres.storage.threads import spawn_thread
 
 Tree = dict[str, Any]
 
 SPARE_BYTES = 4 * 2**20
-"""What a save leaves free for logs, beside a 20th of its own size for what Orbax adds."""
+"""Free bytes that a save leaves for logs, besides a 20th of its size for what Orbax adds."""
 
 BESIDE_ORBAX = 1.25
-"""Orbax waits for other hosts as long as it may take itself; its error says more than our limit."""
+"""Our limit as a multiple of Orbax's: Orbax's own timeout error is more specific, so it comes
+first."""
 
 
-def context(*, timeout_seconds: float, is_remote: bool = False) -> ocp.Context:
-    """Returns the settings of every save and load; from now on Orbax logs nothing.
+def save_context(*, timeout_seconds: float, is_remote: bool = False) -> ocp.Context:
+    """Returns the settings of saves and loads; from now on Orbax logs nothing.
 
-    With `is_remote` the call itself asks storage for nothing: it would wait for a bucket.
+    With `is_remote` the call that starts a save makes no storage requests: it would wait for the
+    bucket.
     """
     settings = ocp.Context()
     settings.array.saving.use_compression = False
@@ -50,18 +53,18 @@ def context(*, timeout_seconds: float, is_remote: bool = False) -> ocp.Context:
     if is_remote:
         settings.file_options.skip_sync_file_validations = True
         settings.file_options.path_class = _new_step_class()
-    logging.getLogger("absl").addFilter(_tells_more_than_orbax)
+    logging.getLogger("absl").addFilter(_is_not_from_orbax)
     if not isinstance(sys.unraisablehook, _LateWrites):
         sys.unraisablehook = _LateWrites(sys.unraisablehook)
     return settings
 
 
 def _new_step_class() -> type[epath.Path]:
-    """Returns the class of a path in a bucket that is known to hold no half-deleted step.
+    """Returns a class of bucket paths that reports Orbax's deletion marker as absent.
 
-    Else the call of every save asks twice for a record of Orbax's own deletions, and waits for a
-    bucket that is away (orbax-checkpoint 0.12.8, deletion/metadata.py, ensure_available): no two
-    saves share a folder here, and it is not Orbax that deletes.
+    Orbax looks twice for that marker when a save starts, and blocks while the bucket does not
+    answer (orbax-checkpoint 0.12.8, deletion/metadata.py, ensure_available). The marker can't exist
+    here: no two saves share a folder, and Orbax deletes no step.
     """
     kind: Any = type(epath.Path("gs://bucket/step"))
 
@@ -72,14 +75,14 @@ def _new_step_class() -> type[epath.Path]:
     return NewStep
 
 
-def allow_for_missing_locks(folder: Place) -> None:
-    """Has TensorStore lock by files of its own on a mount that refuses locks: else no save works.
+def use_lockfiles_if_needed(folder: RunPath) -> None:
+    """Makes TensorStore use lock files on a mount that refuses locks, where saves fail otherwise.
 
-    Orbax has no setting for it (orbax-checkpoint 0.12.8, tensorstore_utils.get_ts_context). Nobody
-    else writes into a step directory of this attempt, so a lock that a killed process leaves there
-    is in nobody's way.
+    Orbax has no setting for it (orbax-checkpoint 0.12.8, tensorstore_utils.get_ts_context). Only
+    this attempt writes into its step directories, so a lock file that a killed process leaves there
+    blocks no other writer.
     """
-    if isinstance(folder, BucketPath) or files.has_locks(folder):
+    if not files.refuses_locks(folder):
         return
     both: Any = orbax_stores._BASE_TS_CONTEXT, orbax_stores._DEFAULT_OCDBT_TS_CONTEXT
     for settings in both:
@@ -87,9 +90,9 @@ def allow_for_missing_locks(folder: Place) -> None:
 
 
 def reading_context(*, host: int) -> ocp.Context:
-    """Returns the settings of every load: each host reads by itself and waits for no other.
+    """Returns the settings of every load: each host reads alone and waits for no other host.
 
-    Else one host's failed read would show on the others as minutes of waiting.
+    Otherwise a failed read on one host would make the others wait for minutes.
     """
     settings = ocp.Context()
     settings.multiprocessing.active_processes = {host}
@@ -99,8 +102,10 @@ def reading_context(*, host: int) -> ocp.Context:
 
 
 class _LateWrites:
-    """Drops one complaint: when one write of a save fails, Orbax closes its event loop, and the
-    other writes, which TensorStore still ends, find it closed. The save's own error is raised.
+    """Unraisable-exception hook that drops "Event loop is closed".
+
+    When one write of a save fails, Orbax closes its event loop while TensorStore still completes
+    the other writes, which then find the loop closed. The error of the save itself is raised.
     """
 
     def __init__(self, otherwise: Callable[[Any], object]) -> None:
@@ -112,16 +117,16 @@ class _LateWrites:
             self._otherwise(unraisable)
 
 
-def _tells_more_than_orbax(record: logging.LogRecord) -> bool:
-    """Drops what Orbax logs: of every failed save several tracebacks, beside the error it raises.
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
+    """Log filter that drops Orbax's records: several tracebacks for an error that it also raises.
 
-    For the rest of the process, because its threads may log after the save has failed.
+    It stays for the rest of the process, because Orbax's threads may log after a save has failed.
     """
     return "orbax" not in record.pathname
 
 
-def refuse_without_room(folder: Place, state_bytes: int) -> None:
-    """Keeps the last free bytes for logs, which tell of the full disk."""
+def require_free_space(folder: RunPath, state_bytes: int) -> None:
+    """Raises StorageUnavailable if a save would leave too little space for logs."""
     needed, free = state_bytes + state_bytes // 20 + SPARE_BYTES, files.free_bytes(folder)
     if free < needed:
         raise StorageUnavailable(
@@ -130,11 +135,11 @@ def refuse_without_room(folder: Place, state_bytes: int) -> None:
         )
 
 
-class Writing:
-    """A save that Orbax has begun.
+class OrbaxSave:
+    """A save that Orbax has started.
 
-    Orbax's own limits raise the TimeoutError by which its result, asked with a limit, says that it
-    is not there yet: so a thread asks without one.
+    A thread waits for the result without a timeout: with one, a TimeoutError could mean that the
+    result is not available yet or that the save has run into Orbax's own limits.
     """
 
     def __init__(self, response: Any, snapshot: Snapshot | None = None) -> None:
@@ -142,7 +147,7 @@ class Writing:
         self._snapshot = snapshot
         self._over = threading.Event()
         self._error: BaseException | None = None
-        threading.Thread(target=self._await, name="jaxres-orbax", daemon=True).start()
+        spawn_thread("orbax", self._await, daemon=True, blocks_signals=False)
 
     def _await(self) -> None:
         try:
@@ -153,15 +158,15 @@ class Writing:
 
     @property
     def failure(self) -> str:
-        """Why the digests of what was written are not there, where Orbax has finished."""
+        """Reason why this process's block digests were not written; empty if they were."""
         return "" if self._snapshot is None else self._snapshot.failure
 
     def is_over(self) -> bool:
-        """Says whether Orbax has ended, either way."""
+        """Returns whether Orbax has finished, with or without an error."""
         return self._over.is_set()
 
     def ended(self, *, timeout: float) -> bool:
-        """Waits until Orbax has ended, and raises what it has failed with; False: it has not."""
+        """Waits until Orbax has finished and raises its error; False: timeout."""
         if not self._over.wait(timeout):
             return False
         if self._error is not None:
@@ -169,14 +174,14 @@ class Writing:
         return True
 
 
-def begin(
+def start_save(
     state: Tree,
-    step_dir: Place,
+    step_dir: RunPath,
     context: ocp.Context,
     snapshot_by: str = "copy",
-    pace: Pace = AT_ONCE,
-) -> Writing:
-    """Returns a save that Orbax has begun, with the digests of what it writes.
+    pace: Throttle = UNTHROTTLED,
+) -> OrbaxSave:
+    """Starts an asynchronous save of a state and of its block digests.
 
     The state may be donated as soon as this returns; `snapshot_by` is `checkpoint.snapshot`.
     """
@@ -185,12 +190,12 @@ def begin(
     both = {ARRAYS: state, manifests.DIGESTS: snapshot}
     with context, files.typed_errors(step_dir):
         try:
-            return Writing(ocp.save_checkpointables_async(str(step_dir), both), snapshot)
+            return OrbaxSave(ocp.save_checkpointables_async(str(step_dir), both), snapshot)
         except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
             _raise_typed(error, step_dir)
 
 
-def settle(writing: Writing, step_dir: Place, *, timeout: float) -> None:
+def wait_save(writing: OrbaxSave, step_dir: RunPath, *, timeout: float) -> None:
     """Waits until Orbax has written a step; raises StorageUnavailable if storage refused."""
     try:
         is_over = writing.ended(timeout=BESIDE_ORBAX * timeout)
@@ -203,30 +208,29 @@ def settle(writing: Writing, step_dir: Place, *, timeout: float) -> None:
         )
 
 
-def _raise_typed(error: Exception, step_dir: Place) -> NoReturn:
-    """Raises StorageUnavailable for what storage has refused, and else the error itself.
+def _raise_typed(error: Exception, step_dir: RunPath) -> NoReturn:
+    """Raises StorageUnavailable if storage has failed, otherwise the error itself.
 
-    Of a bucket TensorStore also tells by ValueErrors that name the object, and what reads a file of
-    Orbax's own that was damaged on its way back to it. Anything else is a bug there too.
+    A bucket's failure may also be a ValueError of TensorStore that names the object, or an error
+    from parsing one of Orbax's own files that was damaged in transfer. Any other error is a bug.
     """
-    is_remote = isinstance(step_dir, BucketPath)
     of_bucket = _reads_metadata(error) or (isinstance(error, ValueError) and SCHEME in str(error))
     is_storages = isinstance(error, OSError) or manifests.is_storage_fault(error)
-    if not (is_storages or (is_remote and of_bucket)):
+    if not (is_storages or (is_remote(step_dir) and of_bucket)):
         raise error
-    why = str(error).partition("\n")[0]  # JAX tells of a barrier on ten lines.
-    if is_remote:
+    why = str(error).partition("\n")[0]  # JAX's error about a barrier has ten lines.
+    if is_remote(step_dir):
         why = f"{type(error).__name__}: {why}"
     raise StorageUnavailable(
         f"{step_dir}: could not be saved ({why}). Nothing committed is lost. Free some space or "
-        "mend the storage."
+        "fix the storage."
     ) from error
 
 
 def _reads_metadata(error: Exception) -> bool:
-    """Whether the words of a file that Orbax reads back are not those that it has written.
+    """Returns whether an error comes from parsing a metadata file that Orbax has read back.
 
-    A flipped bit may leave JSON that can be read, with a name that nobody knows.
+    A flipped bit may leave valid JSON with an unknown key.
     """
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return True
@@ -240,24 +244,24 @@ def array_infos(tree: Tree) -> dict[str, ArrayInfo]:
     """Returns path (`params/blocks/...`) -> dtype and global shape of every array in a tree.
 
     Raises:
-      ConfigError: two arrays have the same path, or would have in the files, where `.` stands for
+      ConfigError: two arrays have the same path, or the same name in the files, where `.` replaces
         `/`; one of them would be lost.
     """
     return {path: info for path, (info, _) in named_arrays(tree).items()}
 
 
 def named_arrays(tree: Tree) -> dict[str, tuple[ArrayInfo, Any]]:
-    """Returns path -> what it is, and the array; raises as `array_infos` does."""
+    """Returns path -> info and array of every array in a tree; raises as `array_infos` does."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    found: dict[str, tuple[ArrayInfo, Any]] = {}
+    arrays: dict[str, tuple[ArrayInfo, Any]] = {}
     names: dict[str, str] = {}
     for keys, leaf in flat:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         other = names.setdefault(path.replace("/", "."), path)
-        if path in found or other != path:
+        if path in arrays or other != path:
             raise ConfigError(
                 f"model: two arrays of the state would be stored as one: {other} and {path}. "
                 "Rename one of them, without a dot or slash in its name."
             )
-        found[path] = ArrayInfo(str(leaf.dtype), tuple(leaf.shape)), leaf
-    return found
+        arrays[path] = ArrayInfo(str(leaf.dtype), tuple(leaf.shape)), leaf
+    return arrays

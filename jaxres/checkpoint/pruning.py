@@ -1,7 +1,7 @@
-"""Pins, and the two phases of pruning: a record makes steps dead for everyone, then bytes go.
+"""Pins, and the two phases of pruning: first a prune record, then the deletion of directories.
 
-A kill between the phases leaves directories that no record names; the next sweep takes them. Only
-who owns the run prunes; anybody may pin.
+A kill between the phases leaves directories that no record names; the next sweep deletes them. Only
+the lock holder of a run prunes; any process may pin.
 """
 
 from __future__ import annotations
@@ -9,43 +9,43 @@ from __future__ import annotations
 from jaxres.checkpoint import retention
 from jaxres.config.schema_operations import KeepSection
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Line, Prune, RunLog
+from jaxres.runlog.run_log import Prune, RunHistory, RunLog
 from jaxres.storage import files
-from jaxres.storage.path import Place
+from jaxres.storage.path import RunPath
 
 
 def pinned(run_dir: RunDir) -> set[int]:
-    """Returns the steps that are pinned; other names in the folder are nobody's pin."""
+    """Returns the pinned steps; files in the folder whose names are no numbers are ignored."""
     return {int(name) for name in files.list_names(run_dir.pins) if name.isdecimal()}
 
 
 def pin(run_dir: RunDir, step: int) -> None:
-    """Pins a step, durably; it holds from the owner's next look at the pins on."""
+    """Pins a step, durably; takes effect when the lock holder next reads the pins."""
     files.make_dir(run_dir.pins)
     files.create(run_dir.pins / str(step), b"")
 
 
 def unpin(run_dir: RunDir, step: int) -> bool:
-    """Takes a pin back; False: there was none."""
+    """Removes a pin; returns False if there was none."""
     return files.delete(run_dir.pins / str(step))
 
 
-def plan(line: Line, keep: KeepSection, *, run_dir: RunDir) -> retention.Plan:
-    """Returns what becomes of each committed step now."""
+def plan(line: RunHistory, keep: KeepSection, *, run_dir: RunDir) -> retention.PrunePlan:
+    """Returns which committed steps are kept under the config and the current pins."""
     return retention.plan(retention.steps_of(line), keep, pinned=pinned(run_dir))
 
 
 def prune(log: RunLog, keep: KeepSection, *, run_dir: RunDir) -> tuple[int, ...]:
-    """Takes the steps that nothing keeps off the line, and returns them; deletes no byte.
+    """Appends a prune record of the steps that no policy keeps; returns them; deletes no file.
 
-    A pin may come between the look at the pins and the record. Who pins looks at the log
-    afterwards: where it still shows the step, the pin was there before the record and is seen here,
-    and the step gets its commit back.
+    A pin may be created after the pins were read and before the record is appended. The command
+    that pins reads the log afterwards: if the log still shows the step, the pin existed before the
+    record. So the pins are read again here, and a late pin makes the step committed again.
 
     Raises:
-      StorageUnavailable: the record may stand all the same; the log says.
+      StorageUnavailable: storage failed; the log shows whether the record exists.
     """
-    line = log.line()
+    line = log.history()
     dead = plan(line, keep, run_dir=run_dir).dead
     if not dead:
         return ()
@@ -57,13 +57,13 @@ def prune(log: RunLog, keep: KeepSection, *, run_dir: RunDir) -> tuple[int, ...]
     return tuple(step for step in dead if step not in late)
 
 
-def leftovers(line: Line, *, run_dir: RunDir) -> list[Place]:
-    """Returns what is off the line, half deleted or whole, of a run that nobody owns."""
-    names = retention.leftovers(run_dir.checkpoints, keep=line.stay, attempt=line.attempt)
+def leftovers(line: RunHistory, *, run_dir: RunDir) -> list[RunPath]:
+    """Returns the leftover directories, complete or half deleted, of a run that is not locked."""
+    names = retention.leftovers(run_dir.checkpoints, keep=line.protected_dirs, attempt=line.attempt)
     trash = files.trash(run_dir.checkpoints)
     return [*(run_dir.checkpoints / name for name in names), *trash]
 
 
-def delete_all_but(line: Line, *, run_dir: RunDir, attempt: int) -> list[str]:
-    """Deletes the step directories, of this attempt or earlier ones, that are off the line."""
-    return retention.sweep(run_dir.checkpoints, keep=line.stay, attempt=attempt)
+def delete_all_but(line: RunHistory, *, run_dir: RunDir, attempt: int) -> list[str]:
+    """Deletes step directories of this and earlier attempts that are not in the history."""
+    return retention.sweep(run_dir.checkpoints, keep=line.protected_dirs, attempt=attempt)

@@ -1,7 +1,8 @@
-"""Reads back what a host has just written, before anything may count on it. No jax.
+"""Verifies the files that a host has just written, before the step is committed. No jax.
 
-Every host makes its own files durable, drops them from memory, reads them again for their
-checksums, and holds its own blocks, read through TensorStore, against the digests of the snapshot.
+Every host makes its own files durable, drops them from the page cache and reads them again for
+their checksums. It then reads its own blocks through TensorStore and compares them with the digests
+of the snapshot.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import xxhash
 
@@ -20,158 +21,166 @@ from jaxres.checkpoint.block_digests import ArrayInfo, Digests, decode, split
 from jaxres.checkpoint.content_digest import block_digest, block_digests
 from jaxres.checkpoint.manifest import FileInfo
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
-from jaxres.checkpoint.throttle import AT_ONCE, Pace
-from jaxres.cluster.host_group import Peers
-from jaxres.faults import PeerLost, StorageUnavailable, TypedEnd
+from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
+from jaxres.cluster.host_group import HostGroup
+from jaxres.faults import PeerLost, RunError, StorageUnavailable
+from jaxres.storage import codec
 from jaxres.storage import files as storage
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.path import BucketPath, Place
+from jaxres.storage.path import RunPath, is_remote
 
 THREADS = 2
 READ_BYTES = 2**22
 REMOTE_TRIES = 4
-_OF_A_PROCESS = re.compile(
+_PROCESS_FILE = re.compile(
     r"state/ocdbt\.process_(\d+)/.*|state/array_metadatas/process_(\d+)|digests/process_(\d+)\.json"
 )
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one host tells the lead when its part of a step is written."""
+class HostReport:
+    """One host's report to the lead on its part of a written step."""
 
     files: Mapping[str, FileInfo]
-    """The host's own, as they were read back."""
+    """Name -> size and checksum of the host's own files, as they were read back."""
     failure: str = ""
-    """Why the host's part is not there; empty: it is."""
+    """Reason why the host's part is missing or wrong; empty if it is valid."""
 
-    def of(self, host: int) -> Report:
-        """Returns the report with the host's name."""
-        return Report(self.files, self.failure and f"host {host}: {self.failure}")
+    def of(self, host: int) -> HostReport:
+        """Returns the report with the host's number in the failure."""
+        return HostReport(self.files, self.failure and f"host {host}: {self.failure}")
 
     def encode(self) -> str:
-        """Returns the report as a word between hosts."""
-        files = {name: asdict(info) for name, info in self.files.items()}
-        return canonical_json({"files": files, "failure": self.failure}).decode()
+        """Returns the report as a message between hosts."""
+        return canonical_json(codec.encode(self)).decode()
 
     @staticmethod
-    def decode(word: str) -> Report:
+    def decode(word: str) -> HostReport:
         """Reads a report back."""
-        fields = json.loads(word)
-        files = {name: FileInfo(**row) for name, row in fields["files"].items()}
-        return Report(files, fields["failure"])
+        return codec.decode(HostReport, json.loads(word))
 
 
-def report(step_dir: Place, arrays: Mapping[str, ArrayInfo], process: int, pace: Pace) -> Report:
-    """Returns what one process reports of its part of a step that Orbax has finished.
+def verify_own_files(
+    step_dir: RunPath, arrays: Mapping[str, ArrayInfo], process: int, pace: Throttle
+) -> HostReport:
+    """Verifies one process's part of a step that Orbax has finished; returns the report.
 
-    What comes from a bucket may have been damaged on its way, so it is read a few times.
+    Data from a bucket may be damaged in transfer, so a failed verification is repeated there.
     """
-    found = Report({})
-    for _ in range(REMOTE_TRIES if isinstance(step_dir, BucketPath) else 1):
-        found, may_pass = _report(step_dir, arrays, process, pace)
+    result = HostReport({})
+    for _ in range(REMOTE_TRIES if is_remote(step_dir) else 1):
+        result, may_pass = _report(step_dir, arrays, process, pace)
         if not may_pass:
             break
-    return found
+    return result
 
 
 def _report(
-    step_dir: Place, arrays: Mapping[str, ArrayInfo], process: int, pace: Pace
-) -> tuple[Report, bool]:
-    """Returns the report, and whether what is wrong may be so only once.
+    step_dir: RunPath, arrays: Mapping[str, ArrayInfo], process: int, pace: Throttle
+) -> tuple[HostReport, bool]:
+    """Returns the report, and whether its failure may be transient.
 
-    A bucket that does not answer was asked for long enough.
+    A bucket that does not answer is no such failure: its requests were retried already.
     """
     try:
         with storage.typed_errors(step_dir):
-            own = [name for name in manifests.inventory(step_dir) if process_of(name) == process]
+            own = [name for name in manifests.inventory(step_dir) if writer_of(name) == process]
             files = read_back(step_dir, own, pace)
             wrong = _wrong_arrays(step_dir, arrays, process=process, pace=pace)
-    except (TypedEnd, OSError, ValueError, KeyError, TypeError) as error:
-        is_away = isinstance(error, StorageUnavailable) and not isinstance(error, storage.OnItsWay)
-        return Report({}, f"{step_dir}: could not be read back ({error})"), not is_away
+    except (RunError, OSError, ValueError, KeyError, TypeError) as error:
+        is_down = isinstance(error, StorageUnavailable) and not isinstance(
+            error, storage.TransferCorrupted
+        )
+        return HostReport({}, f"{step_dir}: could not be read back ({error})"), not is_down
     if wrong:
         text = (
             f"{step_dir}: {', '.join(wrong)} read back differently from what was written. Is the "
-            "disk, or this machine's memory, sound?"
+            "disk, or this machine's memory, faulty?"
         )
-        return Report({}, text), True
-    return Report(files), False
+        return HostReport({}, text), True
+    return HostReport(files), False
 
 
-def process_of(name: str) -> int | None:
-    """Returns which process writes a file of a step; None: the lead alone.
+def writer_of(name: str) -> int | None:
+    """Returns the number of the process that writes a file of a step; None: only the lead.
 
-    >>> process_of("state/ocdbt.process_1/d/9f"), process_of("digests/process_0.json")
+    >>> writer_of("state/ocdbt.process_1/d/9f"), writer_of("digests/process_0.json")
     (1, 0)
-    >>> process_of("state/manifest.ocdbt")
+    >>> writer_of("state/manifest.ocdbt")
     """
-    found = _OF_A_PROCESS.fullmatch(name)
-    return None if found is None else int(next(filter(None, found.groups())))
+    match = _PROCESS_FILE.fullmatch(name)
+    return None if match is None else int(next(filter(None, match.groups())))
 
 
-def read_back(step_dir: Place, names: Sequence[str], pace: Pace = AT_ONCE) -> dict[str, FileInfo]:
-    """Makes files durable and returns what they are when they are read from the disk again."""
+def read_back(
+    step_dir: RunPath, names: Sequence[str], pace: Throttle = UNTHROTTLED
+) -> dict[str, FileInfo]:
+    """Makes files durable; returns their sizes and checksums as read from disk again."""
     for name in names:
         storage.sync_file(step_dir / name)
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
-        found = pool.map(lambda name: file_info(step_dir / name, pace), names)
-        return dict(zip(names, found, strict=True))
+        infos = pool.map(lambda name: file_info(step_dir / name, pace), names)
+        return dict(zip(names, infos, strict=True))
 
 
-def file_info(path: Place, pace: Pace = AT_ONCE) -> FileInfo:
-    """Reads a file from the disk, not from memory; raises whatever storage says."""
-    for _ in range(REMOTE_TRIES - 1 if isinstance(path, BucketPath) else 0):
-        with contextlib.suppress(storage.OnItsWay):
+def file_info(path: RunPath, pace: Throttle = UNTHROTTLED) -> FileInfo:
+    """Returns size and checksum of a file as read from disk, bypassing the page cache."""
+    for _ in range(REMOTE_TRIES - 1 if is_remote(path) else 0):
+        with contextlib.suppress(storage.TransferCorrupted):
             return _file_info(path, pace)
     return _file_info(path, pace)
 
 
-def _file_info(path: Place, pace: Pace) -> FileInfo:
-    storage.forget(path)
+def _file_info(path: RunPath, pace: Throttle) -> FileInfo:
+    storage.drop_page_cache(path)
     size, checksum = 0, xxhash.xxh3_128()
-    for part in pace.each(storage.blocks(path, size_bytes=READ_BYTES)):
+    for part in pace.each(storage.iter_chunks(path, size_bytes=READ_BYTES)):
         size += len(part)
         checksum.update(part)
     return FileInfo(size, checksum.hexdigest())
 
 
 def _wrong_arrays(
-    step_dir: Place, arrays: Mapping[str, ArrayInfo], *, process: int, pace: Pace
+    step_dir: RunPath, arrays: Mapping[str, ArrayInfo], *, process: int, pace: Throttle
 ) -> list[str]:
-    """Returns the arrays of which a reader of the step gets other blocks than were digested."""
+    """Returns the arrays whose blocks, as read from the step, do not match the digests."""
     name = f"{manifests.DIGESTS}/process_{process}.json"
-    mine = decode(storage.read_whole(step_dir / name))
+    own = decode(storage.read_whole(step_dir / name))
     reader = ArrayReader(step_dir, arrays)
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
-        same = pool.map(lambda path: _is_same(reader, path, arrays[path], mine[path], pace), mine)
-        return [path for path, is_same in zip(mine, same, strict=True) if not is_same]
+        same = pool.map(lambda path: _is_same(reader, path, arrays[path], own[path], pace), own)
+        return [path for path, is_same in zip(own, same, strict=True) if not is_same]
 
 
-def _is_same(reader: ArrayReader, path: str, info: ArrayInfo, digests: Digests, pace: Pace) -> bool:
+def _is_same(
+    reader: ArrayReader, path: str, info: ArrayInfo, digests: Digests, pace: Throttle
+) -> bool:
     limit = reader.region_bytes(path)
-    for box, wanted in digests.blocks:
-        for items, one in split(info, box, wanted, limit_bytes=limit):
+    for box, block_bytes in digests.blocks:
+        for items, expected in split(info, box, block_bytes, limit_bytes=limit):
             with pace.piece():
-                if block_digests(reader.read(path, items), info.block) != one:
+                if block_digests(reader.read(path, items), info.block) != expected:
                     return False
-    return all(block_digest(reader.read(path, box)) == one for box, one in digests.parts)
+    return all(block_digest(reader.read(path, box)) == expected for box, expected in digests.parts)
 
 
-def gathered(
-    own: Report, step_dir: Place, peers: Peers, *, topic: str, seconds: float
-) -> list[Report]:
-    """Returns on the lead every host's report, once all are there.
+def gather_reports(
+    own: HostReport, step_dir: RunPath, peers: HostGroup, *, topic: str, seconds: float
+) -> list[HostReport]:
+    """Sends this host's report; returns, on the lead, the reports of all hosts.
 
     Raises:
-      StorageUnavailable: one did not come in time; the step is given up.
+      StorageUnavailable: a report did not arrive in time; the step is discarded.
     """
     try:
-        words = peers.collect(f"{topic}/written", own.encode(), seconds=seconds)
+        messages = peers.gather(f"{topic}/written", own.encode(), seconds=seconds)
     except PeerLost as lost:
         raise StorageUnavailable(
-            f"{step_dir}: not every host has said within {seconds:.0f} s "
+            f"{step_dir}: not every host has reported within {seconds:.0f} s "
             f"(checkpoint.timeout_seconds) that its part is written ({lost}). The step is "
-            "given up; nothing committed is lost."
+            "discarded; nothing committed is lost."
         ) from lost
-    found = [Report.decode(word) for word in words]
-    return found if len(found) == 1 else [one.of(host) for host, one in enumerate(found)]
+    reports = [HostReport.decode(message) for message in messages]
+    if len(reports) == 1:
+        return reports
+    return [host_report.of(host) for host, host_report in enumerate(reports)]

@@ -1,21 +1,18 @@
-"""Restores the newest whole step: what looks damaged is read again, and only proof passes it over.
+"""Restores the newest intact step; a newer step is skipped only if its damage is proved.
 
-Every host reads and verifies its own part and says how that went; the lead decides for all, so all
-take the same step. Storage that does not answer proves nothing: it is asked a few times, then the
-run ends as 74 and no step is judged.
-
-Reads a committed step and verifies what was read: every process its own shards, all replicas.
-
-What is wrong here was read once, which proves nothing yet: checkpoint/restore.py looks again.
+Every host reads its own shards of a committed step, verifies all their replicas and publishes the
+result. The lead decides for all hosts, so that all restore the same step. A single wrong read
+proves nothing: the lead then verifies the whole step with a second read, and that decides. Storage
+that does not answer proves nothing either: the read is retried a few times, then the run exits with
+74 and no step is judged.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -25,8 +22,8 @@ from orbax.checkpoint import v1 as ocp
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import (
     ArrayInfo,
+    BlockTable,
     Box,
-    Table,
     digests_of,
     index_of,
     items_of,
@@ -37,161 +34,176 @@ from jaxres.checkpoint.manifest import CheckpointDamaged
 from jaxres.checkpoint.orbax_io import Tree, array_infos, named_arrays
 from jaxres.checkpoint.snapshot import box_of
 from jaxres.checkpoint.tensorstore_reader import ARRAYS, ArrayReader
-from jaxres.checkpoint.verify import Findings
+from jaxres.checkpoint.verify import VerificationReport
 from jaxres.clock import Clock
-from jaxres.cluster.host_group import WORD_SECONDS, Peers
+from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup
 from jaxres.engine.state import Progress
 from jaxres.faults import (
     ConfigError,
+    RunError,
     StorageUnavailable,
-    TypedEnd,
     Unrestorable,
 )
 from jaxres.runlog.events import Emit, Noted, PhaseChanged
 from jaxres.runlog.run_log import Commit, Quarantine
+from jaxres.storage import codec
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.path import Place
+from jaxres.storage.path import RunPath
+from jaxres.storage.timeouts import CallTimeout, call_with_timeout
 
 TRIES = 3
 BACKOFF_SECONDS = 1.0
-"""Before the second try, twice as long before the third."""
+"""Delay before the second try; doubled before the third."""
 WHOLE, DAMAGED, STORAGE, SILENT, CONFIG, AGAIN = (
-    "whole",
+    "valid",
     "damaged",
     "storage",
-    "silent",
+    "timeout",
     "config",
-    "again",
+    "retry",
 )
 T = TypeVar("T")
 
 
 class StorageSilent(StorageUnavailable):
-    """Storage has said nothing for so long that asking again would only take as long again."""
+    """Storage has not answered within a read's time limit; a retry would take as long again."""
 
 
 @dataclass(frozen=True)
-class Word:
-    """How reading a step went, on one host or over all."""
+class ReadResult:
+    """The result of reading a step, on one host or over all hosts."""
 
     kind: str
-    what: str = ""
+    detail: str = ""
 
     def encode(self) -> str:
-        """Returns it as a word between hosts."""
-        return canonical_json(asdict(self)).decode()
+        """Returns the result as a message between hosts."""
+        return canonical_json(codec.encode(self)).decode()
 
     @staticmethod
-    def decode(word: str) -> Word:
-        """Reads it back."""
-        return Word(**json.loads(word))
+    def decode(message: str) -> ReadResult:
+        """Parses an encoded result."""
+        return codec.decode(ReadResult, json.loads(message))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
-    """What it takes to find the newest whole step."""
+class NewestValid:
+    """Finds and restores the newest intact step, together with the other hosts."""
 
     read: Callable[[Commit], Restored]
-    """Reads and verifies this host's part."""
-    examine: Callable[[Commit], Findings]
-    """Reads all of a step once more, without jax."""
-    peers: Peers
+    """Reads and verifies this host's part of a step."""
+    examine: Callable[[Commit], VerificationReport]
+    """Reads and verifies all of a step, without jax."""
+    peers: HostGroup
     topic: str
-    """Unique within the attempt, the same on all hosts."""
+    """Prefix of the message topics; unique within the attempt, the same on all hosts."""
     seconds: float
-    """Longest reading of one step."""
+    """Time limit for reading one step."""
     emit: Emit
     clock: Clock
 
     def newest_whole(self, commits: Sequence[Commit]) -> tuple[Restored, list[Quarantine]]:
-        """Returns the newest whole one of the committed steps, and the newer ones that are not.
+        """Returns the newest intact one of the committed steps, and the newer damaged ones.
 
         Raises:
-          Unrestorable: none is whole.
-          StorageUnavailable: storage did not let that be told.
-          ConfigError: a step holds other arrays than the model wants.
+          Unrestorable: no step is intact.
+          StorageUnavailable: storage failed, so that a step could not be judged.
+          ConfigError: a step holds other arrays than the model needs.
         """
         damaged: list[Quarantine] = []
         for commit in sorted(commits, key=lambda commit: -commit.step):
-            found = self._at(commit)
+            found = self._restore_step(commit)
             if isinstance(found, Restored):
                 return found, damaged
             damaged.append(Quarantine(step=commit.step, path=commit.path, evidence=found))
-        raise none_is_whole(damaged)
+        raise all_damaged_error(damaged)
 
-    def _at(self, commit: Commit) -> Restored | str:
-        """Returns a step, or the evidence that it is damaged."""
+    def _restore_step(self, commit: Commit) -> Restored | str:
+        """Returns the restored step, or the evidence that it is damaged."""
         for number in range(1, TRIES + 1):
             again = f", try {number} of {TRIES}" if number > 1 else ""
             self.emit(PhaseChanged("restore", f"step {commit.step}{again}"))
             restored, own = self._read(commit)
-            word = self._agreed(commit, own, number)
-            if word.kind == WHOLE:
+            decision = self._agree(commit, own, number)
+            if decision.kind == WHOLE:
                 assert restored is not None, own
                 return restored
-            if word.kind == DAMAGED:
-                return word.what
-            if word.kind == CONFIG:
-                raise ConfigError(word.what)
-            if word.kind != AGAIN:
-                raise StorageUnavailable(word.what)
-            restored = None  # The devices must be free before the next try.
-            self.emit(Noted(f"step {commit.step} is read once more: {word.what}"))
+            if decision.kind == DAMAGED:
+                return decision.detail
+            if decision.kind == CONFIG:
+                raise ConfigError(decision.detail)
+            if decision.kind != AGAIN:
+                raise StorageUnavailable(decision.detail)
+            restored = None  # Frees device memory before the next try.
+            self.emit(Noted(f"step {commit.step} is read again: {decision.detail}"))
             self.clock.sleep(BACKOFF_SECONDS * 2 ** (number - 1))
-        raise AssertionError("the last try never says AGAIN")
+        raise AssertionError("the last try never returns AGAIN")
 
-    def _read(self, commit: Commit) -> tuple[Restored | None, Word]:
+    def _read(self, commit: Commit) -> tuple[Restored | None, ReadResult]:
         try:
             what = f"step {commit.step}"
-            return bounded(lambda: self.read(commit), seconds=self.seconds, what=what), Word(WHOLE)
-        except TypedEnd as end:
-            return None, Word(_kind_of(end), str(end))
+            return bounded(lambda: self.read(commit), seconds=self.seconds, what=what), ReadResult(
+                WHOLE
+            )
+        except RunError as end:
+            return None, ReadResult(_kind_of(end), str(end))
 
-    def _agreed(self, commit: Commit, own: Word, number: int) -> Word:
-        """Returns the lead's word on what every host has found."""
+    def _agree(self, commit: Commit, own: ReadResult, number: int) -> ReadResult:
+        """Returns the lead's decision on the results of all hosts."""
         topic = f"{self.topic}/{commit.step}/{number}"
         if not self.peers.member.is_alone:
             self.emit(PhaseChanged("restore", f"step {commit.step}, waiting for the other hosts"))
-        words = self.peers.collect(topic, own.encode(), seconds=self.seconds + WORD_SECONDS)
-        # Until the slowest host has read, and the lead has read all of it once more.
-        seconds = 2 * (self.seconds + WORD_SECONDS)
-        said = self.peers.same(topic, lambda: self._decide(commit, words, number), seconds=seconds)
-        return Word.decode(said)
+        messages = self.peers.gather(topic, own.encode(), seconds=self.seconds + MESSAGE_SECONDS)
+        # Enough for the slowest host's read, and then for the lead's second read of the step.
+        seconds = 2 * (self.seconds + MESSAGE_SECONDS)
+        message = self.peers.broadcast(
+            topic, lambda: self._decide(commit, messages, number), seconds=seconds
+        )
+        return ReadResult.decode(message)
 
-    def _decide(self, commit: Commit, words: Sequence[str], number: int) -> str:
-        """Weighs what the hosts have found; what proves least about the data weighs most."""
-        found = list(map(Word.decode, words))
-        if len(found) > 1:
-            found = [Word(one.kind, f"host {n}: {one.what}") for n, one in enumerate(found)]
-        return self._weighed(commit, found, number).encode()
+    def _decide(self, commit: Commit, messages: Sequence[str], number: int) -> str:
+        """Returns the encoded decision on all hosts' encoded results."""
+        results = list(map(ReadResult.decode, messages))
+        if len(results) > 1:
+            results = [ReadResult(r.kind, f"host {n}: {r.detail}") for n, r in enumerate(results)]
+        return self._combine(commit, results, number).encode()
 
-    def _weighed(self, commit: Commit, named: Sequence[Word], number: int) -> Word:
+    def _combine(self, commit: Commit, results: Sequence[ReadResult], number: int) -> ReadResult:
+        """Combines all hosts' results; the result that proves least about the data wins."""
         for kind in (SILENT, STORAGE, CONFIG):
-            if one := next((word for word in named if word.kind == kind), None):
-                return self._or_again(one, number)
-        suspect = next((word for word in named if word.kind == DAMAGED), None)
-        return Word(WHOLE) if suspect is None else self._proved(commit, suspect, number)
+            if failure := next((result for result in results if result.kind == kind), None):
+                return self._or_again(failure, number)
+        suspect = next((result for result in results if result.kind == DAMAGED), None)
+        return (
+            ReadResult(WHOLE) if suspect is None else self._confirm_damage(commit, suspect, number)
+        )
 
-    def _or_again(self, word: Word, number: int) -> Word:
-        return Word(AGAIN, word.what) if word.kind == STORAGE and number < TRIES else word
+    def _or_again(self, result: ReadResult, number: int) -> ReadResult:
+        """Replaces a storage failure by AGAIN, except on the last try."""
+        return (
+            ReadResult(AGAIN, result.detail)
+            if result.kind == STORAGE and number < TRIES
+            else result
+        )
 
-    def _proved(self, commit: Commit, suspect: Word, number: int) -> Word:
-        """Reads all of the step once more: that, and not the first look, decides."""
+    def _confirm_damage(self, commit: Commit, suspect: ReadResult, number: int) -> ReadResult:
+        """Verifies all of the step with a second read, which decides."""
         self.emit(PhaseChanged("restore", f"step {commit.step} looks damaged; reading it again"))
         try:
             what = f"step {commit.step}"
-            found = bounded(lambda: self.examine(commit), seconds=self.seconds, what=what)
+            findings = bounded(lambda: self.examine(commit), seconds=self.seconds, what=what)
         except StorageUnavailable as refusal:
-            return self._or_again(Word(_kind_of(refusal), str(refusal)), number)
-        if found.problems:
-            return Word(DAMAGED, found.evidence)
+            return self._or_again(ReadResult(_kind_of(refusal), str(refusal)), number)
+        if findings.problems:
+            return ReadResult(DAMAGED, findings.evidence)
         why = (
-            f"{suspect.what} But every byte on storage is as committed. Nothing was judged damaged."
+            f"{suspect.detail} But every byte on storage is as committed. Nothing was judged "
+            "damaged."
         )
-        return self._or_again(Word(STORAGE, why), number)
+        return self._or_again(ReadResult(STORAGE, why), number)
 
 
-def _kind_of(end: TypedEnd) -> str:
+def _kind_of(end: RunError) -> str:
     match end:
         case CheckpointDamaged():
             return DAMAGED
@@ -206,40 +218,27 @@ def _kind_of(end: TypedEnd) -> str:
 
 
 def bounded(call: Callable[[], T], *, seconds: float, what: str) -> T:
-    """Returns what a call returns, or raises what it raises.
+    """Runs a call in a thread; returns its result or raises its error.
 
     Raises:
-      StorageSilent: it has not ended in time. Its thread is left behind.
+      StorageSilent: the call has not ended in time. Its thread keeps running.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:  # noqa: BLE001  It crosses to the waiter's thread.
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="jaxres-restore", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    try:
+        return call_with_timeout(call, seconds=seconds, name="restore")
+    except CallTimeout as error:
         raise StorageSilent(
             f"{what} could not be read within {seconds:.0f} s (deadlines.restore_seconds): storage "
-            "does not answer. Nothing was judged damaged; start the same command when it does."
-        )
-    return results[0]
+            "does not answer. Nothing was judged damaged; run the same command again when it does."
+        ) from error
 
 
-def none_is_whole(damaged: Sequence[Quarantine]) -> Unrestorable:
-    """Returns the end of a run whose checkpoints are all damaged."""
-    rows = "\n".join(f"  {one.path}: step {one.step}: {one.evidence}" for one in damaged)
+def all_damaged_error(damaged: Sequence[Quarantine]) -> Unrestorable:
+    """Returns the error for a run whose checkpoints are all damaged."""
+    rows = "\n".join(f"  {q.path}: step {q.step}: {q.evidence}" for q in damaged)
     return Unrestorable(
-        f"checkpoints are committed and none is whole:\n{rows}\nThe run is left as it is and does "
-        "not start again from step 0. Restore one of the folders from a copy, or start a new run "
-        "in another run.dir."
+        f"checkpoints are committed and none is intact:\n{rows}\nThe run is left unchanged and "
+        "does not start again from step 0. Restore one of the folders from a copy, or start a new "
+        "run in another run.dir."
     )
 
 
@@ -248,63 +247,61 @@ VERIFY_THREADS = 4
 
 @dataclass(frozen=True)
 class Restored:
-    """A committed step in memory."""
+    """A committed step, read into memory and verified."""
 
     commit: Commit
     state: Tree
     progress: Progress
-    is_verified: bool
-    """False: the step was saved by a version that kept no digests."""
 
 
-def restore(step_dir: Place, commit: Commit, like: Tree, context: ocp.Context) -> Restored:
-    """Reads a committed step into arrays sharded as asked for.
+def restore(step_dir: RunPath, commit: Commit, like: Tree, context: ocp.Context) -> Restored:
+    """Reads this process's part of a committed step into sharded arrays and verifies it.
 
     Args:
-      step_dir: absolute, of that step.
-      commit: the step's record.
+      step_dir: absolute path of the step directory.
+      commit: commit record of the step.
       like: nested dict of jax.ShapeDtypeStruct with shardings.
-      context: Orbax's settings.
+      context: Orbax's settings for loads.
 
     Raises:
-      CheckpointDamaged: what was read is not what was committed.
-      StorageUnavailable: storage did not let it be read; nothing is judged.
-      ConfigError: it was read, but holds other arrays than the model wants.
+      CheckpointDamaged: the data differ from what was committed, or can't be parsed.
+      StorageUnavailable: storage could not be read; nothing is judged.
+      ConfigError: the step holds other arrays than the model needs.
     """
     manifest = manifests.read(step_dir, commit)
     _refuse_differences(step_dir, manifest.arrays, array_infos(like))
-    tables = manifests.read_tables(step_dir, commit, manifest) if manifest.tells_content else {}
+    tables = manifests.read_tables(step_dir, commit, manifest)
     facts = manifests.read_progress(step_dir, commit, manifest)
     try:
         state = load(step_dir, like, context)
     except Exception as error:
-        # Orbax checks none of its JSON files: a flipped letter shows as any of these.
-        of_files = isinstance(error, ValueError | KeyError | TypeError | AttributeError | OSError)
-        if not (of_files or manifests.is_storage_fault(error)):
+        # Orbax verifies none of its JSON files: a flipped bit may raise any of these.
+        from_files = isinstance(error, ValueError | KeyError | TypeError | AttributeError | OSError)
+        if not (from_files or manifests.is_storage_fault(error)):
             raise
         raise manifests.unreadable(step_dir, commit.step, error) from error
     assert isinstance(state, dict), type(state)
     with manifests.reading(step_dir, commit.step):
         wrong = _wrong_arrays(step_dir, state, tables)
     if wrong:
-        what = f"what was read of {', '.join(wrong)} has other digests than were committed"
+        what = f"the data read for {', '.join(wrong)} has other digests than were committed"
         raise manifests.damaged(step_dir, commit.step, what)
     try:
         progress = Progress(**facts)
     except TypeError as error:
-        what = f"{manifests.PROGRESS} is not this version's ({error})"
+        what = f"{manifests.PROGRESS} is not in this version's format ({error})"
         raise manifests.damaged(step_dir, commit.step, what) from error
-    return Restored(commit, state, progress, manifest.tells_content)
+    return Restored(commit, state, progress)
 
 
-def load(step_dir: Place, like: Tree, context: ocp.Context) -> Any:
-    """Reads the arrays, laid out as asked for, and checks nothing."""
+def load(step_dir: RunPath, like: Tree, context: ocp.Context) -> Any:
+    """Reads the arrays of a step with the shardings of `like`; verifies nothing."""
     with context:
         return ocp.load(str(step_dir), like, checkpointable_name=ARRAYS)
 
 
-def _wrong_arrays(step_dir: Place, state: Tree, tables: Mapping[str, Table]) -> list[str]:
-    """Returns the arrays of which some device of this process has got something else."""
+def _wrong_arrays(step_dir: RunPath, state: Tree, tables: Mapping[str, BlockTable]) -> list[str]:
+    """Returns the arrays of which a device of this process has received wrong data."""
     arrays = named_arrays(state)
     reader = ArrayReader(step_dir, {path: info for path, (info, _) in arrays.items()})
     with ThreadPoolExecutor(VERIFY_THREADS, "jaxres-verify") as pool:
@@ -313,25 +310,25 @@ def _wrong_arrays(step_dir: Place, state: Tree, tables: Mapping[str, Table]) -> 
 
 
 def _is_same(
-    reader: ArrayReader, path: str, info: ArrayInfo, array: jax.Array, table: Table
+    reader: ArrayReader, path: str, info: ArrayInfo, array: jax.Array, table: BlockTable
 ) -> bool:
-    """Says whether all that this process's devices hold of an array is what was committed."""
+    """Returns whether all that this process's devices hold of an array matches the digests."""
     pieces: dict[Box, np.ndarray] = {}
     for shard in array.addressable_shards:
         box, data = box_of(shard.index, info.shape), np.asarray(shard.data)
         if not _is_equal(pieces.setdefault(box, data), data):
             return False
-    found = digests_of(info, pieces)
-    return not table.wrong(found) and all(
-        digest == wanted for digest, wanted in _parts(reader, path, info, table, found.parts)
+    own = digests_of(info, pieces)
+    return not table.wrong(own) and all(
+        digest == wanted for digest, wanted in _parts(reader, path, info, table, own.parts)
     )
 
 
-def _is_equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Says whether two replicas have the same bits."""
-    if one is other:
+def _is_equal(first: np.ndarray, second: np.ndarray) -> bool:
+    """Returns whether two replicas have the same bits."""
+    if first is second:
         return True
-    a, b = (np.asarray(as_bytes(data)) for data in (one, other))
+    a, b = (np.asarray(as_bytes(data)) for data in (first, second))
     return np.array_equal(a, b)
 
 
@@ -339,12 +336,12 @@ def _parts(
     reader: ArrayReader,
     path: str,
     info: ArrayInfo,
-    table: Table,
+    table: BlockTable,
     parts: tuple[tuple[Box, bytes], ...],
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Yields pairs of digests that must be equal, of blocks of which others hold the rest.
+    """Yields pairs of digests that must be equal, for blocks shared with other processes.
 
-    Such a block is read once more as a whole, without jax.
+    Such a block is read again in full, without jax.
     """
     for box, digest in parts:
         position = position_of(info, box)
@@ -355,12 +352,12 @@ def _parts(
 
 
 def _refuse_differences(
-    step_dir: Place, there: Mapping[str, ArrayInfo], here: Mapping[str, ArrayInfo]
+    step_dir: RunPath, stored: Mapping[str, ArrayInfo], needed: Mapping[str, ArrayInfo]
 ) -> None:
     rows = [
-        f"  {path}: {there.get(path, 'absent')} there, {here.get(path, 'absent')} here"
-        for path in sorted({*there, *here})
-        if there.get(path) != here.get(path)
+        f"  {path}: {stored.get(path, 'absent')} there, {needed.get(path, 'absent')} here"
+        for path in sorted({*stored, *needed})
+        if stored.get(path) != needed.get(path)
     ]
     if rows:
         raise ConfigError(

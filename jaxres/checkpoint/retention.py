@@ -1,8 +1,9 @@
-"""What to keep, and how it goes: first a prune record makes steps dead for all, then bytes go.
+"""Retention policies: which committed steps are kept, and which directories are leftovers.
 
-Policies are pure and compose by union. Times are those of the commit records, and are held against
-the newest commit rather than against now: a run that was paused for a month, or whose clock was
-wrong, loses nothing by that.
+Policies are pure; a step is kept if any policy keeps it. Times are those of the commit records and
+are compared with the newest commit, not with the current time: a run that was paused for a month,
+or whose clock was wrong, loses no steps. checkpoint/pruning.py writes the prune record before any
+directory is deleted.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxres.config.schema_operations import KeepSection
-from jaxres.runlog.run_log import Line
+from jaxres.runlog.run_log import RunHistory
 from jaxres.storage import files
-from jaxres.storage.path import Place
+from jaxres.storage.path import RunPath
 
 DAY_SECONDS = 86400.0
 FIRST_MONDAY = 4 * DAY_SECONDS
 """The epoch began on a Thursday."""
 _STEP_DIR = re.compile(r"\d{8,}-(\d{4,})(-\d+)?(\..*)?")
-"""<step>-<attempt>, a number where an attempt saves a step again, a suffix while Orbax writes."""
+"""<step>-<attempt>, a number if an attempt saves a step again, a suffix while Orbax writes."""
 
 
 def step_names(step: int, *, attempt: int) -> Iterator[str]:
-    """Yields the names that a step directory may have: an attempt may save a step again.
+    """Yields the possible names of a step directory; an attempt may save a step repeatedly.
 
     >>> [name for name, _ in zip(step_names(8, attempt=2), range(2))]
     ['00000008-0002', '00000008-0002-2']
@@ -37,143 +38,146 @@ def step_names(step: int, *, attempt: int) -> Iterator[str]:
 
 
 def step_name(step: int, *, attempt: int) -> str:
-    """Returns the name of a step directory; no two saves of a run share one."""
+    """Returns the first name of a step directory; no two attempts share it."""
     return f"{step:08d}-{attempt:04d}"
 
 
 @dataclass(frozen=True)
-class Step:
-    """A committed step as the policies see it."""
+class CommittedStep:
+    """A committed step, as input of the policies."""
 
     step: int
     time: float
-    """When it was committed, by the wall clock of the machine that did."""
+    """Wall-clock time of the commit, on the machine that committed it."""
     bytes: int = 0
     known_good: bool = False
+    """Whether no rollback can reach the step any more."""
     grows_good: bool = False
-    """Whether it will be known to be good once it is old enough."""
+    """Whether the step becomes known good once it is old enough."""
     heldout_loss: float | None = None
     evaluated_step: int = 0
-    """Step whose held-out loss that is: at or before this one."""
+    """Step of the evaluation that gave `heldout_loss`; at most this step."""
 
 
-Policy = Callable[[Sequence[Step]], Collection[int]]
-"""Committed steps, ascending -> the steps that it wants kept."""
+RetentionPolicy = Callable[[Sequence[CommittedStep]], Collection[int]]
+"""Maps the committed steps, ascending, to the steps that the policy keeps."""
 
 
-def last(count: int) -> Policy:
+def last(count: int) -> RetentionPolicy:
     """Keeps the newest steps."""
     return lambda steps: [s.step for s in steps[len(steps) - min(count, len(steps)) :]]
 
 
-def hours(count: float) -> Policy:
-    """Keeps all that lie so close to the newest commit, on whichever side by the clock."""
+def hours(count: float) -> RetentionPolicy:
+    """Keeps the steps whose commit times are that close to the newest commit's, before or after."""
     return lambda steps: [s.step for s in steps if abs(steps[-1].time - s.time) < 3600 * count]
 
 
-def one_a(seconds: float, *, count: int, since: float = 0.0) -> Policy:
-    """Keeps the newest step of each period of the calendar, for the newest periods that have one.
+def one_a(seconds: float, *, count: int, since: float = 0.0) -> RetentionPolicy:
+    """Keeps the newest step of each calendar period, for the newest periods that have a step.
 
-    Periods are counted, not measured: neither a pause nor a clock that jumps ages what is kept.
+    Only periods with steps are counted, so a pause or a jump of the clock deletes no step.
     """
 
-    def policy(steps: Sequence[Step]) -> Collection[int]:
+    def policy(steps: Sequence[CommittedStep]) -> Collection[int]:
         newest: dict[int, int] = {}
-        for one in reversed(steps):
-            newest.setdefault(math.floor((one.time - since) / seconds), one.step)
+        for step in reversed(steps):
+            newest.setdefault(math.floor((step.time - since) / seconds), step.step)
         return list(newest.values())[:count]
 
     return policy
 
 
-def multiples(every_steps: int) -> Policy:
-    """Keeps milestones, for ever."""
+def multiples(every_steps: int) -> RetentionPolicy:
+    """Keeps the steps that are multiples of a number."""
     return lambda steps: [s.step for s in steps if s.step % every_steps == 0]
 
 
-def best(count: int) -> Policy:
-    """Keeps those of lowest held-out loss: of each evaluation the first step after it.
+def best(count: int) -> RetentionPolicy:
+    """Keeps the steps of lowest held-out loss; of each evaluation only the first step after it.
 
-    A loss that is not finite is never among the best.
+    Losses that are not finite are ignored.
     """
 
-    def policy(steps: Sequence[Step]) -> Collection[int]:
-        by_evaluation: dict[int, Step] = {}
-        for one in steps:
-            if one.heldout_loss is not None and math.isfinite(one.heldout_loss):
-                by_evaluation.setdefault(one.evaluated_step, one)
+    def policy(steps: Sequence[CommittedStep]) -> Collection[int]:
+        by_evaluation: dict[int, CommittedStep] = {}
+        for step in steps:
+            if step.heldout_loss is not None and math.isfinite(step.heldout_loss):
+                by_evaluation.setdefault(step.evaluated_step, step)
         ranked = sorted(by_evaluation.values(), key=lambda s: (s.heldout_loss, -s.step))
         return [s.step for s in ranked[:count]]
 
     return policy
 
 
-def newest_known_good(steps: Sequence[Step]) -> Collection[int]:
-    """Keeps the newest step that is known to be good, whatever came after it; none is none."""
+def newest_known_good(steps: Sequence[CommittedStep]) -> Collection[int]:
+    """Keeps the newest known-good step, if there is one."""
     return [s.step for s in steps if s.known_good][-1:]
 
 
-def next_known_good(steps: Sequence[Step]) -> Collection[int]:
-    """Keeps the oldest that is to become known good: else none would ever get so old."""
+def next_known_good(steps: Sequence[CommittedStep]) -> Collection[int]:
+    """Keeps the oldest step that can become known good; otherwise none would get old enough."""
     return [s.step for s in steps if s.grows_good and not s.known_good][:1]
 
 
-def policies(keep: KeepSection, *, pinned: Collection[int] = ()) -> dict[str, Policy]:
-    """Returns the policies that a config asks for, by the name that a person reads."""
-    found: dict[str, Policy] = {f"last {keep.last}": last(keep.last)}
+def policies(keep: KeepSection, *, pinned: Collection[int] = ()) -> dict[str, RetentionPolicy]:
+    """Returns display name -> policy for all policies of a config."""
+    named: dict[str, RetentionPolicy] = {f"last {keep.last}": last(keep.last)}
     if keep.hours:
-        found[f"last {keep.hours:g} h"] = hours(keep.hours)
+        named[f"last {keep.hours:g} h"] = hours(keep.hours)
     if keep.daily:
-        found["daily"] = one_a(DAY_SECONDS, count=keep.daily)
+        named["daily"] = one_a(DAY_SECONDS, count=keep.daily)
     if keep.weekly:
-        found["weekly"] = one_a(7 * DAY_SECONDS, count=keep.weekly, since=FIRST_MONDAY)
+        named["weekly"] = one_a(7 * DAY_SECONDS, count=keep.weekly, since=FIRST_MONDAY)
     if keep.every_steps is not None:
-        found[f"every {keep.every_steps} steps"] = multiples(keep.every_steps)
+        named[f"every {keep.every_steps} steps"] = multiples(keep.every_steps)
     if keep.best:
-        found[f"best {keep.best}"] = best(keep.best)
-    found["known good"] = newest_known_good
-    found["next known good"] = next_known_good
-    found["pinned"] = lambda steps: [s.step for s in steps if s.step in pinned]
-    return found
+        named[f"best {keep.best}"] = best(keep.best)
+    named["known good"] = newest_known_good
+    named["next known good"] = next_known_good
+    named["pinned"] = lambda steps: [s.step for s in steps if s.step in pinned]
+    return named
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What becomes of each committed step."""
+class PrunePlan:
+    """The decision of the policies on each committed step."""
 
-    steps: tuple[Step, ...]
-    """Ascending."""
+    steps: tuple[CommittedStep, ...]
+    """Committed steps, ascending."""
     reasons: Mapping[int, tuple[str, ...]]
-    """Step -> the policies that keep it; a step without any goes."""
+    """Step -> names of the policies that keep it; a step without any is pruned."""
 
     @property
     def dead(self) -> tuple[int, ...]:
-        """The steps that go."""
+        """The steps to prune."""
         return tuple(s.step for s in self.steps if not self.reasons[s.step])
 
 
-def plan(steps: Sequence[Step], keep: KeepSection, *, pinned: Collection[int] = ()) -> Plan:
-    """Returns what is kept and why: the union of all policies; pure.
+def plan(
+    steps: Sequence[CommittedStep], keep: KeepSection, *, pinned: Collection[int] = ()
+) -> PrunePlan:
+    """Returns which steps are kept and why: the union of all policies. Pure.
 
-    >>> plan([Step(step, 0.0) for step in (10, 20, 30)], KeepSection(last=2)).dead
+    >>> plan([CommittedStep(step, 0.0) for step in (10, 20, 30)], KeepSection(last=2)).dead
     (10,)
     """
     ordered = tuple(sorted(steps, key=lambda s: s.step))
     kept = {name: policy(ordered) for name, policy in policies(keep, pinned=pinned).items()}
-    return Plan(
+    return PrunePlan(
         ordered, {s.step: tuple(n for n, found in kept.items() if s.step in found) for s in ordered}
     )
 
 
-def steps_of(line: Line) -> list[Step]:
-    """Returns the committed steps of a line."""
+def steps_of(line: RunHistory) -> list[CommittedStep]:
+    """Returns the committed steps of a run's history, as input of the policies."""
     return [
-        Step(
+        CommittedStep(
             step=commit.step,
             time=record.time,
             bytes=commit.bytes,
-            known_good=commit.known_good or commit.step <= (line.good_through or 0),
-            grows_good=line.good_through is not None and commit.step > line.good_through,
+            known_good=commit.step <= (line.verified_through or 0),
+            grows_good=line.verified_through is not None and commit.step > line.verified_through,
             heldout_loss=commit.heldout_loss,
             evaluated_step=commit.evaluated_step,
         )
@@ -181,16 +185,16 @@ def steps_of(line: Line) -> list[Step]:
     ]
 
 
-def leftovers(checkpoints: Place, *, keep: Collection[str], attempt: int) -> list[str]:
-    """Returns what is not on the line: pruned steps, and what killed saves have left behind.
+def leftovers(checkpoints: RunPath, *, keep: Collection[str], attempt: int) -> list[str]:
+    """Returns the names of leftover step directories: pruned steps, and remains of killed saves.
 
-    Names of later attempts are left out, so that an owner that was paused here and fenced destroys
-    nothing; names that no save gives are somebody else's, and left out too.
+    Directories of later attempts are excluded, so that a process that was suspended here and has
+    been superseded deletes no newer step. Names that no save produces are excluded too.
 
     Args:
       checkpoints: the folder of step directories.
-      keep: names that the log, read after this attempt's claim, has committed.
-      attempt: this one; it has no save in flight.
+      keep: names of the committed steps, from the log as read after this attempt's claim.
+      attempt: number of this attempt, which has no save in flight.
     """
     return [
         name
@@ -199,10 +203,10 @@ def leftovers(checkpoints: Place, *, keep: Collection[str], attempt: int) -> lis
     ]
 
 
-def sweep(checkpoints: Place, *, keep: Collection[str], attempt: int) -> list[str]:
-    """Deletes the leftovers, and returns their names."""
-    left = leftovers(checkpoints, keep=keep, attempt=attempt)
-    for name in left:
+def sweep(checkpoints: RunPath, *, keep: Collection[str], attempt: int) -> list[str]:
+    """Deletes the leftover step directories and returns their names."""
+    names = leftovers(checkpoints, keep=keep, attempt=attempt)
+    for name in names:
         files.delete_tree(checkpoints / name)
     files.delete_trash(checkpoints)
-    return left
+    return names

@@ -1,8 +1,8 @@
-"""safetensors files, written and read one tensor at a time, without jax.
+"""Reads and writes safetensors files one tensor at a time, without jax.
 
-Not by the package of that name, which wants all tensors of a file in memory at once, and whose
-numpy writer (0.8.0) silently writes other numbers for an array that is not C-contiguous. Files are
-read, not mapped: a mapped file that gets shorter kills the process.
+The package of that name is not used: it needs all tensors of a file in memory at once, and its
+numpy writer (0.8.0) silently writes wrong numbers for an array that is not C-contiguous. Files are
+read, not memory-mapped: truncating a mapped file kills the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxres.storage.checksummed_json import canonical_json
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
-"""As in the format's own reader."""
+"""Limit of the format's reference reader."""
 _TYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -38,32 +38,34 @@ _TYPES: dict[str, Any] = {
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
     "BOOL": np.bool_,
 }
-DTYPES = {word: np.dtype(kind) for word, kind in _TYPES.items()}
-"""The format's word -> the type of the numbers; all little-endian."""
-WORDS = {dtype.name: word for word, dtype in DTYPES.items()}
+DTYPES = {code: np.dtype(kind) for code, kind in _TYPES.items()}
+"""Type code of the format -> dtype of the numbers; all little-endian."""
+WORDS = {dtype.name: code for code, dtype in DTYPES.items()}
+"""Name of a dtype -> type code of the format."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where one tensor is."""
+    """Location, dtype and shape of one tensor."""
 
     file: Path
     name: str
     info: ArrayInfo
-    """Its dtype is NumPy's name, or the format's word where there is none."""
+    """Shape and dtype; the dtype is NumPy's name, or the format's type code if NumPy has none."""
     start: int
-    """In the file."""
+    """Offset in the file, in bytes."""
     size: int
+    """Size in bytes."""
 
     def read(self) -> np.ndarray:
         """Reads the numbers.
 
         Raises:
-          ConfigError: of a type that is not known here, or the file got shorter.
-          StorageUnavailable: storage did not let it be read.
+          ConfigError: the type is unknown, or the file was truncated.
+          StorageUnavailable: storage could not be read.
         """
         if self.info.dtype not in WORDS:
-            raise broken(self.file, f"{self.name} is of a type that is not known: {self.info}")
+            raise broken(self.file, f"{self.name} is of an unknown type: {self.info}")
         with storage.typed_errors(self.file), self.file.open("rb") as file:
             file.seek(self.start)
             data = bytearray(self.size)
@@ -73,19 +75,19 @@ class Tensor:
 
 
 def broken(path: Path, what: str) -> ConfigError:
-    """Returns the error for a file that is not what it should be."""
+    """Returns the error for a file that is damaged or incomplete."""
     return ConfigError(
-        f"{path}: not a whole safetensors file: {what}. Copy or download it again; nothing was "
-        "taken from it."
+        f"{path}: not a valid safetensors file: {what}. Copy or download it again; nothing was "
+        "loaded from it."
     )
 
 
 def open_file(path: Path) -> dict[str, Tensor]:
-    """Returns name -> tensor of one file, whose header is checked against its size.
+    """Returns name -> tensor of one file; checks the header against the size of the file.
 
     Raises:
-      ConfigError: it is not there, or not a whole safetensors file.
-      StorageUnavailable: storage did not let it be read.
+      ConfigError: the file does not exist, or is not a valid safetensors file.
+      StorageUnavailable: storage could not be read.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give a safetensors file, or a folder of them.")
@@ -107,25 +109,25 @@ def open_file(path: Path) -> dict[str, Tensor]:
             raise broken(path, f"{tensor.name} begins at byte {tensor.start}, expected {end}")
         end += tensor.size
     if end != size:
-        raise broken(path, f"it has {size} bytes, its header tells of {end}")
+        raise broken(path, f"it has {size} bytes, its header describes {end}")
     return {tensor.name: tensor for tensor in tensors}
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return dict(pairs)
 
 
 def _tensor(path: Path, name: str, entry: Mapping[str, Any], base: int) -> Tensor:
-    word, shape = entry["dtype"], tuple(entry["shape"])
+    code, shape = entry["dtype"], tuple(entry["shape"])
     start, stop = entry["data_offsets"]
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)) or stop < start:
         raise ValueError(f"{name}: shape {shape}, bytes {start} to {stop}")
-    dtype = DTYPES.get(word)
+    dtype = DTYPES.get(code)
     if dtype is not None and math.prod(shape) * dtype.itemsize != stop - start:
-        raise ValueError(f"{name}: {word}{list(shape)} in {stop - start} bytes")
-    info = ArrayInfo(dtype.name if dtype is not None else str(word), shape)
+        raise ValueError(f"{name}: {code}{list(shape)} in {stop - start} bytes")
+    info = ArrayInfo(dtype.name if dtype is not None else str(code), shape)
     return Tensor(path, name, info, base + start, stop - start)
 
 
@@ -133,8 +135,8 @@ def open_place(path: Path) -> dict[str, Tensor]:
     """Returns name -> tensor of a file, or of a folder with one file or several and their index.
 
     Raises:
-      ConfigError: there is no such place, or what is there is not whole.
-      StorageUnavailable: storage did not let it be read.
+      ConfigError: the path does not exist, or a file is damaged or missing.
+      StorageUnavailable: storage could not be read.
     """
     if not path.is_dir():
         return open_file(path)
@@ -144,8 +146,10 @@ def open_place(path: Path) -> dict[str, Tensor]:
     files = [name for name in storage.list_names(path) if name.endswith(".safetensors")]
     if WHOLE in files or len(files) == 1:
         return open_file(path / (WHOLE if WHOLE in files else files[0]))
-    found = f"several ({', '.join(files[:3])}, ...) and no {INDEX}" if files else "none"
-    raise ConfigError(f"{path}: expected one safetensors file here, or {INDEX}; there are {found}.")
+    present = f"several ({', '.join(files[:3])}, ...) and no {INDEX}" if files else "none"
+    raise ConfigError(
+        f"{path}: expected one safetensors file here, or {INDEX}; there are {present}."
+    )
 
 
 def _open_index(folder: Path, index: bytes) -> dict[str, Tensor]:
@@ -153,27 +157,29 @@ def _open_index(folder: Path, index: bytes) -> dict[str, Tensor]:
         places: dict[str, str] = json.loads(index)["weight_map"]
         files = sorted(set(places.values()))
         if any(name != Path(name).name for name in files):
-            raise ValueError("a file of it is not in this folder")
+            raise ValueError("it names a file that is not in this folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise broken(folder / INDEX, f"it can't be read ({error!r})") from error
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in open_file(folder / file).items():
             if places.get(name) != file:
-                said = places.get(name, "no file at all")
-                raise broken(folder / file, f"it has {name}, {INDEX} says that {said} has it")
+                expected = places.get(name, "no file")
+                raise broken(folder / file, f"it has {name}, which {INDEX} assigns to {expected}")
             tensors[name] = tensor
     absent = sorted(places.keys() - tensors.keys())
     if absent:
-        raise broken(folder / places[absent[0]], f"{INDEX} says that it has {absent[0]}")
+        raise broken(
+            folder / places[absent[0]], f"{absent[0]}, which {INDEX} assigns to it, is missing"
+        )
     return tensors
 
 
 def write_file(
     path: Path, infos: Mapping[str, ArrayInfo], contents: Iterator[tuple[str, np.ndarray]]
 ) -> None:
-    """Writes a file durably; takes as many of the contents as there are infos, in their order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # Without it readers refuse.
+    """Writes a file durably; consumes one item of `contents` for each info, in the same order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # Some readers require it.
     end = 0
     for name, info in infos.items():
         size = math.prod(info.shape) * np.dtype(info.dtype).itemsize
@@ -187,9 +193,9 @@ def write_file(
     text += b" " * (-len(text) % 8)
     with storage.typed_errors(path), path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for wanted, info in infos.items():
+        for expected, info in infos.items():
             name, array = next(contents)
-            assert (name, array.dtype.name, array.shape) == (wanted, info.dtype, info.shape)
+            assert (name, array.dtype.name, array.shape) == (expected, info.dtype, info.shape)
             _write_numbers(file, array)
         file.flush()
         os.fsync(file.fileno())

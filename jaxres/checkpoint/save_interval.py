@@ -1,14 +1,15 @@
-"""How long to wait between two saves, from what saves and failures cost. Pure.
+"""Computes the optimal interval between saves from the cost of saves and failures. Pure.
 
-Of T seconds between the beginnings of two saves, s hold up training. Failures come by chance, one
-in M seconds of training on average; each throws training back to the newest commit, which comes w
-seconds after its snapshot, and costs r seconds until training goes on. The share of useful time is
+Let T be the seconds between the starts of two saves. Each save stalls training for s seconds and is
+committed w seconds after its snapshot. Failures are random, one per M seconds of training on
+average. Each sets training back to the newest commit and costs r seconds until training resumes.
+The share of useful time is
 
     (T - s) exp(-w / M) / ((exp(T / M) - 1) (M + r)),
 
-so the best T depends on s and M alone: 1 - exp(-x) = x - s/M with x = T/M. That is the exact
-optimum of Daly (2006, FGCS 22, 303), whose series begins with Young's sqrt(2 s M) (1974). A count
-of losses to the first order (Saxena et al., arXiv 2410.18124) has r in it too.
+so the optimal T depends on s and M alone: 1 - exp(-x) = x - s/M with x = T/M. That is the exact
+optimum of Daly (2006, FGCS 22, 303), whose series begins with Young's sqrt(2 s M) (1974). A
+first-order count of losses (Saxena et al., arXiv 2410.18124) depends on r too.
 """
 
 from __future__ import annotations
@@ -19,58 +20,56 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxres.config.schema_operations import AutoWhen
-from jaxres.faults import Exit
-from jaxres.runlog.run_log import Claim, Record, Start, Stop
+from jaxres.exit_codes import exit_row
+from jaxres.runlog.run_log import AttemptEnded, Claim, Record, Start
 
 HOUR_SECONDS = 3600.0
 UNMEASURED_STALL_SECONDS = 1.0
-"""Taken for a save's stall before there was one."""
+"""Assumed stall of a save before the first was measured."""
 LEAST_STALL_SECONDS = 1e-6
-NO_FAILURES = (Exit.DONE, Exit.STOPPED, Exit.USAGE, Exit.CONFIG)
-"""Ends that come of no fault, whether or not the last step was committed."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured so far."""
+    """Costs of saves and failures, as measured so far."""
 
     stall_seconds: float = UNMEASURED_STALL_SECONDS
-    """How long a save holds up training: the snapshot, and the slower step after it."""
+    """Time that a save stalls training: the snapshot, and the slower step after it."""
     write_seconds: float = 0.0
-    """From the snapshot to the commit."""
+    """Time from the snapshot to the commit."""
     restart_seconds: float = 0.0
-    """From a claim to the first step."""
+    """Time from the claim of an attempt to its first step."""
     failures: int = 0
-    """That have cost steps, in the whole run."""
+    """Number of failures in the whole run that lost steps."""
     trained_hours: float = 0.0
-    """Of the whole run, over all attempts."""
+    """Training time of the whole run, over all attempts."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """How long to wait, and why."""
+    """The chosen interval and its reason."""
 
     seconds: float
-    """From the beginning of a save to that of the next."""
+    """Time from the start of one save to the start of the next."""
     bound: Literal["failures", "write", "overhead"]
-    """What it comes of: the optimum, or, where that is shorter, the time that a commit takes, or
-    the share of the time that saves may take."""
+    """Origin of the interval: the optimum, or a lower bound above it, which is the duration of a
+    commit or the largest share of the time that saves may take."""
     mtbf_hours: float
-    """Hours of training between failures, by now."""
+    """Current estimate of the hours of training between failures."""
     useful_share: float
-    """Share of the time that saves and failures are expected to leave."""
+    """Expected share of the time that is not lost to saves and failures."""
 
 
 def mtbf_hours(costs: Costs, *, expected: float) -> float:
     """Returns the hours between failures: the inverse of the mean of a Gamma posterior.
 
-    Its prior has seen one failure in the expected time.
+    The prior amounts to one failure in the expected time.
     """
     return (expected + costs.trained_hours) / (1 + costs.failures)
 
 
 def optimum(stall_seconds: float, *, mtbf_seconds: float) -> float:
-    """Returns the interval that loses least; see the module.
+    """Returns the interval, in seconds, that loses the least time; see the module docstring.
 
     >>> round(optimum(10, mtbf_seconds=6000)), round(math.sqrt(2 * 10 * 6000))
     (350, 346)
@@ -85,14 +84,14 @@ def optimum(stall_seconds: float, *, mtbf_seconds: float) -> float:
 
 
 def useful_share(seconds: float, costs: Costs, *, mtbf_seconds: float) -> float:
-    """Returns the share of the time that is not lost to saves and failures, at an interval."""
+    """Returns the share of the time that is not lost to saves and failures at an interval."""
     kept = (seconds - costs.stall_seconds) * math.exp(-costs.write_seconds / mtbf_seconds)
     spent = math.expm1(seconds / mtbf_seconds) * (mtbf_seconds + costs.restart_seconds)
     return max(0.0, kept / spent)
 
 
 def choose(costs: Costs, when: AutoWhen) -> Interval:
-    """Returns the interval for what was measured: the optimum, within the bounds."""
+    """Returns the interval for the measured costs: the optimum, raised to the lower bounds."""
     hours = mtbf_hours(costs, expected=when.mtbf_hours)
     mtbf = HOUR_SECONDS * hours
     shortest = {
@@ -107,11 +106,11 @@ def choose(costs: Costs, when: AutoWhen) -> Interval:
 
 
 def of_log(records: Sequence[Record], *, attempt: int) -> Costs:
-    """Returns what the run's log tells at the start of an attempt.
+    """Returns the costs that the run log records at the start of an attempt.
 
-    Attempts that never trained count for nothing. One that has ended without its last step
-    committed is a failure, unless it was stopped or done; a killed one has trained until its last
-    record at least.
+    Attempts that never trained are ignored. An attempt that ended without committing its last step
+    is a failure, unless it was stopped or done. A killed attempt is taken to have trained until its
+    last record.
     """
     failures, hours, restart = 0, 0.0, 0.0
     for number in range(1, attempt + 1):
@@ -124,6 +123,6 @@ def of_log(records: Sequence[Record], *, attempt: int) -> Costs:
         if number == attempt:
             break
         hours += max(0.0, own[-1].time - start.time) / HOUR_SECONDS
-        stop = next((r.body for r in own if isinstance(r.body, Stop)), None)
-        failures += stop is None or not (stop.committed or stop.exit in NO_FAILURES)
+        stop = next((r.body for r in own if isinstance(r.body, AttemptEnded)), None)
+        failures += stop is None or not (stop.committed or not exit_row(stop.exit).is_failure)
     return Costs(restart_seconds=restart, failures=failures, trained_hours=hours)

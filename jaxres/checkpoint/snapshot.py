@@ -1,8 +1,8 @@
-"""The block digests of the very snapshot that is written, put beside it by the same atomic save.
+"""Snapshot of a state for a save, and the block digests written by the same atomic Orbax save.
 
-Orbax calls `save` of what it does not know by itself on every process, and commits no step before
-all of them are done. What goes wrong here must not be raised: the other processes would only hear
-that somebody did not come, after minutes. It is written down, and the lead refuses the step.
+Orbax calls `save` of a custom checkpointable on every process, and commits no step before all of
+them have finished. An error here must not be raised: the other processes would fail only minutes
+later, with a timeout of a barrier. It is written to the digest file, and the lead refuses the step.
 """
 
 from __future__ import annotations
@@ -25,74 +25,82 @@ from jaxres.checkpoint.block_digests import (
     encode,
     encode_failure,
 )
-from jaxres.checkpoint.throttle import Pace
-from jaxres.faults import TypedEnd
+from jaxres.checkpoint.throttle import Throttle
+from jaxres.faults import RunError
 from jaxres.storage import files
-from jaxres.storage.path import place
+from jaxres.storage.path import parse_path
 
 HASH_THREADS = 2
-"""They gather and hash blocks at several GB/s; the writing is slower."""
+"""Two threads copy and hash blocks at several GB/s, faster than the arrays are written."""
 
 
 class Snapshot:
-    """The pieces of a state that a process holds, by references that outlive its donation."""
+    """The pieces of a state that a process writes; stays valid when the state is donated.
+
+    It is an Orbax checkpointable that writes the block digests of the pieces.
+    """
 
     def __init__(
-        self, arrays: Mapping[str, tuple[ArrayInfo, Any]], *, process: int, is_own: bool, pace: Pace
+        self,
+        arrays: Mapping[str, tuple[ArrayInfo, Any]],
+        *,
+        process: int,
+        is_own: bool,
+        pace: Throttle,
     ) -> None:
-        """Takes the references; copies to the host what is not the snapshot's own.
+        """Keeps references to the arrays; fetches them to the host unless they are a copy.
 
         Args:
-          arrays: path -> what it is, and the jax.Array.
-          process: number of this process, which names its file.
-          is_own: whether nobody donates the arrays, so that they can be fetched later.
-          pace: of the hashing.
+          arrays: path -> info and jax.Array.
+          process: number of this process, for the name of its digest file.
+          is_own: whether the arrays are a copy that is never donated and can be fetched later.
+          pace: throttle of the hashing.
         """
         self._process = process
         self._pace = pace
         self.failure = ""
-        """Why this process's file could not be written."""
+        """Reason why this process's digest file could not be written; empty if it was."""
         self._arrays = arrays
         self._pieces = {} if is_own else _all_pieces(arrays)
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Returns the background part: hash, and write one file."""
+        """Returns the background task, which hashes the pieces and writes the digest file."""
         return self._write(directory)
 
     async def load(self, directory: Any) -> Awaitable[None]:
-        """Is not for reading: jaxres/checkpoint/manifest.py reads the files without Orbax."""
+        """Not supported: jaxres/checkpoint/manifest.py reads the files without Orbax."""
         raise NotImplementedError(directory)
 
     async def _write(self, directory: Any) -> None:
         data = await asyncio.to_thread(self._encoded)
-        folder = place(os.fspath(await directory.await_creation()))
+        folder = parse_path(os.fspath(await directory.await_creation()))
         try:
             await asyncio.to_thread(files.replace, folder / digests_name(self._process), data)
-        except (TypedEnd, OSError) as error:
+        except (RunError, OSError) as error:
             self.failure = str(error)
 
     def _encoded(self) -> bytes:
         try:
             all_pieces = self._pieces or _all_pieces(self._arrays)
             with ThreadPoolExecutor(HASH_THREADS, "jaxres-hash") as pool:
-                found = pool.map(self._digests, all_pieces.values())
-                return encode(dict(zip(all_pieces, found, strict=True)))
-        except Exception as error:  # noqa: BLE001  The lead hears of it, and refuses the step.
+                digests = pool.map(self._digests, all_pieces.values())
+                return encode(dict(zip(all_pieces, digests, strict=True)))
+        except Exception as error:  # noqa: BLE001  The lead reads it and refuses the step.
             return encode_failure(f"{type(error).__name__}: {error}")
         finally:
             self._arrays, self._pieces = {}, {}
 
-    def _digests(self, one: tuple[ArrayInfo, dict[Box, np.ndarray]]) -> Digests:
+    def _digests(self, array: tuple[ArrayInfo, dict[Box, np.ndarray]]) -> Digests:
         with self._pace.piece():
-            return digests_of(*one)
+            return digests_of(*array)
 
 
 def taken(state: Any, how: str) -> tuple[Any, bool]:
-    """Returns what is to be written of a state, and whether it is a copy that nobody donates.
+    """Returns the state or a copy on the devices, and whether it is a copy, never donated.
 
     Args:
       state: nested dict of jax.Array.
-      how: `checkpoint.snapshot`.
+      how: the setting `checkpoint.snapshot`.
     """
     if how == "device" or (how == "auto" and _has_room(state)):
         return _copied(state), True
@@ -101,15 +109,15 @@ def taken(state: Any, how: str) -> tuple[Any, bool]:
 
 @jax.jit
 def _copied(state: Any) -> Any:
-    """Returns a copy on the same devices: what is not donated is never an output itself."""
+    """Returns a copy on the same devices; without donation jit never reuses input buffers."""
     return jax.tree.map(jnp.copy, state)
 
 
 def _has_room(state: Any) -> bool:
-    """Says whether every local device tells that it can hold its part twice, and a tenth more.
+    """Returns whether every local device has room for its part twice, and a tenth more.
 
-    On the CPU a copy takes what the next step would have to take anew: it can't reuse what is being
-    written.
+    A CPU always has: without a copy the next step could not reuse the buffers that are being
+    written, and would have to allocate as much itself.
     """
     held: dict[Any, int] = {}
     for leaf in jax.tree.leaves(state):
@@ -130,14 +138,14 @@ def _all_pieces(
 
 
 def digests_name(process: int) -> str:
-    """Returns the name of a process's file of digests."""
+    """Returns the name of a process's digest file."""
     return f"process_{process}.json"
 
 
 def pieces(array: jax.Array) -> dict[Box, np.ndarray]:
-    """Returns what is this process's to write of an array, by box; on the CPU no copies.
+    """Returns box -> items of the pieces of an array that this process writes; no copy on a CPU.
 
-    Over all processes each item is there once.
+    Over all processes each item occurs once.
     """
     return {
         box_of(shard.index, array.shape): np.asarray(shard.data)
@@ -147,5 +155,5 @@ def pieces(array: jax.Array) -> dict[Box, np.ndarray]:
 
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """Returns the box of items that a shard's index is."""
+    """Returns the box of items of a shard's index."""
     return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))

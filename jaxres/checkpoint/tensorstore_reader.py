@@ -1,4 +1,4 @@
-"""Reads the arrays of a step through TensorStore, whole or in part, without jax and orbax."""
+"""Reads the arrays of a step through TensorStore, in full or in part, without jax and orbax."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 
 from jaxres.checkpoint.block_digests import ArrayInfo, Box
 from jaxres.checkpoint.content_digest import blocks
-from jaxres.storage.path import BucketPath, Place
+from jaxres.storage.path import RunPath, is_remote
 
 ARRAYS = "state"
 """Orbax's folder of the arrays inside a step directory."""
 REGION_BYTES = 2**26
-"""How much of an array is in memory at a time."""
+"""Largest part of an array that is in memory at a time."""
 
 
 class ArrayReader:
-    """Opens every array once; safe to read from by several threads.
+    """Reads the arrays of one step; each is opened once. Safe to use from several threads.
 
-    A new one has seen nothing: it reads the index of the arrays anew.
+    A new reader has an empty cache, so it reads the index of the arrays from storage again.
     """
 
-    def __init__(self, step_dir: Place, arrays: Mapping[str, ArrayInfo]) -> None:
+    def __init__(self, step_dir: RunPath, arrays: Mapping[str, ArrayInfo]) -> None:
         import tensorstore
 
         self._base = _base(step_dir / ARRAYS)
@@ -37,7 +37,7 @@ class ArrayReader:
         """Returns an array, or a box of its items.
 
         Raises:
-          ValueError, OSError: it can't be read, or is another one than is said.
+          ValueError, OSError: it can't be read, or its dtype or shape is not the expected one.
         """
         stored = self._stored(path)
         if box is not None:
@@ -45,12 +45,12 @@ class ArrayReader:
         return np.asarray(stored.read().result())
 
     def region_bytes(self, path: str) -> int:
-        """Returns how much of an array to read at a time: a chunk is always read as a whole."""
+        """Returns how many bytes of an array to read at a time, at least one whole chunk."""
         chunk = self._stored(path).chunk_layout.read_chunk.shape or ()
         return max(REGION_BYTES, math.prod(chunk) * self._arrays[path].itemsize)
 
     def regions(self, path: str) -> Iterator[Box]:
-        """Yields boxes of items that make up an array, each of whole blocks of its digest."""
+        """Yields boxes of items that cover an array; each consists of whole digest blocks."""
         info = self._arrays[path]
         limit = self.region_bytes(path)
         for index in blocks(info.shape, info.itemsize, limit_bytes=limit):
@@ -71,14 +71,14 @@ class ArrayReader:
             },
         }
         stored = self._tensorstore.open(spec, read=True, context=self._context).result()
-        there = ArrayInfo(stored.dtype.numpy_dtype.name, tuple(stored.shape))
-        if there != self._arrays[path]:
-            raise ValueError(f"{path} is {there}, the manifest says {self._arrays[path]}")
+        info = ArrayInfo(stored.dtype.numpy_dtype.name, tuple(stored.shape))
+        if info != self._arrays[path]:
+            raise ValueError(f"{path} is {info}, the manifest records {self._arrays[path]}")
         return stored
 
 
-def _base(folder: Place) -> dict[str, str]:
-    """Returns what TensorStore calls a folder."""
-    if isinstance(folder, BucketPath):
+def _base(folder: RunPath) -> dict[str, str]:
+    """Returns TensorStore's key-value store spec of a folder."""
+    if is_remote(folder):
         return {"driver": "gcs", "bucket": folder.bucket, "path": f"{folder.key}/"}
     return {"driver": "file", "path": f"{folder}/"}

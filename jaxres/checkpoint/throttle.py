@@ -1,4 +1,4 @@
-"""Work in the background that leaves time to training."""
+"""Throttle for background work, which leaves processor time to training."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How much of its time a background thread may work (`checkpoint.background_share`)."""
+class Throttle:
+    """Limits the share of time that a background thread works (`checkpoint.background_share`)."""
 
     share: float = 1.0
-    """More than 0, at most 1."""
+    """Share of the time spent working; more than 0, at most 1."""
     clock: Clock = field(default_factory=SystemClock)
 
     @contextlib.contextmanager
     def piece(self) -> Iterator[None]:
-        """Times one piece of work, and then rests for as long as the share asks."""
+        """Times one piece of work, then sleeps for as long as the share requires."""
         began = self.clock.monotonic()
         yield
         self._rest(began)
 
     def each(self, parts: Iterable[T]) -> Iterator[T]:
-        """Yields parts, each of which is a piece of work to get and to use."""
+        """Yields parts and sleeps after each; getting and using a part is one piece of work."""
         began = self.clock.monotonic()
         for part in parts:
             yield part
@@ -40,4 +40,4 @@ class Pace:
             self.clock.sleep((self.clock.monotonic() - began) * (1 / self.share - 1))
 
 
-AT_ONCE = Pace()
+UNTHROTTLED = Throttle()

@@ -1,7 +1,7 @@
-"""Parameters as a safetensors folder, and back, bit for bit. No jax.
+"""Exports parameters as a safetensors folder and reads them back, bit for bit. No jax.
 
-An export is written under a temporary name, read back as anyone would import it and compared with
-what it was made of; only then does it get its name. One array of the model is in memory at a time.
+An export is written under a temporary name, imported again and compared with its source; only then
+is it renamed to its final name. One array of the model is in memory at a time.
 """
 
 from __future__ import annotations
@@ -19,70 +19,72 @@ import numpy as np
 from jaxres.checkpoint import hf_llama, safetensors, weights_mapping, weights_source
 from jaxres.checkpoint.content_digest import array_row
 from jaxres.checkpoint.manifest import ArrayInfo
-from jaxres.checkpoint.weights_source import ABOUT, Facts, Weights, checksum
+from jaxres.checkpoint.weights_source import ABOUT, WeightFacts, Weights, checksum
 from jaxres.config.schema import GptModel
 from jaxres.config.schema_training import FromSafetensors
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
 from jaxres.storage import files
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""As transformers has it."""
+"""Default of transformers."""
 
 
 @dataclass(frozen=True)
-class Params:
-    """The arrays of a model, by their paths here, read one at a time."""
+class ExportedParams:
+    """The parameter arrays of a model, under jaxres's paths, read one at a time."""
 
     infos: Mapping[str, ArrayInfo]
+    """Path -> dtype and shape of every array."""
     read: Callable[[str], np.ndarray]
+    """Reads the array of a path."""
 
     @property
     def numbers(self) -> int:
-        """How many numbers there are."""
+        """Total number of parameters."""
         return sum(math.prod(info.shape) for info in self.infos.values())
 
-    def cast(self, dtype: str | None) -> Params:
-        """Returns the same arrays in another type; None: as they are."""
+    def cast(self, dtype: str | None) -> ExportedParams:
+        """Returns the same arrays in another dtype; None: unchanged."""
         if dtype is None:
             return self
         infos = {path: ArrayInfo(dtype, info.shape) for path, info in self.infos.items()}
-        return Params(infos, lambda path: self.read(path).astype(np.dtype(dtype)))
+        return ExportedParams(infos, lambda path: self.read(path).astype(np.dtype(dtype)))
 
 
-def of_run(source: Weights) -> Params:
-    """Returns the parameters of a run's step."""
-    return Params(source.tensors, source.read)
+def of_run(source: Weights) -> ExportedParams:
+    """Returns the parameters of a step of a run."""
+    return ExportedParams(source.tensors, source.read)
 
 
-def of_folder(place: Path) -> tuple[Params, GptModel | None]:
-    """Returns all that a safetensors folder or file holds, and the decoder that it is of.
+def of_folder(place: Path) -> tuple[ExportedParams, GptModel | None]:
+    """Returns the parameters of a safetensors folder or file, and its decoder's model section.
 
-    None: it goes by jaxres's own names, and could be of any model.
+    The model is None if the tensors have jaxres's own names, which any model may have.
 
     Raises:
-      ConfigError: it is damaged, not a Llama, or one that the decoder here can't compute.
-      StorageUnavailable: storage did not let it be read.
+      ConfigError: the files are damaged, not a Llama, or a Llama that the decoder can't compute.
+      StorageUnavailable: storage could not be read.
     """
-    there = weights_source.from_safetensors(place)
+    stored = weights_source.from_safetensors(place)
     model = None
-    wanted = dict(there.tensors)
-    facts = there.facts or {}
-    if not all(name.startswith(weights_source.PARAMS) for name in wanted):
+    expected = dict(stored.tensors)
+    facts = stored.facts or {}
+    if not all(name.startswith(weights_source.PARAMS) for name in expected):
         model, rows = _llama_of(place)
-        found = hf_llama.shapes(model, rows=rows)
-        wanted = {path: ArrayInfo("float32", shape) for path, shape in found.items()}
+        shapes = hf_llama.shapes(model, rows=rows)
+        expected = {path: ArrayInfo("float32", shape) for path, shape in shapes.items()}
         facts = weights_source.facts_of(model)
     lenient = FromSafetensors(path=place, cast="rounding", allow_changed=("config.json",))
-    taken = weights_mapping.bind(there, wanted, facts=facts, section=lenient).taken
-    infos = {path: weights_mapping.as_there(there, each) for path, each in taken.items()}
-    return Params(infos, lambda path: weights_mapping.assemble(there, taken[path])), model
+    taken = weights_mapping.map_weights(stored, expected, facts=facts, section=lenient).taken
+    infos = {path: weights_mapping.as_there(stored, each) for path, each in taken.items()}
+    return ExportedParams(infos, lambda path: weights_mapping.assemble(stored, taken[path])), model
 
 
 def _llama_of(place: Path) -> tuple[GptModel, int]:
     folder = place if place.is_dir() else place.parent
     data = files.read(folder / "config.json")
     if data is None:
-        raise ConfigError(f"{folder}: no config.json here that would tell of the model.")
+        raise ConfigError(f"{folder}: no config.json here that describes the model.")
     try:
         model, rows, _ = hf_llama.read_config(dict(json.loads(data)))
     except (ValueError, TypeError, ConfigError) as error:
@@ -90,49 +92,49 @@ def _llama_of(place: Path) -> tuple[GptModel, int]:
     return model, rows
 
 
-def digest_of(params: Params) -> str:
-    """Returns one word for parameters."""
+def digest_of(params: ExportedParams) -> str:
+    """Returns the digest of parameters."""
     return weights_source.params_digest(array_row(path, params.read(path)) for path in params.infos)
 
 
 def write(
-    params: Params,
+    params: ExportedParams,
     out: Path,
     *,
     names: str,
     max_shard_bytes: int,
-    facts: Facts,
+    facts: WeightFacts,
     about: Mapping[str, Any],
     beside: Mapping[str, bytes],
 ) -> str:
-    """Writes the arrays as a folder that appears whole or not at all; returns their digest.
+    """Writes an export folder atomically; returns the digest of the parameters.
 
     Args:
-      params: what to write, in their types.
-      out: the folder; must not be there.
-      names: `llama` or `jaxres`.
-      max_shard_bytes: of one file, unless one tensor alone is larger.
-      facts: of the model.
-      about: what else jaxres.json tells.
+      params: the arrays to write, in their dtypes.
+      out: path of the folder; must not exist.
+      names: naming of the tensors: `llama` or `jaxres`.
+      max_shard_bytes: size limit of one file, unless a single tensor is larger.
+      facts: settings of the model.
+      about: further fields of jaxres.json.
       beside: name -> content of further files.
 
     Raises:
-      UsageError: the folder is there already.
-      ConfigError: it can't be written there.
-      StorageUnavailable: storage is full or fails, or what is read back is something else.
+      UsageError: the folder exists already.
+      ConfigError: the model can't be written with these names.
+      StorageUnavailable: storage is full or fails, or the export reads back differently.
     """
     if out.exists():
-        raise UsageError(f"{out}: is there already. Delete it, or choose another place with --out.")
+        raise UsageError(f"{out}: exists already. Delete it, or choose another path with --out.")
     files.make_dir(out.parent)
     building = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
     files.make_dir(building)
     try:
         digests, sums = _write_files(params, building, names, max_shard_bytes)
         digest = weights_source.params_digest(digests.values())
-        told = {"format": 1, "names": names, "params": digest, "facts": dict(facts), **about}
+        fields = {"format": 1, "names": names, "params": digest, "facts": dict(facts), **about}
         for name, data in {
             **beside,
-            ABOUT: json.dumps({**told, "tensors": sums}, indent=1).encode(),
+            ABOUT: json.dumps({**fields, "tensors": sums}, indent=1).encode(),
         }.items():
             files.replace(building / name, data)
         _read_back(params, building, digests)
@@ -145,9 +147,11 @@ def write(
 
 
 def _write_files(
-    params: Params, folder: Path, names: str, max_shard_bytes: int
+    params: ExportedParams, folder: Path, names: str, max_shard_bytes: int
 ) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """Returns the digest's row of every array, and the checksum of every tensor."""
+    """Writes the safetensors files; returns the digest row of every array and the checksum of
+    every tensor.
+    """
     infos = {
         name: info
         for path, array in params.infos.items()
@@ -165,9 +169,9 @@ def _write_files(
                 sums[name] = checksum(piece)
                 yield name, piece
 
-    ready = contents()
+    iterator = contents()
     for file, part in shards.items():
-        safetensors.write_file(folder / file, part, ready)
+        safetensors.write_file(folder / file, part, iterator)
     if len(shards) > 1:
         total = sum(_size(info) for info in infos.values())
         places = {name: file for file, part in shards.items() for name in part}
@@ -187,7 +191,7 @@ def _tensor_infos(path: str, array: ArrayInfo, names: str) -> Iterator[tuple[str
     rule = hf_llama.RULES.get(path)
     if rule is None:
         raise ConfigError(
-            f"{path}: an array that no Llama has. Export this model with --names jaxres."
+            f"{path}: a Llama has no such array. Export this model with --names jaxres."
         )
     shape = rule.theirs(array.shape[1:] if "{}" in rule.name else array.shape)
     for name in rule.names(array.shape):
@@ -202,15 +206,15 @@ def _pieces(path: str, array: np.ndarray, names: str) -> Iterator[tuple[str, np.
 
 
 def _shards(infos: Mapping[str, ArrayInfo], limit: int) -> dict[str, dict[str, ArrayInfo]]:
-    """Returns file -> tensors, in order, as many as fit."""
+    """Distributes tensors, in order, over files; returns file name -> its tensors."""
     parts: list[dict[str, ArrayInfo]] = [{}]
-    held = 0
+    size_bytes = 0
     for name, info in infos.items():
-        if parts[-1] and held + _size(info) > limit:
+        if parts[-1] and size_bytes + _size(info) > limit:
             parts.append({})
-            held = 0
+            size_bytes = 0
         parts[-1][name] = info
-        held += _size(info)
+        size_bytes += _size(info)
     if len(parts) == 1:
         return {safetensors.WHOLE: parts[0]}
     return {
@@ -219,14 +223,14 @@ def _shards(infos: Mapping[str, ArrayInfo], limit: int) -> dict[str, dict[str, A
     }
 
 
-def _read_back(params: Params, folder: Path, digests: Mapping[str, Sequence[Any]]) -> None:
-    """Imports what was written, and compares it with what it was written from."""
-    there = weights_source.from_safetensors(folder)
+def _read_back(params: ExportedParams, folder: Path, digests: Mapping[str, Sequence[Any]]) -> None:
+    """Imports the written export and compares it with the digests of its source."""
+    stored = weights_source.from_safetensors(folder)
     for path, info in params.infos.items():
-        taken = weights_mapping.find(path, info, {name: name for name in there.tensors})
-        found = None if taken is None else array_row(path, weights_mapping.assemble(there, taken))
-        if found != digests[path]:
+        source = weights_mapping.find(path, info, {name: name for name in stored.tensors})
+        row = None if source is None else array_row(path, weights_mapping.assemble(stored, source))
+        if row != digests[path]:
             raise StorageUnavailable(
-                f"{folder}: {path} was written and read back as something else. Nothing of the "
-                "export was kept. Is the disk or the memory bad? Try another place with --out."
+                f"{folder}: {path} reads back differently from what was written. Nothing of the "
+                "export was kept. Is the disk or the memory faulty? Try another path with --out."
             )

@@ -1,7 +1,7 @@
-"""Weights held against a model: which tensors make up which of its arrays, and what does not fit.
+"""Maps the tensors of stored weights to the arrays of a model, and reports all mismatches.
 
-A model's arrays are found under their own names (`params/...`) or under those of Hugging Face's
-Llama. Whatever does not fit is shown as one table, and is an error unless it is named.
+A model's arrays are looked up under their own names (`params/...`) and under those of Hugging
+Face's Llama. All mismatches are listed in one table; each is an error unless the config allows it.
 """
 
 from __future__ import annotations
@@ -14,131 +14,137 @@ import numpy as np
 
 from jaxres.checkpoint import hf_llama
 from jaxres.checkpoint.manifest import ArrayInfo
-from jaxres.checkpoint.weights_source import Facts, Weights
+from jaxres.checkpoint.weights_source import WeightFacts, Weights
 from jaxres.config.schema_training import FromWeights
 from jaxres.faults import ConfigError
 
 EXACT = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-"""Types all of whose numbers are float32 numbers too."""
+"""Types that convert to float32 without rounding."""
 ROUNDED = ("float64",)
 MAX_ROWS = 40
-"""Of a table in a message."""
+"""Number of mismatches that a message lists."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """The tensors that one array of the model is made of."""
+class TensorSource:
+    """The tensors that one array of the model is read from."""
 
     path: str
     info: ArrayInfo
-    """Of the model's array."""
+    """Dtype and shape of the model's array."""
     names: tuple[str, ...]
-    """There: one, or one a layer."""
+    """Names of the tensors in the source: one, or one for each layer."""
     rule: hf_llama.Rule | None
-    """How they are laid out there; None: as here."""
+    """Layout of the tensors in the source; None: the same as in jaxres."""
 
 
 @dataclass(frozen=True)
-class Binding:
-    """What is taken, what stays fresh, and what is left out."""
+class WeightMapping:
+    """The result of mapping stored weights to a model."""
 
-    taken: Mapping[str, Taken]
+    taken: Mapping[str, TensorSource]
+    """Path -> source tensors of the arrays that are loaded."""
     fresh: tuple[str, ...]
+    """Paths of the arrays that keep their fresh initialization."""
     left_out: tuple[str, ...]
+    """Names of the source tensors that are not used."""
 
 
-def bind(
+def map_weights(
     weights: Weights,
     wanted: Mapping[str, ArrayInfo],
     *,
-    facts: Facts,
+    facts: WeightFacts,
     section: FromWeights,
-) -> Binding:
-    """Finds every array of a model in the weights.
+) -> WeightMapping:
+    """Maps stored weights to the arrays of a model.
 
     Args:
-      weights: of the source.
-      wanted: path -> the model's array.
-      facts: of the model.
-      section: which differences are allowed, and what is called otherwise.
+      weights: the stored weights.
+      wanted: path -> dtype and shape of the model's arrays.
+      facts: settings of the model that must match.
+      section: differences that are allowed, and names to replace.
 
     Raises:
-      ConfigError: they differ in what is not allowed; with all differences as a table.
+      ConfigError: there are differences that are not allowed; the message lists all of them.
     """
-    there = _renamed(weights, section.rename)
+    names = _renamed(weights, section.rename)
     rows = _changed_facts(weights.facts, facts, section.allow_changed)
-    taken: dict[str, Taken] = {}
+    taken: dict[str, TensorSource] = {}
     fresh: list[str] = []
-    told: set[str] = set()
-    """Tensors there of which a row tells already."""
+    listed: set[str] = set()
+    """Source tensors that a row already lists."""
     for path, info in wanted.items():
-        found, part = find(path, info, there), _layers(path, info, there)
-        if found is not None:
-            problem = _misfit(weights, found, cast=section.cast)
+        source, part = find(path, info, names), _layers(path, info, names)
+        if source is not None:
+            problem = _misfit(weights, source, cast=section.cast)
         else:
             problem = f"{len(part)} of {info.shape[0]} layers" if part else "absent"
-        if found is not None and problem is None:
-            taken[path] = found
+        if source is not None and problem is None:
+            taken[path] = source
             continue
         fresh.append(path)
         if not _matches(path, section.allow_missing):
             rows.append(f"{_names_of(path, info)}: {problem} there, {info} here")
-            told.update(found.names if found else part)
+            listed.update(source.names if source else part)
     used = {name for each in taken.values() for name in each.names}
     left_out = tuple(name for name in weights.tensors if name not in used)
     rows += [
         f"{name}: {weights.tensors[name]} there, absent here"
         for name in left_out
-        if name not in told and not _matches(name, section.allow_extra)
+        if name not in listed and not _matches(name, section.allow_extra)
     ]
     if rows:
         raise ConfigError(_table(weights.where, rows))
     if not taken:
-        raise ConfigError(f"{weights.where}: nothing of it is taken.")
-    return Binding(taken, tuple(fresh), left_out)
+        raise ConfigError(f"{weights.where}: no tensor of it matches an array of the model.")
+    return WeightMapping(taken, tuple(fresh), left_out)
 
 
 def _renamed(weights: Weights, rename: Mapping[str, str]) -> dict[str, str]:
-    """Returns the name by which a tensor is looked up -> its name there; the longest rule wins."""
-    found: dict[str, str] = {}
+    """Returns replaced name -> name in the source of every tensor; the longest rule wins."""
+    names: dict[str, str] = {}
     for name in weights.tensors:
-        new = name
+        replaced = name
         for old in sorted(rename, key=len, reverse=True):
             if name == old or name.startswith((f"{old}.", f"{old}/")):
-                new = rename[old] + name[len(old) :]
+                replaced = rename[old] + name[len(old) :]
                 break
-        if new in found:
+        if replaced in names:
             raise ConfigError(
-                f"{weights.where}: {found[new]} and {name} would both be {new} (init_from.rename). "
-                "Name one of them otherwise."
+                f"{weights.where}: {names[replaced]} and {name} would both be {replaced} "
+                "(init_from.rename). Rename one of them differently."
             )
-        found[new] = name
-    return found
+        names[replaced] = name
+    return names
 
 
-def find(path: str, info: ArrayInfo, there: Mapping[str, str]) -> Taken | None:
-    """Returns what an array of the model is made of; `there`: name to look up -> name there."""
-    if path in there:
-        return Taken(path, info, (there[path],), None)
+def find(path: str, info: ArrayInfo, names_there: Mapping[str, str]) -> TensorSource | None:
+    """Returns the source tensors of an array of the model, None if they are not all in the source.
+
+    `names_there` is replaced name -> name in the source.
+    """
+    if path in names_there:
+        return TensorSource(path, info, (names_there[path],), None)
     rule = hf_llama.RULES.get(path)
     if rule is None or len(info.shape) < rule.inputs + 1:
         return None
     names = rule.names(info.shape)
-    if not all(name in there for name in names):
+    if not all(name in names_there for name in names):
         return None
-    return Taken(path, info, tuple(there[name] for name in names), rule)
+    return TensorSource(path, info, tuple(names_there[name] for name in names), rule)
 
 
-def _layers(path: str, info: ArrayInfo, there: Mapping[str, str]) -> list[str]:
-    """Returns the tensors there that are layers of an array of the model."""
+def _layers(path: str, info: ArrayInfo, names: Mapping[str, str]) -> list[str]:
+    """Returns the source tensors that are layers of an array of the model."""
     rule = hf_llama.RULES.get(path)
     if rule is None or not info.shape:
         return []
-    return [there[name] for name in rule.names(info.shape) if name in there]
+    return [names[name] for name in rule.names(info.shape) if name in names]
 
 
-def _misfit(weights: Weights, taken: Taken, *, cast: str) -> str | None:
-    """Returns what is wrong with the tensors that an array is to be made of."""
+def _misfit(weights: Weights, taken: TensorSource, *, cast: str) -> str | None:
+    """Returns why an array can't be read from its source tensors; None if it can."""
     shape = taken.info.shape
     if taken.rule is not None:
         shape = taken.rule.theirs(shape[1:] if "{}" in taken.rule.name else shape)
@@ -150,19 +156,21 @@ def _misfit(weights: Weights, taken: Taken, *, cast: str) -> str | None:
         if info.dtype in ROUNDED and info.dtype not in allowed:
             return f"{name} is {info}, which init_from.cast=rounding rounds,"
         if info.dtype not in allowed:
-            return f"{name} is {info}, of a type that is not taken,"
+            return f"{name} is {info}, of an unsupported type,"
     return None
 
 
-def _changed_facts(there: Facts | None, here: Facts, allowed: Sequence[str]) -> list[str]:
+def _changed_facts(
+    there: WeightFacts | None, here: WeightFacts, allowed: Sequence[str]
+) -> list[str]:
     if there is None:
-        told = "config.json: absent there; it would tell of heads, rope_theta and the like"
-        return [] if _matches("config.json", allowed) else [told]
+        row = "config.json: absent there; it defines heads, rope_theta and the like"
+        return [] if _matches("config.json", allowed) else [row]
     if "kind" not in there:
         return [f"config.json: model_type {there['model_type']} there, a Llama is needed"]
-    ours = {**hf_llama.NO_CHOICE, **here}
+    shown = {**hf_llama.NO_CHOICE, **here}
     return [
-        f"{name}: {there.get(name)} there, {ours.get(name)} here"
+        f"{name}: {there.get(name)} there, {shown.get(name)} here"
         for name in dict.fromkeys([*here, *there])
         if there.get(name) != here.get(name) and not _matches(name, allowed)
     ]
@@ -185,25 +193,26 @@ def _table(where: str, rows: Sequence[str]) -> str:
         [
             f"{where}: these weights are not this model's",
             *shown,
-            "Change the model, or name what may differ: init_from.allow_missing (arrays here that "
-            "stay fresh), allow_extra (there, left out), allow_changed (settings), rename.",
+            "Change the model, or allow the differences: init_from.allow_missing (arrays here that "
+            "stay fresh), allow_extra (tensors there that are not used), allow_changed (settings), "
+            "rename.",
         ]
     )
 
 
-def as_there(weights: Weights, taken: Taken) -> ArrayInfo:
-    """Returns an array as it would be in the type that it has there; float32 if it has several."""
+def as_there(weights: Weights, taken: TensorSource) -> ArrayInfo:
+    """Returns an array's info with its dtype in the source; float32 if that has several."""
     dtypes = {weights.tensors[name].dtype for name in taken.names}
     return ArrayInfo(dtypes.pop() if len(dtypes) == 1 else "float32", taken.info.shape)
 
 
-def assemble(weights: Weights, taken: Taken, *, dtype: str | None = None) -> np.ndarray:
-    """Reads one array of the model as it is laid out here; `dtype` None: as there."""
-    whole = np.empty(taken.info.shape, np.dtype(dtype or as_there(weights, taken).dtype))
+def assemble(weights: Weights, taken: TensorSource, *, dtype: str | None = None) -> np.ndarray:
+    """Reads one array of the model in our layout; `dtype` None: the dtype of the source."""
+    array = np.empty(taken.info.shape, np.dtype(dtype or as_there(weights, taken).dtype))
     if taken.rule is None:
-        whole[...] = weights.read(taken.names[0])
-        return whole
-    layers = whole if "{}" in taken.rule.name else whole[np.newaxis]
+        array[...] = weights.read(taken.names[0])
+        return array
+    layers = array if "{}" in taken.rule.name else array[np.newaxis]
     for layer, name in zip(layers, taken.names, strict=True):
         layer[...] = taken.rule.take(weights.read(name), layer.shape)
-    return whole
+    return array

@@ -1,4 +1,4 @@
-"""Parameters from elsewhere: another run's, or a safetensors folder's. Needs no jax."""
+"""Reads stored parameters, from another run or from a safetensors folder. Needs no jax."""
 
 from __future__ import annotations
 
@@ -24,28 +24,33 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
 from jaxres.storage import files
 from jaxres.storage.checksummed_json import canonical_json
+from jaxres.storage.path import is_remote
 
 PARAMS = "params/"
 ABOUT = "jaxres.json"
-"""What an export tells of itself: checksums, model, step."""
-Facts = Mapping[str, Any]
-"""Settings of a model that decide what its arrays mean, and that no shape shows."""
+"""File in which an export describes itself: checksums, model, step."""
+WeightFacts = Mapping[str, Any]
+"""Settings of a model that change what it computes but not the shapes of its arrays."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Somebody's parameters, by the names that they have there, read one tensor at a time."""
+    """Parameters of a source, under the source's names, read one tensor at a time."""
 
     where: str
+    """Name of the source in messages."""
     tensors: Mapping[str, ArrayInfo]
+    """Name -> dtype and shape of every tensor."""
     read: Callable[[str], np.ndarray]
-    facts: Facts | None
-    """None: nobody tells."""
+    """Reads the tensor of a name."""
+    facts: WeightFacts | None
+    """Settings of the source's model; None: unknown."""
     step: int | None = None
+    """Step of the run that the parameters are from; None: not from a run."""
 
 
-def facts_of(model: GptModel | MlpModel | CustomModel) -> Facts:
-    """Returns the settings in which the source of a model's parameters must not differ."""
+def facts_of(model: GptModel | MlpModel | CustomModel) -> WeightFacts:
+    """Returns the settings of a model that must match those of its source of parameters."""
     if isinstance(model, GptModel):
         heads = model.num_heads
         groups = model.num_kv_heads or heads
@@ -56,11 +61,11 @@ def facts_of(model: GptModel | MlpModel | CustomModel) -> Facts:
 
 
 def from_run(run_dir: RunDir, model: GptModel | MlpModel | CustomModel, commit: Commit) -> Weights:
-    """Returns the parameters of a committed step, each verified as it is read.
+    """Returns the parameters of a committed step; `read` verifies each array.
 
     Raises:
-      Unrestorable: the step is damaged; so does `read`.
-      StorageUnavailable: storage did not let it be read.
+      Unrestorable: the step is damaged; `read` raises it too.
+      StorageUnavailable: storage could not be read.
     """
     step_dir = (run_dir.root / commit.path).absolute()
     manifest = manifests.read(step_dir, commit)
@@ -68,8 +73,8 @@ def from_run(run_dir: RunDir, model: GptModel | MlpModel | CustomModel, commit: 
 
     def read(path: str) -> np.ndarray:
         array = manifests.read_array(step_dir, commit, path, tensors[path])
-        if manifest.tells_content and array_digest(path, array) != manifest.digests[path]:
-            what = f"what was read of {path} has another digest than was committed"
+        if array_digest(path, array) != manifest.digests[path]:
+            what = f"the data read for {path} has another digest than was committed"
             raise manifests.damaged(step_dir, commit.step, what)
         return array
 
@@ -79,36 +84,36 @@ def from_run(run_dir: RunDir, model: GptModel | MlpModel | CustomModel, commit: 
 
 
 def from_safetensors(place: Path) -> Weights:
-    """Returns what a safetensors folder or file holds, checked as it is read where it tells how.
+    """Returns the tensors of a safetensors folder or file; `read` verifies recorded checksums.
 
     Raises:
-      ConfigError: there is nothing of the kind, or it is not whole.
-      StorageUnavailable: storage did not let it be read.
+      ConfigError: the files do not exist, or are damaged.
+      StorageUnavailable: storage could not be read.
     """
-    found = safetensors.open_place(place)
+    stored = safetensors.open_place(place)
     folder = place if place.is_dir() else place.parent
     about = read_about(folder)
     sums: Mapping[str, str] = about["tensors"] if about else {}
-    if about and sums.keys() != found.keys():
-        name = min(sums.keys() ^ found.keys())
-        raise safetensors.broken(place, f"{name} is not both in it and in {ABOUT}")
+    if about and sums.keys() != stored.keys():
+        name = min(sums.keys() ^ stored.keys())
+        raise safetensors.broken(place, f"{name} is missing in it or in {ABOUT}")
 
     def read(name: str) -> np.ndarray:
-        array = found[name].read()
+        array = stored[name].read()
         if name in sums and checksum(array) != sums[name]:
             raise safetensors.broken(
-                found[name].file,
-                f"{name} has other numbers than {ABOUT} says (delete that file if you have changed "
-                "the numbers yourself)",
+                stored[name].file,
+                f"{name} has other numbers than {ABOUT} records (delete that file if you have "
+                "changed the numbers yourself)",
             )
         return array
 
-    tensors = {name: tensor.info for name, tensor in found.items()}
+    tensors = {name: tensor.info for name, tensor in stored.items()}
     return Weights(str(place), tensors, read, _facts_there(folder, about))
 
 
 def read_about(folder: Path) -> dict[str, Any] | None:
-    """Returns what an export tells of itself; None for a folder that is none."""
+    """Returns an export's description of itself; None if the folder is not an export."""
     data = files.read(folder / ABOUT)
     if data is None:
         return None
@@ -121,7 +126,7 @@ def read_about(folder: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{folder / ABOUT}: can't be read ({error!r}).") from error
 
 
-def _facts_there(folder: Path, about: Mapping[str, Any] | None) -> Facts | None:
+def _facts_there(folder: Path, about: Mapping[str, Any] | None) -> WeightFacts | None:
     data = files.read(folder / "config.json")
     if data is None:
         return about["facts"] if about else None
@@ -131,28 +136,28 @@ def _facts_there(folder: Path, about: Mapping[str, Any] | None) -> Facts | None:
         raise ConfigError(f"{folder / 'config.json'}: can't be read ({error}).") from error
     try:
         model, _, differing = hf_llama.read_config(fields)
-    except ConfigError:  # Of another kind of model altogether.
+    except ConfigError:  # The config of another kind of model.
         return {"model_type": fields.get("model_type")}
     return {**facts_of(model), **differing}
 
 
 def checksum(array: np.ndarray) -> str:
-    """Returns xxh3-128, in hex, of the numbers as they are stored."""
+    """Returns xxh3-128, in hex, of an array's numbers as they are stored."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return xxhash.xxh3_128_hexdigest(flat.view(np.uint8).data)
 
 
 def params_digest(rows: Iterable[Sequence[Any]]) -> str:
-    """Returns one word for parameters, from the rows that the content digest has of them."""
+    """Returns the digest of parameters, from their rows of the content digest."""
     ordered = sorted(list(row) for row in rows)
     return "sha256:" + hashlib.sha256(canonical_json({"params": ordered})).hexdigest()
 
 
 def committed(run_dir: RunDir, *, step: int | None) -> Commit:
-    """Returns the commit of a step, by default of the newest.
+    """Returns the commit record of a step; None: of the newest committed step.
 
     Raises:
-      ConfigError: there is no run, or no such step.
+      ConfigError: the run does not exist, or the step is not committed.
     """
     line = run_log.fold(run_log.read_records(run_dir.log))
     for commit in reversed(line.committed):
@@ -171,20 +176,20 @@ def open_source(
     step: int | None,
     model_of: Callable[[RunDir], GptModel | MlpModel | CustomModel],
 ) -> Weights:
-    """Returns the parameters that a new run is to start from.
+    """Returns the parameters that a new run starts from.
 
     Args:
-      section: what the config says.
-      step: of a run; None: its newest.
+      section: the source, as configured.
+      step: step of the source run; None: its newest.
       model_of: returns the model of the run in a directory.
 
     Raises:
-      ConfigError: they are not there, or not whole.
+      ConfigError: the source does not exist, or its files are damaged.
       Unrestorable: the run's step is damaged.
-      StorageUnavailable: storage did not let them be read.
+      StorageUnavailable: storage could not be read.
     """
     if isinstance(section, FromSafetensors):
-        assert isinstance(section.path, Path), "config/cross_checks.py refuses buckets"
+        assert not is_remote(section.path), "config/cross_checks.py refuses buckets"
         return from_safetensors(section.path)
     run_dir = RunDir(section.path)
     commit = committed(run_dir, step=step)

@@ -1,1 +1,1 @@
-"""The commands that look at a run or work on its checkpoints: status, history, checkpoints, doctor, replay."""
+"""Commands on runs and checkpoints: status, history, checkpoints, doctor, replay."""

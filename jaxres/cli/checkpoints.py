@@ -1,4 +1,4 @@
-"""The verbs that only look at a run directory: status, history, checkpoints. They need no jax."""
+"""Commands on a run directory: status, history, checkpoints. They do not import jax."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing import Any
 from jaxres.cli import status
 from jaxres.clock import SystemClock
 from jaxres.config.argparser import Parser
-from jaxres.faults import Exit, TypedEnd, UsageError
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import RunError, UsageError
 from jaxres.runlog import attempt_history, metrics, run_log
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Commit, Line, Quarantine, Record
+from jaxres.runlog.run_log import Commit, Quarantine, Record, RunHistory
 from jaxres.storage import files
-from jaxres.storage.path import place
+from jaxres.storage.path import parse_path
 from jaxres.supervisor import run_lock
 
 
 def _local(text: str) -> Path:
-    if not isinstance(found := place(text), Path):
-        raise argparse.ArgumentTypeError(f"{text}: must be on this machine; copy it from there")
-    return found
+    if not isinstance(path := parse_path(text), Path):
+        raise argparse.ArgumentTypeError(f"{text}: must be a local path")
+    return path
 
 
 def _parser(usage: str) -> argparse.ArgumentParser:
@@ -32,13 +33,13 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, prog="jaxres")
 
     def verb(parent: argparse._SubParsersAction[Parser], name: str) -> argparse.ArgumentParser:
-        found = parent.add_parser(name)
-        found.add_argument("run_dir", type=place, metavar="RUN_DIR")
-        return found
+        subparser = parent.add_parser(name)
+        subparser.add_argument("run_dir", type=parse_path, metavar="RUN_DIR")
+        return subparser
 
-    look = verb(verbs, "status")
-    look.add_argument("--json", action="store_true")
-    look.add_argument("--watch", action="store_true")
+    status_parser = verb(verbs, "status")
+    status_parser.add_argument("--json", action="store_true")
+    status_parser.add_argument("--watch", action="store_true")
     history = verb(verbs, "history")
     history.add_argument("--attempts", action="store_true")
     history.add_argument("--json", action="store_true")
@@ -47,7 +48,7 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     verb(checkpoints, "digest").add_argument("--step", type=int)
     verb(checkpoints, "verify").add_argument("--step", type=int)
     diff = verb(checkpoints, "diff")
-    diff.add_argument("other_run_dir", type=place, nargs="?", metavar="OTHER_RUN_DIR")
+    diff.add_argument("other_run_dir", type=parse_path, nargs="?", metavar="OTHER_RUN_DIR")
     diff.add_argument("--step", type=int)
     diff.add_argument("--other-step", type=int)
     diff.add_argument("--json", action="store_true")
@@ -60,83 +61,85 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     export.add_argument("--names", choices=("llama", "jaxres", "gpt2"))
     export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     export.add_argument("--max-shard-bytes", type=int)
-    for either in (export, verb(checkpoints, "import")):
-        either.add_argument("--step", type=int)
-        either.add_argument("--out", type=_local)
-        either.add_argument("--json", action="store_true")
+    for subparser in (export, verb(checkpoints, "import")):
+        subparser.add_argument("--step", type=int)
+        subparser.add_argument("--out", type=_local)
+        subparser.add_argument("--json", action="store_true")
     return parser
 
 
-def _parse(words: Sequence[str], *, usage: str) -> argparse.Namespace:
-    """Returns the options; those of `checkpoints prune` have `overrides`, wherever they stood."""
+def _parse(arguments: Sequence[str], *, usage: str) -> argparse.Namespace:
+    """Returns the options; `overrides` holds the config overrides of `checkpoints prune`."""
     parser = _parser(usage)
-    options, rest = parser.parse_known_args(words)
-    takes = getattr(options, "sub", None) == "prune"
-    unknown = [word for word in rest if not takes or word.startswith("-") or "=" not in word]
+    options, rest = parser.parse_known_args(arguments)
+    has_overrides = getattr(options, "sub", None) == "prune"
+    unknown = [arg for arg in rest if not has_overrides or arg.startswith("-") or "=" not in arg]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.overrides = rest
     return options
 
 
-def main(words: Sequence[str], *, usage: str, env: Mapping[str, str] | None = None) -> int:
-    """Runs one of the verbs and returns its exit code."""
+def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None = None) -> int:
+    """Runs a command and returns its exit code."""
     try:
-        options = _parse(words, usage=usage)
-        code = Exit.DONE
+        options = _parse(arguments, usage=usage)
+        code = ExitCode.DONE
         if getattr(options, "sub", None) in ("export", "import"):
             from jaxres.cli import weights
 
-            text, code = weights.act(options)
+            text, code = weights.run(options)
             sys.stdout.write(text)
             return code
         run_dir = RunDir(options.run_dir)
-        line = _line(run_dir)
+        history = _read_history(run_dir)
         match options.verb, getattr(options, "sub", None):
             case "status", _:
-                seen = status.look(run_dir, line, clock=SystemClock(), watch=options.watch)
-                text = status.as_json(seen) if options.json else status.as_text(seen)
-                code = seen.outlook.code
+                state = status.read_status(
+                    run_dir, history, clock=SystemClock(), watch=options.watch
+                )
+                text = status.as_json(state) if options.json else status.as_text(state)
+                code = state.outlook.code
             case "history", _ if options.attempts:
-                is_alive = run_lock.is_alive(run_dir, clock=SystemClock())
-                found = attempt_history.read(run_dir, is_alive=is_alive)
+                is_alive = run_lock.looks_alive(run_dir, clock=SystemClock())
+                attempts = attempt_history.read(run_dir, is_alive=is_alive)
                 text = (
-                    attempt_history.as_json(found)
+                    attempt_history.as_json(attempts)
                     if options.json
-                    else attempt_history.as_text(found)
+                    else attempt_history.as_text(attempts)
                 )
             case "history", _:
-                text = _history(run_dir, line, as_json=options.json)
+                text = _metrics_table(run_dir, history, as_json=options.json)
             case _, "list":
-                text = _list(run_dir, line, as_json=options.json)
+                text = _list(run_dir, history, as_json=options.json)
             case _, "prune":
-                text = _prune(run_dir, line, options, env=env or {})
+                text = _prune(run_dir, history, options, env=env or {})
             case _, "pin" | "unpin":
                 text = _pin(run_dir, options)
             case _, "verify":
-                text, code = _verify(run_dir, line, step=options.step)
+                text, code = _verify(run_dir, history, step=options.step)
             case _, "diff":
-                text, code = _diff(run_dir, line, options)
+                text, code = _diff(run_dir, history, options)
             case _:
-                text = _digest(run_dir, line, step=options.step)
-    except TypedEnd as end:
+                text = _digest(run_dir, history, step=options.step)
+    except RunError as end:
         sys.stderr.write(f"{end}\n")
-        return end.exit
+        return end.exit_code
     sys.stdout.write(text)
     return code
 
 
-def _line(run_dir: RunDir) -> Line:
+def _read_history(run_dir: RunDir) -> RunHistory:
     records = run_log.read_records(run_dir.log)
     if not records:
-        raise UsageError(f"{run_dir.root}: no run here (no log/). Give the directory of a run.")
+        raise UsageError(f"{run_dir.root}: no run here (no log/). Give a run directory.")
     return run_log.fold(records)
 
 
-def _history(run_dir: RunDir, line: Line, *, as_json: bool) -> str:
-    history = metrics.read_history(run_dir, line)
+def _metrics_table(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
+    metric_lines = metrics.read_history(run_dir, history)
     if as_json:
-        rows = [{k: v for k, v in m.fields().items() if k != "seq"} for m in history]
+        rows = [{k: v for k, v in m.fields().items() if k != "seq"} for m in metric_lines]
         return "".join(json.dumps(row) + "\n" for row in rows)
     head = (
         f"{'step':>8} {'attempt':>7} {'loss':>10} {'grad norm':>10} {'rate':>10} {'tokens':>14}\n"
@@ -144,7 +147,7 @@ def _history(run_dir: RunDir, line: Line, *, as_json: bool) -> str:
     return head + "".join(
         f"{m.step:>8} {m.attempt:>7} {_cell(m.loss)} {_cell(m.grad_norm)} "
         f"{_cell(m.learning_rate)} {m.tokens:>14,}\n"
-        for m in history
+        for m in metric_lines
     )
 
 
@@ -153,20 +156,20 @@ def _cell(value: float | None) -> str:
 
 
 def _prune(
-    run_dir: RunDir, line: Line, options: argparse.Namespace, *, env: Mapping[str, str]
+    run_dir: RunDir, history: RunHistory, options: argparse.Namespace, *, env: Mapping[str, str]
 ) -> str:
     from jaxres.cli import prune as prune_cli
 
     clock = SystemClock()
-    keep = prune_cli.keep_of(run_dir, options.overrides)
+    keep = prune_cli.keep_policy(run_dir, options.overrides)
     if options.dry_run:
-        is_alive = run_lock.is_alive(run_dir, clock=clock)
-        found = prune_cli.outline(run_dir, line, keep, is_alive=is_alive)
+        is_alive = run_lock.looks_alive(run_dir, clock=clock)
+        preview = prune_cli.preview(run_dir, history, keep, is_alive=is_alive)
     else:
-        found = prune_cli.prune(run_dir, keep, clock=clock, env=env)
+        preview = prune_cli.prune(run_dir, keep, clock=clock, env=env)
     if options.json:
-        return prune_cli.as_json(found)
-    return prune_cli.as_text(found, is_done=not options.dry_run)
+        return prune_cli.as_json(preview)
+    return prune_cli.as_text(preview, is_done=not options.dry_run)
 
 
 def _pin(run_dir: RunDir, options: argparse.Namespace) -> str:
@@ -176,15 +179,15 @@ def _pin(run_dir: RunDir, options: argparse.Namespace) -> str:
     return act(run_dir, options.step)
 
 
-def _list(run_dir: RunDir, line: Line, *, as_json: bool) -> str:
+def _list(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
     pins = files.list_names(run_dir.pins)
     rows = [
         _row(record, commit, "committed") | {"pinned": str(commit.step) in pins}
-        for record, commit in zip(line.commits, line.committed, strict=True)
+        for record, commit in zip(history.commits, history.committed, strict=True)
     ]
     rows += [
-        _row(record, decided, "quarantined") | {"evidence": decided.evidence}
-        for record, decided in line.quarantined
+        _row(record, quarantine, "quarantined") | {"evidence": quarantine.evidence}
+        for record, quarantine in history.quarantined
     ]
     rows.sort(key=lambda row: (row["step"], row["attempt"]))
     if as_json:
@@ -197,75 +200,79 @@ def _list(run_dir: RunDir, line: Line, *, as_json: bool) -> str:
     )
 
 
-def _row(record: Record, of: Commit | Quarantine, status: str) -> dict[str, Any]:
+def _row(record: Record, body: Commit | Quarantine, status: str) -> dict[str, Any]:
     assert isinstance(record.body, Commit), record
     return {
-        "step": of.step,
+        "step": body.step,
         "attempt": record.attempt,
         "status": status,
-        "path": of.path,
+        "path": body.path,
         "bytes": record.body.bytes,
     }
 
 
-def _digest(run_dir: RunDir, line: Line, *, step: int | None) -> str:
+def _digest(run_dir: RunDir, history: RunHistory, *, step: int | None) -> str:
     from jaxres.checkpoint import manifest
     from jaxres.checkpoint.content_digest import content_digest
 
-    commit = _commit(run_dir, line, step=step)
+    commit = _commit(run_dir, history, step=step)
     step_dir = (run_dir.root / commit.path).absolute()
     arrays = manifest.read_arrays(step_dir, commit)
     return content_digest(arrays, progress=manifest.read_progress(step_dir, commit)) + "\n"
 
 
 DAMAGED = 1
-"""How `checkpoints verify` ends where a step is damaged, absent or not committed."""
+"""Exit code of `checkpoints verify` if a step is damaged, absent or not committed."""
 
 
-def _verify(run_dir: RunDir, line: Line, *, step: int | None) -> tuple[str, int]:
+def _verify(run_dir: RunDir, history: RunHistory, *, step: int | None) -> tuple[str, int]:
     from jaxres.checkpoint import verify
 
-    wanted = [commit for commit in line.committed if step in (None, commit.step)]
+    wanted = [commit for commit in history.committed if step in (None, commit.step)]
     if not wanted:
         what = "no step" if step is None else f"step {step} is not"
-        told = [
+        evidence = [
             f" ({d.path} is quarantined: {d.evidence})"
-            for _, d in line.quarantined
+            for _, d in history.quarantined
             if d.step == step
         ]
-        return f"{run_dir.root}: {what} committed{''.join(told)}\n", DAMAGED
-    found = [verify.examine(run_dir.root.absolute() / commit.path, commit) for commit in wanted]
-    is_whole = not any(findings.problems for findings in found)
-    return "".join(map(verify.as_text, found)), Exit.DONE if is_whole else DAMAGED
+        return f"{run_dir.root}: {what} committed{''.join(evidence)}\n", DAMAGED
+    results = [
+        verify.verify_step(run_dir.root.absolute() / commit.path, commit) for commit in wanted
+    ]
+    is_intact = not any(findings.problems for findings in results)
+    return "".join(map(verify.as_text, results)), ExitCode.DONE if is_intact else DAMAGED
 
 
 DIFFERENT = 1
-"""How `checkpoints diff` ends where the states differ."""
+"""Exit code of `checkpoints diff` if the states differ."""
 
 
-def _diff(run_dir: RunDir, line: Line, options: argparse.Namespace) -> tuple[str, int]:
+def _diff(run_dir: RunDir, history: RunHistory, options: argparse.Namespace) -> tuple[str, int]:
     from jaxres.checkpoint import diff
 
-    a = _commit(run_dir, line, step=options.step)
+    a = _commit(run_dir, history, step=options.step)
     if options.other_run_dir is not None:
         other_dir = RunDir(options.other_run_dir)
-        b = _commit(other_dir, _line(other_dir), step=options.other_step)
+        b = _commit(other_dir, _read_history(other_dir), step=options.other_step)
     else:
-        other_dir, b = run_dir, _commit(run_dir, line, step=options.other_step)
+        other_dir, b = run_dir, _commit(run_dir, history, step=options.other_step)
         if a.step == b.step:
             raise UsageError(
-                f"{run_dir.root}: step {a.step} is to be compared with itself. Give another run "
+                f"{run_dir.root}: step {a.step} would be compared with itself. Give another run "
                 "directory, or --step N --other-step M of this one."
             )
-    found = diff.diff(*((d.root.absolute() / c.path, c) for d, c in ((run_dir, a), (other_dir, b))))
-    text = diff.as_json(found) if options.json else diff.as_text(found)
-    return text, Exit.DONE if found.is_equal else DIFFERENT
+    differences = diff.diff(
+        *((d.root.absolute() / c.path, c) for d, c in ((run_dir, a), (other_dir, b)))
+    )
+    text = diff.as_json(differences) if options.json else diff.as_text(differences)
+    return text, ExitCode.DONE if differences.is_equal else DIFFERENT
 
 
-def _commit(run_dir: RunDir, line: Line, *, step: int | None) -> Commit:
-    for commit in reversed(line.committed):
+def _commit(run_dir: RunDir, history: RunHistory, *, step: int | None) -> Commit:
+    for commit in reversed(history.committed):
         if step in (None, commit.step):
             return commit
-    steps = ", ".join(str(commit.step) for commit in line.committed) or "none"
+    steps = ", ".join(str(commit.step) for commit in history.committed) or "none"
     what = "no step" if step is None else f"step {step} is not"
     raise UsageError(f"{run_dir.root}: {what} committed (committed: {steps})")

@@ -1,7 +1,7 @@
-"""The pre-flight checklist: what a run would meet, told before it starts; nothing is written.
+"""Pre-flight checks of a config and this machine; writes nothing.
 
-`jaxres doctor CONFIG.yaml [section.field=value ...]` looks at the devices that are here;
-`--devices N [--hosts H]` plans for N devices that are not.
+`jaxres doctor CONFIG.yaml [section.field=value ...]` checks the devices of this machine;
+`--devices N [--hosts H]` plans for N devices of other machines.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from jaxres.config.argparser import Parser
 from jaxres.config.schema_training import FromRun, FromSeed
 from jaxres.data import Dataset
 from jaxres.engine import mesh_plan
-from jaxres.engine.mesh_plan import Plan
-from jaxres.faults import ConfigError, Exit, OutOfMemory, TypedEnd
+from jaxres.engine.mesh_plan import MeshPlan
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError, OutOfMemory, RunError
 from jaxres.storage import files
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import is_remote
 from jaxres.supervisor import gce_metadata, preemption
-from jaxres.supervisor.gce_metadata import Answer
-from jaxres.telemetry.stdio import size
+from jaxres.supervisor.gce_metadata import Response
+from jaxres.telemetry.stdio import format_bytes
 from jaxres.train import oom_advice
 
 if TYPE_CHECKING:
@@ -39,28 +40,28 @@ USAGE = "jaxres doctor CONFIG.yaml [section.field=value ...] [--devices N [--hos
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the list: what was looked at, and what to do where it is not well."""
+    """Result of one check: its name, what was found and, unless it passed, what to do."""
 
     status: Literal["pass", "warn", "fail"]
     name: str
-    says: str
+    detail: str
 
     def __str__(self) -> str:
-        """Returns the line."""
-        return f"{self.status}  {self.name:<8}  {self.says}"
+        """Returns the line to print."""
+        return f"{self.status}  {self.name:<8}  {self.detail}"
 
 
-Told = Iterator[Check]
+Checks = Iterator[Check]
 
 
-def main(words: Sequence[str], *, env: Mapping[str, str]) -> int:
-    """Prints the checklist and the layout; returns 0, or 78 where something fails."""
+def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
+    """Prints the checks and the layout; returns 0, or 78 if a check fails."""
     try:
-        options = _parse(words)
+        options = _parse(arguments)
         loaded = configs.load(options.config, options.overrides)
-    except TypedEnd as end:
-        sys.stderr.write(faults.message(end.exit, str(end)))
-        return end.exit
+    except RunError as error:
+        sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))
+        return error.exit_code
     failed = 0
     doctor = Doctor(loaded, num_devices=options.devices, num_hosts=options.hosts, env=env)
     for check in doctor.checks():
@@ -69,21 +70,23 @@ def main(words: Sequence[str], *, env: Mapping[str, str]) -> int:
         failed += check.status == "fail"
     sys.stdout.write(doctor.table())
     if not failed:
-        return Exit.DONE
+        return ExitCode.DONE
     what = "1 check fails" if failed == 1 else f"{failed} checks fail"
-    sys.stderr.write(faults.message(Exit.CONFIG, f"{options.config}: {what}, see above"))
-    return Exit.CONFIG
+    sys.stderr.write(
+        faults.format_exit_message(ExitCode.CONFIG, f"{options.config}: {what}, see above")
+    )
+    return ExitCode.CONFIG
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="jaxres doctor", usage=USAGE)
     parser.add_argument("config", type=Path, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--devices", type=int)
     parser.add_argument("--hosts", type=int, default=None)
-    options = parser.parse_intermixed_args(words)
+    options = parser.parse_intermixed_args(arguments)
     if options.hosts is not None and options.devices is None:
-        parser.error("--hosts goes with --devices")
+        parser.error("--hosts needs --devices")
     options.hosts = options.hosts or 1
     if options.devices is not None and (options.devices < 1 or options.devices % options.hosts):
         parser.error(f"--devices {options.devices} is not a multiple of --hosts {options.hosts}")
@@ -91,7 +94,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 class Doctor:
-    """Looks at one thing after the other; what has failed is not built upon."""
+    """Runs the checks in order; skips those that depend on a failed one."""
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class Doctor:
         num_hosts: int,
         env: Mapping[str, str],
     ) -> None:
-        """Takes the config, and how many devices to plan for; None: those that are here."""
+        """Args: the config, and the number of devices to plan for; None: this machine's devices."""
         self._loaded = loaded
         self._config: RunConfig = loaded.config
         self._num_devices = num_devices
@@ -109,33 +112,33 @@ class Doctor:
         self._here = num_devices is None
         self._env = env
         self._dataset: Dataset | None = None
-        self._plan: Plan | None = None
+        self._plan: MeshPlan | None = None
         self._mesh: Any = None
         self._platform = "cpu"
         self._layout: Layout | None = None
         self._shapes: Any = None
 
-    def checks(self) -> Told:
-        """Yields each check as soon as it is made."""
-        yield Check("pass", "config", f"{self._loaded.name}: every key is known and fits")
-        yield from _typed("data", self._data, bad="fail" if self._here else "warn")
-        yield from _typed("mesh", self._devices)
+    def checks(self) -> Checks:
+        """Yields the result of each check as soon as it is known."""
+        yield Check("pass", "config", f"{self._loaded.name}: every key is known and valid")
+        yield from _guarded("data", self._data, bad="fail" if self._here else "warn")
+        yield from _guarded("mesh", self._devices)
         if self._plan is not None:
-            yield from _typed("state", self._state)
+            yield from _guarded("state", self._state)
         if self._shapes is not None and not isinstance(self._config.init_from, FromSeed):
-            yield from _typed("init_from", self._source, bad="fail" if self._here else "warn")
+            yield from _guarded("init_from", self._source, bad="fail" if self._here else "warn")
         if not self._here:
-            return  # Step and storage are another machine's.
+            return  # Step and storage belong to another machine.
         if self._dataset is not None and self._layout is not None:
-            yield from _typed("step", self._step)
+            yield from _guarded("step", self._step)
         yield from self._place()
-        yield from _typed("notices", self._notices)
+        yield from _guarded("notices", self._notices)
 
     def table(self) -> str:
-        """Returns what lies on each device; nothing where that could not be found out."""
+        """Returns the table of arrays per device; empty if it is unknown."""
         return "" if self._layout is None else f"\n{self._layout.table()}"
 
-    def _data(self) -> Told:
+    def _data(self) -> Checks:
         dataset = data.open_dataset(self._config.data)
         self._dataset = dataset
         yield Check(
@@ -145,7 +148,7 @@ class Doctor:
             f"{len(dataset.heldout):,} held out",
         )
 
-    def _devices(self) -> Told:
+    def _devices(self) -> Checks:
         from jaxres.engine import mesh as meshes
         from jaxres.train import build
 
@@ -167,7 +170,7 @@ class Doctor:
             self._mesh = meshes.abstract(self._plan)
             per_host = self._num_devices // self._num_hosts
             slow = mesh_plan.crosses_hosts(self._plan, devices_per_host=per_host)
-            what = f"{self._num_devices} devices that are not here, {per_host} a host"
+            what = f"{self._num_devices} devices of other machines, {per_host} per host"
         plan = self._plan
         axes = " ".join(f"{a}={n}" for a, n in zip(mesh_plan.AXES, plan.sizes, strict=True))
         yield Check("pass", "mesh", f"{what}: {axes}")
@@ -180,7 +183,7 @@ class Doctor:
             f"{plan.rows_per_device} (rows a device at once) x {plan.batch_shards} (batch shards)",
         )
 
-    def _state(self) -> Told:
+    def _state(self) -> Checks:
         from jaxres.engine import sharding_report
         from jaxres.train import build
 
@@ -195,32 +198,36 @@ class Doctor:
         self._layout = sharding_report.of(shapes, model, self._mesh)
         held = self._layout.device_bytes
         limit = sharding_report.device_limit(self._mesh) if self._here else None
-        oom_advice.refuse_large_state(held, limit)
-        of = "" if limit is None else f" of {size(limit)}"
-        whole = size(self._layout.global_bytes)
-        yield Check("pass", "state", f"{size(held)}{of} a device; a checkpoint takes {whole}")
+        oom_advice.check_state_fits(held, limit)
+        of = "" if limit is None else f" of {format_bytes(limit)}"
+        whole = format_bytes(self._layout.global_bytes)
+        yield Check(
+            "pass", "state", f"{format_bytes(held)}{of} a device; a checkpoint takes {whole}"
+        )
         for warning in self._layout.warnings():
             yield Check("warn", "state", warning)
         if self._here:
             snapshot, state = sharding_report.save_memory(self._layout)
-            small = oom_advice.small_host(snapshot, state)
-            says = f"a save takes up to {size(snapshot)} of this host until it is committed"
-            yield Check("pass" if small is None else "warn", "memory", small or says)
+            warning = oom_advice.warn_host_memory(snapshot, state)
+            detail = (
+                f"a save takes up to {format_bytes(snapshot)} of this host until it is committed"
+            )
+            yield Check("pass" if warning is None else "warn", "memory", warning or detail)
 
-    def _source(self) -> Told:
+    def _source(self) -> Checks:
         from jaxres.train import init_params
 
         section = self._config.init_from
         assert not isinstance(section, FromSeed)
         step = section.at_step if isinstance(section, FromRun) else None
-        found = init_params.find(section, self._config.model, self._shapes, step=step)
-        yield Check("pass", "init_from", found.in_words())
+        source = init_params.resolve_source(section, self._config.model, self._shapes, step=step)
+        yield Check("pass", "init_from", source.summary())
 
-    def _step(self) -> Told:
+    def _step(self) -> Checks:
         import jax
 
         from jaxres.engine import sharding_report
-        from jaxres.train import build
+        from jaxres.train import build, jitted_steps
 
         assert self._dataset is not None
         assert self._plan is not None
@@ -232,76 +239,92 @@ class Doctor:
             platform=self._platform,
         )
         try:
-            needs = sharding_report.step_bytes(build.traced_step(parts).lower().compile())
+            needed = sharding_report.step_bytes(jitted_steps.traced_step(parts).lower().compile())
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            if not oom_advice.is_exhausted(error):
+            if not oom_advice.is_oom(error):
                 raise
-            raise OutOfMemory(oom_advice.advice(self._config, error)) from error
-        large = oom_advice.large_step(self._config, needs, sharding_report.device_limit(self._mesh))
-        if large is not None:
-            yield Check("warn", "step", large)
-        elif needs is None:
-            yield Check("warn", "step", "compiles; XLA does not say what memory it needs")
+            raise OutOfMemory(oom_advice.oom_message(self._config, error)) from error
+        warning = oom_advice.warn_device_memory(
+            self._config, needed, sharding_report.device_limit(self._mesh)
+        )
+        if warning is not None:
+            yield Check("warn", "step", warning)
+        elif needed is None:
+            yield Check("warn", "step", "compiles; XLA reports no memory estimate")
         else:
-            yield Check("pass", "step", f"compiles; about {size(needs)} a device (XLA's estimate)")
+            yield Check(
+                "pass", "step", f"compiles; about {format_bytes(needed)} a device (XLA's estimate)"
+            )
 
-    def _notices(self) -> Told:
+    def _notices(self) -> Checks:
         if self._config.preemption.metadata == "off":
-            yield Check("pass", "notices", "preemption.metadata is off: only signals are heeded")
+            yield Check("pass", "notices", "preemption.metadata is off: only signals are handled")
             return
-        server = gce_metadata.find(self._env, product=gce_metadata.product_name())
+        server = gce_metadata.detect(self._env, product=gce_metadata.product_name())
         if server is None:
-            yield Check("pass", "notices", "this machine is no GCE VM: only signals are heeded")
+            yield Check("pass", "notices", "this machine is no GCE VM: only signals are handled")
             return
-        answer = gce_metadata.ask(server, preemption.PREEMPTED)
-        if isinstance(answer, Answer):
+        answer = gce_metadata.get(server, preemption.PREEMPTED)
+        if isinstance(answer, Response):
             yield Check("pass", "notices", f"the metadata server {server} answers: {answer.text}")
         else:
-            says = f"{answer.why}. The run would go on asking; until it answers, only signals count"
-            yield Check("warn", "notices", says)
+            detail = f"{answer.why}. A run polls it; until it responds, only signals are handled"
+            yield Check("warn", "notices", detail)
 
-    def _place(self) -> Told:
+    def _place(self) -> Checks:
         run_dir = configs.run_dir(self._config, self._loaded.name).absolute()
-        if isinstance(run_dir, BucketPath):
-            found = files.list_names(run_dir)
-            yield Check("pass", "run.dir", f"{run_dir} can be read; {len(found)} names are there")
+        if is_remote(run_dir):
+            names = files.list_names(run_dir)
+            yield Check("pass", "run.dir", f"{run_dir} can be read; it holds {len(names)} names")
             return
-        there = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+        existing = next(p for p in (run_dir, *run_dir.parents) if p.exists())
         try:
-            with tempfile.TemporaryFile(dir=there):  # It never has a name, so nothing is left.
+            with tempfile.TemporaryFile(dir=existing):  # Unnamed: leaves nothing.
                 pass
         except OSError as error:
             yield Check(
                 "fail",
                 "run.dir",
-                f"{run_dir}: {there} can't be written ({error.strerror}). Choose another place "
-                "with run.dir=..., or mend this one",
+                f"{run_dir}: {existing} can't be written ({error.strerror}). Choose another "
+                "directory with run.dir=..., or fix this one",
             )
             return
-        free = shutil.disk_usage(there).free
+        free = shutil.disk_usage(existing).free
         if self._layout is None:
-            yield Check("pass", "run.dir", f"{run_dir} can be written; {size(free)} are free there")
+            yield Check(
+                "pass", "run.dir", f"{run_dir} can be written; {format_bytes(free)} are free there"
+            )
             return
         keep = self._config.checkpoint.keep
-        count = keep.last + keep.daily + keep.weekly + keep.best + 3  # Known good, next, in flight.
+        count = (
+            keep.last + keep.daily + keep.weekly + keep.best + 3
+        )  # + known good, next, in flight.
         needed = count * self._layout.global_bytes
-        fits = f"{count} checkpoints of {size(self._layout.global_bytes)} (checkpoint.keep + 3"
+        size = format_bytes(self._layout.global_bytes)
+        planned = f"{count} checkpoints of {size} (checkpoint.keep + 3)"
         if free < needed:
             yield Check(
                 "warn",
                 "run.dir",
-                f"{run_dir}: {fits}) need {size(needed)}, and {size(free)} are free. Free some "
-                "space, lower checkpoint.keep.last, or choose another place with run.dir=...",
+                f"{run_dir}: {planned} need {format_bytes(needed)}, and {format_bytes(free)} are "
+                "free. Free some space, lower checkpoint.keep.last, or choose another directory "
+                "with run.dir=...",
             )
             return
-        yield Check("pass", "run.dir", f"{run_dir}: {fits}) fit into the {size(free)} free there")
+        yield Check(
+            "pass", "run.dir", f"{run_dir}: {planned} fit into the {format_bytes(free)} free there"
+        )
 
 
-def _typed(name: str, checks: Callable[[], Told], *, bad: Literal["warn", "fail"] = "fail") -> Told:
-    """Yields the checks; a typed end among them becomes a line."""
+def _guarded(
+    name: str, checks: Callable[[], Checks], *, bad: Literal["warn", "fail"] = "fail"
+) -> Checks:
+    """Yields the checks; converts a RunError to a failed or warning check."""
     try:
         yield from checks()
     except ConfigError as error:
         yield Check(bad, name, str(error))
-    except TypedEnd as end:
-        yield Check(bad, name, f"{end} (a run would end with {end.exit} {end.exit.name})")
+    except RunError as error:
+        yield Check(
+            bad, name, f"{error} (a run would exit with {error.exit_code} {error.exit_code.name})"
+        )

@@ -1,7 +1,8 @@
-"""Looking after the checkpoints of a run by hand: what is kept and why, pruning, pins.
+"""`jaxres checkpoints prune`, `pin` and `unpin`: manual retention of a run's checkpoints.
 
-Who prunes owns the run, as any attempt does: he claims the next attempt, so that an owner which was
-only paused is fenced before a byte goes. A run that is alive prunes by itself, and refuses (83).
+Pruning takes the run lock and claims the next attempt, like any attempt. A lock holder that was
+only suspended is therefore fenced before anything is deleted. A live run prunes its checkpoints
+itself; pruning it manually fails with exit code 83.
 """
 
 from __future__ import annotations
@@ -14,131 +15,137 @@ from datetime import UTC, datetime
 from jaxres.checkpoint import pruning, retention
 from jaxres.clock import Clock
 from jaxres.config.schema_operations import KeepSection
-from jaxres.faults import Exit, UsageError
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Line, Stop
+from jaxres.runlog.run_log import AttemptEnded, RunHistory
 from jaxres.storage import files
 from jaxres.supervisor import attempt_runner
-from jaxres.supervisor.run_config import resolve
-from jaxres.supervisor.run_lock import Owner
-from jaxres.supervisor.worker_group import Job
-from jaxres.telemetry.stdio import size
+from jaxres.supervisor.run_config import resolve_run
+from jaxres.supervisor.run_lock import RunLock
+from jaxres.supervisor.worker_group import WorkerGroup
+from jaxres.telemetry.stdio import format_bytes
 
 KEEP = "checkpoint.keep"
 
 
 @dataclass(frozen=True)
-class Outline:
-    """What pruning a run would do, or has done."""
+class PrunePreview:
+    """Steps and leftovers that pruning deletes or has deleted."""
 
-    plan: retention.Plan
+    plan: retention.PrunePlan
     leftovers: Mapping[str, int]
-    """Name -> bytes of directories that count for nothing: of killed saves and killed prunes."""
+    """Name -> bytes of directories outside the run history, left by killed saves and prunes."""
     is_alive: bool
-    """Whether somebody owns the run: then it prunes by itself, and may be writing a leftover."""
+    """Whether the run is live: then it prunes by itself, and leftovers may be saves in flight."""
 
 
-def keep_of(run_dir: RunDir, overrides: Sequence[str]) -> KeepSection:
-    """Returns what the run keeps, by its newest config and overrides of `checkpoint.keep`.
+def keep_policy(run_dir: RunDir, overrides: Sequence[str]) -> KeepSection:
+    """Returns the run's retention policy: its newest config with overrides of `checkpoint.keep`.
 
     Raises:
-      UsageError: an override of anything else.
+      UsageError: an override of another key.
     """
-    for word in overrides:
-        if not word.startswith((f"{KEEP}.", f"{KEEP}=", f"{KEEP}_last=")):
-            raise UsageError(f"{word}: only {KEEP}.* can be given here, as in {KEEP}.last=2")
-    return resolve(run_dir.root, overrides)[0].config.checkpoint.keep
+    for override in overrides:
+        if not override.startswith((f"{KEEP}.", f"{KEEP}=", f"{KEEP}_last=")):
+            raise UsageError(f"{override}: only {KEEP}.* can be given here, as in {KEEP}.last=2")
+    return resolve_run(run_dir.root, overrides)[0].config.checkpoint.keep
 
 
-def outline(run_dir: RunDir, line: Line, keep: KeepSection, *, is_alive: bool) -> Outline:
-    """Returns what pruning would do; writes nothing."""
-    left = [] if is_alive else pruning.leftovers(line, run_dir=run_dir)
-    return Outline(
-        pruning.plan(line, keep, run_dir=run_dir),
-        {path.name: sum(files.sizes(path).values()) for path in left},
+def preview(
+    run_dir: RunDir, history: RunHistory, keep: KeepSection, *, is_alive: bool
+) -> PrunePreview:
+    """Returns what pruning would delete; writes nothing."""
+    leftovers = [] if is_alive else pruning.leftovers(history, run_dir=run_dir)
+    return PrunePreview(
+        pruning.plan(history, keep, run_dir=run_dir),
+        {path.name: sum(files.sizes(path).values()) for path in leftovers},
         is_alive,
     )
 
 
-def prune(run_dir: RunDir, keep: KeepSection, *, clock: Clock, env: Mapping[str, str]) -> Outline:
-    """Prunes a run that nobody owns; returns what was to be done when it was claimed.
+def prune(
+    run_dir: RunDir, keep: KeepSection, *, clock: Clock, env: Mapping[str, str]
+) -> PrunePreview:
+    """Prunes a run that is not live; returns what was to be deleted when it was claimed.
 
     Raises:
-      Fenced: somebody owns it, and lives, or came first; nothing was deleted.
+      Fenced: another process holds the run lock or has claimed the attempt; nothing was deleted.
     """
-    config = resolve(run_dir.root, ())[0].config
-    with Owner(run_dir, clock=clock) as holder:
+    config = resolve_run(run_dir.root, ())[0].config
+    with RunLock(run_dir, clock=clock) as lock:
         before = run_log.fold(run_log.read_records(run_dir.log))
-        found = outline(run_dir, before, keep, is_alive=False)
-        if not found.plan.dead and not found.leftovers:
-            return found
-        log, _ = attempt_runner.claim_next(
-            config, run_dir, job=Job(), owner=holder, clock=clock, env=env
+        planned = preview(run_dir, before, keep, is_alive=False)
+        if not planned.plan.dead and not planned.leftovers:
+            return planned
+        log, _ = attempt_runner.claim_attempt(
+            config, run_dir, job=WorkerGroup(), run_lock=lock, clock=clock, env=env
         )
         pruned = pruning.prune(log, keep, run_dir=run_dir)
-        pruning.delete_all_but(log.line(), run_dir=run_dir, attempt=log.attempt)
+        pruning.delete_all_but(log.history(), run_dir=run_dir, attempt=log.attempt)
         log.append(_end(before, pruned))
-    return found
+    return planned
 
 
-def _end(before: Line, pruned: Sequence[int]) -> Stop:
-    """Returns the end of an attempt that has pruned only: what the run had come to still holds."""
+def _end(before: RunHistory, pruned: Sequence[int]) -> AttemptEnded:
+    """Returns the end of an attempt that only pruned: with the exit of the attempt before it."""
     steps = ", ".join(map(str, pruned)) or "none"
-    said = f"checkpoints prune: took steps off the line ({steps}); nothing was trained"
+    reason = f"checkpoints prune: pruned steps {steps}; nothing was trained"
     last = before.last_stop
     if last is None or last.attempt != before.attempt:
-        return Stop(exit=Exit.STOPPED, reason=said, committed=True)
-    assert isinstance(last.body, Stop), last
-    return Stop(
+        return AttemptEnded(exit=ExitCode.STOPPED, reason=reason, committed=True)
+    assert isinstance(last.body, AttemptEnded), last
+    return AttemptEnded(
         exit=last.body.exit,
-        reason=f"{said}. Attempt {last.attempt} before: {last.body.reason}",
+        reason=f"{reason}. Attempt {last.attempt} before: {last.body.reason}",
         committed=last.body.committed,
     )
 
 
-def as_text(found: Outline, *, is_done: bool) -> str:
-    """Returns a table for a person."""
-    plan = found.plan
+def as_text(preview: PrunePreview, *, is_done: bool) -> str:
+    """Returns a text table."""
+    plan = preview.plan
     text = f"{'step':>8} {'committed (UTC)':>19} {'bytes':>16}  kept as\n"
-    for one in plan.steps:
-        at = datetime.fromtimestamp(one.time, UTC).strftime("%Y-%m-%d %H:%M:%S")
-        why = ", ".join(plan.reasons[one.step]) or ("(pruned)" if is_done else "- goes")
-        text += f"{one.step:>8} {at:>19} {one.bytes:>16,}  {why}\n"
-    for name, count in found.leftovers.items():
-        text += f"{name:>28} {count:>16,}  left over by a kill, counts for nothing\n"
-    gone = sum(s.bytes for s in plan.steps if s.step in plan.dead) + sum(found.leftovers.values())
-    verb = "were pruned" if is_done else "would go"
+    for step in plan.steps:
+        at = datetime.fromtimestamp(step.time, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        why = ", ".join(plan.reasons[step.step]) or ("(pruned)" if is_done else "(to be pruned)")
+        text += f"{step.step:>8} {at:>19} {step.bytes:>16,}  {why}\n"
+    for name, count in preview.leftovers.items():
+        text += f"{name:>28} {count:>16,}  left by a killed process, not in the run history\n"
+    deleted = sum(step.bytes for step in plan.steps if step.step in plan.dead)
+    deleted += sum(preview.leftovers.values())
+    verb = "were pruned" if is_done else "would be pruned"
     text += (
-        f"{len(plan.dead)} of {len(plan.steps)} steps and {len(found.leftovers)} leftovers {verb}: "
-        f"{gone:,} bytes ({size(gone)})\n"
+        f"{len(plan.dead)} of {len(plan.steps)} steps and {len(preview.leftovers)} leftovers "
+        f"{verb}: {deleted:,} bytes ({format_bytes(deleted)})\n"
     )
-    if found.is_alive:
+    if preview.is_alive:
         text += "The run is alive: it prunes by itself after every commit, by its own config.\n"
     return text
 
 
-def as_json(found: Outline) -> str:
-    """Returns one object a line."""
-    plan = found.plan
+def as_json(preview: PrunePreview) -> str:
+    """Returns one JSON object per line."""
+    plan = preview.plan
     rows: list[dict[str, object]] = [
         {
-            "step": one.step,
-            "bytes": one.bytes,
-            "goes": one.step in plan.dead,
-            "kept_as": plan.reasons[one.step],
+            "step": step.step,
+            "bytes": step.bytes,
+            "pruned": step.step in plan.dead,
+            "kept_as": plan.reasons[step.step],
         }
-        for one in plan.steps
+        for step in plan.steps
     ]
-    rows += [{"leftover": name, "bytes": count} for name, count in found.leftovers.items()]
+    rows += [{"leftover": name, "bytes": count} for name, count in preview.leftovers.items()]
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def pin(run_dir: RunDir, step: int) -> str:
-    """Pins a committed step and says so.
+    """Pins a committed step; returns a message.
 
     Raises:
-      UsageError: it is not committed, or was pruned just before the pin came.
+      UsageError: the step is not committed, or was pruned before the pin was written.
     """
     if step not in _steps(run_dir):
         steps = ", ".join(map(str, _steps(run_dir))) or "none"
@@ -146,14 +153,14 @@ def pin(run_dir: RunDir, step: int) -> str:
     pruning.pin(run_dir, step)
     if step not in _steps(run_dir):
         pruning.unpin(run_dir, step)
-        raise UsageError(f"{run_dir.root}: step {step} was pruned meanwhile, and can't be pinned")
+        raise UsageError(f"{run_dir.root}: step {step} was pruned meanwhile and can't be pinned")
     return f"step {step} is pinned: it is kept until `checkpoints unpin {run_dir.root}`\n"
 
 
 def unpin(run_dir: RunDir, step: int) -> str:
-    """Takes a pin back and says so."""
-    was = "is not pinned any more" if pruning.unpin(run_dir, step) else "was not pinned"
-    return f"step {step} {was}\n"
+    """Removes a pin; returns a message."""
+    outcome = "is no longer pinned" if pruning.unpin(run_dir, step) else "was not pinned"
+    return f"step {step} {outcome}\n"
 
 
 def _steps(run_dir: RunDir) -> list[int]:

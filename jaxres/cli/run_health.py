@@ -1,6 +1,6 @@
-"""What becomes of a run: whether it goes on by itself, who starts it again, what a person is to do.
+"""Health of a run: its state, how it is restarted, and what the operator has to do. Pure.
 
-Pure. `jaxres status` ends by what this says.
+Determines the exit code of `jaxres status`.
 """
 
 from __future__ import annotations
@@ -9,69 +9,61 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode, exit_name, exit_row, remedy
+from jaxres.runlog.events import (
+    EVENTS,
+    AttemptRestarted,
+    GaveUp,
+    SupervisionEnded,
+    SupervisionStarted,
+)
 
-State = Literal["running", "restarting", "done", "down", "needs a person"]
-CODES: Mapping[State, int] = {
+RunState = Literal["running", "restarting", "done", "down", "needs a person"]
+CODES: Mapping[RunState, int] = {
     "running": 0,
     "restarting": 0,
     "done": 0,
     "down": 1,
     "needs a person": 3,
 }
-"""How `jaxres status` ends. 1: the same command goes on, and somebody has to give it. 3: it would
-end the same way again, or a supervisor has given up: somebody has to look first."""
-AGAIN = "python -m jaxres.train {root}"
-NEXT: Mapping[int, str] = {
-    Exit.DONE: "nothing; a new run: another run.seed, run.dir or config",
-    Exit.PREEMPTED: f"start it again, here or elsewhere: {AGAIN}",
-    Exit.STOPPED: f"to go on: {AGAIN}",
-    Exit.STORAGE: f"free some space or mend the storage, then: {AGAIN}",
-    Exit.CONFIG: "mend what the message names, then start it again",
-    Exit.HUNG: f"look into {{stacks}}, then: {AGAIN}",
-    Exit.BUG: f"look into the traceback, then: {AGAIN}",
-    Exit.PEER_LOST: f"start it again on all hosts, or on those that are left: {AGAIN}",
-    Exit.UNHEALTHY: "start it again without the host that the message names",
-    Exit.DIVERGED: "lower the learning rate or look at the rows, then start a new run",
-    Exit.FENCED: "nothing: another attempt owns the run",
-    Exit.NO_PROGRESS: f"mend what keeps it from its next commit, then: {AGAIN}",
-    Exit.UNRESTORABLE: "restore the checkpoint from a copy, or start a new run",
-    Exit.OUT_OF_MEMORY: "change one of the settings named, then start it again",
+"""Exit code of `jaxres status` by state.
+
+1: the run is down, and the same command resumes it. 3: the same command would fail the same way, or
+the supervisor has given up; an operator must act first.
+"""
+
+DECISIONS: Mapping[str, str] = {
+    EVENTS.tag(SupervisionStarted): "started",
+    EVENTS.tag(AttemptRestarted): "restarted",
+    EVENTS.tag(GaveUp): "gave up",
+    EVENTS.tag(SupervisionEnded): "ended",
 }
-OTHERWISE = f"look at the output, then: {AGAIN}"
-NEED_A_PERSON = (
-    *(Exit.USAGE, Exit.CONFIG, Exit.DIVERGED, Exit.UNHEALTHY),
-    *(Exit.NO_PROGRESS, Exit.UNRESTORABLE, Exit.OUT_OF_MEMORY),
-)
-"""Ends after which the same command, given again, ends in the same way."""
 
 
 @dataclass(frozen=True)
-class Supervision:
-    """What the newest word of a supervisor of all attempts says."""
+class LastSupervisorEvent:
+    """Newest decision in the supervisor's event file."""
 
-    word: Literal["begins", "restarts", "gave up", "ended"]
+    decision: Literal["started", "restarted", "gave up", "ended"]
     attempt: int
-    """The newest one then."""
+    """Newest attempt at the time of the decision."""
     exit: int
     reason: str
     budget: str
-    """What is used of which budget, in the supervisor's words."""
+    """Restart budget and its use, as the supervisor formats it."""
     after_seconds: float
 
 
-def supervision(events: Sequence[Mapping[str, Any]]) -> Supervision | None:
-    """Reads the newest decision in a supervisor's event file; None: there is none.
+def supervision(events: Sequence[Mapping[str, Any]]) -> LastSupervisorEvent | None:
+    """Returns the newest decision in a supervisor's event file; None: there is none.
 
-    The one place that knows these events' names; fields that are not there are no error.
+    Missing fields are no error.
     """
-    words = {"AttemptRestarted": "restarts", "GaveUp": "gave up", "SupervisionEnded": "ended"}
-    words["SupervisionStarted"] = "begins"
     for event in reversed(events):
-        word = words.get(str(event.get("event")))
-        if word is not None:
-            return Supervision(
-                word=word,  # type: ignore[arg-type]
+        decision = DECISIONS.get(str(event.get("event")))
+        if decision is not None:
+            return LastSupervisorEvent(
+                decision=decision,  # type: ignore[arg-type]
                 attempt=int(event.get("attempt") or 0),
                 exit=int(event.get("exit") or 0),
                 reason=str(event.get("reason") or ""),
@@ -82,18 +74,18 @@ def supervision(events: Sequence[Mapping[str, Any]]) -> Supervision | None:
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What becomes of a run."""
+class RunHealth:
+    """State of a run and what happens next."""
 
-    state: State
+    state: RunState
     next: str
-    """What happens, or what a person can do."""
+    """Next automatic action, or what the operator can do."""
     restarts: str
-    """Who starts it again when it falls; empty where there is nothing to start."""
+    """How the run is restarted after a failure; empty if the run is done."""
 
     @property
     def code(self) -> int:
-        """How `jaxres status` ends."""
+        """Exit code of `jaxres status`."""
         return CODES[self.state]
 
 
@@ -104,62 +96,63 @@ def outlook(
     attempt: int,
     last_exit: int | None,
     is_supervised: bool,
-    supervision: Supervision | None,
+    supervision: LastSupervisorEvent | None,
     root: str,
     stacks: str,
-) -> Outlook:
-    """Returns what becomes of a run.
+) -> RunHealth:
+    """Returns the health of a run.
 
     Args:
-      is_alive: whether somebody owns it.
-      is_done: whether its last step is committed.
-      attempt: the newest.
-      last_exit: the newest attempt's exit code; None: it has left none, or it still runs.
-      is_supervised: whether a supervisor has started the newest attempt.
-      supervision: the newest word of a supervisor.
-      root: the run directory.
-      stacks: where stacks of a hung worker are.
+      is_alive: whether the run lock is held by a live process.
+      is_done: whether the last step of the run is committed.
+      attempt: number of the newest attempt.
+      last_exit: exit code of the newest attempt; None: not recorded, or the attempt still runs.
+      is_supervised: whether a supervisor started the newest attempt.
+      supervision: newest decision of a supervisor.
+      root: path of the run directory.
+      stacks: path of the stack dump of a hung worker.
     """
+    command = f"python -m jaxres.train {root}"
     is_newest = supervision is not None and supervision.attempt >= attempt
-    last_words = ("gave up", "ended")
-    is_last_word = is_newest and supervision is not None and supervision.word in last_words
-    # The beat of an owner that has just ended is young for some seconds.
-    is_over = last_exit is not None and (last_exit == Exit.DONE or is_last_word)
+    final_decisions = ("gave up", "ended")
+    is_final = is_newest and supervision is not None and supervision.decision in final_decisions
+    # The heartbeat of a lock holder that has just exited looks recent for some seconds.
+    is_over = last_exit is not None and (last_exit == ExitCode.DONE or is_final)
     if is_alive and not is_over:
         return _alive(last_exit, attempt, supervision, root, is_supervised=is_supervised)
     if is_done:
-        return Outlook("done", NEXT[Exit.DONE], "")
-    if supervision is not None and supervision.word == "gave up" and is_newest:
-        advice = NEXT.get(supervision.exit, OTHERWISE).format(root=root, stacks=stacks)
-        nobody = f"nobody: the supervisor has given up ({_why(supervision)})"
-        return Outlook("needs a person", advice, nobody)
-    nobody = "nobody is there to"
+        return RunHealth("done", remedy(ExitCode.DONE), "")
+    if supervision is not None and supervision.decision == "gave up" and is_newest:
+        advice = remedy(supervision.exit, command=command, stacks=stacks)
+        restarts = f"manual: the supervisor has given up ({_reason(supervision)})"
+        return RunHealth("needs a person", advice, restarts)
+    restarts = "manual: no supervisor is running"
     if last_exit is None:
-        return Outlook("down", AGAIN.format(root=root), nobody)
-    advice = NEXT.get(last_exit, OTHERWISE).format(root=root, stacks=stacks)
-    return Outlook("needs a person" if last_exit in NEED_A_PERSON else "down", advice, nobody)
+        return RunHealth("down", command, restarts)
+    advice = remedy(last_exit, command=command, stacks=stacks)
+    state: RunState = "needs a person" if exit_row(last_exit).needs_operator else "down"
+    return RunHealth(state, advice, restarts)
 
 
-def _why(supervision: Supervision) -> str:
-    name = Exit(supervision.exit).name if supervision.exit in set(Exit) else "a signal"
-    return f"exit {supervision.exit} {name}: {supervision.reason}"
+def _reason(supervision: LastSupervisorEvent) -> str:
+    return f"exit {exit_name(supervision.exit)}: {supervision.reason}"
 
 
 def _alive(
     last_exit: int | None,
     attempt: int,
-    told: Supervision | None,
+    supervision: LastSupervisorEvent | None,
     root: str,
     *,
     is_supervised: bool,
-) -> Outlook:
-    is_of_now = told is not None and told.attempt in (attempt, attempt - 1)
-    budget = told.budget if told is not None and is_of_now else ""
-    who = f"its supervisor ({budget})" if budget else "its supervisor"
-    if told is not None and told.attempt == attempt and last_exit is not None:
-        # The attempt is over, its owner alive: the supervisor is between two attempts.
-        after = f"{told.after_seconds:.0f} s after the last one"
-        return Outlook("restarting", f"attempt {attempt + 1}, {after}", who)
+) -> RunHealth:
+    is_current = supervision is not None and supervision.attempt in (attempt, attempt - 1)
+    budget = supervision.budget if supervision is not None and is_current else ""
+    restarts = f"its supervisor ({budget})" if budget else "its supervisor"
+    if supervision is not None and supervision.attempt == attempt and last_exit is not None:
+        # The attempt has ended, the lock holder is alive: the supervisor is between two attempts.
+        after = f"{supervision.after_seconds:.0f} s after the last one"
+        return RunHealth("restarting", f"attempt {attempt + 1}, {after}", restarts)
     if not is_supervised:
-        who = "whoever started it; a supervisor (`launch`) does so by itself"
-    return Outlook("running", f"to stop and save: touch {root}/stop", who)
+        restarts = "manual: started without a supervisor (`launch` restarts it automatically)"
+    return RunHealth("running", f"to stop and save: touch {root}/stop", restarts)

@@ -1,4 +1,4 @@
-"""`jaxres status`: alive or not, where it is, what stands, what happened, what happens next."""
+"""`jaxres status`: liveness, progress, newest commit, recent failures and the next action."""
 
 from __future__ import annotations
 
@@ -11,120 +11,126 @@ from datetime import datetime
 from typing import Any
 
 from jaxres.cli import run_health
-from jaxres.cli.run_health import Outlook, Supervision
+from jaxres.cli.run_health import LastSupervisorEvent, RunHealth
 from jaxres.clock import Clock
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.runlog import attempt_history, metrics, run_log
-from jaxres.runlog.attempt_history import Attempt
+from jaxres.runlog.attempt_history import AttemptSummary
 from jaxres.runlog.event_log import read_events, read_json_lines
+from jaxres.runlog.events import EVENTS, PhaseChanged, RunBuilt
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Line
+from jaxres.runlog.run_log import RunHistory
 from jaxres.supervisor import run_lock
 
+RUN_BUILT, PHASE_CHANGED = EVENTS.tag(RunBuilt), EVENTS.tag(PhaseChanged)
 NUM_INCIDENTS = 5
-"""Attempts that are told of."""
+"""Number of recent attempts shown."""
 WATCH_SECONDS = 3.0
-"""How long --watch looks at the beat, which moves every second."""
+"""Time for which --watch observes the heartbeat, which advances every second."""
 
 
 @dataclass(frozen=True)
-class HostSeen:
-    """What one host of the newest attempt was last heard to do."""
+class HostSnapshot:
+    """Last known state of one host of the newest attempt."""
 
     host: int
     phase: str
     detail: str
     step: int | None
-    """Newest step that it has spoken of."""
+    """Newest step in the host's events; None: none."""
     phase_seconds: float
-    """For how long it is in the phase, or was when it was last heard of."""
+    """Time since the host entered the phase."""
     age_seconds: float
-    """Since its last event, by the clocks of the two machines."""
+    """Time since the host's last event, measured with the clocks of both machines."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """All that `jaxres status` tells."""
+    """Content of `jaxres status`."""
 
     run_dir: RunDir
-    line: Line
+    history: RunHistory
     is_alive: bool
     watched: bool
-    """Whether the owner's beat was watched; else its age by the wall clock decides."""
+    """Whether the lock holder's heartbeat was observed; otherwise its age determines liveness."""
     beat: Mapping[str, Any] | None
     now: float
     newest: MetricsLine | None
     steps: int | None
-    """Steps of the whole run."""
-    hosts: Sequence[HostSeen]
-    recent: Sequence[Attempt]
-    supervision: Supervision | None
-    outlook: Outlook
+    """Number of steps of the whole run; None: unknown."""
+    hosts: Sequence[HostSnapshot]
+    recent: Sequence[AttemptSummary]
+    supervision: LastSupervisorEvent | None
+    outlook: RunHealth
 
 
-def look(run_dir: RunDir, line: Line, *, clock: Clock, watch: bool = False) -> Status:
-    """Reads what there is to be told.
+def read_status(
+    run_dir: RunDir, history: RunHistory, *, clock: Clock, watch: bool = False
+) -> Status:
+    """Reads the status of a run.
 
     Args:
-      run_dir: the run; its processes may be on another machine.
-      line: its log, folded.
-      clock: this machine's.
-      watch: look for some seconds whether the owner's beat moves, rather than at its time stamp,
-        which another machine's clock has made.
+      run_dir: directory of the run, whose processes may be on another machine.
+      history: the run history.
+      clock: clock of this machine.
+      watch: observe for WATCH_SECONDS whether the lock holder's heartbeat advances, instead of
+        comparing its time stamp, which may come from another machine's clock.
     """
     if watch:
-        is_alive = run_lock.moves(run_dir, clock=clock, seconds=WATCH_SECONDS)
+        is_alive = run_lock.heartbeat_advances(run_dir, clock=clock, seconds=WATCH_SECONDS)
     else:
-        is_alive = run_lock.is_alive(run_dir, clock=clock)
-    history = metrics.read_history(run_dir, line)
-    trained = line.starts[-1].attempt if line.starts else line.attempt
+        is_alive = run_lock.looks_alive(run_dir, clock=clock)
+    metric_lines = metrics.read_history(run_dir, history)
+    trained = history.starts[-1].attempt if history.starts else history.attempt
     events = read_events(run_dir.events(trained, 0))
-    steps = next((e["steps"] for e in reversed(events) if e["event"] == "RunBuilt"), None)
+    steps = next((e["steps"] for e in reversed(events) if e["event"] == RUN_BUILT), None)
     recent = attempt_history.read(run_dir, is_alive=is_alive, last=NUM_INCIDENTS)
     last_exit = recent[-1].exit if recent else None
-    told = run_health.supervision(read_events(run_dir.supervisor_events))
-    becomes = run_health.outlook(
+    supervision = run_health.supervision(read_events(run_dir.supervisor_events))
+    health = run_health.outlook(
         is_alive=is_alive,
-        is_done=last_exit == Exit.DONE or (steps is not None and line.step >= steps),
-        attempt=line.attempt,
+        is_done=last_exit == ExitCode.DONE or (steps is not None and history.step >= steps),
+        attempt=history.attempt,
         last_exit=last_exit,
-        is_supervised=bool(line.claims) and line.claims[-1].places is not None,
-        supervision=told,
+        is_supervised=bool(history.claims) and history.claims[-1].slots is not None,
+        supervision=supervision,
         root=str(run_dir.root),
-        stacks=str(run_dir.stacks(line.attempt, 0)),
+        stacks=str(run_dir.stacks(history.attempt, 0)),
     )
     return Status(
         run_dir=run_dir,
-        line=line,
-        is_alive=is_alive and becomes.state in ("running", "restarting"),
+        history=history,
+        is_alive=is_alive and health.state in ("running", "restarting"),
         watched=watch,
         beat=run_lock.read(run_dir),
         now=clock.wall(),
-        newest=history[-1] if history else None,
+        newest=metric_lines[-1] if metric_lines else None,
         steps=steps,
-        hosts=_hosts(run_dir, line, now=clock.wall()),
+        hosts=_hosts(run_dir, history, now=clock.wall()),
         recent=recent,
-        supervision=told,
-        outlook=becomes,
+        supervision=supervision,
+        outlook=health,
     )
 
 
-def _hosts(run_dir: RunDir, line: Line, *, now: float) -> list[HostSeen]:
-    found = []
-    for host in range(line.claims[-1].num_hosts if line.claims else 0):
-        events = read_events(run_dir.events(line.attempt, host))
+def _hosts(run_dir: RunDir, history: RunHistory, *, now: float) -> list[HostSnapshot]:
+    snapshots = []
+    for host in range(history.claims[-1].num_hosts if history.claims else 0):
+        events = read_events(run_dir.events(history.attempt, host))
         steps = [event["step"] for event in events if isinstance(event.get("step"), int)]
         if host == 0:
-            steps += [row["step"] for row in read_json_lines(run_dir.metrics(line.attempt))[-1:]]
+            steps += [row["step"] for row in read_json_lines(run_dir.metrics(history.attempt))[-1:]]
         if events:
-            found.append(_seen(host, events, step=max(steps, default=None), now=now))
-    return found
+            snapshots.append(_snapshot(host, events, step=max(steps, default=None), now=now))
+    return snapshots
 
 
-def _seen(host: int, events: list[dict[str, Any]], *, step: int | None, now: float) -> HostSeen:
-    phase = next((e for e in reversed(events) if e["event"] == "PhaseChanged"), events[0])
-    return HostSeen(
+def _snapshot(
+    host: int, events: list[dict[str, Any]], *, step: int | None, now: float
+) -> HostSnapshot:
+    phase = next((e for e in reversed(events) if e["event"] == PHASE_CHANGED), events[0])
+    return HostSnapshot(
         host=host,
         phase=phase.get("phase", "start"),
         detail=phase.get("detail", ""),
@@ -135,26 +141,31 @@ def _seen(host: int, events: list[dict[str, Any]], *, step: int | None, now: flo
 
 
 def as_text(status: Status) -> str:
-    """Returns a few lines for a person."""
-    line = status.line
+    """Returns the status as lines of text."""
+    history = status.history
     rows = [("run", str(status.run_dir.root)), ("alive", _alive(status))]
-    if status.is_alive and status.hosts and len(line.claims) and line.claims[-1].num_hosts == 1:
-        seen = status.hosts[0]
-        detail = f" ({seen.detail})" if seen.detail else ""
-        rows.append(("phase", f"{seen.phase}{detail}, for {seen.phase_seconds:.0f} s"))
+    if (
+        status.is_alive
+        and status.hosts
+        and len(history.claims)
+        and history.claims[-1].num_hosts == 1
+    ):
+        host = status.hosts[0]
+        detail = f" ({host.detail})" if host.detail else ""
+        rows.append(("phase", f"{host.phase}{detail}, for {host.phase_seconds:.0f} s"))
     if status.newest is not None:
         newest, steps = status.newest, "?" if status.steps is None else status.steps
         rows.append(
             ("step", f"{newest.step} of {steps}, loss {newest.loss}, {newest.tokens:,} tokens")
         )
-    if line.commits:
-        age = status.now - line.commits[-1].time
-        rows.append(("committed", f"step {line.step}, {_age(age)} ago"))
+    if history.commits:
+        age = status.now - history.commits[-1].time
+        rows.append(("committed", f"step {history.step}, {_age(age)} ago"))
     else:
         rows.append(("committed", "nothing yet"))
-    if line.claims and line.claims[-1].num_hosts > 1:
-        rows += [(f"host {seen.host}", _host(seen)) for seen in status.hosts]
-    rows += [("incident", _incident(one)) for one in _incidents(status)]
+    if history.claims and history.claims[-1].num_hosts > 1:
+        rows += [(f"host {host.host}", _host(host)) for host in status.hosts]
+    rows += [("incident", _incident(attempt)) for attempt in _incidents(status)]
     rows += _ending(status)
     return "".join(f"{name:<11}{value}\n" for name, value in rows)
 
@@ -162,81 +173,84 @@ def as_text(status: Status) -> str:
 def _alive(status: Status) -> str:
     beat = status.beat
     if beat is None:
-        return f"no (attempt {status.line.attempt})"
-    who = f"attempt {status.line.attempt}, host {beat['host']}, pid {beat['pid']}"
+        return f"no (attempt {status.history.attempt})"
+    holder = f"attempt {status.history.attempt}, host {beat['host']}, pid {beat['pid']}"
     at = datetime.fromtimestamp(beat["time"]).isoformat(sep=" ", timespec="seconds")
-    told = f"yes: {who}" if status.is_alive else f"no: {who}, last seen {at}"
+    text = f"yes: {holder}" if status.is_alive else f"no: {holder}, last heartbeat {at}"
     if status.watched:
-        return f"{told} (the beat {'moves' if status.is_alive else 'stands still'})"
+        return f"{text} (heartbeat {'advances' if status.is_alive else 'does not advance'})"
     if beat["host"] != socket.gethostname():
         age = status.now - beat["time"]
-        told += f" ({age:.0f} s ago by its clock, which may differ from this one's: try --watch)"
-    return told
+        text += f" ({age:.0f} s ago by its clock, which may differ from this one's: try --watch)"
+    return text
 
 
-def _host(seen: HostSeen) -> str:
-    step = "" if seen.step is None else f", step {seen.step}"
-    detail = f" ({seen.detail})" if seen.detail else ""
-    return f"{seen.phase}{detail}{step}, last heard of {_age(seen.age_seconds)} ago"
+def _host(snapshot: HostSnapshot) -> str:
+    step = "" if snapshot.step is None else f", step {snapshot.step}"
+    detail = f" ({snapshot.detail})" if snapshot.detail else ""
+    return f"{snapshot.phase}{detail}{step}, last event {_age(snapshot.age_seconds)} ago"
 
 
-def _incidents(status: Status) -> list[Attempt]:
-    """Returns the recent attempts that have ended; how the newest one has is told by itself."""
-    ended = [one for one in status.recent if one.cause != attempt_history.RUNNING]
-    is_told = not status.is_alive and bool(ended) and ended[-1] is status.recent[-1]
-    return ended[:-1] if is_told else ended
+def _incidents(status: Status) -> list[AttemptSummary]:
+    """Returns the recent attempts that have ended, without one that `_ending` shows."""
+    ended = [attempt for attempt in status.recent if attempt.cause != attempt_history.RUNNING]
+    is_shown = not status.is_alive and bool(ended) and ended[-1] is status.recent[-1]
+    return ended[:-1] if is_shown else ended
 
 
-def _incident(one: Attempt) -> str:
-    code = "" if one.exit is None else f" (exit {one.exit})"
-    steps = "no step" if one.start_step is None else f"step {one.start_step} to {one.finished_step}"
-    why = one.reason.splitlines()[0] if one.reason else ""
-    return f"attempt {one.attempt}: {one.cause}{code}, {steps}, {one.steps_kept} kept: {why}"
+def _incident(summary: AttemptSummary) -> str:
+    code = "" if summary.exit is None else f" (exit {summary.exit})"
+    steps = "no step"
+    if summary.start_step is not None:
+        steps = f"step {summary.start_step} to {summary.finished_step}"
+    reason = summary.reason.splitlines()[0] if summary.reason else ""
+    outcome = f"attempt {summary.attempt}: {summary.cause}{code}, {steps}"
+    return f"{outcome}, {summary.steps_kept} kept: {reason}"
 
 
 def _ending(status: Status) -> list[tuple[str, str]]:
-    """Returns how the newest attempt ended, if it has, and what next."""
+    """Returns the rows on the end of the newest attempt, if it has ended, and the next action."""
     rows = []
-    stop = status.line.last_stop
+    stop = status.history.last_stop
     if not status.is_alive:
-        is_newest = stop is not None and stop.attempt == status.line.attempt
-        without = "without a word: killed, or the machine went down"
-        rows.append(("ended", _words(stop) if stop is not None and is_newest else without))
+        is_newest = stop is not None and stop.attempt == status.history.attempt
+        unknown = "no exit record: the process was killed or the machine went down"
+        rows.append(("ended", _format_exit(stop) if stop is not None and is_newest else unknown))
     if status.outlook.restarts:
         rows.append(("restarts", status.outlook.restarts))
     return [*rows, ("next", status.outlook.next)]
 
 
-def _words(stop: run_log.Record) -> str:
-    assert isinstance(stop.body, run_log.Stop)
+def _format_exit(stop: run_log.Record) -> str:
+    assert isinstance(stop.body, run_log.AttemptEnded)
     code = stop.body.exit
-    return f"exit {code} {attempt_history.exit_name(code)} (attempt {stop.attempt}): {stop.body.reason}"
+    return f"exit {exit_name(code)} (attempt {stop.attempt}): {stop.body.reason}"
 
 
 def as_json(status: Status) -> str:
-    """Returns one object."""
-    line, told = status.line, status.supervision
-    owned = None
+    """Returns the status as one JSON object."""
+    history, supervision = status.history, status.supervision
+    owner = None
     if status.beat is not None:
-        owned = {"host": status.beat["host"], "pid": status.beat["pid"]}
-        owned["age_seconds"] = status.now - status.beat["time"]
+        owner = {"host": status.beat["host"], "pid": status.beat["pid"]}
+        owner["age_seconds"] = status.now - status.beat["time"]
     committed = None
-    if line.commits:
-        committed = {"step": line.step, "age_seconds": status.now - line.commits[-1].time}
+    if history.commits:
+        committed = {"step": history.step, "age_seconds": status.now - history.commits[-1].time}
     fields = {
         "run": str(status.run_dir.root),
         "state": status.outlook.state,
         "code": status.outlook.code,
         "alive": status.is_alive,
-        "owner": owned,
-        "attempt": line.attempt,
+        "owner": owner,
+        "attempt": history.attempt,
         "step": None if status.newest is None else status.newest.step,
         "steps": status.steps,
         "loss": None if status.newest is None else status.newest.loss,
         "committed": committed,
-        "hosts": [dataclasses.asdict(seen) for seen in status.hosts],
-        "attempts": [dataclasses.asdict(one) for one in status.recent],
-        "supervisor": None if told is None else dataclasses.asdict(told),
+        "hosts": [dataclasses.asdict(host) for host in status.hosts],
+        "attempts": [dataclasses.asdict(attempt) for attempt in status.recent],
+        "supervisor": None if supervision is None else dataclasses.asdict(supervision),
         "restarts": status.outlook.restarts,
         "next": status.outlook.next,
     }

@@ -1,4 +1,4 @@
-"""The verbs `checkpoints export` and `checkpoints import`. They need no jax."""
+"""Commands `checkpoints export` and `checkpoints import`. They do not import jax."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from pathlib import Path
 from typing import Any
 
 from jaxres.checkpoint import hf_llama, weights_export, weights_source
-from jaxres.checkpoint.weights_export import Params
+from jaxres.checkpoint.weights_export import ExportedParams
 from jaxres.config import RunConfig
 from jaxres.config.schema import GptModel, TextSource
 from jaxres.config.yaml import dump
 from jaxres.data import text as text_data
-from jaxres.faults import ConfigError, Exit, Unrestorable, UsageError
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError, Unrestorable, UsageError
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
 from jaxres.storage import files as storage
-from jaxres.supervisor.run_config import resolve
+from jaxres.supervisor.run_config import resolve_run
 
 DIFFERENT = 1
-"""How `checkpoints import` ends where an export is not what the step holds."""
+"""Exit code of `checkpoints import` if an export differs from its step."""
 
 
-def act(options: argparse.Namespace) -> tuple[str, int]:
-    """Exports or imports; returns what a person or a script reads, and the exit code."""
-    return bring(options) if options.sub == "import" else (give(options), Exit.DONE)
+def run(options: argparse.Namespace) -> tuple[str, int]:
+    """Exports or imports; returns the output (text or JSON) and the exit code."""
+    return import_(options) if options.sub == "import" else (export(options), ExitCode.DONE)
 
 
-def give(options: argparse.Namespace) -> str:
-    """Exports the parameters of a committed step; returns what a person or a script reads."""
+def export(options: argparse.Namespace) -> str:
+    """Exports the parameters of a committed step; returns the output (text or JSON)."""
     run_dir = RunDir(options.run_dir)
     commit = _committed(run_dir, step=options.step)
-    config = resolve(run_dir.root, [])[0].config
-    asked = options.max_shard_bytes
-    limit = weights_export.MAX_SHARD_BYTES if asked is None else asked
+    config = resolve_run(run_dir.root, [])[0].config
+    limit = options.max_shard_bytes
+    if limit is None:
+        limit = weights_export.MAX_SHARD_BYTES
     if limit < 1:
         raise UsageError("--max-shard-bytes must be at least 1")
     names = _names(options.names, config)
@@ -49,13 +51,13 @@ def give(options: argparse.Namespace) -> str:
             max_shard_bytes=limit,
             facts=weights_source.facts_of(config.model),
             about={"step": source.step, "dtype": options.dtype},
-            beside=_beside(config, params, dtype=options.dtype) if names == "llama" else {},
+            beside=_extra_files(config, params, dtype=options.dtype) if names == "llama" else {},
         )
     except Unrestorable:
-        _committed(run_dir, step=commit.step)  # A run that trains may have pruned it meanwhile.
+        _committed(run_dir, step=commit.step)  # A live run may have pruned it meanwhile.
         raise
-    told = _told(out, params, digest) | {"step": source.step, "names": names}
-    return _text(told, [f"step {source.step}, read back and equal"], as_json=options.json)
+    fields = _fields(out, params, digest) | {"step": source.step, "names": names}
+    return _text(fields, [f"step {source.step}, read back and equal"], as_json=options.json)
 
 
 def _committed(run_dir: RunDir, *, step: int | None) -> Commit:
@@ -65,23 +67,23 @@ def _committed(run_dir: RunDir, *, step: int | None) -> Commit:
         raise UsageError(str(error)) from error
 
 
-def _names(asked: str | None, config: RunConfig) -> str:
+def _names(names: str | None, config: RunConfig) -> str:
     is_gpt = isinstance(config.model, GptModel)
-    if asked == "gpt2":
+    if names == "gpt2":
         raise UsageError(
             "--names gpt2: a GPT-2 has LayerNorm with bias, learned positions and GELU. No model "
-            "here has; under its names the numbers would mean something else. Use --names llama."
+            "here has; under GPT-2 names the weights would be wrong. Use --names llama."
         )
-    if asked == "llama" and not is_gpt:
+    if names == "llama" and not is_gpt:
         raise UsageError(
-            f"--names llama: the model is of kind {config.model.kind}, which is no Llama. Use "
+            f"--names llama: the model is of kind {config.model.kind}, not a Llama. Use "
             "--names jaxres."
         )
-    return asked or ("llama" if is_gpt else "jaxres")
+    return names or ("llama" if is_gpt else "jaxres")
 
 
-def _beside(config: RunConfig, params: Params, *, dtype: str) -> dict[str, bytes]:
-    """Returns config.json, and the tokenizer where the run has one."""
+def _extra_files(config: RunConfig, params: ExportedParams, *, dtype: str) -> dict[str, bytes]:
+    """Returns config.json, and the tokenizer files if the run has a tokenizer."""
     assert isinstance(config.model, GptModel)
     seq_len, has_tokenizer = config.data.seq_len, isinstance(config.data.source, TextSource)
     fields = hf_llama.write_config(
@@ -95,31 +97,33 @@ def _beside(config: RunConfig, params: Params, *, dtype: str) -> dict[str, bytes
     return {"config.json": json.dumps(fields, indent=1).encode(), **files}
 
 
-def bring(options: argparse.Namespace) -> tuple[str, int]:
-    """Reads safetensors folders back; returns what a person or a script reads, and the exit code.
+def import_(options: argparse.Namespace) -> tuple[str, int]:
+    """Reads safetensors folders; returns the output (text or JSON) and the exit code.
 
-    A run directory stands for the exports in it, of one step, and they are held against that step.
+    For a run directory it reads the run's exports of one step and compares them with that step.
     """
-    place, run_dir = options.run_dir, None
-    places = [place]
-    if (place / "log").is_dir():
-        run_dir = RunDir(place)
-        places = _exports(run_dir, step=options.step)
+    path, run_dir = options.run_dir, None
+    folders = [path]
+    if (path / "log").is_dir():
+        run_dir = RunDir(path)
+        folders = _exports(run_dir, step=options.step)
     elif options.step is not None:
-        raise UsageError(f"--step goes with a run directory; {place} is none.")
-    if options.out is not None and len(places) > 1:
-        found = ", ".join(str(path) for path in places)
-        raise UsageError(f"--out takes one export, here are several: {found}. Name one of them.")
+        raise UsageError(f"--step needs a run directory; {path} is not one.")
+    if options.out is not None and len(folders) > 1:
+        found = ", ".join(str(folder) for folder in folders)
+        raise UsageError(
+            f"--out takes one export, but there are several: {found}. Choose one of them."
+        )
     texts, codes = [], []
-    for path in places:
-        text, code = _bring_one(path, run_dir, options)
+    for folder in folders:
+        text, code = _import_one(folder, run_dir, options)
         texts.append(text)
         codes.append(code)
     return "".join(texts), max(codes)
 
 
 def _exports(run_dir: RunDir, *, step: int | None) -> list[Path]:
-    """Returns the exports of a step, by default of the newest that has one."""
+    """Returns the exports of a step, by default of the newest exported step."""
     found: dict[int, list[Path]] = {}
     for name in storage.list_names(run_dir.exports):
         about = weights_source.read_about(run_dir.exports / name)
@@ -134,21 +138,23 @@ def _exports(run_dir: RunDir, *, step: int | None) -> list[Path]:
     return found[max(found) if step is None else step]
 
 
-def _bring_one(place: Path, run_dir: RunDir | None, options: argparse.Namespace) -> tuple[str, int]:
-    params, model = weights_export.of_folder(place)
+def _import_one(
+    folder: Path, run_dir: RunDir | None, options: argparse.Namespace
+) -> tuple[str, int]:
+    params, model = weights_export.of_folder(folder)
     digest = weights_export.digest_of(params)
-    told: dict[str, Any] = _told(place, params, digest)
-    rows, code = [], int(Exit.DONE)
+    fields: dict[str, Any] = _fields(folder, params, digest)
+    rows, code = [], int(ExitCode.DONE)
     if run_dir is not None:
-        about = weights_source.read_about(place)
+        about = weights_source.read_about(folder)
         assert about is not None
-        told["step"] = about["step"]
+        fields["step"] = about["step"]
         is_equal = _digest_of_step(run_dir, about["step"], dtype=about["dtype"]) == digest
-        told["equal"] = is_equal
+        fields["equal"] = is_equal
         rows.append(f"{'equal' if is_equal else 'NOT EQUAL'} to step {about['step']}, bit for bit")
-        code = int(Exit.DONE) if is_equal else DIFFERENT
-    if options.out is not None and code == Exit.DONE:
-        facts = weights_source.from_safetensors(place).facts or {}
+        code = int(ExitCode.DONE) if is_equal else DIFFERENT
+    if options.out is not None and code == ExitCode.DONE:
+        facts = weights_source.from_safetensors(folder).facts or {}
         weights_export.write(
             params.cast("float32"),
             options.out,
@@ -158,19 +164,19 @@ def _bring_one(place: Path, run_dir: RunDir | None, options: argparse.Namespace)
             about={"dtype": "float32"},
             beside={},
         )
-        rows.append(f"written to {options.out}, under jaxres's own names, as float32")
+        rows.append(f"written to {options.out}, under jaxres names, as float32")
     sections: dict[str, Any] = {
-        "init_from": {"kind": "safetensors", "path": str((options.out or place).absolute())}
+        "init_from": {"kind": "safetensors", "path": str((options.out or folder).absolute())}
     }
     if model is not None:
         sections = {"model": _model_section(model)} | sections
-    told["config"] = sections
+    fields["config"] = sections
     rows += ["to start a run from it:", *(f"  {row}" for row in dump(sections).splitlines())]
-    return _text(told, rows, as_json=options.json), code
+    return _text(fields, rows, as_json=options.json), code
 
 
 def _model_section(model: GptModel) -> dict[str, Any]:
-    """Returns the settings that such a model needs."""
+    """Returns the `model` config section of a model."""
     names = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")
     others = ("tie_embeddings", "rope_theta", "norm_eps")
     return {"kind": "gpt"} | {name: getattr(model, name) for name in (*names, *others)}
@@ -178,16 +184,16 @@ def _model_section(model: GptModel) -> dict[str, Any]:
 
 def _digest_of_step(run_dir: RunDir, step: int, *, dtype: str) -> str:
     commit = _committed(run_dir, step=step)
-    config = resolve(run_dir.root, [])[0].config
+    config = resolve_run(run_dir.root, [])[0].config
     return weights_export.digest_of(
         weights_export.of_run(weights_source.from_run(run_dir, config.model, commit)).cast(dtype)
     )
 
 
-def _told(place: Path, params: Params, digest: str) -> dict[str, Any]:
+def _fields(folder: Path, params: ExportedParams, digest: str) -> dict[str, Any]:
     dtypes = sorted({info.dtype for info in params.infos.values()})
     return {
-        "path": str(place),
+        "path": str(folder),
         "params": digest,
         "arrays": len(params.infos),
         "numbers": params.numbers,
@@ -195,9 +201,11 @@ def _told(place: Path, params: Params, digest: str) -> dict[str, Any]:
     }
 
 
-def _text(told: dict[str, Any], rows: list[str], *, as_json: bool) -> str:
+def _text(fields: dict[str, Any], rows: list[str], *, as_json: bool) -> str:
     if as_json:
-        return json.dumps(told) + "\n"
-    first = f"{told['arrays']} arrays, {told['numbers']:,} numbers, {', '.join(told['dtypes'])}"
-    lines = [told["path"], *(f"  {row}" for row in (told["params"], first, *rows))]
+        return json.dumps(fields) + "\n"
+    first = (
+        f"{fields['arrays']} arrays, {fields['numbers']:,} numbers, {', '.join(fields['dtypes'])}"
+    )
+    lines = [fields["path"], *(f"  {row}" for row in (fields["params"], first, *rows))]
     return "".join(f"{line}\n" for line in lines)

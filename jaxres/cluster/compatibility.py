@@ -1,4 +1,4 @@
-"""What must be equal on all hosts of a job, and how a message names who differs."""
+"""Compares the hosts of a job: versions, config and run directory must be the same on all."""
 
 from __future__ import annotations
 
@@ -6,70 +6,77 @@ from collections.abc import Mapping, Sequence
 
 from jaxres.cluster.messages import Hello
 
-MANY = 5
-"""No more differences or hosts than this in one message."""
+ABSENT = "(absent)"
+MAX_ITEMS = 5
+"""Largest number of differences or hosts in one message."""
 
 
-def differences(lead: Hello, other: Hello) -> list[str]:
-    """Returns what must be equal and is not, each with both values; empty: the host may join."""
-    found: list[str] = []
-    if other.num_hosts != lead.num_hosts:
-        found.append(f"--num-hosts {other.num_hosts} there, {lead.num_hosts} on host {lead.host}")
-    elif not 0 <= other.host < lead.num_hosts:
-        found.append(f"--host-id {other.host}: ids are 0 to {lead.num_hosts - 1}")
-    found += _unlike("version of ", lead.versions, other.versions)
-    pythons = [hello.python.split(".")[:2] for hello in (lead, other)]
+def differences(leader: Hello, other: Hello) -> list[str]:
+    """Returns the differences that forbid a host to join, each with both values; [] if none."""
+    texts: list[str] = []
+    if other.num_hosts != leader.num_hosts:
+        texts.append(
+            f"--num-hosts {other.num_hosts} there, {leader.num_hosts} on host {leader.host}"
+        )
+    elif not 0 <= other.host < leader.num_hosts:
+        texts.append(f"--host-id {other.host}: ids are 0 to {leader.num_hosts - 1}")
+    texts += _unequal("version of ", leader.versions, other.versions)
+    pythons = [hello.python.split(".")[:2] for hello in (leader, other)]
     if pythons[0] != pythons[1]:
-        found.append(f"Python {other.python} there, {lead.python} on host {lead.host}")
-    if other.trajectory != lead.trajectory:
-        digests = f"another trajectory ({other.trajectory[:8]} there, {lead.trajectory[:8]} here)"
-        named = _unlike("", lead.fields, other.fields) if lead.fields and other.fields else []
-        found += named or [digests]
-    return found
+        texts.append(f"Python {other.python} there, {leader.python} on host {leader.host}")
+    if other.trajectory != leader.trajectory:
+        digests = (
+            f"a different trajectory ({other.trajectory[:8]} there, {leader.trajectory[:8]} here)"
+        )
+        keys = _unequal("", leader.fields, other.fields) if leader.fields and other.fields else []
+        texts += keys or [digests]
+    return texts
 
 
-def _unlike(prefix: str, lead: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    keys = [*lead, *(key for key in other if key not in lead)]
+def _unequal(prefix: str, leader: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    keys = [*leader, *(key for key in other if key not in leader)]
     return [
-        f"{prefix}{key}: {other.get(key, '(absent)')} there, {lead.get(key, '(absent)')} on host 0"
+        f"{prefix}{key}: {other.get(key, ABSENT)} there, {leader.get(key, ABSENT)} on host 0"
         for key in keys
-        if lead.get(key) != other.get(key)
+        if leader.get(key) != other.get(key)
     ]
 
 
-def few(items: Sequence[str]) -> str:
-    """Returns some of the items, and how many more there are."""
-    more = f" and {len(items) - MANY} more" if len(items) > MANY else ""
-    return "; ".join(items[:MANY]) + more
+def shorten(items: Sequence[str]) -> str:
+    """Returns the first items, and the number of the others."""
+    more = f" and {len(items) - MAX_ITEMS} more" if len(items) > MAX_ITEMS else ""
+    return "; ".join(items[:MAX_ITEMS]) + more
 
 
-def hosts(ids: Sequence[int]) -> str:
+def host_list(ids: Sequence[int]) -> str:
     """Returns "host 2", or "hosts 2, 5 and 9 more"."""
-    more = f" and {len(ids) - MANY} more" if len(ids) > MANY else ""
-    return ("host " if len(ids) == 1 else "hosts ") + ", ".join(map(str, ids[:MANY])) + more
+    more = f" and {len(ids) - MAX_ITEMS} more" if len(ids) > MAX_ITEMS else ""
+    return ("host " if len(ids) == 1 else "hosts ") + ", ".join(map(str, ids[:MAX_ITEMS])) + more
 
 
-def who(hello: Hello) -> str:
-    """Returns a host as a person finds it."""
+def host_label(hello: Hello) -> str:
+    """Returns a host's id, machine name and process id, for messages."""
     return f"host {hello.host} ({hello.name}, pid {hello.pid})"
 
 
-def complaint(lead: Hello, joined: Sequence[Hello]) -> str:
-    """Returns what to say when hosts differ from the lead in what must be equal."""
-    found = [(hello, texts) for hello in joined if (texts := differences(lead, hello))]
-    lines = [f"the hosts of this job differ from {who(lead)}:"]
-    lines += [f"  {who(hello)}: {few(texts)}" for hello, texts in found[:MANY]]
-    if len(found) > MANY:
-        lines.append(f"  and {len(found) - MANY} more hosts")
+def mismatch_message(leader: Hello, joined: Sequence[Hello]) -> str:
+    """Returns the error message for hosts that are not compatible with the coordinator host."""
+    unequal = [(hello, texts) for hello in joined if (texts := differences(leader, hello))]
+    lines = [f"the hosts of this job differ from {host_label(leader)}:"]
+    lines += [f"  {host_label(hello)}: {shorten(texts)}" for hello, texts in unequal[:MAX_ITEMS]]
+    if len(unequal) > MAX_ITEMS:
+        lines.append(f"  and {len(unequal) - MAX_ITEMS} more hosts")
     lines.append("Start all hosts with the same command, except for --host-id.")
     return "\n".join(lines)
 
 
-def not_shared(lead: Hello, blind: Sequence[Hello], attempt: int) -> str:
-    """Returns what to say when hosts do not see the lead's claim."""
-    blind_hosts = few([f"host {hello.host} ({hello.name}), in {hello.run_dir}" for hello in blind])
+def not_shared_message(leader: Hello, unseen: Sequence[Hello], attempt: int) -> str:
+    """Returns the error message for hosts where the coordinator host's claim is not visible."""
+    host_texts = shorten(
+        [f"host {hello.host} ({hello.name}), in {hello.run_dir}" for hello in unseen]
+    )
     return (
-        f"the claim of attempt {attempt}, written by host {lead.host} ({lead.name}) in "
-        f"{lead.run_dir}, is not seen by {blind_hosts}: run.dir is not shared by all hosts. "
-        "Put it on a mount that all of them have, under one path."
+        f"the claim of attempt {attempt}, written by host {leader.host} ({leader.name}) in "
+        f"{leader.run_dir}, is not visible on {host_texts}: run.dir is not shared by all hosts. "
+        "Put it on a mount that all hosts have, under the same path."
     )

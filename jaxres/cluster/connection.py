@@ -1,71 +1,93 @@
-"""One TCP connection between two doors: words in, words out, and it never waits.
+"""Non-blocking TCP connection between two supervisors, and the ports that an attempt uses.
 
-Sizes are bounded both ways: a line that does not end, or a peer that does not read, ends the wire.
+Sizes are bounded in both directions: a line that is too long, or a peer that does not read, breaks
+the connection. No message is sent or decoded before both sides have proven that they have the run's
+secret (authentication.py).
 
-A fresh port for one attempt, where its workers find each other.
-
-JAX's service binds with SO_REUSEPORT, so that the services of an old and a new attempt would share
-a port without an error. A socket that is bound in the same way and does not listen keeps the port
-for the attempt: nobody else is given it, and the lead's service can still start on it.
+The workers of an attempt meet at a free port, which `reserve_port` keeps. JAX's service binds with
+SO_REUSEPORT, so the services of an old and a new attempt would share a port without an error. A
+socket that is bound in the same way and does not listen reserves the port for the attempt: no other
+process gets it, and the coordinator host's service can still bind it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import socket
 import struct
 from collections.abc import Iterator
 
 from jaxres.clock import Clock
+from jaxres.cluster.authentication import MAX_LINE_BYTES, Handshake, NotAuthenticatedError, Secret
 from jaxres.cluster.detect import Address
-from jaxres.cluster.messages import MAX_BYTES, NoWord, Word, decode, encode
+from jaxres.cluster.messages import MAX_BYTES, Message, ProtocolError, decode, encode
 from jaxres.faults import ConfigError
 
 MAX_UNSENT_BYTES = 1 << 20
-MAX_READS = 16
-"""Of 64 KiB, at a time; who sends more must not keep the others waiting."""
+MAX_READS_PER_CALL = 16
+"""Reads of 64 KiB in one call of `receive`: a busy peer must not delay the others."""
 BIND_SECONDS = 1.0
-"""A door that is just leaving, or a client's own port, may hold the address for a moment."""
+"""Longest wait for a taken port: an exiting supervisor, or a client's local port, may have it."""
 PAUSE_SECONDS = 0.1
 
 
-class Wire:
-    """A connected socket that carries words; owns the socket."""
+class Connection:
+    """A connected socket that carries messages; owns the socket."""
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, handshake: Handshake | None) -> None:
+        """Sends the first line of the handshake; None: both ends are in one process."""
         connected.setblocking(False)
         with contextlib.suppress(OSError):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
+        self._handshake = handshake
+        """The handshake in progress; None once the other side is authenticated."""
         self._unread = b""
         self._unsent = b""
+        self._held = b""
+        """Encoded messages to send after the handshake."""
         self.broken: str | None = None
-        """Why nothing more comes or goes; None while it works."""
-        self.alien = False
-        """Whether it broke because the other side does not speak this language."""
+        """Reason why the connection is closed; None while it works."""
+        self.is_foreign = False
+        """Whether it is broken because the other side does not follow the protocol."""
+        self.has_other_secret = False
+        """Whether it is broken because the two sides have different secrets."""
+        if handshake is not None:
+            self._unsent = handshake.opening
+            self.flush()
 
     def fileno(self) -> int:
-        """The socket's; -1 once closed."""
+        """Returns the file descriptor of the socket; -1 once it is closed."""
         return self._socket.fileno()
 
     @property
-    def wants_to_write(self) -> bool:
-        """Whether something waits until the socket takes it."""
-        return bool(self._unsent) and self.broken is None
+    def is_authenticated(self) -> bool:
+        """Whether the other side has proven that it has the secret."""
+        return self._handshake is None
 
-    def send(self, word: Word) -> None:
-        """Writes what the socket takes now; the rest waits for `flush`."""
-        if self.broken is None:
-            self._unsent += encode(word)
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether bytes wait for room in the socket, or for the end of the handshake."""
+        return bool(self._unsent or self._held) and self.broken is None
+
+    def send(self, message: Message) -> None:
+        """Writes as much of a message as the socket accepts; `flush` writes the rest."""
+        if self.broken is not None:
+            return
+        if not self.is_authenticated:
+            self._held += encode(message)
+        else:
+            self._unsent += encode(message)
             self.flush()
-            if len(self._unsent) > MAX_UNSENT_BYTES:
-                self.broken = f"it has left {len(self._unsent)} bytes unread"
+        if (size_bytes := len(self._unsent) + len(self._held)) > MAX_UNSENT_BYTES:
+            self.broken = f"it has left {size_bytes} bytes unread"
 
     def flush(self) -> None:
-        """Writes what the socket takes now; what can't be written any more is forgotten.
+        """Writes as many bytes as the socket accepts; drops them if the peer has closed it.
 
-        Such a wire is not broken for reading: what the other side said last may still be there.
+        A closed connection can still be read: the last messages of the peer may be in the buffer.
         """
         try:
             while self._unsent:
@@ -75,10 +97,10 @@ class Wire:
         except OSError:
             self._unsent = b""
 
-    def receive(self) -> list[Word]:
-        """Returns the words that have come; at the end of the connection `broken` says why."""
-        words: list[Word] = []
-        for _ in range(MAX_READS):
+    def receive(self) -> list[Message]:
+        """Returns the received messages; sets `broken` at the end of the connection."""
+        messages: list[Message] = []
+        for _ in range(MAX_READS_PER_CALL):
             if self.broken is not None:
                 break
             try:
@@ -90,40 +112,63 @@ class Wire:
                 break
             if not data:
                 self.broken = "it closed the connection"
-            words += self._words(data)
-        return words
+            messages += self._decode_lines(data)
+        return messages
 
-    def _words(self, data: bytes) -> list[Word]:
+    def _decode_lines(self, data: bytes) -> list[Message]:
         *lines, self._unread = (self._unread + data).split(b"\n")
-        at_end = self.broken is not None or len(self._unread) > MAX_BYTES
+        limit = MAX_BYTES if self.is_authenticated else MAX_LINE_BYTES
+        at_end = self.broken is not None or len(self._unread) > limit
         if self._unread and at_end:
-            lines.append(self._unread)  # No word, so that a stranger is known as one.
-        words: list[Word] = []
+            lines.append(self._unread)  # Not a message: decoding it marks the peer as foreign.
+        messages: list[Message] = []
         for line in lines:
             try:
+                if self._handshake is not None:
+                    self._continue_handshake(line, self._handshake)
+                    continue
                 if len(line) > MAX_BYTES:
-                    raise NoWord(f"a line of more than {MAX_BYTES} bytes: {line[:40]!r}")
-                words.append(decode(line))
-            except NoWord as error:
-                self.alien, self.broken = True, str(error)
+                    raise ProtocolError(f"a line of more than {MAX_BYTES} bytes: {line[:40]!r}")
+                messages.append(decode(line))
+            except (ProtocolError, NotAuthenticatedError) as error:
+                self.is_foreign, self.broken = not self.has_other_secret, str(error)
                 break
-        return words
+        return messages
 
-    def finish(self, word: Word | None = None) -> None:
-        """Sends a last word, also to a stranger, and says that nothing more will come.
+    def _continue_handshake(self, line: bytes, handshake: Handshake) -> None:
+        """Processes the next handshake line; after the last one, sends the held messages."""
+        try:
+            self._unsent += handshake.receive(line)
+        except NotAuthenticatedError as error:
+            self._held = b""
+            if error.is_other_secret:
+                self.has_other_secret = True
+                self._unsent += handshake.refusal
+            raise
+        finally:
+            self.flush()
+        if handshake.is_done:
+            self._handshake = None
+            self._unsent += self._held
+            self._held = b""
+            self.flush()
 
-        Closing at once would reset the connection if something lies unread, and lose that word.
+    def finish(self, message: Message | None = None) -> None:
+        """Sends a last message and shuts down the sending direction.
+
+        Closing at once would reset the connection if it has unread bytes, and lose the message.
         """
-        if word is not None:
-            self._unsent += encode(word)
+        if message is not None:
+            assert self.is_authenticated
+            self._unsent += encode(message)
         self.flush()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
-    def ended(self) -> bool:
-        """Reads and forgets; says whether the other side has closed the connection too."""
+    def drain(self) -> bool:
+        """Reads and discards; returns whether the other side has closed the connection too."""
         try:
-            return not all(self._socket.recv(65536) for _ in range(MAX_READS))
+            return not all(self._socket.recv(65536) for _ in range(MAX_READS_PER_CALL))
         except BlockingIOError:
             return False
         except OSError:
@@ -136,10 +181,11 @@ class Wire:
 
 
 def listen(address: Address, *, backlog: int, clock: Clock) -> socket.socket:
-    """Returns a listening socket that nobody shares.
+    """Returns a listening socket that no other process shares.
 
-    On all interfaces, since a machine's own name often means 127.0.1.1 to itself; at a loopback
-    address only there.
+    For an IP address it listens on that address only. It listens on all interfaces for a name,
+    which a machine often resolves to 127.0.1.1 for itself, and for an address that this machine
+    does not have, such as that of a service or a gateway.
 
     Raises:
       ConfigError: another program has the port.
@@ -155,22 +201,34 @@ def listen(address: Address, *, backlog: int, clock: Clock) -> socket.socket:
             is_taken = error.errno == errno.EADDRINUSE
             what = "another program has this port" if is_taken else f"{error.strerror or error}"
             raise ConfigError(
-                f"{address}: host 0 can't wait for the other hosts there: {what}. Does this job "
-                "run already? Else choose another port, the same on all hosts "
+                f"{address}: host 0 can't listen for the other hosts there: {what}. Is this job "
+                "running already? Otherwise choose another port, the same on all hosts "
                 "(--coordinator host:port)."
             ) from error
 
 
 def _listen(address: Address, backlog: int) -> socket.socket:
-    loopback = {"localhost": "127.0.0.1"}.get(address.host, address.host)
-    is_loopback = loopback == "::1" or loopback.startswith("127.")
-    listener = _unbound(loopback if is_loopback else "")
+    host = {"localhost": "127.0.0.1"}.get(address.host, address.host)
     try:
-        listener.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # Past TIME_WAIT; no sharing.
-        host = loopback if is_loopback else _any(listener)
-        listener.bind((host, address.port))
+        literal = ipaddress.ip_address(host)
+    except ValueError:
+        return _listen_at("", address.port, backlog)
+    if literal.is_unspecified:
+        return _listen_at("", address.port, backlog)
+    try:
+        return _listen_at(host, address.port, backlog)
+    except OSError as error:
+        if literal.is_loopback or error.errno == errno.EADDRINUSE:
+            raise
+        return _listen_at("", address.port, backlog)
+
+
+def _listen_at(host: str, port: int, backlog: int) -> socket.socket:
+    listener = _unbound(host)
+    try:
+        # Allows an address in TIME_WAIT; does not share the port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host or _any(listener), port))
         listener.listen(backlog)
         listener.setblocking(False)
     except BaseException:
@@ -193,39 +251,38 @@ def _any(unbound: socket.socket) -> str:
 
 
 def reserve_port(host: str = "") -> socket.socket:
-    """Returns a socket that keeps a fresh port for JAX's service until it is closed.
+    """Returns a socket that reserves a free port for JAX's service until it is closed.
 
-    At a literal address, or at all of this machine's.
-
-    It does not listen: the service binds beside it, since both ask for SO_REUSEPORT. Held for the
-    whole attempt it keeps the service of another attempt from starting on the same port unseen.
+    It is bound to an IP address, or to all addresses of this machine. It does not listen: the
+    service can bind the same port, since both set SO_REUSEPORT. Open for the whole attempt, it
+    prevents the service of another attempt from starting on the same port without an error.
     """
-    kept = _unbound(host)
+    reserved = _unbound(host)
     try:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        kept.bind((host or _any(kept), 0))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind((host or _any(reserved), 0))
     except BaseException:
-        kept.close()
+        reserved.close()
         raise
-    return kept
+    return reserved
 
 
-def connect(address: Address, *, seconds: float) -> Wire:
-    """Connects, or raises OSError."""
+def connect(address: Address, *, secret: Secret, seconds: float) -> Connection:
+    """Connects, or raises OSError; calls of `receive` continue the handshake."""
     connected = socket.create_connection((address.host, address.port), timeout=seconds)
-    # On one machine a client can meet itself: its own port is by chance the one it asks for.
+    # On one machine a client can connect to itself: its local port is by chance the one it dials.
     if connected.getsockname() == connected.getpeername():
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connected.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-    return Wire(connected)
+    return Connection(connected, Handshake(secret, accepts=False))
 
 
 LOOPBACK = "127.0.0.1"
 
 
 @contextlib.contextmanager
-def held(host: str = LOOPBACK) -> Iterator[str]:
-    """Yields `host:port`, and keeps the port until the end of the block."""
+def reserved_address(host: str = LOOPBACK) -> Iterator[str]:
+    """Yields `host:port`, and reserves the port until the end of the block."""
     with reserve_port(host) as holder:
         yield f"{host}:{holder.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Which part of a job of many hosts this process is, and what it may ask of the others."""
+"""The rank of a host among the hosts of a job, and the operations across hosts."""
 
 from __future__ import annotations
 
@@ -8,99 +8,103 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Member:
-    """One host's place among the hosts of a job; host 0 leads: it alone writes shared files."""
+class HostRank:
+    """A host's rank in the job; only host 0, the coordinator host, writes shared files."""
 
     host: int = 0
     num_hosts: int = 1
     coordinator: str | None = None
-    """host:port where the workers of this attempt meet; None for a host that is alone."""
+    """host:port of JAX's service for the workers of this attempt; None with one host."""
 
     @property
     def leads(self) -> bool:
-        """Whether this host writes what all share: log, metrics, commits."""
+        """Whether this is the coordinator host, which writes run log, metrics and commits."""
         return self.host == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether the job has no other host."""
+        """Whether the job has one host only."""
         return self.num_hosts == 1
 
 
-ALONE = Member()
-WORD_SECONDS = 60.0
-"""Longest wait for a word that takes the lead one look at storage."""
+ALONE = HostRank()
+MESSAGE_SECONDS = 60.0
+"""Longest wait for a message that costs the coordinator host one storage access."""
 
 
-class Peers(Protocol):
-    """What the parts of a run may ask of the job's other hosts."""
+class HostGroup(Protocol):
+    """Operations across the hosts of a job, apart from the training step."""
 
-    member: Member
+    member: HostRank
 
-    def same(self, topic: str, decide: Callable[[], str], *, seconds: float) -> str:
-        """Returns the lead's word on a topic, on every host; only the lead decides.
+    def broadcast(self, topic: str, decide: Callable[[], str], *, seconds: float) -> str:
+        """Returns the coordinator host's decision on every host.
 
         Args:
           topic: unique within the attempt.
-          decide: called on the lead only; what it raises is raised there, and is no word.
-          seconds: how long the others wait for the word.
+          decide: called on the coordinator host only; its exception is raised there, and no
+            message is sent.
+          seconds: how long the other hosts wait for the message.
 
         Raises:
-          PeerLost: the word did not come.
+          PeerLost: the message did not arrive in time.
         """
         ...
 
-    def meet(self, topic: str, *, seconds: float) -> None:
-        """Waits until every host has come to the same point.
+    def barrier(self, topic: str, *, seconds: float) -> None:
+        """Waits until every host has reached the same point.
 
         Raises:
-          PeerLost: somebody did not come; the message names who.
+          PeerLost: a host did not reach it in time; the error message names the host.
         """
         ...
 
-    def tell(self, topic: str, word: str) -> None:
-        """Leaves a word of this host's for whoever asks for it."""
+    def publish(self, topic: str, message: str) -> None:
+        """Publishes a message of this host, which `poll` returns."""
         ...
 
-    def told(self, topic: str) -> Sequence[str]:
-        """Returns what hosts have told so far, each with its name; waits for nobody."""
+    def poll(self, topic: str) -> Sequence[str]:
+        """Returns the messages published so far, each with its host; does not wait."""
         ...
 
-    def collect(self, topic: str, word: str, *, seconds: float) -> Sequence[str]:
-        """Hands a word of every host's to the lead: all of them there, in order; () elsewhere.
+    def gather(self, topic: str, message: str, *, seconds: float) -> Sequence[str]:
+        """Sends a message of every host to the coordinator host.
+
+        Returns:
+          On the coordinator host the messages of all hosts in order, elsewhere ().
 
         Raises:
-          PeerLost: on the lead, if a word did not come; the message names whose.
+          PeerLost: on the coordinator host, if a message did not arrive; names the host.
         """
         ...
 
-    def leave(self) -> None:
-        """Comes right before the process ends by its own word: the lead goes last."""
+    def shutdown(self) -> None:
+        """Call just before a voluntary exit: the coordinator host exits last."""
         ...
 
 
-class Alone:
-    """The job of one host: decides at once, waits for nobody."""
+class SingleHost:
+    """The group of one host: no operation waits."""
 
     member = ALONE
 
-    def same(self, topic: str, decide: Callable[[], str], *, seconds: float) -> str:
-        """Returns its own word."""
+    def broadcast(self, topic: str, decide: Callable[[], str], *, seconds: float) -> str:
+        """Returns the decision of this host."""
         return decide()
 
-    def meet(self, topic: str, *, seconds: float) -> None:
-        """Has nobody to wait for."""
+    def barrier(self, topic: str, *, seconds: float) -> None:
+        """No-op."""
 
-    def tell(self, topic: str, word: str) -> None:
-        """Has nobody to tell."""
+    def publish(self, topic: str, message: str) -> None:
+        """No-op."""
 
-    def told(self, topic: str) -> Sequence[str]:
-        """Was told nothing."""
+    def poll(self, topic: str) -> Sequence[str]:
+        """Returns ()."""
         return ()
 
-    def collect(self, topic: str, word: str, *, seconds: float) -> Sequence[str]:
-        """Has its own word."""
-        return (word,)
+    def gather(self, topic: str, message: str, *, seconds: float) -> Sequence[str]:
+        """Returns the message of this host."""
+        return (message,)
 
-    def leave(self) -> None:
-        """Has nobody to take leave of."""
+    def shutdown(self) -> None:
+        """No-op."""

@@ -1,10 +1,9 @@
-"""The hosts of a job speaking outside the step: joining, one word for all, leaving. Nothing waits
-without a limit.
+"""Operations across hosts through JAX's coordination service: join, broadcast, barrier, shutdown.
 
-It rides on JAX's own coordination service, a key-value store in the lead's process that is fresh in
-every attempt. What must be decided alike at every step goes through the step itself
-(train/consensus.py); this is for the few decisions between steps: what to restore, whether a save
-is begun, whether it counts.
+The service is a key-value store in the process of the coordinator host; each attempt has a new one.
+Decisions that all hosts need at every step are part of the step itself (train/consensus.py). This
+module serves the few decisions between steps: which checkpoint to restore, whether to start a save,
+whether it is committed. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from typing import Any
 import jax
 
 from jaxres.clock import Clock
-from jaxres.cluster.host_group import Member
+from jaxres.cluster.host_group import HostRank
 from jaxres.faults import ConfigError, PeerLost
 
 SHUTDOWN_SECONDS = 5
-LEAVE_SECONDS = 10.0
-"""How long the lead, whose process holds the store, waits at the end for the others to leave."""
+EXIT_SECONDS = 10.0
+"""Longest wait of the coordinator host, whose process has the store, for the others to exit."""
 JOIN_SECONDS = 60
-"""All doors have met before a worker starts, so that workers only wait for each other's imports."""
-SIGNS_OF_A_LOST_PEER = (
+"""Longest wait for other workers: their supervisors have met, so only imports take time."""
+PEER_LOST_MARKERS = (
     "Gloo ",
     "gloo",
     "NCCL",
@@ -41,88 +40,88 @@ SIGNS_OF_A_LOST_PEER = (
 )
 
 
-class Job:
-    """The job of many hosts, over JAX's key-value store."""
+class JaxCoordination:
+    """The group of several hosts, over JAX's key-value store."""
 
-    def __init__(self, member: Member, client: Any, *, clock: Clock) -> None:
+    def __init__(self, member: HostRank, client: Any, *, clock: Clock) -> None:
         self.member = member
         self._client = client
         self._clock = clock
 
-    def same(self, topic: str, decide: Callable[[], str], *, seconds: float) -> str:
-        """Returns the lead's word on a topic."""
+    def broadcast(self, topic: str, decide: Callable[[], str], *, seconds: float) -> str:
+        """Returns the coordinator host's decision."""
         if self.member.leads:
-            word = decide()
-            self.say(f"word/{topic}", word)
-            return word
-        return self.hear(f"word/{topic}", host=0, seconds=seconds)
+            message = decide()
+            self.kv_set(f"word/{topic}", message)
+            return message
+        return self.kv_get(f"word/{topic}", host=0, seconds=seconds)
 
-    def meet(self, topic: str, *, seconds: float) -> None:
-        """Waits until every host has come to the same point."""
-        self.say(f"here/{topic}/{self.member.host}", "1")
-        self._hear_all(f"here/{topic}", range(self.member.num_hosts), seconds=seconds)
+    def barrier(self, topic: str, *, seconds: float) -> None:
+        """Waits until every host has reached the same point."""
+        self.kv_set(f"here/{topic}/{self.member.host}", "1")
+        self._kv_get_all(f"here/{topic}", range(self.member.num_hosts), seconds=seconds)
 
-    def tell(self, topic: str, word: str) -> None:
-        """Leaves a word of this host's for whoever asks for it."""
-        self.say(f"told/{topic}/{self.member.host}", word)
+    def publish(self, topic: str, message: str) -> None:
+        """Publishes a message of this host, which `poll` returns."""
+        self.kv_set(f"told/{topic}/{self.member.host}", message)
 
-    def told(self, topic: str) -> Sequence[str]:
-        """Returns what hosts have told so far, each with its name; waits for nobody."""
-        prefix = f"told/{topic}/"
-        words = self._client.key_value_dir_get(prefix)
-        return [f"host {key.rpartition('/')[2]}: {word}" for key, word in sorted(words)]
+    def poll(self, topic: str) -> Sequence[str]:
+        """Returns the messages published so far, each with its host; does not wait."""
+        messages = self._client.key_value_dir_get(f"told/{topic}/")
+        return [f"host {key.rpartition('/')[2]}: {message}" for key, message in sorted(messages)]
 
-    def collect(self, topic: str, word: str, *, seconds: float) -> Sequence[str]:
-        """Hands a word of every host's to the lead: all of them there, in order; () elsewhere."""
+    def gather(self, topic: str, message: str, *, seconds: float) -> Sequence[str]:
+        """Returns the messages of all hosts on the coordinator host, () elsewhere."""
         if not self.member.leads:
-            self.say(f"word/{topic}/{self.member.host}", word)
+            self.kv_set(f"word/{topic}/{self.member.host}", message)
             return ()
         others = range(1, self.member.num_hosts)
-        return (word, *self._hear_all(f"word/{topic}", others, seconds=seconds))
+        return (message, *self._kv_get_all(f"word/{topic}", others, seconds=seconds))
 
-    def leave(self) -> None:
-        """Comes right before the process ends by its own word: the lead goes last.
+    def shutdown(self) -> None:
+        """Call just before a voluntary exit: the coordinator host exits last.
 
-        Its end takes the store away, upon which JAX aborts whoever is still there.
+        Its exit removes the store, and JAX then aborts every process that still uses it.
         """
         if not self.member.leads:
-            self.say(f"left/{self.member.host}", "1")
+            self.kv_set(f"left/{self.member.host}", "1")
             return
         with contextlib.suppress(PeerLost):
-            self._hear_all("left", range(1, self.member.num_hosts), seconds=LEAVE_SECONDS)
+            self._kv_get_all("left", range(1, self.member.num_hosts), seconds=EXIT_SECONDS)
 
-    def _hear_all(self, topic: str, hosts: Iterable[int], *, seconds: float) -> list[str]:
+    def _kv_get_all(self, topic: str, hosts: Iterable[int], *, seconds: float) -> list[str]:
         end = self._clock.monotonic() + seconds
-        words = []
+        messages: list[str] = []
         for host in hosts:
             rest = max(0.0, end - self._clock.monotonic())
-            words.append(self.hear(f"{topic}/{host}", host=host, seconds=rest))
-        return words
+            messages.append(self.kv_get(f"{topic}/{host}", host=host, seconds=rest))
+        return messages
 
-    def say(self, key: str, word: str) -> None:
-        """Puts a word where the others can hear it; once for each key."""
-        self._client.key_value_set(key, word)
+    def kv_set(self, key: str, message: str) -> None:
+        """Stores a message for the other hosts; each key can be set once."""
+        self._client.key_value_set(key, message)
 
-    def hear(self, key: str, *, host: int, seconds: float) -> str:
-        """Waits for a host's word.
+    def kv_get(self, key: str, *, host: int, seconds: float) -> str:
+        """Waits for a message of a host.
 
         Raises:
-          PeerLost: it did not come; the message names the host.
+          PeerLost: it did not arrive in time; the error message names the host.
         """
         try:
             return self._client.blocking_key_value_get(key, max(1, math.ceil(seconds * 1000)))
         except jax.errors.JaxRuntimeError as error:
             raise PeerLost(
-                f"host {host} did not say '{key}' within {seconds:.0f} s, or is gone: "
+                f"host {host} did not send '{key}' within {seconds:.0f} s, or is gone: "
                 f"{first_line(error)}"
             ) from error
 
 
-def join(member: Member, *, heartbeat_seconds: float, clock: Clock) -> Job:
-    """Makes this process one of the job's; must come before JAX has looked for devices.
+def join(member: HostRank, *, heartbeat_seconds: float, clock: Clock) -> JaxCoordination:
+    """Initializes jax.distributed; must be called before JAX looks for devices.
 
-    The service is off that swallows SIGTERM, and the limits are seconds where JAX's are minutes.
-    Where another worker doesn't come, JAX aborts the process: the doors tell why.
+    JAX's preemption service, which intercepts SIGTERM, is disabled, and the limits are seconds
+    instead of JAX's minutes. If another worker does not join, JAX aborts the process; the
+    supervisors report the cause.
     """
     jax.config.update("jax_enable_preemption_service", False)
     coordinator = member.coordinator or ""
@@ -139,26 +138,26 @@ def join(member: Member, *, heartbeat_seconds: float, clock: Clock) -> Job:
     )
     if jax.default_backend() == "cpu" and not _is_loopback(address):
         refuse_unreachable_name()
-    # The store has no public door; Orbax and JAX's own libraries take this one too.
+    # JAX has no public function for the store; Orbax uses this attribute too.
     from jax._src import distributed
 
-    return Job(member, distributed.global_state.client, clock=clock)
+    return JaxCoordination(member, distributed.global_state.client, clock=clock)
 
 
 def refuse_unreachable_name() -> None:
-    """Gloo tells the other hosts this host's name, and connects to what it stands for.
+    """Checks the host name: Gloo publishes it, and the other hosts connect to its address.
 
     Raises:
-      ConfigError: it stands for this very machine, as in many a fresh Debian.
+      ConfigError: the name resolves to a loopback address, as on a freshly installed Debian.
     """
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(name)
         if address.startswith("127."):
             raise ConfigError(
-                f"this host's name, {name}, stands for {address} here, where other hosts can't "
-                "reach it (CPU hosts talk through Gloo, which uses the name). Give the name its "
-                "network address in /etc/hosts."
+                f"this host's name, {name}, resolves to {address} here, which other hosts can't "
+                "reach (CPU hosts communicate through Gloo, which uses the name). Give the name "
+                "its network address in /etc/hosts."
             )
 
 
@@ -166,12 +165,12 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("localhost", "[::1]")
 
 
-def is_loss(error: BaseException) -> bool:
-    """Says whether an error of JAX's, or of what stands on it, means that a peer is gone."""
-    return any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER)
+def is_peer_lost(error: BaseException) -> bool:
+    """Returns whether an error of JAX, or of a library on top of it, means that a peer is lost."""
+    return any(marker in str(error) for marker in PEER_LOST_MARKERS)
 
 
 def first_line(error: BaseException) -> str:
-    """Returns what an error says, without its stack of addresses."""
+    """Returns the first line of an error message, without the stack of addresses."""
     lines: Sequence[str] = str(error).splitlines() or [type(error).__name__]
     return lines[0][:300]

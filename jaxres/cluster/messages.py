@@ -1,9 +1,8 @@
-"""What doors of different hosts tell each other: one JSON line a word, of bounded size.
+"""The messages between supervisors of different hosts: one JSON line each, of bounded size.
 
-What comes from the network is only ever data: lines are parsed as JSON within a size limit and
-checked field by field, nothing is evaluated, and a line that is no word ends its connection. There
-is no shared secret: whoever reaches the coordinator's port can take a host's place while the roll
-is called, or stop the job, so that port belongs inside the cluster's network.
+Bytes from the network are only data: a line is parsed as JSON within a size limit and checked field
+by field, nothing is evaluated, and a line that is not a message ends its connection. No line is
+decoded before the other side has proven that it has the run's secret (authentication.py).
 """
 
 from __future__ import annotations
@@ -12,246 +11,247 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 import pydantic_core
 
-VERSION = 1
+from jaxres.storage.codec import TaggedCodec
+
+VERSION = 2
 MAX_BYTES = 65536
-"""Longest line; a beat of 4,096 hosts' steps fits."""
+"""Longest line; a heartbeat with the steps of 4,096 hosts fits."""
 MAX_FIELDS_BYTES = 16384
 
+HostId = Annotated[int, pydantic.Field(ge=0, lt=10**9)]
+"""The range of --host-id; large, so that an error message can name a mistyped value."""
+HostCount = Annotated[int, pydantic.Field(ge=1, lt=10**9)]
+Count = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
+Code = Annotated[int, pydantic.Field(ge=-255, le=255)]
+Seconds = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 
-class NoWord(ValueError):
-    """A line that is no word of this protocol."""
+
+class ProtocolError(ValueError):
+    """The line is not a message of this protocol."""
 
 
 @dataclass(frozen=True)
 class Hello:
-    """Who a door is, and all that must be equal on every host."""
+    """First message of a supervisor: its identity, and all values that must agree on all hosts."""
 
-    host: int
-    num_hosts: int
-    """How many hosts it believes in."""
+    host: HostId
+    num_hosts: HostCount
+    """Number of hosts of the job, as this host was started."""
     name: str
     """The machine's host name."""
-    pid: int
+    pid: Count
     nonce: str
-    """Random, one for each process: tells a doubled host from one that connects again."""
+    """Random, one per process: distinguishes a duplicate host from one that reconnects."""
     versions: dict[str, str]
     python: str
     trajectory: str
     """Digest of the config's trajectory."""
     run_dir: str
-    """Absolute, as this host sees it."""
-    boot_id: str = ""
+    """Absolute path on this host."""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
-    """The trajectory's keys and values as text, so that a difference can be named; may be empty."""
+    """Keys and values of the trajectory, so that a message can name a difference; may be empty."""
 
 
 @dataclass(frozen=True)
-class Welcome:
-    """The lead has written a host down, and waits so long for the rest."""
+class Admitted:
+    """The coordinator host has admitted a host, and waits this long for the others."""
 
-    seconds_left: float
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """All hosts are there; the lead claims the run now."""
+    seconds_left: Seconds
 
 
 @dataclass(frozen=True)
-class Announcement:
-    """The attempt that begins, as the lead has claimed it."""
+class AllJoined:
+    """All hosts have joined; the coordinator host claims the run next."""
 
-    attempt: int
+
+@dataclass(frozen=True)
+class AttemptAnnounced:
+    """The attempt that the coordinator host has claimed."""
+
+    attempt: Count
     nonce: str
-    """The claim's."""
+    """Nonce of the claim."""
     coordinator: str
-    """Where JAX's own service will be: host:port, a fresh port for each attempt."""
-    threads: int
-    """NPROC, which decides bits."""
+    """host:port of JAX's service, with a new port for each attempt."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Whether a host finds the claim in its own view of the run directory."""
+class ClaimVisible:
+    """Whether the claim is visible in the run directory of a host."""
 
-    seen: bool
+    visible: bool
 
 
 @dataclass(frozen=True)
-class Go:
+class StartWorkers:
     """Every host may start its worker."""
 
 
 @dataclass(frozen=True)
-class Farewell:
-    """Its sender ends with this code; from the lead: so does who hears it."""
+class Goodbye:
+    """The sender exits with this code; if it is the coordinator host, the receiver does too."""
 
-    code: int
+    code: Code
     reason: str
 
 
 @dataclass(frozen=True)
-class Here:
-    """A host's beat: its door is awake, and how far its worker is."""
+class Heartbeat:
+    """A follower's heartbeat: its supervisor runs, and the progress of its worker."""
 
-    step: int = 0
+    step: Count = 0
     """Newest finished step; 0: none yet."""
     phase: str = "start"
 
 
 @dataclass(frozen=True)
-class Standing:
-    """The lead's beat: the newest finished step of every host."""
+class LeaderHeartbeat:
+    """The coordinator host's heartbeat: the newest finished step of every host."""
 
-    steps: tuple[int, ...] = ()
+    steps: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True)
-class StopAsked:
-    """A host was asked to stop, by a signal or a notice."""
+class StopMessage:
+    """A host was asked to stop by a signal or a preemption notice."""
 
-    code: int
+    code: Code
     reason: str
-    step: int = 0
-    """Its newest finished step; from the first on the hosts agree inside the step by themselves."""
+    step: Count = 0
+    """Newest finished step; from step 1 on, the workers agree on the stop inside the step."""
 
 
 @dataclass(frozen=True)
-class WorkerEnded:
+class WorkerExited:
     """How a host's worker ended."""
 
-    code: int
+    code: Code
     reason: str
     committed: bool
-    said: bool
-    """Whether the worker itself said why before it ended."""
-    step: int = 0
+    announced: bool
+    """Whether the worker itself sent its exit before it ended."""
+    step: Count = 0
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How the attempt ends on every host, and whose fault it is."""
+class JobResult:
+    """The result of the attempt for every host, and the host that caused it."""
 
-    code: int
-    culprit: int | None
+    code: Code
+    culprit: HostId | None
     reason: str
-    step: int
+    step: Count
     committed: bool = False
     is_hang: bool = False
-    """Whether a deadline has passed: then every host's stacks are of interest."""
+    """Whether a deadline has passed: then every host writes its stacks."""
 
 
 @dataclass(frozen=True)
-class Over:
-    """The attempt is over; this host may leave."""
-
-
-@dataclass(frozen=True)
-class Lost:
-    """The other door is gone: never sent, always the last word of a connection."""
+class Disconnected:
+    """The other supervisor is gone. Local only: the last message of a connection, never sent."""
 
     reason: str
 
 
-Word = (
+Message = (
     Hello
-    | Welcome
-    | Gathered
-    | Announcement
-    | Seen
-    | Go
-    | Farewell
-    | Here
-    | Standing
-    | StopAsked
-    | WorkerEnded
-    | Verdict
-    | Over
-    | Lost
+    | Admitted
+    | AllJoined
+    | AttemptAnnounced
+    | ClaimVisible
+    | StartWorkers
+    | Goodbye
+    | Heartbeat
+    | LeaderHeartbeat
+    | StopMessage
+    | WorkerExited
+    | JobResult
+    | Disconnected
 )
-_SENT: tuple[type[Any], ...] = (
-    Hello,
-    Welcome,
-    Gathered,
-    Announcement,
-    Seen,
-    Go,
-    Farewell,
-    Here,
-    Standing,
-    StopAsked,
-    WorkerEnded,
-    Verdict,
-    Over,
+MESSAGES: TaggedCodec[Message] = TaggedCodec(
+    "message",
+    {
+        "hello": Hello,
+        "admitted": Admitted,
+        "all_joined": AllJoined,
+        "attempt_announced": AttemptAnnounced,
+        "claim_visible": ClaimVisible,
+        "start": StartWorkers,
+        "goodbye": Goodbye,
+        "heartbeat": Heartbeat,
+        "leader_heartbeat": LeaderHeartbeat,
+        "stop_requested": StopMessage,
+        "worker_exited": WorkerExited,
+        "attempt_result": JobResult,
+    },
 )
-_KINDS = {kind.__name__: kind for kind in _SENT}
+"""The name of each message on the connection."""
 
 
-def encode(word: Word) -> bytes:
-    """Returns the line that stands for a word; a reason that is too long loses its end."""
-    body = dataclasses.asdict(word)
+def encode(message: Message) -> bytes:
+    """Returns the line of a message; a reason that is too long is cut at the end."""
+    fields: dict[str, Any] = {"jaxres": VERSION} | MESSAGES.encode(message)
     while True:
-        text = json.dumps({"jaxres": VERSION, type(word).__name__: body}, ensure_ascii=False)
+        text = json.dumps(fields, ensure_ascii=False)
         line = text.encode("utf-8", "replace") + b"\n"
         if len(line) <= MAX_BYTES:
             return line
-        assert body.get("reason"), f"{type(word).__name__} of {len(line)} bytes"
-        body["reason"] = body["reason"][: len(body["reason"]) * 3 // 4]
+        assert fields.get("reason"), f"{fields[MESSAGES.key]} of {len(line)} bytes"
+        fields["reason"] = fields["reason"][: len(fields["reason"]) * 3 // 4]
 
 
-def decode(line: bytes) -> Word:
-    """Reads a word back.
+def decode(line: bytes) -> Message:
+    """Returns the message of a line.
 
-    >>> decode(encode(Here(7, "train")))
-    Here(step=7, phase='train')
+    >>> decode(encode(Heartbeat(7, "train")))
+    Heartbeat(step=7, phase='train')
 
     Raises:
-      NoWord: it is none.
+      ProtocolError: the line is not a message.
     """
     try:
         parsed = pydantic_core.from_json(line)
     except ValueError as error:
-        raise NoWord(f"not JSON: {line[:40]!r}") from error
+        raise ProtocolError(f"not JSON: {line[:40]!r}") from error
     if not isinstance(parsed, dict) or "jaxres" not in parsed:
-        raise NoWord(f"not a word of jaxres: {line[:40]!r}")
+        raise ProtocolError(f"not a jaxres message: {line[:40]!r}")
     if (version := parsed.pop("jaxres")) != VERSION:
-        raise NoWord(
-            f"it speaks version {version!r:.20} of the roll call, this host {VERSION}: install the "
-            "same jaxres on all hosts"
+        raise ProtocolError(
+            f"it uses protocol version {version!r:.20}, this host {VERSION}: install the same "
+            "jaxres on all hosts"
         )
-    for name, body in parsed.items():
-        if name in _KINDS:
-            try:
-                return _schema(_KINDS[name]).validate_python(body)
-            except pydantic.ValidationError as error:
-                raise NoWord(f"a {name} that lacks or confuses fields") from error
-    raise NoWord(f"not a word of jaxres: {line[:40]!r}")
+    try:
+        message = MESSAGES.decode(parsed, ignore_unknown=True)
+        return _schema(type(message)).validate_python(dataclasses.asdict(message))
+    except ValueError as error:
+        raise ProtocolError(f"not a jaxres message ({error}): {line[:40]!r}") from error
 
 
 @cache
 def _schema(kind: type[Any]) -> pydantic.TypeAdapter[Any]:
+    """Returns the validator of a message's types and numeric ranges."""
     return pydantic.TypeAdapter(kind)
 
 
 def fields_of(trajectory: dict[str, Any]) -> dict[str, str]:
-    """Returns a nested config as dotted keys and short texts; empty if that would be too much.
+    """Returns a nested config as dotted keys and short texts; {} if the result is too large.
 
     >>> fields_of({"train": {"lr": 0.1}, "seed": 3})
     {'train.lr': '0.1', 'seed': '3'}
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
 
     def walk(section: dict[str, Any], prefix: str) -> None:
         for key, value in section.items():
             if isinstance(value, dict):
                 walk(value, f"{prefix}{key}.")
             else:
-                found[prefix + key] = json.dumps(value)[:80]
+                texts[prefix + key] = json.dumps(value)[:80]
 
     walk(trajectory, "")
-    return found if len(json.dumps(found)) <= MAX_FIELDS_BYTES else {}
+    return texts if len(json.dumps(texts)) <= MAX_FIELDS_BYTES else {}

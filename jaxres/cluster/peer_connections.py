@@ -1,7 +1,8 @@
-"""The doors of the other hosts, as this one sees them: what they say, and when one is gone.
+"""Connections to the supervisors of the other hosts: messages, heartbeats and loss detection.
 
-A door is gone when its connection ends, at once, or when it has been silent for too long: a machine
-that lost its power closes nothing. Time that this process itself was asleep is nobody's silence.
+A peer is lost as soon as its connection ends, or when it has sent nothing for too long, since a
+machine that loses power closes no connection. Time that this process was suspended is not counted
+as silence of a peer.
 """
 
 from __future__ import annotations
@@ -10,267 +11,385 @@ import contextlib
 import math
 import select
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from jaxres.clock import Awake, Clock
-from jaxres.cluster.connection import Wire
-from jaxres.cluster.messages import Farewell, Hello, Here, Lost, Standing, Word, WorkerEnded
+from jaxres.cluster.authentication import VARIABLE, Handshake, Secret
+from jaxres.cluster.connection import Connection
+from jaxres.cluster.messages import (
+    Disconnected,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    LeaderHeartbeat,
+    Message,
+    WorkerExited,
+)
 
-BEAT_SECONDS = 1.0
-DOUBT_SECONDS = 3 * BEAT_SECONDS
+HEARTBEAT_SECONDS = 1.0
+DOUBT_SECONDS = 3 * HEARTBEAT_SECONDS
 HELLO_SECONDS = 5.0
-"""Longest time that a stranger may take to say who it is."""
+"""Longest time for a new connection to complete the handshake and to send its hello."""
+REPORT_SECONDS = 600.0
+"""Shortest time between two messages about connections that were refused."""
 LINGER_SECONDS = 2.0
-"""Longest time that a last word may take to be read."""
-ROOM_FOR_STRANGERS = 64
-ACCEPTS_AT_ONCE = 64
-CLOSE_LOOK_SECONDS = 0.05
+"""Longest wait until a peer has read the last message."""
+MAX_UNIDENTIFIED = 64
+MAX_ACCEPTS_PER_CALL = 64
+CLOSE_POLL_SECONDS = 0.05
 
 
-class Channel:
-    """The connection to one other host's door; owns it."""
+def print_to_stderr(text: str) -> None:
+    """Writes a line for an operator; a closed terminal is ignored."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+class PeerLink:
+    """The connection to one other host's supervisor; owns it."""
 
     def __init__(
-        self, host: int, name: str, wire: Wire, *, awake: Awake, silence_seconds: float
+        self, host: int, name: str, connection: Connection, *, awake: Awake, silence_seconds: float
     ) -> None:
         self.host = host
         self.name = name
-        self.wire = wire
+        self.connection = connection
         self.silence_seconds = silence_seconds
         self.step = 0
-        """Newest finished step of that host, as far as it has told."""
+        """Newest finished step that the host has sent."""
         self.is_lost = False
         self._awake = awake
-        self._heard_at = awake.now()
-        self._beat_at = -math.inf
+        self._received_at = awake.now()
+        self._sent_heartbeat_at = -math.inf
 
     def __str__(self) -> str:
         return f"host {self.host} ({self.name})"
 
     @property
     def silent_seconds(self) -> float:
-        """How long nothing was heard of it."""
-        return self._awake.now() - self._heard_at
+        """Seconds since the last received message."""
+        return self._awake.now() - self._received_at
 
-    def tell(self, word: Word) -> None:
-        """Sends a word, now or as soon as the socket takes it."""
+    def send(self, message: Message) -> None:
+        """Sends a message, now or as soon as the socket has room."""
         if not self.is_lost:
-            self.wire.send(word)
+            self.connection.send(message)
 
-    def beat(self, word: Word) -> None:
-        """Sends a word if the last beat is a second old, and the one before has gone out."""
+    def send_heartbeat(self, message: Message) -> None:
+        """Sends a heartbeat once a second, unless earlier bytes are still unsent."""
         now = self._awake.now()
-        if now - self._beat_at >= BEAT_SECONDS and not self.wire.wants_to_write:
-            self._beat_at = now
-            self.tell(word)
+        if (
+            now - self._sent_heartbeat_at >= HEARTBEAT_SECONDS
+            and not self.connection.wants_to_write
+        ):
+            self._sent_heartbeat_at = now
+            self.send(message)
 
-    def hear(self) -> list[Word]:
-        """Returns what has come; the last word ever is Lost."""
+    def receive(self) -> list[Message]:
+        """Returns the received messages; the last one of a connection is Disconnected."""
         if self.is_lost:
             return []
-        now = self._awake.now()  # Before the reading: what came while we slept counts.
-        self.wire.flush()
-        words = self.wire.receive()
-        if words:
-            self._heard_at = now
-        for word in words:
-            self._note(word)
-        if self.wire.broken is not None:
-            self._lose(words, self.wire.broken)
-        elif now - self._heard_at > self.silence_seconds:
+        now = (
+            self._awake.now()
+        )  # Before reading: bytes that arrived during a suspension are not late.
+        self.connection.flush()
+        messages = self.connection.receive()
+        if messages:
+            self._received_at = now
+        for message in messages:
+            self._update_step(message)
+        if self.connection.broken is not None:
+            self._mark_lost(messages, self.connection.broken)
+        elif now - self._received_at > self.silence_seconds:
             limit = f"{self.silence_seconds:g} s (hosts.heartbeat_seconds)"
-            self._lose(words, f"nothing was heard of it for {limit}")
-        return words
+            self._mark_lost(messages, f"nothing was received from it for {limit}")
+        return messages
 
-    def _note(self, word: Word) -> None:
-        if isinstance(word, Here | WorkerEnded):
-            self.step = max(self.step, word.step)
-        elif isinstance(word, Standing) and self.host < len(word.steps):
-            self.step = max(self.step, word.steps[self.host])
+    def _update_step(self, message: Message) -> None:
+        if isinstance(message, Heartbeat | WorkerExited):
+            self.step = max(self.step, message.step)
+        elif isinstance(message, LeaderHeartbeat) and self.host < len(message.steps):
+            self.step = max(self.step, message.steps[self.host])
 
-    def _lose(self, words: list[Word], reason: str) -> None:
+    def _mark_lost(self, messages: list[Message], reason: str) -> None:
         self.is_lost = True
-        self.wire.close()
+        self.connection.close()
         after = f" after step {self.step}" if self.step else ""
-        words.append(Lost(f"{self} is gone{after}: {reason}"))
+        messages.append(Disconnected(f"{self} is gone{after}: {reason}"))
 
 
-class Reception:
-    """Takes in strangers at the coordinator's port until they have said who they are.
+class Refusals:
+    """Reports refused connections: the first one at once, the following at a bounded rate."""
 
-    Whoever says something else, too much, or too slowly is sent away; nobody else notices.
+    def __init__(self, *, secret: Secret, report: Callable[[str], None], awake: Awake) -> None:
+        self._secret = secret
+        self._report = report
+        self._awake = awake
+        self._unreported = 0
+        self._next_at = -math.inf
+        self.summary = ""
+        """Summary of all refusals, for a message about absent hosts; empty: there were none."""
+        self._count = 0
+
+    def add(self, peer: str, reason: str) -> None:
+        """Counts a refused connection, and reports it unless the last report is recent."""
+        self._count += 1
+        number = "a connection was" if self._count == 1 else f"{self._count} connections were"
+        self.summary = (
+            f"{number} refused, the last from {peer}: {reason}. If it is a host of this job: is "
+            f"run.dir the same shared directory there ({self._secret.source}), is {VARIABLE}, if "
+            "used, the same?"
+        )
+        if self._awake.now() < self._next_at:
+            self._unreported += 1
+            return
+        more = f" ({self._unreported} others before it)" if self._unreported else ""
+        self._report(
+            f"jaxres: a connection from {peer} was refused{more}: {reason}. It received no "
+            f"data of this job, which continues. A host of this job must have the secret in "
+            f"{self._secret.source}: its run.dir must be the same shared directory.\n"
+        )
+        self._unreported = 0
+        self._next_at = self._awake.now() + REPORT_SECONDS
+
+
+@dataclass(frozen=True)
+class UnidentifiedPeer:
+    """A connection that has not sent its hello."""
+
+    address: str
+    """Network address."""
+    until: float
+    """Deadline for the hello."""
+
+
+class Acceptor:
+    """Accepts connections at the coordinator's port, until each has sent its hello.
+
+    It closes a connection that fails the handshake, or sends another message, too many bytes, or
+    nothing in time. Other connections are not affected.
     """
 
     def __init__(
-        self, listener: socket.socket, *, num_hosts: int, awake: Awake, poll: select.epoll
+        self,
+        listener: socket.socket,
+        *,
+        num_hosts: int,
+        secret: Secret,
+        report: Callable[[str], None],
+        awake: Awake,
+        poll: select.epoll,
     ) -> None:
         self._listener = listener
+        self._secret = secret
+        self.refusals = Refusals(secret=secret, report=report, awake=awake)
         self._awake = awake
         self._poll = poll
-        self._room = num_hosts + ROOM_FOR_STRANGERS
-        self._strangers: dict[Wire, float] = {}
-        """By when each must have said who it is; the oldest first."""
-        self._leaving: dict[Wire, float] = {}
-        """By when each must have read its last word."""
+        self._max_connections = num_hosts + MAX_UNIDENTIFIED
+        self._unidentified: dict[Connection, UnidentifiedPeer] = {}
+        """The oldest connection comes first."""
+        self._closing: dict[Connection, float] = {}
+        """Deadline of each connection for reading the last message."""
         poll.register(listener, select.EPOLLIN)
 
-    def newcomers(self) -> list[tuple[Wire, Hello]]:
-        """Returns who has said who it is; it is the caller's to keep or to send away."""
+    def accepted(self) -> list[tuple[Connection, Hello]]:
+        """Returns the connections that have sent a hello; the caller keeps or rejects each."""
         self._accept()
         now = self._awake.now()
-        for wire, until in list(self._leaving.items()):
-            if wire.ended() or now > until:
-                self._leaving.pop(wire)
-                wire.close()
-        found: list[tuple[Wire, Hello]] = []
-        for wire, until in list(self._strangers.items()):
-            words = wire.receive()
-            if words and isinstance(words[0], Hello) and wire.broken is None:
-                self._strangers.pop(wire)
-                found.append((wire, words[0]))
-            elif words or wire.alien:
-                self._strangers.pop(wire)
-                reason = f"here waits a job of jaxres for its hosts: {wire.broken or words[0]}"
-                self.send_away(wire, Farewell(78, reason))
-            elif wire.broken is not None or now > until:
-                self._strangers.pop(wire)
-                wire.close()
-        return found
+        for connection, until in list(self._closing.items()):
+            if connection.drain() or now > until:
+                self._closing.pop(connection)
+                connection.close()
+        identified: list[tuple[Connection, Hello]] = []
+        for connection, peer in list(self._unidentified.items()):
+            messages = connection.receive()
+            is_late = now > peer.until
+            if not (messages or connection.broken is not None or is_late):
+                continue
+            self._unidentified.pop(connection)
+            if messages and isinstance(messages[0], Hello) and connection.broken is None:
+                identified.append((connection, messages[0]))
+            elif not connection.is_authenticated:
+                self._refuse(connection, peer)
+            elif messages or connection.is_foreign:
+                cause = connection.broken or messages[0]
+                reason = f"this port is a jaxres rendezvous; got an invalid hello: {cause}"
+                self.reject(connection, Goodbye(78, reason))
+            else:
+                connection.close()
+        return identified
+
+    def _refuse(self, connection: Connection, peer: UnidentifiedPeer) -> None:
+        """Closes an unauthenticated connection; reports it unless the peer just closed it."""
+        if connection.is_foreign or connection.has_other_secret:
+            self.refusals.add(peer.address, str(connection.broken))
+            self._close_after(connection, None)
+            return
+        if connection.broken is None:
+            silence = f"it has not proven within {HELLO_SECONDS:g} s that it holds the secret"
+            self.refusals.add(peer.address, silence)
+        connection.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # None there, or no descriptor left: not now.
-            for _ in range(ACCEPTS_AT_ONCE):
-                accepted, _ = self._listener.accept()
-                self._strangers[Wire(accepted)] = self._awake.now() + HELLO_SECONDS
+        with contextlib.suppress(OSError):  # No connection, or no file descriptor left: try later.
+            for _ in range(MAX_ACCEPTS_PER_CALL):
+                accepted, address = self._listener.accept()
+                connection = Connection(accepted, Handshake(self._secret, accepts=True))
+                source = str(address[0]).removeprefix("::ffff:")
+                self._unidentified[connection] = UnidentifiedPeer(
+                    source, self._awake.now() + HELLO_SECONDS
+                )
                 self._poll.register(accepted, select.EPOLLIN)
-        while len(self._strangers) + len(self._leaving) > self._room:
-            crowd = self._leaving or self._strangers
-            oldest = next(iter(crowd))
-            crowd.pop(oldest)
+        while len(self._unidentified) + len(self._closing) > self._max_connections:
+            candidates = self._closing or self._unidentified
+            oldest = next(iter(candidates))
+            candidates.pop(oldest)
             oldest.close()
 
-    def send_away(self, wire: Wire, word: Farewell) -> None:
-        """Tells somebody why it can't stay, and closes when that was read."""
-        wire.finish(word)
-        self._leaving[wire] = self._awake.now() + LINGER_SECONDS
+    def reject(self, connection: Connection, message: Goodbye) -> None:
+        """Sends the reason of a rejection, and closes the connection once it was read."""
+        self._close_after(connection, message)
+
+    def _close_after(self, connection: Connection, message: Goodbye | None) -> None:
+        connection.finish(message)
+        self._closing[connection] = self._awake.now() + LINGER_SECONDS
 
     def close(self) -> None:
-        """Closes the port and everybody who waits at it."""
+        """Closes the port and all its connections."""
         self._listener.close()
-        for wire in (*self._strangers, *self._leaving):
-            wire.close()
-        self._strangers.clear()
-        self._leaving.clear()
+        for connection in (*self._unidentified, *self._closing):
+            connection.close()
+        self._unidentified.clear()
+        self._closing.clear()
 
 
-class Peers:
-    """All other doors that this one talks with, for one `select` loop; a context manager.
+class PeerLinks:
+    """The connections to all peers, for one `select` loop; a context manager.
 
-    The loop looks at this object for reading, calls `hear` after each wake and at least four times
-    a second, and `beat` as often; both return at once.
+    The loop selects this object for reading, and calls `receive` and `send_heartbeat` after each
+    wake and at least four times a second; both return at once.
     """
 
     def __init__(self, *, clock: Clock, silence_seconds: float) -> None:
-        self.channels: dict[int, Channel] = {}
-        """By host; at a follower only host 0."""
+        self.links: dict[int, PeerLink] = {}
+        """The link of each host; a follower has only host 0."""
         self.awake = Awake(clock)
-        self.answer: Callable[[Wire, Hello], None] | None = None
-        """What the lead does with a newcomer."""
-        self.reception: Reception | None = None
+        self.on_accepted: Callable[[Connection, Hello], None] | None = None
+        """Called on the coordinator host for each connection that has sent a hello."""
+        self.acceptor: Acceptor | None = None
         self._silence_seconds = silence_seconds
         self._clock = clock
-        self._heard: deque[tuple[int, Word]] = deque()
-        self._poll = select.epoll()  # One small descriptor for any number of hosts.
+        self._received: deque[tuple[int, Message]] = deque()
+        self._poll = select.epoll()  # One file descriptor for any number of hosts.
 
-    def __enter__(self) -> Peers:
+    def __enter__(self) -> PeerLinks:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def fileno(self) -> int:
-        """A descriptor that is readable when there is something to hear."""
+        """Returns a file descriptor that is readable when a connection is."""
         return self._poll.fileno()
 
-    def receive_at(self, listener: socket.socket, *, num_hosts: int) -> Reception:
-        """Takes in newcomers from now on; owns the listener."""
-        self.reception = Reception(listener, num_hosts=num_hosts, awake=self.awake, poll=self._poll)
-        return self.reception
+    def accept_at(
+        self,
+        listener: socket.socket,
+        *,
+        num_hosts: int,
+        secret: Secret,
+        report: Callable[[str], None] = print_to_stderr,
+    ) -> Acceptor:
+        """Starts to accept connections; owns the listener, and reports refused ones."""
+        self.acceptor = Acceptor(
+            listener,
+            num_hosts=num_hosts,
+            secret=secret,
+            report=report,
+            awake=self.awake,
+            poll=self._poll,
+        )
+        return self.acceptor
 
-    def add(self, host: int, name: str, wire: Wire) -> Channel:
-        """Takes a host's connection over, in the place of an earlier one and all it has said."""
-        if (before := self.channels.pop(host, None)) is not None:
-            before.wire.close()
-            self._heard = deque(heard for heard in self._heard if heard[0] != host)
-        channel = Channel(host, name, wire, awake=self.awake, silence_seconds=self._silence_seconds)
-        self.channels[host] = channel
+    def add(self, host: int, name: str, connection: Connection) -> PeerLink:
+        """Adds a host's connection; it replaces an earlier one and its unread messages."""
+        if (before := self.links.pop(host, None)) is not None:
+            before.connection.close()
+            self._received = deque(item for item in self._received if item[0] != host)
+        link = PeerLink(
+            host, name, connection, awake=self.awake, silence_seconds=self._silence_seconds
+        )
+        self.links[host] = link
         with contextlib.suppress(FileExistsError):
-            self._poll.register(wire, select.EPOLLIN)
-        return channel
+            self._poll.register(connection, select.EPOLLIN)
+        return link
 
-    def be_patient(self, seconds: float | None) -> None:
-        """Lets the others be silent for so long; None: as long as is usual."""
-        for channel in self.channels.values():
-            channel.silence_seconds = max(self._silence_seconds, seconds or 0.0)
+    def set_silence_limit(self, seconds: float | None) -> None:
+        """Sets the longest silence of a peer; None: the default."""
+        for link in self.links.values():
+            link.silence_seconds = max(self._silence_seconds, seconds or 0.0)
 
-    def _living(self) -> list[Channel]:
-        return [channel for channel in self.channels.values() if not channel.is_lost]
+    def _live_links(self) -> list[PeerLink]:
+        return [link for link in self.links.values() if not link.is_lost]
 
-    def hear(self) -> list[tuple[int, Word]]:
-        """Returns what has come, by host; answers newcomers; waits for nothing."""
+    def receive(self) -> list[tuple[int, Message]]:
+        """Returns the received messages with their hosts; does not wait."""
         self._collect()
-        heard = list(self._heard)
-        self._heard.clear()
-        return heard
+        received = list(self._received)
+        self._received.clear()
+        return received
 
-    def next(self, seconds: float) -> tuple[int, Word] | None:
-        """Returns the next word, or None if none comes for so long, or something else happens."""
-        if not self._heard:
+    def next(self, seconds: float) -> tuple[int, Message] | None:
+        """Returns the next message; None: the time is over, or another event woke the poll."""
+        if not self._received:
             self._poll.poll(max(0.0, seconds))
             self._collect()
-        return self._heard.popleft() if self._heard else None
+        return self._received.popleft() if self._received else None
 
     def _collect(self) -> None:
-        for channel in list(self.channels.values()):
-            self._heard.extend((channel.host, word) for word in channel.hear())
-        if self.reception and self.answer:
-            for wire, hello in self.reception.newcomers():
-                self.answer(wire, hello)
+        for link in list(self.links.values()):
+            self._received.extend((link.host, message) for message in link.receive())
+        if self.acceptor and self.on_accepted:
+            for connection, hello in self.acceptor.accepted():
+                self.on_accepted(connection, hello)
 
-    def tell(self, word: Word, *, to: int | None = None) -> None:
-        """Sends a word to all, or to one host; who is gone is passed over."""
-        for channel in self._living():
-            if to in (None, channel.host):
-                channel.tell(word)
+    def send(self, message: Message, *, to: int | None = None) -> None:
+        """Sends a message to all hosts, or to one; lost ones are skipped."""
+        for link in self._live_links():
+            if to in (None, link.host):
+                link.send(message)
 
-    def beat(self, word: Here | Standing) -> None:
-        """Sends a beat to all that have had none for a second."""
-        for channel in self._living():
-            channel.beat(word)
+    def send_heartbeat(self, message: Heartbeat | LeaderHeartbeat) -> None:
+        """Sends a heartbeat to every host to which none was sent for a second."""
+        for link in self._live_links():
+            link.send_heartbeat(message)
 
     def close(self) -> None:
-        """Lets the last words be read, for 2 s at most, and closes all connections and the port."""
-        if self.reception:
-            self.reception.close()
-            self.reception = None
+        """Closes all connections and the port; first waits 2 s at most until peers have read."""
+        if self.acceptor:
+            self.acceptor.close()
+            self.acceptor = None
         until = self._clock.monotonic() + LINGER_SECONDS
         finished: set[int] = set()
-        while (living := self._living()) and self._clock.monotonic() < until:
-            for channel in living:
-                channel.wire.flush()
-                if not channel.wire.wants_to_write and channel.host not in finished:
-                    finished.add(channel.host)
-                    channel.wire.finish()
-                if channel.wire.ended():
-                    self._leave(channel)
-            if self._living():
-                self._poll.poll(CLOSE_LOOK_SECONDS)
-        for channel in self._living():
-            self._leave(channel)
+        while (living := self._live_links()) and self._clock.monotonic() < until:
+            for link in living:
+                link.connection.flush()
+                if not link.connection.wants_to_write and link.host not in finished:
+                    finished.add(link.host)
+                    link.connection.finish()
+                if link.connection.drain():
+                    self._close_link(link)
+            if self._live_links():
+                self._poll.poll(CLOSE_POLL_SECONDS)
+        for link in self._live_links():
+            self._close_link(link)
         if not self._poll.closed:
             self._poll.close()
 
-    def _leave(self, channel: Channel) -> None:
-        channel.is_lost = True
-        channel.wire.close()
+    def _close_link(self, link: PeerLink) -> None:
+        link.is_lost = True
+        link.connection.close()

@@ -1,9 +1,11 @@
-"""The roll call: doors of all hosts meet before jax is imported, and check what can be wrong.
+"""Rendezvous: the supervisors of all hosts meet and check each other before jax is imported.
 
-Host 0's door leads. It listens at the coordinator's address; each follower connects and says who it
-is. When all are there and alike the lead claims the run, tells the attempt, and each follower looks
-for that very claim in its own run directory: a directory that is not shared is found out here. Only
-then may workers start. The connections stay for the whole attempt (channels.py). Every wait ends.
+Host 0's supervisor is the leader. It listens at the coordinator's address. Each follower connects
+and sends its hello once both have proven that they have the run's secret (authentication.py). When
+all hosts have joined and are compatible, the leader claims the run and announces the attempt, and
+each follower looks for this claim in its own run directory, which detects a directory that is not
+shared. Only then may workers start. The connections stay open for the whole attempt
+(peer_connections.py). Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -13,46 +15,55 @@ from types import TracebackType
 
 from jaxres import faults
 from jaxres.clock import Clock
-from jaxres.cluster.compatibility import complaint, differences, few, hosts, not_shared, who
-from jaxres.cluster.connection import Wire, connect, listen
+from jaxres.cluster.authentication import Secret, other_secret_message
+from jaxres.cluster.compatibility import (
+    differences,
+    host_label,
+    host_list,
+    mismatch_message,
+    not_shared_message,
+    shorten,
+)
+from jaxres.cluster.connection import Connection, connect, listen
 from jaxres.cluster.detect import Address
 from jaxres.cluster.messages import (
-    Announcement,
-    Farewell,
-    Gathered,
-    Go,
+    Admitted,
+    AllJoined,
+    AttemptAnnounced,
+    ClaimVisible,
+    Disconnected,
+    Goodbye,
+    Heartbeat,
     Hello,
-    Here,
-    Lost,
-    Seen,
-    Welcome,
-    Word,
+    Message,
+    StartWorkers,
 )
-from jaxres.cluster.peer_connections import DOUBT_SECONDS, HELLO_SECONDS, Peers
-from jaxres.faults import ConfigError, Exit, PeerLost, TypedEnd
+from jaxres.cluster.peer_connections import DOUBT_SECONDS, HELLO_SECONDS, PeerLinks
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError, PeerLost, RunError
 
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 RETRY_SECONDS = 0.2
 CONNECT_SECONDS = 3.0
-BYSTANDERS_SECONDS = 5.0
-"""How long a roll call that has failed waits for hosts that come late, to tell them so."""
+MISMATCH_GRACE_SECONDS = 5.0
+"""How long a failed rendezvous waits for late hosts, to send them the error."""
 CLAIM_SECONDS = 60.0
-"""Longest time between the last host's arrival and the lead's claim."""
-SEE_SECONDS = 60.0
-"""Longest time until a claim is to be seen on every host; shared mounts cache their directories."""
-SPARE_SECONDS = 10.0
-"""What a limit that another host holds is longer here, so that its own word comes first."""
+"""Longest time from the last host's arrival to the leader's claim."""
+VISIBLE_SECONDS = 60.0
+"""Longest time until a claim is visible on every host; shared mounts cache directories."""
+MARGIN_SECONDS = 10.0
+"""Added here to a limit that another host also applies, so that its message arrives first."""
 MAX_WAIT_SECONDS = 86400.0
-"""What the lead says of the time that is left is not believed beyond this."""
+"""Upper bound for the remaining time that the leader sends."""
 
 
-class Lead:
-    """Host 0's part of the roll call; a context manager around the whole attempt.
+class RendezvousLeader:
+    """Host 0's part of the rendezvous; a context manager around the whole attempt.
 
-    Leaving it with a typed end ends the other hosts too, with the same code.
+    A RunError that leaves the block makes the other hosts exit with the same code.
 
     Raises:
-      ConfigError: on entering, if the address can't be had.
+      ConfigError: on entering, if the address can't be bound.
     """
 
     def __init__(
@@ -60,97 +71,106 @@ class Lead:
         hello: Hello,
         address: Address,
         *,
+        secret: Secret,
         join_seconds: float,
         heartbeat_seconds: float,
         clock: Clock,
     ) -> None:
         self._hello = hello
         self._address = address
+        self._secret = secret
         self._join_seconds = join_seconds
         self._clock = clock
         self._hellos: dict[int, Hello] = {}
-        """Who has come, by the id it gave; the words of it come through a channel of that id."""
-        self._wrong: set[int] = set()
-        """Those of them that differ in what must be equal."""
+        """The hellos of the admitted hosts, by host id; `peers` has a link of the same id."""
+        self._incompatible: set[int] = set()
+        """Ids of admitted hosts that are not compatible."""
         self._until = 0.0
-        self._told = False
-        """Whether the others know already how this ends."""
-        self.peers = Peers(clock=clock, silence_seconds=heartbeat_seconds)
+        self._is_error_sent = False
+        """Whether the error was already sent to the other hosts."""
+        self.peers = PeerLinks(clock=clock, silence_seconds=heartbeat_seconds)
 
-    def __enter__(self) -> Lead:
+    def __enter__(self) -> RendezvousLeader:
         backlog = max(128, self._hello.num_hosts)
         listener = listen(self._address, backlog=backlog, clock=self._clock)
-        self._reception = self.peers.receive_at(listener, num_hosts=self._hello.num_hosts)
+        num_hosts = self._hello.num_hosts
+        self._acceptor = self.peers.accept_at(listener, num_hosts=num_hosts, secret=self._secret)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if isinstance(error, TypedEnd) and not self._told:
+        if isinstance(error, RunError) and not self._is_error_sent:
             name = f"host {self._hello.host} ({self._hello.name})"
-            self.peers.tell(Farewell(error.exit, f"{name}: {error}"))
+            self.peers.send(Goodbye(error.exit_code, f"{name}: {error}"))
         self.peers.close()
 
-    def gather(self) -> tuple[Hello, ...]:
-        """Waits until every host has come, and returns them by id, this one first.
+    def wait_for_all(self) -> tuple[Hello, ...]:
+        """Waits until every host has joined, and returns their hellos by id, this host first.
 
         Raises:
-          ConfigError: hosts differ in what must be equal; every host is told so.
-          PeerLost: some did not come in time; those that came are told.
-          TypedEnd: a host was stopped meanwhile.
+          ConfigError: hosts are not compatible; the error is sent to every host.
+          PeerLost: hosts did not join in time; the error is sent to the others.
+          RunError: a host was stopped meanwhile.
         """
         awake = self.peers.awake
         self._until = awake.now() + self._join_seconds
-        self.peers.answer = self._write_down
-        wrong_until: float | None = None
-        while (absent := self._absent()) or self._wrong:
+        self.peers.on_accepted = self._admit
+        mismatch_until: float | None = None
+        while (absent := self._absent()) or self._incompatible:
             now = awake.now()
-            if not self._wrong:
-                wrong_until = None
-            elif wrong_until is None:
-                wrong_until = min(self._until, now + BYSTANDERS_SECONDS)
-            if wrong_until is not None and (not absent or now >= wrong_until):
-                raise self._ending(ConfigError(complaint(self._hello, self._joined())))
+            if not self._incompatible:
+                mismatch_until = None
+            elif mismatch_until is None:
+                mismatch_until = min(self._until, now + MISMATCH_GRACE_SECONDS)
+            if mismatch_until is not None and (not absent or now >= mismatch_until):
+                raise self._abort(ConfigError(mismatch_message(self._hello, self._joined())))
             if now >= self._until:
-                raise self._ending(PeerLost(self._missing(absent)))
-            self._take(self.peers.next(LOOK_SECONDS))
-            self.peers.beat(Here())
-        self.peers.answer = self._turn_away
-        self.peers.tell(Gathered())
+                raise self._abort(PeerLost(self._absent_message(absent)))
+            self._on_message(self.peers.next(POLL_SECONDS))
+            self.peers.send_heartbeat(Heartbeat())
+        self.peers.on_accepted = self._reject_late
+        self.peers.send(AllJoined())
         return (self._hello, *self._joined())
 
-    def announce(self, announcement: Announcement, *, see_seconds: float = SEE_SECONDS) -> Peers:
-        """Tells the claimed attempt; returns when every host has seen the claim, and all may start.
+    def announce(
+        self, announcement: AttemptAnnounced, *, see_seconds: float = VISIBLE_SECONDS
+    ) -> PeerLinks:
+        """Announces the claimed attempt; returns once the claim is visible on every host.
 
         Raises:
-          ConfigError: some host does not see the claim: the run directory is not shared.
-          PeerLost: a host is gone.
-          TypedEnd: a host was stopped meanwhile.
+          ConfigError: the claim is not visible on a host: the run directory is not shared.
+          PeerLost: a host is lost.
+          RunError: a host was stopped meanwhile.
         """
-        self.peers.be_patient(see_seconds + SPARE_SECONDS)
-        self.peers.tell(announcement)
-        until = self.peers.awake.now() + see_seconds + SPARE_SECONDS
+        self.peers.set_silence_limit(see_seconds + MARGIN_SECONDS)
+        self.peers.send(announcement)
+        until = self.peers.awake.now() + see_seconds + MARGIN_SECONDS
         seen: dict[int, bool] = {}
         while len(seen) < len(self._hellos):
             if self.peers.awake.now() >= until:
                 silent = [host for host in self._hellos if host not in seen]
-                reason = f"{hosts(silent)} did not say whether the claim of the run is seen there"
-                raise self._ending(PeerLost(reason))
-            heard = self.peers.next(LOOK_SECONDS)
-            self.peers.beat(Here())
-            match heard:
-                case (host, Seen(is_seen)):
+                reason = (
+                    f"{host_list(silent)} did not report whether the claim of the run is visible"
+                )
+                raise self._abort(PeerLost(reason))
+            received = self.peers.next(POLL_SECONDS)
+            self.peers.send_heartbeat(Heartbeat())
+            match received:
+                case (host, ClaimVisible(is_seen)):
                     seen[host] = is_seen
-                case (_, Lost(reason)):
-                    raise self._ending(PeerLost(reason))
-                case (host, Farewell() as farewell):
-                    raise self._ending(self._left(host, farewell))
+                case (_, Disconnected(reason)):
+                    raise self._abort(PeerLost(reason))
+                case (host, Goodbye() as goodbye):
+                    raise self._abort(self._exit_error(host, goodbye))
                 case _:
                     pass
-        if blind := [self._hellos[host] for host in sorted(seen) if not seen[host]]:
-            raise self._ending(ConfigError(not_shared(self._hello, blind, announcement.attempt)))
-        self.peers.be_patient(None)
-        self.peers.tell(Go())
+        if unseen := [self._hellos[host] for host in sorted(seen) if not seen[host]]:
+            raise self._abort(
+                ConfigError(not_shared_message(self._hello, unseen, announcement.attempt))
+            )
+        self.peers.set_silence_limit(None)
+        self.peers.send(StartWorkers())
         return self.peers
 
     def _absent(self) -> list[int]:
@@ -159,84 +179,86 @@ class Lead:
     def _joined(self) -> list[Hello]:
         return [self._hellos[host] for host in sorted(self._hellos)]
 
-    def _take(self, heard: tuple[int, Word] | None) -> None:
-        """Strikes out who has left while the roll is called."""
-        match heard:
-            case (host, Farewell(code) as farewell) if code != Exit.PEER_LOST:
-                raise self._ending(self._left(host, farewell))
-            case (host, Lost()) if self.peers.channels[host].is_lost:
+    def _on_message(self, received: tuple[int, Message] | None) -> None:
+        """Removes a host that leaves during the rendezvous."""
+        match received:
+            case (host, Goodbye(code) as goodbye) if code != ExitCode.PEER_LOST:
+                raise self._abort(self._exit_error(host, goodbye))
+            case (host, Disconnected()) if self.peers.links[host].is_lost:
                 self._hellos.pop(host, None)
-                self._wrong.discard(host)
+                self._incompatible.discard(host)
             case _:
                 pass
 
-    def _left(self, host: int, farewell: Farewell) -> TypedEnd:
+    def _exit_error(self, host: int, goodbye: Goodbye) -> RunError:
         name = self._hellos[host].name
-        return faults.typed_end(farewell.code, f"host {host} ({name}): {farewell.reason}")
+        return faults.error_from_exit_code(goodbye.code, f"host {host} ({name}): {goodbye.reason}")
 
-    def _write_down(self, wire: Wire, hello: Hello) -> None:
-        """Gives a newcomer its place, unless somebody who lives has it."""
+    def _admit(self, connection: Connection, hello: Hello) -> None:
+        """Admits a host, unless a live host already has its id."""
         holder = self._holder(hello)
         if holder is not None:
-            reason = f"host {hello.host} is taken already by {holder.name} pid {holder.pid}; give "
+            reason = f"host {hello.host} is already taken by {holder.name} pid {holder.pid}; give "
             reason += "each host its own --host-id"
-            self._reception.send_away(wire, Farewell(Exit.CONFIG, reason))
+            self._acceptor.reject(connection, Goodbye(ExitCode.CONFIG, reason))
             return
         self._hellos[hello.host] = hello
-        self._wrong.discard(hello.host)
+        self._incompatible.discard(hello.host)
         if differences(self._hello, hello):
-            self._wrong.add(hello.host)
-        self.peers.add(hello.host, hello.name, wire)
+            self._incompatible.add(hello.host)
+        self.peers.add(hello.host, hello.name, connection)
         seconds_left = max(0.0, self._until - self.peers.awake.now())
-        self.peers.tell(Welcome(seconds_left), to=hello.host)
+        self.peers.send(Admitted(seconds_left), to=hello.host)
 
     def _holder(self, hello: Hello) -> Hello | None:
-        """Returns who has that id and lives."""
+        """Returns the hello of the live host that has this id."""
         if hello.host == self._hello.host:
             return self._hello
-        before, channel = self._hellos.get(hello.host), self.peers.channels.get(hello.host)
-        if before is None or channel is None or channel.is_lost or before.nonce == hello.nonce:
+        before, link = self._hellos.get(hello.host), self.peers.links.get(hello.host)
+        if before is None or link is None or link.is_lost or before.nonce == hello.nonce:
             return None
-        return before if channel.silent_seconds < DOUBT_SECONDS else None
+        return before if link.silent_seconds < DOUBT_SECONDS else None
 
-    def _turn_away(self, wire: Wire, hello: Hello) -> None:
-        """Tells a late or doubled starter why it can't join.
+    def _reject_late(self, connection: Connection, hello: Hello) -> None:
+        """Rejects a late or duplicate host, with the reason.
 
-        Whose place is empty, or in doubt, comes for the attempt after this one: it may ask again.
+        A host whose id is free, or whose holder may be lost, is closed without a message: it has
+        been started for the next attempt, and connects again.
         """
         texts = differences(self._hello, hello)
         holder = self._holder(hello)
         if texts:
-            reason = f"{self._address}: another job waits or runs there: {few(texts)}"
-            self._reception.send_away(wire, Farewell(Exit.CONFIG, reason))
+            reason = f"{self._address}: another job uses this address: {shorten(texts)}"
+            self._acceptor.reject(connection, Goodbye(ExitCode.CONFIG, reason))
         elif holder is not None:
             reason = (
-                f"{self._address}: this job runs already, and host {hello.host} of it is "
+                f"{self._address}: this job is already running, and its host {hello.host} is "
                 f"{holder.name} pid {holder.pid}, which is alive. Nothing was written."
             )
-            self._reception.send_away(wire, Farewell(Exit.FENCED, reason))
+            self._acceptor.reject(connection, Goodbye(ExitCode.FENCED, reason))
         else:
-            wire.close()
+            connection.close()
 
-    def _ending(self, error: TypedEnd) -> TypedEnd:
-        """Tells everybody who is there how it ends, in the same words."""
-        self.peers.tell(Farewell(error.exit, str(error)))
-        self._told = True
+    def _abort(self, error: RunError) -> RunError:
+        """Sends an error to all joined hosts, and returns it."""
+        self.peers.send(Goodbye(error.exit_code, str(error)))
+        self._is_error_sent = True
         return error
 
-    def _missing(self, absent: list[int]) -> str:
-        there = [who(hello) for hello in (self._hello, *self._hellos.values())]
+    def _absent_message(self, absent: list[int]) -> str:
+        joined = [host_label(hello) for hello in (self._hello, *self._hellos.values())]
         return (
-            f"{hosts(absent)} of {self._hello.num_hosts} did not come to {self._address} within "
-            f"{self._join_seconds:g} s (hosts.join_seconds); there: {few(there)}. Started, with "
-            "this --coordinator? Can that port be reached from there?"
+            f"{host_list(absent)} of {self._hello.num_hosts} did not connect to {self._address} "
+            f"within {self._join_seconds:g} s (hosts.join_seconds); joined: {shorten(joined)}. "
+            "Were they started with this --coordinator? Can they reach that port?"
+            + (f" {refused}" if (refused := self._acceptor.refusals.summary) else "")
         )
 
 
-class Follower:
-    """Another host's part of the roll call; a context manager around the whole attempt.
+class RendezvousFollower:
+    """Another host's part of the rendezvous; a context manager around the whole attempt.
 
-    Leaving it with a typed end before the start tells the lead, and so ends all hosts.
+    A RunError that leaves the block before the start is sent to the leader, which ends all hosts.
     """
 
     def __init__(
@@ -244,141 +266,148 @@ class Follower:
         hello: Hello,
         address: Address,
         *,
+        secret: Secret,
         join_seconds: float,
         heartbeat_seconds: float,
         clock: Clock,
     ) -> None:
         self._hello = hello
         self._address = address
+        self._secret = secret
         self._join_seconds = join_seconds
         self._clock = clock
-        self._is_written_down = False
-        self._is_gathered = False
-        self._told = False
-        """Whether the lead knows already how this ends; it does if it said so itself."""
-        self._trouble = "nothing answered"
-        self.peers = Peers(clock=clock, silence_seconds=heartbeat_seconds)
+        self._is_admitted = False
+        self._all_joined = False
+        self._is_error_sent = False
+        """Whether the leader already knows the error: it has sent it."""
+        self._last_error = "nothing answered"
+        self.peers = PeerLinks(clock=clock, silence_seconds=heartbeat_seconds)
 
-    def __enter__(self) -> Follower:
+    def __enter__(self) -> RendezvousFollower:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if isinstance(error, TypedEnd) and not self._told:
-            self.peers.tell(Farewell(error.exit, str(error)))
+        if isinstance(error, RunError) and not self._is_error_sent:
+            self.peers.send(Goodbye(error.exit_code, str(error)))
         self.peers.close()
 
-    def meet(self) -> Announcement:
-        """Finds the lead, is written down, and waits for the attempt that it claims.
+    def join(self) -> AttemptAnnounced:
+        """Connects to the leader, is admitted, and returns the attempt that the leader claims.
 
         Raises:
-          PeerLost: the lead did not answer in time, or is gone after all had come.
-          ConfigError: something else answers there.
-          TypedEnd: as the lead says.
+          PeerLost: the leader did not answer in time, or was lost after all hosts had joined.
+          ConfigError: another service answers at the address.
+          RunError: the error that the leader sent.
         """
         until = self._clock.monotonic() + self._join_seconds
         while (left := until - self._clock.monotonic()) > 0:
             try:
-                wire = connect(self._address, seconds=min(CONNECT_SECONDS, left))
+                limit = min(CONNECT_SECONDS, left)
+                connection = connect(self._address, secret=self._secret, seconds=limit)
             except OSError as error:
-                self._trouble = (error.strerror or str(error)).lower()
+                self._last_error = (error.strerror or str(error)).lower()
             else:
-                self.peers.add(0, str(self._address), wire)
-                if (announcement := self._be_written_down()) is not None:
+                self.peers.add(0, str(self._address), connection)
+                if (announcement := self._wait_for_announcement()) is not None:
                     return announcement
             self._clock.sleep(min(RETRY_SECONDS, left))
         raise PeerLost(
             f"host 0 at {self._address} did not answer within {self._join_seconds:g} s "
-            f"(hosts.join_seconds; {self._trouble}); is it started, is the address right, is the "
-            "port open?"
+            f"(hosts.join_seconds; {self._last_error}). Is it started, is the address right, is "
+            "the port open?"
         )
 
-    def _be_written_down(self) -> Announcement | None:
-        """Returns what the lead announces; None: it is gone before all had come, ask again."""
+    def _wait_for_announcement(self) -> AttemptAnnounced | None:
+        """Returns the leader's announcement; None: it was lost before all joined, connect again."""
         awake = self.peers.awake
-        self._is_written_down = False
-        self.peers.tell(self._hello)
+        self._is_admitted = False
+        self.peers.send(self._hello)
         until = awake.now() + HELLO_SECONDS
         while awake.now() < until:
-            heard = self.peers.next(LOOK_SECONDS)
-            self.peers.beat(Here())
-            match heard:
-                case (_, Welcome(seconds_left)):
-                    self._is_written_down = True
-                    until = awake.now() + min(seconds_left, MAX_WAIT_SECONDS) + SPARE_SECONDS
-                case (_, Gathered()):
-                    self._is_gathered = True
-                    self.peers.be_patient(CLAIM_SECONDS)
+            received = self.peers.next(POLL_SECONDS)
+            self.peers.send_heartbeat(Heartbeat())
+            match received:
+                case (_, Admitted(seconds_left)):
+                    self._is_admitted = True
+                    until = awake.now() + min(seconds_left, MAX_WAIT_SECONDS) + MARGIN_SECONDS
+                case (_, AllJoined()):
+                    self._all_joined = True
+                    self.peers.set_silence_limit(CLAIM_SECONDS)
                     until = awake.now() + CLAIM_SECONDS
-                case (_, Announcement() as announcement):
-                    self.peers.be_patient(None)
+                case (_, AttemptAnnounced() as announcement):
+                    self.peers.set_silence_limit(None)
                     return announcement
-                case (_, Farewell(code, reason)):
-                    raise self._told_to_end(code, reason)
-                case (_, Lost(reason)):
-                    return self._without_lead(reason)
+                case (_, Goodbye(code, reason)):
+                    raise self._leader_error(code, reason)
+                case (_, Disconnected(reason)):
+                    return self._on_leader_lost(reason)
                 case _:
                     pass
-        return self._without_lead("it accepts connections and says nothing more")
+        return self._on_leader_lost("it accepts connections but sends nothing")
 
-    def _without_lead(self, reason: str) -> None:
-        """Says what it means that the lead is gone; returns where another try may help."""
-        wire = self.peers.channels[0].wire
-        wire.close()
-        if wire.alien:
+    def _on_leader_lost(self, reason: str) -> None:
+        """Raises the error for a lost leader; returns if another try may succeed."""
+        connection = self.peers.links[0].connection
+        connection.close()
+        if connection.has_other_secret:
+            raise ConfigError(other_secret_message(self._address, self._secret))
+        if connection.is_foreign:
             raise ConfigError(
-                f"{self._address}: something else than host 0 of this job answers there: "
-                f"{wire.broken}. Choose another port, the same on all hosts (--coordinator)."
+                f"{self._address}: another service than host 0 of this job answers there: "
+                f"{connection.broken}. Choose another port, the same on all hosts (--coordinator)."
             )
-        if self._is_gathered:
+        if self._all_joined:
             raise PeerLost(reason)
-        self._trouble = reason
+        self._last_error = reason
 
-    def _told_to_end(self, code: int, reason: str) -> TypedEnd:
-        self._told = True
-        return faults.typed_end(code, reason)
+    def _leader_error(self, code: int, reason: str) -> RunError:
+        self._is_error_sent = True
+        return faults.error_from_exit_code(code, reason)
 
     def confirm(
         self,
-        announcement: Announcement,
+        announcement: AttemptAnnounced,
         sees: Callable[[int, str], bool],
         *,
-        see_seconds: float = SEE_SECONDS,
-    ) -> Peers:
+        see_seconds: float = VISIBLE_SECONDS,
+    ) -> PeerLinks:
         """Looks for the claim in this host's run directory; returns when all hosts may start.
 
         Args:
-          announcement: what `meet` returned.
-          sees: whether the claim with this attempt and nonce is there.
+          announcement: the one that `join` returned.
+          sees: whether the claim with this attempt and nonce exists.
           see_seconds: how long to look.
 
         Raises:
-          ConfigError: some host does not see the claim: the run directory is not shared.
-          PeerLost: the lead is gone.
-          TypedEnd: as the lead says.
+          ConfigError: the claim is not visible on a host: the run directory is not shared.
+          PeerLost: the leader is lost.
+          RunError: the error that the leader sent.
         """
         until = self._clock.monotonic() + see_seconds
         is_seen = sees(announcement.attempt, announcement.nonce)
         while not is_seen and self._clock.monotonic() < until:
-            self._hear_of_the_start(RETRY_SECONDS)
+            self._receive_start(RETRY_SECONDS)
             is_seen = sees(announcement.attempt, announcement.nonce)
-        self.peers.tell(Seen(is_seen))
-        until = self._clock.monotonic() + see_seconds + 2 * SPARE_SECONDS
+        self.peers.send(ClaimVisible(is_seen))
+        until = self._clock.monotonic() + see_seconds + 2 * MARGIN_SECONDS
         while self._clock.monotonic() < until:
-            if self._hear_of_the_start(LOOK_SECONDS):
+            if self._receive_start(POLL_SECONDS):
                 return self.peers
-        raise PeerLost(f"{self.peers.channels[0]} did not say whether all hosts see the claim")
+        raise PeerLost(
+            f"{self.peers.links[0]} did not report that the claim is visible on all hosts"
+        )
 
-    def _hear_of_the_start(self, seconds: float) -> bool:
-        heard = self.peers.next(seconds)
-        self.peers.beat(Here())
-        match heard:
-            case (_, Farewell(code, reason)):
-                raise self._told_to_end(code, reason)
-            case (_, Lost(reason)):
+    def _receive_start(self, seconds: float) -> bool:
+        received = self.peers.next(seconds)
+        self.peers.send_heartbeat(Heartbeat())
+        match received:
+            case (_, Goodbye(code, reason)):
+                raise self._leader_error(code, reason)
+            case (_, Disconnected(reason)):
                 raise PeerLost(reason)
-            case (_, Go()):
+            case (_, StartWorkers()):
                 return True
             case _:
                 return False

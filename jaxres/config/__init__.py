@@ -1,4 +1,4 @@
-"""The configuration of a run: read, checked as a whole, described, compared.
+"""Loads, validates, describes and compares the configuration of a run.
 
 Home of: bad_config
 """

@@ -1,4 +1,4 @@
-"""Words on the command line: a wrong one is a typed end, not argparse's own."""
+"""An argument parser that raises UsageError instead of exiting the process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from jaxres.faults import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse would end the process."""
+    """Argument parser whose errors are exceptions."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises what is wrong, with the usage below it."""
+        """Raises UsageError with the message and the usage below it."""
         raise UsageError(f"{message}\n{self.format_usage()}")

@@ -1,33 +1,32 @@
-"""What every section of the configuration is made of: frozen, strict, and some plain types."""
+"""Base class and shared field types of all configuration sections."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from jaxres.storage.path import BucketPath, Place, place
+from jaxres.storage.path import RunPath, is_path, parse_path
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
-def _placed(value: Any) -> Place:
-    if isinstance(value, Path | BucketPath):
+def _parse_folder(value: Any) -> RunPath:
+    if is_path(value):
         return value
     if not isinstance(value, str):
         raise PydanticCustomError("path_type", "must be a path")
     try:
-        return place(value)
+        return parse_path(value)
     except ValueError as error:
-        raise PydanticCustomError("place", "{words}", {"words": str(error)}) from error
+        raise PydanticCustomError("place", "{message}", {"message": str(error)}) from error
 
 
-Folder = Annotated[Place, PlainValidator(_placed), PlainSerializer(str, when_used="json")]
-"""A local path, or a place in a bucket."""
+Folder = Annotated[RunPath, PlainValidator(_parse_folder), PlainSerializer(str, when_used="json")]
+"""A local path, or a folder in a bucket."""
 
 
 def free(default: Any, **constraints: Any) -> Any:
@@ -36,7 +35,7 @@ def free(default: Any, **constraints: Any) -> Any:
 
 
 class Section(BaseModel):
-    """Settings shared by all sections: frozen, strict, finite, unknown keys refused."""
+    """Base of all sections: frozen, strict types, finite numbers, no unknown keys."""
 
     model_config = ConfigDict(
         frozen=True,

@@ -1,7 +1,7 @@
-"""Checks across keys: what each key alone allows and the keys together don't.
+"""Checks that involve several configuration keys.
 
-Only what is impossible on every machine is refused here; what depends on the devices, the data or
-the free disk is looked at when they are.
+Only combinations that are impossible on every machine are refused here. What depends on the
+devices, the data or the free disk space is checked once those are known.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxres.config.schema import (
 from jaxres.config.schema_gce import FlexStartRung, GceSection, Rung
 from jaxres.config.schema_operations import KINDS, PagerdutyTarget, variable
 from jaxres.config.schema_training import FromSafetensors
-from jaxres.storage.path import SCHEME, BucketPath, place
+from jaxres.storage.path import SCHEME, is_remote, parse_path
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_STEP = 2**31 - 1
@@ -32,14 +32,14 @@ BYTES_VOCAB = 257
 
 
 def check(config: RunConfig) -> list[Problem]:
-    """Returns everything that is impossible about this combination of values."""
+    """Returns every problem of this combination of values."""
     return [
         *_numbers(config),
         *_batch(config),
         *_model(config),
         *_mesh(config),
-        *_ladder(config),
-        *_uses(config),
+        *_time_limits(config),
+        *_features(config),
         *_alerts(config),
         *_gce(config),
     ]
@@ -57,7 +57,7 @@ def _numbers(config: RunConfig) -> Iterator[Problem]:
 
 
 def _nearest(value: int, divisor: int) -> str:
-    """Names the multiples of a divisor around a value."""
+    """Returns the multiples of a divisor around a value, as text."""
     below = value // divisor * divisor
     return f"{below} or {below + divisor}" if below else f"{divisor}"
 
@@ -107,11 +107,11 @@ def _heads(model: GptModel) -> Iterator[Problem]:
     width, heads, groups = model.d_model, model.num_heads, model.num_kv_heads
     if width % (2 * heads):
         is_odd = width % heads == 0
-        why = f"into an odd head width ({width // heads}), RoPE needs an even one"
+        reason = f"into an odd head width ({width // heads}), RoPE needs an even one"
         yield Problem(
             "model.d_model",
             f"{width} is {'divided' if is_odd else 'not divisible'} by model.num_heads={heads}"
-            f"{' ' + why if is_odd else ''}; try {_nearest(width, 2 * heads)}",
+            f"{' ' + reason if is_odd else ''}; try {_nearest(width, 2 * heads)}",
             others=("model.num_heads",),
         )
     if groups is not None and heads % groups:
@@ -127,11 +127,11 @@ def _mesh(config: RunConfig) -> Iterator[Problem]:
     axes = {f"mesh.{name}": size for name, size in config.mesh.sizes().items()}
     for key, size in axes.items():
         if size == 0:
-            yield Problem(key, "must be at least 1, or -1 for all the rest (got 0)")
+            yield Problem(key, "must be at least 1, or -1 for all remaining devices (got 0)")
     rest = [key for key, size in axes.items() if size == -1]
     if len(rest) > 1:
         names = " and ".join(rest)
-        text = f"only one axis can be -1 (all the rest), here {names} are; give the others a number"
+        text = f"only one axis can be -1 (got {names}); give the others a number"
         yield Problem(rest[-1], text, others=tuple(rest))
     model, tensor = config.model, config.mesh.tensor
     if isinstance(model, GptModel) and tensor > 0 and tensor not in model.tensor_sizes():
@@ -145,8 +145,8 @@ def _mesh(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _ladder(config: RunConfig) -> Iterator[Problem]:
-    """Yields limits that would cut short a more precise one below them."""
+def _time_limits(config: RunConfig) -> Iterator[Problem]:
+    """Yields the time limits that would expire before a more specific limit inside them."""
     limits, save = config.deadlines, config.checkpoint.timeout_seconds
     if limits.data_seconds <= config.data.timeout_seconds:
         yield Problem(
@@ -164,7 +164,7 @@ def _ladder(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _uses(config: RunConfig) -> Iterator[Problem]:
+def _features(config: RunConfig) -> Iterator[Problem]:
     source, model = config.data.source, config.model
     if config.evaluation.every_steps and not config.data.heldout_fraction:
         yield Problem(
@@ -176,7 +176,7 @@ def _uses(config: RunConfig) -> Iterator[Problem]:
     if config.checkpoint.keep.best and not config.evaluation.every_steps:
         yield Problem(
             "checkpoint.keep.best",
-            "the best are told by their held-out loss, and nothing is evaluated; "
+            "the best steps are those of the lowest held-out loss, and nothing is evaluated; "
             "set evaluation.every_steps, or checkpoint.keep.best to 0",
             others=("evaluation.every_steps",),
         )
@@ -193,11 +193,11 @@ def _uses(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.source.path", "is empty; name a folder, file or glob")
     if isinstance(source, TextSource) and source.path.startswith(SCHEME):
         try:
-            place(source.path)
+            parse_path(source.path)
         except ValueError as error:
             yield Problem("data.source.path", f"{error}; data.source.include takes patterns")
     start = config.init_from
-    if isinstance(start, FromSafetensors) and isinstance(start.path, BucketPath):
+    if isinstance(start, FromSafetensors) and is_remote(start.path):
         text = "must be on this machine; copy the folder here, or start from the run (kind: run)"
         yield Problem("init_from.path", text)
     if isinstance(source, TextSource) and not source.include:
@@ -214,7 +214,7 @@ def _alerts(config: RunConfig) -> Iterator[Problem]:
     for number, target in enumerate(config.alerts.targets):
         key, name = f"alerts.targets[{number}]", (target.kind, variable(target))
         if name in seen:
-            yield Problem(key, f"is there twice: {target.kind} with {name[1]}; leave one out")
+            yield Problem(key, f"appears twice: {target.kind} with {name[1]}; leave one out")
         seen.add(name)
         for kind in target.kinds or ():
             if kind not in KINDS:
@@ -222,19 +222,19 @@ def _alerts(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(f"{key}.kinds", text)
         safe = ("https://", "http://127.0.0.1")
         if isinstance(target, PagerdutyTarget) and not target.url.startswith(safe):
-            yield Problem(f"{key}.url", "must begin with https:// (the key goes there)")
+            yield Problem(f"{key}.url", "must begin with https:// (the key is sent to it)")
 
 
 def _gce(config: RunConfig) -> Iterator[Problem]:
     gce = config.launch.gce
     if gce is None:
         if config.launch.max_dollars is not None:
-            yield Problem("launch.max_dollars", "needs launch.gce, whose ladder has the prices")
+            yield Problem("launch.max_dollars", "needs launch.gce, whose ladder lists the prices")
         return
-    if config.run.dir is not None and not isinstance(config.run.dir, BucketPath):
+    if config.run.dir is not None and not is_remote(config.run.dir):
         yield Problem(
             "run.dir",
-            f"{config.run.dir}: VMs come and go, so the run must outlive them; "
+            f"{config.run.dir}: a local disk is deleted with its VM; "
             "give a bucket, gs://BUCKET/FOLDER",
             others=("launch.gce",),
         )
@@ -247,7 +247,7 @@ def _gce(config: RunConfig) -> Iterator[Problem]:
         if config.launch.max_dollars is not None and rung.dollars_per_hour is None:
             yield Problem(
                 f"launch.gce.ladder[{number}].dollars_per_hour",
-                "is missing, and launch.max_dollars can't be held without it",
+                "is missing, and launch.max_dollars can't be enforced without it",
                 others=("launch.max_dollars",),
             )
     regions = {region_of(zone) for rung in gce.ladder for zone in rung.zones}
@@ -269,7 +269,8 @@ def _rung(gce: GceSection, rung: Rung, key: str) -> Iterator[Problem]:
         fitting = ", ".join(shape.kinds)
         yield Problem(
             f"{key}.kind",
-            f"{rung.machine_type} ({shape.gpu}) can't be had as {rung.kind}; use one of: {fitting}",
+            f"{rung.machine_type} ({shape.gpu}) is not available as {rung.kind}; "
+            f"use one of: {fitting}",
         )
     needs_hyperdisk = shape is not None and shape.needs_hyperdisk and gce.template is None
     if needs_hyperdisk and "hyperdisk" not in (gce.disk_type or ""):

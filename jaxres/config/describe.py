@@ -1,4 +1,4 @@
-"""The configuration in words, for --help, and as YAML, for the run directory."""
+"""Renders the settings as the text of --help, and a configuration as YAML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from jaxres.config import yaml
 from jaxres.config.errors import show
 from jaxres.config.load import SECTION, SHORTHANDS
 from jaxres.config.schema import RunConfig, Section
-from jaxres.config.schema_fields import ITEMS, ROOT, Leaf, Slot, is_free, kinds, leaves
+from jaxres.config.schema_fields import (
+    ITEMS,
+    ROOT,
+    FieldSpec,
+    LeafField,
+    is_free,
+    iter_fields,
+    kinds,
+)
 
 _NAMES = {
     "int": "whole number",
@@ -20,7 +28,7 @@ _NAMES = {
     "str": "text",
     "bool": "true or false",
     "Path": "path",
-    "BucketPath": "gs:// path",
+    "GcsPath": "gs:// path",
     "NoneType": "null",
 }
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -43,23 +51,23 @@ def describe() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _ordered() -> Iterator[Leaf]:
-    """Yields each setting once: what a section has under every outer kind is not repeated."""
+def _ordered() -> Iterator[LeafField]:
+    """Yields each setting once, also where its section exists under several outer kinds."""
     seen: set[tuple[str, Any]] = set()
     tops = list(RunConfig.model_fields)
 
-    def place(leaf: Leaf) -> tuple[int, bool, int]:
+    def position(leaf: LeafField) -> tuple[int, bool, int]:
         return tops.index(leaf.key.split(".")[0]), bool(leaf.under), leaf.key.count(".")
 
-    for leaf in sorted(leaves(), key=place):
-        own = leaf.under[-1:] if leaf.under else ()
-        if (leaf.key, own) in seen:
+    for leaf in sorted(iter_fields(), key=position):
+        innermost = leaf.under[-1:] if leaf.under else ()
+        if (leaf.key, innermost) in seen:
             continue
-        seen.add((leaf.key, own))
-        yield Leaf(leaf.key, leaf.info, leaf.section, own)
+        seen.add((leaf.key, innermost))
+        yield LeafField(leaf.key, leaf.info, leaf.section, innermost)
 
 
-def _heading(leaf: Leaf, last: tuple[str, ...] | None) -> Iterator[str]:
+def _heading(leaf: LeafField, last: tuple[str, ...] | None) -> Iterator[str]:
     top = leaf.key.split(".")[0]
     if last is None or last[0] != top:
         yield f"{top}: {RunConfig.model_fields[top].description}"
@@ -68,7 +76,7 @@ def _heading(leaf: Leaf, last: tuple[str, ...] | None) -> Iterator[str]:
 
 
 def _choice(key: str, kind: str) -> str:
-    slot: Slot | None = ROOT
+    slot: FieldSpec | None = ROOT
     for part in key.split("."):
         slot = slot.child(part.removesuffix(ITEMS)) if slot else None
     assert slot is not None
@@ -77,7 +85,7 @@ def _choice(key: str, kind: str) -> str:
     return f"{default}; or {', '.join(others)}" if others else default
 
 
-def _line(leaf: Leaf) -> str:
+def _line(leaf: LeafField) -> str:
     info = leaf.info
     default = "required" if info.is_required() else f"default {_default(info)}"
     meaning = (info.description or "").splitlines()[0] if info.description else ""
@@ -94,7 +102,7 @@ def _default(info: FieldInfo) -> str:
 
 
 def type_text(info: FieldInfo) -> str:
-    """Returns the field's type and bounds in words."""
+    """Returns the field's type and bounds as text."""
     return _type(info.annotation, info.metadata)
 
 
@@ -124,10 +132,10 @@ def _type(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Returns the resolved config as YAML that reloads to an equal one, run.dir apart.
+    """Returns the resolved config as YAML that reloads to an equal config, except for run.dir.
 
-    run.dir is left out: a run directory may be moved, and the place given then wins. Short names
-    are left out: a loaded config has none.
+    run.dir is left out because a run directory may be moved. Shorthand keys are left out because
+    a loaded config has none.
     """
     data = config.model_dump(mode="json")
     data["run"].pop("dir")

@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration, a line each: where, which key, what, what is allowed."""
+"""Problems of a configuration, one line each: location, key, what is wrong, what is allowed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ LONGEST_VALUE = 60
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong."""
+    """One problem of a configuration."""
 
     key: str
-    """Dotted key; empty where the file as a whole is meant."""
+    """Dotted key; empty if the problem concerns the whole file."""
     text: str
     """What is wrong, and what is allowed."""
     where: str = ""
     """`file:line` or `command line (key=value)`."""
     others: tuple[str, ...] = ()
-    """Further keys that take part in it."""
+    """Other keys that are involved."""
 
     def line(self) -> str:
         """Returns the problem as one line."""
@@ -39,23 +39,23 @@ def raise_all(problems: Iterable[Problem]) -> None:
 
 
 def one_line(text: str) -> str:
-    """Returns the text with everything that a terminal would act on written as an escape."""
+    """Returns the text with every non-printable character escaped, so that it is one line."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def shorten(text: str) -> str:
-    """Returns the text cut to what a person reads in a message."""
+    """Returns the text, cut to the length that a message shows."""
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
 
 
 def show(value: Any) -> str:
-    """Returns the value as one would write it in the file, cut where it is long."""
+    """Returns the value as it is written in a config file, cut where it is long."""
     if isinstance(value, int) and abs(value) >= 10**LONGEST_VALUE:
         return "a number of more than 60 digits"
     return shorten(json.dumps(value, ensure_ascii=False, default=str))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?` for the nearest known name, or nothing."""
+    """Returns `; did you mean 'x'?` for the nearest known name, or empty text."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{near[0]}'?" if near else ""

@@ -1,7 +1,7 @@
-"""What Google sells: by family of machine types, the ways to get them and how many GPUs they have.
+"""GPU machine types of Google Compute Engine: provisioning models, GPUs and quotas by family.
 
 Source: cloud.google.com/compute/docs/accelerator-optimized-machines, read in 2026. Machine types
-that are not here are not questioned: the service knows better.
+that are not listed here are not checked; the Compute API checks them.
 """
 
 from __future__ import annotations
@@ -13,56 +13,62 @@ ANY = ("spot", "flex_start", "reservation", "standard")
 
 
 @dataclass(frozen=True)
-class Shape:
+class MachineFamily:
     """A family of machine types that have GPUs."""
 
     pattern: re.Pattern[str]
-    """Of the machine type."""
+    """Regular expression of the machine types."""
     kinds: tuple[str, ...]
-    """Kinds of rungs by which it can be had."""
+    """Kinds of rungs that offer these machine types."""
     gpu: str
     metric: str
-    """Of the quota of its GPUs; those of spot and flex_start have one apart."""
+    """Quota of its GPUs; spot and flex_start have a separate one (see quota_of)."""
     needs_hyperdisk: bool = False
 
     def num_gpus(self, machine_type: str) -> int | None:
-        """Returns the number of GPUs, where the name tells it."""
-        found = re.search(r"-([0-9]+)g$", machine_type)
-        return int(found[1]) if found else None
+        """Returns the number of GPUs, or None if the machine type's name does not contain it."""
+        match = re.search(r"-([0-9]+)g$", machine_type)
+        return int(match[1]) if match else None
 
 
 SHAPES = (
-    Shape(re.compile(r"a2-(high|mega)gpu-(1|2|4|8|16)g"), ANY, "A100 40 GB", "NVIDIA_A100_GPUS"),
-    Shape(re.compile(r"a2-ultragpu-(1|2|4|8)g"), ANY, "A100 80 GB", "NVIDIA_A100_80GB_GPUS"),
-    Shape(
+    MachineFamily(
+        re.compile(r"a2-(high|mega)gpu-(1|2|4|8|16)g"), ANY, "A100 40 GB", "NVIDIA_A100_GPUS"
+    ),
+    MachineFamily(
+        re.compile(r"a2-ultragpu-(1|2|4|8)g"), ANY, "A100 80 GB", "NVIDIA_A100_80GB_GPUS"
+    ),
+    MachineFamily(
         re.compile(r"a3-highgpu-(1|2|4)g"), ("spot", "flex_start"), "H100 80 GB", "NVIDIA_H100_GPUS"
     ),
-    Shape(re.compile(r"a3-highgpu-8g"), ANY, "H100 80 GB", "NVIDIA_H100_GPUS"),
-    Shape(re.compile(r"a3-megagpu-8g"), ANY, "H100 80 GB", "NVIDIA_H100_MEGA_GPUS"),
-    Shape(
+    MachineFamily(re.compile(r"a3-highgpu-8g"), ANY, "H100 80 GB", "NVIDIA_H100_GPUS"),
+    MachineFamily(re.compile(r"a3-megagpu-8g"), ANY, "H100 80 GB", "NVIDIA_H100_MEGA_GPUS"),
+    MachineFamily(
         re.compile(r"a3-ultragpu-8g"),
         ("spot", "flex_start", "reservation"),
         "H200 141 GB",
         "NVIDIA_H200_GPUS",
         needs_hyperdisk=True,
     ),
-    Shape(
+    MachineFamily(
         re.compile(r"a4-highgpu-8g"),
         ("spot", "flex_start", "reservation"),
         "B200",
         "NVIDIA_B200_GPUS",
         needs_hyperdisk=True,
     ),
-    Shape(
+    MachineFamily(
         re.compile(r"a4x-.*"), ("reservation",), "GB200", "NVIDIA_GB200_GPUS", needs_hyperdisk=True
     ),
-    Shape(re.compile(r"g2-standard-[0-9]+"), ANY, "L4", "NVIDIA_L4_GPUS"),
-    Shape(re.compile(r"g4-standard-[0-9]+"), ANY, "RTX PRO 6000", "NVIDIA_RTX_PRO_6000_GPUS"),
+    MachineFamily(re.compile(r"g2-standard-[0-9]+"), ANY, "L4", "NVIDIA_L4_GPUS"),
+    MachineFamily(
+        re.compile(r"g4-standard-[0-9]+"), ANY, "RTX PRO 6000", "NVIDIA_RTX_PRO_6000_GPUS"
+    ),
 )
 
 
 def quota_of(machine_type: str, kind: str) -> tuple[str, int] | None:
-    """Returns the quota that a VM takes from, and how much; None: of no GPUs, or not known.
+    """Returns the GPU quota that a VM uses and how much of it; None: no GPUs, or unknown.
 
     >>> quota_of("a2-highgpu-4g", "spot")
     ('PREEMPTIBLE_NVIDIA_A100_GPUS', 4)
@@ -74,8 +80,8 @@ def quota_of(machine_type: str, kind: str) -> tuple[str, int] | None:
     return ("PREEMPTIBLE_" if kind in ("spot", "flex_start") else "") + shape.metric, number
 
 
-def shape_of(machine_type: str) -> Shape | None:
-    """Returns the family of a machine type; None: it has no GPUs of its own, or is not known.
+def shape_of(machine_type: str) -> MachineFamily | None:
+    """Returns the family of a machine type; None: it has no GPUs, or is unknown.
 
     >>> shape_of("a3-ultragpu-8g").kinds
     ('spot', 'flex_start', 'reservation')

@@ -1,16 +1,14 @@
-"""The layers of a configuration (bases, the file, the command line) and how they are laid over.
+"""Loads a configuration: overlays bases, file and overrides, then checks the result as a whole.
 
-Choosing another `kind` in a later layer replaces the section: adamw's learning rate must not end
-up in sgd because both happen to have a field of that name.
+A configuration has layers: the bases, the file, the command line. Later layers override earlier
+ones. If a later layer chooses another `kind`, it replaces the section: adamw's learning rate must
+not end up in sgd because both have a field of that name.
 
-Reads a configuration: files, bases and overrides, checked as a whole before a device is touched.
+All problems are reported at once, each with its location, before a device is touched.
 
-Everything that is wrong is reported at once, each with its place.
-
-Short names for settings that lie deeper: each layer's are written out before it is laid over.
-
-So that a short name in one layer and the long one in another mean what they would mean alone: the
-later layer wins. What is recorded and compared has the long names only.
+Shorthand keys (SHORTHANDS) are expanded in each layer before the layers are overlaid. So of a
+shorthand in one layer and the full key in another the later layer wins. Recorded and compared
+configurations have full keys only.
 """
 
 from __future__ import annotations
@@ -24,18 +22,18 @@ from typing import Any
 from jaxres.config.cross_checks import check
 from jaxres.config.errors import Problem, one_line, raise_all, shorten, show
 from jaxres.config.schema import RunConfig
-from jaxres.config.schema_fields import ROOT, Slot
+from jaxres.config.schema_fields import ROOT, FieldSpec
 from jaxres.config.validate import validate
 from jaxres.config.yaml import Node, is_whole, parse, plain
 from jaxres.faults import UsageError
-from jaxres.storage import gcs_objects
-from jaxres.storage.path import Place
+from jaxres.storage import files
+from jaxres.storage.path import RunPath
 
 COMMAND_LINE = "command line"
 
 
-def read_file(path: Place, *, named_by: str = "") -> tuple[Node, list[Problem]]:
-    """Reads one file as a layer; raises UsageError if the file given by the user is absent."""
+def read_file(path: RunPath, *, named_by: str = "") -> tuple[Node, list[Problem]]:
+    """Reads one file as a layer; raises UsageError if it is absent and not named as a base."""
     try:
         text = _text_of(path)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -54,16 +52,12 @@ def read_file(path: Place, *, named_by: str = "") -> tuple[Node, list[Problem]]:
     return Node(node.value, str(path)), problems
 
 
-def _text_of(path: Place) -> str:
-    if isinstance(path, Path):
-        return path.read_text(encoding="utf-8-sig")
-    if (data := gcs_objects.read(path)) is None:
-        raise FileNotFoundError(str(path))
-    return data.decode("utf-8-sig")
+def _text_of(path: RunPath) -> str:
+    return files.read_whole(path).decode("utf-8-sig")
 
 
 def file_layers(path: Path) -> tuple[list[Node], list[Problem]]:
-    """Returns the bases of a file in order, then the file itself; later ones go over earlier."""
+    """Returns the layers of a file: its bases in order, then the file itself."""
     layer, problems = read_file(path)
     base = layer.value.pop("base", None)
     layers = []
@@ -90,41 +84,41 @@ def _base_names(base: Node | None, problems: list[Problem]) -> list[str]:
 
 
 def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
-    """Reads `section.field=value` words as one layer; of equal keys the last one wins.
+    """Reads `section.field=value` arguments as one layer; of equal keys the last one wins.
 
-    Raises UsageError for a word that is no override at all.
+    Raises UsageError for an argument that is not an override.
     """
     layer, problems = Node({}, COMMAND_LINE), []
-    strange = [word for word in overrides if not _is_override(word)]
-    if strange:
+    invalid = [argument for argument in overrides if not _is_override(argument)]
+    if invalid:
         lines = [
-            f"{COMMAND_LINE} ({one_line(shorten(word))}): no such flag; "
+            f"{COMMAND_LINE} ({one_line(shorten(argument))}): no such flag; "
             "settings are given as section.field=value (exit 64)"
-            for word in strange
+            for argument in invalid
         ]
         raise UsageError("\n".join(lines))
-    for word in overrides:
-        name, _, raw = word.removeprefix("--").partition("=")
+    for argument in overrides:
+        name, _, raw = argument.removeprefix("--").partition("=")
         path = tuple(name.split("."))
         # Where a secret may have been put by mistake, the value is not shown.
-        word = f"{name}=..." if path[0] == "alerts" else f"{name}={raw}"
-        node, wrong = _value(path, raw, f"{COMMAND_LINE} ({one_line(shorten(word))})")
+        argument = f"{name}=..." if path[0] == "alerts" else f"{name}={raw}"
+        node, wrong = _value(path, raw, f"{COMMAND_LINE} ({one_line(shorten(argument))})")
         for key in reversed(path):
             node = Node({key: node}, node.where)
         wrong += shape_problems(node, ROOT)
         problems += wrong
         if not wrong:
-            layer = _graft(layer, node)
+            layer = _merge(layer, node)
     return layer, problems
 
 
-def _is_override(word: str) -> bool:
-    name, equals, _ = word.removeprefix("--").partition("=")
+def _is_override(argument: str) -> bool:
+    name, equals, _ = argument.removeprefix("--").partition("=")
     return bool(equals) and not name.startswith("-") and all(name.split("."))
 
 
 def _value(path: tuple[str, ...], raw: str, where: str) -> tuple[Node, list[Problem]]:
-    """Reads the value of an override: as YAML, except that text is taken as it stands."""
+    """Reads the value of an override as YAML; a text field takes it literally."""
     slot, key = _slot_at(path), ".".join(path)
     empty = Problem(key, "is empty; give a value, or leave it out", where)
     node, problems = parse(raw, lambda line: where)
@@ -142,24 +136,24 @@ def _value(path: tuple[str, ...], raw: str, where: str) -> tuple[Node, list[Prob
     return node, [Problem(".".join((*path, p.key)).rstrip("."), p.text, where) for p in problems]
 
 
-def _slot_at(path: tuple[str, ...]) -> Slot | None:
-    slot: Slot | None = ROOT
+def _slot_at(path: tuple[str, ...]) -> FieldSpec | None:
+    slot: FieldSpec | None = ROOT
     for key in path:
         slot = slot.child(key) if slot else None
     return slot
 
 
-def _graft(lower: Node, upper: Node) -> Node:
+def _merge(lower: Node, upper: Node) -> Node:
     if not (isinstance(lower.value, dict) and isinstance(upper.value, dict)):
         return upper
     both = dict(lower.value)
     for key, node in upper.value.items():
-        both[key] = _graft(both[key], node) if key in both else node
+        both[key] = _merge(both[key], node) if key in both else node
     return Node(both, lower.where)
 
 
-def shape_problems(node: Node, slot: Slot | None, path: tuple[str, ...] = ()) -> list[Problem]:
-    """Returns what is a section and should be a value, or the other way round; drops it there."""
+def shape_problems(node: Node, slot: FieldSpec | None, path: tuple[str, ...] = ()) -> list[Problem]:
+    """Returns and removes sections in the place of a value, and values in that of a section."""
     if slot is None or slot.is_open or slot.is_list:
         return []
     if not slot.sections:
@@ -192,12 +186,12 @@ def _named(value: Any) -> str:
     return "a list" if isinstance(value, list) else f"a single value ({show(value)})"
 
 
-def lay_over(lower: Node, upper: Node, slot: Slot | None = ROOT) -> Node:
-    """Returns the upper layer over the lower; another `kind` above replaces the section below."""
+def overlay(lower: Node, upper: Node, slot: FieldSpec | None = ROOT) -> Node:
+    """Returns the lower layer overlaid with the upper; another `kind` replaces the section."""
     if slot is None or not (isinstance(lower.value, dict) and isinstance(upper.value, dict)):
         return upper
     if slot.is_open:
-        return _graft(lower, upper)
+        return _merge(lower, upper)
     if slot.by_kind and "kind" in upper.value:
         below = lower.value.get("kind")
         kind = below.value if below else slot.default_kind
@@ -205,12 +199,12 @@ def lay_over(lower: Node, upper: Node, slot: Slot | None = ROOT) -> Node:
             return upper
     both = dict(lower.value)
     for key, node in upper.value.items():
-        both[key] = lay_over(both[key], node, slot.child(key)) if key in both else node
+        both[key] = overlay(both[key], node, slot.child(key)) if key in both else node
     return Node(both, lower.where)
 
 
-def resolved(node: Node, slot: Slot = ROOT) -> dict[str, Any]:
-    """Returns plain data for the schema: default kinds and empty required sections filled in."""
+def with_defaults(node: Node, slot: FieldSpec = ROOT) -> dict[str, Any]:
+    """Returns plain data for the schema, with default kinds and empty required sections added."""
     data: dict[str, Any] = {}
     section = slot.section(plain(node.value["kind"]) if "kind" in node.value else None)
     if slot.by_kind and slot.default_kind and "kind" not in node.value:
@@ -218,16 +212,16 @@ def resolved(node: Node, slot: Slot = ROOT) -> dict[str, Any]:
     for key, child in node.value.items():
         below = slot.child(key)
         is_section = below is not None and below.sections and isinstance(child.value, dict)
-        data[key] = resolved(child, below) if below and is_section else plain(child)
+        data[key] = with_defaults(child, below) if below and is_section else plain(child)
     for key, info in section.model_fields.items() if section else ():
         below = slot.child(key)
         if key not in data and info.is_required() and below and below.sections:
-            data[key] = {} if below.by_kind else resolved(Node({}, ""), below)
+            data[key] = {} if below.by_kind else with_defaults(Node({}, ""), below)
     return data
 
 
 def origins(node: Node, path: tuple[str, ...] = ()) -> dict[str, str]:
-    """Returns where each dotted key was given, sections included."""
+    """Returns the location of each dotted key that was given, sections included."""
     found = {".".join(path): node.where} if path else {}
     if isinstance(node.value, dict):
         for key, child in node.value.items():
@@ -237,68 +231,71 @@ def origins(node: Node, path: tuple[str, ...] = ()) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checked configuration and where its values were given."""
+    """A checked configuration and the locations of its values."""
 
     config: RunConfig
     name: str
     """The config's name: the file without its suffix, or the run directory of a recorded one."""
     origins: Mapping[str, str]
-    """Dotted key to `file:line` or `command line (key=value)`; keys left at default are absent."""
+    """Dotted key to `file:line` or `command line (key=value)`; keys at their default are absent."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Reads a config file with its bases, and `section.field=value` words over it.
+    """Loads a config file with its bases and `section.field=value` overrides.
 
-    Raises UsageError (64) for an absent file or a word that is no override, ConfigError (78) with
-    a line for each problem otherwise.
+    Raises UsageError (64) for an absent file or an argument that is no override; otherwise
+    ConfigError (78) with a line for each problem.
     """
     above, wrong_above = override_layer(overrides)
     layers, wrong = file_layers(path)
     return _load(path, [*layers, above], wrong + wrong_above, name=path.stem)
 
 
-def load_recorded(path: Place, overrides: Sequence[str] = ()) -> Loaded:
-    """Reads the resolved config.yaml of a run directory, which stands alone: no bases."""
+def load_recorded(path: RunPath, overrides: Sequence[str] = ()) -> Loaded:
+    """Loads the resolved config.yaml of a run directory, which has no bases."""
     above, wrong_above = override_layer(overrides)
     layer, wrong = read_file(path)
     return _load(path, [layer, above], wrong + wrong_above, name=path.absolute().parent.name)
 
 
-def _load(path: Place, layers: list[Node], wrong: list[Problem], *, name: str) -> Loaded:
+def _load(path: RunPath, layers: list[Node], wrong: list[Problem], *, name: str) -> Loaded:
     expanded: list[Node] = []
     for layer in layers:
         wrong = wrong + shape_problems(layer, ROOT)
         long, contradictions = written_out(layer)
         expanded.append(long)
         wrong = wrong + contradictions
-    whole = functools.reduce(lay_over, expanded)
-    places = origins(whole)
-    config, problems = validate(resolved(whole))
+    whole = functools.reduce(overlay, expanded)
+    locations = origins(whole)
+    config, problems = validate(with_defaults(whole))
     if config is not None:
         problems = check(config)
-    raise_all(wrong + [_placed(p, places, path) for p in problems if not _follows(p, wrong)])
+    raise_all(
+        wrong
+        + [_with_location(p, locations, path) for p in problems if not _is_consequence(p, wrong)]
+    )
     assert config is not None
-    return Loaded(config=config, name=name, origins=places)
+    return Loaded(config=config, name=name, origins=locations)
 
 
-def _placed(problem: Problem, places: Mapping[str, str], path: Place) -> Problem:
-    """Returns the problem with its place; the command line, where it takes part, is to blame."""
-    given = [places[key] for key in (problem.key, *problem.others) if key in places]
-    from_command = [place for place in given if place.startswith(COMMAND_LINE)]
-    around = _place(problem.key, places) or str(path)
+def _with_location(problem: Problem, locations: Mapping[str, str], path: RunPath) -> Problem:
+    """Returns the problem with its location, which is the command line's if that is involved."""
+    given = [locations[key] for key in (problem.key, *problem.others) if key in locations]
+    from_command = [where for where in given if where.startswith(COMMAND_LINE)]
+    around = _location(problem.key, locations) or str(path)
     return replace(problem, where=[*from_command, *given, around][0])
 
 
-def _place(key: str, places: Mapping[str, str]) -> str:
-    """Returns the place of the key, or of the innermost section around it."""
+def _location(key: str, locations: Mapping[str, str]) -> str:
+    """Returns the location of the key, or of the innermost section around it."""
     key = key.partition("[")[0]
-    while key and key not in places:
+    while key and key not in locations:
         key = key.rpartition(".")[0]
-    return places.get(key, "")
+    return locations.get(key, "")
 
 
-def _follows(problem: Problem, earlier: list[Problem]) -> bool:
-    """Whether something is missing only because of an earlier problem: a bad file, base or key."""
+def _is_consequence(problem: Problem, earlier: list[Problem]) -> bool:
+    """Returns whether a key is missing only because of an earlier problem of a file or key."""
     if any(p.key in ("", "base") for p in earlier):
         return "missing" in problem.text
     heads = tuple(f"{p.key}." for p in earlier if p.key)
@@ -310,44 +307,44 @@ SHORTHANDS: Mapping[str, tuple[str, str | None, str]] = {
     "save_every_steps": ("when", "steps", "every_steps"),
     "keep_last": ("keep", None, "last"),
 }
-"""Short name in `checkpoint` -> the section that is meant, its kind, and the field in it."""
+"""Shorthand key in `checkpoint` -> the section it sets, the section's kind, and the field."""
 
 
 def written_out(layer: Node) -> tuple[Node, list[Problem]]:
-    """Returns a layer without short names, and what contradicts itself within it.
+    """Returns a layer with its shorthand keys expanded, and contradictions within the layer.
 
-    The layer's values have the shape that the schema wants, its sections may be absent.
+    The layer's values have the shape that the schema requires; its sections may be absent.
     """
     top = layer.value if isinstance(layer.value, dict) else {}
     given = top.get(SECTION)
     if given is None or not isinstance(given.value, dict):
         return layer, []
     fields, problems = dict(given.value), []
-    for short, (section, kind, field) in SHORTHANDS.items():
-        node = fields.pop(short, None)
+    for shorthand, (section, kind, field) in SHORTHANDS.items():
+        node = fields.pop(shorthand, None)
         if node is None or node.value is None:
             continue
-        there = fields.get(section, Node({}, node.where))
-        if not isinstance(there.value, dict):
+        section_node = fields.get(section, Node({}, node.where))
+        if not isinstance(section_node.value, dict):
             continue  # Wrong, and reported as such.
-        meant = {} if kind is None else {"kind": Node(kind, node.where)}
-        meant[field] = node
-        problems += _contradictions(short, node, section, there, meant)
-        fields[section] = Node({**there.value, **meant}, there.where)
+        implied = {} if kind is None else {"kind": Node(kind, node.where)}
+        implied[field] = node
+        problems += _contradictions(shorthand, node, section, section_node, implied)
+        fields[section] = Node({**section_node.value, **implied}, section_node.where)
     return replace(layer, value={**top, SECTION: replace(given, value=fields)}), problems
 
 
 def _contradictions(
-    short: str, node: Node, section: str, there: Node, meant: Mapping[str, Node]
+    shorthand: str, node: Node, section: str, section_node: Node, implied: Mapping[str, Node]
 ) -> list[Problem]:
     return [
         Problem(
-            f"{SECTION}.{short}",
+            f"{SECTION}.{shorthand}",
             f"is short for {SECTION}.{section}.{name}={plain(value)}, and "
-            f"{SECTION}.{section}.{name}={plain(there.value[name])} is given too; "
+            f"{SECTION}.{section}.{name}={plain(section_node.value[name])} is given too; "
             "leave one of them out",
             node.where,
         )
-        for name, value in meant.items()
-        if name in there.value and plain(there.value[name]) != plain(value)
+        for name, value in implied.items()
+        if name in section_node.value and plain(section_node.value[name]) != plain(value)
     ]

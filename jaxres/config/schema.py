@@ -1,6 +1,6 @@
-"""The run's configuration: frozen sections, each field with its unit and, where one exists, source.
+"""The schema of a run's configuration; each field's docstring has its unit and source.
 
-Every field is a *trajectory* key (it changes what is computed) unless it is declared with `free()`
+Every field is a *trajectory* key (it changes what is computed) unless `free()` declares it
 (topology, intervals, retention, telemetry, limits). Defaults live here and nowhere else.
 """
 
@@ -31,12 +31,12 @@ from jaxres.config.schema_training import (
     Optimizer,
 )
 
-Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 class RunSection(Section):
     dir: Folder | None = free(None)
-    """Run directory; also gs://BUCKET/FOLDER.
+    """Run directory, or gs://BUCKET/FOLDER.
 
     Default: runs/<config name>-<first 8 of the trajectory digest>.
     """
@@ -47,25 +47,28 @@ class RunSection(Section):
 class TextSource(Section):
     kind: Literal["text"] = "text"
     path: str
-    """Folder, file or glob of text files; `{stdlib}` stands for Python's standard library. Also
-    gs://BUCKET/FOLDER, or one object: copied to data.cache_dir first."""
+    """Folder, file or glob of text files; also gs://BUCKET/FOLDER or one object in a bucket.
+
+    `{stdlib}` is replaced by the folder of Python's standard library. Data in a bucket is copied
+    to data.cache_dir first."""
     include: tuple[str, ...] = ("**/*",)
-    """Patterns below a folder, as in pathlib's glob."""
+    """Patterns of files below the folder, as in pathlib's glob."""
     exclude: tuple[str, ...] = ()
-    """Patterns of relative paths to leave out; `*` also matches `/`, as in fnmatch."""
+    """Patterns of relative paths to exclude; `*` also matches `/`, as in fnmatch."""
 
 
 class TokensSource(Section):
     kind: Literal["tokens"] = "tokens"
     path: Folder
-    """Folder with tokens.bin, offsets.npy and meta.json (docs/data.md has the format). Also
-    gs://BUCKET/FOLDER: copied to data.cache_dir first."""
+    """Folder in the token format (docs/data.md), or gs://BUCKET/FOLDER.
+
+    A folder in a bucket is copied to data.cache_dir first."""
 
 
 class CustomSource(Section):
     kind: Literal["custom"] = "custom"
-    target: Target
-    """`package.module:build`; called with `args`; the result has __len__ and __getitem__."""
+    target: ImportPath
+    """Function `package.module:build` that returns an object with __len__ and __getitem__."""
     args: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it.
     """Keyword arguments of the target."""
 
@@ -75,24 +78,24 @@ Source = Annotated[TextSource | TokensSource | CustomSource, Field(discriminator
 
 class BytesTokenizer(Section):
     kind: Literal["bytes"] = "bytes"
-    """One token a byte (0..255), and 256 at the end of every document."""
+    """One token per byte (0..255), and token 256 at the end of every document."""
 
 
 class DataSection(Section):
     source: Source
-    """Where the training text or rows come from."""
+    """Source of the training text or rows."""
     tokenizer: BytesTokenizer = BytesTokenizer()
-    """How text becomes tokens. Only `bytes` so far."""
+    """Tokenizer of text sources. Only `bytes` exists."""
     seq_len: PositiveInt = 256
-    """Tokens a row."""
+    """Tokens per row."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Share of the corpus, at its end, that training never touches and evaluation reads."""
+    """Share of the corpus, at its end, that is used for evaluation and never for training."""
     cache_dir: Path = free(Path("~/.cache/jaxres"))
-    """Folder of tokenised corpora, and of copies from a bucket; `~` is the home folder."""
+    """Cache of tokenised corpora and of copies from a bucket; `~` is the home folder."""
     prefetch_batches: PositiveInt = free(8)
-    """Batches read ahead in the background; refilled when half of them are used."""
+    """Batches that are read ahead in the background; refilled when half of them are used."""
     timeout_seconds: PositiveFloat = free(300.0)
-    """Longest wait for one batch before the run ends with an error."""
+    """Longest wait for one batch before the attempt fails."""
 
 
 class GptModel(Section):
@@ -118,12 +121,13 @@ class GptModel(Section):
     norm_eps: PositiveFloat = 1e-5
     """Epsilon of RMSNorm. (arXiv 1910.07467)"""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Type of activations and matrix products; weights, softmax and logits are float32. float16 has
-    a loss scale (train.loss_scale)."""
+    """Type of activations and matrix products; weights, softmax and logits are float32.
+
+    float16 uses a loss scale (train.loss_scale)."""
     attention: Literal["auto", "xla", "cudnn"] = free("auto")
-    """Attention kernel; auto: cudnn on GPU with bfloat16, else xla."""
+    """Attention kernel. auto: cudnn on GPUs with bfloat16, else xla."""
     remat: Literal["none", "block"] = free("none")
-    """block: recompute each block in the backward pass; less memory, about a third more work."""
+    """block: recompute each block in the backward pass, for less memory and 1/3 more work."""
 
     def tensor_sizes(self) -> tuple[int, ...]:
         """Returns the sizes of mesh.tensor that split the heads evenly."""
@@ -136,36 +140,38 @@ class MlpModel(Section):
     num_layers: PositiveInt = 2
     """Hidden layers."""
     d_model: PositiveInt = 64
-    """Width of embedding and hidden layers."""
+    """Width of the embedding and of the hidden layers."""
     vocab_size: PositiveInt | None = None
     """Rows of the embedding. Default: the tokenizer's, up to a multiple of 64."""
 
 
 class CustomModel(Section):
     kind: Literal["custom"] = "custom"
-    target: Target
-    """`package.module:build`; called with `args`, vocab_size and seq_len; returns models.Model."""
+    target: ImportPath
+    """Function `package.module:build` (args, vocab_size, seq_len) that returns a models.Model."""
     args: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it.
     """Keyword arguments of the target."""
 
 
-Model = Annotated[GptModel | MlpModel | CustomModel, Field(discriminator="kind")]
+ModelSection = Annotated[GptModel | MlpModel | CustomModel, Field(discriminator="kind")]
 
 
 class TrainSection(Section):
     steps: PositiveInt
-    """Steps (batches) of the whole run. May grow where the schedule has its own horizon."""
+    """Steps (batches) of the whole run. May grow if the schedule has its own horizon."""
     global_batch_size: PositiveInt = 24
-    """Rows a step, over all devices and hosts."""
+    """Rows per step, over all devices and hosts."""
     microbatches: PositiveInt = free(1)
-    """Parts in which a step's batch is computed one after the other; more parts, less memory."""
+    """Parts into which a step's batch is split (gradient accumulation); more parts, less memory."""
     max_rows_per_device: PositiveInt | None = free(None)
-    """Rows that a device computes at once at most: where fewer devices come back, the batch is cut
-    into more parts than train.microbatches, and stays the same. null: no bound."""
+    """Most rows that a device computes at once; null: no limit.
+
+    On fewer devices the batch is split into more parts than train.microbatches, and the global
+    batch stays the same."""
     reduction: Literal["fast", "invariant"] = "fast"
-    """invariant: gradients equal bit for bit on any device count (not built yet)."""
+    """invariant: bit-equal gradients on any number of devices (not implemented yet)."""
     loss_scale: LossScaleSection = LossScaleSection()
-    """What keeps float16's gradients within its range."""
+    """Scale of the loss, which keeps gradients within float16's range."""
 
 
 MeshAxis = Annotated[int, Field(ge=-1)]
@@ -173,15 +179,16 @@ MeshAxis = Annotated[int, Field(ge=-1)]
 
 class MeshSection(Section):
     data: MeshAxis | None = free(None)
-    """Devices over which the batch is split; -1: all the rest, which is also the default unless
-    another axis takes it."""
+    """Devices over which the batch is split; -1: all remaining devices.
+
+    Default: -1 unless another axis is -1, else 1."""
     fsdp: MeshAxis = free(1)
-    """Devices over which batch and state are split; -1: all the rest."""
+    """Devices over which batch and state are split; -1: all remaining devices."""
     tensor: MeshAxis = free(1)
-    """Devices over which matrix products are split; -1: all the rest."""
+    """Devices over which matrix products are split; -1: all remaining devices."""
 
     def sizes(self) -> dict[str, int]:
-        """Returns the size asked for of every axis, at most one of them -1 in a checked config."""
+        """Returns the configured size of every axis; in a checked config at most one is -1."""
         others = {"fsdp": self.fsdp, "tensor": self.tensor}
         default = 1 if -1 in others.values() else -1
         return {"data": default if self.data is None else self.data} | others
@@ -189,115 +196,121 @@ class MeshSection(Section):
 
 class CheckpointSection(Section):
     when: When = free(StepsWhen())
-    """When to save; the last step is always saved."""
+    """Policy of when to save; the last step is always saved."""
     save_every_steps: PositiveInt | None = free(None)
-    """Short for when.kind=steps and when.every_steps: setting it selects that policy."""
+    """Shorthand for when.kind=steps with when.every_steps."""
     busy: Literal["wait", "skip"] = free("wait")
-    """What becomes of a save by steps that is due while one is still being written: wait holds up
-    training until that is over, but not for longer than twice what the longest save has taken (at
-    least 5 s; 1 s after one that storage has refused): then, as with skip, it is left out. The
-    other policies never let two meet."""
+    """What to do if a save is due while one is still being written: wait for it, or skip.
+
+    wait blocks training for at most twice the duration of the longest save so far (at least 5 s;
+    1 s after a save that storage refused), then skips. Only saves by steps are affected: the other
+    policies never start a save during another."""
     keep: KeepSection = KeepSection()
-    """What to keep: whatever any of these names, and what is pinned; the rest is pruned."""
+    """Retention: a step is kept if any of these rules names it, or if it is pinned."""
     keep_last: PositiveInt | None = free(None)
-    """Short for keep.last."""
+    """Shorthand for keep.last."""
     snapshot: Literal["auto", "copy", "device"] = free("auto")
-    """What a save takes before training goes on. copy: the host's memory (on CPU the buffers
-    themselves, which the next step then can't reuse); device: a copy on each device, brought to the
-    host in the background; auto: device where there is room for it (on CPU always), else copy."""
+    """Snapshot that a save takes before training continues: in host memory, or on the devices.
+
+    copy: in the host's memory (on CPU the buffers themselves, which the next step then can't
+    reuse); device: a copy on each device, fetched by the host in the background; auto: device if
+    the devices have room for it (on CPU always), else copy."""
     background_share: Annotated[float, Field(gt=0, le=1)] = free(1.0)
-    """Share of its time for which a background thread digests a save and reads it back; less slows
-    training less, and the save takes longer. The writing itself is Orbax's."""
+    """Share of its time that the background thread spends on digests and read-back of a save.
+
+    A smaller share slows training less and prolongs the save. Orbax does the writing itself, which
+    this does not limit."""
     timeout_seconds: PositiveFloat = free(600.0)
     """Longest wait for one save to become durable."""
     max_failed_saves: PositiveInt = free(20)
-    """Saves in a row that storage may refuse; with that many the run ends (74)."""
+    """Failed saves in a row (storage refuses them) after which the attempt ends (74)."""
 
 
 class EvaluationSection(Section):
     every_steps: NonNegativeInt = free(0)
-    """Steps between evaluations on held-out data; 0: never."""
+    """Steps between evaluations on held-out data; 0: no evaluation."""
     batches: PositiveInt = free(8)
-    """Held-out batches of train.global_batch_size rows an evaluation, the first ones always."""
+    """Held-out batches (of train.global_batch_size rows) per evaluation, always the first ones."""
 
 
 class TelemetrySection(Section):
     log_every_seconds: PositiveFloat = free(10.0)
-    """Seconds between plain progress lines where there is no terminal."""
+    """Seconds between plain progress lines if the output is not a terminal."""
     tensorboard: bool = free(False)
-    """Whether RUN_DIR/tensorboard gets event files; needs `pip install 'jaxres[tensorboard]'`."""
+    """Whether to write RUN_DIR/tensorboard; needs `pip install 'jaxres[tensorboard]'`."""
     sample_prompt: str = free("def ")
-    """Text that the sample at the end of the run continues."""
+    """Prompt of the text sample at the end of the run."""
     sample_tokens: NonNegativeInt = free(0)
-    """Length of the text sample at the end of the run; 0: none."""
+    """Tokens of the text sample at the end of the run; 0: no sample."""
 
 
 class DeadlinesSection(Section):
     start_seconds: PositiveFloat = free(300.0)
-    """Longest start-up step without progress: imports, devices, a part of the corpus."""
+    """Longest time without progress at start-up: imports, devices, part of the corpus."""
     restore_seconds: PositiveFloat = free(1800.0)
     """Longest restore of a checkpoint."""
     compile_seconds: PositiveFloat = free(1800.0)
-    """Longest compilation, and longest of the first three steps of an attempt."""
+    """Longest compilation, and longest duration of each of an attempt's first three steps."""
     data_seconds: PositiveFloat = free(330.0)
-    """Longest wait for a batch; more than data.timeout_seconds, which names the batch."""
+    """Longest wait for a batch; more than data.timeout_seconds, whose error names the batch."""
     step_seconds: PositiveFloat = free(30.0)
-    """Longest step, or 10 times the slowest of the last 50 steps where that is more."""
+    """Longest step, or 10 times the slowest of the last 50 steps if that is more."""
     evaluate_seconds: PositiveFloat = free(1800.0)
-    """Longest evaluation, and longest text sample."""
+    """Longest evaluation, and longest generation of the text sample."""
     save_seconds: PositiveFloat = free(1800.0)
     """Longest blocking part of a save; more than twice checkpoint.timeout_seconds."""
 
 
 class HostsSection(Section):
     join_seconds: PositiveFloat = free(300.0)
-    """Longest wait, at the start of an attempt, until every host has come."""
+    """Longest wait for all hosts at the start of an attempt."""
     heartbeat_seconds: PositiveFloat = free(10.0)
-    """A host that has not been heard of for so long is gone. Below 5, a busy machine looks dead."""
+    """Silence after which a host counts as lost. Below 5 s a busy machine may look lost."""
 
 
 class CompileSection(Section):
     cache_dir: Path | None = free(Path("~/.cache/jaxres/xla"))
-    """Folder of compiled programs that runs share (JAX's persistent cache); null: none."""
+    """Folder of JAX's persistent compilation cache, shared by runs; null: no cache."""
     keep_programs: NonNegativeInt = free(8)
-    """Compiled steps that RUN_DIR/compiled keeps, so that a restart only loads them; two for each
-    number of hosts or devices. 0: none is kept, none is loaded."""
+    """Compiled programs kept in RUN_DIR/compiled for restarts; 0: neither kept nor loaded.
+
+    Each number of hosts or devices takes two."""
 
 
 class RunConfig(Section):
     run: RunSection = RunSection()
-    """Where the run lives, and its seed."""
+    """Run directory and seed."""
     data: DataSection
-    """Rows, their order, and the held-out split."""
-    model: Model = GptModel()
-    """What is trained."""
+    """Source, tokenizer, row length and held-out split."""
+    model: ModelSection = GptModel()
+    """Architecture of the model."""
     init_from: InitFrom = FromSeed()
-    """Where the parameters of a new run come from; the optimizer and the step begin anew."""
+    """Initial parameters of a new run; optimizer state and step start from zero."""
     optimizer: Optimizer = AdamwOptimizer()
-    """How it is trained."""
+    """Optimizer and learning rate."""
     train: TrainSection
-    """How long, and in which batches."""
+    """Length of the run and size of its batches."""
     mesh: MeshSection = MeshSection()
-    """Devices by axis; the product must be their number."""
+    """Devices along each mesh axis; the product must be the number of devices."""
     checkpoint: CheckpointSection = CheckpointSection()
-    """When to save, and what to keep."""
+    """Saves and retention of checkpoints."""
     guards: GuardsSection = GuardsSection()
-    """What is done about steps that are not as they should be."""
+    """Guards against non-finite steps, gradient spikes, high losses and bad records."""
     evaluation: EvaluationSection = EvaluationSection()
-    """Loss on held-out data."""
+    """Evaluation on held-out data."""
     telemetry: TelemetrySection = TelemetrySection()
-    """What a person sees."""
+    """Console output, TensorBoard and the text sample."""
     deadlines: DeadlinesSection = DeadlinesSection()
-    """How long each phase may go on without progress before the run ends as hung (80)."""
+    """Longest time without progress in each phase, after which the attempt ends as hung (80)."""
     hosts: HostsSection = HostsSection()
-    """How the hosts of a job find each other, and when one counts as gone."""
+    """Rendezvous of the hosts of a job, and detection of a lost host."""
     preemption: PreemptionSection = PreemptionSection()
-    """What the run is told of its machine's end, and how much time that leaves."""
+    """Sources of preemption notices, and the time that each leaves."""
     restart: RestartSection = RestartSection()
-    """When `launch` tries again, and when it gives up."""
+    """Restart policy of `launch`: budgets and backoff."""
     launch: LaunchSection = LaunchSection()
-    """Limits that protect a wallet."""
+    """Limits on time and cost, and the VMs of `launch gce`."""
     compilation: CompileSection = CompileSection()
-    """How steps are compiled."""
+    """Caches of compiled programs."""
     alerts: AlertsSection = AlertsSection()
-    """Who is told when a supervised run falls, comes back, gives up or ends."""
+    """Webhooks that report incidents of a supervised run: restarts, give-ups, its end."""

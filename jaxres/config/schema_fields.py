@@ -1,4 +1,4 @@
-"""What the schema says may stand at a key: a section, one of several by `kind`, or a value."""
+"""Describes each key of the schema: a section, a choice of sections by `kind`, or a value."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from jaxres.config.schema import RunConfig, Section
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import GcsPath
 
 ITEMS = "[]"
-"""After a key: what stands in its list."""
+"""Suffix of a key that means the items of its list."""
 
 
 @dataclass(frozen=True)
-class Slot:
-    """What may stand at one key."""
+class FieldSpec:
+    """What the schema accepts at one key."""
 
     sections: tuple[type[Section], ...] = ()
-    """The section, or the sections among which `kind` chooses; empty for a value."""
+    """The section, or the sections that `kind` selects from; empty for a value."""
     default_kind: str | None = None
-    """The kind taken where none is given."""
+    """The kind if none is given."""
     is_open: bool = False
-    """Whether any keys may stand below, as in `args`."""
+    """Whether any keys are accepted below, as in `args`."""
     types: tuple[Any, ...] = ()
     """The plain types of a value, without constraints."""
     by_kind: bool = False
-    """Whether `kind` chooses among sections."""
+    """Whether `kind` selects one of the sections."""
     is_list: bool = False
-    """Whether any number of the sections may stand here, as a list."""
+    """Whether the key takes a list of the sections."""
     may_be_null: bool = False
-    """Whether null may stand for the section: what it describes is left out."""
+    """Whether the section can be null, which turns off what it describes."""
 
     @property
     def is_text(self) -> bool:
-        """Whether a value here is text or a path (or null)."""
+        """Whether the value is text or a path (or null)."""
         plain = {t for t in self.types if t is not type(None)}
-        return bool(plain) and plain <= {str, Path, BucketPath}
+        return bool(plain) and plain <= {str, Path, GcsPath}
 
     def section(self, kind: Any) -> type[Section] | None:
         """Returns the section of this kind; None for an unknown kind or a plain value."""
@@ -51,8 +51,8 @@ class Slot:
         wanted = self.default_kind if kind is None else kind
         return next((s for s in self.sections if kind_of(s) == wanted), None)
 
-    def child(self, key: str) -> Slot | None:
-        """Returns what may stand at a key of any of these sections; None for an unknown key."""
+    def child(self, key: str) -> FieldSpec | None:
+        """Returns the description of a key in any of these sections; None for an unknown key."""
         infos = [s.model_fields[key] for s in self.sections if key in s.model_fields]
         return slot_of(infos[0]) if infos else None
 
@@ -62,8 +62,8 @@ def kind_of(section: type[Section]) -> str:
     return typing.get_args(section.model_fields["kind"].annotation)[0]
 
 
-def kinds(slot: Slot) -> tuple[str, ...]:
-    """Returns the kinds among which one can choose."""
+def kinds(slot: FieldSpec) -> tuple[str, ...]:
+    """Returns the kinds that can be selected."""
     return tuple(kind_of(s) for s in slot.sections) if slot.by_kind else ()
 
 
@@ -73,19 +73,19 @@ def is_free(info: FieldInfo) -> bool:
     return isinstance(extra, dict) and extra.get("free") is True
 
 
-def slot_of(info: FieldInfo) -> Slot:
-    """Returns what may stand at a field."""
+def slot_of(info: FieldInfo) -> FieldSpec:
+    """Returns the description of a field."""
     plain = tuple(_plain_types(info.annotation))
     items = _sections_of_list(plain)
     if items:
-        return Slot(sections=items, by_kind=True, is_list=True)
+        return FieldSpec(sections=items, by_kind=True, is_list=True)
     sections = tuple(t for t in plain if isinstance(t, type) and issubclass(t, Section))
     if not sections:
         is_open = any(typing.get_origin(t) is dict for t in plain)
-        return Slot(is_open=is_open, types=plain)
+        return FieldSpec(is_open=is_open, types=plain)
     default = info.default
     kind = getattr(default, "kind", None) if isinstance(default, Section) else None
-    return Slot(
+    return FieldSpec(
         sections=sections,
         default_kind=kind,
         by_kind=info.discriminator == "kind",
@@ -95,7 +95,7 @@ def slot_of(info: FieldInfo) -> Slot:
 
 def _sections_of_list(plain: tuple[Any, ...]) -> tuple[type[Section], ...]:
     lists = [t for t in plain if typing.get_origin(t) is tuple]
-    inner = [t for found in lists for t in _plain_types(typing.get_args(found)[0])]
+    inner = [t for each in lists for t in _plain_types(typing.get_args(each)[0])]
     return tuple(t for t in inner if isinstance(t, type) and issubclass(t, Section))
 
 
@@ -110,11 +110,11 @@ def _plain_types(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-ROOT = Slot(sections=(RunConfig,))
+ROOT = FieldSpec(sections=(RunConfig,))
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LeafField:
     """One value that can be set: its dotted key and field, and the kinds under which it exists."""
 
     key: str
@@ -125,22 +125,22 @@ class Leaf:
 
 
 @functools.cache
-def leaves() -> tuple[Leaf, ...]:
-    """Returns every value of every kind, as in the schema; a `kind` with a choice is left out."""
+def iter_fields() -> tuple[LeafField, ...]:
+    """Returns every value of every kind, in schema order; a `kind` with a choice is left out."""
     return tuple(_leaves(ROOT, (), ()))
 
 
 def _leaves(
-    slot: Slot, path: tuple[str, ...], under: tuple[tuple[str, str], ...]
-) -> Iterator[Leaf]:
+    slot: FieldSpec, path: tuple[str, ...], under: tuple[tuple[str, str], ...]
+) -> Iterator[LeafField]:
     for section in slot.sections:
         below = (*under, (".".join(path), kind_of(section))) if slot.by_kind else under
         for key, info in section.model_fields.items():
             child = slot_of(info)
             if child.is_list:
-                yield Leaf(".".join((*path, key)), info, section, below)
+                yield LeafField(".".join((*path, key)), info, section, below)
                 yield from _leaves(child, (*path, key + ITEMS), below)
             elif child.sections:
                 yield from _leaves(child, (*path, key), below)
             elif key != "kind" or not slot.by_kind:
-                yield Leaf(".".join((*path, key)), info, section, below)
+                yield LeafField(".".join((*path, key)), info, section, below)

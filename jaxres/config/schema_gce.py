@@ -1,4 +1,4 @@
-"""A job on VMs of Google Compute Engine: how many, of which kind, where, and what runs on them."""
+"""Schema of a job on VMs of Google Compute Engine: number, type and place of VMs, and software."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 class RungCommon(Section):
     zones: tuple[Zone, ...] = free(...)
-    """Zones that are tried, in this order; all VMs of a job are in one."""
+    """Zones, tried in this order; all VMs of a job are in one zone."""
     machine_type: str = free(...)
-    """Such as a3-megagpu-8g; its GPUs come with it."""
+    """Machine type, such as a3-megagpu-8g, which includes its GPUs."""
     dollars_per_hour: PositiveFloat | None = free(None)
-    """Price of one VM; needed for launch.max_dollars, and for what `status` says is spent."""
+    """Price of one VM; needed for launch.max_dollars and for the cost that `status` prints."""
 
 
 class SpotRung(RungCommon):
     kind: Literal["spot"] = "spot"
-    """May be taken away at any time."""
+    """Spot VMs: Compute Engine may preempt them at any time."""
     notice_seconds: Literal[0, 120] = free(120)
-    """Notice of preemption that is asked for; where the API refuses it, there is none but the 30 s
-    of the shutdown."""
+    """Preemption notice that is requested for the VM.
+
+    If the API refuses it, there is only the 30 s of the shutdown period."""
 
 
 class FlexStartRung(RungCommon):
     kind: Literal["flex_start"] = "flex_start"
-    """Waits in a queue, then runs for at most seven days."""
+    """Flex-start VMs: wait in a queue, then run for at most seven days."""
     wait_minutes: PositiveInt = free(10)
-    """Longest wait in the queue before the next rung is tried; at most 120."""
+    """Longest wait in the queue before the next rung is tried; at most 120 minutes."""
 
 
 class ReservationRung(RungCommon):
     kind: Literal["reservation"] = "reservation"
-    """VMs of a reservation (RESERVATION_BOUND)."""
+    """VMs of a reservation (provisioning model RESERVATION_BOUND)."""
     reservation: str = free(...)
     """Name of the reservation."""
 
 
 class StandardRung(RungCommon):
     kind: Literal["standard"] = "standard"
-    """On demand."""
+    """On-demand VMs."""
 
 
 Rung = Annotated[
@@ -58,18 +59,19 @@ Rung = Annotated[
 class PythonRuntime(Section):
     kind: Literal["python"] = "python"
     python: str = free("python3")
-    """Interpreter on the VM's image."""
+    """Python interpreter of the VM's image."""
     packages: tuple[str, ...] = free(())
-    """What pip installs into an environment of its own at the first boot of a VM; the image needs
-    nothing but the interpreter then. Empty: the interpreter has everything."""
+    """Packages that pip installs into a separate environment at the first boot of a VM.
+
+    The image then needs only the interpreter. Empty: the interpreter's packages are used."""
 
 
 class ContainerRuntime(Section):
     kind: Literal["container"] = "container"
     image: str = free(...)
-    """Container image with Python, JAX and what jaxres needs; the VM's image has docker."""
+    """Container image with Python, JAX and jaxres' requirements; the VM's image needs docker."""
     flags: tuple[str, ...] = free(("--gpus=all",))
-    """Further words for `docker run`."""
+    """Additional arguments of `docker run`."""
 
 
 Runtime = Annotated[PythonRuntime | ContainerRuntime, Field(discriminator="kind")]
@@ -77,49 +79,57 @@ Runtime = Annotated[PythonRuntime | ContainerRuntime, Field(discriminator="kind"
 
 class GceSection(Section):
     project: str = free(...)
-    """Project that is billed."""
+    """Google Cloud project that is billed."""
     num_hosts: PositiveInt = free(1)
-    """VMs of the job."""
+    """Number of VMs of the job."""
     ladder: tuple[Rung, ...] = free(...)
-    """Where and how VMs are asked for, the best first: whatever has no capacity or no quota is left
-    alone for a while, and the next is tried."""
+    """Capacity options in order of preference: machine type, zones, provisioning model.
+
+    An option without capacity or quota is not tried again for a while, and the next one is
+    tried."""
     image: str | None = free(None)
-    """Boot image, as projects/P/global/images/I or .../images/family/F; null: the template's."""
+    """Boot image, projects/P/global/images/I or .../images/family/F; null: the template's."""
     template: str | None = free(None)
-    """Instance template whose properties hold where nothing here says otherwise."""
+    """Instance template, whose properties apply unless a key here overrides them."""
     disk_gb: PositiveInt = free(200)
-    """Size of the boot disk."""
+    """Size of the boot disk in GB."""
     disk_type: str | None = free(None)
-    """Such as hyperdisk-balanced, which A3 Ultra and A4 need; null: the service's default."""
+    """Boot disk type, as hyperdisk-balanced (required by A3 Ultra, A4); null: GCE's default."""
     subnetworks: tuple[str, ...] = free(())
-    """One network interface each, as regions/R/subnetworks/S or a name; {region} stands for the
-    region of the zone. Empty: the default network, or the template's."""
+    """Subnetworks, one per network interface, as regions/R/subnetworks/S or a name.
+
+    {region} is replaced by the zone's region. Empty: the default network, or the template's."""
     service_account: str | None = free(None)
-    """Whose rights the VMs have; null: the project's default one, or the template's."""
+    """Service account of the VMs; null: the project's default account, or the template's."""
     runtime: Runtime = PythonRuntime()
-    """What runs the training on a VM."""
+    """Software environment of the training on a VM."""
     package: Path | None = free(None)
-    """Folder of your own code, put on every VM with jaxres' own: its Python modules can be named as
-    targets, and it is the working folder. Every attempt runs the code of the first `up`."""
+    """Folder of your own code, which is copied to every VM together with jaxres.
+
+    It is the working directory, and its Python modules can be named as targets. Every attempt runs
+    the code of the first `up`."""
     env: dict[VariableName, str] = free({})
-    """Further environment variables of the training, such as NCCL's; no secrets, they are stored in
-    the run directory."""
+    """Additional environment variables of the training, such as NCCL's; never secrets.
+
+    They are stored in the run directory."""
     port: Annotated[int, Field(ge=1024, le=60_000)] = free(8470)
-    """First of 1000 ports where hosts meet, one after the other by attempt."""
+    """First of 1000 ports for the rendezvous of the hosts; each attempt uses the next one."""
     max_run_hours: PositiveFloat = free(168.0)
-    """Age at which a VM deletes itself, whatever has become of the launcher."""
+    """Age at which a VM deletes itself, whether or not a launcher is alive."""
     ready_minutes: PositiveFloat = free(15.0)
-    """Longest time from the creation of a VM until its agent is heard of."""
+    """Longest time from the creation of a VM to the first heartbeat of its agent."""
     repair_minutes: PositiveFloat = free(10.0)
-    """Longest try to replace lost VMs where the others are, before all are placed anew."""
+    """Longest attempt to replace lost VMs in the same zone, before all VMs are recreated."""
     lost_seconds: PositiveFloat = free(8.0)
-    """A VM whose agent has not been heard of for so long is lost, if the bucket answers."""
+    """Silence of an agent after which its VM counts as lost, if the bucket is reachable."""
     stall_minutes: PositiveFloat | None = free(None)
-    """An attempt without a new committed step for so long is restarted; null: 3 times the longest
-    wait so far between two commits of an attempt, at least an hour; never before there were two."""
+    """Time without a new committed step after which an attempt is restarted; null: automatic.
+
+    Automatic: 3 times the longest time so far between two commits of an attempt, at least an hour;
+    never before an attempt has had two commits."""
     lease_seconds: PositiveFloat = free(60.0)
-    """A launcher that has not renewed its lease for 1.5 times as long is succeeded by another."""
+    """Lease of the launcher; after 1.5 times this without renewal another launcher takes over."""
     endpoint: str | None = free(None)
-    """Address of the Compute API; null: Google's, or JAXRES_GCE_ENDPOINT."""
+    """URL of the Compute API; null: JAXRES_GCE_ENDPOINT if set, else Google's."""
     max_cool_minutes: NonNegativeInt = free(60)
-    """Longest time that a rung is left alone after it had no capacity."""
+    """Longest backoff before a rung without capacity is tried again."""

@@ -1,10 +1,7 @@
-"""Who is told of incidents: webhooks whose secrets are in the environment, never in a config.
+"""Schema of alerts, preemption notices, the restart policy, and policies of saves and retention.
 
-What a run is told of the end of its machine, and how much time it takes that to leave.
-
-When a run that falls is brought back, and what that may cost.
-
-When to save and what to keep: small policies that compose, all of them free to change.
+All keys are free to change at a restart. Secrets of alerts are in environment variables, never in
+a config.
 """
 
 from __future__ import annotations
@@ -19,12 +16,12 @@ from jaxres.config.base import Fraction, NonNegativeFloat, PositiveFloat, Sectio
 from jaxres.config.schema_gce import GceSection
 
 KINDS = (
-    *("restarted", "came_back", "gave_up", "no_commit_for_too_long", "commits_again"),
-    *("rollback", "saves_refused", "saves_again", "preempted", "finished"),
+    *("restarted", "supervisor_restarted", "gave_up", "commits_stalled", "commits_resumed"),
+    *("rollback", "saves_failing", "saves_recovered", "preempted", "finished"),
 )
-"""Of incidents."""
+"""Kinds of incidents."""
 NOT_A_NAME = "not_a_variable"
-"""The error's name; its value may be the secret itself, so no message shows it."""
+"""Type of the validation error. Its input may be a secret, so no message shows the input."""
 
 
 def _variable(text: str) -> str:
@@ -45,7 +42,7 @@ class SlackTarget(Section):
     url_env: Variable = free(...)
     """Name of the environment variable that holds the incoming webhook's URL."""
     kinds: tuple[str, ...] | None = free(None)
-    """Incidents that are told; null: all. The names are those of docs/alerts.md."""
+    """Kinds of incidents that are sent; null: all. docs/alerts.md lists them."""
 
 
 class PagerdutyTarget(Section):
@@ -54,8 +51,8 @@ class PagerdutyTarget(Section):
     """Name of the environment variable that holds the integration (routing) key."""
     url: str = free("https://events.pagerduty.com/v2/enqueue")
     """Address of the Events API v2."""
-    kinds: tuple[str, ...] | None = free(("gave_up", "no_commit_for_too_long"))
-    """Incidents that page somebody; null: all. `commits_again` and `finished` always resolve."""
+    kinds: tuple[str, ...] | None = free(("gave_up", "commits_stalled"))
+    """Incidents that page; null: all. `commits_resumed` and `finished` always resolve."""
 
 
 class GenericTarget(Section):
@@ -63,7 +60,7 @@ class GenericTarget(Section):
     url_env: Variable = free(...)
     """Name of the environment variable that holds the URL, which may carry a secret."""
     kinds: tuple[str, ...] | None = free(None)
-    """Incidents that are told; null: all. The names are those of docs/alerts.md."""
+    """Kinds of incidents that are sent; null: all. docs/alerts.md lists them."""
 
 
 AlertTarget = Annotated[SlackTarget | PagerdutyTarget | GenericTarget, Field(discriminator="kind")]
@@ -73,9 +70,9 @@ class AlertsSection(Section):
     targets: tuple[AlertTarget, ...] = free(())
     """Webhooks, as in [{kind: slack, url_env: SLACK_URL}]."""
     no_commit_minutes: PositiveFloat | None = free(120.0)
-    """Minutes without a new committed step after which somebody is told; null: never."""
+    """Minutes without a new committed step after which an alert is sent; null: never."""
     max_per_hour: PositiveInt = free(30)
-    """Messages a target gets in an hour; the next one sums up what was left out."""
+    """Most messages per hour and target; the next message lists the number left out."""
 
 
 def variable(target: SlackTarget | PagerdutyTarget | GenericTarget) -> str:
@@ -85,54 +82,63 @@ def variable(target: SlackTarget | PagerdutyTarget | GenericTarget) -> str:
 
 class PreemptionSection(Section):
     metadata: Literal["auto", "off"] = free("auto")
-    """auto: on a GCE VM (or where GCE_METADATA_HOST is set) the metadata server is asked for
-    notices; off: only signals count."""
+    """Whether to read preemption notices from GCE's metadata server; off: only signals.
+
+    auto: on a GCE VM, or if GCE_METADATA_HOST is set."""
     notice_seconds: PositiveFloat = free(30.0)
-    """Seconds that a Spot VM goes on after `preempted`; 120 where it was made with a
-    preemptionNoticeDuration of 120 s."""
+    """Seconds that a Spot VM keeps running after the metadata value `preempted`.
+
+    120 if the VM was created with a preemptionNoticeDuration of 120 s."""
     maintenance_seconds: PositiveFloat | None = free(None)
-    """Seconds that a VM goes on after a maintenance-event that ends it, where upcoming-maintenance
-    gives no time (GPU VMs: 3600, others: 60). null: not known, so the run saves at once."""
+    """Seconds that a VM keeps running after a maintenance event; null: unknown, save at once.
+
+    Used if upcoming-maintenance gives no time (GPU VMs: 3600, others: 60)."""
     sigterm_seconds: PositiveFloat | None = free(None)
-    """Seconds between SIGTERM and the kill (Kubernetes: terminationGracePeriodSeconds, Slurm:
-    KillWait). null: not known, so the run saves at once."""
+    """Seconds between SIGTERM and SIGKILL; null: unknown, save at once.
+
+    Kubernetes: terminationGracePeriodSeconds; Slurm: KillWait."""
     margin_seconds: NonNegativeFloat = free(5.0)
-    """Seconds of a notice that are never planned with."""
+    """Safety margin, subtracted from the seconds of every notice."""
 
 
 class RestartSection(Section):
     max_attempts_without_commit: PositiveInt = free(5)
-    """Failures in a row (crash, exception, hang, lost host) without a new committed step, after
-    which the supervisor gives up (84). A new commit gives this and all other budgets back."""
+    """Failures in a row without a new committed step, after which the supervisor gives up (84).
+
+    Failures are crashes, exceptions, hangs and lost hosts. A new commit resets this and all other
+    budgets."""
     backoff_seconds: NonNegativeFloat = free(1.0)
-    """Wait after the first failure; doubled by each further one without a new commit."""
+    """Wait after the first failure; doubled after each further failure without a new commit."""
     max_backoff_seconds: NonNegativeFloat = free(60.0)
     """Longest wait after a failure, before jitter."""
     jitter: Fraction = free(0.25)
-    """Largest random part of a wait, as a share of it, so that jobs do not come back in step."""
+    """Largest random part of a wait, as a share of it, so that jobs do not restart in unison."""
     max_preemptions_without_commit: PositiveInt = free(100)
-    """Preemptions (75) in a row without a new committed step; each is followed at once."""
+    """Most preemptions (75) in a row without a new committed step; restarts are immediate."""
     max_storage_attempts: PositiveInt = free(20)
-    """Attempts in a row that storage may end (74) without a new committed step."""
+    """Most storage failures (74) in a row without a new committed step."""
     storage_backoff_seconds: NonNegativeFloat = free(30.0)
-    """Wait after storage has ended an attempt; doubled by each further one."""
+    """Wait after a storage failure; doubled after each further one."""
     max_storage_backoff_seconds: NonNegativeFloat = free(600.0)
-    """Longest wait for storage, before jitter."""
+    """Longest wait after a storage failure, before jitter."""
     fork: bool = free(True)
-    """Whether workers that come back are forked from a process that has imported everything (it
-    takes some 100 MB while it waits), instead of being started anew."""
+    """Whether restarted workers are forked from a process that has imported everything.
+
+    That process takes some 100 MB. false: a new process is started."""
 
 
 class LaunchSection(Section):
     max_hours: PositiveFloat | None = free(None)
-    """Hours after which the supervisor saves and ends (84), sleeps included; null: no limit. One
-    that follows another has its own."""
+    """Hours after which the supervisor saves and exits (84); null: no limit.
+
+    Time in which the machine sleeps is included. A supervisor that replaces another starts from
+    zero."""
     max_restarts_per_1000_steps: PositiveInt | None = free(None)
-    """Restarts, for whatever cause, within 1000 committed steps; one more ends the run (84)."""
+    """Most restarts, for any cause, per 1000 committed steps; one more ends the run (84)."""
     max_dollars: PositiveFloat | None = free(None)
-    """What the VMs of `launch gce` may cost, by the prices in its ladder; more ends it (84)."""
+    """Most dollars that the VMs of `launch gce` may cost, by the ladder's prices; else exit 84."""
     gce: GceSection | None = free(None)
-    """The VMs of `launch gce up`; null: there are none."""
+    """VMs of `launch gce up`; null: no VMs."""
 
 
 class StepsWhen(Section):
@@ -144,23 +150,25 @@ class StepsWhen(Section):
 class SecondsWhen(Section):
     kind: Literal["seconds"] = "seconds"
     every_seconds: PositiveFloat = free(600.0)
-    """Seconds of training between saves; one that falls due while another is being written begins
-    when that is committed."""
+    """Seconds of training between saves.
+
+    A save that is due while another is being written starts when that one is committed."""
 
 
 class ContinuousWhen(Section):
     kind: Literal["continuous"] = "continuous"
-    """A save begins as soon as the one before is committed: the least work at risk."""
+    """Starts a save as soon as the previous one is committed, so the least work is at risk."""
 
 
 class AutoWhen(Section):
     kind: Literal["auto"] = "auto"
-    """The interval that loses the least time to saves and failures together, from measurements."""
+    """Chooses the interval that loses the least time to saves and failures, from measurements."""
     mtbf_hours: PositiveFloat = free(24.0)
-    """Hours of training between failures that are expected before the run has seen any; with more
-    hours and failures its own count weighs more."""
+    """Expected hours of training between failures, before any are measured.
+
+    The more hours and failures the run has had, the more its own count weighs."""
     max_overhead: Annotated[float, Field(gt=0, le=1)] = free(0.05)
-    """Largest share of the training time that saves may hold up training."""
+    """Largest share of the training time for which saves may block training."""
 
 
 When = Annotated[
@@ -171,14 +179,14 @@ When = Annotated[
 
 class KeepSection(Section):
     last: Annotated[int, Field(ge=2)] = free(3)
-    """Newest committed steps; at least 2, since the newest one may turn out to be damaged."""
+    """Number of newest committed steps; at least 2, since the newest one may be damaged."""
     hours: NonNegativeFloat = free(0.0)
-    """All of the so many hours before the newest commit."""
+    """All steps committed within this many hours before the newest commit."""
     daily: NonNegativeInt = free(0)
-    """The newest of each day (UTC), for the so many newest days that have one."""
+    """The newest step of each day (UTC), for this many of the newest days with a step."""
     weekly: NonNegativeInt = free(0)
-    """The newest of each week, for the so many newest weeks that have one."""
+    """The newest step of each week, for this many of the newest weeks with a step."""
     every_steps: PositiveInt | None = free(None)
-    """All whose step is a multiple of this, for ever; null: none."""
+    """All steps that are a multiple of this, for ever; null: none."""
     best: NonNegativeInt = free(0)
-    """So many with the lowest held-out loss; needs evaluations."""
+    """Number of steps with the lowest held-out loss; needs evaluations."""

@@ -1,11 +1,4 @@
-"""What is done about steps that are not as they should be.
-
-Where the parameters of a new run come from: the seed, another run, or a safetensors folder.
-
-How gradients that are computed in float16 are kept within its range.
-
-How a run is trained: the optimizer, and its learning rate over the steps.
-"""
+"""Schema of guards, initial parameters, the loss scale, optimizers and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -17,131 +10,138 @@ from jaxres.config.base import Folder, Fraction, NonNegativeFloat, PositiveFloat
 
 
 class SpikesSection(Section):
-    """Bands of the gradient's norm, in deviations of its logarithm above what is usual."""
+    """Bands of the gradient norm, in standard deviations of its logarithm above the usual norm."""
 
     mode: Literal["act", "warn"] = "act"
-    """warn: what would be clipped or skipped is only said."""
+    """act: clip and skip; warn: only log the step that would be clipped or skipped."""
     clip_deviations: PositiveFloat = 4.0
-    """From here on the gradient is clipped to this edge, where that is below
-    optimizer.clip_norm."""
+    """Lower edge of the clip band, in deviations; a larger norm is clipped to the edge.
+
+    Applies only where the edge is below optimizer.clip_norm."""
     skip_deviations: PositiveFloat | None = 10.0
-    """From here on the step is skipped. null: none is, for its norm."""
+    """Lower edge of the skip band, in deviations; larger norms skip the step. null: no skips."""
     window_steps: Annotated[int, Field(ge=2)] = 100
-    """Steps over which the usual norm is averaged, exponentially."""
+    """Steps of the exponential average that estimates the usual norm."""
     warmup_steps: Annotated[int, Field(ge=2)] = 100
-    """First steps of a run, in which norms are learnt and none is judged."""
+    """First steps of a run, in which the usual norm is estimated and no step is judged."""
 
 
 class RollbackSection(Section):
-    """When the loss stays high, and how often training may go back."""
+    """Detection of a loss that stays high, and the rollback to before it."""
 
     mode: Literal["act", "warn"] = free("act")
-    """warn: that the loss stays high is only said."""
+    """act: roll back; warn: only log that the loss stays high."""
     loss_factor: Annotated[float, Field(gt=1)] = free(1.5)
-    """A loss above so many times the usual is high,"""
+    """Factor over the usual loss above which a loss is high, if loss_deviations agrees."""
     loss_deviations: PositiveFloat = free(6.0)
-    """if it is also so many standard deviations above it."""
+    """Standard deviations above the usual loss that a high loss must also exceed."""
     patience_steps: PositiveInt = free(5)
-    """High losses in a row, after which training goes back to before the first of them."""
+    """High losses in a row after which training rolls back to before the first of them."""
     window_steps: Annotated[int, Field(ge=2)] = free(100)
-    """Steps over which the usual loss is averaged, exponentially."""
+    """Steps of the exponential average that estimates the usual loss."""
     warmup_steps: Annotated[int, Field(ge=2)] = free(200)
-    """Steps in which losses are learnt and none is judged."""
+    """Steps in which the usual loss is estimated and no loss is judged."""
     max_rollbacks: PositiveInt = free(3)
-    """Of a run; one more ends it (81)."""
+    """Most rollbacks of a run; one more ends it (81)."""
     rate_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """After a rollback the learning rate is so many times what the schedule says, for
-    rate_steps steps from the onset on; of rollbacks that overlap, all count. 1: as before."""
+    """Factor on the learning rate for rate_steps steps after a rollback; 1: unchanged.
+
+    The steps begin at the onset of the high losses. Factors of overlapping rollbacks multiply."""
     rate_steps: PositiveInt = 1000
-    """Steps from the onset on, for which rate_factor holds."""
+    """Steps, from the onset of the high losses on, for which rate_factor applies."""
 
 
 class BadRecordsSection(Section):
     """Records that raise, hang (data.timeout_seconds) or have token ids out of range."""
 
     max: PositiveInt = free(10)
-    """Times that a run leaves such out of its stream; one more ends it (81)."""
+    """Most times that a run skips bad records; one more ends it (81)."""
 
 
 class GuardsSection(Section):
     on_nonfinite: Literal["skip", "rollback", "stop", "warn"] = free("skip")
-    """A step whose loss or gradient is not finite is never applied. skip: the run goes on without
-    its batch, within the two limits below; rollback: where a limit is passed it goes back to before
-    the first of them; stop: it ends (81) at once; warn: as skip, and that a limit is passed is only
-    said."""
+    """Response to a step whose loss or gradient is not finite; its update is never applied.
+
+    skip: continue without the batch, within max_skips_in_a_row and max_skips, and end (81) beyond;
+    rollback: beyond a limit, roll back to before the first of the skipped steps; stop: end (81) at
+    once; warn: as skip, but only log that a limit is exceeded."""
     rollback: RollbackSection | None = free(RollbackSection())
-    """Going back where the loss stays high. null: never."""
+    """Rollback if the loss stays high; null: never."""
     bad_records: BadRecordsSection | None = free(BadRecordsSection())
-    """Rows that can't be used are left out, by a record in the log. null: one ends the run."""
+    """Skipping of rows that can't be used, by a record in the log; null: one ends the run."""
     spikes: SpikesSection | None = SpikesSection()
-    """Gradient norms far above what is usual (after arXiv 2504.02507). null: not looked for."""
+    """Clipping and skipping of gradient spikes (after arXiv 2504.02507); null: off."""
     diagnostics: Literal["none", "report", "state"] = free("report")
-    """What is written to attempts/NNNN/diagnostics where a run ends as diverged (81). state: the
-    arrays of the refused state too, for people; no restore looks there."""
+    """Files written to attempts/NNNN/diagnostics if a run ends as diverged (81).
+
+    report: a description; state: also the arrays of the rejected state, for inspection; they are
+    never restored."""
     max_skips_in_a_row: PositiveInt | None = free(5)
-    """Skipped steps in a row that are borne; one more is too many. null: no limit."""
+    """Most skipped steps in a row; null: no limit."""
     max_skips: PositiveInt | None = free(20)
-    """Skipped steps within guards.skip_window_steps that are borne. null: no limit."""
+    """Most skipped steps within guards.skip_window_steps; null: no limit."""
     skip_window_steps: PositiveInt = free(1000)
-    """Steps over which guards.max_skips counts."""
+    """Window of guards.max_skips, in steps."""
 
 
 class FromSeed(Section):
     kind: Literal["seed"] = "seed"
-    """Fresh parameters, drawn from run.seed."""
+    """New parameters, drawn from run.seed."""
 
 
 class FromWeights(Section):
     path: Folder
-    """Where the parameters are."""
+    """Folder or file of the parameters."""
     allow_missing: tuple[str, ...] = ()
-    """Patterns of arrays here (`params/head`, `params/blocks/*`) that may stay fresh."""
+    """Patterns of arrays (`params/head`, `params/blocks/*`) that the source may lack."""
     allow_extra: tuple[str, ...] = ()
-    """Patterns of arrays there, by their names there, that may be left out."""
+    """Patterns of arrays in the source, by their names there, that may remain unused."""
     allow_changed: tuple[str, ...] = ()
-    """Settings of the model (`rope_theta`, `norm_eps`) that may be others than there."""
+    """Settings of the model (`rope_theta`, `norm_eps`) that may differ from the source's."""
     rename: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it.
-    """Names there, whole or up to a `.` or `/`, and by what they are replaced before the search."""
+    """Names in the source, whole or up to a `.` or `/`, and the names that replace them."""
     cast: Literal["exact", "rounding"] = "exact"
-    """exact: types whose numbers all fit float32; rounding: float64 too."""
+    """exact: accept types whose values are all exact in float32; rounding: float64 too."""
 
 
 class FromRun(FromWeights):
     kind: Literal["run"] = "run"
     path: Folder
-    """Run directory whose parameters are taken; also gs://BUCKET/FOLDER."""
+    """Run directory that has the parameters; also gs://BUCKET/FOLDER."""
     at_step: PositiveInt | None = None
-    """Committed step; null: the newest one at the first start."""
+    """Committed step to take; null: the newest one at the first start."""
 
 
 class FromSafetensors(FromWeights):
     kind: Literal["safetensors"] = "safetensors"
     path: Folder
-    """Folder with one safetensors file, or several and their index; or one file."""
+    """One safetensors file, or a folder with one, or with several and their index."""
 
 
 InitFrom = Annotated[FromSeed | FromRun | FromSafetensors, Field(discriminator="kind")]
 
 
 LEAST, MOST = 1.0, 2.0**24
-"""What the factor stays within; the upper bound is that of NVIDIA's Apex (`max_loss_scale`)."""
+"""Bounds of the factor; the upper one is that of NVIDIA's Apex (`max_loss_scale`)."""
 
 
 class LossScaleSection(Section):
-    """The backward pass starts from a multiple of the loss. (arXiv 1710.03740, section 3.2)"""
+    """The factor on the loss before the backward pass. (arXiv 1710.03740, section 3.2)"""
 
     when: Literal["auto", "always", "never"] = "auto"
-    """auto: where model.compute_dtype is float16. A custom model that computes in it needs always.
-    """
+    """When to scale; auto: if model.compute_dtype is float16.
+
+    A custom model that computes in float16 needs always."""
     first: Annotated[float, Field(ge=LEAST, le=MOST)] = 65536.0
-    """Factor of the first step, a power of two. It is halved by each step whose gradient overflows
-    (that update is skipped), down to 1. (PyTorch's GradScaler, as the next)"""
+    """Factor of the first step, a power of two (default: PyTorch's GradScaler).
+
+    Each step whose gradient overflows halves it, down to 1; that step's update is skipped."""
     grow_every_steps: Annotated[int, Field(ge=2)] = 2000
-    """Steps without an overflow, after which the factor is doubled, up to 2**24."""
+    """Steps without an overflow after which the factor doubles, up to 2**24 (GradScaler)."""
 
 
 def most_back_offs(section: LossScaleSection | None, *, steps: int) -> int:
-    """Returns how often the factor can be halved within so many steps.
+    """Returns how often the factor can be halved within a number of steps.
 
     >>> most_back_offs(LossScaleSection(), steps=100)
     25
@@ -154,29 +154,29 @@ def most_back_offs(section: LossScaleSection | None, *, steps: int) -> int:
 class CosineSchedule(Section):
     kind: Literal["cosine"] = "cosine"
     warmup_fraction: Fraction = 0.05
-    """Share of the horizon in which the rate rises linearly from 0."""
+    """Share of the horizon in which the learning rate rises linearly from 0."""
     final_fraction: Fraction = 0.1
-    """Rate at the horizon, as a share of the peak."""
+    """Learning rate at the horizon, as a share of the peak."""
     horizon_steps: PositiveInt | None = None
-    """Steps the schedule spans. Default: train.steps, which then belongs to the trajectory."""
+    """Steps that the schedule spans. Default: train.steps, which is then a trajectory key."""
 
 
 class LinearSchedule(Section):
     kind: Literal["linear"] = "linear"
     warmup_fraction: Fraction = 0.05
-    """Share of the horizon in which the rate rises linearly from 0."""
+    """Share of the horizon in which the learning rate rises linearly from 0."""
     final_fraction: Fraction = 0.0
-    """Rate at the horizon, as a share of the peak."""
+    """Learning rate at the horizon, as a share of the peak."""
     horizon_steps: PositiveInt | None = None
-    """Steps the schedule spans. Default: train.steps, which then belongs to the trajectory."""
+    """Steps that the schedule spans. Default: train.steps, which is then a trajectory key."""
 
 
 class ConstantSchedule(Section):
     kind: Literal["constant"] = "constant"
     warmup_fraction: Fraction = 0.0
-    """Share of the horizon in which the rate rises linearly from 0."""
+    """Share of the horizon in which the learning rate rises linearly from 0."""
     horizon_steps: PositiveInt | None = None
-    """Steps of which the warm-up is a share. Default: train.steps."""
+    """Steps of which warmup_fraction is a share. Default: train.steps."""
 
 
 Schedule = Annotated[
@@ -188,11 +188,11 @@ class OptimizerCommon(Section):
     learning_rate: PositiveFloat = 3e-4
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay on matrices only; norms and vectors are left out."""
+    """Decoupled weight decay, on matrices only: norms and vectors are not decayed."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest global gradient norm; null: no clipping."""
     schedule: Schedule = CosineSchedule()
-    """Learning rate over the steps."""
+    """Schedule of the learning rate."""
 
 
 class AdamwOptimizer(OptimizerCommon):
@@ -210,7 +210,7 @@ class LionOptimizer(OptimizerCommon):
     learning_rate: PositiveFloat = 1e-4
     """Peak learning rate."""
     b1: Fraction = 0.9
-    """Interpolation of the update. (arXiv 2302.06675)"""
+    """Interpolation factor of the update. (arXiv 2302.06675)"""
     b2: Fraction = 0.99
     """Decay of the momentum."""
 
@@ -220,7 +220,7 @@ class SgdOptimizer(OptimizerCommon):
     learning_rate: PositiveFloat = 0.1
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay on matrices only; norms and vectors are left out."""
+    """Decoupled weight decay, on matrices only: norms and vectors are not decayed."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the momentum."""
 

@@ -1,4 +1,4 @@
-"""Checks plain data against the schema and says what is wrong in a person's words."""
+"""Validates plain data against the schema; problems are worded for the user of the config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.schema import RunConfig
-from jaxres.config.schema_fields import ROOT, Leaf, Slot, kind_of, kinds, leaves
+from jaxres.config.schema_fields import ROOT, FieldSpec, LeafField, iter_fields, kind_of, kinds
 from jaxres.config.schema_operations import NOT_A_NAME
 
 _MUST_BE = {
@@ -41,14 +41,14 @@ _BOUNDS = {
 
 
 def validate(data: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
-    """Returns the configuration, or None and everything that is wrong with the data."""
+    """Returns the configuration, or None, and all problems of the data."""
     problems = [
         Problem(key, f"must be a finite number (got {value})")
         for key, value in _not_finite(data, "")
         if _is_open_key(key)
     ]
     try:
-        # JSON, because pydantic's strict mode then still takes lists for tuples and text for paths.
+        # JSON: in this form pydantic's strict mode accepts lists for tuples and text for paths.
         config = RunConfig.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         return None, problems + [_explain(details, data) for details in error.errors()]
@@ -67,15 +67,15 @@ def _not_finite(value: Any, key: str) -> Iterator[tuple[str, float]]:
 
 
 def _is_open_key(key: str) -> bool:
-    """Whether the key lies in `args`, which the schema takes as it is."""
+    """Returns whether the key is inside `args`, whose values have no schema."""
     return ".args." in key
 
 
 def _explain(details: ErrorDetails, data: dict[str, Any]) -> Problem:
-    """Turns one of pydantic's errors into a problem with the key as the user writes it."""
+    """Converts one of pydantic's errors to a problem with the key as the user writes it."""
     key, slot, kind = _locate(details["loc"], data)
     what, context, given = details["type"], details.get("ctx", {}), details["input"]
-    # Where a secret may have been put by mistake, nothing is shown.
+    # The value may be a secret that was put here by mistake, so it is not shown.
     got = "" if key.startswith("alerts.targets") else f" (got {show(given)})"
     if what == "extra_forbidden":
         return Problem(key, _unknown_key(key, slot, kind))
@@ -94,8 +94,8 @@ def _explain(details: ErrorDetails, data: dict[str, Any]) -> Problem:
     if what == NOT_A_NAME:
         return Problem(key, details["msg"])
     if what in _BOUNDS:
-        words, name = _BOUNDS[what]
-        return Problem(key, f"must be {words} {context[name]:g}{got}")
+        relation, name = _BOUNDS[what]
+        return Problem(key, f"must be {relation} {context[name]:g}{got}")
     if what == "string_type" and Path in (slot.child(key.rpartition(".")[2]) or slot).types:
         what = "path_type"
     if what in _MUST_BE:
@@ -110,10 +110,10 @@ def _one_of(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-def _locate(loc: tuple[int | str, ...], data: Any) -> tuple[str, Slot, str | None]:
-    """Returns the dotted key of pydantic's place, the last section's slot on the way, its kind.
+def _locate(loc: tuple[int | str, ...], data: Any) -> tuple[str, FieldSpec, str | None]:
+    """Returns the dotted key of pydantic's location, the slot of its innermost section, its kind.
 
-    pydantic puts the kind into the place (`optimizer`, `adamw`, `b1`); the user never wrote that.
+    pydantic's location includes the kind (`optimizer`, `adamw`, `b1`); the user's key does not.
     """
     key, slot, kind = "", ROOT, None
     rest = list(loc)
@@ -133,22 +133,24 @@ def _locate(loc: tuple[int | str, ...], data: Any) -> tuple[str, Slot, str | Non
     return key, slot, kind
 
 
-def _unknown_key(key: str, slot: Slot, kind: str | None) -> str:
-    """Says that a key is unknown, and which one was probably meant."""
+def _unknown_key(key: str, slot: FieldSpec, kind: str | None) -> str:
+    """Returns the message on an unknown key, with the key that was probably meant."""
     parent, _, name = key.rpartition(".")
     section = slot.section(kind)
     known = list(section.model_fields) if section else []
     others = [kind_of(s) for s in slot.sections if s is not section and name in s.model_fields]
     if others:
         return f"unknown key for kind {kind}; {_one_of(tuple(others))} has it ({_keys(known)})"
-    places = _places_of(name, [leaf for leaf in leaves() if leaf.key.rpartition(".")[0] != parent])
-    # The very name in another section is likelier than a similar one here.
-    near = f"; did you mean {_one_of(places)}?" if places else did_you_mean(name, known)
+    elsewhere = _similar_keys(
+        name, [leaf for leaf in iter_fields() if leaf.key.rpartition(".")[0] != parent]
+    )
+    # The same name in another section is likelier than a similar name in this one.
+    near = f"; did you mean {_one_of(elsewhere)}?" if elsewhere else did_you_mean(name, known)
     return f"unknown key{near} ({_keys(known)})"
 
 
-def _places_of(name: str, known: list[Leaf]) -> tuple[str, ...]:
-    """Returns the dotted keys elsewhere whose last part is the name, or else nearest to it."""
+def _similar_keys(name: str, known: list[LeafField]) -> tuple[str, ...]:
+    """Returns the dotted keys of other sections whose last part is the name, or similar to it."""
     last = {leaf.key: leaf.key.rpartition(".")[2] for leaf in known}
     near = difflib.get_close_matches(name, set(last.values()), n=1, cutoff=0.75)
     nearest = name if name in last.values() else near[0] if near else None

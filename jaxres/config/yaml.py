@@ -1,4 +1,4 @@
-"""YAML as people mean it: YAML 1.2 scalars, no key twice, and the line of every key.
+"""Reads and writes YAML 1.2, refuses duplicate keys, and keeps the line of every key.
 
 PyYAML alone reads 3e-4 as text, 010 as 8, 12:30 as 750, `no` as false, and keeps the last of two
 equal keys.
@@ -16,7 +16,7 @@ import yaml
 from jaxres.config.errors import Problem, shorten
 
 Where = Callable[[int], str]
-"""Says where a line (counted from 0) is, for people."""
+"""Returns the location of a line (counted from 0) for messages."""
 
 _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"^(?:[-+]?(?:0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+)$")
@@ -30,17 +30,17 @@ _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 
 @dataclass(frozen=True)
 class Node:
-    """A value and where it was given; the value of a mapping is a dict of nodes."""
+    """A value and its location; the value of a mapping is a dict of nodes."""
 
     value: Any
     where: str
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own name and type)
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's name and type)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuses aliases: a value has one place, and a small file stays small."""
+        """Refuses aliases, so that each value has one location and a small file stays small."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.MarkedYAMLError(problem="aliases (*name) are not read", problem_mark=mark)
@@ -48,7 +48,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes block style and quotes what YAML 1.1 or 1.2 would read as something else."""
+    """Writes block style; quotes text that YAML 1.1 or 1.2 would read as another type."""
 
 
 for _name, _pattern, _first in (
@@ -62,7 +62,7 @@ for _name, _pattern, _first in (
 
 
 def parse(text: str, where: Where) -> tuple[Node | None, list[Problem]]:
-    """Reads one YAML document; None if it can't be read, or is empty, with what is wrong."""
+    """Reads one YAML document; returns None if it is empty or can't be read, and the problems."""
     loader = None
     try:
         loader = _Loader(text)
@@ -87,41 +87,41 @@ def dump(data: dict[str, Any]) -> str:
 
 
 def _node(node: yaml.Node, path: tuple[str, ...], where: Where, problems: list[Problem]) -> Node:
-    """Converts a parsed node; a mapping's value is a dict of nodes, all else is plain."""
-    place = where(node.start_mark.line)
+    """Converts a parsed node; a mapping's value becomes a dict of nodes, all others are plain."""
+    location = where(node.start_mark.line)
     if isinstance(node, yaml.MappingNode):
-        return Node(_mapping(node, path, where, problems), place)
+        return Node(_mapping(node, path, where, problems), location)
     if isinstance(node, yaml.SequenceNode):
-        return Node([plain(_node(n, path, where, problems)) for n in node.value], place)
+        return Node([plain(_node(n, path, where, problems)) for n in node.value], location)
     assert isinstance(node, yaml.ScalarNode)
     try:
-        return Node(_scalar(node), place)
+        return Node(_scalar(node), location)
     except ValueError as error:
-        problems.append(Problem(".".join(path), str(error), place))
-        return Node(None, place)
+        problems.append(Problem(".".join(path), str(error), location))
+        return Node(None, location)
 
 
 def _mapping(
     node: yaml.MappingNode, path: tuple[str, ...], where: Where, problems: list[Problem]
 ) -> dict[str, Node]:
-    found: dict[str, Node] = {}
+    children: dict[str, Node] = {}
     for key_node, value_node in node.value:
-        place = where(key_node.start_mark.line)
+        location = where(key_node.start_mark.line)
         if key_node.tag != _TAG + "str":
             text = f"a key must be text (got {shorten(str(key_node.value))}); put it in quotes"
-            problems.append(Problem(".".join(path), text, place))
+            problems.append(Problem(".".join(path), text, location))
             continue
         key = key_node.value
-        if key in found:
-            text = f"given twice (first at {found[key].where})"
-            problems.append(Problem(".".join((*path, key)), text, place))
+        if key in children:
+            text = f"given twice (first at {children[key].where})"
+            problems.append(Problem(".".join((*path, key)), text, location))
         value = _node(value_node, (*path, key), where, problems)
-        found[key] = Node(value.value, place)
-    return found
+        children[key] = Node(value.value, location)
+    return children
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:
-    """Returns the value of a scalar; raises ValueError for one that can't be had."""
+    """Returns the value of a scalar; raises ValueError if it is invalid."""
     kind, text = node.tag.removeprefix(_TAG), node.value
     if kind == "str":
         if not is_whole(text):
@@ -146,7 +146,7 @@ def is_whole(text: str) -> bool:
 
 
 def plain(node: Node) -> Any:
-    """Returns the values of a node without their places."""
+    """Returns the values of a node without their locations."""
     if isinstance(node.value, dict):
         return {key: plain(child) for key, child in node.value.items()}
     return node.value

@@ -1,19 +1,19 @@
-"""Data as a pure function of the data set's fingerprint, seed, cursor and skips; no jax in here.
+"""Training data: a pure function of the data set's fingerprint, seed, cursor and skips; no jax.
 
-Nouns: a *source* (text files, a token folder, a user's object) opens as a `Dataset` of *rows*,
-equally shaped examples with ids 0..n-1, in two parts: `train`, and `heldout`, which training never
-touches. The *stream* is the endless concatenation of epochs, each a permutation of the train rows;
-a *position* is an index into it, and the *cursor* is the position of the next row. *Skips* are
-ranges of positions that are not served. A `Batch` is a step's rows; `batch_at` computes it from the
-cursor, `Prefetch` does so ahead of time. Cursors and skips count rows, so they mean the same when
-the batch size or the number of hosts changes.
+Terms: a *source* (text files, a token folder, a user's object) opens as a `Dataset` of *rows*,
+equally shaped examples with ids 0..n-1, in two parts: `train`, and `heldout`, which is never
+trained on. The *stream* is the endless concatenation of epochs, each a permutation of the train
+rows. A *position* is an index into the stream, and the *cursor* is the position of the next row.
+*Skips* are ranges of positions that are not served. A `Batch` has the rows of a step: `batch_at`
+computes it from the cursor, `Prefetch` computes it ahead of time. Cursors and skips count rows, so
+they remain valid when the batch size or the number of hosts changes.
 """
 
-from jaxres.data.bad_records import bad_rows, hung_row, is_its_own, why
+from jaxres.data.bad_records import describe, find_bad_rows, find_hung_row, is_record_fault
 from jaxres.data.batching import Arrays, BadRecord, Batch, Rows, batch_at
 from jaxres.data.dataset import Dataset, open_dataset
 from jaxres.data.prefetch import DataThreadDied, DataTimeout, Prefetch
-from jaxres.data.shuffle import Skips, left_out, positions_at, rows_at, sample_digest
+from jaxres.data.shuffle import Skips, positions_at, sample_digest, sample_ids_at, skip_ranges
 from jaxres.data.token_folder import TokensDamaged, TokenWriter, write_tokens
 
 __all__ = [
@@ -28,15 +28,15 @@ __all__ = [
     "Skips",
     "TokenWriter",
     "TokensDamaged",
-    "bad_rows",
     "batch_at",
-    "hung_row",
-    "is_its_own",
-    "left_out",
+    "describe",
+    "find_bad_rows",
+    "find_hung_row",
+    "is_record_fault",
     "open_dataset",
     "positions_at",
-    "rows_at",
     "sample_digest",
-    "why",
+    "sample_ids_at",
+    "skip_ranges",
     "write_tokens",
 ]

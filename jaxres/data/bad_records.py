@@ -1,57 +1,59 @@
-"""Home of: bad_record. Which rows of a batch can't be used, and whether that is their own fault.
+"""Finds the rows of a batch that can't be used, and separates bad records from storage faults.
 
-One wrong read proves nothing: a batch that failed is read again, row by row. A row whose reading
-does not end is at fault only where that of others does: else the storage below does not answer.
+Home of: bad_record.
+
+One failed read is no proof, so a failed batch is read again, row by row. A row whose read hangs is
+a bad record only if the reads of other rows complete; otherwise the storage does not respond.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
-import threading
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxres.data.batching import BadRecord, Rows
-from jaxres.faults import TypedEnd
+from jaxres.faults import RunError
+from jaxres.storage.threads import spawn_thread
 
 
-def is_its_own(error: Exception) -> bool:
-    """Says whether an error tells of the record, and not of the machine or its storage."""
-    if isinstance(error, TypedEnd):
+def is_record_fault(error: Exception) -> bool:
+    """Returns whether an error is caused by the record, not by the machine or its storage."""
+    if isinstance(error, RunError):
         return isinstance(error, BadRecord)
     if isinstance(error, MemoryError | ConnectionError | TimeoutError):
         return False
     return not (isinstance(error, OSError) and error.errno is not None)
 
 
-def bad_rows(rows: Rows, ids: NDArray[np.int64]) -> dict[int, str]:
-    """Reads rows one by one, and returns index in `ids` -> why, of those that can't be used."""
-    found: dict[int, str] = {}
+def find_bad_rows(rows: Rows, ids: NDArray[np.int64]) -> dict[int, str]:
+    """Reads rows one by one; returns index in `ids` -> reason for those that can't be used."""
+    reasons: dict[int, str] = {}
     for index in range(len(ids)):
         try:
             rows.rows(ids[index : index + 1])
         except Exception as error:
-            if not is_its_own(error):
+            if not is_record_fault(error):
                 raise
-            found[index] = why(error)
-    return found
+            reasons[index] = describe(error)
+    return reasons
 
 
-def why(error: Exception) -> str:
-    """Returns in one line what is wrong with a record."""
+def describe(error: Exception) -> str:
+    """Returns a one-line description of what is wrong with a record."""
     text = str(error) if isinstance(error, BadRecord) else f"{type(error).__name__}: {error}"
     notes = [text, *getattr(error, "__notes__", ())]
     return " ".join(" ".join(notes).split())
 
 
-def hung_row(rows: Rows, ids: NDArray[np.int64], *, seconds: float) -> int | None:
-    """Returns the index of the one row whose reading does not end, where that of all others does.
+def find_hung_row(rows: Rows, ids: NDArray[np.int64], *, seconds: float) -> int | None:
+    """Returns the index of the row whose read hangs, if it is the only one.
 
-    None: it is none, or more than one, or there is no other. A row has `seconds`; whatever else is
-    wrong with rows is passed over. Threads that hang are left behind.
+    None: no row hangs, or several do, or there is no other row to compare with. A read hangs if it
+    takes longer than `seconds`; errors of reads are ignored. Hung threads are abandoned.
     """
     hung = _first_to_hang(rows, ids, range(len(ids)), seconds=seconds)
     if hung is None or len(ids) == 1:
@@ -67,11 +69,11 @@ def _first_to_hang(
 
     def read() -> None:
         for index in order:
-            with contextlib.suppress(Exception):  # Whether it ends is all that is asked here.
+            with contextlib.suppress(Exception):  # Only whether the read ends matters here.
                 rows.rows(ids[index : index + 1])
             done.put(index)
 
-    threading.Thread(target=read, name="jaxres-probe", daemon=True).start()
+    spawn_thread("probe", read, daemon=True, blocks_signals=False)
     for index in order:
         try:
             done.get(timeout=seconds)

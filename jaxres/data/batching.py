@@ -1,4 +1,4 @@
-"""Rows by id, and batches of them by cursor."""
+"""Random access to rows by id, and computation of batches by cursor."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from jaxres.data.shuffle import Skips, batches_at
 from jaxres.faults import ConfigError
 
 Arrays = Mapping[str, NDArray[Any]]
-"""Named arrays that share their leading dim, one entry a row."""
+"""Named arrays with a common leading dim, one entry per row."""
 
 
 AHEAD_ROWS = 512
-"""Rows whose ids are computed at once: NumPy takes about as long for 500 as for 24."""
+"""Number of rows whose ids are computed at once: NumPy is about as fast for 500 as for 24."""
 
 
 class BadRecord(ConfigError):
-    """A row that can't be used; the message names the row, the place and the value."""
+    """A row can't be used; the message names the row, the location and the value."""
 
 
 class Rows(Protocol):
-    """Random access to equally shaped rows; safe to read from several threads."""
+    """Random access to equally shaped rows; safe to call from several threads."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -38,16 +38,16 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's rows, and where in the permuted stream they lie."""
+    """The rows of one step, and their position in the permuted stream."""
 
     arrays: Arrays
-    """Of the local rows only, where a process reads its own."""
+    """Arrays of the local rows only, if each process reads its own."""
     ids: NDArray[np.int64]
-    """Of all rows of the global batch."""
+    """Ids of all rows of the global batch."""
     cursor: int
-    """Where the batch was asked for."""
+    """Cursor at which the batch was requested."""
     next_cursor: int
-    """Where the next batch starts: after the last row of this one, skipped rows counted."""
+    """Cursor of the next batch: after the last row of this one, skipped rows included."""
 
 
 def batch_at(
@@ -60,8 +60,8 @@ def batch_at(
 ) -> Callable[[int], Batch]:
     """Returns the pure function from cursor to batch.
 
-    A batch may span epochs, so fewer rows than a batch are enough; one row is needed. Only the
-    rows at the indices `local` of the global batch are read; None: all.
+    A batch may span epochs, so a data set may have fewer rows than a batch, but at least one. Only
+    the rows at the indices `local` of the global batch are read; None: all.
     """
     num_rows = len(rows)
     num_batches = max(1, AHEAD_ROWS // global_batch_size)
@@ -69,9 +69,9 @@ def batch_at(
 
     def at(cursor: int) -> Batch:
         nonlocal ahead
-        found = ahead.get(cursor)
-        if found is None:
-            fresh = batches_at(
+        cached = ahead.get(cursor)
+        if cached is None:
+            computed = batches_at(
                 cursor,
                 global_batch_size,
                 num_batches=num_batches,
@@ -79,15 +79,15 @@ def batch_at(
                 seed=seed,
                 skips=skips,
             )
-            ahead, found = fresh, fresh[cursor]
-        ids, next_cursor = found
-        mine = ids if local is None else ids[local]
-        return Batch(arrays=rows.rows(mine), ids=ids, cursor=cursor, next_cursor=next_cursor)
+            ahead, cached = computed, computed[cursor]
+        ids, next_cursor = cached
+        own_ids = ids if local is None else ids[local]
+        return Batch(arrays=rows.rows(own_ids), ids=ids, cursor=cursor, next_cursor=next_cursor)
 
     return at
 
 
 def check_ids(ids: NDArray[np.int64], num_rows: int) -> None:
-    """Raises IndexError where an id is no row."""
+    """Raises IndexError if an id is out of range."""
     if len(ids) and (ids.min() < 0 or ids.max() >= num_rows):
         raise IndexError(f"row ids {int(ids.min())}..{int(ids.max())} of {num_rows} rows")

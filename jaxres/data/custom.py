@@ -1,4 +1,4 @@
-"""Rows from a user's object: anything with __len__ and __getitem__, a grain MapDataset included."""
+"""Rows from a user's object with __len__ and __getitem__, such as a grain MapDataset."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Spec = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class Items(Protocol):
-    """What the target returns."""
+    """The object that the target returns."""
 
     def __len__(self) -> int:
         """Number of items."""
@@ -38,7 +38,7 @@ class Items(Protocol):
 
 @dataclass(frozen=True)
 class CustomRows:
-    """The items [start, stop) of the user's object, checked against the first item's shapes."""
+    """The items [start, stop) of the user's object; each must have the first item's shapes."""
 
     items: Items
     target: str
@@ -55,9 +55,9 @@ class CustomRows:
     def rows(self, ids: NDArray[np.int64]) -> Arrays:
         """Returns the items' arrays, stacked; token ids become the arrays of a token row."""
         check_ids(ids, len(self))
-        found = [self._row(self.start + i) for i in np.asarray(ids).tolist()]
+        items = [self._row(self.start + i) for i in np.asarray(ids).tolist()]
         return {
-            key: np.array([row[key] for row in found], dtype).reshape(len(found), *shape)
+            key: np.array([item[key] for item in items], dtype).reshape(len(items), *shape)
             for key, (shape, dtype) in self.spec.items()
         }
 
@@ -71,8 +71,8 @@ class CustomRows:
         )
         if spec_of(row) != self.spec:
             raise BadRecord(
-                f"data.source.target {self.target}: item {index} has {_shown(spec_of(row))}, "
-                f"item 0 has {_shown(self.spec)}. All items must be alike."
+                f"data.source.target {self.target}: item {index} has {_describe(spec_of(row))}, "
+                f"item 0 has {_describe(self.spec)}. All items must have the same shapes and types."
             )
         return row
 
@@ -107,7 +107,7 @@ def build_items(source: CustomSource) -> Items:
 def read_item(
     items: Items, index: int, *, target: str, seq_len: int, vocab_size: int | None
 ) -> Row:
-    """Returns one item as named arrays; raises BadRecord where it is no row."""
+    """Returns one item as named arrays; raises BadRecord if it is not a valid row."""
     where = f"data.source.target {target}: item {index}"
     try:
         item = items[index]
@@ -116,9 +116,9 @@ def read_item(
         raise
     if isinstance(item, Mapping):
         row = {str(key): np.asarray(value) for key, value in item.items()}
-        strange = [key for key, value in row.items() if value.dtype.kind not in "biufc"]
-        if strange or not row:
-            raise BadRecord(f"{where}: {strange or 'an empty dict'}: values must be numbers")
+        invalid = [key for key, value in row.items() if value.dtype.kind not in "biufc"]
+        if invalid or not row:
+            raise BadRecord(f"{where}: {invalid or 'an empty dict'}: values must be numbers")
         return row
     tokens = np.asarray(item)
     if tokens.dtype.kind not in "iu" or tokens.shape != (seq_len + 1,):
@@ -134,7 +134,7 @@ def read_item(
 
 
 def _token_row(tokens_W: NDArray[np.int32]) -> Row:
-    """Returns the arrays of a row that is one document."""
+    """Returns the arrays of a row that consists of one document."""
     length = len(tokens_W) - 1
     values = (
         tokens_W[:-1],
@@ -147,19 +147,19 @@ def _token_row(tokens_W: NDArray[np.int32]) -> Row:
 
 
 def spec_of(row: Row) -> Spec:
-    """Returns shape and dtype by name."""
+    """Returns the shape and dtype of each array, by name."""
     return {key: (row[key].shape, row[key].dtype) for key in sorted(row)}
 
 
-def _shown(spec: Spec) -> str:
+def _describe(spec: Spec) -> str:
     return ", ".join(f"{key} {dtype}{list(shape)}" for key, (shape, dtype) in spec.items())
 
 
 def fingerprint_of(items: Items, source: CustomSource, *, seq_len: int) -> str:
-    """Returns the object's own fingerprint, else a hash of call, length and some items."""
-    own = getattr(items, "fingerprint", None)
-    if isinstance(own, str):
-        return own
+    """Returns the object's `fingerprint`, or else a hash of the call, the length and some items."""
+    fingerprint = getattr(items, "fingerprint", None)
+    if isinstance(fingerprint, str):
+        return fingerprint
     num_items = len(items)
     digest = xxhash.xxh3_128()
     call = [source.target, source.args, num_items]
@@ -176,7 +176,7 @@ def fingerprint_of(items: Items, source: CustomSource, *, seq_len: int) -> str:
 def split_items(
     items: Items, source: CustomSource, *, seq_len: int, heldout_fraction: float
 ) -> tuple[CustomRows, CustomRows]:
-    """Returns training and held-out rows; the last share of the items is held out."""
+    """Returns training and held-out rows; the last items are held out."""
     num_items = len(items)
     num_heldout = max(1, round(num_items * heldout_fraction)) if heldout_fraction else 0
     if num_heldout >= num_items:
@@ -197,12 +197,12 @@ def split_items(
 
 
 def vocab_size_of(items: Items) -> int | None:
-    """Returns the object's `vocab_size`, where it has one."""
+    """Returns the object's `vocab_size`, or None."""
     size = getattr(items, "vocab_size", None)
     return size if isinstance(size, int) else None
 
 
 def tokens_per_row_of(items: Items, *, default: int) -> int:
-    """Returns the object's `tokens_per_row`, where it has one."""
+    """Returns the object's `tokens_per_row`, or the default."""
     tokens = getattr(items, "tokens_per_row", None)
     return tokens if isinstance(tokens, int) else default

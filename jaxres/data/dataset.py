@@ -1,10 +1,9 @@
-"""The data set that a config names, opened."""
+"""Opens the data set that a config describes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxres.config.schema import CustomSource, DataSection, TextSource
 from jaxres.data import download_cache
@@ -19,41 +18,42 @@ from jaxres.data.custom import (
 )
 from jaxres.data.text import open_text
 from jaxres.data.token_folder import TokenFolder, open_tokens, split_tokens
+from jaxres.storage.path import is_remote
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows to train on, rows held out, and what is known of their tokens."""
+    """A data set: training rows, held-out rows, and properties of their tokens."""
 
     fingerprint: str
-    """Of the content, whatever its place; with the config's keys it determines every row."""
+    """Fingerprint of the content, independent of its path; with the config it defines every row."""
     vocab_size: int | None
-    """Token ids lie below it; None: the source does not say."""
+    """Upper bound of the token ids; None: the source does not define one."""
     tokens_per_row: int
     train: Rows
     heldout: Rows
-    """Empty where data.heldout_fraction is 0; shares no token or item with `train`."""
+    """Held-out rows, which share no token or item with `train`; empty if the fraction is 0."""
     encode: Callable[[str], list[int]] | None
-    """None where the tokenizer is not known here."""
+    """Text -> token ids; None if the tokenizer is unknown."""
     decode: Callable[[Sequence[int]], str] | None
 
 
 def silent(message: str) -> None:
-    """Drops a message."""
+    """Discards a progress message."""
 
 
 def open_dataset(config: DataSection, *, progress: Callable[[str], None] = silent) -> Dataset:
-    """Opens the config's source; tokenises a text corpus the first time.
+    """Opens the config's source; the first time, tokenises a text corpus.
 
-    Raises ConfigError where the source can't be used.
+    Raises ConfigError if the source can't be used.
     """
-    source = download_cache.local(config, progress=progress)
+    source = download_cache.localize(config, progress=progress)
     if isinstance(source, CustomSource):
         return _custom(source, config)
     if isinstance(source, TextSource):
         corpus = open_text(source, cache_dir=config.cache_dir, progress=progress)
     else:
-        assert isinstance(source.path, Path), source.path
+        assert not is_remote(source.path), source.path
         corpus = open_tokens(source.path.expanduser())
     return _tokens(corpus, config)
 

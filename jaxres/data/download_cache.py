@@ -1,9 +1,9 @@
-"""Copies on this machine of what a data set has in a bucket.
+"""Download cache of data sets in a bucket.
 
-An object is fetched once by its generation and checksum, so that a copy that was killed goes on
-where it was, and a changed object alone is fetched anew. A folder of links, named by all of them,
-appears as a whole. Whoever else copies the same at the same time does no harm: what exists is
-whole.
+Each object is downloaded once, under a name made of its generation and checksum. So an interrupted
+download resumes where it stopped, and only changed objects are downloaded again. The entry of a
+data set is a folder of links to its objects, which a rename creates at once. Processes may
+therefore download the same data set concurrently: an entry that exists is complete.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema import CustomSource, DataSection, TextSource, TokensSource
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.storage import gcs_objects
-from jaxres.storage.files import FULL, OnItsWay, sync_dir
-from jaxres.storage.path import SCHEME, BucketPath, place
+from jaxres.storage.files import FULL, TransferCorrupted, sync_dir
+from jaxres.storage.path import SCHEME, GcsPath, is_remote, parse_path
 
 KEY = "data.source.path"
 THREADS = 8
 TRIES = 4
-"""Of an object whose bytes were damaged on their way."""
+"""Attempts to download an object whose bytes are corrupted in transfer."""
 REPORT_BYTES = 64 * 2**20
 LEFTOVER_SECONDS = 24 * 3600.0
 
 
 @dataclass
-class _Copied:
-    """How much of a data set is here."""
+class _DownloadProgress:
+    """Progress of the download of a data set; thread-safe."""
 
     total_bytes: int
     progress: Callable[[str], None]
@@ -54,88 +54,90 @@ class _Copied:
                 self.progress(f"Copied {of} from the bucket")
 
 
-def local(
+def localize(
     config: DataSection, *, progress: Callable[[str], None], clock: Clock | None = None
 ) -> TextSource | TokensSource | CustomSource:
-    """Returns the source as it lies on this machine; copies it first where it is in a bucket.
+    """Returns the source with a local path; downloads it first if it is in a bucket.
 
     Raises:
-      ConfigError: there is nothing of the kind, this account may not read it, or it does not hold
-        still.
-      StorageUnavailable: the bucket does not answer, or the disk here is full.
+      ConfigError: the source does not exist, this account may not read it, or it changes during
+        the download.
+      StorageUnavailable: the bucket does not respond, or the local disk is full.
     """
     source = config.source
     if isinstance(source, CustomSource) or not str(source.path).startswith(SCHEME):
         return source
     exclude = source.exclude if isinstance(source, TextSource) else ()
     try:
-        there = place(str(source.path))
-        assert isinstance(there, BucketPath), there
+        remote = parse_path(str(source.path))
+        assert is_remote(remote), remote
         root = config.cache_dir.expanduser().absolute() / "staged"
-        found = _staged(there, exclude, root=root, progress=progress, clock=clock or SystemClock())
+        downloaded = _downloaded(
+            remote, exclude, root=root, progress=progress, clock=clock or SystemClock()
+        )
     except ValueError as error:
         raise ConfigError(f"{KEY}: {source.path} {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{KEY}: {error}") from error
-    kept = str(found) if isinstance(source, TextSource) else found
-    return source.model_copy(update={"path": kept})
+    path = str(downloaded) if isinstance(source, TextSource) else downloaded
+    return source.model_copy(update={"path": path})
 
 
-def _staged(
-    there: BucketPath,
+def _downloaded(
+    remote: GcsPath,
     exclude: Sequence[str],
     *,
     root: Path,
     progress: Callable[[str], None],
     clock: Clock,
 ) -> Path:
-    """Returns a folder, or one file in it, with what the bucket has now."""
-    objects = _wanted(there, exclude)
+    """Returns a folder, or one file in it, with the current content of the bucket."""
+    objects = _objects(remote, exclude)
     is_file = list(objects) == [""]
     if is_file:
-        objects, there = {there.name: objects[""]}, there.parent
-    entry = root / _key(there, objects)
+        objects, remote = {remote.name: objects[""]}, remote.parent
+    entry = root / _key(remote, objects)
     try:
         _delete_leftovers(root, clock)
-        if not _is_whole(entry, objects):
-            _copy(there, objects, root=root, entry=entry, progress=progress)
+        if not _is_complete(entry, objects):
+            _copy(remote, objects, root=root, entry=entry, progress=progress)
     except OSError as error:
         kind = StorageUnavailable if error.errno in FULL else ConfigError
         raise kind(
-            f"{there}: can't be copied to {root} ({error}). Free space there, or set "
+            f"{remote}: can't be copied to {root} ({error}). Free space there, or set "
             "data.cache_dir to a folder that can be written."
         ) from error
     return entry / next(iter(objects)) if is_file else entry
 
 
-def _wanted(there: BucketPath, exclude: Sequence[str]) -> dict[str, gcs_objects.Stat]:
-    """Returns relative name -> what the bucket's list says; "" alone: the place is an object."""
-    listed = gcs_objects.listing(there)
+def _objects(remote: GcsPath, exclude: Sequence[str]) -> dict[str, gcs_objects.Stat]:
+    """Returns relative name -> stat of each object; the only name is "" if the path is one."""
+    listed = gcs_objects.list_stats(remote)
     if not listed:
-        if (alone := gcs_objects.stat(there)) is None:
-            raise ConfigError(f"{there} does not exist: the bucket has no such object or folder")
-        return {"": alone}
+        if (single := gcs_objects.stat(remote)) is None:
+            raise ConfigError(f"{remote} does not exist: the bucket has no such object or folder")
+        return {"": single}
     found: dict[str, gcs_objects.Stat] = {}
     for name, stat in listed.items():
         if name.endswith("/") or any(fnmatchcase(name, pattern) for pattern in exclude):
-            continue  # Consoles mark an empty folder by an object of that name.
+            continue  # Web consoles represent an empty folder by an object of that name.
         if {"", ".", ".."} & set(name.split("/")):
-            raise ConfigError(f"{there / name}: no file can have this name; rename the object")
+            raise ConfigError(f"{remote / name}: no file can have this name; rename the object")
         found[name] = stat
     if not found:
-        raise ConfigError(f"{there}: every object there is left out")
+        raise ConfigError(f"{remote}: every object in it is excluded")
     return found
 
 
-def _key(there: BucketPath, objects: Mapping[str, gcs_objects.Stat]) -> str:
-    words = [str(there)]
+def _key(remote: GcsPath, objects: Mapping[str, gcs_objects.Stat]) -> str:
+    parts = [str(remote)]
     for name, stat in sorted(objects.items()):
-        words += [name, str(stat.generation), stat.crc32c, str(stat.size)]
-    return hashlib.blake2b("\0".join(words).encode(), digest_size=16).hexdigest()
+        parts += [name, str(stat.generation), stat.crc32c, str(stat.size)]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def _is_whole(entry: Path, objects: Mapping[str, gcs_objects.Stat]) -> bool:
-    """Says whether a copy is there; one that somebody has cut is made anew."""
+def _is_complete(entry: Path, objects: Mapping[str, gcs_objects.Stat]) -> bool:
+    """Returns whether a complete copy exists; removes a copy with truncated files."""
     if not entry.is_dir():
         return False
     try:
@@ -148,7 +150,7 @@ def _is_whole(entry: Path, objects: Mapping[str, gcs_objects.Stat]) -> bool:
 
 
 def _copy(
-    there: BucketPath,
+    remote: GcsPath,
     objects: Mapping[str, gcs_objects.Stat],
     *,
     root: Path,
@@ -156,15 +158,17 @@ def _copy(
     progress: Callable[[str], None],
 ) -> None:
     total_bytes = sum(stat.size for stat in objects.values())
-    progress(f"Copying {len(objects):,} objects, {total_bytes / 1e6:,.1f} MB, from {there}")
+    progress(f"Copying {len(objects):,} objects, {total_bytes / 1e6:,.1f} MB, from {remote}")
     fetched = root / "objects"
     fetched.mkdir(parents=True, exist_ok=True)
-    copied = _Copied(total_bytes, progress)
+    copied = _DownloadProgress(total_bytes, progress)
     building = root / f".building-{entry.name}-{os.getpid()}-{uuid.uuid4().hex}"
     with ThreadPoolExecutor(THREADS, "jaxres-staging") as pool:
         try:
             paths = list(
-                pool.map(lambda one: _fetched(there / one, objects[one], fetched, copied), objects)
+                pool.map(
+                    lambda name: _fetched(remote / name, objects[name], fetched, copied), objects
+                )
             )
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -180,7 +184,7 @@ def _copy(
 
 
 def _install(building: Path, entry: Path) -> None:
-    """Moves a whole folder to its place, unless another process has put the same there."""
+    """Renames a complete folder to its entry, unless another process has created the entry."""
     try:
         building.rename(entry)
     except OSError:
@@ -189,10 +193,12 @@ def _install(building: Path, entry: Path) -> None:
     sync_dir(entry.parent)
 
 
-def _fetched(path: BucketPath, stat: gcs_objects.Stat, folder: Path, copied: _Copied) -> Path:
-    """Returns the file of one generation of an object; fetches it where it is not there whole."""
-    word = f"{path}\0{stat.generation}\0{stat.crc32c}"
-    file = folder / hashlib.blake2b(word.encode(), digest_size=16).hexdigest()
+def _fetched(
+    path: GcsPath, stat: gcs_objects.Stat, folder: Path, copied: _DownloadProgress
+) -> Path:
+    """Returns the file of one generation of an object; downloads it if it is not complete."""
+    identity = f"{path}\0{stat.generation}\0{stat.crc32c}"
+    file = folder / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
     if file.exists() and file.stat().st_size == stat.size:
         copied.add(stat.size)
         return file
@@ -202,7 +208,7 @@ def _fetched(path: BucketPath, stat: gcs_objects.Stat, folder: Path, copied: _Co
             try:
                 _fetch(path, stat, part, copied)
                 break
-            except OnItsWay:
+            except TransferCorrupted:
                 if number == TRIES - 1:
                     raise
         part.replace(file)
@@ -211,10 +217,10 @@ def _fetched(path: BucketPath, stat: gcs_objects.Stat, folder: Path, copied: _Co
     return file
 
 
-def _fetch(path: BucketPath, stat: gcs_objects.Stat, part: Path, copied: _Copied) -> None:
-    """Writes the bytes of one generation, held against its checksum, durably."""
+def _fetch(path: GcsPath, stat: gcs_objects.Stat, part: Path, copied: _DownloadProgress) -> None:
+    """Writes the bytes of one generation to disk, verifies their checksum and fsyncs."""
     with part.open("wb") as out:
-        for chunk in gcs_objects.chunks_of(path, stat):
+        for chunk in gcs_objects.iter_generation(path, stat):
             out.write(chunk)
             copied.add(len(chunk))
         out.flush()
@@ -222,7 +228,7 @@ def _fetch(path: BucketPath, stat: gcs_objects.Stat, part: Path, copied: _Copied
 
 
 def _remove(entry: Path) -> None:
-    """Removes a copy, and the fetched objects that its links are, in one step."""
+    """Removes a copy in one step, by a rename first."""
     removed = entry.parent / f".removed-{entry.name}-{os.getpid()}-{uuid.uuid4().hex}"
     try:
         entry.rename(removed)
@@ -232,7 +238,7 @@ def _remove(entry: Path) -> None:
 
 
 def _delete_leftovers(root: Path, clock: Clock) -> None:
-    """Deletes what processes that were killed a day ago or earlier have left."""
+    """Deletes temporary files of processes that were killed at least a day ago."""
     for path in [
         *root.glob(".building-*"),
         *root.glob(".removed-*"),

@@ -1,4 +1,4 @@
-"""Batches computed ahead in one background thread; what it yields is what batch_at yields."""
+"""Computes batches ahead in one background thread; they equal those of batch_at."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
 from jaxres.data.batching import Batch
-from jaxres.faults import Exit, TypedEnd
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import RunError
+from jaxres.storage.threads import make_thread
 
 X = TypeVar("X")
 
@@ -18,14 +20,14 @@ CLOSE_SECONDS = 2.0
 LIVENESS_SECONDS = 0.5
 
 
-class DataTimeout(TypedEnd):
-    """The batch did not come in time: the storage below the data set hangs, or user code does."""
+class DataTimeout(RunError):
+    """A batch was not computed in time: the storage of the data set or user code hangs."""
 
-    exit = Exit.HUNG
+    exit_code = ExitCode.HUNG
 
 
-class DataThreadDied(TypedEnd):
-    """The background thread is gone and left no exception."""
+class DataThreadDied(RunError):
+    """The background thread has ended without an exception."""
 
 
 def same(batch: Batch) -> Any:
@@ -38,10 +40,10 @@ def _never() -> bool:
 
 
 class Prefetch(Generic[X]):
-    """Owns the thread; `get(cursor)` returns `place(batch_at(cursor))`.
+    """Owns the background thread; `get(cursor)` returns `place(batch_at(cursor))`.
 
-    At most `depth` finished batches wait, and once half of them are taken they are made up for.
-    Nothing is computed before the first get.
+    At most `depth` completed batches are buffered; when half of them are taken the buffer is
+    refilled. Nothing is computed before the first get.
     """
 
     @overload
@@ -71,7 +73,7 @@ class Prefetch(Generic[X]):
         timeout_seconds: float,
         place: Callable[[Batch], Any] = same,
     ) -> None:
-        """Takes the pure function from cursor to batch, and what the thread does with a batch."""
+        """Takes the function from cursor to batch, and what the thread applies to each batch."""
         self._batch_at = batch_at
         self._place = place
         self._depth = depth
@@ -79,12 +81,12 @@ class Prefetch(Generic[X]):
         self._changed = threading.Condition()
         self._ready: deque[tuple[int, X]] = deque()
         self._next: int | None = None
-        """The cursor the thread computes or will compute; None: it has nothing to do."""
+        """Cursor that the thread computes next; None: nothing to compute."""
         self._failure: tuple[int, BaseException, TracebackType | None] | None = None
         self._raised = False
         self._closed = False
         self._filling = True
-        self._thread = threading.Thread(target=self._run, name="jaxres-prefetch", daemon=True)
+        self._thread = make_thread("prefetch", self._run, daemon=True, blocks_signals=False)
 
     def __enter__(self) -> Prefetch[X]:
         """Starts the thread."""
@@ -92,20 +94,20 @@ class Prefetch(Generic[X]):
         return self
 
     def __exit__(self, *unused: object) -> None:
-        """Closes."""
+        """Closes the prefetch."""
         self.close()
 
     def get(self, cursor: int, *, give_up: Callable[[], bool] = _never) -> X | None:
-        """Returns the batch at `cursor`; another cursor than the following one starts anew there.
+        """Returns the batch at `cursor`; a cursor out of sequence restarts the computation there.
 
-        `give_up` is asked after every half second of waiting; if it says so the result is None.
-        Raises what the computation of this batch raised, and raises it again ever after;
-        DataTimeout when the wait has lasted timeout_seconds.
+        `give_up` is called after every half second of waiting; if it returns true the result is
+        None. Raises the exception of this batch's computation, and again on every later call;
+        DataTimeout after waiting for timeout_seconds.
         """
         with self._changed:
             if self._closed:
                 raise RuntimeError("this Prefetch is closed")
-            self._aim(cursor)
+            self._seek(cursor)
             for _ in range(math.ceil(self._timeout_seconds / LIVENESS_SECONDS)):
                 slice_seconds = min(self._timeout_seconds, LIVENESS_SECONDS)
                 if self._changed.wait_for(self._has_result, slice_seconds):
@@ -115,15 +117,15 @@ class Prefetch(Generic[X]):
                 if not self._thread.is_alive():
                     raise DataThreadDied(
                         f"the data thread ended without an error before the batch at cursor "
-                        f"{cursor}. Start again; the run goes on from its last checkpoint."
+                        f"{cursor}. Start again; the run resumes from its last checkpoint."
                     )
             raise DataTimeout(
                 f"the batch at cursor {cursor} did not come within {self._timeout_seconds:g} s "
-                "(data.timeout_seconds). Look whether the storage of data.source answers."
+                "(data.timeout_seconds). Check whether the storage of data.source responds."
             )
 
     def close(self) -> None:
-        """Ends the thread; one that hangs is left behind after two seconds, and ends with us."""
+        """Stops the thread; a hung thread is abandoned after two seconds (it is a daemon)."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -131,10 +133,10 @@ class Prefetch(Generic[X]):
         if self._thread.ident is not None:
             self._thread.join(CLOSE_SECONDS)
 
-    def _aim(self, cursor: int) -> None:
-        """Makes the thread compute from `cursor` on, unless that is what it does."""
-        coming = self._ready[0][0] if self._ready else self._next
-        if self._raised or coming == cursor:
+    def _seek(self, cursor: int) -> None:
+        """Makes the thread compute from `cursor` on, unless it already does."""
+        upcoming = self._ready[0][0] if self._ready else self._next
+        if self._raised or upcoming == cursor:
             return
         self._ready.clear()
         self._failure = None
@@ -160,31 +162,31 @@ class Prefetch(Generic[X]):
             self._compute(cursor)
 
     def _wait_for_work(self) -> int | None:
-        """Returns the cursor to compute, None when closed; waits as long as nobody consumes."""
+        """Returns the cursor to compute, None when closed; waits while the buffer is full."""
         with self._changed:
             self._changed.wait_for(self._may_compute)
             return None if self._closed else self._next
 
     def _may_compute(self) -> bool:
-        # Rests until half of the batches or fewer are left, then makes up: several at one waking
-        # cost far less than one at each, because the first of them finds the caches cold.
+        # Waits until at most half of the batches are left, then refills the buffer. Several batches
+        # per wake-up cost far less than one, because the first of them runs with cold caches.
         limit = self._depth if self._filling else self._depth // 2 + 1
         self._filling = len(self._ready) < limit
-        free = self._failure is None and self._filling
-        return self._closed or (self._next is not None and free)
+        has_room = self._failure is None and self._filling
+        return self._closed or (self._next is not None and has_room)
 
     def _compute(self, cursor: int) -> None:
         try:
             batch = self._batch_at(cursor)
             placed = self._place(batch)
-        except BaseException as error:  # noqa: BLE001  It crosses to the consumer's thread.
+        except BaseException as error:  # noqa: BLE001  Re-raised in the consumer's thread.
             with self._changed:
                 if self._next == cursor:
                     self._failure = (cursor, error, error.__traceback__)
                 self._changed.notify_all()
             return
         with self._changed:
-            # The consumer may have gone elsewhere meanwhile.
+            # The consumer may have requested another cursor in the meantime.
             if self._next == cursor and not self._closed:
                 self._ready.append((cursor, placed))
                 self._next = batch.next_cursor

@@ -1,10 +1,10 @@
-"""Text files become a token folder in the cache, once.
+"""Text data: lists the files of a corpus and tokenises them once, into a cached token folder.
 
-The cache entry is named by what a listing shows (names, sizes, times); the fingerprint inside
-depends on the contents only. Entries are built beside their place and renamed into it, so that an
-entry that exists is whole, whoever else builds it or is killed.
+The name of a cache entry is a hash of the listing (names, sizes, times); the fingerprint inside
+depends on the contents only. An entry is built in a temporary folder and renamed, so that an entry
+that exists is complete even if several processes build it or are killed.
 
-The byte tokenizer: token = byte, and one more token that ends a document.
+The byte tokenizer has one token per byte, and one more token that ends a document.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxres.storage.files import FULL, sync_dir
 
 STDLIB = "{stdlib}"
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
-"""Folders below {stdlib} that are no part of it, or that running Python changes."""
+"""Folders below {stdlib} that are not part of it, or that a running Python changes."""
 LEFTOVER_SECONDS = 24 * 3600.0
 CHUNK_BYTES = 4 * 2**20
 REPORT_BYTES = 256 * 2**20
@@ -45,7 +45,7 @@ NUM_INSTALL_TRIES = 10
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file of the corpus as the listing saw it; `name` is its path relative to the corpus."""
+    """A file of the corpus in the listing; `name` is its path relative to the corpus."""
 
     name: str
     path: Path
@@ -60,7 +60,7 @@ def open_text(
     progress: Callable[[str], None],
     clock: Clock | None = None,
 ) -> TokenFolder:
-    """Opens the source's token folder; builds it first where the cache has no whole one."""
+    """Opens the source's token folder; builds it first if the cache has no valid one."""
     files = list_files(source)
     corpora = cache_dir.expanduser() / "corpora"
     entry = corpora / _cache_key(files)
@@ -81,7 +81,7 @@ def open_text(
 
 
 def list_files(source: TextSource) -> list[TextFile]:
-    """Lists the corpus in the order of a hash of the names, so that its tail is representative."""
+    """Lists the corpus, ordered by a hash of the names so that its tail is representative."""
     root, patterns = _root_and_patterns(source)
     stdlib = _stdlib() if STDLIB in source.path else None
     files: dict[str, TextFile] = {}
@@ -104,7 +104,7 @@ def list_files(source: TextSource) -> list[TextFile]:
 
 
 def _root_and_patterns(source: TextSource) -> tuple[Path, tuple[str, ...]]:
-    """Splits the path into a folder that exists and the patterns to match below it."""
+    """Splits the path into an existing folder and the patterns to match below it."""
     path = Path(source.path.replace(STDLIB, str(_stdlib()))).expanduser()
     if path.is_dir():
         return path.resolve(), source.include
@@ -124,8 +124,9 @@ def _escape(name: str) -> str:
 
 
 def _matches(root: Path, patterns: tuple[str, ...], *, skip: frozenset[str]) -> Iterator[Path]:
-    """Yields what matches, but for folders of some names right below the root: they may be large,
-    and a restart waits for the listing.
+    """Yields the matching files, without descending into the top folders named in `skip`.
+
+    Those may be large, and a restart waits for the listing.
     """
     for pattern in patterns:
         try:
@@ -137,7 +138,9 @@ def _matches(root: Path, patterns: tuple[str, ...], *, skip: frozenset[str]) -> 
                 if folder.name not in skip and folder.is_dir() and not folder.is_symlink():
                     yield from folder.glob(pattern)
         except (ValueError, NotImplementedError) as error:
-            raise ConfigError(f"data.source.include: {pattern!r} is no pattern: {error}") from error
+            raise ConfigError(
+                f"data.source.include: {pattern!r} is not a valid pattern: {error}"
+            ) from error
         except OSError as error:
             raise ConfigError(f"data.source.path: {root} can't be listed: {error}") from error
 
@@ -147,14 +150,14 @@ def _stdlib() -> Path:
 
 
 def _is_foreign(path: Path, stdlib: Path) -> bool:
-    """Says whether a file in the library's folder is no part of the library."""
+    """Returns whether a file in the library's folder is not part of the library."""
     depth = len(stdlib.parts)
     is_below = path.parts[:depth] == stdlib.parts
     return is_below and not STDLIB_EXCLUDED.isdisjoint(path.parts[depth:])
 
 
 def _list_file(files: dict[str, TextFile], name: str, path: Path, *, skip_dangling: bool) -> None:
-    """Adds a regular file; folders and devices are passed over, what can't be looked at is not."""
+    """Adds a regular file; ignores folders and devices; raises if the path can't be read."""
     try:
         if path.is_file():
             status = path.stat()
@@ -164,26 +167,26 @@ def _list_file(files: dict[str, TextFile], name: str, path: Path, *, skip_dangli
     except OSError as error:
         raise _unreadable(path, error) from error
     if dangling and not skip_dangling:
-        raise _unreadable(path, "it is a link to nothing")
+        raise _unreadable(path, "it is a dangling link")
 
 
 def _check_folders(root: Path, exclude: tuple[str, ...]) -> None:
-    """Raises where a folder can't be listed, which pathlib's glob passes over in silence."""
+    """Raises ConfigError if a folder can't be listed, which pathlib's glob ignores."""
 
-    def complain(error: OSError) -> None:
+    def raise_unreadable(error: OSError) -> None:
         path = Path(error.filename)
         name = path.relative_to(root).as_posix()
         if not any(fnmatchcase(f"{name}/", pattern) for pattern in exclude):
             raise _unreadable(path, error)
 
-    for _ in os.walk(root, onerror=complain):
+    for _ in os.walk(root, onerror=raise_unreadable):
         pass
 
 
 def _unreadable(path: Path, reason: object) -> ConfigError:
     return ConfigError(
         f"data.source.path: {path} can't be read: {reason}. "
-        "Mend it, or leave it out by data.source.exclude."
+        "Fix it, or exclude it with data.source.exclude."
     )
 
 
@@ -192,16 +195,16 @@ def _name_hash(name: str) -> bytes:
 
 
 def _cache_key(files: list[TextFile]) -> str:
-    """Returns the entry's name.
+    """Returns the name of the cache entry.
 
-    The absolute paths belong to it: where all times are alike, as in container images, two corpora
-    may differ in nothing else that a listing shows.
+    It depends on the absolute paths: if all times are equal, as in container images, the listings
+    of two corpora may otherwise be the same.
     """
-    words = [f"format {FORMAT_VERSION} tokenizer {NAME}".encode()]
+    parts = [f"format {FORMAT_VERSION} tokenizer {NAME}".encode()]
     for file in sorted(files, key=lambda file: file.name):
         stamp = f"{file.size_bytes} {file.mtime_ns}".encode()
-        words += [os.fsencode(file.name), os.fsencode(file.path), stamp]
-    return hashlib.blake2b(b"\0".join(words), digest_size=16).hexdigest()
+        parts += [os.fsencode(file.name), os.fsencode(file.path), stamp]
+    return hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
 
 
 def _build(files: list[TextFile], entry: Path, progress: Callable[[str], None]) -> TokenFolder:
@@ -211,7 +214,7 @@ def _build(files: list[TextFile], entry: Path, progress: Callable[[str], None]) 
     try:
         with TokenWriter(building, vocab_size=VOCAB_SIZE, tokenizer=NAME) as writer:
             _write_files(writer, files, total_bytes, progress)
-        # Open before the rename: the maps stay whole whatever becomes of the entry afterwards.
+        # Open before the rename: the memory maps stay valid even if the entry is removed later.
         corpus = open_tokens(building)
         _install(building, entry)
     finally:
@@ -239,11 +242,11 @@ def _write_files(
 
 
 def _read(file: TextFile) -> Iterator[bytes]:
-    """Yields the file in chunks; what the listing saw must be what is read."""
+    """Yields the file in chunks; raises ConfigError if it differs from the listing."""
     try:
         with file.path.open("rb", buffering=0) as stream:
             num_bytes = 0
-            # Bounded by the listed size: a file that grows for ever ends here too.
+            # Limited by the listed size, so that a file that keeps growing ends too.
             while num_bytes <= file.size_bytes and (chunk := stream.read(CHUNK_BYTES)):
                 num_bytes += len(chunk)
                 yield chunk
@@ -252,13 +255,13 @@ def _read(file: TextFile) -> Iterator[bytes]:
         raise _unreadable(file.path, error) from error
     if (num_bytes, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
         raise ConfigError(
-            f"data.source.path: {file.path} changed while it was read. Start again when it is "
-            "at rest, or leave it out by data.source.exclude."
+            f"data.source.path: {file.path} changed while it was read. Start again when it no "
+            "longer changes, or exclude it with data.source.exclude."
         )
 
 
 def _install(building: Path, entry: Path) -> None:
-    """Moves a whole folder to its place, unless another builder has put a whole one there."""
+    """Renames a complete folder to its entry, unless another process has created a valid one."""
     for _ in range(NUM_INSTALL_TRIES):
         try:
             building.rename(entry)
@@ -277,24 +280,24 @@ def _install(building: Path, entry: Path) -> None:
 
 
 def _remove(entry: Path) -> None:
-    """Removes an entry in one step, so that nobody sees half of it."""
+    """Removes an entry in one step, so that no process sees a part of it."""
     removed = entry.parent / f".removed-{entry.name}-{os.getpid()}-{uuid.uuid4().hex}"
     try:
         entry.rename(removed)
     except FileNotFoundError:
-        return  # Another builder was faster.
+        return  # Another process removed it first.
     shutil.rmtree(removed, ignore_errors=True)
 
 
 def _remove_leftovers(corpora: Path, clock: Clock) -> None:
-    """Removes what builders that were killed a day ago or earlier have left."""
+    """Removes temporary folders of processes that were killed at least a day ago."""
     for pattern in (".building-*", ".removed-*"):
         for folder in corpora.glob(pattern):
-            # A living builder writes all the time: its newest file is young.
+            # A running process writes continuously, so its newest file is recent.
             try:
                 times = [path.stat().st_mtime for path in (folder, *folder.glob("*"))]
             except OSError:
-                continue  # It was finished or removed meanwhile.
+                continue  # It was renamed or removed in the meantime.
             if clock.wall() - max(times) > LEFTOVER_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -305,7 +308,7 @@ NAME = "bytes"
 
 
 def encode(text: str) -> list[int]:
-    """Returns the text's UTF-8 bytes; no end of document, so that a prompt can go on.
+    """Returns the text's UTF-8 bytes, without an end of document, as a prompt needs.
 
     >>> encode("é!")
     [195, 169, 33]
@@ -314,9 +317,9 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: Sequence[int]) -> str:
-    r"""Returns the text of tokens: the end of a document as a newline, what is not UTF-8 as \ufffd.
+    r"""Returns the text of tokens: a newline for the end of a document, \ufffd for invalid UTF-8.
 
-    So are tokens beyond the vocabulary, which the padded rows of an embedding can produce.
+    Tokens beyond the vocabulary, which an embedding's padding rows can produce, are \ufffd too.
 
     >>> decode([*encode("a"), END_OF_DOCUMENT, 255, 300])
     'a\n\ufffd\ufffd'
@@ -325,7 +328,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def _byte(token: int) -> bytes:
-    """Returns the byte of a token; 0xff, which UTF-8 never uses, for what is none."""
+    """Returns the byte of a token; for other tokens 0xff, which is never valid UTF-8."""
     if token == END_OF_DOCUMENT:
         return b"\n"
     return bytes([token]) if 0 <= token < END_OF_DOCUMENT else b"\xff"

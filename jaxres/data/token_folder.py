@@ -1,6 +1,6 @@
-"""Token folders (tokens.bin, offsets.npy, meta.json), and fixed windows over them as rows.
+"""Token folders (tokens.bin, offsets.npy, meta.json), and rows as fixed windows over them.
 
-docs/data.md describes the format. Dims: B rows of a request, T = seq_len, W = T + 1.
+docs/data.md describes the format. Dims: B rows of a call, T = seq_len, W = T + 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUM_OFFSETS_CHECKED = 1024
 
 
 class TokensDamaged(ConfigError):
-    """A token folder whose files do not fit together."""
+    """The files of a token folder are inconsistent."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Meta:
     num_documents: int
     tokenizer: str
     fingerprint: str
-    """xxh3-128 over the bytes of all tokens, then of all offsets."""
+    """xxh3-128 of the bytes of all tokens, followed by those of all offsets."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class TokenFolder:
 
 
 def open_tokens(folder: Path) -> TokenFolder:
-    """Opens a token folder; as fast for a terabyte as for a byte.
+    """Opens a token folder in a time that does not depend on its size.
 
-    Raises TokensDamaged where the sizes disagree; values are judged when their row is read.
+    Raises TokensDamaged if the sizes disagree; values are checked when their row is read.
     """
     try:
         meta = _read_meta(folder)
@@ -67,7 +67,7 @@ def open_tokens(folder: Path) -> TokenFolder:
         if size_bytes != meta.num_tokens * dtype.itemsize:
             raise TokensDamaged(
                 f"{folder / 'tokens.bin'} has {size_bytes:,} bytes, but meta.json says "
-                f"{meta.num_tokens:,} tokens of {meta.dtype}. Write the folder anew."
+                f"{meta.num_tokens:,} tokens of {meta.dtype}. Rewrite the folder."
             )
         tokens = np.memmap(folder / "tokens.bin", dtype, mode="r").view(np.ndarray)
         offsets = _open_offsets(folder / "offsets.npy", meta)
@@ -88,7 +88,7 @@ def _read_meta(folder: Path) -> Meta:
     except ValueError as error:
         raise TokensDamaged(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, Mapping):
-        raise TokensDamaged(f"{path} holds no object")
+        raise TokensDamaged(f"{path} is not a JSON object")
     for name, kind in Meta.__annotations__.items():
         if type(fields.get(name)).__name__ != kind:
             raise TokensDamaged(
@@ -128,9 +128,9 @@ def _open_offsets(path: Path, meta: Meta) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Windows of seq_len + 1 tokens over the part [start, stop) of the token stream.
+    """Rows that are windows of seq_len + 1 tokens over [start, stop) of the token stream.
 
-    Row i holds tokens [i*T, i*T + T] of the part: T inputs, and T targets shifted by one.
+    Row i has the tokens [i*T, i*T + T] of that range: T inputs, and T targets shifted by one.
     """
 
     corpus: TokenFolder
@@ -139,70 +139,70 @@ class TokenRows:
     stop: int
 
     def __len__(self) -> int:
-        """Number of windows that fit."""
+        """Number of complete windows."""
         return max(0, (self.stop - self.start - 1) // self.seq_len)
 
     def rows(self, ids: NDArray[np.int64]) -> Arrays:
         """Returns int32 tokens_BT, targets_BT, segment_ids_BT, positions_BT; float32 weights_BT.
 
-        Segments number the row's documents from 1; positions restart in each of them, and at the
-        row's start; the weight is 0 where the target belongs to another document than its input.
+        Segment ids number the row's documents from 1. Positions restart in each document and at the
+        row's start. The weight is 0 where target and input are in different documents.
         """
         check_ids(ids, len(self))
         starts_B = self.start + np.asarray(ids, np.int64) * self.seq_len
         tokens_BW = self._tokens(ids, starts_B)
         begins_BW = self._begins(ids, starts_B)
         segment_ids_BW = 1 + np.cumsum(begins_BW, axis=1, dtype=np.int32)
-        places_W = np.arange(self.seq_len + 1, dtype=np.int32)
-        begun_BW = np.maximum.accumulate(np.where(begins_BW, places_W, np.int32(0)), axis=1)
+        indices_W = np.arange(self.seq_len + 1, dtype=np.int32)
+        begun_BW = np.maximum.accumulate(np.where(begins_BW, indices_W, np.int32(0)), axis=1)
         return {
             "tokens_BT": tokens_BW[:, :-1].copy(),
             "targets_BT": tokens_BW[:, 1:].copy(),
             "segment_ids_BT": segment_ids_BW[:, :-1].copy(),
-            "positions_BT": (places_W - begun_BW)[:, :-1].copy(),
+            "positions_BT": (indices_W - begun_BW)[:, :-1].copy(),
             "weights_BT": (~begins_BW[:, 1:]).astype(np.float32),
         }
 
     def _tokens(self, ids: NDArray[np.int64], starts_B: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Returns the windows, all below vocab_size."""
+        """Returns the tokens of the windows; raises BadRecord if one is not below vocab_size."""
         width, vocab_size = self.seq_len + 1, self.corpus.meta.vocab_size
         tokens_BW = np.empty((len(ids), width), self.corpus.tokens.dtype)
         for window, start in zip(tokens_BW, starts_B.tolist(), strict=True):
             window[:] = self.corpus.tokens[start : start + width]
         if tokens_BW.size and tokens_BW.max() >= vocab_size:
-            i, place = np.argwhere(tokens_BW >= vocab_size)[0].tolist()
+            i, index = np.argwhere(tokens_BW >= vocab_size)[0].tolist()
             raise BadRecord(
-                f"{self.corpus.folder / 'tokens.bin'}: row {ids[i]}, token {starts_B[i] + place} "
-                f"of the file is {tokens_BW[i, place]}, but vocab_size is {vocab_size}. "
-                "Write the folder anew, or mend vocab_size in meta.json."
+                f"{self.corpus.folder / 'tokens.bin'}: row {ids[i]}, token {starts_B[i] + index} "
+                f"of the file is {tokens_BW[i, index]}, but vocab_size is {vocab_size}. "
+                "Rewrite the folder, or fix vocab_size in meta.json."
             )
         return tokens_BW.astype(np.int32)
 
     def _begins(self, ids: NDArray[np.int64], starts_B: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Returns where in each window, its first token aside, a document begins."""
+        """Returns the positions in each window, except its first token, where a document begins."""
         begins_BW = np.zeros((len(ids), self.seq_len + 1), np.bool_)
         offsets = self.corpus.offsets
         firsts_B = np.searchsorted(offsets, starts_B, side="right")
         lasts_B = np.searchsorted(offsets, starts_B + self.seq_len, side="right")
-        # The two before the window are looked at because a search lands beside what is amiss.
-        rows, places = _ranges(np.maximum(firsts_B - 2, 0), np.minimum(lasts_B + 1, len(offsets)))
-        near = offsets[places]
+        # Includes two offsets before the window, because a search ends next to a wrong offset.
+        rows, indices = _ranges(np.maximum(firsts_B - 2, 0), np.minimum(lasts_B + 1, len(offsets)))
+        near = offsets[indices]
         falls = (near[1:] < near[:-1]) & (rows[1:] == rows[:-1])
         if falls.any() or (firsts_B > lasts_B).any():
             i = min([*rows[1:][falls], *np.flatnonzero(firsts_B > lasts_B)])
             raise BadRecord(
                 f"{self.corpus.folder / 'offsets.npy'}: row {ids[i]}, documents {firsts_B[i]} to "
-                f"{lasts_B[i]} do not begin in rising order. Write the folder anew."
+                f"{lasts_B[i]} do not begin in ascending order. Rewrite the folder."
             )
-        rows, places = _ranges(firsts_B, lasts_B)
-        begins_BW[rows, offsets[places] - starts_B[rows]] = True
+        rows, indices = _ranges(firsts_B, lasts_B)
+        begins_BW[rows, offsets[indices] - starts_B[rows]] = True
         return begins_BW
 
 
 def _ranges(
     starts_B: NDArray[np.int64], stops_B: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns all numbers of the ranges in order, each with its range's index: (index, number).
+    """Returns the numbers of all ranges in order, each with the index of its range.
 
     >>> _ranges(np.array([3, 9, 5]), np.array([5, 9, 6]))
     (array([0, 0, 2]), array([3, 4, 5]))
@@ -216,7 +216,7 @@ def _ranges(
 def split_tokens(
     corpus: TokenFolder, *, seq_len: int, heldout_fraction: float
 ) -> tuple[TokenRows, TokenRows]:
-    """Returns training and held-out rows, parted at the document boundary nearest to the share."""
+    """Returns training and held-out rows, split at the document boundary nearest to the share."""
     cut = _heldout_start(corpus, heldout_fraction)
     total = corpus.meta.num_tokens
     train = TokenRows(corpus, seq_len, 0, cut)
@@ -252,9 +252,9 @@ def _heldout_start(corpus: TokenFolder, fraction: float) -> int:
 
 
 class TokenWriter:
-    """Writes a token folder as a stream; it is whole once the context ends without an error.
+    """Writes a token folder as a stream; it is complete once the context exits without an error.
 
-    meta.json comes last and all files are fsynced, so that a folder cut short never opens.
+    meta.json is written last and all files are fsynced, so an incomplete folder never opens.
     """
 
     def __init__(self, folder: Path, *, vocab_size: int, tokenizer: str) -> None:
@@ -281,7 +281,7 @@ class TokenWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Closes tokens.bin; completes the folder if all went well."""
+        """Closes tokens.bin; completes the folder unless an error occurred."""
         with self._file as file:
             if error is None:
                 file.flush()
@@ -301,10 +301,10 @@ class TokenWriter:
                 f"document {len(self._offsets) - 1} has tokens {values.min()}..{values.max()}; "
                 f"vocab_size is {self._vocab_size}"
             )
-        words = values.astype(DTYPES[self._dtype])
-        self._file.write(words.data)
-        self._hash.update(words.data)
-        self._num_tokens += len(words)
+        encoded = values.astype(DTYPES[self._dtype])
+        self._file.write(encoded.data)
+        self._hash.update(encoded.data)
+        self._num_tokens += len(encoded)
 
     def end_document(self) -> None:
         """Ends the current document; the next token begins another."""

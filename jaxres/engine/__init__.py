@@ -1,1 +1,1 @@
-"""The computation: state, step, optimizer, mesh, guards. No files, no hosts."""
+"""The training computation: state, step, optimizer, mesh and guards, without files or hosts."""

@@ -1,10 +1,12 @@
-"""Home of: loss_spike. Home of: diverged. A loss that stays high, too many masked steps.
+"""Guards against divergence: a loss that stays high, and too many masked steps.
 
-The step itself masks an update that is not finite, or far above the usual (step.py); `skips` counts
-these. `losses` looks for what no single step shows. Either may call for a rollback, of which
-`bounded_rollbacks` allows so many; beyond, and where the state itself is spoilt, the run ends
-unsaved. A save first lands and judges every step before it, so a state that was refused is never
-committed.
+Home of: loss_spike. Home of: diverged.
+
+The step itself masks an update that is not finite, or whose gradient norm is far above the usual
+(step.py); `skips` counts these. `losses` detects a rise over several steps. Either may request a
+rollback, of which `bounded_rollbacks` allows a limited number. Beyond that, or if the state itself
+is not finite, the run ends without saving. A save first completes and judges every step before it,
+so a rejected state is never committed.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from jaxres.config.schema_training import (
     SpikesSection,
     most_back_offs,
 )
-from jaxres.engine.guards import Guard, Memory, Seen, only_warns
-from jaxres.faults import Continue, LeaveOut, Rollback, Stop, Verdict, Warned, fault
+from jaxres.engine.guards import Guard, GuardState, StepObservation, only_warns
+from jaxres.faults import Continue, RollbackRun, SkipRows, StopRun, Verdict, Warn, fault
 
 WHAT_TO_DO = (
     "Lower optimizer.learning_rate, lengthen the warm-up, or look at the rows of that step "
@@ -29,28 +31,29 @@ WHAT_TO_DO = (
 )
 
 LEARNT_DEVIATIONS, LEARNT_SHARE = 1.5, 0.05
-"""A loss counts as so many deviations above the usual at most, or as such a share of it if that is
-more: outliers of one step, one in a hundred, would else hide a loss that stays at twice the usual
+"""Limits of a loss in the average: deviations above the usual loss, or share of it if that is more.
+
+Without them one outlier in a hundred steps would hide a loss that stays at twice the usual
 (tools/bench/detectors.py)."""
 
 
 MOST_ROUNDS = 100
-"""In which the steps and the back-offs among them are to agree."""
+"""Most iterations until the number of steps and that of the back-offs among them agree."""
 
 
 def skips(section: GuardsSection) -> Guard:
-    """Returns the guard that counts masked steps; it remembers step and first row of the last ones.
+    """Returns the guard that counts masked steps; its memory has their steps and first rows.
 
-    One that halves the loss scale is how the scale is found, and counts for nothing.
+    A step that halves the loss scale is part of finding the scale and is not counted.
 
-    A state that is not finite although the update's loss and gradient were ends the run at once:
-    nothing can be skipped any more.
+    If the state after the step is not finite although loss and gradient are, the run ends at once,
+    because skipping steps does not repair the state.
     """
     in_a_row = math.inf if section.max_skips_in_a_row is None else section.max_skips_in_a_row
     in_window = math.inf if section.max_skips is None else section.max_skips
     most = int(max(n for n in (in_a_row, in_window, 0) if n != math.inf)) + 1
 
-    def judge(memory: Memory, seen: Seen) -> tuple[Memory, Verdict]:
+    def judge(memory: GuardState, seen: StepObservation) -> tuple[GuardState, Verdict]:
         since = seen.step - section.skip_window_steps
         skipped = [pair for pair in memory["skipped"] if pair[0] > since]
         if not (seen.applied or seen.backs_off):
@@ -64,19 +67,19 @@ def skips(section: GuardsSection) -> Guard:
             return after, _diverged(seen, "guards.on_nonfinite is stop")
         run = _in_a_row(skipped)
         if len(run) > in_a_row:
-            words = f"{len(run)} steps in a row were skipped (guards.max_skips_in_a_row)"
-            return after, _too_many(section, seen, words, first=run[0])
+            reason = f"{len(run)} steps in a row were skipped (guards.max_skips_in_a_row)"
+            return after, _too_many(section, seen, reason, first=run[0])
         if len(skipped) > in_window:
             window = section.skip_window_steps
-            words = f"{len(skipped)} of the last {window} steps were skipped (guards.max_skips)"
-            return after, _too_many(section, seen, words, first=skipped[0])
+            reason = f"{len(skipped)} of the last {window} steps were skipped (guards.max_skips)"
+            return after, _too_many(section, seen, reason, first=skipped[0])
         return after, Continue()
 
     return Guard("skips", init=lambda: {"skipped": []}, judge=judge)
 
 
 def _in_a_row(pairs: list[Any]) -> list[Any]:
-    """Returns the last steps that follow each other without a gap.
+    """Returns the newest steps that follow each other without a gap.
 
     >>> _in_a_row([[3, 0], [5, 0], [6, 24]]), _in_a_row([])
     ([[5, 0], [6, 24]], [])
@@ -87,26 +90,26 @@ def _in_a_row(pairs: list[Any]) -> list[Any]:
     return pairs[len(pairs) - count :]
 
 
-def _too_many(section: GuardsSection, seen: Seen, why: str, *, first: Any) -> Verdict:
+def _too_many(section: GuardsSection, seen: StepObservation, reason: str, *, first: Any) -> Verdict:
     if section.on_nonfinite == "rollback":
         onset, row = first
-        return Rollback(onset, (row, seen.rows[1]), why)
+        return RollbackRun(onset, (row, seen.rows[1]), reason)
     if section.on_nonfinite == "warn":
-        return Warned(f"step {seen.step}: {why}: the run would end (guards.on_nonfinite=warn)")
-    return _diverged(seen, why)
+        return Warn(f"step {seen.step}: {reason}: the run would end (guards.on_nonfinite=warn)")
+    return _diverged(seen, reason)
 
 
 def bands(section: SpikesSection) -> Guard:
-    """Returns the guard that says where the bands of the gradient's norm would have acted.
+    """Returns the guard that warns of steps that the bands of the gradient norm would change.
 
-    The step itself acts on them; this one is for where it may not.
+    It is used with guards.spikes.mode=warn; otherwise the step itself clips or skips.
     """
 
-    def judge(memory: Memory, seen: Seen) -> tuple[Memory, Verdict]:
+    def judge(memory: GuardState, seen: StepObservation) -> tuple[GuardState, Verdict]:
         if not (seen.applied and seen.spike_score >= section.clip_deviations):
             return memory, Continue()
         skips = section.skip_deviations is not None and seen.spike_score >= section.skip_deviations
-        return memory, Warned(
+        return memory, Warn(
             f"step {seen.step}: the gradient's norm, {seen.grad_norm:.4g}, is "
             f"{seen.spike_score:.1f} deviations above the usual: it would be "
             f"{'skipped' if skips else 'clipped'} (guards.spikes.mode=warn)"
@@ -116,14 +119,14 @@ def bands(section: SpikesSection) -> Guard:
 
 
 def losses(section: RollbackSection) -> Guard:
-    """Returns the guard that looks for a loss that stays high.
+    """Returns the guard that detects a loss that stays high.
 
-    What is usual is an exponentially weighted mean, and the same of the squares of what lies above
-    it, in which no loss counts for much more than is usual: so both are robust against what they
-    judge. Masked steps are not judged.
+    The usual loss is an exponentially weighted mean; the deviation is that of the squares of the
+    excess over it. Both limit each loss to little above the usual, which makes them robust against
+    the spikes that they detect. Masked steps are not judged.
     """
 
-    def judge(memory: Memory, seen: Seen) -> tuple[Memory, Verdict]:
+    def judge(memory: GuardState, seen: StepObservation) -> tuple[GuardState, Verdict]:
         if not seen.applied:
             return memory, Continue()
         edge = _edge(memory, section)
@@ -134,20 +137,20 @@ def losses(section: RollbackSection) -> Guard:
         onset, row = (memory["onset"], memory["row"]) if high > 1 else (seen.step, seen.rows[0])
         if high < section.patience_steps:
             return after | {"high": high, "onset": onset, "row": row}, Continue()
-        why = (
-            f"step {seen.step}: loss {seen.loss:.4g}, usual are {memory['mean']:.4g}; "
+        reason = (
+            f"step {seen.step}: loss {seen.loss:.4g}, the usual loss is {memory['mean']:.4g}; "
             f"{high} steps in a row were above {edge:.4g} (guards.rollback)"
         )
         reset = {"high": 0, "onset": 0, "row": 0}
-        return after | reset, Rollback(onset, (row, seen.rows[1]), why)
+        return after | reset, RollbackRun(onset, (row, seen.rows[1]), reason)
 
     init = {"count": 0, "mean": 0.0, "variance": 0.0, "high": 0, "onset": 0, "row": 0}
     guard = Guard("losses", init=lambda: init, judge=judge)
     return guard if section.mode == "act" else only_warns(guard, "guards.rollback.mode=warn")
 
 
-def _edge(memory: Memory, section: RollbackSection) -> float:
-    """Returns the loss above which one is high; infinite during the warm-up."""
+def _edge(memory: GuardState, section: RollbackSection) -> float:
+    """Returns the loss above which a loss is high; infinite during the warm-up."""
     if memory["count"] < section.warmup_steps:
         return math.inf
     mean, deviation = memory["mean"], math.sqrt(memory["variance"])
@@ -156,10 +159,10 @@ def _edge(memory: Memory, section: RollbackSection) -> float:
     )
 
 
-def _learnt(memory: Memory, loss: float, section: RollbackSection) -> dict[str, Any]:
-    """Returns the memory with one loss more; after the warm-up it counts for not much above usual.
+def _learnt(memory: GuardState, loss: float, section: RollbackSection) -> dict[str, Any]:
+    """Returns the memory with one more loss, which after the warm-up is limited to near the usual.
 
-    Only what lies above the mean is a deviation: a loss that falls makes no later one less high.
+    Only losses above the mean add to the deviation, so that a falling loss does not raise the edge.
     """
     count, mean = memory["count"] + 1, memory["mean"]
     if memory["count"] >= section.warmup_steps:
@@ -173,10 +176,10 @@ def _learnt(memory: Memory, loss: float, section: RollbackSection) -> dict[str, 
 
 
 def looks_back_steps(section: GuardsSection, scale: LossScaleSection | None = None) -> int | None:
-    """Returns by how many steps a rollback's onset may lie before the step that shows it.
+    """Returns the most steps between a rollback's onset and the step that triggers it.
 
-    So a commit that is so much older than one whose steps are all judged is known to be good. None:
-    masked steps, which the guards pass over, are not bounded.
+    A commit that is older than a fully judged one by this many steps is known to be good. None: no
+    limit, because the masked steps in between are not limited.
     """
     back, back_offs = _looks_back_steps(section, back_offs=0), 0
     for _ in range(MOST_ROUNDS):
@@ -188,8 +191,9 @@ def looks_back_steps(section: GuardsSection, scale: LossScaleSection | None = No
 
 
 def _looks_back_steps(section: GuardsSection, *, back_offs: int) -> int | None:
-    """Returns the same, where the loss scale is halved so often meanwhile: such steps are masked,
-    count for nothing, and part rows of those that do.
+    """Returns the same, given how often the loss scale is halved in between.
+
+    Such steps are masked but not counted, and they separate runs of counted ones.
     """
     if section.rollback is None:
         return 0
@@ -210,40 +214,40 @@ def _looks_back_steps(section: GuardsSection, *, back_offs: int) -> int | None:
 
 
 def bounded_skips(verdict: Verdict, *, skips: int, section: BadRecordsSection | None) -> Verdict:
-    """Turns leaving out bad records once too often into the end of the run."""
+    """Replaces a skip of bad records beyond the limit by the verdict that ends the run."""
     most = section.max if section is not None else 0
-    if not isinstance(verdict, LeaveOut) or skips < most:
+    if not isinstance(verdict, SkipRows) or skips < most:
         return verdict
-    return Stop(
+    return StopRun(
         fault("bad_record"),
-        f"{verdict.reason}; records were left out {skips} times already (guards.bad_records.max). "
-        "Look at the data set: mend it, then start a new run; or raise the limit.",
+        f"{verdict.reason}; records were skipped {skips} times already (guards.bad_records.max). "
+        "Check the data set: fix it, then start a new run; or raise the limit.",
     )
 
 
 def bounded_rollbacks(
     verdict: Verdict, *, rollbacks: int, section: RollbackSection | None
 ) -> Verdict:
-    """Turns a rollback that is one too many into the end of the run.
+    """Replaces a rollback beyond the limit by the verdict that ends the run.
 
     Args:
-      verdict: the gravest one.
-      rollbacks: how many the run has behind it.
-      section: None: none is allowed.
+      verdict: the most severe verdict of the guards.
+      rollbacks: number of rollbacks of the run so far.
+      section: the limits; None: no rollback is allowed.
     """
     most = section.max_rollbacks if section is not None else 0
-    if not isinstance(verdict, Rollback) or rollbacks < most:
+    if not isinstance(verdict, RollbackRun) or rollbacks < most:
         return verdict
-    return Stop(
+    return StopRun(
         fault("diverged"),
-        f"{verdict.reason}; the run has gone back {rollbacks} times already "
-        f"(guards.rollback.max_rollbacks). Nothing of it was saved. {WHAT_TO_DO}",
+        f"{verdict.reason}; the run has rolled back {rollbacks} times already "
+        f"(guards.rollback.max_rollbacks). The state was not saved. {WHAT_TO_DO}",
     )
 
 
-def _diverged(seen: Seen, why: str) -> Verdict:
-    return Stop(
+def _diverged(seen: StepObservation, reason: str) -> Verdict:
+    return StopRun(
         fault("diverged"),
-        f"step {seen.step}: loss {seen.loss}, gradient norm {seen.grad_norm}; {why}. Nothing of it "
-        f"was saved. {WHAT_TO_DO}",
+        f"step {seen.step}: loss {seen.loss}, gradient norm {seen.grad_norm}; {reason}. The state "
+        f"was not saved. {WHAT_TO_DO}",
     )

@@ -1,4 +1,4 @@
-"""The only reader of held-out data: always the same rows, no dropout, nothing else disturbed."""
+"""Evaluation on held-out data: always the same rows, no dropout, no effect on training."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from jax.sharding import Mesh
 from jaxres.data import Arrays, Rows
 from jaxres.engine import mesh as meshes
 from jaxres.engine.mesh import LocalRows
-from jaxres.engine.step import Batch
-from jaxres.faults import Stop, Verdict
+from jaxres.engine.step import BatchArrays
+from jaxres.faults import StopRun, Verdict
 from jaxres.models import Params
 
-Compiled = Callable[[Params, Batch, jax.Array, Any], jax.Array]
+Compiled = Callable[[Params, BatchArrays, jax.Array, Any], jax.Array]
 NUM_SUMS = 2
 
 
 class Listener(Protocol):
-    """What an evaluation needs of the agreement of all hosts."""
+    """The part of the consensus of all hosts that an evaluation uses."""
 
-    def facts(self, *, busy_seconds: float | None) -> Any:
-        """Returns this host's word for the next batch."""
+    def local_flags(self, *, busy_seconds: float | None) -> Any:
+        """Returns this host's flags for the next batch."""
         ...
 
-    def heard(self, facts: np.ndarray) -> object:
-        """Takes the words of all hosts."""
+    def on_flags(self, facts: np.ndarray) -> object:
+        """Processes the flags of all hosts."""
         ...
 
     def verdict(self) -> Verdict:
-        """Returns the stop that all hosts have heard of."""
+        """Returns the stop that all hosts have received."""
         ...
 
 
 def batches(
     heldout: Rows, *, rows_per_batch: int, limit: int, local: LocalRows
 ) -> Iterator[tuple[Arrays, np.ndarray]]:
-    """Yields the first `limit` batches of the held-out rows in order, and which rows are real.
+    """Yields the first `limit` batches of the held-out rows in order, each with a mask of its rows.
 
-    The last batch is filled up with row 0, masked out (mask_B float32: 1 real, 0 filling). Read and
-    yielded are the local rows of each batch.
+    The last batch is padded with row 0 (mask_B float32: 1 real, 0 padding). Only the local rows of
+    each batch are read and yielded.
     """
     for start in range(0, min(len(heldout), limit * rows_per_batch), rows_per_batch):
         ids = start + local.rows
@@ -55,8 +55,7 @@ def make(
 ) -> Callable[[Params, Listener], float | None]:
     """Returns a function from params to the mean held-out loss over the weights.
 
-    It gives up between two batches, on all hosts alike, when a stop is asked for; then it returns
-    None.
+    If a stop is requested, all hosts stop between the same two batches and the result is None.
     """
 
     local = meshes.local_rows(mesh, rows_per_batch)
@@ -65,16 +64,16 @@ def make(
         sums = np.zeros(NUM_SUMS, np.float64)
         rows = batches(heldout, rows_per_batch=rows_per_batch, limit=limit, local=local)
         for arrays, mask_B in rows:
-            if isinstance(hosts.verdict(), Stop):
+            if isinstance(hosts.verdict(), StopRun):
                 return None
             placed: dict[str, Any] = meshes.place_batch(
                 mesh, {**arrays, "mask_B": mask_B}, local=local
             )
             mask = placed.pop("mask_B")
-            facts = hosts.facts(busy_seconds=None)
+            facts = hosts.local_flags(busy_seconds=None)
             values = np.asarray(eval_step(params, placed, mask, facts), np.float64)
             sums += values[:NUM_SUMS]
-            hosts.heard(values[NUM_SUMS:])
+            hosts.on_flags(values[NUM_SUMS:])
         return float(sums[0] / sums[1])
 
     return evaluate

@@ -1,7 +1,10 @@
-"""Compiled programs as files, and the key under which one may be used again.
+"""Compiled programs as files, and the key under which a program may be reused.
 
 A key is a digest over all that decides what is compiled and how, so that a file under another key
-is another program's. A file is checked by its own digest before anything in it is looked at.
+is another program's. A file holds the digest of the rest, one line of JSON and the executable as
+XLA serialises it. Nothing is pickled: the trees and shardings of arguments and results come from
+the caller, who knows them without tracing. The digest protects from damage, not from an attacker:
+an executable is machine code, so a file is as trusted as the folder that it is in.
 """
 
 from __future__ import annotations
@@ -9,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import pickle
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +23,66 @@ import jax
 import jaxlib
 import numpy as np
 import optax
-from jax.experimental import serialize_executable
+from jax._src import core, stages  # What jax.stages.Compiled is made of has no public API.
+from jax._src.interpreters import pxla
+from jaxlib import xla_client
 
-from jaxres.faults import TypedEnd
+from jaxres.faults import RunError
 from jaxres.storage import files
 
-MAGIC = b"jaxres compiled 1\n"
+MAGIC = b"jaxres compiled 2\n"
 SUFFIX = ".compiled"
 DECIDING = ("XLA_", "JAX_", "NPROC", "LIBTPU_INIT_ARGS", "TF_XLA_", "TF_CUDNN_", "NVIDIA_TF32_")
-"""Beginnings of the names of environment variables that XLA reads, and that no host has for itself
-alone."""
+"""Prefixes of environment variables that XLA reads and that are the same on every host."""
 ELSEWHERE = ("jax_compilation_cache_dir",)
-"""Settings of JAX's that say where things are, not what they are."""
+"""JAX settings that are locations and do not affect the program."""
+
+
+FIELDS = frozenset(
+    (
+        *("all_args_info", "backend", "committed", "device_list", "dispatch_in_layouts"),
+        *("host_callbacks", "input_avals", "input_shardings", "keepalive", "kept_var_idx", "mut"),
+        *("name", "ordered_effects", "output_avals", "output_shardings", "pgle_profiler"),
+        *("unordered_effects", "xla_executable", "xla_in_layouts", "xla_out_layouts"),
+    )
+)
+"""Of jax 0.10.2's UnloadedMeshExecutable. Where JAX has other fields, no program is kept."""
 
 
 class Unusable(Exception):
-    """A file is there and no program comes of it."""
+    """A file exists but can't be used as a program."""
 
 
-def key(words: Mapping[str, Any]) -> str:
-    """Returns the digest of all that decides.
+@dataclass(frozen=True)
+class Signature:
+    """How a program is called; known before it is traced."""
+
+    arguments: tuple[Any, ...]
+    """Trees of jax.ShapeDtypeStruct with shardings."""
+    results: Any
+    """Tree of shardings, one for each array."""
+
+    def in_tree(self) -> Any:
+        """Returns the tree of positional and keyword arguments."""
+        return jax.tree.structure((self.arguments, {}))
+
+
+def key(inputs: Mapping[str, Any]) -> str:
+    """Returns the digest of the inputs of a compilation.
 
     >>> key({"a": 1, "b": 2}) == key({"b": 2, "a": 1}), key({"a": 1}) == key({"a": 2})
     (True, False)
     """
-    text = json.dumps(words, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    text = json.dumps(inputs, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def here(devices: Sequence[Any], *, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what decides besides the program itself: libraries, machine, devices, settings.
+    """Returns the inputs of a compilation besides the program: libraries, machine, settings.
 
     Args:
-      devices: of the mesh, in its order.
-      environment: this process's.
+      devices: the mesh's devices, in its order.
+      environment: the environment variables of this process.
     """
     modules = {"jax": jax, "jaxlib": jaxlib, "flax": flax, "optax": optax, "numpy": np}
     settings = jax.config.values.items()
@@ -70,20 +99,20 @@ def here(devices: Sequence[Any], *, environment: Mapping[str, str]) -> dict[str,
 
 
 def _processor() -> str:
-    """Returns model and abilities of the first core; programs are compiled for these."""
+    """Returns the digest of the first core's model and features, which programs depend on."""
     text = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-    telling = ("model", "flags", "Features", "CPU ", "vendor", "cpu family", "stepping")
+    relevant = ("model", "flags", "Features", "CPU ", "vendor", "cpu family", "stepping")
     return hashlib.sha256(
-        "\n".join(line for line in text.splitlines() if line.startswith(telling)).encode()
+        "\n".join(line for line in text.splitlines() if line.startswith(relevant)).encode()
     ).hexdigest()
 
 
 def sources(folder: Path, *, since: float) -> str | None:
-    """Returns the digest of a package's Python files, or None if one was changed meanwhile.
+    """Returns the digest of a package's Python files; None if one changed since its import.
 
     Args:
-      folder: the package's.
-      since: wall-clock time from before its import; what is imported is older.
+      folder: the package's folder.
+      since: wall-clock time before the import; imported files are older.
     """
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -94,48 +123,145 @@ def sources(folder: Path, *, since: float) -> str | None:
 
 
 def file_of(folder: Path, key: str) -> Path:
-    """Returns where the programs of a key are kept."""
+    """Returns the file of a key's program."""
     return folder / f"{key}{SUFFIX}"
 
 
-def dump(program: Any) -> bytes:
-    """Returns a file's content.
+def can_be_kept() -> bool:
+    """Returns whether this version of JAX has the internals that `dump` and `load` rely on."""
+    return {field.name for field in fields(pxla.UnloadedMeshExecutable)} == FIELDS
+
+
+def dump(program: Any, signature: Signature) -> bytes:
+    """Returns the content of a program's file.
+
+    Args:
+      program: a jax.stages.Compiled.
+      signature: what it was traced with.
 
     Raises:
-      Unusable: XLA can't turn the program into bytes.
+      Unusable: XLA can't turn the program into bytes, or `load` could not call it.
     """
+    if not can_be_kept():
+        raise Unusable(f"jax {jax.__version__} describes compiled programs in another form")
     try:
-        content = pickle.dumps(serialize_executable.serialize(program))
+        description = _description(program, signature)
+        executable = program.runtime_executable().serialize()
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        raise Unusable(f"XLA does not hand it out: {error}") from error
+        raise Unusable(f"XLA can't serialise it: {error}") from error
+    content = json.dumps(description).encode() + b"\n" + executable
     return MAGIC + hashlib.sha256(content).digest() + content
 
 
-def load(data: bytes, devices: Sequence[Any]) -> Any:
-    """Returns the compiled program of a file's content.
+def _description(program: Any, signature: Signature) -> dict[str, Any]:
+    """Returns what neither the executable nor the signature says.
 
     Raises:
-      Unusable: it is damaged, or this machine does not take it.
+      Unusable: the program differs from its signature, or is of a kind that `load` can't call.
+    """
+    unloaded = program._executable._unloaded_executable
+    named = ("unordered_effects", "ordered_effects", "host_callbacks", "keepalive", "mut")
+    has = [name for name in named if getattr(unloaded, name)]
+    has += ["const_args"] * bool(program._params.const_args)
+    has += ["layouts"] * any(layout is not None for layout in unloaded.dispatch_in_layouts)
+    if has or not unloaded.committed:
+        raise Unusable(f"it has {', '.join(has) or 'no devices of its own'}")
+    arguments = jax.tree.leaves(signature.arguments)
+    results, out_tree = jax.tree.flatten(signature.results)
+    kept = sorted(unloaded.kept_var_idx)
+    placed = [
+        *zip(unloaded.input_avals, unloaded.input_shardings, strict=True),
+        *zip(unloaded.output_avals, unloaded.output_shardings, strict=True),
+    ]
+    asked = [*(arguments[index].sharding for index in kept), *results]
+    if (program.in_tree, program.out_tree) != (signature.in_tree(), out_tree) or not all(
+        found.is_equivalent_to(sharding, aval.ndim)
+        for (aval, found), sharding in zip(placed, asked, strict=True)
+    ):
+        raise Unusable("it is not called as its signature says")
+    donated = [info.donated for info in jax.tree.leaves(program.args_info)]
+    return {
+        "name": unloaded.name,
+        "arguments": [[list(leaf.shape), str(leaf.dtype)] for leaf in arguments],
+        "donated": [index for index, is_donated in enumerate(donated) if is_donated],
+        "used": kept,
+        "results": [[list(a.shape), str(a.dtype), a.weak_type] for a in unloaded.output_avals],
+    }
+
+
+def load(data: bytes, signature: Signature, devices: Sequence[Any]) -> Any:
+    """Returns the compiled program in a file's content.
+
+    Raises:
+      Unusable: the content is damaged, it is called otherwise, or this machine can't load it.
     """
     head, content = data[: len(MAGIC) + 32], data[len(MAGIC) + 32 :]
     if head != MAGIC + hashlib.sha256(content).digest():
-        raise Unusable("its content is not what was written")
+        raise Unusable("its content does not match its digest")
     try:
-        parts = pickle.loads(content)
-        return serialize_executable.deserialize_and_load(*parts, execution_devices=devices)
+        line, _, executable = content.partition(b"\n")
+        return _compiled(json.loads(line), executable, signature, devices)
     except (
         jax.errors.JaxRuntimeError,
-        *(pickle.UnpicklingError, ValueError, TypeError, KeyError, AttributeError, ImportError),
+        *(ValueError, TypeError, KeyError, IndexError, AttributeError),
     ) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise Unusable(f"it can't be loaded here: {first[:200]}") from error
 
 
+def _compiled(
+    description: Mapping[str, Any], executable: bytes, signature: Signature, devices: Sequence[Any]
+) -> Any:
+    """Returns the jax.stages.Compiled that JAX itself would make of a compilation."""
+    arguments = jax.tree.leaves(signature.arguments)
+    if [[list(leaf.shape), str(leaf.dtype)] for leaf in arguments] != description["arguments"]:
+        raise ValueError("its arguments have other shapes")
+    shardings, out_tree = jax.tree.flatten(signature.results)
+    results = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
+        for (shape, dtype, weak), sharding in zip(description["results"], shardings, strict=True)
+    ]
+    in_avals: list[Any] = [core.shaped_abstractify(leaf) for leaf in arguments]
+    out_avals: list[Any] = [core.shaped_abstractify(result) for result in results]
+    used = description["used"]
+    device_list = xla_client.DeviceList(tuple(devices))
+    backend = devices[0].client
+    unloaded = pxla.UnloadedMeshExecutable(
+        xla_executable=backend.deserialize_executable(executable, executable_devices=device_list),
+        device_list=device_list,
+        backend=backend,
+        input_avals=[in_avals[index] for index in used],
+        input_shardings=[arguments[index].sharding for index in used],
+        output_avals=out_avals,
+        output_shardings=shardings,
+        committed=True,
+        name=description["name"],
+        unordered_effects=[],
+        ordered_effects=[],
+        keepalive=[],
+        host_callbacks=[],
+        kept_var_idx=set(used),
+        mut=None,
+        xla_in_layouts=[None] * len(used),  # All are the default ones: see _description.
+        dispatch_in_layouts=[None] * len(used),
+        xla_out_layouts=[None] * len(results),
+        all_args_info=pxla.AllArgsInfo(
+            in_avals, core.DebugInfo("jit", description["name"], None, None)
+        ),
+        pgle_profiler=None,
+    )
+    infos = [
+        stages.ArgInfo(aval, index in description["donated"]) for index, aval in enumerate(in_avals)
+    ]
+    args_info = jax.tree.unflatten(signature.in_tree(), infos)
+    return jax.stages.Compiled(unloaded.load(), [], args_info, out_tree, no_kwargs=False)
+
+
 def keep(folder: Path, key: str, data: bytes, *, most: int) -> None:
-    """Writes a file, and removes the oldest of more than `most`.
+    """Writes the file of a key, and removes the oldest files beyond `most`.
 
     Raises:
-      TypedEnd: storage refuses.
+      RunError: storage refuses the write.
     """
     files.make_dir(folder)
     files.replace(file_of(folder, key), data)
@@ -150,12 +276,12 @@ def keep(folder: Path, key: str, data: bytes, *, most: int) -> None:
 
 
 def read(folder: Path, key: str) -> bytes | None:
-    """Returns the content of a key's file; None: there is none.
+    """Returns the content of a key's file, or None if there is no file.
 
     Raises:
-      Unusable: storage does not give it.
+      Unusable: storage refuses the read.
     """
     try:
         return files.read(file_of(folder, key))
-    except (TypedEnd, OSError) as error:
+    except (RunError, OSError) as error:
         raise Unusable(str(error)) from error

@@ -1,9 +1,9 @@
-"""What gradient norms are usual: a statistic inside the step that is robust against what it judges.
+"""Running statistics of the gradient norm inside the step, robust against spikes.
 
-The logarithm of the norm has an exponentially weighted mean and variance. A norm counts for no more
-than the clip band, so that a spike, or a row of them, can't make itself usual at once; one that is
-not finite does not count at all, so that it blinds no later comparison. After ZClip (arXiv
-2504.02507), with the logarithm, since norms spread by factors.
+The statistics are an exponentially weighted mean and variance of the norm's logarithm. A norm is
+limited to the clip band before it is added, so that one spike, or several in a row, do not become
+usual at once. A norm that is not finite is not added, so that later comparisons remain valid. After
+ZClip (arXiv 2504.02507), with the logarithm, because norms vary by factors.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from jaxtyping import Array, Float
 from jaxres.config.schema_training import SpikesSection
 
 MIN_DEVIATION = 0.2
-"""Of the logarithm: norms that hardly vary make a change by a tenth no spike."""
+"""Least deviation of the logarithm: a change by a tenth is no spike if norms hardly vary."""
 
 
 def init() -> dict[str, jax.Array]:
-    """Returns the statistic before the first step; scalars, float32 and int32."""
+    """Returns the statistics before the first step; scalars, float32 and int32."""
     zero = jnp.zeros((), jnp.float32)
     return {"count": jnp.zeros((), jnp.int32), "mean": zero, "variance": zero}
 
 
 def score(norms: Any, norm: Float[Array, ""], section: SpikesSection) -> Float[Array, ""]:
-    """Returns by how many deviations a norm is larger than usual; 0 during the warm-up."""
+    """Returns the number of deviations by which a norm exceeds the usual; 0 in the warm-up."""
     above = (_log(norm) - norms["mean"]) / _deviation(norms)
     return jnp.where(norms["count"] >= section.warmup_steps, above, 0.0)
 
 
 def limit(norms: Any, section: SpikesSection) -> Float[Array, ""]:
-    """Returns the norm at the clip band's upper end; infinite during the warm-up."""
+    """Returns the norm at the edge of the clip band; infinite during the warm-up."""
     edge = jnp.exp(norms["mean"] + section.clip_deviations * _deviation(norms))
     return jnp.where(norms["count"] >= section.warmup_steps, edge, jnp.inf)
 
 
-def after(norms: Any, norm: Float[Array, ""], section: SpikesSection) -> dict[str, jax.Array]:
-    """Returns the statistic with one more norm, which counts as `limit` at most."""
+def update(norms: Any, norm: Float[Array, ""], section: SpikesSection) -> dict[str, jax.Array]:
+    """Returns the statistics with one more norm, limited to `limit`."""
     count = norms["count"] + 1
     share = jnp.maximum(1.0 / count, 1.0 / section.window_steps)
     delta = _log(jnp.minimum(norm, limit(norms, section))) - norms["mean"]

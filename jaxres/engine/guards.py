@@ -1,12 +1,11 @@
-"""Guards: pure pairs on numbers. The gravest verdict of all guards over all steps stands.
+"""Guards: pure functions that judge each step; the most severe verdict takes effect.
 
-A guard reads no clock, signal or device, and remembers only finite numbers; what it remembers is
-part of Progress, so that a resumed run decides alike.
+A guard reads no clock, signal or device. Its memory has only finite numbers and is part of
+Progress, so that a resumed run decides in the same way.
 
-Home of: preemption. Home of: operators_stop. A stop that was asked for becomes a verdict. Pure.
-
-Ctrl-C and RUN_DIR/stop are the operator's; SIGTERM and the notices of the machine are preemptions.
-Who watches for them, and how much time they leave, is the door's business (`supervise.notices`).
+Home of: preemption. Home of: operators_stop. `judge` turns a requested stop into a verdict. Ctrl-C
+and RUN_DIR/stop are operator's stops; SIGTERM and notices of the machine are preemptions. The
+supervisor watches for them and computes the time that they leave (`supervisor.preemption`).
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxres.faults import Continue, Exit, LeaveOut, Rollback, Stop, Verdict, Warned, fault
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import Continue, RollbackRun, SkipRows, StopRun, Verdict, Warn, fault
 
-Memory = Mapping[str, Any]
-"""Finite numbers, and lists of them, as JSON brings them back."""
+GuardState = Mapping[str, Any]
+"""Finite numbers and lists of them, as they are after a round trip through JSON."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What the guards may know of one finished step."""
+class StepObservation:
+    """Observations of one completed step, the input of the guards."""
 
     step: int
     rows: tuple[int, int]
@@ -31,45 +31,45 @@ class Seen:
     loss: float
     grad_norm: float
     spike_score: float
-    """Deviations by which the gradient's norm is larger than usual; see norms.py."""
+    """Deviations by which the gradient norm exceeds the usual; see grad_norm_stats.py."""
     applied: bool
-    """Whether the update was applied; False: it was masked."""
+    """Whether the update was applied (False: masked)."""
     state_is_finite: bool
     """Whether parameters and optimizer state are all finite after the step."""
     backs_off: bool = False
-    """Whether the loss scale was too large for the step's gradient, and is halved for it."""
+    """Whether the gradient overflowed because of the loss scale, which is therefore halved."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A pair of pure functions and the name under which its memory is saved."""
+    """A guard: two pure functions, and the name under which its memory is saved."""
 
     name: str
-    init: Callable[[], Memory]
-    judge: Callable[[Memory, Seen], tuple[Memory, Verdict]]
+    init: Callable[[], GuardState]
+    judge: Callable[[GuardState, StepObservation], tuple[GuardState, Verdict]]
 
 
-def gravest(verdicts: Sequence[Verdict]) -> Verdict:
-    """Returns the verdict that stands; of equally grave ones the first.
+def most_severe(verdicts: Sequence[Verdict]) -> Verdict:
+    """Returns the most severe verdict; of equally severe ones the first.
 
-    Continue < a warning < rows to leave out < a stop that saves < one that has no time to < rows to
-    leave out where steps were computed without them < a rollback < a stop for a state that is
-    unfit: a notice that comes together with a spike must not save the spiked state.
+    In ascending severity: Continue; a warning; rows to skip; a stop that saves; a stop without time
+    to save; rows to skip although steps were computed without them; a rollback; a stop whose state
+    is unusable. So a preemption notice together with a spike does not save the spiked state.
 
-    >>> gravest([Continue(), Continue()])
+    >>> most_severe([Continue(), Continue()])
     Continue()
     """
-    return max(verdicts, key=_gravity, default=Continue())
+    return max(verdicts, key=_severity, default=Continue())
 
 
-def _gravity(verdict: Verdict) -> int:
+def _severity(verdict: Verdict) -> int:
     if isinstance(verdict, Continue):
         return 0
-    if isinstance(verdict, Warned):
+    if isinstance(verdict, Warn):
         return 1
-    if isinstance(verdict, LeaveOut):
+    if isinstance(verdict, SkipRows):
         return 2 if verdict.state_is_good else 5
-    if isinstance(verdict, Rollback):
+    if isinstance(verdict, RollbackRun):
         return 6
     if verdict.fault.state_is_good:
         return 3 if verdict.has_time else 4
@@ -77,42 +77,42 @@ def _gravity(verdict: Verdict) -> int:
 
 
 def judge_step(
-    guards: Sequence[Guard], memory: Mapping[str, Memory], seen: Seen
-) -> tuple[dict[str, Memory], Verdict]:
-    """Folds all guards over one step."""
-    after: dict[str, Memory] = {}
+    guards: Sequence[Guard], memory: Mapping[str, GuardState], seen: StepObservation
+) -> tuple[dict[str, GuardState], Verdict]:
+    """Applies all guards to one step; returns their memories and the most severe verdict."""
+    after: dict[str, GuardState] = {}
     verdicts = []
     for guard in guards:
         after[guard.name], verdict = guard.judge(memory.get(guard.name) or guard.init(), seen)
         verdicts.append(verdict)
-    return after, gravest(verdicts)
+    return after, most_severe(verdicts)
 
 
 def only_warns(guard: Guard, key: str) -> Guard:
-    """Returns a guard that remembers alike and does nothing: what it would do it says."""
+    """Returns a guard with the same memory that only warns of what the given guard would do."""
 
-    def judge(memory: Memory, seen: Seen) -> tuple[Memory, Verdict]:
+    def judge(memory: GuardState, seen: StepObservation) -> tuple[GuardState, Verdict]:
         after, verdict = guard.judge(memory, seen)
         if isinstance(verdict, Continue):
             return after, verdict
         would = "the run would end"
-        if isinstance(verdict, Rollback):
-            would = f"training would go back to before step {verdict.onset}"
-        return after, Warned(f"{verdict.reason}: {would} ({key})")
+        if isinstance(verdict, RollbackRun):
+            would = f"training would roll back to before step {verdict.onset}"
+        return after, Warn(f"{verdict.reason}: {would} ({key})")
 
     return Guard(guard.name, init=guard.init, judge=judge)
 
 
-def judge(asked: Exit | None, *, has_time: bool = True) -> Verdict:
-    """Returns the verdict on what was asked: nothing, or a stop.
+def judge(request: ExitCode | None, *, has_time: bool = True) -> Verdict:
+    """Returns the verdict on a requested stop; Continue if none is requested.
 
     Args:
-      asked: how the run was asked to end.
-      has_time: whether there is time to save first; else only a save in flight is finished.
+      request: the exit code of the requested stop.
+      has_time: whether there is time to save first; otherwise only a save in flight is finished.
     """
-    if asked is None:
+    if request is None:
         return Continue()
-    if asked == Exit.PREEMPTED:
-        words = "asked by SIGTERM" if has_time else "asked to leave: no time for another save"
-        return Stop(fault("preemption"), words, has_time)
-    return Stop(fault("operators_stop"), "asked by the operator", has_time)
+    if request == ExitCode.PREEMPTED:
+        reason = "requested by SIGTERM" if has_time else "preempted: no time for another save"
+        return StopRun(fault("preemption"), reason, has_time)
+    return StopRun(fault("operators_stop"), "requested by the operator", has_time)

@@ -1,10 +1,9 @@
-"""The loss scale of a run that computes in float16, inside the step: part of what is saved.
+"""Dynamic loss scale of a run that computes in float16; part of the saved state.
 
 The backward pass starts from a factor, a power of two, and every microbatch's gradient is divided
-by it in float32 before anything looks at it: exact, unless a number leaves float16's range. A
-gradient that is not finite although the loss is halves the factor; long rows of steps without one
-double it.
-(arXiv 1710.03740, section 3.2; PyTorch's GradScaler)
+by it in float32 before use. This is exact unless a number leaves float16's range. If the gradient
+is not finite although the loss is, the factor is halved; after many steps without such an overflow
+it is doubled. (arXiv 1710.03740, section 3.2; PyTorch's GradScaler)
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from jaxtyping import Array, Bool, Float
 from jaxres.config.schema_training import LEAST, MOST, LossScaleSection
 
 EXPONENT = 0x7F800000
-"""The bits of a float32 that have its power of two."""
+"""Bit mask of the exponent of a float32."""
 
 
 def init(section: LossScaleSection | None) -> dict[str, jax.Array] | None:
-    """Returns the scale before the first step: float32 and int32; None for a run without one."""
+    """Returns the scale before the first step, float32 and int32; None for a run without one."""
     if section is None:
         return None
     factor = jnp.asarray(section.first, jnp.float32)
@@ -31,10 +30,10 @@ def init(section: LossScaleSection | None) -> dict[str, jax.Array] | None:
 
 
 def value_and_grad(loss_sum: Callable[..., Any], factor: Float[Array, ""]) -> Callable[..., Any]:
-    """Is jax.value_and_grad(loss_sum, has_aux=True), whose backward pass is scaled.
+    """Returns jax.value_and_grad(loss_sum, has_aux=True) with a scaled backward pass.
 
-    The factor multiplies the mean over a microbatch, but for less than a factor of two: its weight,
-    the first of `aux`, is rounded down to a power of two.
+    The factor multiplies the mean over a microbatch to within a factor of two: the microbatch's
+    weight, the first of `aux`, is rounded down to a power of two.
     """
 
     def gradient(params: Any, *more: Any) -> Any:
@@ -47,14 +46,14 @@ def value_and_grad(loss_sum: Callable[..., Any], factor: Float[Array, ""]) -> Ca
 
 
 def overflowed(loss: Float[Array, ""], grad_norm: Float[Array, ""]) -> Bool[Array, ""]:
-    """Says whether the backward pass alone is at fault: the forward one knows of no factor."""
+    """Returns whether only the backward pass overflowed, which alone depends on the factor."""
     return jnp.isfinite(loss) & ~jnp.isfinite(grad_norm)
 
 
-def after(
+def update(
     scale: Any, *, loss: Float[Array, ""], grad_norm: Float[Array, ""], section: LossScaleSection
 ) -> dict[str, jax.Array]:
-    """Returns the scale after a step; a loss that is not finite tells nothing about it."""
+    """Returns the scale after a step; a step whose loss is not finite does not change it."""
     factor, good = scale["factor"], scale["good_steps"] + 1
     grows = good >= section.grow_every_steps
     grown = {
@@ -62,12 +61,12 @@ def after(
         "good_steps": jnp.where(grows, 0, good),
     }
     halved = {"factor": jnp.maximum(factor / 2, LEAST), "good_steps": jnp.zeros((), jnp.int32)}
-    backs_off, tells = overflowed(loss, grad_norm), jnp.isfinite(loss)
+    backs_off, is_valid = overflowed(loss, grad_norm), jnp.isfinite(loss)
     new = jax.tree.map(lambda h, g: jnp.where(backs_off, h, g), halved, grown)
-    return jax.tree.map(lambda n, o: jnp.where(tells, n, o), new, dict(scale))
+    return jax.tree.map(lambda n, o: jnp.where(is_valid, n, o), new, dict(scale))
 
 
 def _power_of_two(number: Float[Array, ""]) -> Float[Array, ""]:
-    """Rounds down to a power of two, exactly, as no logarithm does."""
+    """Returns the number rounded down to a power of two, exactly (a logarithm would round)."""
     bits = jax.lax.bitcast_convert_type(number, jnp.int32) & EXPONENT
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,4 +1,4 @@
-"""Devices -> Mesh, and the one table of logical-axis -> mesh-axis rules.
+"""The device mesh, the rules from logical dims to mesh axes, and the placement of batches.
 
 An *axis* is a mesh axis, a *dim* is a tensor dimension.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from jaxres.config.schema import MeshSection
 from jaxres.engine import mesh_plan
-from jaxres.engine.mesh_plan import AXES, Plan
+from jaxres.engine.mesh_plan import AXES, MeshPlan
 
 BATCH_AXES = ("data", "fsdp")
 AUTO = (AxisType.Auto,) * len(AXES)
@@ -28,7 +28,7 @@ RULES: dict[str, str] = {
     "heads": "tensor",
     "kv_heads": "tensor",
 }
-"""Logical dim -> mesh axis; a logical name that is not here is never split."""
+"""Logical dim -> mesh axis; a logical name that is not listed is never split."""
 
 
 def build(section: MeshSection, *, devices: Sequence[Any]) -> Mesh:
@@ -38,26 +38,26 @@ def build(section: MeshSection, *, devices: Sequence[Any]) -> Mesh:
       ConfigError: the axes do not multiply to the number of devices.
     """
     sizes = mesh_plan.axis_sizes(section, num_devices=len(devices))
-    return Mesh(arranged(devices, sizes), AXES, axis_types=AUTO)
+    return Mesh(device_array(devices, sizes), AXES, axis_types=AUTO)
 
 
 def devices_in_words(mesh: Mesh) -> str:
-    """Returns how many devices of what kind there are, and on how many hosts if on several."""
+    """Returns the number and kind of devices as text, with the number of hosts if several."""
     device = mesh.devices.flat[0]
     hosts = len({each.process_index for each in mesh.devices.flat})
-    words = f"{mesh.size} x {device.platform} {device.device_kind}"
-    return words if hosts == 1 else f"{words} on {hosts} hosts"
+    text = f"{mesh.size} x {device.platform} {device.device_kind}"
+    return text if hosts == 1 else f"{text} on {hosts} hosts"
 
 
-def abstract(plan: Plan) -> Any:
-    """Returns what stands in for a Mesh whose devices are not here: to lay out and to lower."""
+def abstract(plan: MeshPlan) -> Any:
+    """Returns a mesh without devices, which suffices to compute shardings and to lower."""
     return AbstractMesh(plan.sizes, AXES, axis_types=AUTO)
 
 
-def arranged(devices: Sequence[Any], sizes: tuple[int, ...]) -> NDArray[Any]:
+def device_array(devices: Sequence[Any], sizes: tuple[int, ...]) -> NDArray[Any]:
     """Returns the devices as an array of these sizes, host by host along the last dims.
 
-    So `tensor`, which talks the most, lies inside a host wherever its size allows.
+    So the `tensor` axis, which communicates most, is inside a host if its size allows.
     """
     array = np.empty(len(devices), object)
     array[:] = sorted(devices, key=lambda device: (device.process_index, device.id))
@@ -69,16 +69,16 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def one_row_a_device(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of arrays of which every device holds one row."""
+def row_per_device(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of arrays of which each device has one row."""
     return NamedSharding(mesh, PartitionSpec(AXES))
 
 
-def keep_rows(mesh: Mesh) -> Callable[[Any], Any]:
-    """Returns what pins the first dim of activations to the devices that hold their rows.
+def pin_batch_dim(mesh: Mesh) -> Callable[[Any], Any]:
+    """Returns a function that shards the first dim of activations as the batch is sharded.
 
-    Without it XLA may follow the parameters: with an embedding split over fsdp it splits the width
-    of the activations instead of their rows, and every device holds those of the whole batch.
+    Without this constraint XLA may follow the parameters: with an embedding split over fsdp it
+    splits the width of the activations, and every device holds the activations of the whole batch.
     """
     if mesh.size == 1:
         return lambda x: x
@@ -92,19 +92,19 @@ def keep_rows(mesh: Mesh) -> Callable[[Any], Any]:
 
 
 def replicate(mesh: Mesh) -> Callable[[Any], Any]:
-    """Returns what lays an array whole on every device, inside a computation."""
+    """Returns a function that replicates an array on all devices, inside a computation."""
     if mesh.size == 1:
         return lambda x: x
     return lambda x: jax.lax.with_sharding_constraint(x, replicated(mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of arrays that every device holds whole."""
+    """Returns the sharding of arrays that are replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def param_sharding(mesh: Mesh, dims: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-    """Returns the sharding of a parameter; a dim that its mesh axis does not divide stays whole."""
+    """Returns the sharding of a parameter; a dim that its axis does not divide is not split."""
     assert len(dims) == len(shape), (dims, shape)
     used: set[str] = set()
     spec: list[str | None] = []
@@ -120,22 +120,22 @@ def param_sharding(mesh: Mesh, dims: Sequence[str | None], shape: Sequence[int])
 
 @dataclass(frozen=True)
 class LocalRows:
-    """Which rows of a global batch this process's devices compute, and so this process reads."""
+    """The rows of a global batch that this process's devices compute and this process reads."""
 
     rows: NDArray[np.int64]
     """Ascending indices into the global batch."""
     num_rows: int
-    """Of the global batch."""
+    """Number of rows of the global batch."""
 
     def place_of(self, index: slice) -> slice:
-        """Returns where the global rows of a device lie among the local ones: in one piece."""
+        """Returns the slice of the local rows that has a device's slice of the global rows."""
         start, stop, _ = index.indices(self.num_rows)
         first = int(np.searchsorted(self.rows, start))
         return slice(first, first + stop - start)
 
 
 def hosts_of_rows(mesh: Mesh, num_rows: int) -> tuple[int, ...]:
-    """Returns which process computes each row of a batch; the lowest where several do."""
+    """Returns the process that computes each row of a batch; the lowest if several do."""
     hosts = [mesh.devices.size] * num_rows
     for device, index in batch_sharding(mesh).devices_indices_map((num_rows,)).items():
         for row in range(*index[0].indices(num_rows)):
@@ -144,13 +144,13 @@ def hosts_of_rows(mesh: Mesh, num_rows: int) -> tuple[int, ...]:
 
 
 def local_rows(mesh: Mesh, num_rows: int) -> LocalRows:
-    """Returns the rows of a batch that this process's devices compute, each of them once."""
+    """Returns the rows of a batch that this process's devices compute, without repetition."""
     indices = batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
     return rows_of([index for index in indices if index is not None], num_rows)
 
 
 def rows_of(indices: Iterable[tuple[slice, ...]], num_rows: int) -> LocalRows:
-    """Returns the rows that some devices compute, by what each of them takes of the batch."""
+    """Returns the rows that some devices compute, from each device's index into the batch."""
     taken = [np.arange(*index[0].indices(num_rows), dtype=np.int64) for index in indices]
     return LocalRows(np.unique(np.concatenate(taken)), num_rows)
 
@@ -158,12 +158,12 @@ def rows_of(indices: Iterable[tuple[slice, ...]], num_rows: int) -> LocalRows:
 def place_batch(
     mesh: Mesh, arrays: Mapping[str, np.ndarray], *, local: LocalRows | None = None
 ) -> dict[str, jax.Array]:
-    """Puts the rows of a global batch on the devices that compute them.
+    """Places the rows of a global batch on the devices that compute them.
 
     Args:
       mesh: the devices.
-      arrays: of the local rows.
-      local: which rows of the global batch those are; None: all.
+      arrays: arrays of the local rows.
+      local: the local rows' indices in the global batch; None: all rows.
     """
     sharding = batch_sharding(mesh)
     if local is None or len(local.rows) == local.num_rows:
@@ -175,11 +175,11 @@ def place_batch(
         }
     shapes = {name: (local.num_rows, *array.shape[1:]) for name, array in arrays.items()}
     return {
-        name: jax.make_array_from_callback(shapes[name], sharding, _piece_of(array, local))
+        name: jax.make_array_from_callback(shapes[name], sharding, _local_part(array, local))
         for name, array in arrays.items()
     }
 
 
-def _piece_of(array: NDArray[Any], local: LocalRows) -> Callable[[Any], NDArray[Any]]:
-    """Returns the function from what a device takes of the global array to its numbers."""
+def _local_part(array: NDArray[Any], local: LocalRows) -> Callable[[Any], NDArray[Any]]:
+    """Returns the function from a device's index into the global array to its numbers."""
     return lambda index: array[local.place_of(index[0])]

@@ -1,6 +1,6 @@
-"""How devices share the work: sizes of the mesh's axes, parts of the batch, and what will do.
+"""The mesh plan: sizes of the mesh axes, parts of the batch, and feasible numbers of devices.
 
-Pure numbers, known before a device is touched: launchers ask it which number of hosts will do.
+Pure arithmetic without devices, which launchers use to choose a number of hosts.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from jaxres.config.schema import CustomModel, GptModel, MeshSection, MlpModel, T
 from jaxres.faults import ConfigError
 
 AXES = ("data", "fsdp", "tensor")
-"""Of the mesh, in the order of its dims: neighbours along `tensor` are neighbours in a host."""
+"""Axes of the mesh in the order of its dims; neighbours along `tensor` are on one host."""
 NUM_NAMED = 8
-"""Feasible counts that an error names, the nearest ones."""
+"""Feasible numbers of devices that an error lists; the nearest ones."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One global batch over devices: microbatches x rows_per_device x batch_shards = its rows."""
+class MeshPlan:
+    """The split of a global batch: its rows = microbatches x rows_per_device x batch_shards."""
 
     data: int
     fsdp: int
@@ -36,12 +36,12 @@ class Plan:
 
     @property
     def batch_shards(self) -> int:
-        """Into how many parts the rows of a batch are split."""
+        """Number of parts into which the rows of a batch are split."""
         return self.data * self.fsdp
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of a microbatch, over all devices."""
+        """Rows of a microbatch over all devices."""
         return self.rows_per_device * self.batch_shards
 
     @property
@@ -51,8 +51,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Misfit:
-    """Why a number of devices will not do."""
+class Infeasible:
+    """The reason why a number of devices is infeasible."""
 
     reason: str
 
@@ -64,25 +64,25 @@ def plan(
     *,
     num_devices: int,
     num_hosts: int = 1,
-) -> Plan:
-    """Returns how all `num_devices` devices, evenly spread over the hosts, share a batch.
+) -> MeshPlan:
+    """Returns how `num_devices` devices, evenly spread over the hosts, share a batch.
 
-    The global batch stays what the config says. Where train.max_rows_per_device bounds the rows,
-    the microbatches are the fewest from train.microbatches on that keep to it.
+    The global batch is always the configured one. If train.max_rows_per_device limits the rows, the
+    number of microbatches is the smallest from train.microbatches on that respects the limit.
 
     Raises:
-      ConfigError: something does not divide; it names what, and which numbers of devices will do.
+      ConfigError: a size does not divide; the message names it and lists feasible numbers.
     """
-    found = _fit(mesh, train, model, num_devices)
-    if isinstance(found, Plan):
-        return found
+    result = _fit(mesh, train, model, num_devices)
+    if isinstance(result, MeshPlan):
+        return result
     per_host = num_devices // num_hosts
     where, step = _count(num_devices, "device"), 1
     if num_hosts > 1:
         step = per_host
         where = f"{_count(num_hosts, 'host')} x {_count(per_host, 'device')}"
     fitting = feasible(mesh, train, model, limit=max(64, 8 * num_devices), multiple_of=step)
-    raise ConfigError(f"{where}: {found.reason}; feasible: {_nearest(fitting, num_devices)}")
+    raise ConfigError(f"{where}: {result.reason}; feasible: {_nearest(fitting, num_devices)}")
 
 
 def feasible(
@@ -93,14 +93,14 @@ def feasible(
     limit: int,
     multiple_of: int = 1,
 ) -> tuple[int, ...]:
-    """Returns the numbers of devices up to `limit` that will do; multiples of the devices a host.
+    """Returns the feasible numbers of devices up to `limit`, as multiples of `multiple_of`.
 
     >>> train = TrainSection(steps=1, global_batch_size=6)
     >>> feasible(MeshSection(), train, MlpModel(), limit=8)
     (1, 2, 3, 6)
     """
     counts = range(multiple_of, limit + 1, multiple_of)
-    return tuple(n for n in counts if isinstance(_fit(mesh, train, model, n), Plan))
+    return tuple(n for n in counts if isinstance(_fit(mesh, train, model, n), MeshPlan))
 
 
 def largest(
@@ -111,21 +111,21 @@ def largest(
     num_hosts: int,
     devices_per_host: int,
 ) -> int:
-    """Returns the largest number of hosts, of the `num_hosts` that came back, that will do.
+    """Returns the largest feasible number of hosts, at most `num_hosts`.
 
     Raises:
-      ConfigError: not even one host will do.
+      ConfigError: no number of hosts is feasible.
     """
     for hosts in range(num_hosts, 0, -1):
-        if isinstance(_fit(mesh, train, model, hosts * devices_per_host), Plan):
+        if isinstance(_fit(mesh, train, model, hosts * devices_per_host), MeshPlan):
             return hosts
     all_devices = num_hosts * devices_per_host
     plan(mesh, train, model, num_devices=all_devices, num_hosts=num_hosts)
-    raise AssertionError("a plan for all hosts, though none was found")
+    raise AssertionError("plan() must have raised: no number of hosts is feasible")
 
 
 def axis_sizes(mesh: MeshSection, *, num_devices: int) -> tuple[int, int, int]:
-    """Returns the size of each of AXES; -1 becomes all the rest.
+    """Returns the size of each of AXES; -1 becomes the number of remaining devices.
 
     Raises:
       ConfigError: the axes do not multiply to the number of devices.
@@ -137,15 +137,15 @@ def axis_sizes(mesh: MeshSection, *, num_devices: int) -> tuple[int, int, int]:
         raise ConfigError(
             f"mesh: {' x '.join(f'{name}={size}' for name, size in sizes.items())} does not make "
             f"{num_devices} device(s). Give axes whose product is {num_devices}; one may be -1 "
-            "(all the rest)"
+            "(all remaining devices)"
         )
     return data, fsdp, tensor
 
 
-def crosses_hosts(plan: Plan, *, devices_per_host: int) -> str | None:
-    """Returns what is slow about a tensor axis that does not lie inside hosts, and what to do.
+def crosses_hosts(plan: MeshPlan, *, devices_per_host: int) -> str | None:
+    """Returns a warning if the tensor axis spans hosts, with the remedy; otherwise None.
 
-    >>> crosses_hosts(Plan(1, 1, 8, 1, 1), devices_per_host=8) is None
+    >>> crosses_hosts(MeshPlan(1, 1, 8, 1, 1), devices_per_host=8) is None
     True
     """
     if devices_per_host % plan.tensor == 0:
@@ -163,14 +163,14 @@ def _fit(
     train: TrainSection,
     model: GptModel | MlpModel | CustomModel,
     num_devices: int,
-) -> Plan | Misfit:
+) -> MeshPlan | Infeasible:
     try:
         data, fsdp, tensor = axis_sizes(mesh, num_devices=num_devices)
     except ConfigError as error:
-        return Misfit(str(error))
+        return Infeasible(str(error))
     if isinstance(model, GptModel) and tensor not in model.tensor_sizes():
         heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
-        return Misfit(
+        return Infeasible(
             f"mesh.tensor={tensor} must divide model.num_heads={heads} and "
             f"model.num_kv_heads={groups}: choose mesh.tensor from "
             f"{', '.join(map(str, model.tensor_sizes()))}"
@@ -178,22 +178,22 @@ def _fit(
     shards, batch = data * fsdp, train.global_batch_size
     if batch % shards:
         below = batch // shards * shards
-        return Misfit(
+        return Infeasible(
             f"train.global_batch_size={batch} can't be split over mesh.data x mesh.fsdp = {shards} "
             f"(a new run: try {f'{below} or ' if below else ''}{below + shards})"
         )
     microbatches = _microbatches(train, batch // shards)
     if microbatches is None:
-        return Misfit(
+        return Infeasible(
             f"train.microbatches={train.microbatches} does not divide the {batch // shards} rows "
             f"of a device (train.global_batch_size={batch} over mesh.data x mesh.fsdp = {shards}). "
-            "Change it, or set train.max_rows_per_device, which chooses the parts by itself"
+            "Change it, or set train.max_rows_per_device, which then determines the microbatches"
         )
-    return Plan(data, fsdp, tensor, microbatches, batch // shards // microbatches)
+    return MeshPlan(data, fsdp, tensor, microbatches, batch // shards // microbatches)
 
 
 def _microbatches(train: TrainSection, rows: int) -> int | None:
-    """Returns the parts in which a device computes its rows, None if there is no such number."""
+    """Returns the number of microbatches for a device's rows, or None if no number is feasible."""
     bound = train.max_rows_per_device
     if bound is None:
         return None if rows % train.microbatches else train.microbatches
@@ -209,7 +209,7 @@ def _nearest(counts: tuple[int, ...], num_devices: int) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    """Counts things.
+    """Returns a number with its noun.
 
     >>> _count(1, "host"), _count(5, "host")
     ('1 host', '5 hosts')

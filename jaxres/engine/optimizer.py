@@ -1,11 +1,10 @@
-"""The optimizer: learning rate, clipping and direction, each a pure function of its arguments.
+"""The optimizer: learning rate, gradient clipping and update direction, as pure functions.
 
-The step applies `p - learning_rate(step) * direction` itself, so that the rate follows the run's
-step and not a count of optax's own, which a masked step would leave behind.
+The step itself applies `p - learning_rate(step) * direction`, so that the rate follows the run's
+step. A count inside optax's state would lag behind after masked steps.
 
-The learning rate after rollbacks: a factor that enters the step, so nothing is compiled anew.
-
-Which factor holds at which step, the run log says (`Line.rate_factor`).
+After a rollback the learning rate has a factor. It is an input of the step, so that a new factor
+needs no compilation. The run history defines the factor of each step (`Line.rate_factor`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from jaxres.engine import mesh as meshes
 Tree = dict[str, Any]
 """Nested plain dict, as models.Params."""
 Rate = Callable[[Int[Array, ""]], Float[Array, ""]]
-"""Learning rate of a step, float32; the step counts the batches consumed before it."""
+"""Learning rate of a step, float32; the step is the number of batches consumed before it."""
 
 
 def learning_rate(
@@ -44,11 +43,11 @@ def learning_rate(
     peak: float,
     total_steps: int,
 ) -> Rate:
-    """Builds the learning rate: linear from 0 to the peak, then as the schedule says.
+    """Returns the learning rate: a linear warm-up from 0 to the peak, then the schedule.
 
-    From the horizon on (`horizon_steps`, else `total_steps`) it keeps the final value. The warm-up
-    is rounded down to whole steps; where it takes the whole horizon nothing is left to decay in,
-    and the rate steps to its final value.
+    From the horizon on (`horizon_steps`, else `total_steps`) it is constant at the final value. The
+    warm-up is rounded down to whole steps. If the warm-up takes the whole horizon there is no
+    decay, and the rate jumps to its final value.
     """
     horizon = schedule.horizon_steps or total_steps
     warmup = int(schedule.warmup_fraction * horizon + 1e-6)  # 0.29 * 100 is 28.999999999999996
@@ -61,7 +60,7 @@ def learning_rate(
 def _after_warmup(
     schedule: CosineSchedule | LinearSchedule | ConstantSchedule, *, peak: float, steps: int
 ) -> optax.Schedule:
-    """Builds the rate from the end of the warm-up, over `steps`, which may be 0."""
+    """Returns the rate from the end of the warm-up on, over `steps` steps (0 is allowed)."""
     if isinstance(schedule, ConstantSchedule):
         return optax.constant_schedule(peak)
     if steps == 0:
@@ -72,10 +71,10 @@ def _after_warmup(
 
 
 def matrices(axes: Tree) -> Tree:
-    """Marks the leaves to decay: those of two dims or more, not counting "layers".
+    """Returns a mask of the leaves to decay: those with two dims or more, apart from "layers".
 
-    Embedding and output layer are among them, as in GPT-3 and nanoGPT. A norm scale that is
-    stacked over layers has two dims, but is a vector to each of them, and is left out.
+    Embedding and output layer are included, as in GPT-3 and nanoGPT. A norm scale that is stacked
+    over layers has two dims but is a vector in each layer, so it is not decayed.
     """
     return jax.tree.map(
         lambda names: sum(name != "layers" for name in names) >= 2,
@@ -87,11 +86,11 @@ def matrices(axes: Tree) -> Tree:
 def build(
     config: AdamwOptimizer | LionOptimizer | SgdOptimizer, *, decay_mask: Tree
 ) -> optax.GradientTransformation:
-    """Builds what turns (clipped) gradients into a direction, decoupled weight decay included.
+    """Returns the transformation of clipped gradients into a direction, with decoupled decay.
 
-    `decay_mask` has a bool a parameter; see `matrices`. Unlike optax's own states this one's is
-    a plain nested dict, so that it is saved, restored and digested under these names, where
-    `...` is the parameter's path (`blocks/attention/query`):
+    `decay_mask` has one bool per parameter; see `matrices`. Unlike optax's states the state is a
+    plain nested dict, which is saved, restored and digested under these names; `...` is the
+    parameter's path (`blocks/attention/query`):
 
     - adamw: `count` (int32), `mu/...`, `nu/...` (float32)
     - lion: `count` (int32), `mu/...` (float32)
@@ -110,7 +109,7 @@ def build(
     ) -> tuple[optax.Updates, Any]:
         assert params is not None, "weight decay needs the parameters"
         updates, new = direction.update(updates, state_type(**state), params)
-        updates, _ = decay.update(updates, decay.init(params), params)  # it has no state to keep
+        updates, _ = decay.update(updates, decay.init(params), params)  # stateless
         return updates, new._asdict()
 
     return optax.GradientTransformation(init, update)
@@ -131,7 +130,7 @@ def _direction(
 
 
 def state_axes(state: Any, *, param_axes: Tree) -> Tree:
-    """Names the axes of a state that `build(...).init` made: moments are split as parameters are.
+    """Returns the axes of a state from `build(...).init`: moments have those of their parameter.
 
     >>> state_axes({"count": 0, "mu": {"w": 0.0}}, param_axes={"w": ("embed", "mlp")})
     {'count': (), 'mu': {'w': ('embed', 'mlp')}}
@@ -147,35 +146,35 @@ def square_norms(grads: Tree) -> Float[Array, " G"]:
 
 
 def clip(grads: Tree, *, norm: Float[Array, ""], max_norm: Any) -> Tree:
-    """Scales gradients of that global norm down to at most `max_norm`; None: leaves them alone.
+    """Scales gradients with the given global norm down to `max_norm`; None: no clipping.
 
-    A largest norm that is infinite leaves finite gradients their bits; a norm that is NaN makes all
-    of them NaN: nothing is hidden. (arXiv 1211.5063)
+    With an infinite `max_norm` finite gradients keep their bits. A norm that is NaN makes all
+    gradients NaN, so that it is not hidden. (arXiv 1211.5063)
     """
     if max_norm is None:
         return grads
-    # The factor is exactly 1 up to max_norm, and NaN for a norm that is.
+    # The factor is exactly 1 up to max_norm, and NaN if the norm is NaN.
     factor = jnp.where(norm <= max_norm, 1.0, max_norm / norm)
     return jax.tree.map(lambda grad: grad * factor, grads)
 
 
 def shape(section: RollbackSection | None, mesh: Mesh) -> jax.ShapeDtypeStruct | None:
-    """Returns the factor without its value; None where the config knows of no other rate."""
+    """Returns shape and sharding of the factor; None if the config never changes the rate."""
     if section is None or section.rate_factor == 1.0:
         return None
     return jax.ShapeDtypeStruct((), np.float32, sharding=meshes.replicated(mesh))
 
 
 def factors(section: RollbackSection | None, mesh: Mesh) -> Callable[[float], jax.Array | None]:
-    """Returns what lays a factor on every device, each only once; None as `shape` has it."""
+    """Returns a cached function from a factor to its replicated array, or to None as `shape`."""
     form = shape(section, mesh)
     if form is None:
         return lambda factor: None
     sharding = form.sharding
     assert sharding is not None
 
-    @functools.cache  # As many as there are rollbacks, which are bounded.
-    def laid(factor: float) -> jax.Array:
+    @functools.cache  # One entry per rollback; their number is limited.
+    def replicated_factor(factor: float) -> jax.Array:
         return jax.make_array_from_callback((), sharding, lambda index: np.float32(factor))
 
-    return laid
+    return replicated_factor

@@ -1,6 +1,6 @@
-"""What lies on every device: each array of the state, how it is split, and what could not be.
+"""Report on the sharding of the state: each array's split, memory per device, unsplit arrays.
 
-Works on shapes alone, also for a mesh whose devices are not here.
+Works on shapes alone, so also for a mesh of devices that this machine lacks.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from jaxres.engine import state as states
 from jaxres.engine.mesh import RULES
 from jaxres.engine.state import TrainState
 from jaxres.models import Model
-from jaxres.telemetry.stdio import size
+from jaxres.telemetry.stdio import format_bytes
 
 LARGE_BYTES = 64 * 2**20
 LARGE_SHARE = 0.05
-"""What is more than this a device, or than this share of its state, is worth splitting."""
+"""Bytes per device, or share of its state, above which an unsplit array causes a warning."""
 KEYS = {"embed": "model.d_model", "mlp": "model.d_ff", "vocab": "model.vocab_size"}
-"""Where the sizes of logical dims come from, in the models of this package."""
+"""Config keys that define the sizes of logical dims, in the models of this package."""
 
 
 @dataclass(frozen=True)
-class Placed:
-    """One array of the state as it lies on the devices."""
+class ShardedArray:
+    """One array of the state and its sharding."""
 
     path: str
     dims: tuple[str | None, ...]
-    """Logical names."""
+    """Logical names of its dims."""
     shape: tuple[int, ...]
     dtype: str
     spec: str
     device_bytes: int
-    """Of the part that one device holds."""
+    """Bytes of the part on one device."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """All arrays of the state on a mesh."""
 
-    arrays: tuple[Placed, ...]
+    arrays: tuple[ShardedArray, ...]
     axes: dict[str, int]
     """Devices along each mesh axis."""
 
@@ -55,14 +55,20 @@ class Layout:
 
     @property
     def global_bytes(self) -> int:
-        """Bytes of the state, every array once: about what a checkpoint takes."""
+        """Bytes of the whole state, about the size of a checkpoint."""
         return sum(math.prod(a.shape) * jax.numpy.dtype(a.dtype).itemsize for a in self.arrays)
 
     def table(self) -> str:
-        """Returns one line an array: path, global shape, type, split, bytes a device."""
+        """Returns a table with one line per array: path, shape, type, split, bytes per device."""
         head = ("array", "global shape", "type", "split", "a device")
         rows = [
-            (a.path, "x".join(map(str, a.shape)) or "()", a.dtype, a.spec, size(a.device_bytes))
+            (
+                a.path,
+                "x".join(map(str, a.shape)) or "()",
+                a.dtype,
+                a.spec,
+                format_bytes(a.device_bytes),
+            )
             for a in self.arrays
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
@@ -71,10 +77,12 @@ class Layout:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in [head, *rows]
         ]
-        return "\n".join([*lines, f"state: {size(self.device_bytes)} a device, mesh {mesh}", ""])
+        return "\n".join(
+            [*lines, f"state: {format_bytes(self.device_bytes)} a device, mesh {mesh}", ""]
+        )
 
     def warnings(self) -> list[str]:
-        """Returns what is whole on many devices although large, and what would split it."""
+        """Returns a warning for each large array that is not split, with the remedy."""
         groups: dict[tuple[str, int, str], int] = {}
         unnamed: list[str] = []
         for array in self.arrays:
@@ -84,7 +92,8 @@ class Layout:
             could_split = self.axes["fsdp"] * self.axes["tensor"] > 1
             if could_split and not any(array.dims) and self._is_large(array.device_bytes):
                 unnamed.append(
-                    f"{array.path} ({size(array.device_bytes)}) names none of its dims, so every "
+                    f"{array.path} ({format_bytes(array.device_bytes)}) names none of its dims, "
+                    "so every "
                     "device holds it whole. Name them in the model's `axes`"
                 )
         return unnamed + [
@@ -116,41 +125,41 @@ def of(shapes: TrainState, model: Model, mesh: Mesh) -> Layout:
 
 
 def save_memory(laid: Layout) -> tuple[int, int]:
-    """Returns what a save takes of this host's memory at most, and what the state does."""
+    """Returns the most host memory that a save takes, and that of the state itself, in bytes."""
     snapshot = laid.device_bytes * jax.local_device_count()
     return snapshot, snapshot if jax.default_backend() == "cpu" else 0
 
 
 def device_limit(mesh: Mesh) -> int | None:
-    """Returns the bytes that a device of this process can hold; None where it does not say."""
+    """Returns the memory of a device of this process in bytes; None if the device has no limit."""
     stats = mesh.local_devices[0].memory_stats()
     return stats.get("bytes_limit") if stats else None
 
 
 def step_bytes(compiled: Any) -> int | None:
     """Returns XLA's estimate of the bytes a device needs while a compiled step runs."""
-    found = compiled.memory_analysis()
-    if found is None:
+    analysis = compiled.memory_analysis()
+    if analysis is None:
         return None
     return (
-        found.argument_size_in_bytes
-        + found.output_size_in_bytes
-        - found.alias_size_in_bytes
-        + found.temp_size_in_bytes
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
     )
 
 
-def _placed(path: Any, leaf: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> Placed:
+def _placed(path: Any, leaf: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> ShardedArray:
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
     held = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     split = ", ".join(str(part or "-") for part in sharding.spec) or "-"
     name = "/".join(str(part.key) for part in path)
-    return Placed(name, dims, tuple(leaf.shape), str(leaf.dtype), split, held)
+    return ShardedArray(name, dims, tuple(leaf.shape), str(leaf.dtype), split, held)
 
 
-def _not_split(array: Placed, axes: dict[str, int]) -> list[tuple[str, int, str]]:
-    """Returns the dims (name, length, axis) that their axis does not divide."""
+def _not_split(array: ShardedArray, axes: dict[str, int]) -> list[tuple[str, int, str]]:
+    """Returns the dims (name, length, axis) whose length the axis does not divide."""
     return [
         (dim, length, RULES[dim])
         for dim, length in zip(array.dims, array.shape, strict=True)
@@ -162,7 +171,8 @@ def _advice(dim: str, length: int, axis: str, *, devices: int, held: int) -> str
     above = -(-length // devices) * devices
     key = f" ({KEYS[dim]})" if dim in KEYS else ""
     return (
-        f"{dim}={length}{key} is not divisible by mesh.{axis}={devices}, so arrays of {size(held)} "
+        f"{dim}={length}{key} is not divisible by mesh.{axis}={devices}, so arrays of "
+        f"{format_bytes(held)} "
         f"a device are not split over it; choose {dim}={above} in a new run, or "
         f"mesh.{axis}={math.gcd(length, devices)}"
     )

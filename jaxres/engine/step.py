@@ -1,10 +1,11 @@
 """train_step and eval_step: pure functions, compiled once before the first step.
 
-Home of: nonfinite_update. A step whose loss or gradient is not finite, or whose gradient's norm is
-far above what is usual, consumes its batch and leaves parameters and optimizer as they were, bit
-for bit, on all hosts alike; its metrics say which rows and which parameters it was.
+Home of: nonfinite_update. If the loss or the gradient of a step is not finite, or the gradient norm
+is far above the usual, the step consumes its batch but keeps parameters and optimizer state bit for
+bit, in the same way on all hosts. Its metrics list the affected rows and parameters.
 
-B rows of the global batch, A microbatches of B/A rows, G leaves of the parameters.
+Shape suffixes: B rows of the global batch, A microbatches of R = B/A rows, G leaves of the
+parameters, D devices, F flags of a host, M entries of the metrics vector.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from jaxres.engine import loss_scale as scaling
 from jaxres.engine.state import TrainState
 from jaxres.models.interface import Model, Params, anywhere
 
-Batch = Mapping[str, jax.Array]
+BatchArrays = Mapping[str, jax.Array]
 """Arrays whose first dim is the row of the global batch."""
 
 METRICS = ("loss", "grad_norm", "learning_rate", "spike_score", "applied", "state_is_finite")
-"""What the first entries of a step's metrics vector mean; the last two are 1 or 0. Behind them is
-the loss scale, if there is one."""
+"""Names of the first entries of a step's metrics vector; the last two are 1 or 0.
+
+They are followed by the loss scale, if the run has one."""
 
 Facts = Float[Array, "D F"] | None
-"""Every device's row is the word of its host; None for a host that is alone."""
+"""Flags of the hosts, one row per device; None for a single host."""
 TrainStep = Callable[..., tuple[TrainState, Float[Array, " M"]]]
 """(state, batch, facts=None, rate_factor=None) -> (state, metrics)."""
 EvalStep = Callable[..., Float[Array, " M"]]
@@ -43,40 +45,40 @@ EvalStep = Callable[..., Float[Array, " M"]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What a step has measured of itself, the same on every host."""
+class StepMetrics:
+    """The metrics of one step, the same on every host."""
 
     loss: float
-    """Weighted mean over the global batch."""
+    """Weighted mean loss over the global batch."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global gradient norm before clipping."""
     learning_rate: float
     spike_score: float
-    """Deviations by which the norm is larger than usual; see norms.py."""
+    """Deviations by which the norm exceeds the usual; see grad_norm_stats.py."""
     applied: bool
-    """Whether the update was applied; False: the state is as before, but for its key and step."""
+    """Whether the update was applied; if not, only the state's key and step change."""
     state_is_finite: bool
     """Whether parameters and optimizer state are all finite after the step."""
     bad_params: tuple[str, ...]
-    """Paths of the parameters whose gradient is not finite."""
+    """Paths of the parameters with a gradient that is not finite."""
     bad_rows: tuple[int, ...]
-    """Rows of the global batch whose loss is not finite."""
+    """Rows of the global batch with a loss that is not finite."""
     square_norms: np.ndarray = dataclasses.field(compare=False, repr=False)
-    """float32[G]: of each parameter's gradient, before clipping."""
+    """float32[G]: squared norm of each parameter's gradient, before clipping."""
     loss_scale: float | None = None
-    """What the backward pass started from; None where nothing is scaled."""
+    """Factor that scaled the backward pass; None if the run has no loss scale."""
 
     @property
     def backs_off(self) -> bool:
-        """Whether the gradient has overflowed under a scale that can still be halved."""
-        is_at_fault = math.isfinite(self.loss) and not math.isfinite(self.grad_norm)
-        return is_at_fault and self.loss_scale is not None and self.loss_scale > LEAST
+        """Whether the gradient overflowed with a scale that can still be halved."""
+        has_overflowed = math.isfinite(self.loss) and not math.isfinite(self.grad_norm)
+        return has_overflowed and self.loss_scale is not None and self.loss_scale > LEAST
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a metrics vector is read: METRICS, the loss scale if there is one, G squared gradient
-    norms, B row flags, the facts.
+class MetricsLayout:
+    """Layout of the metrics vector: METRICS, the loss scale if the run has one, G squared gradient
+    norms, B row flags, the flags of all hosts.
     """
 
     params: tuple[str, ...]
@@ -85,18 +87,18 @@ class Form:
     is_scaled: bool = False
 
     @staticmethod
-    def of(state: TrainState, *, num_rows: int) -> Form:
-        """Returns the form for a state, or its shapes, and so many rows a batch."""
+    def of(state: TrainState, *, num_rows: int) -> MetricsLayout:
+        """Returns the layout for a state (or its shapes) and a number of rows per batch."""
         flat, _ = jax.tree_util.tree_flatten_with_path(state.params)
         paths = (jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in flat)
-        return Form(tuple(paths), num_rows, state.loss_scale is not None)
+        return MetricsLayout(tuple(paths), num_rows, state.loss_scale is not None)
 
-    def read(self, values: np.ndarray) -> tuple[Measured, np.ndarray]:
-        """Returns what a vector says, and the words of all hosts behind it."""
+    def read(self, values: np.ndarray) -> tuple[StepMetrics, np.ndarray]:
+        """Returns the metrics in a vector, and the flags of all hosts after them."""
         ends = np.cumsum([len(METRICS), int(self.is_scaled), len(self.params), self.num_rows])
         numbers, scale, squares, flags, facts = np.split(values, ends)
         loss, grad_norm, learning_rate, spike_score, applied, finite = map(float, numbers)
-        measured = Measured(
+        measured = StepMetrics(
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
@@ -122,18 +124,18 @@ def make_train_step(
     loss_scale: LossScaleSection | None = None,
     replicate: Callable[[jax.Array], jax.Array] = anywhere,
 ) -> TrainStep:
-    """Returns the step: the state is to be donated, the metrics vector is float32 (see Form).
+    """Returns the train step, whose state is to be donated; its metrics are float32 (see Form).
 
-    The loss is the weighted mean over the whole batch, whatever the number of microbatches. Whether
-    the update is applied is known before the optimizer runs, from the loss and the gradient's norm
-    before clipping; `spikes` has the bands of that norm, None: any finite one will do. With a
+    The loss is the weighted mean over the whole batch for any number of microbatches. The update is
+    applied or masked depending on the loss and the gradient norm before clipping, before the
+    optimizer runs. `spikes` has the bands of that norm; None: any finite norm is applied. With a
     `loss_scale` the state must have one. A factor on the learning rate is an input of the step, so
-    that nothing is compiled anew.
+    that a new factor needs no compilation.
     """
 
     def train_step(
         state: TrainState,
-        batch: Batch,
+        batch: BatchArrays,
         facts: Facts = None,
         rate_factor: Float[Array, ""] | None = None,
     ) -> tuple[TrainState, Float[Array, " M"]]:
@@ -152,7 +154,7 @@ def make_train_step(
                 max_norm = jnp.minimum(clip_norm or jnp.inf, grad_norm_stats.limit(usual, spikes))
             if acts and spikes.skip_deviations is not None:
                 applied &= spike_score < spikes.skip_deviations
-            usual = grad_norm_stats.after(usual, grad_norm, spikes)
+            usual = grad_norm_stats.update(usual, grad_norm, spikes)
         grads = optimizer.clip(grads, norm=grad_norm, max_norm=max_norm)
         direction, opt = tx.update(grads, state.opt, state.params)
         step = state.step + 1
@@ -164,7 +166,7 @@ def make_train_step(
         scale: Any = state.loss_scale
         if loss_scale is not None:
             numbers.append(scale["factor"])
-            scale = scaling.after(scale, loss=loss, grad_norm=grad_norm, section=loss_scale)
+            scale = scaling.update(scale, loss=loss, grad_norm=grad_norm, section=loss_scale)
         after = TrainState(params, opt, jax.random.key_data(next_key), step, usual, scale)
         flags_B = _flags(bad_B, applied, replicate)
         return after, _vector(numbers, squares_G, flags_B, facts=facts)
@@ -173,7 +175,7 @@ def make_train_step(
 
 
 def _where(applied: Bool[Array, ""], new: Any, old: Any) -> Any:
-    """Selects, where a product with 0 would keep a NaN."""
+    """Selects between two trees; unlike a product with 0 or 1 this does not propagate NaN."""
     return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
 
@@ -182,7 +184,7 @@ def _flags(
     applied: Bool[Array, ""],
     replicate: Callable[[jax.Array], jax.Array],
 ) -> Float[Array, " B"]:
-    """Gathers the flags of rows that lie on other devices only where there are any."""
+    """Gathers the row flags from all devices, only if the step was not applied."""
     return jax.lax.cond(
         applied,
         lambda: replicate(jnp.zeros_like(bad_B, jnp.float32)),
@@ -191,19 +193,19 @@ def _flags(
 
 
 def _vector(numbers: list[jax.Array], *more: jax.Array, facts: Facts) -> Float[Array, " M"]:
-    """Returns one small vector, so that the host fetches one array a step."""
+    """Returns all values as one small vector, so that the host fetches one array per step."""
     parts = [jnp.stack([number.astype(jnp.float32) for number in numbers]), *more]
     return jnp.concatenate(parts if facts is None else [*parts, facts.reshape(-1)])
 
 
 def _mean_loss_and_gradient(
-    model: Model, state: TrainState, batch: Batch, key: jax.Array, *, microbatches: int
+    model: Model, state: TrainState, batch: BatchArrays, key: jax.Array, *, microbatches: int
 ) -> tuple[jax.Array, Params, Bool[Array, " B"]]:
-    """Returns the mean loss, its gradient, unscaled, and which rows' loss is not finite."""
+    """Returns the mean loss, its unscaled gradient, and flags of rows whose loss is not finite."""
     params = state.params
 
     def loss_sum(
-        params: Params, rows: Batch, key: jax.Array
+        params: Params, rows: BatchArrays, key: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         loss_sum_B, weight_B = model.loss(params, rows, key)
         return jnp.sum(loss_sum_B), (jnp.sum(weight_B), ~jnp.isfinite(loss_sum_B))
@@ -230,25 +232,27 @@ def _mean_loss_and_gradient(
 
 
 def _all_finite(tree: object) -> jax.Array:
-    """Says whether every number in a tree is finite: the loss and the gradient of a step can be
-    while the update that follows from them is not.
+    """Returns whether every number in a tree is finite.
+
+    An update can be non-finite although the loss and the gradient are finite.
     """
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
 def _split(array_B: jax.Array, microbatches: int) -> jax.Array:
-    """Deals the rows out in turn, so that every device keeps the rows it holds."""
+    """Assigns rows to microbatches in turn, so that each row remains on its device."""
     rows = array_B.shape[0] // microbatches
     return jnp.swapaxes(array_B.reshape(rows, microbatches, *array_B.shape[1:]), 0, 1)
 
 
 def make_eval_step(model: Model) -> EvalStep:
-    """Returns a function that gives the sums (loss, weight) over the rows whose mask is 1, and
-    after them the words of all hosts.
+    """Returns the evaluation step: sums of loss and weight over the rows whose mask is 1.
+
+    The flags of all hosts follow the sums in the result.
     """
 
     def eval_step(
-        params: Params, batch: Batch, mask_B: Float[Array, " B"], facts: Facts = None
+        params: Params, batch: BatchArrays, mask_B: Float[Array, " B"], facts: Facts = None
     ) -> Float[Array, " M"]:
         loss_sum_B, weight_B = model.loss(params, batch, None)
         sums = [jnp.sum(loss_sum_B * mask_B), jnp.sum(weight_B * mask_B)]

@@ -1,1 +1,1 @@
-"""Starts and supervises whole jobs: `local` on this machine. Never imports jax."""
+"""Starts and supervises whole jobs: `local` on this machine, `gce` on VMs. Never imports jax."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 from jaxres.supervisor import signals
 
 if __name__ == "__main__":
-    signals.hold()  # First of all: a signal during the other imports waits for `main`.
+    signals.block()  # First of all: a signal during the other imports waits for `main`.
 
 import os
 import sys
 from collections.abc import Sequence
 
 from jaxres import config as configs
-from jaxres.faults import Exit, UsageError
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import UsageError
 from jaxres.launch import gce, local, vm_agent
 from jaxres.storage import gcs_client
 from jaxres.supervisor import attempt_runner
-from jaxres.supervisor.attempt_runner import leave
+from jaxres.supervisor.attempt_runner import hard_exit
 from jaxres.telemetry import stdio
 
 
@@ -25,13 +26,13 @@ def main(arguments: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in arguments):
         usage = gce.USAGE if "gce" in arguments[:1] else local.USAGE
         sys.stdout.write(usage + "\n" + configs.describe() + "\n")
-        return Exit.DONE
-    os.environ.update(gcs_client.environment(os.environ))
-    return attempt_runner.answered(lambda: _launch(arguments))
+        return ExitCode.DONE
+    os.environ.update(gcs_client.library_environment(os.environ))
+    return attempt_runner.run_with_exit_code(lambda: _launch(arguments))
 
 
 def _launch(arguments: Sequence[str]) -> int:
-    if arguments[:1] == ["agent"]:  # Startup scripts of VMs say so; no person does.
+    if arguments[:1] == ["agent"]:  # Internal: only the startup script of a VM runs it.
         return vm_agent.main(arguments[1:], env=os.environ)
     if arguments[:1] == ["gce"]:
         return gce.main(arguments[1:], env=os.environ)
@@ -43,5 +44,5 @@ def _launch(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    stdio.never_fail()
-    leave(main(sys.argv[1:]))
+    stdio.install_safe_stdio()
+    hard_exit(main(sys.argv[1:]))

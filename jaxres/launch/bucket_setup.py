@@ -1,9 +1,7 @@
-"""`launch gce init`: the bucket of a run, as it should be. Says what it would do before it does it.
+"""`launch gce init`: creates the bucket of a run or corrects its settings, after printing a plan.
 
-Rules, holds and retention policies that are about others' objects too are never taken away: what
-of them stands in a run's way is named, and refused.
-
-A bucket itself, rather than what is in it: looked at, made, changed.
+Rules, holds and retention policies that affect other objects too are never removed: those that
+prevent the run are printed and refused.
 """
 
 from __future__ import annotations
@@ -17,137 +15,140 @@ from typing import Any, Literal
 
 from jaxres.config import RunConfig
 from jaxres.config.gce_machine_types import region_of
-from jaxres.faults import ConfigError, Exit
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError
 from jaxres.storage import gcs_client
-from jaxres.storage.path import SCHEME, BucketPath
+from jaxres.storage.path import SCHEME, GcsPath
 
 Resource = Mapping[str, Any]
-"""A bucket, or settings of one, as the JSON API writes them."""
+"""A bucket or some of its settings, as the JSON API writes them."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a bucket is."""
+    """Location of a bucket."""
 
     name: str
-    """Such as us-central1, in small letters."""
+    """Lower-case name, such as us-central1."""
     kind: str
     """region, dual-region or multi-region."""
 
 
 def location_of(found: Resource) -> Location:
-    """Returns where a bucket is."""
+    """Returns the location in a bucket's settings."""
     name = str(found.get("location", "")).lower()
     return Location(name, str(found.get("locationType", "region")))
 
 
-def location(path: BucketPath) -> Location | None:
-    """Returns where a bucket is; None: this account may not see that.
+def location(path: GcsPath) -> Location | None:
+    """Returns the location of a bucket; None: this account may not read it.
 
     Raises:
       ConfigError: there is no such bucket.
     """
     try:
-        found = _looked(path)
-    except gcs_client.Denied:
+        found = _get_bucket(path)
+    except gcs_client.PermissionDenied:
         return None
     if found is None:
         raise ConfigError(
-            f"{path}: there is no bucket {path.bucket}. `launch gce init` makes one; or choose "
-            "another place with run.dir=..."
+            f"{path}: there is no bucket {path.bucket}. `launch gce init` creates one; or choose "
+            "another one with run.dir=..."
         )
     return location_of(found)
 
 
-def look(path: BucketPath) -> Resource | None:
+def get_bucket(path: GcsPath) -> Resource | None:
     """Returns the settings of a bucket; None: there is none.
 
     Raises:
-      ConfigError: this account may not look at it.
+      ConfigError: this account may not read them.
       StorageUnavailable: the service does not answer.
     """
     try:
-        return _looked(path)
-    except gcs_client.Denied as denied:
+        return _get_bucket(path)
+    except gcs_client.PermissionDenied as denied:
         raise _refused(
             path,
             denied,
-            "it can't be looked at",
-            "The name may be taken by another project (they are unique in all the world: choose "
+            "its settings can't be read",
+            "The name may be taken by another project (names are globally unique: choose "
             "another); if the bucket is yours, this account needs storage.buckets.get, as in the "
             "role Storage Admin on it.",
         ) from denied
 
 
-def _looked(path: BucketPath) -> Resource | None:
+def _get_bucket(path: GcsPath) -> Resource | None:
     from google.api_core.exceptions import NotFound
 
     def ask() -> Resource | None:
         try:
-            return _asked("GET", f"/b/{path.bucket}", {"projection": "noAcl"}, None)
+            return _request("GET", f"/b/{path.bucket}", {"projection": "noAcl"}, None)
         except NotFound:
             return None
 
-    return gcs_client.tried(path, ask)
+    return gcs_client.with_retries(path, ask)
 
 
-def make(path: BucketPath, settings: Resource, *, project: str) -> None:
-    """Makes a bucket, unless there is one by now.
+def create_bucket(path: GcsPath, settings: Resource, *, project: str) -> None:
+    """Creates a bucket unless it exists.
 
     Raises:
-      ConfigError: it is refused; the message names what is missing.
+      ConfigError: it is refused; the message names the missing permission.
       StorageUnavailable: the service does not answer.
     """
     from google.api_core.exceptions import ClientError, Conflict
 
     body = {"name": path.bucket, **settings}
     try:
-        gcs_client.tried(path, lambda: _asked("POST", "/b", {"project": project}, body))
+        gcs_client.with_retries(path, lambda: _request("POST", "/b", {"project": project}, body))
     except Conflict as error:
-        if "already own" not in str(error):  # Else an earlier try of ours whose answer was lost.
+        if "already own" not in str(error):  # Else the response to an earlier try was lost.
             raise ConfigError(
-                f"{SCHEME}{path.bucket}: the name is taken by another project (they are unique in "
-                "all the world). Choose another with run.dir=..."
+                f"{SCHEME}{path.bucket}: the name is taken by another project (names are globally "
+                "unique). Choose another with run.dir=..."
             ) from error
-    except (gcs_client.Denied, ClientError) as error:
+    except (gcs_client.PermissionDenied, ClientError) as error:
         raise _refused(
             path,
             error,
-            f"it can't be made in project {project}",
+            f"it can't be created in project {project}",
             "This account needs storage.buckets.create there, as in the role Storage Admin on the "
-            "project; or have somebody make the bucket, and start this again.",
+            "project; or let an administrator create the bucket, and rerun this command.",
         ) from error
 
 
-def change(path: BucketPath, settings: Resource, *, over: Resource) -> bool:
-    """Changes settings, all or none; False: somebody has changed the bucket since it was seen.
+def patch_bucket(path: GcsPath, settings: Resource, *, over: Resource) -> bool:
+    """Changes settings, all or none; False: the bucket was changed since it was read.
 
     Raises:
-      ConfigError: it is refused; the message names what is missing.
+      ConfigError: it is refused; the message names the missing permission.
       StorageUnavailable: the service does not answer.
     """
     from google.api_core.exceptions import ClientError, PreconditionFailed
 
     query = {"projection": "noAcl", "ifMetagenerationMatch": str(over["metageneration"])}
     try:
-        gcs_client.tried(path, lambda: _asked("PATCH", f"/b/{path.bucket}", query, settings))
+        gcs_client.with_retries(
+            path, lambda: _request("PATCH", f"/b/{path.bucket}", query, settings)
+        )
     except PreconditionFailed as error:
         if "constraints/" not in str(error):
             return False
         raise _refused(path, error, "a policy of the organization forbids it", "") from error
-    except (gcs_client.Denied, ClientError) as error:
+    except (gcs_client.PermissionDenied, ClientError) as error:
         raise _refused(
             path,
             error,
-            "it can't be changed; nothing was",
+            "it can't be changed; nothing was changed",
             "This account needs storage.buckets.update, and storage.buckets.setIamPolicy for "
             "public access prevention, as in the role Storage Admin on the bucket.",
         ) from error
     return True
 
 
-def _asked(method: str, path: str, query: Mapping[str, str], body: Resource | None) -> Resource:
-    """Asks once, as JSON: the client's own words for a bucket know only some of its settings."""
+def _request(method: str, path: str, query: Mapping[str, str], body: Resource | None) -> Resource:
+    """Sends one request as JSON: the client's own bucket class lacks some of the settings."""
     connection: Any = gcs_client.client()._connection
     return connection.api_request(
         method=method,
@@ -159,31 +160,31 @@ def _asked(method: str, path: str, query: Mapping[str, str], body: Resource | No
     )
 
 
-def _refused(path: BucketPath, error: Exception, what: str, remedy: str) -> ConfigError:
-    """Returns the one message of a refusal; one for want of credentials has its own.
+def _refused(path: GcsPath, error: Exception, what: str, remedy: str) -> ConfigError:
+    """Returns the error for a refused request; missing credentials have their own message.
 
     Args:
       path: in the bucket.
-      error: what was answered.
-      what: can't be done.
-      remedy: where it was for want of a right.
+      error: the response.
+      what: the failed action.
+      remedy: what to do if a permission is missing.
     """
     from google.api_core.exceptions import GoogleAPICallError
 
-    said = error.__cause__ if isinstance(error, gcs_client.Denied) else error
-    if not isinstance(said, GoogleAPICallError):
+    cause = error.__cause__ if isinstance(error, gcs_client.PermissionDenied) else error
+    if not isinstance(cause, GoogleAPICallError):
         return ConfigError(str(error))
-    first = str(said.message).partition("\n")[0]
-    words = re.sub(r"^[A-Z]+ https?:\S+: ", "", first)[:300].rstrip(". ")
-    told = f"{SCHEME}{path.bucket}: {what} ({said.code}: {words})."
-    return ConfigError(f"{told} {remedy}" if said.code in (401, 403) else told)
+    first = str(cause.message).partition("\n")[0]
+    detail = re.sub(r"^[A-Z]+ https?:\S+: ", "", first)[:300].rstrip(". ")
+    message = f"{SCHEME}{path.bucket}: {what} ({cause.code}: {detail})."
+    return ConfigError(f"{message} {remedy}" if cause.code in (401, 403) else message)
 
 
 TRIES = 3
-"""Looks and changes, while somebody else changes the bucket too."""
+"""Number of reads and changes if the bucket is changed by others at the same time."""
 DAY_SECONDS = 86400
 SOFT_DELETE_SECONDS = 7 * DAY_SECONDS
-"""Of a new bucket where nobody says otherwise."""
+"""Soft delete of a new bucket by default."""
 ABORTS = {"action": {"type": "AbortIncompleteMultipartUpload"}, "condition": {"age": 1}}
 NEW: Resource = {
     "storageClass": "STANDARD",
@@ -194,130 +195,134 @@ NEW: Resource = {
     "softDeletePolicy": {"retentionDurationSeconds": "0"},
     "lifecycle": {"rule": [ABORTS]},
 }
-"""Settings of a bucket that is made."""
+"""Settings of a new bucket."""
 NONCURRENT = ("numNewerVersions", "daysSinceNoncurrentTime", "noncurrentTimeBefore")
-"""Conditions of a rule that no live object meets."""
+"""Conditions of a lifecycle rule that no live object meets."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one setting of a bucket is, and should be."""
+    """Result of checking one setting of a bucket."""
 
     kind: Literal["ok", "note", "change", "danger"]
-    """danger: training there would fail or lose checkpoints, and it is not for us to change."""
-    words: str
+    """danger: a run would fail or lose checkpoints, and jaxres must not change the setting."""
+    text: str
     settings: Resource = field(default_factory=dict)
-    """What would make it right."""
+    """Settings that correct it."""
 
 
-def prepare(config: RunConfig, run: BucketPath, *, does: bool) -> int:
-    """Says what it would make or change, and does it if asked to.
+def init_bucket(config: RunConfig, run: GcsPath, *, does: bool) -> int:
+    """Prints what it would create or change; does so if `does`.
 
     Raises:
-      ConfigError: the bucket can't serve, or this account may not make it so.
+      ConfigError: the bucket is unsuitable, or this account may not correct it.
       StorageUnavailable: the service does not answer.
     """
     assert config.launch.gce is not None, config
     gce = config.launch.gce
     regions = [region_of(zone) for rung in gce.ladder for zone in rung.zones]
-    found = look(run)
+    found = get_bucket(run)
     if found is None:
-        _tell(run, f"there is none; it would be made in project {gce.project}:", _plan(regions[0]))
+        _print(
+            run, f"does not exist; it would be created in project {gce.project}:", _plan(regions[0])
+        )
         if not does:
-            return _left_alone()
+            return _nothing_changed()
         settings = {"location": regions[0].upper(), **NEW}
-        make(run, settings, project=gce.project)
-        found = look(run)
+        create_bucket(run, settings, project=gce.project)
+        found = get_bucket(run)
         if found is None:
-            raise ConfigError(f"{SCHEME}{run.bucket}: was made and is not there; start this again.")
-        sys.stdout.write("made\n")
-    return _mend(run, found, regions, does=does)
+            raise ConfigError(
+                f"{SCHEME}{run.bucket}: was created but is missing; rerun this command."
+            )
+        sys.stdout.write("created\n")
+    return _update_bucket(run, found, regions, does=does)
 
 
-def _mend(run: BucketPath, found: Resource, regions: Sequence[str], *, does: bool) -> int:
-    """Has a bucket that is there be as it should be, if asked to; says what is not."""
+def _update_bucket(run: GcsPath, found: Resource, regions: Sequence[str], *, does: bool) -> int:
+    """Corrects the settings of a bucket if `does`, and prints those that can't be corrected."""
     for _ in range(TRIES):
-        findings = list(look_over(found, run, regions))
-        told = [one for one in findings if one.kind != "danger"]
-        _tell(run, "is there:", [f"{_WORDS[one.kind]}: {one.words}" for one in told])
-        if dangers := [one.words for one in findings if one.kind == "danger"]:
+        findings = list(check_settings(found, run, regions))
+        shown = [finding for finding in findings if finding.kind != "danger"]
+        _print(run, "exists:", [f"{_LABELS[finding.kind]}: {finding.text}" for finding in shown])
+        if dangers := [finding.text for finding in findings if finding.kind == "danger"]:
             raise ConfigError(
                 f"{SCHEME}{run.bucket}: can't serve this run; nothing was changed:\n"
-                + "\n".join(f"  can't be changed: {words}" for words in dangers)
+                + "\n".join(f"  can't be changed: {danger}" for danger in dangers)
             )
-        changes = [one for one in findings if one.kind == "change"]
+        changes = [finding for finding in findings if finding.kind == "change"]
         if not changes:
-            sys.stdout.write("all is as it should be\n")
-            return Exit.DONE
+            sys.stdout.write("all settings are correct\n")
+            return ExitCode.DONE
         if not does:
-            return _left_alone()
+            return _nothing_changed()
         settings: dict[str, Any] = {}
         for finding in changes:
-            settings = _joined(settings, finding.settings)
-        is_done = change(run, settings, over=found)
-        sys.stdout.write("changed\n" if is_done else "it was changed meanwhile; looking again\n")
-        again = look(run)
+            settings = _merged(settings, finding.settings)
+        is_done = patch_bucket(run, settings, over=found)
+        sys.stdout.write("changed\n" if is_done else "it was changed meanwhile; checking again\n")
+        again = get_bucket(run)
         if again is None:
-            raise ConfigError(f"{SCHEME}{run.bucket}: was there, and is gone; start this again.")
+            raise ConfigError(f"{SCHEME}{run.bucket}: was deleted meanwhile; rerun this command.")
         found = again
-    raise ConfigError(f"{SCHEME}{run.bucket}: somebody else changes it too; start this again.")
+    raise ConfigError(f"{SCHEME}{run.bucket}: is changed by others too; rerun this command.")
 
 
-_WORDS = {"ok": "ok", "note": "ok, but", "change": "would change"}
+_LABELS = {"ok": "ok", "note": "ok, but", "change": "would change"}
 
 
-def _tell(run: BucketPath, head: str, lines: Sequence[str]) -> None:
+def _print(run: GcsPath, head: str, lines: Sequence[str]) -> None:
     sys.stdout.write(f"{SCHEME}{run.bucket}: {head}\n" + "".join(f"  {line}\n" for line in lines))
 
 
-def _left_alone() -> int:
-    sys.stdout.write("nothing was changed; the same command with --yes does it\n")
-    return Exit.DONE
+def _nothing_changed() -> int:
+    sys.stdout.write("nothing was changed; rerun the same command with --yes to do so\n")
+    return ExitCode.DONE
 
 
-def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings with others put into them."""
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings updated recursively with others."""
     found = dict(old)
     for name, value in new.items():
         both = isinstance(value, Mapping) and isinstance(found.get(name), Mapping)
-        found[name] = _joined(found[name], value) if both else value
+        found[name] = _merged(found[name], value) if both else value
     return found
 
 
 def _plan(region: str) -> list[str]:
-    """Returns what a new bucket would be like."""
+    """Returns the description of a new bucket."""
     return [
         f"region {region}, that of the first rung of launch.gce.ladder; it can't be changed later",
         "storage class STANDARD; no object versioning",
-        "hierarchical namespace off, for good: jaxres renames nothing, and pruned checkpoints "
+        "hierarchical namespace off, permanently: jaxres renames nothing, and pruned checkpoints "
         "would leave empty folders behind",
         "uniform access (by roles only); public access prevented",
-        "soft delete off: pruned checkpoints would be billed for 7 days more at the least",
-        f"one lifecycle rule, {_written(ABORTS)}; none that deletes: who prunes is jaxres",
+        "soft delete off: pruned checkpoints would be billed for at least 7 more days",
+        f"one lifecycle rule, {_as_json(ABORTS)}; none that deletes: jaxres itself prunes",
     ]
 
 
-def look_over(found: Resource, run: BucketPath, regions: Sequence[str]) -> Iterator[Finding]:
-    """Yields what every setting of a bucket is and should be; pure.
+def check_settings(found: Resource, run: GcsPath, regions: Sequence[str]) -> Iterator[Finding]:
+    """Yields a finding for every setting of a bucket; pure.
 
     Args:
-      found: the bucket as it is.
+      found: the bucket's settings.
       run: the run directory in it.
-      regions: of the VMs, the most wanted first.
+      regions: regions of the VMs, the preferred one first.
     """
     yield _region(found, regions)
     yield _class(found)
     if found.get("hierarchicalNamespace", {}).get("enabled"):
-        words = "hierarchical namespace is on (can't be changed): no gain, jaxres renames nothing; "
-        yield Finding("note", words + "empty folders of pruned checkpoints stay")
+        text = "hierarchical namespace is on (can't be changed): no gain, jaxres renames nothing; "
+        yield Finding("note", text + "empty folders of pruned checkpoints stay")
     else:
         yield Finding("ok", "hierarchical namespace off")
     yield from _access(found)
     yield _soft_delete(found)
     if found.get("versioning", {}).get("enabled"):
-        words = "object versioning from on to off: a pruned checkpoint stays as a version, and is "
-        words += "billed for ever; for the whole bucket, and versions that are there already stay"
-        yield Finding("change", words, {"versioning": {"enabled": False}})
+        text = "object versioning from on to off: a pruned checkpoint stays as a version and is "
+        text += "billed forever; for the whole bucket, and existing versions stay"
+        yield Finding("change", text, {"versioning": {"enabled": False}})
     else:
         yield Finding("ok", "no object versioning")
     yield from _lifecycle(found, run)
@@ -327,16 +332,16 @@ def look_over(found: Resource, run: BucketPath, regions: Sequence[str]) -> Itera
 def _region(found: Resource, regions: Sequence[str]) -> Finding:
     place = location_of(found)
     if place.kind != "region":
-        words = f"{place.kind} {place.name} (can't be changed) costs more than {regions[0]} alone"
-        return Finding("note", words)
+        text = f"{place.kind} {place.name} (can't be changed) costs more than {regions[0]} alone"
+        return Finding("note", text)
     if place.name not in regions:
-        words = f"region {place.name}, while the VMs would be in {', '.join(sorted({*regions}))}: "
-        words += "every checkpoint would cross regions, slowly and for money. Use another bucket"
-        return Finding("danger", words)
+        text = f"region {place.name}, while the VMs would be in {', '.join(sorted({*regions}))}: "
+        text += "every checkpoint would cross regions, slowly and at a cost. Use another bucket"
+        return Finding("danger", text)
     others = sorted({*regions} - {place.name})
     if others:
-        words = f"region {place.name} (can't be changed): VMs in {', '.join(others)} pay for egress"
-        return Finding("note", words)
+        text = f"region {place.name} (can't be changed): VMs in {', '.join(others)} pay for egress"
+        return Finding("note", text)
     return Finding("ok", f"region {place.name}")
 
 
@@ -344,8 +349,8 @@ def _class(found: Resource) -> Finding:
     name = found.get("storageClass", "STANDARD")
     if name == "STANDARD":
         return Finding("ok", "storage class STANDARD")
-    words = f"storage class of new objects from {name} to STANDARD: {name} bills what is deleted "
-    return Finding("change", words + "early as if it were there", {"storageClass": "STANDARD"})
+    text = f"storage class of new objects from {name} to STANDARD: {name} bills objects deleted "
+    return Finding("change", text + "early as if they existed", {"storageClass": "STANDARD"})
 
 
 def _access(found: Resource) -> Iterator[Finding]:
@@ -353,17 +358,17 @@ def _access(found: Resource) -> Iterator[Finding]:
     if access.get("uniformBucketLevelAccess", {}).get("enabled"):
         yield Finding("ok", "uniform access")
     else:
-        words = "uniform access from off to on: only roles count then, whoever has access by an "
-        words += "object's own list alone loses it, and after 90 days it is for good"
+        text = "uniform access from off to on: only roles apply then, access by an object's own "
+        text += "list ends, and after 90 days the change is permanent"
         settings = {"iamConfiguration": {"uniformBucketLevelAccess": {"enabled": True}}}
-        yield Finding("change", words, settings)
+        yield Finding("change", text, settings)
     if access.get("publicAccessPrevention") == "enforced":
         yield Finding("ok", "public access prevented")
     else:
-        words = "public access prevention from inherited to enforced: whatever is public in the "
-        words += "bucket is so no more"
+        text = "public access prevention from inherited to enforced: public objects in the "
+        text += "bucket become private"
         settings = {"iamConfiguration": {"publicAccessPrevention": "enforced"}}
-        yield Finding("change", words, settings)
+        yield Finding("change", text, settings)
 
 
 def _soft_delete(found: Resource) -> Finding:
@@ -371,42 +376,42 @@ def _soft_delete(found: Resource) -> Finding:
     seconds = int(policy.get("retentionDurationSeconds", SOFT_DELETE_SECONDS))
     if not seconds:
         return Finding("ok", "soft delete off")
-    words = f"soft delete from {seconds / DAY_SECONDS:g} days to off, for the whole bucket: pruned "
-    words += "checkpoints are billed for so long; what is deleted from now on is gone at once"
-    return Finding("change", words, {"softDeletePolicy": {"retentionDurationSeconds": "0"}})
+    text = f"soft delete from {seconds / DAY_SECONDS:g} days to off, for the whole bucket: pruned "
+    text += "checkpoints are billed that long; objects deleted from now on can't be restored"
+    return Finding("change", text, {"softDeletePolicy": {"retentionDurationSeconds": "0"}})
 
 
-def _lifecycle(found: Resource, run: BucketPath) -> Iterator[Finding]:
+def _lifecycle(found: Resource, run: GcsPath) -> Iterator[Finding]:
     rules = list(found.get("lifecycle", {}).get("rule", ()))
     kept, changes = [], []
     for rule in rules:
-        ours, others = _reach(rule, run)
+        ours, others = _prefixes_of_run(rule, run)
         action = rule["action"]["type"]
         if others:
             does = "deletes" if action == "Delete" else "moves"
-            words = (
-                f"the lifecycle rule {_written(rule)} {does} checkpoints of {run}, and is about "
+            text = (
+                f"the lifecycle rule {_as_json(rule)} {does} checkpoints of {run}, and applies to "
             )
-            words += "other objects too: only you can know whether it may go. Have its "
-            words += "matchesPrefix name what it is for, or use a bucket without it"
-            yield Finding("danger" if action == "Delete" else "note", words)
-        rest = _without(rule, ours) if ours and not others else rule
+            text += "other objects too: only you can know whether it may be removed. Limit its "
+            text += "matchesPrefix to those objects, or use a bucket without it"
+            yield Finding("danger" if action == "Delete" else "note", text)
+        rest = _rule_without(rule, ours) if ours and not others else rule
         if rest is not None:
             kept.append(rest)
         if rest is not rule:
-            becomes = "nothing" if rest is None else _written(rest)
-            changes.append(f"the lifecycle rule {_written(rule)} to {becomes}: it is about {run}")
+            becomes = "nothing" if rest is None else _as_json(rest)
+            changes.append(f"the lifecycle rule {_as_json(rule)} to {becomes}: it applies to {run}")
     if not any(_aborts(rule) for rule in rules):
         kept.append(ABORTS)
-        changes.append(f"lifecycle: one more rule, {_written(ABORTS)}")
-    for words in changes:
-        yield Finding("change", words, {"lifecycle": {"rule": kept}})
+        changes.append(f"lifecycle: one more rule, {_as_json(ABORTS)}")
+    for text in changes:
+        yield Finding("change", text, {"lifecycle": {"rule": kept}})
     if not changes:
-        yield Finding("ok", "lifecycle: unfinished uploads are ended")
+        yield Finding("ok", "lifecycle: unfinished uploads are aborted")
 
 
-def _reach(rule: Mapping[str, Any], run: BucketPath) -> tuple[list[str], bool]:
-    """Returns the prefixes of a rule that mean this run alone, and whether others mean it too."""
+def _prefixes_of_run(rule: Mapping[str, Any], run: GcsPath) -> tuple[list[str], bool]:
+    """Returns a rule's prefixes within this run, and whether a wider one matches the run too."""
     condition = rule.get("condition", {})
     is_harmless = rule["action"]["type"] not in ("Delete", "SetStorageClass")
     if is_harmless or condition.get("isLive") is False or any(n in condition for n in NONCURRENT):
@@ -417,15 +422,15 @@ def _reach(rule: Mapping[str, Any], run: BucketPath) -> tuple[list[str], bool]:
     return ours, any(folder.startswith(prefix) for prefix in prefixes if prefix not in ours)
 
 
-def _without(rule: Mapping[str, Any], prefixes: Sequence[str]) -> Mapping[str, Any] | None:
-    """Returns a rule that is about these no more; None: it would be about nothing."""
+def _rule_without(rule: Mapping[str, Any], prefixes: Sequence[str]) -> Mapping[str, Any] | None:
+    """Returns a rule without these prefixes; None: no prefix is left."""
     condition = rule["condition"]
     rest = [prefix for prefix in condition["matchesPrefix"] if prefix not in prefixes]
     return {**rule, "condition": {**condition, "matchesPrefix": rest}} if rest else None
 
 
 def _aborts(rule: Mapping[str, Any]) -> bool:
-    """Says whether a rule ends unfinished uploads of all names."""
+    """Returns whether a rule aborts unfinished uploads of all names."""
     return rule["action"]["type"] == ABORTS["action"]["type"] and not (
         rule.get("condition", {}).get("matchesPrefix")
         or rule.get("condition", {}).get("matchesSuffix")
@@ -433,24 +438,24 @@ def _aborts(rule: Mapping[str, Any]) -> bool:
 
 
 def _locks(found: Resource) -> Iterator[Finding]:
-    """Yields what would have every deletion and every overwriting refused."""
+    """Yields settings that make every deletion and overwrite fail."""
     update = f"`gcloud storage buckets update {SCHEME}{found['name']}"
     if policy := found.get("retentionPolicy"):
         days = int(policy["retentionPeriod"]) / DAY_SECONDS
-        words = f"a retention policy of {days:g} days: nothing can be deleted or written again "
-        remedy = f"{update} --clear-retention-period` takes it away, if that is right"
+        text = f"a retention policy of {days:g} days: nothing can be deleted or overwritten "
+        remedy = f"{update} --clear-retention-period` removes it, if that is right"
         if policy.get("isLocked"):
             remedy = "it is locked, so use another bucket"
-        yield Finding("danger", words + f"before (403), and a run needs both; {remedy}")
+        yield Finding("danger", text + f"before (403), and a run needs both; {remedy}")
     if found.get("defaultEventBasedHold"):
-        words = "a default event-based hold: no object can be deleted or written again (403); "
-        words += f"{update} --no-default-event-based-hold` takes it away, if that is right"
-        yield Finding("danger", words)
+        text = "a default event-based hold: no object can be deleted or overwritten (403); "
+        text += f"{update} --no-default-event-based-hold` removes it, if that is right"
+        yield Finding("danger", text)
     if found.get("billing", {}).get("requesterPays"):
-        words = "requester pays: jaxres names no project to bill with its requests (400); "
-        words += f"{update} --no-requester-pays` turns it off, if that is right"
-        yield Finding("danger", words)
+        text = "requester pays: jaxres names no project to bill with its requests (400); "
+        text += f"{update} --no-requester-pays` turns it off, if that is right"
+        yield Finding("danger", text)
 
 
-def _written(rule: Mapping[str, Any]) -> str:
+def _as_json(rule: Mapping[str, Any]) -> str:
     return json.dumps(rule, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Home of: no_capacity. Where VMs are asked for next, and how long a rung is left alone. Pure."""
+"""Home of: no_capacity. Chooses the next zone for VMs, and skips failed ones for a while. Pure."""
 
 from __future__ import annotations
 
@@ -9,100 +9,102 @@ from typing import Literal
 
 from jaxres.config.schema_gce import Rung
 
-Trouble = Literal[
+CreateErrorKind = Literal[
     "stockout", "quota", "rate_limit", "wrong_zone", "preempted", "exists", "passing", "refused"
 ]
 """Why VMs were not created.
 
-stockout: no capacity now. quota: the project may not have more. rate_limit: asked too often.
-wrong_zone: the zone doesn't have the machine type, ever. preempted: taken away while being made.
-exists: the name is there already. passing: the service did not answer well, or failed.
-refused: nothing that trying elsewhere or later would mend.
+stockout: no capacity now. quota: the project's limit is reached. rate_limit: too many requests.
+wrong_zone: the zone never has the machine type. preempted: taken away while being created.
+exists: the name is already used. passing: the service failed or did not answer properly.
+refused: neither another zone nor a later request would help.
 """
 FIRST_COOL_SECONDS = 300.0
 QUOTA_COOL_SECONDS = 3600.0
 RATE_COOL_SECONDS = 60.0
-"""Rate limits are refilled on the minute."""
+"""Rate limits are refilled every minute."""
 PASSING_COOL_SECONDS = 15.0
 JITTER = 0.25
 NEVER = 1e12
-"""Seconds since the epoch, long after every run; JSON has no infinity."""
+"""A time in seconds since the epoch, long after every run; JSON has no infinity."""
 
 
 @dataclass(frozen=True)
-class Cooling:
-    """A zone of a rung that is left alone."""
+class Backoff:
+    """A zone of a rung that is skipped for a while."""
 
     rung: int
     zone: str
     until: float
-    """Seconds since the epoch; NEVER: for the rest of the run."""
-    times: int
-    """In a row."""
-    trouble: str
+    """Seconds since the epoch; NEVER: skipped for the rest of the run."""
+    failures: int
+    """Number of failures of the same kind in a row."""
+    error: str
 
 
 @dataclass(frozen=True)
-class Site:
-    """One zone of one rung."""
+class ZoneChoice:
+    """One zone of one rung of the ladder."""
 
     rung: int
     zone: str
 
 
-def sites(ladder: Sequence[Rung]) -> Iterator[Site]:
-    """Yields every place of the ladder, the best first."""
+def zone_choices(ladder: Sequence[Rung]) -> Iterator[ZoneChoice]:
+    """Yields every zone of every rung, the preferred ones first."""
     for number, rung in enumerate(ladder):
         for zone in rung.zones:
-            yield Site(number, zone)
+            yield ZoneChoice(number, zone)
 
 
-def choose(ladder: Sequence[Rung], cooling: Sequence[Cooling], *, now: float) -> Site | float:
-    """Returns the best place that is not left alone, or when the first one may be tried again.
+def choose(
+    ladder: Sequence[Rung], backoffs: Sequence[Backoff], *, now: float
+) -> ZoneChoice | float:
+    """Returns the first zone that is not skipped, or the time when the first one may be retried.
 
-    NEVER: none is left.
+    NEVER: none can be retried.
     """
-    until = {(c.rung, c.zone): c.until for c in cooling}
-    waits = []
-    for site in sites(ladder):
-        over = until.get((site.rung, site.zone), 0.0)
-        if over <= now:
+    until = {(c.rung, c.zone): c.until for c in backoffs}
+    retry_times = []
+    for site in zone_choices(ladder):
+        retry_at = until.get((site.rung, site.zone), 0.0)
+        if retry_at <= now:
             return site
-        waits.append(over)
-    return min(waits, default=NEVER)
+        retry_times.append(retry_at)
+    return min(retry_times, default=NEVER)
 
 
-def cooled(
-    cooling: Sequence[Cooling],
-    site: Site,
-    trouble: Trouble,
+def with_backoff(
+    backoffs: Sequence[Backoff],
+    site: ZoneChoice,
+    error: CreateErrorKind,
     *,
     now: float,
     longest: float,
     seed: str,
-) -> tuple[Cooling, ...]:
-    """Returns what is left alone after VMs could not be had at a place.
+) -> tuple[Backoff, ...]:
+    """Returns the backoffs after VMs could not be created in a zone.
 
     Args:
-      cooling: before that.
-      site: where.
-      trouble: why.
+      backoffs: before that.
+      site: the rung and zone.
+      error: why they could not be created.
       now: seconds since the epoch.
-      longest: of a stockout, in seconds.
-      seed: of the jitter, lest all launchers come back at once.
+      longest: longest backoff after a stockout, in seconds.
+      seed: seed of the jitter, so that many launchers do not retry at the same moment.
     """
-    before = next((c for c in cooling if (c.rung, c.zone) == (site.rung, site.zone)), None)
-    times = 1 + (before.times if before is not None and before.trouble == trouble else 0)
-    spread = 1 + JITTER * random.Random(f"{seed}-{site}-{times}").random()
+    before = next((c for c in backoffs if (c.rung, c.zone) == (site.rung, site.zone)), None)
+    failures = 1 + (before.failures if before is not None and before.error == error else 0)
+    spread = 1 + JITTER * random.Random(f"{seed}-{site}-{failures}").random()
     seconds = {
-        "stockout": min(longest, FIRST_COOL_SECONDS * 2.0 ** min(times - 1, 30)) * spread,
+        "stockout": min(longest, FIRST_COOL_SECONDS * 2.0 ** min(failures - 1, 30)) * spread,
         "quota": QUOTA_COOL_SECONDS * spread,
         "rate_limit": RATE_COOL_SECONDS * spread,
         "wrong_zone": NEVER,
-        "preempted": PASSING_COOL_SECONDS * min(times - 1, 8),
-        "exists": PASSING_COOL_SECONDS * min(times - 1, 8),
-        "passing": PASSING_COOL_SECONDS * min(times, 8) * spread,
+        "preempted": PASSING_COOL_SECONDS * min(failures - 1, 8),
+        "exists": PASSING_COOL_SECONDS * min(failures - 1, 8),
+        "passing": PASSING_COOL_SECONDS * min(failures, 8) * spread,
         "refused": NEVER,
-    }[trouble]
-    others = [c for c in cooling if (c.rung, c.zone) != (site.rung, site.zone)]
-    return (*others, Cooling(site.rung, site.zone, min(NEVER, now + seconds), times, trouble))
+    }[error]
+    others = [c for c in backoffs if (c.rung, c.zone) != (site.rung, site.zone)]
+    return (*others, Backoff(site.rung, site.zone, min(NEVER, now + seconds), failures, error))

@@ -1,8 +1,8 @@
-"""Leads a job on VMs: looks, decides, writes what is to be, then does it. No jax.
+"""The controller of a job on VMs: observes, decides, writes the desired state, then acts. No jax.
 
-It may be killed at any instant: whatever it does follows from what it has written before, and may
-be done twice. Nothing is done to a VM unless the lease is held at that moment. The training needs
-no leader as long as nothing happens to it.
+It may be killed at any time: every action follows from the written state and may be repeated. It
+changes VMs only while it holds the lease. Training needs no controller until a host is lost or an
+attempt ends.
 """
 
 from __future__ import annotations
@@ -16,326 +16,358 @@ from jaxres.clock import Clock, boot_seconds
 from jaxres.config import RunConfig
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.launch import instance_spec, reconcile
-from jaxres.launch.desired_state import Creation, End, Intent, Record, Vm
-from jaxres.launch.gce_api import RUN_LABEL, Compute, ServiceSilent
+from jaxres.launch.desired_state import DesiredState, JobEnd, PendingCreate, StateObject, VmSpec
+from jaxres.launch.gce_api import RUN_LABEL, ApiUnavailable, Compute
 from jaxres.launch.instance_spec import Machine
 from jaxres.launch.lease import Lease
-from jaxres.launch.observed_state import Log, Observed, Refused, Report, Seen, Sight
-from jaxres.launch.paths import Places
+from jaxres.launch.observed_state import (
+    AgentReport,
+    CreateFailed,
+    ObservedState,
+    RunLogSummary,
+    StateObserver,
+    VmStatus,
+)
+from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 
 CYCLE_SECONDS = 1.0
 LIST_SECONDS = 5.0
-"""Between two lists of the service while an attempt is on; all other times every cycle asks. And
-always between two looks at what it has done to VMs by itself."""
-MOST_ASKED_FOR = 50
-"""VMs that one look asks for by name; the lease waits for it."""
-AGAIN_SECONDS = 10.0
-"""Until a VM that is still there is asked to end again."""
-ENDING_SECONDS = 90.0
-"""The same for one that is ending, or that lists do not show."""
-LONGEST_PAUSE_SECONDS = 30.0
-"""Between two tries of a creation that the service does not answer."""
-TAKE_BACK_SECONDS = 300.0
-"""Longest stay of a leader that was overtaken, to delete what it has asked for before."""
+"""Time between two lists of VMs while an attempt runs; at other times every cycle lists them. Also
+the time between two lists of the service's own operations."""
+MAX_EXISTS_CALLS = 50
+"""Most VMs looked up by name in one cycle; the renewal of the lease waits for these calls."""
+DELETE_RETRY_SECONDS = 10.0
+"""Time until the deletion of a VM that still exists is requested again."""
+STOPPING_RETRY_SECONDS = 90.0
+"""The same for a VM that is stopping or that lists do not show."""
+MAX_CREATE_RETRY_SECONDS = 30.0
+"""Longest time between two tries of a creation that the service does not answer."""
+CLEANUP_SECONDS = 300.0
+"""Longest time that a launcher without the lease spends on deleting what it had requested."""
 MANAGED_LABEL = "jaxres-managed"
 
 
 @dataclass
-class Leader:
-    """One launcher that holds, or held, the lease of a run."""
+class Controller:
+    """A launcher that holds the lease of a run, or has just lost it."""
 
-    places: Places
+    paths: LaunchPaths
     config: RunConfig
     compute: Compute
     lease: Lease
-    record: Record
+    state_object: StateObject
     clock: Clock
-    tell: Callable[[str], None]
-    """Tells a person."""
-    awake_or_not: Callable[[], float] = boot_seconds
-    """Seconds that go on while the machine sleeps: VMs cost money then, too."""
-    _sight: Sight = field(default_factory=Sight)
+    console: Callable[[str], None]
+    """Writes a line to the console."""
+    boottime: Callable[[], float] = boot_seconds
+    """Seconds of a clock that keeps running in suspend: VMs cost money then, too."""
+    _observer: StateObserver = field(default_factory=StateObserver)
     _records: list[run_log.Record] = field(default_factory=list)
-    _log: Log = field(default_factory=Log)
-    _operations: dict[str, str | Refused] = field(default_factory=dict)
-    """By request: the operation that it has started, or how it was refused."""
-    _vms: dict[str, Observed] | None = None
+    _log: RunLogSummary = field(default_factory=RunLogSummary)
+    _operations: dict[str, str | CreateFailed] = field(default_factory=dict)
+    """Operation that a request has started, or how it was refused, by request id."""
+    _vms: dict[str, VmStatus] | None = None
     _listed_at: float = -LIST_SECONDS
-    _told_at: float = -LIST_SECONDS
-    _looked_at: float = 0.0
+    _events_at: float = -LIST_SECONDS
+    _observed_at: float = 0.0
     _waited: float = 0.0
-    """For the bucket, since what the agents say was looked at last."""
+    """Seconds spent waiting for the bucket since the agents' reports were read last."""
     _deleted_at: dict[str, float] = field(default_factory=dict)
-    _strangers: set[str] = field(default_factory=set)
-    """VMs that nobody wants, as a person was told."""
+    _unknown_vms: set[str] = field(default_factory=set)
+    """VMs that are not in the desired state and have been printed."""
     _stopped_attempt: int = 0
-    _pause: float = CYCLE_SECONDS / 2
-    _asked: Creation | None = None
-    """A creation that this leader has asked for, and of which it has not seen the end."""
-    _asked_in: str = ""
-    """In which zone."""
-    _asked_at: float = 0.0
-    """When, or when it began to lead."""
+    _retry_seconds: float = CYCLE_SECONDS / 2
+    _pending: PendingCreate | None = None
+    """Creation requested by this leader whose result is not known yet."""
+    _pending_zone: str = ""
+    """Zone of that creation."""
+    _create_sent_at: float = 0.0
+    """When it was requested, or when this launcher started to lead."""
     _not_before: float = 0.0
-    """Earliest next try of a creation that was not answered."""
-    _began: float | None = None
-    """The wall clock when this machine was started, as it was told once."""
-    _silences: set[str] = field(default_factory=set)
-    """Who does not answer, as a person was told."""
+    """Earliest retry of a creation that was not answered."""
+    _boot_wall: float | None = None
+    """Wall clock at the boot of this machine, as computed once."""
+    _unavailable: set[str] = field(default_factory=set)
+    """Services that do not answer and have been printed."""
 
-    def lead(self) -> End:
-        """Leads the job to its end, and returns that.
+    def run(self) -> JobEnd:
+        """Leads the job to its end and returns that.
 
         Raises:
-          Fenced: another launcher leads by now.
+          Fenced: another launcher has taken the lease.
         """
-        self._asked_at = self.clock.monotonic()
+        self._create_sent_at = self.clock.monotonic()
         try:
-            while (intent := self._cycle()) is None or intent.phase != "ended":
+            while (desired := self._tick()) is None or desired.phase != "ended":
                 self.clock.sleep(CYCLE_SECONDS)
         except Fenced:
-            self._take_back()
+            self._cleanup_after_loss()
             raise
-        assert intent.end is not None, intent
-        self._tidy_up(intent)
-        return intent.end
+        assert desired.end is not None, desired
+        self._cleanup(desired)
+        return desired.end
 
-    def _cycle(self) -> Intent | None:
-        """Looks, decides and acts once; None: the bucket did not answer."""
-        intent = self.record.intent
-        assert intent is not None, "nothing is meant to be yet"
+    def _tick(self) -> DesiredState | None:
+        """Observes, decides and acts once; None: the bucket did not answer."""
+        desired = self.state_object.desired
+        assert desired is not None, "there is no desired state yet"
         try:
-            with self._waiting():
+            with self._count_wait():
                 self.lease.renew()
-            seen = self._look(intent)
-            following = reconcile.decide(intent, seen, self.config)
-            if following.intent != intent:
+            observed = self._observe(desired)
+            following = reconcile.decide(desired, observed, self.config)
+            if following.desired != desired:
                 if not self.lease.held():
                     return None
-                with self._waiting():
-                    intent = self.record.write(following.intent, epoch=self.lease.epoch)
-            for words in following.words:
-                self.tell(words)
-            self._hear("the bucket", True)
+                with self._count_wait():
+                    desired = self.state_object.write(following.desired, epoch=self.lease.epoch)
+            for message in following.messages:
+                self.console(message)
+            self._report_availability("the bucket", True)
         except StorageUnavailable as error:
-            self._sight.bucket_silent()
-            self._hear("the bucket", False, str(error))
+            self._observer.bucket_unavailable()
+            self._report_availability("the bucket", False, str(error))
             return None
-        self._act(intent, seen)
-        return intent
+        self._apply(desired, observed)
+        return desired
 
-    def _hear(self, who: str, answers: bool, why: str = "") -> None:
-        """Tells a person of a silence once, and of its end."""
-        if answers and who in self._silences:
-            self._silences.discard(who)
-            self.tell(f"{who} answers again")
-        elif not answers and who not in self._silences:
-            self._silences.add(who)
-            self.tell(
-                f"{who} does not answer; the training goes on, nothing is judged lost ({why})"
+    def _report_availability(self, service: str, answers: bool, error: str = "") -> None:
+        """Prints once that a service does not answer, and once that it answers again."""
+        if answers and service in self._unavailable:
+            self._unavailable.discard(service)
+            self.console(f"{service} answers again")
+        elif not answers and service not in self._unavailable:
+            self._unavailable.add(service)
+            self.console(
+                f"{service} does not answer; training continues, no VM counts as lost ({error})"
             )
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Counts how long the bucket takes."""
+    def _count_wait(self) -> Iterator[None]:
+        """Adds the time spent in the block to the time waited for the bucket."""
         began = self.clock.monotonic()
         try:
             yield
         finally:
             self._waited += self.clock.monotonic() - began
 
-    # Looking.
+    # Observation.
 
-    def _look(self, intent: Intent) -> Seen:
-        with self._waiting():
+    def _observe(self, desired: DesiredState) -> ObservedState:
+        with self._count_wait():
             self._read_log()
-            stop = gcs_objects.stat(self.places.stop) is not None
-            down = gcs_objects.stat(self.places.down) is not None
-            listed = gcs_objects.listed(self.places.reports)
+            stop = gcs_objects.stat(self.paths.stop) is not None
+            down = gcs_objects.stat(self.paths.down) is not None
+            listed = gcs_objects.list_metadata(self.paths.reports)
         now = self.clock.monotonic()
-        self._sight.heard(listed, now=now, waited=self._waited)
+        self._observer.update_reports(listed, now=now, waited=self._waited)
         self._waited = 0.0
-        is_on = intent.phase == "running"
-        reports = [Report.of(words) for name, (_, words) in listed.items() if name in intent.names]
+        is_running = desired.phase == "running"
+        reports = [
+            AgentReport.of(metadata)
+            for name, (_, metadata) in listed.items()
+            if name in desired.names
+        ]
         any_ended = any(
-            r is not None and (r.attempt, r.state) == (intent.attempt, "ended") for r in reports
+            r is not None and (r.attempt, r.state) == (desired.attempt, "ended") for r in reports
         )
-        since = now - self._looked_at
-        self._looked_at = now
-        number = intent.attempt
-        self._sight.progressed(self._log, number, is_on=is_on, any_ended=any_ended, since=since)
-        wanted = {vm.name: vm.made for vm in (*intent.vms, *intent.doomed)}
+        since = now - self._observed_at
+        self._observed_at = now
+        number = desired.attempt
+        self._observer.update_progress(
+            self._log, number, is_on=is_running, any_ended=any_ended, since=since
+        )
+        wanted = {vm.name: vm.created for vm in (*desired.vms, *desired.deleting)}
         creation, not_found = None, frozenset[str]()
         try:
-            if not is_on or any_ended or now - self._listed_at >= LIST_SECONDS:
-                self._vms = self.compute.list(intent.run)
+            if not is_running or any_ended or now - self._listed_at >= LIST_SECONDS:
+                self._vms = self.compute.list(desired.run)
                 self._listed_at = now
-                self._sight.listed(self._vms, wanted, now=now)
-            if now - self._told_at >= LIST_SECONDS:
-                for zone in {vm.zone for vm in intent.vms if vm.made}:
-                    self._sight.told(self.compute.events(zone))
-                self._told_at = now
-            creation = self._creation(intent)
-            not_found = self._not_found(intent)
-            self._hear("the Compute API", True)
-        except ServiceSilent as error:
+                self._observer.update_vms(self._vms, wanted, now=now)
+            if now - self._events_at >= LIST_SECONDS:
+                for zone in {vm.zone for vm in desired.vms if vm.created}:
+                    self._observer.update_events(self.compute.events(zone))
+                self._events_at = now
+            creation = self._creation(desired)
+            not_found = self._not_found(desired)
+            self._report_availability("the Compute API", True)
+        except ApiUnavailable as error:
             self._vms = None
-            self._sight.listed(None, wanted, now=now)
-            self._hear("the Compute API", False, str(error))
-        return self._sight.seen(
+            self._observer.update_vms(None, wanted, now=now)
+            self._report_availability("the Compute API", False, str(error))
+        return self._observer.snapshot(
             wall=self._wall(),
             creation=creation,
-            unasked_seconds=self.clock.monotonic() - self._asked_at,
+            since_create_seconds=self.clock.monotonic() - self._create_sent_at,
             not_found=not_found,
-            stop_asked=stop,
-            down_asked=down,
+            stop_requested=stop,
+            down_requested=down,
         )
 
     def _wall(self) -> float:
-        """Returns the seconds since the epoch as they go on from this leader's beginning.
+        """Returns the seconds since the epoch, counted on from this leader's first call.
 
-        A clock that jumps meanwhile moves nothing; a machine that sleeps is billed for.
+        A jump of the wall clock has no effect. Time for which the machine is suspended is included.
         """
-        if self._began is None:
-            self._began = self.clock.wall() - self.awake_or_not()
-        return self._began + self.awake_or_not()
+        if self._boot_wall is None:
+            self._boot_wall = self.clock.wall() - self.boottime()
+        return self._boot_wall + self.boottime()
 
     def _read_log(self) -> None:
-        folder = RunDir(self.places.run).log
+        folder = RunDir(self.paths.run).log
         if more := run_log.read_after(folder, len(self._records)):
             self._records += more
-            stop, seq = self._log.stop, self._log.stop_seq
+            stop, seq = self._log.last_end, self._log.last_end_seq
             for record in more:
-                if isinstance(record.body, run_log.Stop):
+                if isinstance(record.body, run_log.AttemptEnded):
                     stop, seq = record.body, record.seq
             step = run_log.fold(self._records).step
-            self._log = Log(step, len(self._records), stop, seq, longest_wait(self._records))
+            self._log = RunLogSummary(
+                step, len(self._records), stop, seq, longest_wait(self._records)
+            )
 
-    def _creation(self, intent: Intent) -> Refused | bool | None:
-        """Returns what has become of the creation that is on."""
-        if intent.creation is None:
+    def _creation(self, desired: DesiredState) -> CreateFailed | bool | None:
+        """Returns the result of the pending creation."""
+        if desired.creation is None:
             return None
-        request, zone = intent.creation.request_id, _zone(intent, intent.creation.names)
+        request, zone = desired.creation.request_id, _zone(desired, desired.creation.names)
         found = self._operations.get(request)
-        if found is None:  # A launcher before this one may have asked.
-            found = self.compute.operation_of(intent.creation, zone)
+        if found is None:  # A previous launcher may have requested it.
+            found = self.compute.find_operation(desired.creation, zone)
             if found is None:
                 return None
             self._operations[request] = found
-        became = found if isinstance(found, Refused) else self.compute.became_of(found, zone)
-        if became is not False:
-            self._asked = None
-        return became
+        result = (
+            found if isinstance(found, CreateFailed) else self.compute.create_result(found, zone)
+        )
+        if result is not False:
+            self._pending = None
+        return result
 
-    def _not_found(self, intent: Intent) -> frozenset[str]:
+    def _not_found(self, desired: DesiredState) -> frozenset[str]:
         vms = self._vms
         if vms is None:
             return frozenset()
-        absent = [vm for vm in intent.doomed if vm.name not in vms][:MOST_ASKED_FOR]
+        absent = [vm for vm in desired.deleting if vm.name not in vms][:MAX_EXISTS_CALLS]
         return frozenset(vm.name for vm in absent if not self.compute.exists(vm.name, vm.zone))
 
-    # Acting.
+    # Actions.
 
-    def _act(self, intent: Intent, seen: Seen) -> None:
-        """Does what is meant to be, as far as it is not yet."""
+    def _apply(self, desired: DesiredState, observed: ObservedState) -> None:
+        """Acts on the differences between the desired and the observed state."""
         with contextlib.suppress(StorageUnavailable):
-            if intent.end is not None and intent.phase == "running":
-                self._ask_to_stop(intent)
+            if desired.end is not None and desired.phase == "running":
+                self._request_stop(desired)
         try:
-            if intent.creation is not None and intent.phase == "placing":
-                self._create(intent, intent.creation)
-            self._delete(reconcile.to_delete(intent, seen), doomed={v.name for v in intent.doomed})
-        except ServiceSilent as error:
-            self._hear("the Compute API", False, str(error))
+            if desired.creation is not None and desired.phase == "placing":
+                self._create(desired, desired.creation)
+            self._delete(
+                reconcile.vms_to_delete(desired, observed),
+                intended={v.name for v in desired.deleting},
+            )
+        except ApiUnavailable as error:
+            self._report_availability("the Compute API", False, str(error))
 
-    def _create(self, intent: Intent, creation: Creation) -> None:
+    def _create(self, desired: DesiredState, creation: PendingCreate) -> None:
         now = self.clock.monotonic()
-        if creation.request_id in self._operations or now < self._not_before or not self._may():
+        if (
+            creation.request_id in self._operations
+            or now < self._not_before
+            or not self._holds_lease()
+        ):
             return
-        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)  # Until it is answered.
-        self._not_before = now + self._pause
-        vms = [vm for vm in intent.vms if vm.name in creation.names]
-        machine = machine_of(self.places, self.config, intent, vms[0])
-        self._asked, self._asked_in = creation, vms[0].zone
+        self._retry_seconds = min(
+            2 * self._retry_seconds, MAX_CREATE_RETRY_SECONDS
+        )  # Doubled until it is answered.
+        self._not_before = now + self._retry_seconds
+        vms = [vm for vm in desired.vms if vm.name in creation.names]
+        machine = machine_for(self.paths, self.config, desired, vms[0])
+        self._pending, self._pending_zone = creation, vms[0].zone
         try:
             self._operations[creation.request_id] = self.compute.create(creation, vms, machine)
         finally:
-            self._asked_at = self.clock.monotonic()
-        self._pause, self._not_before = CYCLE_SECONDS / 2, now
+            self._create_sent_at = self.clock.monotonic()
+        self._retry_seconds, self._not_before = CYCLE_SECONDS / 2, now
 
-    def _delete(self, vms: Sequence[Vm], *, doomed: Container[str]) -> None:
+    def _delete(self, vms: Sequence[VmSpec], *, intended: Container[str]) -> None:
         for vm in vms:
             now = self.clock.monotonic()
-            asked_at = self._deleted_at.get(vm.name)
+            requested_at = self._deleted_at.get(vm.name)
             listed = (self._vms or {}).get(vm.name)
-            ends = listed is None or listed.status in ("STOPPING", "PENDING_STOP")
-            again = ENDING_SECONDS if ends else AGAIN_SECONDS
-            if asked_at is not None and now - asked_at < again:
+            is_stopping = listed is None or listed.status in ("STOPPING", "PENDING_STOP")
+            retry_seconds = STOPPING_RETRY_SECONDS if is_stopping else DELETE_RETRY_SECONDS
+            if requested_at is not None and now - requested_at < retry_seconds:
                 continue
-            if not self._may():
+            if not self._holds_lease():
                 return
-            if vm.name not in doomed and vm.name not in self._strangers:
-                self._strangers.add(vm.name)
-                self.tell(
-                    f"{vm.name}: no launcher wants it (one that was overtaken made it); deleted"
+            if vm.name not in intended and vm.name not in self._unknown_vms:
+                self._unknown_vms.add(vm.name)
+                self.console(
+                    f"{vm.name}: not in the desired state (created by a launcher that lost the "
+                    "lease); deleting"
                 )
             self.compute.delete(vm.name, vm.zone)
             self._deleted_at[vm.name] = now
 
-    def _may(self) -> bool:
-        """Whether the lease is held for certain, at this moment."""
+    def _holds_lease(self) -> bool:
+        """Returns whether the lease is certainly held now."""
         try:
-            with self._waiting():
+            with self._count_wait():
                 self.lease.renew()
         except StorageUnavailable:
             return False
         return self.lease.held()
 
-    def _take_back(self) -> None:
-        """Deletes what this leader's last request has made, or still makes, and nobody wants.
+    def _cleanup_after_loss(self) -> None:
+        """Deletes VMs of this launcher's last creation that are not in the desired state.
 
-        It leads no more; but no name is given twice, so what is not meant to be never will be.
+        This is safe without the lease: VM names are never reused, so no state will ever have them.
         """
         began = self.clock.monotonic()
-        if self._asked is not None:
-            names = ", ".join(self._asked.names)
-            self.tell(f"another launcher leads; looking whether {names} are wanted before leaving")
-        while self._asked is not None and self.clock.monotonic() < began + TAKE_BACK_SECONDS:
-            with contextlib.suppress(ServiceSilent, StorageUnavailable):
-                intent = self.record.read()
-                wanted = frozenset[str]() if intent is None else intent.names
-                left = [name for name in self._asked.names if name not in wanted]
+        if self._pending is not None:
+            names = ", ".join(self._pending.names)
+            self.console(
+                f"another launcher leads; checking before exit whether {names} are desired"
+            )
+        while self._pending is not None and self.clock.monotonic() < began + CLEANUP_SECONDS:
+            with contextlib.suppress(ApiUnavailable, StorageUnavailable):
+                desired = self.state_object.read()
+                wanted = frozenset[str]() if desired is None else desired.names
+                left = [name for name in self._pending.names if name not in wanted]
                 waited = self.clock.monotonic() - began
-                if not left or self._is_settled(self._asked, waited=waited):
+                if not left or self._is_settled(self._pending, waited=waited):
                     for name in left:
-                        self.compute.delete(name, self._asked_in)
+                        self.compute.delete(name, self._pending_zone)
                     return
             self.clock.sleep(CYCLE_SECONDS)
 
-    def _is_settled(self, asked: Creation, *, waited: float) -> bool:
-        """Whether a request makes nothing any more."""
-        found = self._operations.get(asked.request_id)
-        if found is None and (found := self.compute.operation_of(asked, self._asked_in)) is None:
+    def _is_settled(self, creation: PendingCreate, *, waited: float) -> bool:
+        """Returns whether a request can create no more VMs."""
+        found = self._operations.get(creation.request_id)
+        if (
+            found is None
+            and (found := self.compute.find_operation(creation, self._pending_zone)) is None
+        ):
             return waited > reconcile.LOST_REQUEST_SECONDS
-        return isinstance(found, Refused) or (
-            self.compute.became_of(found, self._asked_in) is not False
+        return isinstance(found, CreateFailed) or (
+            self.compute.create_result(found, self._pending_zone) is not False
         )
 
-    def _ask_to_stop(self, intent: Intent) -> None:
-        """Has the doors save and leave, once an attempt."""
-        if self._stopped_attempt != intent.attempt:
-            gcs_objects.write(self.places.stop, b"", over=None)
-            self._stopped_attempt = intent.attempt
+    def _request_stop(self, desired: DesiredState) -> None:
+        """Requests the supervisors to save and stop, once an attempt."""
+        if self._stopped_attempt != desired.attempt:
+            gcs_objects.write(self.paths.stop, b"", over=None)
+            self._stopped_attempt = desired.attempt
 
-    def _tidy_up(self, intent: Intent) -> None:
-        """Leaves nothing that would end the next `up`, and no reports of VMs that are gone."""
+    def _cleanup(self, desired: DesiredState) -> None:
+        """Deletes the requests, which would end the next `up`, and the reports of deleted VMs."""
         with contextlib.suppress(StorageUnavailable):
-            for path in (self.places.stop, self.places.down):
+            for path in (self.paths.stop, self.paths.down):
                 gcs_objects.delete(path)
-            gcs_objects.delete_tree(self.places.reports)
+            gcs_objects.delete_tree(self.paths.reports)
             self.lease.release()
 
 
@@ -350,33 +382,37 @@ def longest_wait(records: Sequence[run_log.Record]) -> float | None:
     return max(waits, default=None)
 
 
-def machine_of(places: Places, config: RunConfig, intent: Intent, vm: Vm) -> Machine:
-    """Returns what the VMs of a creation are made of."""
+def machine_for(
+    paths: LaunchPaths, config: RunConfig, desired: DesiredState, vm: VmSpec
+) -> Machine:
+    """Returns the description of the VMs of a creation."""
     gce = config.launch.gce
     assert gce is not None, config
-    text = instance_spec.script(gce, places.run, places.code(intent.code), intent.code)
+    text = instance_spec.startup_script(gce, paths.run, paths.code(desired.code), desired.code)
     return Machine(
         gce,
         gce.ladder[vm.rung],
         vm.zone,
-        labels={RUN_LABEL: intent.run, MANAGED_LABEL: "1"},
-        metadata={"startup-script": text, "jaxres-run": str(places.run)},
+        labels={RUN_LABEL: desired.run, MANAGED_LABEL: "1"},
+        metadata={"startup-script": text, "jaxres-run": str(paths.run)},
     )
 
 
-def _zone(intent: Intent, names: tuple[str, ...]) -> str:
-    return next(vm.zone for vm in (*intent.vms, *intent.doomed) if vm.name in names)
+def _zone(desired: DesiredState, names: tuple[str, ...]) -> str:
+    return next(vm.zone for vm in (*desired.vms, *desired.deleting) if vm.name in names)
 
 
-def fresh(run: str, code: str, config: str, *, now: float, after: Intent | None) -> Intent:
-    """Returns the intent of a job that begins, or begins again after an end.
+def new_state(
+    run: str, code: str, config: str, *, now: float, after: DesiredState | None
+) -> DesiredState:
+    """Returns the desired state of a new job, or of one that is started again after an end.
 
-    What has been counted goes on: names and attempts are never used twice, and money stays spent.
+    Counters continue: names and attempts are never used twice, and costs are kept.
     """
     if after is None:
-        return Intent(run, code, config, began=now)
+        return DesiredState(run, code, config, started_at=now)
     return replace(
-        Intent(run, code, config, began=now),
+        DesiredState(run, code, config, started_at=now),
         placement=after.placement,
         next_name=after.next_name,
         attempt=after.attempt,

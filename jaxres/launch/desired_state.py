@@ -1,8 +1,8 @@
-"""What a job on VMs is meant to be: one object in the run's bucket, changed by the leader alone.
+"""The desired state of a job on VMs: one object in the run's bucket that only the leader writes.
 
-Everything that a launcher does follows from it and from what can be seen, so that a successor goes
-on wherever the one before was killed: first it is written, then done. Agents on the VMs read it,
-too: it tells which attempt is on and who takes part.
+A launcher writes the desired state first and acts on it afterwards. Its actions follow from the
+desired state and from what it observes, so a successor resumes wherever its predecessor was killed.
+The agents on the VMs read the object too: it has the current attempt and its hosts.
 """
 
 from __future__ import annotations
@@ -10,220 +10,193 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal
 
-from jaxres.faults import Fenced, StorageUnavailable
-from jaxres.launch.capacity_options import Cooling
-from jaxres.storage import gcs_objects
-from jaxres.storage.path import BucketPath
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    T = TypeVar("T", bound=DataclassInstance)
+from jaxres.faults import ConfigError, Fenced, StorageUnavailable
+from jaxres.launch.capacity_options import Backoff
+from jaxres.runlog.attempt_result import AttemptOutcome
+from jaxres.storage import codec, gcs_objects
+from jaxres.storage.path import GcsPath
 
 Phase = Literal["placing", "running", "ending", "ended"]
+FORMAT = 2
 WRITES = 3
 MAX_HISTORY = 200
-"""Attempts of which the ends are kept."""
+"""Number of attempts whose outcomes are kept."""
 
 
 @dataclass(frozen=True)
-class Vm:
-    """A VM that is meant to be, or that is meant to be gone."""
+class VmSpec:
+    """A VM that should exist, or that should be deleted."""
 
     name: str
-    """Never used again."""
+    """Name of the VM; never used again for another one."""
     zone: str
     rung: int
-    """Of the ladder."""
-    asked: float
-    """When, in seconds since the epoch: for the bill, and for people; 0: not yet."""
-    made: bool = False
-    """Whether its creation is known to have gone well."""
-    doomed: float = 0.0
-    """Since when it is meant to be gone; 0: it is not."""
+    """Index of its rung in launch.gce.ladder."""
+    requested_at: float
+    """When its creation was requested, in seconds since the epoch, for the costs; 0: not yet."""
+    created: bool = False
+    """Whether its creation is known to have succeeded."""
+    deleting_since: float = 0.0
+    """Since when it should be deleted, in seconds since the epoch; 0: it should exist."""
 
 
 @dataclass(frozen=True)
-class Creation:
-    """VMs that are being created by one request; it does no more when it is made again."""
+class PendingCreate:
+    """VMs that one request creates. Repeating the request creates nothing more."""
 
     names: tuple[str, ...]
     request_id: str
 
 
 @dataclass(frozen=True)
-class Member:
-    """A host of the attempt that is on; its place in the list is its id."""
+class HostAddress:
+    """A host of the current attempt. Its index in the list is its host id."""
 
     name: str
     ip: str
 
 
 @dataclass(frozen=True)
-class Past:
-    """How one attempt has ended."""
-
-    attempt: int
-    code: int
-    reason: str
-    step_before: int
-    step_after: int
-    culprit: str | None = None
-    """The VM that is the cause."""
-
-
-@dataclass(frozen=True)
-class End:
-    """How the job is to end, or has ended."""
+class JobEnd:
+    """How the job ended or is about to end."""
 
     exit: int
     reason: str
     since: float
-    """When that was decided, in seconds since the epoch."""
+    """When the end was decided, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
-class Intent:
-    """The whole of it."""
+class DesiredState:
+    """Everything that the launcher remembers of a job."""
 
     run: str
-    """Label of all its VMs, and the beginning of their names."""
+    """Label of all VMs of the run, and prefix of their names."""
     code: str
     """Digest of the code that every attempt runs."""
     config: str
-    """Digest of the resolved config, which the agents and every leader go by."""
+    """Digest of the resolved config that the agents and every leader use."""
     epoch: int = 0
-    """Of the lease under which this was written."""
+    """Epoch of the lease under which this was written."""
     serial: int = 0
-    """Grows with every write."""
+    """Number of this write; grows by one with every write."""
     phase: Phase = "placing"
-    why: str = ""
-    """What led here, for a person."""
+    reason: str = ""
+    """Why the job is in this phase, for the operator."""
     placement: int = 0
-    """Counts the places that were tried."""
+    """Number of placements tried so far."""
     next_name: int = 0
-    """Counts the names that were given."""
-    vms: tuple[Vm, ...] = ()
-    """By slot; empty: a place is still to be found."""
-    creation: Creation | None = None
-    doomed: tuple[Vm, ...] = ()
-    """VMs to be deleted, until they are known to be gone."""
-    cooling: tuple[Cooling, ...] = ()
+    """Number of VM names used so far."""
+    vms: tuple[VmSpec, ...] = ()
+    """VMs of the job, by slot; empty: no zone is chosen yet."""
+    creation: PendingCreate | None = None
+    deleting: tuple[VmSpec, ...] = ()
+    """VMs to delete, until they are known to be deleted."""
+    backoffs: tuple[Backoff, ...] = ()
     refill_since: float | None = None
-    """Since when lost VMs are being replaced where the others are; seconds since the epoch."""
+    """Since when lost VMs are being replaced in the others' zone, in seconds since the epoch."""
     unready: int = 0
-    """How often VMs were lost since the last attempt began, before another could."""
+    """Number of times that VMs were lost since the last attempt started."""
     attempt: int = 0
-    members: tuple[Member, ...] = ()
-    """Hosts of the attempt that is on; empty: none is."""
+    hosts: tuple[HostAddress, ...] = ()
+    """Hosts of the current attempt; empty: no attempt is running."""
     port: int = 0
     step_before: int = 0
-    """Newest committed step when the attempt began."""
+    """Newest committed step when the attempt started."""
     seq_before: int = 0
-    """Number of the newest record in the run's log at that time."""
+    """Number of the newest record in the run log when the attempt started."""
     not_before: float = 0.0
     """Earliest start of the next attempt, in seconds since the epoch."""
-    history: tuple[Past, ...] = ()
-    began: float = 0.0
-    """When the job was first asked for, or again after an end."""
+    history: tuple[AttemptOutcome[str], ...] = ()
+    started_at: float = 0.0
+    """When the job was requested, or requested again after an end, in seconds since the epoch."""
     spent_dollars: float = 0.0
-    """On VMs that are gone."""
+    """Costs of the VMs that are deleted."""
     vm_seconds: float = 0.0
-    """Of VMs that are gone."""
-    end: End | None = None
+    """Lifetime of the VMs that are deleted."""
+    end: JobEnd | None = None
 
-    def with_past(self, past: Past) -> Intent:
-        """Returns it with one more end."""
-        return dataclasses.replace(self, history=(*self.history, past)[-MAX_HISTORY:])
+    def with_outcome(self, outcome: AttemptOutcome[str]) -> DesiredState:
+        """Returns the state with one more outcome in the history."""
+        return dataclasses.replace(self, history=(*self.history, outcome)[-MAX_HISTORY:])
 
     @property
     def names(self) -> frozenset[str]:
-        """The VMs that are meant to be."""
+        """Names of the VMs that should exist."""
         return frozenset(vm.name for vm in self.vms)
 
 
 @dataclass(frozen=True)
-class Next:
-    """What is to be from now on, and what a person is to be told of it."""
+class Transition:
+    """The next desired state, and the lines to print about the change."""
 
-    intent: Intent
-    words: tuple[str, ...] = ()
+    desired: DesiredState
+    messages: tuple[str, ...] = ()
 
 
 @dataclass
-class Record:
-    """The object in the bucket, and the generation that is known of it."""
+class StateObject:
+    """The desired state in the bucket, and its generation when it was read or written last."""
 
-    path: BucketPath
-    intent: Intent | None = None
+    path: GcsPath
+    desired: DesiredState | None = None
     generation: int = field(default=0)
 
-    def read(self) -> Intent | None:
-        """Returns what stands there; None: nothing yet."""
+    def read(self) -> DesiredState | None:
+        """Reads the object; None: there is none yet."""
         found = gcs_objects.read_at(self.path)
         if found is None:
-            self.intent, self.generation = None, 0
+            self.desired, self.generation = None, 0
         else:
-            self.intent, self.generation = unpacked(found[0], self.path), found[1]
-        return self.intent
+            self.desired, self.generation = decode_state(found[0], self.path), found[1]
+        return self.desired
 
-    def write(self, intent: Intent, *, epoch: int) -> Intent:
-        """Writes it over what was read; the next number is its serial.
+    def write(self, desired: DesiredState, *, epoch: int) -> DesiredState:
+        """Writes the object unless another launcher has written since the read; the serial grows.
 
         Raises:
-          Fenced: another launcher has written meanwhile.
+          Fenced: another launcher has written in the meantime.
         """
         for _ in range(WRITES):
-            if self.intent is not None and self.intent.epoch > epoch:
-                break  # It was read after another had taken over.
-            serial = 0 if self.intent is None else self.intent.serial
-            new = dataclasses.replace(intent, epoch=epoch, serial=serial + 1)
-            generation = gcs_objects.write(self.path, packed(new), over=self.generation)
+            if self.desired is not None and self.desired.epoch > epoch:
+                break  # It was read after another launcher had taken over.
+            serial = 0 if self.desired is None else self.desired.serial
+            new = dataclasses.replace(desired, epoch=epoch, serial=serial + 1)
+            generation = gcs_objects.write(self.path, encode_state(new), over=self.generation)
             if generation is not None:
-                self.intent, self.generation = new, generation
+                self.desired, self.generation = new, generation
                 return new
-            there = self.read()
-            if there is None or there.epoch != epoch:
-                break  # Else an earlier write of ours stands there, whose answer was lost.
+            current = self.read()
+            if current is None or current.epoch != epoch:
+                break  # Else the response to an earlier write of this launcher was lost.
         raise Fenced(
-            f"{self.path.parent.parent}: another launcher leads this run by now; this one acts no "
-            "more, the training goes on."
+            f"{self.path.parent.parent}: another launcher leads this run now; this one stops "
+            "acting, the training continues."
         )
 
 
-def packed(intent: Intent) -> bytes:
-    """Returns it as JSON."""
-    return json.dumps(dataclasses.asdict(intent), sort_keys=True).encode()
+def encode_state(desired: DesiredState) -> bytes:
+    """Returns the desired state as JSON."""
+    return json.dumps({codec.FORMAT: FORMAT} | codec.encode(desired), sort_keys=True).encode()
 
 
-def _known(kind: type[T], fields: dict[str, Any]) -> T:
-    """Makes one of a kind by the fields that it has."""
-    names = {f.name for f in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in fields.items() if name in names})
+def decode_state(data: bytes, path: GcsPath) -> DesiredState:
+    """Parses what `encode_state` wrote; unknown fields are skipped.
 
-
-def unpacked(data: bytes, path: BucketPath) -> Intent:
-    """Reads what `packed` has written; what a newer version has added is left out."""
+    Raises:
+      ConfigError: it was written in another format.
+      StorageUnavailable: it can't be read.
+    """
     try:
         fields: dict[str, Any] = json.loads(data)
-        creation, end = fields["creation"], fields["end"]
-        return _known(
-            Intent,
-            fields
-            | {
-                "vms": tuple(_known(Vm, vm) for vm in fields["vms"]),
-                "doomed": tuple(_known(Vm, vm) for vm in fields["doomed"]),
-                "cooling": tuple(_known(Cooling, one) for one in fields["cooling"]),
-                "members": tuple(_known(Member, one) for one in fields["members"]),
-                "history": tuple(_known(Past, one) for one in fields["history"]),
-                "creation": creation and Creation(tuple(creation["names"]), creation["request_id"]),
-                "end": end and _known(End, end),
-            },
-        )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        codec.require_format(fields, number=FORMAT)
+        return codec.decode(DesiredState, fields, ignore_unknown=True)
+    except codec.OtherFormat as error:
+        raise ConfigError(f"{path}: {error}.") from error
+    except (ValueError, TypeError, AttributeError) as error:
         raise StorageUnavailable(
-            f"{path}: can't be read as what the launcher has written ({error}). If a newer jaxres "
-            "has written it, use that one."
+            f"{path}: is not readable as a desired state ({error}). If a newer jaxres "
+            "wrote it, use that one."
         ) from error

@@ -1,4 +1,4 @@
-"""`launch gce`: a job on GPU VMs of Google Compute Engine, led from wherever this runs."""
+"""`launch gce`: a job on GPU VMs of Google Compute Engine, led by the machine that runs this."""
 
 from __future__ import annotations
 
@@ -15,18 +15,26 @@ from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
-from jaxres.faults import ConfigError, Exit, Fenced, Preempted, Stopped, UsageError, message
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import (
+    ConfigError,
+    Fenced,
+    PreemptedError,
+    StoppedError,
+    UsageError,
+    format_exit_message,
+)
 from jaxres.launch import bucket_setup, controller, gce_status, instance_spec, preflight
-from jaxres.launch.controller import Leader
-from jaxres.launch.desired_state import Intent, Record
+from jaxres.launch.controller import Controller
+from jaxres.launch.desired_state import DesiredState, StateObject
 from jaxres.launch.gce_api import Compute
 from jaxres.launch.lease import Lease
-from jaxres.launch.paths import Places
+from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
-from jaxres.storage.path import BucketPath, Place, place
+from jaxres.storage.path import GcsPath, RunPath, is_remote, parse_path
 from jaxres.supervisor import attempt_runner
-from jaxres.supervisor.run_config import resolve, target_of
+from jaxres.supervisor.run_config import parse_target, resolve_run
 
 if TYPE_CHECKING:
     from jaxres.config.schema_gce import GceSection
@@ -40,12 +48,12 @@ usage: python -m jaxres.launch gce up CONFIG.yaml|gs://RUN [section.field=value 
        python -m jaxres.launch gce down gs://RUN       end now; no VM is left
        python -m jaxres.launch gce init CONFIG.yaml [--yes]
 
-up: gets VMs by launch.gce.ladder, trains on them, replaces what is lost, and ends when the run
-    does; no VM is left then. It may be killed: the training goes on, and another `up` of the same
-    run, anywhere, leads on. Exit codes as for `launch local`; 83: another launcher leads.
+up: creates VMs by launch.gce.ladder, trains on them, replaces lost ones, and ends when the run
+    does; no VM is left then. It may be killed: training continues, and another `up` of the same
+    run, on any machine, takes over. Exit codes as for `launch local`; 83: another launcher leads.
 --dry-run: prints what would be created, and its price; creates nothing.
---standby: waits while another launcher leads, and leads on when it is gone.
-init: shows what it would make of the run's bucket or change about it; does it with --yes.
+--standby: waits while another launcher leads, and takes over when it is lost.
+init: shows how it would create or change the run's bucket; does so with --yes.
 """
 VERBS = ("up", "status", "logs", "stop", "down", "init")
 ENDPOINT = "JAXRES_GCE_ENDPOINT"
@@ -54,29 +62,31 @@ WATCH_SECONDS = 1.0
 
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Runs a verb of `launch gce` and returns its exit code."""
-    verb, *words = arguments or ("",)
+    verb, *rest = arguments or ("",)
     if verb not in VERBS:
         raise UsageError(f"expected one of {', '.join(VERBS)} (got {verb or 'nothing'})\n{USAGE}")
-    flags = [word for word in words if word.startswith("--")]
+    flags = [argument for argument in rest if argument.startswith("--")]
     if verb == "up":
         _refuse_unknown(flags, ("--dry-run", "--standby"))
-        target, overrides = target_of([w for w in words if w not in flags], usage=USAGE)
+        target, overrides = parse_target([a for a in rest if a not in flags], usage=USAGE)
         if "--dry-run" in flags:
-            return preflight.show(*_named(target, overrides))
+            return preflight.show(*_config_without_bucket(target, overrides))
         return _up(target, overrides, env=env, waits="--standby" in flags)
     if verb == "init":
         _refuse_unknown(flags, ("--yes",))
-        target, overrides = target_of([w for w in words if w not in flags], usage=USAGE)
-        return bucket_setup.prepare(*_named(target, overrides), does="--yes" in flags)
+        target, overrides = parse_target([a for a in rest if a not in flags], usage=USAGE)
+        return bucket_setup.init_bucket(
+            *_config_without_bucket(target, overrides), does="--yes" in flags
+        )
     if verb == "status":
         _refuse_unknown(flags, ("--json",))
-        return gce_status.show(
-            _run_of(words, flags), as_json="--json" in flags, clock=SystemClock()
+        return gce_status.show_status(
+            _run_of(rest, flags), as_json="--json" in flags, clock=SystemClock()
         )
     if verb == "logs":
-        return _logs(words, env=env)
+        return _logs(rest, env=env)
     _refuse_unknown(flags, ())
-    return _ask(verb, _run_of(words, flags), env=env)
+    return _request_end(verb, _run_of(rest, flags), env=env)
 
 
 def _refuse_unknown(flags: Sequence[str], known: Sequence[str]) -> None:
@@ -85,62 +95,64 @@ def _refuse_unknown(flags: Sequence[str], known: Sequence[str]) -> None:
             raise UsageError(f"{flag}: unknown flag\n{USAGE}")
 
 
-def _run_of(words: Sequence[str], flags: Sequence[str]) -> BucketPath:
-    """Returns the run directory that the words name."""
-    others = [word for word in words if word not in flags]
+def _run_of(arguments: Sequence[str], flags: Sequence[str]) -> GcsPath:
+    """Returns the run directory that the arguments name."""
+    others = [argument for argument in arguments if argument not in flags]
     if len(others) != 1:
         raise UsageError(
             f"expected one run directory, got {' '.join(others) or 'nothing'}\n{USAGE}"
         )
     try:
-        run = place(others[0])
+        run = parse_path(others[0])
     except ValueError as error:
         raise UsageError(f"{others[0]}: {error}") from error
-    if not isinstance(run, BucketPath):
+    if not is_remote(run):
         raise UsageError(f"{run}: runs of `launch gce` are in buckets; give gs://BUCKET/FOLDER")
     return run
 
 
-def _config(target: Place, overrides: Sequence[str]) -> tuple[RunConfig, BucketPath]:
+def _config(target: RunPath, overrides: Sequence[str]) -> tuple[RunConfig, GcsPath]:
     """Returns the config of a job and its run directory.
 
     Raises:
-      ConfigError: the config says nothing of VMs, or the run would not outlive them.
+      ConfigError: the config has no section on VMs, or the run directory is not in a bucket.
     """
-    if isinstance(target, BucketPath):
-        intent = Record(Places(target).intent).read()
-        if intent is None:
+    if is_remote(target):
+        desired = StateObject(LaunchPaths(target).desired_state).read()
+        if desired is None:
             raise UsageError(
-                f"{target}: no launcher has been here. Give the config file the first time."
+                f"{target}: no job of `launch gce` was started here. Give the config file first."
             )
-        return _recorded(Places(target), intent, overrides), target
-    loaded, run_dir = resolve(target, overrides)
-    return _on_vms(target, loaded.config, run_dir.root)
+        return _recorded_config(LaunchPaths(target), desired, overrides), target
+    loaded, run_dir = resolve_run(target, overrides)
+    return _require_gce(target, loaded.config, run_dir.root)
 
 
-def _named(target: Place, overrides: Sequence[str]) -> tuple[RunConfig, BucketPath]:
-    """Returns the config of a job and its run directory, whose bucket may not be there yet."""
-    if isinstance(target, BucketPath):
+def _config_without_bucket(target: RunPath, overrides: Sequence[str]) -> tuple[RunConfig, GcsPath]:
+    """Returns the config of a job and its run directory, whose bucket need not exist."""
+    if is_remote(target):
         return _config(target, overrides)
     config = configs.load(target, overrides).config
-    return _on_vms(target, config, config.run.dir)
+    return _require_gce(target, config, config.run.dir)
 
 
-def _on_vms(target: Place, config: RunConfig, root: Place | None) -> tuple[RunConfig, BucketPath]:
-    """Holds that a config is of a job on VMs whose run outlives them."""
+def _require_gce(
+    target: RunPath, config: RunConfig, root: RunPath | None
+) -> tuple[RunConfig, GcsPath]:
+    """Checks that a config describes a job on VMs with a run directory in a bucket."""
     if config.launch.gce is None:
         raise ConfigError(
-            f"{target}: launch.gce is missing: which VMs? docs/gce.md has an example to begin with."
+            f"{target}: launch.gce is missing: which VMs? docs/gce.md has an example to start with."
         )
-    if not isinstance(root, BucketPath):
+    if root is None or not is_remote(root):
         raise ConfigError(
-            f"{target}: run.dir is missing, and VMs come and go: give a bucket, "
+            f"{target}: run.dir must be in a bucket, because VMs are lost with their disks: give "
             "run.dir=gs://BUCKET/FOLDER"
         )
     return config, root
 
 
-def compute_of(config: RunConfig, env: Mapping[str, str]) -> Compute:
+def compute_for(config: RunConfig, env: Mapping[str, str]) -> Compute:
     """Returns the Compute API of a config's project."""
     gce = _gce(config)
     return Compute(gce, endpoint=gce.endpoint or env.get(ENDPOINT) or None)
@@ -151,42 +163,42 @@ def _gce(config: RunConfig) -> GceSection:
     return config.launch.gce
 
 
-def say(words: str) -> None:
-    """Tells a person, with the time."""
+def print_line(message: str) -> None:
+    """Prints a message with the time."""
     moment = datetime.fromtimestamp(SystemClock().wall()).strftime("%H:%M:%S")
-    sys.stdout.write(f"{moment} {words}\n")
+    sys.stdout.write(f"{moment} {message}\n")
     sys.stdout.flush()
 
 
-def _up(target: Place, overrides: Sequence[str], *, env: Mapping[str, str], waits: bool) -> int:
+def _up(target: RunPath, overrides: Sequence[str], *, env: Mapping[str, str], waits: bool) -> int:
     config, run = _config(target, overrides)
-    compute, places, clock = compute_of(config, env), Places(run), SystemClock()
-    compute.told_by(say)
-    lease = Lease(places.lease, holder=_holder(), seconds=_gce(config).lease_seconds)
-    record = Record(places.intent)
-    intent = record.read()
-    if intent is None or intent.phase == "ended":  # Else it is too late for questions.
-        if attempt_runner.is_done(RunDir(run), config):
-            return Exit.DONE
-        for words in preflight.check(_gce(config), compute, run):
-            say(words)
-        instance_spec.pack(_gce(config).package)  # Refused now rather than under the lease.
+    compute, paths, clock = compute_for(config, env), LaunchPaths(run), SystemClock()
+    compute.set_console(print_line)
+    lease = Lease(paths.lease, holder=_holder(), seconds=_gce(config).lease_seconds)
+    record = StateObject(paths.desired_state)
+    desired = record.read()
+    if desired is None or desired.phase == "ended":  # Else VMs exist already.
+        if attempt_runner.is_complete(RunDir(run), config):
+            return ExitCode.DONE
+        for warning in preflight.check(_gce(config), compute, run):
+            print_line(warning)
+        instance_spec.pack(_gce(config).package)  # Errors appear here, before the lease is taken.
     _acquire(lease, run, clock, waits=waits)
     with _released_on_error(lease):
-        intent = record.read()
-        if intent is None or intent.phase == "ended":
-            intent = _ship(config, places, intent, clock)
-            say(f"{run}: {_gce(config).num_hosts} VMs are wanted")
+        desired = record.read()
+        if desired is None or desired.phase == "ended":
+            desired = _upload_job(config, paths, desired, clock)
+            print_line(f"{run}: {_gce(config).num_hosts} VMs are requested")
         else:
-            config = _adopted(config, intent, places)
-            say(f"{run}: going on with what is there ({intent.phase}, attempt {intent.attempt})")
-        record.write(intent, epoch=lease.epoch)
-    return _lead(Leader(places, config, compute, lease, record, clock, say))
+            config = _adopt_config(config, desired, paths)
+            print_line(f"{run}: resuming ({desired.phase}, attempt {desired.attempt})")
+        record.write(desired, epoch=lease.epoch)
+    return _lead(Controller(paths, config, compute, lease, record, clock, print_line))
 
 
 @contextlib.contextmanager
 def _released_on_error(lease: Lease) -> Iterator[None]:
-    """Leaves the lead to others at once where this launcher fails."""
+    """Releases the lease if the block fails, so that another launcher can take it at once."""
     try:
         yield
     except BaseException:
@@ -194,19 +206,19 @@ def _released_on_error(lease: Lease) -> Iterator[None]:
         raise
 
 
-def _lead(led: Leader) -> int:
-    """Leads a job to its end, or until a person has this launcher leave it."""
-    run = led.places.run
+def _lead(led: Controller) -> int:
+    """Leads a job to its end, or until a signal makes this launcher exit."""
+    run = led.paths.run
     try:
         with _released_on_error(led.lease):
-            end = led.lead()
-    except (Stopped, Preempted) as left:
-        say(
-            "this launcher leaves; the VMs and the training go on and cost money. "
-            f"`python -m jaxres.launch gce up {run}` leads on, `... stop {run}` ends them"
+            end = led.run()
+    except (StoppedError, PreemptedError) as left:
+        print_line(
+            "this launcher exits; the VMs and the training continue and cost money. "
+            f"`python -m jaxres.launch gce up {run}` takes over, `... stop {run}` ends them"
         )
-        return 128 + signal.SIGINT if isinstance(left, Stopped) else left.exit
-    sys.stdout.write(message(end.exit, f"{run}: {end.reason}; no VM is left"))
+        return 128 + signal.SIGINT if isinstance(left, StoppedError) else left.exit_code
+    sys.stdout.write(format_exit_message(end.exit, f"{run}: {end.reason}; no VM is left"))
     return end.exit
 
 
@@ -214,92 +226,100 @@ def _holder() -> str:
     return f"{socket.gethostname()} (pid {os.getpid()})"
 
 
-def _acquire(lease: Lease, run: BucketPath, clock: Clock, *, waits: bool) -> None:
-    """Takes the lead, as soon as whoever has it gives no sign of life.
+def _acquire(lease: Lease, run: GcsPath, clock: Clock, *, waits: bool) -> None:
+    """Takes the lease as soon as its holder no longer renews it.
 
     Raises:
-      Fenced: another launcher does, and leads.
+      Fenced: another launcher renews it, and leads.
     """
     first = None
     while not lease.acquire():
-        other = lease.other()
+        other = lease.other_holder()
         if other is None:
             continue
         if first is None:
-            first = lease.seen
-            say(f"{other.holder} leads this run, or did; looking whether it still does")
-        elif lease.seen != first and not waits:
+            first = lease.other_generation
+            print_line(
+                f"{other.holder} holds the launcher lease; checking whether it is still active"
+            )
+        elif lease.other_generation != first and not waits:
             raise Fenced(
-                f"{run}: {other.holder} leads this run. Leave it to that launcher, end it there "
-                "(the training goes on), or wait for its end with --standby."
+                f"{run}: {other.holder} leads this run. Leave it to that launcher, stop that one "
+                "(training continues), or wait for its end with --standby."
             )
         clock.sleep(WATCH_SECONDS)
 
 
-def _ship(config: RunConfig, places: Places, before: Intent | None, clock: Clock) -> Intent:
-    """Puts code and config where the VMs find them, and returns the intent of a new job."""
-    code = instance_spec.ship(instance_spec.pack(_gce(config).package), places.codes, ".tar.gz")
+def _upload_job(
+    config: RunConfig, paths: LaunchPaths, before: DesiredState | None, clock: Clock
+) -> DesiredState:
+    """Uploads code and config for the VMs, and returns the desired state of a new job."""
+    code = instance_spec.upload(instance_spec.pack(_gce(config).package), paths.codes, ".tar.gz")
     text = configs.dump_yaml(config).encode()
-    digest = instance_spec.ship(text, places.configs, ".yaml")
-    return controller.fresh(places.label, code, digest, now=clock.wall(), after=before)
+    digest = instance_spec.upload(text, paths.configs, ".yaml")
+    return controller.new_state(paths.label, code, digest, now=clock.wall(), after=before)
 
 
-def _recorded(places: Places, intent: Intent, overrides: Sequence[str]) -> RunConfig:
-    """Returns the config that was put into the bucket at the first `up`."""
-    path = places.config(intent.config)
+def _recorded_config(
+    paths: LaunchPaths, desired: DesiredState, overrides: Sequence[str]
+) -> RunConfig:
+    """Returns the config that the first `up` has uploaded."""
+    path = paths.config(desired.config)
     if gcs_objects.read(path) is None:
-        raise ConfigError(f"{path} is gone; bring it back from a copy, or give the config file.")
+        raise ConfigError(f"{path} is missing; restore it from a copy, or give the config file.")
     return configs.load_recorded(path, overrides).config
 
 
-def _adopted(config: RunConfig, intent: Intent, places: Places) -> RunConfig:
-    """Returns the config that a job goes by that is on already."""
-    recorded = _recorded(places, intent, ())
+def _adopt_config(config: RunConfig, desired: DesiredState, paths: LaunchPaths) -> RunConfig:
+    """Returns the config of the running job, which may differ from the given one."""
+    recorded = _recorded_config(paths, desired, ())
     if configs.dump_yaml(recorded) != configs.dump_yaml(config):
-        say("the job is on with the config of its first `up`; changes hold after `launch gce stop`")
+        print_line(
+            "the job runs with the config of its first `up`; changes apply after `launch gce stop`"
+        )
     return recorded
 
 
-def _ask(verb: str, run: BucketPath, *, env: Mapping[str, str]) -> int:
-    """Has a job end: asks whoever leads it, or leads it to its end."""
-    places, clock = Places(run), SystemClock()
-    record = Record(places.intent)
-    intent = record.read()
-    if intent is None:
-        raise UsageError(f"{run}: no launcher has been here; there is nothing to end")
-    if intent.phase == "ended":
+def _request_end(verb: str, run: GcsPath, *, env: Mapping[str, str]) -> int:
+    """Requests the end of a job, and waits for it; leads the job to its end if no launcher does."""
+    paths, clock = LaunchPaths(run), SystemClock()
+    record = StateObject(paths.desired_state)
+    desired = record.read()
+    if desired is None:
+        raise UsageError(f"{run}: no job of `launch gce` was started here; there is nothing to end")
+    if desired.phase == "ended":
         sys.stdout.write(f"{run}: has ended; no VM is left\n")
-        return Exit.DONE
-    config = _recorded(places, intent, ())
-    lease = Lease(places.lease, holder=_holder(), seconds=_gce(config).lease_seconds)
-    gcs_objects.write(places.stop if verb == "stop" else places.down, b"", over=None)
-    say(f"{run}: asked to end; waiting until no VM is left")
-    while (intent := record.read()) is not None and intent.phase != "ended":
+        return ExitCode.DONE
+    config = _recorded_config(paths, desired, ())
+    lease = Lease(paths.lease, holder=_holder(), seconds=_gce(config).lease_seconds)
+    gcs_objects.write(paths.stop if verb == "stop" else paths.down, b"", over=None)
+    print_line(f"{run}: end requested; waiting until no VM is left")
+    while (desired := record.read()) is not None and desired.phase != "ended":
         if not lease.acquire():
             clock.sleep(WATCH_SECONDS)
-        elif (intent := record.read()) is not None and intent.phase != "ended":
+        elif (desired := record.read()) is not None and desired.phase != "ended":
             with _released_on_error(lease):
-                compute = compute_of(config, env)
-                compute.told_by(say)
-                say("no launcher leads the run, so this one does, to its end")
-                record.write(intent, epoch=lease.epoch)
-            code = _lead(Leader(places, config, compute, lease, record, clock, say))
-            return Exit.DONE if code == Exit.STOPPED else code
+                compute = compute_for(config, env)
+                compute.set_console(print_line)
+                print_line("no launcher leads the run; this one leads it to its end")
+                record.write(desired, epoch=lease.epoch)
+            code = _lead(Controller(paths, config, compute, lease, record, clock, print_line))
+            return ExitCode.DONE if code == ExitCode.STOPPED else code
     lease.release()
     sys.stdout.write(f"{run}: has ended; no VM is left\n")
-    return Exit.DONE
+    return ExitCode.DONE
 
 
-def _logs(words: Sequence[str], *, env: Mapping[str, str]) -> int:
-    """Shows what a VM's part in an attempt has printed last."""
+def _logs(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
+    """Prints the end of an attempt's output on a VM."""
     parser = Parser(prog="python -m jaxres.launch gce logs", usage=USAGE)
     parser.add_argument("run")
     parser.add_argument("--vm")
     parser.add_argument("--attempt", type=int)
-    options = parser.parse_args(list(words))
+    options = parser.parse_args(list(arguments))
     run = _run_of([options.run], ())
-    intent = Record(Places(run).intent).read()
-    if intent is None:
-        raise UsageError(f"{run}: no launcher has been here")
-    compute = compute_of(_recorded(Places(run), intent, ()), env)
-    return gce_status.logs(run, intent, compute, vm=options.vm, attempt=options.attempt)
+    desired = StateObject(LaunchPaths(run).desired_state).read()
+    if desired is None:
+        raise UsageError(f"{run}: no job of `launch gce` was started here")
+    compute = compute_for(_recorded_config(LaunchPaths(run), desired, ()), env)
+    return gce_status.logs(run, desired, compute, vm=options.vm, attempt=options.attempt)

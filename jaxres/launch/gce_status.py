@@ -1,4 +1,4 @@
-"""How a job on VMs stands, for a person: from its bucket alone, whether or not anybody leads it."""
+"""Shows the state and the logs of a job on VMs; reads its bucket only, with or without a leader."""
 
 from __future__ import annotations
 
@@ -9,116 +9,120 @@ import sys
 from jaxres import config as configs
 from jaxres.clock import Clock
 from jaxres.config.schema_gce import GceSection
-from jaxres.faults import Exit, UsageError
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import UsageError
 from jaxres.launch import reconcile
-from jaxres.launch.capacity_options import NEVER, Cooling
-from jaxres.launch.desired_state import Intent, Record, Vm
-from jaxres.launch.gce_api import Compute, ServiceSilent
+from jaxres.launch.capacity_options import NEVER, Backoff
+from jaxres.launch.desired_state import DesiredState, StateObject, VmSpec
+from jaxres.launch.gce_api import ApiUnavailable, Compute
 from jaxres.launch.lease import Lease
-from jaxres.launch.observed_state import Report
-from jaxres.launch.paths import Places
+from jaxres.launch.observed_state import AgentReport
+from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files, gcs_objects
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import GcsPath
 
 
-def show(run: BucketPath, *, as_json: bool, clock: Clock) -> int:
-    """Prints how the job stands."""
-    places = Places(run)
-    intent = Record(places.intent).read()
-    if intent is None:
-        raise UsageError(f"{run}: no launcher has been here")
-    config = configs.load_recorded(places.config(intent.config), ()).config
+def show_status(run: GcsPath, *, as_json: bool, clock: Clock) -> int:
+    """Prints the state of the job."""
+    paths = LaunchPaths(run)
+    desired = StateObject(paths.desired_state).read()
+    if desired is None:
+        raise UsageError(f"{run}: no job of `launch gce` was started here")
+    config = configs.load_recorded(paths.config(desired.config), ()).config
     gce = config.launch.gce
     assert gce is not None, config
-    leads = Lease(places.lease, holder="", seconds=gce.lease_seconds).other()
+    holder = Lease(paths.lease, holder="", seconds=gce.lease_seconds).other_holder()
     step = run_log.fold(run_log.read_records(RunDir(run).log)).step
-    reports = {n: Report.of(words) for n, (_, words) in gcs_objects.listed(places.reports).items()}
+    reports = {
+        n: AgentReport.of(metadata)
+        for n, (_, metadata) in gcs_objects.list_metadata(paths.reports).items()
+    }
     now = clock.wall()
-    spent = reconcile.dollars(intent, gce, now=now)
-    hours = reconcile.vm_hours(intent, now=now)
+    spent = reconcile.dollars(desired, gce, now=now)
+    hours = reconcile.vm_hours(desired, now=now)
     has_prices = all(rung.dollars_per_hour is not None for rung in gce.ladder)
     if as_json:
         fields = {
             "run": str(run),
-            "phase": intent.phase,
-            "attempt": intent.attempt,
+            "phase": desired.phase,
+            "attempt": desired.attempt,
             "step": step,
             "steps": config.train.steps,
-            "leader": None if leads is None else leads.holder,
-            "vms": [dataclasses.asdict(vm) for vm in intent.vms],
+            "leader": None if holder is None else holder.holder,
+            "vms": [dataclasses.asdict(vm) for vm in desired.vms],
             "reports": {n: r and dataclasses.asdict(r) for n, r in reports.items()},
-            "doomed": [vm.name for vm in intent.doomed],
+            "deleting": [vm.name for vm in desired.deleting],
             "dollars": spent if has_prices else None,
             "vm_hours": hours,
-            "end": intent.end and dataclasses.asdict(intent.end),
-            "why": intent.why,
+            "end": desired.end and dataclasses.asdict(desired.end),
+            "reason": desired.reason,
         }
         sys.stdout.write(json.dumps(fields) + "\n")
-        return Exit.DONE
-    leader = "nobody (start `launch gce up` again)" if leads is None else leads.holder
+        return ExitCode.DONE
+    leader = "no launcher (run `launch gce up` again)" if holder is None else holder.holder
     cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
-    lines = [f"{run}: {intent.phase}, step {step} of {config.train.steps} is committed"]
-    if intent.end is not None:
-        lines.append(f"  end: {intent.end.reason} (exit {intent.end.exit})")
-    if intent.phase != "ended":
+    lines = [f"{run}: {desired.phase}, step {step} of {config.train.steps} is committed"]
+    if desired.end is not None:
+        lines.append(f"  end: {desired.end.reason} (exit {desired.end.exit})")
+    if desired.phase != "ended":
         lines.append(f"  led by {leader}")
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
-    lines += [_of_vm(vm, gce, reports.get(vm.name)) for vm in intent.vms]
-    lines += [f"  {vm.name}: is being deleted" for vm in intent.doomed]
-    lines += [_of_rung(c, gce, now=now) for c in intent.cooling if c.until > now]
-    if intent.why and intent.phase != "ended":
-        lines.append(f"  last: {intent.why}")
+    lines += [_vm_line(vm, gce, reports.get(vm.name)) for vm in desired.vms]
+    lines += [f"  {vm.name}: is being deleted" for vm in desired.deleting]
+    lines += [_rung_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
+    if desired.reason and desired.phase != "ended":
+        lines.append(f"  last: {desired.reason}")
     sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return Exit.DONE
+    return ExitCode.DONE
 
 
-def _of_vm(vm: Vm, gce: GceSection, said: Report | None) -> str:
+def _vm_line(vm: VmSpec, gce: GceSection, report: AgentReport | None) -> str:
     rung = gce.ladder[vm.rung]
-    state = "is being created" if not vm.made else "has not been heard of yet"
-    if said is not None:
-        notice = f"; {said.notice}" if said.notice else ""
-        state = f"{said.state}, attempt {said.attempt}{notice}"
+    state = "is being created" if not vm.created else "has not reported yet"
+    if report is not None:
+        notice = f"; {report.notice}" if report.notice else ""
+        state = f"{report.state}, attempt {report.attempt}{notice}"
     return f"  {vm.name}: {rung.machine_type} ({rung.kind}) in {vm.zone}: {state}"
 
 
-def _of_rung(cooling: Cooling, gce: GceSection, *, now: float) -> str:
-    rung = gce.ladder[cooling.rung]
-    again = f"again in {(cooling.until - now) / 60:.0f} min"
-    again = "not tried again" if cooling.until >= NEVER else again
-    return f"  {rung.kind} {rung.machine_type} in {cooling.zone}: {cooling.trouble}, {again}"
+def _rung_line(backoff: Backoff, gce: GceSection, *, now: float) -> str:
+    rung = gce.ladder[backoff.rung]
+    retry = f"retried in {(backoff.until - now) / 60:.0f} min"
+    retry = "not retried" if backoff.until >= NEVER else retry
+    return f"  {rung.kind} {rung.machine_type} in {backoff.zone}: {backoff.error}, {retry}"
 
 
 def logs(
-    run: BucketPath, intent: Intent, compute: Compute, *, vm: str | None, attempt: int | None
+    run: GcsPath, desired: DesiredState, compute: Compute, *, vm: str | None, attempt: int | None
 ) -> int:
-    """Prints what a VM's part in an attempt has printed last; without one, what its boot said."""
-    places = Places(run)
-    number = intent.attempt if attempt is None else attempt
-    folder = places.outputs / f"{number:04d}"
-    there = [name.removesuffix(".txt") for name in files.list_names(folder)]
-    lead = intent.members[0].name if intent.members else None
-    name = vm or (lead if lead in there else next(iter(there), lead))
-    if name is None and intent.vms:
-        name = intent.vms[0].name
-    data = None if name is None else gcs_objects.read(places.output(number, name))
+    """Prints the end of an attempt's output on a VM, or else the VM's serial port output."""
+    paths = LaunchPaths(run)
+    number = desired.attempt if attempt is None else attempt
+    folder = paths.outputs / f"{number:04d}"
+    names = [name.removesuffix(".txt") for name in files.list_names(folder)]
+    lead = desired.hosts[0].name if desired.hosts else None
+    name = vm or (lead if lead in names else next(iter(names), lead))
+    if name is None and desired.vms:
+        name = desired.vms[0].name
+    data = None if name is None else gcs_objects.read(paths.output(number, name))
     if data is not None:
-        others = [n for n in there if n != name]
+        others = [n for n in names if n != name]
         more = f" (--vm: also {', '.join(others)})" if others else ""
         sys.stdout.write(f"attempt {number} on {name}{more}:\n{data.decode('utf-8', 'replace')}")
-        return Exit.DONE
-    found = next((v for v in (*intent.vms, *intent.doomed) if v.name == name), None)
+        return ExitCode.DONE
+    found = next((v for v in (*desired.vms, *desired.deleting) if v.name == name), None)
     if found is None:
         raise UsageError(
             f"{run}: attempt {number} has printed nothing yet"
-            f"{'' if name is None else f' on {name}'}; there are {', '.join(there) or 'no others'}"
+            f"{'' if name is None else f' on {name}'}; there are {', '.join(names) or 'no others'}"
         )
     try:
-        words = compute.output(found.name, found.zone)
-    except ServiceSilent as error:
+        output = compute.output(found.name, found.zone)
+    except ApiUnavailable as error:
         raise UsageError(
-            f"{name}: nothing in the bucket yet, and the API is silent ({error})"
+            f"{name}: nothing is in the bucket yet, and the API does not answer ({error})"
         ) from error
-    sys.stdout.write(f"{name} has not trained yet; its boot said:\n{words}")
-    return Exit.DONE
+    sys.stdout.write(f"{name} has not trained yet; output of its boot:\n{output}")
+    return ExitCode.DONE

@@ -1,8 +1,7 @@
-"""What one VM of a job is made of, as the Compute API wants it.
+"""Specification of a job's VMs: the Compute API bodies, the packed code, and the startup script.
 
-Code and config as they go to the VMs: by digest, so that every attempt runs the same.
-
-The startup script of a VM: fetches the code of the run, and starts its agent.
+Code and config are uploaded under their digests, so every attempt runs the same ones. The startup
+script of a VM downloads the code of the run and starts its agent.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from jaxres.config.schema_gce import (
 )
 from jaxres.faults import ConfigError
 from jaxres.storage import gcs_objects
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import GcsPath
 
 NOTICE = "jaxres-notice-seconds"
-"""Metadata of a VM: for how long it goes on once `preempted` has turned true."""
+"""Metadata key of a VM: seconds until it is stopped once `preempted` has turned TRUE."""
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 MODELS = {
     SpotRung: "SPOT",
@@ -47,7 +46,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """The VMs of one creation: alike but for their names."""
+    """The VMs of one creation, which differ by their names only."""
 
     gce: GceSection
     rung: Rung
@@ -55,21 +54,21 @@ class Machine:
     labels: Mapping[str, str]
     metadata: Mapping[str, str]
     has_notice: bool = True
-    """Whether a notice of preemption is asked for, where the rung has one."""
+    """Whether a preemption notice is requested, if the rung has one."""
 
     def without_notice(self, is_refused: bool) -> Machine:
-        """Returns it as the API takes it."""
+        """Returns the machine without a preemption notice if the API refuses it."""
         return replace(self, has_notice=self.has_notice and not is_refused)
 
     @property
     def notice_seconds(self) -> int:
-        """Seconds of notice that are asked for; 0: none."""
+        """Seconds of the requested preemption notice; 0: none."""
         if isinstance(self.rung, SpotRung) and self.has_notice:
             return self.rung.notice_seconds
         return 0
 
     def bulk(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """Returns the body of a bulkInsert: all of these or none."""
+        """Returns the body of a bulkInsert request, which creates all VMs or none."""
         body = {
             "count": len(names),
             "min_count": len(names),
@@ -79,7 +78,7 @@ class Machine:
         return body | self._template()
 
     def instance(self, name: str, zone: str) -> dict[str, Any]:
-        """Returns the body of an insert that waits in a queue."""
+        """Returns the body of an insert request for one queued VM."""
         assert isinstance(self.rung, FlexStartRung), self.rung
         return {
             "name": name,
@@ -93,7 +92,10 @@ class Machine:
         return {} if template is None else {"source_instance_template": template}
 
     def properties(self, *, disk_types: str = "") -> dict[str, Any]:
-        """Returns what both ways of asking have; `disk_types` is where a disk's type is found."""
+        """Returns the fields that both kinds of requests share.
+
+        `disk_types` is the prefix of a disk type's path.
+        """
         gce = self.gce
         metadata = dict(self.metadata)
         if self.notice_seconds:
@@ -119,7 +121,7 @@ class Machine:
         return found
 
     def scheduling(self) -> dict[str, Any]:
-        """Returns how the VM may end; by itself at the latest after launch.gce.max_run_hours."""
+        """Returns the scheduling fields; a VM deletes itself after launch.gce.max_run_hours."""
         seconds = int(3600 * self.gce.max_run_hours)
         found: dict[str, Any] = {
             "provisioning_model": MODELS[type(self.rung)],
@@ -152,15 +154,15 @@ class Machine:
 
 
 CODE, WORK = "code", "work"
-"""Folders of a package: jaxres itself, and the user's folder."""
-LEFT_OUT = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "runs", ".mypy_cache"}
+"""Folders of the packed code: jaxres itself, and the user's folder."""
+EXCLUDED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "runs", ".mypy_cache"}
 MAX_BYTES = 100 * 2**20
 
 
 def pack(package: Path | None) -> bytes:
-    """Returns jaxres' own code, and a folder of the user's, as a compressed tar file.
+    """Returns jaxres' own code and the user's folder as a compressed tar file.
 
-    Equal folders give equal bytes: no times, no owners, names in order.
+    Equal folders give equal bytes: the file has no times and no owners, and names are sorted.
 
     Raises:
       ConfigError: there is no such folder, or it is too large.
@@ -171,7 +173,7 @@ def pack(package: Path | None) -> bytes:
             if raw.tell() + path.stat().st_size > MAX_BYTES:
                 raise ConfigError(
                     f"launch.gce.package={package}: more than {MAX_BYTES // 2**20} MiB. Give a "
-                    "folder with code only; data belongs into the bucket."
+                    "folder with code only; data belongs in the bucket."
                 )
             info = tarfile.TarInfo(name)
             data = path.read_bytes()
@@ -190,19 +192,19 @@ def _files(package: Path | None) -> Iterator[tuple[str, Path]]:
         raise ConfigError(f"launch.gce.package={package}: there is no such folder.")
     for path in sorted(package.rglob("*")):
         parts = path.relative_to(package).parts
-        if path.is_file() and not LEFT_OUT & set(parts) and path.suffix != ".pyc":
+        if path.is_file() and not EXCLUDED & set(parts) and path.suffix != ".pyc":
             yield f"{WORK}/{path.relative_to(package).as_posix()}", path
 
 
-def ship(data: bytes, folder: BucketPath, suffix: str) -> str:
-    """Puts bytes into the bucket under their digest, unless they are there; returns the digest."""
+def upload(data: bytes, folder: GcsPath, suffix: str) -> str:
+    """Uploads bytes under their digest unless the object exists; returns the digest."""
     digest = hashlib.sha256(data).hexdigest()
     gcs_objects.write(folder / f"{digest}{suffix}", data, over=0)
     return digest
 
 
 SCRIPT = r"""#!/bin/bash
-# Brings up the agent of a jaxres job. Runs at every boot, and may run twice.
+# Starts the agent of a jaxres job. Runs at every boot, and may run twice.
 set -euo pipefail
 
 object=@OBJECT@
@@ -212,34 +214,34 @@ metadata="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/
 storage="${STORAGE_EMULATOR_HOST:-https://storage.googleapis.com}"
 case "$storage" in *://*) ;; *) storage="http://$storage" ;; esac
 
-say() { echo "jaxres: $*"; }
+log() { echo "jaxres: $*"; }
 
-ask() {
+metadata_value() {
   curl -sf --retry 30 --retry-delay 1 --retry-connrefused \
     -H 'Metadata-Flavor: Google' "$metadata/$1"
 }
 
 fetch() {
   local token
-  token=$(ask instance/service-accounts/default/token |
+  token=$(metadata_value instance/service-accounts/default/token |
     sed -n 's/.*"access_token" *: *"\([^"]*\)".*/\1/p')
   curl -sf -H "Authorization: Bearer $token" -o "$base/code.tar.gz" "$storage$object" &&
     echo "$digest  $base/code.tar.gz" | sha256sum -c --status
 }
 
-name=$(ask instance/name)
-notice=$(ask instance/attributes/@NOTICE@ || true)
+name=$(metadata_value instance/name)
+notice=$(metadata_value instance/attributes/@NOTICE@ || true)
 case "$notice" in '' | *[!0-9]*) notice=0 ;; esac
 mkdir -p "$base"
 tries=0
 until fetch; do
   tries=$((tries + 1))
   if [ "$tries" -ge 60 ]; then
-    say "the code of the run can't be had from the bucket: does the VM's service account have" \
+    log "the code of the run can't be read from the bucket: does the VM's service account have" \
       "Storage Object User on it, and its network Private Google Access?"
     exit 1
   fi
-  say "the code of the run can't be had yet ($tries); trying again"
+  log "the code of the run can't be read yet ($tries); trying again"
   sleep 2
 done
 rm -rf "$base/package"
@@ -266,43 +268,43 @@ if [ -z "${GCE_METADATA_HOST:-}" ] && [ -d /run/systemd/system ]; then
 else
   (while true; do "$base/agent" || true; sleep 1; done) < /dev/null &
 fi
-say "the agent of $name runs"
+log "the agent of $name runs"
 """
 PYTHON_ENVIRONMENT = r"""
 if [ ! -x "$base/venv/bin/python" ]; then
-  say "installing packages"
+  log "installing packages"
   @PYTHON@ -m venv "$base/venv"
   "$base/venv/bin/pip" install --quiet @PACKAGES@
 fi
 """
 CONTAINER = r"""
 until docker pull @IMAGE@; do
-  say "the container image can't be had yet; trying again"
+  log "the container image can't be pulled yet; trying again"
   sleep 10
 done
 """
 
 
-def script(gce: GceSection, run: BucketPath, code: BucketPath, digest: str) -> str:
-    """Returns the script for the VMs of one run.
+def startup_script(gce: GceSection, run: GcsPath, code: GcsPath, digest: str) -> str:
+    """Returns the startup script for the VMs of one run.
 
     Args:
-      gce: what runs on the VM.
-      run: its run directory.
+      gce: the config of the VMs.
+      run: the run directory.
       code: the packed code.
-      digest: of that.
+      digest: digest of the packed code.
     """
     runtime = gce.runtime
-    exports = [f"export {n}={_in_here_document(v)}" for n, v in sorted(gce.env.items())]
+    exports = [f"export {n}={_heredoc_quote(v)}" for n, v in sorted(gce.env.items())]
     if isinstance(runtime, ContainerRuntime):
         image = shlex.quote(runtime.image)
-        flags = " ".join(map(_in_here_document, runtime.flags))
+        flags = " ".join(map(_heredoc_quote, runtime.flags))
         names = ["PYTHONPATH", "PYTHONUNBUFFERED", *sorted(gce.env)]
         passed = " ".join(f"-e {name}" for name in names)
         command = (
             'docker run --rm --init --network=host --ipc=host -v "$base:$base" '
             f'-w "$base/package/{WORK}" -e HOME="$base" {passed} {flags} '
-            f"--entrypoint python3 {_in_here_document(runtime.image)}"
+            f"--entrypoint python3 {_heredoc_quote(runtime.image)}"
         )
         prepare = CONTAINER.replace("@IMAGE@", image)
     elif runtime.packages:
@@ -311,9 +313,9 @@ def script(gce: GceSection, run: BucketPath, code: BucketPath, digest: str) -> s
         prepare = PYTHON_ENVIRONMENT.replace("@PYTHON@", shlex.quote(runtime.python))
         prepare = prepare.replace("@PACKAGES@", packages)
     else:
-        command, prepare = _in_here_document(runtime.python), ""
-    words = {
-        "@SAME_RUN@": _in_here_document(str(run)),
+        command, prepare = _heredoc_quote(runtime.python), ""
+    values = {
+        "@SAME_RUN@": _heredoc_quote(str(run)),
         "@OBJECT@": shlex.quote(f"/storage/v1/b/{code.bucket}/o/{quote(code.key, '')}?alt=media"),
         "@DIGEST@": digest,
         "@WORK@": WORK,
@@ -323,15 +325,15 @@ def script(gce: GceSection, run: BucketPath, code: BucketPath, digest: str) -> s
         "@COMMAND@": command,
         "@PREPARE@": prepare,
     }
-    # In one go: what a word holds is not looked at again.
-    marks = re.compile("|".join(words))
-    return marks.sub(lambda mark: words[mark[0]], SCRIPT)
+    # One pass: a value that contains a placeholder is not expanded again.
+    placeholders = re.compile("|".join(values))
+    return placeholders.sub(lambda match: values[match[0]], SCRIPT)
 
 
-def _in_here_document(value: str) -> str:
-    """Returns a word for the shell, written so that it survives being written by another."""
+def _heredoc_quote(value: str) -> str:
+    """Returns a shell word, quoted so that it survives being written by a here document."""
     quoted = shlex.quote(value)
-    if "\n" in value:  # A line of its own might end the document.
+    if "\n" in value:  # One of its lines might end the here document.
         for sign, written in (("\\", r"\\"), ("'", r"\'"), ("\n", r"\n")):
             value = value.replace(sign, written)
         quoted = f"$'{value}'"

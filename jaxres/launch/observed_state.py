@@ -1,9 +1,9 @@
-"""What a leader can see of its VMs, and since when: lists of the service and reports of the agents.
+"""What a leader observes of its VMs, and since when: lists of the service and reports of agents.
 
-Time runs here only while the one who is asked answers: a bucket or a control plane that is away for
-a while makes nobody look dead.
+Durations grow only while the service or the bucket answers: an outage of the bucket or of the
+control plane does not make VMs look lost.
 
-What the agent of a VM says: a few words that a list of the bucket shows for all VMs at once.
+An agent reports in the metadata of an object, so one list request returns the reports of all VMs.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxres.launch.capacity_options import Trouble
-from jaxres.runlog.run_log import Stop
+from jaxres.launch.capacity_options import CreateErrorKind
+from jaxres.runlog.run_log import AttemptEnded
 
 MAX_REASON = 600
-State = Literal["ready", "running", "ended"]
-STATES: tuple[State, ...] = ("ready", "running", "ended")
+AgentState = Literal["ready", "running", "ended"]
+STATES: tuple[AgentState, ...] = ("ready", "running", "ended")
 
 
 @dataclass(frozen=True)
-class Report:
-    """The newest word of one agent."""
+class AgentReport:
+    """The newest report of one agent."""
 
-    state: State
+    state: AgentState
     boot: str
-    """A word that is new with every start of the agent."""
+    """Random id of this start of the agent."""
     attempt: int = 0
-    """That it has a part in, or had; 0: none yet."""
+    """Newest attempt in which this host has trained; 0: none yet."""
     exit: int | None = None
-    """Of its part, once that has ended."""
+    """Exit code of the host's training process, once it has exited."""
     reason: str = ""
-    """Why it ended, for a person."""
+    """Why the training process exited, for the operator."""
     notice: str = ""
-    """That its VM goes; empty: nobody has said so."""
+    """Preemption notice of the VM, for the operator; empty: none."""
 
-    def words(self) -> dict[str, str]:
-        """Returns it as an object's words.
+    def metadata(self) -> dict[str, str]:
+        """Returns the report as metadata of an object.
 
-        >>> Report.of(Report("ended", "a1", 3, 75, "saved").words()).exit
+        >>> AgentReport.of(AgentReport("ended", "a1", 3, 75, "saved").metadata()).exit
         75
         """
         code = "" if self.exit is None else str(self.exit)
@@ -54,33 +54,33 @@ class Report:
         }
 
     @classmethod
-    def of(cls, words: Mapping[str, str]) -> Report | None:
-        """Reads an object's words; None: they are none of an agent."""
-        attempt, code = words.get("attempt", ""), words.get("exit", "")
-        states: dict[str | None, State] = {state: state for state in STATES}
-        state = states.get(words.get("state"))
+    def of(cls, metadata: Mapping[str, str]) -> AgentReport | None:
+        """Parses the metadata of an object; None: it is not a report of an agent."""
+        attempt, code = metadata.get("attempt", ""), metadata.get("exit", "")
+        states: dict[str | None, AgentState] = {state: state for state in STATES}
+        state = states.get(metadata.get("state"))
         if state is None or re.fullmatch("[0-9]{1,9}", attempt) is None:
             return None
         return cls(
             state,
-            words.get("boot", ""),
+            metadata.get("boot", ""),
             int(attempt),
             int(code) if re.fullmatch("-?[0-9]{1,9}", code) else None,
-            words.get("reason", ""),
-            words.get("notice", ""),
+            metadata.get("reason", ""),
+            metadata.get("notice", ""),
         )
 
 
 def _ascii(text: str) -> str:
-    """Returns what may stand in a header, cut where it is long."""
+    """Returns the text as one line that an HTTP header can carry, cut to MAX_REASON characters."""
     line = " ".join(text.split())
     return "".join(c if " " <= c <= "~" else "?" for c in line)[:MAX_REASON]
 
 
-MOST_SECONDS = 2.0
-"""That one look adds to a silence: whoever was elsewhere in between has not listened."""
-AWAY_SECONDS = 1.5
-"""A bucket that takes longer was away, for the agents too, though it has answered in the end."""
+MAX_GAP_SECONDS = 2.0
+"""Most that one observation adds to a duration: a suspended leader has observed nothing."""
+SLOW_BUCKET_SECONDS = 1.5
+"""Latency above which the bucket was unavailable to the agents too, though it has answered."""
 HALTED = ("TERMINATED", "STOPPED", "SUSPENDED")
 HOST_ERROR = "compute.instances.hostError"
 EVENTS = {
@@ -89,11 +89,11 @@ EVENTS = {
     "compute.instances.terminateOnHostMaintenance": "it was ended for maintenance of its host",
     "compute.instances.guestTerminate": "it was shut down from inside",
 }
-"""What the service itself does to a VM, by the type of its operation, in words for a person."""
+"""What the service itself does to a VM, by operation type, with a text for the operator."""
 
 
 @dataclass(frozen=True)
-class Observed:
+class VmStatus:
     """A VM as the service lists it."""
 
     name: str
@@ -101,128 +101,130 @@ class Observed:
     status: str
     ip: str = ""
     id: int = 0
-    """Its own for ever; a name may have been another run's, which was deleted since."""
+    """Unique id of the VM; its name may have been used by a deleted run."""
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A creation that has failed."""
+class CreateFailed:
+    """A failed creation of VMs."""
 
-    trouble: Trouble
-    words: str
-    """For a person."""
+    kind: CreateErrorKind
+    message: str
+    """Error message for the operator."""
 
 
 @dataclass(frozen=True)
-class Log:
-    """What the run's log says."""
+class RunLogSummary:
+    """Facts from the run log that decisions need."""
 
     step: int = 0
     """Newest committed step."""
     seq: int = 0
     """Number of the newest record."""
-    stop: Stop | None = None
-    """How the newest attempt that left a word has ended."""
-    stop_seq: int = 0
+    last_end: AttemptEnded | None = None
+    """Newest record of an attempt's end."""
+    last_end_seq: int = 0
     """Number of that record."""
     longest_wait: float | None = None
-    """Between two commits of one attempt, in seconds; None: there were no two yet."""
+    """Longest time between two commits of one attempt, in seconds; None: there were no two yet."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """All that a decision goes by, besides what is intended."""
+class ObservedState:
+    """All inputs of a decision besides the desired state and the config."""
 
     now: float
     """Seconds since the epoch."""
-    vms: Mapping[str, Observed] | None
-    """The run's VMs, as the service lists them; None: it has not answered."""
+    vms: Mapping[str, VmStatus] | None
+    """VMs of the run as the service lists them; None: it has not answered."""
     absent: Mapping[str, float]
-    """By name: seconds for which lists have lacked it."""
+    """Seconds for which lists have lacked a VM, by name."""
     not_found: frozenset[str]
-    """Doomed VMs that are not listed, and that the service, asked for by name, does not know."""
-    reports: Mapping[str, Report]
+    """VMs to delete that are not listed and for which the service returns 404."""
+    reports: Mapping[str, AgentReport]
     silent: Mapping[str, float]
-    """By name: seconds for which its agent has said nothing, though the bucket answers."""
-    creation: Refused | bool | None
-    """What has become of the creation that is on: True: done, False: it is on its way, None: the
-    service, if it answers, knows nothing of it."""
-    log: Log
-    still_seconds: float
-    """For how long no step was committed while an attempt was on, though the bucket answers."""
+    """Seconds without a new report of an agent while the bucket answers, by name."""
+    creation: CreateFailed | bool | None
+    """Result of the pending creation.
+
+    True: done. False: in progress. None: the service did not answer, or does not know the creation.
+    """
+    log: RunLogSummary
+    no_commit_seconds: float
+    """Seconds without a commit while an attempt runs and the bucket answers."""
     ended_seconds: float | None
-    """Since the first end of a part of the attempt was seen; None: none has ended."""
+    """Seconds since a training process of the attempt was first seen exited; None: none has."""
     events: Mapping[str, str] = field(default_factory=dict)
-    """By name: what the service itself has done to a VM last, a key of EVENTS."""
-    unasked_seconds: float = 0.0
-    """Since this leader has asked for a creation last, or has begun to lead."""
-    stop_asked: bool = False
-    down_asked: bool = False
+    """Newest operation of the service itself on a VM, by name; a key of EVENTS."""
+    since_create_seconds: float = 0.0
+    """Seconds since this leader last requested a creation, or since it started to lead."""
+    stop_requested: bool = False
+    down_requested: bool = False
 
 
 @dataclass
-class Sight:
-    """What is remembered between two looks of one leader. Durations are on its own clock."""
+class StateObserver:
+    """Durations that one leader accumulates between observations, on its own clock."""
 
-    _heard: dict[str, tuple[int, Report, float]] = field(default_factory=dict)
-    """By name: generation, report, and for how long it has stood still."""
+    _reports: dict[str, tuple[int, AgentReport, float]] = field(default_factory=dict)
+    """Generation of a report, the report, and the seconds without a new one, by name."""
     _absent: dict[str, tuple[bool, float]] = field(default_factory=dict)
-    """By name: whether it was made by then, and for how long lists have lacked it since."""
-    _vms: Mapping[str, Observed] | None = None
+    """Whether a VM was created, and for how long lists have lacked it since, by name."""
+    _vms: Mapping[str, VmStatus] | None = None
     _ids: dict[str, int] = field(default_factory=dict)
     _events: dict[str, str] = field(default_factory=dict)
     _bucket_at: float | None = None
-    """When the bucket answered last, if it did at the last look."""
+    """Time of the last observation if the bucket answered it."""
     _service_at: float | None = None
-    _log: Log = Log()
-    _still: float = 0.0
+    _log: RunLogSummary = RunLogSummary()
+    _no_commit_seconds: float = 0.0
     _attempt: int = 0
-    _ended: float | None = None
+    _ended_seconds: float | None = None
 
-    def bucket_silent(self) -> None:
-        """Notes a look to which the bucket gave no answer."""
+    def bucket_unavailable(self) -> None:
+        """Records an observation that the bucket did not answer."""
         self._bucket_at = None
 
-    def heard(
+    def update_reports(
         self,
         listed: Mapping[str, tuple[int, Mapping[str, str]]],
         *,
         now: float,
         waited: float = 0.0,
     ) -> None:
-        """Takes in what the bucket lists of the agents' reports.
+        """Records the agents' reports as the bucket lists them.
 
         Args:
-          listed: by name: generation and words.
-          now: when that was.
-          waited: how many seconds of those since the last look went by in waiting for the bucket.
+          listed: generation and metadata by name.
+          now: time of the list.
+          waited: seconds since the last observation that were spent waiting for the bucket.
         """
-        was_away = self._bucket_at is None or waited > AWAY_SECONDS
-        since = 0.0 if self._bucket_at is None else min(MOST_SECONDS, now - self._bucket_at)
-        if was_away:  # Agents had no answer either: they get their time anew.
+        was_away = self._bucket_at is None or waited > SLOW_BUCKET_SECONDS
+        since = 0.0 if self._bucket_at is None else min(MAX_GAP_SECONDS, now - self._bucket_at)
+        if was_away:  # The agents could not report either: their silence starts at 0 again.
             since = 0.0
-            self._heard = {name: (g, r, 0.0) for name, (g, r, _) in self._heard.items()}
+            self._reports = {name: (g, r, 0.0) for name, (g, r, _) in self._reports.items()}
         self._bucket_at = now
-        for name, (generation, words) in listed.items():
-            report = Report.of(words)
-            before = self._heard.get(name)
+        for name, (generation, metadata) in listed.items():
+            report = AgentReport.of(metadata)
+            before = self._reports.get(name)
             if report is None:
                 continue
             still = before[2] + since if before is not None and before[0] == generation else 0.0
-            self._heard[name] = generation, report, still
-        for name in self._heard.keys() - listed.keys():
-            generation, report, still = self._heard[name]
-            self._heard[name] = generation, report, still + since
+            self._reports[name] = generation, report, still
+        for name in self._reports.keys() - listed.keys():
+            generation, report, still = self._reports[name]
+            self._reports[name] = generation, report, still + since
 
-    def listed(
-        self, vms: Mapping[str, Observed] | None, wanted: Mapping[str, bool], *, now: float
+    def update_vms(
+        self, vms: Mapping[str, VmStatus] | None, wanted: Mapping[str, bool], *, now: float
     ) -> None:
-        """Takes in what the service lists; None: it has not answered.
+        """Records the VMs that the service lists; None: it has not answered.
 
-        `wanted` says of each VM whether it is known to have been made: how long it was absent
-        before that says nothing of how long it is afterwards.
+        `wanted` has for each VM whether it is known to be created. Absence before that moment does
+        not count as absence afterwards.
         """
-        since = 0.0 if self._service_at is None else min(MOST_SECONDS, now - self._service_at)
+        since = 0.0 if self._service_at is None else min(MAX_GAP_SECONDS, now - self._service_at)
         self._vms, self._service_at = vms, None if vms is None else now
         self._ids |= {name: vm.id for name, vm in (vms or {}).items()}
         before, self._absent = self._absent, {}
@@ -234,52 +236,54 @@ class Sight:
             elif name not in vms:
                 self._absent[name] = is_made, absent + since
 
-    def told(self, events: Mapping[int, str]) -> None:
-        """Takes in what the service itself has done last to VMs, by id."""
+    def update_events(self, events: Mapping[int, str]) -> None:
+        """Records the newest operation of the service itself on each VM, by id."""
         self._events |= {name: events[id] for name, id in self._ids.items() if id in events}
 
-    def progressed(
-        self, log: Log, attempt: int, *, is_on: bool, any_ended: bool, since: float
+    def update_progress(
+        self, log: RunLogSummary, attempt: int, *, is_on: bool, any_ended: bool, since: float
     ) -> None:
-        """Takes in what the log says, and whether a part of the attempt has ended.
+        """Records the run log's facts, and whether a training process of the attempt has exited.
 
-        `since` seconds after the last look.
+        `since` is the time since the last observation, in seconds.
         """
-        since = min(MOST_SECONDS, since)
+        since = min(MAX_GAP_SECONDS, since)
         if log.step != self._log.step or attempt != self._attempt or not is_on:
-            self._still = 0.0
+            self._no_commit_seconds = 0.0
         else:
-            self._still += since
+            self._no_commit_seconds += since
         if attempt != self._attempt or not is_on or not any_ended:
-            self._ended = None
+            self._ended_seconds = None
         else:
-            self._ended = 0.0 if self._ended is None else self._ended + since
+            self._ended_seconds = (
+                0.0 if self._ended_seconds is None else self._ended_seconds + since
+            )
         self._log, self._attempt = log, attempt
 
-    def seen(
+    def snapshot(
         self,
         *,
         wall: float,
-        creation: Refused | bool | None,
-        unasked_seconds: float,
+        creation: CreateFailed | bool | None,
+        since_create_seconds: float,
         not_found: frozenset[str] = frozenset(),
-        stop_asked: bool = False,
-        down_asked: bool = False,
-    ) -> Seen:
-        """Returns what there is to decide by."""
-        return Seen(
+        stop_requested: bool = False,
+        down_requested: bool = False,
+    ) -> ObservedState:
+        """Returns the observed state for a decision."""
+        return ObservedState(
             now=wall,
             vms=self._vms,
             absent={name: absent for name, (_, absent) in self._absent.items()},
             not_found=not_found,
-            reports={name: report for name, (_, report, _) in self._heard.items()},
-            silent={name: still for name, (_, _, still) in self._heard.items()},
+            reports={name: report for name, (_, report, _) in self._reports.items()},
+            silent={name: still for name, (_, _, still) in self._reports.items()},
             creation=creation,
             log=self._log,
-            still_seconds=self._still,
-            ended_seconds=self._ended,
+            no_commit_seconds=self._no_commit_seconds,
+            ended_seconds=self._ended_seconds,
             events=self._events,
-            unasked_seconds=unasked_seconds,
-            stop_asked=stop_asked,
-            down_asked=down_asked,
+            since_create_seconds=since_create_seconds,
+            stop_requested=stop_requested,
+            down_requested=down_requested,
         )

@@ -1,4 +1,4 @@
-"""The names of a launcher's things in a run directory."""
+"""Paths of the launcher's objects in a run directory."""
 
 from __future__ import annotations
 
@@ -6,88 +6,88 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import GcsPath
 
 
 @dataclass(frozen=True)
-class Places:
-    """Paths below one run directory."""
+class LaunchPaths:
+    """Paths of one run's launcher objects, and the label of the run's VMs."""
 
-    run: BucketPath
+    run: GcsPath
 
     @property
-    def root(self) -> BucketPath:
-        """The folder of all of it."""
+    def root(self) -> GcsPath:
+        """Folder that has all of the launcher's objects, except the stop request."""
         return self.run / "launch"
 
     @property
-    def lease(self) -> BucketPath:
-        """Who may act."""
+    def lease(self) -> GcsPath:
+        """Lease that lets one launcher act."""
         return self.root / "lease.json"
 
     @property
-    def intent(self) -> BucketPath:
-        """What is meant to be."""
-        return self.root / "intent.json"
+    def desired_state(self) -> GcsPath:
+        """Desired state of the job."""
+        return self.root / "desired_state.json"
 
     @property
-    def reports(self) -> BucketPath:
-        """The folder of the agents' reports, by VM."""
+    def reports(self) -> GcsPath:
+        """Folder of the agents' reports; the name of an object is that of the VM."""
         return self.root / "reports"
 
-    def report(self, name: str) -> BucketPath:
-        """One agent's report."""
+    def report(self, name: str) -> GcsPath:
+        """Report of the agent on a VM."""
         return self.reports / name
 
     @property
-    def codes(self) -> BucketPath:
-        """The folder of packed code, by digest."""
+    def codes(self) -> GcsPath:
+        """Folder of packed code, by digest."""
         return self.root / "code"
 
-    def code(self, digest: str) -> BucketPath:
-        """Packed code."""
+    def code(self, digest: str) -> GcsPath:
+        """Packed code with a digest."""
         return self.codes / f"{digest}.tar.gz"
 
     @property
-    def configs(self) -> BucketPath:
-        """The folder of resolved configs, by digest."""
+    def configs(self) -> GcsPath:
+        """Folder of resolved configs, by digest."""
         return self.root / "config"
 
-    def config(self, digest: str) -> BucketPath:
-        """A resolved config."""
+    def config(self, digest: str) -> GcsPath:
+        """Resolved config with a digest."""
         return self.configs / f"{digest}.yaml"
 
     @property
-    def compiled(self) -> BucketPath:
-        """The folder of compiled steps, by key."""
+    def compiled(self) -> GcsPath:
+        """Folder of compiled steps, by key."""
         return self.root / "compiled"
 
     @property
-    def outputs(self) -> BucketPath:
-        """The folder of what parts have printed, by attempt."""
+    def outputs(self) -> GcsPath:
+        """Folder of the output of training processes, by attempt."""
         return self.root / "output"
 
-    def output(self, attempt: int, name: str) -> BucketPath:
-        """The end of what a VM's part in an attempt has printed."""
+    def output(self, attempt: int, name: str) -> GcsPath:
+        """End of the output of an attempt's training process on a VM."""
         return self.outputs / f"{attempt:04d}" / f"{name}.txt"
 
     @property
-    def stop(self) -> BucketPath:
-        """A person's request: save, then end."""
+    def stop(self) -> GcsPath:
+        """Request to save, then to end the job."""
         return self.run / "stop"
 
     @property
-    def down(self) -> BucketPath:
-        """A person's request: delete all VMs at once."""
+    def down(self) -> GcsPath:
+        """Request to delete all VMs at once."""
         return self.root / "down"
 
     @property
     def label(self) -> str:
-        """What all VMs of the run have in common: at most 40 signs of a VM's name.
+        """Returns the label of the run's VMs and the prefix of their names: at most 40 characters.
 
-        >>> Places(BucketPath("bkt", "runs/My_first")).label
+        >>> LaunchPaths(GcsPath("bkt", "runs/My_first")).label
         'jx-my-first-6ae93b'
         """
-        words = re.sub("[^a-z0-9]+", "-", self.run.name.lower()).strip("-")[:28].strip("-")
+        name = re.sub("[^a-z0-9]+", "-", self.run.name.lower()).strip("-")[:28].strip("-")
         digest = hashlib.sha256(str(self.run).encode()).hexdigest()[:6]
-        return "-".join(part for part in ("jx", words, digest) if part)
+        return "-".join(part for part in ("jx", name, digest) if part)

@@ -1,6 +1,6 @@
-"""Looks before VMs are asked for: what is named in the config is there, and may be used.
+"""Checks before VMs are requested: resources named in the config exist and may be used.
 
-What `launch gce up` would create, and what that costs, for a person to read first.
+`show` prints what `launch gce up` would create and its price (`--dry-run`).
 """
 
 from __future__ import annotations
@@ -14,36 +14,37 @@ from jaxres.config import RunConfig, yaml
 from jaxres.config.errors import Problem, raise_all
 from jaxres.config.gce_machine_types import quota_of, region_of, shape_of
 from jaxres.config.schema_gce import FlexStartRung, GceSection
-from jaxres.faults import ConfigError, Exit, StorageUnavailable
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.launch import bucket_setup
-from jaxres.launch.capacity_options import sites
-from jaxres.launch.controller import fresh, machine_of
-from jaxres.launch.desired_state import Vm
-from jaxres.launch.gce_api import TIMEOUT_SECONDS, Compute, ServiceSilent, refused
-from jaxres.launch.paths import Places
-from jaxres.storage.path import BucketPath
+from jaxres.launch.capacity_options import zone_choices
+from jaxres.launch.controller import machine_for, new_state
+from jaxres.launch.desired_state import VmSpec
+from jaxres.launch.gce_api import TIMEOUT_SECONDS, ApiUnavailable, Compute, create_failed
+from jaxres.launch.paths import LaunchPaths
+from jaxres.storage.path import GcsPath
 
 DIGEST = "0" * 64
-"""Stands for the digest of what would be packed."""
+"""Placeholder for the digest of the packed code."""
 
 
-def show(config: RunConfig, run: BucketPath) -> int:
-    """Prints the plan; asks nobody and creates nothing."""
+def show(config: RunConfig, run: GcsPath) -> int:
+    """Prints the plan; sends no request."""
     sys.stdout.write("".join(f"{line}\n" for line in lines(config, run)))
-    return Exit.DONE
+    return ExitCode.DONE
 
 
-def lines(config: RunConfig, run: BucketPath) -> list[str]:
-    """Returns the plan line by line: the ladder, then the very request of its first rung."""
-    gce, places = config.launch.gce, Places(run)
+def lines(config: RunConfig, run: GcsPath) -> list[str]:
+    """Returns the plan line by line: the ladder, then the first request in full."""
+    gce, paths = config.launch.gce, LaunchPaths(run)
     assert gce is not None, config
-    names: tuple[str, ...] = tuple(f"{places.label}-{n:04d}" for n in range(gce.num_hosts))
+    names: tuple[str, ...] = tuple(f"{paths.label}-{n:04d}" for n in range(gce.num_hosts))
     found = [
         f"project {gce.project}, run {run}: {gce.num_hosts} VMs, all in one zone, all or none:",
         f"  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
         "tried in this order:",
     ]
-    for number, site in enumerate(sites(gce.ladder), start=1):
+    for number, site in enumerate(zone_choices(gce.ladder), start=1):
         rung = gce.ladder[site.rung]
         shape = shape_of(rung.machine_type)
         gpus = None if shape is None else shape.num_gpus(rung.machine_type)
@@ -55,10 +56,12 @@ def lines(config: RunConfig, run: BucketPath) -> list[str]:
         found.append(
             f"  {number}. {rung.kind:<11} {site.zone:<16} {rung.machine_type}{has}; {costs}"
         )
-    first = next(sites(gce.ladder))
-    name = f"{places.label}-{0:04d}"
-    vm = Vm(name, first.zone, first.rung, 0.0)
-    machine = machine_of(places, config, fresh(places.label, DIGEST, DIGEST, now=0, after=None), vm)
+    first = next(zone_choices(gce.ladder))
+    name = f"{paths.label}-{0:04d}"
+    vm = VmSpec(name, first.zone, first.rung, 0.0)
+    machine = machine_for(
+        paths, config, new_state(paths.label, DIGEST, DIGEST, now=0, after=None), vm
+    )
     found += ["the first request (its startup script is left out here):"]
     is_queued = isinstance(gce.ladder[first.rung], FlexStartRung)
     body = machine.instance(name, first.zone) if is_queued else machine.bulk(names)
@@ -73,7 +76,7 @@ def lines(config: RunConfig, run: BucketPath) -> list[str]:
 
 
 def _readable(value: Any) -> Any:
-    """Returns a body without what fills pages."""
+    """Returns a request body without the startup script."""
     if isinstance(value, dict):
         return {name: _readable(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -85,8 +88,8 @@ def _readable(value: Any) -> Any:
 TRIES = 5
 
 
-def check(gce: GceSection, compute: Compute, run: BucketPath) -> list[str]:
-    """Returns what a person should know, where nothing is wrong.
+def check(gce: GceSection, compute: Compute, run: GcsPath) -> list[str]:
+    """Returns warnings for the operator.
 
     Raises:
       ConfigError: everything that is wrong, a line each.
@@ -97,34 +100,34 @@ def check(gce: GceSection, compute: Compute, run: BucketPath) -> list[str]:
     return [*_bucket(gce, run), *_quotas(gce, compute)]
 
 
-def _asked(call: Callable[[], Any]) -> Any:
-    """Returns an answer, asked for a few times; raises StorageUnavailable if there is none."""
+def _with_retries(call: Callable[[], Any]) -> Any:
+    """Returns the response of a call, tried a few times; raises StorageUnavailable if all fail."""
     for left in reversed(range(TRIES)):
         try:
             return call()
-        except ServiceSilent as error:
+        except ApiUnavailable as error:
             if not left:
                 raise StorageUnavailable(
-                    f"the Compute API does not answer ({error}); nothing was created, start the "
-                    "same command again"
+                    f"the Compute API does not answer ({error}); nothing was created, rerun the "
+                    "same command"
                 ) from error
     raise AssertionError
 
 
-def _got(compute: Compute, kind: str, method: str = "get", **words: Any) -> Any | None:
+def _get(compute: Compute, kind: str, method: str = "get", **arguments: Any) -> Any | None:
     """Returns a resource; None: there is none."""
     from google.api_core.exceptions import Forbidden, NotFound
 
     client = compute.client(kind)
-    words = {"project": compute.project, **words}
+    arguments = {"project": compute.project, **arguments}
 
     def ask() -> Any:
-        return compute.answer(
-            lambda: getattr(client, method)(**words, retry=None, timeout=TIMEOUT_SECONDS)
+        return compute.call(
+            lambda: getattr(client, method)(**arguments, retry=None, timeout=TIMEOUT_SECONDS)
         )
 
     try:
-        return _asked(ask)
+        return _with_retries(ask)
     except NotFound:
         return None
     except Forbidden as error:
@@ -132,20 +135,20 @@ def _got(compute: Compute, kind: str, method: str = "get", **words: Any) -> Any 
 
 
 def _denied(project: str, error: Any) -> str:
-    words = refused(error).words
+    message = create_failed(error).message
     if "has not been used" in str(error) or "accessNotConfigured" in str(error.errors):
         return (
             f"launch.gce.project={project}: the Compute Engine API is not enabled there. Enable "
-            f"it: gcloud services enable compute.googleapis.com --project {project} ({words})"
+            f"it: gcloud services enable compute.googleapis.com --project {project} ({message})"
         )
     return (
-        f"launch.gce.project={project}: not allowed ({words}). docs/gce.md has the list of "
+        f"launch.gce.project={project}: not allowed ({message}). docs/gce.md has the list of "
         "permissions that the launcher's account needs."
     )
 
 
 def _project(compute: Compute) -> None:
-    if _got(compute, "ProjectsClient") is None:
+    if _get(compute, "ProjectsClient") is None:
         raise ConfigError(
             f"launch.gce.project={compute.project}: there is no such project, or this account may "
             "not see it. `gcloud projects list` shows those that it may."
@@ -156,10 +159,10 @@ def _zones(gce: GceSection, compute: Compute) -> Iterator[Problem]:
     for number, rung in enumerate(gce.ladder):
         for zone in rung.zones:
             kind = {"zone": zone, "machine_type": rung.machine_type}
-            if _got(compute, "MachineTypesClient", **kind) is not None:
+            if _get(compute, "MachineTypesClient", **kind) is not None:
                 continue
             key = f"launch.gce.ladder[{number}].zones"
-            if _got(compute, "ZonesClient", zone=zone) is None:
+            if _get(compute, "ZonesClient", zone=zone) is None:
                 yield Problem(key, f"there is no zone {zone}")
             else:
                 command = f"gcloud compute machine-types list --filter='name={rung.machine_type}'"
@@ -172,11 +175,11 @@ def _image(gce: GceSection, compute: Compute) -> Iterator[Problem]:
     if gce.image is not None:
         parts = gce.image.split("/")
         project = parts[parts.index("projects") + 1] if "projects" in parts else compute.project
-        words = {"project": project}
+        location = {"project": project}
         if "family" in parts:
-            found = _got(compute, "ImagesClient", "get_from_family", family=parts[-1], **words)
+            found = _get(compute, "ImagesClient", "get_from_family", family=parts[-1], **location)
         else:
-            found = _got(compute, "ImagesClient", image=parts[-1], **words)
+            found = _get(compute, "ImagesClient", image=parts[-1], **location)
         if found is None:
             yield Problem(
                 "launch.gce.image",
@@ -185,7 +188,7 @@ def _image(gce: GceSection, compute: Compute) -> Iterator[Problem]:
             )
     if gce.template is not None:
         name = gce.template.rpartition("/")[2]
-        if _got(compute, "InstanceTemplatesClient", instance_template=name) is None:
+        if _get(compute, "InstanceTemplatesClient", instance_template=name) is None:
             yield Problem("launch.gce.template", f"there is no instance template {gce.template}")
 
 
@@ -193,28 +196,28 @@ def _subnetworks(gce: GceSection, compute: Compute) -> Iterator[Problem]:
     for region in sorted({region_of(zone) for rung in gce.ladder for zone in rung.zones}):
         for name in gce.subnetworks:
             short = name.replace("{region}", region).rpartition("/")[2]
-            words = {"region": region, "subnetwork": short}
-            if _got(compute, "SubnetworksClient", **words) is None:
+            arguments = {"region": region, "subnetwork": short}
+            if _get(compute, "SubnetworksClient", **arguments) is None:
                 yield Problem(
                     "launch.gce.subnetworks", f"there is no subnetwork {short} in {region}"
                 )
 
 
 def _quotas(gce: GceSection, compute: Compute) -> list[str]:
-    """Returns the places of the ladder that the project's quotas rule out for ever.
+    """Returns a warning for each zone of the ladder that the project's quotas rule out permanently.
 
     Raises:
       ConfigError: they rule out all.
     """
     limits: dict[str, dict[str, float]] = {}
     short, num_sites = [], 0
-    for site in sites(gce.ladder):
+    for site in zone_choices(gce.ladder):
         num_sites += 1
         rung, region = gce.ladder[site.rung], region_of(site.zone)
         if (quota := quota_of(rung.machine_type, rung.kind)) is None:
             continue
         if region not in limits:
-            found = _got(compute, "RegionsClient", region=region)
+            found = _get(compute, "RegionsClient", region=region)
             limits[region] = {} if found is None else {q.metric: q.limit for q in found.quotas}
         metric, wanted = quota[0], quota[1] * gce.num_hosts
         if limits[region].get(metric, math.inf) < wanted:
@@ -222,15 +225,15 @@ def _quotas(gce: GceSection, compute: Compute) -> list[str]:
             short.append(f"{rung.kind} in {site.zone}: {metric} is {limit:g}, needed: {wanted}")
     if short and len(short) == num_sites:
         raise ConfigError(
-            "launch.gce.ladder: no quota for any of it ("
+            "launch.gce.ladder: no rung has quota ("
             + "; ".join(dict.fromkeys(short))
             + f"). Ask for more: console.cloud.google.com/iam-admin/quotas?project={gce.project}"
         )
-    return [f"no quota: {words}" for words in dict.fromkeys(short)]
+    return [f"no quota: {shortage}" for shortage in dict.fromkeys(short)]
 
 
-def _bucket(gce: GceSection, run: BucketPath) -> list[str]:
-    """Says whether the bucket is where the VMs are; elsewhere every byte costs and takes longer."""
+def _bucket(gce: GceSection, run: GcsPath) -> list[str]:
+    """Checks that the bucket is in a region of the VMs; other traffic is slow and costs money."""
     regions = {region_of(zone) for rung in gce.ladder for zone in rung.zones}
     place = bucket_setup.location(run)
     if place is None or place.kind != "region":

@@ -1,10 +1,10 @@
-"""The agent of a VM: does what the intent says of this host, and reports. No jax.
+"""The agent of a VM: runs this host's training process as the desired state has it. No jax.
 
-It decides nothing. It starts this host's door for the attempt that is on, ends it when that attempt
-is over, and goes on with what it knows while the bucket is away: a launcher that is gone stops no
-training.
+The agent decides nothing. It starts the host's supervisor for the running attempt, ends it when
+that attempt is over, and reports. While the bucket is unavailable it continues with the state that
+it read last: the loss of the launcher stops no training.
 
-Compiled steps by way of the bucket, so that a VM that is new loads what another has compiled.
+It also shares compiled steps through the bucket, so that a new VM loads what another has compiled.
 """
 
 from __future__ import annotations
@@ -26,132 +26,140 @@ from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
 from jaxres.config.schema_operations import PreemptionSection
-from jaxres.faults import Exit, StorageUnavailable, TypedEnd, UsageError
-from jaxres.launch.desired_state import Intent, unpacked
-from jaxres.launch.observed_state import Report, State
-from jaxres.launch.paths import Places
-from jaxres.runlog.events import Noted, NoticeSeen
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import RunError, StorageUnavailable, UsageError
+from jaxres.launch.desired_state import DesiredState, decode_state
+from jaxres.launch.observed_state import AgentReport, AgentState
+from jaxres.launch.paths import LaunchPaths
+from jaxres.runlog.events import Noted, PreemptionNoticeReceived
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files, gcs_objects
-from jaxres.storage.path import BucketPath, place
-from jaxres.supervisor.preemption_watcher import Watchman
-from jaxres.supervisor.processes import die_with
+from jaxres.storage.path import GcsPath, is_remote, parse_path
+from jaxres.storage.threads import spawn_thread
+from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.processes import kill_me_with_parent
 
 POLL_SECONDS = 1.0
 BEAT_SECONDS = 2.0
 LOG_SECONDS = 20.0
-"""Between two uploads of what a part has printed."""
+"""Time between two uploads of the training process' output."""
 LOG_BYTES = 2**20
-"""Of its end that are uploaded."""
+"""Size of the end of the output that is uploaded."""
 END_GRACE_SECONDS = 6.0
-"""Until a part that is to end at once is killed."""
+"""Time until a training process that should end at once is killed."""
 STOPPED_BYTES = 64 * 2**10
-"""Of a part's output in which its last words are looked for."""
+"""Size of the end of the output in which the exit line is searched."""
 
 
 @dataclass
-class Part:
-    """The door of one attempt on this host."""
+class LocalAttempt:
+    """The training process (a supervisor) of one attempt on this host."""
 
     attempt: int
     process: subprocess.Popen[bytes]
     output: Path
 
 
-class Beat:
-    """Says again and again that this agent is there, from a thread of its own."""
+class StatusPublisher:
+    """Writes this agent's report to the bucket periodically, in its own thread."""
 
-    def __init__(self, path: BucketPath, *, clock: Clock) -> None:
-        """Says nothing yet."""
+    def __init__(self, path: GcsPath, *, clock: Clock) -> None:
+        """Sets the first report; writes nothing yet."""
         self._path, self._clock = path, clock
-        self._report = Report("ready", secrets.token_hex(6))
+        self._report = AgentReport("ready", secrets.token_hex(6))
         self._changed = threading.Condition()
         self._is_closed = False
 
     @property
-    def report(self) -> Report:
-        """What is said now."""
+    def report(self) -> AgentReport:
+        """Current report."""
         return self._report
 
-    def say(self, report: Report) -> None:
-        """Says something new, as soon as the bucket takes it."""
+    def publish(self, report: AgentReport) -> None:
+        """Sets a new report, which is written as soon as the bucket accepts it."""
         with self._changed:
             if report != self._report:
                 self._report = report
                 self._changed.notify()
 
     def run(self) -> None:
-        """Beats until closed."""
+        """Writes reports until `close` is called."""
         while True:
-            said = self._report
-            with contextlib.suppress(TypedEnd):  # The leader sees the silence.
-                gcs_objects.write(self._path, b"", over=None, words=said.words())
+            report = self._report
+            with contextlib.suppress(RunError):  # The leader detects missing reports.
+                gcs_objects.write(self._path, b"", over=None, metadata=report.metadata())
             with self._changed:
-                if self._report == said:
+                if self._report == report:
                     self._changed.wait(BEAT_SECONDS)
                 if self._is_closed:
                     return
-            self._clock.sleep(1.0)  # An object takes a write a second.
+            self._clock.sleep(1.0)  # An object accepts one write per second.
 
     def close(self) -> None:
-        """Has it end."""
+        """Ends `run`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
 
 
 class Agent:
-    """One VM's part in a job, until its process ends."""
+    """The agent process of one VM."""
 
     def __init__(
-        self, places: Places, *, name: str, folder: Path, clock: Clock, notice_seconds: float = 0.0
+        self,
+        paths: LaunchPaths,
+        *,
+        name: str,
+        folder: Path,
+        clock: Clock,
+        notice_seconds: float = 0.0,
     ) -> None:
-        """Starts nothing yet.
+        """Stores the settings; starts nothing.
 
         Args:
-          places: of the run.
-          name: the VM's.
-          folder: where it leaves things on this machine.
-          clock: its own.
-          notice_seconds: for which the VM goes on once it is being preempted, as it was made.
+          paths: the run's paths.
+          name: the VM's name.
+          folder: folder for files on this machine.
+          clock: the clock.
+          notice_seconds: seconds until the VM is stopped once it is preempted, as requested.
         """
-        self._places, self._name, self._folder, self._clock = places, name, folder, clock
+        self._paths, self._name, self._folder, self._clock = paths, name, folder, clock
         self._notice_seconds = notice_seconds
-        self._beat = Beat(places.report(name), clock=clock)
-        self._part: Part | None = None
-        self._watchman: Watchman | None = None
+        self._publisher = StatusPublisher(paths.report(name), clock=clock)
+        self._local: LocalAttempt | None = None
+        self._watcher: PreemptionWatcher | None = None
         self._is_leaving = False
         self._uploaded_at = -LOG_SECONDS
-        self._sharing = Sharing(places)
+        self._compile_cache = CompileCacheSync(paths)
 
     def run(self, env: Mapping[str, str]) -> None:
-        """Does what is meant to be, until SIGTERM has come and its part has ended."""
+        """Follows the desired state until SIGTERM is received and the training process exits."""
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_is_leaving", True))
-        threading.Thread(target=self._beat.run, name="jaxres-agent-beat", daemon=True).start()
+        spawn_thread("agent-beat", self._publisher.run, daemon=True)
         with contextlib.ExitStack() as stack:
-            while not (self._is_leaving and self._part is None):
-                if (intent := self._read()) is not None:
-                    if self._watchman is None and (config := self._config(intent)) is not None:
+            while not (self._is_leaving and self._local is None):
+                if (desired := self._read()) is not None:
+                    if self._watcher is None and (config := self._config(desired)) is not None:
                         section = self._preemption(config)
-                        watchman = Watchman(section, env=env, clock=self._clock)
-                        self._watchman = stack.enter_context(watchman)
-                    self._follow(intent, env)
-                self._look()
+                        watcher = PreemptionWatcher(section, env=env, clock=self._clock)
+                        self._watcher = stack.enter_context(watcher)
+                    self._follow(desired, env)
+                self._poll()
                 self._clock.sleep(POLL_SECONDS)
-        self._beat.close()
+        self._publisher.close()
 
-    def _read(self) -> Intent | None:
+    def _read(self) -> DesiredState | None:
         with contextlib.suppress(StorageUnavailable):
-            data = gcs_objects.read(self._places.intent)
-            return None if data is None else unpacked(data, self._places.intent)
+            data = gcs_objects.read(self._paths.desired_state)
+            return None if data is None else decode_state(data, self._paths.desired_state)
         return None
 
-    def _config(self, intent: Intent) -> RunConfig | None:
-        """Returns the run's config, once it could be had."""
-        path = self._folder / f"{intent.config}.yaml"
+    def _config(self, desired: DesiredState) -> RunConfig | None:
+        """Returns the run's config; None: the bucket has not returned it yet."""
+        path = self._folder / f"{desired.config}.yaml"
         with contextlib.suppress(StorageUnavailable):
             if not path.exists():
-                if (data := gcs_objects.read(self._places.config(intent.config))) is None:
+                if (data := gcs_objects.read(self._paths.config(desired.config))) is None:
                     return None
                 path.write_bytes(data)
             return configs.load(path).config
@@ -163,114 +171,116 @@ class Agent:
         longest = max(given.notice_seconds, self._notice_seconds)
         return given.model_copy(update={"notice_seconds": longest})
 
-    def _follow(self, intent: Intent, env: Mapping[str, str]) -> None:
-        """Starts or ends this host's part, as the intent says."""
-        names = [member.name for member in intent.members]
-        is_member = intent.phase == "running" and self._name in names
-        part = self._part
-        if part is not None and not (is_member and part.attempt == intent.attempt):
-            self._end(part, f"attempt {part.attempt} is over")
-        if not is_member or self._is_leaving or self._part is not None:
+    def _follow(self, desired: DesiredState, env: Mapping[str, str]) -> None:
+        """Starts or ends this host's training process according to the desired state."""
+        names = [host.name for host in desired.hosts]
+        is_member = desired.phase == "running" and self._name in names
+        local = self._local
+        if local is not None and not (is_member and local.attempt == desired.attempt):
+            self._end(local, f"attempt {local.attempt} is over")
+        if not is_member or self._is_leaving or self._local is not None:
             return
-        if self._had() < intent.attempt:
-            self._start(intent, names.index(self._name), env)
-        elif self._beat.report.attempt < intent.attempt:
-            reason = "the agent was started anew, and its part has ended with the one before"
-            self._say("ended", intent.attempt, exit=128 + signal.SIGKILL, reason=reason)
+        if self._newest_attempt() < desired.attempt:
+            self._start(desired, names.index(self._name), env)
+        elif self._publisher.report.attempt < desired.attempt:
+            reason = "the agent was restarted; its training process ended with the previous agent"
+            self._publish("ended", desired.attempt, exit=128 + signal.SIGKILL, reason=reason)
 
-    def _start(self, intent: Intent, host: int, env: Mapping[str, str]) -> None:
-        if (config := self._config(intent)) is None:
-            return  # The bucket is away; the next look tries again.
-        self._sharing.bring(self._places.run)
-        words = [str(self._folder / f"{intent.config}.yaml"), f"run.dir={self._places.run}"]
+    def _start(self, desired: DesiredState, host: int, env: Mapping[str, str]) -> None:
+        if (config := self._config(desired)) is None:
+            return  # The bucket is unavailable; the next poll tries again.
+        self._compile_cache.pull(self._paths.run)
+        arguments = [str(self._folder / f"{desired.config}.yaml"), f"run.dir={self._paths.run}"]
         if (notice := self._preemption(config).notice_seconds) != config.preemption.notice_seconds:
-            words += [f"preemption.notice_seconds={notice:g}"]
-        if len(intent.members) > 1:
-            coordinator = f"{intent.members[0].ip}:{intent.port}"
-            words += ["--coordinator", coordinator]
-            words += ["--num-hosts", str(len(intent.members)), "--host-id", str(host)]
-        output = self._folder / f"output-{intent.attempt:04d}.txt"
-        self._had_file.write_text(f"{intent.attempt}\n")
+            arguments += [f"preemption.notice_seconds={notice:g}"]
+        if len(desired.hosts) > 1:
+            coordinator = f"{desired.hosts[0].ip}:{desired.port}"
+            arguments += ["--coordinator", coordinator]
+            arguments += ["--num-hosts", str(len(desired.hosts)), "--host-id", str(host)]
+        output = self._folder / f"output-{desired.attempt:04d}.txt"
+        self._attempt_file.write_text(f"{desired.attempt}\n")
         with output.open("ab") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jaxres.train", *words],
+                [sys.executable, "-m", "jaxres.train", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**env},
                 start_new_session=True,
-                preexec_fn=functools.partial(die_with, os.getpid()),
+                preexec_fn=functools.partial(kill_me_with_parent, os.getpid()),
             )
-        self._part = Part(intent.attempt, process, output)
-        self._say("running", intent.attempt)
+        self._local = LocalAttempt(desired.attempt, process, output)
+        self._publish("running", desired.attempt)
 
     @property
-    def _had_file(self) -> Path:
+    def _attempt_file(self) -> Path:
         return self._folder / "attempt"
 
-    def _had(self) -> int:
-        """Returns the newest attempt that this VM has had a part in, over agents."""
+    def _newest_attempt(self) -> int:
+        """Returns the newest attempt in which this VM has trained, also under a previous agent."""
         try:
-            return int(self._had_file.read_text())
+            return int(self._attempt_file.read_text())
         except (FileNotFoundError, ValueError):
             return 0
 
-    def _look(self) -> None:
-        """Reports what has happened here: an end, a notice; and uploads what was printed."""
-        if self._watchman is not None:
-            for event in self._watchman.take():
-                if isinstance(event, NoticeSeen | Noted):
+    def _poll(self) -> None:
+        """Reports a training process' exit or a preemption notice, and uploads the output."""
+        if self._watcher is not None:
+            for event in self._watcher.poll():
+                if isinstance(event, PreemptionNoticeReceived | Noted):
                     sys.stdout.write(f"agent: {event}\n")
-            if (notice := self._watchman.pressing()) is not None and notice.words:
-                self._beat.say(replace(self._beat.report, notice=notice.words))
-        part = self._part
-        if part is None:
+            if (notice := self._watcher.most_urgent()) is not None and notice.description:
+                self._publisher.publish(replace(self._publisher.report, notice=notice.description))
+        local = self._local
+        if local is None:
             return
-        code = part.process.poll()
+        code = local.process.poll()
         now = self._clock.monotonic()
         if code is not None or now - self._uploaded_at >= LOG_SECONDS:
             self._uploaded_at = now
-            self._upload(part)
-            self._sharing.give(self._places.run)
+            self._upload(local)
+            self._compile_cache.push(self._paths.run)
         if code is not None:
-            self._part = None
+            self._local = None
             exit = 128 - code if code < 0 else code
-            self._say("ended", part.attempt, exit=exit, reason=last_words(part.output))
+            self._publish("ended", local.attempt, exit=exit, reason=exit_line(local.output))
 
-    def _end(self, part: Part, why: str) -> None:
-        """Ends a part at once: what it has not committed is lost, and was given up."""
-        for _ in range(2):  # The second SIGTERM means at once, and in order.
+    def _end(self, local: LocalAttempt, reason: str) -> None:
+        """Ends a training process at once; the leader has given up its uncommitted steps."""
+        for _ in range(2):  # The second SIGTERM ends the process at once.
             with contextlib.suppress(ProcessLookupError):
-                part.process.send_signal(signal.SIGTERM)
+                local.process.send_signal(signal.SIGTERM)
             self._clock.sleep(0.3)
         try:
-            part.process.wait(END_GRACE_SECONDS)
+            local.process.wait(END_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(part.process.pid, signal.SIGKILL)
-            part.process.wait()
-        self._upload(part)
-        self._part = None
-        self._say("ready", part.attempt, reason=why)
+                os.killpg(local.process.pid, signal.SIGKILL)
+            local.process.wait()
+        self._upload(local)
+        self._local = None
+        self._publish("ready", local.attempt, reason=reason)
 
-    def _say(
-        self, state: State, attempt: int, *, exit: int | None = None, reason: str = ""
+    def _publish(
+        self, state: AgentState, attempt: int, *, exit: int | None = None, reason: str = ""
     ) -> None:
-        now = self._beat.report
-        self._beat.say(replace(now, state=state, attempt=attempt, exit=exit, reason=reason))
+        now = self._publisher.report
+        self._publisher.publish(
+            replace(now, state=state, attempt=attempt, exit=exit, reason=reason)
+        )
 
-    def _upload(self, part: Part) -> None:
-        with contextlib.suppress(TypedEnd, OSError):
-            path = self._places.output(part.attempt, self._name)
-            gcs_objects.write(path, _tail(part.output, LOG_BYTES), over=None)
+    def _upload(self, local: LocalAttempt) -> None:
+        with contextlib.suppress(RunError, OSError):
+            path = self._paths.output(local.attempt, self._name)
+            gcs_objects.write(path, _tail(local.output, LOG_BYTES), over=None)
 
 
-def last_words(output: Path) -> str:
-    """Returns the last line that a part has printed which says how it ended."""
+def exit_line(output: Path) -> str:
+    """Returns the last line of the output that has an exit code, or else the last line."""
     lines = _tail(output, STOPPED_BYTES).decode("utf-8", "replace").splitlines()
-    told = [line.strip() for line in lines if line.strip()]
-    typed = [line for line in told if "(exit " in line]
-    return (typed or told or ["it has printed nothing"])[-1]
+    nonempty = [line.strip() for line in lines if line.strip()]
+    exits = [line for line in nonempty if "(exit " in line]
+    return (exits or nonempty or ["it has printed nothing"])[-1]
 
 
 def _tail(path: Path, size: int) -> bytes:
@@ -282,51 +292,51 @@ def _tail(path: Path, size: int) -> bytes:
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Runs the agent of this machine."""
     parser = Parser(prog="python -m jaxres.launch agent")
-    parser.add_argument("--run", type=place, required=True)
+    parser.add_argument("--run", type=parse_path, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--notice-seconds", type=float, default=0.0)
     options = parser.parse_args(arguments)
-    if not isinstance(options.run, BucketPath):
+    if not is_remote(options.run):
         raise UsageError(f"--run {options.run}: expected gs://BUCKET/FOLDER")
-    places = Places(options.run)
+    paths = LaunchPaths(options.run)
     agent = Agent(
-        places,
+        paths,
         name=options.name,
         folder=options.folder,
         clock=SystemClock(),
         notice_seconds=options.notice_seconds,
     )
     agent.run(env)
-    return Exit.DONE
+    return ExitCode.DONE
 
 
 MAX_BYTES = 2**30
 
 
-class Sharing:
-    """Brings and gives files whose names are digests of all that decides what is in them."""
+class CompileCacheSync:
+    """Copies compiled steps from and to the bucket; their names are digests of all their inputs."""
 
-    def __init__(self, places: Places) -> None:
-        """Asks for nothing yet."""
-        self._folder = places.compiled
-        self._there: set[str] = set()
+    def __init__(self, paths: LaunchPaths) -> None:
+        """Stores the paths; sends no request."""
+        self._folder = paths.compiled
+        self._known: set[str] = set()
 
-    def bring(self, run: BucketPath) -> None:
-        """Fetches what is not here; without the bucket's answer steps are compiled anew."""
+    def pull(self, run: GcsPath) -> None:
+        """Downloads files that are missing here; steps are compiled if the bucket fails."""
         local = RunDir(run).compiled
-        with contextlib.suppress(TypedEnd, OSError):
+        with contextlib.suppress(RunError, OSError):
             local.mkdir(parents=True, exist_ok=True)
-            for name in gcs_objects.names(self._folder):
-                self._there.add(name)
+            for name in gcs_objects.list_names(self._folder):
+                self._known.add(name)
                 if not (local / name).exists() and (data := gcs_objects.read(self._folder / name)):
                     files.replace(local / name, data)
 
-    def give(self, run: BucketPath) -> None:
-        """Puts there what is new here."""
+    def push(self, run: GcsPath) -> None:
+        """Uploads files that are new here."""
         local = RunDir(run).compiled
-        with contextlib.suppress(TypedEnd, OSError):
+        with contextlib.suppress(RunError, OSError):
             for name in files.list_names(local):
-                if name not in self._there and (local / name).stat().st_size <= MAX_BYTES:
+                if name not in self._known and (local / name).stat().st_size <= MAX_BYTES:
                     gcs_objects.write(self._folder / name, (local / name).read_bytes(), over=0)
-                    self._there.add(name)
+                    self._known.add(name)

@@ -1,10 +1,10 @@
-"""Models: pure functions over a plain nested dict of arrays, built once from the configuration."""
+"""Models as pure functions over a plain nested dict of arrays, built from the configuration."""
 
 from jaxres.config.schema import CustomModel, GptModel, MlpModel
 from jaxres.models import custom, gpt, mlp
 from jaxres.models.interface import (
     Axes,
-    Batch,
+    BatchArrays,
     KeepRows,
     LossSums,
     Model,
@@ -13,7 +13,7 @@ from jaxres.models.interface import (
     num_params,
 )
 
-__all__ = ["Axes", "Batch", "LossSums", "Model", "Params", "build", "num_params"]
+__all__ = ["Axes", "BatchArrays", "LossSums", "Model", "Params", "build", "num_params"]
 
 
 def build(
@@ -24,11 +24,11 @@ def build(
     platform: str,
     keep_rows: KeepRows = anywhere,
 ) -> Model:
-    """Builds the configured model; touches no device.
+    """Builds the configured model without touching a device.
 
-    `vocab_size` is the tokenizer's (None: there is none), `platform` is where the steps will run,
-    as jax.default_backend() names it; `keep_rows` is called on activations (a custom model has to
-    do without). Raises ConfigError.
+    `vocab_size` is the tokenizer's (None: no tokenizer). `platform` is where the steps will run, as
+    named by jax.default_backend(). `keep_rows` is applied to activations, except in a custom model.
+    Raises ConfigError.
     """
     match config:
         case GptModel():

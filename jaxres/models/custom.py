@@ -1,7 +1,4 @@
-"""Models of the user's own: `package.module:build`, called with its arguments.
-
-Shape suffixes: none; a custom model's shapes are its own.
-"""
+"""Custom models: calls the user's `package.module:build` and completes the result to a Model."""
 
 import inspect
 from importlib import import_module
@@ -16,47 +13,47 @@ from jaxres.models.interface import Model, Params, num_params
 
 
 def build(config: CustomModel, *, vocab_size: int | None, seq_len: int) -> Model:
-    """Calls the target and completes what it returned to a Model.
+    """Calls the target and completes the returned object to a Model.
 
-    `init` and `loss` are required. Missing `axes` mean that no dim is split (weight decay then
-    can't tell stacked vectors from matrices), missing `logits` that no text can be sampled,
-    missing `flops_per_token` 6 operations a parameter (PaLM, arXiv 2204.02311, appendix B).
-    Raises ConfigError where the target is not there or returns something else.
+    `init` and `loss` are required. Without `axes` no dim is split, and weight decay can't
+    distinguish stacked vectors from matrices. Without `logits` no text can be sampled. Without
+    `flops_per_token` it is 6 operations per parameter (PaLM, arXiv 2204.02311, appendix B).
+    Raises ConfigError if the target does not exist or returns anything else.
     """
     arguments = {**config.args, "vocab_size": vocab_size, "seq_len": seq_len}
-    made = _call(_load(config.target), arguments, target=config.target)
+    returned = _call(_load(config.target), arguments, target=config.target)
     for name in ("init", "loss"):
-        if not callable(getattr(made, name, None)):
+        if not callable(getattr(returned, name, None)):
             raise ConfigError(
-                f"model.target: {config.target} returned {type(made).__name__}, which has no "
+                f"model.target: {config.target} returned {type(returned).__name__}, which has no "
                 f"function `{name}`. Return a jaxres.models.Model, or an object with init(key) and "
                 "loss(params, batch, key)."
             )
-    shapes = jax.eval_shape(lambda: made.init(jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: returned.init(jax.random.key(0)))
     _check_params(shapes, target=config.target)
-    axes = getattr(made, "axes", None)
+    axes = getattr(returned, "axes", None)
     if axes is None:
         axes = jax.tree.map(lambda leaf: (None,) * leaf.ndim, shapes)
     _check_axes(axes, shapes, target=config.target)
-    flops = getattr(made, "flops_per_token", None)
+    flops = getattr(returned, "flops_per_token", None)
     return Model(
-        init=made.init,
+        init=returned.init,
         axes=axes,
-        loss=made.loss,
-        logits=getattr(made, "logits", None),
+        loss=returned.loss,
+        logits=getattr(returned, "logits", None),
         flops_per_token=6.0 * num_params(shapes) if flops is None else float(flops),
     )
 
 
 def _load(target: str) -> Any:
-    """Imports `package.module:name`; an error inside the module itself keeps its traceback."""
+    """Imports `package.module:name`; an error inside the module propagates unchanged."""
     module_name, _, name = target.partition(":")
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if not f"{module_name}.".startswith(f"{missing}."):
-            raise  # something that the module itself imports
+            raise  # The module itself failed to import this one.
         raise ConfigError(
             f"model.target: no module {missing} (from {target}). Install the package, or put its "
             "folder on PYTHONPATH."
@@ -70,7 +67,7 @@ def _load(target: str) -> Any:
 
 
 def _call(target_function: Any, arguments: dict[str, Any], *, target: str) -> Any:
-    """Calls the target, after a check that it takes these arguments."""
+    """Calls the target after checking that it accepts these arguments."""
     if not callable(target_function):
         raise ConfigError(
             f"model.target: {target} is a {type(target_function).__name__}, not a function. "
@@ -87,7 +84,7 @@ def _call(target_function: Any, arguments: dict[str, Any], *, target: str) -> An
 
 
 def _check_params(shapes: Any, *, target: str) -> None:
-    """Refuses parameters that are no nested plain dict of float32 arrays."""
+    """Raises ConfigError unless the parameters are a nested plain dict of float32 arrays."""
     if not isinstance(shapes, dict) or not shapes:
         raise ConfigError(
             f"model.target: init of {target} returns {type(shapes).__name__}, not a nested dict of "
@@ -104,12 +101,12 @@ def _check_params(shapes: Any, *, target: str) -> None:
 
 
 def _check_axes(axes: Any, shapes: Params, *, target: str) -> None:
-    """Refuses axes that do not match the parameters leaf by leaf."""
+    """Raises ConfigError unless the axes match the parameters leaf by leaf."""
     ranks = jax.tree.map(lambda leaf: leaf.ndim, shapes)
     named = jax.tree.map(len, axes, is_leaf=lambda node: isinstance(node, tuple))
     if ranks != named:
         raise ConfigError(
             f"model.target: axes of {target} do not match its parameters. Numbers of dims:\n"
             f"  parameters: {ranks}\n  axes:       {named}\n"
-            "Give one tuple a parameter, as long as its shape, or leave axes out."
+            "Give one tuple per parameter, as long as its shape, or leave axes out."
         )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxres.config.schema import GptModel
 from jaxres.faults import ConfigError
 from jaxres.models.interface import (
-    Batch,
+    BatchArrays,
     KeepRows,
     LossSums,
     Model,
@@ -36,7 +36,7 @@ class RmsNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Normalises in float32; returns the type it was given."""
+        """Normalises in float32; returns the type of the input."""
         x = x_BTD.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
         return (x * self.scale[...]).astype(x_BTD.dtype)
@@ -45,11 +45,11 @@ class RmsNorm(nnx.Module):
 def rotate(
     x_BTHC: Float[Array, "B T H C"], angles_BTC: Float[Array, "B T half"]
 ) -> Float[Array, "B T H C"]:
-    """Turns each pair (i, i + C/2) by its angle, in float32. (arXiv 2104.09864; halves as in HF)"""
+    """Rotates each pair (i, i + C/2) by its angle; float32. (arXiv 2104.09864; halves as in HF)"""
     cos, sin = jnp.cos(angles_BTC)[:, :, None], jnp.sin(angles_BTC)[:, :, None]
     first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BTHC.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTHC.dtype)
 
 
 def rope_angles(
@@ -61,7 +61,7 @@ def rope_angles(
 
 
 def attention_mask(segment_ids_BT: Int[Array, "B T"]) -> Bool[Array, "B 1 T T"]:
-    """Lets a position see itself and what precedes it in its own document."""
+    """Returns the mask: a position attends to itself and to earlier ones of its document."""
     T = segment_ids_BT.shape[1]
     causal_TS = jnp.tril(jnp.ones((T, T), jnp.bool_))
     same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
@@ -69,7 +69,7 @@ def attention_mask(segment_ids_BT: Int[Array, "B T"]) -> Bool[Array, "B 1 T T"]:
 
 
 def dropout(x: Array, key: Key[Array, ""] | None, *, rate: float) -> Array:
-    """Zeroes a share of the numbers and scales up the rest; without a key returns x."""
+    """Sets a random share of the numbers to 0 and scales up the rest; without a key returns x."""
     if key is None:
         return x
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
@@ -95,7 +95,7 @@ class Attention(nnx.Module):
         angles_BTC: Float[Array, "B T half"],
         mask_B1TS: Bool[Array, "B 1 T S"],
     ) -> Float[Array, "B T D"]:
-        """Mixes positions; softmax in float32."""
+        """Applies attention over the positions; softmax in float32."""
         q_BTHC = rotate(jnp.einsum("btd,dhc->bthc", x_BTD, self.query[...]), angles_BTC)
         k_BSKC = rotate(jnp.einsum("btd,dkc->btkc", x_BTD, self.key[...]), angles_BTC)
         v_BSKC = jnp.einsum("btd,dkc->btkc", x_BTD, self.value[...])
@@ -106,7 +106,7 @@ class Attention(nnx.Module):
 def attend(
     q_BTHC: Array, k_BSKC: Array, v_BSKC: Array, mask_B1TS: Array, *, kernel: Any
 ) -> Float[Array, "B T H C"]:
-    """Mixes values by a kernel; `float32`: XLA's, on numbers that are cast to it."""
+    """Applies attention by a kernel; `float32` is XLA's kernel on inputs cast to float32."""
     dtype = q_BTHC.dtype
     if kernel == "float32":
         q_BTHC, k_BSKC, v_BSKC = (x.astype(jnp.float32) for x in (q_BTHC, k_BSKC, v_BSKC))
@@ -118,7 +118,7 @@ def attend(
 
 
 class FeedForward(nnx.Module):
-    """SwiGLU. (arXiv 2002.05202)"""
+    """Feed-forward layer with SwiGLU. (arXiv 2002.05202)"""
 
     def __init__(self, config: GptModel, *, rngs: nnx.Rngs):
         D, F = config.d_model, ff_width(config)
@@ -127,13 +127,13 @@ class FeedForward(nnx.Module):
         self.down = normal(rngs, (F, D), ("mlp", "embed"), std=output_std(config))
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Mixes the numbers of each position."""
+        """Applies the layer to each position."""
         hidden_BTF = jax.nn.silu(x_BTD @ self.gate[...]) * (x_BTD @ self.up[...])
         return hidden_BTF @ self.down[...]
 
 
 class Block(nnx.Module):
-    """Attention, then feed-forward, each normalised before and added to the stream."""
+    """Decoder block: attention, then feed-forward, each with a norm before it and a residual."""
 
     def __init__(self, config: GptModel, *, kernel: str, rngs: nnx.Rngs):
         self.attention_norm = RmsNorm(config.d_model, eps=config.norm_eps)
@@ -149,7 +149,7 @@ class Block(nnx.Module):
         angles_BTC: Float[Array, "B T half"],
         mask_B1TS: Bool[Array, "B 1 T S"],
     ) -> Float[Array, "B T D"]:
-        """Adds the block's two contributions to the stream."""
+        """Adds the outputs of attention and feed-forward to the residual stream."""
         keys = (None, None) if key is None else jax.random.split(key)
         mixed_BTD = self.attention(self.attention_norm(x_BTD), angles_BTC, mask_B1TS)
         x_BTD = x_BTD + dropout(mixed_BTD, keys[0], rate=self.rate)
@@ -158,7 +158,7 @@ class Block(nnx.Module):
 
 
 class Gpt(nnx.Module):
-    """Embedding, stacked blocks, norm, output layer."""
+    """The decoder: embedding, stacked blocks, norm, output layer."""
 
     def __init__(self, config: GptModel, *, rows: int, kernel: str, rngs: nnx.Rngs):
         self.embedding = normal(rngs, (rows, config.d_model), ("vocab", "embed"))
@@ -182,8 +182,8 @@ class Gpt(nnx.Module):
     ) -> Float[Array, "B T V"]:
         """Returns float32 logits; a key draws the dropout."""
         config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
-        # Rows are looked up in float32, so that the gradients of a frequent token, which add up
-        # one by one, do not drown in bfloat16's 8 bits.
+        # The look-up is in float32: the gradients of a frequent token are added one by one, and
+        # bfloat16's 8 bits would lose the later ones.
         x_BTD = keep_rows(self.embedding[...][tokens_BT].astype(dtype))
         width = config.d_model // config.num_heads
         angles_BTC = rope_angles(positions_BT, width=width, theta=config.rope_theta)
@@ -196,7 +196,7 @@ class Gpt(nnx.Module):
             return keep_rows(x_BTD), None
 
         if config.remat == "block":
-            block = jax.checkpoint(block, prevent_cse=False)  # a scan's body needs no such guard
+            block = jax.checkpoint(block, prevent_cse=False)  # not needed in the body of a scan
         keys_L = None
         if key is not None and config.dropout > 0:
             keys_L = jax.random.split(key, config.num_layers)
@@ -204,7 +204,7 @@ class Gpt(nnx.Module):
         return keep_rows(self.unembed(self.norm(x_BTD)))
 
     def unembed(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Returns logits, added up in float32."""
+        """Returns logits, accumulated in float32."""
         head_DV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
         head_DV = head_DV.astype(x_BTD.dtype)
         return jnp.matmul(x_BTD, head_DV, preferred_element_type=jnp.float32)
@@ -216,7 +216,7 @@ def cast_matrices(layers: Any, dtype: jnp.dtype) -> Any:
 
 
 def output_std(config: GptModel) -> float:
-    """Returns the spread of layers that write to the residual stream. (GPT-2, section 2.3)"""
+    """Returns the initial std of layers that write to the residual stream. (GPT-2, section 2.3)"""
     return 0.02 / (2 * config.num_layers) ** 0.5
 
 
@@ -226,10 +226,10 @@ def ff_width(config: GptModel) -> int:
 
 
 def flops_per_token(config: GptModel, *, rows: int, seq_len: int) -> float:
-    """Counts 6 operations a weight of a matrix product and 12 L H C T of attention.
+    """Returns 6 operations per weight of a matrix product, plus 12 L H C T for attention.
 
-    PaLM (arXiv 2204.02311), appendix B. The embedding's look-up is no product; the output layer
-    is one, tied or not.
+    Source: PaLM (arXiv 2204.02311), appendix B. The embedding look-up is not a matrix product; the
+    output layer is one, tied or not.
     """
     D, H, L = config.d_model, config.num_heads, config.num_layers
     K, C = config.num_kv_heads or H, D // H
@@ -238,33 +238,33 @@ def flops_per_token(config: GptModel, *, rows: int, seq_len: int) -> float:
 
 
 def check(config: GptModel, *, platform: str) -> None:
-    """Refuses a kernel that the platform lacks; sizes that don't fit were refused by config."""
+    """Raises ConfigError if the platform lacks the kernel; the config has checked the sizes."""
     H, K = config.num_heads, config.num_kv_heads or config.num_heads
     assert config.d_model % (2 * H) == 0, (config.d_model, H)
     assert H % K == 0, (H, K)
     if config.attention == "cudnn" and not cudnn_runs(config, platform=platform, max_width=256):
         raise ConfigError(
             f"model.attention: cudnn needs a GPU, model.compute_dtype bfloat16 and a head width "
-            f"that is a multiple of 8, at most 128 (256 from Hopper on); here are {platform}, "
+            f"that is a multiple of 8, at most 128 (256 from Hopper on); this run has {platform}, "
             f"{config.compute_dtype} and {config.d_model // H}. Use auto, which falls back to xla."
         )
 
 
 def cudnn_runs(config: GptModel, *, platform: str, max_width: int) -> bool:
-    """Tells whether cuDNN's flash attention takes these types and sizes on this platform."""
+    """Returns whether cuDNN's flash attention supports these types and sizes on this platform."""
     width = config.d_model // config.num_heads
     on_gpu = platform in ("gpu", "cuda")
     return on_gpu and config.compute_dtype == "bfloat16" and width % 8 == 0 and width <= max_width
 
 
 def attention_kernel(config: GptModel, *, seq_len: int, platform: str) -> str:
-    """Chooses the kernel once, at build: cuDNN must be asked for and can't be traced for CPU."""
-    # jax 0.10 asks for a product of float16 that XLA has on GPUs only: it fails to be lowered.
+    """Returns the attention kernel: cuDNN must be requested, and can't be traced for CPU."""
+    # jax 0.10 uses a float16 product that XLA implements on GPUs only; elsewhere lowering fails.
     if config.compute_dtype == "float16" and platform not in ("gpu", "cuda"):
         return "float32"
     if config.attention != "auto":
         return config.attention
-    # 128: what every GPU takes. With a mask cuDNN trains on even lengths only.
+    # Every GPU supports widths up to 128. With a mask cuDNN trains on even lengths only.
     cudnn = cudnn_runs(config, platform=platform, max_width=128) and seq_len % 2 == 0
     return "cudnn" if cudnn else "xla"
 
@@ -277,7 +277,7 @@ def build(
     platform: str,
     keep_rows: KeepRows = anywhere,
 ) -> Model:
-    """Builds a decoder; raises ConfigError where sizes or kernel do not fit."""
+    """Builds a decoder; raises ConfigError if sizes or kernel are unsupported."""
     check(config, platform=platform)
     rows = embedding_rows(config.vocab_size, vocab_size=vocab_size)
     kernel = attention_kernel(config, seq_len=seq_len, platform=platform)
@@ -286,7 +286,7 @@ def build(
     def forward(params: Params, *inputs: Any) -> Float[Array, "B T V"]:
         return nnx.merge(definition, params)(*inputs)
 
-    def loss(params: Params, batch: Batch, key: Key[Array, ""] | None) -> LossSums:
+    def loss(params: Params, batch: BatchArrays, key: Key[Array, ""] | None) -> LossSums:
         inputs = (batch["tokens_BT"], batch["segment_ids_BT"], batch["positions_BT"])
         logits_BTV = forward(params, *inputs, key, keep_rows)
         return cross_entropy(logits_BTV, batch["targets_BT"], batch["weights_BT"])

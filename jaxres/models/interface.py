@@ -1,4 +1,4 @@
-"""What a trainer needs to know of a model, and the pieces that the models here share.
+"""The Model interface of the trainer, and functions shared by the models of this package.
 
 Shape suffixes: B batch (rows), T position in the row, V vocabulary, L layers.
 """
@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 from jaxres.faults import ConfigError
 
 Params = dict[str, Any]
-"""Nested plain dict of float32 arrays; this, and no module, crosses the jit boundary."""
+"""Nested plain dict of float32 arrays; only this crosses the jit boundary, never a module."""
 Axes = dict[str, Any]
-"""Like Params, with a tuple a leaf: each dim's logical axis name, or None (never split)."""
-Batch = Mapping[str, Array]
+"""Like Params, with a tuple per leaf: each dim's logical axis name, or None (never split)."""
+BatchArrays = Mapping[str, Array]
 """tokens_BT, targets_BT, segment_ids_BT, positions_BT (int32) and weights_BT (float32).
 
 Segment ids number the documents within a row, positions count within a document.
@@ -27,37 +27,37 @@ Segment ids number the documents within a row, positions count within a document
 LossSums = tuple[Float[Array, " B"], Float[Array, " B"]]
 """Weighted cross entropy and weight, each summed over a row's positions; float32."""
 KeepRows = Callable[[Array], Array]
-"""Pins the first dim of activations to the devices that hold their rows; see mesh.keep_rows."""
+"""Constrains activations' first dim to the devices that hold their rows; see mesh.keep_rows."""
 M = TypeVar("M", bound=nnx.Module)
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """Pure functions over plain parameters; nothing here holds an array. Hashed by identity."""
+    """A model as pure functions over plain parameters; holds no array. Hashed by identity."""
 
     init: Callable[[Array], Params]
-    """PRNG key -> params. Pure and jit-able, also with out_shardings, with the same bits."""
+    """PRNG key -> params. Pure; under jit, also with out_shardings, the bits are the same."""
     axes: Axes
     """Logical axis names; leaves stacked over layers start with "layers"."""
-    loss: Callable[[Params, Batch, Array | None], LossSums]
-    """(params, batch, dropout key) -> sums a row; key None: evaluation, no dropout."""
+    loss: Callable[[Params, BatchArrays, Array | None], LossSums]
+    """(params, batch, dropout key) -> sums per row; key None: evaluation, no dropout."""
     logits: Callable[[Params, Array], Array] | None
-    """(params, tokens_BT of one document a row) -> float32 logits_BTV. None: can't be sampled."""
+    """(params, tokens_BT of one document per row) -> float32 logits_BTV. None: no text samples."""
     flops_per_token: float
-    """Floating-point operations a trained token, forward and backward: 3 times the forward ones.
+    """Floating-point operations per trained token, forward and backward: 3 times the forward ones.
 
-    After PaLM (arXiv 2204.02311), appendix B: recomputation (remat) and the optimizer do not
-    count, and attention counts its full square.
+    As in PaLM (arXiv 2204.02311), appendix B: without recomputation (remat) and the optimizer, and
+    with the full square of attention.
     """
 
 
 def anywhere(x: Array) -> Array:
-    """Leaves it to the compiler where activations lie; one device has no choice anyway."""
+    """Returns x unchanged: the compiler chooses where activations are placed."""
     return x
 
 
 def num_params(params: Params) -> int:
-    """Counts the numbers in a tree of arrays or of their shapes."""
+    """Returns the number of elements in a tree of arrays or of their shapes."""
     return sum(prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
@@ -66,10 +66,10 @@ def cross_entropy(
     targets_BT: Int[Array, "B T"],
     weights_BT: Float[Array, "B T"],
 ) -> LossSums:
-    """Sums each row's weighted cross entropy, in nats, and its weights; float32."""
+    """Returns each row's sum of weighted cross entropy, in nats, and of weights; float32."""
     logits_BTV = logits_BTV.astype(jnp.float32)
-    # A select, where a gather would do: its gradient is no scatter (whose order of additions a
-    # GPU does not promise), and a vocabulary split over devices needs no gathering.
+    # A select instead of a gather: the gradient of a gather is a scatter, whose order of additions
+    # is undefined on a GPU; and a vocabulary split over devices needs no communication.
     is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
     target_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), axis=-1)
     nats_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT
@@ -86,23 +86,23 @@ def normal(
 
 
 def stack(block: Callable[[nnx.Rngs], M], *, num_layers: int, rngs: nnx.Rngs) -> M:
-    """Builds one module whose leaves hold all layers, each layer from its own key.
+    """Builds one module whose leaves are stacked over all layers, each drawn from its own key.
 
-    Few leaves keep dispatch, checkpoints and digests small, and a scan over them compiles one
-    block whatever the depth.
+    Fewer leaves make dispatch, checkpoints and digests smaller, and a scan over the layers compiles
+    one block at any depth.
     """
     make = nnx.vmap(block, transform_metadata={nnx.PARTITION_NAME: "layers"})
     return nnx.split_rngs(splits=num_layers)(make)(rngs)
 
 
 def embedding_rows(configured: int | None, *, vocab_size: int | None) -> int:
-    """Returns the embedding's rows: as configured, else the tokenizer's up to a multiple of 64.
+    """Returns the embedding's rows: configured, or the tokenizer's up to a multiple of 64.
 
-    Raises ConfigError where neither is known, or the tokenizer has more tokens than that.
+    Raises ConfigError if neither is known, or if the tokenizer has more tokens.
     """
     if configured is None and vocab_size is None:
         raise ConfigError(
-            "model.vocab_size: the data has no tokenizer that could tell it. Set model.vocab_size."
+            "model.vocab_size: the data has no tokenizer that defines it. Set model.vocab_size."
         )
     if configured is None:
         return -(-(vocab_size or 0) // 64) * 64
@@ -115,14 +115,14 @@ def embedding_rows(configured: int | None, *, vocab_size: int | None) -> int:
 
 
 def split(module: Callable[[nnx.Rngs], M]) -> tuple[Callable[[Array], Params], Axes, Any]:
-    """Takes a module apart, once: (init, axes, graph definition); allocates nothing.
+    """Splits a module into (init, axes, graph definition); allocates nothing.
 
-    `nnx.merge(graph definition, params)` is the module again; inside a trace that costs nothing
-    at run time. Every Param must name its axes as `out_sharding`.
+    `nnx.merge(graph definition, params)` returns the module; inside a trace it costs nothing at run
+    time. Every Param must name its axes as `out_sharding`.
     """
 
     def make(key: Array) -> M:
-        # Flax otherwise wants a mesh as soon as a parameter names its axes.
+        # Without this Flax requires a mesh if a parameter names its axes.
         with nnx.use_eager_sharding(False):
             return module(nnx.Rngs(params=key))
 

@@ -1,4 +1,4 @@
-"""A small model for tests: it predicts the next token from this one alone.
+"""A small model for tests, which predicts the next token from the current one alone.
 
 Shape suffixes: B batch (rows), T position, D width, V vocabulary, L layers.
 """
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxres.config.schema import MlpModel
 from jaxres.models.interface import (
-    Batch,
+    BatchArrays,
     KeepRows,
     LossSums,
     Model,
@@ -35,12 +35,12 @@ class Dense(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(width, jnp.float32), out_sharding=("mlp",))
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Maps the numbers of each position."""
+        """Applies the layer to each position."""
         return x_BTD @ self.kernel[...] + self.bias[...]
 
 
 class Mlp(nnx.Module):
-    """Embedding, stacked layers with gelu and residual, output layer; float32 throughout."""
+    """The model: embedding, stacked layers with gelu and residual, output layer; all float32."""
 
     def __init__(self, config: MlpModel, *, rows: int, rngs: nnx.Rngs):
         self.embedding = normal(rngs, (rows, config.d_model), ("vocab", "embed"))
@@ -52,7 +52,7 @@ class Mlp(nnx.Module):
     def __call__(
         self, tokens_BT: Int[Array, "B T"], keep_rows: KeepRows = anywhere
     ) -> Float[Array, "B T V"]:
-        """Returns logits; positions do not see each other."""
+        """Returns logits; each depends on its own position only."""
         definition, layers = nnx.split(self.layers)
 
         def layer(x_BTD: Array, weights: Any) -> tuple[Array, None]:
@@ -63,14 +63,14 @@ class Mlp(nnx.Module):
 
 
 def build(config: MlpModel, *, vocab_size: int | None, keep_rows: KeepRows = anywhere) -> Model:
-    """Builds the model; it has no dropout, so that the key of its loss is ignored."""
+    """Builds the model; it has no dropout, so its loss ignores the key."""
     rows = embedding_rows(config.vocab_size, vocab_size=vocab_size)
     init, axes, definition = split(lambda rngs: Mlp(config, rows=rows, rngs=rngs))
 
     def logits(params: Params, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         return nnx.merge(definition, params)(tokens_BT)
 
-    def loss(params: Params, batch: Batch, key: Key[Array, ""] | None) -> LossSums:
+    def loss(params: Params, batch: BatchArrays, key: Key[Array, ""] | None) -> LossSums:
         del key
         logits_BTV = nnx.merge(definition, params)(batch["tokens_BT"], keep_rows)
         return cross_entropy(logits_BTV, batch["targets_BT"], batch["weights_BT"])

@@ -1,8 +1,8 @@
-"""The history of a run's attempts: when, why each ended, what it gained, where its time went.
+"""History of a run's attempts: times, cause of the end, steps gained, seconds by phase.
 
-What is true comes from the run log, times and phases from the events. Phases are folded on the
-monotonic clock of the lead's host, so a jump of the wall clock does not reach them; the last phase
-counts up to the last event, which is all that a killed attempt has left.
+Steps and causes come from the run log, times and phases from the events. Phases are computed from
+the monotonic clock of the coordinator host, so a jump of the wall clock does not change them. The
+last phase ends at the last event, since a killed attempt writes no end.
 """
 
 from __future__ import annotations
@@ -14,50 +14,52 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events, read_json_lines
+from jaxres.runlog.events import EVENTS, PhaseChanged, RunEnded, RunOpened
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Claim, Commit, Leave, Record, Start, Stop
+from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, Start, SupervisorEnded
 
 KILLED = "killed"
 """Cause of an attempt that left no stop record."""
 RUNNING = "running"
+RUN_OPENED, PHASE_CHANGED, RUN_ENDED = map(EVENTS.tag, (RunOpened, PhaseChanged, RunEnded))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """One attempt, as its records and events tell it."""
+class AttemptSummary:
+    """Summary of one attempt, from its records and events."""
 
     attempt: int
     num_hosts: int
     host: str
-    """Machine of the door that claimed it."""
+    """Machine of the supervisor that claimed the attempt."""
     start: float
-    """When it was claimed, by the wall clock of that machine."""
+    """Wall-clock time of the claim, on that machine."""
     end: float | None
-    """When it ended or, if it was killed, when it was last heard of; None: it runs."""
+    """Time of the end or, if it was killed, of its last record or event; None: it is running."""
     cause: str
-    """Name of the exit code, `signal N`, `killed` (no stop record), or `running`."""
+    """Name of the exit code, `signal N (NAME)`, `killed` (no stop record), or `running`."""
     exit: int | None
-    """None: it has left none."""
+    """Exit code; None: there is no stop record."""
     culprit: int | None
-    """The host that is the cause, where there are several and one is."""
+    """The host that is the cause, in a job of several hosts; None: unknown, or none is."""
     reason: str
     start_step: int | None
-    """Step that it trained on from; None: it did not get so far."""
+    """Step at which training started; None: it did not start."""
     finished_step: int | None
-    """Newest step that it finished."""
+    """Newest finished step."""
     committed_step: int | None
-    """Newest step that it committed."""
+    """Newest committed step."""
     steps_gained: int
     """Steps finished after start_step."""
     steps_kept: int
-    """Of these the ones that a commit of this attempt holds."""
+    """Steps gained that a commit of this attempt contains."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase on the lead's host."""
+    """Seconds by phase on the coordinator host."""
     forked: bool | None = None
-    """Whether the lead's worker was forked from the zygote; None: it has not told."""
+    """Whether the coordinator host's worker came from the fork server; None: unknown."""
 
 
 def fold(
@@ -66,21 +68,25 @@ def fold(
     events: Mapping[int, Sequence[Mapping[str, Any]]],
     finished: Mapping[int, int],
     is_alive: bool,
-) -> list[Attempt]:
+) -> list[AttemptSummary]:
     """Returns the attempts in order; pure.
 
     Args:
       records: the run log.
-      events: the lead's, by attempt.
+      events: events of the coordinator host, by attempt.
       finished: newest finished step by attempt, from the metrics.
-      is_alive: whether the newest attempt's owner lives.
+      is_alive: whether the owner of the newest attempt is alive.
     """
     claims = [record for record in records if isinstance(record.body, Claim)]
     newest = claims[-1].attempt if claims else 0
     return [
         _attempt(
             claim,
-            [r for r in records if r.attempt == claim.attempt and not isinstance(r.body, Leave)],
+            [
+                r
+                for r in records
+                if r.attempt == claim.attempt and not isinstance(r.body, SupervisorEnded)
+            ],
             events=events.get(claim.attempt, ()),
             finished=finished.get(claim.attempt),
             is_running=is_alive and claim.attempt == newest,
@@ -96,18 +102,20 @@ def _attempt(
     events: Sequence[Mapping[str, Any]],
     finished: int | None,
     is_running: bool,
-) -> Attempt:
+) -> AttemptSummary:
     assert isinstance(claim.body, Claim), claim
     bodies = [record.body for record in records]
     start = next((body.step for body in bodies if isinstance(body, Start)), None)
     committed = max((body.step for body in bodies if isinstance(body, Commit)), default=None)
-    stop = next((r for r in reversed(records) if isinstance(r.body, Stop)), None)
+    stop = next((r for r in reversed(records) if isinstance(r.body, AttemptEnded)), None)
     end, cause, code, reason = _end(records, events, stop, is_running=is_running)
-    several = claim.body.num_hosts > 1
-    culprit = stop.body.culprit if stop and isinstance(stop.body, Stop) and several else None
+    has_peers = claim.body.num_hosts > 1
+    culprit = (
+        stop.body.culprit if stop and isinstance(stop.body, AttemptEnded) and has_peers else None
+    )
     steps = [step for step in (finished, committed) if step is not None]
     reached = max(steps, default=None)
-    return Attempt(
+    return AttemptSummary(
         attempt=claim.attempt,
         num_hosts=claim.body.num_hosts,
         host=claim.body.host,
@@ -123,7 +131,7 @@ def _attempt(
         steps_gained=0 if reached is None or start is None else max(0, reached - start),
         steps_kept=0 if committed is None or start is None else max(0, committed - start),
         phase_seconds=phase_seconds(events),
-        forked=next((e.get("forked") for e in events if e.get("event") == "RunOpened"), None),
+        forked=next((e.get("forked") for e in events if e.get("event") == RUN_OPENED), None),
     )
 
 
@@ -136,26 +144,17 @@ def _end(
 ) -> tuple[float | None, str, int | None, str]:
     """Returns end, cause, exit code and reason."""
     if stop is not None:
-        assert isinstance(stop.body, Stop), stop
-        return stop.time, exit_name(stop.body.exit), stop.body.exit, stop.body.reason
+        assert isinstance(stop.body, AttemptEnded), stop
+        return stop.time, exit_row(stop.body.exit).name, stop.body.exit, stop.body.reason
     if is_running:
         return None, RUNNING, None, ""
     times = [record.time for record in records] + [e["time"] for e in events if "time" in e]
-    reason = "no stop record: it was killed, or the machine went down; end: last heard of"
+    reason = "no stop record: it was killed, or the machine went down; end: its last event"
     return max(times), KILLED, None, reason
 
 
-def exit_name(code: int) -> str:
-    """Returns what an exit code is called.
-
-    >>> exit_name(80), exit_name(137)
-    ('HUNG', 'signal 9')
-    """
-    return Exit(code).name if code in set(Exit) else f"signal {code - 128}"
-
-
 def phase_seconds(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Folds phase changes into seconds by phase, up to the last event; pure."""
+    """Returns seconds by phase, up to the last event; pure."""
     seconds: dict[str, float] = {}
     phase, since = None, 0.0
     for event in events:
@@ -165,15 +164,15 @@ def phase_seconds(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if phase is not None:
             seconds[phase] = seconds.get(phase, 0.0) + max(0.0, now - since)
         since = now
-        if event.get("event") == "PhaseChanged":
+        if event.get("event") == PHASE_CHANGED:
             phase = str(event.get("phase"))
-        elif event.get("event") == "RunEnded":
+        elif event.get("event") == RUN_ENDED:
             phase = None
     return {name: round(value, 3) for name, value in seconds.items()}
 
 
-def read(run_dir: RunDir, *, is_alive: bool, last: int | None = None) -> list[Attempt]:
-    """Reads the attempts of a run, or the last ones only."""
+def read(run_dir: RunDir, *, is_alive: bool, last: int | None = None) -> list[AttemptSummary]:
+    """Returns the summaries of a run's attempts, or of the `last` newest ones."""
     records = run_log.read_records(run_dir.log)
     numbers = [record.attempt for record in records if isinstance(record.body, Claim)]
     numbers = numbers if last is None else numbers[-last:]
@@ -181,18 +180,18 @@ def read(run_dir: RunDir, *, is_alive: bool, last: int | None = None) -> list[At
     return fold(
         [record for record in records if record.attempt in set(numbers)],
         events={n: read_events(run_dir.events(n, 0)) for n in numbers},
-        finished={n: max(found) for n, found in steps.items() if found},
+        finished={n: max(finished) for n, finished in steps.items() if finished},
         is_alive=is_alive,
     )
 
 
-def as_json(attempts: Sequence[Attempt]) -> str:
-    """Returns one object a line."""
+def as_json(attempts: Sequence[AttemptSummary]) -> str:
+    """Returns JSON lines, one object per attempt."""
     return "".join(json.dumps(dataclasses.asdict(attempt)) + "\n" for attempt in attempts)
 
 
-def as_text(attempts: Sequence[Attempt]) -> str:
-    """Returns a table for a person, and under each row why it ended and where the time went."""
+def as_text(attempts: Sequence[AttemptSummary]) -> str:
+    """Returns a text table, with reason and seconds by phase under each row."""
     head = (
         f"{'attempt':>7} {'hosts':>5} {'start':>19} {'seconds':>9} {'from':>7} {'to':>7} "
         f"{'gained':>7} {'kept':>7}  cause\n"
@@ -200,22 +199,23 @@ def as_text(attempts: Sequence[Attempt]) -> str:
     return head + "".join(_row(attempt) for attempt in attempts)
 
 
-def _row(one: Attempt) -> str:
-    at = datetime.fromtimestamp(one.start).isoformat(sep=" ", timespec="seconds")
-    lasted = "" if one.end is None else f"{one.end - one.start:.1f}"
-    code = "" if one.exit is None else f" (exit {one.exit})"
-    host = "" if one.culprit is None else f", host {one.culprit}"
+def _row(summary: AttemptSummary) -> str:
+    at = datetime.fromtimestamp(summary.start).isoformat(sep=" ", timespec="seconds")
+    duration = "" if summary.end is None else f"{summary.end - summary.start:.1f}"
+    code = "" if summary.exit is None else f" (exit {summary.exit})"
+    host = "" if summary.culprit is None else f", host {summary.culprit}"
     row = (
-        f"{one.attempt:>7} {one.num_hosts:>5} {at} {lasted:>9} {_cell(one.start_step)} "
-        f"{_cell(one.finished_step)} {one.steps_gained:>7} {one.steps_kept:>7}  "
-        f"{one.cause}{code}{host}\n"
+        f"{summary.attempt:>7} {summary.num_hosts:>5} {at} {duration:>9} "
+        f"{_cell(summary.start_step)} {_cell(summary.finished_step)} "
+        f"{summary.steps_gained:>7} {summary.steps_kept:>7}  "
+        f"{summary.cause}{code}{host}\n"
     )
-    if one.reason and one.exit != Exit.DONE:
-        row += f"{'':>8}{one.reason.splitlines()[0]}\n"
-    if one.phase_seconds:
-        longest = sorted(one.phase_seconds.items(), key=lambda item: -item[1])
-        how = "forked: " if one.forked else ""
-        row += f"{'':>8}{how}{', '.join(f'{name} {value:.1f} s' for name, value in longest)}\n"
+    if summary.reason and summary.exit != ExitCode.DONE:
+        row += f"{'':>8}{summary.reason.splitlines()[0]}\n"
+    if summary.phase_seconds:
+        longest = sorted(summary.phase_seconds.items(), key=lambda item: -item[1])
+        prefix = "forked: " if summary.forked else ""
+        row += f"{'':>8}{prefix}{', '.join(f'{name} {value:.1f} s' for name, value in longest)}\n"
     return row
 
 

@@ -1,36 +1,35 @@
-"""Events as files of JSON lines, with wall and monotonic time; listeners are told of each too.
+"""Writes events to files of JSON lines, with wall and monotonic time, and calls listeners.
 
-Writes a door's own events, from threads: a door never waits for storage.
+`EventLog` writes the events of a worker. `AsyncEventLog` writes those of a supervisor in a thread,
+so that a supervisor never waits for storage.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import queue
-import signal
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 from jaxres.clock import Clock
-from jaxres.faults import TypedEnd
-from jaxres.runlog.events import Emit, Event, Noted
-from jaxres.storage import files, line_writer
-from jaxres.storage.line_writer import appended
-from jaxres.storage.path import BucketPath, Place
+from jaxres.faults import RunError
+from jaxres.runlog.events import EVENTS, Emit, Event, Noted
+from jaxres.storage.line_writer import open_line_writer, read_lines
+from jaxres.storage.path import RunPath
+from jaxres.storage.threads import spawn_thread
 
 MAX_WAITING = 10_000
-"""Events that wait in memory while the disk is full."""
+"""Largest number of events that wait in memory while the disk is full."""
 
 
 class EventLog:
-    """Appends events to one host's file and tells the listeners; a context manager."""
+    """Appends events to one host's file and calls the listeners; a context manager."""
 
-    def __init__(self, path: Place, *, clock: Clock, listeners: Sequence[Emit] = ()) -> None:
-        self._lines = appended(path, max_waiting=MAX_WAITING, beyond="drop oldest")
+    def __init__(self, path: RunPath, *, clock: Clock, listeners: Sequence[Emit] = ()) -> None:
+        self._lines = open_line_writer(path, max_waiting=MAX_WAITING, on_overflow="drop oldest")
         self._clock = clock
         self._listeners = listeners
 
@@ -39,61 +38,58 @@ class EventLog:
 
     def __exit__(self, *_: object) -> None:
         if missing := self._lines.close():
-            self._tell(Noted(f"{missing} events could not be written to the event file"))
+            self._notify(Noted(f"{missing} events could not be written to the event file"))
 
     def emit(self, event: Event) -> None:
-        """Writes the event and tells the listeners; storage that refuses is never its end."""
-        fields = {
-            "time": self._clock.wall(),
-            "monotonic": self._clock.monotonic(),
-            "event": type(event).__name__,
-        } | {name: finite_or_none(value) for name, value in dataclasses.asdict(event).items()}
+        """Writes an event and calls the listeners; never raises an error of storage."""
+        times = {"time": self._clock.wall(), "monotonic": self._clock.monotonic()}
+        written = EVENTS.encode(event).items()
+        fields = times | {name: finite_or_none(value) for name, value in written}
         self._lines.append(json.dumps(fields).encode())
-        self._tell(event)
-        if dropped := self._lines.take_dropped():
+        self._notify(event)
+        if dropped := self._lines.pop_dropped_count():
             self.emit(Noted(f"{dropped} events were dropped while storage refused to take them"))
 
-    def _tell(self, event: Event) -> None:
+    def _notify(self, event: Event) -> None:
         for listener in self._listeners:
             listener(event)
 
 
 def finite_or_none(value: Any) -> Any:
-    """Returns None for a float that JSON has no word for, else the value."""
+    """Returns None for a float that JSON can't represent, else the value."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_events(path: Place) -> list[dict[str, Any]]:
-    """Reads one host's events; a line cut short by a kill is left out."""
+def read_events(path: RunPath) -> list[dict[str, Any]]:
+    """Reads one host's events, without partial lines of a killed process."""
     return read_json_lines(path)
 
 
-def read_json_lines(path: Place) -> list[dict[str, Any]]:
-    """Reads a file of JSON lines, without lines that a kill cut short; [] if there is none."""
-    found = []
-    data = line_writer.read(path) if isinstance(path, BucketPath) else files.read(path)
-    for line in (data or b"").splitlines():
+def read_json_lines(path: RunPath) -> list[dict[str, Any]]:
+    """Reads a file of JSON lines, without partial lines; [] if it does not exist."""
+    rows: list[dict[str, Any]] = []
+    for line in read_lines(path).splitlines():
         try:
-            found.append(json.loads(line))
+            rows.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return rows
 
 
 CLOSE_SECONDS = 1.0
 
 
-class Diary:
-    """Events of one file, in order; a context manager. There is a thread only to write one."""
+class AsyncEventLog:
+    """Writes the events of one file in order, each in a new thread; a context manager."""
 
-    def __init__(self, path: Place, *, clock: Clock) -> None:
+    def __init__(self, path: RunPath, *, clock: Clock) -> None:
         self._path = path
         self._clock = clock
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Diary:
+    def __enter__(self) -> AsyncEventLog:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,17 +97,15 @@ class Diary:
             self._thread.join(timeout=CLOSE_SECONDS)
 
     def emit(self, event: Event) -> None:
-        """Hands an event over, at once; storage that refuses it is nobody's end."""
+        """Queues an event and returns at once; errors of storage are ignored."""
         self._events.put(event)
-        self._thread = threading.Thread(target=self._write, name="jaxres-diary", daemon=True)
-        self._thread.start()
+        self._thread = spawn_thread("events", self._write, daemon=True)
 
     def _write(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # All are the door's.
         with (
-            contextlib.suppress(TypedEnd, OSError),
+            contextlib.suppress(RunError, OSError),
             self._lock,
             EventLog(self._path, clock=self._clock) as log,
         ):
-            while not self._events.empty():  # Perhaps the thread before has written it.
+            while not self._events.empty():  # An earlier thread may have written it.
                 log.emit(self._events.get())

@@ -1,6 +1,7 @@
-"""What happened, as frozen past-tense records: telemetry for people and tools, never the truth.
+"""Events: frozen past-tense dataclasses, as telemetry for users and tools.
 
-How they are written and read back: eventlog.py. Goodput is a fold over the phase changes.
+No decision depends on an event. event_log.py writes and reads them. Goodput is computed from the
+phase changes.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jaxres.storage.codec import TaggedCodec
+
 
 @dataclass(frozen=True)
 class PhaseChanged:
-    """The process began something that may take a while: open data, build, restore, compile ..."""
+    """The process has entered a phase: open data, build, restore, compile ..."""
 
     phase: str
     detail: str = ""
@@ -26,12 +29,12 @@ class RunOpened:
     attempt: int
     threads: int
     forked: bool
-    """Whether this process is a fork of the zygote."""
+    """Whether this process was forked from the fork server."""
 
 
 @dataclass(frozen=True)
 class RunBuilt:
-    """All parts stand: what is trained on what."""
+    """All components of the run are built."""
 
     model: str
     params: int
@@ -48,8 +51,8 @@ class RunBuilt:
 
 
 @dataclass(frozen=True)
-class StepsLoaded:
-    """The compiled steps of an earlier attempt are in use."""
+class CompiledStepsLoaded:
+    """The compiled steps of an earlier attempt were loaded."""
 
     names: tuple[str, ...]
     seconds: float
@@ -57,10 +60,10 @@ class StepsLoaded:
 
 @dataclass(frozen=True)
 class StepsCompiled:
-    """The steps were compiled, or taken from the cache that runs share."""
+    """The steps were compiled, or loaded from the cache that runs share."""
 
     reason: str
-    """Why the run's own could not be loaded."""
+    """Why the compiled steps of the run could not be loaded."""
     seconds: float
 
 
@@ -75,7 +78,7 @@ class TrainingStarted:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The loss on held-out data at a step, and the best so far."""
+    """The loss on held-out data was computed at a step."""
 
     step: int
     loss: float
@@ -85,7 +88,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class SaveStarted:
-    """The snapshot of a step is taken; announced is not durable."""
+    """The snapshot of a step was taken; the step is not durable yet."""
 
     step: int
     blocked_seconds: float
@@ -93,7 +96,7 @@ class SaveStarted:
 
 @dataclass(frozen=True)
 class SaveWaited:
-    """A save was due while the one before was still being written."""
+    """A save had to wait because the previous one was still being written."""
 
     step: int
     seconds: float
@@ -101,23 +104,23 @@ class SaveWaited:
 
 @dataclass(frozen=True)
 class SaveSkipped:
-    """A save was due while the one before was still being written, and was left out."""
+    """A save was skipped because the previous one was still being written."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class SaveIntervalChosen:
-    """With `checkpoint.when.kind=auto`: the time between saves was solved anew, from these."""
+    """With `checkpoint.when.kind=auto`: the time between saves was computed from these values."""
 
     seconds: float
     steps: int | None
-    """So many of the present pace; None: no step has landed yet."""
+    """Number of steps at the current speed; None: no step is complete yet."""
     bound: str
-    """What it comes of: failures (the optimum), write, or overhead."""
+    """What determines it: failures (the optimum), write, or overhead."""
     mtbf_hours: float
     useful_share: float
-    """Of the time, as saves and failures are expected to leave it."""
+    """Expected share of the time that saves and failures leave for training."""
     stall_seconds: float
     write_seconds: float
     restart_seconds: float
@@ -127,7 +130,7 @@ class SaveIntervalChosen:
 
 @dataclass(frozen=True)
 class SaveCommitted:
-    """A step is durable and counts."""
+    """A step is durable and committed."""
 
     step: int
     path: str
@@ -137,7 +140,7 @@ class SaveCommitted:
 
 @dataclass(frozen=True)
 class PartCommitted:
-    """A host that does not lead has written its part of a step, and has heard that it counts."""
+    """A follower has written its part of a step, which the coordinator host has committed."""
 
     step: int
     seconds: float
@@ -145,12 +148,12 @@ class PartCommitted:
 
 @dataclass(frozen=True)
 class SaveFailed:
-    """Storage has refused a step; training goes on, and the next save tries again."""
+    """Storage has refused a step; training continues, and the next save tries again."""
 
     step: int
     reason: str
     failures: int
-    """In a row, this one included; the next SaveCommitted ends the row."""
+    """Number of consecutive failures, including this one; SaveCommitted resets it."""
 
 
 @dataclass(frozen=True)
@@ -161,21 +164,21 @@ class UpdateSkipped:
     loss: float
     grad_norm: float
     spike_score: float
-    """Deviations by which the norm was larger than usual."""
+    """Number of standard deviations by which the norm exceeds its mean."""
     params: tuple[str, ...]
     """Paths of the parameters whose gradient is not finite."""
     num_rows: int
-    """How many rows' loss is not finite; 0: it came from elsewhere, as in the backward pass."""
+    """Number of rows whose loss is not finite; 0: another cause, such as the backward pass."""
     rows: tuple[tuple[int, int, int, int], ...]
-    """The first of them: row of the batch, its sample's id, its host, its microbatch."""
+    """The first of these rows: row of the batch, sample id, host, microbatch."""
     overflowed_scale: float | None = None
-    """The loss scale under which the gradient has overflowed, half of which is next; None: that is
-    not why."""
+    """The loss scale with which the gradient has overflowed; the next one is half of it. None:
+    another cause."""
 
 
 @dataclass(frozen=True)
 class GuardWarned:
-    """A guard that may only warn has seen what it would have acted on."""
+    """A guard that is configured to warn only has triggered."""
 
     step: int
     reason: str
@@ -183,41 +186,41 @@ class GuardWarned:
 
 @dataclass(frozen=True)
 class RolledBack:
-    """The run has decided to go on from an older step; what was committed since is off the line."""
+    """The run resumes from an older step; later commits have left the run history."""
 
     onset: int
     target: int
     rows: tuple[int, int]
-    """Positions of the stream that training leaves out from now on, half-open."""
+    """Half-open range of stream positions that training skips from now on."""
     reason: str
     rate_factor: float = 1.0
-    """On the learning rate, for `rate_steps` steps from the onset on."""
+    """Factor on the learning rate of `rate_steps` steps, starting at the onset."""
     rate_steps: int = 0
 
 
 @dataclass(frozen=True)
-class RecordsLeftOut:
-    """The run has decided to go on without rows that can't be used."""
+class BadRecordsSkipped:
+    """The run continues without rows that can't be used."""
 
     rows: tuple[tuple[int, int], ...]
-    """Positions of the stream, half-open."""
+    """Half-open ranges of stream positions."""
     step: int
-    """Where it goes on: the newest committed step."""
+    """Step at which it resumes: the newest committed one."""
     reason: str
 
 
 @dataclass(frozen=True)
 class StepsPruned:
-    """Old steps were taken off the line; their directories are deleted next."""
+    """Old steps were removed from the run history; their directories are deleted next."""
 
     steps: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StepQuarantined:
-    """A committed step was proved damaged; an older one is restored, and this one counts no more.
+    """A committed step was proved damaged; it is excluded, and an older one is restored.
 
-    Its files stay for people to look at.
+    Its files are kept for inspection.
     """
 
     step: int
@@ -235,14 +238,14 @@ class SampleWritten:
 
 @dataclass(frozen=True)
 class Noted:
-    """Something a person should know; nothing depends on it."""
+    """A message for the user."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The attempt ended by itself."""
+    """The attempt ended with an exit code."""
 
     exit: int
     name: str
@@ -253,64 +256,64 @@ class RunEnded:
 
 @dataclass(frozen=True)
 class SupervisionStarted:
-    """A supervisor owns the run, and has looked what those before it have left."""
+    """A supervisor owns the run, and has read the history of earlier ones."""
 
     host: str
-    """Its machine."""
+    """Machine of the supervisor."""
     pid: int
     attempt: int
-    """The newest that it has found; 0: none."""
+    """Newest earlier attempt; 0: none."""
     step: int
     """Newest committed step."""
     after_kill: bool
-    """Whether the supervisor before it has left no word: it was killed, crashed, or hangs."""
-    ends_found: int
-    """Ends of earlier supervisors' attempts that it counts on from."""
+    """Whether the previous supervisor left no exit record: it was killed, crashed, or hangs."""
+    num_ended_attempts: int
+    """Number of attempts of earlier supervisors that use the restart budgets."""
     budget: str
-    """What is used of which budget already; empty: nothing is."""
-    without_hosts: tuple[int, ...]
-    """Places that are not used any more."""
+    """Use of the restart budgets so far; empty: none."""
+    excluded_slots: tuple[int, ...]
+    """Slots that no later attempt uses."""
     num_hosts: tuple[int, ...]
-    """Numbers of hosts that will do."""
+    """Allowed numbers of hosts."""
     policy: dict[str, Any]
-    """The limits that it holds."""
+    """Limits of the restart policy."""
 
 
 @dataclass(frozen=True)
 class AttemptRestarted:
-    """A supervisor has decided that another attempt follows one that has ended."""
+    """A supervisor starts another attempt after one that has ended."""
 
     attempt: int
-    """The one that has ended."""
+    """The attempt that has ended."""
     exit: int
     name: str
     culprit: int | None
-    """Host of that attempt that is the cause, where one is."""
+    """Host of that attempt that is the cause; None: no single host is."""
     step: int
-    """Newest committed step: the next attempt begins there."""
+    """Newest committed step, at which the next attempt starts."""
     after_seconds: float
     num_hosts: int
-    """Of the next attempt."""
-    without_hosts: tuple[int, ...]
-    """Places that are not used any more."""
+    """Number of hosts of the next attempt."""
+    excluded_slots: tuple[int, ...]
+    """Slots that no later attempt uses."""
     budget: str
-    """What is used of which budget."""
+    """Use of the restart budgets."""
     reason: str
-    """Why the attempt has ended."""
+    """Why the attempt ended."""
 
 
 @dataclass(frozen=True)
-class ZygotePrepared:
-    """The supervisor has a process from which it can fork workers."""
+class ForkServerReady:
+    """The supervisor's fork server is ready to fork workers."""
 
     pid: int
     seconds: float
-    """From its start on."""
+    """Time since the start of the fork server."""
 
 
 @dataclass(frozen=True)
 class GaveUp:
-    """A supervisor has decided that no other attempt follows, and a person has to look."""
+    """A supervisor starts no further attempt: an operator must act first."""
 
     attempt: int
     exit: int
@@ -321,7 +324,7 @@ class GaveUp:
 
 @dataclass(frozen=True)
 class SupervisionEnded:
-    """A supervisor has ended as it should: the run is done, or was asked to stop."""
+    """A supervisor has ended normally: the run is done, or was asked to stop."""
 
     attempt: int
     exit: int
@@ -331,44 +334,45 @@ class SupervisionEnded:
 
 
 @dataclass(frozen=True)
-class NoticesWatched:
-    """A door has looked who tells of this machine's end."""
+class PreemptionWatchStarted:
+    """A supervisor has looked for the source of this machine's preemption notices."""
 
     server: str | None
-    """The metadata server that it asks from now on; None: it asks nobody."""
-    why: str
+    """The metadata server that it polls; None: no server."""
+    reason: str
 
 
 @dataclass(frozen=True)
-class NoticeSeen:
-    """A door was told by the machine that it will go, or that it will not."""
+class PreemptionNoticeReceived:
+    """A supervisor has received a preemption notice, or the withdrawal of one."""
 
-    source: str
+    key: str
     """Key of the metadata server."""
-    words: str
+    value: str
+    """Value of that key, as readable text."""
     seconds_left: float | None
-    """None: not known, or nothing ends."""
+    """Seconds until the machine stops; None: unknown, or it does not stop."""
 
 
 @dataclass(frozen=True)
-class NoticeAnswered:
-    """A door has decided what follows from the notices that stand."""
+class PreemptionNoticeHandled:
+    """A supervisor has decided how to handle the active preemption notices."""
 
     action: str
-    """train on, save, or leave."""
+    """One of: continue, save, exit (without another save)."""
     reason: str
     seconds_left: float | None
     write_seconds: float | None
-    """How long a save takes, as measured; None: none has been."""
+    """Measured duration of a save; None: there was no save."""
     writing_seconds: float | None
-    """For how long a save has been in flight; None: none is."""
+    """Seconds since the start of the save in flight; None: there is none."""
 
 
 Event = (
     PhaseChanged
     | RunOpened
     | RunBuilt
-    | StepsLoaded
+    | CompiledStepsLoaded
     | StepsCompiled
     | TrainingStarted
     | Evaluated
@@ -382,7 +386,7 @@ Event = (
     | UpdateSkipped
     | GuardWarned
     | RolledBack
-    | RecordsLeftOut
+    | BadRecordsSkipped
     | StepsPruned
     | StepQuarantined
     | SampleWritten
@@ -390,11 +394,48 @@ Event = (
     | RunEnded
     | SupervisionStarted
     | AttemptRestarted
-    | ZygotePrepared
+    | ForkServerReady
     | GaveUp
     | SupervisionEnded
-    | NoticesWatched
-    | NoticeSeen
-    | NoticeAnswered
+    | PreemptionWatchStarted
+    | PreemptionNoticeReceived
+    | PreemptionNoticeHandled
 )
 Emit = Callable[[Event], None]
+EVENTS: TaggedCodec[Event] = TaggedCodec(
+    "event",
+    {
+        "phase_changed": PhaseChanged,
+        "run_opened": RunOpened,
+        "run_built": RunBuilt,
+        "compiled_steps_loaded": CompiledStepsLoaded,
+        "steps_compiled": StepsCompiled,
+        "training_started": TrainingStarted,
+        "evaluated": Evaluated,
+        "save_started": SaveStarted,
+        "save_waited": SaveWaited,
+        "save_skipped": SaveSkipped,
+        "save_interval_chosen": SaveIntervalChosen,
+        "save_committed": SaveCommitted,
+        "part_committed": PartCommitted,
+        "save_failed": SaveFailed,
+        "update_skipped": UpdateSkipped,
+        "guard_warned": GuardWarned,
+        "rolled_back": RolledBack,
+        "bad_records_skipped": BadRecordsSkipped,
+        "steps_pruned": StepsPruned,
+        "step_quarantined": StepQuarantined,
+        "sample_written": SampleWritten,
+        "note": Noted,
+        "run_ended": RunEnded,
+        "supervision_started": SupervisionStarted,
+        "attempt_restarted": AttemptRestarted,
+        "fork_server_ready": ForkServerReady,
+        "gave_up": GaveUp,
+        "supervision_ended": SupervisionEnded,
+        "preemption_watch_started": PreemptionWatchStarted,
+        "preemption_notice_received": PreemptionNoticeReceived,
+        "preemption_notice_handled": PreemptionNoticeHandled,
+    },
+)
+"""The name of each event in the event files."""

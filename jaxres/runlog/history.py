@@ -1,4 +1,4 @@
-"""What the log says by now: the surviving history of a run, and who owns it. Pure."""
+"""Folds the run log into the surviving history of a run and its owner. Pure."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxres.runlog.records import (
+    AttemptEnded,
     Claim,
     Commit,
-    Leave,
     Prune,
     Quarantine,
     Record,
     Rollback,
     Skip,
     Start,
-    Stop,
+    SupervisorEnded,
 )
 
 
 @dataclass(frozen=True)
-class Line:
-    """The surviving history of a run, and who owns it."""
+class RunHistory:
+    """The surviving history of a run, and the attempts that owned it."""
 
     claims: tuple[Claim, ...] = ()
     starts: tuple[Record, ...] = ()
     """Records whose body is a Start: each opens a segment of metrics lines."""
     commits: tuple[Record, ...] = ()
-    """Records whose body is a Commit, of steps that still count, ascending by step."""
+    """Records whose body is a Commit, of steps that are still committed, ascending by step."""
     quarantined: tuple[tuple[Record, Quarantine], ...] = ()
-    """Commit records of damaged steps, each with what was decided, ascending by step."""
+    """Commit records of damaged steps, each with its Quarantine, ascending by step."""
     paths: frozenset[str] = frozenset()
-    """Of all steps that were ever committed; no other step may take one's place."""
+    """Paths of all steps that were ever committed; they are never reused."""
     skips: tuple[tuple[int, int], ...] = ()
     bad_rows: tuple[tuple[int, int], ...] = ()
-    """Those of the skips that are bad records: they are left out in every later epoch too."""
+    """The skips of bad records, which are skipped in every later epoch too."""
     num_skips: int = 0
-    """How often bad records were left out."""
+    """Number of Skip records."""
     rollbacks: tuple[Record, ...] = ()
     """Records whose body is a Rollback."""
     last_stop: Record | None = None
-    good_through: int | None = None
-    """No rollback can begin at or before this step any more: commits up to it are known good. None:
-    nobody can say."""
+    verified_through: int | None = None
+    """Newest step that no later rollback can reach: commits up to it are known good. None:
+    unknown."""
 
     @property
     def attempt(self) -> int:
@@ -52,19 +52,19 @@ class Line:
 
     @property
     def newest(self) -> Commit | None:
-        """The newest committed step on the line."""
+        """The newest commit; None: there is none."""
         return self.committed[-1] if self.commits else None
 
     @property
     def committed(self) -> tuple[Commit, ...]:
-        """The steps that count, ascending."""
+        """The commits, ascending by step."""
         return tuple(_commit_of(record) for record in self.commits)
 
     @property
-    def stay(self) -> frozenset[str]:
-        """Names of the step directories that nobody may delete: they count, or are evidence."""
+    def protected_dirs(self) -> frozenset[str]:
+        """Names of the step directories that must not be deleted: committed or quarantined ones."""
         paths = [commit.path for commit in self.committed]
-        paths += [decided.path for _, decided in self.quarantined]
+        paths += [quarantine.path for _, quarantine in self.quarantined]
         return frozenset(path.rpartition("/")[2] for path in paths)
 
     @property
@@ -74,12 +74,12 @@ class Line:
 
     @property
     def init(self) -> dict[str, str] | None:
-        """The weights that the run was started from; None: drawn from the seed, or not started."""
-        found = (start_of(record).init for record in self.starts)
-        return next((init for init in found if init is not None), None)
+        """The initial weights of the run; None: drawn from the seed, or not started."""
+        inits = (start_of(record).init for record in self.starts)
+        return next((init for init in inits if init is not None), None)
 
     def rate_factor(self, step: int) -> float:
-        """The factor that rollbacks have put on the learning rate of a step."""
+        """Returns the factor of all rollbacks on the learning rate of a step."""
         bodies = (record.body for record in self.rollbacks)
         return math.prod(
             body.rate_factor
@@ -89,7 +89,7 @@ class Line:
 
     @property
     def dataset(self) -> str | None:
-        """Fingerprint of the rows that the run has trained on."""
+        """Fingerprint of the data set that the run has trained on."""
         return start_of(self.starts[-1]).dataset if self.starts else None
 
 
@@ -105,8 +105,8 @@ def start_of(record: Record) -> Start:
     return record.body
 
 
-def fold(records: Sequence[Record]) -> Line:
-    """Derives the line from the records; pure, and the only reading of them."""
+def fold(records: Sequence[Record]) -> RunHistory:
+    """Returns the run history of the records; pure, and their only interpretation."""
     claims: list[Claim] = []
     starts: list[Record] = []
     commits: dict[int, Record] = {}
@@ -119,7 +119,7 @@ def fold(records: Sequence[Record]) -> Line:
     last_stop = None
     looks_back: int | None = None
     good_through: dict[int, int] = {}
-    """Step of a commit -> what all that is judged by then says of older ones."""
+    """Step of a commit -> newest step that no rollback after that commit can reach."""
     for record in records:
         match record.body:
             case Claim():
@@ -145,11 +145,11 @@ def fold(records: Sequence[Record]) -> Line:
             case Prune(steps=steps):
                 for step in steps:
                     commits.pop(step, None)
-            case Stop():
+            case AttemptEnded():
                 last_stop = record
-            case Leave():
-                pass  # Of supervisors; `supervise.past` reads it.
-    return Line(
+            case SupervisorEnded():
+                pass  # Only supervisor/restart_policy.py reads it.
+    return RunHistory(
         claims=tuple(claims),
         starts=tuple(starts),
         commits=tuple(commits[step] for step in sorted(commits)),
@@ -160,20 +160,20 @@ def fold(records: Sequence[Record]) -> Line:
         num_skips=num_skips,
         rollbacks=tuple(rollbacks),
         last_stop=last_stop,
-        good_through=max((n for at, n in good_through.items() if at in commits), default=None),
+        verified_through=max((n for at, n in good_through.items() if at in commits), default=None),
     )
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Returns sorted ranges that neither overlap nor touch: a rollback may reach over older skips.
+    """Returns sorted, disjoint ranges; the rows of a rollback may contain older skips.
 
     >>> _merged([(5, 9), (0, 2), (7, 12), (12, 13)])
     ((0, 2), (5, 13))
     """
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
-            found.append((start, stop))
-    return tuple(found)
+            merged.append((start, stop))
+    return tuple(merged)

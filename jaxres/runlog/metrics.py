@@ -1,7 +1,7 @@
-"""The metrics of every step, one JSON line each, and the one history that survives all attempts.
+"""Metrics lines: one JSON line per step, and the surviving history over all attempts.
 
-A line belongs to the segment that a start record opened (`seq`). A start at step r ends the
-validity of all earlier lines above r: what was computed after the restored step is computed again.
+A line belongs to the segment of a start record (`seq`). A start at step r invalidates all earlier
+lines above r, since the steps after the restored one are computed again.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 from jaxres.runlog.event_log import finite_or_none, read_json_lines
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Line, start_of
-from jaxres.storage.line_writer import appended
-from jaxres.storage.path import Place
+from jaxres.runlog.run_log import RunHistory, start_of
+from jaxres.storage.line_writer import open_line_writer
+from jaxres.storage.path import RunPath
 
 MAX_WAITING = 100_000
-"""Lines that wait in memory while the disk is full; about 30 MB."""
+"""Largest number of lines that wait in memory while the disk is full; about 30 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsLine:
-    """One finished step, as the host saw it; non-finite values are None."""
+    """Metrics of one finished step; non-finite values are None."""
 
     seq: int
-    """Number of the start record whose segment the step belongs to."""
+    """Number of the start record that opened the step's segment."""
     step: int
     attempt: int
     loss: float | None
@@ -36,29 +36,29 @@ class MetricsLine:
     """Global norm before clipping."""
     learning_rate: float | None
     tokens: int
-    """Tokens consumed from the first step on."""
+    """Tokens consumed since the first step."""
     step_seconds: float
-    """Time from the previous step's landing to this one's."""
+    """Time from the completion of the previous step to that of this one."""
     skipped: bool
     """Whether the update was masked."""
     samples: str
     """xxh3-64 of the ids of the global batch's rows in order."""
     busy_seconds: Sequence[float] = ()
-    """How long each host works by itself for a step, newly known every 8; empty for a lone host."""
+    """Seconds of a step that each host works alone, updated every 8 steps; empty with one host."""
     loss_scale: float | None = None
-    """What the backward pass started from; None, and not written, where nothing is scaled."""
+    """Loss scale of the backward pass; None, and not written, without loss scaling."""
 
     def fields(self) -> dict[str, Any]:
-        """Returns what is written of it."""
-        found = {name: finite_or_none(value) for name, value in vars(self).items()}
-        return found if self.loss_scale is not None else _without(found, "loss_scale")
+        """Returns the fields that are written."""
+        fields = {name: finite_or_none(value) for name, value in vars(self).items()}
+        return fields if self.loss_scale is not None else _without(fields, "loss_scale")
 
 
 class MetricsLog:
     """Appends the lines of one attempt; a context manager."""
 
-    def __init__(self, path: Place) -> None:
-        self._lines = appended(path, max_waiting=MAX_WAITING, beyond="refuse")
+    def __init__(self, path: RunPath) -> None:
+        self._lines = open_line_writer(path, max_waiting=MAX_WAITING, on_overflow="refuse")
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -67,17 +67,17 @@ class MetricsLog:
         self._lines.close()
 
     def append(self, line: MetricsLine) -> None:
-        """Writes one line; it outlives the process from here on, the machine from `sync` on.
+        """Writes one line; it survives the process from now on, and the machine after `sync`.
 
         While storage refuses, lines wait in memory.
 
         Raises:
-          StorageUnavailable: MAX_WAITING lines wait already.
+          StorageUnavailable: MAX_WAITING lines are already waiting.
         """
         self._lines.append(json.dumps(line.fields()).encode())
 
     def sync(self) -> None:
-        """Makes all lines so far durable, the waiting ones too, or raises."""
+        """Makes all lines durable, including the waiting ones, or raises."""
         self._lines.sync()
 
 
@@ -85,26 +85,26 @@ def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key != name}
 
 
-def surviving(line: Line, lines_of_attempt: Iterable[MetricsLine]) -> list[MetricsLine]:
-    """Returns the metrics of the surviving history, ascending by step; pure."""
+def surviving_metrics(run_history: RunHistory, lines: Iterable[MetricsLine]) -> list[MetricsLine]:
+    """Returns the lines of the surviving history, ascending by step; pure."""
     by_segment: dict[int, dict[int, MetricsLine]] = {}
-    for metrics in lines_of_attempt:
+    for metrics in lines:
         by_segment.setdefault(metrics.seq, {})[metrics.step] = metrics
-    history: dict[int, MetricsLine] = {}
-    for start in line.starts:
+    surviving: dict[int, MetricsLine] = {}
+    for start in run_history.starts:
         restored = start_of(start).step
-        history = {step: m for step, m in history.items() if step <= restored}
-        history |= by_segment.get(start.seq, {})
-    return [history[step] for step in sorted(history)]
+        surviving = {step: m for step, m in surviving.items() if step <= restored}
+        surviving |= by_segment.get(start.seq, {})
+    return [surviving[step] for step in sorted(surviving)]
 
 
-def read_history(run_dir: RunDir, line: Line) -> list[MetricsLine]:
-    """Reads the metrics of all attempts and returns the surviving history."""
+def read_history(run_dir: RunDir, history: RunHistory) -> list[MetricsLine]:
+    """Reads the metrics of all attempts and returns the lines of the surviving history."""
     names = [field.name for field in dataclasses.fields(MetricsLine)]
-    found = []
-    for attempt in range(1, line.attempt + 1):
+    lines: list[MetricsLine] = []
+    for attempt in range(1, history.attempt + 1):
         for fields in read_json_lines(run_dir.metrics(attempt)):
             known = {name: fields[name] for name in names if name in fields}
             known["busy_seconds"] = tuple(known.get("busy_seconds", ()))
-            found.append(MetricsLine(**known))
-    return surviving(line, found)
+            lines.append(MetricsLine(**known))
+    return surviving_metrics(history, lines)

@@ -1,9 +1,9 @@
-"""The names of things in a run directory; other people's tools rely on them."""
+"""Names of the files and folders in a run directory; external tools rely on them."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxres.storage.path import Place
+from jaxres.storage.path import RunPath, is_remote
 
 SCRATCH = Path("~/.cache/jaxres/runs")
 
@@ -12,114 +12,124 @@ SCRATCH = Path("~/.cache/jaxres/runs")
 class RunDir:
     """Paths below one run directory.
 
-    Of a run in a bucket some lie on the machine all the same (`local`): what is made anew where it
-    is missing, what the kernel locks, and what libraries and the operating system write to.
+    Some files of a run in a bucket are on the local disk (`local`): caches that are created again
+    if missing, the lock file, and files that libraries and the operating system write.
     """
 
-    root: Place
+    root: RunPath
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the run directory is in a bucket."""
+        return is_remote(self.root)
 
     @property
     def local(self) -> Path:
-        """What of it lies on this machine: a run directory on a disk is all there."""
-        if isinstance(self.root, Path):
+        """Folder of the local files; for a run directory on a disk, the run directory itself."""
+        if not is_remote(self.root):
             return self.root
         return SCRATCH.expanduser() / str(self.root).partition("//")[2].replace("/", "+")
 
     @property
-    def config(self) -> Place:
+    def config(self) -> RunPath:
         """The resolved config of the first start."""
         return self.root / "config.yaml"
 
     @property
-    def log(self) -> Place:
-        """The folder of the decision log."""
+    def log(self) -> RunPath:
+        """The folder of the run log."""
         return self.root / "log"
 
     @property
     def lock(self) -> Path:
-        """What the owner holds a kernel lock on."""
+        """The file that the lock holder locks."""
         return self.local / "owner.lock"
 
     @property
-    def owner(self) -> Place:
-        """The owner's beat."""
+    def owner(self) -> RunPath:
+        """The heartbeat of the lock holder."""
         return self.root / "owner.json"
 
     @property
-    def alerts(self) -> Place:
-        """What targets of alerts have been told, by all supervisors one after the other."""
+    def alerts(self) -> RunPath:
+        """The delivery log of alerts, of all supervisors."""
         return self.root / "alerts.jsonl"
 
-    def request(self, name: str) -> Place:
-        """A person's request: `stop` or `save`."""
+    @property
+    def secret(self) -> RunPath:
+        """The secret by which the supervisors of several hosts authenticate each other."""
+        return self.root / "secret"
+
+    def request(self, name: str) -> RunPath:
+        """A request file of the user: `stop` or `save`."""
         return self.root / name
 
     @property
-    def checkpoints(self) -> Place:
-        """The folder of step directories; which of them count is the log's to say."""
+    def checkpoints(self) -> RunPath:
+        """The folder of step directories; the run log decides which of them are committed."""
         return self.root / "checkpoints"
 
     @property
-    def pins(self) -> Place:
+    def pins(self) -> RunPath:
         """The folder of pins: a file named after a step keeps that step."""
         return self.root / "pins"
 
     @property
     def exports(self) -> Path:
-        """Where parameters are exported to."""
+        """The folder of exported parameters."""
         return self.local / "exports"
 
     @property
     def compiled(self) -> Path:
-        """The folder of compiled steps, by key; made anew where it is missing."""
+        """The folder of compiled steps, by key; created again if it is missing."""
         return self.local / "compiled"
 
     @property
     def tensorboard(self) -> Path:
-        """The folder of TensorBoard's event files, one an attempt."""
+        """The folder of TensorBoard's event files, one per attempt."""
         return self.local / "tensorboard"
 
     @property
-    def supervisor_events(self) -> Place:
-        """What a supervisor has decided, over all attempts."""
+    def supervisor_events(self) -> RunPath:
+        """Events of the restart loop, for all attempts."""
         return self.root / "events-supervisor.jsonl"
 
-    def door_events(self, attempt: int, host: int) -> Place:
-        """What one host's door has seen and decided: notices of its machine."""
-        return self.attempt(attempt) / f"events-door-host{host:03d}.jsonl"
+    def host_supervisor_events(self, attempt: int, host: int) -> RunPath:
+        """Events of one host's supervisor in an attempt, such as preemption notices."""
+        return self.attempt(attempt) / f"events-supervisor-host{host:03d}.jsonl"
 
-    def attempt(self, attempt: int) -> Place:
+    def attempt(self, attempt: int) -> RunPath:
         """The folder of one attempt."""
         return self.root / "attempts" / f"{attempt:04d}"
 
     def local_attempt(self, attempt: int) -> Path:
-        """The folder of what one attempt leaves on this machine."""
+        """The folder of one attempt's local files."""
         return self.local / "attempts" / f"{attempt:04d}"
 
-    def metrics(self, attempt: int) -> Place:
-        """One line a step, by the lead host."""
+    def metrics(self, attempt: int) -> RunPath:
+        """Metrics lines, one per step, written by the coordinator host."""
         return self.attempt(attempt) / "metrics.jsonl"
 
-    def sharding(self, attempt: int) -> Place:
-        """What lies on every device, by the lead host."""
+    def sharding(self, attempt: int) -> RunPath:
+        """The sharding report, written by the coordinator host."""
         return self.attempt(attempt) / "sharding.txt"
 
-    def diagnostics(self, attempt: int) -> Place:
-        """What was seen last by an attempt that has diverged."""
+    def diagnostics(self, attempt: int) -> RunPath:
+        """The last batches and values of an attempt that has diverged."""
         return self.attempt(attempt) / "diagnostics"
 
     def stacks(self, attempt: int, host: int) -> Path:
-        """Stacks of all threads of one host's worker, when a deadline has passed or one asks."""
+        """Stacks of all threads of one host's worker, after a passed deadline or on request."""
         return self.local_attempt(attempt) / f"stacks-host{host:03d}.txt"
 
     def output(self, attempt: int, host: int) -> Path:
-        """What one host's worker, the libraries in it and custom code have printed."""
+        """Output of one host's worker: of jaxres, libraries and custom code."""
         return self.local_attempt(attempt) / f"output-host{host:03d}.txt"
 
     def traceback(self, attempt: int, host: int) -> Path:
-        """The traceback of an exception that one host's worker has not caught."""
+        """The traceback of an uncaught exception of one host's worker."""
         return self.local_attempt(attempt) / f"traceback-host{host:03d}.txt"
 
-    def events(self, attempt: int, host: int) -> Place:
-        """What happened, by one host."""
+    def events(self, attempt: int, host: int) -> RunPath:
+        """Events of one host's worker."""
         return self.attempt(attempt) / f"events-host{host:03d}.jsonl"

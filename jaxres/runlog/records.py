@@ -1,19 +1,22 @@
-"""The records of the decision log: what can be decided, and the file of one decision."""
+"""The records of the run log, and the file format of a record."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, get_args
 
 from jaxres.faults import ConfigError, Unrestorable
-from jaxres.storage.checksummed_json import opened, sealed
-from jaxres.storage.path import Place
+from jaxres.storage import codec
+from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
+from jaxres.storage.codec import OtherFormat, TaggedCodec
+from jaxres.storage.path import RunPath
+
+FORMAT = 2
+"""Format number of every record."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """An attempt takes the run over."""
+    """An attempt takes ownership of the run."""
 
     attempt: int
     host: str
@@ -23,50 +26,48 @@ class Claim:
     coordinator: str | None
     num_hosts: int
     threads: int
-    """XLA's CPU thread count (NPROC): it decides bits, so every later attempt uses the first's."""
+    """XLA's CPU thread count (NPROC): it changes bits, so later attempts use the same."""
     versions: dict[str, str]
     fingerprint: dict[str, str]
     trajectory: str
-    places: tuple[int, ...] | None = None
-    """Where each host of the attempt sits, by its number; None: no supervisor has started it."""
+    slots: tuple[int, ...] | None = None
+    """The slot of each host of the attempt, by host number; None: the attempt is not restarted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Training begins at a step: 0, or a committed one that was restored."""
+    """Training starts at a step: 0, or a restored committed one."""
 
     step: int
     path: str | None
     dataset: str
-    """Fingerprint of the rows; a later attempt must have the same."""
+    """Fingerprint of the data set; later attempts must have the same one."""
     computation: dict[str, str]
-    """What decides bits besides the trajectory: devices, mesh, microbatches, threads, versions."""
+    """Other inputs that change bits: devices, mesh, microbatches, threads, versions."""
     init: dict[str, str] | None = None
-    """Of a start from other weights (`init_from`): their digest, path and, of a run, step."""
+    """Digest, path and, for those of a run, step of the initial weights (`init_from`)."""
     looks_back_steps: int | None = None
-    """By how many steps a rollback may begin before the step that shows it, as the guards are set:
-    a commit that is so much older than the newest is known to be good. None: nobody can say."""
+    """Largest distance from a step that triggers a rollback to its onset, by the guards' settings.
+    A commit that is this much older than the newest one is known to be good. None: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """A step directory is whole and durable, and counts from now on."""
+    """A step directory is complete and durable: the step is committed."""
 
     step: int
     path: str
     manifest: str
     bytes: int
-    known_good: bool
-    """Whether it was when it was committed; by its age it becomes so (Line.good_through)."""
     heldout_loss: float | None = None
-    """Of the newest evaluation by then; None: there was none, or it was not finite."""
+    """Loss of the newest evaluation before it; None: there was none, or it was not finite."""
     evaluated_step: int = 0
     """Step of that evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skip:
-    """Rows of the stream, as half-open ranges of positions, that training leaves out."""
+    """Training skips rows of the stream, given as half-open ranges of positions."""
 
     rows: tuple[tuple[int, int], ...]
     reason: str
@@ -74,30 +75,30 @@ class Skip:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
-    """Training goes on from an older step: commits above it are off the line from here on."""
+    """Training resumes from an older step: commits above it leave the run history."""
 
     onset: int
-    """The first step that was not as it should be."""
+    """First bad step."""
     target: int
-    """The newest committed step before it; 0: the run begins anew."""
+    """Newest committed step before the onset; 0: the run starts from the beginning."""
     rows: tuple[tuple[int, int], ...]
-    """Of the stream, as half-open ranges of positions, that training leaves out from now on."""
+    """Half-open ranges of stream positions that training skips from now on."""
     reason: str
     rate_factor: float = 1.0
-    """On the learning rate of the steps [onset, onset + rate_steps)."""
+    """Factor on the learning rate of the steps [onset, onset + rate_steps)."""
     rate_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prune:
-    """Steps are dead for everyone, before a byte of them is deleted."""
+    """Steps are no longer committed; written before any byte of them is deleted."""
 
     steps: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quarantine:
-    """A committed step is proved damaged: it never counts again, and its files stay for people."""
+    """A committed step is proved damaged: it is excluded for good, and its files are kept."""
 
     step: int
     path: str
@@ -105,33 +106,49 @@ class Quarantine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
-    """An attempt ended by itself."""
+class AttemptEnded:
+    """An attempt ended with an exit record."""
 
     exit: int
     reason: str
     committed: bool
     culprit: int | None = None
-    """The host that is the cause, by its number in the attempt, where one is."""
+    """Number of the host that is the cause; None: no single host is."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leave:
-    """A supervisor ended by itself: no attempt follows until somebody starts it again."""
+class SupervisorEnded:
+    """A supervisor ended voluntarily: no attempt follows until it is started again."""
 
     exit: int
     reason: str
 
 
-Body = Claim | Start | Commit | Skip | Rollback | Prune | Quarantine | Stop | Leave
-_KINDS: dict[str, type[Body]] = {kind.__name__.lower(): kind for kind in get_args(Body)}
+Body = (
+    Claim | Start | Commit | Skip | Rollback | Prune | Quarantine | AttemptEnded | SupervisorEnded
+)
+RECORDS: TaggedCodec[Body] = TaggedCodec(
+    "kind",
+    {
+        "claim": Claim,
+        "start": Start,
+        "commit": Commit,
+        "skip": Skip,
+        "rollback": Rollback,
+        "prune": Prune,
+        "quarantine": Quarantine,
+        "attempt_ended": AttemptEnded,
+        "supervisor_ended": SupervisorEnded,
+    },
+)
+"""The name of each record in the log."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A numbered decision: what was decided, by which attempt, and when.
+    """A numbered record: its body, the attempt that wrote it, and the time.
 
-    The time is for people, and for policies that keep one step a day; nothing else goes by it.
+    The time is for display, and for policies that keep one step a day; nothing else uses it.
     """
 
     seq: int
@@ -141,47 +158,38 @@ class Record:
 
     def encode(self) -> bytes:
         """Returns the record as canonical JSON with its own digest."""
-        common = {
-            "seq": self.seq,
-            "kind": type(self.body).__name__.lower(),
-            "attempt": self.attempt,
-            "time": self.time,
-        }
-        fields = dataclasses.asdict(self.body)
-        for field in dataclasses.fields(self.body):  # Those that came later have a default.
-            if fields[field.name] == field.default:
-                del fields[field.name]
-        return sealed(common | fields)
+        common = {codec.FORMAT: FORMAT, "seq": self.seq, "attempt": self.attempt, "time": self.time}
+        return encode_checksummed(common | RECORDS.encode(self.body, omit_defaults=True))
 
     @staticmethod
-    def decode(data: bytes, *, path: Place) -> Record:
-        """Reads a record back; one that can't be read is never passed over."""
+    def decode(data: bytes, *, path: RunPath) -> Record:
+        """Returns the record of a file; raises if it can't be read, so that none is skipped."""
         try:
-            fields, _ = opened(data)
+            fields = decode_checksummed(data, number=FORMAT)
+        except OtherFormat as error:
+            raise ConfigError(
+                f"{path}: this record of the run's log can't be read: {error}. Nothing was changed."
+            ) from error
         except ValueError as error:
             raise Unrestorable(
-                f"{path}: this record of the run's log is damaged ({error}). The log says which "
+                f"{path}: this record of the run's log is damaged ({error}). The log decides which "
                 "checkpoints count, so nothing is restored, and the run does not start again from "
                 "step 0. Restore the file from a copy. Nothing was changed."
             ) from error
         try:
-            kind = _KINDS[fields.pop("kind")]
+            del fields[codec.FORMAT]
             seq, attempt, time = fields.pop("seq"), fields.pop("attempt"), fields.pop("time")
-            if kind is Claim:
+            if fields.get("kind") == RECORDS.tag(Claim):
                 fields["attempt"] = attempt
-            body = kind(**{name: _frozen(value) for name, value in fields.items()})
+            body = RECORDS.decode(fields)
             if path.name != file_name(seq):
-                raise ValueError(f"it says that it is record {seq}")
+                raise ValueError(f"its number is {seq}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path}: not a record that this version of jaxres can read ({error!r}). "
                 "Was the run written by a newer version, or the file edited? Nothing was changed."
             ) from error
         return Record(seq=seq, attempt=attempt, time=time, body=body)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def file_name(seq: int) -> str:

@@ -1,7 +1,7 @@
-"""The decision log: numbered records, created only if absent, folded into the one line of the run.
+"""The run log: numbered records, each created only if absent, folded into the run history.
 
-Home of: zombie. Whoever finds another attempt's record in the slot it wanted is fenced and has
-written nothing: there is one linearisation point, however long a process was paused.
+Home of: zombie. A process that finds another attempt's record in the slot it wanted is fenced, and
+has written nothing. So there is one linearisation point, however long a process was paused.
 """
 
 from __future__ import annotations
@@ -11,60 +11,60 @@ from collections.abc import Sequence
 
 from jaxres.clock import Clock
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable, Unrestorable
-from jaxres.runlog.history import Line, fold, start_of
+from jaxres.runlog.history import RunHistory, fold, start_of
 from jaxres.runlog.records import (
+    AttemptEnded,
     Body,
     Claim,
     Commit,
-    Leave,
     Prune,
     Quarantine,
     Record,
     Rollback,
     Skip,
     Start,
-    Stop,
+    SupervisorEnded,
     file_name,
 )
 from jaxres.storage import files
-from jaxres.storage.path import BucketPath, Place
+from jaxres.storage.path import GcsPath, RunPath, is_remote
 
-# What is said of a log anywhere is said by its one name.
+# Other modules import all names of the run log from here.
 __all__ = [
+    "AttemptEnded",
     "Body",
     "Claim",
     "Commit",
-    "Leave",
-    "Line",
     "Prune",
     "Quarantine",
     "Record",
     "Rollback",
+    "RunHistory",
     "RunLog",
     "Skip",
     "Start",
-    "Stop",
+    "SupervisorEnded",
     "claim_of",
     "file_name",
     "fold",
     "newer_claim",
-    "overtaken",
     "read_after",
     "read_records",
     "start_of",
+    "superseded_message",
 ]
 
 
-def read_records(folder: Place) -> list[Record]:
-    """Reads the whole log in order; a gap in the numbers is an error, not an end."""
-    if isinstance(folder, BucketPath):
+def read_records(folder: RunPath) -> list[Record]:
+    """Reads the whole log in order; a gap in the numbers is an error."""
+    if is_remote(folder):
         return list(_known.newest(folder))
     names = files.list_names(folder)
     _refuse_gaps(folder, names, first=1)
     return [_read(folder / name) for name in names]
 
 
-def _refuse_gaps(folder: Place, names: Sequence[str], *, first: int) -> None:
+def _refuse_gaps(folder: RunPath, names: Sequence[str], *, first: int) -> None:
     for number, name in enumerate(names, start=first):
         if name != file_name(number):
             raise ConfigError(
@@ -74,25 +74,25 @@ def _refuse_gaps(folder: Place, names: Sequence[str], *, first: int) -> None:
 
 
 class _Known:
-    """The records of logs in buckets that this process has read already: none ever changes."""
+    """Cache of records that this process has read from buckets: a record never changes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._logs: dict[Place, list[Record]] = {}
+        self._logs: dict[RunPath, list[Record]] = {}
 
-    def newest(self, folder: BucketPath) -> list[Record]:
-        """Returns all records; asks for the first list of them, then only for the next one.
+    def newest(self, folder: GcsPath) -> list[Record]:
+        """Returns all records; lists them once, then requests only the next ones.
 
-        A list may be old; so what comes after it is asked for by name.
+        A list may be stale, so later records are requested by name.
         """
         with self._lock:
             records = self._logs.setdefault(folder, [])
             if not records:
                 names = files.list_names(folder)
                 _refuse_gaps(folder, names, first=1)
-                found = files.read_all([folder / name for name in names])
+                contents = files.read_all([folder / name for name in names])
                 records += [
-                    _decoded(folder / n, data) for n, data in zip(names, found, strict=True)
+                    _decoded(folder / n, data) for n, data in zip(names, contents, strict=True)
                 ]
             records += _probed(folder, len(records))
             return records
@@ -101,23 +101,23 @@ class _Known:
 _known = _Known()
 
 
-def _read(path: Place) -> Record:
+def _read(path: RunPath) -> Record:
     return _decoded(path, files.read(path))
 
 
-def _decoded(path: Place, data: bytes | None) -> Record:
-    """Returns a record that is there: nobody deletes one, so without bytes storage is away."""
+def _decoded(path: RunPath, data: bytes | None) -> Record:
+    """Returns a listed record. Records are never deleted: without bytes, storage is unavailable."""
     try:
-        return Record.decode(_there(path, data), path=path)
-    except Unrestorable:  # One wrong read proves nothing.
-        files.forget(path)
-        return Record.decode(_there(path, files.read(path)), path=path)
+        return Record.decode(_require(path, data), path=path)
+    except Unrestorable:  # One damaged read is no proof; the second one decides.
+        files.drop_page_cache(path)
+        return Record.decode(_require(path, files.read(path)), path=path)
 
 
-def _there(path: Place, data: bytes | None) -> bytes:
+def _require(path: RunPath, data: bytes | None) -> bytes:
     if data is None:
         raise StorageUnavailable(
-            f"{path}: was there a moment ago. Was the run directory moved, deleted or unmounted?"
+            f"{path}: existed a moment ago. Was the run directory moved, deleted or unmounted?"
         )
     return data
 
@@ -128,10 +128,10 @@ def claim_of(records: Sequence[Record], *, attempt: int) -> Claim:
     return next(body for body in bodies if isinstance(body, Claim))
 
 
-def newer_claim(folder: Place, *, attempt: int, after: int) -> tuple[Claim | None, int]:
-    """Looks at the records that have come since; cheap enough for every second.
+def newer_claim(folder: RunPath, *, attempt: int, after: int) -> tuple[Claim | None, int]:
+    """Reads the records after number `after`; cheap enough for once a second.
 
-    Returns the claim of a later attempt, or None, and the number of the newest record seen.
+    Returns the claim of a later attempt, or None, and the number of the newest record.
     """
     while (data := files.read(folder / file_name(after + 1))) is not None:
         after += 1
@@ -141,38 +141,40 @@ def newer_claim(folder: Place, *, attempt: int, after: int) -> tuple[Claim | Non
     return None, after
 
 
-def read_after(folder: Place, after: int) -> list[Record]:
-    """Reads the records that have come since number `after`, in order."""
-    if isinstance(folder, BucketPath):
+def read_after(folder: RunPath, after: int) -> list[Record]:
+    """Reads the records after number `after`, in order."""
+    if is_remote(folder):
         return _known.newest(folder)[after:]
     return _probed(folder, after)
 
 
-def _probed(folder: Place, after: int) -> list[Record]:
-    found = []
-    while (data := files.read(path := folder / file_name(after + len(found) + 1))) is not None:
-        found.append(Record.decode(data, path=path))
-    return found
+def _probed(folder: RunPath, after: int) -> list[Record]:
+    records: list[Record] = []
+    while (data := files.read(path := folder / file_name(after + len(records) + 1))) is not None:
+        records.append(Record.decode(data, path=path))
+    return records
 
 
 class RunLog:
-    """The log as one attempt's writer sees it; safe to append to from several threads."""
+    """Writer of the run log for one attempt; several threads may append."""
 
-    def __init__(self, folder: Place, *, attempt: int, last_seq: int, clock: Clock) -> None:
+    def __init__(self, folder: RunPath, *, attempt: int, last_seq: int, clock: Clock) -> None:
         self._folder = folder
         self._last_seq = last_seq
         self._clock = clock
         self._lock = threading.Lock()
-        self._unsure: bytes | None = None
-        """A record that storage failed to confirm: it may stand in the next slot or not."""
+        self._unconfirmed: bytes | None = None
+        """A record whose write storage has not confirmed: the next slot may have it or not."""
         self.attempt = attempt
 
     @classmethod
-    def claim(cls, folder: Place, claim: Claim, *, after: Sequence[Record], clock: Clock) -> RunLog:
-        """Takes the run over for `claim.attempt`, right after the records that were read.
+    def claim(
+        cls, folder: RunPath, claim: Claim, *, after: Sequence[Record], clock: Clock
+    ) -> RunLog:
+        """Claims the run for `claim.attempt`, in the slot right after the records `after`.
 
         Raises:
-          Fenced: another process wrote first.
+          Fenced: another process has written this slot first.
         """
         files.make_dir(folder)
         log = cls(folder, attempt=claim.attempt, last_seq=len(after), clock=clock)
@@ -183,95 +185,95 @@ class RunLog:
     def append(self, body: Body) -> Record:
         """Writes the next record durably.
 
-        The door and its worker both write for their attempt: a slot that the other has taken is
-        passed over.
+        The supervisor and its worker both write for their attempt: each skips slots that the other
+        one has written.
 
         Raises:
-          Fenced: another attempt owns the log by now; nothing was written.
+          Fenced: another attempt owns the log; nothing was written.
         """
         with self._lock:
-            self._settle_unsure()
+            self._settle_unconfirmed()
             while True:
                 record = Record(self._last_seq + 1, self.attempt, self._clock.wall(), body)
                 path = self._folder / file_name(record.seq)
-                self._unsure = record.encode()
-                is_ours = files.create(path, self._unsure)
+                self._unconfirmed = record.encode()
+                is_ours = files.create(path, self._unconfirmed)
                 if not is_ours:
-                    self._refuse_if_fenced(path, body)
-                self._unsure = None
+                    self._raise_if_fenced(path, body)
+                self._unconfirmed = None
                 self._last_seq = record.seq
                 if is_ours:
                     return record
 
-    def _refuse_if_fenced(self, path: Place, body: Body) -> None:
+    def _raise_if_fenced(self, path: RunPath, body: Body) -> None:
         winner = _read(path)
         if isinstance(body, Claim) or winner.attempt != self.attempt:
             raise _fenced(path, winner)
 
-    def confirm(self) -> bool:
-        """Says whether the record whose append has just failed stands after all, durably.
+    def confirm_pending(self) -> bool:
+        """Returns whether the record whose append has failed was written durably after all.
 
         Raises:
-          StorageUnavailable: that can't be told yet; ask again.
+          StorageUnavailable: still unknown; call again.
         """
         with self._lock:
-            return self._settle_unsure()
+            return self._settle_unconfirmed()
 
-    def _settle_unsure(self) -> bool:
-        """Steps over a record of our own whose writing failed after its name had appeared.
+    def _settle_unconfirmed(self) -> bool:
+        """Skips an own record whose write failed after its name had appeared.
 
-        To a bucket a request may come long after who made it has given up. So there the record is
-        made to stand, unless another one does.
+        A bucket may execute a request long after its sender timed out. So there the record is
+        written again, unless the slot has another one.
         """
         path = self._folder / file_name(self._last_seq + 1)
-        if self._unsure is not None and isinstance(self._folder, BucketPath):
-            files.create(path, self._unsure)
-        stands = self._unsure is not None and files.read(path) == self._unsure
-        if self._unsure is not None and not stands and not _is_there(self._folder):
-            raise StorageUnavailable(f"{self._folder}: the run's log is gone; bring it back.")
-        if stands:
+        if self._unconfirmed is not None and is_remote(self._folder):
+            files.create(path, self._unconfirmed)
+        is_written = self._unconfirmed is not None and files.read(path) == self._unconfirmed
+        if self._unconfirmed is not None and not is_written and not _folder_exists(self._folder):
+            raise StorageUnavailable(f"{self._folder}: the run log is missing; restore the folder.")
+        if is_written:
             with files.typed_errors(path):
                 files.sync_dir(self._folder)
             self._last_seq += 1
-        self._unsure = None
-        return stands
+        self._unconfirmed = None
+        return is_written
 
     @property
-    def folder(self) -> Place:
-        """Where the records are."""
+    def folder(self) -> RunPath:
+        """Folder of the records."""
         return self._folder
 
     def records(self) -> list[Record]:
         """Reads the whole log.
 
         Raises:
-          StorageUnavailable: it lacks records that this process knows of. Nothing that counts may
-            be taken for dead because storage hides its record.
+          StorageUnavailable: records that this process has seen are missing. A committed step must
+            not be treated as deleted because storage does not show its record.
         """
         known = self._last_seq  # Before the list: other threads append.
         records = read_records(self._folder)
         if len(records) < known:
-            raise StorageUnavailable(f"{self._folder}: records are missing by now.")
+            raise StorageUnavailable(f"{self._folder}: records are missing that existed before.")
         return records
 
-    def line(self) -> Line:
+    def history(self) -> RunHistory:
         """Reads the log and folds it."""
         return fold(self.records())
 
 
-def _is_there(folder: Place) -> bool:
-    return isinstance(folder, BucketPath) or folder.is_dir()
+def _folder_exists(folder: RunPath) -> bool:
+    return files.is_dir(folder)
 
 
-def _fenced(path: Place, winner: Record) -> Fenced:
+def _fenced(path: RunPath, winner: Record) -> Fenced:
     claim = winner.body if isinstance(winner.body, Claim) else None
-    owner = overtaken(path.parent.parent, winner.attempt, claim)
+    owner = superseded_message(path.parent.parent, winner.attempt, claim)
     return Fenced(f"{owner} Only one process may train in a run directory.")
 
 
-def overtaken(root: Place, attempt: int, claim: Claim | None) -> str:
-    """Says that another attempt owns the run, and whose it is where its claim is known."""
-    who = f"attempt {attempt}"
+def superseded_message(root: RunPath, attempt: int, claim: Claim | None) -> str:
+    """Returns the message that another attempt owns the run, with its host if known."""
+    owner = f"attempt {attempt}"
     if claim is not None:
-        who += f" (host {claim.host}, pid {claim.pid})"
-    return f"{root}: {who} owns this run now; this process has written nothing more."
+        owner += f" (host {claim.host}, pid {claim.pid})"
+    return f"{root}: {owner} owns this run now; this process has written nothing more."

@@ -1,4 +1,4 @@
-"""The one JSON text of a value, and JSON objects that carry the digest of all else in them."""
+"""Canonical JSON, and JSON objects with a digest of their other fields."""
 
 from __future__ import annotations
 
@@ -8,34 +8,40 @@ from typing import Any
 
 import xxhash
 
+from jaxres.storage.codec import require_format
+
 DIGEST = "digest"
 
 
 def canonical_json(value: Any) -> bytes:
-    """Returns the one JSON text of a value: sorted keys, no spaces, finite numbers."""
+    """Returns the canonical JSON text of a value: sorted keys, no spaces, finite numbers."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()
 
 
-def sealed(fields: Mapping[str, Any]) -> bytes:
-    """Returns an object as canonical JSON with the digest of itself: xxh3-128, in hex."""
+def encode_checksummed(fields: Mapping[str, Any]) -> bytes:
+    """Returns an object as canonical JSON with the digest of its fields: xxh3-128, in hex."""
     return canonical_json({**fields, DIGEST: _digest(fields)})
 
 
-def opened(data: bytes) -> tuple[dict[str, Any], bool]:
-    """Reads an object back, and says whether it had a digest; the first versions wrote none.
+def decode_checksummed(data: bytes, *, number: int) -> dict[str, Any]:
+    """Returns the fields of an object with the given format number.
 
     Raises:
-      ValueError: it is none, or not the one that was sealed.
+      OtherFormat: the object has another format, and its digest is not wrong.
+      ValueError: the data is not an object, or its digest is missing or wrong.
     """
     fields = json.loads(data)
     if not isinstance(fields, dict):
         raise ValueError("not an object")
     digest = fields.pop(DIGEST, None)
     if digest is not None and digest != _digest(fields):
-        raise ValueError("its digest is another one than that of its fields")
-    return fields, digest is not None
+        raise ValueError("its digest does not match its fields")
+    require_format(fields, number=number)
+    if digest is None:
+        raise ValueError("it has no digest")
+    return fields
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

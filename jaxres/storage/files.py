@@ -1,374 +1,249 @@
-"""Bytes at a place, a local path or in a bucket: read, create-if-absent, replace, list, delete.
+"""Reads, creates, replaces, lists and deletes files, on a disk or in a bucket.
 
-Whatever storage refuses comes back as a typed end: a place that can't be written is the user's
-to mend (78), a full or failing one may recover (74). All is durable once a function returns; a
-bucket (bucket.py) needs nothing more for that, and has no folders: they are there with what is in
-them.
+Each function calls the same method of the path's `Store`. Data is durable once the function that
+writes it has returned. An error that the user can fix is raised as ConfigError (exit 78), a
+temporary one as StorageUnavailable (exit 74).
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
-import os
-import secrets
-import shutil
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.storage import gcs_objects
-from jaxres.storage.path import BucketPath, Place
+from jaxres.storage.gcs_objects import GcsStore
+from jaxres.storage.local_store import FULL as FULL
+from jaxres.storage.local_store import LocalStore
+from jaxres.storage.local_store import typed_errors as typed_errors
+from jaxres.storage.path import RunPath, is_remote
 
-OnItsWay = gcs_objects.OnItsWay
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FORBIDDEN = {
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-}
-_FAILING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ECONNRESET}
+TransferCorrupted = gcs_objects.TransferCorrupted
+P_contra = TypeVar("P_contra", contravariant=True)
 
 
-@contextlib.contextmanager
-def typed_errors(path: Place) -> Iterator[None]:
-    """Turns what storage refuses into a typed end that names the place and the remedy."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in FULL:
-            raise StorageUnavailable(
-                f"{path}: no space left ({error.strerror}). Nothing committed is lost. "
-                "Free some space there, or move the run directory, then start the same command."
-            ) from error
-        if error.errno in _FORBIDDEN:
-            raise ConfigError(
-                f"{path}: can't be used ({error.strerror}). "
-                "Choose another place with run.dir=..., or change its permissions."
-            ) from error
-        if error.errno == errno.ENOENT:
-            raise StorageUnavailable(
-                f"{path}: its folder is gone. Was the run directory moved, deleted or unmounted? "
-                "Bring it back, then start the same command again."
-            ) from error
-        if error.errno in _FAILING:
-            raise StorageUnavailable(
-                f"{path}: storage failed ({error.strerror}). Nothing was judged damaged; "
-                "start the same command again when it answers."
-            ) from error
-        raise
+class Store(Protocol[P_contra]):
+    """Interface of a storage; the functions of this module document each method."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a read is a request to a service."""
+        ...
+
+    def read(self, path: P_contra) -> bytes | None: ...
+
+    def read_whole(self, path: P_contra) -> bytes: ...
+
+    def read_all(self, paths: Sequence[P_contra]) -> list[bytes | None]: ...
+
+    def exists(self, path: P_contra) -> bool: ...
+
+    def file_exists(self, path: P_contra) -> bool: ...
+
+    def is_dir(self, path: P_contra) -> bool: ...
+
+    def create(self, path: P_contra, data: bytes, *, mode: int = 0o666) -> bool: ...
+
+    def replace(self, path: P_contra, data: bytes) -> None: ...
+
+    def move(self, path: P_contra, to: P_contra) -> None: ...
+
+    def delete(self, path: P_contra) -> bool: ...
+
+    def delete_temporaries(self, folder: P_contra) -> None: ...
+
+    def list_names(self, folder: P_contra, *, after: str = "") -> list[str]: ...
+
+    def make_dir(self, folder: P_contra) -> None: ...
+
+    def delete_tree(self, folder: P_contra) -> None: ...
+
+    def trash(self, folder: P_contra) -> list[Path]: ...
+
+    def delete_trash(self, folder: P_contra) -> None: ...
+
+    def sync_dir(self, folder: P_contra) -> None: ...
+
+    def sync_tree(self, folder: P_contra) -> None: ...
+
+    def sync_file(self, path: P_contra) -> None: ...
+
+    def drop_page_cache(self, path: P_contra) -> None: ...
+
+    def files_below(self, folder: P_contra) -> dict[str, int]: ...
+
+    def cached_files(self, folder: P_contra) -> list[Path]: ...
+
+    def iter_chunks(self, path: P_contra, *, size_bytes: int) -> Iterator[memoryview]: ...
+
+    def refuses_locks(self, folder: P_contra) -> bool: ...
+
+    def free_bytes(self, folder: P_contra) -> int: ...
+
+    def identity(self, folder: P_contra) -> str: ...
 
 
-def read(path: Place) -> bytes | None:
-    """Returns the bytes at `path`, or None if there are none."""
-    if isinstance(path, BucketPath):
-        return gcs_objects.read(path)
-    with typed_errors(path):
-        try:
-            return path.read_bytes()
-        except FileNotFoundError:
-            return None
+_LOCAL, _GCS = LocalStore(), GcsStore()
 
 
-def read_whole(path: Place) -> bytes:
-    """Returns the bytes at `path`; raises whatever storage says, FileNotFoundError too."""
-    if isinstance(path, Path):
-        return path.read_bytes()
-    if (data := gcs_objects.read(path)) is None:
-        raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
-    return data
+def store_of(path: RunPath) -> Store[Any]:
+    """Returns the store of a path."""
+    return _GCS if is_remote(path) else _LOCAL
 
 
-def read_all(paths: Sequence[Place]) -> list[bytes | None]:
-    """Reads many small files, of a bucket several at a time."""
-    remote = [path for path in paths if isinstance(path, BucketPath)]
-    if len(remote) == len(paths):
-        return gcs_objects.read_all(remote)
-    return [read(path) for path in paths]
+def read(path: RunPath) -> bytes | None:
+    """Returns the bytes of a file; None: it does not exist."""
+    return store_of(path).read(path)
 
 
-def exists(path: Place) -> bool:
-    """Says whether something is at `path`."""
-    if isinstance(path, BucketPath):
-        return gcs_objects.exists(path)
-    with typed_errors(path):
-        return path.exists()
+def read_whole(path: RunPath) -> bytes:
+    """Returns the bytes of a file; raises every error of storage, FileNotFoundError too."""
+    return store_of(path).read_whole(path)
 
 
-def create(path: Place, data: bytes) -> bool:
-    """Writes `data` unless `path` exists already; of any number of callers exactly one gets True.
+def read_all(paths: Sequence[RunPath]) -> list[bytes | None]:
+    """Reads many small files of one storage; of a bucket several at a time."""
+    return store_of(paths[0]).read_all(paths) if paths else []
 
-    The name appears with its full content or not at all (write, fsync, link; works on NFS).
+
+def exists(path: RunPath) -> bool:
+    """Returns whether a file or a folder is at `path`."""
+    return store_of(path).exists(path)
+
+
+def file_exists(path: RunPath) -> bool:
+    """Returns whether a file is at `path`; on a disk, also whether a folder is."""
+    return store_of(path).file_exists(path)
+
+
+def is_dir(path: RunPath) -> bool:
+    """Returns whether a folder can be read at `path`: always in a bucket."""
+    return store_of(path).is_dir(path)
+
+
+def create(path: RunPath, data: bytes, *, mode: int = 0o666) -> bool:
+    """Writes `data` unless `path` exists already; exactly one of any number of callers gets True.
+
+    The name appears with its full content or not at all. `mode` is the file's permissions on a
+    disk, less the umask; a bucket ignores it.
     """
-    if isinstance(path, BucketPath):
-        return gcs_objects.write(path, data, over=0) is not None
-    with typed_errors(path):
-        temporary = _write_beside(path, data)
-        try:
-            mine = temporary.stat()
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                # NFS may answer so to its own second try of a link that was made.
-                if not os.path.samestat(mine, path.stat()):
-                    return False
-        except FileNotFoundError:
-            if path.exists():  # The winner has swept the temporary away.
-                return False
-            raise
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_dir(path.parent)
-        return True
+    return store_of(path).create(path, data, mode=mode)
 
 
-def replace(path: Place, data: bytes) -> None:
-    """Writes `data` to `path` atomically, whatever stood there."""
-    if isinstance(path, BucketPath):
-        gcs_objects.write(path, data, over=None)
-        return
-    with typed_errors(path):
-        temporary = _write_beside(path, data)
-        temporary.replace(path)
-        sync_dir(path.parent)
+def replace(path: RunPath, data: bytes) -> None:
+    """Writes `data` to `path` atomically, whether it exists or not."""
+    store_of(path).replace(path, data)
 
 
-def move(path: Place, to: Place) -> None:
-    """Gives what is at `path` another name on the same storage; nothing to do if it is gone.
+def move(path: RunPath, to: RunPath) -> None:
+    """Renames a file on the same storage; does nothing if it does not exist.
 
-    In a bucket only small files, and both names are there for a moment.
+    In a bucket it works for small files only, and both names exist for a moment.
     """
-    if isinstance(path, BucketPath):
-        if (data := gcs_objects.read(path)) is not None:
-            replace(to, data)
-            gcs_objects.delete(path)
-        return
-    assert isinstance(to, Path), to
-    with typed_errors(path), contextlib.suppress(FileNotFoundError):
-        path.replace(to)
+    store_of(path).move(path, to)
 
 
-def _write_beside(path: Path, data: bytes) -> Path:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    return temporary
+def delete(path: RunPath) -> bool:
+    """Deletes a file; False: it does not exist."""
+    return store_of(path).delete(path)
 
 
-def delete(path: Place) -> bool:
-    """Deletes the file at `path`; False: there was none."""
-    if isinstance(path, BucketPath):
-        return gcs_objects.delete(path)
-    with typed_errors(path):
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return False
-        return True
+def delete_temporaries(folder: RunPath) -> None:
+    """Deletes the temporary files of killed writers in `folder` whose final name exists.
 
-
-def delete_temporaries(folder: Place) -> None:
-    """Deletes what killed writers have left in `folder` of names that are there by now.
-
-    Safe beside live `create`s: whoever still holds such a temporary has lost already. A bucket
-    knows none.
+    Safe during concurrent `create` calls: a writer that still has such a file has already lost.
     """
-    if isinstance(folder, BucketPath):
-        return
-    with typed_errors(folder):
-        for temporary in folder.glob(".*.tmp"):
-            name = temporary.name[1:].rsplit(".", 2)[0]
-            if (folder / name).exists():
-                temporary.unlink(missing_ok=True)
+    store_of(folder).delete_temporaries(folder)
 
 
-def list_names(folder: Place, *, after: str = "") -> list[str]:
-    """Returns the names in `folder` in order, without temporaries; [] if there is none.
+def list_names(folder: RunPath, *, after: str = "") -> list[str]:
+    """Returns the names in `folder` in order, without temporary files; [] if it does not exist.
 
     Args:
-      folder: whose.
-      after: a hint that names before this one are of no use; they may be left out.
+      folder: the folder.
+      after: names before this one may be omitted.
     """
-    if isinstance(folder, BucketPath):
-        return [n for n in gcs_objects.names(folder, after=after) if not n.startswith(".")]
-    with typed_errors(folder):
-        try:
-            return sorted(name for name in os.listdir(folder) if not name.startswith("."))
-        except FileNotFoundError:
-            return []
+    return store_of(folder).list_names(folder, after=after)
 
 
-def make_dir(folder: Place) -> None:
-    """Makes `folder` and its parents, durably."""
-    if isinstance(folder, BucketPath):
-        return
-    with typed_errors(folder):
-        new = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in new:
-            sync_dir(path.parent)
+def make_dir(folder: RunPath) -> None:
+    """Creates `folder` and its parents, durably."""
+    store_of(folder).make_dir(folder)
 
 
-def delete_tree(folder: Place) -> None:
-    """Deletes `folder` and all in it.
+def delete_tree(folder: RunPath) -> None:
+    """Deletes `folder` and everything in it.
 
-    On a disk the name goes first, so that no half of it is ever seen; in a bucket a half keeps it.
+    On a disk it is renamed first, so that a reader never sees a part of it. In a bucket, objects
+    that are not deleted yet keep their names.
     """
-    if isinstance(folder, BucketPath):
-        gcs_objects.delete_tree(folder)
-        return
-    with typed_errors(folder):
-        dead = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.trash")
-        try:
-            folder.rename(dead)
-        except FileNotFoundError:
-            return
-        _remove(dead)
+    store_of(folder).delete_tree(folder)
 
 
-def trash(folder: Place) -> list[Path]:
-    """Returns what a killed `delete_tree` has left in `folder`, under names of its own."""
-    if isinstance(folder, BucketPath):
-        return []
-    with typed_errors(folder):
-        return sorted(folder.glob(".*.trash"))
+def trash(folder: RunPath) -> list[Path]:
+    """Returns the folders with trash names that a killed `delete_tree` has left in `folder`."""
+    return store_of(folder).trash(folder)
 
 
-def delete_trash(folder: Place) -> None:
-    """Deletes what a killed `delete_tree` has left in `folder`."""
-    with typed_errors(folder):
-        for path in trash(folder):
-            _remove(path)
+def delete_trash(folder: RunPath) -> None:
+    """Deletes the folders that a killed `delete_tree` has left in `folder`."""
+    store_of(folder).delete_trash(folder)
 
 
-def _remove(folder: Path) -> None:
-    """Removes trash; where another sweeper is at it too, one leaves the rest to the other."""
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(folder)
-
-
-def sync_dir(folder: Place) -> None:
+def sync_dir(folder: RunPath) -> None:
     """Makes the names in `folder` durable."""
-    if isinstance(folder, BucketPath):
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    store_of(folder).sync_dir(folder)
 
 
-def sync_tree(folder: Place) -> None:
-    """Makes every file and name below `folder`, and its own name, durable."""
-    if isinstance(folder, BucketPath):
-        return
-    with typed_errors(folder):
-        for root, _, files in os.walk(folder, topdown=False, onerror=_raise):
-            for name in files:
-                descriptor = os.open(Path(root, name), os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-            sync_dir(Path(root))
-        sync_dir(folder.parent)
+def sync_tree(folder: RunPath) -> None:
+    """Makes every file and name below `folder`, and the folder's name, durable."""
+    store_of(folder).sync_tree(folder)
 
 
-def sync_file(path: Place) -> None:
-    """Makes what a file holds durable."""
-    if isinstance(path, BucketPath):
-        return
-    with typed_errors(path):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def sync_file(path: RunPath) -> None:
+    """Makes the content of a file durable."""
+    store_of(path).sync_file(path)
 
 
-def forget(path: Place) -> None:
-    """Has the next read of a file come from the disk: drops what memory holds of it.
+def drop_page_cache(path: RunPath) -> None:
+    """Drops a file from the page cache, so that the next read comes from the disk.
 
-    Only what is durable can be dropped; what storage can't forget (tmpfs) it reads again.
+    Only durable pages can be dropped.
     """
-    if isinstance(path, BucketPath):
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    store_of(path).drop_page_cache(path)
 
 
-def sizes(folder: Place) -> dict[str, int]:
-    """Returns relative path -> size of every file below `folder`; {} if there is none.
+def sizes(folder: RunPath) -> dict[str, int]:
+    """Returns relative path -> size of every file below `folder`; {} if it does not exist.
 
-    Raises whatever storage says.
+    Raises every error of storage.
     """
-    if isinstance(folder, BucketPath):
-        return gcs_objects.objects(folder)
-    found = {}
-    for root, _, files in os.walk(folder, onerror=_raise if folder.exists() else None):
-        for name in files:
-            path = Path(root, name)
-            found[path.relative_to(folder).as_posix()] = path.stat().st_size
-    return found
+    return store_of(folder).files_below(folder)
 
 
-def blocks(path: Place, *, size_bytes: int) -> Iterator[memoryview]:
-    """Yields the bytes of a file in parts; a part is good until the next one.
+def cached_files(folder: RunPath) -> list[Path]:
+    """Returns the files below `folder` that `drop_page_cache` has an effect on."""
+    return store_of(folder).cached_files(folder)
 
-    Raises whatever storage says: FileNotFoundError if there is none.
+
+def iter_chunks(path: RunPath, *, size_bytes: int) -> Iterator[memoryview]:
+    """Yields the bytes of a file in parts; a part is valid until the next one.
+
+    Raises every error of storage: FileNotFoundError if the file does not exist.
     """
-    if isinstance(path, BucketPath):
-        if (found := gcs_objects.chunks(path)) is None:
-            raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
-        yield from map(memoryview, found)
-        return
-    buffer = memoryview(bytearray(size_bytes))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            yield buffer[:count]
+    return store_of(path).iter_chunks(path, size_bytes=size_bytes)
 
 
-def _raise(error: OSError) -> None:
-    """Makes os.walk tell of a folder that it can't list; by default it passes over it."""
-    raise error
+def refuses_locks(folder: RunPath) -> bool:
+    """Returns whether storage refuses to lock files in `folder`; some mounts do."""
+    return store_of(folder).refuses_locks(folder)
 
 
-def has_locks(folder: Place) -> bool:
-    """Says whether files in `folder` can be locked; some mounts, as NFS without its lock service,
-    refuse every lock.
-    """
-    if isinstance(folder, BucketPath):
-        return False
-    with typed_errors(folder), tempfile.TemporaryFile(dir=folder, prefix=".lock-") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                return False
-            raise
-    return True
+def free_bytes(folder: RunPath) -> int:
+    """Returns the number of free bytes on the disk of `folder`."""
+    return store_of(folder).free_bytes(folder)
 
 
-def free_bytes(folder: Place) -> int:
-    """Returns how much may still be written on the disk that `folder` is on."""
-    if isinstance(folder, BucketPath):
-        return sys.maxsize
-    with typed_errors(folder):
-        return shutil.disk_usage(folder).free
+def identity(folder: RunPath) -> str:
+    """Returns an id of `folder` that a move on the same storage keeps and a copy does not have."""
+    return store_of(folder).identity(folder)

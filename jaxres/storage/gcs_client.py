@@ -1,6 +1,6 @@
-"""How Google Cloud Storage is asked: the client, limits, tries, and what an error means.
+"""Google Cloud Storage client: timeouts, retries and the classification of errors.
 
-Every request has limits and is tried again for LIMIT_SECONDS.
+Every request has a timeout and is retried for RETRY_SECONDS.
 """
 
 from __future__ import annotations
@@ -13,55 +13,57 @@ from typing import TYPE_CHECKING, TypeVar
 
 from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.storage.path import SCHEME, BucketPath
+from jaxres.storage.path import SCHEME, GcsPath
 
 if TYPE_CHECKING:
     from google.cloud.storage import Client
 
-LIMIT_SECONDS = 30.0
-"""Longest trying of one request before storage counts as unavailable."""
+RETRY_SECONDS = 30.0
+"""How long a request is retried before StorageUnavailable is raised."""
 TIMEOUT_SECONDS = (5.0, 15.0)
-"""Until there is a connection, and until the next bytes come."""
+"""Timeouts of connecting and of reading the next bytes."""
 PAUSE_SECONDS = (0.1, 4.0)
-"""Before the second try, and at most between two; times 0.5 to 1.5, lest all ask at once."""
+"""First and largest pause between two tries, each times 0.5 to 1.5 so that clients spread out."""
 MAX_CONNECTIONS = 48
-PASSING = {408, 429, 500, 502, 503, 504}
+TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
 T = TypeVar("T")
 
 
-class Denied(ConfigError):
-    """The bucket refuses who asks."""
+class PermissionDenied(ConfigError):
+    """The bucket refuses this account."""
 
 
 _lock = threading.Lock()
 _clients: dict[int, Client] = {}
 
 
-def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns what the libraries below Orbax must find in their environment besides `env`.
+def library_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables that Orbax's libraries need in addition to `env`.
 
-    TensorStore and gcsfs have their own names for the endpoint that STORAGE_EMULATOR_HOST sets.
+    TensorStore and gcsfs have other variables for the endpoint that STORAGE_EMULATOR_HOST sets.
     """
-    more = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # Else each call asks what bucket it is.
+    added = {
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"
+    }  # Otherwise each call requests the bucket type.
     if host := env.get("STORAGE_EMULATOR_HOST", ""):
         url = host if "://" in host else f"http://{host}"
-        more |= {
+        added |= {
             "TENSORSTORE_GCS_HTTP_URL": url,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "anonymous",
             "NO_GCE_CHECK": "true",
         }
-    return {name: value for name, value in more.items() if name not in env}
+    return {name: value for name, value in added.items() if name not in env}
 
 
 def client() -> Client:
-    """Returns this process's client; a forked process has none of its parent's connections."""
+    """Returns the client of this process; a forked process gets a new one."""
     with _lock:
-        if (found := _clients.get(os.getpid())) is None:
-            found = _clients[os.getpid()] = _connected()
-        return found
+        if (cached := _clients.get(os.getpid())) is None:
+            cached = _clients[os.getpid()] = _connect()
+        return cached
 
 
-def _connected() -> Client:
+def _connect() -> Client:
     try:
         from google.auth.exceptions import DefaultCredentialsError
         from google.cloud.storage import Client
@@ -74,8 +76,8 @@ def _connected() -> Client:
     try:
         client = Client(project=None)
     except DefaultCredentialsError as error:
-        raise Denied(
-            f"{SCHEME}: there are no credentials. On a VM of Google's give it a service account; "
+        raise PermissionDenied(
+            f"{SCHEME}: there are no credentials. Attach a service account to a Google VM; "
             "elsewhere run `gcloud auth application-default login`, or set "
             "GOOGLE_APPLICATION_CREDENTIALS."
         ) from error
@@ -84,13 +86,13 @@ def _connected() -> Client:
     return client
 
 
-def tried(path: BucketPath, call: Callable[[], T]) -> T:
-    """Returns what a call returns, tried again while what goes wrong may pass.
+def with_retries(path: GcsPath, call: Callable[[], T]) -> T:
+    """Returns what a call returns; retries it after transient errors.
 
     Raises:
-      StorageUnavailable: it did not in LIMIT_SECONDS.
-      ConfigError: the bucket is not there, or denies.
-      GoogleAPICallError: 404, 412 or 416, which are answers.
+      StorageUnavailable: the call has not succeeded within RETRY_SECONDS.
+      ConfigError: the bucket does not exist, or denies access.
+      GoogleAPICallError: 404, 412 or 416, which the caller handles.
     """
     clock = SystemClock()
     began, pause = clock.monotonic(), PAUSE_SECONDS[0]
@@ -98,21 +100,21 @@ def tried(path: BucketPath, call: Callable[[], T]) -> T:
         try:
             return call()
         except Exception as error:
-            if not passes(error):
-                raise typed(error, path) from error
+            if not is_transient(error):
+                raise typed_error(error, path) from error
             wait = pause * (0.5 + secrets.randbelow(1000) / 1000)
-            if clock.monotonic() + wait - began > LIMIT_SECONDS:
+            if clock.monotonic() + wait - began > RETRY_SECONDS:
                 raise StorageUnavailable(
-                    f"{path}: the bucket has not answered for {LIMIT_SECONDS:.0f} s "
-                    f"({_brief(error)}). Nothing committed is lost and nothing was judged damaged; "
-                    "start the same command again when it answers."
+                    f"{path}: the bucket has not answered for {RETRY_SECONDS:.0f} s "
+                    f"({_brief(error)}). Nothing committed is lost and nothing was judged "
+                    "damaged; rerun the same command when the bucket answers again."
                 ) from error
         clock.sleep(wait)
         pause = min(2 * pause, PAUSE_SECONDS[1])
 
 
-def passes(error: Exception) -> bool:
-    """Says whether a request may go well the next time."""
+def is_transient(error: Exception) -> bool:
+    """Returns whether the same request may succeed later."""
     from google.api_core.exceptions import GoogleAPICallError, RetryError
     from google.auth.exceptions import RefreshError, TransportError
     from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
@@ -120,25 +122,26 @@ def passes(error: Exception) -> bool:
     from urllib3.exceptions import HTTPError
 
     if isinstance(error, GoogleAPICallError):
-        is_hurried = "rateLimitExceeded" in str(error) or "does not match" in str(error)
-        return error.code in PASSING or (error.code in (400, 403) and is_hurried)
-    of_google = DataCorruption | InvalidResponse | RefreshError | RetryError | TransportError
+        is_rate_limited = "rateLimitExceeded" in str(error) or "does not match" in str(error)
+        return error.code in TRANSIENT_STATUS or (error.code in (400, 403) and is_rate_limited)
+    google_errors = DataCorruption | InvalidResponse | RefreshError | RetryError | TransportError
     return isinstance(
-        error, of_google | RequestException | HTTPError | ConnectionError | TimeoutError
+        error, google_errors | RequestException | HTTPError | ConnectionError | TimeoutError
     )
 
 
-def typed(error: Exception, path: BucketPath) -> Exception:
+def typed_error(error: Exception, path: GcsPath) -> Exception:
+    """Returns the ConfigError for a missing bucket or missing rights, else the error itself."""
     from google.api_core.exceptions import Forbidden, NotFound, Unauthorized
 
     if isinstance(error, NotFound) and "bucket does not exist" in str(error):
         return ConfigError(
-            f"{path}: there is no bucket {path.bucket}. Make it, or choose another place."
+            f"{path}: there is no bucket {path.bucket}. Create it, or choose another path."
         )
     if isinstance(error, Forbidden | Unauthorized):
-        return Denied(
+        return PermissionDenied(
             f"{path}: can't be used ({_brief(error)}). Give this account the role Storage Object "
-            "User on the bucket (Viewer, to read only), or choose another place."
+            "User on the bucket (Viewer, to read only), or choose another path."
         )
     return error
 

@@ -1,22 +1,25 @@
-"""Bytes in a bucket of Google Cloud Storage, through Google's own client.
+"""Reads, writes, lists and deletes objects of a Google Cloud Storage bucket.
 
-Every request has limits (gcs.py). What is written counts only with the
-answer to it, or once it is found there: a write whose answer was lost is known by its nonce. What
-is read is held against its checksum. A bucket that does not answer is never taken for an empty one.
+Every request has a timeout (gcs_client.py). A write is done once the bucket has confirmed it, or
+the object is found there: a nonce identifies a write whose response was lost. Reads are compared
+with the checksum of the object. A bucket that does not answer is never treated as empty.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.storage import gcs_client
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import GcsPath
 
 if TYPE_CHECKING:
     from google.cloud.storage import Blob
@@ -25,19 +28,19 @@ CHUNK_BYTES = 2**24
 THREADS = 16
 NONCE = "jaxres-nonce"
 FIELDS = "items(name,size),prefixes,nextPageToken"
-FIELDS_WITH_WORDS = "items(name,generation,metadata),prefixes,nextPageToken"
-FIELDS_WITH_SUMS = "items(name,size,generation,crc32c),nextPageToken"
-READS_AT_ONE_GENERATION = 20
+FIELDS_WITH_METADATA = "items(name,generation,metadata),prefixes,nextPageToken"
+FIELDS_WITH_CHECKSUMS = "items(name,size,generation,crc32c),nextPageToken"
+MAX_GENERATION_TRIES = 20
 T = TypeVar("T")
 
 
-class OnItsWay(StorageUnavailable):
-    """Bytes were damaged between the bucket and here."""
+class TransferCorrupted(StorageUnavailable):
+    """Bytes were damaged during the transfer from the bucket."""
 
 
 @dataclass(frozen=True)
 class Stat:
-    """What the bucket says of an object."""
+    """Metadata of an object."""
 
     size: int
     generation: int
@@ -45,25 +48,25 @@ class Stat:
     nonce: str | None
 
 
-def _blob(path: BucketPath) -> Any:  # The stubs know only whole seconds, and no way not to retry.
+def _blob(path: GcsPath) -> Any:  # The stubs lack float timeouts and retry=None.
     return gcs_client.client().bucket(path.bucket).blob(path.key)
 
 
 @contextlib.contextmanager
-def _absent_is(answer: list[bool]) -> Iterator[None]:
-    """Notes that there is no such object."""
+def _on_not_found(absent: list[bool]) -> Iterator[None]:
+    """Suppresses the error for a missing object, and appends True to `absent`."""
     from google.api_core.exceptions import NotFound
 
     try:
         yield
     except NotFound:
-        answer.append(True)
+        absent.append(True)
 
 
-def read(path: BucketPath) -> bytes | None:
-    """Returns the bytes of an object, as its checksum says they are; None: there is none."""
-    with _absent_is([]):
-        return gcs_client.tried(
+def read(path: GcsPath) -> bytes | None:
+    """Returns the bytes of an object, checked by its checksum; None: it does not exist."""
+    with _on_not_found([]):
+        return gcs_client.with_retries(
             path,
             lambda: _blob(path).download_as_bytes(
                 raw_download=True, checksum="crc32c", timeout=gcs_client.TIMEOUT_SECONDS, retry=None
@@ -72,16 +75,16 @@ def read(path: BucketPath) -> bytes | None:
     return None
 
 
-def stat(path: BucketPath) -> Stat | None:
-    """Returns what the bucket says of an object; None: there is none."""
+def stat(path: GcsPath) -> Stat | None:
+    """Returns the metadata of an object; None: it does not exist."""
 
-    def ask() -> Stat:
+    def request() -> Stat:
         blob = _blob(path)
         blob.reload(timeout=gcs_client.TIMEOUT_SECONDS, retry=None)
         return _stat_of(blob)
 
-    with _absent_is([]):
-        return gcs_client.tried(path, ask)
+    with _on_not_found([]):
+        return gcs_client.with_retries(path, request)
     return None
 
 
@@ -90,16 +93,16 @@ def _stat_of(blob: Blob) -> Stat:
     return Stat(int(blob.size or 0), int(blob.generation or 0), str(blob.crc32c), nonce)
 
 
-def read_at(path: BucketPath) -> tuple[bytes, int] | None:
-    """Returns the bytes of an object and the generation that they are of; None: there is none."""
+def read_at(path: GcsPath) -> tuple[bytes, int] | None:
+    """Returns the bytes of an object and their generation; None: it does not exist."""
     from google.api_core.exceptions import PreconditionFailed
 
-    for _ in range(READS_AT_ONE_GENERATION):
-        if (there := stat(path)) is None:
+    for _ in range(MAX_GENERATION_TRIES):
+        if (current := stat(path)) is None:
             return None
-        match = there.generation
-        with _absent_is([]), contextlib.suppress(PreconditionFailed):
-            return gcs_client.tried(
+        match = current.generation
+        with _on_not_found([]), contextlib.suppress(PreconditionFailed):
+            return gcs_client.with_retries(
                 path,
                 lambda match=match: _blob(path).download_as_bytes(
                     raw_download=True,
@@ -113,16 +116,24 @@ def read_at(path: BucketPath) -> tuple[bytes, int] | None:
 
 
 def write(
-    path: BucketPath, data: bytes, *, over: int | None, words: Mapping[str, str] | None = None
+    path: GcsPath, data: bytes, *, over: int | None, metadata: Mapping[str, str] | None = None
 ) -> int | None:
-    """Writes an object over a generation of it, 0: over none, None: over any.
+    """Writes an object, provided that its current generation is `over`.
 
-    `words` are what a list says of it (`listed`). Returns the new generation, or None if another
-    stands there by now. An answer that is lost hides a write that was done: then the try after it
-    finds the object changed, by us.
+    If the response of a successful write is lost, the retry finds the object changed by this call,
+    which the nonce shows.
+
+    Args:
+      path: the object.
+      data: its new content.
+      over: the expected generation; 0: the object must not exist; None: any.
+      metadata: stored with the object; `list_metadata` returns it.
+
+    Returns:
+      The new generation; None: the object has another generation than `over`.
 
     Raises:
-      StorageUnavailable: nobody can say whether it was written, now or later.
+      StorageUnavailable: it is unknown whether the object was written or still will be.
     """
     from google.api_core.exceptions import PreconditionFailed
 
@@ -130,7 +141,7 @@ def write(
 
     def put() -> int:
         blob = _blob(path)
-        blob.metadata = {**(words or {}), NONCE: nonce}
+        blob.metadata = {**(metadata or {}), NONCE: nonce}
         blob.upload_from_string(
             data,
             content_type="application/octet-stream",
@@ -142,152 +153,158 @@ def write(
         return int(blob.generation or 0)
 
     try:
-        return gcs_client.tried(path, put)
+        return gcs_client.with_retries(path, put)
     except PreconditionFailed:
-        there = stat(path)
-        return there.generation if there is not None and there.nonce == nonce else None
+        current = stat(path)
+        return current.generation if current is not None and current.nonce == nonce else None
 
 
-def delete(path: BucketPath) -> bool:
-    """Deletes an object; False: there was none."""
-    with _absent_is(found := []):
-        gcs_client.tried(
+def delete(path: GcsPath) -> bool:
+    """Deletes an object; False: it did not exist."""
+    with _on_not_found(absent := []):
+        gcs_client.with_retries(
             path, lambda: _blob(path).delete(timeout=gcs_client.TIMEOUT_SECONDS, retry=None)
         )
-    return not found
+    return not absent
 
 
-def names(folder: BucketPath, *, after: str = "") -> list[str]:
-    """Returns the names of objects and folders in a folder, in order; [] if there is none.
+def list_names(folder: GcsPath, *, after: str = "") -> list[str]:
+    """Returns the sorted names of objects and folders in a folder; [] if there are none.
 
     Args:
-      folder: whose.
-      after: leaves out the names before this one, without asking for them.
+      folder: the folder.
+      after: names before this one are not requested.
     """
     prefix = f"{folder.key}/" if folder.key else ""
 
-    def ask() -> list[str]:
-        pages = _listed(folder, prefix=prefix, delimiter="/", start_offset=prefix + after or None)
-        found = [blob.name for blob in pages]
-        return sorted({name.removeprefix(prefix).rstrip("/") for name in [*found, *pages.prefixes]})
+    def request() -> list[str]:
+        pages = _list_pages(
+            folder, prefix=prefix, delimiter="/", start_offset=prefix + after or None
+        )
+        names = [*(blob.name for blob in pages), *pages.prefixes]
+        return sorted({name.removeprefix(prefix).rstrip("/") for name in names})
 
-    return [name for name in gcs_client.tried(folder, ask) if name]
+    return [name for name in gcs_client.with_retries(folder, request) if name]
 
 
-def listed(folder: BucketPath) -> dict[str, tuple[int, dict[str, str]]]:
-    """Returns name -> generation and words of every object right in a folder, by one request."""
+def list_metadata(folder: GcsPath) -> dict[str, tuple[int, dict[str, str]]]:
+    """Returns name -> generation and metadata of every object directly in a folder."""
     prefix = f"{folder.key}/"
 
-    def ask() -> dict[str, tuple[int, dict[str, str]]]:
-        pages = _listed(folder, prefix=prefix, delimiter="/", fields=FIELDS_WITH_WORDS)
+    def request() -> dict[str, tuple[int, dict[str, str]]]:
+        pages = _list_pages(folder, prefix=prefix, delimiter="/", fields=FIELDS_WITH_METADATA)
         return {
             blob.name.removeprefix(prefix): (int(blob.generation or 0), dict(blob.metadata or {}))
             for blob in pages
         }
 
-    return gcs_client.tried(folder, ask)
+    return gcs_client.with_retries(folder, request)
 
 
-def objects(folder: BucketPath) -> dict[str, int]:
-    """Returns relative path -> size of every object below a folder; {} if there is none."""
+def list_sizes(folder: GcsPath) -> dict[str, int]:
+    """Returns relative path -> size of every object below a folder; {} if there are none."""
     prefix = f"{folder.key}/"
 
-    def ask() -> dict[str, int]:
-        pages = _listed(folder, prefix=prefix)
+    def request() -> dict[str, int]:
+        pages = _list_pages(folder, prefix=prefix)
         return {blob.name.removeprefix(prefix): int(blob.size or 0) for blob in pages}
 
-    return gcs_client.tried(folder, ask)
+    return gcs_client.with_retries(folder, request)
 
 
-def listing(folder: BucketPath) -> dict[str, Stat]:
-    """Returns relative path -> what the bucket says of every object below a folder, in order."""
+def list_stats(folder: GcsPath) -> dict[str, Stat]:
+    """Returns relative path -> metadata of every object below a folder, in order."""
     prefix = f"{folder.key}/" if folder.key else ""
 
-    def ask() -> dict[str, Stat]:
-        pages = _listed(folder, prefix=prefix, fields=FIELDS_WITH_SUMS)
+    def request() -> dict[str, Stat]:
+        pages = _list_pages(folder, prefix=prefix, fields=FIELDS_WITH_CHECKSUMS)
         return {blob.name.removeprefix(prefix): _stat_of(blob) for blob in pages}
 
-    return {name: stat for name, stat in gcs_client.tried(folder, ask).items() if name}
+    return {name: stat for name, stat in gcs_client.with_retries(folder, request).items() if name}
 
 
-def exists(path: BucketPath) -> bool:
-    """Says whether there is an object of this name, or a folder."""
+def exists(path: GcsPath) -> bool:
+    """Returns whether an object or a folder has this name."""
 
-    def ask() -> bool:
-        found = _listed(path, prefix=f"{path.key}/", max_results=1)
-        return any(True for _ in found)
+    def request() -> bool:
+        pages = _list_pages(path, prefix=f"{path.key}/", max_results=1)
+        return any(True for _ in pages)
 
-    return stat(path) is not None or gcs_client.tried(path, ask)
+    return stat(path) is not None or gcs_client.with_retries(path, request)
 
 
-def _listed(folder: BucketPath, **words: Any) -> Any:
-    """Returns the pages of a list, each of which is tried again by itself."""
+def _list_pages(folder: GcsPath, **options: Any) -> Any:
+    """Returns the pages of a list; each page has its own retries."""
     from google.api_core.retry import Retry
 
     low, high = gcs_client.PAUSE_SECONDS
     retry = Retry(
-        predicate=gcs_client.passes, initial=low, maximum=high, timeout=gcs_client.LIMIT_SECONDS / 2
+        predicate=gcs_client.is_transient,
+        initial=low,
+        maximum=high,
+        timeout=gcs_client.RETRY_SECONDS / 2,
     )
-    words = {"fields": FIELDS, "timeout": gcs_client.TIMEOUT_SECONDS, "retry": retry} | words
-    return gcs_client.client().list_blobs(folder.bucket, **words)
+    options = {"fields": FIELDS, "timeout": gcs_client.TIMEOUT_SECONDS, "retry": retry} | options
+    return gcs_client.client().list_blobs(folder.bucket, **options)
 
 
-def delete_tree(folder: BucketPath) -> None:
-    """Deletes every object below a folder; who is killed in the middle leaves some behind."""
+def delete_tree(folder: GcsPath) -> None:
+    """Deletes every object below a folder; a killed process leaves some of them."""
     with ThreadPoolExecutor(THREADS, "jaxres-bucket") as pool:
-        list(pool.map(lambda name: delete(folder / name), objects(folder)))
+        list(pool.map(lambda name: delete(folder / name), list_sizes(folder)))
 
 
-def read_all(paths: list[BucketPath]) -> list[bytes | None]:
-    """Reads many objects at a time."""
+def read_all(paths: list[GcsPath]) -> list[bytes | None]:
+    """Reads many objects, several at a time."""
     if len(paths) < 2:
         return [read(path) for path in paths]
     with ThreadPoolExecutor(min(THREADS, len(paths)), "jaxres-bucket") as pool:
         return list(pool.map(read, paths))
 
 
-def chunks(path: BucketPath) -> Iterator[bytes] | None:
-    """Yields the bytes of one generation of an object, of any size; None: there is none.
+def iter_chunks(path: GcsPath) -> Iterator[bytes] | None:
+    """Returns an iterator over one generation of an object of any size; None: it does not exist.
 
     Raises:
-      StorageUnavailable: they are not what the bucket's checksum says, which may pass.
+      TransferCorrupted: the bytes do not match the checksum; a retry may succeed.
     """
-    there = stat(path)
-    return None if there is None else chunks_of(path, there)
+    current = stat(path)
+    return None if current is None else iter_generation(path, current)
 
 
-def chunks_of(path: BucketPath, there: Stat) -> Iterator[bytes]:
-    """Yields the bytes of that generation of an object; raises as `chunks` does.
+def iter_generation(path: GcsPath, generation: Stat) -> Iterator[bytes]:
+    """Yields the bytes of one generation of an object.
 
     Raises:
-      ConfigError: another generation, or none, is there by now.
+      TransferCorrupted: the bytes do not match the checksum; a retry may succeed.
+      ConfigError: the object was replaced or deleted meanwhile.
     """
     import base64
 
     import google_crc32c
 
     checksum = google_crc32c.Checksum()
-    for start in range(0, there.size, CHUNK_BYTES):
-        data = gcs_client.tried(path, lambda start=start: _range(path, there, start))
+    for start in range(0, generation.size, CHUNK_BYTES):
+        data = gcs_client.with_retries(path, lambda start=start: _range(path, generation, start))
         checksum.update(data)
         yield data
-    if base64.b64encode(checksum.digest()).decode() != there.crc32c:
-        raise OnItsWay(
-            f"{path}: was damaged on its way here: its bytes are not those of the bucket's own "
-            "checksum. Nothing was judged damaged; it is read again."
+    if base64.b64encode(checksum.digest()).decode() != generation.crc32c:
+        raise TransferCorrupted(
+            f"{path}: was damaged in transfer: its bytes do not match the checksum of the bucket. "
+            "Nothing was judged damaged; it is read again."
         )
 
 
-def _range(path: BucketPath, there: Stat, start: int) -> bytes:
+def _range(path: GcsPath, generation: Stat, start: int) -> bytes:
     from google.api_core.exceptions import NotFound, PreconditionFailed
 
     try:
         return _blob(path).download_as_bytes(
             start=start,
-            end=min(start + CHUNK_BYTES, there.size) - 1,
+            end=min(start + CHUNK_BYTES, generation.size) - 1,
             raw_download=True,
             checksum=None,
-            if_generation_match=there.generation,
+            if_generation_match=generation.generation,
             timeout=gcs_client.TIMEOUT_SECONDS,
             retry=None,
         )
@@ -295,5 +312,122 @@ def _range(path: BucketPath, there: Stat, start: int) -> bytes:
         if "bucket does not exist" in str(error):
             raise
         raise ConfigError(
-            f"{path}: changed while it was read. Start again when it is at rest."
+            f"{path}: changed while it was read. Rerun when it no longer changes."
         ) from error
+
+
+class GcsStore:
+    """Implements `storage.Store` for objects of a bucket; it has no state.
+
+    An object is durable once its upload is confirmed, so the sync methods do nothing. A bucket has
+    no folders: a folder exists while an object has a name below it.
+    """
+
+    is_remote = True
+
+    def read(self, path: GcsPath) -> bytes | None:
+        """Returns the bytes of an object; None: it does not exist."""
+        return read(path)
+
+    def read_whole(self, path: GcsPath) -> bytes:
+        """Returns the bytes of an object; raises FileNotFoundError if it does not exist."""
+        if (data := read(path)) is None:
+            raise _no_object(path)
+        return data
+
+    def read_all(self, paths: Sequence[GcsPath]) -> list[bytes | None]:
+        """Reads many small objects, several at a time."""
+        return read_all(list(paths))
+
+    def exists(self, path: GcsPath) -> bool:
+        """Returns whether an object or a folder has this name."""
+        return exists(path)
+
+    def file_exists(self, path: GcsPath) -> bool:
+        """Returns whether an object has this name."""
+        return read(path) is not None
+
+    def is_dir(self, path: GcsPath) -> bool:
+        """Returns True: every name can be a folder."""
+        return True
+
+    def create(self, path: GcsPath, data: bytes, *, mode: int = 0o666) -> bool:
+        """Writes an object with the precondition that there is none; ignores `mode`."""
+        return write(path, data, over=0) is not None
+
+    def replace(self, path: GcsPath, data: bytes) -> None:
+        """Writes an object over any generation."""
+        write(path, data, over=None)
+
+    def move(self, path: GcsPath, to: GcsPath) -> None:
+        """Copies a small object and deletes the old one; both names exist for a moment."""
+        if (data := read(path)) is not None:
+            write(to, data, over=None)
+            delete(path)
+
+    def delete(self, path: GcsPath) -> bool:
+        """Deletes an object; False: it does not exist."""
+        return delete(path)
+
+    def delete_temporaries(self, folder: GcsPath) -> None:
+        """No-op: an upload needs no temporary object."""
+
+    def list_names(self, folder: GcsPath, *, after: str = "") -> list[str]:
+        """Returns the sorted names in `folder`, starting at `after`."""
+        return [name for name in list_names(folder, after=after) if not name.startswith(".")]
+
+    def make_dir(self, folder: GcsPath) -> None:
+        """No-op."""
+
+    def delete_tree(self, folder: GcsPath) -> None:
+        """Deletes every object below `folder`; a killed process leaves some of them."""
+        delete_tree(folder)
+
+    def trash(self, folder: GcsPath) -> list[Path]:
+        """Returns []: objects of a partly deleted folder keep their names."""
+        return []
+
+    def delete_trash(self, folder: GcsPath) -> None:
+        """No-op."""
+
+    def sync_dir(self, folder: GcsPath) -> None:
+        """No-op."""
+
+    def sync_tree(self, folder: GcsPath) -> None:
+        """No-op."""
+
+    def sync_file(self, path: GcsPath) -> None:
+        """No-op."""
+
+    def drop_page_cache(self, path: GcsPath) -> None:
+        """No-op: every read is a request."""
+
+    def files_below(self, folder: GcsPath) -> dict[str, int]:
+        """Returns relative name -> size of every object below `folder`."""
+        return list_sizes(folder)
+
+    def cached_files(self, folder: GcsPath) -> list[Path]:
+        """Returns []: this machine caches no object."""
+        return []
+
+    def iter_chunks(self, path: GcsPath, *, size_bytes: int) -> Iterator[memoryview]:
+        """Yields the bytes of one generation of an object in parts of CHUNK_BYTES."""
+        if (chunks := iter_chunks(path)) is None:
+            raise _no_object(path)
+        yield from map(memoryview, chunks)
+
+    def refuses_locks(self, folder: GcsPath) -> bool:
+        """Returns False: writes have preconditions and need no locks."""
+        return False
+
+    def free_bytes(self, folder: GcsPath) -> int:
+        """Returns the largest number: a bucket has no limit."""
+        return sys.maxsize
+
+    def identity(self, folder: GcsPath) -> str:
+        """Returns the name: an object can't be renamed."""
+        return str(folder)
+
+
+def _no_object(path: GcsPath) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, "no such object", str(path))

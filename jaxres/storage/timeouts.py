@@ -1,32 +1,71 @@
-"""Waits for storage only so long: what a dead mount holds is left behind in a thread of its own."""
+"""Calls a function that may hang, for a limited time."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TypeVar
+
+from jaxres.faults import RunError
+from jaxres.storage.threads import spawn_thread
 
 T = TypeVar("T")
 
 
-def within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """Returns what `ask` returns, raises what it raises, or returns None if it takes too long.
+class CallTimeout(TimeoutError):
+    """The call has not returned in time; its thread still runs. An OSError, like any timeout."""
 
-    >>> within(5, lambda: 7)
+
+def call_with_timeout(call: Callable[[], T], *, seconds: float, name: str = "timeout") -> T:
+    """Returns what a call returns, or raises what it raises.
+
+    The call runs in a daemon thread. If it hangs, as on a dead mount, the thread is abandoned.
+
+    Args:
+      call: takes no arguments.
+      seconds: the longest wait.
+      name: name of the thread.
+
+    Raises:
+      CallTimeout: the call has not returned in time.
+
+    >>> call_with_timeout(lambda: 7, seconds=5)
     7
     """
-    answers: list[T] = []
-    errors: list[Exception] = []
+    results: list[T] = []
+    errors: list[BaseException] = []
 
-    def answer() -> None:
+    def run() -> None:
         try:
-            answers.append(ask())
-        except Exception as error:  # noqa: BLE001 - handed on to who has asked.
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread.
             errors.append(error)
 
-    thread = threading.Thread(target=answer, name="jaxres-patience", daemon=True)
-    thread.start()
-    thread.join(timeout=seconds)
-    for error in errors:
-        raise error
-    return answers[0] if answers else None
+    thread = spawn_thread(name, run, daemon=True, blocks_signals=False)
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise CallTimeout(f"storage has not answered for {seconds:g} s")
+    return results[0]
+
+
+def write_with_timeout(
+    write: Callable[[], object], *, seconds: float, what: str, say: Callable[[str], object]
+) -> bool:
+    """Calls `write`; prints a message if storage refuses or does not answer.
+
+    Args:
+      write: writes data that the process can exit without.
+      seconds: the longest wait.
+      what: the beginning of the message: "the end could not be recorded".
+      say: prints a message.
+
+    Returns:
+      False if `write` has not returned in time; its thread may then have open files.
+    """
+    try:
+        call_with_timeout(write, seconds=seconds, name="write")
+    except (RunError, OSError) as error:
+        say(f"{what}: {error}")
+        return not isinstance(error, CallTimeout)
+    return True

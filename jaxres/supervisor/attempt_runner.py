@@ -1,7 +1,8 @@
-"""The way into an attempt and out of it, shared by all commands that train; no jax.
+"""Runs one attempt from config to exit code; shared by all commands that train. No jax.
 
-Reads the config, owns the run directory, takes the run over by a claim, fixes what decides bits
-(NPROC), lets the attempt run, and puts its end down: in the log, on the screen, as the exit code.
+Reads the config, locks the run directory, writes the attempt's claim to the run log, fixes the
+number of CPU threads (NPROC, which changes results bit for bit), runs the workers, and records and
+prints the result.
 """
 
 from __future__ import annotations
@@ -24,136 +25,141 @@ from typing import NoReturn
 from jaxres import config as configs
 from jaxres import faults
 from jaxres.clock import Clock, SystemClock
-from jaxres.cluster.host_group import ALONE, Member
-from jaxres.cluster.peer_connections import Peers
+from jaxres.cluster.host_group import ALONE, HostRank
+from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
-from jaxres.faults import ConfigError, Exit, TypedEnd
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import run_log
+from jaxres.runlog.attempt_result import AttemptResult, stop_record
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Claim, Line, RunLog, Stop
+from jaxres.runlog.run_log import Claim, RunHistory, RunLog
 from jaxres.storage import files
-from jaxres.storage.path import Place
-from jaxres.storage.timeouts import within
+from jaxres.storage.path import RunPath
+from jaxres.storage.timeouts import call_with_timeout, write_with_timeout
 from jaxres.supervisor import processes, signals
-from jaxres.supervisor.attempt import Ended, to_nobody
-from jaxres.supervisor.failure_report import bring
-from jaxres.supervisor.forkserver_client import Zygote
-from jaxres.supervisor.preemption_watcher import Watchman
-from jaxres.supervisor.run_config import resolve
-from jaxres.supervisor.run_lock import Owner
+from jaxres.supervisor.attempt import ignore_save_health, print_message
+from jaxres.supervisor.failure_report import upload_artifacts
+from jaxres.supervisor.forkserver_client import ForkServer
+from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.run_config import resolve_run
+from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.supervisor import supervise
-from jaxres.supervisor.worker_group import Job, Meet, alone, boot_id, versions
+from jaxres.supervisor.worker_group import Rendezvous, WorkerGroup, boot_id, single_host, versions
 from jaxres.telemetry import stdio
-from jaxres.telemetry.heartbeat import Leaving, SaveNews
+from jaxres.telemetry.heartbeat import SaveHealth
 
 RECORD_SECONDS = 10.0
-"""Longest wait, at the end, for storage to take the last record or to give a traceback."""
+"""Longest wait, at the end, to write the last record or to read a traceback."""
 
 
 @dataclass(frozen=True)
-class Opened:
-    """An attempt that has been claimed, and may train."""
+class ClaimedAttempt:
+    """An attempt whose claim is in the run log, ready to train."""
 
     config: RunConfig
     run_dir: RunDir
     log: RunLog
     claim: Claim
-    owner: Owner
+    run_lock: RunLock
     clock: Clock
     last_seq: int
-    """Number of the claim's record."""
+    """Sequence number of the claim's record."""
     hosts: tuple[int, ...]
-    """Whose workers run behind this door."""
-    peers: Peers | None
-    """The doors of the other hosts, if they have any."""
-    watchman: Watchman | None = None
-    """Watches for notices of this machine."""
+    """Hosts whose workers run under this supervisor."""
+    peers: PeerLinks | None
+    """Connections to the supervisors of the other hosts; None: there are none."""
+    preemption_watcher: PreemptionWatcher | None = None
+    """Watches for preemption notices of this machine; None: nothing does."""
 
 
-def answered(act: Callable[[], int]) -> int:
-    """Acts, and turns whatever comes, signals included, into an exit code and one message."""
-    sys.excepthook = _leave_as_bug
+def run_with_exit_code(command: Callable[[], int]) -> int:
+    """Runs a command; turns every error and signal into an exit code and one message."""
+    sys.excepthook = _exit_as_bug
     try:
-        signals.raise_stops()
-        return act()
-    except TypedEnd as end:
+        signals.raise_on_stop()
+        return command()
+    except RunError as error:
         stdio.flush()
-        stdio.tell(faults.message(end.exit, str(end)))
-        return end.exit
+        stdio.eprint(faults.format_exit_message(error.exit_code, str(error)))
+        return error.exit_code
 
 
-def leave(code: int) -> NoReturn:
-    """Ends the process for sure: after a failed save Orbax's threads would hold it for minutes."""
+def hard_exit(code: int) -> NoReturn:
+    """Exits at once: after a failed save, Orbax's threads would delay a normal exit for minutes."""
     stdio.flush()
     os._exit(code)
 
 
-def _leave_as_bug(
+def _exit_as_bug(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Ends the door with its own code; the workers are gone by now."""
-    stdio.tell("".join(traceback.format_exception(kind, error, trace)))
-    stdio.tell(f"this is a bug in jaxres (exit {Exit.BUG.value} BUG)\n")
-    leave(Exit.BUG)
+    """Exits the supervisor with BUG; its workers are already killed."""
+    stdio.eprint("".join(traceback.format_exception(kind, error, trace)))
+    stdio.eprint(f"this is a bug in jaxres (exit {ExitCode.BUG.value} BUG)\n")
+    hard_exit(ExitCode.BUG)
 
 
-def attempt(
-    target: Place,
+def run_attempt(
+    target: RunPath,
     overrides: Sequence[str],
     *,
-    run: Callable[[Opened], Ended],
+    run: Callable[[ClaimedAttempt], AttemptResult],
     env: Mapping[str, str],
-    meet: Meet = alone,
+    meet: Rendezvous = single_host,
     threads: int | None = None,
 ) -> int:
-    """Opens an attempt, lets it run and puts its end down; returns the exit code.
+    """Claims an attempt, runs it and records its result; returns the exit code.
 
     Args:
       target: a config file or a run directory.
-      overrides: `section.field=value` words.
-      run: runs the opened attempt to its end.
-      env: the environment that the attempt is to have.
-      meet: brings the job's hosts together, before anything is claimed.
-      threads: CPU threads that can't be changed any more; None: the run's own are set.
+      overrides: `section.field=value` arguments.
+      run: runs the claimed attempt to its end.
+      env: the attempt's environment.
+      meet: the rendezvous of the job's hosts, before anything is claimed.
+      threads: number of CPU threads of this process if it trains itself (--inline); None: the
+        workers are processes of their own, and get the run's number.
     """
-    loaded, run_dir = resolve(target, overrides)
+    loaded, run_dir = resolve_run(target, overrides)
     config = loaded.config
-    if is_done(run_dir, config):
-        return Exit.DONE
+    if is_complete(run_dir, config):
+        return ExitCode.DONE
     clock = SystemClock()
     with contextlib.ExitStack() as stack:
-        watchman = None
-        if threads is None:  # Else there is no door that could heed it.
-            watchman = stack.enter_context(Watchman(config.preemption, env=env, clock=clock))
+        preemption_watcher = None
+        if threads is None:  # Otherwise no supervisor could handle a notice.
+            preemption_watcher = stack.enter_context(
+                PreemptionWatcher(config.preemption, env=env, clock=clock)
+            )
         job = stack.enter_context(meet(config, run_dir))
-        owner = stack.enter_context(Owner(run_dir, clock=clock))
-        signals.hold()  # Until somebody can answer them: the attempt is to end on record.
-        log, opened = claim_next(
-            config, run_dir, job=job, owner=owner, clock=clock, env=env, threads=threads
+        run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
+        signals.block()  # Until the select loop handles them, so that the result is recorded.
+        log, opened = claim_attempt(
+            config, run_dir, job=job, run_lock=run_lock, clock=clock, env=env, threads=threads
         )
-        opened = dataclasses.replace(opened, watchman=watchman)
-        ended = stop_that_was_asked(run_dir, opened.claim)
+        opened = dataclasses.replace(opened, preemption_watcher=preemption_watcher)
+        ended = consume_stop_file(run_dir, opened.claim)
         if ended is not None:
-            job.dismiss(ended.code, ended.reason)
+            job.cancel(ended.code, ended.reason)
         else:
-            ended = _announced(opened, job, run)
-        put_down_in_time(log, ended, run_dir=run_dir, owner=owner)
-    if ended.to_be_said:
-        say_end(ended, run_dir, opened.claim)
+            ended = _announce_and_run(opened, job, run)
+        record_stop_with_timeout(log, ended, run_dir=run_dir, run_lock=run_lock)
+    if ended.is_printed:
+        print_result(ended, run_dir, opened.claim)
     return ended.code
 
 
-def claim_next(
+def claim_attempt(
     config: RunConfig,
     run_dir: RunDir,
     *,
-    job: Job,
-    owner: Owner,
+    job: WorkerGroup,
+    run_lock: RunLock,
     clock: Clock,
     env: Mapping[str, str],
     threads: int | None = None,
-) -> tuple[RunLog, Opened]:
-    """Claims the run's next attempt and records its config."""
+) -> tuple[RunLog, ClaimedAttempt]:
+    """Writes the claim of the run's next attempt to the run log, and records its config."""
     records = run_log.read_records(run_dir.log)
     claim = new_claim(config, run_log.fold(records), env=env, job=job)
     if threads is not None:
@@ -161,138 +167,143 @@ def claim_next(
     log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
     _record_config(config, run_dir, claim, is_first=not run_log.fold(records).starts)
     last_seq = len(records) + 1
-    return log, Opened(config, run_dir, log, claim, owner, clock, last_seq, job.hosts, None)
+    return log, ClaimedAttempt(
+        config, run_dir, log, claim, run_lock, clock, last_seq, job.hosts, None
+    )
 
 
-def _announced(opened: Opened, job: Job, run: Callable[[Opened], Ended]) -> Ended:
-    """Runs the attempt once every host has seen the claim; an end before that is on record too."""
+def _announce_and_run(
+    opened: ClaimedAttempt, job: WorkerGroup, run: Callable[[ClaimedAttempt], AttemptResult]
+) -> AttemptResult:
+    """Runs the attempt once every host has read the claim; an error before that is a result too."""
     try:
-        signals.raise_stops()
+        signals.raise_on_stop()
         peers = job.announce(opened.claim)
-    except TypedEnd as end:
-        return Ended(end.exit, str(end), committed=False, to_be_said=True)
+    except RunError as end:
+        return AttemptResult(end.exit_code, str(end), committed=False, is_printed=True)
     finally:
-        signals.hold()
+        signals.block()
     return run(dataclasses.replace(opened, peers=peers))
 
 
-def behind_a_door(
-    opened: Opened,
+def run_local_workers(
+    opened: ClaimedAttempt,
     *,
     env: Mapping[str, str],
     advise: Callable[[RunConfig, str], str],
     wakeup: int | None = None,
-    until: float = math.inf,
-    heard: Callable[[SaveNews], None] = to_nobody,
-    zygote: Zygote | None = None,
-) -> Ended:
-    """Runs the attempt's workers of this door as processes of this machine, one a host.
+    deadline: float = math.inf,
+    on_save_health: Callable[[SaveHealth], None] = ignore_save_health,
+    fork_server: ForkServer | None = None,
+) -> AttemptResult:
+    """Runs the attempt's workers as processes of this machine, one per host of this supervisor.
 
     Args:
       opened: the attempt.
-      env: the workers' environment but for what the attempt fixes.
-      advise: makes the message after the kernel has killed a worker for want of memory.
-      wakeup: where signals come as bytes, if the caller takes them.
-      until: when the attempt is asked to save and stop, on its clock.
-      heard: is told whether storage takes saves.
-      zygote: what forks workers, if the caller has one.
+      env: the workers' environment, to which the attempt's own variables are added.
+      advise: returns the message for a worker that the kernel has killed because memory ran out.
+      wakeup: the read end of `signals.wakeup_fd`, if the caller has opened one.
+      deadline: when the workers are asked to save and stop, on the attempt's clock.
+      on_save_health: called when saves begin to fail, and when they recover.
+      fork_server: forks the workers; None: all are fresh processes.
     """
     claim = opened.claim
-    hosts = [Member(host, claim.num_hosts) for host in opened.hosts]
+    hosts = [HostRank(host, claim.num_hosts) for host in opened.hosts]
     ended = supervise(
         {member.host: worker_command(opened.run_dir, claim, member) for member in hosts},
         run_dir=opened.run_dir,
         attempt=claim.attempt,
         last_seq=opened.last_seq,
         limits=opened.config.deadlines,
-        owner=opened.owner,
+        run_lock=opened.run_lock,
         clock=opened.clock,
-        env=processes.marked({**env, "NPROC": str(claim.threads)}, opened.run_dir, claim),
+        env=processes.tag_env({**env, "NPROC": str(claim.threads)}, opened.run_dir, claim),
         num_hosts=claim.num_hosts,
         peers=opened.peers,
         wakeup=wakeup,
-        until=until,
-        heard=heard,
-        zygote=zygote,
-        watchman=opened.watchman,
+        deadline=deadline,
+        on_save_health=on_save_health,
+        fork_server=fork_server,
+        preemption_watcher=opened.preemption_watcher,
     )
-    bring(opened.run_dir, claim.attempt)
-    return advised(ended, opened.config, advise)
+    upload_artifacts(opened.run_dir, claim.attempt)
+    return add_memory_advice(ended, opened.config, advise)
 
 
-def advised(ended: Ended, config: RunConfig, advise: Callable[[RunConfig, str], str]) -> Ended:
-    """Adds what to change where the kernel has killed a worker for want of memory."""
-    if ended.code == Exit.OUT_OF_MEMORY and not ended.own_word:
+def add_memory_advice(
+    ended: AttemptResult, config: RunConfig, advise: Callable[[RunConfig, str], str]
+) -> AttemptResult:
+    """Adds advice to the reason if the kernel has killed a worker because memory ran out."""
+    if ended.code == ExitCode.OUT_OF_MEMORY and not ended.announced:
         return dataclasses.replace(ended, reason=advise(config, ended.reason))
     return ended
 
 
-def worker_command(run_dir: RunDir, claim: Claim, member: Member) -> list[str]:
+def worker_command(run_dir: RunDir, claim: Claim, member: HostRank) -> list[str]:
     """Returns the argv of one host's worker."""
     command = [sys.executable, "-m", "jaxres.train.worker", str(run_dir.root)]
     command += ["--attempt", str(claim.attempt), "--parent", str(os.getpid())]
     if member == ALONE:
         return command
-    place = ["--host", str(member.host), "--num-hosts", str(member.num_hosts)]
+    rank = ["--host", str(member.host), "--num-hosts", str(member.num_hosts)]
     assert claim.coordinator is not None
-    return [*command, *place, "--coordinator", claim.coordinator]
+    return [*command, *rank, "--coordinator", claim.coordinator]
 
 
-def put_down(log: RunLog, leaving: Leaving, *, culprit: int | None = None) -> None:
-    """Records the end; where that can't be done, says so, and the end keeps its code."""
-    code, reason, committed = leaving.exit, leaving.reason, leaving.committed
+def record_stop(log: RunLog, result: AttemptResult) -> None:
+    """Writes the result to the run log; if that fails, only prints the error."""
     try:
-        log.append(Stop(exit=code, reason=reason, committed=committed, culprit=culprit))
-    except (TypedEnd, OSError) as error:
-        stdio.tell(f"jaxres: the end could not be recorded: {error}\n")
+        log.append(stop_record(result))
+    except (RunError, OSError) as error:
+        stdio.eprint(f"jaxres: the result could not be recorded: {error}\n")
 
 
-def put_down_in_time(log: RunLog, ended: Ended, *, run_dir: RunDir, owner: Owner) -> None:
-    """Records the end, or gives up: an end is sure whatever storage does."""
-    if not ended.on_record:
+def record_stop_with_timeout(
+    log: RunLog, ended: AttemptResult, *, run_dir: RunDir, run_lock: RunLock
+) -> None:
+    """Writes the result to the run log, or gives up after RECORD_SECONDS."""
+    if not ended.is_recorded:
         return
 
-    def record() -> bool:
-        leaving = Leaving(ended.code, ended.reason, ended.committed)
-        put_down(log, leaving, culprit=ended.culprit)
-        return True
+    def record() -> None:
+        record_stop(log, ended)
 
-    if within(RECORD_SECONDS, record) is None:
-        owner.leave_open()  # Closing would wait for the same storage.
-        silence = f"{run_dir.root}: storage has not answered for {RECORD_SECONDS:.0f} s"
-        stdio.tell(f"jaxres: the end could not be recorded: {silence}\n")
+    what = f"the result could not be recorded: {run_dir.root}"
+    if not write_with_timeout(record, seconds=RECORD_SECONDS, what=what, say=print_message):
+        run_lock.abandon()  # Closing it would wait for the same storage.
 
 
-def say_end(ended: Ended, run_dir: RunDir, claim: Claim) -> None:
-    """Tells the person how it ended, once for all hosts; a bug with its traceback."""
-    text = faults.message(ended.code, ended.reason)
-    if ended.code == Exit.BUG and ended.own_word and ended.culprit is not None:
+def print_result(ended: AttemptResult, run_dir: RunDir, claim: Claim) -> None:
+    """Prints the result, once for all hosts; for a bug, with its traceback."""
+    text = faults.format_exit_message(ended.code, ended.reason)
+    if ended.code == ExitCode.BUG and ended.announced and ended.culprit is not None:
         path = run_dir.traceback(claim.attempt, ended.culprit)
         trace = None
-        with contextlib.suppress(TypedEnd, OSError):
-            trace = within(RECORD_SECONDS, lambda: files.read(path))
-        told = [] if trace is None else [trace.decode(errors="replace")]
-        if claim.num_hosts > 1 or not told:
-            told.append(f"{ended.reason}\n")
-        bug = f"this is a bug, in jaxres or in custom code (exit {Exit.BUG.value} BUG)\n"
-        text = "".join([*told, bug])
+        with contextlib.suppress(RunError, OSError):
+            trace = call_with_timeout(lambda: files.read(path), seconds=RECORD_SECONDS)
+        parts = [] if trace is None else [trace.decode(errors="replace")]
+        if claim.num_hosts > 1 or not parts:
+            parts.append(f"{ended.reason}\n")
+        bug = f"this is a bug, in jaxres or in custom code (exit {ExitCode.BUG.value} BUG)\n"
+        text = "".join([*parts, bug])
     stdio.flush()
-    stdio.tell(text)
+    stdio.eprint(text)
 
 
-def is_done(run_dir: RunDir, config: RunConfig) -> bool:
+def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
+    """Whether the last step is committed; prints a message if it is."""
     step = run_log.fold(run_log.read_records(run_dir.log)).step
     if step < config.train.steps:
         return False
     sys.stdout.write(
         f"{run_dir.root}: step {step} of {config.train.steps} is committed already; "
-        "nothing to do. A new run: another run.seed, run.dir or config.\n"
+        "nothing to do. For a new run, change run.seed, run.dir or the config.\n"
     )
     return True
 
 
 def _record_config(config: RunConfig, run_dir: RunDir, claim: Claim, *, is_first: bool) -> None:
-    """Writes the resolved config; only the owner does, never who lost the race for the claim."""
+    """Writes the resolved config; called after the claim, so only the lock holder writes it."""
     text = configs.dump_yaml(config).encode()
     if is_first:
         files.replace(run_dir.config, text)
@@ -300,41 +311,42 @@ def _record_config(config: RunConfig, run_dir: RunDir, claim: Claim, *, is_first
     files.replace(run_dir.attempt(claim.attempt) / "config.yaml", text)
 
 
-def stop_that_was_asked(run_dir: RunDir, claim: Claim) -> Ended | None:
-    """Honours a `stop` file that lies there already; it never bars the start after this one."""
+def consume_stop_file(run_dir: RunDir, claim: Claim) -> AttemptResult | None:
+    """Handles a `stop` file that exists before the start; moves it, so the next start trains."""
     if not files.exists(run_dir.request("stop")):
         return None
     files.move(run_dir.request("stop"), run_dir.attempt(claim.attempt) / "stop")
-    reason = f"{run_dir.request('stop')} was there at the start; the next start goes on"
-    return Ended(Exit.STOPPED, reason, committed=False, to_be_said=True)
+    reason = f"{run_dir.request('stop')} existed at the start; the next start resumes"
+    return AttemptResult(ExitCode.STOPPED, reason, committed=False, is_printed=True)
 
 
 def _refuse_other_threads(claim: Claim, threads: int) -> None:
     if claim.threads != threads:
         raise ConfigError(
             f"--inline: this run computes with {claim.threads} CPU threads, this process would "
-            f"with {threads}, which changes bits. Leave --inline out: the door sets the number."
+            f"with {threads}, which changes bits. Leave --inline out: the supervisor sets "
+            "the number."
         )
 
 
 def new_claim(
     config: RunConfig,
-    line: Line,
+    run_history: RunHistory,
     *,
     env: Mapping[str, str],
-    job: Job,
+    job: WorkerGroup,
 ) -> Claim:
     """Returns the claim that opens the run's next attempt."""
     cores = len(os.sched_getaffinity(0))
     return Claim(
-        attempt=line.attempt + 1,
+        attempt=run_history.attempt + 1,
         host=socket.gethostname(),
         pid=os.getpid(),
         boot_id=boot_id(),
         nonce=secrets.token_hex(8),
         coordinator=job.coordinator,
         num_hosts=job.num_hosts,
-        threads=line.claims[0].threads if line.claims else cores,
+        threads=run_history.claims[0].threads if run_history.claims else cores,
         versions=versions(),
         fingerprint={
             "cpu": _cpu_model(),
@@ -342,7 +354,7 @@ def new_claim(
             "xla_flags": env.get("XLA_FLAGS", ""),
         },
         trajectory=configs.digest(config),
-        places=job.places,
+        slots=job.slots,
     )
 
 

@@ -1,4 +1,4 @@
-"""The part of a host whose attempt another host's door opens: it claims and decides nothing."""
+"""Runs one host's worker of an attempt that the supervisor of host 0 has claimed."""
 
 from __future__ import annotations
 
@@ -7,40 +7,48 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxres.clock import SystemClock
 from jaxres.cluster.detect import Address
-from jaxres.cluster.host_group import Member
+from jaxres.cluster.host_group import HostRank
 from jaxres.config import RunConfig
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
-from jaxres.storage.path import Place
+from jaxres.storage.path import RunPath
 from jaxres.supervisor import signals
-from jaxres.supervisor.attempt_runner import advised, is_done, say_end, worker_command
-from jaxres.supervisor.failure_report import bring
-from jaxres.supervisor.preemption_watcher import Watchman
-from jaxres.supervisor.run_config import resolve
+from jaxres.supervisor.attempt_runner import (
+    add_memory_advice,
+    is_complete,
+    print_result,
+    worker_command,
+)
+from jaxres.supervisor.failure_report import upload_artifacts
+from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.supervisor import supervise
-from jaxres.supervisor.worker_group import following
+from jaxres.supervisor.worker_group import as_follower
 
 
 def follow(
-    target: Place,
+    target: RunPath,
     overrides: Sequence[str],
     *,
-    member: Member,
+    member: HostRank,
     address: Address,
+    secret: str,
     env: Mapping[str, str],
     advise: Callable[[RunConfig, str], str],
 ) -> int:
-    """Runs one host's part of an attempt that another host's door opens; returns the exit code."""
-    loaded, run_dir = resolve(target, overrides)
+    """Connects to the supervisor of host 0 and runs this host's worker; returns the exit code."""
+    loaded, run_dir = resolve_run(target, overrides)
     config = loaded.config
-    if is_done(run_dir, config):
-        return Exit.DONE
+    if is_complete(run_dir, config):
+        return ExitCode.DONE
     clock = SystemClock()
     with contextlib.ExitStack() as stack:
-        watchman = stack.enter_context(Watchman(config.preemption, env=env, clock=clock))
-        met = following(config, run_dir, member, address, clock=clock)
-        attempt_number, peers = stack.enter_context(met)
-        signals.hold()
+        preemption_watcher = stack.enter_context(
+            PreemptionWatcher(config.preemption, env=env, clock=clock)
+        )
+        joined = as_follower(config, run_dir, member, address, secret=secret, clock=clock)
+        attempt_number, peers = stack.enter_context(joined)
+        signals.block()
         records = run_log.read_records(run_dir.log)
         claim = run_log.claim_of(records, attempt=attempt_number)
         command = worker_command(run_dir, claim, member)
@@ -50,15 +58,15 @@ def follow(
             attempt=claim.attempt,
             last_seq=len(records),
             limits=config.deadlines,
-            owner=None,
+            run_lock=None,
             clock=clock,
             env={**env, "NPROC": str(claim.threads)},
             num_hosts=member.num_hosts,
             peers=peers,
-            watchman=watchman,
+            preemption_watcher=preemption_watcher,
         )
-    bring(run_dir, claim.attempt)
-    ended = advised(ended, config, advise)
-    if ended.to_be_said:
-        say_end(ended, run_dir, claim)
+    upload_artifacts(run_dir, claim.attempt)
+    ended = add_memory_advice(ended, config, advise)
+    if ended.is_printed:
+        print_result(ended, run_dir, claim)
     return ended.code

@@ -1,8 +1,8 @@
-"""The supervisor's side of the zygote: forks of a process that has imported what a worker needs.
+"""Client of the fork server, a process that has imported all that a worker needs and forks workers.
 
-An import is the better half of a restart. The zygote (`jaxres.train.forkserver`) has made it, touches
-no device, and forks a worker when asked. A forked worker is this process's child, as a spawned one
-is. Whatever is wrong with the zygote, the worker is a fresh process instead.
+Imports take more than half of a restart. The fork server (`jaxres.train.forkserver`) has done them,
+touches no device, and forks a worker on request. A forked worker is a child of this process, as a
+spawned one is. If the fork server fails in any way, a fresh process is spawned instead.
 """
 
 from __future__ import annotations
@@ -17,27 +17,24 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxres.clock import Clock
-from jaxres.runlog.events import Event, Noted, ZygotePrepared
+from jaxres.runlog.events import Event, ForkServerReady, Noted
 from jaxres.runlog.paths import RunDir
-from jaxres.supervisor.processes import MARK
+from jaxres.supervisor.processes import TAG_VARIABLE
 from jaxres.supervisor.worker_group import versions
-from jaxres.supervisor.worker_process import KILL_GRACE_SECONDS, Forked, start_aside
+from jaxres.supervisor.worker_process import KILL_GRACE_SECONDS, ForkedProcess, spawn_in_group
 
 FORK_SECONDS = 2.0
-"""Longest wait for a forked worker's word; then the zygote is given up."""
-ROOM = "-" * 256
-"""Filling of its command line, which a forked worker's takes the place of."""
+"""Longest wait for a forked worker's message; after that the fork server is killed."""
+WORKER = "jaxres.train.worker"
+MESSAGE_BYTES = 256
 
 
-WORD_BYTES = 256
+class CannotFork(Exception):
+    """The fork server can not fork this worker."""
 
 
-class Unfit(Exception):
-    """The zygote can't fork this worker."""
-
-
-class Zygote:
-    """Begins when it is told to, and ends with this context manager or with the process."""
+class ForkServer:
+    """A fork server process; a context manager, which kills the process at its end."""
 
     def __init__(self, run_dir: RunDir, *, emit: Callable[[Event], None], clock: Clock) -> None:
         self._run_dir = run_dir
@@ -47,85 +44,88 @@ class Zygote:
         self._control: socket.socket | None = None
         self._env: Mapping[str, str] = {}
         self._versions: Mapping[str, str] = {}
-        self._begun = 0.0
+        self._started_at = 0.0
         self._ready = False
 
-    def __enter__(self) -> Zygote:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        self.stop()
 
     @property
     def pids(self) -> set[int]:
-        """Its pid, if there is one: no remainder of an attempt, and waited for in here."""
-        is_there = self._process is not None and self._process.poll() is None
-        return {self._process.pid} if is_there and self._process is not None else set()
+        """Pid of the fork server, if it runs: it is no leftover, and this object reaps it."""
+        is_running = self._process is not None and self._process.poll() is None
+        return {self._process.pid} if is_running and self._process is not None else set()
 
-    def see_to_it(self, env: Mapping[str, str]) -> None:
-        """Starts it, unless it is there; at most once for each attempt. Tells when it is ready.
+    def ensure_started(self, env: Mapping[str, str]) -> None:
+        """Starts the fork server unless it runs, at most once per attempt; emits when it is ready.
 
         Args:
-          env: of the attempt's workers; its forks have this environment, but for the mark.
+          env: the environment of the attempt's workers, which forks inherit except for the tag.
         """
         if self._process is not None and self._process.poll() is None:
             self._is_ready()
             return
-        if self._env.get(MARK) == env[MARK]:
+        if self._env.get(TAG_VARIABLE) == env[TAG_VARIABLE]:
             return
-        self.end()
+        self.stop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "jaxres.train.forkserver", str(self._run_dir.root)]
-        command += ["--parent", str(os.getpid()), "--control", str(theirs.fileno()), ROOM]
+        command += ["--parent", str(os.getpid()), "--control", str(theirs.fileno())]
         with theirs:
-            self._process = start_aside(command, keep=theirs.fileno(), env=env)
+            self._process = spawn_in_group(command, keep=theirs.fileno(), env=env)
         self._control, self._env, self._versions = ours, dict(env), versions()
         ours.setblocking(False)
-        self._begun = self._clock.monotonic()
+        self._started_at = self._clock.monotonic()
 
-    def fork(self, command: Sequence[str], *, env: Mapping[str, str], beat: int) -> Forked | None:
-        """Returns a worker, or None where a fresh process has to do.
+    def fork(
+        self, command: Sequence[str], *, env: Mapping[str, str], beat: int
+    ) -> ForkedProcess | None:
+        """Forks a worker; returns None if a fresh process must be spawned instead.
 
         Args:
           command: the worker's argv; `--beat-fd N` is appended there.
-          env: its environment.
-          beat: write end of its beat.
+          env: the worker's environment.
+          beat: write end of the worker's status pipe.
         """
         if self._process is None:
             return None
         try:
-            return self._forked(command, env=env, beat=beat)
-        except (Unfit, OSError, ValueError) as error:
+            return self._fork(command, env=env, beat=beat)
+        except (CannotFork, OSError, ValueError) as error:
             why = str(error) or type(error).__name__
-            self._emit(Noted(f"a fresh process instead of a fork of the zygote: {why}"))
+            self._emit(Noted(f"a fresh process instead of a fork of the fork server: {why}"))
             return None
 
-    def _forked(self, command: Sequence[str], *, env: Mapping[str, str], beat: int) -> Forked:
+    def _fork(self, command: Sequence[str], *, env: Mapping[str, str], beat: int) -> ForkedProcess:
         assert self._process is not None
         assert self._control is not None
         if self._process.poll() is not None:
-            raise Unfit(f"it has ended with {self._process.returncode}")
-        if {**env, MARK: ""} != {**self._env, MARK: ""}:
-            raise Unfit("the environment is another")
+            raise CannotFork(f"it has exited with {self._process.returncode}")
+        if {**env, TAG_VARIABLE: ""} != {**self._env, TAG_VARIABLE: ""}:
+            raise CannotFork("the environment has changed")
         if versions() != self._versions:
-            raise Unfit("libraries were installed meanwhile")
+            raise CannotFork("libraries were installed since it started")
         if not self._is_ready():
-            raise Unfit("it is not ready yet")
-        order = {"command": list(command), "parent": os.getpid(), "mark": env[MARK]}
+            raise CannotFork("it is not ready yet")
+        arguments = list(command[command.index(WORKER) + 1 :])
+        request = {"arguments": arguments, "parent": os.getpid(), "mark": env[TAG_VARIABLE]}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             ours.settimeout(FORK_SECONDS)
             with theirs:
-                files = [theirs.fileno(), beat]
-                socket.send_fds(self._control, [json.dumps(order).encode()], files)
+                fds = [theirs.fileno(), beat]
+                socket.send_fds(self._control, [json.dumps(request).encode()], fds)
             try:
-                word = ours.recv(WORD_BYTES)
+                message = ours.recv(MESSAGE_BYTES)
             except TimeoutError:
-                self.end()  # With what it may still have forked: that waits for a word of ours.
-                raise Unfit(f"it has not answered for {FORK_SECONDS:g} s") from None
-            if not word.isdigit():
-                raise Unfit(word.decode(errors="replace") or "its fork has ended")
-            worker = Forked(int(word))
+                self.stop()  # A worker that it may still fork waits for "go", and dies with it.
+                raise CannotFork(f"it has not answered for {FORK_SECONDS:g} s") from None
+            if not message.isdigit():
+                raise CannotFork("the forked process has exited")
+            worker = ForkedProcess(int(message))
             ours.send(b"go")
         return worker
 
@@ -133,14 +133,14 @@ class Zygote:
         assert self._control is not None
         assert self._process is not None
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            if not self._ready and self._control.recv(WORD_BYTES) == b"ready":
+            if not self._ready and self._control.recv(MESSAGE_BYTES) == b"ready":
                 self._ready = True
-                seconds = self._clock.monotonic() - self._begun
-                self._emit(ZygotePrepared(self._process.pid, seconds))
+                seconds = self._clock.monotonic() - self._started_at
+                self._emit(ForkServerReady(self._process.pid, seconds))
         return self._ready
 
-    def end(self) -> None:
-        """Ends it; workers that it has forked live on."""
+    def stop(self) -> None:
+        """Kills the fork server; workers that it has forked keep running."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
-"""A GCE VM's metadata server: whether there is one, and one question to it, by long poll.
+"""Client of the GCE metadata server: detects the server, and reads one key by long poll.
 
-Whatever is not HTTP 200 is no answer, which is not the answer "nothing": it is asked again. The
-address is used rather than the name, so that no resolver can hold anybody up.
+A response other than HTTP 200 is no value, which differs from an empty value: the request is
+repeated. The server's IP address is used, so that no name resolver can delay a request.
 (cloud.google.com/compute/docs/metadata/querying-metadata; GoogleCloudPlatform/guest-agent
 metadata.go for the long poll.)
 """
@@ -17,28 +17,28 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from jaxres.faults import ConfigError
 
 VARIABLE = "GCE_METADATA_HOST"
-"""Names another server, as for Google's own libraries; whoever sets it says: this is a VM."""
+"""Names another metadata server, as for Google's libraries; if it is set, this machine is a VM."""
 ADDRESS, PORT = "169.254.169.254", 80
 PRODUCT = Path("/sys/class/dmi/id/product_name")
 PRODUCTS = ("Google Compute Engine", "Google")
 ROOT = "/computeMetadata/v1/"
 FLAVOR = ("Metadata-Flavor", "Google")
 WAIT_SECONDS = 10
-"""How long the server is asked to hold an answer back until the value changes. Google's guest agent
-asks for 60; but a connection that has died in silence costs a notice as long, and Spot gives 30."""
+"""Longest time for which the server delays a response until the value changes. Google's guest agent
+uses 60; but a dead connection delays a notice by this time, and Spot VMs have 30 s of notice."""
 ANSWER_SECONDS = 3.0
-"""Beyond that, the longest wait for an answer."""
+"""Longest wait for a response, in addition to WAIT_SECONDS."""
 MAX_BYTES = 65536
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where metadata are to be had."""
+    """Address of a metadata server."""
 
     host: str
     port: int
     is_named: bool
-    """Whether the environment names it; else it must say itself that it is Google's."""
+    """Whether the environment names it; otherwise its responses must have Google's header."""
 
     def __str__(self) -> str:
         """Returns host:port."""
@@ -46,31 +46,31 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The value of a key."""
+class Response:
+    """A response with the value of a key."""
 
     text: str
     etag: str | None
-    """Names this value in the next question; None: the server does not say."""
+    """Identifies this value in the next request; None: the server has sent none."""
 
 
 @dataclass(frozen=True)
-class Unanswered:
-    """Nobody knows the value."""
+class NoResponse:
+    """A failed request: the value is unknown."""
 
     why: str
     is_absent: bool = False
-    """Whether the server has said that there is no such key."""
+    """Whether the server has responded that the key does not exist."""
 
 
-def find(env: Mapping[str, str], *, product: str) -> Server | None:
-    """Returns this machine's metadata server; None: it is no GCE VM.
+def detect(env: Mapping[str, str], *, product: str) -> Server | None:
+    """Returns this machine's metadata server; None: this machine is no GCE VM.
 
-    >>> find({"GCE_METADATA_HOST": "127.0.0.1:8080"}, product="")
+    >>> detect({"GCE_METADATA_HOST": "127.0.0.1:8080"}, product="")
     Server(host='127.0.0.1', port=8080, is_named=True)
-    >>> find({}, product="Google Compute Engine")
+    >>> detect({}, product="Google Compute Engine")
     Server(host='169.254.169.254', port=80, is_named=False)
-    >>> find({}, product="ThinkPad")
+    >>> detect({}, product="ThinkPad")
 
     Raises:
       ConfigError: the variable names no server.
@@ -86,34 +86,38 @@ def find(env: Mapping[str, str], *, product: str) -> Server | None:
         host, port = None, None
     if not host:
         raise ConfigError(
-            f"{VARIABLE}={named}: expected HOST or HOST:PORT of a metadata server. Mend it, or "
-            "take it out: on a GCE VM the server is found without."
+            f"{VARIABLE}={named}: expected HOST or HOST:PORT of a metadata server. Fix it, or "
+            "unset it: on a GCE VM the server is found without it."
         )
     return Server(host, port or PORT, is_named=True)
 
 
 def product_name() -> str:
-    """Returns what the firmware calls this machine; empty where it does not say."""
+    """Returns the product name in this machine's firmware; empty if it can not be read."""
     try:
         return PRODUCT.read_text()
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-def ask(server: Server, key: str, *, after: str | None = None) -> Answer | Unanswered:
-    """Returns the value of a key, or why it is not known; takes 13 seconds at most.
+def get(server: Server, key: str, *, after: str | None = None) -> Response | NoResponse:
+    """Requests the value of a key; returns the reason if that fails. Takes 13 seconds at most.
 
     Args:
-      server: whom to ask.
+      server: the metadata server.
       key: path below computeMetadata/v1, perhaps with `?alt=json`.
-      after: the answer is held back until the value is another than this etag's, or WAIT_SECONDS;
-        None: it comes at once.
+      after: the server delays its response until the value differs from this etag's, at most
+        WAIT_SECONDS; None: it responds at once.
     """
     path, _, query = key.partition("?")
-    words = dict(parse_qsl(query))
+    parameters = dict(parse_qsl(query))
     if after is not None:
-        words |= {"wait_for_change": "true", "timeout_sec": f"{WAIT_SECONDS}", "last_etag": after}
-    url = f"{ROOT}{path}" + (f"?{urlencode(words)}" if words else "")
+        parameters |= {
+            "wait_for_change": "true",
+            "timeout_sec": f"{WAIT_SECONDS}",
+            "last_etag": after,
+        }
+    url = f"{ROOT}{path}" + (f"?{urlencode(parameters)}" if parameters else "")
     seconds = ANSWER_SECONDS + (0 if after is None else WAIT_SECONDS)
     connection = http.client.HTTPConnection(server.host, server.port, timeout=seconds)
     try:
@@ -121,13 +125,13 @@ def ask(server: Server, key: str, *, after: str | None = None) -> Answer | Unans
         response = connection.getresponse()
         body = response.read(MAX_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
-        return Unanswered(f"{server}: {type(error).__name__}: {error}")
+        return NoResponse(f"{server}: {type(error).__name__}: {error}")
     finally:
         connection.close()
     if response.status != 200:
-        return Unanswered(f"{server}: HTTP {response.status}", is_absent=response.status == 404)
+        return NoResponse(f"{server}: HTTP {response.status}", is_absent=response.status == 404)
     if not server.is_named and response.headers.get(FLAVOR[0]) != FLAVOR[1]:
-        return Unanswered(f"{server}: an answer that is not the metadata server's")
+        return NoResponse(f"{server}: the response is not from a metadata server")
     if len(body) > MAX_BYTES:
-        return Unanswered(f"{server}: more than {MAX_BYTES} bytes for {path}")
-    return Answer(body.decode("utf-8", "replace").strip(), response.headers.get("ETag"))
+        return NoResponse(f"{server}: more than {MAX_BYTES} bytes for {path}")
+    return Response(body.decode("utf-8", "replace").strip(), response.headers.get("ETag"))

@@ -1,7 +1,7 @@
-"""What the notices of a machine mean, and what follows from the time that they leave. Pure.
+"""Parses preemption notices of a GCE VM, and decides what to do in the time that is left. Pure.
 
-A word counts only if it is understood; whatever is not leaves everything as it was. What stands:
-`preempted` TRUE for ever; a maintenance until the server says that there is none.
+Unrecognised metadata values are ignored. `preempted` TRUE stays in force for ever; a maintenance
+stays in force until the metadata server reports none.
 """
 
 from __future__ import annotations
@@ -20,211 +20,222 @@ EVENT = "instance/maintenance-event"
 UPCOMING = "instance/upcoming-maintenance?alt=json"
 KEYS = (PREEMPTED, EVENT, UPCOMING)
 POLICY = "instance/scheduling/on-host-maintenance"
-"""MIGRATE: no maintenance ends this VM."""
+"""MIGRATE: no maintenance stops this VM."""
 NEAR_SECONDS = 180.0
-"""A notice that leaves no more than this from the first is acted upon at once: little is gained by
-training on, and the sooner the machine is given up the sooner another one can be had."""
+"""A notice that leaves no more time than this is acted upon at once: training on gains little, and
+a replacement VM can be created sooner."""
 EVENT_SECONDS = 3600.0
-"""An end that a maintenance-event announces is at most so far away."""
+"""Longest time from a maintenance-event to the stop that it announces."""
 UNKNOWN_WRITE_SECONDS = 300.0
-"""What is set aside for a save at a distant end as long as none has been measured."""
+"""Assumed duration of a save, for a distant deadline, while none has been timings."""
 
 
 @dataclass(frozen=True)
-class Heard:
-    """The value of a key, and when it was heard."""
+class MetadataValue:
+    """The value of a metadata key, and when it was received."""
 
     key: str
     text: str
-    at: float
-    """On the monotonic clock."""
+    received_at: float
+    """When it was received, on the monotonic clock."""
     wall: float
-    """The same moment in seconds since the epoch: a window's time is given like that. The one
-    reading of the wall clock that decides anything, once for each word of the server."""
+    """The same moment in seconds since the epoch, to which a window's time is compared. This is the
+    only reading of the wall clock that decides anything, once per value of the server."""
     policy: str = ""
-    """What the VM does on maintenance, where that was asked."""
+    """The VM's on-host-maintenance policy; empty if it was not requested."""
 
 
 @dataclass(frozen=True)
-class Notice:
-    """The machine goes."""
+class PreemptionNotice:
+    """The VM will be stopped."""
 
     source: str
-    words: str
-    """For a person."""
-    seen: float
-    """Monotonic."""
+    description: str
+    """Description, for messages."""
+    received_at: float
+    """When the notice was received, on the monotonic clock."""
     deadline: float | None
-    """Monotonic; None: nobody has said when."""
+    """When the VM stops, on the monotonic clock; None: unknown."""
 
-    def left(self, now: float) -> float | None:
-        """Returns the seconds that are left."""
+    def seconds_left(self, now: float) -> float | None:
+        """Returns the seconds until the deadline; None: unknown."""
         return None if self.deadline is None else self.deadline - now
 
 
 @dataclass(frozen=True)
-class Calm:
-    """Nothing ends."""
+class NoEvent:
+    """The VM will not be stopped."""
 
-    words: str = ""
-    """What a person may want to know all the same."""
+    description: str = ""
+    """Description, for messages; empty: nothing to report."""
 
 
-def understood(heard: Heard, section: PreemptionSection) -> Notice | Calm | None:
-    """Returns what a value means; None: it is not understood."""
-    word = heard.text.strip().upper()
-    if heard.key == PREEMPTED:
-        notice = Notice(
-            PREEMPTED, "this VM is being preempted", heard.at, heard.at + section.notice_seconds
+def parse(value: MetadataValue, section: PreemptionSection) -> PreemptionNotice | NoEvent | None:
+    """Parses a metadata value; None: it is not recognised."""
+    text = value.text.strip().upper()
+    if value.key == PREEMPTED:
+        notice = PreemptionNotice(
+            PREEMPTED,
+            "this VM is being preempted",
+            value.received_at,
+            value.received_at + section.notice_seconds,
         )
-        return {"TRUE": notice, "FALSE": Calm()}.get(word)
-    if heard.key == EVENT:
-        given = section.maintenance_seconds
-        notice = Notice(
+        return {"TRUE": notice, "FALSE": NoEvent()}.get(text)
+    if value.key == EVENT:
+        seconds = section.maintenance_seconds
+        notice = PreemptionNotice(
             EVENT,
             "this VM is stopped for maintenance of its host",
-            heard.at,
-            None if given is None else heard.at + given,
+            value.received_at,
+            None if seconds is None else value.received_at + seconds,
         )
-        moves = Calm("this VM moves to another host; a pause, and no stop")
+        migrates = NoEvent("this VM moves to another host; a pause, and no stop")
         return {
-            "NONE": Calm(),
+            "NONE": NoEvent(),
             "TERMINATE_ON_HOST_MAINTENANCE": notice,
-            "MIGRATE_ON_HOST_MAINTENANCE": moves,
-        }.get(word)
-    assert heard.key == UPCOMING, heard
-    return _upcoming(heard)
+            "MIGRATE_ON_HOST_MAINTENANCE": migrates,
+        }.get(text)
+    assert value.key == UPCOMING, value
+    return _upcoming(value)
 
 
-def _upcoming(heard: Heard) -> Notice | Calm | None:
-    """Reads an upcoming maintenance.
+def _upcoming(value: MetadataValue) -> PreemptionNotice | NoEvent | None:
+    """Parses an upcoming maintenance.
 
-    A window that has begun while its maintenance is pending is no deadline any more: maintenance-
-    event says when it comes. Else whoever starts again within it could never train.
+    A window that has begun while its maintenance is still pending is no deadline: maintenance-event
+    announces the stop. Otherwise a process that starts within the window could never train.
     """
     try:
-        told = json.loads(heard.text) if heard.text.strip().upper() != "NONE" else {}
+        fields = json.loads(value.text) if value.text.strip().upper() != "NONE" else {}
     except ValueError:
         return None
-    if not isinstance(told, dict):
+    if not isinstance(fields, dict):
         return None
-    if not told or "error" in told:
-        return Calm()
-    status, start = told.get("maintenance_status"), _seconds(told.get("window_start_time"))
+    if not fields or "error" in fields:
+        return NoEvent()
+    status, start = fields.get("maintenance_status"), _seconds(fields.get("window_start_time"))
     if status not in ("PENDING", "ONGOING") or start is None:
         return None
-    if heard.policy.upper() == "MIGRATE":
-        return Calm("this VM's host is to be maintained, and the VM moves to another one: no stop")
-    kind = f"{str(told.get('type', '')).lower()} maintenance of this VM's host".strip()
-    left = start - heard.wall
+    if value.policy.upper() == "MIGRATE":
+        return NoEvent(
+            "this VM's host is to be maintained, and the VM moves to another one: no stop"
+        )
+    kind = f"{str(fields.get('type', '')).lower()} maintenance of this VM's host".strip()
+    left = start - value.wall
     if status == "PENDING" and left > 0:
-        words = f"{kind} begins at {told['window_start_time']}"
-        return Notice(UPCOMING, words, heard.at, heard.at + left)
+        description = f"{kind} begins at {fields['window_start_time']}"
+        return PreemptionNotice(UPCOMING, description, value.received_at, value.received_at + left)
     if status == "PENDING":
-        return Calm(f"{kind} may begin since {told['window_start_time']}; waiting for its event")
-    return Notice(UPCOMING, f"{kind} has begun", heard.at, None)
+        return NoEvent(
+            f"{kind} may begin since {fields['window_start_time']}; waiting for its event"
+        )
+    return PreemptionNotice(UPCOMING, f"{kind} has begun", value.received_at, None)
 
 
 def _seconds(timestamp: Any) -> float | None:
     """Returns an RFC 3339 time in seconds since the epoch, or None if it is none."""
     try:
-        found = datetime.fromisoformat(timestamp)
+        time = datetime.fromisoformat(timestamp)
     except (TypeError, ValueError):
         return None
-    return None if found.tzinfo is None else found.timestamp()
+    return None if time.tzinfo is None else time.timestamp()
 
 
-Standing = Mapping[str, Notice]
-"""The notices that stand, by key."""
+ActiveNotices = Mapping[str, PreemptionNotice]
+"""The notices in force, by key."""
 
 
-def after(standing: Standing, key: str, meaning: Notice | Calm | None) -> Standing:
-    """Returns what stands after a word."""
+def apply(
+    active: ActiveNotices, key: str, meaning: PreemptionNotice | NoEvent | None
+) -> ActiveNotices:
+    """Returns the notices in force after a new value of a key."""
     match meaning:
         case None:
-            return standing
-        case Notice():
-            return {**standing, key: meaning}
-        case Calm():
+            return active
+        case PreemptionNotice():
+            return {**active, key: meaning}
+        case NoEvent():
             latched = key == PREEMPTED
-            return {k: n for k, n in standing.items() if k != key or latched}
+            return {k: n for k, n in active.items() if k != key or latched}
 
 
-def pressing(standing: Standing) -> Notice | None:
-    """Returns the notice that leaves the least time, if any stands.
+def most_urgent(active: ActiveNotices) -> PreemptionNotice | None:
+    """Returns the notice that leaves the least time; None: no notice is in force.
 
-    An event without a time is the one that a window has announced, if it is not too early for that.
+    An event without a deadline belongs to the announced window, unless it is too early for that.
     """
-    event, window = standing.get(EVENT), standing.get(UPCOMING)
-    found = list(standing.values())
+    event, window = active.get(EVENT), active.get(UPCOMING)
+    notices = list(active.values())
     if event and window and event.deadline is None and window.deadline is not None:
-        is_its_own = window.deadline - event.seen <= EVENT_SECONDS + NEAR_SECONDS
-        found = [n for n in found if n is not event or not is_its_own]
-    ends = [(n.seen if n.deadline is None else n.deadline, n.source, n) for n in found]
+        is_of_window = window.deadline - event.received_at <= EVENT_SECONDS + NEAR_SECONDS
+        notices = [n for n in notices if n is not event or not is_of_window]
+    ends = [(n.received_at if n.deadline is None else n.deadline, n.source, n) for n in notices]
     return min(ends, default=(0.0, "", None), key=lambda end: end[:2])[2]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a door knows of how long it takes to leave."""
+class SaveTimings:
+    """Measured times that a stop depends on."""
 
     step_seconds: float = 0.0
-    """A usual step's."""
+    """Duration of a typical step."""
     num_hosts: int = 1
     write_seconds: float | None = None
-    """From the beginning of a save until it counts; None: none has been measured."""
+    """Seconds from the begin of a save to its commit; None: none has been timings."""
     writing_seconds: float | None = None
-    """For how long a save has been in flight; None: none is."""
+    """Seconds that a save has been in flight; None: no save is in flight."""
 
     @property
-    def way_seconds(self) -> float:
-        """Until the steps on their way have landed: two, and two more until all hosts know."""
+    def drain_seconds(self) -> float:
+        """Seconds until the steps in flight are done: two, and two more until all hosts agree."""
         return self.step_seconds * (2 if self.num_hosts == 1 else 4)
 
 
-Action = Literal["train on", "save", "leave"]
+Action = Literal["continue", "save", "exit"]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What follows from a notice."""
+class Decision:
+    """What to do about a notice, and why."""
 
     action: Action
     reason: str
 
 
-def decide(notice: Notice, measured: Measured, *, now: float, margin_seconds: float) -> Choice:
-    """Returns what is to be done now about a notice.
+def decide(
+    notice: PreemptionNotice, timings: SaveTimings, *, now: float, margin_seconds: float
+) -> Decision:
+    """Returns what to do now about a notice.
 
     save: the last finished step can be written in time, after the save in flight if there is one.
-    leave: it can't, so no other save is begun; one that is in flight is finished.
-    train on: the end is far away, and there will be time for a save, and for one that is twice as
-    slow, also if it is decided later.
+    exit: there is no time for another save; a save in flight is finished.
+    continue: the deadline is distant; a later decision still leaves time for a save, even for one
+    that is twice as slow.
     """
-    left = notice.left(now)
+    left = notice.seconds_left(now)
     if left is None:
-        return Choice("save", "how long it goes on is not known")
-    usable, rest, write = left - margin_seconds, 0.0, measured.write_seconds
-    if (writing := measured.writing_seconds) is not None:
+        return Decision("save", "the time that is left is unknown")
+    usable, rest, write = left - margin_seconds, 0.0, timings.write_seconds
+    if (writing := timings.writing_seconds) is not None:
         rest, write = max(0.0, (write or 0.0) - writing), max(write or 0.0, writing)
     assert notice.deadline is not None
     assumed = UNKNOWN_WRITE_SECONDS if write is None else write
-    needed = measured.way_seconds + rest + assumed
-    if notice.deadline - notice.seen > NEAR_SECONDS and usable > needed + assumed:
-        return Choice("train on", f"{left:.0f} s are left, a save takes about {assumed:.3g} s")
+    needed = timings.drain_seconds + rest + assumed
+    if notice.deadline - notice.received_at > NEAR_SECONDS and usable > needed + assumed:
+        return Decision("continue", f"{left:.0f} s are left, a save takes about {assumed:.3g} s")
     if write is None:
-        if usable > measured.way_seconds:
-            return Choice("save", f"{left:.0f} s are left")
-        return Choice("leave", f"no time for a save: {max(0.0, left):.3g} s are left")
+        if usable > timings.drain_seconds:
+            return Decision("save", f"{left:.0f} s are left")
+        return Decision("exit", f"no time for a save: {max(0.0, left):.3g} s are left")
     if needed <= usable:
-        return Choice("save", f"{left:.0f} s are left, a save takes about {write:.3g} s")
+        return Decision("save", f"{left:.0f} s are left, a save takes about {write:.3g} s")
     why = (
         f"no time for another save: {max(0.0, left):.3g} s are left, one takes about {write:.3g} s"
     )
     finished = "; the save in flight is finished" if writing is not None else ""
-    return Choice("leave", f"{why}{finished}")
+    return Decision("exit", f"{why}{finished}")
 
 
-def at_once(choice: Choice) -> Choice:
-    """Returns the choice of who does not want to train on."""
-    return choice if choice.action != "train on" else dataclasses.replace(choice, action="save")
+def save_now(choice: Decision) -> Decision:
+    """Returns the decision for a caller that does not train on: save instead of continue."""
+    return choice if choice.action != "continue" else dataclasses.replace(choice, action="save")

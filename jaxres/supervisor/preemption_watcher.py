@@ -1,41 +1,37 @@
-"""Watches for the notices of this machine, from the door's first moments on.
+"""Polls the GCE metadata server for preemption notices of this machine.
 
-One thread a key in a long poll, since the server holds each answer back until its key changes. They
-only carry words to the door: a queue, and a pipe that wakes it. On a machine that is no GCE VM
-there is no thread, and nothing but one event says so.
+One thread per key runs a long poll, because the server delays each response until the key changes.
+The threads only pass values to the supervisor, through a queue and a pipe that wakes it. On a
+machine that is not a GCE VM no thread is started, and one event records that.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
-import signal
-import threading
 from collections.abc import Mapping
+from functools import partial
 
 from jaxres.clock import Clock
 from jaxres.config.schema_operations import PreemptionSection
-from jaxres.runlog.events import Event, Noted, NoticeSeen, NoticesWatched
+from jaxres.runlog.events import Event, Noted, PreemptionNoticeReceived, PreemptionWatchStarted
+from jaxres.storage.threads import WatcherThreads
 from jaxres.supervisor import gce_metadata, preemption, signals
-from jaxres.supervisor.gce_metadata import Answer, Server
-from jaxres.supervisor.preemption import Calm, Heard, Notice, Standing
+from jaxres.supervisor.gce_metadata import Response, Server
+from jaxres.supervisor.preemption import ActiveNotices, MetadataValue, NoEvent, PreemptionNotice
 
 PACE_SECONDS = 0.5
-"""Between questions to a server that does not hold its answer back."""
+"""Interval between requests to a server that does not delay its response."""
 RETRY_SECONDS = 0.2
-"""First wait after no answer; doubled by each further one, up to LONGEST_RETRY_SECONDS, which is
-short against the shortest notice."""
+"""First wait after a failed request. It doubles up to LONGEST_RETRY_SECONDS, which is shorter than
+any notice."""
 LONGEST_RETRY_SECONDS = 4.0
 SILENT_SECONDS = 60.0
-"""A server that has not answered for so long is spoken of, once."""
+"""One event is emitted once the server has not answered for this long."""
 
 
-class Watchman:
-    """Watches until closed; a context manager, to be entered before anything that may last.
+class PreemptionWatcher:
+    """Watches until closed; a context manager, to be entered before any long operation.
 
-    As long as nobody takes what it reports, a notice that leaves little time ends the process in
-    the way of a SIGTERM.
+    Until the first `poll`, a notice that leaves little time sends this process a SIGTERM.
     """
 
     def __init__(
@@ -46,133 +42,130 @@ class Watchman:
         clock: Clock,
         product: str | None = None,
     ) -> None:
-        """Finds out whether there is anybody to ask.
+        """Detects the metadata server; starts no thread yet.
 
         Args:
-          section: how much time the notices leave.
-          env: may name the server.
-          clock: of the notices.
-          product: the machine's, by its firmware; None: it is read.
+          section: the config section that says how much time each notice leaves.
+          env: the environment, which may name the server.
+          clock: the clock of the notices.
+          product: product name of the machine; None: it is read from the firmware.
         """
         self.section = section
         self._clock = clock
-        found = gce_metadata.product_name() if product is None else product
+        product = gce_metadata.product_name() if product is None else product
         self.server: Server | None = None
         if section.metadata == "auto":
-            self.server = gce_metadata.find(env, product=found)
-        self._heard: queue.SimpleQueue[Heard | Noted] = queue.SimpleQueue()
-        self._standing: Standing = {}
+            self.server = gce_metadata.detect(env, product=product)
+        self._threads = WatcherThreads[MetadataValue | Noted]()
+        self._active: ActiveNotices = {}
         self._is_first = self._is_early = True
-        self._closed = threading.Event()
-        self.wakeup, self._write_end = os.pipe()
-        """The first: readable whenever there may be something to take."""
-        os.set_blocking(self.wakeup, False)
-        os.set_blocking(self._write_end, False)
 
-    def __enter__(self) -> Watchman:
+    def __enter__(self) -> PreemptionWatcher:
         if self.server is not None:
             for key in preemption.KEYS:
-                words = (self.server, key)
-                name = f"jaxres-{key.partition('/')[2].partition('?')[0]}"
-                threading.Thread(target=self._watch, args=words, name=name, daemon=True).start()
+                name = key.partition("/")[2].partition("?")[0]
+                self._threads.start(name, partial(self._watch, self.server, key))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closed.set()
-        if self.server is None:  # Else a thread may be in a long poll, and is not waited for.
-            os.close(self.wakeup)
-            os.close(self._write_end)
+        self._threads.close(seconds=0.0)  # A thread may be in a long poll.
 
-    def take(self) -> list[Event]:
-        """Takes what has come since the last time, and returns what is to be told of it."""
+    @property
+    def wakeup(self) -> int:
+        """A descriptor that is readable whenever `poll` may return events."""
+        return self._threads.wakeup
+
+    def poll(self) -> list[Event]:
+        """Processes the values received since the last call; returns the events to emit."""
         self._is_early = False
-        signals.taken(self.wakeup)
-        told: list[Event] = []
+        events: list[Event] = []
         if self._is_first:
             self._is_first = False
-            told.append(NoticesWatched(self._address(), self._why()))
-        with contextlib.suppress(queue.Empty):
-            while True:
-                told += self._after(self._heard.get_nowait())
-        return told
+            events.append(PreemptionWatchStarted(self._address(), self._reason()))
+        for value in self._threads.take():
+            events += self._events_of(value)
+        return events
 
-    def pressing(self) -> Notice | None:
-        """Returns the notice that leaves the least time, of those that stand."""
-        return preemption.pressing(self._standing)
+    def most_urgent(self) -> PreemptionNotice | None:
+        """Returns the notice in force that leaves the least time; None: there is none."""
+        return preemption.most_urgent(self._active)
 
     def _address(self) -> str | None:
         return None if self.server is None else str(self.server)
 
-    def _why(self) -> str:
+    def _reason(self) -> str:
         if self.section.metadata == "off":
             return "preemption.metadata is off"
         if self.server is None:
             return "this machine is no GCE VM"
         return f"{gce_metadata.VARIABLE} is set" if self.server.is_named else "this is a GCE VM"
 
-    def _after(self, heard: Heard | Noted) -> list[Event]:
-        if isinstance(heard, Noted):
-            return [heard]
-        meaning = preemption.understood(heard, self.section)
-        was = self._standing.get(heard.key)
-        self._standing = preemption.after(self._standing, heard.key, meaning)
+    def _events_of(self, value: MetadataValue | Noted) -> list[Event]:
+        if isinstance(value, Noted):
+            return [value]
+        meaning = preemption.parse(value, self.section)
+        before = self._active.get(value.key)
+        self._active = preemption.apply(self._active, value.key, meaning)
         if meaning is None:
-            return [Noted(f"{heard.key}: {heard.text[:200]!r} is not understood, and not heeded")]
-        if isinstance(meaning, Notice):
-            left = meaning.left(self._clock.monotonic())
-            return [NoticeSeen(heard.key, meaning.words, left)]
-        if was is not None and heard.key not in self._standing:
-            return [NoticeSeen(heard.key, "called off", None)]
-        return [NoticeSeen(heard.key, meaning.words, None)] if meaning.words else []
+            return [Noted(f"{value.key}: {value.text[:200]!r} is not recognised; ignored")]
+        if isinstance(meaning, PreemptionNotice):
+            left = meaning.seconds_left(self._clock.monotonic())
+            return [PreemptionNoticeReceived(value.key, meaning.description, left)]
+        if before is not None and value.key not in self._active:
+            return [PreemptionNoticeReceived(value.key, "cancelled", None)]
+        return (
+            [PreemptionNoticeReceived(value.key, meaning.description, None)]
+            if meaning.description
+            else []
+        )
 
     def _watch(self, server: Server, key: str) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # All are the door's.
         etag: str | None = None
         text: str | None = None
         retry = RETRY_SECONDS
-        answered, silence_told = self._clock.monotonic(), False
-        while not self._closed.is_set():
-            asked = self._clock.monotonic()
-            answer = gce_metadata.ask(server, key, after=etag)
+        answered_at, is_silence_reported = self._clock.monotonic(), False
+        while not self._threads.closed.is_set():
+            requested_at = self._clock.monotonic()
+            response = gce_metadata.get(server, key, after=etag)
             now = self._clock.monotonic()
-            if not isinstance(answer, Answer):
-                if not silence_told and now - answered > SILENT_SECONDS:
-                    silence_told = True
+            if not isinstance(response, Response):
+                if not is_silence_reported and now - answered_at > SILENT_SECONDS:
+                    is_silence_reported = True
                     self._report(
-                        Noted(f"{key}: no answer for {now - answered:.0f} s: {answer.why}")
+                        Noted(f"{key}: no answer for {now - answered_at:.0f} s: {response.why}")
                     )
-                pause = LONGEST_RETRY_SECONDS if answer.is_absent else retry
+                pause = LONGEST_RETRY_SECONDS if response.is_absent else retry
                 retry = min(2 * retry, LONGEST_RETRY_SECONDS)
             else:
-                if silence_told:
+                if is_silence_reported:
                     self._report(Noted(f"{key}: answers again"))
-                answered, silence_told, retry = now, False, RETRY_SECONDS
-                is_held = answer.etag is not None and now - asked > PACE_SECONDS
-                is_new, etag, text = answer.text != text, answer.etag, answer.text
+                answered_at, is_silence_reported, retry = now, False, RETRY_SECONDS
+                is_held = response.etag is not None and now - requested_at > PACE_SECONDS
+                is_new, etag, text = response.text != text, response.etag, response.text
                 if is_new:
                     self._report(self._dated(server, key, text))
                 pause = 0.0 if is_held or (is_new and etag is not None) else PACE_SECONDS
-            self._closed.wait(pause)
+            self._threads.closed.wait(pause)
 
-    def _dated(self, server: Server, key: str, text: str) -> Heard:
-        heard = Heard(key, text, self._clock.monotonic(), self._clock.wall())
-        if key != preemption.UPCOMING or not isinstance(self._meaning(heard), Notice):
-            return heard
-        policy = gce_metadata.ask(server, preemption.POLICY)
-        known = policy.text if isinstance(policy, Answer) else ""
-        return Heard(key, text, heard.at, heard.wall, known)
+    def _dated(self, server: Server, key: str, text: str) -> MetadataValue:
+        value = MetadataValue(key, text, self._clock.monotonic(), self._clock.wall())
+        if key != preemption.UPCOMING or not isinstance(self._meaning(value), PreemptionNotice):
+            return value
+        policy = gce_metadata.get(server, preemption.POLICY)
+        known = policy.text if isinstance(policy, Response) else ""
+        return MetadataValue(key, text, value.received_at, value.wall, known)
 
-    def _meaning(self, heard: Heard) -> Notice | Calm | None:
-        return preemption.understood(heard, self.section)
+    def _meaning(self, value: MetadataValue) -> PreemptionNotice | NoEvent | None:
+        return preemption.parse(value, self.section)
 
-    def _report(self, report: Heard | Noted) -> None:
-        meaning = self._meaning(report) if isinstance(report, Heard) else None
-        self._heard.put(report)
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._write_end, b"!")
-        if self._is_early and isinstance(meaning, Notice) and _is_near(meaning):
-            signals.terminate(meaning.words)
+    def _report(self, report: MetadataValue | Noted) -> None:
+        meaning = self._meaning(report) if isinstance(report, MetadataValue) else None
+        self._threads.put(report)
+        if self._is_early and isinstance(meaning, PreemptionNotice) and _is_near(meaning):
+            signals.terminate_self(meaning.description)
 
 
-def _is_near(notice: Notice) -> bool:
-    return notice.deadline is None or notice.deadline - notice.seen <= preemption.NEAR_SECONDS
+def _is_near(notice: PreemptionNotice) -> bool:
+    return (
+        notice.deadline is None or notice.deadline - notice.received_at <= preemption.NEAR_SECONDS
+    )

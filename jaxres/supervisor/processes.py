@@ -1,10 +1,11 @@
-"""Sees to it that nothing which an attempt has started outlives it: also children of children.
+"""Kills all processes that an attempt has left behind, also grandchildren; Linux process helpers.
 
-Two nets. Every process of an attempt has its mark in the environment, made of the nonce in the
-attempt's claim, so that a later supervisor, too, finds exactly those. And while a supervisor lives,
-orphans come to it, so that whatever descends from it after an attempt is a remainder.
+Leftovers are found in two ways. Every process of an attempt carries a tag in its environment, made
+of the nonce in the attempt's claim, so that a later supervisor finds exactly these processes. And a
+supervisor is a subreaper: orphans become its children, so every descendant that is left after an
+attempt is a leftover.
 
-What is asked of the kernel: whom it has killed for want of memory, and whom it is to kill.
+Also here: the kernel's count of out-of-memory kills, and the parent-death signal.
 """
 
 from __future__ import annotations
@@ -17,27 +18,37 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from jaxres.clock import Clock
-from jaxres.faults import Exit, StorageUnavailable
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import StorageUnavailable
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim
 from jaxres.storage import files
-from jaxres.storage.path import BucketPath
+from jaxres.supervisor.proc_stat import read_proc_stat
 
 PR_SET_PDEATHSIG = 1
 
 
-def die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent is gone, however that ended."""
+def kill_me_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when its parent is gone, however the parent ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(Exit.BUG)
+        os._exit(ExitCode.BUG)
 
 
-def out_of_memory_kills(root: Path = Path("/")) -> int:
-    """Returns how many processes the kernel has killed so far because memory had run out.
+def name_process(name: str) -> None:
+    """Gives this process the name that `ps -o comm`, `pgrep` and the kernel's messages show.
 
-    Of this process's cgroup where its counter can be read, else of the whole host; 0 where the
-    kernel does not tell.
+    Args:
+      name: at most 15 bytes; the kernel truncates longer names.
+    """
+    Path("/proc/self/comm").write_text(name)
+
+
+def oom_kill_count(root: Path = Path("/")) -> int:
+    """Returns how many processes the kernel has killed so far because memory ran out.
+
+    Counts this process's cgroup if its counter is readable, else the whole host; 0 if neither is
+    readable.
     """
     for path in [*_counters(root), root / "proc/vmstat"]:
         with contextlib.suppress(OSError):
@@ -48,148 +59,146 @@ def out_of_memory_kills(root: Path = Path("/")) -> int:
 
 
 def _counters(root: Path) -> list[Path]:
-    """Returns where the counter may be, by version 1 or 2 of cgroups."""
-    groups = root / "sys/fs/cgroup"
-    found: list[Path] = []
+    """Returns the files that may hold the counter, for version 1 or 2 of cgroups."""
+    cgroups = root / "sys/fs/cgroup"
+    paths: list[Path] = []
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, names, group = line.split(":", 2)
             inside = group.lstrip("/")
             if "memory" in names.split(","):
-                found.append(groups / "memory" / inside / "memory.oom_control")
+                paths.append(cgroups / "memory" / inside / "memory.oom_control")
             elif not names:
-                found.append(groups / inside / "memory.events")
-    return found
+                paths.append(cgroups / inside / "memory.events")
+    return paths
 
 
-MARK = "JAXRES_ATTEMPT"
+TAG_VARIABLE = "JAXRES_ATTEMPT"
 PR_SET_CHILD_SUBREAPER = 36
 GONE_SECONDS = 10.0
-"""Longest wait until killed processes are gone: one that hangs in the kernel may never be."""
+"""Longest wait for killed processes to disappear; one that hangs in the kernel may never do so."""
 LOOK_SECONDS = 0.01
-MOST_LOOKS, AGAIN_SECONDS = 500, 0.002
-"""At a process in the middle of its exec, which has no environment yet; and until the next."""
+MAX_EXEC_POLLS, EXEC_POLL_SECONDS = 500, 0.002
+"""Polls of a process in the middle of its exec, which has no environment yet."""
 KERNEL_THREAD = 0x00200000
 """PF_KTHREAD of include/linux/sched.h."""
-MOST_AT_ONCE = 100
-"""Orphans that are buried at once; the others wait for the next time."""
+MAX_REAPED = 100
+"""Most zombie processes that one call reaps; the others wait for the next call."""
 
 
-def adopt_orphans() -> None:
-    """From now on, whoever descends from this process and loses its parent becomes its child."""
+def become_subreaper() -> None:
+    """Makes this process the new parent of every descendant whose own parent exits."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def marked(env: Mapping[str, str], run_dir: RunDir, claim: Claim) -> dict[str, str]:
-    """Returns the environment with the attempt's mark."""
-    return {**env, MARK: _mark(identity(run_dir), claim)}
+def tag_env(env: Mapping[str, str], run_dir: RunDir, claim: Claim) -> dict[str, str]:
+    """Returns the environment with the attempt's tag."""
+    return {**env, TAG_VARIABLE: _tag(run_dir_id(run_dir), claim)}
 
 
-def bury(workers: Iterable[int]) -> None:
-    """Takes leave of adopted orphans that have ended, so that none stays in the process table.
+def reap(child_pids: Iterable[int]) -> None:
+    """Reaps adopted zombie processes, so that none stays in the process table.
 
     Args:
-      workers: pids of the children whose ends somebody else waits for.
+      child_pids: pids of the children that other code waits for; these are not reaped.
     """
-    waited_for = set(workers)
-    for _ in range(MOST_AT_ONCE):
+    waited_for = set(child_pids)
+    for _ in range(MAX_REAPED):
         with contextlib.suppress(ChildProcessError):
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found is not None and found.si_pid not in waited_for:
-                os.waitpid(found.si_pid, os.WNOHANG)
+            exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if exited is not None and exited.si_pid not in waited_for:
+                os.waitpid(exited.si_pid, os.WNOHANG)
                 continue
         return
 
 
-def identity(run_dir: RunDir) -> str:
-    """Returns what stays when a run directory is moved, and is another for its copy."""
-    if isinstance(run_dir.root, BucketPath):
-        return str(run_dir.root)
-    with files.typed_errors(run_dir.root):
-        folder = run_dir.root.stat()
-    return f"{folder.st_dev}.{folder.st_ino}"
+def run_dir_id(run_dir: RunDir) -> str:
+    """Returns the identity of a run directory: unchanged by a move, different for a copy."""
+    return files.identity(run_dir.root)
 
 
-def end(folder: str, claims: Iterable[Claim], *, clock: Clock, spare: Collection[int] = ()) -> int:
-    """Ends what attempts have left behind on this machine; returns how many processes there were.
+def kill_leftovers(
+    folder: str, claims: Iterable[Claim], *, clock: Clock, keep: Collection[int] = ()
+) -> int:
+    """Kills the processes that attempts have left behind on this machine; returns their number.
 
-    Only for the owner of the run: none of these attempts may still be at work.
+    Only the holder of the run lock may call this: none of these attempts may still run.
 
     Args:
-      folder: the identity of the run directory.
-      claims: of the attempts.
-      clock: the supervisor's.
-      spare: pids of children that belong to no attempt.
+      folder: the identity of the run directory (`run_dir_id`).
+      claims: the claims of the attempts.
+      clock: the supervisor's clock.
+      keep: pids of children that belong to no attempt, which are not killed.
 
     Raises:
-      StorageUnavailable: some can't be ended, since they hang in the kernel.
+      StorageUnavailable: some can not be killed, because they hang in the kernel.
     """
-    marks = {f"{MARK}={_mark(folder, claim)}".encode() for claim in claims}
+    tags = {f"{TAG_VARIABLE}={_tag(folder, claim)}".encode() for claim in claims}
     killed: set[int] = set()
     until = clock.monotonic() + GONE_SECONDS
-    while left := _left(marks, clock).difference(spare):
+    while left := _find_leftovers(tags, clock).difference(keep):
         if clock.monotonic() > until:
-            named = ", ".join(map(str, sorted(left)))
+            pids = ", ".join(map(str, sorted(left)))
             raise StorageUnavailable(
-                f"processes of an earlier attempt are killed and not gone: they hang in the "
-                f"kernel (pid {named}), as where storage does not answer. Mend it."
+                f"processes of an earlier attempt were killed and still exist: they hang in the "
+                f"kernel (pid {pids}), as when storage does not answer. Repair the storage."
             )
         for pid in left:
-            _kill(pid, marks)
+            _kill(pid, tags)
         killed |= left
         clock.sleep(LOOK_SECONDS)
     return len(killed)
 
 
-def _mark(folder: str, claim: Claim) -> str:
-    """Returns what tells an attempt from all others, also from those of a copy of the run."""
+def _tag(folder: str, claim: Claim) -> str:
+    """Returns the tag of an attempt, unique also among the attempts of a copy of the run."""
     return f"{claim.nonce}.{folder}"
 
 
-def _left(marks: set[bytes], clock: Clock) -> set[int]:
-    """Returns those who bear a mark or descend from this process, without the dead."""
+def _find_leftovers(tags: set[bytes], clock: Clock) -> set[int]:
+    """Returns the pids that carry a tag or descend from this process; reaps zombie children."""
     parents = dict[int, int]()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state in "ZX":
-                _bury(int(entry.name), int(parent))
+            stat = read_proc_stat(int(entry.name))
+            if stat.state in "ZX":
+                _reap_child(int(entry.name), stat.parent)
                 continue
-            parents[int(entry.name)] = int(parent)
-    found, unread = set[int](), set(parents)
-    for _ in range(MOST_LOOKS):
-        looks = {pid: _bears(pid, marks) for pid in unread}
-        found |= {pid for pid, bears in looks.items() if bears}
-        unread = {pid for pid, bears in looks.items() if bears is None}
+            parents[int(entry.name)] = stat.parent
+    tagged, unread = set[int](), set(parents)
+    for _ in range(MAX_EXEC_POLLS):
+        has_tag = {pid: _has_tag(pid, tags) for pid in unread}
+        tagged |= {pid for pid, is_tagged in has_tag.items() if is_tagged}
+        unread = {pid for pid, is_tagged in has_tag.items() if is_tagged is None}
         if not unread:
             break
-        clock.sleep(AGAIN_SECONDS)
-    return found | {pid for pid in parents if _descends(pid, parents)}
+        clock.sleep(EXEC_POLL_SECONDS)
+    return tagged | {pid for pid in parents if _descends(pid, parents)}
 
 
-def _bury(pid: int, parent: int) -> None:
-    """Takes leave of a dead child that was adopted, so that it does not stay in the table."""
+def _reap_child(pid: int, parent: int) -> None:
+    """Reaps a zombie process if it is a child of this process."""
     if parent == os.getpid():
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
-def _bears(pid: int, marks: set[bytes]) -> bool | None:
-    """Says whether a process bears a mark; None: nobody can say, in the middle of its exec."""
+def _has_tag(pid: int, tags: set[bytes]) -> bool | None:
+    """Whether a process carries a tag; None: unknown, because it is in the middle of its exec."""
     with contextlib.suppress(OSError):
-        if words := Path(f"/proc/{pid}/environ").read_bytes():
-            return not marks.isdisjoint(words.split(b"\0"))
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        state, flags, start, end = stat[0], int(stat[6]), int(stat[47]), int(stat[48])
-        if state not in "ZX" and not flags & KERNEL_THREAD and (start != end or not end):
-            return None  # Without an environment for good it has a place for one, of no size.
+        if environ := Path(f"/proc/{pid}/environ").read_bytes():
+            return not tags.isdisjoint(environ.split(b"\0"))
+        stat = read_proc_stat(pid)
+        is_process = stat.state not in "ZX" and not stat.flags & KERNEL_THREAD
+        if is_process and (stat.env_start != stat.env_end or not stat.env_end):
+            return None  # A process that never gets an environment has env_start == env_end > 0.
     return False
 
 
 def _descends(pid: int, parents: Mapping[int, int]) -> bool:
-    """Whether a process descends from this one, as far as the table of parents tells."""
+    """Whether a process descends from this one, according to the table of parents."""
     for _ in parents:
         pid = parents.get(pid, 0)
         if pid == os.getpid():
@@ -197,13 +206,12 @@ def _descends(pid: int, parents: Mapping[int, int]) -> bool:
     return False
 
 
-def _kill(pid: int, marks: set[bytes]) -> None:
-    """Kills a process; one that has got its number meanwhile is left alone."""
+def _kill(pid: int, tags: set[bytes]) -> None:
+    """Kills a leftover; does nothing if its pid was given to another process meanwhile."""
     with contextlib.suppress(OSError):
-        held = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
         try:
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            if _bears(pid, marks) or parent == os.getpid():
-                signal.pidfd_send_signal(held, signal.SIGKILL)
+            if _has_tag(pid, tags) or read_proc_stat(pid).parent == os.getpid():
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         finally:
-            os.close(held)
+            os.close(pidfd)

@@ -1,9 +1,9 @@
-"""The hosts behind other doors, as one door's loop sees them: the lead's decides, the rest follow.
+"""Hosts under other supervisors: the supervisor of host 0 (the leader) decides, the others follow.
 
-The lead's door hears how far every host is and how its worker ended, decides with the same `blame`
-as over workers of its own, and tells each door how it ends. A follower's door holds no deadline: a
-host can only be said to hang by who knows what the others wait for. Where the lead itself is gone,
-each follower ends by itself and names it.
+The leader receives every host's progress and worker exit, decides with the same `root_cause` as for
+its own workers, and sends each supervisor its result. A follower enforces no deadline, because only
+the leader knows which host the others wait for. If the leader itself is gone, each follower exits
+and names the leader as the culprit.
 """
 
 from __future__ import annotations
@@ -13,168 +13,189 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxres.cluster import messages
-from jaxres.cluster.peer_connections import Peers
-from jaxres.faults import Exit
-from jaxres.supervisor.root_cause import GOOD, Blame, End, Known
-from jaxres.supervisor.watchdog import Watch
-from jaxres.telemetry.heartbeat import EnteredPhase
+from jaxres.cluster.peer_connections import PeerLinks
+from jaxres.exit_codes import ExitCode, exit_row
+from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.supervisor.root_cause import HostStatus, RootCause, WorkerExit
+from jaxres.supervisor.watchdog import ProgressTracker
+from jaxres.telemetry.heartbeat import PhaseEntered
 
 LEAD = 0
 
 
 @dataclass
-class Remote:
-    """One host's worker, as its own door tells of it."""
+class RemoteHost:
+    """Status of one host's worker, as its own supervisor reports it."""
 
     host: int
     name: str
-    watch: Watch
-    end: End | None = None
-    standing: float = 0.0
-    """For how long it had not come further when it last beat."""
+    progress: ProgressTracker
+    end: WorkerExit | None = None
+    stalled_seconds: float = 0.0
+    """Seconds without progress at its last heartbeat."""
 
-    def known(self) -> Known:
-        """Returns what is known of this host."""
-        return Known(
+    def status(self) -> HostStatus:
+        """Returns the status of this host."""
+        return HostStatus(
             host=self.host,
             name=self.name,
             pid=None,
-            phase=self.watch.phase,
-            step=self.watch.step,
-            since=self.watch.since,
+            phase=self.progress.phase,
+            step=self.progress.step,
+            last_progress=self.progress.last_progress,
             end=self.end,
         )
 
-    def paused(self, seconds: float) -> None:
-        """Stretches every limit by a sleep of the watcher's own."""
-        self.watch = self.watch.paused(seconds)
+    def extend_deadlines(self, seconds: float) -> None:
+        """Extends the deadline by the seconds that this supervisor was suspended."""
+        self.progress = self.progress.extend(seconds)
 
-    def heard(self, here: messages.Here, *, now: float) -> None:
-        """Takes a beat; only progress feeds the watch."""
-        if here.phase != self.watch.phase:
-            self.watch = self.watch.after(EnteredPhase(here.phase), now=now)
-        if here.step > self.watch.step:  # A beat a second: often by many steps.
-            self.watch = self.watch.heard_of(here.step, standing=self.standing, now=now)
-        self.standing = max(0.0, now - self.watch.since)
+    def on_heartbeat(self, heartbeat: messages.Heartbeat, *, now: float) -> None:
+        """Processes a heartbeat; only progress resets the deadline."""
+        if heartbeat.phase != self.progress.phase:
+            self.progress = self.progress.on_status(PhaseEntered(heartbeat.phase), now=now)
+        if heartbeat.step > self.progress.step:  # One heartbeat per second often covers many steps.
+            self.progress = self.progress.advance(
+                heartbeat.step, stalled_seconds=self.stalled_seconds, now=now
+            )
+        self.stalled_seconds = max(0.0, now - self.progress.last_progress)
 
 
-class Led:
-    """All other hosts, as the lead's door sees them."""
+class FollowerLinks:
+    """The leader's connections to the supervisors of all other hosts."""
 
-    def __init__(self, peers: Peers, *, now: float) -> None:
+    def __init__(self, peers: PeerLinks, *, now: float) -> None:
         self._peers = peers
         self.hosts = [
-            Remote(host, channel.name, Watch(since=now))
-            for host, channel in sorted(peers.channels.items())
+            RemoteHost(host, link.name, ProgressTracker(last_progress=now))
+            for host, link in sorted(peers.links.items())
         ]
-        self._told = False
+        self._is_result_sent = False
 
     def fileno(self) -> int:
-        """A descriptor that is readable when there is something to hear."""
+        """A descriptor that is readable when a message can be received."""
         return self._peers.fileno()
 
-    def take(self, *, now: float) -> list[messages.StopAsked]:
-        """Takes what has come; returns what has to be answered at once."""
-        asked: list[messages.StopAsked] = []
+    def receive(self, *, now: float) -> list[messages.StopMessage]:
+        """Receives messages and updates the hosts; returns the stop requests."""
+        requests: list[messages.StopMessage] = []
         remotes = {remote.host: remote for remote in self.hosts}
-        for host, word in self._peers.hear():
+        for host, message in self._peers.receive():
             remote = remotes[host]
-            match word:
-                case messages.Here():
-                    remote.heard(word, now=now)
-                case messages.StopAsked():
-                    asked.append(word)
-                case messages.WorkerEnded(code, reason, committed, said, step):
-                    remote.heard(messages.Here(step, remote.watch.phase), now=now)
-                    remote.end = remote.end or End(code, reason, now, said, committed)
-                case messages.Farewell(code, reason):
-                    remote.end = remote.end or End(code, reason, now, own_word=True)
-                case messages.Lost(reason):
-                    lost = End(Exit.PEER_LOST, reason, now, own_word=False, is_gone=True)
+            match message:
+                case messages.Heartbeat():
+                    remote.on_heartbeat(message, now=now)
+                case messages.StopMessage():
+                    requests.append(message)
+                case messages.WorkerExited():
+                    remote.on_heartbeat(
+                        messages.Heartbeat(message.step, remote.progress.phase), now=now
+                    )
+                    remote.end = remote.end or WorkerExit(_result_of(message), now)
+                case messages.Goodbye(code, reason):
+                    remote.end = remote.end or WorkerExit(
+                        AttemptResult(code, reason, announced=True), now
+                    )
+                case messages.Disconnected(reason):
+                    lost = WorkerExit(AttemptResult(ExitCode.PEER_LOST, reason), now, is_gone=True)
                     remote.end = remote.end or lost
                 case _:
                     pass
-        return asked
+        return requests
 
-    def beat(self, steps: Sequence[tuple[int, int]]) -> None:
-        """Shows that this door is awake, and how far every host is.
+    def send_heartbeat(self, steps: Sequence[tuple[int, int]]) -> None:
+        """Sends a heartbeat with the progress of every host.
 
         Args:
-          steps: (host, newest finished step) of this door's own workers.
+          steps: (host, newest finished step) of this supervisor's own workers.
         """
-        known = dict(steps) | {remote.host: remote.watch.step for remote in self.hosts}
-        self._peers.beat(messages.Standing(tuple(known[host] for host in sorted(known))))
+        step_by_host = dict(steps) | {remote.host: remote.progress.step for remote in self.hosts}
+        self._peers.send_heartbeat(
+            messages.LeaderHeartbeat(tuple(step_by_host[host] for host in sorted(step_by_host)))
+        )
 
-    def conclude(self, found: Blame) -> None:
-        """Tells every door how it ends, once."""
-        if self._told:
+    def send_results(self, cause: RootCause) -> None:
+        """Sends every supervisor its result, once."""
+        if self._is_result_sent:
             return
-        self._told = True
+        self._is_result_sent = True
         for remote in self.hosts:
-            code, reason = found.told[remote.host]
-            word = messages.Verdict(
+            code, reason = cause.per_host[remote.host]
+            result = messages.JobResult(
                 code,
-                found.culprit,
+                cause.result.culprit,
                 reason,
-                remote.watch.step,
-                found.committed,
-                is_hang=found.code == Exit.HUNG,
+                remote.progress.step,
+                cause.result.committed,
+                is_hang=cause.result.code == ExitCode.HUNG,
             )
-            self._peers.tell(word, to=remote.host)
+            self._peers.send(result, to=remote.host)
 
-    def leave(self, code: int, reason: str, *, step: int, committed: bool) -> None:
-        """Tells every door that this one ends for a reason of its own, unless that was told."""
-        if self._told:
+    def send_exit(self, result: AttemptResult, *, step: int) -> None:
+        """Sends every supervisor this one's own result, unless results were sent already."""
+        if self._is_result_sent:
             return
-        shared = (*GOOD, Exit.FENCED)
-        if code not in shared:
+        code, reason = result.code, result.reason
+        is_shared = exit_row(code).is_shared
+        if not is_shared:
             reason = f"host {LEAD} ({socket.gethostname()}): {reason}"
-        theirs = code if code in shared else Exit.PEER_LOST
-        self._peers.tell(messages.Verdict(theirs, LEAD, reason, step, committed))
+        shared_code = code if is_shared else ExitCode.PEER_LOST
+        self._peers.send(messages.JobResult(shared_code, LEAD, reason, step, result.committed))
 
 
-class Following:
-    """The lead's door, as a follower's sees it."""
+class LeaderLink:
+    """A follower's connection to the leader, the supervisor of host 0."""
 
-    hosts: tuple[Remote, ...] = ()
+    hosts: tuple[RemoteHost, ...] = ()
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: PeerLinks) -> None:
         self._peers = peers
-        self._told = False
+        self._is_exit_sent = False
 
     def fileno(self) -> int:
-        """A descriptor that is readable when there is something to hear."""
+        """A descriptor that is readable when a message can be received."""
         return self._peers.fileno()
 
-    def take(self) -> messages.Verdict | None:
-        """Returns how this host ends, once the lead has said so or is gone."""
-        for _, word in self._peers.hear():
-            match word:
-                case messages.Verdict():
-                    return word
-                case messages.Farewell(code, reason):
-                    return messages.Verdict(code, LEAD, reason, self._lead_step())
-                case messages.Lost(reason):
-                    reason = f"{reason}; its last finished step is {self._lead_step()}"
-                    return messages.Verdict(Exit.PEER_LOST, LEAD, reason, self._lead_step())
+    def receive(self) -> messages.JobResult | None:
+        """Returns this host's result once the leader has sent it or is gone; None: not yet."""
+        for _, message in self._peers.receive():
+            match message:
+                case messages.JobResult():
+                    return message
+                case messages.Goodbye(code, reason):
+                    return messages.JobResult(code, LEAD, reason, self._leader_step())
+                case messages.Disconnected(reason):
+                    reason = f"{reason}; its last finished step is {self._leader_step()}"
+                    return messages.JobResult(ExitCode.PEER_LOST, LEAD, reason, self._leader_step())
                 case _:
                     pass
         return None
 
-    def _lead_step(self) -> int:
-        return self._peers.channels[LEAD].step
+    def _leader_step(self) -> int:
+        return self._peers.links[LEAD].step
 
-    def beat(self, *, step: int, phase: str) -> None:
-        """Shows that this door is awake, and how far its worker is."""
-        self._peers.beat(messages.Here(step, phase))
+    def send_heartbeat(self, *, step: int, phase: str) -> None:
+        """Sends a heartbeat with the progress of this host's worker."""
+        self._peers.send_heartbeat(messages.Heartbeat(step, phase))
 
-    def stop_asked(self, code: int, why: str, *, step: int) -> None:
-        """Tells the lead of a stop; before the first step it is the lead's to act upon."""
-        self._peers.tell(messages.StopAsked(code, f"{why} on {socket.gethostname()}", step))
+    def request_stop(self, code: int, reason: str, *, step: int) -> None:
+        """Sends a stop request to the leader, which acts on it only before the first step."""
+        self._peers.send(messages.StopMessage(code, f"{reason} on {socket.gethostname()}", step))
 
-    def ended(self, end: End, *, step: int) -> None:
-        """Tells the lead how the worker has ended, once; the lead decides what it means."""
-        if not self._told:
-            self._told = True
-            word = messages.WorkerEnded(end.code, end.reason, end.committed, end.own_word, step)
-            self._peers.tell(word)
+    def send_exit(self, result: AttemptResult, *, step: int) -> None:
+        """Sends the worker's exit to the leader, once; the leader decides what it means."""
+        if not self._is_exit_sent:
+            self._is_exit_sent = True
+            self._peers.send(_worker_ended(result, step=step))
+
+
+def _worker_ended(result: AttemptResult, *, step: int) -> messages.WorkerExited:
+    return messages.WorkerExited(
+        result.code, result.reason, result.committed, result.announced, step
+    )
+
+
+def _result_of(message: messages.WorkerExited) -> AttemptResult:
+    return AttemptResult(
+        message.code, message.reason, committed=message.committed, announced=message.announced
+    )

@@ -1,8 +1,8 @@
-"""Attempt after attempt, until the run is done or `restart` says that no other is to follow.
+"""Restart loop: runs attempts until the run is done or the restart policy gives up.
 
-One process owns the run directory for all of them, also in between: it beats, answers signals and
-looks for requests while it waits. Every attempt is a claim of its own with a port of its own, and
-nothing that an earlier one has started is left when it is claimed.
+One process holds the run lock for all attempts and between them: while it waits, it writes the
+heartbeat, handles signals and reads request files. Every attempt has its own claim and its own
+port. All processes of earlier attempts are killed before the next attempt is claimed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from functools import partial
 from jaxres import faults
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
-from jaxres.faults import Exit, Fenced, StorageUnavailable, TypedEnd
+from jaxres.exit_codes import STOP_SIGNALS, ExitCode, exit_row
+from jaxres.faults import Fenced, RunError, StorageUnavailable
 from jaxres.runlog import run_log
+from jaxres.runlog.attempt_result import AttemptOutcome, AttemptResult, leave_record
 from jaxres.runlog.event_log import EventLog
 from jaxres.runlog.events import Event, GaveUp, SupervisionEnded
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Claim, Leave, Line, Record
-from jaxres.storage.timeouts import within
+from jaxres.runlog.run_log import Claim, Record, RunHistory
+from jaxres.storage.timeouts import CallTimeout, call_with_timeout, write_with_timeout
 from jaxres.supervisor import (
     attempt_runner,
     failure_report,
@@ -37,217 +39,227 @@ from jaxres.supervisor import (
     signals,
     worker_group,
 )
-from jaxres.supervisor.attempt import Ended, say
-from jaxres.supervisor.failure_report import exit_name, last_words
-from jaxres.supervisor.forkserver_client import Zygote
-from jaxres.supervisor.preemption_watcher import Watchman
-from jaxres.supervisor.restart_policy import Again, GiveUp, Outcome, Past, Policy
-from jaxres.supervisor.run_dir_watcher import Lookout
-from jaxres.supervisor.run_lock import Owner
+from jaxres.supervisor.attempt import print_message
+from jaxres.supervisor.failure_report import failure_text
+from jaxres.supervisor.forkserver_client import ForkServer
+from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartHistory, RestartPolicy
+from jaxres.supervisor.run_dir_watcher import RunDirWatcher
+from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.watchdog import LEAVE_SECONDS
 from jaxres.telemetry import stdio
-from jaxres.telemetry.alert_monitors import Saves
+from jaxres.telemetry.alert_monitors import SaveMonitor
 from jaxres.telemetry.alert_sender import Alerts
+from jaxres.telemetry.observers import Observers
 
 TICK_SECONDS = 0.25
 LOOK_SECONDS = 0.02
-"""Between looks whether storage has answered yet."""
-GOOD = (Exit.DONE, Exit.PREEMPTED, Exit.STOPPED)
+"""Poll interval while storage has not answered yet."""
 
 
 @dataclass
-class Run:
-    """What the supervisor knows of its run; owned by `keep_up`."""
+class LoopState:
+    """State of the restart loop; mutated by `run_restart_loop` only."""
 
     config: RunConfig
     run_dir: RunDir
-    folder: str
-    """Identity of the run directory."""
-    owner: Owner
+    run_dir_id: str
+    """Identity of the run directory, which its processes carry in their tag."""
+    run_lock: RunLock
     clock: Clock
     wakeup: int
-    """Where signals come as bytes."""
-    watchman: Watchman
-    """Watches for notices of this machine, between attempts too."""
-    policy: Policy
+    """Read end of `signals.wakeup_fd`: one byte per signal."""
+    preemption_watcher: PreemptionWatcher
+    """Watches for preemption notices of this machine, between attempts too."""
+    policy: RestartPolicy
     emit: Callable[[Event], None]
-    saves: Saves
-    train: Callable[..., Ended]
-    """Runs an opened attempt."""
-    zygote: Zygote | None
+    save_monitor: SaveMonitor
+    run_attempt: Callable[..., AttemptResult]
+    """Runs a claimed attempt."""
+    fork_server: ForkServer | None
     """Forks the workers of every attempt but the first; None: all are fresh processes."""
     env: Mapping[str, str]
-    line: Line
-    """The newest that could be read."""
+    run_history: RunHistory
+    """The run history as it was read last."""
     last_seq: int
     first_step: int
-    """Newest committed step when the supervisor began."""
-    history: list[Outcome]
-    """Of all attempts that count, those of earlier supervisors too."""
+    """Newest committed step when the restart loop began."""
+    outcomes: list[AttemptOutcome[int]]
+    """Outcomes of all attempts that use up budgets, those of earlier supervisors too."""
     claim: Claim | None = None
-    """Of the newest attempt of this supervisor."""
-    places: tuple[int, ...] = ()
-    """Of that attempt's hosts."""
+    """Claim of this supervisor's newest attempt."""
+    slots: tuple[int, ...] = ()
+    """Slots of that attempt's hosts."""
 
 
-def keep_up(
+def run_restart_loop(
     config: RunConfig,
     run_dir: RunDir,
     *,
-    policy: Policy,
-    train: Callable[..., Ended],
+    policy: RestartPolicy,
+    run_attempt: Callable[..., AttemptResult],
     env: Mapping[str, str],
     clock: Clock,
     alerts: Alerts,
 ) -> int:
-    """Supervises the run to its end, and returns the exit code.
+    """Runs attempts until the run ends; returns the exit code.
 
     Args:
-      config: of every attempt.
-      run_dir: the run's, which has no owner that lives.
-      policy: when to go on.
-      train: runs an opened attempt to its end; is given `env`, `wakeup`, `until`, `heard` and
-        `zygote`.
-      env: the environment that attempts are to have.
-      clock: the supervisor's.
-      alerts: are told what is decided; entered once the run is owned, since who is refused may
-        neither write nor tell anything.
+      config: the config of every attempt.
+      run_dir: the run directory, which no live process holds.
+      policy: when to restart.
+      run_attempt: runs a claimed attempt to its end; is given `env`, `wakeup`, `deadline`,
+        `on_save_health` and `fork_server`.
+      env: the environment of all attempts.
+      clock: the supervisor's clock.
+      alerts: receive the events of the loop. Entered once the run lock is held: without it this
+        process may neither write nor send anything.
     """
-    processes.adopt_orphans()
+    processes.become_subreaper()
     with contextlib.ExitStack() as stack:
-        watchman = stack.enter_context(Watchman(config.preemption, env=env, clock=clock))
-        owner = stack.enter_context(Owner(run_dir, clock=clock))
+        preemption_watcher = stack.enter_context(
+            PreemptionWatcher(config.preemption, env=env, clock=clock)
+        )
+        run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         stack.enter_context(alerts)
         records = run_log.read_records(run_dir.log)
-        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.hear])
-        stack.push(lambda *_: within(attempt_runner.RECORD_SECONDS, log.__exit__))
-        line, found = run_log.fold(records), restart_policy.recall(records)
+        observers = Observers([alerts])
+        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[observers.on_event])
+        stack.push(lambda *_: _close_in_time(log))
+        run_history, restarts = run_log.fold(records), restart_policy.load_history(records)
         emit = partial(_emit_in_time, log)
-        zygote = None
+        fork_server = None
         if config.restart.fork:
-            zygote = stack.enter_context(Zygote(run_dir, emit=emit, clock=clock))
-        run = Run(
+            fork_server = stack.enter_context(ForkServer(run_dir, emit=emit, clock=clock))
+        run = LoopState(
             config=config,
             run_dir=run_dir,
-            folder=processes.identity(run_dir),
-            owner=owner,
+            run_dir_id=processes.run_dir_id(run_dir),
+            run_lock=run_lock,
             clock=clock,
-            wakeup=stack.enter_context(signals.as_bytes()),
-            watchman=watchman,
+            wakeup=stack.enter_context(signals.wakeup_fd()),
+            preemption_watcher=preemption_watcher,
             policy=policy,
             emit=emit,
-            saves=Saves(alerts.tell, run=run_dir.root.absolute().name),
-            train=train,
-            zygote=zygote,
+            save_monitor=SaveMonitor(alerts.send, run=run_dir.root.absolute().name),
+            run_attempt=run_attempt,
+            fork_server=fork_server,
             env=env,
-            line=line,
+            run_history=run_history,
             last_seq=len(records),
-            first_step=line.step,
-            history=list(found.outcomes),
+            first_step=run_history.step,
+            outcomes=list(restarts.outcomes),
         )
-        return _attempts(run, found)
+        return _run_attempts(run, restarts)
 
 
 def _emit_in_time(log: EventLog, event: Event) -> None:
-    """Writes an event, or goes on without: storage that hangs holds up nobody."""
-
-    def emitted() -> bool:
-        log.emit(event)
-        return True
-
-    if within(attempt_runner.RECORD_SECONDS, emitted) is None:
-        say("the event could not be written: storage does not answer")
+    """Writes an event, or continues without it: the restart loop never waits for hung storage."""
+    what, seconds = "the event could not be written", attempt_runner.RECORD_SECONDS
+    write_with_timeout(lambda: log.emit(event), seconds=seconds, what=what, say=print_message)
 
 
-def _attempts(run: Run, found: Past) -> int:
-    """Makes attempts until one of them is the last, or budgets were used up before."""
-    decision = Again(0.0, frozenset(), "")
-    if run.history:
-        decision = restart_policy.decide(run.history, run.clock.monotonic(), run.policy)
-    _tell(run, *failure_report.started(run.line, run.policy, found, decision))
-    if isinstance(decision, GiveUp):
-        last = run.history[-1]
-        ended = Ended(last.code, last.reason, committed=False, on_record=False)
-        return _leave(run, ended, decision.exit, decision.reason)
-    ended = _attempt(run, without=decision.without_hosts)
-    while True:
-        run.history.append(_outcome(run, ended))
-        decision = restart_policy.decide(run.history, run.clock.monotonic(), run.policy)
-        if isinstance(decision, GiveUp):
-            return _leave(run, ended, decision.exit, decision.reason)
-        if ended.asked is not None:
-            why = "" if ended.asked == ended.code else "asked to stop, then "
-            return _leave(run, ended, ended.asked, f"{why}{ended.reason}")
-        _tell(run, *failure_report.restarted(run.line, run.policy, ended, decision))
-        ended = _pause(run, decision.after_seconds) or _attempt(run, without=decision.without_hosts)
+def _close_in_time(log: EventLog) -> None:
+    with contextlib.suppress(CallTimeout):
+        call_with_timeout(log.__exit__, seconds=attempt_runner.RECORD_SECONDS)
 
 
-def _attempt(run: Run, *, without: frozenset[int]) -> Ended:
-    """Makes one attempt; what keeps it from beginning is an end too."""
-    places = restart_policy.hosts(run.policy, without)
-    assert places is not None, without
-    run.places, run.claim = places, None
-    try:
-        _take(run, run_log.read_records(run.run_dir.log))
-        _clear(run, run.line.claims)
-        if attempt_runner.is_done(run.run_dir, run.config):
-            return Ended(Exit.DONE, "the last step is committed", True, on_record=False)
-        number = len(places)
-        meet = worker_group.behind_one_door(
-            run.config, run.run_dir, num_hosts=number, places=places
-        )
-        with meet as job:
-            ended = _claimed(run, job)
-        with contextlib.suppress(StorageUnavailable):  # The next attempt tries again.
-            _clear(run, [run.claim] if run.claim else [])
-        return ended
-    except TypedEnd as end:
-        return Ended(end.exit, str(end), committed=False, on_record=False, to_be_said=True)
-    finally:
-        with contextlib.suppress(TypedEnd, OSError):
-            records = within(
-                attempt_runner.RECORD_SECONDS, lambda: run_log.read_records(run.run_dir.log)
-            )
-            if records is not None:
-                _take(run, records)
-
-
-def _claimed(run: Run, job: worker_group.Job) -> Ended:
-    log, opened = attempt_runner.claim_next(
-        run.config, run.run_dir, job=job, owner=run.owner, clock=run.clock, env=run.env
+def _run_attempts(run: LoopState, restarts: RestartHistory) -> int:
+    """Runs attempts until the policy gives up or a stop was requested; returns the exit code."""
+    decision = Restart(0.0, frozenset(), "")
+    if run.outcomes:
+        decision = restart_policy.decide(run.outcomes, run.clock.monotonic(), run.policy)
+    _announce(
+        run, *failure_report.supervision_started(run.run_history, run.policy, restarts, decision)
     )
-    opened = dataclasses.replace(opened, watchman=run.watchman)
+    if isinstance(decision, GiveUp):
+        last = run.outcomes[-1]
+        ended = AttemptResult(last.code, last.reason, committed=False, is_recorded=False)
+        return _finish(run, ended, decision.exit, decision.reason)
+    ended = _run_one(run, without=decision.without_hosts)
+    while True:
+        run.outcomes.append(_outcome(run, ended))
+        decision = restart_policy.decide(run.outcomes, run.clock.monotonic(), run.policy)
+        if isinstance(decision, GiveUp):
+            return _finish(run, ended, decision.exit, decision.reason)
+        if ended.requested is not None:
+            prefix = "" if ended.requested == ended.code else "asked to stop, then "
+            return _finish(run, ended, ended.requested, f"{prefix}{ended.reason}")
+        _announce(
+            run, *failure_report.attempt_restarted(run.run_history, run.policy, ended, decision)
+        )
+        ended = _wait_backoff(run, decision.after_seconds) or _run_one(
+            run, without=decision.without_hosts
+        )
+
+
+def _run_one(run: LoopState, *, without: frozenset[int]) -> AttemptResult:
+    """Runs one attempt; an error that prevents its start is a result too."""
+    slots = restart_policy.choose_slots(run.policy, without)
+    assert slots is not None, without
+    run.slots, run.claim = slots, None
+    try:
+        _refresh_history(run, run_log.read_records(run.run_dir.log))
+        _kill_leftovers(run, run.run_history.claims)
+        if attempt_runner.is_complete(run.run_dir, run.config):
+            return AttemptResult(
+                ExitCode.DONE, "the last step is committed", committed=True, is_recorded=False
+            )
+        num_hosts = len(slots)
+        meet = worker_group.local_hosts(run.config, run.run_dir, num_hosts=num_hosts, slots=slots)
+        with meet as job:
+            ended = _run_claimed(run, job)
+        with contextlib.suppress(StorageUnavailable):  # The next attempt tries again.
+            _kill_leftovers(run, [run.claim] if run.claim else [])
+        return ended
+    except RunError as error:
+        return AttemptResult(
+            error.exit_code, str(error), committed=False, is_recorded=False, is_printed=True
+        )
+    finally:
+        with contextlib.suppress(RunError, OSError):
+            read = partial(run_log.read_records, run.run_dir.log)
+            _refresh_history(run, call_with_timeout(read, seconds=attempt_runner.RECORD_SECONDS))
+
+
+def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult:
+    log, opened = attempt_runner.claim_attempt(
+        run.config, run.run_dir, job=job, run_lock=run.run_lock, clock=run.clock, env=run.env
+    )
+    opened = dataclasses.replace(opened, preemption_watcher=run.preemption_watcher)
     run.claim, run.last_seq = opened.claim, opened.last_seq
-    run.line = dataclasses.replace(run.line, claims=(*run.line.claims, opened.claim))
-    ended = attempt_runner.stop_that_was_asked(run.run_dir, opened.claim)
+    run.run_history = dataclasses.replace(
+        run.run_history, claims=(*run.run_history.claims, opened.claim)
+    )
+    ended = attempt_runner.consume_stop_file(run.run_dir, opened.claim)
     if ended is None:
-        until = restart_policy.ends_at(run.policy)
-        ended = run.train(
+        deadline = restart_policy.deadline(run.policy)
+        ended = run.run_attempt(
             opened,
             env=run.env,
             wakeup=run.wakeup,
-            until=until,
-            heard=partial(run.saves.heard, attempt=opened.claim.attempt),
-            zygote=run.zygote,
+            deadline=deadline,
+            on_save_health=partial(run.save_monitor.on_save_health, attempt=opened.claim.attempt),
+            fork_server=run.fork_server,
         )
-    attempt_runner.put_down_in_time(log, ended, run_dir=run.run_dir, owner=run.owner)
+    attempt_runner.record_stop_with_timeout(log, ended, run_dir=run.run_dir, run_lock=run.run_lock)
     return ended
 
 
-def _take(run: Run, records: Sequence[Record]) -> None:
-    """Takes in what the log says by now.
+def _refresh_history(run: LoopState, records: Sequence[Record]) -> None:
+    """Updates the state from the records of the run log.
 
     Raises:
-      Fenced: another process has claimed the run; what it has started is not ours to end.
-      StorageUnavailable: the log is away, which is no empty log.
+      Fenced: another process has claimed the run; its processes must not be killed.
+      StorageUnavailable: records are missing, for example because a mount is gone.
     """
-    line = run_log.fold(records)
-    if line.attempt > run.line.attempt and not _is_ours(line.claims[-1]):
-        raise Fenced(_overtaken(run, line.claims[-1]))
+    run_history = run_log.fold(records)
+    if run_history.attempt > run.run_history.attempt and not _is_ours(run_history.claims[-1]):
+        raise Fenced(_fenced_reason(run, run_history.claims[-1]))
     if len(records) < run.last_seq:
         gone = f"{run.run_dir.log}: {run.last_seq} records were here, now {len(records)} are"
-        raise StorageUnavailable(f"{gone}. Bring the folder back; nothing was changed.")
-    run.line, run.last_seq = line, len(records)
+        raise StorageUnavailable(f"{gone}. Restore the folder; nothing was changed.")
+    run.run_history, run.last_seq = run_history, len(records)
 
 
 def _is_ours(claim: Claim) -> bool:
@@ -255,128 +267,136 @@ def _is_ours(claim: Claim) -> bool:
     return (claim.host, claim.pid, claim.boot_id) == ours
 
 
-def _overtaken(run: Run, claim: Claim) -> str:
-    return run_log.overtaken(run.run_dir.root, claim.attempt, claim)
+def _fenced_reason(run: LoopState, claim: Claim) -> str:
+    return run_log.superseded_message(run.run_dir.root, claim.attempt, claim)
 
 
-def _clear(run: Run, claims: Sequence[Claim]) -> None:
-    """Ends what attempts have left behind."""
-    spare = set() if run.zygote is None else run.zygote.pids
-    if cleared := processes.end(run.folder, claims, clock=run.clock, spare=spare):
-        say(f"{cleared} process(es) that an attempt had left behind were ended")
+def _kill_leftovers(run: LoopState, claims: Sequence[Claim]) -> None:
+    """Kills the processes that attempts have left behind."""
+    keep = set() if run.fork_server is None else run.fork_server.pids
+    if num_killed := processes.kill_leftovers(run.run_dir_id, claims, clock=run.clock, keep=keep):
+        print_message(f"{num_killed} process(es) that an attempt had left behind were killed")
 
 
-def _outcome(run: Run, ended: Ended) -> Outcome:
-    before = run.history[-1].step_after if run.history else run.first_step
-    culprit = None if ended.culprit is None else run.places[ended.culprit]
-    return Outcome(ended.code, ended.reason, before, max(before, run.line.step), culprit)
-
-
-def _pause(run: Run, seconds: float) -> Ended | None:
-    """Waits until it is time and storage answers; returns how all ends, if it does meanwhile."""
-    began = run.clock.monotonic()
-    watch = Lookout(
-        run.run_dir,
-        attempt=run.line.attempt,
-        last_seq=run.last_seq,
-        owner=run.owner,
-        clock=run.clock,
-        step=lambda: run.line.step,
+def _outcome(run: LoopState, ended: AttemptResult) -> AttemptOutcome[int]:
+    before = run.outcomes[-1].step_after if run.outcomes else run.first_step
+    culprit = None if ended.culprit is None else run.slots[ended.culprit]
+    return AttemptOutcome(
+        ended.code, ended.reason, before, max(before, run.run_history.step), culprit
     )
-    patience = seconds + run.policy.restart.max_storage_backoff_seconds + LEAVE_SECONDS
+
+
+def _wait_backoff(run: LoopState, seconds: float) -> AttemptResult | None:
+    """Waits for the backoff and until storage answers; returns a result if the run ends instead."""
+    began = run.clock.monotonic()
+    watch = RunDirWatcher(
+        run.run_dir,
+        attempt=run.run_history.attempt,
+        last_seq=run.last_seq,
+        run_lock=run.run_lock,
+        clock=run.clock,
+        step=lambda: run.run_history.step,
+    )
+    longest = seconds + run.policy.restart.max_storage_backoff_seconds + LEAVE_SECONDS
     with watch:
         while True:
             left = began + seconds - run.clock.monotonic()
             tick = min(TICK_SECONDS, max(LOOK_SECONDS, left))
-            select.select([run.wakeup, watch.wakeup, run.watchman.wakeup], [], [], tick)
+            select.select([run.wakeup, watch.wakeup, run.preemption_watcher.wakeup], [], [], tick)
             now = run.clock.monotonic()
-            if (notice := signal_dispatch.between_attempts(run.watchman, now=now)) is not None:
-                return _stopped(Exit.PREEMPTED, notice.words)
-            for number in signals.taken(run.wakeup):
-                if (ended := _answer(number)) is not None:
+            if (
+                notice := signal_dispatch.notice_between_attempts(run.preemption_watcher, now=now)
+            ) is not None:
+                return _stopped(ExitCode.PREEMPTED, notice.description)
+            for number in signals.drain(run.wakeup):
+                if (ended := _on_signal(number)) is not None:
                     return ended
             for report in watch.reports():
-                if (ended := _heed(run, report)) is not None:
+                if (ended := _on_watcher_event(run, report)) is not None:
                     return ended
             if now >= began + seconds and watch.has_answered:
                 return None
-            if now >= restart_policy.ends_at(run.policy):
-                return Ended(Exit.STOPPED, "no attempt was running", committed=False)
-            if now >= began + patience:
+            if now >= restart_policy.deadline(run.policy):
+                return AttemptResult(ExitCode.STOPPED, "no attempt was running", committed=False)
+            if now >= began + longest:
                 reason = f"{run.run_dir.root}: storage has not answered for {now - began:.0f} s"
-                return Ended(Exit.STORAGE, reason, committed=False, to_be_said=True)
+                return AttemptResult(ExitCode.STORAGE, reason, committed=False, is_printed=True)
 
 
-def _answer(number: int) -> Ended | None:
-    """Answers a signal while no attempt runs."""
+def _on_signal(number: int) -> AttemptResult | None:
+    """Handles a signal while no attempt runs; returns the result if it stops the run."""
     if number == signal.SIGTSTP:
         os.kill(os.getpid(), signal.SIGSTOP)
-    if number not in signals.STOPS:
+    if number not in STOP_SIGNALS:
         return None
-    code, name = signals.STOPS[signal.Signals(number)], signal.Signals(number).name
+    code, name = STOP_SIGNALS[signal.Signals(number)], signal.Signals(number).name
     return _stopped(code, name)
 
 
-def _stopped(code: Exit, why: str) -> Ended:
+def _stopped(code: ExitCode, why: str) -> AttemptResult:
     reason = f"{why} between two attempts: nothing new to save"
-    return Ended(code, reason, committed=False, asked=code, to_be_said=True)
+    return AttemptResult(code, reason, committed=False, requested=code, is_printed=True)
 
 
-def _heed(run: Run, report: run_dir_watcher.Report) -> Ended | None:
+def _on_watcher_event(run: LoopState, report: run_dir_watcher.WatcherEvent) -> AttemptResult | None:
     match report:
-        case run_dir_watcher.StopAsked(path):
-            return _stopped(Exit.STOPPED, str(path))
-        case run_dir_watcher.Overtaken(claim):
-            reason = _overtaken(run, claim)
-            return Ended(Exit.FENCED, reason, committed=False, on_record=False, to_be_said=True)
-        case run_dir_watcher.Failed(TypedEnd() as end):
-            return Ended(end.exit, str(end), committed=False, on_record=False, to_be_said=True)
-        case run_dir_watcher.Failed(error):
+        case run_dir_watcher.StopRequested(path):
+            return _stopped(ExitCode.STOPPED, str(path))
+        case run_dir_watcher.Superseded(claim):
+            reason = _fenced_reason(run, claim)
+            return AttemptResult(
+                ExitCode.FENCED, reason, committed=False, is_recorded=False, is_printed=True
+            )
+        case run_dir_watcher.WatcherFailed(RunError() as error):
+            return AttemptResult(
+                error.exit_code, str(error), committed=False, is_recorded=False, is_printed=True
+            )
+        case run_dir_watcher.WatcherFailed(error):
             raise error
-        case run_dir_watcher.SaveAsked():
-            say("save asked for, but nothing runs: the next attempt goes on from the last commit")
+        case run_dir_watcher.SaveRequested():
+            print_message(
+                "save requested, but no attempt runs: the next one resumes from the last commit"
+            )
     return None
 
 
-def _tell(run: Run, event: Event, words: list[str]) -> None:
+def _announce(run: LoopState, event: Event, messages: list[str]) -> None:
     run.emit(event)
-    for line in words:
-        say(line)
+    for line in messages:
+        print_message(line)
 
 
-def _leave(run: Run, ended: Ended, code: int, reason: str) -> int:
-    """Puts the supervisor's own end down, and tells the person why and what to do."""
-    as_asked = code in GOOD or code == ended.asked
-    kind = SupervisionEnded if as_asked else GaveUp
-    if code != Exit.FENCED:
-        run.emit(kind(run.line.attempt, code, exit_name(code), run.line.step, reason))
-        _record_leave(run, code, reason)
-    is_the_attempts = (code, reason) == (ended.code, ended.reason)
-    if not is_the_attempts or (run.claim is None and ended.to_be_said):
+def _finish(run: LoopState, ended: AttemptResult, code: int, reason: str) -> int:
+    """Records the supervisor's exit, prints the reason and what to do; returns the exit code."""
+    is_graceful = exit_row(code).is_graceful or code == ended.requested
+    event_type = SupervisionEnded if is_graceful else GaveUp
+    if code != ExitCode.FENCED:
+        run.emit(
+            event_type(
+                run.run_history.attempt, code, exit_row(code).name, run.run_history.step, reason
+            )
+        )
+        _record_leave(run, AttemptResult(code, reason))
+    is_attempt_result = (code, reason) == (ended.code, ended.reason)
+    if not is_attempt_result or (run.claim is None and ended.is_printed):
         stdio.flush()
-        stdio.tell(faults.message(code, reason))
-    elif ended.to_be_said and run.claim is not None:
-        attempt_runner.say_end(ended, run.run_dir, run.claim)
-    if not as_asked:
-        stdio.tell(last_words(run.run_dir, run.line.attempt, ended, code=code))
+        stdio.eprint(faults.format_exit_message(code, reason))
+    elif ended.is_printed and run.claim is not None:
+        attempt_runner.print_result(ended, run.run_dir, run.claim)
+    if not is_graceful:
+        stdio.eprint(failure_text(run.run_dir, run.run_history.attempt, ended, code=code))
     return code
 
 
-def _record_leave(run: Run, code: int, reason: str) -> None:
-    """Puts the end into the log, where the next supervisor looks; there is none without a claim."""
-    if run.line.attempt == 0:
+def _record_leave(run: LoopState, result: AttemptResult) -> None:
+    """Writes the supervisor's exit to the run log, for the next one; no-op without a claim."""
+    if run.run_history.attempt == 0:
         return
 
-    def record() -> bool:
-        after, attempt = run.last_seq, run.line.attempt
+    def record() -> None:
+        after, attempt = run.last_seq, run.run_history.attempt
         log = run_log.RunLog(run.run_dir.log, attempt=attempt, last_seq=after, clock=run.clock)
-        log.append(Leave(exit=code, reason=reason))
-        return True
+        log.append(leave_record(result))
 
-    try:
-        is_recorded = within(attempt_runner.RECORD_SECONDS, record)
-    except (TypedEnd, OSError) as error:
-        say(f"the supervisor's end could not be recorded: {error}")
-    else:
-        if is_recorded is None:
-            say("the supervisor's end could not be recorded: storage does not answer")
+    what, seconds = "the supervisor's exit could not be recorded", attempt_runner.RECORD_SECONDS
+    write_with_timeout(record, seconds=seconds, what=what, say=print_message)

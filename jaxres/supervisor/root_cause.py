@@ -1,94 +1,77 @@
-"""Home of: peer_lost. What the ends of a job's hosts mean together: how the attempt ended, and why.
+"""Home of: peer_lost. Finds the root cause of an attempt's end from the exits of its hosts. Pure.
 
-Pure. The first end decides when: an end that all hosts agree on gives the others time to end by
-their own word, any other gives them a moment, and what still runs then is killed. Where one host is
-the cause, the others' ends are its consequences, whatever they look like: JAX aborts the survivors
-of a lost peer, so an abort alone accuses nobody.
+The first exit sets the time of the decision. After an exit that all hosts agree on, the others have
+time to exit by themselves; after any other exit they have GRACE_SECONDS. Workers that still run
+then are killed. If one host is the cause, the other exits are consequences, whatever their codes:
+JAX aborts the survivors of a lost peer, so an abort alone names no culprit.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import signal
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode, Severity, exit_row
+from jaxres.runlog.attempt_result import AttemptResult
 
 GRACE_SECONDS = 1.0
-"""Time for the other hosts to end, and to say why, after one has ended unexpectedly."""
+"""Time for the other hosts to exit, and to send their reason, after one has exited unexpectedly."""
 ABORTED = 128 + signal.SIGABRT
-GOOD = (Exit.DONE, Exit.PREEMPTED, Exit.STOPPED)
-AGREED = (*GOOD, Exit.STORAGE, Exit.DIVERGED, Exit.UNHEALTHY)
-"""Ends that a host leaves by in order: the others come to the same one, or to one that follows."""
-GRAVEST_FIRST = (
-    *(Exit.FENCED, Exit.UNHEALTHY, Exit.DIVERGED, Exit.UNRESTORABLE, Exit.CONFIG),
-    *(Exit.OUT_OF_MEMORY, Exit.HUNG),
-)
 ORDER = ("start", "import", "join", "data", "build", "compile", "init", "restore")
 """Phases before training, in the order in which every host goes through them."""
 BETWEEN_STEPS = ("evaluate", "save")
-"""Phases that all hosts enter at the same step. Not the way out: one host may take it alone."""
-BEFORE_ITS_EQUALS = (Exit.BUG, Exit.STORAGE)
-"""Of ends at the same instant that are equally grave, a bug first, a crash last."""
+"""Phases that all hosts enter at the same step. Exiting is not one: a host may exit alone."""
 
 
 @dataclass(frozen=True)
-class End:
-    """How one host's worker has ended."""
+class WorkerExit:
+    """How one host's worker has exited."""
 
-    code: int
-    """An exit code of the contract, or 128 + the signal that ended it."""
-    reason: str
+    result: AttemptResult
     at: float
-    """When it was seen, on the deciding watcher's clock."""
-    own_word: bool
-    """Whether the worker itself has said so."""
-    committed: bool = False
+    """When the exit was seen, on the deciding supervisor's clock."""
     is_gone: bool = False
-    """Whether the host itself is gone: its door no longer answers. Nobody else's fault."""
+    """Whether the host itself is gone: its supervisor no longer answers."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known of one host of a job, from its worker here or from its own door elsewhere."""
+class HostStatus:
+    """Status of one host of a job, from its worker here or from the host's own supervisor."""
 
     host: int
     name: str
-    """Of the machine."""
+    """Name of the machine."""
     pid: int | None
-    """The worker's; None: it is on another machine."""
+    """The worker's pid; None: it runs on another machine."""
     phase: str
     step: int
     """Newest finished step of this attempt; 0: none yet."""
-    since: float
-    """When it was last heard of: a finished step or a new phase."""
+    last_progress: float
+    """When it last finished a step or entered a phase."""
     is_stopped: bool = False
-    """Whether its system says that it is stopped, as by SIGSTOP."""
-    end: End | None = None
+    """Whether the kernel reports the worker as stopped, for example by SIGSTOP."""
+    end: WorkerExit | None = None
 
 
 @dataclass(frozen=True)
-class Blame:
-    """How the whole attempt ended."""
+class RootCause:
+    """How the whole attempt ended, and what each host exits with."""
 
-    code: int
-    reason: str
-    committed: bool
-    culprit: int | None
-    """The host whose end is the cause; None: the hosts agreed, or nobody can tell."""
-    own_word: bool
-    """Whether the reason is the culprit's own."""
-    told: Mapping[int, tuple[int, str]]
-    """By host: the code and the message that its own door ends with."""
+    result: AttemptResult
+    """The attempt's result; its culprit is None if the hosts agreed or the cause is unknown."""
+    per_host: Mapping[int, tuple[int, str]]
+    """Exit code and message of each host's own supervisor."""
 
 
-def due(ends: Sequence[End | None], *, settle_seconds: float) -> float:
-    """Returns when the attempt's end is to be decided; whoever still runs then is killed.
+def decision_time(ends: Sequence[WorkerExit | None], *, settle_seconds: float) -> float:
+    """Returns when to decide about the attempt; workers that still run then are killed.
 
     Args:
-      ends: of every host; None: still running.
-      settle_seconds: longest time for the rest to end by their own word after an agreed end.
+      ends: the exit of every host; None: still running.
+      settle_seconds: longest time for the others to exit by themselves after an agreed exit.
     """
     seen = [end for end in ends if end is not None]
     if not seen:
@@ -99,157 +82,173 @@ def due(ends: Sequence[End | None], *, settle_seconds: float) -> float:
     return min([*unexpected, min(end.at for end in seen) + settle_seconds])
 
 
-def decide(hosts: Sequence[Known]) -> Blame:
-    """Returns how the attempt ended; at least one host has."""
+def find_root_cause(hosts: Sequence[HostStatus]) -> RootCause:
+    """Returns the root cause of the attempt's end; at least one host has exited."""
     if len(hosts) == 1:
-        return _alone(hosts[0])
+        return _single_host(hosts[0])
     ends = [(host, host.end) for host in hosts if host.end is not None]
     causes = [(host, end) for host, end in ends if not _is_consequence(end)]
     if causes:
-        host, end = min(causes, key=lambda cause: _gravity(*cause))
-        if end.code in GOOD:
-            return _blame(hosts, end, end.reason, culprit=None)
-        who = "" if end.is_gone else f"{named(host, with_step=True)}: "  # It is named by then.
-        return _blame(hosts, end, f"{who}{end.reason}", culprit=host)
+        host, end = min(causes, key=lambda cause: _order(*cause))
+        if exit_row(end.result.code).is_graceful:
+            return _root_cause(hosts, end.result, end.result.reason, culprit=None)
+        prefix = "" if end.is_gone else f"{host_label(host, with_step=True)}: "  # Already named.
+        return _root_cause(hosts, end.result, f"{prefix}{end.result.reason}", culprit=host)
     if len(ends) < len(hosts):
-        return _silent(hosts)
-    host, first = min(ends, key=lambda one: (one[1].at, one[0].host))
-    if first.code == ABORTED and [end.code for _, end in ends].count(ABORTED) == 1:
-        # The others have said that a peer is gone, and this one was the first to go.
-        return _blame(hosts, first, f"{named(host, with_step=True)}: {first.reason}", culprit=host)
-    reason = f"every host has lost the others; the first was {named(host, with_step=True)}"
-    lost = End(Exit.PEER_LOST, f"{reason}: {first.reason}", first.at, own_word=False)
-    return _blame(hosts, lost, lost.reason, culprit=None)
+        return _unresponsive(hosts)
+    host, first = min(ends, key=lambda exit: (exit[1].at, exit[0].host))
+    if first.result.code == ABORTED and [end.result.code for _, end in ends].count(ABORTED) == 1:
+        # All other hosts report a lost peer, and this one exited first.
+        return _root_cause(
+            hosts,
+            first.result,
+            f"{host_label(host, with_step=True)}: {first.result.reason}",
+            culprit=host,
+        )
+    reason = f"every host has lost the others; the first was {host_label(host, with_step=True)}"
+    lost = AttemptResult(ExitCode.PEER_LOST, f"{reason}: {first.result.reason}")
+    return _root_cause(hosts, lost, lost.reason, culprit=None)
 
 
-def most_silent(hosts: Sequence[Known]) -> Known:
-    """Returns the one of the running hosts that the others wait for.
+def furthest_behind(hosts: Sequence[HostStatus]) -> HostStatus:
+    """Returns the running host that the others wait for.
 
-    One that is stopped; else the one with the fewest steps; else the one that was heard of first.
+    That is a stopped host, or the one with the fewest steps, or the one whose progress is oldest.
     """
     running = [host for host in hosts if host.end is None]
-    return min(running, key=_silence)
+    return min(running, key=_progress_order)
 
 
-def hung(hosts: Sequence[Known], overdue: Container[int]) -> list[Known]:
-    """Returns the overdue hosts that are not kept waiting by one that still has time; silent first.
+def hung_hosts(hosts: Sequence[HostStatus], overdue: Container[int]) -> list[HostStatus]:
+    """Returns the overdue hosts that do not wait for a host that is in time; furthest behind first.
 
-    A host in a collective is overdue by the limit of its own phase, while the one that it waits for
-    may have a longer one: for its data, or to compile.
+    A host in a collective is overdue by the limit of its own phase, while the host that it waits
+    for may be in a phase with a longer limit: loading data, or compiling.
 
     Args:
-      hosts: all that are running, those too that have said why they leave.
-      overdue: which of them have outlasted the limit of their phase.
+      hosts: all running hosts, including those that have sent their exit reason.
+      overdue: the hosts whose phase has exceeded its limit.
     """
     late = [host for host in hosts if host.host in overdue]
     in_time = [host for host in hosts if host.host not in overdue]
-    found = [host for host in late if not any(_may_wait(host, other) for other in in_time)]
-    return sorted(found, key=_silence)
+    not_waiting = [host for host in late if not any(_may_wait(host, other) for other in in_time)]
+    return sorted(not_waiting, key=_progress_order)
 
 
-def _may_wait(host: Known, other: Known) -> bool:
-    """Whether a host may be waiting for another one: unless that one is ahead."""
+def _may_wait(host: HostStatus, other: HostStatus) -> bool:
+    """Whether a host may be waiting for another one: it may unless the other one is ahead."""
     if host.step != other.step:
         return other.step < host.step
     if host.phase == "train" and other.phase in BETWEEN_STEPS:
-        return other.since < host.since
+        return other.last_progress < host.last_progress
     return _rank(other) <= _rank(host)
 
 
-def _rank(host: Known) -> int:
+def _rank(host: HostStatus) -> int:
     return ORDER.index(host.phase) if host.phase in ORDER else len(ORDER)
 
 
-def _silence(host: Known) -> tuple[bool, int, float, int]:
-    return not host.is_stopped, host.step, host.since, host.host
+def _progress_order(host: HostStatus) -> tuple[bool, int, float, int]:
+    return not host.is_stopped, host.step, host.last_progress, host.host
 
 
-MAX_STANDING = 8
-"""Hosts whose place is told one by one."""
+MAX_LISTED_HOSTS = 8
+"""Hosts that a message lists one by one."""
 
 
-def standing(hosts: Sequence[Known], *, now: float) -> str:
-    """Returns how far every host is, those behind first; of many only these.
+def progress_summary(hosts: Sequence[HostStatus], *, now: float) -> str:
+    """Returns the progress of every host, furthest behind first; lists at most MAX_LISTED_HOSTS.
 
-    >>> a = Known(0, "vm", None, "train", 7, since=1.0)
-    >>> b = Known(1, "vm", None, "save", 6, since=4.0)
-    >>> standing([a, b], now=5.0)
+    >>> a = HostStatus(0, "vm", None, "train", 7, last_progress=1.0)
+    >>> b = HostStatus(1, "vm", None, "save", 6, last_progress=4.0)
+    >>> progress_summary([a, b], now=5.0)
     "host 1 is in phase 'save' after step 6, 1 s ago; host 0 in 'train' after step 7, 4 s ago"
     """
-    ordered = sorted(hosts, key=lambda host: (host.step, _rank(host), host.since, host.host))
-    told = [
+    ordered = sorted(
+        hosts, key=lambda host: (host.step, _rank(host), host.last_progress, host.host)
+    )
+    listed = [
         f"host {host.host} {'is in phase' if index == 0 else 'in'} '{host.phase}' after step "
-        f"{host.step}, {max(0.0, now - host.since):.0f} s ago{' (stopped)' * host.is_stopped}"
-        for index, host in enumerate(ordered[:MAX_STANDING])
+        f"{host.step}, {max(0.0, now - host.last_progress):.0f} s ago"
+        f"{' (stopped)' * host.is_stopped}"
+        for index, host in enumerate(ordered[:MAX_LISTED_HOSTS])
     ]
-    rest = len(ordered) - len(told)
-    return "; ".join([*told, *([f"and {rest} more"] if rest else [])])
+    rest = len(ordered) - len(listed)
+    return "; ".join([*listed, *([f"and {rest} more"] if rest else [])])
 
 
-def named(host: Known, *, with_step: bool = False) -> str:
-    """Returns how a message names a host."""
+def host_label(host: HostStatus, *, with_step: bool = False) -> str:
+    """Returns the name of a host, for a message."""
     pid = [] if host.pid is None else [f"pid {host.pid}"]
     step = [f"last finished step {host.step}"] if with_step else []
     return f"host {host.host} ({', '.join([host.name, *pid, *step])})"
 
 
-def _alone(host: Known) -> Blame:
+def _single_host(host: HostStatus) -> RootCause:
     end = host.end
     assert end is not None, host
-    told = {host.host: (end.code, end.reason)}
-    return Blame(end.code, end.reason, end.committed, host.host, end.own_word, told)
+    result = dataclasses.replace(end.result, culprit=host.host)
+    return RootCause(result, {host.host: (result.code, result.reason)})
 
 
-def _silent(hosts: Sequence[Known]) -> Blame:
-    """All who have ended have ended for want of a peer: the one they lost still runs."""
-    lost = most_silent(hosts)
-    reason = f"{named(lost)} has stopped answering; its last finished step is {lost.step}"
-    return _blame(hosts, End(Exit.PEER_LOST, reason, 0.0, own_word=False), reason, culprit=lost)
+def _unresponsive(hosts: Sequence[HostStatus]) -> RootCause:
+    """Blames a running host: all exits are consequences of a lost peer, and this is that peer."""
+    lost = furthest_behind(hosts)
+    reason = f"{host_label(lost)} has stopped answering; its last finished step is {lost.step}"
+    return _root_cause(hosts, AttemptResult(ExitCode.PEER_LOST, reason), reason, culprit=lost)
 
 
-def _blame(hosts: Sequence[Known], end: End, reason: str, *, culprit: Known | None) -> Blame:
-    return Blame(
-        end.code,
-        reason,
-        end.committed,
-        culprit=None if culprit is None else culprit.host,
-        own_word=end.own_word,
-        told={host.host: _told(host, end, reason, culprit=culprit) for host in hosts},
+def _root_cause(
+    hosts: Sequence[HostStatus],
+    cause: AttemptResult,
+    reason: str,
+    *,
+    culprit: HostStatus | None,
+) -> RootCause:
+    host = None if culprit is None else culprit.host
+    return RootCause(
+        dataclasses.replace(cause, reason=reason, culprit=host),
+        {host.host: _exit_of(host, cause, reason, culprit=culprit) for host in hosts},
     )
 
 
-def _told(host: Known, cause: End, reason: str, *, culprit: Known | None) -> tuple[int, str]:
-    """Returns what a host's door ends with: its own end where it is more than a consequence."""
+def _exit_of(
+    host: HostStatus, cause: AttemptResult, reason: str, *, culprit: HostStatus | None
+) -> tuple[int, str]:
+    """Returns a host's exit code and message: its own exit unless that is a consequence."""
     if host.end is not None and not _is_consequence(host.end):
-        return host.end.code, host.end.reason
+        return host.end.result.code, host.end.result.reason
     if culprit is None or host.host == culprit.host:
         return cause.code, reason
-    return Exit.PEER_LOST, reason
+    return ExitCode.PEER_LOST, reason
 
 
-def _is_agreed(end: End) -> bool:
-    return end.own_word and end.code in AGREED
+def _is_agreed(end: WorkerExit) -> bool:
+    return end.result.announced and exit_row(end.result.code).is_agreed
 
 
-def _is_consequence(end: End) -> bool:
-    """Whether an end may be no more than the loss of a peer."""
+def _is_consequence(end: WorkerExit) -> bool:
+    """Whether an exit may be a mere consequence of a lost peer."""
     if end.is_gone:
         return False
-    return end.code == Exit.PEER_LOST or (end.code == ABORTED and not end.own_word)
+    result = end.result
+    return result.code == ExitCode.PEER_LOST or (result.code == ABORTED and not result.announced)
 
 
-def _gravity(host: Known, end: End) -> tuple[float, float, int, int]:
-    """Orders causes, the gravest first; of equally grave ones the first is the cause.
+def _order(host: HostStatus, end: WorkerExit) -> tuple[int, float, int, int]:
+    """Returns the sort key of a cause: the most severe first, then the earliest.
 
-    What the lead has committed and left with stands against faults that came on the way out, but
-    not against one that says that the state or the machine is bad.
+    A graceful exit of host 0 that has committed outranks failures that follow it on the way out,
+    but not an exit that reports a bad state or a bad machine.
     """
-    rank = len(GRAVEST_FIRST) + 0.0
-    if end.code in GRAVEST_FIRST:
-        rank = GRAVEST_FIRST.index(Exit(end.code))
-    elif end.code in GOOD:
-        is_kept = host.host == 0 and (end.committed or end.code == Exit.DONE)
-        rank = GRAVEST_FIRST.index(Exit.OUT_OF_MEMORY) - 0.5 if is_kept else rank + 1
-    equals = BEFORE_ITS_EQUALS
-    place = equals.index(Exit(end.code)) if end.code in equals else len(equals)
-    return rank, end.at, place, host.host
+    row = exit_row(end.result.code)
+    severity = row.severity
+    if end.is_gone:
+        severity = Severity.FAILURE  # The loss of a machine is a cause of its own.
+    elif (
+        row.is_graceful
+        and host.host == 0
+        and (end.result.committed or end.result.code == ExitCode.DONE)
+    ):
+        severity = Severity.COMMITTED
+    return -severity, end.at, row.tie_break, host.host

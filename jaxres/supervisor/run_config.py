@@ -1,4 +1,4 @@
-"""The config of a run: what is asked for, held against what the run was started with."""
+"""Resolves the config of a run, and checks it against the config that the run was started with."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from jaxres.faults import ConfigError, UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
-from jaxres.storage.path import BucketPath, Place, place
+from jaxres.storage.path import RunPath, is_remote, parse_path
 
 
-def target_of(words: Sequence[str], *, usage: str) -> tuple[Place, list[str]]:
-    """Returns the config file or run directory that a command's words name, and the overrides.
+def parse_target(arguments: Sequence[str], *, usage: str) -> tuple[RunPath, list[str]]:
+    """Returns the config file or run directory among a command's arguments, and the overrides.
 
     Raises:
       UsageError: unknown flags, or not exactly one file or directory.
     """
-    targets = [word for word in words if "=" not in word]
-    unknown = [word for word in targets if word.startswith("-")]
+    targets = [argument for argument in arguments if "=" not in argument]
+    unknown = [target for target in targets if target.startswith("-")]
     if unknown:
         raise UsageError(f"{unknown[0]}: unknown flag\n{usage}")
     if len(targets) != 1:
         given = " ".join(targets) or "nothing"
         raise UsageError(f"expected one config file or run directory, got {given}\n{usage}")
     try:
-        return place(targets[0]), [word for word in words if "=" in word]
+        return parse_path(targets[0]), [argument for argument in arguments if "=" in argument]
     except ValueError as error:
         raise UsageError(f"{targets[0]}: {error}") from error
 
 
-def resolve(target: Place, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
+def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
     """Returns the config and the run directory; a recorded run must have the same trajectory."""
-    if isinstance(target, BucketPath) or target.is_dir():
+    if is_remote(target) or target.is_dir():
         run_dir = RunDir(target)
         if files.read(run_dir.config) is None:
             raise UsageError(
@@ -42,10 +42,10 @@ def resolve(target: Place, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
                 "file (configs/quickstart.yaml) or the directory of a run."
             )
         loaded = configs.load_recorded(_newest_config(run_dir), overrides)
-        elsewhere = loaded.config.run.dir
-        if elsewhere is not None and elsewhere.absolute() != target.absolute():
+        configured_dir = loaded.config.run.dir
+        if configured_dir is not None and configured_dir.absolute() != target.absolute():
             raise ConfigError(
-                f"run.dir={elsewhere}: the run directory is given already, as {target}. Leave "
+                f"run.dir={configured_dir}: the run directory is given already, as {target}. Leave "
                 "run.dir out, or give the config file instead of the directory."
             )
     else:
@@ -58,10 +58,11 @@ def resolve(target: Place, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
     return loaded, run_dir
 
 
-def _record(run_dir: RunDir, attempt: int) -> Place:
-    """Returns the config that the first attempt to start has trained with.
+def _record(run_dir: RunDir, attempt: int) -> RunPath:
+    """Returns the path of the config that an attempt has trained with.
 
-    Its own copy, since config.yaml may be edited, or come late from an attempt that was fenced.
+    This is the attempt's own copy, because config.yaml may have been edited, or written late by an
+    attempt that was fenced.
     """
     copy = run_dir.attempt(attempt) / "config.yaml"
     for path in (copy, run_dir.config):
@@ -73,9 +74,11 @@ def _record(run_dir: RunDir, attempt: int) -> Place:
     )
 
 
-def _newest_config(run_dir: RunDir) -> Place:
-    """Returns the config of the last attempt that trained: free keys may have changed since the
-    first, and one of an attempt that never got to train may be what is wrong with it.
+def _newest_config(run_dir: RunDir) -> RunPath:
+    """Returns the path of the config of the last attempt that trained.
+
+    Free keys may have changed since the first attempt, and the config of an attempt that never
+    trained may be the reason for that.
     """
     starts = run_log.fold(run_log.read_records(run_dir.log)).starts
     return _record(run_dir, starts[-1].attempt) if starts else run_dir.config

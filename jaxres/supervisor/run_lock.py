@@ -1,13 +1,15 @@
-"""Who may train in a run directory: a kernel lock where there is one, and the owner's beat.
+"""Lock on a run directory: a kernel file lock where available, and the lock holder's heartbeat.
 
-The owner rewrites `owner.json` every second, with a count that never repeats. Another process that
-finds the lock taken watches that count on its own clock: if it moves, the owner lives and the other
-is refused; if it stands still for three beats, the other goes on to claim, and the log fences the
-old owner. The log alone decides; lock and beat only keep healthy owners from being fenced.
+The lock holder rewrites `owner.json` every second, with a count that never repeats. Another process
+that finds the lock taken watches that count on its own clock. If the count changes, the holder is
+alive and the other process is refused. If it does not change for three heartbeats, the other one
+continues to its claim, and the run log fences the old holder. The run log alone decides; lock and
+heartbeat only keep healthy holders from being fenced.
 
-In a bucket there is no lock and the beat comes every five seconds. So an owner that ends says that
-it has left, and one of this very machine whose process is gone is seen to be dead. The first beat
-is written over what was found there and over nothing else: of several starts at once one is owner.
+In a bucket there is no file lock, and the heartbeat is written every five seconds. So a holder
+marks its heartbeat as released when it exits, and a holder on this same machine whose process is
+gone is known to be dead. The first heartbeat replaces exactly the object generation that was read:
+of several processes that start at once, one gets the lock.
 """
 
 from __future__ import annotations
@@ -24,24 +26,25 @@ from pathlib import Path
 from typing import Any
 
 from jaxres.clock import Clock
-from jaxres.faults import Fenced, TypedEnd
+from jaxres.faults import Fenced, RunError
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files, gcs_objects
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import is_remote
+from jaxres.supervisor.proc_stat import read_proc_stat
 
 BEAT_SECONDS = 1.0
 BUCKET_BEAT_SECONDS = 5.0
-"""One name takes about one write a second, and each has its price."""
+"""GCS accepts about one write per second to one object, and bills each write."""
 MISSED_BEATS = 3
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 BEAT_BYTES = 511
 
 
-class Owner:
-    """Owns a run directory until closed or killed; a context manager.
+class RunLock:
+    """Holds the lock on a run directory until closed or killed; a context manager.
 
     Raises:
-      Fenced: on entering, if another process owns the directory and lives; nothing was written.
+      Fenced: on entering, if a live process holds the lock; nothing was written.
     """
 
     def __init__(self, run_dir: RunDir, *, clock: Clock) -> None:
@@ -50,17 +53,17 @@ class Owner:
         self._nonce = secrets.token_hex(8)
         self._count = 0
         self._locked = False
-        self._left_open = False
+        self._is_abandoned = False
         self._files: list[int] = []
-        """Descriptors of the lock and, once this process owns the directory, of the beat."""
+        """Descriptors of the lock file and, once the lock is held, of the heartbeat file."""
         self._generation: int | None = None
-        """Of the newest beat in a bucket."""
+        """Object generation of the newest heartbeat in a bucket."""
         self._beat_at = -math.inf
-        """When that was."""
+        """When that heartbeat was written, on the clock."""
 
-    def __enter__(self) -> Owner:
-        if isinstance(self._run_dir.root, BucketPath):
-            self._succeed_in_bucket()
+    def __enter__(self) -> RunLock:
+        if self._run_dir.is_remote:
+            self._take_over_in_bucket()
             return self
         files.make_dir(self._run_dir.root)
         path = self._run_dir.lock
@@ -77,45 +80,45 @@ class Owner:
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        if kind is None and self._generation is not None and not self._left_open:
-            with contextlib.suppress(TypedEnd):  # Who comes next waits for three beats then.
-                self._write_to_bucket({**self._words(), "left": True}, over=self._generation)
-        while self._files and not self._left_open:
+        if kind is None and self._generation is not None and not self._is_abandoned:
+            with contextlib.suppress(RunError):  # The next process then waits for three heartbeats.
+                self._write_to_bucket({**self._fields(), "released": True}, over=self._generation)
+        while self._files and not self._is_abandoned:
             os.close(self._files.pop())
 
-    def leave_open(self) -> None:
-        """Leaves lock and beat to the end of the process: somebody may hang in a write to them."""
-        self._left_open = True
+    def abandon(self) -> None:
+        """Keeps the files open until the process exits: a thread may hang in a write to them."""
+        self._is_abandoned = True
 
     def beat(self) -> None:
-        """Shows that the owner lives; takes the lock if the one before has left it meanwhile."""
+        """Writes a heartbeat; takes the file lock if its previous holder has released it."""
         if not self._locked:
             self._locked = self._lock()
         self._count += 1
-        words = self._words()
-        if isinstance(self._run_dir.owner, BucketPath):
+        fields = self._fields()
+        if self._run_dir.is_remote:
             if self._clock.monotonic() - self._beat_at > BEAT_SECONDS:
                 self._beat_at = self._clock.monotonic()
-                self._write_to_bucket(words, over=None)
+                self._write_to_bucket(fields, over=None)
             return
-        # In place and of one size: needs no space, so that a full disk does not stop the beat.
-        line = json.dumps(words).encode().ljust(BEAT_BYTES) + b"\n"
+        # In place and of constant size, so that a full disk does not stop the heartbeat.
+        line = json.dumps(fields).encode().ljust(BEAT_BYTES) + b"\n"
         with files.typed_errors(self._run_dir.owner):
             os.pwrite(self._beat_file(), line, 0)
 
-    def _succeed_in_bucket(self) -> None:
-        """Writes the first beat over that of an owner that is gone."""
-        assert isinstance(self._run_dir.owner, BucketPath)
+    def _take_over_in_bucket(self) -> None:
+        """Replaces the heartbeat of a dead or released holder by this process's first one."""
+        assert is_remote(self._run_dir.owner)
         self._count = 1
-        while self._generation is None:  # Else another was faster, and is to be looked at.
+        while self._generation is None:  # None: another process was faster; read its heartbeat.
             data, generation = gcs_objects.read_at(self._run_dir.owner) or (b"", 0)
-            there = _decoded(data)
-            if not _has_left(there):
-                self._refuse_if_alive(there)
+            owner = _decode(data)
+            if not _is_released(owner):
+                self._refuse_if_alive(owner)
             self._beat_at = self._clock.monotonic()
-            self._write_to_bucket(self._words(), over=generation)
+            self._write_to_bucket(self._fields(), over=generation)
 
-    def _words(self) -> dict[str, Any]:
+    def _fields(self) -> dict[str, Any]:
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -125,13 +128,13 @@ class Owner:
             "time": self._clock.wall(),
         }
 
-    def _write_to_bucket(self, words: dict[str, Any], *, over: int | None) -> None:
-        assert isinstance(self._run_dir.owner, BucketPath)
-        data = json.dumps(words | {"process": _process(os.getpid())}).encode()
+    def _write_to_bucket(self, fields: dict[str, Any], *, over: int | None) -> None:
+        assert is_remote(self._run_dir.owner)
+        data = json.dumps(fields | {"process": _process_id(os.getpid())}).encode()
         self._generation = gcs_objects.write(self._run_dir.owner, data, over=over)
 
     def _beat_file(self) -> int:
-        assert isinstance(self._run_dir.owner, Path)
+        assert not is_remote(self._run_dir.owner)
         if len(self._files) == 1:
             self._files.append(os.open(self._run_dir.owner, os.O_RDWR | os.O_CREAT, 0o644))
         return self._files[1]
@@ -147,17 +150,17 @@ class Owner:
             raise
         return True
 
-    def _refuse_if_alive(self, seen: dict[str, Any] | None) -> None:
-        """Watches the beat for as long as three of them take."""
-        seconds = MISSED_BEATS * beat_seconds(self._run_dir) + LOOK_SECONDS
+    def _refuse_if_alive(self, before: dict[str, Any] | None) -> None:
+        """Watches the heartbeat for three intervals; raises Fenced if it changes."""
+        seconds = MISSED_BEATS * beat_seconds(self._run_dir) + POLL_SECONDS
         deadline = self._clock.monotonic() + seconds
         while self._clock.monotonic() < deadline:
-            self._clock.sleep(LOOK_SECONDS * beat_seconds(self._run_dir))
+            self._clock.sleep(POLL_SECONDS * beat_seconds(self._run_dir))
             now = read(self._run_dir)
-            if now is not None and _who(now) != _who(seen):
+            if now is not None and _beat_id(now) != _beat_id(before):
                 raise Fenced(
                     f"{self._run_dir.root}: owned by host {now['host']}, pid {now['pid']}, which "
-                    "is alive. Nothing was written. Look with `jaxres status`, or end it first."
+                    "is alive. Nothing was written. Run `jaxres status`, or stop it first."
                 )
             if not self._locked and self._lock():
                 self._locked = True
@@ -166,46 +169,46 @@ class Owner:
 
 
 def beat_seconds(run_dir: RunDir) -> float:
-    """Returns how often an owner of this run beats."""
-    return BUCKET_BEAT_SECONDS if isinstance(run_dir.root, BucketPath) else BEAT_SECONDS
+    """Returns the heartbeat interval of this run's lock holder."""
+    return BUCKET_BEAT_SECONDS if run_dir.is_remote else BEAT_SECONDS
 
 
-def _process(pid: int) -> str | None:
-    """Returns what tells a process from all others of all machines and boots; None: it is gone."""
+def _process_id(pid: int) -> str | None:
+    """Returns an id that is unique over machines and boots; None: the process is gone."""
     try:
-        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        started = read_proc_stat(pid).start_ticks
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{pid}/{began}"
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{pid}/{started}"
     except OSError:
         return None
 
 
-def _has_left(owner: dict[str, Any] | None) -> bool:
-    """Whether nobody owns the run for sure, so that no beats need be waited for."""
-    if owner is None or owner.get("left"):
+def _is_released(owner: dict[str, Any] | None) -> bool:
+    """Whether the run surely has no lock holder, so that no heartbeat has to be awaited."""
+    if owner is None or owner.get("released"):
         return True
-    there, pid = owner.get("process"), owner["pid"]
-    here = _process(os.getpid())
-    if there is None or here is None or there.split("/")[:2] != here.split("/")[:2]:
+    recorded, pid = owner.get("process"), owner["pid"]
+    own = _process_id(os.getpid())
+    if recorded is None or own is None or recorded.split("/")[:2] != own.split("/")[:2]:
         return False  # On another machine, or in another container.
-    return _process(pid) != there
+    return _process_id(pid) != recorded
 
 
-def _who(owner: dict[str, Any] | None) -> tuple[Any, Any] | None:
+def _beat_id(owner: dict[str, Any] | None) -> tuple[Any, Any] | None:
     return None if owner is None else (owner["nonce"], owner["count"])
 
 
 def _was_unlocked(owner: dict[str, Any] | None) -> bool:
-    """Whether the last owner had no lock, so that a free lock says nothing about it."""
+    """Whether the last holder had no file lock, so that a free file lock proves nothing."""
     return owner is not None and not owner["locked"]
 
 
 def read(run_dir: RunDir) -> dict[str, Any] | None:
-    """Returns the newest beat: host, pid, nonce, count, locked, time; None if there is none."""
-    return _decoded(files.read(run_dir.owner))
+    """Returns the newest heartbeat: host, pid, nonce, count, locked, time; None: there is none."""
+    return _decode(files.read(run_dir.owner))
 
 
-def _decoded(data: bytes | None) -> dict[str, Any] | None:
+def _decode(data: bytes | None) -> dict[str, Any] | None:
     if not data:
         return None
     try:
@@ -214,20 +217,20 @@ def _decoded(data: bytes | None) -> dict[str, Any] | None:
         return None
 
 
-def is_alive(run_dir: RunDir, *, clock: Clock) -> bool:
-    """Says whether the last beat is younger than three beats; for people, since clocks differ."""
+def looks_alive(run_dir: RunDir, *, clock: Clock) -> bool:
+    """Whether the last heartbeat is younger than three intervals; for display, as clocks differ."""
     owner = read(run_dir)
-    if owner is None or owner.get("left"):
+    if owner is None or owner.get("released"):
         return False
     return clock.wall() - owner["time"] < MISSED_BEATS * beat_seconds(run_dir)
 
 
-def moves(run_dir: RunDir, *, clock: Clock, seconds: float) -> bool:
-    """Says whether the beat moves within some seconds, whatever the clocks say."""
-    seen, deadline = _who(read(run_dir)), clock.monotonic() + seconds
+def heartbeat_advances(run_dir: RunDir, *, clock: Clock, seconds: float) -> bool:
+    """Whether the heartbeat changes within some seconds; independent of wall clocks."""
+    before, deadline = _beat_id(read(run_dir)), clock.monotonic() + seconds
     while clock.monotonic() < deadline:
-        clock.sleep(LOOK_SECONDS)
-        now = _who(read(run_dir))
-        if now is not None and now != seen:
+        clock.sleep(POLL_SECONDS)
+        now = _beat_id(read(run_dir))
+        if now is not None and now != before:
             return True
     return False

@@ -1,185 +1,214 @@
-"""What a door answers at once: signals, and what the run directory asks for."""
+"""How a supervisor reacts to signals, preemption notices and request files."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-from jaxres.faults import Exit
-from jaxres.runlog.events import Event, Noted, NoticeAnswered, NoticeSeen, NoticesWatched
-from jaxres.runlog.run_log import Claim, overtaken
-from jaxres.supervisor import preemption, run_dir_watcher, signals
-from jaxres.supervisor.attempt import Attempt, Ended, say
-from jaxres.supervisor.preemption import Choice, Measured, Notice
-from jaxres.supervisor.preemption_watcher import Watchman
-from jaxres.supervisor.remote_hosts import Following
-from jaxres.supervisor.run_dir_watcher import Report
-from jaxres.supervisor.worker_process import LEAVE, kill_groups, signal_name
+from jaxres.exit_codes import STOP_SIGNALS, ExitCode, exit_row
+from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.runlog.events import (
+    Event,
+    Noted,
+    PreemptionNoticeHandled,
+    PreemptionNoticeReceived,
+    PreemptionWatchStarted,
+)
+from jaxres.runlog.run_log import Claim, superseded_message
+from jaxres.supervisor import preemption, run_dir_watcher
+from jaxres.supervisor.attempt import RunningAttempt, print_message
+from jaxres.supervisor.preemption import Decision, PreemptionNotice, SaveTimings
+from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.remote_hosts import LeaderLink
+from jaxres.supervisor.run_dir_watcher import WatcherEvent
+from jaxres.supervisor.worker_process import LEAVE, kill_process_groups, signal_name
 
-FORWARDED = {Exit.PREEMPTED: signal.SIGTERM, Exit.STOPPED: signal.SIGINT}
-AT_ONCE = (signal.SIGTERM, signal.SIGINT)
-"""Of these the second ends at once. Not of SIGHUP: a closed terminal may send it twice."""
+TWICE_KILLS = (signal.SIGTERM, signal.SIGINT)
+"""A second one of these signals kills the workers at once.
+
+SIGHUP is excluded: a terminal that closes may send it twice.
+"""
 
 
-def heed(running: Attempt, report: Report) -> Ended | None:
-    """Does what the run directory asks for."""
+def on_watcher_event(running: RunningAttempt, report: WatcherEvent) -> AttemptResult | None:
+    """Handles an event of the run directory watcher; returns the result if the attempt ends."""
     match report:
-        case run_dir_watcher.StopAsked(path):
-            return ask_to_stop(running, Exit.STOPPED, str(path))
-        case run_dir_watcher.SaveAsked():
+        case run_dir_watcher.StopRequested(path):
+            return request_stop(running, ExitCode.STOPPED, str(path))
+        case run_dir_watcher.SaveRequested():
             _ask_to_save(running)
             return None
-        case run_dir_watcher.Overtaken(claim):
+        case run_dir_watcher.Superseded(claim):
             return _fenced(running, claim)
-        case run_dir_watcher.Failed(error):
+        case run_dir_watcher.WatcherFailed(error):
             raise error
 
 
-def _fenced(running: Attempt, claim: Claim) -> Ended:
-    kill_groups(running.workers, clock=running.clock)
-    reason = overtaken(running.run_dir.root, claim.attempt, claim)
-    return Ended(Exit.FENCED, reason, committed=False, on_record=False, to_be_said=True)
+def _fenced(running: RunningAttempt, claim: Claim) -> AttemptResult:
+    kill_process_groups(running.workers, clock=running.clock)
+    reason = superseded_message(running.run_dir.root, claim.attempt, claim)
+    return AttemptResult(
+        ExitCode.FENCED, reason, committed=False, is_recorded=False, is_printed=True
+    )
 
 
-def _ask_to_save(running: Attempt) -> None:
-    """Asks one host, which tells the others."""
-    say(f"save asked for: one extra checkpoint after the present step ({running.where()})")
+def _ask_to_save(running: RunningAttempt) -> None:
+    """Sends the request to one worker, which shares it with the other hosts."""
+    print_message(
+        f"save requested: one extra checkpoint after the present step ({running.progress_text()})"
+    )
     running.workers[0].signal(signal.SIGUSR2)
 
 
-def answer(running: Attempt, number: int) -> Ended | None:
+def on_signal(running: RunningAttempt, number: int) -> AttemptResult | None:
+    """Handles a signal to the supervisor; returns the result if the attempt ends at once."""
     if number == signal.SIGUSR1:
         for worker in running.workers:
             worker.signal(signal.SIGUSR1)
-        say(f"stacks of all threads are in {running.stacks()}")
+        print_message(f"stacks of all threads are in {running.stacks_text()}")
     elif number == signal.SIGUSR2:
         _ask_to_save(running)
     elif number == signal.SIGTSTP:
-        _sleep_together(running)
-    elif number in signals.STOPS:
-        again, running.hurried = running.hurried, running.hurried or number in AT_ONCE
-        if again and number in AT_ONCE:
-            kill_groups(running.workers, clock=running.clock)
-            say(f"{signal_name(number)} again: ended at once; what is committed stays")
+        _suspend(running)
+    elif number in STOP_SIGNALS:
+        is_armed, running.second_signal_armed = (
+            running.second_signal_armed,
+            running.second_signal_armed or number in TWICE_KILLS,
+        )
+        if is_armed and number in TWICE_KILLS:
+            kill_process_groups(running.workers, clock=running.clock)
+            print_message(f"{signal_name(number)} again: workers killed; committed steps are kept")
             why = f"{signal_name(number)} a second time"
-            return Ended(128 + number, why, committed=False, asked=128 + number)
-        stop = signals.STOPS[signal.Signals(number)]
-        choice = _time_left(running, signal_name(number)) if stop == Exit.PREEMPTED else None
-        return ask_to_stop(running, stop, signal_name(number), choice=choice)
+            return AttemptResult(128 + number, why, committed=False, requested=128 + number)
+        stop = STOP_SIGNALS[signal.Signals(number)]
+        choice = (
+            _sigterm_decision(running, signal_name(number)) if stop == ExitCode.PREEMPTED else None
+        )
+        return request_stop(running, stop, signal_name(number), choice=choice)
     return None
 
 
-def _time_left(running: Attempt, name: str) -> Choice | None:
-    """Returns what follows from preemption.sigterm_seconds, where it is given."""
-    section = None if running.watchman is None else running.watchman.section
+def _sigterm_decision(running: RunningAttempt, name: str) -> Decision | None:
+    """Returns the decision that preemption.sigterm_seconds implies; None: the key is not set."""
+    section = None if running.preemption_watcher is None else running.preemption_watcher.section
     if section is None or section.sigterm_seconds is None:
         return None
     now = running.clock.monotonic()
-    notice = Notice(name, name, now, now + section.sigterm_seconds)
-    return preemption.at_once(_decided(running, notice, section.margin_seconds))
+    notice = PreemptionNotice(name, name, now, now + section.sigterm_seconds)
+    return preemption.save_now(_decide(running, notice, section.margin_seconds))
 
 
-def heed_notices(running: Attempt) -> Ended | None:
-    """Does what the notices of this machine ask for, when it is time."""
-    watchman = running.watchman
-    if watchman is None:
+def on_notices(running: RunningAttempt) -> AttemptResult | None:
+    """Handles preemption notices of this machine; returns the result if the attempt ends."""
+    watcher = running.preemption_watcher
+    if watcher is None:
         return None
-    for event in watchman.take():
-        _tell(event)
-        running.diary.emit(event)
-    notice = watchman.pressing()
-    if notice is None or running.asked is not None:
+    for event in watcher.poll():
+        _print_event(event)
+        running.event_log.emit(event)
+    notice = watcher.most_urgent()
+    if notice is None or running.stop_requested is not None:
         return None
-    choice = _decided(running, notice, watchman.section.margin_seconds)
-    if choice.action == "train on":
+    choice = _decide(running, notice, watcher.section.margin_seconds)
+    if choice.action == "continue":
         return None
-    running.why = f"{notice.words} ({notice.source})"
-    return ask_to_stop(running, Exit.PREEMPTED, running.why, choice=choice)
+    running.stop_reason = f"{notice.description} ({notice.source})"
+    return request_stop(running, ExitCode.PREEMPTED, running.stop_reason, choice=choice)
 
 
-def _decided(running: Attempt, notice: Notice, margin_seconds: float) -> Choice:
-    """Decides about a notice, and tells what is new of that."""
-    now, measured = running.clock.monotonic(), running.measured()
+def _decide(running: RunningAttempt, notice: PreemptionNotice, margin_seconds: float) -> Decision:
+    """Returns the decision about a notice; logs it if it differs from the last one."""
+    now, measured = running.clock.monotonic(), running.save_timings()
     choice = preemption.decide(notice, measured, now=now, margin_seconds=margin_seconds)
-    if running.answered != (notice, choice.action):
-        running.answered = notice, choice.action
-        running.diary.emit(
-            NoticeAnswered(
+    if running.last_decision != (notice, choice.action):
+        running.last_decision = notice, choice.action
+        running.event_log.emit(
+            PreemptionNoticeHandled(
                 action=choice.action,
-                reason=f"{notice.words}: {choice.reason}",
-                seconds_left=notice.left(now),
+                reason=f"{notice.description}: {choice.reason}",
+                seconds_left=notice.seconds_left(now),
                 write_seconds=measured.write_seconds,
                 writing_seconds=measured.writing_seconds,
             )
         )
-        if choice.action == "train on":
-            say(f"{notice.words}: training on to the last safe moment ({choice.reason})")
+        if choice.action == "continue":
+            print_message(
+                f"{notice.description}: training until the last safe moment ({choice.reason})"
+            )
     return choice
 
 
-def between_attempts(watchman: Watchman, *, now: float) -> Notice | None:
-    """Tells what was heard, and returns the notice that leaves no time for another attempt."""
-    for event in watchman.take():
-        _tell(event)
-    notice, margin = watchman.pressing(), watchman.section.margin_seconds
+def notice_between_attempts(watcher: PreemptionWatcher, *, now: float) -> PreemptionNotice | None:
+    """Prints new notices, and returns the one that leaves no time for another attempt."""
+    for event in watcher.poll():
+        _print_event(event)
+    notice, margin = watcher.most_urgent(), watcher.section.margin_seconds
     if notice is None:
         return None
-    choice = preemption.decide(notice, Measured(), now=now, margin_seconds=margin)
-    return None if choice.action == "train on" else notice
+    choice = preemption.decide(notice, SaveTimings(), now=now, margin_seconds=margin)
+    return None if choice.action == "continue" else notice
 
 
-def _tell(event: Event) -> None:
-    """Tells a person what the watchman has heard; on a machine without notices that is nothing."""
+def _print_event(event: Event) -> None:
+    """Prints an event of the preemption watcher; prints nothing if this machine has no notices."""
     match event:
-        case NoticesWatched(server=str(server), why=why):
-            say(f"notices of preemption and maintenance come from {server} ({why})")
-        case NoticeSeen(source, words, seconds_left):
+        case PreemptionWatchStarted(server=str(server), reason=reason):
+            print_message(f"notices of preemption and maintenance come from {server} ({reason})")
+        case PreemptionNoticeReceived(source, description, seconds_left):
             left = "" if seconds_left is None else f", in {max(0.0, seconds_left):.0f} s"
-            say(f"notice: {words}{left} ({source})")
+            print_message(f"notice: {description}{left} ({source})")
         case Noted(message):
-            say(message)
+            print_message(message)
         case _:
             pass
 
 
-def ask_to_stop(
-    running: Attempt, exit: Exit, why: str, *, choice: Choice | None = None
-) -> Ended | None:
-    """Asks the workers to save and leave; before the first finished step ends them at once.
+def request_stop(
+    running: RunningAttempt, exit: ExitCode, why: str, *, choice: Decision | None = None
+) -> AttemptResult | None:
+    """Asks the workers to save and exit; kills them if the attempt has not finished a step.
 
     Args:
       running: the attempt.
-      exit: how it is to end.
-      why: for a person.
-      choice: what the time that is left is enough for; None: nobody knows how much it is.
+      exit: the exit code of the stop.
+      why: the reason, for messages.
+      choice: what the remaining time allows; None: the remaining time is unknown.
     """
-    if running.asked is not None:
-        say(f"{why}: saving already, exit {running.asked.value} comes ({running.where()})")
+    if running.stop_requested is not None:
+        print_message(
+            f"{why}: saving already, then exit {running.stop_requested.value} "
+            f"({running.progress_text()})"
+        )
         return None
-    running.asked = exit
+    running.stop_requested = exit
     has_time = choice is None or choice.action == "save"
-    if isinstance(running.others, Following):
-        running.others.stop_asked(exit, why, step=running.step)
-    if running.step == 0 and isinstance(running.others, Following):
-        say(f"{why}: the other hosts are told ({running.where()})")
+    if isinstance(running.links, LeaderLink):
+        running.links.request_stop(exit, why, step=running.step)
+    if running.step == 0 and isinstance(running.links, LeaderLink):
+        print_message(f"{why}: stop request sent to host 0 ({running.progress_text()})")
     elif running.step == 0:
-        kill_groups(running.workers, clock=running.clock)
-        say(f"{why}: nothing new to save yet ({running.where()}); ended")
-        return Ended(exit, f"{why} before the first finished step of the attempt", committed=False)
+        kill_process_groups(running.workers, clock=running.clock)
+        print_message(f"{why}: nothing new to save yet ({running.progress_text()}); workers killed")
+        return AttemptResult(
+            exit, f"{why} before the first finished step of the attempt", committed=False
+        )
     elif has_time:
-        say(f"{why}: saving after the present step, then exit {exit.value} ({running.where()})")
+        print_message(
+            f"{why}: saving after the present step, then exit {exit.value} "
+            f"({running.progress_text()})"
+        )
     else:
         reason = "" if choice is None else choice.reason
-        say(f"{why}: {reason}; leaving, exit {exit.value} ({running.where()})")
+        print_message(f"{why}: {reason}; exiting with {exit.value} ({running.progress_text()})")
     for worker in running.workers:
-        worker.signal(FORWARDED[exit] if has_time else LEAVE)
+        worker.signal(exit_row(exit).stop_signals[0] if has_time else LEAVE)
     return None
 
 
-def _sleep_together(running: Attempt) -> None:
-    """Ctrl-Z: the workers sleep while this process does; a sleep is no hang."""
-    for worker in running.running:
+def _suspend(running: RunningAttempt) -> None:
+    """Stops the workers and this process until SIGCONT (Ctrl-Z); deadlines are extended by it."""
+    for worker in running.running_workers:
         worker.signal_group(signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
-    for worker in running.running:
+    for worker in running.running_workers:
         worker.signal_group(signal.SIGCONT)

@@ -1,7 +1,8 @@
-"""The door's signals, from its first moment to its last.
+"""Signal handling of the supervisor, from its start to its exit.
 
-Held back while it imports; then a stop ends it at once, for there is no worker; while the worker
-runs they are bytes on a pipe; after the worker's end the second one ends the door at once.
+Signals are blocked during imports. Before there is a worker, a stop signal raises an exception.
+While workers run, signals arrive as bytes on a pipe. After the workers have exited, a second stop
+signal exits the supervisor at once.
 """
 
 from __future__ import annotations
@@ -11,96 +12,94 @@ import os
 import signal
 from collections.abc import Iterator
 
-from jaxres.faults import Exit, Preempted, Stopped
+from jaxres.exit_codes import STOP_SIGNALS, ExitCode
+from jaxres.faults import PreemptedError, StoppedError
 
-STOPS = {
-    signal.SIGTERM: Exit.PREEMPTED,
-    signal.SIGHUP: Exit.PREEMPTED,
-    signal.SIGINT: Exit.STOPPED,
-}
-OTHERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
+NON_STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
 
 
-def heeded() -> list[signal.Signals]:
-    """Returns the signals that are answered; SIGHUP is not where nohup has it ignored."""
+def handled() -> list[signal.Signals]:
+    """Returns the signals that are handled; not SIGHUP if nohup has set it to be ignored."""
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [n for n in (*STOPS, *OTHERS) if not (nohup and n == signal.SIGHUP)]
+    return [n for n in (*STOP_SIGNALS, *NON_STOP_SIGNALS) if not (nohup and n == signal.SIGHUP)]
 
 
-def hold() -> None:
-    """Keeps signals waiting until the next stage takes them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPS, *OTHERS))
+def block() -> None:
+    """Blocks signals until the next stage handles them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, *NON_STOP_SIGNALS))
 
 
-def raise_stops() -> None:
-    """From now on a stop is raised where the door happens to be: nothing has begun yet.
+def raise_on_stop() -> None:
+    """Makes stop signals raise in the main thread; for the time before the run begins.
 
     Raises:
-      Preempted, Stopped: later, anywhere.
+      PreemptedError, StoppedError: later, at any point of the main thread.
     """
-    for number in STOPS:
-        if number in heeded():
+    for number in STOP_SIGNALS:
+        if number in handled():
             signal.signal(number, _raise)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-_senders: list[str] = []
-"""Who has ended this process in the way of a SIGTERM."""
+_self_term_reasons: list[str] = []
+"""Reasons for which this process has sent itself a SIGTERM."""
 
 
-def terminate(why: str) -> None:
-    """Ends this process in the way of a SIGTERM that says why, wherever its main thread is."""
-    _senders.append(why)
+def terminate_self(why: str) -> None:
+    """Sends this process a SIGTERM, and stores the reason for the exit message."""
+    _self_term_reasons.append(why)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _raise(number: int, frame: object) -> None:
     name = signal.Signals(number).name
-    if number == signal.SIGTERM and _senders:
-        name = f"{_senders[0]},"
-    end = Stopped if STOPS[signal.Signals(number)] == Exit.STOPPED else Preempted
-    raise end(f"{name} before the run had begun: nothing to save, nothing was written")
+    if number == signal.SIGTERM and _self_term_reasons:
+        name = f"{_self_term_reasons[0]},"
+    error_type = (
+        StoppedError if STOP_SIGNALS[signal.Signals(number)] == ExitCode.STOPPED else PreemptedError
+    )
+    raise error_type(f"{name} before the run had begun: nothing to save, nothing was written")
 
 
 @contextlib.contextmanager
-def as_bytes() -> Iterator[int]:
-    """Turns signals into bytes on a pipe, so that `select` wakes at once; held ones come first."""
+def wakeup_fd() -> Iterator[int]:
+    """Turns signals into bytes on a pipe, so that `select` wakes; blocked ones come first."""
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
     os.set_blocking(write_end, False)
-    taken = heeded()
-    for number in taken:
-        signal.signal(number, _noted)
+    numbers = handled()
+    for number in numbers:
+        signal.signal(number, _ignore)
     before = signal.set_wakeup_fd(write_end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPS, *OTHERS))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, *NON_STOP_SIGNALS))
     try:
         yield read_end
     finally:
         signal.set_wakeup_fd(before)
-        _end_at_the_second(taken)
+        _exit_at_second_signal(numbers)
         os.close(read_end)
         os.close(write_end)
 
 
-def taken(wakeup: int) -> bytes:
-    """Returns the signals that have come on the pipe since the last time, in order."""
+def drain(wakeup: int) -> bytes:
+    """Returns the signals that have arrived on the pipe since the last call, in order."""
     with contextlib.suppress(BlockingIOError):
         return os.read(wakeup, 4096)
     return b""
 
 
-def _noted(number: int, frame: object) -> None:
-    """Does nothing: the byte on the wake-up pipe is what counts."""
+def _ignore(number: int, frame: object) -> None:
+    """No-op: `select` reads the byte on the wake-up pipe."""
 
 
-def _end_at_the_second(taken: list[signal.Signals]) -> None:
-    """The worker has ended and the door is leaving by itself; only a second stop hurries it."""
-    heard: list[int] = []
+def _exit_at_second_signal(numbers: list[signal.Signals]) -> None:
+    """Makes the second stop signal exit at once, while the supervisor exits by itself."""
+    received: list[int] = []
 
-    def hurry(number: int, frame: object) -> None:
-        if heard:
+    def on_signal(number: int, frame: object) -> None:
+        if received:
             os._exit(128 + number)
-        heard.append(number)
+        received.append(number)
 
-    for number in taken:
-        signal.signal(number, hurry if number in STOPS else _noted)
+    for number in numbers:
+        signal.signal(number, on_signal if number in STOP_SIGNALS else _ignore)

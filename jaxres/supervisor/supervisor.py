@@ -1,9 +1,9 @@
-"""Spawns a job's workers, answers signals and requests at once, holds deadlines, reports the end.
+"""Supervises one attempt: spawns workers, handles signals, enforces deadlines, returns a result.
 
-One thread, one `select`: signals come through a wake-up pipe, progress through each worker's beat,
-its end through a pidfd, news of the run directory from the lookout. A worker sits in a process
-group of its own and dies with this process. One worker is the case of one; of several the first end
-decides for all (`blame`).
+One thread waits in one `select`: signals come through a wake-up pipe, status messages through each
+worker's pipe, a worker's exit through its pidfd, and changes of the run directory from the
+`RunDirWatcher`. Each worker has its own process group and dies with this process. With several
+workers, the first exit ends the attempt for all (`root_cause`).
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxres.clock import Awake, Clock
-from jaxres.cluster.messages import Verdict
-from jaxres.cluster.peer_connections import Peers
+from jaxres.cluster.messages import JobResult
+from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config.schema import DeadlinesSection
-from jaxres.faults import Exit
-from jaxres.runlog.event_log import Diary
+from jaxres.exit_codes import ExitCode, exit_row
+from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.runlog.event_log import AsyncEventLog
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import processes, root_cause, signal_dispatch, signals
-from jaxres.supervisor.attempt import Attempt, Ended, say, to_nobody
-from jaxres.supervisor.forkserver_client import Zygote
-from jaxres.supervisor.preemption_watcher import Watchman
-from jaxres.supervisor.processes import out_of_memory_kills
-from jaxres.supervisor.remote_hosts import LEAD, Following, Led, Remote
-from jaxres.supervisor.root_cause import End, Known
-from jaxres.supervisor.run_dir_watcher import Lookout
-from jaxres.supervisor.run_lock import Owner
+from jaxres.supervisor.attempt import RunningAttempt, ignore_save_health, print_message
+from jaxres.supervisor.forkserver_client import ForkServer
+from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.processes import oom_kill_count
+from jaxres.supervisor.remote_hosts import LEAD, FollowerLinks, LeaderLink, RemoteHost
+from jaxres.supervisor.root_cause import HostStatus, WorkerExit
+from jaxres.supervisor.run_dir_watcher import RunDirWatcher
+from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.watchdog import LEAVE_SECONDS, limit_seconds, overdue_seconds
-from jaxres.supervisor.worker_process import Worker, kill_groups, start, wait_for
-from jaxres.telemetry.heartbeat import SaveNews
+from jaxres.supervisor.worker_process import Worker, kill_process_groups, spawn_worker, wait_for
+from jaxres.telemetry.heartbeat import SaveHealth
 
 TICK_SECONDS = 0.25
 SILENT_SECONDS = 10.0
-"""Storage that has not answered the lookout for so long is spoken of."""
+"""A message is printed once storage has not answered the run directory watcher for this long."""
 STACKS_GRACE_SECONDS = 0.7
 ABORT_GRACE_SECONDS = 0.7
 
@@ -49,295 +50,303 @@ def supervise(
     attempt: int,
     last_seq: int,
     limits: DeadlinesSection,
-    owner: Owner | None,
+    run_lock: RunLock | None,
     clock: Clock,
     env: Mapping[str, str],
     num_hosts: int,
-    peers: Peers | None = None,
+    peers: PeerLinks | None = None,
     wakeup: int | None = None,
-    until: float = math.inf,
-    heard: Callable[[SaveNews], None] = to_nobody,
-    zygote: Zygote | None = None,
-    watchman: Watchman | None = None,
-) -> Ended:
-    """Runs the workers to their end.
+    deadline: float = math.inf,
+    on_save_health: Callable[[SaveHealth], None] = ignore_save_health,
+    fork_server: ForkServer | None = None,
+    preemption_watcher: PreemptionWatcher | None = None,
+) -> AttemptResult:
+    """Runs the workers until they have all exited; returns the result of the attempt.
 
     Args:
-      commands: argv by host of the workers here; `--beat-fd N` is appended. The lead starts first.
-      run_dir: whose requests are honoured.
+      commands: argv of the workers here by host, to which `--beat-fd N` is appended.
+      run_dir: the run directory, whose request files are handled.
       attempt: the attempt that the workers belong to.
-      last_seq: number of the attempt's claim in the log.
+      last_seq: sequence number of the attempt's claim in the run log.
       limits: the deadlines by phase.
-      owner: beats every second while the workers run; None: the lead's door does, on another host.
-      clock: the watcher's.
+      run_lock: its heartbeat is written meanwhile; None: the supervisor of host 0 holds the lock.
+      clock: the supervisor's clock.
       env: the workers' environment.
-      num_hosts: of the whole job.
-      peers: the doors of the other hosts, if they have any.
-      wakeup: where signals come as bytes; None: they are taken for as long as the workers run.
-      until: when the workers are asked to save and stop, on the clock.
-      heard: is told whether storage takes the lead's saves.
-      zygote: forks the workers if it can, and is told when training runs; None: there is none.
-      watchman: watches for notices of this machine, if anybody does.
+      num_hosts: number of hosts of the whole job.
+      peers: connections to the supervisors of the other hosts; None: there are none.
+      wakeup: read end of `signals.wakeup_fd`; None: one is opened while the workers run.
+      deadline: when the workers are asked to save and stop, on the clock.
+      on_save_health: called when the saves of host 0 begin to fail, and when they recover.
+      fork_server: forks the workers, and is started once training runs; None: no forks.
+      preemption_watcher: watches for preemption notices of this machine; None: nothing does.
     """
     with contextlib.ExitStack() as stack:
-        path = run_dir.door_events(attempt, min(commands))
-        diary = stack.enter_context(Diary(path, clock=clock))
-        wakeup = stack.enter_context(signals.as_bytes()) if wakeup is None else wakeup
-        others = None if peers is None else _others(peers, commands, clock=clock)
-        running = Attempt(
-            *(run_dir, attempt, limits, clock, [], others, until),
-            *(num_hosts, watchman, diary, zygote, env, heard),
+        path = run_dir.host_supervisor_events(attempt, min(commands))
+        event_log = stack.enter_context(AsyncEventLog(path, clock=clock))
+        wakeup = stack.enter_context(signals.wakeup_fd()) if wakeup is None else wakeup
+        others = None if peers is None else _connect_links(peers, commands, clock=clock)
+        running = RunningAttempt(
+            *(run_dir, attempt, limits, clock, [], others, deadline),
+            *(num_hosts, preemption_watcher, event_log, fork_server, env, on_save_health),
         )
         try:
-            _start(running, commands, is_alone=num_hosts == 1)
+            _spawn_workers(running, commands, is_alone=num_hosts == 1)
             watch = None
-            if owner is not None:
-                watch = stack.enter_context(_lookout(running, owner, last_seq=last_seq))
-            ended = _with_what_was_asked(running, _wait(running, wakeup, watch))
-            _tell_others(running, ended)
+            if run_lock is not None:
+                watch = stack.enter_context(_run_dir_watcher(running, run_lock, last_seq=last_seq))
+            ended = _with_stop_request(running, _wait(running, wakeup, watch))
+            _send_exit(running, ended)
             return ended
         finally:
-            kill_groups(running.workers, clock=clock)
+            kill_process_groups(running.workers, clock=clock)
             for worker in running.workers:
                 worker.close()
 
 
-def _start(running: Attempt, commands: Mapping[int, Sequence[str]], *, is_alone: bool) -> None:
-    """Starts the workers, the lead first."""
-    kills_before = out_of_memory_kills()
+def _spawn_workers(
+    running: RunningAttempt, commands: Mapping[int, Sequence[str]], *, is_alone: bool
+) -> None:
+    """Spawns the workers, the lowest host first."""
+    kills_before = oom_kill_count()
     for host, command in sorted(commands.items()):
-        worker = start(
+        worker = spawn_worker(
             command,
             host=host,
             is_alone=is_alone,
             env=running.env,
             kills_before=kills_before,
             clock=running.clock,
-            fork=None if running.zygote is None else running.zygote.fork,
+            fork=None if running.fork_server is None else running.fork_server.fork,
         )
         running.workers.append(worker)
 
 
-def _lookout(running: Attempt, owner: Owner, *, last_seq: int) -> Lookout:
-    return Lookout(
+def _run_dir_watcher(running: RunningAttempt, owner: RunLock, *, last_seq: int) -> RunDirWatcher:
+    return RunDirWatcher(
         running.run_dir,
         attempt=running.number,
         last_seq=last_seq,
-        owner=owner,
+        run_lock=owner,
         clock=running.clock,
         step=lambda: running.step,
     )
 
 
-def _with_what_was_asked(running: Attempt, ended: Ended) -> Ended:
-    """Adds what only the door knows: what it was asked for, and by whom."""
-    if ended.asked is None:
-        ended = dataclasses.replace(ended, asked=running.asked)
-    if running.why and ended.own_word and ended.code in (Exit.PREEMPTED, Exit.STOPPED):
-        ended = dataclasses.replace(ended, reason=f"{running.why}: {ended.reason}")
+def _with_stop_request(running: RunningAttempt, ended: AttemptResult) -> AttemptResult:
+    """Adds the requested exit code and the reason, which the workers do not know."""
+    if ended.requested is None:
+        ended = dataclasses.replace(ended, requested=running.stop_requested)
+    if running.stop_reason and ended.announced and exit_row(ended.code).stop_signals:
+        ended = dataclasses.replace(ended, reason=f"{running.stop_reason}: {ended.reason}")
     return ended
 
 
-def _others(peers: Peers, commands: Mapping[int, object], *, clock: Clock) -> Led | Following:
-    return Led(peers, now=clock.monotonic()) if LEAD in commands else Following(peers)
+def _connect_links(
+    peers: PeerLinks, commands: Mapping[int, object], *, clock: Clock
+) -> FollowerLinks | LeaderLink:
+    return FollowerLinks(peers, now=clock.monotonic()) if LEAD in commands else LeaderLink(peers)
 
 
-def _tell_others(running: Attempt, ended: Ended) -> None:
-    """Sees to it that no other door waits for what this one knows."""
-    if isinstance(running.others, Led):
-        running.others.leave(ended.code, ended.reason, step=running.step, committed=ended.committed)
-    elif running.others is not None:
-        end = End(ended.code, ended.reason, running.clock.monotonic(), ended.own_word)
-        running.others.ended(end, step=running.step)
+def _send_exit(running: RunningAttempt, ended: AttemptResult) -> None:
+    """Sends this supervisor's result to the others, so that none of them waits for it."""
+    if running.links is not None:
+        running.links.send_exit(ended, step=running.step)
 
 
-def _wait(running: Attempt, wakeup: int, watch: Lookout | None) -> Ended:
-    """Answers whatever comes until the attempt has ended."""
-    others, awake = running.others, Awake(running.clock)
+def _wait(running: RunningAttempt, wakeup: int, watch: RunDirWatcher | None) -> AttemptResult:
+    """Handles signals, messages and deadlines until the attempt has a result."""
+    links, awake = running.links, Awake(running.clock)
     while True:
         sources: list[int] = [fd for worker in running.workers for fd in worker.sources()]
         sources += [] if watch is None else [watch.wakeup]
-        sources += [] if others is None else [others.fileno()]
-        sources += [] if running.watchman is None else [running.watchman.wakeup]
+        sources += [] if links is None else [links.fileno()]
+        sources += [] if running.preemption_watcher is None else [running.preemption_watcher.wakeup]
         select.select([wakeup, *sources], [], [], TICK_SECONDS)
-        _stretch(running, awake)
+        _extend_deadlines(running, awake)
         now = running.clock.monotonic()
         for worker in running.workers:
-            worker.take(now=now)
-            while worker.news:
-                news = worker.news.pop(0)
+            worker.read_status(now=now)
+            while worker.save_news:
+                save_health = worker.save_news.pop(0)
                 if worker.host == LEAD:
-                    running.heard(news)
-        if others is not None and (ended := _hear(running, others, now=now)) is not None:
+                    running.on_save_health(save_health)
+        if links is not None and (ended := _exchange(running, links, now=now)) is not None:
             return ended
-        if (ended := _first_end(running)) is not None:
+        if (ended := _result_after_exit(running)) is not None:
             return ended
-        # Before signals: an early notice has come as a SIGTERM too.
-        if (ended := signal_dispatch.heed_notices(running)) is not None:
+        # Notices before signals: an early notice sends a SIGTERM too.
+        if (ended := signal_dispatch.on_notices(running)) is not None:
             return ended
-        for number in signals.taken(wakeup):
-            if (ended := signal_dispatch.answer(running, number)) is not None:
+        for number in signals.drain(wakeup):
+            if (ended := signal_dispatch.on_signal(running, number)) is not None:
                 return ended
         for report in watch.reports() if watch else ():
-            if (ended := signal_dispatch.heed(running, report)) is not None:
+            if (ended := signal_dispatch.on_watcher_event(running, report)) is not None:
                 return ended
-        _stretch(running, awake)  # An answer may have been a sleep.
+        _extend_deadlines(running, awake)  # A handler may have suspended this process.
         if (ended := _tick(running, watch)) is not None:
             return ended
 
 
-def _stretch(running: Attempt, awake: Awake) -> None:
-    """Lets no limit run while this process was asleep."""
+def _extend_deadlines(running: RunningAttempt, awake: Awake) -> None:
+    """Extends all deadlines by the time this process was suspended."""
     if slept := awake.slept():
         for host in running.hosts:
-            host.paused(slept)
+            host.extend_deadlines(slept)
 
 
-def _hear(running: Attempt, others: Led | Following, *, now: float) -> Ended | None:
-    """Takes what the other doors say, and tells them how far the workers here are."""
-    if isinstance(others, Following):
+def _exchange(
+    running: RunningAttempt, links: FollowerLinks | LeaderLink, *, now: float
+) -> AttemptResult | None:
+    """Receives messages of the other supervisors; sends them the progress of the workers here."""
+    if isinstance(links, LeaderLink):
         (worker,) = running.workers
-        others.beat(step=worker.watch.step, phase=worker.watch.phase)
+        links.send_heartbeat(step=worker.progress.step, phase=worker.progress.phase)
         if worker.end is not None:
-            others.ended(worker.end, step=worker.watch.step)
-        verdict = others.take()
-        return None if verdict is None else _as_told(running, worker, verdict)
-    asked = others.take(now=now)
-    others.beat([(worker.host, worker.watch.step) for worker in running.workers])
-    for stop in asked:
-        running.why = running.why or stop.reason
-        if stop.step == running.step == 0 and running.asked is None:
-            return signal_dispatch.ask_to_stop(running, Exit(stop.code), stop.reason)
+            links.send_exit(worker.end.result, step=worker.progress.step)
+        verdict = links.receive()
+        return None if verdict is None else _follow_leader(running, worker, verdict)
+    requests = links.receive(now=now)
+    links.send_heartbeat([(worker.host, worker.progress.step) for worker in running.workers])
+    for stop in requests:
+        running.stop_reason = running.stop_reason or stop.reason
+        if stop.step == running.step == 0 and running.stop_requested is None:
+            return signal_dispatch.request_stop(running, ExitCode(stop.code), stop.reason)
     return None
 
 
-def _as_told(running: Attempt, worker: Worker, verdict: Verdict) -> Ended:
-    """Ends as the lead's door says, or as this worker has ended if the lead is gone."""
+def _follow_leader(running: RunningAttempt, worker: Worker, verdict: JobResult) -> AttemptResult:
+    """Kills the worker; returns the leader's result, or the worker's own if that is agreed."""
     if verdict.is_hang:
         _dump_stacks(running)
-    kill_groups(running.workers, clock=running.clock)
-    end = worker.end
-    if end is not None and end.own_word and end.code in root_cause.AGREED:
-        verdict = dataclasses.replace(verdict, code=end.code, reason=end.reason)
-    return Ended(
+    kill_process_groups(running.workers, clock=running.clock)
+    own_result = None if worker.end is None else worker.end.result
+    if own_result is not None and own_result.announced and exit_row(own_result.code).is_agreed:
+        verdict = dataclasses.replace(verdict, code=own_result.code, reason=own_result.reason)
+    return AttemptResult(
         verdict.code,
         verdict.reason,
-        verdict.committed,
-        on_record=False,
-        to_be_said=verdict.code != Exit.DONE,
+        committed=verdict.committed,
+        is_recorded=False,
+        is_printed=verdict.code != ExitCode.DONE,
         culprit=verdict.culprit,
-        own_word=end is not None and end.own_word,
+        announced=own_result is not None and own_result.announced,
     )
 
 
-def _first_end(running: Attempt) -> Ended | None:
-    """Ends all once the first end, and what the others did then, allow to say why."""
-    if isinstance(running.others, Following):
-        return None  # The lead's door decides.
+def _result_after_exit(running: RunningAttempt) -> AttemptResult | None:
+    """Returns the result once a worker has exited and the others had time to exit too."""
+    if isinstance(running.links, LeaderLink):
+        return None  # The supervisor of host 0 decides.
     ends = [host.end for host in running.hosts]
     settle_seconds = running.limits.save_seconds + LEAVE_SECONDS
-    if running.clock.monotonic() < root_cause.due(ends, settle_seconds=settle_seconds):
+    if running.clock.monotonic() < root_cause.decision_time(ends, settle_seconds=settle_seconds):
         return None
     return _conclude(running)
 
 
-def _conclude(running: Attempt) -> Ended:
-    known = [host.known() for host in running.hosts]
-    kill_groups(running.workers, clock=running.clock)
-    found = root_cause.decide(known)
-    code, reason = found.code, found.reason
-    if isinstance(running.others, Led):
-        running.others.conclude(found)
-        code, reason = found.told[LEAD]
-    return Ended(
-        code,
-        reason,
-        found.committed,
-        on_record=found.code != Exit.FENCED,
-        to_be_said=code != Exit.DONE,
-        culprit=found.culprit,
-        own_word=found.own_word,
+def _conclude(running: RunningAttempt) -> AttemptResult:
+    """Kills all workers; returns the result with its root cause, and sends it to all hosts."""
+    statuses = [host.status() for host in running.hosts]
+    kill_process_groups(running.workers, clock=running.clock)
+    cause = root_cause.find_root_cause(statuses)
+    code, reason = cause.result.code, cause.result.reason
+    if isinstance(running.links, FollowerLinks):
+        running.links.send_results(cause)
+        code, reason = cause.per_host[LEAD]
+    return dataclasses.replace(
+        cause.result,
+        code=code,
+        reason=reason,
+        is_recorded=cause.result.code != ExitCode.FENCED,
+        is_printed=code != ExitCode.DONE,
     )
 
 
-def _tick(running: Attempt, watch: Lookout | None) -> Ended | None:
-    """Holds the deadlines, and says so when storage no longer answers."""
+def _tick(running: RunningAttempt, watch: RunDirWatcher | None) -> AttemptResult | None:
+    """Checks the deadlines and storage every TICK_SECONDS; returns the result of a hang."""
     now = running.clock.monotonic()
     if now - running.ticked_at < TICK_SECONDS:
-        return None  # A finished step has woken us.
+        return None  # A status message has woken the loop earlier.
     running.ticked_at = now
-    awaited = {worker.process.pid for worker in running.workers}
-    if running.zygote is not None:
-        awaited |= running.zygote.pids
-        if running.step:  # Not earlier: the two would import at the same time.
-            running.zygote.see_to_it(running.env)
-    processes.bury(awaited)
+    child_pids = {worker.process.pid for worker in running.workers}
+    if running.fork_server is not None:
+        child_pids |= running.fork_server.pids
+        if running.step:  # Not earlier: both would import at the same time.
+            running.fork_server.ensure_started(running.env)
+    processes.reap(child_pids)
     is_silent = watch is not None and watch.silent_seconds(now=now) > SILENT_SECONDS
-    if is_silent != running.silence_told:
-        running.silence_told = is_silent
-        state = "does not answer; deadlines and signals go on" if is_silent else "answers again"
-        say(f"{running.run_dir.root}: storage {state} ({running.where()})")
-    if now >= running.until and running.asked is None:
-        return signal_dispatch.ask_to_stop(running, Exit.STOPPED, "launch.max_hours are over")
+    if is_silent != running.is_silence_reported:
+        running.is_silence_reported = is_silent
+        state = (
+            "does not answer; deadlines and signals still work" if is_silent else "answers again"
+        )
+        print_message(f"{running.run_dir.root}: storage {state} ({running.progress_text()})")
+    if now >= running.deadline and running.stop_requested is None:
+        return signal_dispatch.request_stop(running, ExitCode.STOPPED, "launch.max_hours is over")
     late = [host for host in running.hosts if host.end is None and _is_overdue(running, host, now)]
-    for worker in running.running:
-        if worker in late and worker.word is not None:
+    for worker in running.running_workers:
+        if worker in late and worker.exit_message is not None:
             worker.signal_group(signal.SIGKILL)
-            worker.end = worker.end_by_word(now)
-    if isinstance(running.others, Following):
-        return None  # The lead's door knows what all hosts wait for.
+            worker.end = worker.announced_exit(now)
+    if isinstance(running.links, LeaderLink):
+        return None  # The supervisor of host 0 knows what all hosts wait for.
     overdue = {host.host for host in late if host.end is None}
-    known = [host.known() for host in running.hosts if host.end is None] if overdue else []
-    hung = root_cause.hung(known, overdue)
+    statuses = [host.status() for host in running.hosts if host.end is None] if overdue else []
+    hung = root_cause.hung_hosts(statuses, overdue)
     return _end_hung(running, hung) if hung else None
 
 
-def _is_overdue(running: Attempt, host: Worker | Remote, now: float) -> bool:
-    return overdue_seconds(host.watch, running.limits, now=now) > 0
+def _is_overdue(running: RunningAttempt, host: Worker | RemoteHost, now: float) -> bool:
+    return overdue_seconds(host.progress, running.limits, now=now) > 0
 
 
-def _end_hung(running: Attempt, hung: Sequence[Known]) -> Ended:
-    """Asks for the stacks of all threads of all workers, aborts, kills; each step sure to end."""
-    known, *others = hung
-    host = next(host for host in running.hosts if host.host == known.host)
-    limit = limit_seconds(host.watch, running.limits)
+def _end_hung(running: RunningAttempt, hung: Sequence[HostStatus]) -> AttemptResult:
+    """Dumps the stacks of all workers, aborts and kills them, each step with a time limit."""
+    first, *others = hung
+    host = next(host for host in running.hosts if host.host == first.host)
+    limit = limit_seconds(host.progress, running.limits)
     reason = (
-        f"no progress for {limit:.1f} s in phase '{known.phase}' after step {known.step} of this "
-        f"attempt; {_alike(known, others)}{_standing(running)}stacks of all threads, where they "
-        f"could be had: "
-        f"{running.stacks()}. If that is no hang, raise the phase's limit (deadlines.*)."
+        f"no progress for {limit:.1f} s in phase '{first.phase}' after step {first.step} of this "
+        f"attempt; {_hosts_alike(first, others)}{_progress_of_hosts(running)}stacks of all "
+        f"threads, if they could be dumped: {running.stacks_text()}. If this "
+        "is not a hang, raise the phase's limit (deadlines.*)."
     )
-    end = End(Exit.HUNG, reason, running.clock.monotonic(), own_word=False)
-    if isinstance(running.others, Led):  # Before ours end: theirs would be aborted for their loss.
-        ended = [
-            dataclasses.replace(each.known(), end=end) if each is host else each.known()
+    end = WorkerExit(AttemptResult(ExitCode.HUNG, reason), running.clock.monotonic())
+    if isinstance(
+        running.links, FollowerLinks
+    ):  # Before these workers die: losing them aborts the workers of other hosts.
+        statuses = [
+            dataclasses.replace(each.status(), end=end) if each is host else each.status()
             for each in running.hosts
         ]
-        running.others.conclude(root_cause.decide(ended))
+        running.links.send_results(root_cause.find_root_cause(statuses))
     _dump_stacks(running)
     host.end = end
     return _conclude(running)
 
 
-def _standing(running: Attempt) -> str:
-    """Says how far every host is, where there are several."""
-    known = [host.known() for host in running.hosts]
+def _progress_of_hosts(running: RunningAttempt) -> str:
+    """Returns the progress of every host, for a message; empty for a single host."""
+    statuses = [host.status() for host in running.hosts]
     return (
-        f"{root_cause.standing(known, now=running.clock.monotonic())}; " if len(known) > 1 else ""
+        f"{root_cause.progress_summary(statuses, now=running.clock.monotonic())}; "
+        if len(statuses) > 1
+        else ""
     )
 
 
-def _alike(known: Known, others: Sequence[Known]) -> str:
-    """Says which hosts look the same from here: where they wait for each other, any may be hung."""
-    alike = [o.host for o in others if (o.phase, o.step) == (known.phase, known.step)]
-    if not alike or known.is_stopped:
+def _hosts_alike(first: HostStatus, others: Sequence[HostStatus]) -> str:
+    """Returns which hosts are at the same point, of which any may be the hung one."""
+    alike = [o.host for o in others if (o.phase, o.step) == (first.phase, first.step)]
+    if not alike or first.is_stopped:
         return ""
-    return f"host {', '.join(map(str, alike))} looks the same, the stacks tell them apart; "
+    return f"host {', '.join(map(str, alike))} is at the same point, compare the stacks; "
 
 
-def _dump_stacks(running: Attempt) -> None:
-    """Asks the workers here for the stacks of all threads, then aborts them."""
-    workers = running.running
+def _dump_stacks(running: RunningAttempt) -> None:
+    """Makes the workers here dump the stacks of all threads, then aborts them."""
+    workers = running.running_workers
     for number, grace in (
         (signal.SIGUSR1, STACKS_GRACE_SECONDS),
         (signal.SIGABRT, ABORT_GRACE_SECONDS),

@@ -1,9 +1,9 @@
-"""Home of: hang. Phases and their limits, fed by finished steps and phase changes only. Pure.
+"""Home of: hang. Deadlines per phase, reset by finished steps and phase changes only. Pure.
 
-A thread that beats by itself proves nothing about progress, so no timer feeds a deadline. A pause
-of the watcher's own (a suspended laptop, live migration, SIGSTOP) stretches every limit.
+A heartbeat from a background thread proves no progress, so no timer resets a deadline. When the
+supervisor itself is suspended (laptop sleep, live migration, SIGSTOP), every deadline is extended.
 
-What a door knows of a worker's saves: how long one takes, and for how long one is in flight.
+`SaveTimes` measures a worker's saves: how long a save takes, and how long one has been in flight.
 """
 
 from __future__ import annotations
@@ -12,22 +12,29 @@ import dataclasses
 from dataclasses import dataclass
 
 from jaxres.config.schema import DeadlinesSection
-from jaxres.telemetry.heartbeat import Beat, EnteredPhase, FinishedStep, Leaving, Saved, Saving
+from jaxres.telemetry.heartbeat import (
+    ExitMessage,
+    PhaseEntered,
+    SaveBegun,
+    SaveEnded,
+    StatusMessage,
+    StepFinished,
+)
 
 FIRST_STEPS = 3
 WINDOW_STEPS = 50
 TIMES_THE_SLOWEST = 10
 LEAVE = "leave"
 LEAVE_SECONDS = 30.0
-"""Longest way out of a worker that has said why it ends: threads that hang are joined for seconds,
-and its own word is better than the watcher's."""
+"""Longest time from a worker's exit message to its exit: joining threads that hang takes seconds.
+The worker's own exit reason is more precise than the watchdog's, so the watchdog waits for it."""
 
 
 @dataclass(frozen=True)
-class Watch:
-    """What the watcher knows of the worker's progress; every time is the watcher's own."""
+class ProgressTracker:
+    """A worker's progress as its supervisor sees it; all times are on the supervisor's clock."""
 
-    since: float
+    last_progress: float
     """When the phase began or, in training, when the newest step finished."""
     phase: str = "start"
     step: int = 0
@@ -35,47 +42,51 @@ class Watch:
     durations: tuple[float, ...] = ()
     """Seconds of the newest steps, at most WINDOW_STEPS, oldest first."""
     slept: float = 0.0
-    """Seconds of this step that the watcher was asleep, and perhaps the worker with it."""
+    """Seconds of this step during which the supervisor was suspended, perhaps the worker too."""
 
-    def after(self, beat: Beat, *, now: float) -> Watch:
-        """Returns the watch after a beat; only progress feeds it."""
-        match beat:
-            case EnteredPhase(phase):
-                return dataclasses.replace(self, phase=phase, since=now)
-            case FinishedStep(step, seconds):
-                awake = max(0.0, seconds - self.slept)  # Else one Ctrl-Z ends all deadlines.
+    def on_status(self, message: StatusMessage, *, now: float) -> ProgressTracker:
+        """Returns the tracker after a status message; only progress resets the deadline."""
+        match message:
+            case PhaseEntered(phase):
+                return dataclasses.replace(self, phase=phase, last_progress=now)
+            case StepFinished(step, seconds):
+                awake = max(
+                    0.0, seconds - self.slept
+                )  # Otherwise one Ctrl-Z would raise every later limit.
                 durations = (*self.durations, awake)[-WINDOW_STEPS:]
-                return Watch(since=now, phase=self.phase, step=step, durations=durations)
-            case Leaving():
-                return dataclasses.replace(self, phase=LEAVE, since=now)
-            case _:  # The background's: no progress of the training.
+                return ProgressTracker(
+                    last_progress=now, phase=self.phase, step=step, durations=durations
+                )
+            case ExitMessage():
+                return dataclasses.replace(self, phase=LEAVE, last_progress=now)
+            case _:  # From background threads: no progress of the training.
                 return self
 
-    def heard_of(self, step: int, *, standing: float, now: float) -> Watch:
-        """Returns the watch after steps that another door has told of at once.
+    def advance(self, step: int, *, stalled_seconds: float, now: float) -> ProgressTracker:
+        """Returns the tracker after several steps that another supervisor has reported at once.
 
         Args:
           step: the newest of them.
-          standing: how long the first of them is known to have lasted.
-          now: the watcher's time.
+          stalled_seconds: minimum duration of the first of them.
+          now: the time on the supervisor's clock.
         """
         count = step - self.step
-        each = max(0.0, now - self.since) / count
-        took = (max(each, standing), *[each] * min(count - 1, WINDOW_STEPS - 1))
+        each = max(0.0, now - self.last_progress) / count
+        took = (max(each, stalled_seconds), *[each] * min(count - 1, WINDOW_STEPS - 1))
         durations = (*self.durations, *took)[-WINDOW_STEPS:]
-        return Watch(since=now, phase=self.phase, step=step, durations=durations)
+        return ProgressTracker(last_progress=now, phase=self.phase, step=step, durations=durations)
 
-    def paused(self, seconds: float) -> Watch:
-        """Returns the watch after the watcher itself was asleep for a while."""
-        since, slept = self.since + seconds, self.slept + seconds
-        return dataclasses.replace(self, since=since, slept=slept)
+    def extend(self, seconds: float) -> ProgressTracker:
+        """Returns the tracker after the supervisor was suspended for some seconds."""
+        last_progress, slept = self.last_progress + seconds, self.slept + seconds
+        return dataclasses.replace(self, last_progress=last_progress, slept=slept)
 
 
-def limit_seconds(watch: Watch, limits: DeadlinesSection) -> float:
-    """Returns how long the present phase may go on without progress.
+def limit_seconds(progress: ProgressTracker, limits: DeadlinesSection) -> float:
+    """Returns how long the current phase may last without progress.
 
-    In training: the step's limit, or 10 times the slowest of the last 50 steps if that is more; the
-    first three steps of an attempt (allocation, caches) have the compilation's.
+    In training this is the step limit, or 10 times the slowest of the last 50 steps if longer. The
+    first three steps of an attempt (allocation, caches) have the compilation's limit.
     """
     by_phase = {
         "restore": limits.restore_seconds,
@@ -88,42 +99,44 @@ def limit_seconds(watch: Watch, limits: DeadlinesSection) -> float:
         "settle": limits.save_seconds,
         LEAVE: LEAVE_SECONDS,
     }
-    if watch.phase != "train":
-        return by_phase.get(watch.phase, limits.start_seconds)
-    if len(watch.durations) < FIRST_STEPS:
+    if progress.phase != "train":
+        return by_phase.get(progress.phase, limits.start_seconds)
+    if len(progress.durations) < FIRST_STEPS:
         return max(limits.compile_seconds, limits.step_seconds)
-    return max(limits.step_seconds, TIMES_THE_SLOWEST * max(watch.durations))
+    return max(limits.step_seconds, TIMES_THE_SLOWEST * max(progress.durations))
 
 
-def overdue_seconds(watch: Watch, limits: DeadlinesSection, *, now: float) -> float:
-    """Returns by how much the phase has outlasted its limit; negative while it has time left."""
-    return now - watch.since - limit_seconds(watch, limits)
+def overdue_seconds(progress: ProgressTracker, limits: DeadlinesSection, *, now: float) -> float:
+    """Returns the seconds since the phase's deadline; negative before the deadline."""
+    return now - progress.last_progress - limit_seconds(progress, limits)
 
 
-NEWEST = 3
+NEWEST_SAVES = 3
 
 
 @dataclass(frozen=True)
-class Writing:
-    """Pure; every time is the watcher's own."""
+class SaveTimes:
+    """How long a worker's saves take; all times are on the supervisor's clock."""
 
     seconds: tuple[float, ...] = ()
-    """What the newest saves that count have taken, at most NEWEST, oldest first."""
+    """Durations of the newest committed saves, at most NEWEST_SAVES, oldest first."""
     since: float | None = None
-    """When the save in flight was begun; None: none is."""
+    """When the save in flight began; None: no save is in flight."""
 
-    def after(self, beat: Beat, *, now: float) -> Writing:
-        """Returns what is known after a beat."""
-        match beat:
-            case Saving():
+    def on_status(self, message: StatusMessage, *, now: float) -> SaveTimes:
+        """Returns the save times after a status message."""
+        match message:
+            case SaveBegun():
                 return dataclasses.replace(self, since=now)
-            case Saved(_, seconds):
-                taken = self.seconds if seconds is None else (*self.seconds, seconds)[-NEWEST:]
-                return Writing(taken)
+            case SaveEnded(_, seconds):
+                taken = (
+                    self.seconds if seconds is None else (*self.seconds, seconds)[-NEWEST_SAVES:]
+                )
+                return SaveTimes(taken)
             case _:
                 return self
 
     @property
     def longest(self) -> float | None:
-        """How long a save takes, to be on the safe side; None: none has been yet."""
+        """The longest of the newest saves, as a safe estimate; None: none has been measured."""
         return max(self.seconds, default=None)

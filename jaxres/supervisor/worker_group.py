@@ -1,7 +1,7 @@
-"""How the hosts of a job come together before an attempt is claimed, and who runs where.
+"""Rendezvous of a job's hosts before an attempt is claimed, and which workers run where.
 
-One host is alone; `launch local` has all workers behind its own door; hosts with a door each meet
-by the roll call.
+A single host needs no rendezvous. `launch local` runs all workers under one supervisor. Hosts with
+a supervisor each connect to the supervisor of host 0 (`cluster.rendezvous`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from pathlib import Path
 from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
 from jaxres.cluster import connection
+from jaxres.cluster.authentication import load_secret
 from jaxres.cluster.connection import reserve_port
 from jaxres.cluster.detect import Address
-from jaxres.cluster.host_group import Member
-from jaxres.cluster.messages import Announcement, Farewell, Hello, fields_of
-from jaxres.cluster.peer_connections import Peers
-from jaxres.cluster.rendezvous import SEE_SECONDS, Follower, Lead
+from jaxres.cluster.host_group import HostRank
+from jaxres.cluster.messages import AttemptAnnounced, Goodbye, Hello, fields_of
+from jaxres.cluster.peer_connections import PeerLinks
+from jaxres.cluster.rendezvous import VISIBLE_SECONDS, RendezvousFollower, RendezvousLeader
 from jaxres.config import RunConfig
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
@@ -34,93 +35,113 @@ from jaxres.runlog.run_log import Claim
 from jaxres.storage import files
 
 
-def _nobody(claim: Claim) -> None:
-    """Has nobody to tell of the claim."""
+def _ignore_claim(claim: Claim) -> None:
+    """No-op: there is no other supervisor."""
 
 
-def _silently(code: int, reason: str) -> None:
-    """Has nobody to send away."""
+def _ignore_cancel(code: int, reason: str) -> None:
+    """No-op: there is no other supervisor."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """The hosts of an attempt, who have met."""
+class WorkerGroup:
+    """The hosts of an attempt, after their rendezvous."""
 
     num_hosts: int = 1
     hosts: tuple[int, ...] = (0,)
-    """Whose workers run behind this door."""
-    places: tuple[int, ...] | None = None
-    """Where the hosts sit, if a supervisor has chosen; it alone may leave one out."""
+    """Hosts whose workers run under this supervisor."""
+    slots: tuple[int, ...] | None = None
+    """Slots of the hosts, of which a restart loop may exclude some; None: no restart loop."""
     coordinator: str | None = None
-    """Where the workers find each other; None: there is one."""
-    announce: Callable[[Claim], Peers | None] = _nobody
-    """Tells the others of the claim; returns once they all have seen it in the run directory."""
-    dismiss: Callable[[int, str], None] = _silently
-    """Tells the others that there is no attempt, and why."""
+    """Address of the JAX coordinator; None: there is a single worker."""
+    announce: Callable[[Claim], PeerLinks | None] = _ignore_claim
+    """Sends the claim to the other hosts; returns once all have read it in the run directory."""
+    cancel: Callable[[int, str], None] = _ignore_cancel
+    """Sends the other hosts that no attempt starts, and the reason."""
 
 
-Meet = Callable[[RunConfig, RunDir], AbstractContextManager[Job]]
-
-
-@contextlib.contextmanager
-def alone(config: RunConfig, run_dir: RunDir) -> Iterator[Job]:
-    """Has nobody to meet."""
-    yield Job()
+Rendezvous = Callable[[RunConfig, RunDir], AbstractContextManager[WorkerGroup]]
 
 
 @contextlib.contextmanager
-def behind_one_door(
-    config: RunConfig, run_dir: RunDir, *, num_hosts: int, places: tuple[int, ...] | None = None
-) -> Iterator[Job]:
-    """Gives all hosts' workers a port of this machine to find each other at."""
-    with connection.held() as address:
+def single_host(config: RunConfig, run_dir: RunDir) -> Iterator[WorkerGroup]:
+    """Yields a group of one host, without a rendezvous."""
+    yield WorkerGroup()
+
+
+@contextlib.contextmanager
+def local_hosts(
+    config: RunConfig, run_dir: RunDir, *, num_hosts: int, slots: tuple[int, ...] | None = None
+) -> Iterator[WorkerGroup]:
+    """Yields a group of workers on this machine, with a local port for their JAX coordinator."""
+    with connection.reserved_address() as address:
         coordinator = address if num_hosts > 1 else None
-        yield Job(num_hosts, tuple(range(num_hosts)), places, coordinator)
+        yield WorkerGroup(num_hosts, tuple(range(num_hosts)), slots, coordinator)
 
 
 @contextlib.contextmanager
-def leading(
-    config: RunConfig, run_dir: RunDir, *, member: Member, address: Address
-) -> Iterator[Job]:
-    """Waits for the doors of the other hosts; the connections last until the end of the block.
+def as_leader(
+    config: RunConfig, run_dir: RunDir, *, member: HostRank, address: Address, secret: str
+) -> Iterator[WorkerGroup]:
+    """Waits for the supervisors of the other hosts; connections last until the end of the block.
+
+    Args:
+      config: the config of the run.
+      run_dir: the run directory.
+      member: this host's rank.
+      address: the address to listen on.
+      secret: JAXRES_SECRET; empty: the run directory holds the secret.
 
     Raises:
-      ConfigError: the address can't be had, or hosts differ in what must be equal.
-      PeerLost: some did not come.
+      ConfigError: the address is not available, or hosts differ in what must be equal.
+      PeerLost: some hosts did not connect in time.
     """
     clock = SystemClock()
     hello = _hello(config, run_dir, member)
-    with reserve_port() as kept, Lead(hello, address, **_limits(config), clock=clock) as lead:
-        lead.gather()
+    held = load_secret(run_dir.secret, given=secret, clock=clock)
+    leading = RendezvousLeader(hello, address, secret=held, **_limits(config), clock=clock)
+    with reserve_port() as kept, leading as lead:
+        lead.wait_for_all()
         workers_at = str(Address(address.host, kept.getsockname()[1]))
 
-        def announce(claim: Claim) -> Peers:
-            told = Announcement(claim.attempt, claim.nonce, workers_at, claim.threads)
-            return lead.announce(told, see_seconds=_see_seconds(config))
+        def announce(claim: Claim) -> PeerLinks:
+            message = AttemptAnnounced(claim.attempt, claim.nonce, workers_at)
+            return lead.announce(message, see_seconds=_see_seconds(config))
 
-        yield Job(
+        yield WorkerGroup(
             member.num_hosts,
             (member.host,),
             coordinator=workers_at,
             announce=announce,
-            dismiss=lambda code, reason: lead.peers.tell(Farewell(code, reason)),
+            cancel=lambda code, reason: lead.peers.send(Goodbye(code, reason)),
         )
 
 
 @contextlib.contextmanager
-def following(
-    config: RunConfig, run_dir: RunDir, member: Member, address: Address, *, clock: Clock
-) -> Iterator[tuple[int, Peers]]:
-    """Meets the lead's door; yields the attempt that it has claimed, and the connection to it.
+def as_follower(
+    config: RunConfig,
+    run_dir: RunDir,
+    member: HostRank,
+    address: Address,
+    *,
+    secret: str,
+    clock: Clock,
+) -> Iterator[tuple[int, PeerLinks]]:
+    """Connects to the leader; yields the attempt that it has claimed, and the connection.
+
+    The secret is as for `as_leader`.
 
     Raises:
-      TypedEnd: as the lead says, or PeerLost if it does not answer.
+      RunError: the error that the leader sent, or PeerLost if the leader does not answer.
     """
     hello = _hello(config, run_dir, member)
-    with Follower(hello, address, **_limits(config), clock=clock) as follower:
-        announcement = follower.meet()
-        sees = functools.partial(_sees, run_dir)
-        peers = follower.confirm(announcement, sees, see_seconds=_see_seconds(config))
+    held = load_secret(run_dir.secret, given=secret, clock=clock)
+    with RendezvousFollower(
+        hello, address, secret=held, **_limits(config), clock=clock
+    ) as follower:
+        announcement = follower.join()
+        can_read = functools.partial(_can_read_claim, run_dir)
+        peers = follower.confirm(announcement, can_read, see_seconds=_see_seconds(config))
         yield announcement.attempt, peers
 
 
@@ -130,18 +151,18 @@ def _limits(config: RunConfig) -> dict[str, float]:
 
 
 def _see_seconds(config: RunConfig) -> float:
-    return min(SEE_SECONDS, config.hosts.join_seconds)
+    return min(VISIBLE_SECONDS, config.hosts.join_seconds)
 
 
-def _sees(run_dir: RunDir, attempt: int, nonce: str) -> bool:
-    """Whether a claim, and the config that was recorded after it, are to be seen here."""
+def _can_read_claim(run_dir: RunDir, attempt: int, nonce: str) -> bool:
+    """Whether a claim, and the config that is recorded after it, can be read on this host."""
     recorded = run_dir.attempt(attempt) / "config.yaml"
     claims = run_log.fold(run_log.read_records(run_dir.log)).claims
-    seen = any(claim.attempt == attempt and claim.nonce == nonce for claim in claims)
-    return seen and files.read(recorded) is not None
+    is_claimed = any(claim.attempt == attempt and claim.nonce == nonce for claim in claims)
+    return is_claimed and files.read(recorded) is not None
 
 
-def _hello(config: RunConfig, run_dir: RunDir, member: Member) -> Hello:
+def _hello(config: RunConfig, run_dir: RunDir, member: HostRank) -> Hello:
     return Hello(
         host=member.host,
         num_hosts=member.num_hosts,
@@ -152,17 +173,16 @@ def _hello(config: RunConfig, run_dir: RunDir, member: Member) -> Hello:
         python=platform.python_version(),
         trajectory=configs.digest(config),
         run_dir=str(run_dir.root.absolute()),
-        boot_id=boot_id(),
         fields=fields_of(configs.trajectory(config)),
     )
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the libraries that decide bits, without importing them."""
+    """Returns the versions of the libraries that affect results bit for bit; imports none."""
     names = ("jaxres", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     return {name: importlib.metadata.version(name) for name in names}
 
 
 def boot_id() -> str:
-    """Returns what tells one boot of this machine from the next."""
+    """Returns the id of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().splitlines()[0]

@@ -1,4 +1,4 @@
-"""One host's worker as a process of this machine: its group, its beat, its end."""
+"""One host's worker as a child process: spawns, signals and reads it, and translates its exit."""
 
 from __future__ import annotations
 
@@ -11,22 +11,30 @@ import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from jaxres.clock import Clock
-from jaxres.faults import Exit
-from jaxres.supervisor.processes import out_of_memory_kills
-from jaxres.supervisor.root_cause import End, Known
-from jaxres.supervisor.watchdog import Watch, Writing
-from jaxres.telemetry.heartbeat import Leaving, SaveNews, SavesRefused, SavesTaken, decode
+from jaxres.exit_codes import ExitCode
+from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.supervisor.proc_stat import read_proc_stat
+from jaxres.supervisor.processes import oom_kill_count
+from jaxres.supervisor.root_cause import HostStatus, WorkerExit
+from jaxres.supervisor.watchdog import ProgressTracker, SaveTimes
+from jaxres.telemetry.heartbeat import (
+    ExitMessage,
+    SaveHealth,
+    SavesFailing,
+    SavesRecovered,
+    decode,
+    result_of_exit_message,
+)
 
 KILL_GRACE_SECONDS = 5.0
-"""A killed process that waits for dead storage is not even gone; the door leaves it behind."""
+"""Longest wait for killed processes; one that hangs in the kernel on storage is left behind."""
 LEAVE = signal.SIGRTMIN + 1
-"""To a worker: finish the save in flight, begin none, and leave with 75."""
+"""Signal to a worker: finish the save in flight, begin no other, and exit with 75."""
 WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, LEAVE)
-"""Blocked when the worker is spawned, and taken by it as soon as it can."""
+"""Signals that are blocked when a worker is spawned, until the worker handles them."""
 
 
 class Process(Protocol):
@@ -34,27 +42,27 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its number, which is no other's as long as nobody has waited for it."""
+        """Process id, which is not reused until this process has reaped the child."""
         ...
 
     def poll(self) -> int | None:
-        """Returns how it has ended: the code, or minus the signal; None: it runs."""
+        """Returns the exit code, or minus the signal number; None: the process runs."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end; raises subprocess.TimeoutExpired."""
+        """Waits for the exit; raises subprocess.TimeoutExpired."""
         ...
 
     def send_signal(self, sig: int) -> None:
-        """Signals it, unless it has ended."""
+        """Sends a signal, unless the process has exited."""
         ...
 
 
-class Forked:
-    """A child that another process has forked, and this one has adopted."""
+class ForkedProcess:
+    """A child that the fork server has forked and this process has adopted."""
 
     def __init__(self, pid: int) -> None:
-        """Holds that it is a child.
+        """Checks that the process is a child of this one.
 
         Raises:
           ChildProcessError: it is not.
@@ -64,13 +72,13 @@ class Forked:
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """Returns how it has ended, or None."""
-        if self._status is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self._status = os.waitstatus_to_exitcode(found[1])
+        """Returns the exit code, or minus the signal number; None: the process runs."""
+        if self._status is None and (waited := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self._status = os.waitstatus_to_exitcode(waited[1])
         return self._status
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end."""
+        """Waits for the exit; raises subprocess.TimeoutExpired."""
         if self.poll() is None:
             pidfd = os.pidfd_open(self.pid)
             try:
@@ -83,139 +91,140 @@ class Forked:
         return status
 
     def send_signal(self, sig: int) -> None:
-        """Signals it, unless it has ended."""
+        """Sends a signal, unless the process has exited."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
 
 @dataclass
 class Worker:
-    """A running worker, or one that has ended; owns its pipe and its pidfd until closed."""
+    """A worker process, running or exited; owns its status pipe and its pidfd until closed."""
 
     host: int
     is_alone: bool
-    """Whether the job has no other host, so that no end can be another's fault."""
+    """Whether the job has a single host, so that no other host can cause this worker's exit."""
     process: Process
-    beats: int
-    """Read end of the worker's beat."""
+    status_fd: int
+    """Read end of the pipe on which the worker sends its status messages."""
     pidfd: int
-    watch: Watch
+    progress: ProgressTracker
     kills_before: int
-    """The kernel's count of memory kills when the worker was started."""
-    news: list[SaveNews] = field(default_factory=list)
-    """Of saves, not yet passed on."""
-    writing: Writing = field(default_factory=Writing)
-    """How its saves get on."""
-    word: Leaving | None = None
-    """Why it leaves, as it has said."""
-    end: End | None = None
-    _rest: bytes = b""
-    _deaf: bool = False
+    """The kernel's count of out-of-memory kills when the worker was started."""
+    save_news: list[SaveHealth] = field(default_factory=list)
+    """Messages about failing saves that the supervisor has not passed on yet."""
+    save_times: SaveTimes = field(default_factory=SaveTimes)
+    """Durations of the worker's saves."""
+    exit_message: ExitMessage | None = None
+    """The exit message of the worker; None: it has sent none."""
+    end: WorkerExit | None = None
+    _partial_line: bytes = b""
+    _is_pipe_closed: bool = False
     """Whether the worker has closed its end of the pipe."""
 
     def sources(self) -> list[int]:
-        """Returns the descriptors that become readable when there is something to take."""
+        """Returns the descriptors that become readable when `read_status` has something to read."""
         if self.end is not None:
             return []
-        return [self.pidfd] if self._deaf else [self.pidfd, self.beats]
+        return [self.pidfd] if self._is_pipe_closed else [self.pidfd, self.status_fd]
 
-    def take(self, *, now: float) -> None:
-        """Takes the beats that have come, and the end after the last of them."""
+    def read_status(self, *, now: float) -> None:
+        """Reads the status messages that have arrived, and then the exit."""
         if self.end is None:
             status = self.process.poll()
-            self._take_beats(now)
+            self._read_messages(now)
             if status is not None:
                 self.end = self._translate(status, now)
 
-    def known(self) -> Known:
-        """Returns what is known of this host."""
-        return Known(
+    def status(self) -> HostStatus:
+        """Returns the status of this host."""
+        return HostStatus(
             host=self.host,
             name=socket.gethostname(),
             pid=self.process.pid,
-            phase=self.watch.phase,
-            step=self.watch.step,
-            since=self.watch.since,
+            phase=self.progress.phase,
+            step=self.progress.step,
+            last_progress=self.progress.last_progress,
             is_stopped=self.end is None and _is_stopped(self.process.pid),
             end=self.end,
         )
 
-    def where(self) -> str:
-        """Returns how far it has come, for a message."""
-        return f"phase '{self.watch.phase}', step {self.watch.step} of this attempt"
+    def progress_text(self) -> str:
+        """Returns phase and step of the worker, for a message."""
+        return f"phase '{self.progress.phase}', step {self.progress.step} of this attempt"
 
-    def paused(self, seconds: float) -> None:
-        """Stretches every limit by a sleep of the watcher's own."""
-        self.watch = self.watch.paused(seconds)
+    def extend_deadlines(self, seconds: float) -> None:
+        """Extends the deadlines by the seconds that this supervisor was suspended."""
+        self.progress = self.progress.extend(seconds)
         if self.end is not None:
             self.end = dataclasses.replace(self.end, at=self.end.at + seconds)
 
     def signal(self, number: int) -> None:
-        """Signals the worker itself, unless it has ended."""
+        """Sends a signal to the worker itself, unless it has exited."""
         if self.end is None:
             self.process.send_signal(number)
 
     def signal_group(self, number: int) -> None:
-        """Signals the worker and all it has started."""
+        """Sends a signal to the worker and all processes of its group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def close(self) -> None:
-        """Gives the descriptors back."""
-        os.close(self.beats)
+        """Closes the descriptors."""
+        os.close(self.status_fd)
         os.close(self.pidfd)
 
-    def _take_beats(self, now: float) -> None:
-        while not self._deaf and select.select([self.beats], [], [], 0)[0]:
-            data = os.read(self.beats, 65536)
+    def _read_messages(self, now: float) -> None:
+        while not self._is_pipe_closed and select.select([self.status_fd], [], [], 0)[0]:
+            data = os.read(self.status_fd, 65536)
             if not data:
-                self._deaf = True
+                self._is_pipe_closed = True
                 return
-            *lines, self._rest = (self._rest + data).split(b"\n")
+            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
             for line in lines:
-                beat = decode(line)
-                self.watch = self.watch.after(beat, now=now)
-                self.writing = self.writing.after(beat, now=now)
-                if isinstance(beat, Leaving):
-                    self.word = beat
-                elif isinstance(beat, SavesRefused | SavesTaken):
-                    self.news.append(beat)
+                message = decode(line)
+                self.progress = self.progress.on_status(message, now=now)
+                self.save_times = self.save_times.on_status(message, now=now)
+                if isinstance(message, ExitMessage):
+                    self.exit_message = message
+                elif isinstance(message, SavesFailing | SavesRecovered):
+                    self.save_news.append(message)
 
-    def _translate(self, status: int, now: float) -> End:
-        """Turns the end into an exit code: the worker's own, or 128 + the signal that killed it.
+    def _translate(self, status: int, now: float) -> WorkerExit:
+        """Translates the wait status: the worker's exit code, or 128 + the signal that killed it.
 
-        A code without a word before it is custom code's `os._exit`, and no end of a run. A word
-        stands if a peer's leaving has then cut the way out short.
+        A code without an exit message comes from an `os._exit` in custom code, and is a bug. An
+        exit message stays valid if the exit of a peer then kills the worker before it has exited.
         """
-        if self.word is not None and (status == self.word.exit or not self.is_alone):
-            return self.end_by_word(now)
-        if status == -signal.SIGKILL and out_of_memory_kills() > self.kills_before:
-            reason = f"the kernel killed the worker for want of memory ({self.where()})"
-            return End(Exit.OUT_OF_MEMORY, reason, now, own_word=False)
+        if self.exit_message is not None and (
+            status == self.exit_message.exit or not self.is_alone
+        ):
+            return self.announced_exit(now)
+        if status == -signal.SIGKILL and oom_kill_count() > self.kills_before:
+            reason = f"the kernel killed the worker because memory ran out ({self.progress_text()})"
+            return WorkerExit(AttemptResult(ExitCode.OUT_OF_MEMORY, reason), now)
         if status < 0:
-            reason = f"the worker was ended by {signal_name(-status)} ({self.where()})"
-            return End(128 - status, reason, now, own_word=False)
-        reason = f"the worker left with {status} and did not say why ({self.where()})"
-        return End(Exit.BUG, reason, now, own_word=False)
+            reason = f"the worker was killed by {signal_name(-status)} ({self.progress_text()})"
+            return WorkerExit(AttemptResult(128 - status, reason), now)
+        reason = f"the worker exited with {status} without an exit message ({self.progress_text()})"
+        return WorkerExit(AttemptResult(ExitCode.BUG, reason), now)
 
-    def end_by_word(self, now: float) -> End:
-        """Returns the end that the worker has announced."""
-        assert self.word is not None
-        word = self.word
-        return End(word.exit, word.reason, now, own_word=True, committed=word.committed)
+    def announced_exit(self, now: float) -> WorkerExit:
+        """Returns the exit that the worker has announced by its exit message."""
+        assert self.exit_message is not None
+        return WorkerExit(result_of_exit_message(self.exit_message), now)
 
 
 class Fork(Protocol):
-    """Forks a worker, or returns None where a fresh process has to do."""
+    """Forks a worker, or returns None if a fresh process must be spawned instead."""
 
     def __call__(
         self, command: Sequence[str], *, env: Mapping[str, str], beat: int
     ) -> Process | None:
-        """See `supervise.zygote`."""
+        """See `ForkServer.fork`."""
         ...
 
 
-def start(
+def spawn_worker(
     command: Sequence[str],
     *,
     host: int,
@@ -229,39 +238,41 @@ def start(
 
     Args:
       command: the worker's argv; `--beat-fd N` is appended.
-      host: its place in the job.
-      is_alone: whether the job has no other host.
+      host: the number of its host in the job.
+      is_alone: whether the job has a single host.
       env: its environment.
-      kills_before: the kernel's count of memory kills.
-      clock: the watcher's.
-      fork: where it may come from; else, and without one, it is a fresh process.
+      kills_before: the kernel's count of out-of-memory kills.
+      clock: the supervisor's clock.
+      fork: forks the worker if it can; otherwise, and if None, a fresh process is spawned.
     """
-    beats, beat = os.pipe()
+    read_end, write_end = os.pipe()
     try:
-        process: Process | None = None if fork is None else fork(command, env=env, beat=beat)
+        process: Process | None = None if fork is None else fork(command, env=env, beat=write_end)
         if process is None:
-            process = start_aside([*command, "--beat-fd", str(beat)], keep=beat, env=env)
+            process = spawn_in_group(
+                [*command, "--beat-fd", str(write_end)], keep=write_end, env=env
+            )
     finally:
-        os.close(beat)
+        os.close(write_end)
     return Worker(
         host=host,
         is_alone=is_alone,
         process=process,
-        beats=beats,
+        status_fd=read_end,
         pidfd=os.pidfd_open(process.pid),
-        watch=Watch(since=clock.monotonic()),
+        progress=ProgressTracker(last_progress=clock.monotonic()),
         kills_before=kills_before,
     )
 
 
-def start_aside(
+def spawn_in_group(
     command: Sequence[str], *, keep: int, env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     """Starts a process in a group of its own, with a worker's signals blocked.
 
     Args:
       command: its argv.
-      keep: the descriptor that it inherits.
+      keep: the descriptor that the process inherits.
       env: its environment.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
@@ -273,8 +284,8 @@ def start_aside(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def kill_groups(workers: Iterable[Worker], *, clock: Clock) -> None:
-    """Ends the workers and all that they have started, for sure."""
+def kill_process_groups(workers: Iterable[Worker], *, clock: Clock) -> None:
+    """Kills the process groups of the workers, and waits until the workers are gone."""
     workers = list(workers)
     for worker in workers:
         worker.signal_group(signal.SIGKILL)
@@ -282,7 +293,7 @@ def kill_groups(workers: Iterable[Worker], *, clock: Clock) -> None:
 
 
 def wait_for(workers: Iterable[Worker], *, seconds: float, clock: Clock) -> None:
-    """Waits until the workers' processes are gone, at most so long for all of them together."""
+    """Waits until the workers' processes have exited, at most `seconds` for all together."""
     until = clock.monotonic() + seconds
     for worker in workers:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -303,6 +314,5 @@ def signal_name(number: int) -> str:
 
 def _is_stopped(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] in "tT"
+        return read_proc_stat(pid).state in "tT"
     return False

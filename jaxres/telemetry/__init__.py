@@ -1,1 +1,1 @@
-"""What a run reports: console, TensorBoard, heartbeat to the supervisor, alerts."""
+"""Reports of a run: console, TensorBoard, heartbeat to the supervisor, webhook alerts."""

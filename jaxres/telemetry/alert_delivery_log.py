@@ -1,7 +1,8 @@
-"""What one target of alerts has been told: a fold over the lines of `alerts.jsonl`. Pure.
+"""Delivery state of one alert target: a fold over the lines of `alerts.jsonl`. Pure.
 
-The lines are written by whoever supervises the run, one supervisor after the other: an incident
-that a successor tells again is known by its key, and one that could not be delivered waits for it.
+The supervisors of a run write the lines, one supervisor after the other. The key identifies an
+incident, so a later supervisor does not send it again. It does send the incidents that an earlier
+supervisor could not deliver.
 """
 
 from __future__ import annotations
@@ -12,80 +13,82 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxres.telemetry.incidents import ALWAYS_TOLD, RESOLVES, Incident
+from jaxres.telemetry.incidents import ALWAYS_SENT, RESOLVES, Incident
 
 HOUR_SECONDS = 3600.0
-State = Literal["told", "delivered", "left_out"]
+DeliveryState = Literal["queued", "delivered", "dropped"]
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """An incident that a target is to be told of."""
+    """An incident that is queued for a target."""
 
     incident: Incident
     time: float
-    """When it happened, by the wall clock."""
+    """Wall-clock time of the incident."""
 
 
 @dataclass
 class Ledger:
-    """What one target knows, and what it does not know yet."""
+    """Incidents queued for one target, and the record of those delivered to it."""
 
     target: str
     waiting: dict[str, Waiting] = field(default_factory=dict)
-    """By key, oldest first."""
+    """Queued incidents by key, oldest first."""
     known: set[str] = field(default_factory=set)
-    """Keys of all incidents that ever were to be told."""
+    """Keys of all incidents that were ever queued."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """By kind, since the last message."""
+    """Number of dropped incidents by kind, since the last message."""
     sent: list[float] = field(default_factory=list)
-    """Times of the messages of the last hour before the newest one."""
+    """Times of the messages sent within the hour before the newest message."""
     is_open: dict[str, str] = field(default_factory=dict)
-    """Keys of delivered incidents that nothing has resolved yet, and their kinds."""
+    """Keys of delivered incidents that are not resolved yet, and their kinds."""
 
     def is_allowed(self, kind: str, *, now: float, max_per_hour: int) -> bool:
-        """Says whether the limit on messages lets this kind through."""
+        """Returns whether the rate limit allows a message of this kind."""
         recent = [time for time in self.sent if 0 <= now - time < HOUR_SECONDS]
-        return kind in ALWAYS_TOLD or len(recent) < max_per_hour
+        return kind in ALWAYS_SENT or len(recent) < max_per_hour
 
     def apply(self, line: dict[str, Any]) -> None:
-        """Takes a line into account; those of other targets are passed over."""
+        """Applies a line; ignores the lines of other targets."""
         if line.get("target") != self.target:
             return
         key, time = line["key"], line["time"]
-        if line["state"] == "told":
+        if line["state"] == "queued":
             known = {f.name for f in dataclasses.fields(Incident)}
             fields = {name: value for name, value in line["incident"].items() if name in known}
             self.known.add(key)
             self.waiting[key] = Waiting(Incident(**fields), time)
             return
-        told = self.waiting.pop(key, None)
-        if told is None:
+        delivered = self.waiting.pop(key, None)
+        if delivered is None:
             return
-        kind = told.incident.kind
-        if line["state"] == "left_out":
+        kind = delivered.incident.kind
+        if line["state"] == "dropped":
             self.left_out[kind] += 1
             return
         self.left_out.clear()
-        self.sent = [one for one in self.sent if 0 <= time - one < HOUR_SECONDS] + [time]
+        self.sent = [sent for sent in self.sent if 0 <= time - sent < HOUR_SECONDS] + [time]
         if kind in RESOLVES:
-            over = RESOLVES[kind]
-            self.is_open = {name: k for name, k in self.is_open.items() if k not in over}
+            resolved = RESOLVES[kind]
+            self.is_open = {name: k for name, k in self.is_open.items() if k not in resolved}
         else:
             self.is_open[key] = kind
 
 
-def line(target: str, key: str, state: State, *, time: float, **more: Any) -> dict[str, Any]:
+def line(
+    target: str, key: str, state: DeliveryState, *, time: float, **more: Any
+) -> dict[str, Any]:
     """Returns one line of the file."""
     return {"time": time, "target": target, "key": key, "state": state} | more
 
 
 def fold(target: str, lines: Iterable[dict[str, Any]]) -> Ledger:
-    """Returns what a target has been told by now."""
+    """Returns the delivery state of a target."""
     ledger = Ledger(target)
-    for one in lines:
+    for entry in lines:
         try:
-            ledger.apply(one)
+            ledger.apply(entry)
         except (KeyError, TypeError, AttributeError):
-            continue  # Not by this version; an alert may come twice then, and nothing worse.
+            continue  # Written by another version; at worst an alert is sent twice.
     return ledger

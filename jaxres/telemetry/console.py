@@ -1,6 +1,6 @@
-"""What a person sees: live progress on a terminal, one plain line every so many seconds elsewhere.
+"""Console output: live progress on a terminal, otherwise a plain line at a fixed interval.
 
-A listener of events and finished steps; training never waits for it and nothing depends on it.
+An observer of events and completed steps; training never depends on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from jaxres.clock import Clock
 from jaxres.runlog import events
 from jaxres.runlog.events import Event
 from jaxres.runlog.metrics import MetricsLine
-from jaxres.telemetry.stdio import size
+from jaxres.storage.threads import make_thread
+from jaxres.telemetry.stdio import format_bytes
 
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
@@ -27,17 +28,17 @@ PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA L4": 121e12,
 }
-"""Dense bfloat16 peak by the start of the device's kind; NVIDIA's data sheets (SXM parts)."""
+"""Dense bfloat16 peak in FLOP/s by prefix of the device kind; NVIDIA's data sheets (SXM parts)."""
 
 WINDOW_STEPS = 50
 WIDE_COLUMNS = 140
 REFRESHES_PER_SECOND = 4
-"""Of the live progress; each costs about half a millisecond, which a step on CPU feels."""
+"""Refresh rate of the live progress; a refresh takes about 0.5 ms, which slows steps on CPU."""
 QUICK_PHASES = ("train", "save", "evaluate")
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns a device's peak in FLOP/s, or None where it is not known.
+    """Returns a device's peak in FLOP/s, or None if it is unknown.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
     (989000000000000.0, None)
@@ -59,14 +60,14 @@ class Console:
         self._bar: Any = None
         self._phase = ("start", clock.monotonic())
         self._printed_at = clock.monotonic()
-        self._landed_at = clock.monotonic()
+        self._completed_at = clock.monotonic()
         self._recent: deque[MetricsLine] = deque(maxlen=WINDOW_STEPS)
         self._built: events.RunBuilt | None = None
         self._committed = 0
         self._failed_saves = 0
         self._lock = threading.RLock()
         self._stop = threading.Event()
-        self._ticker = threading.Thread(target=self._tick, name="jaxres-console", daemon=True)
+        self._ticker = make_thread("console", self._tick, daemon=True)
 
     def __enter__(self) -> Console:
         if self._terminal.is_terminal:
@@ -103,8 +104,8 @@ class Console:
         with self._lock:
             self._terminal.print(Text(text))
 
-    def heard(self, event: Event) -> None:
-        """Tells of an event, where a person would want to know."""
+    def on_event(self, event: Event) -> None:
+        """Prints the events that matter to an operator."""
         with self._lock:
             match event:
                 case events.PhaseChanged(phase, detail):
@@ -116,7 +117,7 @@ class Console:
                     self.say(_parts(event))
                 case events.TrainingStarted(step, path, guarantee):
                     self._committed = step
-                    begin = f"going on from step {step} ({path})" if path else "starting at step 0"
+                    begin = f"resuming from step {step} ({path})" if path else "starting at step 0"
                     self.say(f"{begin} · guarantee: {guarantee}")
                 case events.Evaluated(step, loss, best_loss, best_step):
                     self.say(
@@ -127,27 +128,27 @@ class Console:
                     self.say(f"WARNING: {reason}")
                 case events.RolledBack():
                     self.say(_rolled_back(event))
-                case events.RecordsLeftOut():
+                case events.BadRecordsSkipped():
                     self.say(_left_out(event))
                 case events.UpdateSkipped():
                     self.say(_skipped(event))
                 case events.SaveWaited(step, seconds):
-                    self.say(f"step {step}: waited {seconds:.1f} s for the save before")
+                    self.say(f"step {step}: waited {seconds:.1f} s for the previous save")
                 case events.SaveSkipped(step):
-                    self.say(f"step {step}: not saved, the save before is still being written")
+                    self.say(f"step {step}: not saved, the previous save is still being written")
                 case events.SaveIntervalChosen():
                     self.say(_interval(event))
                 case events.SaveFailed(step, reason, failures):
                     self._failed_saves = failures
                     self.say(
                         f"ALARM: step {step} could not be saved ({failures} in a row). Training "
-                        f"goes on, the next save tries again; committed is step "
-                        f"{self._committed}. Why: {reason}"
+                        f"continues and the next save tries again; the newest committed step is "
+                        f"{self._committed}. Reason: {reason}"
                     )
                 case events.StepQuarantined(step, path, evidence):
                     self.say(
-                        f"ALARM: step {step} is damaged and counts no more ({path}): {evidence}. "
-                        "Its files are kept for you to look at; an older whole step is restored."
+                        f"ALARM: step {step} is damaged and is excluded ({path}): {evidence}. "
+                        "Its files are kept for inspection; an older intact step is restored."
                     )
                 case events.SaveCommitted(step=step):
                     self._committed = step
@@ -161,11 +162,11 @@ class Console:
                 case _:
                     pass
 
-    def landed(self, line: MetricsLine) -> None:
-        """Shows a finished step."""
+    def on_step(self, line: MetricsLine) -> None:
+        """Shows a completed step."""
         with self._lock:
             self._recent.append(line)
-            self._landed_at = self._clock.monotonic()
+            self._completed_at = self._clock.monotonic()
             if self._live is not None:
                 total = self._built.steps if self._built else None
                 self._live.update(
@@ -189,20 +190,20 @@ class Console:
             self.say(self._numbers())
 
     def _tick(self) -> None:
-        """Says every so often what a long phase is doing; a run is never silent for a minute."""
+        """Prints the progress of a long phase every `log_every_seconds`."""
         while not self._stop.wait(min(1.0, self._log_every_seconds)):
             with self._lock:
                 if self._live is None and self._due():
                     self._print_progress()
 
     def _print_progress(self) -> None:
-        """Prints the newest step, or what has taken so long since."""
+        """Prints the newest step, or the phase and how long it has lasted."""
         now = self._clock.monotonic()
         phase, since = self._phase
-        if phase == "train" and self._recent and now - self._landed_at < self._log_every_seconds:
+        if phase == "train" and self._recent and now - self._completed_at < self._log_every_seconds:
             self.say(self._numbers())
         else:
-            waited = now - max(since, self._landed_at)
+            waited = now - max(since, self._completed_at)
             if waited < 1:
                 return
             self.say(f"{phase}: {waited:.0f} s so far")
@@ -216,7 +217,7 @@ class Console:
         newest = self._recent[-1]
         seconds = _mean([line.step_seconds for line in self._recent])
         left = seconds * (self._built.steps - newest.step)
-        words = [
+        parts = [
             f"step {newest.step}/{self._built.steps}",
             f"loss {_number(newest.loss)}",
             f"grad {_number(newest.grad_norm)}",
@@ -226,7 +227,7 @@ class Console:
             f"committed {self._committed}",
             f"attempt {self._attempt}",
         ]
-        return " · ".join(words)
+        return " · ".join(parts)
 
     def _is_wide(self) -> bool:
         return self._terminal.width >= WIDE_COLUMNS
@@ -245,7 +246,7 @@ class Console:
 
 
 def _skipped(event: events.UpdateSkipped) -> str:
-    """Returns what a person is told of a step whose update was not applied."""
+    """Returns the line for a step whose update was not applied."""
     rows = ", ".join(
         f"row {row} (sample {sample}, host {host})" for row, sample, host, _ in event.rows[:3]
     )
@@ -264,7 +265,7 @@ def _skipped(event: events.UpdateSkipped) -> str:
 
 
 def _rolled_back(event: events.RolledBack) -> str:
-    """Returns what a person is told of a decision to go back."""
+    """Returns the line for a rollback."""
     rate = ""
     if event.rate_factor < 1:
         rate = (
@@ -272,16 +273,16 @@ def _rolled_back(event: events.RolledBack) -> str:
             f"{event.onset + event.rate_steps - 1}"
         )
     return (
-        f"ROLLBACK: {event.reason}. Going on from step {event.target}, without the "
+        f"ROLLBACK: {event.reason}. Resuming from step {event.target}, without the "
         f"{event.rows[1] - event.rows[0]} rows since step {event.onset}{rate}"
     )
 
 
-def _left_out(event: events.RecordsLeftOut) -> str:
-    """Returns what a person is told of rows that can't be used."""
+def _left_out(event: events.BadRecordsSkipped) -> str:
+    """Returns the line for rows that can't be used."""
     count = sum(stop - start for start, stop in event.rows)
     return (
-        f"BAD RECORD: {event.reason}. Left out for good: {count} rows; going on from step "
+        f"BAD RECORD: {event.reason}. Permanently excluded: {count} rows; resuming from step "
         f"{event.step}"
     )
 
@@ -291,8 +292,8 @@ def _parts(built: events.RunBuilt) -> str:
         f"{built.model}, {built.params / 1e6:.2f} M parameters, "
         f"{built.flops_per_token / 1e6:.1f} MFLOP a token, on {built.devices} · "
         f"{built.rows:,} rows, {built.tokens_per_epoch / 1e6:.1f} M tokens an epoch · "
-        f"{built.steps:,} steps · state {size(built.state_bytes_per_device)} a device, "
-        f"a save takes up to {size(built.save_bytes_per_host)} of a host's memory"
+        f"{built.steps:,} steps · state {format_bytes(built.state_bytes_per_device)} a device, "
+        f"a save takes up to {format_bytes(built.save_bytes_per_host)} of a host's memory"
     )
 
 
@@ -313,7 +314,7 @@ def _interval(chosen: events.SaveIntervalChosen) -> str:
 
 
 def _use(built: events.RunBuilt, step_seconds: float) -> str:
-    """Returns the model's FLOP/s, as a share of the devices' peak (MFU) where that is known."""
+    """Returns the model's FLOP/s, as a share of the devices' peak (MFU) if that is known."""
     if not step_seconds:
         return ""
     rate = built.flops_per_token * built.tokens_per_step / step_seconds

@@ -1,7 +1,7 @@
-"""What the worker tells its door through a pipe: phases, finished steps, saves, its end.
+"""Heartbeat: status messages that the worker sends to its supervisor through a pipe.
 
-The same facts as in the event file, one JSON line each. They are made by progress alone: no timer
-and no thread makes one.
+Phases, finished steps, saves and the exit are sent, one JSON line each, with the same facts as in
+the event file. Only progress of the training loop causes a message: no timer and no thread does.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 import select
 import threading
 from collections import deque
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
+from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.events import (
     Event,
     PartCommitted,
@@ -24,42 +24,44 @@ from jaxres.runlog.events import (
     TrainingStarted,
 )
 from jaxres.runlog.metrics import MetricsLine
+from jaxres.storage.codec import TaggedCodec
+from jaxres.storage.threads import make_thread
 
 
 @dataclass(frozen=True)
-class EnteredPhase:
+class PhaseEntered:
     """The worker has entered a phase."""
 
     phase: str
 
 
 @dataclass(frozen=True)
-class FinishedStep:
-    """The worker has landed a step."""
+class StepFinished:
+    """The worker has completed a step."""
 
     step: int
     seconds: float
 
 
 @dataclass(frozen=True)
-class Saving:
+class SaveBegun:
     """The worker has begun to write a save in the background."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The save in flight is over."""
+class SaveEnded:
+    """The save in flight has ended."""
 
     step: int
     seconds: float | None
-    """From its beginning until it counted; None: it has failed."""
+    """Seconds from the start of the save to its commit; None: it failed."""
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """The worker is about to end by itself, and why."""
+class ExitMessage:
+    """The worker is about to exit, with its exit code and reason."""
 
     exit: int
     reason: str
@@ -67,8 +69,8 @@ class Leaving:
 
 
 @dataclass(frozen=True)
-class SavesRefused:
-    """Storage has refused a save, the first one in a row."""
+class SavesFailing:
+    """A save has failed, the first one in a series."""
 
     step: int
     """Newest committed step."""
@@ -76,8 +78,8 @@ class SavesRefused:
 
 
 @dataclass(frozen=True)
-class SavesTaken:
-    """A step was committed: the first of the attempt, or the first after refused ones."""
+class SavesRecovered:
+    """A step was committed: the first of the attempt, or the first after failed saves."""
 
     step: int
 
@@ -85,33 +87,43 @@ class SavesTaken:
 CLOSE_SECONDS = 3600.0
 FULL_SECONDS = 1.0
 
-SaveNews = SavesRefused | SavesTaken
-Beat = EnteredPhase | FinishedStep | Saving | Saved | Leaving | SaveNews
-_KINDS: dict[str, type[Beat]] = {
-    kind.__name__: kind
-    for kind in (EnteredPhase, FinishedStep, Saving, Saved, Leaving, SavesRefused, SavesTaken)
-}
+SaveHealth = SavesFailing | SavesRecovered
+StatusMessage = PhaseEntered | StepFinished | SaveBegun | SaveEnded | ExitMessage | SaveHealth
+MESSAGES: TaggedCodec[StatusMessage] = TaggedCodec(
+    "message",
+    {
+        "phase_entered": PhaseEntered,
+        "step_finished": StepFinished,
+        "save_started": SaveBegun,
+        "save_ended": SaveEnded,
+        "exit": ExitMessage,
+        "saves_failing": SavesFailing,
+        "saves_recovered": SavesRecovered,
+    },
+)
+"""Wire name of each message."""
 
 
-class BeatWriter:
-    """Forwards the worker's progress to a pipe; a listener of events and finished steps.
+class StatusWriter:
+    """Forwards the worker's progress to a pipe; an observer of events and completed steps.
 
-    What `heard` and `landed` were told is in the pipe when they return, so that a door that is
-    awake never knows less than a reader of the files. Training never waits for one that sleeps:
-    while the pipe is full a thread keeps what comes, and a step gives way to the next one.
+    `on_event` and `on_step` return after the message is in the pipe, so a supervisor that reads it
+    never has older information than a reader of the files. Training never waits for a supervisor
+    that does not read: while the pipe is full, a thread buffers the messages, and of consecutive
+    steps it keeps only the newest.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._waiting: deque[Beat] = deque()
+        self._waiting: deque[StatusMessage] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._committed = 0
-        self._news: type[SaveNews] | None = None
-        """Whether saves were refused or taken last."""
-        self._thread = threading.Thread(target=self._forward, name="jaxres-beat", daemon=True)
+        self._last_health: type[SaveHealth] | None = None
+        """Type of the last save-health message."""
+        self._thread = make_thread("message", self._forward, daemon=True)
 
-    def __enter__(self) -> BeatWriter:
+    def __enter__(self) -> StatusWriter:
         os.set_blocking(self._descriptor, False)
         self._thread.start()
         return self
@@ -122,59 +134,60 @@ class BeatWriter:
             self._changed.notify()
         self._thread.join(timeout=CLOSE_SECONDS)
 
-    def heard(self, event: Event) -> None:
-        """Forwards a phase change, how a save gets on, and whether storage refuses saves: a full
-        disk must not hide it.
+    def on_event(self, event: Event) -> None:
+        """Sends phase changes, the progress of saves, and whether saves fail.
+
+        The pipe works also when the disk is full.
         """
         match event:
             case PhaseChanged(phase):
-                self._send(EnteredPhase(phase))
+                self._send(PhaseEntered(phase))
             case TrainingStarted(step=step):
                 self._committed = step
             case SaveStarted(step):
-                self._send(Saving(step))
+                self._send(SaveBegun(step))
             case PartCommitted(step, seconds):
-                self._send(Saved(step, seconds))
+                self._send(SaveEnded(step, seconds))
             case SaveCommitted(step=step, seconds=seconds):
                 self._committed = step
-                self._send(Saved(step, seconds))
-                self._send_news(SavesTaken(step))
+                self._send(SaveEnded(step, seconds))
+                self._send_health(SavesRecovered(step))
             case SaveFailed(step, reason):
-                self._send(Saved(step, None))
-                self._send_news(SavesRefused(self._committed, reason))
+                self._send(SaveEnded(step, None))
+                self._send_health(SavesFailing(self._committed, reason))
             case _:
                 pass
 
-    def _send_news(self, news: SaveNews) -> None:
-        if self._news is not type(news):
-            self._news = type(news)
-            self._send(news)
+    def _send_health(self, health: SaveHealth) -> None:
+        if self._last_health is not type(health):
+            self._last_health = type(health)
+            self._send(health)
 
-    def landed(self, line: MetricsLine) -> None:
-        """Forwards a finished step."""
-        self._send(FinishedStep(line.step, line.step_seconds))
+    def on_step(self, line: MetricsLine) -> None:
+        """Sends a completed step."""
+        self._send(StepFinished(line.step, line.step_seconds))
 
-    def leaving(self, word: Leaving) -> None:
-        """Tells how the run ends; no event, for a full disk must not hide it."""
-        self._send(word)
+    def on_exit(self, message: ExitMessage) -> None:
+        """Sends the exit message; it is no event, because a full disk must not lose it."""
+        self._send(message)
 
-    def _send(self, beat: Beat) -> None:
+    def _send(self, message: StatusMessage) -> None:
         with self._changed:
-            if not self._waiting and self._is_written(beat):
+            if not self._waiting and self._is_written(message):
                 return
-            both_steps = isinstance(beat, FinishedStep) and self._waiting
-            if both_steps and isinstance(self._waiting[-1], FinishedStep):
+            both_steps = isinstance(message, StepFinished) and self._waiting
+            if both_steps and isinstance(self._waiting[-1], StepFinished):
                 self._waiting.pop()
-            self._waiting.append(beat)
+            self._waiting.append(message)
             self._changed.notify()
 
-    def _is_written(self, beat: Beat) -> bool:
+    def _is_written(self, message: StatusMessage) -> bool:
         try:
-            os.write(self._descriptor, encode(beat))  # Below PIPE_BUF: all of it or nothing.
+            os.write(self._descriptor, encode(message))  # At most PIPE_BUF bytes: atomic.
         except BlockingIOError:
             return False
         except BrokenPipeError:
-            pass  # The door is gone; so are we, in a moment.
+            pass  # The supervisor has exited; this process is killed next.
         return True
 
     def _forward(self) -> None:
@@ -189,27 +202,36 @@ class BeatWriter:
                     self._waiting.popleft()
 
 
-def write_now(descriptor: int, beat: Beat) -> None:
-    """Writes a last beat, however long the door sleeps: if it never wakes, nobody asks."""
+def write_now(descriptor: int, message: StatusMessage) -> None:
+    """Writes the last message; blocks until the supervisor reads."""
     os.set_blocking(descriptor, True)
-    os.write(descriptor, encode(beat))
+    os.write(descriptor, encode(message))
 
 
-def encode(beat: Beat) -> bytes:
-    """Returns the line that stands for a beat; at most PIPE_BUF, so that it is written whole."""
-    fields = asdict(beat)
+def encode(message: StatusMessage) -> bytes:
+    """Returns the JSON line of a message; at most PIPE_BUF bytes, so that the write is atomic."""
+    fields = MESSAGES.encode(message)
     while True:
-        line = json.dumps({"beat": type(beat).__name__} | fields).encode() + b"\n"
+        line = json.dumps(fields).encode() + b"\n"
         if len(line) <= select.PIPE_BUF:
             return line
         fields["reason"] = fields["reason"][: len(fields["reason"]) * 3 // 4]
 
 
-def decode(line: bytes) -> Beat:
-    """Reads a beat back.
+def decode(line: bytes) -> StatusMessage:
+    """Returns the message of a line.
 
-    >>> decode(encode(FinishedStep(7, 0.5)))
-    FinishedStep(step=7, seconds=0.5)
+    >>> decode(encode(StepFinished(7, 0.5)))
+    StepFinished(step=7, seconds=0.5)
     """
-    fields: dict[str, Any] = json.loads(line)
-    return _KINDS[fields.pop("beat")](**fields)
+    return MESSAGES.decode(json.loads(line))
+
+
+def exit_message(result: AttemptResult) -> ExitMessage:
+    """Returns what a worker sends before it exits with a result."""
+    return ExitMessage(result.code, result.reason, result.committed)
+
+
+def result_of_exit_message(message: ExitMessage) -> AttemptResult:
+    """Returns the result that a worker announced before its exit."""
+    return AttemptResult(message.exit, message.reason, committed=message.committed, announced=True)

@@ -1,4 +1,4 @@
-"""What somebody is to be told of a supervised run, and how each kind of webhook wants it. Pure."""
+"""Incidents of a supervised run, and the request body for each kind of webhook. Pure."""
 
 from __future__ import annotations
 
@@ -9,82 +9,83 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from jaxres.config.schema_operations import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode, exit_name, exit_row
+from jaxres.runlog.events import AttemptRestarted, GaveUp, SupervisionEnded, SupervisionStarted
 
 Kind = Literal[
     "restarted",
-    "came_back",
+    "supervisor_restarted",
     "gave_up",
-    "no_commit_for_too_long",
-    "commits_again",
-    "saves_refused",
-    "saves_again",
+    "commits_stalled",
+    "commits_resumed",
+    "saves_failing",
+    "saves_recovered",
     "rollback",
     "preempted",
     "finished",
 ]
-ALWAYS_TOLD = ("gave_up", "finished")
-"""The last word about a run; no limit on the number of messages leaves it out."""
+ALWAYS_SENT = ("gave_up", "finished")
+"""Kinds that end a run; the rate limit does not apply to them."""
 HEADLINES: Mapping[str, str] = {
-    "restarted": "has fallen and is started again",
-    "came_back": "is supervised again: its supervisor had left no word",
-    "gave_up": "has given up: nobody starts it again",
-    "no_commit_for_too_long": "has committed no step for too long",
-    "commits_again": "commits steps again",
-    "saves_refused": "can't save: storage refuses",
-    "saves_again": "saves again",
-    "rollback": "went back to an earlier step",
+    "restarted": "failed and is being restarted",
+    "supervisor_restarted": "has a new supervisor: the previous one left no exit record",
+    "gave_up": "has given up: it will not be restarted",
+    "commits_stalled": "has committed no step for too long",
+    "commits_resumed": "commits steps again",
+    "saves_failing": "can't save: storage refuses",
+    "saves_recovered": "can save again",
+    "rollback": "was rolled back to an earlier step",
     "preempted": "was preempted",
     "finished": "is finished",
 }
 SEVERITIES: Mapping[str, str] = {
     "gave_up": "critical",
-    "no_commit_for_too_long": "error",
-    "saves_refused": "error",
+    "commits_stalled": "error",
+    "saves_failing": "error",
     "restarted": "warning",
-    "came_back": "warning",
+    "supervisor_restarted": "warning",
     "rollback": "warning",
     "preempted": "info",
 }
-"""PagerDuty's words."""
+"""PagerDuty severity by kind."""
 RESOLVES: Mapping[str, tuple[str, ...]] = {
-    "commits_again": ("no_commit_for_too_long",),
-    "saves_again": ("saves_refused",),
+    "commits_resumed": ("commits_stalled",),
+    "saves_recovered": ("saves_failing",),
     "finished": tuple(SEVERITIES),
 }
-"""Kinds after which earlier ones are no problem any more."""
+"""Kinds that resolve open incidents of other kinds."""
 LONGEST_REASON = 700
-"""Characters; PagerDuty takes 1024 for a whole summary."""
+"""Maximum characters of a reason; PagerDuty accepts 1024 for a whole summary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """Something that somebody may want to be woken for."""
+    """An occurrence in a run that an operator may have to act on."""
 
     kind: Kind
     run: str
-    """Name of the run, as of its directory."""
+    """Name of the run: that of its directory."""
     attempt: int
     step: int
     """Newest committed step."""
     host: int | None = None
-    """The host that is the cause, where one is."""
+    """Host that caused the incident, if one did."""
     code: int | None = None
     """Exit code of the attempt."""
     reason: str = ""
     next: str = ""
-    """What happens now, or what a person has to do."""
+    """Next automatic action, or what an operator has to do."""
     seq: int = 0
-    """Tells incidents of one kind in one attempt apart; the same one, told again, has the same."""
+    """Number that separates incidents of one kind in one attempt; a repetition keeps it."""
 
 
 def key(incident: Incident, *, nonce: str) -> str:
-    """Returns what names an incident for ever; `nonce` is that of the run's first claim."""
+    """Returns the permanent id of an incident; `nonce` is that of the run's first claim."""
     return f"{nonce}-{incident.attempt}-{incident.kind}-{incident.seq}"
 
 
 def is_wanted(target: AlertTarget, kind: str) -> bool:
-    """Says whether a target is told of this kind."""
+    """Returns whether a target receives this kind."""
     if isinstance(target, PagerdutyTarget) and kind in RESOLVES:
         return True
     return target.kinds is None or kind in target.kinds
@@ -95,7 +96,7 @@ class Message:
     """One request to a webhook."""
 
     key: str
-    """The same in every retry, so that the other side can tell a repetition."""
+    """Idempotency key: the same in every retry, so that the receiver can drop a repetition."""
     body: dict[str, Any]
 
 
@@ -109,15 +110,15 @@ def messages(
     left_out: Mapping[str, int],
     is_open: Mapping[str, str],
 ) -> list[Message]:
-    """Returns what tells a target of an incident; nothing where there is nothing to resolve.
+    """Returns the requests that send an incident to a target; empty if there is nothing to resolve.
 
     Args:
-      target: whose shape is wanted.
+      target: the target; its kind determines the body.
       incident: what happened.
-      key: its name.
-      time: when, in seconds since the epoch.
-      secret: PagerDuty's routing key; the others have theirs in the URL.
-      left_out: number of incidents by kind that were not told since the last message.
+      key: the incident's id, from `key`.
+      time: time of the incident, in seconds since the epoch.
+      secret: PagerDuty's routing key; unused for the others, whose secret is in the URL.
+      left_out: number of dropped incidents by kind, since the last message.
       is_open: PagerDuty's open alerts, key -> kind.
     """
     match target:
@@ -126,10 +127,10 @@ def messages(
         case GenericTarget():
             return [Message(key, _plain(incident, key=key, time=time, left_out=left_out))]
         case PagerdutyTarget() if incident.kind in RESOLVES:
-            over = [name for name, kind in is_open.items() if kind in RESOLVES[incident.kind]]
+            resolved = [name for name, kind in is_open.items() if kind in RESOLVES[incident.kind]]
             return [
                 Message(name, {"routing_key": secret, "event_action": "resolve", "dedup_key": name})
-                for name in over
+                for name in resolved
             ]
         case PagerdutyTarget():
             payload = {
@@ -141,19 +142,15 @@ def messages(
                 "class": incident.kind,
                 "custom_details": _plain(incident, key=key, time=time, left_out=left_out),
             }
-            words = {"routing_key": secret, "event_action": "trigger", "dedup_key": key}
-            return [Message(key, words | {"client": "jaxres", "payload": payload})]
+            fields = {"routing_key": secret, "event_action": "trigger", "dedup_key": key}
+            return [Message(key, fields | {"client": "jaxres", "payload": payload})]
 
 
 def _headline(incident: Incident) -> str:
     facts = [f"attempt {incident.attempt}", f"step {incident.step} committed"]
     facts += [] if incident.host is None else [f"host {incident.host}"]
-    facts += [] if incident.code is None else [f"exit {incident.code} {_name(incident.code)}"]
+    facts += [] if incident.code is None else [f"exit {exit_name(incident.code)}"]
     return f"{incident.run[:100]} {HEADLINES[incident.kind]} ({', '.join(facts)})"
-
-
-def _name(code: int) -> str:
-    return Exit(code).name if code in set(Exit) else f"signal {code - 128}"
 
 
 def _reason(incident: Incident) -> str:
@@ -167,12 +164,12 @@ def _text(incident: Incident, left_out: Mapping[str, int]) -> str:
     lines += [f"next: {incident.next}"] if incident.next else []
     if left_out:
         counts = ", ".join(f"{number} {kind}" for kind, number in sorted(left_out.items()))
-        lines.append(f"not told since the last message: {counts}")
+        lines.append(f"not sent since the last message: {counts}")
     return "\n".join(lines)
 
 
 def _escaped(text: str) -> str:
-    """Returns the text as Slack wants it; nothing in it can be a link or a mention."""
+    """Returns the text with Slack's markup escaped, so that it can hold no link or mention."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
@@ -180,9 +177,9 @@ def _plain(
     incident: Incident, *, key: str, time: float, left_out: Mapping[str, int]
 ) -> dict[str, Any]:
     fields = dataclasses.asdict(incident) | {"reason": _reason(incident)}
-    name = None if incident.code is None else _name(incident.code)
+    name = None if incident.code is None else exit_row(incident.code).name
     text = _text(incident, left_out)
-    extra = {"exit": name, "time": _stamp(time), "left_out": dict(left_out), "text": text}
+    extra = {"exit": name, "time": _stamp(time), "dropped": dict(left_out), "text": text}
     return {"id": key} | fields | extra
 
 
@@ -191,35 +188,34 @@ def _stamp(time: float) -> str:
 
 
 def of_event(event: object, *, run: str) -> Incident | None:
-    """Returns what an event of the supervisor's own file tells the world, if anything.
-
-    By name, so that an event which an older or newer supervisor does not have is no error.
-    """
-    name, facts = type(event).__name__, vars(event)
-    code = facts.get("exit")
-    if name == "AttemptRestarted":
-        kind: Kind = "preempted" if code == Exit.PREEMPTED else "restarted"
-        after = f"in {facts.get('after_seconds', 0.0):.0f} s"
-        what_next = f"attempt {facts['attempt'] + 1} from step {facts['step']} {after}"
-    elif name == "SupervisionStarted" and facts.get("after_kill"):
-        kind, what_next = "came_back", ""
-    elif name == "GaveUp":
-        kind, what_next = "gave_up", "somebody has to look: jaxres status RUN_DIR"
-    elif name == "SupervisionEnded" and code == Exit.DONE:
-        kind, what_next = "finished", ""
-    elif name == "SupervisionEnded" and code == Exit.PREEMPTED:
-        kind, what_next = "preempted", "the supervisor itself has ended; start it again"
-    else:
-        return None
-    told = [f"{facts.get('reason', '')}"]
-    told += [f"({facts['budget']})"] if facts.get("budget") else []
+    """Returns the incident that a supervisor event causes, if any."""
+    kind: Kind
+    code, host, what_next = None, None, ""
+    match event:
+        case AttemptRestarted(exit=code, culprit=host):
+            kind = "preempted" if code == ExitCode.PREEMPTED else "restarted"
+            after = f"in {event.after_seconds:.0f} s"
+            what_next = f"attempt {event.attempt + 1} from step {event.step} {after}"
+        case SupervisionStarted(after_kill=True):
+            kind = "supervisor_restarted"
+        case GaveUp(exit=code):
+            kind, what_next = "gave_up", "an operator must act: jaxres status RUN_DIR"
+        case SupervisionEnded(exit=ExitCode.DONE as code):
+            kind = "finished"
+        case SupervisionEnded(exit=ExitCode.PREEMPTED as code):
+            kind, what_next = "preempted", "the supervisor itself has exited; start it again"
+        case _:
+            return None
+    reason = "" if isinstance(event, SupervisionStarted) else event.reason
+    if isinstance(event, SupervisionStarted | AttemptRestarted) and event.budget:
+        reason = f"{reason} ({event.budget})"
     return Incident(
         kind=kind,
         run=run,
-        attempt=facts["attempt"],
-        step=facts["step"],
-        host=facts.get("culprit"),
+        attempt=event.attempt,
+        step=event.step,
+        host=host,
         code=code,
-        reason=" ".join(told).strip(),
+        reason=reason.strip(),
         next=what_next,
     )

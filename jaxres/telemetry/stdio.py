@@ -1,6 +1,7 @@
-"""What is said to a person; a screen that is gone, or a full disk behind it, is no fault.
+"""Standard output and error that ignore write errors.
 
-A closed terminal answers every write with an error, a run that is saving its last step included.
+Every write to a closed terminal, or to a file on a full disk, fails. Such an error must not end a
+run, which may be saving its last step.
 """
 
 from __future__ import annotations
@@ -10,59 +11,59 @@ import sys
 from typing import TextIO
 
 
-class Screen:
-    """A text stream that loses what its own stream does not take."""
+class SafeStream:
+    """A text stream that drops output if the wrapped stream raises an OSError."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     @property
     def encoding(self) -> str:
-        """The stream's."""
+        """Encoding of the wrapped stream."""
         return self._stream.encoding
 
     def write(self, text: str, /) -> int:
-        """Writes, or loses, the text."""
+        """Writes the text; drops it on an error."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Hands on what was written."""
+        """Flushes the wrapped stream."""
         with contextlib.suppress(OSError):
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
+        """Returns whether the wrapped stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """The stream's."""
+        """Returns the file descriptor of the wrapped stream."""
         return self._stream.fileno()
 
 
-def never_fail() -> None:
-    """Makes this process's standard output and error such streams, whoever writes to them."""
-    sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)  # type: ignore[assignment]
+def install_safe_stdio() -> None:
+    """Replaces this process's standard output and error by streams that ignore write errors."""
+    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)  # type: ignore[assignment]
 
 
-def tell(text: str) -> None:
-    """Writes to standard error at once."""
-    screen = Screen(sys.stderr)
-    screen.write(text)
-    screen.flush()
+def eprint(text: str) -> None:
+    """Writes to standard error and flushes."""
+    stream = SafeStream(sys.stderr)
+    stream.write(text)
+    stream.flush()
 
 
 def flush() -> None:
-    """Hands on all that was written so far."""
-    Screen(sys.stdout).flush()
-    Screen(sys.stderr).flush()
+    """Flushes standard output and error."""
+    SafeStream(sys.stdout).flush()
+    SafeStream(sys.stderr).flush()
 
 
-def size(number: float) -> str:
-    """Returns bytes as a person reads them.
+def format_bytes(number: float) -> str:
+    """Returns a number of bytes in the largest fitting unit.
 
-    >>> size(0), size(1023), size(1536), size(3 * 2**40)
+    >>> format_bytes(0), format_bytes(1023), format_bytes(1536), format_bytes(3 * 2**40)
     ('0 B', '1023 B', '1.5 KiB', '3.0 TiB')
     """
     if number < 1024:

@@ -1,7 +1,7 @@
-"""Curves for TensorBoard: a listener that writes event files in a thread of its own.
+"""Observer that writes TensorBoard event files in a background thread.
 
-Optional and never trusted: what fails here is said once, and training neither ends nor waits for it
-longer than LAG_SECONDS in all. The run's own metrics lines are the truth; these files are a copy.
+A failure here is reported once. It never ends training, and training waits at most LAG_SECONDS in
+all. The run's metrics lines are authoritative; these files are a copy.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from jaxres.faults import ConfigError
 from jaxres.runlog import events
 from jaxres.runlog.events import Emit, Event, Noted
 from jaxres.runlog.metrics import MetricsLine
+from jaxres.storage.threads import make_thread
 
 CAPACITY = 10_000
-"""Points that wait at most."""
+"""Maximum number of queued points."""
 PERIOD_SECONDS = 1.0
-"""From one writing of all that waits to the next; a kill loses at most the points since."""
+"""Interval between two writes of all queued points; a kill loses at most one interval."""
 LAG_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Point:
-    """Values of one step, or with no values the mark that all from this step on begins anew."""
+    """Values of one step; without values, a mark that discards earlier points from this step on."""
 
     time: float
     step: int
@@ -41,7 +42,7 @@ class TensorBoard:
     """Owns one attempt's event file and the thread that writes it; a context manager."""
 
     def __init__(self, folder: Path, *, attempt: int, emit: Emit, clock: Clock) -> None:
-        """Looks whether there is a writer; touches nothing before `__enter__`.
+        """Checks that tensorboardX is installed; starts and writes nothing before `__enter__`.
 
         Raises:
           ConfigError: the package that writes event files is not installed.
@@ -60,9 +61,9 @@ class TensorBoard:
         self._tokens_per_step = 0
         self._num_lost = 0
         self._failed = False
-        self._left_behind = False
+        self._abandoned = False
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="jaxres-tensorboard", daemon=True)
+        self._thread = make_thread("tensorboard", self._run, daemon=True)
 
     def __enter__(self) -> TensorBoard:
         self._thread.start()
@@ -72,13 +73,13 @@ class TensorBoard:
         self._stop.set()
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._left_behind = True
-            self._note("its last points were not written in time")
+            self._abandoned = True
+            self._note("the last points were not written in time")
         elif self._num_lost and not self._failed:
             self._note(f"the points of {self._num_lost} steps are missing")
 
-    def heard(self, event: Event) -> None:
-        """Takes from an event what has a curve."""
+    def on_event(self, event: Event) -> None:
+        """Queues the values of an event that has a curve."""
         match event:
             case events.RunBuilt(tokens_per_step=tokens_per_step):
                 self._tokens_per_step = tokens_per_step
@@ -89,8 +90,8 @@ class TensorBoard:
             case _:
                 pass
 
-    def landed(self, line: MetricsLine) -> None:
-        """Takes a finished step."""
+    def on_step(self, line: MetricsLine) -> None:
+        """Queues the values of a completed step."""
         values = {
             "train/loss": line.loss,
             "train/grad_norm": line.grad_norm,
@@ -120,16 +121,16 @@ class TensorBoard:
             self._write()
         except (OSError, ValueError, TypeError, ImportError) as error:
             self._failed = True
-            if not self._left_behind:
+            if not self._abandoned:
                 self._note(f"nothing more is written ({error}); the metrics lines are unaffected")
 
     def _write(self) -> None:
         from tensorboardX.event_file_writer import EventsWriter
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Readers take the files by name, so a later attempt's must sort behind an earlier's.
-        # (Not tensorboardX's SummaryWriter: at the first error its thread dies, and a later
-        # add_scalar waits for ever.)
+        # Readers order the files by name, so a later attempt's must sort after an earlier's.
+        # tensorboardX's SummaryWriter is not used: its thread dies at the first error, and a later
+        # add_scalar blocks forever.
         writer = EventsWriter(str(self._folder / f"events.{self._attempt:04d}"))
         ended = False
         while not ended:
@@ -141,8 +142,8 @@ class TensorBoard:
                 writer.flush()
         writer.close()
 
-    def _note(self, what: str) -> None:
-        self._emit(Noted(f"tensorboard ({self._folder}): {what}"))
+    def _note(self, text: str) -> None:
+        self._emit(Noted(f"tensorboard ({self._folder}): {text}"))
 
 
 def _is_installed() -> bool:
@@ -153,16 +154,21 @@ def _is_installed() -> bool:
 
 
 def _encode(point: Point) -> Any:
-    """Returns tensorboardX's event; TensorBoard drops what it has from a START's step on."""
+    """Returns a point as a tensorboardX event.
+
+    TensorBoard drops its points from the step of a START event on.
+    """
     from tensorboardX.proto import event_pb2, summary_pb2
 
-    records: Any = event_pb2  # protobuf makes the classes at import: no type checker sees them.
+    records: Any = (
+        event_pb2  # protobuf creates the classes at import, so type checkers can't see them.
+    )
     summaries: Any = summary_pb2
-    place = {"wall_time": point.time, "step": point.step}
+    common = {"wall_time": point.time, "step": point.step}
     if not point.values:
         start = records.SessionLog(status=records.SessionLog.START)
-        return records.Event(**place, session_log=start)
+        return records.Event(**common, session_log=start)
     values = [
         summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()
     ]
-    return records.Event(**place, summary=summaries.Summary(value=values))
+    return records.Event(**common, summary=summaries.Summary(value=values))

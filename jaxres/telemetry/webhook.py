@@ -1,4 +1,4 @@
-"""One POST to a webhook, within a time limit; what goes wrong is said without a word of the URL."""
+"""One POST to a webhook, within a time limit; errors never show the URL, which may be secret."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from typing import Any
 from urllib.parse import urlsplit
 
 WAIT_SECONDS = 5.0
-"""Longest wait for the socket at any one point."""
+"""Timeout of each socket operation."""
 WHOLE_SECONDS = 15.0
-"""Longest time for a whole request, however slowly the other side dribbles."""
-AGAIN = (408, 425, 429)
-"""With 5xx: answers after which the same request may succeed later."""
-LONGEST_WAIT_ASKED = 300.0
+"""Timeout of the whole request, also if the server sends slowly."""
+RETRYABLE = (408, 425, 429)
+"""Status codes besides 5xx after which the same request may succeed later."""
+MAX_RETRY_AFTER_SECONDS = 300.0
+"""Longest accepted Retry-After."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """How a request went."""
+class PostResult:
+    """Outcome of a request."""
 
     is_delivered: bool
     may_be_repeated: bool
     """Whether the same request may succeed later."""
-    words: str
-    """For a person; tells nothing of the address."""
+    description: str
+    """Description for messages; never shows the URL."""
     wait_seconds: float = 0.0
-    """How long the other side wants to be left alone."""
+    """Delay before a retry that the server asked for (Retry-After)."""
 
 
 def is_url(text: str) -> bool:
-    """Says whether a text is an address that can be posted to.
+    """Returns whether a text is a URL that can be posted to.
 
     >>> is_url("https://host/path"), is_url("hooks.slack.com/x"), is_url("https://a b/")
     (True, False, False)
@@ -54,8 +55,8 @@ def is_url(text: str) -> bool:
         return False
 
 
-def post(url: str, body: dict[str, Any], *, key: str) -> Answer:
-    """Posts JSON; follows no redirect, since the secret would go along."""
+def post(url: str, body: dict[str, Any], *, key: str) -> PostResult:
+    """Posts JSON; follows no redirect, because that would send the secret to another server."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     if parts.scheme == "https":
@@ -72,39 +73,39 @@ def post(url: str, body: dict[str, Any], *, key: str) -> Answer:
         "User-Agent": "jaxres",
         "Connection": "close",
     }
-    ends = threading.Timer(WHOLE_SECONDS, _cut, [connection])
-    ends.daemon = True
-    ends.start()
+    timer = threading.Timer(WHOLE_SECONDS, _abort, [connection])
+    timer.daemon = True
+    timer.start()
     try:
         connection.request("POST", target, json.dumps(body).encode(), headers)
         response = connection.getresponse()
-        return _answer(response.status, response.headers.get("Retry-After"))
+        return _result_of(response.status, response.headers.get("Retry-After"))
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return Answer(False, True, _words(error))
+        return PostResult(False, True, _error_name(error))
     finally:
-        ends.cancel()
+        timer.cancel()
         connection.close()
 
 
-def _cut(connection: http.client.HTTPConnection) -> None:
-    """Ends a request from outside: whoever reads from the socket then gets an end or an error."""
+def _abort(connection: http.client.HTTPConnection) -> None:
+    """Aborts a request from another thread: a blocked read returns with EOF or an error."""
     if connection.sock is not None:
         with contextlib.suppress(OSError):
             connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def _answer(status: int, retry_after: str | None) -> Answer:
+def _result_of(status: int, retry_after: str | None) -> PostResult:
     if 200 <= status < 300:
-        return Answer(True, False, f"answered {status}")
-    if status >= 500 or status in AGAIN:
-        asked = float(retry_after) if retry_after and retry_after.isdecimal() else 0.0
-        return Answer(False, True, f"answered {status}", min(asked, LONGEST_WAIT_ASKED))
+        return PostResult(True, False, f"answered {status}")
+    if status >= 500 or status in RETRYABLE:
+        wait = float(retry_after) if retry_after and retry_after.isdecimal() else 0.0
+        return PostResult(False, True, f"answered {status}", min(wait, MAX_RETRY_AFTER_SECONDS))
     redirect = ", a redirect, which is not followed" if 300 <= status < 400 else ""
-    return Answer(False, False, f"answered {status}{redirect}")
+    return PostResult(False, False, f"answered {status}{redirect}")
 
 
-def _words(error: Exception) -> str:
-    """Names an error without its own words, which may hold the address."""
+def _error_name(error: Exception) -> str:
+    """Returns the name of an error without its message, which may hold the URL."""
     number = error.errno if isinstance(error, OSError) else None
-    is_systems = number is not None and not isinstance(error, ssl.SSLError)
-    return f"{type(error).__name__}" + (f" {number}" if is_systems else "")
+    is_system_error = number is not None and not isinstance(error, ssl.SSLError)
+    return f"{type(error).__name__}" + (f" {number}" if is_system_error else "")

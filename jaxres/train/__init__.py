@@ -1,1 +1,1 @@
-"""The story: the way in (`__main__`), the parts (`build`), the loop, its process (`worker`)."""
+"""Training: the command (`__main__`), the worker process, the components, the training loop."""

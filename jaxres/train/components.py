@@ -1,4 +1,4 @@
-"""The frozen bundle of parts that the story is told over, and the steps in flight."""
+"""Components of the trainer: what the compiled functions and the training loop consist of."""
 
 from __future__ import annotations
 
@@ -11,104 +11,140 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+import optax
+from jax.sharding import Mesh
 
-from jaxres.checkpoint.checkpointer import Checkpoints
+from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.clock import Clock
-from jaxres.cluster.host_group import Peers
+from jaxres.cluster.host_group import HostGroup
+from jaxres.config import RunConfig
 from jaxres.config.schema_training import GuardsSection, LossScaleSection
-from jaxres.data import Batch
+from jaxres.data import Batch, Dataset
 from jaxres.engine.guards import Guard
+from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.engine.state import Progress, TrainState
-from jaxres.engine.step import Form, Measured
-from jaxres.faults import Continue, LeaveOut, Verdict
-from jaxres.models import Params
+from jaxres.engine.step import MetricsLayout, StepMetrics
+from jaxres.faults import Continue, SkipRows, Verdict
+from jaxres.models import Model, Params
 from jaxres.runlog.events import Emit
 from jaxres.runlog.metrics import MetricsLine
-from jaxres.runlog.run_log import Line, RunLog
-from jaxres.storage.path import Place
-from jaxres.train.consensus import Agreement
+from jaxres.runlog.run_log import RunHistory, RunLog
+from jaxres.storage.path import RunPath
+from jaxres.train.consensus import Consensus
 
 
 @dataclass(frozen=True)
-class Due:
-    """What is to be done at a step before the next one is dispatched."""
+class Components:
+    """What determines the compiled functions: config, data set, mesh, model, optimizer, state."""
+
+    config: RunConfig
+    dataset: Dataset
+    plan: MeshPlan
+    mesh: Mesh
+    model: Model
+    tx: optax.GradientTransformation
+    shapes: TrainState
+    """jax.ShapeDtypeStruct with sharding for every array of the state."""
+    init: Callable[[], TrainState]
+    """Creates the state before the first step from the seed, sharded."""
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows of the global batch."""
+        return self.config.train.global_batch_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one step consumes."""
+        return self.rows_per_batch * self.dataset.tokens_per_row
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the config asks for evaluation and held-out rows exist."""
+        return bool(self.config.evaluation.every_steps and len(self.dataset.heldout))
+
+
+@dataclass(frozen=True)
+class DueActions:
+    """Actions at a step, before the next one is dispatched."""
 
     save: bool
     evaluate: bool
 
 
 @dataclass(frozen=True)
-class Agenda:
-    """Says what is due at a step; nothing that the run already has. Pure."""
+class StepSchedule:
+    """Decides which actions are due at a step; none that is done already. Pure."""
 
     steps: int
     save_every_steps: int | None
-    """None: whoever goes by a clock asks for each save."""
+    """None: saves are time-based; the save scheduler requests each."""
     evaluate_every_steps: int
 
-    def at(self, progress: Progress, *, saved_step: int, asked: bool) -> Due:
+    def at(self, progress: Progress, *, saved_step: int, save_requested: bool) -> DueActions:
         """Returns what is due: the last step is always saved, and evaluated if any step is.
 
         Args:
           progress: where the run is.
           saved_step: the newest step that is saved or being saved.
-          asked: whether a person, or the lead's clock, wants a save.
+          save_requested: whether a person, or the save scheduler of host 0, requests a save.
         """
         step, last = progress.step, progress.step == self.steps
         every = self.save_every_steps
         regular = every is not None and step % every == 0
-        save = step > saved_step and (asked or last or regular)
+        save = step > saved_step and (save_requested or last or regular)
         evaluate = (
             self.evaluate_every_steps > 0
             and step > progress.evaluated_step
             and (last or step % self.evaluate_every_steps == 0)
         )
-        return Due(save=save, evaluate=evaluate)
+        return DueActions(save=save, evaluate=evaluate)
 
 
-Fed = tuple[Batch, Mapping[str, jax.Array]]
+PlacedBatch = tuple[Batch, Mapping[str, jax.Array]]
 """A batch, and its arrays on the devices."""
 
 
 @dataclass(frozen=True)
-class Bad:
-    """Rows of this host's part of a batch that can't be used."""
+class BadRows:
+    """Rows of this host's share of a batch that can't be used."""
 
     rows: tuple[tuple[int, int], ...]
     """Their positions in the stream, half-open."""
     reason: str
-    instead: Fed | None
-    """What stands in for the batch, where others are in the step already; the step is of no use."""
+    replacement: PlacedBatch | None
+    """Replacement of the batch, for a step that other hosts may have entered; its result is
+    discarded. None: this host is alone."""
 
-    def word(self) -> str:
-        """Returns what the others are told."""
+    def encode(self) -> str:
+        """Returns the message to the other hosts, as JSON."""
         return json.dumps({"rows": self.rows, "reason": self.reason})
 
 
-At = Callable[[int], Fed | Bad | None]
-"""Cursor -> what is there; None: gave up, since this host is alone and a stop is asked."""
+BatchAt = Callable[[int], PlacedBatch | BadRows | None]
+"""Cursor -> the batch there; None: a stop is requested, and this host is alone."""
 
 
 @dataclass(frozen=True)
-class Feed:
-    """The batches on their way to the devices, and what one step consumes."""
+class DataLoader:
+    """Opens the stream of batches on the devices; knows what one step consumes."""
 
-    open: Callable[[Line], At]
-    """What is left out by the log -> the batches; ends what was opened before."""
+    open: Callable[[RunHistory], BatchAt]
+    """Run history (with the rows to leave out) -> batches; closes the stream opened before."""
     num_rows: int
     tokens_per_step: int
 
 
 RECENT_STEPS = 16
-"""Steps of which all is kept that is known of them."""
+"""Completed steps that are kept for diagnostics."""
 
 
 @dataclass(frozen=True)
-class Recent:
-    """All that is known of a step that has landed."""
+class CompletedStep:
+    """A completed step: metrics, measurements and samples."""
 
     line: MetricsLine
-    measured: Measured
+    measured: StepMetrics
     rows: tuple[int, int]
     """Positions of its batch in the stream, half-open."""
     ids: np.ndarray
@@ -117,96 +153,97 @@ class Recent:
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Where the bundle of a run that has diverged goes, and what is in it; see diagnostics.py."""
+    """Folder and content of the diagnostics of a diverged run; see diagnostics.py."""
 
-    folder: Place
+    folder: RunPath
     what: Literal["none", "report", "state"]
 
 
 @dataclass(frozen=True)
-class Run:
-    """The frozen bundle of parts that the story is told over."""
+class Trainer:
+    """The frozen bundle of components that the training loop runs on."""
 
     steps: int
-    agenda: Agenda
+    schedule: StepSchedule
     log: RunLog
-    checkpoints: Checkpoints
+    checkpoints: Checkpointer
     guards: tuple[Guard, ...]
     limits: GuardsSection
-    """How often the run may skip and go back, and what else is done then."""
-    feed: Feed
-    init: Callable[[Line], tuple[TrainState, dict[str, str] | None]]
-    """Line -> the state before the first step, and the weights that it was made from (Start.init).
-    """
+    """Limits on skipped steps and rollbacks, and what a rollback changes."""
+    data_loader: DataLoader
+    init: Callable[[RunHistory], tuple[TrainState, dict[str, str] | None]]
+    """Run history -> the state before the first step, and its source of weights (Start.init)."""
     shapes: TrainState
     """jax.ShapeDtypeStruct with sharding for every array of the state."""
     step: Callable[[TrainState, Mapping[str, jax.Array], Any, Any], tuple[TrainState, jax.Array]]
-    """(state, batch, own word, rate factor) -> state, metrics and all hosts' words. Donates the
-    state."""
+    """(state, batch, host flags, rate factor) -> state, metrics with the flags of all hosts.
+    Donates the state."""
     rate_factor: Callable[[float], Any]
-    """Lays a factor on the devices as the step takes it; see rates.py."""
+    """Factor on the learning rate -> array that the step takes; see engine/optimizer.py."""
     diagnostics: Diagnostics
-    form: Form
-    """How the step's metrics are read."""
+    metrics_layout: MetricsLayout
+    """Layout of the metrics vector that the step returns."""
     row_places: Sequence[tuple[int, int]]
     """Host and microbatch of every row of a batch."""
-    evaluate: Callable[[Params, Agreement], float | None]
-    """Params -> held-out loss; None: gave up between two batches, on all hosts alike."""
+    evaluate: Callable[[Params, Consensus], float | None]
+    """Params -> held-out loss; None: stopped between two batches, on all hosts."""
     dataset: str
     computation: dict[str, str]
-    landed: Callable[[MetricsLine], None]
-    """Told of every finished step, in order."""
-    agreement: Agreement
-    peers: Peers
+    on_step: Callable[[MetricsLine], None]
+    """Receives every completed step, in order."""
+    consensus: Consensus
+    peers: HostGroup
     meeting_seconds: float
-    """How long a host waits for the others before training, while they restore."""
+    """How long a host waits for the others to restore, before training."""
     emit: Emit
     clock: Clock
     loss_scale: LossScaleSection | None = None
-    """How the step scales the loss; None: it does not."""
+    """Loss scaling of the step; None: none."""
 
 
 @dataclass
-class Flight:
-    """The steps that were dispatched and not yet landed, oldest first."""
+class InFlight:
+    """The steps that are dispatched and not completed, oldest first."""
 
     seq: int
-    """Number of the start record whose segment they belong to."""
-    at: At
-    """The batches of that segment."""
+    """Sequence number of the start record of this segment."""
+    batch_at: BatchAt
+    """The batches of this segment."""
     rollbacks: int
-    """How many the run has behind it."""
+    """How many rollbacks the run has had."""
     skips: int
-    """How often bad records were left out before."""
+    """How often the run has left out bad records."""
     rate_factor: Callable[[int], Any]
-    """Step -> the factor on its learning rate, as the step takes it."""
+    """Step -> the factor on its learning rate, as the compiled step takes it."""
     cursor: int
-    """Where the batch of the oldest step in flight begins."""
-    landed_at: float
-    """When the last step landed, or, with none in flight, when the next one was begun."""
+    """Start of the batch of the oldest step in flight, in the stream."""
+    completed_at: float
+    """When the last step completed; with none in flight, when work on the next one began."""
     dispatched_at: float
-    """When the last step was dispatched, or, with none in flight, when the next one was begun."""
+    """When the last step was dispatched; with none in flight, when work on the next one began."""
     waited_seconds: float = 0.0
-    """How much of the time since then this host has waited for the devices, and so for others."""
-    bad: Bad | None = None
-    """What this host has met instead of a batch: from there on it has none."""
-    recent: deque[Recent] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    """The last steps that have landed."""
+    """Seconds since `dispatched_at` of waiting for the devices, and so for other hosts."""
+    bad: BadRows | None = None
+    """Bad records that this host has read; it has no batch from there on."""
+    recent: deque[CompletedStep] = dataclasses.field(
+        default_factory=lambda: deque(maxlen=RECENT_STEPS)
+    )
+    """The last completed steps."""
     steps: deque[tuple[Progress, np.ndarray, jax.Array]] = dataclasses.field(default_factory=deque)
 
     def verdict(self) -> Verdict:
-        """Returns what a host that is alone makes of bad records: others hear of them first."""
-        if self.bad is None or self.bad.instead is not None:
+        """Returns the verdict on bad records with one host; several agree through the step."""
+        if self.bad is None or self.bad.replacement is not None:
             return Continue()
-        return LeaveOut(self.bad.rows, self.bad.reason, state_is_good=True)
+        return SkipRows(self.bad.rows, self.bad.reason, state_is_good=True)
 
     def rest(self, now: float) -> None:
-        """Has no step in flight: what was done meanwhile belongs to none."""
-        self.landed_at = self.dispatched_at = now
+        """Resets the timing while no step is in flight, so that no step includes the time since."""
+        self.completed_at = self.dispatched_at = now
         self.waited_seconds = 0.0
 
     def busy_seconds(self, now: float) -> float:
-        """Returns how long this host has worked by itself for the step that it dispatches now."""
+        """Returns how long this host has worked for the step that it dispatches now."""
         busy = now - self.dispatched_at - self.waited_seconds
         self.dispatched_at, self.waited_seconds = now, 0.0
         return busy

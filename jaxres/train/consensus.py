@@ -1,9 +1,9 @@
-"""How all hosts come to act at the same step: a small word of each goes through the step itself.
+"""Consensus of the hosts on stops and saves: the flags of every host go through the step itself.
 
-Every host gives its word (a stop or a save that it was asked for, how long it worked by itself)
-with the batch; the step returns the words of all, and `look` lands them at a fixed lag. So all
-hosts know the same at the same step, whenever and wherever a request came, and no message can
-overtake a dispatch. docs/adr/0007 has the alternative that was measured.
+Every host passes its flags (a requested stop or save, its busy seconds) with the batch. The step
+returns the flags of all hosts, and `process_completed` reads them at a fixed lag. So all hosts have
+the same information at the same step, whenever and wherever a request arrived, and no message can
+overtake a dispatch. docs/adr/0007 describes the alternative that was measured.
 """
 
 from __future__ import annotations
@@ -18,98 +18,101 @@ from jax.sharding import Mesh
 
 from jaxres.engine import guards
 from jaxres.engine import mesh as meshes
-from jaxres.engine.guards import gravest
-from jaxres.faults import Continue, Exit, Stop, Verdict, fault
-from jaxres.train.stop_requests import Requests
+from jaxres.engine.guards import most_severe
+from jaxres.exit_codes import STOP_REQUESTS, ExitCode
+from jaxres.faults import Continue, StopRun, Verdict, fault
+from jaxres.train.stop_requests import SignalListener
 
 FACTS = ("stop", "save", "storage", "busy_seconds", "no_batch")
-"""What the columns of a word mean; see Word."""
+"""Names of the columns of the array of flags; see HostFlags."""
 TIMED_STEPS = 8
-"""Steps whose mean is a host's timing: a word that stays as it is costs nothing to give again."""
-STOPS: tuple[Exit | None, ...] = (None, Exit.PREEMPTED, Exit.STOPPED)
-"""What a stop's number means; of two the greater stands: an operator's stop is for good. Greater
-by as many as there are: the same without time to save, which holds for all where it does for one.
-"""
+"""Steps over which busy seconds are averaged: unchanged flags cost no transfer to the devices."""
 
 
 @dataclass(frozen=True)
-class Word:
-    """What one host has to say at one step."""
+class HostFlags:
+    """Flags of one host at one step.
 
-    stop: Exit | None = None
+    A stop is encoded as its index in STOP_REQUESTS; the maximum over the hosts wins. index +
+    len(STOP_REQUESTS) is the same stop without time to save; one such host decides for all.
+    """
+
+    stop: ExitCode | None = None
     has_time: bool = True
-    """Whether there is time to save before that stop."""
+    """Whether there is time to save before the stop."""
     save: bool = False
     storage: bool = False
-    """Whether storage has refused too many saves; only the lead knows."""
+    """Whether too many saves have failed in a row; only host 0 sets it."""
     busy_seconds: float = 0.0
-    """How long this host worked by itself for a step, waiting for nobody; see TIMED_STEPS."""
+    """How long this host worked for a step, without waits for other hosts; see TIMED_STEPS."""
     no_batch: bool = False
-    """Whether this host has bad records at this step, and others stand in for its rows."""
+    """Whether this host has bad records at this step, and other rows replace its own."""
 
     def encode(self) -> np.ndarray:
-        """Returns the word as float32[len(FACTS)]."""
-        stop = STOPS.index(self.stop) + len(STOPS) * (not self.has_time)
+        """Returns the flags as float32[len(FACTS)]."""
+        stop = STOP_REQUESTS.index(self.stop) + len(STOP_REQUESTS) * (not self.has_time)
         values = [stop, self.save, self.storage, self.busy_seconds, self.no_batch]
         return np.asarray(values, np.float32)
 
     @staticmethod
-    def decode(facts: np.ndarray) -> Word:
-        """Reads a word back.
+    def decode(facts: np.ndarray) -> HostFlags:
+        """Returns the flags that `encode` has encoded.
 
-        >>> word = Word(Exit.STOPPED, save=True, busy_seconds=0.5)
-        >>> Word.decode(word.encode()) == word
+        >>> flags = HostFlags(ExitCode.STOPPED, save=True, busy_seconds=0.5)
+        >>> HostFlags.decode(flags.encode()) == flags
         True
         """
         stop, save, storage, seconds, no_batch = (float(value) for value in facts)
-        no_time, number = divmod(int(stop), len(STOPS))
-        return Word(STOPS[number], not no_time, save > 0, storage > 0, seconds, no_batch > 0)
+        no_time, number = divmod(int(stop), len(STOP_REQUESTS))
+        return HostFlags(
+            STOP_REQUESTS[number], not no_time, save > 0, storage > 0, seconds, no_batch > 0
+        )
 
 
-class Agreement(Protocol):
-    """What the loop asks before it acts; the answers are the same on every host."""
+class Consensus(Protocol):
+    """What all hosts have agreed on; the training loop reads it, with the same result on each."""
 
-    def facts(self, *, busy_seconds: float | None, no_batch: bool = False) -> Any:
-        """Returns this host's word as it enters the next step; None where nobody else listens.
+    def local_flags(self, *, busy_seconds: float | None, no_batch: bool = False) -> Any:
+        """Returns this host's flags as input of the next step; None with a single host.
 
         Args:
-          busy_seconds: how long this host worked by itself for that step; None: it is no step.
-          no_batch: whether other rows stand in for its own, which can't be used.
+          busy_seconds: how long this host worked for that step; None: not a training step.
+          no_batch: whether other rows replace this host's rows, which can't be used.
         """
         ...
 
-    def heard(self, facts: np.ndarray) -> tuple[float, ...]:
-        """Takes what a landed step has returned of all hosts' words; returns their busy seconds."""
+    def on_flags(self, facts: np.ndarray) -> tuple[float, ...]:
+        """Reads the flags of all hosts that a completed step has returned; returns busy seconds."""
         ...
 
-    def had_no_batch(self) -> bool:
-        """Says whether anywhere other rows stood in for bad records, at the step heard of last."""
+    def any_host_without_batch(self) -> bool:
+        """Returns whether any host had bad records at the step that was read last."""
         ...
 
     def verdict(self) -> Verdict:
-        """Returns the stop that was asked for anywhere, or that storage calls for."""
+        """Returns the stop that any host has requested or that failed saves require."""
         ...
 
-    def save_asked(self) -> bool:
-        """Says whether an extra save was asked for anywhere since the last one."""
+    def save_requested(self) -> bool:
+        """Returns whether any host has requested an extra save since the last one."""
         ...
 
-    def save_taken(self) -> None:
-        """Marks the extra save as honoured."""
+    def clear_save_request(self) -> None:
+        """Clears the request for an extra save."""
         ...
 
 
 def never() -> bool:
-    """Is no clock's: nothing is due by it."""
+    """Default `is_due`: always False (no time-based saves)."""
     return False
 
 
-class OwnWord:
-    """The agreement of a host that is alone: what it was asked for holds at once."""
+class SingleHostConsensus:
+    """Consensus of a single host: its own requests take effect at once."""
 
     def __init__(
         self,
-        requests: Requests,
+        requests: SignalListener,
         storage: Callable[[], Verdict],
         *,
         is_due: Callable[[], bool] = never,
@@ -118,39 +121,41 @@ class OwnWord:
         self._storage = storage
         self._is_due = is_due
 
-    def facts(self, *, busy_seconds: float | None, no_batch: bool = False) -> None:
-        """Has nobody to tell."""
+    def local_flags(self, *, busy_seconds: float | None, no_batch: bool = False) -> None:
+        """No-op (single host)."""
 
-    def heard(self, facts: np.ndarray) -> tuple[float, ...]:
-        """Has nobody to hear."""
+    def on_flags(self, facts: np.ndarray) -> tuple[float, ...]:
+        """No-op (single host)."""
         return ()
 
-    def had_no_batch(self) -> bool:
-        """Never: a host that is alone takes no step without its rows."""
+    def any_host_without_batch(self) -> bool:
+        """Returns False: a single host runs no step without its rows."""
         return False
 
     def verdict(self) -> Verdict:
-        """Returns the stop that was asked for, or that storage calls for; of two alike the first
-        stands, so that a stop keeps its code on a full disk too.
+        """Returns the requested stop, or the one that failed saves require.
+
+        Of two with the same severity the first wins, so that a requested stop keeps its exit code
+        on a full disk.
         """
-        asked, has_time = self._requests.stop_asked(), self._requests.has_time()
-        return gravest([guards.judge(asked, has_time=has_time), self._storage()])
+        stop, has_time = self._requests.requested_stop(), self._requests.may_save()
+        return most_severe([guards.judge(stop, has_time=has_time), self._storage()])
 
-    def save_asked(self) -> bool:
-        """Says whether a save was asked for since the last one, or is due by the clock."""
-        return self._requests.save_asked() or self._is_due()
+    def save_requested(self) -> bool:
+        """Returns whether a save is requested since the last one, or is due by the clock."""
+        return self._requests.save_requested() or self._is_due()
 
-    def save_taken(self) -> None:
-        """Marks the extra save as honoured."""
-        self._requests.save_taken()
+    def clear_save_request(self) -> None:
+        """Clears the request for an extra save."""
+        self._requests.clear_save_request()
 
 
-class AllWords:
-    """The agreement of many hosts: what holds is what a landed step has brought."""
+class StepConsensus:
+    """Consensus of several hosts: only what a completed step has returned takes effect."""
 
     def __init__(
         self,
-        requests: Requests,
+        requests: SignalListener,
         storage: Callable[[], Verdict],
         *,
         mesh: Mesh,
@@ -159,89 +164,91 @@ class AllWords:
         self._requests = requests
         self._storage = storage
         self._is_due = is_due
-        self._place, self._rows = _through(mesh)
-        self._stop: Exit | None = None
+        self._place, self._rows = _transfer(mesh)
+        self._stop: ExitCode | None = None
         self._has_time = True
         self._storage_stop = False
         self._save = False
         self._no_batch = False
         self._busy: list[float] = []
-        self._given: tuple[Word, jax.Array] | None = None
+        self._placed: tuple[HostFlags, jax.Array] | None = None
 
-    def facts(self, *, busy_seconds: float | None, no_batch: bool = False) -> jax.Array:
-        """Returns this host's word, laid on its devices."""
-        word = Word(
-            stop=self._requests.stop_asked(),
-            has_time=self._requests.has_time(),
-            save=self._requests.save_asked() or self._is_due(),
-            storage=isinstance(self._storage(), Stop),
+    def local_flags(self, *, busy_seconds: float | None, no_batch: bool = False) -> jax.Array:
+        """Returns this host's flags as an array on its devices."""
+        flags = HostFlags(
+            stop=self._requests.requested_stop(),
+            has_time=self._requests.may_save(),
+            save=self._requests.save_requested() or self._is_due(),
+            storage=isinstance(self._storage(), StopRun),
             busy_seconds=self._timing(busy_seconds),
             no_batch=no_batch,
         )
-        if self._given is None or self._given[0] != word:
-            self._given = word, self._place(word.encode())
-        return self._given[1]
+        if self._placed is None or self._placed[0] != flags:
+            self._placed = flags, self._place(flags.encode())
+        return self._placed[1]
 
     def _timing(self, busy_seconds: float | None) -> float:
-        """Returns the mean of the last TIMED_STEPS whole, so that it changes once in as many."""
+        """Returns the mean of TIMED_STEPS steps, which changes only once in TIMED_STEPS steps."""
         if busy_seconds is not None:
             self._busy.append(busy_seconds)
         if len(self._busy) < TIMED_STEPS:
-            return self._given[0].busy_seconds if self._given else 0.0
+            return self._placed[0].busy_seconds if self._placed else 0.0
         mean = sum(self._busy) / len(self._busy)
         self._busy.clear()
         return mean
 
-    def heard(self, facts: np.ndarray) -> tuple[float, ...]:
-        """Folds the words of all hosts at one step."""
-        words = [Word.decode(row) for row in facts.reshape(-1, len(FACTS))[self._rows]]
-        self._stop = max(self._stop, *(word.stop for word in words), key=STOPS.index)
-        self._has_time &= all(word.has_time for word in words)
-        self._save |= any(word.save for word in words)
-        self._storage_stop |= any(word.storage for word in words)
-        self._no_batch = any(word.no_batch for word in words)
-        return tuple(word.busy_seconds for word in words)
+    def on_flags(self, facts: np.ndarray) -> tuple[float, ...]:
+        """Folds in the flags of all hosts at one step."""
+        hosts = [HostFlags.decode(row) for row in facts.reshape(-1, len(FACTS))[self._rows]]
+        self._stop = max(self._stop, *(host.stop for host in hosts), key=STOP_REQUESTS.index)
+        self._has_time &= all(host.has_time for host in hosts)
+        self._save |= any(host.save for host in hosts)
+        self._storage_stop |= any(host.storage for host in hosts)
+        self._no_batch = any(host.no_batch for host in hosts)
+        return tuple(host.busy_seconds for host in hosts)
 
-    def had_no_batch(self) -> bool:
-        """Says whether any host had bad records at the step heard of last."""
+    def any_host_without_batch(self) -> bool:
+        """Returns whether any host had bad records at the step that was read last."""
         return self._no_batch
 
     def verdict(self) -> Verdict:
-        """Returns the stop that all hosts have heard of."""
+        """Returns the stop that all hosts have received."""
         storage: Verdict = Continue()
         if self._storage_stop:
             own = self._storage()
-            words = "the saves of this run have failed too often in a row, says its lead host"
-            storage = own if isinstance(own, Stop) else Stop(fault("storage_unavailable"), words)
-        return gravest([guards.judge(self._stop, has_time=self._has_time), storage])
+            reason = "too many saves in a row have failed on host 0"
+            storage = (
+                own if isinstance(own, StopRun) else StopRun(fault("storage_unavailable"), reason)
+            )
+        return most_severe([guards.judge(self._stop, has_time=self._has_time), storage])
 
-    def save_asked(self) -> bool:
-        """Says whether an extra save was asked for anywhere since the last one."""
+    def save_requested(self) -> bool:
+        """Returns whether any host has requested an extra save since the last one."""
         return self._save
 
-    def save_taken(self) -> None:
-        """Marks the extra save as honoured, here and for what is still on its way."""
+    def clear_save_request(self) -> None:
+        """Clears the requests for an extra save: the agreed one and this host's own."""
         self._save = False
-        self._requests.save_taken()
+        self._requests.clear_save_request()
 
 
 def facts_shape(mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Returns the array of all words without its content."""
-    sharding = meshes.one_row_a_device(mesh)
+    """Returns shape, dtype and sharding of the array of all hosts' flags."""
+    sharding = meshes.row_per_device(mesh)
     return jax.ShapeDtypeStruct((mesh.size, len(FACTS)), np.float32, sharding=sharding)
 
 
-def _through(mesh: Mesh) -> tuple[Callable[[np.ndarray], jax.Array], Sequence[int]]:
-    """Returns how a word is laid on the devices, and which rows to read: one of every host."""
-    form = facts_shape(mesh)
-    sharding = form.sharding
+def _transfer(mesh: Mesh) -> tuple[Callable[[np.ndarray], jax.Array], Sequence[int]]:
+    """Returns a function that places flags on the devices, and one row index of every host."""
+    shape = facts_shape(mesh)
+    sharding = shape.sharding
     assert sharding is not None
-    mine = list(sharding.addressable_devices)
+    local = list(sharding.addressable_devices)
     hosts = [device.process_index for device in mesh.devices.flat]
     rows = [hosts.index(host) for host in sorted(set(hosts))]
 
-    def place(word: np.ndarray) -> jax.Array:
-        pieces = jax.device_put([word[None]] * len(mine), mine)
-        return jax.make_array_from_single_device_arrays(form.shape, sharding, pieces)
+    def place(flags: np.ndarray) -> jax.Array:
+        pieces = jax.device_put([flags[None]] * len(local), local)
+        return jax.make_array_from_single_device_arrays(shape.shape, sharding, pieces)
 
     return place, rows

@@ -1,29 +1,28 @@
-"""Where a run lives and who tells of it: what the story is given beside the config."""
+"""Per-attempt context of a worker: run directory, run log, event sink, clock, other hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxres.clock import Clock
-from jaxres.cluster.host_group import Peers
+from jaxres.cluster.host_group import HostGroup
 from jaxres.runlog.events import Emit
-from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunLog
-from jaxres.train.stop_requests import Requests
+from jaxres.telemetry.observers import Observers
+from jaxres.train.stop_requests import SignalListener
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One attempt's seat on one host."""
+class AttemptContext:
+    """Context of one attempt on one host."""
 
     run_dir: RunDir
     log: RunLog
     claim: Claim
     emit: Emit
     clock: Clock
-    landed: Callable[[MetricsLine], None]
-    """Told of every finished step, before its line is written."""
-    requests: Requests
-    peers: Peers
+    observers: Observers
+    """Receives every event, and every completed step before its metrics line is written."""
+    requests: SignalListener
+    peers: HostGroup

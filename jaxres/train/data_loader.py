@@ -1,4 +1,4 @@
-"""The batches on their way: read and laid on the devices ahead of time, in the background."""
+"""Data loader: reads batches ahead and places them on the devices, in the background."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from jaxres.data import Batch, Dataset, DataTimeout
 from jaxres.engine import mesh as meshes
 from jaxres.engine.mesh import LocalRows
 from jaxres.runlog.events import PhaseChanged
-from jaxres.runlog.run_log import Line
-from jaxres.train.components import At, Bad, Fed, Feed
-from jaxres.train.context import Seat
+from jaxres.runlog.run_log import RunHistory
+from jaxres.train.components import BadRows, BatchAt, DataLoader, PlacedBatch
+from jaxres.train.context import AttemptContext
 
 PROBE_SHARE = 0.5
-"""Of data.timeout_seconds: how long a single row may take, once a batch has not come in time."""
-MAX_TOLD = 5
-"""Rows whose faults are told, of a batch that has more."""
+"""Share of data.timeout_seconds that a single row may take, after a batch has timed out."""
+MAX_REPORTED = 5
+"""Largest number of bad rows of a batch that the reason lists."""
 
 
-def open_feed(
+def open_data_loader(
     dataset: Dataset,
     mesh: Mesh,
-    seat: Seat,
+    context: AttemptContext,
     stack: contextlib.ExitStack,
     *,
     section: DataSection,
     train: TrainSection,
     leaves_out: bool,
     seed: int,
-) -> Feed:
-    """Returns the batches of a data set; `stack` ends what was opened last.
+) -> DataLoader:
+    """Returns the data loader of a data set; `stack` closes the stream that was opened last.
 
-    With `leaves_out` rows that can't be used are told as `Bad`, else their error is raised.
+    With `leaves_out` a batch with unusable rows becomes `BadRows`, else their error is raised.
     """
     global_batch_size = train.global_batch_size
     local = meshes.local_rows(mesh, global_batch_size)
     reading = stack.enter_context(contextlib.ExitStack())
 
-    def laid(batch: Batch) -> Fed:
+    def place(batch: Batch) -> PlacedBatch:
         return batch, meshes.place_batch(mesh, batch.arrays, local=local)
 
-    def open_at(line: Line) -> At:
-        reading.close()  # What was read ahead may have rows that are left out from now on.
-        skips = data.left_out(
-            line.skips,
-            line.bad_rows,
+    def open_at(history: RunHistory) -> BatchAt:
+        reading.close()  # Batches that were read ahead may have rows to leave out from now on.
+        skips = data.skip_ranges(
+            history.skips,
+            history.bad_rows,
             num_rows=len(dataset.train),
             seed=seed,
             num_served=train.steps * global_batch_size,
@@ -66,15 +66,15 @@ def open_feed(
             batch_at,
             depth=section.prefetch_batches,
             timeout_seconds=section.timeout_seconds,
-            place=laid,
+            place=place,
         )
-        source = _Source(reading.enter_context(prefetch), seat)
+        source = _Source(reading.enter_context(prefetch), context)
         if not leaves_out:
             return source.at
         rows = _Rows(dataset, mesh, local, skips, seed=seed)
-        return _Watched(source, rows, PROBE_SHARE * section.timeout_seconds).at
+        return _IsolatingSource(source, rows, PROBE_SHARE * section.timeout_seconds).at
 
-    return Feed(
+    return DataLoader(
         open=open_at,
         num_rows=len(dataset.train),
         tokens_per_step=global_batch_size * dataset.tokens_per_row,
@@ -83,27 +83,30 @@ def open_feed(
 
 @dataclass(frozen=True)
 class _Source:
-    """The batches of one segment."""
+    """The batches of one segment of training."""
 
-    prefetch: data.Prefetch[Fed]
-    seat: Seat
+    prefetch: data.Prefetch[PlacedBatch]
+    context: AttemptContext
 
-    def at(self, cursor: int) -> Fed | None:
-        """Waits for a batch; None: gave up, since this host is alone and a stop is asked."""
+    def at(self, cursor: int) -> PlacedBatch | None:
+        """Waits for a batch; None: a stop is requested, and this host is alone."""
         waits = 0
 
         def give_up() -> bool:
             nonlocal waits
             waits += 1
             if waits == 1:
-                self.seat.emit(PhaseChanged("wait for data"))
-            # The others are in the step already, and can't be called back.
-            return self.seat.peers.member.is_alone and self.seat.requests.stop_asked() is not None
+                self.context.emit(PhaseChanged("wait for data"))
+            # Other hosts may have entered the step already and would wait in it.
+            return (
+                self.context.peers.member.is_alone
+                and self.context.requests.requested_stop() is not None
+            )
 
-        fed = self.prefetch.get(cursor, give_up=give_up)
+        batch = self.prefetch.get(cursor, give_up=give_up)
         if waits:
-            self.seat.emit(PhaseChanged("train"))
-        return fed
+            self.context.emit(PhaseChanged("train"))
+        return batch
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class _Rows:
 
     def ids_at(self, cursor: int) -> tuple[np.ndarray, int]:
         """Returns the ids of a whole batch, and the cursor after it."""
-        return data.rows_at(
+        return data.sample_ids_at(
             cursor,
             self.local.num_rows,
             num_rows=len(self.dataset.train),
@@ -126,70 +129,72 @@ class _Rows:
             skips=self.skips,
         )
 
-    def mine(self, cursor: int) -> np.ndarray:
-        """Returns the ids of this host's part of a batch."""
+    def local_ids(self, cursor: int) -> np.ndarray:
+        """Returns the ids of this host's share of a batch."""
         return self.ids_at(cursor)[0][self.local.rows]
 
     def positions(self, cursor: int, indices: list[int]) -> list[int]:
-        """Returns where in the stream some rows of this host's part of a batch lie."""
+        """Returns the positions in the stream of some rows of this host's share of a batch."""
         positions = data.positions_at(cursor, self.local.num_rows, skips=self.skips)
         return [int(positions[self.local.rows[index]]) for index in indices]
 
-    def instead(self, cursor: int) -> Fed:
-        """Returns a batch of the shapes of a real one, of a row that was read when all began."""
+    def replacement(self, cursor: int) -> PlacedBatch:
+        """Returns a batch with the shapes of a real one; it repeats the first row of the data."""
         ids, next_cursor = self.ids_at(cursor)
-        one = self.dataset.train.rows(np.zeros(1, np.int64))
-        arrays = {name: np.repeat(x, len(self.local.rows), axis=0) for name, x in one.items()}
+        row = self.dataset.train.rows(np.zeros(1, np.int64))
+        arrays = {name: np.repeat(x, len(self.local.rows), axis=0) for name, x in row.items()}
         placed = meshes.place_batch(self.mesh, arrays, local=self.local)
         return Batch(arrays=arrays, ids=ids, cursor=cursor, next_cursor=next_cursor), placed
 
 
-class _Watched:
-    """The batches of one segment, up to the first that has rows which can't be used."""
+class _IsolatingSource:
+    """The batches of one segment, up to the first one with unusable rows, which it finds."""
 
     def __init__(self, source: _Source, rows: _Rows, probe_seconds: float) -> None:
         self._source = source
         self._rows = rows
         self._probe_seconds = probe_seconds
-        self._bad: Bad | None = None
+        self._bad: BadRows | None = None
 
-    def at(self, cursor: int) -> Fed | Bad | None:
-        """Waits for a batch as `_Source.at` does; after bad rows there is none any more."""
+    def at(self, cursor: int) -> PlacedBatch | BadRows | None:
+        """Waits for a batch as `_Source.at` does; after bad rows it returns only bad rows."""
         if self._bad is not None:
-            return self._told(cursor, self._bad.rows, self._bad.reason)
+            return self._bad_rows(cursor, self._bad.rows, self._bad.reason)
         try:
             return self._source.at(cursor)
         except DataTimeout as error:
-            found = self._hung(cursor)
+            found = self._find_hung(cursor)
             if not found:
                 raise error from None
         except Exception as error:
-            if not data.is_its_own(error):
+            if not data.is_record_fault(error):
                 raise
-            found = data.bad_rows(self._rows.dataset.train, self._rows.mine(cursor))
-            if not found:  # One wrong read proves nothing: it ends as it always has.
+            found = data.find_bad_rows(self._rows.dataset.train, self._rows.local_ids(cursor))
+            if not found:  # The failure did not repeat, so it is no proof against a record.
                 raise
         positions = self._rows.positions(cursor, list(found))
         reasons = [
-            f"position {position} of the stream: {why}"
-            for position, why in zip(positions, found.values(), strict=True)
+            f"position {position} of the stream: {reason}"
+            for position, reason in zip(positions, found.values(), strict=True)
         ]
-        more = f"; and {len(reasons) - MAX_TOLD} more" if len(reasons) > MAX_TOLD else ""
+        more = f"; and {len(reasons) - MAX_REPORTED} more" if len(reasons) > MAX_REPORTED else ""
         rows = tuple((position, position + 1) for position in positions)
-        return self._told(cursor, rows, "; ".join(reasons[:MAX_TOLD]) + more)
+        return self._bad_rows(cursor, rows, "; ".join(reasons[:MAX_REPORTED]) + more)
 
-    def _told(self, cursor: int, rows: tuple[tuple[int, int], ...], reason: str) -> Bad:
-        is_alone = self._source.seat.peers.member.is_alone
-        self._bad = Bad(rows, reason, None if is_alone else self._rows.instead(cursor))
+    def _bad_rows(self, cursor: int, rows: tuple[tuple[int, int], ...], reason: str) -> BadRows:
+        is_alone = self._source.context.peers.member.is_alone
+        self._bad = BadRows(rows, reason, None if is_alone else self._rows.replacement(cursor))
         return self._bad
 
-    def _hung(self, cursor: int) -> dict[int, str]:
-        """Returns the row that does not come although others do, if it is one."""
-        seat, seconds = self._source.seat, self._probe_seconds
-        seat.emit(PhaseChanged("wait for data", "looking for the row that does not come"))
-        index = data.hung_row(self._rows.dataset.train, self._rows.mine(cursor), seconds=seconds)
-        seat.emit(PhaseChanged("train"))
+    def _find_hung(self, cursor: int) -> dict[int, str]:
+        """Returns the row whose read times out although other rows are read; empty: no such row."""
+        context, seconds = self._source.context, self._probe_seconds
+        context.emit(PhaseChanged("wait for data", "looking for the row whose read hangs"))
+        index = data.find_hung_row(
+            self._rows.dataset.train, self._rows.local_ids(cursor), seconds=seconds
+        )
+        context.emit(PhaseChanged("train"))
         if index is None:
             return {}
-        row = self._rows.mine(cursor)[index]
-        return {index: f"row {row} does not come, within data.timeout_seconds, while others do"}
+        row = self._rows.local_ids(cursor)[index]
+        return {index: f"row {row} can't be read within data.timeout_seconds, other rows can"}

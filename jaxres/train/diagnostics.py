@@ -1,7 +1,7 @@
-"""What a person needs who looks why a run has diverged: the last steps, norms by parameter, rows.
+"""Diagnostics of a diverged run: the last steps, gradient norms by parameter, rows of the data.
 
-It lies in the attempt's folder, where no restore looks. A disk that does not take it changes
-nothing about the end.
+They are written into the attempt's folder, which no restore reads. A failed write does not change
+how the run ends.
 """
 
 from __future__ import annotations
@@ -17,59 +17,64 @@ import jax
 import numpy as np
 
 from jaxres.engine.state import Progress, TrainState, to_plain
-from jaxres.faults import Exit, Stop, TypedEnd
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import RunError, StopRun
 from jaxres.runlog.events import Noted
 from jaxres.storage import files
-from jaxres.train.components import Recent, Run
+from jaxres.train.components import CompletedStep, Trainer
 
 REPORT = "report.json"
 
 
 def diagnose(
-    run: Run, stop: Stop, recent: Iterable[Recent], state: TrainState, progress: Progress
-) -> Stop:
-    """Writes the bundle if the run ends as diverged, and returns the stop, with where it lies."""
+    run: Trainer,
+    stop: StopRun,
+    recent: Iterable[CompletedStep],
+    state: TrainState,
+    progress: Progress,
+) -> StopRun:
+    """Writes the diagnostics if the run has diverged; returns the stop with their path."""
     bundle = run.diagnostics
-    if stop.fault.exit != Exit.DIVERGED or bundle.what == "none":
+    if stop.fault.exit != ExitCode.DIVERGED or bundle.what == "none":
         return stop
     member = run.peers.member
     try:
         files.make_dir(bundle.folder)
         if member.leads:
-            facts = report(stop, recent, progress, params=run.form.params)
+            facts = report(stop, recent, progress, params=run.metrics_layout.params)
             files.replace(bundle.folder / REPORT, json.dumps(facts, indent=1).encode())
         if bundle.what == "state":
             path = bundle.folder / f"state-host{member.host:03d}.npz"
             files.replace(path, _packed(to_plain(state)))
-    except (TypedEnd, OSError) as error:
+    except (RunError, OSError) as error:
         run.emit(Noted(f"the diagnostics could not be written: {error}"))
         return stop
-    text = f"{stop.reason} What was seen last: {bundle.folder}"
+    text = f"{stop.reason} Diagnostics of the last steps: {bundle.folder}"
     return dataclasses.replace(stop, reason=text)
 
 
 def report(
-    stop: Stop, recent: Iterable[Recent], progress: Progress, *, params: tuple[str, ...]
+    stop: StopRun, recent: Iterable[CompletedStep], progress: Progress, *, params: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Returns the facts as JSON has them; numbers that are not finite are words: "nan", "-inf"."""
+    """Returns the report as JSON values; non-finite numbers are strings: "nan", "-inf"."""
     facts = {
         "reason": stop.reason,
         "step": progress.step,
         "guards": progress.guards,
-        "steps": [_step(one, params) for one in recent],
+        "steps": [_step(completed, params) for completed in recent],
     }
     return _plain(facts)
 
 
-def _step(one: Recent, params: tuple[str, ...]) -> dict[str, Any]:
-    norms = np.sqrt(one.measured.square_norms).tolist()
+def _step(completed: CompletedStep, params: tuple[str, ...]) -> dict[str, Any]:
+    norms = np.sqrt(completed.measured.square_norms).tolist()
     return {
-        "metrics": dataclasses.asdict(one.line),
-        "spike_score": one.measured.spike_score,
-        "state_is_finite": one.measured.state_is_finite,
-        "rows": one.rows,
-        "samples": one.ids.tolist(),
-        "bad_rows": one.measured.bad_rows,
+        "metrics": dataclasses.asdict(completed.line),
+        "spike_score": completed.measured.spike_score,
+        "state_is_finite": completed.measured.state_is_finite,
+        "rows": completed.rows,
+        "samples": completed.ids.tolist(),
+        "bad_rows": completed.measured.bad_rows,
         "grad_norms": dict(zip(params, norms, strict=True)),
     }
 
@@ -85,14 +90,14 @@ def _plain(value: Any) -> Any:
 
 
 def _packed(state: dict[str, Any]) -> bytes:
-    """Returns an .npz of what this process holds: `path[first index of each dim]` -> numbers."""
-    found = {}
+    """Returns an .npz of this process's shards: `path[first index of each dim]` -> array."""
+    arrays = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         name = jax.tree_util.keystr(keys, simple=True, separator="/")
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0:
                 begins = ",".join(str(part.start or 0) for part in shard.index)
-                found[f"{name}[{begins}]"] = np.asarray(shard.data)
+                arrays[f"{name}[{begins}]"] = np.asarray(shard.data)
     file = io.BytesIO()
-    np.savez(file, **found)
+    np.savez(file, **arrays)
     return file.getvalue()

@@ -1,7 +1,7 @@
-"""The training loop, as a story over the frozen parts of a run.
+"""The training loop, over the frozen components of a run.
 
-The device runs ahead of the host by LAG steps: `look` before step k lands the metrics of exactly
-the steps up to k - LAG, so decisions depend neither on timing nor on who looks when.
+The device runs ahead of the host by LAG steps: before step k `process_completed` reads the metrics
+of exactly the steps up to k - LAG, so decisions do not depend on timing.
 """
 
 from __future__ import annotations
@@ -13,180 +13,189 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxres.checkpoint.checkpointer import Checkpoints
+from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.data import sample_digest
 from jaxres.engine.divergence import bounded_rollbacks, bounded_skips
-from jaxres.engine.guards import Seen, gravest, judge_step
+from jaxres.engine.guards import StepObservation, judge_step, most_severe
 from jaxres.engine.state import Progress, TrainState, to_plain
-from jaxres.engine.step import Measured
-from jaxres.faults import Continue, Exit, LeaveOut, Rollback, Stop, TypedEnd, Verdict, Warned
+from jaxres.engine.step import StepMetrics
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import Continue, RollbackRun, RunError, SkipRows, StopRun, Verdict, Warn
+from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.events import Evaluated, GuardWarned, PhaseChanged, UpdateSkipped
 from jaxres.runlog.metrics import MetricsLine
-from jaxres.train.components import Bad, Fed, Flight, Recent, Run
+from jaxres.train.components import BadRows, CompletedStep, InFlight, PlacedBatch, Trainer
 from jaxres.train.diagnostics import diagnose
-from jaxres.train.resume import go_back, met, restore_or_start
+from jaxres.train.resume import apply_rollback, bad_rows_topic, restore_or_start
 
 LAG = 2
-MAX_ROWS_TOLD = 16
-"""Of a step whose loss is not finite."""
+MAX_ROWS_REPORTED = 16
+"""Largest number of rows in the event of a step with a non-finite loss."""
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How the loop ended, and the last state that was judged."""
+class LoopResult:
+    """How the loop ended, and the last state that the guards have judged."""
 
-    exit: Exit
-    reason: str
+    result: AttemptResult
     state: TrainState
     progress: Progress
-    committed: bool
-    """Whether that state is committed."""
 
 
-def train(run: Run) -> Ended:
-    """Trains from the newest committed step to `run.steps`, or until a verdict ends it."""
-    with run.checkpoints as checkpoints, _waiting_told(run):
+def train(run: Trainer) -> LoopResult:
+    """Trains from the newest committed step to `run.steps`, or until a verdict ends the run."""
+    with run.checkpoints as checkpoints, _announce_wait_on_error(run):
         entries = 0
-        """How often training was entered: the same on every host."""
-        state, progress, flight = restore_or_start(run, entry=entries)
+        """How often training was resumed within this attempt: equal on every host."""
+        state, progress, in_flight = restore_or_start(run, entry=entries)
         while True:
-            due = run.agenda.at(
-                progress, saved_step=checkpoints.saved_step, asked=run.agreement.save_asked()
+            due = run.schedule.at(
+                progress,
+                saved_step=checkpoints.saved_step,
+                save_requested=run.consensus.save_requested(),
             )
             last = progress.step == run.steps
-            progress, verdict = look(run, progress, flight, drain=due.save or due.evaluate or last)
-            if isinstance(verdict, Rollback | LeaveOut):
-                if isinstance(verdict, LeaveOut) and verdict.state_is_good:
+            progress, verdict = process_completed(
+                run, progress, in_flight, drain=due.save or due.evaluate or last
+            )
+            if isinstance(verdict, RollbackRun | SkipRows):
+                if isinstance(verdict, SkipRows) and verdict.state_is_good:
                     save(run, state, progress)
-                state = flight = None  # The devices must be free before the restore.
+                state = in_flight = None  # Device memory must be free before the restore.
                 entries += 1
-                go_back(run, verdict, entry=entries)
-                state, progress, flight = restore_or_start(run, entry=entries)
+                apply_rollback(run, verdict, entry=entries)
+                state, progress, in_flight = restore_or_start(run, entry=entries)
                 continue
-            if isinstance(verdict, Stop):
+            if isinstance(verdict, StopRun):
                 if verdict.saves:
                     save(run, state, progress)
-                verdict = diagnose(run, verdict, flight.recent, state, progress)
-                return settle(run, verdict, state, progress)
+                verdict = diagnose(run, verdict, in_flight.recent, state, progress)
+                return finalize(run, verdict, state, progress)
             if due.evaluate:
                 progress = evaluate(run, state, progress)
                 if progress.evaluated_step < progress.step:
-                    continue  # It gave up because a stop is asked for: the next look sees to it.
+                    continue  # A stop is requested; the next `process_completed` returns it.
             if due.save:
-                may_skip = not (last or run.agreement.save_asked())
+                may_skip = not (last or run.consensus.save_requested())
                 save(run, state, progress, may_skip=may_skip)
             if last:
-                return settle(run, None, state, progress)
-            if not flight.steps:
-                flight.rest(run.clock.monotonic())
-            fed = take(run, flight, progress, entry=entries + 1)
-            if fed is None:
+                return finalize(run, None, state, progress)
+            if not in_flight.steps:
+                in_flight.rest(run.clock.monotonic())
+            placed = next_batch(run, in_flight, progress, entry=entries + 1)
+            if placed is None:
                 continue
-            batch, arrays = fed
-            busy_seconds = flight.busy_seconds(run.clock.monotonic())
-            no_batch = flight.bad is not None
-            word = run.agreement.facts(busy_seconds=busy_seconds, no_batch=no_batch)
-            factor = flight.rate_factor(progress.step + 1)
-            state, metrics = run.step(state, arrays, word, factor)
+            batch, arrays = placed
+            busy_seconds = in_flight.busy_seconds(run.clock.monotonic())
+            no_batch = in_flight.bad is not None
+            flags = run.consensus.local_flags(busy_seconds=busy_seconds, no_batch=no_batch)
+            factor = in_flight.rate_factor(progress.step + 1)
+            state, metrics = run.step(state, arrays, flags, factor)
             progress = progress.after(
                 next_cursor=batch.next_cursor,
-                num_rows=run.feed.num_rows,
-                tokens=run.feed.tokens_per_step,
+                num_rows=run.data_loader.num_rows,
+                tokens=run.data_loader.tokens_per_step,
             )
-            flight.steps.append((progress, batch.ids, metrics))
+            in_flight.steps.append((progress, batch.ids, metrics))
 
 
 @contextlib.contextmanager
-def _waiting_told(run: Run) -> Iterator[None]:
-    """Says after a failure that a save in flight is awaited, which has a longer limit than a step.
+def _announce_wait_on_error(run: Trainer) -> Iterator[None]:
+    """Enters the phase "settle" on an error: the wait for the save in flight has a longer limit.
 
-    Else a slow disk would turn a divergence into a hang.
+    Otherwise a slow disk would turn a divergence into a hang.
     """
     try:
         yield
     except BaseException:
-        with contextlib.suppress(TypedEnd):
+        with contextlib.suppress(RunError):
             run.emit(PhaseChanged("settle", "ending; waiting for the save in flight"))
         raise
 
 
-def take(run: Run, flight: Flight, progress: Progress, *, entry: int) -> Fed | None:
-    """Returns the next batch, or what stands in for it; None: the next look has something to say.
+def next_batch(
+    run: Trainer, in_flight: InFlight, progress: Progress, *, entry: int
+) -> PlacedBatch | None:
+    """Returns the next batch or its replacement; None: the next verdict ends this segment.
 
-    Bad records are told to the others before the step that all of them are in: whoever has landed
-    it can know of them.
+    Bad records are published to the other hosts before the step that all hosts enter, so every
+    host that has completed that step can read them.
     """
-    fed = flight.at(progress.cursor)
-    if not isinstance(fed, Bad):
-        return fed
-    if flight.bad is None:
-        run.peers.tell(met(entry), fed.word())
-    flight.bad = fed
-    return fed.instead
+    placed = in_flight.batch_at(progress.cursor)
+    if not isinstance(placed, BadRows):
+        return placed
+    if in_flight.bad is None:
+        run.peers.publish(bad_rows_topic(entry), placed.encode())
+    in_flight.bad = placed
+    return placed.replacement
 
 
-def look(run: Run, progress: Progress, flight: Flight, *, drain: bool) -> tuple[Progress, Verdict]:
-    """Lands finished steps, writes their lines, and folds the guards over each in order.
+def process_completed(
+    run: Trainer, progress: Progress, in_flight: InFlight, *, drain: bool
+) -> tuple[Progress, Verdict]:
+    """Processes completed steps in order: writes their metrics and applies the guards to each.
 
-    Returns the progress with the guards' memory, and the gravest verdict; a verdict other than
-    Continue lands and judges the steps in flight too. What a background save has failed with is
-    raised here, unless storage refused it.
+    Returns the progress with the state of the guards, and the most severe verdict. After a verdict
+    other than Continue the steps in flight are processed too. An error of a background save is
+    raised here, unless storage refused the save.
     """
-    run.checkpoints.poll()
+    run.checkpoints.check()
     memory = progress.guards
-    verdict = gravest([flight.verdict(), run.agreement.verdict()])
-    verdict = bounded_skips(verdict, skips=flight.skips, section=run.limits.bad_records)
-    is_spoilt = False
-    while flight.steps:
-        landing = flight.steps[0][0].step
-        if not drain and isinstance(verdict, Continue) and landing > progress.step + 1 - LAG:
+    verdict = most_severe([in_flight.verdict(), run.consensus.verdict()])
+    verdict = bounded_skips(verdict, skips=in_flight.skips, section=run.limits.bad_records)
+    is_discarded = False
+    while in_flight.steps:
+        oldest = in_flight.steps[0][0].step
+        if not drain and isinstance(verdict, Continue) and oldest > progress.step + 1 - LAG:
             break
-        seen = land(run, flight)
-        is_spoilt |= run.agreement.had_no_batch()
-        if is_spoilt:  # From here on nothing is of the batches that it should be of.
-            why = flight.bad.reason if flight.bad else "another host has met bad records"
-            met_bad = LeaveOut((), why, state_is_good=False)
-            judged = bounded_skips(met_bad, skips=flight.skips, section=run.limits.bad_records)
-            verdict = gravest([verdict, judged])
+        seen = complete_step(run, in_flight)
+        is_discarded |= run.consensus.any_host_without_batch()
+        if is_discarded:  # From here on no step has the batch that it should have.
+            reason = in_flight.bad.reason if in_flight.bad else "another host has bad records"
+            skip = SkipRows((), reason, state_is_good=False)
+            judged = bounded_skips(skip, skips=in_flight.skips, section=run.limits.bad_records)
+            verdict = most_severe([verdict, judged])
             continue
         memory, judged = judge_step(run.guards, memory, seen)
-        if isinstance(judged, Warned):
+        if isinstance(judged, Warn):
             run.emit(GuardWarned(seen.step, judged.reason))
             judged = Continue()
-        judged = bounded_rollbacks(judged, rollbacks=flight.rollbacks, section=run.limits.rollback)
-        verdict = gravest([verdict, judged, run.agreement.verdict()])
+        judged = bounded_rollbacks(
+            judged, rollbacks=in_flight.rollbacks, section=run.limits.rollback
+        )
+        verdict = most_severe([verdict, judged, run.consensus.verdict()])
     return dataclasses.replace(progress, guards=memory), verdict
 
 
-def land(run: Run, flight: Flight) -> Seen:
-    """Waits for the oldest step in flight, writes its line, and returns what the guards may see."""
-    progress, ids, metrics = flight.steps.popleft()
-    rows, flight.cursor = (flight.cursor, progress.cursor), progress.cursor
+def complete_step(run: Trainer, in_flight: InFlight) -> StepObservation:
+    """Waits for the oldest step in flight, writes its metrics, returns what the guards judge."""
+    progress, ids, metrics = in_flight.steps.popleft()
+    rows, in_flight.cursor = (in_flight.cursor, progress.cursor), progress.cursor
     begun = run.clock.monotonic()
     values = np.asarray(metrics)
     now = run.clock.monotonic()
-    flight.waited_seconds += now - begun
-    measured, facts = run.form.read(values)
+    in_flight.waited_seconds += now - begun
+    measured, facts = run.metrics_layout.read(values)
     line = MetricsLine(
-        seq=flight.seq,
+        seq=in_flight.seq,
         step=progress.step,
         attempt=run.log.attempt,
         loss=measured.loss,
         grad_norm=measured.grad_norm,
         learning_rate=measured.learning_rate,
         tokens=progress.tokens,
-        step_seconds=now - flight.landed_at,
+        step_seconds=now - in_flight.completed_at,
         skipped=not measured.applied,
         samples=sample_digest(ids),
-        busy_seconds=run.agreement.heard(facts),
+        busy_seconds=run.consensus.on_flags(facts),
         loss_scale=measured.loss_scale,
     )
-    run.landed(line)
-    flight.recent.append(Recent(line, measured, rows, ids))
-    flight.landed_at = now
+    run.on_step(line)
+    in_flight.recent.append(CompletedStep(line, measured, rows, ids))
+    in_flight.completed_at = now
     if not measured.applied:
-        _tell_skipped(run, progress.step, measured, ids)
-    return Seen(
+        _emit_skipped(run, progress.step, measured, ids)
+    return StepObservation(
         step=progress.step,
         rows=rows,
         loss=measured.loss,
@@ -198,7 +207,7 @@ def land(run: Run, flight: Flight) -> Seen:
     )
 
 
-def _tell_skipped(run: Run, step: int, measured: Measured, ids: np.ndarray) -> None:
+def _emit_skipped(run: Trainer, step: int, measured: StepMetrics, ids: np.ndarray) -> None:
     rows = measured.bad_rows
     run.emit(
         UpdateSkipped(
@@ -208,16 +217,18 @@ def _tell_skipped(run: Run, step: int, measured: Measured, ids: np.ndarray) -> N
             spike_score=measured.spike_score,
             params=measured.bad_params,
             num_rows=len(rows),
-            rows=tuple((row, int(ids[row]), *run.row_places[row]) for row in rows[:MAX_ROWS_TOLD]),
+            rows=tuple(
+                (row, int(ids[row]), *run.row_places[row]) for row in rows[:MAX_ROWS_REPORTED]
+            ),
             overflowed_scale=measured.loss_scale if measured.backs_off else None,
         )
     )
 
 
-def evaluate(run: Run, state: TrainState, progress: Progress) -> Progress:
-    """Measures the held-out loss; before the save of the same step, so that a resume has it."""
+def evaluate(run: Trainer, state: TrainState, progress: Progress) -> Progress:
+    """Measures the held-out loss, before the save of the same step, so that a resume has it."""
     run.emit(PhaseChanged("evaluate"))
-    loss = run.evaluate(state.params, run.agreement)
+    loss = run.evaluate(state.params, run.consensus)
     run.emit(PhaseChanged("train"))
     if loss is None:
         return progress
@@ -227,19 +238,21 @@ def evaluate(run: Run, state: TrainState, progress: Progress) -> Progress:
     return progress
 
 
-def save(run: Run, state: TrainState, progress: Progress, *, may_skip: bool = False) -> None:
-    """Takes the snapshot of a judged state; the rest of the save goes on in the background."""
+def save(run: Trainer, state: TrainState, progress: Progress, *, may_skip: bool = False) -> None:
+    """Takes a snapshot of a judged state; the rest of the save runs in the background."""
     run.emit(PhaseChanged("save"))
     run.checkpoints.save(to_plain(state), progress, may_skip=may_skip)
-    run.agreement.save_taken()
+    run.consensus.clear_save_request()
     run.emit(PhaseChanged("train"))
 
 
-def settle(run: Run, stop: Stop | None, state: TrainState, progress: Progress) -> Ended:
-    """Sees to it that the last step is committed if it should be, and says if it is not.
+def finalize(
+    run: Trainer, stop: StopRun | None, state: TrainState, progress: Progress
+) -> LoopResult:
+    """Commits the last step if it may be saved, and returns how the loop ended.
 
     Args:
-      run: the run.
+      run: components of the run.
       stop: the verdict that ends the run; None: the run is done.
       state: the state of the last step.
       progress: the host's facts at the last step.
@@ -250,25 +263,25 @@ def settle(run: Run, stop: Stop | None, state: TrainState, progress: Progress) -
     is_wanted = stop is None or stop.saves
     if is_wanted:
         if checkpoints.committed_step < progress.step:
-            run.emit(PhaseChanged("settle", "the last save has failed; one more try"))
-        checkpoints.save(to_plain(state), progress)  # Nothing to do at a step that is committed.
+            run.emit(PhaseChanged("settle", "the last save has failed; trying once more"))
+        checkpoints.save(to_plain(state), progress)  # No-op at a step that is committed.
         checkpoints.wait()
     committed = checkpoints.committed_step == progress.step
-    exit = Exit.DONE if stop is None else stop.fault.exit or Exit.BUG
+    exit = ExitCode.DONE if stop is None else stop.fault.exit or ExitCode.BUG
     reason = "the last step is committed" if stop is None else stop.reason
     if stop is not None and not stop.has_time and not committed:
         newest = checkpoints.committed_step
         reason = f"{stop.reason}; step {progress.step} is not committed, the newest is {newest}"
     if is_wanted and not committed:
-        words = [] if stop is None else [stop.reason]
-        words.append(f"step {progress.step} could not be committed")
-        reason = f"{'; '.join(words)}: {checkpoints.why_not_committed} {go_on(checkpoints)}"
-        exit = Exit.STORAGE if stop is None else exit
-    return Ended(exit, reason, state, progress, committed)
+        reasons = [] if stop is None else [stop.reason]
+        reasons.append(f"step {progress.step} could not be committed")
+        reason = f"{'; '.join(reasons)}: {checkpoints.last_error} {resume_hint(checkpoints)}"
+        exit = ExitCode.STORAGE if stop is None else exit
+    return LoopResult(AttemptResult(exit, reason, committed=committed), state, progress)
 
 
-def go_on(checkpoints: Checkpoints) -> str:
-    """Says where the next start goes on after an end without a commit."""
+def resume_hint(checkpoints: Checkpointer) -> str:
+    """Returns which step the next start resumes from, after an exit without a commit."""
     step = checkpoints.committed_step
     where = f"from step {step}" if step else "from the beginning, since no step is committed"
-    return f"Then start the same command: it goes on {where}."
+    return f"Then run the same command: it resumes {where}."

@@ -1,7 +1,8 @@
-"""Where in a computation the first number comes up that is not finite: by layer, line and row.
+"""Finds the first non-finite number of a computation: its layer, source line and row.
 
-The computation's own equations are evaluated one after the other, beside those of another batch:
-what is not finite there either is as it should be. Without another, -inf is: masks are made of it.
+The equations of the computation's jaxpr are evaluated one after the other, for the batch and for
+another one: a result that is non-finite for both is taken as intended. Without another batch -inf
+is taken as intended, because attention masks use it.
 """
 
 from __future__ import annotations
@@ -15,38 +16,38 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-# No public door tells which line of a program an equation is of.
+# No public function returns the source line of an equation.
 from jax._src import source_info_util  # isort: skip
 
 
 @dataclass(frozen=True)
-class Finding:
+class NonFinite:
     """The first equation whose result is not finite."""
 
     operation: str
     where: str
     """File, line and function."""
     layers: tuple[str, ...]
-    """Of the loops around it: which turn of how many."""
+    """Iterations of the enclosing loops, outermost first: "index of length"."""
     rows: tuple[int, ...]
-    """Of the batch; empty where the result has no dim of rows."""
+    """Rows of the batch; empty if the result has no dim of rows."""
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Returns it in a line."""
+        """Returns the finding as one line of text."""
         layers = "".join(f"layer {layer}: " for layer in self.layers)
         rows = f", rows {', '.join(map(str, self.rows[:8]))}" if self.rows else ""
         return f"{layers}{self.operation} of {list(self.shape)} at {self.where}{rows}"
 
 
 class _Found(Exception):
-    def __init__(self, finding: Finding) -> None:
+    def __init__(self, finding: NonFinite) -> None:
         self.finding = finding
 
 
 @dataclass(frozen=True)
 class _At:
-    """Where the evaluation is."""
+    """Position of the evaluation in the computation."""
 
     num_rows: int
     is_alone: bool
@@ -56,14 +57,15 @@ class _At:
 
 Values = Sequence[Any]
 Pairs = tuple[list[Any], list[Any]]
-"""Results, and those of the other batch."""
+"""Results for the batch, and for the other batch."""
 
 
-def first_bad(
+def first_nonfinite(
     function: Callable[..., Any], args: Values, *, other: Values | None, num_rows: int
-) -> Finding | None:
-    """Returns where the results of `function(*args)` first are not finite, and those of the other
-    arguments are, if there are any; None: nowhere.
+) -> NonFinite | None:
+    """Returns the first equation of `function(*args)` with a non-finite result; None: none.
+
+    With `other` the result for those arguments must be finite.
     """
     closed = jax.make_jaxpr(function)(*args)
     flat = jax.tree.leaves(list(args))
@@ -86,38 +88,38 @@ def _run(jaxpr: Any, consts: Values, args: Values, others: Values, at: _At) -> P
     for equation in jaxpr.eqns:
         pairs = [read(atom) for atom in equation.invars]
         here, there = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        results = _evaluated(equation, here, there, at)
+        results = _evaluate(equation, here, there, at)
         known.update(zip(equation.outvars, zip(*results, strict=True), strict=True))
     outs = [read(atom) for atom in jaxpr.outvars]
     return [out[0] for out in outs], [out[1] for out in outs]
 
 
-def _evaluated(equation: Any, here: Values, there: Values, at: _At) -> Pairs:
-    """Returns the results of an equation, or goes into what it calls."""
+def _evaluate(equation: Any, here: Values, there: Values, at: _At) -> Pairs:
+    """Returns the results of an equation; evaluates inner jaxprs equation by equation."""
     params = equation.params
     if equation.primitive.name == "scan":
-        return _scanned(params, here, there, at)
+        return _evaluate_scan(params, here, there, at)
     inner = params.get("jaxpr", params.get("call_jaxpr"))
     if inner is not None and equation.primitive.name != "while":
         if isinstance(inner, core.ClosedJaxpr):
             return _run(inner.jaxpr, inner.consts, here, there, at)
         return _run(inner, (), here, there, at)
-    results, others = _bound(equation, here), _bound(equation, there)
+    results, others = _bind(equation, here), _bind(equation, there)
     for result, other in zip(results, others, strict=True):
-        if _is_bad(result, masks=at.is_alone) and (at.is_alone or not _is_bad(other)):
+        if _is_nonfinite(result, masks=at.is_alone) and (at.is_alone or not _is_nonfinite(other)):
             raise _Found(_finding(equation, result, at))
     return results, others
 
 
-def _bound(equation: Any, values: Values) -> list[Any]:
+def _bind(equation: Any, values: Values) -> list[Any]:
     params = equation.primitive.get_bind_params(equation.params)
     with equation.ctx.manager:
         result = equation.primitive.bind(*values, **params)
     return list(result) if equation.primitive.multiple_results else [result]
 
 
-def _scanned(params: Any, here: Values, there: Values, at: _At) -> Pairs:
-    """Evaluates a loop turn by turn: a stack of layers is one."""
+def _evaluate_scan(params: Any, here: Values, there: Values, at: _At) -> Pairs:
+    """Evaluates a loop, iteration by iteration: a stack of layers is a loop."""
     inner, length = params["jaxpr"], params["length"]
     first, second = params["num_consts"], params["num_consts"] + params["num_carry"]
     carries = [list(values[first:second]) for values in (here, there)]
@@ -141,8 +143,8 @@ def _scanned(params: Any, here: Values, there: Values, at: _At) -> Pairs:
     return [*carries[0], *stacked[0]], [*carries[1], *stacked[1]]
 
 
-def _is_bad(value: Any, *, masks: bool = False) -> bool:
-    """Says whether a number is not finite; with `masks` -inf is as good as finite."""
+def _is_nonfinite(value: Any, *, masks: bool = False) -> bool:
+    """Returns whether any number is not finite; with `masks` -inf is allowed."""
     kind = getattr(value, "dtype", None)
     if kind is None or not jnp.issubdtype(kind, jnp.inexact):
         return False
@@ -151,13 +153,13 @@ def _is_bad(value: Any, *, masks: bool = False) -> bool:
     return not bool(jnp.all(jnp.isfinite(value)))
 
 
-def _finding(equation: Any, result: Any, at: _At) -> Finding:
+def _finding(equation: Any, result: Any, at: _At) -> NonFinite:
     bad = ~np.isfinite(np.asarray(result, np.float32))
     rows: tuple[int, ...] = ()
     if bad.ndim and bad.shape[0] == at.num_rows:
         flags = bad.reshape(at.num_rows, -1).any(axis=1)
         rows = tuple(int(row) for row in np.flatnonzero(flags))
-    return Finding(
+    return NonFinite(
         operation=equation.primitive.name,
         where=source_info_util.summarize(equation.source_info),
         layers=at.layers,

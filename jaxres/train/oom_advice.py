@@ -1,4 +1,7 @@
-"""Home of: out_of_memory. What a runtime's error says, and which settings to change."""
+"""Out-of-memory errors: recognises them, and suggests settings to change.
+
+Home of: out_of_memory.
+"""
 
 from __future__ import annotations
 
@@ -7,75 +10,79 @@ from pathlib import Path
 
 from jaxres.config import RunConfig
 from jaxres.faults import ConfigError
-from jaxres.telemetry.stdio import size
+from jaxres.telemetry.stdio import format_bytes
 
 
-def is_exhausted(error: Exception) -> bool:
-    """Says whether an error means that memory ran out, on a device or on the host."""
+def is_oom(error: Exception) -> bool:
+    """Returns whether an error means that a device or the host ran out of memory."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
-def refuse_large_state(state_bytes: int, limit_bytes: int | None) -> None:
-    """Refuses a state that alone exceeds a device, which is known before the run.
+def check_state_fits(state_bytes: int, limit_bytes: int | None) -> None:
+    """Raises if the state alone exceeds a device's memory, which is known before the run.
 
     Raises:
-      ConfigError: it does.
+      ConfigError: the state exceeds the limit.
     """
     if limit_bytes is None or state_bytes <= limit_bytes:
         return
     raise ConfigError(
-        f"parameters and optimizer state take {size(state_bytes)} of each device, which has "
-        f"{size(limit_bytes)}. Split them over {state_bytes / limit_bytes:.1f} times as many "
-        "devices or more (mesh.fsdp, then mesh.tensor), or choose a smaller model "
-        "(`jaxres doctor CONFIG --devices N` tells what N devices would hold)"
+        f"parameters and optimizer state take {format_bytes(state_bytes)} of each device, "
+        f"which has {format_bytes(limit_bytes)}. Split them over "
+        f"{state_bytes / limit_bytes:.1f} times as many devices or more (mesh.fsdp, then "
+        "mesh.tensor), or choose a smaller model (`jaxres doctor CONFIG --devices N` shows "
+        "the memory use of N devices)"
     )
 
 
-def small_host(
+def warn_host_memory(
     snapshot: int, held_bytes: int, *, meminfo: Path = Path("/proc/meminfo")
 ) -> str | None:
-    """Returns a warning where this host's free memory can't take a save; None where it can.
+    """Returns a warning if a save needs more than this host's free memory; None if it does not.
 
-    One save is in flight at a time, so it takes one more copy of what this host's devices hold: on
-    CPU the old buffers, which the next step then can't reuse, elsewhere what is copied to the host.
-    Arrays that several devices hold may be there once, so it may take less.
+    One save is in flight at a time, so a save takes one copy of what this host's devices hold: on
+    CPU the old buffers, which the next step then can't reuse, elsewhere a copy in host memory.
+    An array that several devices hold may be stored once, so it may take less.
 
     Args:
-      snapshot: what a save takes at most.
-      held_bytes: what the state takes of the same memory, on CPU.
-      meminfo: the kernel's word on it.
+      snapshot: the most bytes that a save takes.
+      held_bytes: bytes of the state in the same memory, on CPU.
+      meminfo: file of the kernel with the available memory.
     """
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
-    if found is None or int(found[1]) * 1024 >= snapshot + held_bytes:
+    available = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    if available is None or int(available[1]) * 1024 >= snapshot + held_bytes:
         return None
     return (
-        f"a save takes up to {size(snapshot)} of this host's memory until it is committed"
-        f"{f', beside {size(held_bytes)} of state' if held_bytes else ''}; "
-        f"{size(int(found[1]) * 1024)} are available. Free some, or split the state over more "
-        "hosts (mesh.fsdp)"
+        f"a save takes up to {format_bytes(snapshot)} of this host's memory until it is committed"
+        f"{f', besides {format_bytes(held_bytes)} of state' if held_bytes else ''}; "
+        f"{format_bytes(int(available[1]) * 1024)} are available. Free some, or split the state "
+        "over more hosts (mesh.fsdp)"
     )
 
 
-def large_step(config: RunConfig, step_bytes: int | None, limit_bytes: int | None) -> str | None:
-    """Returns a warning where XLA's estimate of a step exceeds a device; None where it does not."""
+def warn_device_memory(
+    config: RunConfig, step_bytes: int | None, limit_bytes: int | None
+) -> str | None:
+    """Returns a warning if XLA's estimate of a step exceeds a device's memory; None if not."""
     if step_bytes is None or limit_bytes is None or step_bytes <= limit_bytes:
         return None
     return (
-        f"a step needs about {size(step_bytes)} of each device (XLA's estimate), which has "
-        f"{size(limit_bytes)}. If it runs out of memory change one of these: "
+        f"a step needs about {format_bytes(step_bytes)} of each device (XLA's estimate), which has "
+        f"{format_bytes(limit_bytes)}. If it runs out of memory change one of these: "
         + "; ".join(_device_settings(config))
     )
 
 
-def advice(config: RunConfig, error: Exception) -> str:
-    """Returns the end's message: what ran out, and the settings to change, with numbers.
+def oom_message(config: RunConfig, error: Exception) -> str:
+    """Returns the error message: what ran out of memory, and settings to change, with numbers.
 
     >>> from jaxres.config.schema import RunConfig, DataSection, TextSource, TrainSection
     >>> data = DataSection(source=TextSource(path="x"))
     >>> small = RunConfig(data=data, train=TrainSection(steps=1, global_batch_size=24))
-    >>> print(advice(small, MemoryError("RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes")))
+    >>> error = MemoryError("RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes")
+    >>> print(oom_message(small, error))
     out of memory: RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes
-    What is committed stays. Change one of these and start the same command again:
+    Committed steps are kept. Change one of these and run the same command again:
       train.microbatches=2 (1 now: 24 rows of 256 tokens at a time)
       model.remat=block (none now: every activation is kept)
       mesh.fsdp=N with more devices (parameters and optimizer state are split over them)
@@ -83,7 +90,7 @@ def advice(config: RunConfig, error: Exception) -> str:
     first_line = re.sub(r"\s+", " ", str(error)).strip()[:300] or type(error).__name__
     return (
         f"out of memory: {first_line}\n"
-        "What is committed stays. Change one of these and start the same command again:\n"
+        "Committed steps are kept. Change one of these and run the same command again:\n"
         + "\n".join(f"  {setting}" for setting in _device_settings(config))
     )
 
@@ -111,29 +118,26 @@ def _device_settings(config: RunConfig) -> list[str]:
 
 
 def host_advice(config: RunConfig, reason: str) -> str:
-    """Returns the end's message after the kernel has killed the worker for want of host memory.
+    """Returns the error message after the kernel's OOM killer has killed the worker.
 
     >>> from jaxres.config.schema import RunConfig, DataSection, TextSource, TrainSection
     >>> data = DataSection(source=TextSource(path="x"))
     >>> small = RunConfig(data=data, train=TrainSection(steps=1, global_batch_size=24))
     >>> print(host_advice(small, "killed"))
     killed
-    What is committed stays. Change one of these and start the same command again:
-      data.prefetch_batches=4 (8 now: batches of 24 rows that wait in memory)
-      a host with more memory (while a checkpoint is written the state is there twice)
+    Committed steps are kept. Change one of these and run the same command again:
+      data.prefetch_batches=4 (8 now: batches of 24 rows in memory)
+      a host with more memory (a save takes a second copy of the state)
     """
     now = config.data.prefetch_batches
     settings = []
     if now > 1:
         rows = config.train.global_batch_size
         settings.append(
-            f"data.prefetch_batches={now // 2} ({now} now: batches of {rows} rows that wait in "
-            "memory)"
+            f"data.prefetch_batches={now // 2} ({now} now: batches of {rows} rows in memory)"
         )
-    settings.append(
-        "a host with more memory (while a checkpoint is written the state is there twice)"
-    )
+    settings.append("a host with more memory (a save takes a second copy of the state)")
     return (
-        f"{reason}\nWhat is committed stays. Change one of these and start the same command again:"
+        f"{reason}\nCommitted steps are kept. Change one of these and run the same command again:"
         + "".join(f"\n  {setting}" for setting in settings)
     )

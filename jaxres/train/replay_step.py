@@ -1,4 +1,4 @@
-"""Computes a step of a run again, on the devices that are here, and says where it goes wrong."""
+"""Recomputes a step of a run on this machine's devices, and finds its first non-finite number."""
 
 from __future__ import annotations
 
@@ -21,70 +21,71 @@ from jaxres.engine import optimizer
 from jaxres.engine import step as steps
 from jaxres.engine.loss_scale import value_and_grad
 from jaxres.engine.state import Progress, TrainState, from_plain, to_plain
-from jaxres.engine.step import Measured
+from jaxres.engine.step import StepMetrics
 from jaxres.models import Model
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Commit, Line
-from jaxres.train import build
-from jaxres.train.nonfinite_trace import Finding, first_bad
+from jaxres.runlog.run_log import Commit, RunHistory
+from jaxres.train import build, jitted_steps
+from jaxres.train.components import Components
+from jaxres.train.nonfinite_trace import NonFinite, first_nonfinite
 
 
 @dataclass(frozen=True)
-class Found:
-    """What came of a step."""
+class ReplayResult:
+    """Result of a recomputed step."""
 
-    measured: Measured
+    measured: StepMetrics
     batch: Batch
     explained: list[str]
-    """Empty where nothing was to be explained."""
+    """Lines about the first non-finite number; empty if no explanation was requested."""
 
 
-def compute(
+def replay_step(
     config: RunConfig,
     run_dir: RunDir,
-    line: Line,
+    history: RunHistory,
     commit: Commit | None,
     *,
     step: int,
     explain: bool,
-) -> Found:
-    """Computes the steps from a committed one up to `step`, and looks into that one if asked."""
+) -> ReplayResult:
+    """Recomputes the steps from a committed one up to `step`; with `explain` traces that step."""
     dataset = data.open_dataset(config.data)
     plan, mesh, _ = build.devices_here(config)
     parts = build.assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
     state, progress = _begin(parts, run_dir, commit)
-    function = build.traced_step(parts).lower().compile()
+    function = jitted_steps.traced_step(parts).lower().compile()
     factors = optimizer.factors(config.guards.rollback, mesh)
     batch_at = data.batch_at(
         dataset.train,
         seed=config.run.seed,
         global_batch_size=parts.rows_per_batch,
-        skips=data.left_out(
-            line.skips,
-            line.bad_rows,
+        skips=data.skip_ranges(
+            history.skips,
+            history.bad_rows,
             num_rows=len(dataset.train),
             seed=config.run.seed,
             num_served=step * parts.rows_per_batch,
         ),
     )
     cursor, explained = progress.cursor, list[str]()
-    form = steps.Form.of(parts.shapes, num_rows=parts.rows_per_batch)
+    form = steps.MetricsLayout.of(parts.shapes, num_rows=parts.rows_per_batch)
     for number in range(progress.step + 1, step):
         batch = batch_at(cursor)
         placed = meshes.place_batch(mesh, batch.arrays)
-        state, _ = function(state, placed, None, factors(line.rate_factor(number)))
+        state, _ = function(state, placed, None, factors(history.rate_factor(number)))
         cursor = batch.next_cursor
     batch = batch_at(cursor)
     placed = meshes.place_batch(mesh, batch.arrays)
     if explain:
         other = meshes.place_batch(mesh, batch_at(batch.next_cursor).arrays)
         explained = _explain(parts.model, state, placed, other, parts.plan.microbatches)
-    _, values = function(state, placed, None, factors(line.rate_factor(step)))
-    return Found(form.read(np.asarray(values))[0], batch, explained)
+    _, values = function(state, placed, None, factors(history.rate_factor(step)))
+    return ReplayResult(form.read(np.asarray(values))[0], batch, explained)
 
 
 def _begin(
-    parts: build.Parts, run_dir: RunDir, commit: Commit | None
+    parts: Components, run_dir: RunDir, commit: Commit | None
 ) -> tuple[TrainState, Progress]:
     if commit is None:
         return parts.init(), Progress()
@@ -97,10 +98,10 @@ def _begin(
 def _explain(
     model: Model, state: TrainState, batch: Any, other: Any, microbatches: int
 ) -> list[str]:
-    """Says where the first number that is not finite comes up, forward, or else backward.
+    """Returns where the first non-finite number occurs: in the forward pass, else the backward one.
 
-    Where another batch fares no better, the state itself is at fault: then the batch is looked at
-    by itself.
+    The batch is compared with another one. If both have the same non-finite numbers, the cause is
+    the state; then the batch is traced by itself.
     """
     _, key = jax.random.split(jax.random.wrap_key_data(state.key))
     for index in range(microbatches):
@@ -114,19 +115,19 @@ def _explain(
             ("forward", model.loss),
             ("backward", _gradient(model, state.loss_scale)),
         ):
-            for held_against in (others, None):
-                found = _first(function, state, rows, held_against, own_key)
+            for compared in (others, None):
+                found = _first(function, state, rows, compared, own_key)
                 if found is not None:
-                    said = "" if held_against is not None else " (of other rows too)"
-                    return [f"first number that is not finite: {where}{name}: {found}{said}"]
+                    note = "" if compared is not None else " (of other rows too)"
+                    return [f"first number that is not finite: {where}{name}: {found}{note}"]
     return ["every number is finite"]
 
 
 def _first(
     function: Callable[..., Any], state: TrainState, rows: Any, others: Any, key: Any
-) -> Finding | None:
+) -> NonFinite | None:
     num_rows = len(next(iter(rows.values())))
-    return first_bad(
+    return first_nonfinite(
         functools.partial(function, key=key),
         (state.params, rows),
         other=None if others is None else (state.params, others),
@@ -135,7 +136,7 @@ def _first(
 
 
 def _gradient(model: Model, scale: Any) -> Callable[..., Any]:
-    """Returns the backward pass as the step has it: with its loss scale, if there is one."""
+    """Returns the backward pass of the step, with its loss scale if it has one."""
 
     def loss_sum(params: Any, rows: Any, key: Any) -> Any:
         loss_sum_B, weight_B = model.loss(params, rows, key)

@@ -1,4 +1,4 @@
-"""The guarantee level of a run: whether it ends bit for bit where an unbroken one would."""
+"""Reproducibility level of a run: whether a resumed run is bitwise equal to an unbroken one."""
 
 from __future__ import annotations
 
@@ -9,40 +9,35 @@ from jax.sharding import Mesh
 
 from jaxres.config import RunConfig
 from jaxres.engine import mesh as meshes
-from jaxres.engine.mesh_plan import Plan
+from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.runlog.run_log import Claim
 
 BITWISE = "bitwise on this topology"
 
 
-def guarantee(
-    before: Sequence[Mapping[str, str]], now: Mapping[str, str], *, is_verified: bool = True
-) -> str:
-    """Returns the level and, where it is lower, why.
+def reproducibility_level(before: Sequence[Mapping[str, str]], now: Mapping[str, str]) -> str:
+    """Returns the level and, if it is not bitwise, the reason.
 
     Args:
-      before: what decided bits in every earlier segment of the run (runlog.Start.computation).
-      now: the same for the segment that begins.
-      is_verified: whether what was restored could be held against its digests.
+      before: numerics fingerprints of all earlier segments of the run (Start.computation).
+      now: numerics fingerprint of the segment that begins.
 
-    >>> guarantee([{"jax": "0.10.2"}], {"jax": "0.10.2", "devices": "1 x cpu cpu"})
+    >>> reproducibility_level([{"jax": "0.10.2"}], {"jax": "0.10.2", "devices": "1 x cpu cpu"})
     'statistical: devices not recorded -> 1 x cpu cpu'
     """
     changes: dict[str, list[str]] = {}
-    for there in before:
-        for name in {*there, *now}:
-            was = there.get(name, "not recorded")
+    for earlier in before:
+        for name in {*earlier, *now}:
+            was = earlier.get(name, "not recorded")
             if was != now.get(name) and was not in changes.setdefault(name, []):
                 changes[name].append(was)
-    told = [
+    differences = [
         f"{name} {' and '.join(was)} -> {now.get(name, 'not recorded')}"
         for name, was in sorted(changes.items())
         if was
     ]
-    if not is_verified:
-        told.append("restored from a checkpoint without digests (format 1): content not verified")
-    if told:
-        return "statistical: " + ", ".join(told)
+    if differences:
+        return "statistical: " + ", ".join(differences)
     if " gpu " in now.get("devices", "") and "deterministic_ops=true" not in now.get(
         "xla_flags", ""
     ):
@@ -53,27 +48,27 @@ def guarantee(
     return BITWISE
 
 
-def computation(
-    config: RunConfig, claim: Claim, mesh: Mesh, plan: Plan, step: Any
+def numerics_fingerprint(
+    config: RunConfig, claim: Claim, mesh: Mesh, plan: MeshPlan, step: Any
 ) -> dict[str, str]:
-    """Returns what decides bits besides the trajectory; equal words, equal bits.
+    """Returns what affects bits besides the config's trajectory; equal fingerprints, equal bits.
 
     Args:
-      config: the run's.
-      claim: of the attempt.
-      mesh: the devices.
-      plan: how they share the work.
-      step: the compiled train step. On a GPU the compiler tries out which kernels are the fastest,
-        so that only the program itself tells.
+      config: config of the run.
+      claim: claim of the attempt.
+      mesh: mesh of the devices.
+      plan: how the devices share the work.
+      step: the compiled train step. On a GPU the compiler chooses kernels by timing them, so only
+        the program itself identifies them.
     """
-    words = {
+    fingerprint = {
         "devices": meshes.devices_in_words(mesh),
         "mesh": " ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh.axis_names),
         "microbatches": str(plan.microbatches),
         "threads": str(claim.threads),
     }
     if config.model.kind == "gpt":
-        words |= {"attention": config.model.attention, "remat": config.model.remat}
+        fingerprint |= {"attention": config.model.attention, "remat": config.model.remat}
     if mesh.devices.flat[0].platform != "cpu":
-        words["program"] = str(step.runtime_executable().fingerprint)
-    return words | dict(claim.fingerprint) | dict(claim.versions)
+        fingerprint["program"] = str(step.runtime_executable().fingerprint)
+    return fingerprint | dict(claim.fingerprint) | dict(claim.versions)

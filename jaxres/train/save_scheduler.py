@@ -1,7 +1,7 @@
-"""Says when the lead's clock wants a save, from what it hears of steps and saves.
+"""Save scheduler: decides by the clock of host 0 when a save is due, from measured step times.
 
-Its word goes the way of a person's request: through the agreement, so that all hosts save at the
-same step. Saves change no bits, so a clock may ask for them.
+Its request takes the same way as a person's: through the consensus, so that all hosts save at the
+same step. Saves do not change the training result, so a clock may request them.
 """
 
 from __future__ import annotations
@@ -28,43 +28,35 @@ from jaxres.runlog.events import (
 )
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.run_log import RunLog
-from jaxres.train.context import Seat
+from jaxres.train.context import AttemptContext
 
 RETRY_SECONDS = 30.0
-"""Least time from a save that storage has refused to the next one."""
+"""Shortest time from a failed save to the next one."""
 RECENT_SAVES = 5
 RECENT_STEPS = 50
-NEWS = 0.1
-"""Share by which an interval must change to be chosen anew, and said."""
+MIN_CHANGE = 0.1
+"""Relative change of the optimal interval from which on the interval is changed and logged."""
 
 
 def every_steps(when: When) -> int | None:
-    """Returns the steps between saves, where saves go by steps."""
+    """Returns the steps between saves; None: saves are time-based."""
     return when.every_steps if isinstance(when, StepsWhen) else None
 
 
-def listen(when: When, seat: Seat) -> tuple[Seat, Callable[[], bool]]:
-    """Returns the seat with a pacer that hears its steps and events, and whether one is due.
+def attach(when: When, context: AttemptContext) -> Callable[[], bool]:
+    """Appends a save scheduler to the observers; returns a function: whether a save is due.
 
-    Where saves go by steps, and on hosts that do not lead, there is none and nothing is due by it.
+    With step-based saves, and on every host but host 0, the function always returns False.
     """
-    if isinstance(when, StepsWhen) or not seat.peers.member.leads:
-        return seat, lambda: False
-    pacer = Pacer(when, log=seat.log, emit=seat.emit, clock=seat.clock)
-
-    def emit(event: Event) -> None:
-        seat.emit(event)
-        pacer.heard(event)
-
-    def landed(line: MetricsLine) -> None:
-        seat.landed(line)
-        pacer.landed(line)
-
-    return dataclasses.replace(seat, emit=emit, landed=landed), pacer.is_due
+    if isinstance(when, StepsWhen) or not context.peers.member.leads:
+        return lambda: False
+    scheduler = SaveScheduler(when, log=context.log, emit=context.emit, clock=context.clock)
+    context.observers.append(scheduler)
+    return scheduler.is_due
 
 
-class Pacer:
-    """Owns the time of the next save; a listener of events and finished steps, on the lead only."""
+class SaveScheduler:
+    """Time of the next save; an observer of events and completed steps, on host 0 only."""
 
     def __init__(
         self,
@@ -74,32 +66,32 @@ class Pacer:
         emit: Emit,
         clock: Clock,
     ) -> None:
-        """Prepares; nothing is due before training has started."""
+        """Creates a scheduler by which no save is due before training has started."""
         self._when = when
         self._log = log
         self._emit = emit
         self._clock = clock
-        self._lock = threading.Lock()  # Commits are heard of in the saver's thread.
+        self._lock = threading.Lock()  # The thread that saves emits the commit events.
         self._due_at = math.inf
         self._began_at = 0.0
         self._interval: Interval | None = None
-        """With `auto`: the one in force."""
+        """The interval in force, with `auto`."""
         self._before = Costs()
-        """What the log has told."""
+        """Costs of earlier attempts, from the run log."""
         self._trains_since: float | None = None
         self._stalls: deque[float] = deque(maxlen=RECENT_SAVES)
         self._writes: deque[float] = deque(maxlen=RECENT_SAVES)
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
         self._blocked: float | None = None
-        """How long the newest snapshot took, until the step after it has landed."""
+        """Seconds of the newest snapshot, until the step after it is completed."""
 
     def is_due(self) -> bool:
-        """Says whether a save should begin, unless one is still being written."""
+        """Returns whether a save is due; the caller checks that none is being written."""
         with self._lock:
             return self._clock.monotonic() >= self._due_at
 
-    def landed(self, line: MetricsLine) -> None:
-        """Hears of a finished step: the one after a snapshot may have been slower for it."""
+    def on_step(self, line: MetricsLine) -> None:
+        """Measures a completed step: a snapshot may have slowed down the one after it."""
         with self._lock:
             if self._blocked is None:
                 self._steps.append(line.step_seconds)
@@ -108,8 +100,8 @@ class Pacer:
             self._stalls.append(self._blocked + max(0.0, line.step_seconds - usual))
             self._blocked = None
 
-    def heard(self, event: Event) -> None:
-        """Hears of the start of training, and of saves."""
+    def on_event(self, event: Event) -> None:
+        """Receives the start of training, and saves; emits a new interval."""
         with self._lock:
             chosen = self._take(event)
         if chosen is not None:
@@ -121,7 +113,7 @@ class Pacer:
             case TrainingStarted():
                 self._before = save_interval.of_log(self._log.records(), attempt=self._log.attempt)
                 self._began_at = now
-                if self._trains_since is None:  # Else it has gone back to an earlier step.
+                if self._trains_since is None:  # Otherwise the run has rolled back.
                     self._trains_since = now
                 chosen = self._choose(now)
                 self._due_at = now + self._seconds()
@@ -151,21 +143,24 @@ class Pacer:
                 return self._interval.seconds
 
     def _choose(self, now: float) -> SaveIntervalChosen | None:
-        """Solves anew, with `auto`; what has hardly changed stays as it is."""
+        """Computes the interval again, with `auto`; returns the event if it has changed notably."""
         if not isinstance(self._when, AutoWhen):
             return None
         costs = self._costs(now)
-        found, there = save_interval.choose(costs, self._when), self._interval
-        if there is not None and abs(found.seconds - there.seconds) <= NEWS * there.seconds:
+        chosen, current = save_interval.choose(costs, self._when), self._interval
+        if (
+            current is not None
+            and abs(chosen.seconds - current.seconds) <= MIN_CHANGE * current.seconds
+        ):
             return None
-        self._interval = found
+        self._interval = chosen
         step_seconds = statistics.median(self._steps) if self._steps else None
         return SaveIntervalChosen(
-            seconds=found.seconds,
-            steps=None if not step_seconds else max(1, round(found.seconds / step_seconds)),
-            bound=found.bound,
-            mtbf_hours=found.mtbf_hours,
-            useful_share=found.useful_share,
+            seconds=chosen.seconds,
+            steps=None if not step_seconds else max(1, round(chosen.seconds / step_seconds)),
+            bound=chosen.bound,
+            mtbf_hours=chosen.mtbf_hours,
+            useful_share=chosen.useful_share,
             **dataclasses.asdict(costs),
         )
 

@@ -1,6 +1,6 @@
-"""One attempt from build to farewell, with the ends that only jax can tell.
+"""Runs one attempt inside the worker; maps JAX runtime errors to exit codes.
 
-What a person sees at the end of a run: the loss curve, a text sample, where things are.
+At the end of a run it returns a summary: the loss curve, a text sample, paths.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxres.cluster.host_group import Member, Peers
-from jaxres.cluster.jax_coordination import first_line, is_loss, join
+from jaxres.cluster.host_group import HostGroup, HostRank
+from jaxres.cluster.jax_coordination import first_line, is_peer_lost, join
 from jaxres.config import RunConfig
 from jaxres.config.schema import TelemetrySection
 from jaxres.data import Dataset
 from jaxres.engine import mesh as meshes
-from jaxres.faults import Exit, OutOfMemory, PeerLost
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import OutOfMemory, PeerLost
 from jaxres.models import Model, Params
 from jaxres.runlog import metrics
-from jaxres.runlog.events import Event, PhaseChanged, SampleWritten
+from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.runlog.events import PhaseChanged, SampleWritten
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
-from jaxres.telemetry.heartbeat import Leaving
 from jaxres.telemetry.tensorboard import TensorBoard
 from jaxres.train import oom_advice
-from jaxres.train.build import Built, build
-from jaxres.train.context import Seat
-from jaxres.train.loop import Ended, train
+from jaxres.train.build import BuiltTrainer, build
+from jaxres.train.context import AttemptContext
+from jaxres.train.loop import LoopResult, train
 
 CURVE_POINTS = 100
 
 
 def loss_curve(history: Sequence[MetricsLine], *, width: int = 76, height: int = 14) -> str:
-    """Returns the training loss over the steps as a picture for the terminal."""
+    """Returns the training loss over the steps as a plot for the terminal."""
     import plotext
 
     points = [(line.step, line.loss) for line in history if line.loss is not None]
@@ -77,101 +78,102 @@ def _continue(
     seq_len: int,
     seed: int,
 ) -> list[int]:
-    """Draws tokens one by one, each from the last `seq_len` tokens; on all hosts alike."""
+    """Draws tokens one by one, each from the last `seq_len` tokens; the same on all hosts."""
 
     def draw(params: Params, window_1T: jax.Array, last: jax.Array, index: jax.Array) -> jax.Array:
         logits_V = logits(params, window_1T)[0, last]
         key = jax.random.fold_in(jax.random.key(seed), index)
         return jax.random.categorical(key, logits_V / 0.8)
 
-    whole = meshes.replicated(jax.tree.leaves(params)[0].sharding.mesh)
-    drawn = jax.jit(draw, out_shardings=whole)
+    replicated = meshes.replicated(jax.tree.leaves(params)[0].sharding.mesh)
+    drawn = jax.jit(draw, out_shardings=replicated)
     tokens = list(prompt)
     for index in range(count):
         recent = tokens[-seq_len:]
         window_1T = np.zeros((1, seq_len), np.int32)
         window_1T[0, : len(recent)] = recent
-        place, turn = np.int32(len(recent) - 1), np.int32(index)
-        tokens.append(int(drawn(params, window_1T, place, turn)))
+        last, number = np.int32(len(recent) - 1), np.int32(index)
+        tokens.append(int(drawn(params, window_1T, last, number)))
     return tokens
 
 
-def directions(run_dir: RunDir, *, step: int) -> str:
-    """Returns where things are and what to try next."""
+def next_steps_text(run_dir: RunDir, *, step: int) -> str:
+    """Returns the paths of the results, and commands to try next."""
     root = run_dir.root
     return "\n".join(
         [
             f"done: step {step} is committed in {root}",
             "",
-            "where things are",
+            "results",
             f"  {run_dir.checkpoints}/   checkpoints that stock Orbax reads",
-            f"  {root}/attempts/*/metrics.jsonl   one line a step",
+            f"  {root}/attempts/*/metrics.jsonl   one line per step",
             "what to try next",
             f"  python -m jaxres status {root}",
             f"  python -m jaxres history {root}",
             f"  python -m jaxres checkpoints digest {root}",
             "  the same training command with run.seed=1, killed with `kill -9` and started again:",
-            "  its digest is the one of an unbroken run",
+            "  its digest equals that of an unbroken run",
         ]
     )
 
 
 @dataclass(frozen=True)
-class Told:
-    """How the attempt ended, and what a person reads at its end."""
+class SessionResult:
+    """How the attempt ended, and the summary to print."""
 
-    leaving: Leaving
+    result: AttemptResult
     step: int
-    farewell: str
-    peers: Peers
-    """Who is to be told before the process ends."""
+    summary: str
+    peers: HostGroup
+    """Peers to notify before exit."""
 
 
-def tell(
+def run_session(
     config: RunConfig,
-    seat: Seat,
+    context: AttemptContext,
     stack: contextlib.ExitStack,
     *,
-    member: Member,
-) -> Told:
-    """Joins the other hosts, builds the run, trains, and says goodbye.
+    member: HostRank,
+) -> SessionResult:
+    """Joins the other hosts, builds the run, trains, and returns the result with a summary.
 
     Args:
-      config: the run's.
-      seat: where it lives, and who tells of it.
-      stack: closes what was opened.
-      member: this process's part among the hosts.
+      config: config of the run.
+      context: context of the attempt.
+      stack: closes all resources that are opened.
+      member: rank of this host.
 
     Raises:
-      TypedEnd: for an end that is nobody's success.
+      RunError: the attempt failed for a known cause.
     """
     try:
-        seat = _joined(config, seat, member)
-        seat = _with_tensorboard(config, seat, stack)
-        built = build(config, seat, stack)
+        context = _join_cluster(config, context, member)
+        _attach_tensorboard(config, context, stack)
+        built = build(config, context, stack)
         ended = train(built.run)
-        text = _goodbye(config, seat, built, ended)
+        text = _summary(config, context, built, ended)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if oom_advice.is_exhausted(error):
-            raise OutOfMemory(oom_advice.advice(config, error)) from error
-        if not member.is_alone and is_loss(error):
+        if oom_advice.is_oom(error):
+            raise OutOfMemory(oom_advice.oom_message(config, error)) from error
+        if not member.is_alone and is_peer_lost(error):
             raise PeerLost(f"another host is gone: {first_line(error)}") from error
         raise
-    leaving = Leaving(ended.exit, ended.reason, ended.committed)
-    return Told(leaving, ended.progress.step, text, seat.peers)
+    return SessionResult(ended.result, ended.progress.step, text, context.peers)
 
 
-def _joined(config: RunConfig, seat: Seat, member: Member) -> Seat:
-    """Returns the seat with the job's other hosts, where there are any."""
+def _join_cluster(config: RunConfig, context: AttemptContext, member: HostRank) -> AttemptContext:
+    """Returns the context with the job's other hosts, if there are any."""
     if member.is_alone:
-        return seat
-    seat.emit(PhaseChanged("join", f"{member.num_hosts} hosts at {member.coordinator}"))
-    job = join(member, heartbeat_seconds=config.hosts.heartbeat_seconds, clock=seat.clock)
-    return dataclasses.replace(seat, peers=job)
+        return context
+    context.emit(PhaseChanged("join", f"{member.num_hosts} hosts at {member.coordinator}"))
+    job = join(member, heartbeat_seconds=config.hosts.heartbeat_seconds, clock=context.clock)
+    return dataclasses.replace(context, peers=job)
 
 
-def _goodbye(config: RunConfig, seat: Seat, built: Built, ended: Ended) -> str:
-    if ended.exit != Exit.DONE:
+def _summary(
+    config: RunConfig, context: AttemptContext, built: BuiltTrainer, ended: LoopResult
+) -> str:
+    if ended.result.code != ExitCode.DONE:
         return ""
     if config.telemetry.sample_tokens:
         built.run.emit(
@@ -186,31 +188,22 @@ def _goodbye(config: RunConfig, seat: Seat, built: Built, ended: Ended) -> str:
             seed=config.run.seed,
         )
         built.run.emit(SampleWritten(config.telemetry.sample_prompt, text))
-    if not seat.peers.member.leads:
+    if not context.peers.member.leads:
         return ""
-    curve = loss_curve(metrics.read_history(seat.run_dir, seat.log.line()))
-    return f"{curve}\n{directions(seat.run_dir, step=ended.progress.step)}\n"
+    curve = loss_curve(metrics.read_history(context.run_dir, context.log.history()))
+    return f"{curve}\n{next_steps_text(context.run_dir, step=ended.progress.step)}\n"
 
 
-def _with_tensorboard(config: RunConfig, seat: Seat, stack: contextlib.ExitStack) -> Seat:
-    """Returns the seat with a listener more, where the config asks for it."""
-    if not (config.telemetry.tensorboard and seat.peers.member.leads):
-        return seat
-    board = stack.enter_context(
-        TensorBoard(
-            seat.run_dir.tensorboard,
-            attempt=seat.log.attempt,
-            emit=seat.emit,
-            clock=seat.clock,
-        )
+def _attach_tensorboard(
+    config: RunConfig, context: AttemptContext, stack: contextlib.ExitStack
+) -> None:
+    """Appends TensorBoard to the observers of host 0, if the config asks for it."""
+    if not (config.telemetry.tensorboard and context.peers.member.leads):
+        return
+    board = TensorBoard(
+        context.run_dir.tensorboard,
+        attempt=context.log.attempt,
+        emit=context.emit,
+        clock=context.clock,
     )
-
-    def emit(event: Event) -> None:
-        seat.emit(event)
-        board.heard(event)
-
-    def landed(line: MetricsLine) -> None:
-        seat.landed(line)
-        board.landed(line)
-
-    return dataclasses.replace(seat, emit=emit, landed=landed)
+    context.observers.append(stack.enter_context(board))

@@ -1,7 +1,8 @@
-"""The process that trains: builds the run, tells its story, and says how it ended.
+"""The worker process: trains as one host of an attempt and reports how it ended.
 
-Started by the door as `python -m jaxres.train.worker RUN_DIR --attempt N ...`, or called by it with
-`--inline`. Imports jax only in `work`, after signals and stacks are looked after.
+The supervisor starts it as `python -m jaxres.train.worker RUN_DIR --attempt N ...`; with `--inline`
+`run_worker` is called in the process of the command. jax is imported only in `run_worker`, after
+the signal handling and the stack dumps are set up.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -23,80 +24,82 @@ from rich.console import Console as Terminal
 from jaxres import config as configs
 from jaxres import faults
 from jaxres.clock import SystemClock
-from jaxres.cluster.host_group import ALONE, Alone, Member
+from jaxres.cluster.host_group import ALONE, HostRank, SingleHost
 from jaxres.config import RunConfig
-from jaxres.faults import Exit, TypedEnd
+from jaxres.exit_codes import ExitCode, exit_name, exit_row
+from jaxres.faults import RunError
 from jaxres.runlog import run_log
+from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.event_log import EventLog
 from jaxres.runlog.events import Emit, PhaseChanged, RunEnded, RunOpened
-from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunLog
 from jaxres.storage import files
-from jaxres.storage.path import place
-from jaxres.supervisor.processes import die_with
+from jaxres.storage.path import parse_path
+from jaxres.storage.threads import spawn_thread
+from jaxres.supervisor.processes import kill_me_with_parent, name_process
 from jaxres.telemetry import stdio
 from jaxres.telemetry.console import Console
-from jaxres.telemetry.heartbeat import BeatWriter, Leaving, write_now
-from jaxres.train.context import Seat
-from jaxres.train.stop_requests import Requests
+from jaxres.telemetry.heartbeat import StatusWriter, exit_message, write_now
+from jaxres.telemetry.observers import Observers
+from jaxres.train.context import AttemptContext
+from jaxres.train.stop_requests import SignalListener
 
 
-def work(
+def run_worker(
     config: RunConfig,
     run_dir: RunDir,
     log: RunLog,
     claim: Claim,
     *,
-    requests: Requests,
-    beat: BeatWriter | None = None,
-    member: Member = ALONE,
+    requests: SignalListener,
+    beat: StatusWriter | None = None,
+    member: HostRank = ALONE,
     terminal: TextIO | None = None,
     forked: bool = False,
-) -> Leaving:
+) -> AttemptResult:
     """Trains as one host of the attempt that `claim` has opened, and returns how it ended.
 
-    What a person is to see goes to `terminal`, by default standard output. `forked`: this process
-    is a fork of the zygote.
+    Console output goes to `terminal`, by default standard output. `forked`: this process is a fork
+    of the fork server.
     """
     shown = terminal or sys.stdout
     clock = SystemClock()
     with contextlib.ExitStack() as stack:
-        listeners: list[BeatWriter | Console] = [beat] if beat else []
+        observers = Observers([requests])
+        if beat is not None:  # Before the console: the supervisor knows each printed step.
+            observers.append(beat)
         if member.leads:
-            listeners.append(stack.enter_context(_console(config, claim, clock, shown)))
-        hearers = [listener.heard for listener in listeners]
+            observers.append(stack.enter_context(_console(config, claim, clock, shown)))
+        events_path = run_dir.events(claim.attempt, member.host)
         events = stack.enter_context(
-            EventLog(run_dir.events(claim.attempt, member.host), clock=clock, listeners=hearers)
+            EventLog(events_path, clock=clock, listeners=[observers.on_event])
         )
         events.emit(RunOpened(str(run_dir.root), claim.attempt, claim.threads, forked))
-        events.emit(PhaseChanged("import", "jax and what stands on it"))
-
-        def landed(line: MetricsLine) -> None:
-            requests.stepped()
-            for listener in listeners:
-                listener.landed(line)
+        events.emit(PhaseChanged("import", "jax and its dependents"))
 
         from jaxres.train import session
 
         try:
-            seat = Seat(run_dir, log, claim, events.emit, clock, landed, requests, Alone())
-            told = session.tell(config, seat, stack, member=member)
-            leaving = told.leaving
-        except TypedEnd as end:
-            if end.exit == Exit.HUNG:
+            context = AttemptContext(
+                run_dir, log, claim, events.emit, clock, observers, requests, SingleHost()
+            )
+            session_result = session.run_session(config, context, stack, member=member)
+            result = session_result.result
+        except RunError as end:
+            if end.exit_code == ExitCode.HUNG:
                 path = run_dir.stacks(claim.attempt, member.host)
                 with contextlib.suppress(OSError), path.open("a") as stacks:
                     faulthandler.dump_traceback(stacks, all_threads=True)
-            leaving, told = Leaving(end.exit, str(end), committed=False), None
+            result, session_result = AttemptResult(end.exit_code, str(end)), None
         if beat is not None:
-            beat.leaving(leaving)
-        _leave_on_record(leaving, events.emit, step=told.step if told else 0)
-    if told is not None:
-        shown.write(told.farewell)
+            beat.on_exit(exit_message(result))
+        _emit_run_ended(result, events.emit, step=session_result.step if session_result else 0)
+    if session_result is not None:
+        shown.write(session_result.summary)
         shown.flush()
-        told.peers.leave()
-    return leaving
+        session_result.peers.shutdown()
+    return result
 
 
 def _console(config: RunConfig, claim: Claim, clock: SystemClock, terminal: TextIO) -> Console:
@@ -108,41 +111,56 @@ def _console(config: RunConfig, claim: Claim, clock: SystemClock, terminal: Text
     )
 
 
-def _leave_on_record(leaving: Leaving, emit: Emit, *, step: int) -> None:
-    """Emits the end; where the file does not take it, the door hears of it all the same."""
-    name = Exit(leaving.exit).name
-    emit(RunEnded(leaving.exit, name, step, leaving.committed, leaving.reason))
+def _emit_run_ended(result: AttemptResult, emit: Emit, *, step: int) -> None:
+    """Emits RunEnded; the supervisor has received the result even if the event file fails."""
+    name = exit_row(result.code).name
+    emit(RunEnded(result.code, name, step, result.committed, result.reason))
 
 
-def main(arguments: Sequence[str], *, forked: bool = False) -> int:
-    """Runs the worker's process behind a door; `forked` from the zygote, or a fresh one."""
+def process_name(host: int) -> str:
+    """Returns the name of a worker's process, of at most 15 bytes.
+
+    >>> process_name(0), process_name(9999)
+    ('jaxres-host000', 'jaxres-host9999')
+    """
+    return f"jaxres-host{host:03}"
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    """Returns the options of a worker's command line."""
     parser = argparse.ArgumentParser(prog="python -m jaxres.train.worker")
-    parser.add_argument("run_dir", type=place)
+    parser.add_argument("run_dir", type=parse_path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--beat-fd", type=int, required=True)
     parser.add_argument("--host", type=int, default=0)
     parser.add_argument("--num-hosts", type=int, default=1)
     parser.add_argument("--coordinator")
-    options = parser.parse_args(arguments)
-    die_with(options.parent)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str], *, forked: bool = False) -> int:
+    """Runs the worker process under a supervisor; `forked`: from the fork server."""
+    options = options_of(arguments)
+    kill_me_with_parent(options.parent)
+    name_process(process_name(options.host))
     run_dir = RunDir(options.run_dir)
-    member = Member(options.host, options.num_hosts, options.coordinator)
-    terminal = None if member.is_alone else _speak_aside(run_dir, options.attempt, member)
-    catch_bugs(
+    member = HostRank(options.host, options.num_hosts, options.coordinator)
+    terminal = None if member.is_alone else _redirect_output(run_dir, options.attempt, member)
+    install_crash_handlers(
         run_dir,
         options.attempt,
         member,
-        tell=lambda leaving: write_now(options.beat_fd, leaving),
+        record=lambda result: write_now(options.beat_fd, exit_message(result)),
     )
     records = run_log.read_records(run_dir.log)
     claim = run_log.claim_of(records, attempt=options.attempt)
     log = RunLog(run_dir.log, attempt=options.attempt, last_seq=len(records), clock=SystemClock())
     recorded = run_dir.attempt(options.attempt) / "config.yaml"
     config = configs.load_recorded(recorded, ()).config
-    with Requests(alone=False) as requests, BeatWriter(options.beat_fd) as beat:
+    with SignalListener(alone=False) as requests, StatusWriter(options.beat_fd) as beat:
         try:
-            leaving = work(
+            result = run_worker(
                 config,
                 run_dir,
                 log,
@@ -155,13 +173,13 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
             )
         except SystemExit as error:
             raise RuntimeError("custom code has called sys.exit; raise an error instead") from error
-    return leaving.exit  # The door says why, once for all hosts.
+    return result.code  # The supervisor prints the reason, once for all hosts.
 
 
-def _speak_aside(run_dir: RunDir, attempt: int, member: Member) -> TextIO:
-    """Sends what anybody prints in this process to a file, and returns the terminal.
+def _redirect_output(run_dir: RunDir, attempt: int, member: HostRank) -> TextIO:
+    """Redirects this process's stdout and stderr to a file, and returns the terminal.
 
-    JAX and Gloo write about each connection, and pages when a peer is lost, from every host.
+    JAX and Gloo print about each connection, and pages when a peer is lost, on every host.
     """
     files.make_dir(run_dir.local_attempt(attempt))
     terminal = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -170,68 +188,79 @@ def _speak_aside(run_dir: RunDir, attempt: int, member: Member) -> TextIO:
     with files.typed_errors(path), path.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    return stdio.Screen(terminal)  # type: ignore[return-value]
+    return stdio.SafeStream(terminal)  # type: ignore[return-value]
 
 
-def _dump_at(stacks: IO[str]) -> None:
-    """Dumps the stacks of all threads whenever SIGUSR1 comes."""
+def _dump_stacks_on_signal(stacks: IO[str]) -> None:
+    """Dumps the stacks of all threads on every SIGUSR1."""
     while True:
         signal.sigwait([signal.SIGUSR1])
         faulthandler.dump_traceback(stacks, all_threads=True)
 
 
-def catch_bugs(
+def install_crash_handlers(
     run_dir: RunDir,
     attempt: int,
-    member: Member,
+    member: HostRank,
     *,
-    tell: Callable[[Leaving], object],
-    say: Callable[[str], object] | None = None,
+    record: Callable[[AttemptResult], object],
+    print_error: Callable[[str], object] | None = None,
 ) -> None:
-    """Sees to it that stacks and tracebacks land in the attempt's folder and nothing outlives them.
+    """Installs handlers that write stacks and tracebacks into the attempt's folder.
 
-    SIGUSR1 dumps the stacks of all threads by a thread that holds the interpreter meanwhile: a C
-    handler reads what other threads change, and has crashed a healthy run. Where nobody gets the
-    interpreter any more the door follows up with SIGABRT, which the C handler takes. An exception
-    that nobody has caught ends the process at once: an ordinary exit may wait minutes for other
-    threads and hosts. `say` tells a person; None: the door does.
+    On SIGUSR1 a thread that holds the GIL dumps the stacks of all threads: a C handler reads data
+    that other threads change, and has crashed a healthy run. If no thread gets the GIL any more,
+    the supervisor sends SIGABRT, which the C handler handles. An uncaught exception exits the
+    process at once: an ordinary exit may wait minutes for other threads and hosts.
+
+    Args:
+      run_dir: the run directory.
+      attempt: number of the attempt.
+      member: rank of this host.
+      record: receives the result of an uncaught exception.
+      print_error: prints the error message; None: the supervisor does.
     """
     files.make_dir(run_dir.local_attempt(attempt))
     stacks: IO[str] = run_dir.stacks(attempt, member.host).open("a")
     faulthandler.enable(stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # In every thread that follows.
-    threading.Thread(target=_dump_at, args=(stacks,), name="jaxres-stacks", daemon=True).start()
+    spawn_thread(
+        "stacks",
+        functools.partial(_dump_stacks_on_signal, stacks),
+        daemon=True,
+        blocks_signals=False,
+    )
 
-    def leave_as_bug(
+    def exit_with_error(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, TypedEnd):  # From before the run, or after it.
-            leaving = Leaving(error.exit, str(error), committed=False)
-            text = faults.message(error.exit, str(error))
+        if isinstance(error, RunError):  # Raised before the run, or after it.
+            result = AttemptResult(error.exit_code, str(error))
+            text = faults.format_exit_message(error.exit_code, str(error))
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
             lines = traceback.format_exception_only(kind, error)  # Notes come last.
             reason = next(line for line in lines if not line.startswith(" ")).strip()
             path = run_dir.traceback(attempt, member.host)
             try:
-                path.write_text(text)  # The door shows it.
+                path.write_text(text)  # The supervisor prints the file.
             except OSError:
-                stdio.tell(text)
-            leaving = Leaving(Exit.BUG, f"{reason} (traceback: {path})", committed=False)
-            text += "this is a bug, in jaxres or in custom code (exit 70 BUG)\n"
+                stdio.eprint(text)
+            result = AttemptResult(ExitCode.BUG, f"{reason} (traceback: {path})")
+            text += f"this is a bug, in jaxres or in custom code (exit {exit_name(ExitCode.BUG)})\n"
         stdio.flush()
-        if say is not None:
-            say(text)
+        if print_error is not None:
+            print_error(text)
         with contextlib.suppress(OSError):
-            tell(leaving)
-        os._exit(leaving.exit)
+            record(result)
+        os._exit(result.code)
 
-    sys.excepthook = leave_as_bug
+    sys.excepthook = exit_with_error
 
 
 if __name__ == "__main__":
-    stdio.never_fail()
+    stdio.install_safe_stdio()
     code = main(sys.argv[1:])
     stdio.flush()
-    # Not sys.exit: after a failed save Orbax's threads would hold the process for minutes.
+    # Not sys.exit: after a failed save Orbax's threads would delay the exit for minutes.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""A GCE metadata server on loopback, as strict as the real one, with faults where a test asks.
+"""A GCE metadata server on loopback, as strict as the real one, with faults on request.
 
 By hand: `python -m tests.emulators.metadata --port 8080` prints what to set and how to change keys.
 After cloud.google.com/compute/docs/metadata/querying-metadata: `Metadata-Flavor: Google` or 403, no
@@ -39,17 +39,17 @@ NO_UPCOMING = json.dumps(
 
 @dataclass
 class Fault:
-    """What goes wrong with the next requests for a key."""
+    """Fault of the next requests for a key."""
 
     kind: str
-    """A status such as "503", "hang" (no answer as long as the server lives), or "drop"."""
+    """A status such as "503", "hang" (no response while the server runs), or "drop"."""
     key: str
-    """Empty: any."""
+    """Key; empty: any key."""
     times: int
     until: float = float("inf")
-    """Monotonic."""
+    """Monotonic time."""
     flap_seconds: float = 0.0
-    """It is there for so long, then away for so long, and so on; 0: always there."""
+    """Period in seconds in which the fault alternates between on and off; 0: always on."""
 
     def is_there(self, now: float) -> bool:
         is_on = not self.flap_seconds or int(now / self.flap_seconds) % 2 == 0
@@ -74,9 +74,9 @@ class MetadataServer:
         self.asked: list[str] = []
         """Keys of all requests so far, in order."""
         self.hanging = 0
-        """Requests that get no answer."""
+        """Number of requests without a response."""
         self.holds = True
-        """Whether it knows the long poll at all."""
+        """Whether long polls are supported."""
         self._serving = Serving(self, _Request, host=host, port=port)
         self.address, self.closed = self._serving.address, self._serving.stopped
 
@@ -91,11 +91,11 @@ class MetadataServer:
 
     @property
     def env(self) -> dict[str, str]:
-        """What a process is to have in its environment to be on this VM."""
+        """Environment variables of a process on this VM."""
         return {"GCE_METADATA_HOST": self.address}
 
     def set(self, key: str, value: str) -> None:
-        """Changes a key; long polls for it are answered."""
+        """Changes a key; completes long polls for it."""
         with self.changed:
             self.values[key] = value
             self.changed.notify_all()
@@ -104,7 +104,7 @@ class MetadataServer:
         self.set(PREEMPTED, "TRUE")
 
     def announce(self, *, seconds: float, **facts: Any) -> None:
-        """Announces a maintenance whose window begins so many seconds from now."""
+        """Announces a maintenance whose window starts in so many seconds."""
         start = datetime.now(UTC) + timedelta(seconds=seconds)
         told = {
             "can_reschedule": "false",
@@ -117,7 +117,7 @@ class MetadataServer:
         self.set(UPCOMING, json.dumps(told | facts))
 
     def warn(self, event: str = "TERMINATE_ON_HOST_MAINTENANCE") -> bool:
-        """Gives the early warning, to who has asked before; says whether it was given."""
+        """Sends the early warning if it was requested before; returns whether it was sent."""
         with self.changed:
             was_asked = EVENT in self.asked
         if was_asked:
@@ -133,7 +133,7 @@ class MetadataServer:
         seconds: float = float("inf"),
         flap_seconds: float = 0.0,
     ) -> None:
-        """Lets the next requests go wrong."""
+        """Makes the next requests fail."""
         until = time.monotonic() + seconds
         with self.changed:
             self.faults.append(Fault(kind, key, times, until, flap_seconds))
@@ -148,12 +148,12 @@ class MetadataServer:
         return None
 
     def below(self, folder: str) -> dict[str, str]:
-        """Returns what a folder holds, by the rest of the path; to be asked with the lock held."""
+        """Returns the content of a folder by the rest of the path; call with the lock held."""
         found = {k.removeprefix(folder): v for k, v in self.values.items() if k.startswith(folder)}
         return {name: found[name] for name in sorted(found) if name}
 
     def read(self, key: str, *, recursive: bool) -> str | None:
-        """Returns a value, or a folder as a list or as JSON; None: there is no such key."""
+        """Returns a value, or a folder as a list or as JSON; None: the key does not exist."""
         if key in self.values:
             return self.values[key]
         inside = self.below(key if key.endswith("/") or not key else f"{key}/")
@@ -204,7 +204,7 @@ class _Request(Quiet):
         return self.answer(200, value, etag=_etag(value), is_json=is_json)
 
     def value(self, key: str, words: dict[str, str], *, recursive: bool) -> str | None:
-        """Returns the value, at once or when it is another than the one that was seen last."""
+        """Returns the value, at once or when it differs from the last one seen."""
         emulator = self.emulator
         seconds = float(words.get("timeout_sec", LONGEST_WAIT_SECONDS))
 
@@ -220,7 +220,7 @@ class _Request(Quiet):
             return emulator.read(key, recursive=recursive)
 
     def do_PUT(self) -> None:
-        """Changes a key, for a person; or a guest attribute, for a process of the VM."""
+        """Changes a key (manual use), or a guest attribute (for a process of the VM)."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
         if self.path.startswith(ROOT + GUEST_ATTRIBUTES):
             return self.put_guest_attribute(self.path.removeprefix(ROOT), body)
@@ -257,7 +257,7 @@ def _etag(value: str) -> str:
 
 
 def _tree(inside: dict[str, str], *, is_verbatim: bool) -> dict[str, Any]:
-    """Returns a folder as nested objects; names as JSON has them but where users chose them."""
+    """Returns a folder as nested objects, with camelCase names except for user-defined ones."""
     found: dict[str, Any] = {}
     for path, value in inside.items():
         *folders, name = path.split("/")

@@ -1,4 +1,4 @@
-"""What the emulated services share: HTTP on loopback, one thread a connection."""
+"""Shared code of the emulated services: HTTP on loopback, one thread per connection."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class Quiet(BaseHTTPRequestHandler):
-    """A handler that says nothing, and whose clients may go at any moment, by kill -9 too."""
+    """A request handler without log output, whose clients may disconnect at any time."""
 
     protocol_version = "HTTP/1.1"
     wbufsize, disable_nagle_algorithm = 1 << 16, True
     timeout = 600
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
     def handle(self) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError):
@@ -25,7 +25,7 @@ class Quiet(BaseHTTPRequestHandler):
 
 
 class Serving:
-    """Takes requests from `start` to `stop`, without ever looking round: there may be many."""
+    """Serves requests from `start` to `stop`, without polling: there may be many servers."""
 
     def __init__(self, emulator: Any, handler: type[Quiet], *, host: str, port: int) -> None:
         taken = self._taken = set[socket.socket]()
@@ -43,7 +43,7 @@ class Serving:
                 super().shutdown_request(request)
 
             def handle_error(self, *_: object) -> None:
-                """A client that goes in the middle is no error of ours."""
+                """Ignores a client that disconnects during a request."""
 
         bound = type("Bound", (handler,), {"emulator": emulator})
         self._http = Http((host, port), bound)
@@ -59,7 +59,9 @@ class Serving:
         self._http.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._http.server_close()
-        for connection in list(self._taken):  # Else whoever waits for an answer waits on.
+        for connection in list(
+            self._taken
+        ):  # Otherwise a client would wait forever for its response.
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""Models that go wrong, for `model.target`; imported by the training process only."""
+"""Faulty models for `model.target`; only the training process imports them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.promises.faulty import VOCAB
 
 
 def nan_at(*, call: int, vocab_size: int, seq_len: int) -> SimpleNamespace:
-    """A bias a token whose loss is NaN at the step numbered `call`, and only there.
+    """A bias per token; the loss is NaN only at step `call`.
 
     A weight whose gradient is exactly 1 counts the steps: sgd with rate 1 moves it by one each.
     """
@@ -29,7 +29,7 @@ def nan_at(*, call: int, vocab_size: int, seq_len: int) -> SimpleNamespace:
         weights_BT = batch["weights_BT"]
         nats_B = -jnp.sum(log_probs_V[batch["targets_BT"]] * weights_BT, axis=1)
         weight_B = jnp.sum(weights_BT, axis=1)
-        # Value 0, gradient 1 a weight.
+        # Value 0, gradient 1 per weight.
         tick = params["count"] - jax.lax.stop_gradient(params["count"])
         step = 1 - jnp.round(jax.lax.stop_gradient(params["count"]))
         poison = jnp.where(step == call, jnp.nan, 0.0)
@@ -39,7 +39,7 @@ def nan_at(*, call: int, vocab_size: int, seq_len: int) -> SimpleNamespace:
 
 
 def poisoned(*, items: list[int], where: str, vocab_size: int, seq_len: int) -> SimpleNamespace:
-    """A bias a token; what some items of the FAULTY rows give is NaN: their `loss`, or only their
+    """A bias per token; some items of the FAULTY rows have a NaN `loss`, or only a NaN
     `gradient`.
     """
     bad_IT = np.stack([np.random.default_rng(item).integers(0, VOCAB, 17)[1:] for item in items])
@@ -71,7 +71,7 @@ def poisoned(*, items: list[int], where: str, vocab_size: int, seq_len: int) -> 
 
 
 def hard(*, items: list[int], vocab_size: int, seq_len: int) -> SimpleNamespace:
-    """A bias a token; some of the FAULTY rows have a high loss, and a wrong gradient."""
+    """A bias per token; some of the FAULTY rows have a high loss and a wrong gradient."""
     hard_IT = np.stack([np.random.default_rng(item).integers(0, VOCAB, 17)[1:] for item in items])
 
     def init(key: jax.Array) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def hard(*, items: list[int], vocab_size: int, seq_len: int) -> SimpleNamespace:
 
 
 def layered(*, items: list[int], vocab_size: int, seq_len: int) -> SimpleNamespace:
-    """A bias a token, and three layers, the middle one of which takes a logarithm that some of the
-    FAULTY rows have none of.
+    """A bias per token and three layers; the middle layer takes the logarithm of a negative number
+    for some of the FAULTY rows.
     """
     bad_IT = np.stack([np.random.default_rng(item).integers(0, VOCAB, 17)[1:] for item in items])
 
@@ -116,7 +116,7 @@ def layered(*, items: list[int], vocab_size: int, seq_len: int) -> SimpleNamespa
 
 
 def in_float16(*, vocab_size: int, seq_len: int) -> SimpleNamespace:
-    """A bias a token, a 64th of which is held in float16: its gradient is 64 times as large."""
+    """A bias per token, stored as a 64th in float16, so that its gradient is 64 times as large."""
 
     def init(key: jax.Array) -> dict[str, Any]:
         return {"bias_V": 0.01 * jax.random.normal(key, (vocab_size,))}

@@ -1,4 +1,4 @@
-"""A cloud on loopback: VMs that are processes, a bucket, and launchers that may be killed."""
+"""A cloud on loopback: processes as VMs, a bucket, and launchers that may be killed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxres.launch.desired_state import Intent, Record
-from jaxres.launch.observed_state import Report
-from jaxres.launch.paths import Places
+from jaxres.launch.desired_state import DesiredState, StateObject
+from jaxres.launch.observed_state import AgentReport
+from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import GcsPath
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gcs import GcsServer
-from tests.promises.trainer import FAULTY, ROOT, line
+from tests.promises.trainer import FAULTY, ROOT, run_history
 
 POLL_SECONDS = 0.05
 RUNG = {"machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"], "dollars_per_hour": 1.5}
@@ -31,19 +31,19 @@ SPOT = {"kind": "spot", **RUNG}
 
 @dataclass
 class Launcher:
-    """One `launch gce up`."""
+    """A `launch gce` process and its output."""
 
     process: subprocess.Popen[bytes]
     output: Path
 
-    def said(self) -> str:
+    def printed(self) -> str:
         return self.output.read_text()
 
-    def ended(self, seconds: float = 120) -> int:
+    def wait_exit(self, seconds: float = 120) -> int:
         try:
             return self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the launcher still runs:\n{self.said()}") from None
+            raise AssertionError(f"the launcher still runs:\n{self.printed()}") from None
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
         self.process.send_signal(sig)
@@ -51,11 +51,11 @@ class Launcher:
 
 @dataclass
 class Cloud:
-    """What a launcher meets, and the run that it is to bring to its end."""
+    """The emulated cloud of a launcher, and its run."""
 
     gce: GceEmulator
     gcs: GcsServer
-    run: BucketPath
+    run: GcsPath
     root: Path
     caches: Path
     env: dict[str, str]
@@ -66,8 +66,8 @@ class Cloud:
         return RunDir(self.run)
 
     @property
-    def places(self) -> Places:
-        return Places(self.run)
+    def places(self) -> LaunchPaths:
+        return LaunchPaths(self.run)
 
     def config(self, *, ladder: list[dict[str, Any]] | None = None, **gce: Any) -> Path:
         """Writes a config for the faulty model on VMs of this cloud."""
@@ -99,7 +99,7 @@ class Cloud:
         return path
 
     def launch(self, *words: str, verb: str = "up", **env: str) -> Launcher:
-        """Starts `launch gce VERB` with these words."""
+        """Starts `launch gce VERB` with these arguments."""
         output = self.root / f"launcher-{len(self.launchers)}.txt"
         with output.open("wb") as file:
             process = subprocess.Popen(
@@ -116,41 +116,41 @@ class Cloud:
     def up(self, config: Path, *words: str) -> Launcher:
         return self.launch(str(config), *words)
 
-    def intent(self) -> Intent | None:
-        return Record(self.places.intent).read()
+    def intent(self) -> DesiredState | None:
+        return StateObject(self.places.desired_state).read()
 
-    def reports(self) -> dict[str, Report | None]:
-        listed = gcs_objects.listed(self.places.reports)
-        return {name: Report.of(words) for name, (_, words) in listed.items()}
+    def reports(self) -> dict[str, AgentReport | None]:
+        listed = gcs_objects.list_metadata(self.places.reports)
+        return {name: AgentReport.of(words) for name, (_, words) in listed.items()}
 
     def wait(self, what: Callable[[], object], *, of: str, seconds: float = 60) -> None:
-        """Waits until something holds; fails with what the launchers have said."""
+        """Waits for a condition; fails with the output of the launchers."""
         until = time.monotonic() + seconds
         while not what():
-            assert time.monotonic() < until, f"no {of} in {seconds} s\n{self.told()}"
+            assert time.monotonic() < until, f"no {of} in {seconds} s\n{self.describe()}"
             time.sleep(POLL_SECONDS)
 
     def wait_commit(self, step: int) -> None:
-        self.wait(lambda: line(self.run_dir).step >= step, of=f"commit of step {step}")
+        self.wait(lambda: run_history(self.run_dir).step >= step, of=f"commit of step {step}")
 
     def member(self, host: int) -> str:
-        """Returns the VM that is a host of the attempt that is on."""
+        """Returns the VM of a host of the current attempt."""
         intent = self.intent()
         assert intent is not None
-        return intent.members[host].name
+        return intent.hosts[host].name
 
-    def told(self) -> str:
-        """Returns all that is known, for a person."""
-        said = "\n".join(f"launcher:\n{launcher.said()}" for launcher in self.launchers)
+    def describe(self) -> str:
+        """Returns all outputs and the desired state, for failure messages."""
+        printed = "\n".join(f"launcher:\n{launcher.printed()}" for launcher in self.launchers)
         vms = "\n".join(f"{n} ({s}):\n{self.gce.output(n)}" for n, s in self.gce.vms().items())
         parts = sorted(self.gce.root.rglob("output-*.txt"))
         words = "\n".join(f"{p.name}:\n{p.read_text()[-3000:]}" for p in parts)
-        return f"{said}\n{vms}\n{words}\n{json.dumps(repr(self.intent()))}"
+        return f"{printed}\n{vms}\n{words}\n{json.dumps(repr(self.intent()))}"
 
     def assert_nothing_is_left(self) -> None:
-        """Holds that no VM and no process of one is there."""
-        assert self.gce.vms() == {}, self.told()
-        assert self.gce.pids() == [], self.told()
+        """Asserts that no VM and no process of a VM exists."""
+        assert self.gce.vms() == {}, self.describe()
+        assert self.gce.pids() == [], self.describe()
 
     def end_all(self) -> None:
         for launcher in self.launchers:

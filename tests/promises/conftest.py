@@ -1,22 +1,27 @@
-"""One place for each test's runs; the caches of corpora and compiled steps are shared by all."""
+"""Fixtures: a folder for each test's runs, and shared caches of corpora and compiled steps."""
 
+import fcntl
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from jaxres.runlog.paths import RunDir
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import GcsPath
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gcs import GcsServer
 from tests.promises.cloud import Cloud
 from tests.promises.trainer import FAULTY, MLP, Place
+from tests.tiers import slow_but
 
 
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shared = os.environ.get("JAXRES_TEST_CACHES")  # Of many runs of a few tests, as the mutants'.
+    shared = os.environ.get(
+        "JAXRES_TEST_CACHES"
+    )  # Shared by many short test runs, such as those of the mutants.
     if shared:
         return Path(shared)
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -39,72 +44,92 @@ def bucket(
     gcs_server: GcsServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Place]:
-    """A place whose run directories are in a bucket that takes one write a second of a name."""
-    monkeypatch.setenv("HOME", str(tmp_path))  # Some of such a run lies there.
+    """A place in a bucket that accepts one write per second of a name."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # Such a run stores some files there.
     monkeypatch.setattr(gcs_server.objects, "refuses_too_often", True)
-    place = Place(tmp_path, caches, bucket=BucketPath(gcs_bucket, "runs"))
+    place = Place(tmp_path, caches, bucket=GcsPath(gcs_bucket, "runs"))
     yield place
     place.end_all()
 
 
-@pytest.fixture(params=["local", "bucket"])
+@pytest.fixture(params=slow_but(["local", "bucket"], "local"))
 def anywhere(request: pytest.FixtureRequest) -> Place:
     """A place on a disk, and one in a bucket."""
     return request.getfixturevalue({"local": "place"}.get(request.param, request.param))
 
 
-@pytest.fixture(scope="session")
-def unbroken(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
-    """A run of the MLP from start to end; only to be looked at, or copied."""
-    place = Place(tmp_path_factory.mktemp("unbroken"), caches)
-    place.finish("unbroken", *MLP)
-    return place.run_dir("unbroken")
+Make = Callable[[Place, str], object]
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
-    """A run of the TINY decoder from start to end; only to be looked at, or copied."""
-    place = Place(tmp_path_factory.mktemp("tiny"), caches)
-    place.finish("tiny")
-    return place.run_dir("tiny")
+def shared_run(
+    tmp_path_factory: pytest.TempPathFactory, caches: Path
+) -> Callable[[str, Make], RunDir]:
+    """Returns a run that all test processes share; the first test that uses it creates it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+
+    def run_dir(name: str, make: Make) -> RunDir:
+        place = Place(folder / name, caches)
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (place.root / "whole").exists():
+                shutil.rmtree(place.root, ignore_errors=True)
+                place.root.mkdir()
+                make(place, name)
+                (place.root / "whole").touch()
+        return place.run_dir(name)
+
+    return run_dir
 
 
 @pytest.fixture(scope="session")
-def killed(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
-    """The same run, killed between its first commits and its end; only to be copied."""
-    place = Place(tmp_path_factory.mktemp("killed"), caches)
-    trainer = place.start("killed", *MLP)
-    trainer.wait_commit(60)
-    trainer.wait_kept()
-    trainer.kill()
-    assert trainer.ended() == -9, trainer.said()
-    return trainer.run_dir
+def unbroken(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
+    """A run of the MLP from start to end; read or copy it, do not change it."""
+    return shared_run("unbroken", lambda place, name: place.finish(name, *MLP))
 
 
 @pytest.fixture(scope="session")
-def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
-    """A FAULTY run in which nothing went wrong; only to be looked at."""
-    place = Place(tmp_path_factory.mktemp("calm"), caches)
-    place.finish("calm", config=FAULTY)
-    return place.run_dir("calm")
+def tiny(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
+    """A run of the TINY decoder from start to end; read or copy it, do not change it."""
+    return shared_run("tiny", lambda place, name: place.finish(name))
 
 
 @pytest.fixture(scope="session")
-def calm_pair(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
-    """A FAULTY run on two hosts in which nothing went wrong; only to be looked at."""
-    place = Place(tmp_path_factory.mktemp("calm"), caches)
-    place.launched("calm", hosts=2, config=FAULTY)
-    return place.run_dir("calm")
+def killed(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
+    """The run of the MLP, killed between its first commits and its end; copy it before use."""
+
+    def make(place: Place, name: str) -> None:
+        trainer = place.start(name, *MLP)
+        trainer.wait_commit(60)
+        trainer.wait_kept()
+        trainer.kill()
+        assert trainer.wait_exit() == -9, trainer.printed()
+
+    return shared_run("killed", make)
+
+
+@pytest.fixture(scope="session")
+def calm(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
+    """A FAULTY run without faults; read it, do not change it."""
+    return shared_run("calm", lambda place, name: place.finish(name, config=FAULTY))
+
+
+@pytest.fixture(scope="session")
+def calm_pair(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
+    """A FAULTY run on two hosts without faults; read it, do not change it."""
+    return shared_run("calm-pair", lambda place, name: place.launched(name, hosts=2, config=FAULTY))
 
 
 @pytest.fixture
 def cloud(tmp_path: Path, caches: Path, gcs_server: GcsServer, gcs_bucket: str) -> Iterator[Cloud]:
-    """VMs that are processes, and a bucket of the test's own."""
+    """A cloud with processes as VMs and a separate bucket."""
     where = {"location": "US-CENTRAL1", "locationType": "region"}
     gcs_server.objects.facts[gcs_bucket] = where
     env = {"PYTHONUNBUFFERED": "1", **gcs_server.env}
     with GceEmulator(speed=10, env=env) as gce:
-        run = BucketPath(gcs_bucket, "run")
+        run = GcsPath(gcs_bucket, "run")
         cloud = Cloud(gce, gcs_server, run, tmp_path, caches, {**gcs_server.env, **gce.env})
         try:
             yield cloud

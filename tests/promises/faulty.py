@@ -1,10 +1,10 @@
-"""User code that goes wrong on demand: rows and a model, imported by the training process only.
+"""User code that fails on request: rows and a model, imported by the training process only.
 
-What goes wrong is no part of the config, so that the same command without it is the same run. The
-environment says it: FAULT="WHERE:COUNT:WHAT", as "row:300:spin", on every host, or on one only, as
-"row:300:spin:2"; PACE is seconds a row, HELDOUT_PACE of one that is held out, JITTER is the mean of
-random ones, which are others in every process. POISON="INDEX:WHAT,..." has items that can't be
-read: raise, range or hang.
+The environment selects the fault instead of the config, so that the same command without it is the
+same run. FAULT="WHERE:COUNT:WHAT", as "row:300:spin", applies to every host; "row:300:spin:2" only
+to host 2. PACE is the seconds per row, HELDOUT_PACE those of a held-out row, JITTER the mean of
+random delays, which differ in every process. POISON="INDEX:WHAT,..." lists unreadable items: raise,
+range or hang.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxres.faults import Exit, TypedEnd
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import RunError
 
 VOCAB = 64
 NUM_ROWS = 2000
@@ -38,7 +39,7 @@ CHANCE = random.Random(os.getpid())
 
 
 class OnPurpose(Exception):
-    """What a test has asked for."""
+    """Failure requested by a test."""
 
 
 def spin() -> NoReturn:
@@ -47,7 +48,7 @@ def spin() -> NoReturn:
 
 
 def hold() -> NoReturn:
-    """Keeps the interpreter to itself, as a stuck extension does."""
+    """Holds the GIL forever, as a stuck extension does."""
     keeping = ctypes.PyDLL(None)
     while True:
         keeping.sleep(MANY_SECONDS)
@@ -66,15 +67,15 @@ def exhaust_host() -> None:
 
 
 def eat() -> None:
-    """Takes half a gigabyte, page by page."""
+    """Allocates half a gigabyte in small blocks."""
     eaten = [b"x" * (1 << 20) for _ in range(512)]
     del eaten
 
 
-class Unhealthy(TypedEnd):
-    """What a guard of the hardware will say."""
+class Unhealthy(RunError):
+    """Failure that a hardware check would raise."""
 
-    exit = Exit.UNHEALTHY
+    exit_code = ExitCode.UNHEALTHY
 
 
 def unhealthy() -> None:
@@ -83,7 +84,7 @@ def unhealthy() -> None:
 
 
 def spawn() -> None:
-    """Starts what outlives a process group, with and without what the process has inherited."""
+    """Starts processes that outlive the process group, with and without the environment."""
     command = [sys.executable, "-c", f"import time; time.sleep({MANY_SECONDS})", os.environ["TAG"]]
     for environment in (None, {}):
         subprocess.Popen(command, start_new_session=True, env=environment)
@@ -107,7 +108,7 @@ COUNTS = {where: itertools.count(1) for where in ("build", "trace", "row", "held
 
 
 def reach(where: str) -> None:
-    """Goes wrong if this is the time and place that was asked for."""
+    """Fails if this is the requested place and count."""
     count = next(COUNTS[where])
     asked_where, asked_count, what, *host = os.environ.get("FAULT", "::").split(":")
     is_time = where == asked_where and count == int(asked_count)

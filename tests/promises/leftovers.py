@@ -1,4 +1,4 @@
-"""What a run may leave on its machine when it has ended: files of its own, and nothing else."""
+"""Checks that an ended run leaves only its own files on the machine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import line
+from tests.promises.trainer import run_history
 
 
 def members(run_dir: RunDir) -> list[int]:
-    """Returns every process that was started for this run directory and still lives."""
+    """Returns the live processes that were started for this run directory."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -28,7 +28,7 @@ def members(run_dir: RunDir) -> list[int]:
     return found
 
 
-def wait_for_nobody(run_dir: RunDir, *, seconds: float) -> None:
+def wait_until_gone(run_dir: RunDir, *, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while left := members(run_dir):
         assert time.monotonic() < deadline, f"still there: {left}"
@@ -36,19 +36,19 @@ def wait_for_nobody(run_dir: RunDir, *, seconds: float) -> None:
 
 
 def assert_nothing_left(run_dir: RunDir) -> None:
-    """Holds that no process, port, lock or shared memory of a run is left."""
-    wait_for_nobody(run_dir, seconds=1)
-    for claim in line(run_dir).claims:
+    """Asserts that no process, port, lock or shared memory of a run is left."""
+    wait_until_gone(run_dir, seconds=1)
+    for claim in run_history(run_dir).claims:
         if claim.coordinator is not None:
             host, _, port = claim.coordinator.partition(":")
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((host, int(port)), timeout=5)
     assert locks(run_dir) == []
-    assert shared_memory(since=run_dir.lock.stat().st_mtime) == []  # When the run was begun.
+    assert shared_memory(since=run_dir.lock.stat().st_mtime) == []  # The start of the run.
 
 
 def locks(run_dir: RunDir) -> list[str]:
-    """Returns the files below a run directory on which somebody has a kernel lock."""
+    """Returns the files below a run directory that have a kernel lock."""
     held = {words[5] for words in _table("/proc/locks") if len(words) > 5}
     found = []
     for path in run_dir.root.rglob("*"):
@@ -61,7 +61,7 @@ def locks(run_dir: RunDir) -> list[str]:
 
 
 def shared_memory(*, since: float) -> list[str]:
-    """Returns the segments that are younger than a moment and that no living process uses."""
+    """Returns the shared memory segments changed since a time that no live process uses."""
     named = [entry for entry in Path("/dev/shm").iterdir() if _changed_at(entry) >= since]
     used = "".join(map(_maps, Path("/proc").glob("[0-9]*"))) if named else ""
     found = [str(entry) for entry in named if str(entry) not in used]

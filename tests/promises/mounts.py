@@ -14,10 +14,10 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Namespace:
-    """A mount namespace of our own, held open by one sleeping process.
+    """A private mount namespace, held open by one sleeping process.
 
-    `through` are the words that start a command in it; `seen_from_here` is how this process, which
-    stays outside, reads what is mounted in there.
+    `through` is the command prefix that enters it; `seen_from_here` is the path by which this
+    process, which stays outside, reads the mounts inside.
     """
 
     holder: subprocess.Popen[bytes]
@@ -25,7 +25,7 @@ class Namespace:
 
     @classmethod
     def open(cls) -> Namespace:
-        """Makes one: as root directly, else as root of a user namespace. Fails, never skips."""
+        """Creates a namespace, as root or as user namespace root; fails instead of skipping."""
         ways = ((), ("--map-root-user",)) if os.geteuid() == 0 else (("--map-root-user",),)
         complaints = []
         for way in ways:
@@ -36,8 +36,8 @@ class Namespace:
                 stderr=subprocess.STDOUT,
             )
             assert holder.stdout is not None
-            said = holder.stdout.readline()
-            if said == b"ready\n":
+            printed = holder.stdout.readline()
+            if printed == b"ready\n":
                 user = ("--user", "--preserve-credentials") if way else ()
                 target = (f"--target={holder.pid}", "--mount", f"--wdns={Path.cwd()}")
                 found = cls(holder, ("nsenter", *user, *target))
@@ -45,9 +45,9 @@ class Namespace:
                 if trial.returncode == 0:
                     found.run("umount", "/mnt")
                     return found
-                said = trial.stdout
+                printed = trial.stdout
                 found.close()
-            complaints.append(said.decode(errors="replace").strip())
+            complaints.append(printed.decode(errors="replace").strip())
             holder.wait()
         raise AssertionError(
             "these tests need a mount namespace (root, or user namespaces that may mount): "
@@ -76,10 +76,10 @@ class Namespace:
         self._do("mount", "-o", f"remount,{options}", str(folder))
 
     def fill(self, folder: Path, *, but_bytes: int = 0) -> Path:
-        """Writes a file that leaves so much room on the folder's disk; to be removed again."""
+        """Writes a file that leaves so much space on the folder's disk; the test deletes it."""
         ballast = self.seen_from_here(folder) / "ballast"
         with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            # Page by page, because others write there meanwhile.
+            # Page by page, because other processes write there too.
             while shutil.disk_usage(ballast.parent).free > but_bytes:
                 file.write(bytes(PAGE_BYTES))
         assert shutil.disk_usage(ballast.parent).free <= but_bytes

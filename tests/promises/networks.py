@@ -1,4 +1,4 @@
-"""Hosts with networks of their own, on this machine: namespaces joined by a bridge, cut at will."""
+"""Hosts with separate networks on this machine: network namespaces joined by a bridge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IP = "/usr/sbin/ip" if Path("/usr/sbin/ip").exists() else "ip"
 
 @dataclass(frozen=True)
 class Machine:
-    """A network, host name and /etc/hosts of its own, held open by one sleeping process."""
+    """Namespaces with a network, host name and /etc/hosts, held open by one sleeping process."""
 
     host: int
     holder: subprocess.Popen[bytes]
@@ -27,20 +27,20 @@ class Machine:
 
     @property
     def through(self) -> tuple[str, ...]:
-        """The words that start a command in it."""
+        """Command prefix that enters the namespaces."""
         pid = self.holder.pid
         return ("nsenter", f"--target={pid}", "--net", "--mount", "--uts", f"--wdns={Path.cwd()}")
 
 
 @dataclass(frozen=True)
 class Network:
-    """Machines at one bridge, which lies in a namespace too: nothing here touches ours."""
+    """Machines on one bridge, all in separate namespaces: the real network is not affected."""
 
     bridge: subprocess.Popen[bytes]
     machines: tuple[Machine, ...]
 
     def cut(self, host: int) -> None:
-        """Pulls a machine's plug: what is sent is lost, and nobody is told."""
+        """Disconnects a machine: its packets are lost without an error."""
         _in(self.bridge, IP, "link", "set", f"v{host}", "down")
 
 
@@ -60,13 +60,13 @@ def _hold(*flags: str) -> subprocess.Popen[bytes]:
         stderr=subprocess.STDOUT,
     )
     assert holder.stdout is not None
-    said = holder.stdout.readline()
-    assert said == b"ready\n", said
+    printed = holder.stdout.readline()
+    assert printed == b"ready\n", printed
     return holder
 
 
 def permitted() -> bool:
-    """Says whether this process may make networks; else a test must cut a connection by proxy."""
+    """Returns whether this process may create networks; otherwise tests use a proxy."""
     words = ["unshare", "--net", IP, "link", "add", "v0", "type", "veth"]
     with contextlib.suppress(OSError):
         return os.geteuid() == 0 and subprocess.run(words, capture_output=True).returncode == 0
@@ -75,7 +75,7 @@ def permitted() -> bool:
 
 @contextlib.contextmanager
 def network(hosts: int, *, folder: Path) -> Iterator[Network]:
-    """Joins so many machines; they and their network vanish at the end."""
+    """Connects so many machines; removes them and their network at the end."""
     flags = ("--net", "--mount", "--uts", "--propagation=private")
     holders = [_hold(*flags) for _ in range(hosts + 1)]
     try:

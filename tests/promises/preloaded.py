@@ -1,6 +1,6 @@
-"""Storage that hangs and a wall clock that jumps, for real processes, by a preloaded library each.
+"""Hanging storage and a jumping wall clock for real processes, by preloaded libraries.
 
-What a test itself reads is as it is.
+The test process itself is not affected.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def _built(name: str, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Mount:
-    """What is below a folder, for processes that are started with `env`.
+    """A folder whose storage can hang, for processes that are started with `env`.
 
-    As a hard mount whose server is away: no call returns, none fails, all go on when it is back.
+    Like a hard NFS mount without its server: calls block and continue when it is back.
     """
 
     flag: Path
@@ -42,7 +42,7 @@ class Mount:
 
     @contextmanager
     def hanging(self) -> Iterator[None]:
-        """Hangs until the end of the block, by a file that is there for so long."""
+        """Makes storage hang within the block, by a flag file."""
         self.flag.touch()
         try:
             yield
@@ -63,14 +63,14 @@ class Jumping:
         return cls(offset, {"JUMP_BY": str(offset), "LD_PRELOAD": _built("jumping", folder)})
 
     def jump(self, seconds: int) -> None:
-        """From now on the clock is wrong by so much."""
+        """Sets the error of the clock in seconds."""
         self.offset.with_suffix(".new").write_text(str(seconds))
         self.offset.with_suffix(".new").rename(self.offset)
 
 
 @dataclass(frozen=True)
 class Lockless:
-    """A folder as on a mount without locks, whose server's answers are lost, for processes that
+    """A folder like on a mount without locks whose server's responses get lost, for processes that
     are started with `env`.
     """
 
@@ -84,6 +84,6 @@ class Lockless:
         return cls(seen, env | {"LD_PRELOAD": _built("lockless", built_in)})
 
     def refusals(self) -> tuple[int, int]:
-        """Returns how many locks were refused, and how many answers were lost."""
+        """Returns the number of rejected locks and of lost responses."""
         seen = self.seen.read_text() if self.seen.exists() else ""
         return seen.count("l"), seen.count("a")

@@ -1,4 +1,4 @@
-"""A TCP proxy that goes silent on demand, for where no networks can be made."""
+"""A TCP proxy that drops traffic on request, for machines without network namespaces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 class Proxy:
-    """Passes bytes on between whoever connects and an address, until it is cut."""
+    """Forwards bytes between its clients and an address, until it is cut."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -20,7 +20,7 @@ class Proxy:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def cut(self) -> None:
-        """Loses every byte from now on; no connection is closed."""
+        """Drops every byte from now on; closes no connection."""
         self._is_cut.set()
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxy(target: str) -> Iterator[Proxy]:
-    """A proxy in front of an address."""
+    """Runs a proxy in front of an address."""
     found = Proxy(target)
     yield found
     found.close()

@@ -1,4 +1,4 @@
-"""A bad config, data set or command ends typed with one clear message, and nothing is lost."""
+"""A bad config, data set or command exits with its code and one clear message; nothing is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxres.data.token_folder import write_tokens
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import (
     MLP,
@@ -18,7 +18,7 @@ from tests.promises.trainer import (
     Place,
     Trainer,
     digest,
-    line,
+    run_history,
     snapshot,
     starts,
     trajectory,
@@ -27,14 +27,14 @@ from tests.promises.trainer import (
 
 @dataclass(frozen=True)
 class Bad:
-    """Overrides that can't work, and what the message must say."""
+    """Invalid overrides, and texts that the message must contain."""
 
     overrides: tuple[str, ...]
     says: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
 
 
-# Refused before a device is touched: no run directory is made.
+# Rejected before a device is used: no run directory is created.
 BAD_CONFIGS = {
     "unknown key": Bad(
         ("train.step=3",), ("command line (train.step=3)", "unknown key", "did you mean 'steps'?")
@@ -60,7 +60,7 @@ BAD_CONFIGS = {
     ),
 }
 
-# Refused once devices, data or the user's code are looked at: the run directory is a mere claim.
+# Rejected after devices, data or user code are read: the run directory holds only a claim.
 BAD_PARTS = {
     "missing corpus": Bad(
         ("data.source.path=/nowhere/corpus",), ("data.source.path: /nowhere/corpus does not exist",)
@@ -91,10 +91,10 @@ BAD_PARTS = {
 
 
 @pytest.mark.parametrize("name", BAD_CONFIGS)
-def test_bad_config_is_refused_before_anything_is_written(place: Place, name: str) -> None:
+def test_bad_config_is_rejected_before_anything_is_written(place: Place, name: str) -> None:
     bad = BAD_CONFIGS[name]
     trainer = place.start("run", *bad.overrides)
-    trainer.refused(Exit.CONFIG, *bad.says)
+    trainer.assert_fails(ExitCode.CONFIG, *bad.says)
     assert not trainer.run_dir.root.exists()
 
 
@@ -104,7 +104,7 @@ def test_bad_file_is_named_with_its_line(place: Place) -> None:
     config.write_text(text)
     at = next(i for i, row in enumerate(text.splitlines(), start=1) if "seq_lne" in row)
     trainer = place.start("run", config=config)
-    trainer.refused(Exit.CONFIG, f"{config}:{at}: data.seq_lne", "did you mean 'seq_len'?")
+    trainer.assert_fails(ExitCode.CONFIG, f"{config}:{at}: data.seq_lne", "did you mean 'seq_len'?")
     assert not trainer.run_dir.root.exists()
 
 
@@ -121,61 +121,73 @@ def test_bad_file_is_named_with_its_line(place: Place) -> None:
     ids=["absent file", "unknown flag", "flag with a value", "nothing", "two files", "no run"],
 )
 def test_bad_command_is_a_usage_error(place: Place, words: list[str], says: list[str]) -> None:
-    place.command(place.run_dir("run"), words).refused(Exit.USAGE, *says)
+    place.command(place.run_dir("run"), words).assert_fails(ExitCode.USAGE, *says)
 
 
-def test_bad_part_is_refused_and_bars_nothing(place: Place) -> None:
-    """All at once: each start costs seconds, most of them spent on loading jax."""
+@pytest.mark.slow
+def test_bad_component_is_rejected_and_blocks_no_later_start(place: Place) -> None:
+    """All at once, because each start takes seconds, mostly for the import of jax."""
     trainers = {
         name: place.start(name, *MLP, *bad.overrides, env=dict(bad.env))
         for name, bad in BAD_PARTS.items()
     }
     for name, trainer in trainers.items():
-        trainer.refused(Exit.CONFIG, *BAD_PARTS[name].says)
-        left = line(trainer.run_dir)
+        trainer.assert_fails(ExitCode.CONFIG, *BAD_PARTS[name].says)
+        left = run_history(trainer.run_dir)
         assert (left.starts, left.commits) == ((), ()), "the corrected command is free to start"
         assert left.last_stop is not None, "the end is on record"
 
 
-def test_corpus_that_cannot_be_read_is_refused_until_it_is_mended(place: Place) -> None:
+@pytest.mark.slow
+def test_unreadable_corpus_is_rejected_until_it_is_fixed(place: Place) -> None:
     corpus = place.root / "corpus"
     corpus.mkdir()
     words = (*MLP, f"data.source.path={corpus}", 'data.source.include=["**/*"]')
     (corpus / "empty.txt").touch()
     loop = corpus / "loop.txt"
     loop.symlink_to(loop)
-    place.start("run", *words).refused(
-        Exit.CONFIG, str(loop), "can't be read", "data.source.exclude"
+    place.start("run", *words).assert_fails(
+        ExitCode.CONFIG, str(loop), "can't be read", "data.source.exclude"
     )
 
     loop.unlink()
-    place.start("run", *words).refused(Exit.CONFIG, str(corpus), "are empty")
+    place.start("run", *words).assert_fails(ExitCode.CONFIG, str(corpus), "are empty")
 
     for i in range(4):
         (corpus / f"{i}.txt").write_text("now there is something to learn from\n" * 100)
     place.finish("run", *words)
-    assert line(place.run_dir("run")).step == STEPS
+    assert run_history(place.run_dir("run")).step == STEPS
 
 
-def test_damaged_token_folder_is_refused_until_it_is_mended(place: Place) -> None:
+@pytest.mark.slow
+def test_damaged_token_folder_is_rejected_until_it_is_fixed(place: Place) -> None:
     folder, documents = place.root / "tokens", [np.arange(1000) % 50 for _ in range(4)]
     write_tokens(folder, documents, vocab_size=50, tokenizer="other")
     tokens = (folder / "tokens.bin").read_bytes()
     words = (*MLP, "data.source.kind=tokens", f"data.source.path={folder}")
 
     (folder / "tokens.bin").write_bytes(tokens[:-7])
-    place.start("run", *words).refused(
-        Exit.CONFIG, str(folder / "tokens.bin"), "has 7,993 bytes", "4,000 tokens", "anew"
+    place.start("run", *words).assert_fails(
+        ExitCode.CONFIG,
+        str(folder / "tokens.bin"),
+        "has 7,993 bytes",
+        "4,000 tokens",
+        "Rewrite the folder",
     )
 
-    # Row 2 holds the tokens 128 to 192. It is found only when it is read, at the latest by epoch 1.
+    # Row 2 holds the tokens 128 to 192. It is detected when it is read, at the latest in epoch 1.
     wrong = np.frombuffer(tokens, "<u2").copy()
     wrong[150] = 77
     (folder / "tokens.bin").write_bytes(wrong.tobytes())
-    place.start("run", *words, "guards.bad_records=null").refused(
-        Exit.CONFIG, str(folder / "tokens.bin"), "row 2", "token 150", "is 77", "vocab_size is 50"
+    place.start("run", *words, "guards.bad_records=null").assert_fails(
+        ExitCode.CONFIG,
+        str(folder / "tokens.bin"),
+        "row 2",
+        "token 150",
+        "is 77",
+        "vocab_size is 50",
     )
-    assert line(place.run_dir("run")).step == 0
+    assert run_history(place.run_dir("run")).step == 0
 
     for path in folder.iterdir():
         path.unlink()
@@ -183,49 +195,52 @@ def test_damaged_token_folder_is_refused_until_it_is_mended(place: Place) -> Non
     documents[0] = documents[0][::-1]
     write_tokens(folder, documents, vocab_size=50, tokenizer="other")
     place.finish("run", *words)
-    assert line(place.run_dir("run")).step == STEPS
+    assert run_history(place.run_dir("run")).step == STEPS
 
 
-def test_another_trajectory_is_refused_and_the_run_goes_on(
+@pytest.mark.slow
+def test_a_changed_trajectory_is_rejected_and_the_run_can_resume(
     place: Place, killed: RunDir, unbroken: RunDir
 ) -> None:
     run_dir = place.copy(killed, "run")
     before = snapshot(run_dir.root)
     trainer = place.start("run", *MLP, "data.seq_len=32", "run.seed=1")
-    trainer.refused(
-        Exit.CONFIG,
+    trainer.assert_fails(
+        ExitCode.CONFIG,
         f"{run_dir.root}: this run was started with another trajectory",
-        "  data.seq_len: 64 there, 32 here (command line)",
-        "  run.seed: 0 there, 1 here (command line)",
-        "To go on with that run drop the overrides; to start a new one change run.dir",
+        "  data.seq_len: recorded 64, given 32 (command line)",
+        "  run.seed: recorded 0, given 1 (command line)",
+        "To resume that run, drop the overrides; to start a new run, change run.dir",
     )
     assert snapshot(run_dir.root) == before
     goes_on(place.finish("run", *MLP), unbroken)
 
 
 def goes_on(trainer: Trainer, unbroken: RunDir) -> None:
-    """Holds a run that was resumed to the end of an unbroken one."""
+    """Asserts that a resumed run ends like an uninterrupted one."""
     assert starts(trainer.run_dir)[-1] >= 60, "it did not resume"
     assert trajectory(trainer.run_dir) == trajectory(unbroken)
     assert digest(trainer.run_dir) == digest(unbroken)
 
 
-def test_other_steps_are_refused_where_the_rate_depends_on_them(place: Place) -> None:
+@pytest.mark.slow
+def test_a_changed_step_count_is_rejected_if_the_learning_rate_depends_on_it(place: Place) -> None:
     words = (*MLP, "optimizer.schedule.kind=cosine", "train.steps=40")
     run_dir = place.finish("run", *words).run_dir
     before = snapshot(run_dir.root)
-    place.start("run", *words, "train.steps=60").refused(
-        Exit.CONFIG,
-        "  train.steps: 40 there, 60 here (command line)",
+    place.start("run", *words, "train.steps=60").assert_fails(
+        ExitCode.CONFIG,
+        "  train.steps: recorded 40, given 60 (command line)",
         "The learning rate depends on train.steps",
         "optimizer.schedule.horizon_steps=40",
     )
     assert snapshot(run_dir.root) == before
 
     place.finish("run", *words, "train.steps=60", "optimizer.schedule.horizon_steps=40")
-    assert line(run_dir).step == 60
+    assert run_history(run_dir).step == 60
 
 
+@pytest.mark.slow
 def test_more_steps_and_other_free_keys_are_allowed_and_kept(
     place: Place, killed: RunDir, unbroken: RunDir
 ) -> None:
@@ -234,17 +249,18 @@ def test_more_steps_and_other_free_keys_are_allowed_and_kept(
     trainer = place.start("run", *MLP, *free, f"train.steps={2 * STEPS}")
     trainer.wait_commit(STEPS + 8)
     trainer.kill()
-    assert trainer.ended() == -9
+    assert trainer.wait_exit() == -9
     assert digest(run_dir, STEPS) == digest(unbroken)
 
-    # Supervisors restart by the directory alone: the larger number must not be forgotten.
+    # Supervisors restart with the directory alone, so the larger number must be recorded.
     trainer = place.command(run_dir, [str(run_dir.root)])
-    assert trainer.ended() == 0, trainer.said()
+    assert trainer.wait_exit() == 0, trainer.printed()
     assert starts(run_dir)[-1] > STEPS
-    assert line(run_dir).step == 2 * STEPS
+    assert run_history(run_dir).step == 2 * STEPS
 
 
-def test_another_dataset_is_refused_and_the_run_goes_on(place: Place) -> None:
+@pytest.mark.slow
+def test_another_dataset_is_rejected_and_the_run_can_resume(place: Place) -> None:
     corpus = place.root / "corpus"
     corpus.mkdir()
     for i in range(4):
@@ -253,51 +269,53 @@ def test_another_dataset_is_refused_and_the_run_goes_on(place: Place) -> None:
     trainer = place.start("run", *words)
     trainer.wait_commit(60)
     trainer.kill()
-    assert trainer.ended() == -9
+    assert trainer.wait_exit() == -9
 
     (corpus / "0.txt").write_text("something else to learn from\n" * 100)
-    before = line(trainer.run_dir)
-    place.start("run", *words).refused(
-        Exit.CONFIG, "data.source", "rows are not the ones", "Bring the old data back"
+    before = run_history(trainer.run_dir)
+    place.start("run", *words).assert_fails(
+        ExitCode.CONFIG, "data.source", "rows are not the ones", "Restore the old data"
     )
-    after = line(trainer.run_dir)
+    after = run_history(trainer.run_dir)
     assert (after.starts, after.commits) == (before.starts, before.commits)
 
     (corpus / "0.txt").write_text("something to learn from\n" * 100)
     place.finish("run", *words)
     assert starts(trainer.run_dir)[-1] >= 60
-    assert line(trainer.run_dir).step == STEPS
+    assert run_history(trainer.run_dir).step == STEPS
 
 
-def test_run_directory_alone_resumes_also_where_it_was_moved(
+def test_run_directory_alone_resumes_also_after_it_was_moved(
     place: Place, killed: RunDir, unbroken: RunDir
 ) -> None:
     run_dir = place.copy(killed, "moved")
-    place.command(run_dir, [str(run_dir.root), "run.dir=elsewhere"]).refused(
-        Exit.CONFIG, "run.dir", "elsewhere", str(run_dir.root)
+    place.command(run_dir, [str(run_dir.root), "run.dir=elsewhere"]).assert_fails(
+        ExitCode.CONFIG, "run.dir", "elsewhere", str(run_dir.root)
     )
     assert snapshot(run_dir.root) == snapshot(killed.root)
     trainer = place.command(run_dir, [str(run_dir.root)])
-    assert trainer.ended() == 0, trainer.said()
+    assert trainer.wait_exit() == 0, trainer.printed()
     goes_on(trainer, unbroken)
 
 
-def test_run_that_is_done_answers_and_changes_nothing(place: Place, unbroken: RunDir) -> None:
+def test_starting_a_finished_run_exits_0_and_changes_nothing(
+    place: Place, unbroken: RunDir
+) -> None:
     run_dir = place.copy(unbroken, "run")
     for words in ([str(run_dir.root)], [str(TINY), f"run.dir={run_dir.root}", *MLP]):
         trainer = place.command(run_dir, words)
-        assert trainer.ended() == 0, trainer.said()
-        assert f"step {STEPS} of {STEPS} is committed already" in trainer.said()
+        assert trainer.wait_exit() == 0, trainer.printed()
+        assert f"step {STEPS} of {STEPS} is committed already" in trainer.printed()
         assert snapshot(run_dir.root) == snapshot(unbroken.root)
 
 
-def test_record_that_cannot_be_read_is_refused(place: Place, killed: RunDir) -> None:
+def test_unreadable_log_record_is_rejected(place: Place, killed: RunDir) -> None:
     run_dir = place.copy(killed, "run")
     record = run_dir.log / "00000002.json"
     record.write_text(json.dumps({"kind": "from the future"}))
     before = snapshot(run_dir.root)
-    # Not as `run_dir`: the vocabulary itself reads the log to number the attempt.
-    place.command(place.run_dir("none"), [str(run_dir.root)]).refused(
-        Exit.CONFIG, str(record), "newer version", "Nothing was changed"
+    # Not as `run_dir`: the helpers read the log to number the attempt.
+    place.command(place.run_dir("none"), [str(run_dir.root)]).assert_fails(
+        ExitCode.CONFIG, str(record), "this version reads format", "Nothing was changed"
     )
     assert snapshot(run_dir.root) == before

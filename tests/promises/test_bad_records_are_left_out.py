@@ -1,5 +1,5 @@
-"""Rows that can't be read: they go into the log as skips, and the run ends as if it had always
-known them.
+"""Unreadable rows are recorded as skips in the run log, and the run ends as if they had been known
+from the start.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.data import rows_at
-from jaxres.faults import Exit
+from jaxres.data import sample_ids_at
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, Skip
-from tests.promises.trainer import FAULTY, Place, digest, history, line
+from tests.promises.trainer import FAULTY, Place, digest, history, run_history
 
 ROWS, STEPS = 24, 24
 POSITIONS = {100: "raise", 110: "range", 300: "hang"}
-"""Of the stream: two in the batch of step 5, one in that of step 13."""
+"""Positions in the stream: two in the batch of step 5, one in that of step 13."""
 WORDS = (
     f"train.steps={STEPS}",
     "evaluation.every_steps=0",
@@ -29,7 +29,7 @@ WORDS = (
 
 
 def item(position: int) -> int:
-    return int(rows_at(position, 1, num_rows=1800, seed=0)[0][0])
+    return int(sample_ids_at(position, 1, num_rows=1800, seed=0)[0][0])
 
 
 def poison(**others: str) -> dict[str, str]:
@@ -45,7 +45,7 @@ def skipped(run_dir: RunDir) -> list[Skip]:
 
 
 def told_from_the_start(run_dir: RunDir) -> None:
-    """Writes the skips into the log of a run that has not come to them yet."""
+    """Writes the skips into the log of a run before it reaches the rows."""
     seq = len(run_log.read_records(run_dir.log))
     log = RunLog(run_dir.log, attempt=1, last_seq=seq, clock=SystemClock())
     rows = tuple((position, position + 1) for position in POSITIONS)
@@ -57,7 +57,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> str:
     place = Place(tmp_path_factory.mktemp("skips"), caches)
     run_dir = place.finish("skips", *WORDS, "train.steps=3", config=FAULTY).run_dir
     told_from_the_start(run_dir)
-    assert place.start("skips", *WORDS, config=FAULTY).ended() == Exit.DONE
+    assert place.start("skips", *WORDS, config=FAULTY).wait_exit() == ExitCode.DONE
     assert len(skipped(run_dir)) == 1
     return digest(run_dir)
 
@@ -68,35 +68,38 @@ def assert_left_out(run_dir: RunDir) -> None:
     assert "ValueError: a broken record" in first.reason
     assert "not in 0..63" in first.reason
     assert second.rows == ((300, 301),)
-    assert "does not come" in second.reason
+    assert "can't be read within" in second.reason
     assert [row["step"] for row in history(run_dir)] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_records_that_raise_hang_or_are_out_of_range_leave_no_trace(
     place: Place, expected: str
 ) -> None:
     trainer = place.start("run", *WORDS, config=FAULTY, env=poison())
-    assert trainer.ended() == Exit.DONE, trainer.said()
+    assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     assert_left_out(trainer.run_dir)
     assert digest(trainer.run_dir) == expected
-    assert "BAD RECORD: position 100 of the stream:" in trainer.said()
-    starts = [record.body.step for record in line(trainer.run_dir).starts]  # type: ignore[union-attr]
+    assert "BAD RECORD: position 100 of the stream:" in trainer.printed()
+    starts = [record.body.step for record in run_history(trainer.run_dir).starts]  # type: ignore[union-attr]
     assert starts == [0, 4, 12], "no finished step is lost"
 
 
+@pytest.mark.slow
 def test_killed_when_a_skip_is_recorded_the_run_ends_alike(place: Place, expected: str) -> None:
     trainer = place.start("run", *WORDS, config=FAULTY, env=poison())
     trainer.wait(lambda: bool(skipped(trainer.run_dir)), what="a skip")
     trainer.kill()
-    assert trainer.ended() < 0
+    assert trainer.wait_exit() < 0
     again = place.start("run", *WORDS, config=FAULTY, env=poison())
-    assert again.ended() == Exit.DONE, again.said()
+    assert again.wait_exit() == ExitCode.DONE, again.printed()
     assert_left_out(again.run_dir)
     assert digest(again.run_dir) == expected
 
 
-def test_a_host_that_meets_bad_records_tells_the_others(place: Place) -> None:
-    """Both hosts leave out what one of them has met, and end as hosts that have always known."""
+@pytest.mark.slow
+def test_a_host_that_finds_bad_records_informs_the_others(place: Place) -> None:
+    """Both hosts skip the rows that one of them found, and end as if they had known them."""
     told = place.launched("told", *WORDS, "train.steps=3", hosts=2, config=FAULTY).run_dir
     told_from_the_start(told)
     place.launched("told", *WORDS, hosts=2, config=FAULTY)
@@ -104,19 +107,22 @@ def test_a_host_that_meets_bad_records_tells_the_others(place: Place) -> None:
     assert_left_out(trainer.run_dir)
     assert digest(trainer.run_dir) == digest(told)
     for host in (0, 1):
-        events = trainer.told("RecordsLeftOut", host)
+        events = trainer.events_of("bad_records_skipped", host)
         assert [event["rows"] for event in events] == [[[100, 101], [110, 111]], [[300, 301]]]
 
 
-def test_more_bad_records_than_are_borne_end_the_run(place: Place) -> None:
+@pytest.mark.slow
+def test_more_bad_records_than_allowed_end_the_run(place: Place) -> None:
     env = poison(p400="raise")
     trainer = place.start("run", *WORDS, config=FAULTY, env=env)
-    trainer.refused(Exit.DIVERGED, "position 400", "2 times already (guards.bad_records.max)")
+    trainer.assert_fails(
+        ExitCode.DIVERGED, "position 400", "2 times already (guards.bad_records.max)"
+    )
     assert len(skipped(trainer.run_dir)) == 2
 
 
-def test_a_record_that_stays_bad_is_met_and_counted_once(place: Place) -> None:
-    """Over three epochs, in a batch of half of it all, which holds the record in every epoch."""
+def test_a_permanently_bad_record_is_read_and_counted_once(place: Place) -> None:
+    """Three epochs with two batches each, one of which holds the record."""
     words = (
         "train.steps=6",
         "train.global_batch_size=900",
@@ -124,12 +130,12 @@ def test_a_record_that_stays_bad_is_met_and_counted_once(place: Place) -> None:
         "guards.bad_records.max=1",
     )
     trainer = place.start("run", *words, config=FAULTY, env=poison_only(item(100)))
-    assert trainer.ended() == Exit.DONE, trainer.said()
+    assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     (found,) = skipped(trainer.run_dir)
     assert found.rows == ((100, 101),)
     assert [row["step"] for row in history(trainer.run_dir)] == list(range(1, 7))
     again = place.start("run", *words, "train.steps=8", config=FAULTY, env=poison_only(item(100)))
-    assert again.ended() == Exit.DONE, again.said()
+    assert again.wait_exit() == ExitCode.DONE, again.printed()
     assert len(skipped(again.run_dir)) == 1
 
 

@@ -1,4 +1,4 @@
-"""A run in a bucket ends as one on a disk does, through kills and through faults of the service."""
+"""A run in a bucket ends like one on a disk, despite kills and faults of the service."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from jaxres.checkpoint.commit_tracker import LEAST_PATIENCE_SECONDS
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import GcsPath
 from tests.emulators.gcs import GcsServer
 from tests.promises.trainer import (
     FAULTY,
@@ -25,66 +25,71 @@ from tests.promises.trainer import (
     Trainer,
     assert_bit_exact,
     digest,
-    line,
+    run_history,
     starts,
     trajectory,
 )
 
 
-def test_killed_run_of_two_hosts_in_a_bucket_comes_back_bit_for_bit(
+@pytest.mark.slow
+def test_killed_run_of_two_hosts_in_a_bucket_resumes_bit_exact(
     bucket: Place, calm_pair: RunDir
 ) -> None:
-    """With one door for both, then with a door for each: they share nothing but the bucket."""
+    """First with one supervisor for both hosts, then with one each: they share only the bucket."""
     trainer = bucket.launch("run", config=FAULTY, hosts=2, env={"PACE": "0.02"})
     trainer.wait_commit(13)
     trainer.kill()
-    trainer.ended()
-    last = bucket.doors("run", config=FAULTY, hosts=2)
-    assert [door.ended() for door in last] == [0, 0], [door.said() for door in last]
+    trainer.wait_exit()
+    last = bucket.start_hosts("run", config=FAULTY, hosts=2)
+    assert [supervisor.wait_exit() for supervisor in last] == [0, 0], [
+        supervisor.printed() for supervisor in last
+    ]
     assert starts(last[0].run_dir)[-1] >= 13
     assert_bit_exact(last[0].run_dir, calm_pair)
 
 
 @pytest.mark.campaign
-def test_supervised_run_in_a_bucket_comes_back_by_itself(bucket: Place, calm: RunDir) -> None:
+def test_supervised_run_in_a_bucket_is_restarted_automatically(bucket: Place, calm: RunDir) -> None:
     trainer = bucket.launch("run", config=FAULTY, hosts=1, env={"PACE": "0.01"}, restart=True)
     trainer.wait_commit(20)
-    trainer.kill(who="worker")
-    assert trainer.ended() == 0, trainer.said()
+    trainer.kill(target="worker")
+    assert trainer.wait_exit() == 0, trainer.printed()
     assert starts(trainer.run_dir)[-1] >= 20
-    assert line(trainer.run_dir).attempt == 2
+    assert run_history(trainer.run_dir).attempt == 2
     assert_bit_exact(trainer.run_dir, calm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "hits"), [(0.03, 3), pytest.param(0.2, 50, marks=pytest.mark.campaign)]
 )
-def test_run_through_a_storm_of_faults_ends_bit_for_bit(
+def test_run_with_random_storage_faults_ends_bit_exact(
     bucket: Place, unbroken: RunDir, gcs_server: GcsServer, share: float, hits: int
 ) -> None:
-    """Requests fail at random, in every way that there is."""
+    """Requests fail at random in every supported way."""
     storm = gcs_server.fail("storm", probability=share, times=None, late_seconds=0.05, seed=3)
     words = [*MLP, "checkpoint.save_every_steps=50", "checkpoint.timeout_seconds=120"]
-    codes = [bucket.start("run", *words).ended(400)]
+    codes = [bucket.start("run", *words).wait_exit(400)]
     while codes[-1] != 0 and len(codes) < 6:
-        codes.append(bucket.start("run", *words).ended(400))
+        codes.append(bucket.start("run", *words).wait_exit(400))
     gcs_server.faults.clear()
-    assert codes[-1] == 0, (codes, bucket.trainers[-1].said())
-    assert set(codes) <= {0, Exit.STORAGE}, codes
+    assert codes[-1] == 0, (codes, bucket.trainers[-1].printed())
+    assert set(codes) <= {0, ExitCode.STORAGE}, codes
     assert storm.hits >= hits, "no storm"
     run_dir = bucket.run_dir("run")
-    assert not line(run_dir).quarantined, "what did not answer was taken for damaged"
+    assert not run_history(run_dir).quarantined, "what did not answer was taken for damaged"
     assert trajectory(run_dir) == trajectory(unbroken)
     assert digest(run_dir) == digest(unbroken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "pace"), [(10, 0.01), pytest.param(120, 0.1, marks=pytest.mark.campaign)]
 )
-def test_training_goes_on_while_the_bucket_is_away_and_saving_recovers(
+def test_training_continues_while_the_bucket_is_unavailable_and_saving_recovers(
     bucket: Place, calm: RunDir, gcs_server: GcsServer, seconds: int, pace: float
 ) -> None:
-    """With `checkpoint.busy: wait`, so that each save but the first one in vain is left out."""
+    """With `checkpoint.busy: wait`: after the first failing save, later ones are skipped."""
     words = ["checkpoint.max_failed_saves=100", "checkpoint.busy=wait"]
     trainer = bucket.start("run", *words, config=FAULTY, env={"PACE": str(pace)})
     trainer.wait_commit(10)
@@ -94,48 +99,48 @@ def test_training_goes_on_while_the_bucket_is_away_and_saving_recovers(
     while time.monotonic() < begun + seconds:
         time.sleep(1)
         seen.append(told(trainer))
-    assert trainer.ended(400) == 0, trainer.said()
+    assert trainer.wait_exit(400) == 0, trainer.printed()
     assert away.hits > 5
     stood = max(sum(1 for _ in still) for _, still in itertools.groupby(seen))
-    assert stood <= 3 * LEAST_PATIENCE_SECONDS, f"training stood still: {seen}\n{trainer.said()}"
-    assert trainer.told("SaveSkipped"), "no save was left out"
+    assert stood <= 3 * LEAST_PATIENCE_SECONDS, f"training stood still: {seen}\n{trainer.printed()}"
+    assert trainer.events_of("save_skipped"), "no save was left out"
     assert max(trainer.steps()) == 60
-    assert not line(trainer.run_dir).quarantined
-    assert line(trainer.run_dir).attempt == 1
+    assert not run_history(trainer.run_dir).quarantined
+    assert run_history(trainer.run_dir).attempt == 1
     assert_bit_exact(trainer.run_dir, calm)
 
 
 def told(trainer: Trainer) -> int:
-    """Returns the newest step that was said, once a second, to be finished."""
-    found = re.findall(r"step (\d+)/60", trainer.said())
+    """Returns the newest finished step that was printed."""
+    found = re.findall(r"step (\d+)/60", trainer.printed())
     return int(found[-1]) if found else 0
 
 
 @pytest.mark.campaign
-def test_start_while_the_bucket_is_away_ends_typed_and_loses_nothing(
+def test_start_while_the_bucket_is_unavailable_exits_with_storage_and_loses_nothing(
     bucket: Place, gcs_server: GcsServer
 ) -> None:
     first = bucket.start("run", *MLP)
     first.wait_commit(40)
     first.kill()
-    first.ended()
+    first.wait_exit()
     before = run_log.read_records(first.run_dir.log)
     second = bucket.start("run", *MLP)
-    away = gcs_server.fail("503", times=None)  # Long before Python has started.
-    second.refused(Exit.STORAGE, "has not answered", "Nothing committed is lost")
+    away = gcs_server.fail("503", times=None)  # Long before Python starts.
+    second.assert_fails(ExitCode.STORAGE, "has not answered", "Nothing committed is lost")
     assert away.hits > 3
     gcs_server.faults.clear()
     assert run_log.read_records(first.run_dir.log) == before
     bucket.finish("run", *MLP)
-    assert line(first.run_dir).step == STEPS
+    assert run_history(first.run_dir).step == STEPS
 
 
-def test_requests_are_honoured_in_a_bucket(bucket: Place, calm: RunDir) -> None:
+def test_request_files_work_in_a_bucket(bucket: Place, calm: RunDir) -> None:
     first = bucket.start("run", config=FAULTY, env={"PACE": "0.01"})
     first.wait_commit(10)
     files.create(first.run_dir.request("stop"), b"")
-    assert first.ended() == Exit.STOPPED, first.said()
-    stopped = line(first.run_dir).step
+    assert first.wait_exit() == ExitCode.STOPPED, first.printed()
+    stopped = run_history(first.run_dir).step
     assert stopped < 60
     assert files.list_names(first.run_dir.attempt(1))[-1].startswith("stop-")
     last = bucket.finish("run", config=FAULTY)
@@ -143,13 +148,14 @@ def test_requests_are_honoured_in_a_bucket(bucket: Place, calm: RunDir) -> None:
     assert_bit_exact(last.run_dir, calm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.campaign)])
-def test_corpus_in_a_bucket_is_trained_on_as_one_on_a_disk(
+def test_corpus_in_a_bucket_gives_the_same_run_as_one_on_a_disk(
     bucket: Place, place: Place, hosts: int
 ) -> None:
-    """All hosts copy it at the same time; another text there is another trajectory."""
+    """All hosts copy the corpus at the same time; another text is another trajectory."""
     folder = Path(email.__file__).parent
-    there = BucketPath(bucket.run_dir("x").root.bucket, "corpora/email")
+    there = GcsPath(bucket.run_dir("x").root.bucket, "corpora/email")
     for path in folder.glob("*.py"):
         files.replace(there / path.name, path.read_bytes())
     words = (*MLP, "train.steps=20", 'data.source.include=["*.py"]')
@@ -160,4 +166,4 @@ def test_corpus_in_a_bucket_is_trained_on_as_one_on_a_disk(
 
     files.replace(there / "utils.py", b"another text\n")
     again = place.launch("first", *words, *own, "train.steps=40", hosts=hosts)
-    again.refused(Exit.CONFIG, "data.source: the rows are not the ones")
+    again.assert_fails(ExitCode.CONFIG, "data.source: the rows are not the ones")

@@ -1,16 +1,22 @@
-"""A step counts only once all of it is on the disk: when its record appears, it is whole."""
+"""A step is committed only after all its files are on disk: a commit means it is complete."""
 
 from __future__ import annotations
 
 import signal
 
+import pytest
+
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
-from tests.promises.trainer import Place, assert_bit_exact, digest, line
+from tests.promises.trainer import MLP, Place, assert_bit_exact, digest, run_history
+
+OFTEN = (*MLP, "checkpoint.save_every_steps=5")
+"""The first commit precedes the metrics lines of many steps."""
 
 
-def test_a_commit_record_means_a_whole_step(place: Place, tiny: RunDir) -> None:
-    trainer = place.start("watched")
+@pytest.mark.slow
+def test_a_commit_record_means_a_complete_step(place: Place, unbroken: RunDir) -> None:
+    trainer = place.start("watched", *MLP)
     whole: dict[int, str] = {}
     for _ in range(4):
         before = len(files.list_names(trainer.run_dir.log))
@@ -19,26 +25,26 @@ def test_a_commit_record_means_a_whole_step(place: Place, tiny: RunDir) -> None:
             what="a record",
         )
         trainer.kill(signal.SIGSTOP)
-        newest = line(trainer.run_dir).newest
+        newest = run_history(trainer.run_dir).newest
         if newest is not None:
             whole[newest.step] = digest(trainer.run_dir, newest.step)
         trainer.kill(signal.SIGCONT)
     trainer.kill()
-    assert trainer.ended() == -9
+    assert trainer.wait_exit() == -9
     assert len(whole) >= 2, "hardly any commit was looked at"
 
-    place.finish("watched")
-    assert_bit_exact(place.run_dir("watched"), tiny)
+    place.finish("watched", *MLP)
+    assert_bit_exact(place.run_dir("watched"), unbroken)
 
 
-def test_a_kill_at_the_commit_record_loses_nothing(place: Place, tiny: RunDir) -> None:
-    trainer = place.start("broken")
-    trainer.wait(lambda: line(trainer.run_dir).newest is not None, what="a commit record")
+def test_a_kill_at_the_commit_record_loses_nothing(place: Place, unbroken: RunDir) -> None:
+    trainer = place.start("broken", *OFTEN)
+    trainer.wait(lambda: run_history(trainer.run_dir).newest is not None, what="a commit record")
     trainer.kill()
-    assert trainer.ended() == -9
-    committed = line(trainer.run_dir).step
+    assert trainer.wait_exit() == -9
+    committed = run_history(trainer.run_dir).step
     assert committed > 0
 
-    again = place.finish("broken")
-    assert f"going on from step {committed} " in again.said()
-    assert_bit_exact(place.run_dir("broken"), tiny)
+    again = place.finish("broken", *OFTEN)
+    assert f"resuming from step {committed} " in again.printed()
+    assert_bit_exact(place.run_dir("broken"), unbroken)

@@ -1,9 +1,11 @@
-"""A restart loads the steps that an attempt has compiled, and computes the same bits with them.
+"""A restart loads the compiled steps of an earlier attempt and computes the same bits with them.
 
-Another program, or a damaged file, is never used; then the steps are compiled, and nothing else.
+Steps of another program and damaged files are never used; the steps are recompiled instead.
 """
 
 from __future__ import annotations
+
+import pytest
 
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import MLP, Place, Trainer, assert_bit_exact
@@ -11,20 +13,21 @@ from tests.promises.trainer import MLP, Place, Trainer, assert_bit_exact
 
 def resumed(place: Place, *overrides: str) -> Trainer:
     trainer = place.start("run", *MLP, *overrides)
-    assert trainer.ended() == 0, trainer.said()
+    assert trainer.wait_exit() == 0, trainer.printed()
     return trainer
 
 
-def test_a_restart_loads_them_and_ends_bit_exact(
+def test_a_restart_loads_compiled_steps_and_ends_bit_exact(
     place: Place, killed: RunDir, unbroken: RunDir
 ) -> None:
     place.copy(killed, "run")
     trainer = resumed(place)
-    assert trainer.told("StepsLoaded"), trainer.events()
+    assert trainer.events_of("compiled_steps_loaded"), trainer.events()
     assert_bit_exact(trainer.run_dir, unbroken)
 
 
-def test_a_damaged_file_is_said_and_compiled_anew(
+@pytest.mark.slow
+def test_a_damaged_file_is_reported_and_the_steps_are_recompiled(
     place: Place, killed: RunDir, unbroken: RunDir
 ) -> None:
     (file,) = place.copy(killed, "run").compiled.glob("*.compiled")
@@ -32,29 +35,31 @@ def test_a_damaged_file_is_said_and_compiled_anew(
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     trainer = resumed(place)
-    (compiled,) = trainer.told("StepsCompiled")
-    assert "its content is not what was written" in compiled["reason"]
-    assert "the steps are compiled anew" in trainer.said()
+    (compiled,) = trainer.events_of("steps_compiled")
+    assert "its content does not match its digest" in compiled["reason"]
+    assert "the steps are compiled again" in trainer.printed()
     assert_bit_exact(trainer.run_dir, unbroken)
     assert file.read_bytes() != bytes(data), "the next restart finds the same damage"
 
 
+@pytest.mark.slow
 def test_steps_of_another_program_are_not_used(place: Place, killed: RunDir) -> None:
     """The number of microbatches may change at any restart, and changes the program."""
     place.copy(killed, "run")
     trainer = resumed(place, "train.microbatches=2")
-    assert not trainer.told("StepsLoaded"), "another program is in use"
-    assert trainer.told("StepsCompiled")
+    assert not trainer.events_of("compiled_steps_loaded"), "another program is in use"
+    assert trainer.events_of("steps_compiled")
     assert len(list(trainer.run_dir.compiled.glob("*.compiled"))) == 2
 
 
-def test_a_place_that_takes_none_costs_a_compilation_and_no_more(
+@pytest.mark.slow
+def test_an_unwritable_folder_costs_only_a_compilation(
     place: Place, killed: RunDir, unbroken: RunDir
 ) -> None:
     (file,) = place.copy(killed, "run").compiled.glob("*.compiled")
     file.unlink()
     file.mkdir()
     trainer = resumed(place)
-    assert trainer.told("StepsCompiled"), trainer.events()
-    assert "the compiled training step is not kept" in trainer.said()
+    assert trainer.events_of("steps_compiled"), trainer.events()
+    assert "the compiled training step is not stored" in trainer.printed()
     assert_bit_exact(trainer.run_dir, unbroken)

@@ -1,4 +1,4 @@
-"""Whoever of door and worker dies, nobody is left behind, and the same command goes on."""
+"""If supervisor or worker dies, no process remains, and the same command resumes the run."""
 
 from __future__ import annotations
 
@@ -8,86 +8,95 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.leftovers import members, wait_for_nobody
+from tests.promises.leftovers import members, wait_until_gone
 from tests.promises.trainer import FAULTY, PACED, Place, assert_bit_exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["training", "first instants"])
-def test_worker_dies_with_its_door(place: Place, calm: RunDir, when: str) -> None:
+def test_worker_is_killed_with_its_supervisor(place: Place, calm: RunDir, when: str) -> None:
+    place.fresh = when == "first instants"
     trainer = place.start("run", config=FAULTY, env=PACED)
     if when == "training":
         trainer.wait_step(13)
     else:
         trainer.wait(lambda: trainer.worker() is not None, what="a worker")
     assert len(members(trainer.run_dir)) == 2
-    trainer.kill(who="door")
-    assert trainer.ended() == -9
-    wait_for_nobody(trainer.run_dir, seconds=1 if when == "training" else 3)
+    trainer.kill(target="supervisor")
+    assert trainer.wait_exit() == -9
+    wait_until_gone(trainer.run_dir, seconds=1 if when == "training" else 3)
     place.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)
 
 
-def test_door_tells_of_a_worker_that_was_killed(place: Place, calm: RunDir) -> None:
+def test_supervisor_reports_a_killed_worker(place: Place, calm: RunDir) -> None:
     trainer = place.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(13)
-    trainer.kill(who="worker")
-    trainer.refused(128 + signal.SIGKILL, "ended by SIGKILL", "phase 'train'")
-    words = trainer.last_words()
+    trainer.kill(target="worker")
+    trainer.assert_fails(128 + signal.SIGKILL, "killed by SIGKILL", "phase 'train'")
+    words = trainer.end_record()
     assert words is not None
     assert (words.exit, words.committed) == (137, False)
-    wait_for_nobody(trainer.run_dir, seconds=1)
+    wait_until_gone(trainer.run_dir, seconds=1)
     place.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)
 
 
-def test_both_killed_leave_a_run_that_goes_on(place: Place, calm: RunDir) -> None:
+def test_a_run_whose_processes_were_all_killed_can_resume(place: Place, calm: RunDir) -> None:
     trainer = place.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(13)
     trainer.kill()
-    assert trainer.ended() == -9
-    wait_for_nobody(trainer.run_dir, seconds=1)
+    assert trainer.wait_exit() == -9
+    wait_until_gone(trainer.run_dir, seconds=1)
     place.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["row:400:fail", "trace:1:fail", "row:400:sys_exit"])
-def test_error_in_custom_code_is_a_bug_told_once(place: Place, calm: RunDir, fault: str) -> None:
+def test_error_in_custom_code_is_reported_once_as_a_bug(
+    place: Place, calm: RunDir, fault: str
+) -> None:
     trainer = place.start("run", config=FAULTY, env={"FAULT": fault})
-    assert trainer.ended() == Exit.BUG, trainer.said()
-    said = trainer.said()
+    assert trainer.wait_exit() == ExitCode.BUG, trainer.printed()
+    printed = trainer.printed()
     name = "sys.exit" if "sys_exit" in fault else "OnPurpose"
-    assert said.count("(exit 70 BUG)") == 1, said
-    assert f"{name}" in said
+    assert printed.count("(exit 70 BUG)") == 1, printed
+    assert f"{name}" in printed
     written = trainer.run_dir.traceback(1, 0).read_text()
     assert "faulty.py" in written
-    assert said.count("most recent call last") == written.count("most recent call last")
-    words = trainer.last_words()
+    assert printed.count("most recent call last") == written.count("most recent call last")
+    words = trainer.end_record()
     assert words is not None
-    assert words.exit == Exit.BUG
+    assert words.exit == ExitCode.BUG
     assert "traceback-host000.txt" in words.reason
     place.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)
 
 
-def test_worker_that_leaves_without_a_word_has_not_finished(place: Place, calm: RunDir) -> None:
+@pytest.mark.slow
+def test_worker_that_exits_without_an_exit_message_has_not_finished(
+    place: Place, calm: RunDir
+) -> None:
     trainer = place.start("run", config=FAULTY, env={"FAULT": "row:400:os_exit"})
-    trainer.refused(Exit.BUG, "left with 0 and did not say why")
+    trainer.assert_fails(ExitCode.BUG, "exited with 0 without an exit message")
     place.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", ["row:400:exhaust_host", "heldout:3:exhaust_device", "heldout:3:exhaust_host"]
 )
-def test_memory_that_ran_out_names_settings(place: Place, calm: RunDir, fault: str) -> None:
+def test_out_of_memory_names_settings_to_change(place: Place, calm: RunDir, fault: str) -> None:
     trainer = place.start("run", config=FAULTY, env={"FAULT": fault})
-    said = trainer.refused(Exit.OUT_OF_MEMORY, "train.microbatches=2 (1 now: 24 rows")
-    assert ("RESOURCE_EXHAUSTED" in said) == ("device" in fault), said
-    words = trainer.last_words()
+    printed = trainer.assert_fails(ExitCode.OUT_OF_MEMORY, "train.microbatches=2 (1 now: 24 rows")
+    assert ("RESOURCE_EXHAUSTED" in printed) == ("device" in fault), printed
+    words = trainer.end_record()
     assert words is not None
-    assert words.exit == Exit.OUT_OF_MEMORY
+    assert words.exit == ExitCode.OUT_OF_MEMORY
     place.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)
 
@@ -95,8 +104,11 @@ def test_memory_that_ran_out_names_settings(place: Place, calm: RunDir, fault: s
 GROUPS = Path("/sys/fs/cgroup/memory")
 
 
-def test_kernels_memory_kill_is_told_from_other_kills(place: Place, calm: RunDir) -> None:
-    """A real kill: the run's own memory group may hold hardly more than it holds already."""
+@pytest.mark.slow
+def test_kill_by_the_oom_killer_is_distinguished_from_other_kills(
+    place: Place, calm: RunDir
+) -> None:
+    """A real OOM kill: the run's memory cgroup allows hardly more than its present use."""
     mine = next(
         row.split(":", 2)[2]
         for row in Path("/proc/self/cgroup").read_text().splitlines()
@@ -118,8 +130,8 @@ def test_kernels_memory_kill_is_told_from_other_kills(place: Place, calm: RunDir
         trainer.wait_step(13)
         in_use = "memory.usage_in_bytes" if is_old else "memory.current"
         (group / limit).write_text(str(int((group / in_use).read_text()) + (64 << 20)))
-        said = trainer.refused(Exit.OUT_OF_MEMORY, "the kernel killed the worker")
-        assert "data.prefetch_batches=4 (8 now: batches of 24 rows" in said
+        printed = trainer.assert_fails(ExitCode.OUT_OF_MEMORY, "the kernel killed the worker")
+        assert "data.prefetch_batches=4 (8 now: batches of 24 rows" in printed
         place.through = ()
         place.finish("run", config=FAULTY)
         assert_bit_exact(trainer.run_dir, calm)

@@ -1,4 +1,4 @@
-"""Status and history tell what became of real attempts, killed ones too; scripts can act on it."""
+"""Status and history show how real attempts ended, killed ones included; scripts can act on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.promises.trainer import FAULTY, PACED, Place, Trainer
 
 
 def told(trainer: Trainer, *words: str) -> tuple[int, list[dict[str, Any]]]:
-    """Returns the exit code and the JSON of a verb on the trainer's run directory."""
+    """Returns the exit code and the JSON of a command on the trainer's run directory."""
     out = io.StringIO()
     with redirect_stdout(out):
         code = checkpoints_cli.main(
@@ -21,7 +21,7 @@ def told(trainer: Trainer, *words: str) -> tuple[int, list[dict[str, Any]]]:
     return code, [json.loads(line) for line in out.getvalue().splitlines()]
 
 
-def test_killed_attempts_and_what_they_gained_are_told(place: Place) -> None:
+def test_history_shows_killed_attempts_and_their_steps(place: Place) -> None:
     trainer = place.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(13)
     trainer.wait_commit(10)
@@ -30,21 +30,25 @@ def test_killed_attempts_and_what_they_gained_are_told(place: Place) -> None:
     assert [(host["host"], host["phase"]) for host in status["hosts"]] == [(0, "train")]
     assert status["hosts"][0]["step"] >= 13
     trainer.kill()
-    assert trainer.ended() == -9
+    assert trainer.wait_exit() == -9
     code, (status,) = told(trainer, "status", "--watch")
     assert (code, status["state"], status["attempts"][-1]["cause"]) == (1, "down", "killed")
 
     trainer = place.start("run", config=FAULTY, env=PACED)
     trainer.wait_commit(20)
-    trainer.kill(who="worker")
-    assert trainer.ended() == 137
+    trainer.kill(target="worker")
+    assert trainer.wait_exit() == 137
     trainer = place.finish("run", config=FAULTY)
     code, (status,) = told(trainer, "status")
     assert (code, status["state"]) == (0, "done")
 
     code, (first, second, third) = told(trainer, "history", "--attempts")
     assert code == 0
-    assert [one["cause"] for one in (first, second, third)] == ["killed", "signal 9", "DONE"]
+    assert [one["cause"] for one in (first, second, third)] == [
+        "killed",
+        "signal 9 (SIGKILL)",
+        "DONE",
+    ]
     assert "SIGKILL" in second["reason"]
     assert first["start_step"] == 0
     assert second["start_step"] == first["committed_step"] == first["steps_kept"]

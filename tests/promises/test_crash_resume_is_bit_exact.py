@@ -1,4 +1,4 @@
-"""Killed at any instant, a run ends with the digest, losses and samples of the unbroken run."""
+"""A run killed at any time ends with the digest, losses and samples of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -12,31 +12,39 @@ import pytest
 
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
-from jaxres.storage.path import BucketPath
-from tests.promises.trainer import Place, Trainer, assert_bit_exact, line, starts
+from jaxres.storage.path import GcsPath
+from tests.promises.trainer import (
+    FAULTY,
+    PACED,
+    Place,
+    Trainer,
+    assert_bit_exact,
+    run_history,
+    starts,
+)
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What to wait for before the kill, and how long after it the kill comes."""
+    """Condition to wait for before the kill, and the delay of the kill after it."""
 
     name: str
     wait: Callable[[Trainer, int], None]
-    """Gets the trainer and the step that is committed already."""
+    """Receives the trainer and the newest committed step."""
     max_delay_seconds: float
 
 
 def _wait_step(trainer: Trainer, step: int) -> None:
-    """Waits for a step where it is seen at once: lines come late into a bucket."""
-    if not isinstance(trainer.run_dir.root, BucketPath):
+    """Waits for a step in the local events: metrics lines reach a bucket late."""
+    if not isinstance(trainer.run_dir.root, GcsPath):
         trainer.wait_step(step)
 
 
 def _during_save(trainer: Trainer, committed: int) -> None:
     _wait_step(trainer, committed + 1)
     known = set(files.list_names(trainer.run_dir.checkpoints))
-    # A bucket has no other names for what is not whole.
-    word = "-" if isinstance(trainer.run_dir.root, BucketPath) else "orbax-checkpoint-tmp"
+    # In a bucket, incomplete steps have no other names.
+    word = "-" if isinstance(trainer.run_dir.root, GcsPath) else "orbax-checkpoint-tmp"
     trainer.wait(
         lambda: any(
             word in name for name in set(files.list_names(trainer.run_dir.checkpoints)) - known
@@ -53,7 +61,7 @@ def _during_commit(trainer: Trainer, committed: int) -> None:
     def begun() -> bool:
         new = set(files.list_names(checkpoints)) - known
         names = [name for name in new if name[:8].isdigit() and "tmp" not in name]
-        if isinstance(checkpoints, BucketPath):
+        if isinstance(checkpoints, GcsPath):
             return any(files.exists(checkpoints / name / "progress.json") for name in names)
         return bool(names)
 
@@ -81,8 +89,11 @@ AIMS = (
 
 OTHERS_IN_A_BUCKET = ("save", "commit")
 CASES = [
-    ("local", 0, AIMS),
-    ("bucket", 0, [aim for aim in AIMS if aim.name in OTHERS_IN_A_BUCKET]),
+    pytest.param("local", 0, AIMS, marks=pytest.mark.slow),
+    pytest.param(
+        *("bucket", 0, [aim for aim in AIMS if aim.name in OTHERS_IN_A_BUCKET]),
+        marks=pytest.mark.slow,
+    ),
     *(
         pytest.param(where, seed, AIMS, marks=pytest.mark.campaign)
         for where in ("local", "bucket")
@@ -100,28 +111,46 @@ def test_resume_is_bit_exact_after_sigkill(
     place.finish("unbroken", *words)
     for aim in (FIRST, *chance.sample(aims, len(aims))):
         trainer = anywhere.start("broken", *words)
-        aim.wait(trainer, line(trainer.run_dir).step)
+        aim.wait(trainer, run_history(trainer.run_dir).step)
         time.sleep(chance.uniform(0, aim.max_delay_seconds))
         trainer.kill()
-        assert trainer.ended() == -9, f"{aim.name}: the kill came too late\n{trainer.said()}"
+        assert trainer.wait_exit() == -9, f"{aim.name}: the kill came too late\n{trainer.printed()}"
     anywhere.finish("broken", *words)
 
     broken, unbroken = anywhere.run_dir("broken"), place.run_dir("unbroken")
     resumed = [step for step in starts(broken) if step > 0]
     assert len(resumed) >= 3, f"hardly resumed: {starts(broken)}"
-    assert line(broken).attempt >= len(aims) + 1
+    assert run_history(broken).attempt >= len(aims) + 1
     assert_bit_exact(broken, unbroken)
-    kept = {commit.path.rpartition("/")[2] for commit in line(broken).committed}
+    kept = {commit.path.rpartition("/")[2] for commit in run_history(broken).committed}
     assert set(files.list_names(broken.checkpoints)) == kept, "a killed save has left something"
 
 
+def test_resume_of_a_small_run_is_bit_exact_after_sigkill(place: Place, calm: RunDir) -> None:
+    aims: tuple[Callable[[Trainer], None], ...] = (
+        lambda trainer: trainer.wait_commit(10),
+        lambda trainer: _during_save(trainer, run_history(trainer.run_dir).step),
+        lambda trainer: _after_steps(trainer, run_history(trainer.run_dir).step),
+    )
+    for wait in aims:
+        trainer = place.start("broken", config=FAULTY, env=PACED)
+        wait(trainer)
+        trainer.kill()
+        assert trainer.wait_exit() == -9, f"the kill came too late\n{trainer.printed()}"
+    place.finish("broken", config=FAULTY)
+    broken = place.run_dir("broken")
+    assert len([step for step in starts(broken) if step > 0]) >= 2, starts(broken)
+    assert_bit_exact(broken, calm)
+
+
+@pytest.mark.slow
 def test_resume_on_fewer_visible_cores_is_bit_exact(place: Place, tiny: RunDir) -> None:
     cores = sorted(os.sched_getaffinity(0))
     assert len(cores) > 1, "needs two cores"
     trainer = place.start("broken", cores=set(cores[:2]))
     trainer.wait_commit(8)
     trainer.kill()
-    assert trainer.ended() == -9
+    assert trainer.wait_exit() == -9
     place.finish("broken", cores={cores[0]})
 
     broken = place.run_dir("broken")

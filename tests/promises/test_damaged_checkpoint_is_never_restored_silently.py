@@ -1,4 +1,4 @@
-"""Damage is proved and named, the next older whole step is taken, and the run ends bit for bit."""
+"""Damage is detected and named, the next older intact step is restored, the end is bit exact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
@@ -22,8 +22,8 @@ from tests.promises.trainer import (
     Place,
     assert_bit_exact,
     digest,
-    line,
     put,
+    run_history,
     snapshot,
     starts,
     trajectory,
@@ -34,12 +34,12 @@ MANY = (*MLP, "checkpoint.save_every_steps=10", "checkpoint.keep_last=20")
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
-    """A run with a dozen commits and more, killed before its end; only to be copied."""
+    """A run with at least a dozen commits, killed before its end; copy it, do not change it."""
     place = Place(tmp_path_factory.mktemp("many"), caches)
     trainer = place.start("many", *MANY)
     trainer.wait_commit(140)
     trainer.kill()
-    assert trainer.ended() == -9, trainer.said()
+    assert trainer.wait_exit() == -9, trainer.printed()
     return trainer.run_dir
 
 
@@ -69,10 +69,11 @@ HARM: tuple[Harm, ...] = (
 
 
 def newest(run_dir: RunDir) -> list[run_log.Commit]:
-    """Returns the committed steps, the newest first."""
-    return list(reversed(line(run_dir).committed))
+    """Returns the committed steps, newest first."""
+    return list(reversed(run_history(run_dir).committed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("anywhere", "harms"),
     [
@@ -83,7 +84,7 @@ def newest(run_dir: RunDir) -> list[run_log.Commit]:
     ids=["local-twelve", "bucket-four", "bucket-twelve"],
     indirect=["anywhere"],
 )
-def test_damaged_steps_are_passed_over_and_the_run_ends_bit_for_bit(
+def test_damaged_steps_are_skipped_and_the_run_ends_bit_exact(
     anywhere: Place, many: RunDir, unbroken: RunDir, harms: Sequence[Harm]
 ) -> None:
     run_dir, chance = anywhere.copy(many, "harmed"), random.Random(0)
@@ -98,19 +99,19 @@ def test_damaged_steps_are_passed_over_and_the_run_ends_bit_for_bit(
     before = {step: snapshot(run_dir.root / c.path) for step, c in ((c.step, c) for c in commits)}
 
     trainer = anywhere.command(run_dir, [str(run_dir.root)])
-    assert trainer.ended() == 0, trainer.said()
+    assert trainer.wait_exit() == 0, trainer.printed()
     whole = commits[len(harms)].step
     assert starts(run_dir) == [0, whole], "the newest whole step was taken"
     assert_bit_exact(run_dir, unbroken)
-    decided = {one.step: one for _, one in line(run_dir).quarantined}
+    decided = {one.step: one for _, one in run_history(run_dir).quarantined}
     assert sorted(decided) == sorted(harmed)
     for step, name in harmed.items():
         assert name in decided[step].evidence, (step, name, decided[step].evidence)
-        assert f"ALARM: step {step} is damaged" in trainer.said()
+        assert f"ALARM: step {step} is damaged" in trainer.printed()
         assert snapshot(run_dir.root / decided[step].path) == before[step], "it is evidence"
 
 
-def test_if_no_step_is_whole_all_are_named_and_a_copy_mends_the_run(
+def test_if_no_step_is_intact_all_are_named_and_a_copy_repairs_the_run(
     anywhere: Place, killed: RunDir, unbroken: RunDir
 ) -> None:
     run_dir, chance = anywhere.copy(killed, "hopeless"), random.Random(0)
@@ -121,9 +122,11 @@ def test_if_no_step_is_whole_all_are_named_and_a_copy_mends_the_run(
         files.delete_tree(run_dir.root / commit.path)
     before = snapshot(run_dir.root)
     trainer = anywhere.command(run_dir, [str(run_dir.root)])
-    said = trainer.refused(Exit.UNRESTORABLE, "none is whole", "does not start again from step 0")
+    printed = trainer.assert_fails(
+        ExitCode.UNRESTORABLE, "none is intact", "does not start again from step 0"
+    )
     for commit in commits:
-        assert f"{commit.path}: step {commit.step}: " in said
+        assert f"{commit.path}: step {commit.step}: " in printed
     after = snapshot(run_dir.root)
     assert {name: after.get(name) for name in before} == before, "nothing was deleted"
     assert starts(run_dir) == [0], "it did not start again"
@@ -132,7 +135,7 @@ def test_if_no_step_is_whole_all_are_named_and_a_copy_mends_the_run(
     files.delete_tree(newest_dir)
     put(killed.root / commits[0].path, newest_dir)
     again = anywhere.command(run_dir, [str(run_dir.root)])
-    assert again.ended() == 0, again.said()
+    assert again.wait_exit() == 0, again.printed()
     assert starts(run_dir) == [0, commits[0].step]
     assert trajectory(run_dir) == trajectory(unbroken)
     assert digest(run_dir) == digest(unbroken)
@@ -143,7 +146,7 @@ def test_if_no_step_is_whole_all_are_named_and_a_copy_mends_the_run(
     [("local", "claim"), ("local", "start"), ("local", "commit"), ("bucket", "commit")],
     indirect=["anywhere"],
 )
-def test_a_damaged_record_of_the_log_is_refused_and_starts_nothing(
+def test_a_damaged_log_record_is_rejected_and_starts_nothing(
     anywhere: Place, killed: RunDir, kind: str
 ) -> None:
     run_dir = anywhere.copy(killed, kind)
@@ -154,7 +157,7 @@ def test_a_damaged_record_of_the_log_is_refused_and_starts_nothing(
     files.replace(path, data.replace(old, new))
     assert files.read(path) != data
     before = snapshot(run_dir.root)
-    ended = subprocess.run(
+    wait_exit = subprocess.run(
         [sys.executable, "-m", "jaxres.train", str(run_dir.root)],
         cwd=ROOT,
         capture_output=True,
@@ -162,17 +165,17 @@ def test_a_damaged_record_of_the_log_is_refused_and_starts_nothing(
         timeout=120,
         check=False,
     )
-    assert ended.returncode == Exit.UNRESTORABLE, ended.stderr
-    assert f"{path.name}: this record of the run's log is damaged" in ended.stderr
-    assert "Restore the file from a copy" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert wait_exit.returncode == ExitCode.UNRESTORABLE, wait_exit.stderr
+    assert f"{path.name}: this record of the run's log is damaged" in wait_exit.stderr
+    assert "Restore the file from a copy" in wait_exit.stderr
+    assert "Traceback" not in wait_exit.stderr
     assert snapshot(run_dir.root) == before
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("harm", damage.DAMAGES, ids=lambda harm: harm.__name__)
-def test_any_damage_to_any_file_ends_bit_for_bit(
+def test_a_run_with_any_damage_to_any_file_ends_bit_exact(
     anywhere: Place, killed: RunDir, unbroken: RunDir, harm: Callable, seed: int
 ) -> None:
     run_dir, chance = anywhere.copy(killed, "harmed"), random.Random(seed)
@@ -182,8 +185,8 @@ def test_any_damage_to_any_file_ends_bit_for_bit(
     name = chance.choice(sorted(name for name in sizes if sizes[name]))
     damage.harm(step_dir, name, harm, chance)
     trainer = anywhere.command(run_dir, [str(run_dir.root)])
-    assert trainer.ended() == 0, trainer.said()
+    assert trainer.wait_exit() == 0, trainer.printed()
     assert starts(run_dir)[1] in (commit.step, older.step)
     if starts(run_dir)[1] == commit.step:
-        assert line(run_dir).quarantined == (), "what does not matter is harmless"
+        assert run_history(run_dir).quarantined == (), "what does not matter is harmless"
     assert_bit_exact(run_dir, unbroken)

@@ -1,4 +1,4 @@
-"""A step whose numbers are not finite ends the run as 81 and is never committed."""
+"""A step with values that are not finite ends the run with exit code 81 and is never committed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from jaxres.checkpoint import manifest
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import MLP, Place, history, line
+from tests.promises.trainer import MLP, Place, history, run_history
+from tests.tiers import slow_but
 
 FOLDER = Path(__file__).parent
 
 
 def assert_all_commits_are_finite(run_dir: RunDir) -> list[int]:
-    committed = line(run_dir).committed
+    committed = run_history(run_dir).committed
     for commit in committed:
         step_dir = (run_dir.root / commit.path).absolute()
         for path, array in manifest.read_arrays(step_dir, commit).items():
@@ -24,7 +25,7 @@ def assert_all_commits_are_finite(run_dir: RunDir) -> list[int]:
     return [commit.step for commit in committed]
 
 
-@pytest.mark.parametrize(("bad_step", "newest"), [(41, 40), (47, 40), (60, 40)])
+@pytest.mark.parametrize(("bad_step", "newest"), slow_but([(41, 40), (47, 40), (60, 40)], (41, 40)))
 def test_nonfinite_loss_ends_the_run_before_its_step_is_saved(
     place: Place, bad_step: int, newest: int
 ) -> None:
@@ -42,24 +43,25 @@ def test_nonfinite_loss_ends_the_run_before_its_step_is_saved(
         "guards.on_nonfinite=stop",
         env={"PYTHONPATH": str(FOLDER)},
     )
-    trainer.refused(Exit.DIVERGED, f"step {bad_step}: loss nan", "optimizer.learning_rate")
+    trainer.assert_fails(ExitCode.DIVERGED, f"step {bad_step}: loss nan", "optimizer.learning_rate")
     rows = history(trainer.run_dir)
     assert next(row["step"] for row in rows if row["loss"] is None) == bad_step
     assert assert_all_commits_are_finite(trainer.run_dir)[-1] == newest
-    stop = line(trainer.run_dir).last_stop
+    stop = run_history(trainer.run_dir).last_stop
     assert stop is not None
     assert stop.body.committed is False  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "says", "committed"),
     [("1e30", "step 2: loss nan", [1]), ("1e39", "the state after its update is not finite", [])],
     ids=["large rate", "rate that is inf in float32"],
 )
-def test_state_that_an_update_has_spoilt_is_not_saved(
+def test_state_with_a_nonfinite_or_huge_update_is_not_saved(
     place: Place, rate: str, says: str, committed: list[int]
 ) -> None:
-    """The loss of the first step is fine; what its update leaves behind is huge, or not finite."""
+    """The loss of the first step is finite; the updated state is huge or not finite."""
     trainer = place.start(
         "run",
         *MLP,
@@ -67,6 +69,6 @@ def test_state_that_an_update_has_spoilt_is_not_saved(
         "checkpoint.save_every_steps=1",
         "guards.on_nonfinite=stop",
     )
-    trainer.refused(Exit.DIVERGED, "optimizer.learning_rate", says)
+    trainer.assert_fails(ExitCode.DIVERGED, "optimizer.learning_rate", says)
     assert assert_all_commits_are_finite(trainer.run_dir) == committed
     assert history(trainer.run_dir)[-1]["loss"] is None or not committed

@@ -1,4 +1,4 @@
-"""A run goes on with however many hosts came back: every sample once, the same step, same rate."""
+"""A run resumes on any number of hosts: every sample once, same steps, same learning rate."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ import pytest
 
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import MLP, STEPS, Place, Trainer, history, line, starts
+from tests.promises.trainer import MLP, STEPS, Place, Trainer, history, run_history, starts
 
 HOSTS = (1, 2, 4, 3, 1)
 BOUND = 1e-3
-"""Of a loss near 3: sums of float32 in another order differ by some 1e-7 of it a step, which
-training spreads; 1e-5 was measured after 100 steps, and a row too many or too few shows as 1e-2."""
+"""Tolerance for a loss near 3: float32 sums in another order differ by about 1e-7 per step, and
+training amplifies this; 1e-5 was measured after 100 steps. One row too many causes 1e-2."""
 
 
-def test_each_sample_is_used_once_whatever_hosts_come_back(place: Place, unbroken: RunDir) -> None:
+@pytest.mark.slow
+def test_each_sample_is_used_once_for_any_number_of_hosts(place: Place, unbroken: RunDir) -> None:
     chance = random.Random(7)
     for index, hosts in enumerate(HOSTS[:-1]):
         trainer = place.launch("elastic", *MLP, hosts=hosts)
         trainer.wait_commit(20 * (index + 1))
         time.sleep(chance.uniform(0, 0.3))
         trainer.kill()
-        assert trainer.ended() == -9, f"{hosts} hosts: the kill came too late\n{trainer.said()}"
+        assert trainer.wait_exit() == -9, (
+            f"{hosts} hosts: the kill came too late\n{trainer.printed()}"
+        )
     place.launched("elastic", *MLP, hosts=HOSTS[-1])
 
     run_dir = place.run_dir("elastic")
-    assert [claim.num_hosts for claim in line(run_dir).claims] == list(HOSTS)
+    assert [claim.num_hosts for claim in run_history(run_dir).claims] == list(HOSTS)
     begun = starts(run_dir)
     assert len(begun) == len(HOSTS)
     assert begun == sorted(begun), begun
@@ -61,9 +64,11 @@ def test_hosts_whose_devices_share_rows_read_the_same_rows(
     assert apart < BOUND, f"other rows than the run on one host: its losses are {apart} away"
 
 
-def test_only_the_lead_writes_what_all_share(shared: Trainer) -> None:
+def test_only_host_0_writes_shared_files(shared: Trainer) -> None:
     records = [type(record.body).__name__ for record in run_log.read_records(shared.run_dir.log)]
-    assert records == ["Claim", "Start", "Commit", "Stop"], "more than one host wrote the log"
+    assert records == ["Claim", "Start", "Commit", "AttemptEnded"], (
+        "more than one host wrote the log"
+    )
     assert shared.steps() == list(range(1, 21)), "more than one host wrote the metrics"
     names = [path.name for path in shared.run_dir.attempt(1).glob("*host00[1-3]*")]
     assert {name.partition("-")[0] for name in names} == {"events", "output", "stacks"}, names

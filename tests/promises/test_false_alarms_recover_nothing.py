@@ -1,4 +1,4 @@
-"""What looks like a fall and is none starts nothing anew: storage that hangs, a watcher asleep."""
+"""Hanging storage, a suspended watchdog and other false alarms restart nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.attempt_history import phase_seconds
 from jaxres.runlog.paths import RunDir
 from tests.emulators.metadata import MetadataServer
@@ -27,7 +27,7 @@ LONG = [pytest.param(hosts, 60, marks=pytest.mark.campaign) for hosts in (1, 2)]
 
 
 @pytest.mark.parametrize(("hosts", "seconds"), [(1, 7), *LONG])
-def test_storage_that_hangs_longer_than_a_step_may_take_starts_nothing_anew(
+def test_storage_that_hangs_longer_than_the_step_limit_restarts_nothing(
     place: Place, request: pytest.FixtureRequest, mount: Mount, hosts: int, seconds: int
 ) -> None:
     calm = request.getfixturevalue("calm" if hosts == 1 else "calm_pair")
@@ -37,46 +37,46 @@ def test_storage_that_hangs_longer_than_a_step_may_take_starts_nothing_anew(
         second = start(place, hosts=hosts, **mount.env)
         time.sleep(seconds)
         before = trainer.process.poll()
-    assert before is None, trainer.said()
-    second.refused(Exit.FENCED, f"pid {trainer.process.pid}")
-    assert trainer.ended() == 0, trainer.said()
-    assert attempts(trainer) == 1, trainer.said()
+    assert before is None, trainer.printed()
+    second.assert_fails(ExitCode.FENCED, f"pid {trainer.process.pid}")
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert attempts(trainer) == 1, trainer.printed()
     assert not decisions(trainer)
     assert phase_seconds(trainer.events())["save"] > seconds - 4, "it did not hang"
     assert_bit_exact(trainer.run_dir, calm)
 
 
 @pytest.mark.campaign
-def test_one_whose_storage_hangs_may_be_taken_over_and_the_run_lives(
+def test_a_lock_holder_with_hanging_storage_may_be_replaced_and_the_run_continues(
     place: Place, calm: RunDir, mount: Mount
 ) -> None:
-    """By another host, whose storage answers: three beats are missed."""
+    """Taken over by another host with working storage, after three missed heartbeats."""
     trainer = start(place, PACE="0.004", **mount.env)
     trainer.wait_step(13)
     with mount.hanging():
         second = start(place)
         second.wait(lambda: attempts(second) == 2, what="attempt 2")
-        assert second.ended() == 0, second.said()
-    assert trainer.ended() == Exit.FENCED, trainer.said()
-    assert attempts(trainer) == 2, trainer.said()
+        assert second.wait_exit() == 0, second.printed()
+    assert trainer.wait_exit() == ExitCode.FENCED, trainer.printed()
+    assert attempts(trainer) == 2, trainer.printed()
     assert_bit_exact(trainer.run_dir, calm)
 
 
-def test_a_wall_clock_that_jumps_by_an_hour_each_way_starts_nothing_anew(
+def test_a_wall_clock_jump_of_an_hour_each_way_restarts_nothing(
     place: Place, calm: RunDir, tmp_path: Path
 ) -> None:
     clock = Jumping.built(tmp_path)
     trainer = start(place, *LIMITS, PACE="0.004", **clock.env)
-    # Back before the first save: TensorStore starts no thread before the time of its last one.
+    # Reset before the first save: TensorStore starts no thread earlier than its last one.
     for step, seconds in ((3, -3600), (23, 3600)):
         trainer.wait_step(step)
         clock.jump(seconds)
     second = start(place, **clock.env)
-    second.refused(Exit.FENCED, f"pid {trainer.process.pid}")
-    assert trainer.ended() == 0, trainer.said()
+    second.assert_fails(ExitCode.FENCED, f"pid {trainer.process.pid}")
+    assert trainer.wait_exit() == 0, trainer.printed()
     times = [event["time"] for event in trainer.events()]
     assert max(times) - min(times) > 3600, "it did not jump"
-    assert attempts(trainer) == 1, trainer.said()
+    assert attempts(trainer) == 1, trainer.printed()
     assert not decisions(trainer)
     assert_bit_exact(trainer.run_dir, calm)
 
@@ -90,12 +90,14 @@ SLOW = (
     "evaluation.batches=8",
     "guards.rollback.patience_steps=5",
 )
-ALARMS = ("UpdateSkipped", "GuardWarned", "RolledBack", "RecordsLeftOut")
+ALARMS = ("update_skipped", "guard_warned", "rolled_back", "bad_records_skipped")
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("kind", ["two hosts, slow everywhere", "a decoder on text"])
-def test_a_soak_of_slow_things_raises_no_alarm(place: Place, mount: Mount, kind: str) -> None:
+def test_a_long_run_with_slow_operations_raises_no_alarm(
+    place: Place, mount: Mount, kind: str
+) -> None:
     """Compilation and evaluations that are longer than a step may take, storage that hangs for as
     long every few seconds, a metadata server without a notice; the guards as they are by default.
     """
@@ -114,8 +116,8 @@ def test_a_soak_of_slow_things_raises_no_alarm(place: Place, mount: Mount, kind:
                 time.sleep(4)
             hung += 1
             time.sleep(8)
-    assert trainer.ended() == Exit.DONE, trainer.said()
-    assert attempts(trainer) == 1, trainer.said()
+    assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
+    assert attempts(trainer) == 1, trainer.printed()
     assert not decisions(trainer)
     hosts = range(1 if "text" in kind else 2)
     told = [event for host in hosts for event in trainer.events(host)]

@@ -1,4 +1,4 @@
-"""A disk that gets full in the middle of a save: no half is left, somebody is told, it heals."""
+"""A disk that fills up in a save leaves no partial step; alerts are sent, saving recovers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests.promises.mounts import Namespace
-from tests.promises.trainer import MLP, TINY, Place, digest, line
-from tests.unit.alerts.hooks import served
+from tests.promises.trainer import MLP, TINY, Place, digest, run_history
+from tests.unit.telemetry.webhook_server import served
 
 MIB = 2**20
 TARGETS = "alerts.targets=[{kind: generic, url_env: HOOK}]"
@@ -32,7 +32,7 @@ def namespace() -> Iterator[Namespace]:
 
 
 class Hog(threading.Thread):
-    """Takes all the room that is left as soon as a save is being written, until it is told off."""
+    """Fills the disk as soon as a save is being written, until `closed` is set."""
 
     def __init__(self, disk: Path) -> None:
         super().__init__(daemon=True)
@@ -59,7 +59,7 @@ class Hog(threading.Thread):
         pytest.param(64 * MIB, marks=pytest.mark.campaign),
     ],
 )
-def test_saves_on_a_disk_that_gets_full_are_told_once_and_heal(
+def test_failing_saves_on_a_full_disk_are_reported_once_and_recover(
     place: Place, namespace: Namespace, size_bytes: int
 ) -> None:
     inside = place.root / "disk"
@@ -78,24 +78,24 @@ def test_saves_on_a_disk_that_gets_full_are_told_once_and_heal(
         trainer.wait_commit(20)
         hog = Hog(run_dir.root.parent)
         hog.start()
-        hook.wait(lambda: len(hook.taken) == 1, seconds=60)
-        good, refused_at = line(run_dir).step, trainer.steps()[-1]
-        trainer.wait(lambda: trainer.said().count("ALARM: step ") >= 3, what="a third refusal")
-        assert line(run_dir).step == good, "nothing is committed on a full disk"
+        hook.wait(lambda: len(hook.accepted) == 1, seconds=60)
+        good, refused_at = run_history(run_dir).step, trainer.steps()[-1]
+        trainer.wait(lambda: trainer.printed().count("ALARM: step ") >= 3, what="a third refusal")
+        assert run_history(run_dir).step == good, "nothing is committed on a full disk"
         hog.closed = True
         hog.join()
         hog.ballast.unlink()
-        hook.wait(lambda: len(hook.taken) == 2, seconds=60)
+        hook.wait(lambda: len(hook.accepted) == 2, seconds=60)
         trainer.wait_commit(good + 40)
-        trainer.kill(signal.SIGINT, who="door")
-        trainer.refused(Exit.STOPPED)
-    told = [(body["kind"], body["step"], body["attempt"]) for body in hook.taken]
-    assert "could not be saved" in hook.taken[0]["reason"], "in the middle of a save"
-    assert told[0] == ("saves_refused", good, 1)
-    assert told[1][0] == "saves_again"
+        trainer.kill(signal.SIGINT, target="supervisor")
+        trainer.assert_fails(ExitCode.STOPPED)
+    told = [(body["kind"], body["step"], body["attempt"]) for body in hook.accepted]
+    assert "could not be saved" in hook.accepted[0]["reason"], "in the middle of a save"
+    assert told[0] == ("saves_failing", good, 1)
+    assert told[1][0] == "saves_recovered"
     assert told[1][1] > max(good, refused_at - 20), "training went on meanwhile"
     assert len(told) == 2
-    committed = line(run_dir).committed
+    committed = run_history(run_dir).committed
     names = [Path(commit.path).name for commit in committed]
     assert files.list_names(run_dir.checkpoints) == names, "a half step was left behind"
     digest(run_dir, committed[-1].step)

@@ -1,4 +1,4 @@
-"""What can't work is refused at once, with one message that says what to do; nothing is left."""
+"""Impossible input is rejected with one message that states what to do; nothing is created."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from typing import Any
 
 import pytest
 
-from jaxres.faults import ConfigError, Exit, TypedEnd
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError, RunError
 from jaxres.launch import gce
 from jaxres.storage import gcs_objects
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import GcsPath
 from tests.promises.cloud import RUNG, SPOT, Cloud
 from tests.promises.trainer import FAULTY
 
 BIG = RUNG | {"machine_type": "a3-highgpu-8g"}
 
 
-def refused(cloud: Cloud, *words: str, env: dict[str, str] | None = None, **config: Any) -> str:
-    """Returns the message of an `up` that must be refused with 78, and must have left nothing."""
-    with pytest.raises(TypedEnd) as raised:
+def assert_fails(
+    cloud: Cloud, *words: str, env: dict[str, str] | None = None, **config: Any
+) -> str:
+    """Returns the message of an `up` that must exit with 78 and create nothing."""
+    with pytest.raises(RunError) as raised:
         gce.main(["up", str(cloud.config(**config)), *words], env=cloud.env if env is None else env)
-    assert raised.value.exit == Exit.CONFIG, raised.value
+    assert raised.value.exit_code == ExitCode.CONFIG, raised.value
     assert cloud.gce.vms() == {}
     cloud.gcs.faults.clear()
     if cloud.run.bucket in bucket_names(cloud):
-        assert gcs_objects.objects(cloud.places.root) == {}, "something is left in the bucket"
+        assert gcs_objects.list_sizes(cloud.places.root) == {}, "something is left in the bucket"
     return str(raised.value)
 
 
@@ -63,7 +66,7 @@ def may_see_nothing(cloud: Cloud) -> dict[str, Any]:
 
 
 def no_such_bucket(cloud: Cloud) -> dict[str, Any]:
-    cloud.run = BucketPath("never-made", "run")
+    cloud.run = GcsPath("never-made", "run")
     return {}
 
 
@@ -102,7 +105,7 @@ CASES: dict[str, tuple[Callable[[Cloud], dict[str, Any]], tuple[str, ...]]] = {
     ),
     "bucket without permission": (denied_bucket, ("can't be used", "Storage Object User")),
     "no such bucket": (no_such_bucket, ("there is no bucket never-made",)),
-    "shape that can't be had so": (
+    "shape that is not available with these options": (
         lambda _: {"ladder": [BIG | {"kind": "standard", "machine_type": "a3-highgpu-1g"}]},
         ("ladder[0].kind: a3-highgpu-1g", "use one of: spot, flex_start"),
     ),
@@ -111,49 +114,49 @@ CASES: dict[str, tuple[Callable[[Cloud], dict[str, Any]], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_cannot_work_is_one_clear_error_that_leaves_nothing(cloud: Cloud, case: str) -> None:
+def test_impossible_input_is_one_clear_error_and_creates_nothing(cloud: Cloud, case: str) -> None:
     arrange, words = CASES[case]
-    said = refused(cloud, **arrange(cloud))
+    printed = assert_fails(cloud, **arrange(cloud))
     for word in words:
-        assert word in said, said
+        assert word in printed, printed
 
 
-def test_without_credentials_it_says_how_to_get_some(
+def test_without_credentials_the_error_explains_how_to_get_them(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(cloud.root / "none"))
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
-    assert "gcloud auth application-default login" in refused(cloud, env={})
+    assert "gcloud auth application-default login" in assert_fails(cloud, env={})
 
 
-def test_a_local_run_directory_is_refused(cloud: Cloud) -> None:
-    said = refused(cloud, f"run.dir={cloud.root / 'local'}")
-    assert "VMs come and go" in said
-    assert "gs://BUCKET/FOLDER" in said
+def test_a_local_run_directory_is_rejected(cloud: Cloud) -> None:
+    printed = assert_fails(cloud, f"run.dir={cloud.root / 'local'}")
+    assert "a local disk is deleted with its VM" in printed
+    assert "gs://BUCKET/FOLDER" in printed
 
 
-def test_a_config_without_vms_is_refused(cloud: Cloud) -> None:
+def test_a_config_without_vms_is_rejected(cloud: Cloud) -> None:
     config = cloud.root / "plain.yaml"
     config.write_text(f"base: {FAULTY}\nrun: {{dir: {cloud.run}}}\n")
     with pytest.raises(ConfigError, match=r"launch.gce is missing"):
         gce.main(["up", str(config)], env=cloud.env)
 
 
-def test_a_denied_creation_ends_typed_once_no_rung_is_left(
+def test_a_denied_creation_exits_with_its_code_after_the_last_rung(
     cloud: Cloud, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cloud.gce.deny("compute.instances.create")
     code = gce.main(["up", str(cloud.config())], env=cloud.env)
-    said = capsys.readouterr().out
-    assert code == Exit.CONFIG, said
-    assert "Required 'compute.instances.create' permission" in said
+    printed = capsys.readouterr().out
+    assert code == ExitCode.CONFIG, printed
+    assert "Required 'compute.instances.create' permission" in printed
     cloud.assert_nothing_is_left()
 
 
-def test_a_notice_that_the_api_refuses_is_done_without(cloud: Cloud) -> None:
+def test_a_preemption_notice_that_the_api_rejects_is_omitted(cloud: Cloud) -> None:
     cloud.gce.refuse_field("preemptionNoticeDuration")
     launcher = cloud.up(cloud.config(), "train.steps=20")
-    assert launcher.ended() == 0, cloud.told()
-    assert "the API refuses the notice of preemption" in launcher.said()
+    assert launcher.wait_exit() == 0, cloud.describe()
+    assert "the API refuses the preemption notice" in launcher.printed()
     cloud.assert_nothing_is_left()

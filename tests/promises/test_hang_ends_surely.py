@@ -1,4 +1,4 @@
-"""What makes no progress ends as 80 within its limit, with stacks; what is only slow does not."""
+"""A run without progress exits with 80 within its limit, with stacks; a slow run does not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import attempt_runner, run_lock
 from tests.promises.trainer import FAULTY, PACED, Place, Trainer, assert_bit_exact
+from tests.tiers import slow_but
 
 GRACE_SECONDS = 2.0
 EVALUATE_NEVER = "evaluation.every_steps=0"
@@ -22,7 +23,7 @@ SHORT = ("data.timeout_seconds=1", "deadlines.data_seconds=2")
 
 @dataclass(frozen=True)
 class Hang:
-    """What hangs, which limit ends it in which phase, and a word of the stacks (None: none)."""
+    """Cause of the hang, its limit and phase, and a text in the stacks (None: none)."""
 
     fault: str
     limits: tuple[str, ...]
@@ -60,7 +61,7 @@ HANGS = {
 
 
 def began(trainer: Trainer, hang: Hang) -> float:
-    """Waits for the hang and returns when it was seen to be there."""
+    """Waits for the hang; returns the time at which it was observed."""
     if hang.phase:
         trainer.wait_phase(hang.phase)
     else:
@@ -68,47 +69,48 @@ def began(trainer: Trainer, hang: Hang) -> float:
     return time.monotonic()
 
 
-@pytest.mark.parametrize("name", HANGS)
+@pytest.mark.parametrize("name", slow_but(HANGS, "endless Python loop in the data"))
 def test_hang_ends_within_its_limit(place: Place, calm: RunDir, name: str) -> None:
     hang = HANGS[name]
     trainer = place.start("run", *hang.limits, config=FAULTY, env={"FAULT": hang.fault})
     since = began(trainer, hang)
-    code = trainer.ended(seconds=3 * hang.seconds + 30)
+    code = trainer.wait_exit(seconds=3 * hang.seconds + 30)
     seconds = time.monotonic() - since
-    said = trainer.said()
-    assert code == Exit.HUNG, said
-    assert seconds < 3 * hang.seconds + GRACE_SECONDS, f"{seconds:.1f} s\n{said}"
-    assert said.count("(exit 80 HUNG)") == 1, said
+    printed = trainer.printed()
+    assert code == ExitCode.HUNG, printed
+    assert seconds < 3 * hang.seconds + GRACE_SECONDS, f"{seconds:.1f} s\n{printed}"
+    assert printed.count("(exit 80 HUNG)") == 1, printed
     if hang.phase:
-        assert f"no progress for {hang.seconds:.1f} s in phase '{hang.phase}'" in said
-    assert hang.by_name in said, said
+        assert f"no progress for {hang.seconds:.1f} s in phase '{hang.phase}'" in printed
+    assert hang.by_name in printed, printed
     if hang.stacks is not None:
         assert f" in {hang.stacks}" in trainer.run_dir.stacks(1, 0).read_text()
-    words = trainer.last_words()
+    words = trainer.end_record()
     assert words is not None
-    assert (words.exit, words.committed) == (Exit.HUNG, False)
+    assert (words.exit, words.committed) == (ExitCode.HUNG, False)
 
     place.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)
 
 
-def test_hang_ends_surely_while_storage_hangs_too(place: Place, calm: RunDir) -> None:
-    """The door's look hangs before the worker does: opening a FIFO waits for its writer."""
+@pytest.mark.slow
+def test_hang_ends_even_while_storage_hangs(place: Place, calm: RunDir) -> None:
+    """The supervisor's check hangs before the worker does: opening a FIFO waits for its writer."""
     free = ("deadlines.step_seconds=2", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
     trainer = place.start("run", *free, config=FAULTY, env=PACED)
     trainer.wait_step(3)
     records = list(trainer.run_dir.log.glob("0*.json"))
     fifo = trainer.run_dir.log / f"{len(records) + 1:08d}.json"
     os.mkfifo(fifo)
-    time.sleep(1.2 * run_lock.BEAT_SECONDS)  # By then it has looked.
-    trainer.kill(signal.SIGSTOP, who="worker")
+    time.sleep(1.2 * run_lock.BEAT_SECONDS)  # The supervisor has checked by then.
+    trainer.kill(signal.SIGSTOP, target="worker")
     since = time.monotonic()
-    code = trainer.ended()
-    seconds, said = time.monotonic() - since, trainer.said()
-    assert code == Exit.HUNG, said
-    assert "the end could not be recorded" in said
+    code = trainer.wait_exit()
+    seconds, printed = time.monotonic() - since, trainer.printed()
+    assert code == ExitCode.HUNG, printed
+    assert "the result could not be recorded" in printed
     assert seconds < 3 * 2 + attempt_runner.RECORD_SECONDS + GRACE_SECONDS, (
-        f"{seconds:.1f} s\n{said}"
+        f"{seconds:.1f} s\n{printed}"
     )
     fifo.unlink()
     place.finish("run", config=FAULTY)
@@ -116,24 +118,27 @@ def test_hang_ends_surely_while_storage_hangs_too(place: Place, calm: RunDir) ->
 
 
 def test_stopped_worker_ends_within_the_steps_limit(place: Place, calm: RunDir) -> None:
-    # No save and no evaluation, which have limits of their own.
+    # No save and no evaluation, which have separate limits.
     free = ("deadlines.step_seconds=2", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
     trainer = place.start("run", *free, config=FAULTY, env=PACED)
     trainer.wait_step(10)
-    trainer.kill(signal.SIGSTOP, who="worker")
+    trainer.kill(signal.SIGSTOP, target="worker")
     since = time.monotonic()
-    code = trainer.ended()
-    seconds, said = time.monotonic() - since, trainer.said()
-    assert code == Exit.HUNG, said
-    found = re.search(r"no progress for ([\d.]+) s in phase 'train' after step", said)
-    assert found, said
-    assert seconds < 3 * float(found[1]) + GRACE_SECONDS, said
+    code = trainer.wait_exit()
+    seconds, printed = time.monotonic() - since, trainer.printed()
+    assert code == ExitCode.HUNG, printed
+    found = re.search(r"no progress for ([\d.]+) s in phase 'train' after step", printed)
+    assert found, printed
+    assert seconds < 3 * float(found[1]) + GRACE_SECONDS, printed
     place.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)
 
 
-def test_door_that_slept_past_every_deadline_raises_no_alarm(place: Place, calm: RunDir) -> None:
-    """A suspended machine, or a moved one: the pause is the watcher's own."""
+@pytest.mark.slow
+def test_supervisor_suspended_past_every_deadline_raises_no_alarm(
+    place: Place, calm: RunDir
+) -> None:
+    """A suspended or migrated machine: the supervisor itself was suspended."""
     limits = ("deadlines.step_seconds=1", "deadlines.compile_seconds=4")
     trainer = place.start(
         "run", *limits, "deadlines.start_seconds=20", config=FAULTY, env={"PACE": "0.004"}
@@ -141,24 +146,25 @@ def test_door_that_slept_past_every_deadline_raises_no_alarm(place: Place, calm:
     trainer.wait_step(5)
     trainer.kill(signal.SIGSTOP)
     time.sleep(10)
-    trainer.kill(signal.SIGUSR1, who="door")
-    trainer.kill(signal.SIGCONT, who="door")
-    # The worker wakes last, so that no progress of its own excuses the pause. The door looks at
-    # deadlines right after it has answered, before it reads what the worker says.
-    trainer.wait_word("stacks of all threads")
-    trainer.kill(signal.SIGCONT, who="worker")
-    assert trainer.ended() == 0, trainer.said()
+    trainer.kill(signal.SIGUSR1, target="supervisor")
+    trainer.kill(signal.SIGCONT, target="supervisor")
+    # The worker resumes last, so that its progress does not hide the pause. The supervisor checks
+    # deadlines right after handling a signal, before it reads the worker's messages.
+    trainer.wait_printed("stacks of all threads")
+    trainer.kill(signal.SIGCONT, target="worker")
+    assert trainer.wait_exit() == 0, trainer.printed()
     assert_bit_exact(trainer.run_dir, calm)
 
 
-def test_door_that_sleeps_does_not_stop_the_worker(place: Place, calm: RunDir) -> None:
+@pytest.mark.slow
+def test_suspended_supervisor_does_not_stop_the_worker(place: Place, calm: RunDir) -> None:
     limits = ("deadlines.step_seconds=1", "deadlines.compile_seconds=4")
     trainer = place.start("run", *limits, config=FAULTY, env=PACED)
     trainer.wait_step(5)
-    trainer.kill(signal.SIGSTOP, who="door")
+    trainer.kill(signal.SIGSTOP, target="supervisor")
     trainer.wait_step(60)
-    trainer.kill(signal.SIGCONT, who="door")
-    assert trainer.ended() == 0, trainer.said()
+    trainer.kill(signal.SIGCONT, target="supervisor")
+    assert trainer.wait_exit() == 0, trainer.printed()
     assert_bit_exact(trainer.run_dir, calm)
 
 
@@ -170,12 +176,13 @@ SLOW: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", SLOW)
-def test_what_is_slow_within_its_own_limit_raises_no_alarm(
+def test_slow_phases_within_their_limits_raise_no_alarm(
     place: Place, calm: RunDir, what: str
 ) -> None:
-    """It naps for five seconds: longer than a step may last, shorter than its own limit."""
+    """The phase sleeps for five seconds: longer than the step limit, shorter than its own limit."""
     fault, limits = SLOW[what]
     trainer = place.start("run", *limits, config=FAULTY, env={"FAULT": fault})
-    assert trainer.ended() == 0, trainer.said()
+    assert trainer.wait_exit() == 0, trainer.printed()
     assert_bit_exact(trainer.run_dir, calm)

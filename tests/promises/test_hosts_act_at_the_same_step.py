@@ -1,4 +1,4 @@
-"""Saves and stops that one host is asked for, at any moment: all hosts act at the same step."""
+"""Saves and stops requested on one host at any time happen at the same step on all hosts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from jaxres.faults import Exit
-from tests.promises.trainer import FAULTY, Place, Trainer, digest, line
+from jaxres.exit_codes import ExitCode
+from tests.promises.trainer import FAULTY, Place, Trainer, digest, run_history
+from tests.tiers import slow_but
 
 HOSTS = 3
 ROUNDS = 5
@@ -22,30 +23,30 @@ LIMITS = (
     "deadlines.evaluate_seconds=20",
     "deadlines.step_seconds=10",
 )
-"""Hosts that act at different steps wait for each other for ever: a hang is what would be found."""
+"""Limit of the test: hosts that act at different steps would wait for each other forever."""
 JITTER = {"JITTER": "0.004"}
-"""Every host reads 8 rows a step, and each row takes it as long as chance has it."""
+"""Every host reads 8 rows per step, each with a random delay."""
 
 
 def saved(trainer: Trainer, host: int) -> list[int]:
-    """Returns the steps that a host has begun to save."""
-    return [e["step"] for e in trainer.events(host) if e["event"] == "SaveStarted"]
+    """Returns the steps whose saves a host has started."""
+    return [e["step"] for e in trainer.events(host) if e["event"] == "save_started"]
 
 
 def trains_after(trainer: Trainer, *, saves: int) -> bool:
-    """Says whether every host has begun so many saves, and trains again.
+    """Returns whether every host has started so many saves and trains again.
 
     A request that comes while a save of the same step is taken is one with it.
     """
     for host in range(HOSTS):
         names = [(e["event"], e.get("phase")) for e in trainer.events(host)]
-        begun = [index for index, (event, _) in enumerate(names) if event == "SaveStarted"]
-        if len(begun) < saves or ("PhaseChanged", "train") not in names[begun[saves - 1] :]:
+        begun = [index for index, (event, _) in enumerate(names) if event == "save_started"]
+        if len(begun) < saves or ("phase_changed", "train") not in names[begun[saves - 1] :]:
             return False
     return True
 
 
-@pytest.mark.parametrize("seed", range(ROUNDS))
+@pytest.mark.parametrize("seed", slow_but(range(ROUNDS), 0))
 def test_all_hosts_save_and_stop_at_the_same_step(place: Place, seed: int) -> None:
     chance = random.Random(seed)
     trainer = place.launch(
@@ -59,7 +60,7 @@ def test_all_hosts_save_and_stop_at_the_same_step(place: Place, seed: int) -> No
         trainer.wait(lambda n=count: trains_after(trainer, saves=n), what=f"save {count}")
     time.sleep(chance.uniform(0, 0.3))
     os.kill(workers[chance.randrange(HOSTS)], signal.SIGTERM)
-    trainer.refused(Exit.PREEMPTED)
+    trainer.assert_fails(ExitCode.PREEMPTED)
 
     steps = saved(trainer, 0)
     assert len(steps) == len(set(steps)) == SAVES + 1, steps
@@ -67,8 +68,8 @@ def test_all_hosts_save_and_stop_at_the_same_step(place: Place, seed: int) -> No
         assert saved(trainer, host) == steps, f"host {host} has saved at other steps"
     ends = [trainer.events(host)[-1] for host in range(HOSTS)]
     assert {(end["event"], end["step"], end["committed"]) for end in ends} == {
-        ("RunEnded", steps[-1], True)
+        ("run_ended", steps[-1], True)
     }
-    assert [commit.step for commit in line(trainer.run_dir).committed] == steps
+    assert [commit.step for commit in run_history(trainer.run_dir).committed] == steps
     for step in steps:
         assert digest(trainer.run_dir, step).startswith("sha256:")

@@ -1,4 +1,4 @@
-"""A real HTTP server is told of a run's incidents, exactly once each, and the secret is nowhere."""
+"""A real HTTP server receives each incident of a run once; the secret is stored nowhere."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import os
 import signal
 from pathlib import Path
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from tests.promises.trainer import FAULTY, PACED, Place
-from tests.unit.alerts.hooks import served
+from tests.unit.telemetry.webhook_server import served
 
 TARGETS = "alerts.targets=[{kind: generic, url_env: HOOK}, {kind: slack, url_env: DEAD}]"
 SECRET = "s3cret-token"
 
 
-def test_a_fall_and_the_end_are_told_once_though_the_server_fails_for_a_while(place: Place) -> None:
+def test_a_restart_and_the_end_are_each_delivered_once_although_the_server_fails(
+    place: Place,
+) -> None:
     with served(500, 500) as hook:
         secrets = {"HOOK": hook.url, "DEAD": f"http://127.0.0.1:9/{SECRET}"}
         env = {**PACED, **secrets}
@@ -25,18 +27,18 @@ def test_a_fall_and_the_end_are_told_once_though_the_server_fails_for_a_while(pl
         assert SECRET.encode() not in Path(f"/proc/{worker}/environ").read_bytes()
         os.kill(worker, signal.SIGKILL)
         second = place.launch("run", TARGETS, hosts=1, config=FAULTY, restart=True, env=env)
-        assert second.ended() == Exit.FENCED, "who is refused tells nobody"
-        assert trainer.ended() == 0, trainer.said()
-        told = [(body["kind"], body["attempt"], body["code"]) for body in hook.taken]
+        assert second.wait_exit() == ExitCode.FENCED, "a rejected supervisor sends no incident"
+        assert trainer.wait_exit() == 0, trainer.printed()
+        told = [(body["kind"], body["attempt"], body["code"]) for body in hook.accepted]
         assert told == [("restarted", 1, 137), ("finished", 2, 0)]
         assert len(set(hook.keys)) == 2
     files = [path for path in trainer.run_dir.root.rglob("*") if path.is_file()]
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
-    assert SECRET not in trainer.said() + second.said()
-    assert "slack:DEAD has not been told of 2 incidents" in trainer.said()
+    assert SECRET not in trainer.printed() + second.printed()
+    assert "2 incidents were not delivered to slack:DEAD" in trainer.printed()
 
 
-def test_a_missing_variable_ends_the_start(place: Place) -> None:
+def test_a_missing_variable_is_a_config_error(place: Place) -> None:
     trainer = place.launch("run", TARGETS, hosts=1, config=FAULTY, restart=True)
-    trainer.refused(Exit.CONFIG, "variable HOOK is not set", "variable DEAD is not set")
+    trainer.assert_fails(ExitCode.CONFIG, "variable HOOK is not set", "variable DEAD is not set")
     assert not trainer.run_dir.log.exists()

@@ -1,4 +1,4 @@
-"""A run that starts from other weights starts from those very numbers, also after a kill."""
+"""A run initialized from other weights starts with exactly these values, also after a kill."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from pathlib import Path
 import pytest
 
 from jaxres.cli import checkpoints as checkpoints_cli
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests import damage
-from tests.promises.trainer import MLP, Place, digest, line, starts
+from tests.promises.trainer import MLP, Place, digest, run_history, starts
 
 
 def export(run_dir: RunDir, *words: str, out: Path) -> str:
-    """Exports a run's newest step and returns the words for a run that starts from it."""
+    """Exports a run's newest step; returns the overrides for a run initialized from it."""
     given = ["checkpoints", "export", str(run_dir.root), "--out", str(out), *words]
     assert checkpoints_cli.main(given, usage="") == 0
     return f"init_from={{kind: safetensors, path: {out}}}"
 
 
 def params_digest(run_dir: RunDir, out: Path) -> str:
-    """Returns one word for the parameters of a run's newest step."""
+    """Returns the digest of the parameters of a run's newest step."""
     export(run_dir, "--names", "jaxres", out=out)
     return json.loads((out / "jaxres.json").read_text())["params"]
 
 
 def heldout_loss(run_dir: RunDir) -> float:
-    """Returns the newest held-out loss that the newest step has saved."""
-    commit = line(run_dir).newest
+    """Returns the newest held-out loss recorded in the newest step."""
+    commit = run_history(run_dir).newest
     assert commit is not None
     facts = json.loads((run_dir.root / commit.path / "progress.json").read_text())
     assert facts["evaluated_step"] == commit.step
@@ -40,21 +40,21 @@ def heldout_loss(run_dir: RunDir) -> float:
 
 
 STILL = ("train.steps=1", "optimizer.learning_rate=1e-30", "evaluation.every_steps=1")
-"""One step that moves no parameter: what is evaluated after it is what the run has started from."""
+"""One step that changes no parameter, so that the evaluation after it is of the initial weights."""
 
 
-def test_fine_tuning_starts_with_the_loss_at_which_the_source_has_ended(place: Place) -> None:
+def test_fine_tuning_starts_with_the_final_loss_of_the_source(place: Place) -> None:
     place.finish("source", "train.steps=8", "evaluation.every_steps=8")
     source = place.run_dir("source")
     words = export(source, out=place.root / "llama")
     tuned = place.finish("tuned", *STILL, "run.seed=5", words)
     run_dir = tuned.run_dir
-    init = line(run_dir).init
+    init = run_history(run_dir).init
     assert init is not None
     assert init["params"] == params_digest(source, place.root / "a")
     assert params_digest(run_dir, place.root / "b") == init["params"]
     assert heldout_loss(run_dir) == heldout_loss(source), "another loss than the source's"
-    assert digest(run_dir) != digest(source), "key, optimizer and position begin anew"
+    assert digest(run_dir) != digest(source), "key, optimizer and position are reset"
 
 
 @pytest.mark.campaign
@@ -63,42 +63,46 @@ def test_two_hosts_start_from_the_same_weights(place: Place) -> None:
     source = place.run_dir("source")
     words = export(source, out=place.root / "llama")
     tuned = place.launched("tuned", *STILL, words, "mesh.fsdp=2", hosts=2)
-    init = line(tuned.run_dir).init
+    init = run_history(tuned.run_dir).init
     assert init is not None
     assert init["params"] == params_digest(source, place.root / "a")
     assert params_digest(tuned.run_dir, place.root / "b") == init["params"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "anywhere", [pytest.param("local", marks=pytest.mark.campaign), "bucket"], indirect=True
 )
-def test_weights_of_a_run_anywhere_are_taken_verified_or_refused(
+def test_weights_of_a_run_are_verified_from_any_storage_or_rejected(
     anywhere: Place, place: Place
 ) -> None:
     anywhere.finish("source", *MLP, "train.steps=20")
     source = anywhere.run_dir("source")
     words = (*MLP, *STILL[:2], f"init_from={{kind: run, path: {source.root}}}")
     tuned = place.finish("tuned", *words)
-    init = line(tuned.run_dir).init
+    init = run_history(tuned.run_dir).init
     assert init is not None
     assert init["step"] == "20"
     assert init["params"] == params_digest(source, place.root / "a")
     assert params_digest(tuned.run_dir, place.root / "b") == init["params"]
 
-    commit = line(source).newest
+    commit = run_history(source).newest
     assert commit is not None
     step_dir = source.root / commit.path
     sizes = {name: size for name, size in files.sizes(step_dir).items() if "state/" in name}
     largest = max(sizes, key=lambda name: sizes[name])
     damage.harm(step_dir, largest, damage.truncate, random.Random(0))
-    place.start("refused", *words).refused(Exit.CONFIG, "init_from.path", "damaged", largest)
+    place.start("refused", *words).assert_fails(
+        ExitCode.CONFIG, "init_from.path", "damaged", largest
+    )
 
 
 LONG = (*MLP, "train.steps=100000", "checkpoint.save_every_steps=100000")
 SHORT = (*MLP, "train.steps=40", "checkpoint.save_every_steps=20")
 
 
-def test_weights_that_a_run_started_from_are_held_until_a_commit_and_not_needed_after(
+@pytest.mark.slow
+def test_initial_weights_are_needed_until_the_first_commit_only(
     place: Place, unbroken: RunDir
 ) -> None:
     folder = place.root / "weights"
@@ -106,21 +110,24 @@ def test_weights_that_a_run_started_from_are_held_until_a_commit_and_not_needed_
     trainer = place.start("run", *LONG, words)
     trainer.wait_step(5)
     trainer.kill()
-    assert trainer.ended() == -9
+    assert trainer.wait_exit() == -9
     run_dir = trainer.run_dir
-    assert line(run_dir).commits == ()
-    init = line(run_dir).init
+    assert run_history(run_dir).commits == ()
+    init = run_history(run_dir).init
     assert init is not None
     before = trainer.steps()
 
     export(unbroken, "--step", "180", out=place.root / "others")
     kept = folder.rename(place.root / "kept")
     (place.root / "others").rename(folder)
-    place.start("run", *SHORT, words).refused(
-        Exit.CONFIG, str(folder), "not the weights that this run was started with", init["params"]
+    place.start("run", *SHORT, words).assert_fails(
+        ExitCode.CONFIG,
+        str(folder),
+        "not the weights that this run was started with",
+        init["params"],
     )
     shutil.rmtree(folder)
-    place.start("run", *SHORT, words).refused(Exit.CONFIG, str(folder), "no such file")
+    place.start("run", *SHORT, words).assert_fails(ExitCode.CONFIG, str(folder), "no such file")
     assert starts(run_dir) == [0], "nothing was trained with other weights"
 
     kept.rename(folder)
@@ -134,7 +141,7 @@ def test_weights_that_a_run_started_from_are_held_until_a_commit_and_not_needed_
     shutil.rmtree(folder)
     place.finish("run", *SHORT, words, "train.steps=60")
     assert starts(run_dir) == [0, 0, 40]
-    assert line(run_dir).step == 60
+    assert run_history(run_dir).step == 60
 
 
 def losses(run_dir: RunDir, attempt: int) -> list[dict]:

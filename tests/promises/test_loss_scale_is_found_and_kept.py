@@ -1,4 +1,4 @@
-"""A run in float16 finds its loss scale, ends finite, and comes back with the scale it had."""
+"""A float16 run finds its loss scale, ends finite, and resumes with the same scale."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxres.checkpoint import manifest
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import FAULTY, ROOT, Place, assert_bit_exact, history, line
+from tests.promises.trainer import FAULTY, ROOT, Place, assert_bit_exact, history, run_history
 
 STEPS = 60
 WORDS = (
@@ -34,12 +34,12 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
 
 
 def newest(run_dir: RunDir) -> dict[str, Any]:
-    commit = line(run_dir).committed[-1]
+    commit = run_history(run_dir).committed[-1]
     return manifest.read_arrays((run_dir.root / commit.path).absolute(), commit)
 
 
 def assert_found(run_dir: RunDir) -> None:
-    """The scale was halved more often in a row than skips are borne, and grew, and overflowed."""
+    """The scale is halved more often in a row than skips are allowed, grows, and overflows."""
     rows = history(run_dir)
     scales = [row["loss_scale"] for row in rows]
     first = [row["skipped"] for row in rows].index(False)
@@ -57,38 +57,44 @@ def test_the_scale_is_found_and_training_ends_finite(unbroken: RunDir) -> None:
     assert arrays["loss_scale/factor"] == history(unbroken)[-1]["loss_scale"]
 
 
-def test_a_run_that_is_killed_goes_on_with_the_scale_it_had(place: Place, unbroken: RunDir) -> None:
+@pytest.mark.slow
+def test_a_killed_run_resumes_with_its_loss_scale(place: Place, unbroken: RunDir) -> None:
     trainer = place.start("run", *WORDS, config=FAULTY, env={"PACE": "0.0005"})
     trainer.wait_commit(20)
     trainer.kill()
-    assert trainer.ended() == -signal.SIGKILL
+    assert trainer.wait_exit() == -signal.SIGKILL
     arrays = newest(trainer.run_dir)
-    assert line(trainer.run_dir).step < STEPS
+    assert run_history(trainer.run_dir).step < STEPS
     assert arrays["loss_scale/factor"] < 2**24
     assert arrays["loss_scale/good_steps"] > 0, "in the middle of a row of good steps"
     place.finish("run", *WORDS, config=FAULTY)
     assert_bit_exact(trainer.run_dir, unbroken)
 
 
-def test_two_hosts_halve_alike(place: Place) -> None:
+@pytest.mark.slow
+def test_two_hosts_halve_the_scale_at_the_same_steps(place: Place) -> None:
     trainer = place.launch("pair", *WORDS, hosts=2, config=FAULTY)
-    assert trainer.ended() == Exit.DONE, trainer.said()
+    assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     assert_found(trainer.run_dir)
     told = [
-        {event["step"]: event["overflowed_scale"] for event in trainer.told("UpdateSkipped", host)}
+        {
+            event["step"]: event["overflowed_scale"]
+            for event in trainer.events_of("update_skipped", host)
+        }
         for host in range(2)
     ]
     assert told[0] == told[1]
     assert all(told[0].values())
-    assert "the gradient overflows under loss scale" in trainer.said()
+    assert "the gradient overflows under loss scale" in trainer.printed()
 
 
-def test_a_step_that_overflowed_names_where_when_it_is_computed_again(unbroken: RunDir) -> None:
+@pytest.mark.slow
+def test_replay_of_an_overflowed_step_names_the_parameters(unbroken: RunDir) -> None:
     command = ["replay", str(unbroken.root), "--step", "1", "--explain"]
     done = subprocess.run(
         [sys.executable, "-m", "jaxres", *command], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == Exit.DONE, done.stderr
+    assert done.returncode == ExitCode.DONE, done.stderr
     assert "(as recorded), gradient norm inf" in done.stdout
     assert "gradient of bias_V: not finite" in done.stdout
     found = done.stdout.partition("first number that is not finite: backward: ")[2]

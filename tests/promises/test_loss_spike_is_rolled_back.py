@@ -1,5 +1,5 @@
-"""A loss that stays high: training goes on from before its onset, without the rows, and ends as if
-they had never been there.
+"""After a lasting loss spike, training resumes from before its onset without the rows, and ends as
+if these rows had been absent.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.data import rows_at
-from jaxres.faults import Exit
+from jaxres.data import sample_ids_at
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events, read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, Skip
-from tests.promises.trainer import FAULTY, Place, Trainer, digest, history, line
+from tests.promises.trainer import FAULTY, Place, Trainer, digest, history, run_history
 
 ROWS = 24
 ONSET, LAST, TARGET, STEPS = 23, 25, 20, 40
-HARD = [int(row) for row in rows_at(ROWS * (ONSET - 1), 3 * ROWS, num_rows=1800, seed=0)[0]]
+HARD = [int(row) for row in sample_ids_at(ROWS * (ONSET - 1), 3 * ROWS, num_rows=1800, seed=0)[0]]
 LEFT_OUT = (ROWS * (ONSET - 1), ROWS * LAST)
 WORDS = (
     "model.target=tests.promises.bad_models:hard",
@@ -37,23 +37,23 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> str:
-    """The digest of a run whose log had these skips before it came to them."""
+    """Returns the digest of a run whose log had these skips before it reached the rows."""
     place = Place(tmp_path_factory.mktemp("skips"), caches)
     begun = place.start("skips", *WORDS, "train.steps=5", config=FAULTY)
-    assert begun.ended() == Exit.DONE, begun.said()
+    assert begun.wait_exit() == ExitCode.DONE, begun.printed()
     run_dir = begun.run_dir
     seq = len(run_log.read_records(run_dir.log))
     log = RunLog(run_dir.log, attempt=1, last_seq=seq, clock=SystemClock())
     log.append(Skip(rows=(LEFT_OUT,), reason="as the test has asked"))
     trainer = place.start("skips", *WORDS, f"train.steps={STEPS}", config=FAULTY)
-    assert trainer.ended() == Exit.DONE, trainer.said()
+    assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     assert not rolled_back(run_dir)
     return digest(run_dir)
 
 
 def rolled_back(run_dir: RunDir) -> list[run_log.Rollback]:
-    """The rollbacks that the log has."""
-    return [record.body for record in line(run_dir).rollbacks]  # type: ignore[misc]
+    """Returns the rollbacks in the run log."""
+    return [record.body for record in run_history(run_dir).rollbacks]  # type: ignore[misc]
 
 
 def start(place: Place, *words: str) -> Trainer:
@@ -65,19 +65,19 @@ def assert_it_went_back(run_dir: RunDir) -> None:
     assert (record.onset, record.target, record.rows) == (ONSET, TARGET, (LEFT_OUT,))
 
 
-def test_a_loss_that_stays_high_ends_as_if_its_rows_had_never_been_there(
+def test_a_run_with_a_lasting_loss_spike_ends_as_if_its_rows_were_absent(
     place: Place, expected: str
 ) -> None:
     trainer = start(place)
-    assert trainer.ended() == Exit.DONE, trainer.said()
+    assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     assert_it_went_back(trainer.run_dir)
-    assert "ROLLBACK: step 25: loss" in trainer.said()
+    assert "ROLLBACK: step 25: loss" in trainer.printed()
     assert digest(trainer.run_dir) == expected
     assert [row["step"] for row in history(trainer.run_dir)] == list(range(1, STEPS + 1))
 
 
 def wrote_rollback(trainer: Trainer) -> bool:
-    return bool(line(trainer.run_dir).rollbacks)
+    return bool(run_history(trainer.run_dir).rollbacks)
 
 
 def in_phase(phase: str, trainer: Trainer) -> bool:
@@ -85,14 +85,17 @@ def in_phase(phase: str, trainer: Trainer) -> bool:
 
 
 def started_again(trainer: Trainer) -> bool:
-    return len(line(trainer.run_dir).starts) > 1
+    return len(run_history(trainer.run_dir).starts) > 1
 
 
 def finished_a_step_since(trainer: Trainer) -> bool:
     metrics = read_json_lines(trainer.run_dir.metrics(trainer.attempt))
-    return started_again(trainer) and metrics[-1]["seq"] == line(trainer.run_dir).starts[-1].seq
+    return (
+        started_again(trainer) and metrics[-1]["seq"] == run_history(trainer.run_dir).starts[-1].seq
+    )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point",
     [
@@ -104,29 +107,31 @@ def finished_a_step_since(trainer: Trainer) -> bool:
     ],
     ids=["decided", "recorded", "restoring", "started", "stepped"],
 )
-def test_a_rollback_that_is_killed_ends_as_one_that_is_not(
+def test_a_run_killed_during_a_rollback_ends_bit_exact(
     place: Place, expected: str, point: functools.partial[bool]
 ) -> None:
     trainer = start(place)
     trainer.wait(lambda: point(trainer), what="that point of the rollback")
     trainer.kill()
-    assert trainer.ended() == -signal.SIGKILL
+    assert trainer.wait_exit() == -signal.SIGKILL
     again = start(place)
-    assert again.ended() == Exit.DONE, again.said()
+    assert again.wait_exit() == ExitCode.DONE, again.printed()
     assert_it_went_back(again.run_dir)
     assert digest(again.run_dir) == expected
 
 
-def test_both_hosts_go_back_alike(place: Place) -> None:
+@pytest.mark.slow
+def test_both_hosts_roll_back_to_the_same_step(place: Place) -> None:
     trainer = place.launched("run", *WORDS, f"train.steps={STEPS}", hosts=2, config=FAULTY)
     assert_it_went_back(trainer.run_dir)
     for host in (0, 1):
         told = read_events(trainer.run_dir.events(1, host))
-        (event,) = [event for event in told if event["event"] == "RolledBack"]
+        (event,) = [event for event in told if event["event"] == "rolled_back"]
         assert (event["onset"], event["target"]) == (ONSET, TARGET)
 
 
-def test_more_rollbacks_than_are_borne_end_the_run(place: Place) -> None:
+@pytest.mark.slow
+def test_more_rollbacks_than_allowed_end_the_run(place: Place) -> None:
     trainer = place.start(
         "run",
         *WORDS,
@@ -135,7 +140,7 @@ def test_more_rollbacks_than_are_borne_end_the_run(place: Place) -> None:
         "model.args=" + json.dumps({"items": HARD + more_hard()}),
         config=FAULTY,
     )
-    trainer.refused(Exit.DIVERGED, "the run has gone back 1 times already")
+    trainer.assert_fails(ExitCode.DIVERGED, "the run has rolled back 1 times already")
     assert_it_went_back(trainer.run_dir)
 
 
@@ -143,8 +148,9 @@ FACTOR, FOR = 0.5, 10
 LOWER = (f"guards.rollback.rate_factor={FACTOR}", f"guards.rollback.rate_steps={FOR}")
 
 
-def test_the_rate_is_lower_for_a_while_after_a_rollback_however_it_is_killed(place: Place) -> None:
-    """The end is that of a run whose log had the record before it came to those rows."""
+@pytest.mark.slow
+def test_the_learning_rate_is_lower_after_a_rollback_also_after_kills(place: Place) -> None:
+    """The run ends like one whose log had the record before it reached those rows."""
     told = place.finish("told", *WORDS, *LOWER, "train.steps=5", config=FAULTY).run_dir
     seq = len(run_log.read_records(told.log))
     record = run_log.Rollback(
@@ -160,9 +166,9 @@ def test_the_rate_is_lower_for_a_while_after_a_rollback_however_it_is_killed(pla
     trainer = start(place, *LOWER)
     trainer.wait(lambda: finished_a_step_since(trainer), what="a step after the rollback")
     trainer.kill()
-    assert trainer.ended() == -signal.SIGKILL
+    assert trainer.wait_exit() == -signal.SIGKILL
     again = start(place, *LOWER)
-    assert again.ended() == Exit.DONE, again.said()
+    assert again.wait_exit() == ExitCode.DONE, again.printed()
     assert_it_went_back(again.run_dir)
     rates = {row["step"]: row["learning_rate"] for row in history(again.run_dir)}
     lower = {step for step, rate in rates.items() if rate == FACTOR * rates[1]}
@@ -170,10 +176,11 @@ def test_the_rate_is_lower_for_a_while_after_a_rollback_however_it_is_killed(pla
     assert digest(again.run_dir) == digest(told)
 
 
-def test_where_few_are_kept_one_is_that_no_spike_can_spoil(place: Place) -> None:
-    """Both newest commits are of the spike when it is seen; one more was kept for its age."""
+@pytest.mark.slow
+def test_a_checkpoint_older_than_any_spike_is_kept(place: Place) -> None:
+    """Both newest commits are within the spike when it is detected; an older one is kept."""
     patience, in_a_row = 4, 1
-    rows = rows_at(ROWS * (ONSET - 1), patience * ROWS, num_rows=1800, seed=0)[0]
+    rows = sample_ids_at(ROWS * (ONSET - 1), patience * ROWS, num_rows=1800, seed=0)[0]
     trainer = place.start(
         "run",
         *WORDS,
@@ -185,34 +192,38 @@ def test_where_few_are_kept_one_is_that_no_spike_can_spoil(place: Place) -> None
         "model.args=" + json.dumps({"items": [int(row) for row in rows]}),
         config=FAULTY,
     )
-    assert trainer.ended() == Exit.DONE, trainer.said()
+    assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     (record,) = rolled_back(trainer.run_dir)
     assert record.onset == ONSET
     looks_back = (patience - 1) * (1 + in_a_row)
     assert ONSET - 2 * looks_back <= record.target < ONSET
 
 
-def test_a_notice_in_the_midst_of_a_spike_saves_nothing_of_it(place: Place, expected: str) -> None:
+@pytest.mark.slow
+def test_a_preemption_notice_during_a_spike_does_not_save_it(place: Place, expected: str) -> None:
     trainer = start(place)
     trainer.wait_step(ONSET + 1)
-    trainer.kill(signal.SIGTERM, who="door")
-    assert trainer.ended() == Exit.PREEMPTED, trainer.said()
+    trainer.kill(signal.SIGTERM, target="supervisor")
+    assert trainer.wait_exit() == ExitCode.PREEMPTED, trainer.printed()
     again = start(place)
-    assert again.ended() == Exit.DONE, again.said()
+    assert again.wait_exit() == ExitCode.DONE, again.printed()
     assert_it_went_back(again.run_dir)
     assert digest(again.run_dir) == expected
 
 
-def test_a_rollback_that_may_only_warn_says_so_and_goes_on(place: Place) -> None:
+@pytest.mark.slow
+def test_a_rollback_policy_of_warn_only_warns_and_continues(place: Place) -> None:
     words = ("guards.rollback.mode=warn", "train.steps=30")
     trainer = place.start("run", *WORDS, *words, config=FAULTY)
-    assert trainer.ended() == Exit.DONE, trainer.said()
-    (told,) = trainer.told("GuardWarned")
+    assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
+    (told,) = trainer.events_of("guard_warned")
     assert (told["step"], rolled_back(trainer.run_dir)) == (LAST, [])
-    assert "WARNING: step 25: loss" in trainer.said()
-    assert "would go back to before step 23" in trainer.said()
+    assert "WARNING: step 25: loss" in trainer.printed()
+    assert "would roll back to before step 23" in trainer.printed()
 
 
 def more_hard() -> list[int]:
-    """Rows that come soon after those which are left out."""
-    return [int(row) for row in rows_at(ROWS * (LAST + 4), 3 * ROWS, num_rows=1800, seed=0)[0]]
+    """Rows that follow soon after the excluded ones."""
+    return [
+        int(row) for row in sample_ids_at(ROWS * (LAST + 4), 3 * ROWS, num_rows=1800, seed=0)[0]
+    ]

@@ -1,4 +1,4 @@
-"""Three hosts with a door each; one is lost: the other doors end as 79 in time, and name it."""
+"""Of three hosts one is lost: the other supervisors exit with 79 in time and name it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.networks import network, permitted
 from tests.promises.proxy import proxy
@@ -24,11 +24,11 @@ HEARTBEAT_SECONDS = 5
 LONG = (*MLP, "train.steps=1000000", f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}")
 SHORT = (*LONG, "train.steps=80")
 MARGIN = 3
-"""Deadlines are asserted at three times their value, since a machine may be busy."""
+"""Deadlines are asserted at three times their value because the machine may be busy."""
 
 
 def kill_worker(trainer: Trainer) -> None:
-    trainer.kill(signal.SIGKILL, who="worker")
+    trainer.kill(signal.SIGKILL, target="worker")
 
 
 def kill_all(trainer: Trainer) -> None:
@@ -41,7 +41,7 @@ def stop_all(trainer: Trainer) -> None:
 
 @dataclass(frozen=True)
 class Loss:
-    """How a host is lost, how soon the others must know, and how its own door ends."""
+    """How a host is lost, the detection limit of the others, and the exit of its own supervisor."""
 
     lose: Callable[[Trainer], None]
     host: int
@@ -59,7 +59,7 @@ LOSSES = {
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
-    """The same run, of which no host was lost."""
+    """The same run without a lost host."""
     place = Place(tmp_path_factory.mktemp("calm"), caches)
     place.launched("calm", *SHORT, hosts=HOSTS)
     return place.run_dir("calm")
@@ -71,30 +71,33 @@ def under_way(trainers: list[Trainer]) -> None:
 
 
 def named_by_the_others(trainers: list[Trainer], lost: int, *, seconds: float) -> None:
-    """Every other door ends as 79 within three times these seconds, and names the lost host."""
+    """Asserts that the others exit with 79 within three times these seconds and name the host."""
     since = time.monotonic()
     for host, trainer in enumerate(trainers):
         if host != lost:
-            said = trainer.refused(Exit.PEER_LOST, f"host {lost} (")
-            assert re.search(r"(last finished|after) step (is )?\d+", said), said
+            printed = trainer.assert_fails(ExitCode.PEER_LOST, f"host {lost} (")
+            assert re.search(r"(last finished|after) step (is )?\d+", printed), printed
     assert time.monotonic() - since < MARGIN * seconds
 
 
 OFTEN = ("its worker is killed", "the lead is killed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.campaign) for name in LOSSES],
 )
-def test_a_lost_host_is_named_by_every_other_door(place: Place, calm: RunDir, name: str) -> None:
+def test_a_lost_host_is_named_by_every_other_supervisor(
+    place: Place, calm: RunDir, name: str
+) -> None:
     loss = LOSSES[name]
-    trainers = place.doors("run", *SHORT, hosts=HOSTS)
+    trainers = place.start_hosts("run", *SHORT, hosts=HOSTS)
     under_way(trainers)
     loss.lose(trainers[loss.host])
     named_by_the_others(trainers, loss.host, seconds=loss.seconds)
     if loss.own_code is not None:
-        assert trainers[loss.host].ended() == loss.own_code, trainers[loss.host].said()
+        assert trainers[loss.host].wait_exit() == loss.own_code, trainers[loss.host].printed()
     place.end_all()
 
     place.launched("run", *SHORT, hosts=HOSTS)
@@ -103,21 +106,23 @@ def test_a_lost_host_is_named_by_every_other_door(place: Place, calm: RunDir, na
 
 
 def test_a_stop_at_one_host_saves_one_step_for_all(place: Place) -> None:
-    trainers = place.doors("run", *MLP, "train.steps=1000000", hosts=2)
+    trainers = place.start_hosts("run", *MLP, "train.steps=1000000", hosts=2)
     under_way(trainers)
     os.kill(trainers[1].process.pid, signal.SIGTERM)
-    assert [trainer.ended() for trainer in trainers] == [Exit.PREEMPTED] * 2
-    (words,) = {(w.exit, w.committed) for w in [trainers[0].last_words()] if w is not None}
-    assert words == (Exit.PREEMPTED, True)
+    assert [trainer.wait_exit() for trainer in trainers] == [ExitCode.PREEMPTED] * 2
+    (words,) = {(w.exit, w.committed) for w in [trainers[0].end_record()] if w is not None}
+    assert words == (ExitCode.PREEMPTED, True)
 
 
+@pytest.mark.slow
 def test_a_stop_before_the_first_step_ends_all_hosts_at_once(place: Place) -> None:
-    trainers = place.doors("run", *MLP, hosts=2)
+    place.fresh = True  # So that the stop hits an import.
+    trainers = place.start_hosts("run", *MLP, hosts=2)
     trainers[0].wait_phase("import")
     os.kill(trainers[1].process.pid, signal.SIGTERM)
-    assert [trainer.ended() for trainer in trainers] == [Exit.PREEMPTED] * 2
+    assert [trainer.wait_exit() for trainer in trainers] == [ExitCode.PREEMPTED] * 2
     for trainer in trainers:
-        assert "SIGTERM on" in trainer.said()
+        assert "SIGTERM on" in trainer.printed()
     assert starts(trainers[0].run_dir) == []
 
 
@@ -126,13 +131,15 @@ CutOff = tuple[list[Trainer], Callable[[], None]]
 
 @contextlib.contextmanager
 def cut_off(place: Place, folder: Path, *, lost: int) -> Iterator[CutOff]:
-    """Yields the doors, and what cuts one of them off from the rest."""
+    """Yields the supervisors, and a function that disconnects one of them from the rest."""
     if permitted():
         with network(HOSTS, folder=folder) as net:
             at = f"{net.machines[0].address}:7077"
             yield (
                 [
-                    place.door("run", *LONG, host=m.host, hosts=HOSTS, at=at, through=m.through)
+                    place.start_host(
+                        "run", *LONG, host=m.host, hosts=HOSTS, at=at, through=m.through
+                    )
                     for m in net.machines
                 ],
                 lambda: net.cut(lost),
@@ -143,14 +150,15 @@ def cut_off(place: Place, folder: Path, *, lost: int) -> Iterator[CutOff]:
         addresses = [between.address if host == lost else at for host in range(HOSTS)]
         yield (
             [
-                place.door("run", *LONG, host=host, hosts=HOSTS, at=address)
+                place.start_host("run", *LONG, host=host, hosts=HOSTS, at=address)
                 for host, address in enumerate(addresses)
             ],
             between.cut,
         )
 
 
-def test_a_host_whose_network_is_cut_is_lost_and_knows_it(place: Place, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_host_whose_network_is_cut_is_lost_and_exits(place: Place, tmp_path: Path) -> None:
     with cut_off(place, tmp_path, lost=2) as (trainers, cut):
         for trainer in trainers:
             trainer.attempt = 1
@@ -158,6 +166,6 @@ def test_a_host_whose_network_is_cut_is_lost_and_knows_it(place: Place, tmp_path
         cut()
         since = time.monotonic()
         for trainer in trainers[:2]:
-            trainer.refused(Exit.PEER_LOST, "host 2 (")
-        trainers[2].refused(Exit.PEER_LOST, "host 0 (")
+            trainer.assert_fails(ExitCode.PEER_LOST, "host 2 (")
+        trainers[2].assert_fails(ExitCode.PEER_LOST, "host 0 (")
         assert time.monotonic() - since < MARGIN * (HEARTBEAT_SECONDS + 2)

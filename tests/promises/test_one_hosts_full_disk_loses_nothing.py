@@ -1,4 +1,4 @@
-"""A disk that is full for one host only: the save fails on all, with its words; the next counts."""
+"""A disk that is full on one host fails the save on all; the next save is committed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.mounts import Namespace
-from tests.promises.trainer import MLP, Place, digest, line
+from tests.promises.trainer import MLP, Place, digest, run_history
 
 TIMEOUT_SECONDS = 3
 SMALL = 2**20
@@ -27,7 +27,7 @@ def namespace() -> Iterator[Namespace]:
 
 
 class Trap(threading.Thread):
-    """Has a host write its part of the next save to a full disk, behind a link that it follows."""
+    """Makes a host write its part of the next save through a link to a full disk."""
 
     def __init__(self, run_dir: RunDir, *, host: int, full: Path) -> None:
         super().__init__(daemon=True)
@@ -42,14 +42,14 @@ class Trap(threading.Thread):
                 try:
                     (state / self.name_of_part).symlink_to(self.full)
                 except OSError:
-                    continue  # The host was there first, or the save is over.
+                    continue  # The host created it first, or the save has ended.
                 self.step = int(state.parent.name.partition("-")[0])
                 break
             time.sleep(0.0005)
 
 
 @pytest.mark.parametrize("host", [1, pytest.param(0, marks=pytest.mark.campaign)])
-def test_a_save_that_one_host_cannot_write_fails_on_all_and_the_next_counts(
+def test_a_save_that_one_host_cannot_write_fails_on_all_and_the_next_is_committed(
     place: Place, namespace: Namespace, host: int
 ) -> None:
     full = place.root / "full"
@@ -68,22 +68,26 @@ def test_a_save_that_one_host_cannot_write_fails_on_all_and_the_next_counts(
     trap = Trap(trainer.run_dir, host=host, full=full)
     try:
         trap.start()
-        trainer.wait_word("ALARM: step ")
+        trainer.wait_printed("ALARM: step ")
         failed = trap.step
         assert failed is not None
         trainer.wait_commit(failed + 10)
-        trainer.kill(signal.SIGINT, who="door")
-        said = trainer.refused(Exit.STOPPED, f"ALARM: step {failed} ", "No space left on device")
+        trainer.kill(signal.SIGINT, target="supervisor")
+        printed = trainer.assert_fails(
+            ExitCode.STOPPED, f"ALARM: step {failed} ", "No space left on device"
+        )
     finally:
         trap.closed = True
         inside.end_all()
-    assert said.count("ALARM: step") == 1, said
+    assert printed.count("ALARM: step") == 1, printed
     if host:
-        assert f"Why: host {host}: " in said
-    steps = [commit.step for commit in line(trainer.run_dir).committed]
+        assert f"Reason: host {host}: " in printed
+    steps = [commit.step for commit in run_history(trainer.run_dir).committed]
     assert failed not in steps
     assert not list(trainer.run_dir.checkpoints.glob(f"*{failed}-*")), "something was left behind"
     for follower in range(2):
-        assert failed in [e["step"] for e in trainer.events(follower) if e["event"] == "SaveFailed"]
+        assert failed in [
+            e["step"] for e in trainer.events(follower) if e["event"] == "save_failed"
+        ]
         assert trainer.events(follower)[-1]["step"] == steps[-1]
     assert digest(trainer.run_dir, steps[-1]).startswith("sha256:")

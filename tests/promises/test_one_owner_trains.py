@@ -1,4 +1,4 @@
-"""Of any number of starts in one run directory one trains; a dead or sleeping owner bars nobody."""
+"""Of many starts in one run directory one trains; a dead or suspended owner blocks no start."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import GcsPath
 from tests.promises.trainer import (
     FAULTY,
     PACED,
     Place,
     Trainer,
     assert_bit_exact,
-    line,
+    run_history,
     snapshot,
     starts,
 )
@@ -39,9 +39,10 @@ def asleep(pid: int) -> bool:
 
 def put_to_sleep(trainer: Trainer) -> None:
     trainer.kill(signal.SIGSTOP)
-    trainer.wait(lambda: asleep(trainer.process.pid), what="a stopped door")
+    trainer.wait(lambda: asleep(trainer.process.pid), what="a suspended supervisor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("anywhere", "starts"),
     [
@@ -52,101 +53,109 @@ def put_to_sleep(trainer: Trainer) -> None:
     ],
     indirect=["anywhere"],
 )
-def test_of_many_starts_at_once_one_trains(anywhere: Place, calm: RunDir, starts: int) -> None:
+def test_only_one_of_many_concurrent_starts_trains(
+    anywhere: Place, calm: RunDir, starts: int
+) -> None:
     trainers = [anywhere.start("run", config=FAULTY, env=SLOW) for _ in range(starts)]
-    codes = [trainer.ended() for trainer in trainers]
+    codes = [trainer.wait_exit() for trainer in trainers]
     winners = [trainer for trainer, code in zip(trainers, codes, strict=True) if code == 0]
-    assert sorted(codes) == [0, *[Exit.FENCED] * (starts - 1)], [t.said() for t in trainers]
+    assert sorted(codes) == [0, *[ExitCode.FENCED] * (starts - 1)], [t.printed() for t in trainers]
     for trainer in trainers:
         if trainer not in winners:
             pid = winners[0].process.pid
-            trainer.refused(Exit.FENCED, f"pid {pid}", os.uname().nodename, "Nothing was written")
+            trainer.assert_fails(
+                ExitCode.FENCED, f"pid {pid}", os.uname().nodename, "Nothing was written"
+            )
     run_dir = trainers[0].run_dir
     assert attempts(run_dir) == ["0001"]
     assert {record.attempt for record in run_log.read_records(run_dir.log)} == {1}
-    assert line(run_dir).claims[0].pid == winners[0].process.pid
+    assert run_history(run_dir).claims[0].pid == winners[0].process.pid
     assert_bit_exact(run_dir, calm)
 
 
-def test_start_beside_a_living_owner_writes_nothing(anywhere: Place, calm: RunDir) -> None:
+def test_start_beside_a_live_lock_holder_writes_nothing(anywhere: Place, calm: RunDir) -> None:
     owner = anywhere.start("run", config=FAULTY, env=PACED)
     owner.wait_commit(10)
-    owner.kill(signal.SIGSTOP, who="worker")  # So that all that is written is another's.
+    owner.kill(signal.SIGSTOP, target="worker")  # So that all writes come from another process.
     before = at_rest(owner.run_dir)
     second = anywhere.start("run", config=FAULTY)
-    second.refused(Exit.FENCED, f"pid {owner.process.pid}", "is alive", "Nothing was written")
+    second.assert_fails(
+        ExitCode.FENCED, f"pid {owner.process.pid}", "is alive", "Nothing was written"
+    )
     assert at_rest(owner.run_dir) == before
-    owner.kill(signal.SIGCONT, who="worker")
-    assert owner.ended() == 0, owner.said()
-    assert line(owner.run_dir).attempt == 1
+    owner.kill(signal.SIGCONT, target="worker")
+    assert owner.wait_exit() == 0, owner.printed()
+    assert run_history(owner.run_dir).attempt == 1
     assert_bit_exact(owner.run_dir, calm)
 
 
 def at_rest(run_dir: RunDir) -> dict[str, bytes]:
-    """Returns what lies there, without what a door that is awake writes into a bucket: its lines
-    come late.
+    """Returns the files of the run directory, without the lines that a running supervisor writes
+    into a bucket with a delay.
     """
-    is_late = isinstance(run_dir.root, BucketPath)
+    is_late = isinstance(run_dir.root, GcsPath)
     there = snapshot(run_dir.root)
     return {name: data for name, data in there.items() if not (is_late and ".jsonl/" in name)}
 
 
-def test_start_beside_a_sleeping_worker_is_refused_however_long(place: Place) -> None:
-    """Progress of the training is the deadlines' business; the owner is the door."""
+@pytest.mark.slow
+def test_start_beside_a_suspended_worker_is_rejected_however_long(place: Place) -> None:
+    """Training progress is checked by deadlines; the lock holder is the supervisor."""
     owner = place.start("run", config=FAULTY, env=SLOW)
     owner.wait_step(2)
-    owner.kill(signal.SIGSTOP, who="worker")
+    owner.kill(signal.SIGSTOP, target="worker")
     for _ in range(2):
-        place.start("run", config=FAULTY).refused(Exit.FENCED, "is alive")
+        place.start("run", config=FAULTY).assert_fails(ExitCode.FENCED, "is alive")
 
 
-def test_killed_owner_bars_nobody(anywhere: Place, calm: RunDir) -> None:
-    """The kernel tells at once that it is gone; no three beats are waited for."""
+def test_killed_lock_holder_blocks_no_start(anywhere: Place, calm: RunDir) -> None:
+    """The kernel releases the lock at once; the start does not wait for three heartbeats."""
     owner = anywhere.start("run", config=FAULTY, env=PACED)
     owner.wait_commit(10)
     owner.kill()
-    owner.ended()
+    owner.wait_exit()
     heir = anywhere.start("run", config=FAULTY)
-    heir.wait(lambda: line(heir.run_dir).attempt == 2, what="a claim")
-    waited = line(heir.run_dir).claims[-1]
+    heir.wait(lambda: run_history(heir.run_dir).attempt == 2, what="a claim")
+    waited = run_history(heir.run_dir).claims[-1]
     assert waited.pid == heir.process.pid
-    assert heir.ended() == 0, heir.said()
+    assert heir.wait_exit() == 0, heir.printed()
     assert_bit_exact(heir.run_dir, calm)
 
 
-def test_heir_of_a_sleeping_owner_keeps_the_run(place: Place, calm: RunDir) -> None:
-    """It trains without the lock, which the sleeper holds, and gets it when the sleeper dies."""
+@pytest.mark.slow
+def test_successor_of_a_suspended_lock_holder_keeps_the_run(place: Place, calm: RunDir) -> None:
+    """The successor trains without the lock, which the suspended owner holds, and gets it later."""
     zombie = place.start("run", config=FAULTY, env=PACED)
     zombie.wait_step(13)
     put_to_sleep(zombie)
     heir = place.start("run", config=FAULTY, env={"PACE": "0.01"})
-    heir.wait(lambda: line(heir.run_dir).attempt == 2, what="a claim")
+    heir.wait(lambda: run_history(heir.run_dir).attempt == 2, what="a claim")
     heir.wait_step(starts(heir.run_dir)[0] + 1)
     assert json.loads(heir.run_dir.owner.read_text())["locked"] is False
-    place.start("run", config=FAULTY).refused(Exit.FENCED, f"pid {heir.process.pid}")
+    place.start("run", config=FAULTY).assert_fails(ExitCode.FENCED, f"pid {heir.process.pid}")
 
     before = snapshot(zombie.run_dir.attempt(1))
-    zombie.kill()  # Now the lock is free, for whoever asks first.
+    zombie.kill()  # Releases the lock for the first waiter.
     zombie.process.wait()
     thirds = [place.start("run", config=FAULTY) for _ in range(2)]
     for third in thirds:
-        third.refused(Exit.FENCED, f"pid {heir.process.pid}")
+        third.assert_fails(ExitCode.FENCED, f"pid {heir.process.pid}")
     heir.wait(lambda: json.loads(heir.run_dir.owner.read_text())["locked"], what="the lock")
-    assert heir.ended() == 0, heir.said()
+    assert heir.wait_exit() == 0, heir.printed()
     assert snapshot(zombie.run_dir.attempt(1)) == before
     assert attempts(heir.run_dir) == ["0001", "0002"]
     assert_bit_exact(heir.run_dir, calm)
 
 
 @pytest.mark.campaign
-def test_many_rounds_of_starts_and_kills_keep_one_line(anywhere: Place, calm: RunDir) -> None:
+def test_many_rounds_of_starts_and_kills_keep_one_history(anywhere: Place, calm: RunDir) -> None:
     for round in range(10):
         trainers = [anywhere.start("run", config=FAULTY, env=SLOW) for _ in range(4)]
         time.sleep(0.5 + 0.4 * round)
         for trainer in trainers:
             trainer.kill()
-            trainer.ended()
-        if line(trainers[0].run_dir).step == 60:
+            trainer.wait_exit()
+        if run_history(trainers[0].run_dir).step == 60:
             break
     anywhere.finish("run", config=FAULTY)
     assert_bit_exact(anywhere.run_dir("run"), calm)

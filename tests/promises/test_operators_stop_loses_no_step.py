@@ -1,4 +1,4 @@
-"""A stop that was asked for is answered at once, saves the last finished step, and bars nothing."""
+"""A requested stop is prompt, saves the last finished step, and blocks no later start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import (
     FAULTY,
@@ -25,27 +25,28 @@ from tests.promises.trainer import (
     Place,
     Trainer,
     assert_bit_exact,
-    line,
+    run_history,
     starts,
 )
+from tests.tiers import slow_but
 
 Ask = Callable[[Trainer], None]
-ASKS: dict[str, tuple[Ask, Exit]] = {
-    "SIGTERM": (lambda t: t.kill(signal.SIGTERM, who="door"), Exit.PREEMPTED),
-    "SIGINT": (lambda t: t.kill(signal.SIGINT, who="door"), Exit.STOPPED),
-    "SIGHUP": (lambda t: t.kill(signal.SIGHUP, who="door"), Exit.PREEMPTED),
-    "stop file": (lambda t: t.run_dir.request("stop").touch(), Exit.STOPPED),
-    "SIGTERM to all": (lambda t: t.kill(signal.SIGTERM), Exit.PREEMPTED),
+ASKS: dict[str, tuple[Ask, ExitCode]] = {
+    "SIGTERM": (lambda t: t.kill(signal.SIGTERM, target="supervisor"), ExitCode.PREEMPTED),
+    "SIGINT": (lambda t: t.kill(signal.SIGINT, target="supervisor"), ExitCode.STOPPED),
+    "SIGHUP": (lambda t: t.kill(signal.SIGHUP, target="supervisor"), ExitCode.PREEMPTED),
+    "stop file": (lambda t: t.run_dir.request("stop").touch(), ExitCode.STOPPED),
+    "SIGTERM to all": (lambda t: t.kill(signal.SIGTERM), ExitCode.PREEMPTED),
 }
 
 
 def assert_nothing_is_repeated(trainer: Trainer, heir: Trainer) -> None:
-    """The next attempt begins where this one has ended."""
+    """Asserts that the next attempt starts where this one ended."""
     assert starts(trainer.run_dir)[-1] == trainer.steps()[-1]
     assert heir.steps()[0] == trainer.steps()[-1] + 1
 
 
-@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("ask", slow_but(ASKS, "SIGTERM", "stop file"))
 def test_stop_in_training_saves_the_last_finished_step(
     place: Place, calm: RunDir, ask: str
 ) -> None:
@@ -53,14 +54,16 @@ def test_stop_in_training_saves_the_last_finished_step(
     trainer = place.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(13)
     do(trainer)
-    trainer.wait_word("saving after the present step")
-    assert trainer.ended() == exit, trainer.said()
-    said, last = trainer.said(), trainer.steps()[-1]
-    assert said.index("saving after the present step") < said.index("settle: waiting"), said
-    assert said.count(f"(exit {exit.value} {exit.name})") == 1, said
-    assert "Traceback" not in said, said
-    assert line(trainer.run_dir).step == last
-    words = trainer.last_words()
+    trainer.wait_printed("saving after the present step")
+    assert trainer.wait_exit() == exit, trainer.printed()
+    printed, last = trainer.printed(), trainer.steps()[-1]
+    assert printed.index("saving after the present step") < printed.index("settle: waiting"), (
+        printed
+    )
+    assert printed.count(f"(exit {exit.value} {exit.name})") == 1, printed
+    assert "Traceback" not in printed, printed
+    assert run_history(trainer.run_dir).step == last
+    words = trainer.end_record()
     assert words is not None
     assert (words.exit, words.committed) == (exit, True)
     assert not trainer.run_dir.request("stop").exists()
@@ -72,11 +75,12 @@ def test_stop_in_training_saves_the_last_finished_step(
     assert_bit_exact(heir.run_dir, calm)
 
 
+@pytest.mark.slow
 def test_stop_right_after_the_first_step_saves_it(place: Place, calm: RunDir) -> None:
     trainer = place.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(1)
-    trainer.kill(signal.SIGTERM, who="door")
-    assert trainer.ended() == Exit.PREEMPTED, trainer.said()
+    trainer.kill(signal.SIGTERM, target="supervisor")
+    assert trainer.wait_exit() == ExitCode.PREEMPTED, trainer.printed()
     heir = place.finish("run", config=FAULTY)
     assert_nothing_is_repeated(trainer, heir)
     assert_bit_exact(heir.run_dir, calm)
@@ -93,39 +97,42 @@ EARLY: dict[str, tuple[Callable[[Trainer], None], dict[str, str]]] = {
     ("phase", "ask"),
     [(phase, "SIGTERM") for phase in EARLY] + [("compile", "SIGINT"), ("data", "stop file")],
 )
-def test_stop_before_the_first_step_ends_at_once(place: Place, phase: str, ask: str) -> None:
+def test_stop_before_the_first_step_exits_at_once(place: Place, phase: str, ask: str) -> None:
     wait, env = EARLY[phase]
     do, exit = ASKS[ask]
+    place.fresh = phase == "import"
     trainer = place.start("run", config=FAULTY, env=env)
     wait(trainer)
     asked_at = time.monotonic()
     do(trainer)
-    assert trainer.ended() == exit, trainer.said()
+    assert trainer.wait_exit() == exit, trainer.printed()
     assert time.monotonic() - asked_at < 6, "the phase would have lasted an hour"
-    assert "nothing new to save yet" in trainer.said()
-    words = trainer.last_words()
+    assert "nothing new to save yet" in trainer.printed()
+    words = trainer.end_record()
     assert words is not None
     assert (words.exit, words.committed) == (exit, False)
-    assert line(trainer.run_dir).step == 0
+    assert run_history(trainer.run_dir).step == 0
     assert not trainer.run_dir.request("stop").exists()
 
 
 def signal_is(which: str, number: int, pid: int) -> bool:
-    """Whether a process has a signal blocked (SigBlk) or caught (SigCgt) by now."""
+    """Returns whether a process blocks (SigBlk) or catches (SigCgt) a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     return bool(int(status.partition(f"{which}:")[2].split()[0], 16) >> (number - 1) & 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["imports", "wait for the owner"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_stop_before_there_is_a_worker_is_typed(
+def test_stop_before_the_worker_starts_exits_with_its_code(
     place: Place, number: signal.Signals, stage: str
 ) -> None:
-    exit = Exit.STOPPED if number == signal.SIGINT else Exit.PREEMPTED
+    exit = ExitCode.STOPPED if number == signal.SIGINT else ExitCode.PREEMPTED
+    place.fresh = True
     run_dir = place.run_dir("run")
     run_dir.root.mkdir()
     with run_dir.lock.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # Whoever comes watches for three beats.
+        fcntl.flock(lock, fcntl.LOCK_EX)  # A start observes three heartbeats.
         trainer = place.start("run", config=FAULTY)
         pid = trainer.process.pid
         trainer.wait(lambda: signal_is("SigBlk", number, pid), what="held signals")
@@ -134,8 +141,8 @@ def test_stop_before_there_is_a_worker_is_typed(
                 lambda: signal_is("SigCgt", number, pid) and not signal_is("SigBlk", number, pid),
                 what="signals that are answered",
             )
-        trainer.kill(number, who="door")
-        trainer.refused(exit, f"{number.name} before the run had begun")
+        trainer.kill(number, target="supervisor")
+        trainer.assert_fails(exit, f"{number.name} before the run had begun")
     assert [path.name for path in run_dir.root.iterdir()] == ["owner.lock"]
 
 
@@ -147,6 +154,7 @@ LATE: dict[str, Callable[[Trainer], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", LATE)
 def test_stop_in_every_later_phase_loses_no_step(
     place: Place, killed: RunDir, unbroken: RunDir, phase: str
@@ -155,106 +163,114 @@ def test_stop_in_every_later_phase_loses_no_step(
     save = "checkpoint.save_every_steps=7"
     trainer = place.start("run", *MLP, "evaluation.every_steps=5", "evaluation.batches=64", save)
     LATE[phase](trainer)
-    trainer.kill(signal.SIGTERM, who="door")
-    code = trainer.ended()
+    trainer.kill(signal.SIGTERM, target="supervisor")
+    code = trainer.wait_exit()
     if phase == "settle":
-        assert code == Exit.DONE, trainer.said()  # The last step: nothing was left to stop.
+        assert code == ExitCode.DONE, trainer.printed()  # It was the last step.
     else:
-        assert code == Exit.PREEMPTED, trainer.said()
+        assert code == ExitCode.PREEMPTED, trainer.printed()
         if trainer.steps():
-            assert line(trainer.run_dir).step == trainer.steps()[-1]
+            assert run_history(trainer.run_dir).step == trainer.steps()[-1]
         place.finish("run", *MLP)
     assert_bit_exact(trainer.run_dir, unbroken)
 
 
 SAVES: dict[str, Ask] = {
     "save file": lambda t: t.run_dir.request("save").touch(),
-    "SIGUSR2": lambda t: t.kill(signal.SIGUSR2, who="door"),
+    "SIGUSR2": lambda t: t.kill(signal.SIGUSR2, target="supervisor"),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask", SAVES)
-def test_asked_save_is_extra_and_training_goes_on(place: Place, calm: RunDir, ask: str) -> None:
+def test_requested_save_is_extra_and_training_continues(
+    place: Place, calm: RunDir, ask: str
+) -> None:
     every = "checkpoint.save_every_steps=1000"
     trainer = place.start("run", every, config=FAULTY, env=PACED)
     trainer.wait_step(13)
     SAVES[ask](trainer)
-    trainer.wait_word("save asked for")
-    trainer.wait(lambda: line(trainer.run_dir).step > 0, what="an extra commit")
-    extra = line(trainer.run_dir).step
+    trainer.wait_printed("save requested")
+    trainer.wait(lambda: run_history(trainer.run_dir).step > 0, what="an extra commit")
+    extra = run_history(trainer.run_dir).step
     assert 13 <= extra < 60
     assert not trainer.run_dir.request("save").exists()
-    assert trainer.ended() == 0, trainer.said()
-    assert [commit.step for commit in line(trainer.run_dir).committed] == [extra, 60]
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert [commit.step for commit in run_history(trainer.run_dir).committed] == [extra, 60]
     assert_bit_exact(trainer.run_dir, calm)
 
 
-def test_second_signal_ends_at_once_and_harms_nothing(place: Place, calm: RunDir) -> None:
-    """The worker sleeps, so that it can't obey the first."""
+def test_second_signal_kills_at_once_and_damages_nothing(place: Place, calm: RunDir) -> None:
+    """The worker is suspended, so it cannot react to the first signal."""
     for number in (signal.SIGTERM, signal.SIGINT):
         trainer = place.start("run", config=FAULTY, env=PACED)
-        trainer.wait_commit(line(trainer.run_dir).step + 10)
-        trainer.kill(signal.SIGSTOP, who="worker")
-        trainer.kill(number, who="door")
-        trainer.wait_word("saving after the present step")
-        trainer.kill(number, who="door")
-        assert trainer.ended(seconds=10) == 128 + number, trainer.said()
-        assert "ended at once" in trainer.said()
+        trainer.wait_commit(run_history(trainer.run_dir).step + 10)
+        trainer.kill(signal.SIGSTOP, target="worker")
+        trainer.kill(number, target="supervisor")
+        trainer.wait_printed("saving after the present step")
+        trainer.kill(number, target="supervisor")
+        assert trainer.wait_exit(seconds=10) == 128 + number, trainer.printed()
+        assert "again: workers killed" in trainer.printed()
     heir = place.finish("run", config=FAULTY)
     assert_bit_exact(heir.run_dir, calm)
 
 
-def test_stop_file_and_one_sigterm_are_no_second_signal(place: Place) -> None:
+@pytest.mark.slow
+def test_stop_file_and_one_sigterm_do_not_count_as_a_second_signal(place: Place) -> None:
     trainer = place.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(3)
-    trainer.kill(signal.SIGSTOP, who="worker")
+    trainer.kill(signal.SIGSTOP, target="worker")
     trainer.run_dir.request("stop").touch()
-    trainer.wait_word("saving after the present step")
-    trainer.kill(signal.SIGTERM, who="door")
-    trainer.wait_word("saving already")
-    trainer.kill(signal.SIGCONT, who="worker")
-    assert trainer.ended() == Exit.STOPPED, trainer.said()
-    assert line(trainer.run_dir).step == trainer.steps()[-1]
+    trainer.wait_printed("saving after the present step")
+    trainer.kill(signal.SIGTERM, target="supervisor")
+    trainer.wait_printed("saving already")
+    trainer.kill(signal.SIGCONT, target="worker")
+    assert trainer.wait_exit() == ExitCode.STOPPED, trainer.printed()
+    assert run_history(trainer.run_dir).step == trainer.steps()[-1]
 
 
+@pytest.mark.slow
 def test_stop_file_at_the_start_stops_once(place: Place, calm: RunDir) -> None:
     run_dir = place.run_dir("run")
     run_dir.root.mkdir()
     run_dir.request("stop").touch()
     trainer = place.start("run", config=FAULTY)
-    trainer.refused(Exit.STOPPED, "the next start goes on")
+    trainer.assert_fails(ExitCode.STOPPED, "the next start resumes")
     assert not run_dir.request("stop").exists()
     assert (run_dir.attempt(1) / "stop").exists()
     place.finish("run", config=FAULTY)
     assert_bit_exact(run_dir, calm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["training", "import"])
-def test_sigusr1_dumps_stacks_and_training_goes_on(place: Place, calm: RunDir, when: str) -> None:
+def test_sigusr1_dumps_stacks_and_training_continues(place: Place, calm: RunDir, when: str) -> None:
+    place.fresh = when == "import"
     trainer = place.start("run", config=FAULTY, env=PACED)
     if when == "training":
         trainer.wait_step(5)
-    else:  # The worker is there, and perhaps not its handler.
+    else:  # The worker exists, possibly without its handler.
         trainer.wait(lambda: trainer.worker() is not None, what="a worker")
-    trainer.kill(signal.SIGUSR1, who="door")
+    trainer.kill(signal.SIGUSR1, target="supervisor")
     stacks = trainer.run_dir.stacks(1, 0)
     trainer.wait(
         lambda: stacks.exists() and "most recent call first" in stacks.read_text(), what="stacks"
     )
-    assert trainer.ended() == 0, trainer.said()
-    assert str(stacks) in trainer.said()
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert str(stacks) in trainer.printed()
     assert_bit_exact(trainer.run_dir, calm)
 
 
-def test_sigusr1_many_times_harms_no_training(place: Place, calm: RunDir) -> None:
+@pytest.mark.slow
+def test_repeated_sigusr1_does_not_disturb_training(place: Place, calm: RunDir) -> None:
     trainer = place.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(1)
     asked = 0
     while trainer.process.poll() is None and asked < 3000:
         with contextlib.suppress(ProcessLookupError):
-            trainer.kill(signal.SIGUSR1, who="worker")
+            trainer.kill(signal.SIGUSR1, target="worker")
         asked += 1
-    assert trainer.ended() == 0, trainer.said()
+    assert trainer.wait_exit() == 0, trainer.printed()
     assert trainer.run_dir.stacks(1, 0).read_text().count("Current thread") > 10
     assert_bit_exact(trainer.run_dir, calm)
 
@@ -263,24 +279,26 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_ctrl_z_puts_door_and_worker_to_sleep_and_is_no_hang(place: Place, calm: RunDir) -> None:
+@pytest.mark.slow
+def test_ctrl_z_suspends_supervisor_and_worker_and_is_no_hang(place: Place, calm: RunDir) -> None:
     limits = ("deadlines.step_seconds=2", "deadlines.compile_seconds=20")
     trainer = place.start("run", *limits, config=FAULTY, env=PACED)
     trainer.wait_step(8)
     worker = trainer.worker()
     assert worker is not None
-    trainer.kill(signal.SIGTSTP, who="door")
+    trainer.kill(signal.SIGTSTP, target="supervisor")
     trainer.wait(lambda: state(trainer.process.pid) == state(worker) == "T", what="sleep of both")
     asleep = trainer.steps()
     time.sleep(6)
     assert trainer.steps() == asleep
-    trainer.kill(signal.SIGCONT, who="door")
-    assert trainer.ended() == 0, trainer.said()
+    trainer.kill(signal.SIGCONT, target="supervisor")
+    assert trainer.wait_exit() == 0, trainer.printed()
     assert_bit_exact(trainer.run_dir, calm)
 
 
+@pytest.mark.slow
 def test_closed_terminal_saves_the_last_step(place: Place, calm: RunDir) -> None:
-    """Every write to it fails from then on, and SIGHUP may come twice."""
+    """After that, every write to the terminal fails, and SIGHUP may arrive twice."""
     run_dir = place.run_dir("run")
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -303,15 +321,16 @@ def test_closed_terminal_saves_the_last_step(place: Place, calm: RunDir) -> None
     os.close(master)
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGHUP)
-    assert trainer.ended() == Exit.PREEMPTED
-    assert line(run_dir).step == trainer.steps()[-1]
+    assert trainer.wait_exit() == ExitCode.PREEMPTED
+    assert run_history(run_dir).step == trainer.steps()[-1]
     place.finish("run", config=FAULTY)
     assert_bit_exact(run_dir, calm)
 
 
-def test_nohup_outlives_its_terminal(place: Place) -> None:
+@pytest.mark.slow
+def test_a_nohup_run_outlives_its_terminal(place: Place) -> None:
     place.through = ("nohup",)
     trainer = place.start("run", "train.steps=30", config=FAULTY, env=PACED)
     trainer.wait_step(3)
-    trainer.kill(signal.SIGHUP, who="door")
-    assert trainer.ended() == 0, trainer.said()
+    trainer.kill(signal.SIGHUP, target="supervisor")
+    assert trainer.wait_exit() == 0, trainer.printed()

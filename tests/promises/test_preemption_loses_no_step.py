@@ -1,6 +1,6 @@
-"""A notice of the machine ends the run in time, on all hosts alike; what is no notice ends nothing.
+"""A preemption notice ends the run in time and on all hosts; invalid notices end nothing.
 
-The metadata server is an emulator that speaks the real one's protocol on loopback.
+The metadata server is an emulator on loopback with the protocol of the real one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from tests.emulators.metadata import EVENT, PREEMPTED, UPCOMING, MetadataServer
@@ -25,11 +25,12 @@ from tests.promises.trainer import (
     Trainer,
     assert_bit_exact,
     free_address,
-    line,
+    run_history,
 )
+from tests.tiers import slow_but
 
 SPOT_SECONDS = 30
-"""How long a Spot VM goes on after it has said so."""
+"""Time from the preemption notice of a Spot VM to its end."""
 
 
 @pytest.fixture
@@ -39,21 +40,23 @@ def metadata() -> Iterator[MetadataServer]:
 
 
 def told(trainer: Trainer, host: int = 0) -> list[dict[str, Any]]:
-    """Returns what a door has seen of notices, and answered."""
-    return read_events(trainer.run_dir.door_events(trainer.attempt, host))
+    """Returns the supervisor's events on notices."""
+    return read_events(trainer.run_dir.host_supervisor_events(trainer.attempt, host))
 
 
 def answers(trainer: Trainer) -> list[str]:
-    return [event["action"] for event in told(trainer) if event["event"] == "NoticeAnswered"]
+    return [
+        event["action"] for event in told(trainer) if event["event"] == "preemption_notice_handled"
+    ]
 
 
 def assert_left_in_time(trainer: Trainer, since: float, *, committed: bool) -> str:
-    """Holds that it has left as preempted; returns the reason on record."""
-    assert trainer.ended(seconds=2 * SPOT_SECONDS) == Exit.PREEMPTED, trainer.said()
+    """Asserts that it exited as preempted; returns the recorded reason."""
+    assert trainer.wait_exit(seconds=2 * SPOT_SECONDS) == ExitCode.PREEMPTED, trainer.printed()
     assert time.monotonic() - since < SPOT_SECONDS
-    words = trainer.last_words()
+    words = trainer.end_record()
     assert words is not None
-    assert (words.exit, words.committed) == (Exit.PREEMPTED, committed), trainer.said()
+    assert (words.exit, words.committed) == (ExitCode.PREEMPTED, committed), trainer.printed()
     return words.reason
 
 
@@ -69,7 +72,7 @@ WHEN: dict[str, tuple[Callable[[Trainer], None], dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("phase", WHEN)
+@pytest.mark.parametrize("phase", slow_but(WHEN, "train"))
 def test_a_notice_in_every_phase_loses_no_step(
     place: Place, metadata: MetadataServer, phase: str
 ) -> None:
@@ -82,81 +85,90 @@ def test_a_notice_in_every_phase_loses_no_step(
     has_stepped = phase != "compile"
     reason = assert_left_in_time(trainer, since, committed=has_stepped)
     assert reason.startswith(f"this VM is being preempted ({PREEMPTED})")
-    assert trainer.said().count("notice: this VM is being preempted") == 1
+    assert trainer.printed().count("notice: this VM is being preempted") == 1
     if has_stepped:
-        assert trainer.said().count("(exit 75 PREEMPTED)") == 1, trainer.said()
-        assert line(trainer.run_dir).step == trainer.steps()[-1]
+        assert trainer.printed().count("(exit 75 PREEMPTED)") == 1, trainer.printed()
+        assert run_history(trainer.run_dir).step == trainer.steps()[-1]
     else:
-        assert line(trainer.run_dir).step == 0
+        assert run_history(trainer.run_dir).step == 0
 
 
-def test_a_supervisor_leaves_a_machine_that_goes(place: Place, metadata: MetadataServer) -> None:
+@pytest.mark.slow
+def test_a_supervisor_exits_before_its_machine_is_preempted(
+    place: Place, metadata: MetadataServer
+) -> None:
     trainer = place.launch("run", hosts=1, config=FAULTY, env=PACED | metadata.env, restart=True)
     in_training(trainer)
     since = time.monotonic()
     metadata.preempt()
     assert_left_in_time(trainer, since, committed=True)
-    assert line(trainer.run_dir).attempt == 1, "it has started again on a machine that goes"
-    assert line(trainer.run_dir).step == trainer.steps()[-1]
+    assert run_history(trainer.run_dir).attempt == 1, "it has started again on a machine that goes"
+    assert run_history(trainer.run_dir).step == trainer.steps()[-1]
 
 
-def test_a_notice_on_one_host_is_one_step_on_all(place: Place, metadata: MetadataServer) -> None:
+@pytest.mark.slow
+def test_a_notice_on_one_host_saves_the_same_step_on_all(
+    place: Place, metadata: MetadataServer
+) -> None:
     at = free_address()
     envs = [PACED, PACED | metadata.env]
     lead, other = (
-        place.door("run", host=host, hosts=2, at=at, config=FAULTY, env=env)
+        place.start_host("run", host=host, hosts=2, at=at, config=FAULTY, env=env)
         for host, env in enumerate(envs)
     )
     other.attempt = lead.attempt
     in_training(lead)
     metadata.preempt()
-    assert other.ended() == Exit.PREEMPTED, other.said()
+    assert other.wait_exit() == ExitCode.PREEMPTED, other.printed()
     reason = assert_left_in_time(lead, time.monotonic(), committed=True)
     assert PREEMPTED in reason
     ends = [lead.events(host)[-1] for host in range(2)]
     assert {(end["event"], end["step"], end["committed"]) for end in ends} == {
-        ("RunEnded", line(lead.run_dir).step, True)
+        ("run_ended", run_history(lead.run_dir).step, True)
     }
 
 
-def test_a_far_maintenance_is_trained_up_to_and_a_near_one_ends_in_time(
+@pytest.mark.slow
+def test_training_continues_until_a_distant_maintenance_and_stops_in_time_for_a_near_one(
     place: Place, metadata: MetadataServer
 ) -> None:
     metadata.announce(seconds=3600)
     trainer = place.start("run", config=FAULTY, env=PACED | metadata.env)
-    trainer.wait_word("training on to the last safe moment")
+    trainer.wait_printed("training until the last safe moment")
     in_training(trainer)
     assert metadata.warn(), "the key was not asked for from the start"
-    trainer.wait(lambda: any(e.get("source") == EVENT for e in told(trainer)), what="the event")
+    trainer.wait(lambda: any(e.get("key") == EVENT for e in told(trainer)), what="the event")
     trainer.wait_step(trainer.steps()[-1] + 3)
     since = time.monotonic()
     metadata.announce(seconds=8)
     reason = assert_left_in_time(trainer, since, committed=True)
     assert reason.startswith("scheduled maintenance of this VM's host begins at")
-    assert answers(trainer) == ["train on", "save"]
-    assert line(trainer.run_dir).step == trainer.steps()[-1]
+    assert answers(trainer) == ["continue", "save"]
+    assert run_history(trainer.run_dir).step == trainer.steps()[-1]
 
 
-def test_without_time_no_save_is_begun(place: Place, metadata: MetadataServer) -> None:
+@pytest.mark.slow
+def test_without_enough_time_no_save_is_started(place: Place, metadata: MetadataServer) -> None:
     words = ("checkpoint.save_every_steps=1000", "preemption.notice_seconds=0.001")
     trainer = place.start("run", *words, config=FAULTY, env=PACED | metadata.env)
     trainer.wait_step(3)
     trainer.run_dir.request("save").touch()
-    trainer.wait_commit(3)  # How long a save takes is known from now on.
-    trainer.wait_step(line(trainer.run_dir).step + 3)
+    trainer.wait_commit(3)  # From now on the duration of a save is known.
+    trainer.wait_step(run_history(trainer.run_dir).step + 3)
     metadata.preempt()
     reason = assert_left_in_time(trainer, time.monotonic(), committed=False)
-    saves = [event["step"] for event in trainer.events() if event["event"] == "SaveStarted"]
-    assert saves == [line(trainer.run_dir).step], "a save was begun without time for it"
+    saves = [event["step"] for event in trainer.events() if event["event"] == "save_started"]
+    assert saves == [run_history(trainer.run_dir).step], "a save was begun without time for it"
     assert f"step {trainer.steps()[-1]} is not committed" in reason
-    assert "no time for another save" in trainer.said()
-    assert answers(trainer) == ["leave"]
+    assert "no time for another save" in trainer.printed()
+    assert answers(trainer) == ["exit"]
 
 
-def test_a_save_in_flight_is_finished_where_there_is_no_time_for_another(
+@pytest.mark.slow
+def test_a_save_in_flight_is_finished_if_there_is_no_time_for_another(
     place: Place, metadata: MetadataServer, tmp_path: Path
 ) -> None:
-    """Storage hangs as the save is to count: after 2 s of it less than that is left."""
+    """Storage hangs before the commit; after 2 s there is no time for another save."""
     run_dir = place.run_dir("run")
     mount = Mount.over(run_dir.log, built_in=tmp_path)
     words = (
@@ -169,24 +181,24 @@ def test_a_save_in_flight_is_finished_where_there_is_no_time_for_another(
     trainer = place.start("run", *words, config=FAULTY, env=PACED | mount.env | metadata.env)
     trainer.wait_step(3)
     with mount.hanging():
-        trainer.kill(signal.SIGUSR2, who="door")
-        trainer.wait(lambda: bool(trainer.told("SaveStarted")), what="a save")
+        trainer.kill(signal.SIGUSR2, target="supervisor")
+        trainer.wait(lambda: bool(trainer.events_of("save_started")), what="a save")
         time.sleep(2)
         metadata.preempt()
         trainer.wait(lambda: bool(answers(trainer)), what="an answer to the notice")
-        assert line(run_dir).step == 0, "the save is in flight"
+        assert run_history(run_dir).step == 0, "the save is in flight"
     reason = assert_left_in_time(trainer, time.monotonic(), committed=False)
-    (saved,) = [event["step"] for event in trainer.told("SaveStarted")]
-    assert line(run_dir).step == saved, "the save in flight was not finished"
-    assert answers(trainer) == ["leave"]
-    assert "the save in flight is finished" in trainer.said()
+    (saved,) = [event["step"] for event in trainer.events_of("save_started")]
+    assert run_history(run_dir).step == saved, "the save in flight was not finished"
+    assert answers(trainer) == ["exit"]
+    assert "the save in flight is finished" in trainer.printed()
     last = trainer.steps()[-1]
     assert last > saved
     assert f"step {last} is not committed, the newest is {saved}" in reason
 
 
 def is_no_notice(metadata: MetadataServer) -> None:
-    """Does all that a metadata server may do which ends no VM."""
+    """Sends metadata responses that do not end a VM."""
     for kind in ("503", "429", "drop"):
         for key in (PREEMPTED, EVENT, UPCOMING):
             metadata.fail(kind, key=key)
@@ -196,26 +208,27 @@ def is_no_notice(metadata: MetadataServer) -> None:
     metadata.set(EVENT, "MIGRATE_ON_HOST_MAINTENANCE")
 
 
-def test_what_is_no_notice_ends_nothing_and_holds_up_nothing(
+@pytest.mark.slow
+def test_invalid_notices_end_and_delay_nothing(
     place: Place, metadata: MetadataServer, calm: RunDir
 ) -> None:
     is_no_notice(metadata)
     trainer = place.start("run", config=FAULTY, env=PACED | metadata.env)
-    trainer.wait_word("notice: this VM moves to another host")
+    trainer.wait_printed("notice: this VM moves to another host")
     for kind, key, value in (("503", EVENT, "NONE"), ("hang", PREEMPTED, "FALSE")):
         metadata.fail(kind, key=key, times=1000)
-        metadata.set(key, value)  # Answers the poll that waits; the next one goes wrong.
+        metadata.set(key, value)  # Completes the pending poll; the next one fails.
     trainer.wait(lambda: metadata.hanging > 0, what="a question without an answer")
-    assert trainer.ended() == Exit.DONE, trainer.said()
-    assert "being preempted" not in trainer.said()
+    assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
+    assert "being preempted" not in trainer.printed()
     assert_bit_exact(trainer.run_dir, calm)
 
 
-def test_elsewhere_nobody_is_asked_and_nothing_is_said(place: Place, calm: RunDir) -> None:
-    """Of the run in which nothing went wrong: this machine is no GCE VM."""
-    (event,) = read_events(calm.door_events(1, 0))
-    assert (event["event"], event["server"]) == ("NoticesWatched", None)
-    assert event["why"] == "this machine is no GCE VM"
+def test_outside_gce_no_metadata_server_is_polled(place: Place, calm: RunDir) -> None:
+    """Checks the run without faults: this machine is no GCE VM."""
+    (event,) = read_events(calm.host_supervisor_events(1, 0))
+    assert (event["event"], event["server"]) == ("preemption_watch_started", None)
+    assert event["reason"] == "this machine is no GCE VM"
 
 
 @pytest.mark.campaign
@@ -226,10 +239,10 @@ def test_a_server_that_hangs_for_a_minute_ends_nothing(
     trainer = place.start("run", *words, config=FAULTY, env=PACED | metadata.env)
     in_training(trainer)
     metadata.fail("hang", times=1_000_000)
-    metadata.set(PREEMPTED, "NO")  # Answers the poll that waits; all that follow hang.
-    trainer.wait_word("no answer for")
+    metadata.set(PREEMPTED, "NO")  # Completes the pending poll; all later ones hang.
+    trainer.wait_printed("no answer for")
     metadata.faults.clear()
-    trainer.wait_word("answers again")
+    trainer.wait_printed("answers again")
     trainer.wait_step(trainer.steps()[-1] + 3)
     metadata.preempt()
     assert_left_in_time(trainer, time.monotonic(), committed=True)

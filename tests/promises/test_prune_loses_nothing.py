@@ -1,19 +1,19 @@
-"""A run killed as it prunes loses nothing that it keeps, and keeps nothing that it prunes."""
+"""A run killed during pruning loses no kept step and keeps no pruned step."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from jaxres.cli import checkpoints as checkpoints_cli
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Prune
 from jaxres.storage import files
-from tests.promises.trainer import FAULTY, Place, assert_bit_exact, digest, line, starts
+from tests.promises.trainer import FAULTY, Place, assert_bit_exact, digest, run_history, starts
 
 
-def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_nothing(
+def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_no_files(
     anywhere: Place, calm: RunDir
 ) -> None:
     trainer = anywhere.start("run", config=FAULTY, env={"PACE": "0.005"})
@@ -22,7 +22,8 @@ def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_nothing(
     words = ["checkpoints", "pin", str(run_dir.root), "--step", "10"]
     assert checkpoints_cli.main(words, usage="") == 0
     assert (
-        checkpoints_cli.main(["checkpoints", "prune", str(run_dir.root)], usage="") == Exit.FENCED
+        checkpoints_cli.main(["checkpoints", "prune", str(run_dir.root)], usage="")
+        == ExitCode.FENCED
     )
 
     def committed() -> list[int]:
@@ -35,9 +36,9 @@ def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_nothing(
 
     trainer.wait(lambda: bool(pruned()), what="a prune record")
     trainer.kill()
-    assert trainer.ended() == -9
-    gone, kept = pruned(), [commit.step for commit in line(run_dir).committed]
-    assert gone[0] == 20, "10 is pinned, and a live run heeds it"
+    assert trainer.wait_exit() == -9
+    gone, kept = pruned(), [commit.step for commit in run_history(run_dir).committed]
+    assert gone[0] == 20, "10 is pinned, and a live run keeps it"
     assert kept == [step for step in committed() if step not in gone]
     assert kept[0] == 10
     for step in kept:
@@ -45,7 +46,7 @@ def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_nothing(
 
     anywhere.finish("run", config=FAULTY)
     assert starts(run_dir) == [0, kept[-1]]
-    names = [Path(commit.path).name for commit in line(run_dir).committed]
+    names = [Path(commit.path).name for commit in run_history(run_dir).committed]
     assert [name.partition("-")[0] for name in names] == ["00000010", "00000050", "00000060"]
     assert files.list_names(run_dir.checkpoints) == names
     assert not files.trash(run_dir.checkpoints)

@@ -1,4 +1,4 @@
-"""The first thing a newcomer does works: the loss falls on real text, the ending is readable."""
+"""The quickstart works: the loss falls on real text, and the summary is readable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.promises.trainer import Place, history
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def test_the_quickstart_learns_and_says_what_it_did(place: Place) -> None:
+def test_the_quickstart_learns_and_prints_a_summary(place: Place) -> None:
     # Any steps, seed, interval and mesh are valid together on the quickstart (CONTRACT).
     trainer = place.finish(
         "quick",
@@ -25,7 +25,7 @@ def test_the_quickstart_learns_and_says_what_it_did(place: Place) -> None:
     assert len(losses) == 25
     assert losses[0] > 5
     assert losses[-1] < 3.5
-    said = trainer.said()
+    printed = trainer.printed()
     for words in ("guarantee: bitwise", "held-out loss", "the model writes:", "training loss over"):
-        assert words in said, said
-    assert "what to try next" in said
+        assert words in printed, printed
+    assert "what to try next" in printed

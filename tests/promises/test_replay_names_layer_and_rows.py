@@ -1,4 +1,4 @@
-"""A step that was masked, computed again: which layer, which line, which rows."""
+"""Replay of a masked step names the layer, the source line and the rows."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 import subprocess
 import sys
 
-from jaxres.data import rows_at
-from jaxres.faults import Exit
+from jaxres.data import sample_ids_at
+from jaxres.exit_codes import ExitCode
 from tests.promises.trainer import FAULTY, ROOT, Place, history, snapshot
 
 BAD_STEP, ROW = 15, 7
-ITEM = int(rows_at(24 * (BAD_STEP - 1), 24, num_rows=1800, seed=0)[0][ROW])
+ITEM = int(sample_ids_at(24 * (BAD_STEP - 1), 24, num_rows=1800, seed=0)[0][ROW])
 
 
-def test_a_masked_step_again_names_the_first_bad_layer_line_and_row(place: Place) -> None:
+def test_replay_of_a_masked_step_names_the_first_bad_layer_line_and_row(place: Place) -> None:
     words = (
         "model.target=tests.promises.bad_models:layered",
         f"model.args={json.dumps({'items': [ITEM]})}",
@@ -28,17 +28,17 @@ def test_a_masked_step_again_names_the_first_bad_layer_line_and_row(place: Place
     done = subprocess.run(
         [sys.executable, "-m", "jaxres", *command], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == Exit.DONE, done.stderr
-    said = done.stdout
-    assert f"step {BAD_STEP}, again from step 10" in said
-    assert "loss nan (as recorded)" in said
-    assert f"row {ROW}: sample {ITEM}: loss not finite" in said
+    assert done.returncode == ExitCode.DONE, done.stderr
+    printed = done.stdout
+    assert f"step {BAD_STEP}, recomputed from step 10" in printed
+    assert "loss nan (as recorded)" in printed
+    assert f"row {ROW}: sample {ITEM}: loss not finite" in printed
     found = "first number that is not finite: forward: layer 1 of 3: log of [24] at "
-    assert found in said
-    assert "bad_models.py" in said.partition(found)[2]
-    assert said.rstrip().endswith(f"rows {ROW}")
+    assert found in printed
+    assert "bad_models.py" in printed.partition(found)[2]
+    assert printed.rstrip().endswith(f"rows {ROW}")
     assert snapshot(run_dir.root) == before, "nothing is written"
     words = [sys.executable, "-m", "jaxres", "replay", str(run_dir.root), "--step", "99"]
     none = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert none.returncode == Exit.CONFIG
+    assert none.returncode == ExitCode.CONFIG
     assert "no step 99" in none.stderr

@@ -1,4 +1,4 @@
-"""Killed or put to sleep at every boundary of a save, a prune and a quarantine: nothing is lost."""
+"""A kill or suspension at any boundary of a save, prune or quarantine loses nothing."""
 
 from __future__ import annotations
 
@@ -6,85 +6,89 @@ import random
 import signal
 from pathlib import Path
 
+import pytest
+
 from jaxres.checkpoint import verify
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests import damage
 from tests.promises.test_zombie_is_fenced import counted, is_stopped
-from tests.promises.trainer import MLP, ROOT, Place, Trainer, assert_bit_exact, line, starts
+from tests.promises.trainer import MLP, ROOT, Place, Trainer, assert_bit_exact, run_history, starts
 
 POINTS = Path(__file__).with_name("points")
 SAVE = ("directory made", "step renamed", "facts", "manifest", "commit", "prune", "trash", "bytes")
-"""The boundaries in the order in which one save passes them."""
+"""Boundaries of a save, in order."""
 
 
 def start(place: Place, point: str, sig: signal.Signals, *, at: int = 1) -> Trainer:
-    """Starts training that gets a signal right before the n-th operation of a kind."""
+    """Starts training that receives a signal right before the n-th operation of a kind."""
     fault = {"FAULT": f"{point}:{at}:{sig.value}", "PYTHONPATH": f"{POINTS}:{ROOT}"}
     return place.start("run", *MLP, env=fault)
 
 
 def assert_committed_is_whole(run_dir: RunDir) -> None:
-    for commit in line(run_dir).committed:
-        found = verify.examine(run_dir.root / commit.path, commit)
+    for commit in run_history(run_dir).committed:
+        found = verify.verify_step(run_dir.root / commit.path, commit)
         assert found.problems == (), found.evidence
 
 
 def killed(trainer: Trainer) -> None:
-    code = trainer.ended()
-    assert code == 128 + signal.SIGKILL, f"the fault did not happen: {code}\n{trainer.said()}"
+    code = trainer.wait_exit()
+    assert code == 128 + signal.SIGKILL, f"the fault did not happen: {code}\n{trainer.printed()}"
 
 
-def test_killed_at_every_boundary_of_a_save_it_ends_bit_for_bit(
+@pytest.mark.slow
+def test_a_run_killed_at_every_boundary_of_a_save_ends_bit_exact(
     place: Place, unbroken: RunDir
 ) -> None:
-    """One run, killed again and again; the third save is the first that prunes."""
+    """One run, killed repeatedly; the third save is the first that prunes."""
     run_dir, newest = place.run_dir("run"), 0
     for point in SAVE:
         at = 3 if point == SAVE[0] else 1
         killed(start(place, point, signal.SIGKILL, at=at))
         assert_committed_is_whole(run_dir)
-        assert line(run_dir).step >= newest, "a committed step is lost"
-        newest = line(run_dir).step
+        assert run_history(run_dir).step >= newest, "a committed step is lost"
+        newest = run_history(run_dir).step
     assert newest > 0
     place.finish("run", *MLP)
     assert_bit_exact(run_dir, unbroken)
     assert_committed_is_whole(run_dir)
     there = sorted(path.name for path in run_dir.checkpoints.iterdir())
-    assert there == sorted(line(run_dir).stay), "something was left behind"
+    assert there == sorted(run_history(run_dir).protected_dirs), "something was left behind"
 
 
-def test_killed_at_every_boundary_of_a_quarantine_it_ends_bit_for_bit(
+@pytest.mark.slow
+def test_a_run_killed_at_every_boundary_of_a_quarantine_ends_bit_exact(
     place: Place, unbroken: RunDir
 ) -> None:
     trainer = place.start("run", *MLP)
     trainer.wait_commit(60)
     trainer.kill()
-    assert trainer.ended() == -9
-    run_dir, (older, newest) = trainer.run_dir, line(trainer.run_dir).committed[-2:]
+    assert trainer.wait_exit() == -9
+    run_dir, (older, newest) = trainer.run_dir, run_history(trainer.run_dir).committed[-2:]
     step_dir = run_dir.root / newest.path
     damage.flip_byte(
         max(step_dir.rglob("*"), key=lambda path: path.stat().st_size), random.Random(0)
     )
     killed(start(place, "quarantine", signal.SIGKILL))
-    assert line(run_dir).newest == newest
+    assert run_history(run_dir).newest == newest
     killed(start(place, "start", signal.SIGKILL))
-    assert line(run_dir).newest == older
+    assert run_history(run_dir).newest == older
     place.finish("run", *MLP)
     assert starts(run_dir) == [0, older.step]
-    assert [decided.step for _, decided in line(run_dir).quarantined] == [newest.step]
+    assert [decided.step for _, decided in run_history(run_dir).quarantined] == [newest.step]
     assert step_dir.exists(), "it is evidence"
     assert_bit_exact(run_dir, unbroken)
 
 
-def test_zombies_from_every_phase_of_a_save_harm_nothing(place: Place, unbroken: RunDir) -> None:
-    """Each sleeps at another boundary of its save; the heir of all commits, prunes and ends."""
+def test_zombies_from_every_phase_of_a_save_damage_nothing(place: Place, unbroken: RunDir) -> None:
+    """Each is suspended at another boundary of its save; the successor commits, prunes, ends."""
     run_dir, zombies = place.run_dir("run"), []
     for point in SAVE:
         zombie = start(place, point, signal.SIGSTOP, at=3 if point == SAVE[0] else 1)
         zombie.wait(lambda z=zombie: sleeps(z), what=f"a worker that sleeps at '{point}'")
-        zombie.kill(signal.SIGSTOP, who="door")
-        zombie.wait(lambda z=zombie: is_stopped(z), what="a stopped door")
+        zombie.kill(signal.SIGSTOP, target="supervisor")
+        zombie.wait(lambda z=zombie: is_stopped(z), what="a suspended supervisor")
         zombies.append(zombie)
     heir = place.finish("run", *MLP)
     assert heir.attempt == len(SAVE) + 1
@@ -93,14 +97,14 @@ def test_zombies_from_every_phase_of_a_save_harm_nothing(place: Place, unbroken:
     for zombie in zombies:
         zombie.kill(signal.SIGCONT)
     for zombie in zombies:
-        zombie.refused(Exit.FENCED, "owns this run now")
+        zombie.assert_fails(ExitCode.FENCED, "owns this run now")
     assert counted(run_dir, heir) == before
     assert_committed_is_whole(run_dir)
     assert_bit_exact(run_dir, unbroken)
 
 
 def sleeps(trainer: Trainer) -> bool:
-    """Whether the worker has put itself to sleep."""
+    """Returns whether the worker has suspended itself."""
     worker = trainer.worker()
     if worker is None:
         return False

@@ -1,4 +1,4 @@
-"""Storage that hangs, fails or denies when a run comes back: exit 74, and nothing is judged."""
+"""Storage that hangs, fails or denies access at a restart: exit code 74, no quarantine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import Place, assert_bit_exact, line, starts
+from tests.promises.trainer import Place, assert_bit_exact, run_history, starts
 
 DENIED = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search")
-"""Root without the right to read what nobody may read; another user needs no words."""
+"""Command prefix that drops root's right to read unreadable files; empty for other users."""
 HANG_SECONDS = 8
 
 
@@ -23,7 +23,7 @@ def hangs(step_dir: Path) -> None:
 
 
 def fails(step_dir: Path) -> None:
-    """Reading the first page of a process's memory is an EIO of the kernel's own."""
+    """Reading the first page of a process's memory fails with EIO in the kernel."""
     largest = max((step_dir / "state").rglob("*"), key=lambda path: path.stat().st_size)
     largest.unlink()
     largest.symlink_to("/proc/self/mem")
@@ -40,14 +40,14 @@ OUTAGES: dict[Callable[[Path], None], str] = {
 }
 
 
-def test_storage_that_does_not_answer_quarantines_nothing_and_the_run_goes_on_when_it_is_back(
+def test_unavailable_storage_quarantines_nothing_and_the_run_resumes_afterwards(
     place: Place, killed: RunDir, unbroken: RunDir
 ) -> None:
-    """Three run directories at once: each outage takes its seconds."""
+    """Three run directories at once, because each outage takes seconds."""
     trainers = {}
     for outage in OUTAGES:
         run_dir = place.copy(killed, outage.__name__)
-        commits = line(run_dir).committed
+        commits = run_history(run_dir).committed
         step_dir = run_dir.root / commits[-1].path
         shutil.copytree(step_dir, run_dir.root / "whole")
         outage(step_dir)
@@ -55,14 +55,16 @@ def test_storage_that_does_not_answer_quarantines_nothing_and_the_run_goes_on_wh
         through = DENIED if outage is denies and os.geteuid() == 0 else ()
         trainers[outage] = place.command(run_dir, words, through=through), commits, step_dir
     for outage, (trainer, commits, _) in trainers.items():
-        trainer.refused(Exit.STORAGE, "udged damaged", OUTAGES[outage])
-        assert line(trainer.run_dir).committed == commits, "no step was taken off the line"
-        assert line(trainer.run_dir).quarantined == ()
+        trainer.assert_fails(ExitCode.STORAGE, "udged damaged", OUTAGES[outage])
+        assert run_history(trainer.run_dir).committed == commits, (
+            "no step was removed from the history"
+        )
+        assert run_history(trainer.run_dir).quarantined == ()
         assert starts(trainer.run_dir) == [0], "it did not start again"
     for trainer, commits, step_dir in trainers.values():
         step_dir.rename(trainer.run_dir.root / "outage")
         (trainer.run_dir.root / "whole").rename(step_dir)
         again = place.command(trainer.run_dir, [str(trainer.run_dir.root)])
-        assert again.ended() == 0, again.said()
+        assert again.wait_exit() == 0, again.printed()
         assert starts(trainer.run_dir) == [0, commits[-1].step]
         assert_bit_exact(trainer.run_dir, unbroken)

@@ -1,4 +1,4 @@
-"""What holds for one host holds for two, on a disk and in a bucket: damage, one owner, zombies."""
+"""Promises for one host hold for two, on a disk and in a bucket: damage, one owner, zombies."""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ import signal
 
 import pytest
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests import damage
-from tests.promises.trainer import FAULTY, Place, Trainer, assert_bit_exact, digest, line, starts
+from tests.promises.trainer import (
+    FAULTY,
+    Place,
+    Trainer,
+    assert_bit_exact,
+    digest,
+    run_history,
+    starts,
+)
 
 SLOW = {"PACE": "0.02"}
 
 
 def signal_all(trainer: Trainer, number: signal.Signals) -> None:
-    """Signals the workers, then their door."""
+    """Sends a signal to the workers, then to their supervisor."""
     for pid in trainer.workers().values():
         os.kill(pid, number)
     trainer.process.send_signal(number)
@@ -27,34 +35,36 @@ def signal_all(trainer: Trainer, number: signal.Signals) -> None:
 @pytest.mark.parametrize(
     "anywhere", ["bucket", pytest.param("local", marks=pytest.mark.campaign)], indirect=True
 )
-def test_damage_is_passed_over_one_trains_and_a_zombie_is_fenced(
+def test_two_hosts_skip_damage_keep_one_owner_and_fence_a_zombie(
     anywhere: Place, calm_pair: RunDir
 ) -> None:
-    """One story, since two hosts take their time to start."""
+    """One test for all, because two hosts take long to start."""
     first = anywhere.launch("run", config=FAULTY, hosts=2, env=SLOW)
     first.wait_commit(20)
     signal_all(first, signal.SIGKILL)
-    assert first.ended() == -signal.SIGKILL
+    assert first.wait_exit() == -signal.SIGKILL
     run_dir = first.run_dir
-    *_, whole, newest = line(run_dir).committed
-    name = "state/_METADATA"  # Of values there are several copies, and one is read.
+    *_, whole, newest = run_history(run_dir).committed
+    name = "state/_METADATA"  # Of array values there are several copies, one of which is read.
     damage.harm(run_dir.root / newest.path, name, damage.truncate, random.Random(0))
 
     zombie = anywhere.launch("run", config=FAULTY, hosts=2, env=SLOW)
     zombie.wait_commit(newest.step + 10)
     assert starts(run_dir) == [0, whole.step], "the newest whole step was taken"
-    assert f"ALARM: step {newest.step} is damaged" in zombie.said()
-    (decided,) = [one for _, one in line(run_dir).quarantined]
+    assert f"ALARM: step {newest.step} is damaged" in zombie.printed()
+    (decided,) = [one for _, one in run_history(run_dir).quarantined]
     assert name in decided.evidence
 
     second = anywhere.launch("run", config=FAULTY, hosts=2)
-    second.refused(Exit.FENCED, f"pid {zombie.process.pid}", "is alive", "Nothing was written")
+    second.assert_fails(
+        ExitCode.FENCED, f"pid {zombie.process.pid}", "is alive", "Nothing was written"
+    )
 
     signal_all(zombie, signal.SIGSTOP)
     heir = anywhere.launched("run", config=FAULTY, hosts=2)
     records, final = files.list_names(run_dir.log), digest(run_dir)
     signal_all(zombie, signal.SIGCONT)
-    zombie.refused(Exit.FENCED, f"pid {heir.process.pid}", "owns this run now")
+    zombie.assert_fails(ExitCode.FENCED, f"pid {heir.process.pid}", "owns this run now")
     assert files.list_names(run_dir.log) == records
     assert digest(run_dir) == final
     assert_bit_exact(run_dir, calm_pair)

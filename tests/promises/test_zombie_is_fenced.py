@@ -1,4 +1,4 @@
-"""A process that slept while another took the run over ends as 83 and harms nothing."""
+"""A process suspended while another took over its run exits with 83 and damages nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import (
     MLP,
@@ -16,24 +16,25 @@ from tests.promises.trainer import (
     Place,
     Trainer,
     digest,
-    line,
+    run_history,
     snapshot,
     starts,
     trajectory,
 )
+from tests.tiers import slow_but
 
 
 def counted(run_dir: RunDir, trainer: Trainer) -> dict[str, bytes]:
-    """Returns the bytes of the log, of the committed checkpoints, and of a trainer's attempt."""
+    """Returns the contents of the log, the committed checkpoints and a trainer's attempt."""
     folders = [run_dir.log, run_dir.attempt(trainer.attempt)]
-    folders += [run_dir.root / commit.path for commit in line(run_dir).committed]
+    folders += [run_dir.root / commit.path for commit in run_history(run_dir).committed]
     return {
         str(folder / name): data for folder in folders for name, data in snapshot(folder).items()
     }
 
 
 def is_stopped(trainer: Trainer) -> bool:
-    """Whether the process is in state T: SIGSTOP has reached all of it."""
+    """Returns whether the process is in state T (stopped)."""
     stat = Path(f"/proc/{trainer.process.pid}/stat").read_text()
     return stat.rpartition(")")[2].split()[0] == "T"
 
@@ -51,10 +52,17 @@ WHEN: dict[str, Callable[[Trainer], None]] = {
 
 @pytest.mark.parametrize(
     ("anywhere", "when"),
-    [("local", "while it trains"), ("local", "before it trains"), ("bucket", "while it trains")],
+    slow_but(
+        [
+            ("local", "while it trains"),
+            ("local", "before it trains"),
+            ("bucket", "while it trains"),
+        ],
+        ("local", "while it trains"),
+    ),
     indirect=["anywhere"],
 )
-def test_zombie_harms_nothing(anywhere: Place, unbroken: RunDir, when: str) -> None:
+def test_zombie_damages_nothing(anywhere: Place, unbroken: RunDir, when: str) -> None:
     zombie = anywhere.start("run", *MLP)
     WHEN[when](zombie)
     put_to_sleep(zombie)
@@ -66,28 +74,31 @@ def test_zombie_harms_nothing(anywhere: Place, unbroken: RunDir, when: str) -> N
     before = counted(heir.run_dir, heir)
 
     zombie.kill(signal.SIGCONT)
-    zombie.refused(Exit.FENCED, "attempt 2", f"pid {heir.process.pid}", "owns this run now")
+    zombie.assert_fails(
+        ExitCode.FENCED, "attempt 2", f"pid {heir.process.pid}", "owns this run now"
+    )
     assert counted(heir.run_dir, heir) == before
     assert trajectory(heir.run_dir) == trajectory(unbroken)
     assert digest(heir.run_dir) == digest(unbroken)
 
 
-def test_zombie_deletes_nothing_of_an_heir_that_is_at_work(place: Place, unbroken: RunDir) -> None:
-    """Start-up sweeps what killed saves have left; a zombie's must pass over the heir's saves."""
+@pytest.mark.slow
+def test_zombie_deletes_no_file_of_its_active_successor(place: Place, unbroken: RunDir) -> None:
+    """Start-up deletes leftovers of killed saves; a zombie must spare its successor's saves."""
     zombie = place.start("run", *MLP)
     zombie.wait_phase("build")
     put_to_sleep(zombie)
 
     heir = place.start("run", *MLP, "checkpoint.save_every_steps=1", "train.steps=1000000")
     heir.wait_commit(10)
-    # The worker alone first: an awake door would end it before it sweeps.
-    zombie.kill(signal.SIGCONT, who="worker")
+    # The worker first: a running supervisor would kill it before it deletes anything.
+    zombie.kill(signal.SIGCONT, target="worker")
     zombie.wait(lambda: zombie.entered("init") or zombie.entered("restore"), what="a sweep")
-    zombie.kill(signal.SIGCONT, who="door")
-    zombie.refused(Exit.FENCED, "attempt 2")
+    zombie.kill(signal.SIGCONT, target="supervisor")
+    zombie.assert_fails(ExitCode.FENCED, "attempt 2")
     assert zombie.entered("init") or zombie.entered("restore"), "it has swept"
-    heir.wait_commit(line(heir.run_dir).step + 2)
+    heir.wait_commit(run_history(heir.run_dir).step + 2)
     heir.kill()
-    assert heir.ended() == -9, heir.said()
-    common = min(STEPS, line(heir.run_dir).step)
+    assert heir.wait_exit() == -9, heir.printed()
+    common = min(STEPS, run_history(heir.run_dir).step)
     assert trajectory(heir.run_dir)[:common] == trajectory(unbroken)[:common]

@@ -1,4 +1,4 @@
-"""The vocabulary of the promise tests: real training processes, started, watched and killed."""
+"""Helpers of the promise tests: real training processes, started, observed and killed."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events, read_json_lines
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Line, Stop
+from jaxres.runlog.run_log import AttemptEnded, RunHistory
 from jaxres.storage import files
 from jaxres.storage import path as places
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import GcsPath
+from tests.promises import forks
+from tests.promises.fork_server import may_fork
 
 POLL_SECONDS = 0.001
+FRESH = "JAXRES_TEST_FRESH"
+"""Environment variable; if set, no process is a fork, as in production."""
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
 FAULTY = Path(__file__).with_name("faulty.yaml")
 PACED = {"PACE": "0.001"}
-"""Environment of a FAULTY run of some 20 steps a second, to be met in the middle."""
+"""Environment of a FAULTY run with about 20 steps per second, so that tests can interrupt it."""
 STEPS = 200
 MLP = (
     "model.kind=mlp",
@@ -41,16 +45,16 @@ MLP = (
     f"train.steps={STEPS}",
     "checkpoint.save_every_steps=20",
 )
-"""Overrides for where only storage, processes or words are tested: compiles in a third of the time,
-and the compiled step does not depend on the number of steps."""
+"""Overrides for tests of storage, processes or messages: compiles in a third of the time, and the
+compiled step does not depend on the number of steps."""
 
 
 @dataclass
 class Trainer:
-    """One training process on a run directory, and what it has left there."""
+    """One training process and its run directory."""
 
     run_dir: RunDir
-    process: subprocess.Popen[bytes]
+    process: forks.Process
     output: Path
     attempt: int
     """The attempt that this process will claim."""
@@ -83,103 +87,108 @@ class Trainer:
         self.wait(lambda: self.entered(phase), what=f"phase {phase}")
 
     def entered(self, phase: str) -> bool:
-        """Says whether this attempt has entered a phase."""
+        """Returns whether this attempt has entered a phase."""
         return any(event.get("phase") == phase for event in self.events())
 
     def events(self, host: int = 0) -> list[dict[str, Any]]:
-        """Returns what one host of this attempt has told so far."""
+        """Returns the events of one host of this attempt so far."""
         return read_events(self.run_dir.events(self.attempt, host))
 
     def worker(self) -> int | None:
-        """Returns the pid of the worker behind the door, or None if there is none."""
+        """Returns the pid of the supervisor's worker, or None if there is none."""
         return next(iter(self.workers().values()), None)
 
     def workers(self) -> dict[int, int]:
-        """Returns host -> pid of the workers behind the door that are running."""
-        door, found = self.process.pid, {}
+        """Returns host -> pid of the supervisor's running workers."""
+        supervisor, found = self.process.pid, {}
         with contextlib.suppress(FileNotFoundError):
-            for child in Path(f"/proc/{door}/task/{door}/children").read_text().split():
+            for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
                 words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-                if "jaxres.train.worker" in words:
+                name = Path(f"/proc/{child}/comm").read_text().strip()
+                if words != [""] and name.startswith("jaxres-host"):  # Includes forked workers.
+                    found[int(name.removeprefix("jaxres-host"))] = int(child)
+                elif "jaxres.train.worker" in words:  # It is still importing.
                     host = words[words.index("--host") + 1] if "--host" in words else "0"
                     found[int(host)] = int(child)
         return found
 
-    def kill(self, sig: signal.Signals = signal.SIGKILL, *, who: str = "all") -> None:
-        """Sends a real signal to the `door`, to the `worker`, or to `all`: first the worker."""
+    def kill(self, sig: signal.Signals = signal.SIGKILL, *, target: str = "all") -> None:
+        """Sends a real signal to the `supervisor`, the `worker`, or `all`: the worker first."""
         worker = self.worker()
-        if who != "door" and worker is not None:
+        if target != "supervisor" and worker is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, sig)
-        if who != "worker":
+        if target != "worker":
             self.process.send_signal(sig)
 
-    def ended(self, seconds: float = 180) -> int:
-        """Waits for the end and returns the exit code; negative: the signal."""
+    def wait_exit(self, seconds: float = 180) -> int:
+        """Waits for the exit; returns the exit code, or the negative signal number."""
         return self.process.wait(timeout=seconds)
 
-    def said(self) -> str:
-        """Returns what it has printed."""
+    def printed(self) -> str:
+        """Returns its output."""
         return self.output.read_text()
 
     def wait_commit(self, step: int) -> None:
         """Waits until a step at or after `step` is committed."""
-        self.wait(lambda: line(self.run_dir).step >= step, what=f"commit of step {step}")
+        self.wait(lambda: run_history(self.run_dir).step >= step, what=f"commit of step {step}")
 
     def wait_kept(self) -> None:
-        """Waits until compiled steps are kept for the attempts that follow."""
+        """Waits until compiled steps are stored for later attempts."""
         kept = self.run_dir.compiled
         self.wait(lambda: any(kept.glob("*.compiled")), what="compiled steps")
 
-    def told(self, kind: str, host: int = 0) -> list[dict[str, Any]]:
-        """Returns the events of a kind that one host of this attempt has told."""
+    def events_of(self, kind: str, host: int = 0) -> list[dict[str, Any]]:
+        """Returns the events of a kind of one host of this attempt."""
         return [event for event in self.events(host) if event["event"] == kind]
 
     def steps(self) -> list[int]:
         """Returns the steps that this attempt has finished."""
         return [row["step"] for row in read_json_lines(self.run_dir.metrics(self.attempt))]
 
-    def last_words(self) -> Stop | None:
-        """Returns the stop record of this attempt, if it has left one."""
-        record = line(self.run_dir).last_stop
+    def end_record(self) -> AttemptEnded | None:
+        """Returns the end record of this attempt, if there is one."""
+        record = run_history(self.run_dir).last_stop
         if record is None or record.attempt != self.attempt:
             return None
-        assert isinstance(record.body, Stop), record
+        assert isinstance(record.body, AttemptEnded), record
         return record.body
 
-    def wait_word(self, word: str) -> None:
-        """Waits until it has said something."""
-        self.wait(lambda: word in self.said(), what=f"word {word!r}")
+    def wait_printed(self, word: str) -> None:
+        """Waits until the output contains a text."""
+        self.wait(lambda: word in self.printed(), what=f"word {word!r}")
 
-    def refused(self, exit: int, *words: str) -> str:
-        """Waits for a typed end: that code, one message with these words, and no traceback."""
-        code, said = self.ended(), self.said()
-        assert code == exit, f"exit {code}, expected {exit}\n{said}"
-        assert "Traceback" not in said, said
-        assert said.count(f"(exit {int(exit)}") == 1, said
+    def assert_fails(self, exit: int, *words: str) -> str:
+        """Asserts that it exits with that code, one message with these texts, and no traceback."""
+        code, printed = self.wait_exit(), self.printed()
+        assert code == exit, f"exit {code}, expected {exit}\n{printed}"
+        assert "Traceback" not in printed, printed
+        assert printed.count(f"(exit {int(exit)}") == 1, printed
         for word in words:
-            assert word in said, f"no {word!r} in:\n{said}"
-        return said
+            assert word in printed, f"no {word!r} in:\n{printed}"
+        return printed
 
-    def refused_after_restarts(self, exit: int) -> str:
-        """Waits for a typed end of a supervisor, and returns what it has said."""
-        code, said = self.ended(), self.said()
-        assert code == exit, f"exit {code}, expected {exit}\n{said}"
-        assert said.count(f"(exit {int(exit)}") == 1, said
-        return said
+    def assert_gave_up(self, exit: int) -> str:
+        """Asserts that the supervisor exits with that code; returns its output."""
+        code, printed = self.wait_exit(), self.printed()
+        assert code == exit, f"exit {code}, expected {exit}\n{printed}"
+        assert printed.count(f"(exit {int(exit)}") == 1, printed
+        return printed
 
 
 @dataclass
 class Place:
-    """Where runs live, with the caches that all of them share."""
+    """Folder of runs, with the caches that all of them share."""
 
     root: Path
     caches: Path
     through: tuple[str, ...] = ()
-    """Words before the command: how a process gets into a namespace or becomes another user."""
+    """Prefix of commands that enters a namespace or changes the user."""
     trainers: list[Trainer] = field(default_factory=list)
-    bucket: BucketPath | None = None
-    """Where the run directories are, if not below `root`."""
+    bucket: GcsPath | None = None
+    """Parent of the run directories, if not `root`."""
+    fresh: bool = False
+    """Whether no process is forked by the fork server, for tests of process starts."""
 
     def run_dir(self, name: str) -> RunDir:
         """Returns a run directory of that name."""
@@ -193,7 +202,7 @@ class Place:
         cores: set[int] | None = None,
         env: dict[str, str] | None = None,
     ) -> Trainer:
-        """Starts training in run directory `name`; `cores` is the affinity it is given."""
+        """Starts training in run directory `name`; `cores` is its CPU affinity."""
         words = self._words(name, *overrides, config=config)
         return self.command(self.run_dir(name), words, cores=cores, env=env)
 
@@ -215,15 +224,15 @@ class Place:
         env: dict[str, str] | None = None,
         restart: bool = False,
     ) -> Trainer:
-        """Starts training with several workers behind one door, or behind a supervisor."""
+        """Starts training with several workers; `restart` enables restarts."""
         words = [*self._words(name, *overrides, config=config), "--hosts", str(hosts)]
         words += [] if restart else ["--no-restart"]
         return self.command(self.run_dir(name), words, verb=("jaxres.launch", "local"), env=env)
 
     def launched(self, name: str, *overrides: str, **kwargs: Any) -> Trainer:
-        """Trains with several workers to the end, which must be a good one."""
+        """Trains with several workers until exit code 0."""
         trainer = self.launch(name, *overrides, **kwargs)
-        assert trainer.ended() == 0, trainer.said()
+        assert trainer.wait_exit() == 0, trainer.printed()
         return trainer
 
     def command(
@@ -236,25 +245,37 @@ class Place:
         cores: set[int] | None = None,
         env: dict[str, str] | None = None,
     ) -> Trainer:
-        """Starts `python -m jaxres.train`, or another verb, with these words."""
-        attempt = line(run_dir).attempt + 1
+        """Starts `python -m jaxres.train`, or another module, with these arguments."""
+        attempt = run_history(run_dir).attempt + 1
         output = self.root / f"{run_dir.root.name}-{attempt}-{len(self.trainers)}.txt"
-        # Not by a function between fork and exec: jax forbids forks once it has a backend.
+        # Not in a preexec function: jax forbids forks once it has a backend.
         pinned = ("taskset", "--cpu-list", ",".join(map(str, sorted(cores)))) if cores else ()
+        command = [sys.executable, "-m", *verb, *words]
+        prefix = [*self.through, *through, *pinned]
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
         with output.open("wb") as file:
-            process = subprocess.Popen(
-                [*self.through, *through, *pinned, sys.executable, "-m", *verb, *words],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {}),
-            )
+            process = self._process(prefix, command, env=environment, output=file)
         trainer = Trainer(run_dir, process, output, attempt)
         self.trainers.append(trainer)
         return trainer
 
-    def door(
+    def _process(
+        self, prefix: list[str], command: list[str], *, env: dict[str, str], output: IO[bytes]
+    ) -> forks.Process:
+        """Starts a command; forks it if only the start-up time differs."""
+        is_forked = not prefix and not self.fresh and os.environ.get(FRESH) is None
+        if is_forked and may_fork(env, (server := forks.server()).base):
+            return server.start(command, env=env, output=output, spares=_spares(command))
+        return subprocess.Popen(
+            [*prefix, *command],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+        )
+
+    def start_host(
         self,
         name: str,
         *overrides: str,
@@ -265,16 +286,16 @@ class Place:
         env: dict[str, str] | None = None,
         through: tuple[str, ...] = (),
     ) -> Trainer:
-        """Starts one host's own door, which meets the others at an address."""
+        """Starts the supervisor of one host; the rendezvous is at an address."""
         words = self._words(name, *overrides, config=config)
         words += ["--coordinator", at, f"--num-hosts={hosts}", "--host-id", str(host)]
         return self.command(self.run_dir(name), words, env=env, through=through)
 
-    def doors(self, name: str, *overrides: str, hosts: int, **kwargs: Any) -> list[Trainer]:
-        """Starts a door for every host."""
-        at, attempt = free_address(), line(self.run_dir(name)).attempt + 1
+    def start_hosts(self, name: str, *overrides: str, hosts: int, **kwargs: Any) -> list[Trainer]:
+        """Starts one supervisor per host."""
+        at, attempt = free_address(), run_history(self.run_dir(name)).attempt + 1
         found = [
-            self.door(name, *overrides, host=host, hosts=hosts, at=at, **kwargs)
+            self.start_host(name, *overrides, host=host, hosts=hosts, at=at, **kwargs)
             for host in range(hosts)
         ]
         for trainer in found:
@@ -282,13 +303,13 @@ class Place:
         return found
 
     def finish(self, name: str, *overrides: str, **kwargs: Any) -> Trainer:
-        """Trains to the end, which must be a good one."""
+        """Trains until exit code 0."""
         trainer = self.start(name, *overrides, **kwargs)
-        assert trainer.ended() == 0, trainer.said()
+        assert trainer.wait_exit() == 0, trainer.printed()
         return trainer
 
     def copy(self, run_dir: RunDir, name: str) -> RunDir:
-        """Copies a run directory of a disk to here, as anyone may."""
+        """Copies a run directory from a disk."""
         copied = self.run_dir(name)
         put(run_dir.root, copied.root)
         if self.bucket is not None:
@@ -296,15 +317,23 @@ class Place:
         return copied
 
     def end_all(self) -> None:
-        """Ends every process that was started here."""
+        """Kills every process that was started here."""
         for trainer in self.trainers:
             if trainer.process.poll() is None:
                 trainer.process.kill()
                 trainer.process.wait()
 
 
+def _spares(command: list[str]) -> int:
+    """Returns the maximum number of processes that a command starts for one attempt."""
+    if "jaxres.launch" not in command:
+        return 1
+    hosts = int(command[command.index("--hosts") + 1].rpartition("..")[2])
+    return hosts + ("--no-restart" not in command)
+
+
 def free_address() -> str:
-    """Returns an address of this machine where nobody listens."""
+    """Returns a free loopback address."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{found.getsockname()[1]}"
@@ -313,8 +342,8 @@ def free_address() -> str:
 NOT_IN_A_BUCKET = ("compiled", "tensorboard", "exports", "owner.json", "owner.lock")
 
 
-def put(folder: places.Place, to: places.Place) -> None:
-    """Copies a folder of a disk; in a bucket a file of lines is a folder of segments."""
+def put(folder: places.RunPath, to: places.RunPath) -> None:
+    """Copies a folder from a disk; in a bucket, a file of lines becomes a folder of segments."""
     assert isinstance(folder, Path)
     if isinstance(to, Path):
         shutil.copytree(folder, to)
@@ -331,12 +360,12 @@ def put(folder: places.Place, to: places.Place) -> None:
         list(pool.map(one, paths))
 
 
-def snapshot(folder: places.Place) -> dict[str, bytes]:
+def snapshot(folder: places.RunPath) -> dict[str, bytes]:
     """Returns relative path -> bytes of everything below a folder; a disk's folders are there too.
 
-    Left out: temporaries, which any claim sweeps, and the owner's beat.
+    Omits temporaries, which any claim deletes, and the lock holder's heartbeat.
     """
-    if isinstance(folder, BucketPath):
+    if isinstance(folder, GcsPath):
         names = sorted(set(files.sizes(folder)) - {"owner.json"})
         found = files.read_all([folder / name for name in names])
         return {name: data for name, data in zip(names, found, strict=True) if data is not None}
@@ -348,8 +377,8 @@ def snapshot(folder: places.Place) -> dict[str, bytes]:
     }
 
 
-def line(run_dir: RunDir) -> Line:
-    """Returns what the run's log says."""
+def run_history(run_dir: RunDir) -> RunHistory:
+    """Returns the run history, folded from the run log."""
     return run_log.fold(run_log.read_records(run_dir.log))
 
 
@@ -360,7 +389,7 @@ def digest(run_dir: RunDir, step: int | None = None) -> str:
 
 
 def history(run_dir: RunDir) -> list[dict[str, Any]]:
-    """Returns the one history over all attempts."""
+    """Returns the metrics history over all attempts."""
     return [json.loads(row) for row in _verb(["history", str(run_dir.root), "--json"]).splitlines()]
 
 
@@ -368,7 +397,7 @@ WALL_CLOCK_FACTS = ("attempt", "step_seconds", "busy_seconds")
 
 
 def trajectory(run_dir: RunDir) -> list[dict[str, Any]]:
-    """Returns the history without the facts in which a broken run may differ from an unbroken."""
+    """Returns the history without the fields in which an interrupted run may differ."""
     return [
         {name: value for name, value in row.items() if name not in WALL_CLOCK_FACTS}
         for row in history(run_dir)
@@ -376,8 +405,8 @@ def trajectory(run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def starts(run_dir: RunDir) -> list[int]:
-    """Returns the step from which each attempt that got so far has trained."""
-    return [run_log.start_of(record).step for record in line(run_dir).starts]
+    """Returns the start step of each attempt that has started training."""
+    return [run_log.start_of(record).step for record in run_history(run_dir).starts]
 
 
 def _verb(words: list[str]) -> str:
@@ -389,7 +418,7 @@ def _verb(words: list[str]) -> str:
 
 
 def assert_bit_exact(broken: RunDir, unbroken: RunDir) -> None:
-    """Holds a run that was broken against one that was not: nothing but times may differ."""
+    """Asserts that an interrupted run equals an uninterrupted one, except for times."""
     there, here = trajectory(unbroken), trajectory(broken)
     steps = list(range(1, len(there) + 1))
     assert [row["step"] for row in here] == steps, "steps are missing or doubled"

@@ -9,7 +9,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.emulators.gce import GceEmulator
-    from tests.unit.gce_requests import Clients
+    from tests.unit.emulators.gce_requests import Clients
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def gce() -> Iterator[GceEmulator]:
 @pytest.fixture
 def clients(gce: GceEmulator) -> Iterator[Clients]:
     """Google's own clients of it."""
-    from tests.unit.gce_requests import Clients
+    from tests.unit.emulators.gce_requests import Clients
 
     with Clients(gce) as clients:
         yield clients

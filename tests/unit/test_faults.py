@@ -1,51 +1,29 @@
 import inspect
 
 from jaxres import faults
-from jaxres.faults import Exit, TypedEnd
-
-CONTRACT = {
-    "DONE": 0,
-    "USAGE": 64,
-    "BUG": 70,
-    "STORAGE": 74,
-    "PREEMPTED": 75,
-    "STOPPED": 76,
-    "CONFIG": 78,
-    "PEER_LOST": 79,
-    "HUNG": 80,
-    "DIVERGED": 81,
-    "UNHEALTHY": 82,
-    "FENCED": 83,
-    "NO_PROGRESS": 84,
-    "UNRESTORABLE": 85,
-    "OUT_OF_MEMORY": 86,
-}
-"""Launchers rely on these numbers: a change here is a breaking one."""
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import RunError
 
 
-def test_exit_codes_are_the_ones_that_launchers_know():
-    assert {exit.name: exit.value for exit in Exit} == CONTRACT
-
-
-def test_every_typed_end_has_its_own_exit_and_says_what_it_is():
-    ends = [
+def test_every_run_error_has_its_own_exit_code_and_a_docstring():
+    errors = [
         kind
         for _, kind in inspect.getmembers(faults, inspect.isclass)
-        if issubclass(kind, TypedEnd) and kind is not TypedEnd
+        if issubclass(kind, RunError) and kind is not RunError
     ]
-    exits = {kind.__name__: kind.exit for kind in ends}
+    exits = {kind.__name__: kind.exit_code for kind in errors}
     assert exits == {
-        "UsageError": Exit.USAGE,
-        "ConfigError": Exit.CONFIG,
-        "StorageUnavailable": Exit.STORAGE,
-        "Fenced": Exit.FENCED,
-        "Unrestorable": Exit.UNRESTORABLE,
-        "OutOfMemory": Exit.OUT_OF_MEMORY,
-        "PeerLost": Exit.PEER_LOST,
-        "Preempted": Exit.PREEMPTED,
-        "Stopped": Exit.STOPPED,
+        "UsageError": ExitCode.USAGE,
+        "ConfigError": ExitCode.CONFIG,
+        "StorageUnavailable": ExitCode.STORAGE,
+        "Fenced": ExitCode.FENCED,
+        "Unrestorable": ExitCode.UNRESTORABLE,
+        "OutOfMemory": ExitCode.OUT_OF_MEMORY,
+        "PeerLost": ExitCode.PEER_LOST,
+        "PreemptedError": ExitCode.PREEMPTED,
+        "StoppedError": ExitCode.STOPPED,
     }
-    assert all(kind.__doc__ for kind in ends)
+    assert all(kind.__doc__ for kind in errors)
 
 
 def test_rows_of_the_table_are_unique_and_found_by_name():
@@ -54,16 +32,16 @@ def test_rows_of_the_table_are_unique_and_found_by_name():
     assert [faults.fault(name) for name in names] == list(faults.ALL)
 
 
-def test_every_fault_that_is_done_has_a_home_that_says_so():
+def test_the_module_of_every_implemented_fault_names_the_fault():
     root = inspect.getfile(faults).removesuffix("faults.py")
-    done = [fault for fault in faults.ALL if fault.done]
+    done = [fault for fault in faults.ALL if fault.implemented]
     assert done
     for fault in done:
-        with open(root + fault.home) as file:
+        with open(root + fault.module) as file:
             assert f"Home of: {fault.name}" in file.read(), fault
 
 
-def test_the_printed_table_has_one_row_a_fault_with_its_exit():
+def test_the_printed_table_has_one_row_per_fault():
     rows = [row for row in faults.table().splitlines() if row.startswith("| ")][1:]
     assert len(rows) == len(faults.ALL)
     for row, fault in zip(rows, faults.ALL, strict=True):
@@ -72,11 +50,11 @@ def test_the_printed_table_has_one_row_a_fault_with_its_exit():
         exit = f"{fault.exit.value} {fault.exit.name}" if fault.exit is not None else ""
         assert cells == [
             fault.name,
-            fault.circle,
-            fault.home,
-            fault.answer,
+            fault.scope,
+            fault.module,
+            fault.response,
             exit,
-            "done" if fault.done else "*planned*",
+            "done" if fault.implemented else "*planned*",
         ]
 
 

@@ -1,4 +1,4 @@
-"""A mutant that no longer applies guards nothing, and is found only when somebody runs it."""
+"""Every mutant applies: one that does not would be noticed only when it is run."""
 
 import subprocess
 from pathlib import Path
@@ -11,6 +11,6 @@ PATCHES = sorted((ROOT / "tools" / "mutants").glob("*.patch"))
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_every_mutant_applies_to_this_tree(patch):
-    words = ["patch", "-p1", "--dry-run", "--force", "-s", "-i", str(patch)]
-    tried = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    command = ["patch", "-p1", "--dry-run", "--force", "-s", "-i", str(patch)]
+    tried = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert tried.returncode == 0, tried.stdout

@@ -1,4 +1,4 @@
-"""A house rule that finds nothing is no rule: `tools/tidy.py` is fed what it must refuse."""
+"""Every rule of `tools/tidy.py` refuses an example that violates it."""
 
 import importlib.util
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def tidy(tmp_path, monkeypatch):
-    """The rules, over a file of the package that holds a text."""
+    """A function that checks a text as a file of the package."""
     spec = importlib.util.spec_from_file_location("tidy", ROOT / "tools" / "tidy.py")
     assert spec is not None
     assert spec.loader is not None
@@ -18,7 +18,7 @@ def tidy(tmp_path, monkeypatch):
     spec.loader.exec_module(rules)
     monkeypatch.chdir(tmp_path)
 
-    def check(text, *, name="jaxres/supervise/late.py"):
+    def check(text, *, name="jaxres/supervisor/late.py"):
         path = Path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -38,24 +38,60 @@ def tidy(tmp_path, monkeypatch):
         "path.stat().st_mtime_ns > beat",
     ],
 )
-def test_who_decides_by_the_wall_clock_is_named(tidy, reading):
+def test_a_function_that_reads_the_wall_clock_is_refused(tidy, reading):
     text = f"class Watch:\n    def is_late(self, clock, beat, path):\n        return {reading}\n"
     (problem,) = tidy(text)
     assert problem.startswith(
-        "jaxres/supervise/late.py:3: Watch.is_late reads the wall clock, which jumps"
+        "jaxres/supervisor/late.py:3: Watch.is_late reads the wall clock, which jumps"
     )
 
 
-def test_who_reads_the_monotonic_clock_or_a_recorded_time_is_not(tidy):
+def test_the_monotonic_clock_and_a_recorded_time_are_allowed(tidy):
     text = "def is_late(clock, record):\n    return clock.monotonic() - record.time > awake.now()\n"
     assert tidy(text) == []
 
 
-def test_who_may_read_it_may_and_is_struck_off_when_it_does_not_any_more(tidy):
+def test_a_listed_function_may_read_the_wall_clock_and_must_do_so(tidy):
     text = "class EventLog:\n    def emit(self, event):\n        return {0}\n"
     assert tidy(text.format("self._clock.wall()"), name="jaxres/runlog/event_log.py") == []
     (problem,) = tidy(text.format("0"), name="jaxres/runlog/event_log.py")
     assert problem == (
-        "jaxres/runlog/event_log.py: EventLog.emit does not read the wall clock any more: take it out of "
+        "jaxres/runlog/event_log.py: EventLog.emit no longer reads the wall clock: remove it from "
         "WALL_CLOCK_MAY"
     )
+
+
+@pytest.fixture
+def rules():
+    spec = importlib.util.spec_from_file_location("tidy", ROOT / "tools" / "tidy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "line", ["No_body reads it.", "it is placed a_new", "the look_out's thread"]
+)
+def test_a_retired_word_is_refused(rules, tmp_path, line):
+    path = tmp_path / "late.py"
+    path.write_text(f"x = 1\n# {line.replace('_', '')}\n")  # Else this file is refused too.
+    (problem,) = rules._retired_words(path)
+    assert problem.startswith(f"{path}:2: ")
+
+
+def test_a_longer_word_that_holds_a_retired_one_is_not_refused(rules, tmp_path):
+    path = tmp_path / "late.py"
+    path.write_text("# recommends an indoor amendment\n")
+    assert list(rules._retired_words(path)) == []
+
+
+def test_a_module_that_claims_a_fault_of_another_home_is_refused(rules, tmp_path, monkeypatch):
+    home = tmp_path / "jaxres" / "launch" / "lease.py"
+    home.parent.mkdir(parents=True)
+    home.write_text('"""Home of: launcher_lost. Home of: hang. A lease."""\n')
+    monkeypatch.setattr(rules, "_tracked", lambda *_: [home.relative_to(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    (problem,) = rules._faults_of_homes()
+    assert "claims fault hang" in problem

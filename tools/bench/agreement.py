@@ -1,11 +1,11 @@
-"""How hosts agree on a stop: a word inside the step, or a gate over the key-value store.
+"""Benchmark of the consensus on a stop: flags inside the step, or a gate over the key-value store.
 
-    python tools/bench/agreement.py --hosts 4 --rounds 20
+    python tools/bench/consensus.py --hosts 4 --rounds 20
 
-Starts real processes that talk over loopback. Prints, from one run: what the word costs the host a
-step (the framework's part), what it adds to a step of the devices (ratio), and for both protocols
-how many of the rounds ended at the same step on all hosts, and how long a request took, while every
-host was slowed at random. docs/adr/0007 has what was decided and why.
+Starts real processes that talk over loopback. Prints, from one run: what the flags cost the host
+per step (the framework's share), what they add to a step of the devices (ratio), and for both
+protocols how many of the rounds ended at the same step on all hosts, and how long a request took,
+while every host was slowed at random. docs/adr/0007 has the decision and the reasons.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxres.clock import SystemClock
-from jaxres.cluster.host_group import Member
-from jaxres.cluster.jax_coordination import Job, join
+from jaxres.cluster.host_group import HostRank
+from jaxres.cluster.jax_coordination import JaxCoordination, join
 from jaxres.config.schema import MeshSection
 from jaxres.engine import mesh as meshes
-from jaxres.faults import Continue, Exit, Stop
-from jaxres.train.consensus import FACTS, AllWords, facts_shape
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import Continue, StopRun
+from jaxres.train.consensus import FACTS, StepConsensus, facts_shape
 from jaxres.train.loop import LAG
 
 BLOCKS, STEPS_A_BLOCK = 12, 100
@@ -45,21 +46,21 @@ MAX_STEPS = 2000
 
 
 @dataclass
-class Wishes:
-    """Stands where the requests of a worker stand."""
+class FakeRequests:
+    """Stand-in for the requests of a worker."""
 
-    stop: Exit | None = None
+    stop: ExitCode | None = None
 
-    def stop_asked(self) -> Exit | None:
-        """Returns what was asked for."""
+    def requested_stop(self) -> ExitCode | None:
+        """Returns the requested exit."""
         return self.stop
 
-    def save_asked(self) -> bool:
-        """Wants no save."""
+    def save_requested(self) -> bool:
+        """Returns False."""
         return False
 
-    def save_taken(self) -> None:
-        """Has no save."""
+    def clear_save_request(self) -> None:
+        """No-op."""
 
 
 def make_step(mesh: jax.sharding.Mesh, *, with_facts: bool) -> Callable[..., Any]:
@@ -91,9 +92,9 @@ def make_step(mesh: jax.sharding.Mesh, *, with_facts: bool) -> Callable[..., Any
 class Bench:
     """One host's side of the measurements."""
 
-    job: Job
+    job: JaxCoordination
     mesh: jax.sharding.Mesh
-    wishes: Wishes = field(default_factory=Wishes)
+    requests: FakeRequests = field(default_factory=FakeRequests)
 
     def __post_init__(self) -> None:
         """Places weights and batch, and compiles both steps."""
@@ -103,84 +104,86 @@ class Bench:
         self.weights = jax.jit(
             lambda: jnp.eye(WIDTH) / 2, out_shardings=meshes.replicated(self.mesh)
         )()
-        self.with_word = make_step(self.mesh, with_facts=True)
+        self.with_flags = make_step(self.mesh, with_facts=True)
         self.without = make_step(self.mesh, with_facts=False)
-        self.job.meet("compiled", seconds=60)
+        self.job.barrier("compiled", seconds=60)
 
-    def words(self) -> AllWords:
-        """Returns a fresh agreement."""
-        self.wishes.stop = None
-        return AllWords(self.wishes, Continue, mesh=self.mesh)  # type: ignore[arg-type]
+    def consensus(self) -> StepConsensus:
+        """Returns a new consensus."""
+        self.requests.stop = None
+        return StepConsensus(self.requests, Continue, mesh=self.mesh)  # type: ignore[arg-type]
 
-    def block(self, *, word: bool) -> tuple[float, float]:
-        """Returns seconds a step, and of them what the word took of the host."""
-        agreement, flight, host = self.words(), deque[Any](), 0.0
+    def block(self, *, flags: bool) -> tuple[float, float]:
+        """Returns seconds per step, and the host's share for the flags."""
+        consensus, flight, host = self.consensus(), deque[Any](), 0.0
         begun = time.perf_counter()
         for _ in range(STEPS_A_BLOCK):
             if len(flight) == LAG:
                 values = np.asarray(flight.popleft())
-                if word:
+                if flags:
                     at = time.perf_counter()
-                    agreement.heard(values[1:])
+                    consensus.on_flags(values[1:])
                     host += time.perf_counter() - at
             at = time.perf_counter()
-            facts = agreement.facts(busy_seconds=1e-4) if word else None
+            facts = consensus.local_flags(busy_seconds=1e-4) if flags else None
             host += time.perf_counter() - at
-            step = self.with_word if word else self.without
+            step = self.with_flags if flags else self.without
             self.weights, metrics = step(self.weights, self.batch, facts)
             flight.append(metrics)
         jax.block_until_ready(self.weights)
         return (time.perf_counter() - begun) / STEPS_A_BLOCK, host / STEPS_A_BLOCK
 
-    def stop_by_word(self, ask_at: float | None, chance: random.Random) -> tuple[int, float]:
-        """Steps until all have heard of the stop: (the step, when)."""
-        agreement, flight, begun = self.words(), deque[Any](), time.time()
+    def stop_by_flags(self, request_at: float | None, chance: random.Random) -> tuple[int, float]:
+        """Runs steps until all hosts have received the stop: (the step, when)."""
+        consensus, flight, begun = self.consensus(), deque[Any](), time.time()
         for step in range(MAX_STEPS):
-            if ask_at is not None and time.time() - begun >= ask_at:
-                self.wishes.stop = Exit.PREEMPTED
+            if request_at is not None and time.time() - begun >= request_at:
+                self.requests.stop = ExitCode.PREEMPTED
             if len(flight) == LAG:
-                agreement.heard(np.asarray(flight.popleft())[1:])
-            if isinstance(agreement.verdict(), Stop):
+                consensus.on_flags(np.asarray(flight.popleft())[1:])
+            if isinstance(consensus.verdict(), StopRun):
                 return step, time.time()
             time.sleep(chance.expovariate(1 / MEAN_DELAY_SECONDS))
-            facts = agreement.facts(busy_seconds=0.0)
-            self.weights, metrics = self.with_word(self.weights, self.batch, facts)
+            facts = consensus.local_flags(busy_seconds=0.0)
+            self.weights, metrics = self.with_flags(self.weights, self.batch, facts)
             flight.append(metrics)
-        raise AssertionError("nobody has asked")
+        raise AssertionError("no stop was requested")
 
     def stop_by_gate(
-        self, ask_at: float | None, chance: random.Random, name: str
+        self, request_at: float | None, chance: random.Random, name: str
     ) -> tuple[int, float]:
         """The same with a gate: freeze, publish, barrier, the newest step of all and one more."""
         gate = Gate(self.job, name)
         begun = time.time()
         for step in range(MAX_STEPS):
-            if ask_at is not None and time.time() - begun >= ask_at:
+            if request_at is not None and time.time() - begun >= request_at:
                 gate.request()
             if gate.enter(step):
                 jax.block_until_ready(self.weights)
                 return step, time.time()
             time.sleep(chance.expovariate(1 / MEAN_DELAY_SECONDS))
             self.weights, _ = self.without(self.weights, self.batch, None)
-        raise AssertionError("nobody has asked")
+        raise AssertionError("no stop was requested")
 
 
 class Gate:
-    """The proven alternative: no host can enter a step while its thread holds the lock."""
+    """The alternative protocol: no host can enter a step while its thread holds the lock."""
 
-    def __init__(self, job: Job, name: str) -> None:
+    def __init__(self, job: JaxCoordination, name: str) -> None:
         self.client, self.host, self.name = job._client, job.member.host, name
         self.lock, self.current, self.stop_at = threading.Lock(), -1, MAX_STEPS
         self.seconds: list[float] = []
         threading.Thread(target=self._agree, daemon=True).start()
 
     def request(self) -> None:
-        """Asks all hosts to stop; any host may, any number of times."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # Somebody has asked already.
+        """Requests a stop of all hosts; any host may, any number of times."""
+        with contextlib.suppress(
+            jax.errors.JaxRuntimeError
+        ):  # Another host has requested it already.
             self.client.key_value_set(f"{self.name}/request", "1")
 
     def enter(self, step: int) -> bool:
-        """Says whether the loop is to stop before this step."""
+        """Returns whether the loop stops before this step."""
         with self.lock:
             if step >= self.stop_at:
                 return True
@@ -197,54 +200,54 @@ class Gate:
 
 
 def child(host: int, num_hosts: int, coordinator: str, rounds: int) -> None:
-    """Runs one host and, on the lead, prints the findings as JSON."""
-    member = Member(host, num_hosts, coordinator)
+    """Runs one host; host 0 prints the measurements as JSON."""
+    member = HostRank(host, num_hosts, coordinator)
     job = join(member, heartbeat_seconds=30, clock=SystemClock())
     bench = Bench(job, meshes.build(MeshSection(), devices=jax.devices()))
     costs: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for index in range(BLOCKS):
-        for word in (True, False) if index % 2 else (False, True):
-            costs[word].append(bench.block(word=word))
-    found: dict[str, list[tuple[int, float]]] = {"word": [], "gate": []}
+        for flags in (True, False) if index % 2 else (False, True):
+            costs[flags].append(bench.block(flags=flags))
+    found: dict[str, list[tuple[int, float]]] = {"flags": [], "gate": []}
     for index in range(rounds):
         chance = random.Random(1000 * index + host)
         shared = random.Random(index)
-        asker, ask_at = shared.randrange(num_hosts), shared.uniform(0.02, 0.3)
-        mine = ask_at if asker == host else None
+        requester, request_at = shared.randrange(num_hosts), shared.uniform(0.02, 0.3)
+        mine = request_at if requester == host else None
         for protocol in found:
-            job.meet(f"{protocol}/{index}", seconds=60)
-            begun = time.time() + (ask_at if asker == host else 0)
-            if protocol == "word":
-                step, at = bench.stop_by_word(mine, chance)
+            job.barrier(f"{protocol}/{index}", seconds=60)
+            begun = time.time() + (request_at if requester == host else 0)
+            if protocol == "flags":
+                step, at = bench.stop_by_flags(mine, chance)
             else:
                 step, at = bench.stop_by_gate(mine, chance, f"gate{index}")
             found[protocol].append((step, at))
-            job.say(f"{protocol}/{index}/{host}", json.dumps([step, at, begun, asker]))
+            job.kv_set(f"{protocol}/{index}/{host}", json.dumps([step, at, begun, requester]))
     if host == 0:
         sys.stdout.write(
             json.dumps({"costs": [costs[False], costs[True]], "ends": ends(job, rounds)})
         )
         sys.stdout.flush()
-    job.meet("measured", seconds=60)
-    job.leave()
+    job.barrier("measured", seconds=60)
+    job.shutdown()
 
 
-def ends(job: Job, rounds: int) -> dict[str, list[list[Any]]]:
-    """Returns protocol -> rounds -> what every host has put down."""
+def ends(job: JaxCoordination, rounds: int) -> dict[str, list[list[Any]]]:
+    """Returns protocol -> rounds -> the result of every host."""
     return {
         protocol: [
             [
-                json.loads(job.hear(f"{protocol}/{index}/{host}", host=host, seconds=60))
+                json.loads(job.kv_get(f"{protocol}/{index}/{host}", host=host, seconds=60))
                 for host in range(job.member.num_hosts)
             ]
             for index in range(rounds)
         ]
-        for protocol in ("word", "gate")
+        for protocol in ("flags", "gate")
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Starts the hosts and prints what they have found."""
+    """Starts the hosts and prints their results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -259,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
-        words = [
+        command = [
             sys.executable,
             __file__,
             "--hosts",
@@ -268,24 +271,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             str(options.rounds),
         ]
         hosts = [
-            subprocess.Popen([*words, "--child", str(h), address], stdout=subprocess.PIPE)
+            subprocess.Popen([*command, "--child", str(h), address], stdout=subprocess.PIPE)
             for h in range(options.hosts)
         ]
-        said = [host.communicate(timeout=500)[0] for host in hosts]
-    tell(json.loads(said[0].splitlines()[-1]), num_hosts=options.hosts)
+        outputs = [host.communicate(timeout=500)[0] for host in hosts]
+    print_results(json.loads(outputs[0].splitlines()[-1]), num_hosts=options.hosts)
     return 0
 
 
-def tell(found: dict[str, Any], *, num_hosts: int) -> None:
-    """Prints the findings."""
-    without, word = found["costs"]
+def print_results(found: dict[str, Any], *, num_hosts: int) -> None:
+    """Prints the results."""
+    without, with_flags = found["costs"]
     plain = statistics.median(seconds for seconds, _ in without)
-    ratios = [w[0] / o[0] for w, o in zip(word, without, strict=True)]
-    host = statistics.median(seconds for _, seconds in word)
-    print(f"{num_hosts} hosts, a word has {len(FACTS)} numbers")
-    print(f"the word costs the host   {host * 1e3:.3f} ms a step")
+    ratios = [w[0] / o[0] for w, o in zip(with_flags, without, strict=True)]
+    host = statistics.median(seconds for _, seconds in with_flags)
+    print(f"{num_hosts} hosts, the flags of a host are {len(FACTS)} numbers")
+    print(f"the flags cost the host   {host * 1e3:.3f} ms per step")
     print(
-        f"a step with the word      {statistics.median(ratios):.3f} x of one without "
+        f"a step with the flags     {statistics.median(ratios):.3f} x of one without "
         f"({plain * 1e3:.2f} ms; blocks {min(ratios):.3f} to {max(ratios):.3f})"
     )
     for protocol, rounds in found["ends"].items():

@@ -1,11 +1,11 @@
-"""Counts what a run in a bucket asks of it: per commit, per attempt, per hour; and its price.
+"""Counts the requests of a run to its bucket: per commit, attempt and hour; and their price.
 
     python tools/bench/bucket.py               counts; prices by --class-a, --class-b, for 10,000
-    python tools/bench/bucket.py --late 0.05   how long saves hold training up, beside a disk
+    python tools/bench/bucket.py --late 0.05   how long saves delay training, compared with a disk
 
-Against the emulated service of the tests, on which only counts mean anything, and of times what
-does not depend on the service: the call of a save. The model is the smallest there is: a large one
-writes more files, of up to 2 GB each, and reads them back by 16 MiB.
+Runs against the emulated service of the tests, so only counts are meaningful, and of the times only
+the one that does not depend on the service: the call of a save. The model is the smallest one: a
+large one writes more files, of up to 2 GB each, and reads them back in parts of 16 MiB.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ sys.path.insert(0, str(ROOT))
 
 from jaxres.runlog.event_log import read_events  # noqa: E402
 from jaxres.runlog.paths import RunDir  # noqa: E402
-from jaxres.storage.path import place  # noqa: E402
+from jaxres.storage.path import parse_path  # noqa: E402
 from tests.emulators.gcs import GcsServer  # noqa: E402
 
 CLASSES = {"A": 0.05, "B": 0.004}
-"""Dollars for 10,000 requests, standard storage in us-east1, as Google's own example has them:
+"""Dollars for 10,000 requests, standard storage in us-east1, from Google's example:
 https://cloud.google.com/storage/pricing-examples
 """
 ROUNDS = 4
-"""Of a run on a disk and one in the bucket, by turns."""
+"""Rounds of a run on a disk and one in the bucket, in turns."""
 AIM_MS = 50
 SAVE_EVERY = 20
 BEAT_SECONDS, LOOK_SECONDS, FLUSH_SECONDS = 5.0, 2.5, 5.0
@@ -46,14 +46,14 @@ SETTINGS = (
 )
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="bucket.py")
     parser.add_argument("--late", type=float, help="seconds that each answer takes")
     for name, dollars in CLASSES.items():
         flag = f"--class-{name.lower()}"
         parser.add_argument(flag, dest=name, type=float, default=dollars, help="dollars for 10,000")
-    given = parser.parse_args(words)
+    given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder, GcsServer(late_seconds=given.late or 0) as server:
         os.environ.update(server.env)
         if given.late is not None:
@@ -88,15 +88,15 @@ def _count(server: GcsServer, folder: str, prices: Mapping[str, float]) -> None:
 
 
 def _side_by_side(server: GcsServer, folder: str) -> None:
-    """Runs on a disk and in the bucket by turns; prints how long the calls of saves took."""
+    """Runs on a disk and in the bucket in turns; prints the durations of the calls of saves."""
     roots = {"disk": f"{folder}/runs", "bucket": "gs://bucket/runs"}
     blocked: dict[str, list[float]] = {name: [] for name in roots}
     for number in range(ROUNDS):
         for name, root in roots.items():
-            run_dir = RunDir(place(f"{root}/{number}"))
+            run_dir = RunDir(parse_path(f"{root}/{number}"))
             _train(server, folder, str(run_dir.root), 15 * SAVE_EVERY)
             events = read_events(run_dir.events(1, 0))
-            found = [e["blocked_seconds"] for e in events if e["event"] == "SaveStarted"]
+            found = [e["blocked_seconds"] for e in events if e["event"] == "save_started"]
             if number:  # The first pair only warms up.
                 blocked[name] += found[1:]
     middle = {name: 1000 * statistics.median(found) for name, found in blocked.items()}
@@ -117,9 +117,9 @@ def _side_by_side(server: GcsServer, folder: str) -> None:
 
 def _train(server: GcsServer, folder: str, run_dir: str, steps: int) -> Counter[str]:
     before = Counter(server.counts)
-    words = [f"run.dir={run_dir}", f"train.steps={steps}", *SETTINGS]
-    words += [f"data.cache_dir={folder}/data", f"compilation.cache_dir={folder}/xla"]
-    command = [sys.executable, "-m", "jaxres.train", "tests/promises/tiny.yaml", *words]
+    overrides = [f"run.dir={run_dir}", f"train.steps={steps}", *SETTINGS]
+    overrides += [f"data.cache_dir={folder}/data", f"compilation.cache_dir={folder}/xla"]
+    command = [sys.executable, "-m", "jaxres.train", "tests/promises/tiny.yaml", *overrides]
     env = {**os.environ, **server.env, "HOME": folder}
     subprocess.run(command, env=env, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return Counter(server.counts) - before

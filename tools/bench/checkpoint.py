@@ -1,9 +1,9 @@
-"""Checkpoints against stock Orbax and the machine's limits, in turns, in one run.
+"""Benchmark of checkpoints against stock Orbax and the machine's limits, in turns, in one run.
 
     python tools/bench/checkpoint.py [--layers 12] [--width 768] [--rounds 5] [--devices 1]
 
 The state is that of the built-in decoder (float32 weights and two moments; 1.2 GB by default).
-Prints what a save holds up training for (the call and the step after it, which donates the state),
+Prints how long a save delays training (the call and the step after it, which donates the state),
 the whole save with and without digests, a restore with and without verification, and `verify`
 without jax, each as a ratio to stock Orbax and to a plain copy, write or read of as many bytes; and
 how much a save slows steps that compute, for some shares of `checkpoint.background_share`.
@@ -31,11 +31,11 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxres import models
 from jaxres.checkpoint import orbax_io, verify
-from jaxres.checkpoint.checkpointer import Checkpoints
+from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.checkpoint.restore import load, restore
 from jaxres.checkpoint.tensorstore_reader import ARRAYS
 from jaxres.clock import SystemClock
-from jaxres.cluster.host_group import Alone
+from jaxres.cluster.host_group import SingleHost
 from jaxres.config.schema import CheckpointSection, GptModel, MeshSection
 from jaxres.config.schema_training import AdamwOptimizer
 from jaxres.engine import mesh as meshes
@@ -66,7 +66,7 @@ CLAIM = Claim(
 
 
 def make_state(*, layers: int, width: int) -> Any:
-    """Returns a function that makes the state on the devices."""
+    """Returns a function that creates the state on the devices."""
     config = GptModel(num_layers=layers, d_model=width, num_heads=12)
     model = models.build(config, vocab_size=VOCAB, seq_len=256, platform="cpu")
     tx = optimizer.build(AdamwOptimizer(), decay_mask=optimizer.matrices(model.axes))
@@ -78,22 +78,22 @@ def make_state(*, layers: int, width: int) -> Any:
 
 
 step = jax.jit(lambda state: jax.tree.map(lambda x: x + x.dtype.type(1), state), donate_argnums=0)
-"""Stands for a training step: reads and writes all of the state, which it donates."""
+"""Stand-in for a training step: reads and writes all of the state, which it donates."""
 
 
 compute = jax.jit(lambda x: jax.lax.fori_loop(0, 4, lambda _, y: (y @ y) / SIDE, x))
-"""Stands for a training step that computes: a few milliseconds on two cores."""
+"""Stand-in for a training step that computes: a few milliseconds on two cores."""
 
 
 def seconds(act: Callable[[], Any]) -> float:
-    """Returns how long something takes."""
+    """Returns the seconds that a call takes."""
     begun = time.perf_counter()
     act()
     return time.perf_counter() - begun
 
 
 class Saving:
-    """One way to save: into folders of its own, one after the other."""
+    """One way to save, into its own folders, one after the other."""
 
     def __init__(self, folder: Path, begin: Callable[[Any, Path], Callable[[], None]]) -> None:
         self._folder = folder
@@ -116,7 +116,7 @@ class Saving:
         return called - begun, stepped - called, ended - begun
 
     def beside_steps(self, make: Callable[[], Any]) -> tuple[float, float]:
-        """Returns seconds of a save, and how much slower the steps beside it are."""
+        """Returns seconds of a save, and how much slower the concurrent steps are."""
         state = jax.block_until_ready(make())
         small = jax.block_until_ready(compute(jax.numpy.ones((SIDE, SIDE))))
         alone = statistics.mean(
@@ -150,12 +150,12 @@ def ours(folder: Path, snapshot: str, share: float = 1.0) -> Saving:
             snapshot=snapshot,  # type: ignore[arg-type]
             background_share=share,
         )
-        store = Checkpoints(
+        store = Checkpointer(
             section,
             run_dir=run_dir,
             log=log,
             claim=CLAIM,
-            peers=Alone(),
+            peers=SingleHost(),
             emit=lambda event: None,
             clock=SystemClock(),
             before_commit=lambda: None,
@@ -165,7 +165,7 @@ def ours(folder: Path, snapshot: str, share: float = 1.0) -> Saving:
 
         def wait() -> None:
             store.wait()
-            assert store.committed_step == count, store.why_not_committed
+            assert store.committed_step == count, store.last_error
             store.__exit__(None)
 
         return wait
@@ -185,7 +185,7 @@ def orbax(folder: Path, context: ocp.Context) -> Saving:
 
 
 def plain_write(data: list[np.ndarray], target: Path) -> None:
-    """Writes as many bytes to one file, and makes them durable."""
+    """Writes as many bytes to one file, and syncs it."""
     with target.open("wb", buffering=0) as file:
         for array in data:
             view = array.reshape(-1).view(np.uint8).data
@@ -216,7 +216,7 @@ def main() -> int:
     size = sum(array.nbytes for array in host)
     warm = [np.empty_like(array) for array in host]
     print(f"state: {size / 1e9:.2f} GB in {len(host)} arrays on {options.devices} device(s)")
-    own = orbax_io.context(timeout_seconds=TIMEOUT_SECONDS)
+    own = orbax_io.save_context(timeout_seconds=TIMEOUT_SECONDS)
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         for part in ("copy", "device", "bare", "stock"):
@@ -275,7 +275,7 @@ def _print_saves(
 
 
 def _print_curve(folder: Path, make: Callable[[], Any], *, rounds: int) -> None:
-    """Prints by how much the steps that are made during a save are slower, for some shares."""
+    """Prints how much slower steps are during a save, for some shares."""
     print("checkpoint.background_share: seconds of a save, and its steps against those without one")
     for share in SHARES:
         (folder / f"share-{share}").mkdir()
@@ -292,12 +292,12 @@ def _restores(
     state = make()
     run_dir = RunDir(folder / "restore")
     log = RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock())
-    store = Checkpoints(
+    store = Checkpointer(
         CheckpointSection(timeout_seconds=TIMEOUT_SECONDS),
         run_dir=run_dir,
         log=log,
         claim=dataclasses.replace(CLAIM),
-        peers=Alone(),
+        peers=SingleHost(),
         emit=lambda event: None,
         clock=SystemClock(),
         before_commit=lambda: None,
@@ -305,7 +305,7 @@ def _restores(
     with store:
         store.save(state, Progress(step=1))
         store.wait()
-    commit = log.line().newest
+    commit = log.history().newest
     assert commit is not None
     step_dir = (run_dir.root / commit.path).absolute()
     like = jax.tree.map(
@@ -319,7 +319,7 @@ def _restores(
         verified = seconds(
             lambda: jax.block_until_ready(restore(step_dir, commit, like, reading).state)
         )
-        checked = seconds(lambda: verify.examine(step_dir, commit))
+        checked = seconds(lambda: verify.verify_step(step_dir, commit))
         if round_number:
             rows.append((bare, verified, checked))
     ratio = statistics.median(row[1] / row[0] for row in rows)

@@ -1,9 +1,9 @@
-"""What every detector finds of planted faults, what it flags of none, and how late.
+"""Benchmark of the detectors: recall of planted faults, false flags, and latency.
 
     python tools/bench/detectors.py [--series 40]
 
-Seeded series with the default settings, through the very functions that a run uses. Recall: planted
-faults that were flagged. False: flags per 1,000 steps (or reads) of nothing planted. Latency: from
+Seeded series with the default settings, through the functions that a run uses. Recall: planted
+faults that were flagged. False: flags per 1,000 steps (or reads) without a fault. Latency: from
 the first bad step to its flag. docs/guards.md has the table.
 """
 
@@ -26,22 +26,22 @@ import numpy as np
 
 from jaxres.config.schema import DeadlinesSection
 from jaxres.config.schema_training import RollbackSection, SgdOptimizer, SpikesSection
-from jaxres.data import bad_rows, hung_row
+from jaxres.data import find_bad_rows, find_hung_row
 from jaxres.engine import grad_norm_stats, optimizer
 from jaxres.engine import state as states
 from jaxres.engine import step as steps
 from jaxres.engine.divergence import losses
-from jaxres.engine.guards import Seen
+from jaxres.engine.guards import StepObservation
 from jaxres.faults import Continue
-from jaxres.supervisor.watchdog import Watch, limit_seconds
-from jaxres.telemetry.heartbeat import EnteredPhase, FinishedStep
+from jaxres.supervisor.watchdog import ProgressTracker, limit_seconds
+from jaxres.telemetry.heartbeat import PhaseEntered, StepFinished
 
 STEPS, ROWS = 1000, 8
 
 
 @dataclass
 class Tally:
-    """What became of the planted faults, and of the rest."""
+    """Counts of detected and missed faults, and of false flags."""
 
     planted: int = 0
     found: int = 0
@@ -61,7 +61,7 @@ class Tally:
 
 
 def planted_steps(chance: random.Random, *, count: int, first: int = 300) -> list[int]:
-    """Draws steps that are far enough apart to be faults of their own."""
+    """Draws steps that are far enough apart to be separate faults."""
     slots = range(first, STEPS - 60, 120)
     return sorted(slot + chance.randrange(50) for slot in chance.sample(list(slots), count))
 
@@ -95,7 +95,7 @@ def nonfinite(series: int) -> Tally:
     for seed in range(series):
         chance, draw = random.Random(seed), np.random.default_rng(seed)
         state = states.init(model, tx, seed=0)
-        form = steps.Form.of(state, num_rows=ROWS)
+        form = steps.MetricsLayout.of(state, num_rows=ROWS)
         bad = set(chance.sample(range(100), 5))
         for step in range(100):
             spoilt, fine = np.zeros(ROWS, np.float32), np.ones(ROWS, np.float32)
@@ -119,13 +119,13 @@ def count(tally: Tally, is_planted: bool, is_flagged: bool, latency: float = 0.0
 
 
 def spikes(series: int, *, factor: float, deviations: float) -> Tally:
-    """Gradient norms that spread by 15 % and drift, of which some are so many times the usual."""
+    """Gradient norms that spread by 15 % and drift, of which some are a multiple of the usual."""
     section = SpikesSection()
 
     @jax.jit
     def scores(values: Any) -> Any:
         def one(usual: Any, norm: Any) -> Any:
-            return grad_norm_stats.after(usual, norm, section), grad_norm_stats.score(
+            return grad_norm_stats.update(usual, norm, section), grad_norm_stats.score(
                 usual, norm, section
             )
 
@@ -144,7 +144,7 @@ def spikes(series: int, *, factor: float, deviations: float) -> Tally:
 
 
 def no_fault(series: int, make: Callable[[random.Random, int], float]) -> Tally:
-    """Losses of which none is planted."""
+    """Losses without a fault."""
     tally = Tally()
     for seed in range(series):
         chance, guard = random.Random(seed), losses(RollbackSection())
@@ -155,9 +155,9 @@ def no_fault(series: int, make: Callable[[random.Random, int], float]) -> Tally:
     return tally
 
 
-def seen_at(step: int, loss: float) -> Seen:
-    """Returns a step of which only the loss is of interest."""
-    return Seen(
+def seen_at(step: int, loss: float) -> StepObservation:
+    """Returns a step in which only the loss matters."""
+    return StepObservation(
         step=step,
         rows=(step, step + 1),
         loss=loss,
@@ -182,7 +182,7 @@ NO_FAULTS: dict[str, Callable[[random.Random, int], float]] = {
 
 
 def high_losses(series: int, *, factor: float, length: int) -> Tally:
-    """Losses that fall and are noisy, with single outliers, of which some stay high for a while."""
+    """Falling, noisy losses with single outliers; some stay high for a while."""
     tally = Tally()
     for seed in range(series):
         chance, guard = random.Random(seed), losses(RollbackSection())
@@ -207,11 +207,11 @@ def high_losses(series: int, *, factor: float, length: int) -> Tally:
 
 
 def hangs(series: int, *, usual: float, slow: float) -> Tally:
-    """Steps of which one in 50 is so many times slower, and at the end one that never ends."""
+    """Steps of which one in 50 is slower by a factor, and a last one that never ends."""
     limits, tally = DeadlinesSection(), Tally()
     for seed in range(series):
         chance = random.Random(seed)
-        watch = Watch(since=0.0).after(EnteredPhase("train"), now=0.0)
+        watch = ProgressTracker(last_progress=0.0).on_status(PhaseEntered("train"), now=0.0)
         now = 0.0
         for step in range(1, STEPS):
             seconds = usual * math.exp(chance.gauss(0, 0.2))
@@ -219,7 +219,7 @@ def hangs(series: int, *, usual: float, slow: float) -> Tally:
             tally.clean += 1
             tally.false += seconds > limit_seconds(watch, limits)
             now += seconds
-            watch = watch.after(FinishedStep(step, seconds), now=now)
+            watch = watch.on_status(StepFinished(step, seconds), now=now)
         tally.planted += 1
         tally.found += 1  # A limit is finite: what never ends is always found.
         tally.latencies.append(round(limit_seconds(watch, limits), 1))
@@ -227,7 +227,7 @@ def hangs(series: int, *, usual: float, slow: float) -> Tally:
 
 
 class Rows:
-    """Rows of which some raise, or wait."""
+    """Rows of which some raise or hang."""
 
     def __init__(self, errors: dict[int, Exception], hang: set[int] | None = None) -> None:
         self.errors, self.hang, self.free = errors, hang or set(), threading.Event()
@@ -246,7 +246,7 @@ class Rows:
 
 
 def bad_records(series: int) -> Tally:
-    """Records that can't be decoded; and storage that does not answer, which is none's fault."""
+    """Records that can't be decoded; and storage that does not answer: not a record's fault."""
     tally = Tally()
     undecodable = UnicodeDecodeError("utf-8", b"?", 0, 1, "no text")
     own = [ValueError("broken"), KeyError("x"), OSError("no image"), undecodable]
@@ -257,7 +257,7 @@ def bad_records(series: int) -> Tally:
         is_storage = bool(bad) and chance.random() < 0.5
         rows = Rows({row: chance.choice(away if is_storage else own) for row in bad})
         try:
-            found = set(bad_rows(rows, ids))
+            found = set(find_bad_rows(rows, ids))
         except (OSError, MemoryError):
             found = set()
         for row in range(24):
@@ -266,14 +266,14 @@ def bad_records(series: int) -> Tally:
 
 
 def hung_records(series: int) -> Tally:
-    """One row that hangs among others, or all the storage, which is no record's fault."""
+    """One row that hangs among others; or all storage hangs: not a record's fault."""
     tally = Tally()
     for seed in range(series):
         chance, ids = random.Random(seed), np.arange(24)
         is_storage = chance.random() < 0.5
         bad = set(chance.sample(range(24), chance.randrange(2, 24) if is_storage else 1))
         rows = Rows({}, bad)
-        found = hung_row(rows, ids, seconds=0.05)
+        found = find_hung_row(rows, ids, seconds=0.05)
         rows.free.set()
         count(tally, not is_storage, found in bad)
     return tally
@@ -297,12 +297,12 @@ def table(series: int) -> Iterator[str]:
     for factor, length in cases:
         tally = high_losses(series, factor=factor, length=length)
         yield tally.line("high loss", f"{factor:g} times the usual for {length} steps")
-    for words, make in NO_FAULTS.items():
-        yield no_fault(series, make).line("high loss", words)
+    for name, make in NO_FAULTS.items():
+        yield no_fault(series, make).line("high loss", name)
     for usual, slow in ((0.02, 100), (5.0, 5), (5.0, 12)):
         tally = hangs(series, usual=usual, slow=slow)
-        words = f"steps of {usual:g} s, one in 50 {slow} times slower, then one that never ends"
-        yield tally.line("step deadline", words, unit="s")
+        name = f"steps of {usual:g} s, one in 50 {slow} times slower, then one that never ends"
+        yield tally.line("step deadline", name, unit="s")
     yield bad_records(series).line("bad record", "decoding errors; storage errors beside")
     yield hung_records(series).line("hung record", "one row; or the storage (several rows)")
 

@@ -1,8 +1,8 @@
-"""What the guards inside the step cost: the step with all of them against one without any.
+"""Benchmark of the guards inside the step: the step with all of them against one without.
 
     python tools/bench/guards.py [--blocks 40] [--steps 25]
 
-The step without is what a person would write (mean loss, gradient, clipping by optax, update), on
+The step without is a usual one (mean loss, gradient, clipping by optax, update), on
 the same model, optimizer and rows; both are compiled in this process and take turns. Prints the
 ratio with its interval, and XLA's memory analysis of both. Exits 1 above 1.03.
 """
@@ -51,7 +51,7 @@ def rows() -> dict[str, np.ndarray]:
 
 
 def bare_step(model: Any, tx: Any, rate: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Returns the step that a person would write."""
+    """Returns a usual train step."""
     clip = optax.clip_by_global_norm(CLIP_NORM)
 
     def step(state: states.TrainState, batch: Any) -> Any:
@@ -76,7 +76,7 @@ def bare_step(model: Any, tx: Any, rate: Callable[[Any], Any]) -> Callable[..., 
 
 
 def seconds(step: Any, state: Any, batch: Any, *, count: int) -> tuple[float, Any]:
-    """Returns what a step takes, and the state after `count` of them."""
+    """Returns the seconds of a step, and the state after `count` of them."""
     started = time.perf_counter()
     for _ in range(count):
         state, metrics = step(state, batch)
@@ -92,7 +92,7 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 
 def main() -> int:
-    """Measures and prints; 1 if the guards cost more than they may."""
+    """Measures and prints; returns 1 if the ratio is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--steps", type=int, default=25, help="steps a block")

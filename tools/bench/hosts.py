@@ -1,11 +1,11 @@
-"""What jaxres itself costs each host a step, in a real job of several hosts.
+"""Benchmark of jaxres' own work on each host per step, in a real job of several hosts.
 
     python tools/bench/hosts.py --hosts 2
 
-Runs `launch local` on a small model and reads the timings that the hosts tell each other: how long
-each worked by itself a step (data, landing, lines, events, guards, word, and JAX's own dispatch),
-waiting for neither devices nor hosts. It is time by the clock: where hosts and XLA share the cores,
-it has in it that they take turns.
+Runs `launch local` on a small model and reads the busy seconds that the hosts exchange: how long
+each worked for a step (data, metrics, events, guards, flags, and JAX's own dispatch) without waits
+for devices or hosts. It is wall time: if hosts and XLA share the cores, it includes the time of
+the others.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir(Path(folder, "run"))
-        words = [f"run.dir={run_dir.root}", f"train.steps={options.steps}"]
-        words += [f"data.cache_dir={folder}/cache", f"compilation.cache_dir={folder}/xla"]
-        words += ["checkpoint.save_every_steps=1000000", "evaluation.every_steps=0"]
-        words += options.overrides
-        command = [sys.executable, "-m", "jaxres.launch", "local", str(CONFIG), *words]
+        overrides = [f"run.dir={run_dir.root}", f"train.steps={options.steps}"]
+        overrides += [f"data.cache_dir={folder}/cache", f"compilation.cache_dir={folder}/xla"]
+        overrides += ["checkpoint.save_every_steps=1000000", "evaluation.every_steps=0"]
+        overrides += options.overrides
+        command = [sys.executable, "-m", "jaxres.launch", "local", str(CONFIG), *overrides]
         command += ["--no-restart", "--hosts", str(options.hosts)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         history = read_history(run_dir, run_log.fold(run_log.read_records(run_dir.log)))

@@ -1,14 +1,13 @@
-"""What one leader of many VMs asks for, and how much memory it takes.
+"""Benchmark of the GCE controller: API calls, bucket requests and memory for many VMs.
 
     python tools/bench/launcher.py --vms 1000 --seconds 120
     python tools/bench/launcher.py --vms 4 --seconds 5 --losses 10
 
 Starts the emulated service with VMs that have no processes, an emulated bucket, and a real
-`launch gce up`. The agents' reports are written into the bucket by this program, every VM's anew
-as often as an agent does. Prints, from one run: how long it took until the first attempt began;
-while it was on, the calls of the Compute API and the requests to the bucket a minute, the memory of
-the leader and its share of a core; how long it took until VMs that fell silent, one by one,
-counted as lost; and how long the end took.
+`launch gce up`. This program writes the reports of all agents into the bucket, as often as an agent
+does. Prints, from one run: the time until the first attempt began; while it ran, the calls of the
+Compute API and the requests to the bucket per minute, the memory of the controller and its share of
+a core; the time until VMs that stop reporting, one by one, are lost; and the time of the shutdown.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxres.launch.desired_state import Intent, unpacked
-from jaxres.launch.observed_state import Report
-from jaxres.launch.paths import Places
+from jaxres.launch.desired_state import DesiredState, decode_state
+from jaxres.launch.observed_state import AgentReport
+from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.vm_agent import BEAT_SECONDS
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import GcsPath
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gcs import GcsServer
 from tests.emulators.gcs.objects import Refused
@@ -40,12 +39,12 @@ LIMIT_SECONDS = 600.0
 
 
 class Agents:
-    """Says what the agents of all VMs would say, until closed."""
+    """Writes the reports of the agents of all VMs, until closed."""
 
-    def __init__(self, gce: GceEmulator, gcs: GcsServer, places: Places) -> None:
+    def __init__(self, gce: GceEmulator, gcs: GcsServer, places: LaunchPaths) -> None:
         self.gce, self.gcs, self.places = gce, gcs, places
         self.silent: set[str] = set()
-        """VMs that say nothing any more."""
+        """VMs that have stopped reporting."""
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -57,21 +56,21 @@ class Agents:
         self._is_closed.set()
         self._thread.join()
 
-    def intent(self) -> Intent | None:
-        """Returns what is meant to be."""
+    def intent(self) -> DesiredState | None:
+        """Returns the desired state."""
         try:
-            found = self.gcs.objects.get(BUCKET, self.places.intent.key, {})
+            found = self.gcs.objects.get(BUCKET, self.places.desired_state.key, {})
         except Refused:
             return None
-        return unpacked(found.data, self.places.intent)
+        return decode_state(found.data, self.places.desired_state)
 
     def phase(self) -> str:
-        """Returns where the job is."""
+        """Returns the phase of the job."""
         intent = self.intent()
         return "" if intent is None else intent.phase
 
     def is_wanted(self, name: str) -> bool:
-        """Says whether a VM is meant to be there."""
+        """Returns whether a VM is in the desired state."""
         intent = self.intent()
         return intent is None or name in intent.names
 
@@ -81,11 +80,11 @@ class Agents:
             if intent is None:
                 continue
             is_on = intent.phase == "running"
-            said = Report("running" if is_on else "ready", "b", intent.attempt).words()
+            report = AgentReport("running" if is_on else "ready", "b", intent.attempt).metadata()
             running = {n for n, status in self.gce.vms().items() if status == "RUNNING"}
             for name in running - self.silent:
                 key = self.places.report(name).key
-                self.gcs.objects.put(BUCKET, key, b"", {}, {"metadata": said})
+                self.gcs.objects.put(BUCKET, key, b"", {}, {"metadata": report})
 
 
 def main() -> None:
@@ -95,12 +94,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--losses", type=int, default=3)
     options = parser.parse_args()
-    run = BucketPath(BUCKET, "run")
+    run = GcsPath(BUCKET, "run")
     with (
         tempfile.TemporaryDirectory() as folder,
         GcsServer(buckets=(BUCKET,)) as gcs,
         GceEmulator(speed=10, is_simulated=True) as gce,
-        Agents(gce, gcs, Places(run)) as agents,
+        Agents(gce, gcs, LaunchPaths(run)) as agents,
     ):
         gcs.objects.facts[BUCKET] = {"location": "US-CENTRAL1", "locationType": "region"}
         gce.quota("us-central1", "PREEMPTIBLE_NVIDIA_A100_GPUS", 1e6)
@@ -111,8 +110,8 @@ def main() -> None:
         began = time.monotonic()
         output = Path(folder, "output.txt")
         with output.open("wb") as file:
-            words = [sys.executable, "-m", "jaxres.launch", "gce", "up", str(config)]
-            leader = subprocess.Popen(words, env=env, stdout=file, stderr=subprocess.STDOUT)
+            command = [sys.executable, "-m", "jaxres.launch", "gce", "up", str(config)]
+            leader = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
         try:
             _measure(leader, agents, gce, gcs, began=began, seconds=options.seconds)
             _lose(options.losses, leader, agents)
@@ -141,10 +140,10 @@ def _measure(
     busy, start = _cpu_seconds(leader.pid), time.monotonic()
     time.sleep(seconds)
     minutes = (time.monotonic() - start) / 60
-    asked = gce.calls().calls.total() - calls
-    print(f"calls of the Compute API a minute while it was on: {asked / minutes:.0f}")
+    num_calls = gce.calls().calls.total() - calls
+    print(f"calls of the Compute API per minute while it ran: {num_calls / minutes:.0f}")
     stored = gcs.counts["A"] + gcs.counts["B"] - requests
-    print(f"requests to the bucket a minute while it was on: {stored / minutes:.0f}")
+    print(f"requests to the bucket per minute while it ran: {stored / minutes:.0f}")
     print(f"memory of the leader at most: {_peak_mib(leader.pid):.0f} MiB")
     print(f"share of a core: {(_cpu_seconds(leader.pid) - busy) / (60 * minutes):.2f}")
     intent = agents.intent()
@@ -159,26 +158,26 @@ def _lose(count: int, leader: subprocess.Popen[bytes], agents: Agents) -> None:
         time.sleep(random.uniform(0, BEAT_SECONDS))
         intent = agents.intent()
         assert intent is not None
-        name, start = intent.members[-1].name, time.monotonic()
+        name, start = intent.hosts[-1].name, time.monotonic()
         agents.silent.add(name)
         _wait(lambda name=name: not agents.is_wanted(name), leader)
         found.append(time.monotonic() - start)
         _wait(lambda: agents.phase() == "running", leader)
-    told = ", ".join(f"{seconds:.1f}" for seconds in sorted(found))
-    print(f"until a VM that fell silent counted as lost: {told} s")
+    text = ", ".join(f"{seconds:.1f}" for seconds in sorted(found))
+    print(f"until a VM that stopped reporting was lost: {text} s")
 
 
 def _end(leader: subprocess.Popen[bytes], agents: Agents, gce: GceEmulator, gcs: GcsServer) -> None:
-    """Prints how long the end takes."""
-    asked, start = gce.calls().calls.total(), time.monotonic()
+    """Prints the time of the shutdown."""
+    before, start = gce.calls().calls.total(), time.monotonic()
     gcs.objects.put(BUCKET, agents.places.down.key, b"", {}, {})
     _wait(lambda: agents.phase() == "ended", leader)
     print(f"until no VM was left: {time.monotonic() - start:.1f} s", end="")
-    print(f" and {gce.calls().calls.total() - asked} calls")
+    print(f" and {gce.calls().calls.total() - before} calls")
     print(f"most calls in any minute: {gce.calls().peak_per_minute}")
 
 
-def _config(folder: Path, run: BucketPath, *, project: str, vms: int) -> Path:
+def _config(folder: Path, run: GcsPath, *, project: str, vms: int) -> Path:
     rung = {"kind": "spot", "machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"]}
     section = {
         "project": project,
@@ -201,8 +200,8 @@ def _wait(what: Callable[[], bool], leader: subprocess.Popen[bytes]) -> None:
 
 
 def _peak_mib(pid: int) -> float:
-    words = Path(f"/proc/{pid}/status").read_text()
-    return int(words.partition("VmHWM:")[2].split()[0]) / 1024
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(text.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 def _cpu_seconds(pid: int) -> float:

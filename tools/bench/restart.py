@@ -1,11 +1,12 @@
-"""SIGKILL of a worker to its next finished step, split by what passes in between; warm caches.
+"""Benchmark of a restart: from SIGKILL of a worker to its next completed step, by phase.
 
     python tools/bench/restart.py [--repeats 3] [CONFIG] [section.field=value ...]
 
-Interleaved: `anew` is a fresh process that traces and takes the steps from the cache, `kept` one
-that loads them from the run, `forked` is forked from the zygote and loads them. `floor` is a bare
-script that imports, builds, takes the same steps from JAX's own cache, restores by Orbax and makes
-one step, from its start on. Waits (restart.backoff_seconds) are set to 0.
+Caches are warm, the kinds interleaved: `new` is a new process that traces and takes the steps from
+the cache, `kept` one that loads them from the run, `forked` is forked from the fork server and
+loads them. `floor` is a bare script that imports, builds, takes the same steps from JAX's own
+cache, restores with Orbax and runs one step, measured from its start. Waits
+(restart.backoff_seconds) are set to 0.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from typing import Any
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events, read_json_lines
 from jaxres.runlog.paths import RunDir
-from jaxres.storage.path import Place
+from jaxres.storage.path import RunPath
 
 ROOT = Path(__file__).resolve().parents[2]
-RATIOS = (("anew", "floor"), ("kept", "floor"), ("forked", "anew"), ("forked", "kept"))
+RATIOS = (("new", "floor"), ("kept", "floor"), ("forked", "new"), ("forked", "kept"))
 KINDS = {
-    "anew": ("restart.fork=false", "compilation.keep_programs=0"),
+    "new": ("restart.fork=false", "compilation.keep_programs=0"),
     "kept": ("restart.fork=false",),
     "forked": (),
 }
 CPU = "CPU of the worker"
-"""Seconds of both its cores up to that step, of which a load on the machine takes nothing away."""
+"""CPU seconds of the worker up to that step; unaffected by other load on the machine."""
 PARTS = ("detect", "start", "import", "data", "build", "compile", "restore", "first step", "total")
 LONGEST_SECONDS = 300.0
 
 
 def wait(condition: Callable[[], Any], what: str) -> Any:
-    """Waits until something is the case, and returns it."""
+    """Waits until a condition returns a true value, and returns it."""
     until = time.monotonic() + LONGEST_SECONDS
     while not (found := condition()):
         assert time.monotonic() < until, what
@@ -49,7 +50,7 @@ def wait(condition: Callable[[], Any], what: str) -> Any:
     return found
 
 
-def event(path: Place, kind: str) -> dict[str, Any] | None:
+def event(path: RunPath, kind: str) -> dict[str, Any] | None:
     """Returns the first event of a kind."""
     return next((e for e in read_events(path) if e["event"] == kind), None)
 
@@ -57,7 +58,7 @@ def event(path: Place, kind: str) -> dict[str, Any] | None:
 def worker_of(supervisor: int) -> int:
     """Returns the pid of the one worker."""
     for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
-        if b"jaxres.train.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if Path(f"/proc/{child}/comm").read_text().startswith("jaxres-host"):
             return int(child)
     raise AssertionError("no worker")
 
@@ -68,8 +69,8 @@ def measure(command: list[str], run_dir: RunDir, *, forked: bool) -> dict[str, f
     try:
         wait(lambda: run_log.fold(run_log.read_records(run_dir.log)).step, "a commit")
         if forked:
-            wait(lambda: event(run_dir.supervisor_events, "ZygotePrepared"), "a zygote")
-            time.sleep(1)  # It has just taken its share of the cores.
+            wait(lambda: event(run_dir.supervisor_events, "fork_server_ready"), "a fork server")
+            time.sleep(1)  # It has just used much of the cores.
         killed_at = time.monotonic()
         os.kill(worker_of(supervisor.pid), signal.SIGKILL)
         wait(lambda: read_json_lines(run_dir.metrics(2)), "a step")
@@ -90,8 +91,8 @@ def split(
     run_dir: RunDir, killed_at: float, stepped_at: float, *, forked: bool
 ) -> dict[str, float]:
     """Returns the parts, by the monotonic clock that all processes of this machine share."""
-    decided = event(run_dir.supervisor_events, "AttemptRestarted")
-    opened = event(run_dir.events(2, 0), "RunOpened")
+    decided = event(run_dir.supervisor_events, "attempt_restarted")
+    opened = event(run_dir.events(2, 0), "run_opened")
     assert decided is not None
     assert opened is not None
     assert opened["forked"] == forked
@@ -100,7 +101,7 @@ def split(
     seconds["start"] = opened["monotonic"] - decided["monotonic"]
     since, phase = opened["monotonic"], "import"
     for one in read_events(run_dir.events(2, 0)):
-        if one["event"] == "PhaseChanged":
+        if one["event"] == "phase_changed":
             seconds[phase] += one["monotonic"] - since
             since, phase = one["monotonic"], one["phase"]
             if phase == "train":
@@ -114,13 +115,13 @@ def floor(run_dir: RunDir, caches: Path) -> dict[str, float]:
     """Runs the bare script, and returns the seconds from its start to the end of its step."""
     command = [sys.executable, __file__, "--floor", str(run_dir.root), str(caches)]
     began = time.monotonic()
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    stepped_at, cpu_seconds = map(float, said.splitlines()[-1].split())
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    stepped_at, cpu_seconds = map(float, output.splitlines()[-1].split())
     return {"total": stepped_at - began, CPU: cpu_seconds}
 
 
 def bare(run_dir: RunDir, caches: Path) -> None:
-    """Does what a restart can't do without, and prints when it was done."""
+    """Does the minimum of a restart, and prints when it was done."""
     import jax
     import numpy as np
 
@@ -130,7 +131,7 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     from jaxres.data.token_folder import open_tokens
     from jaxres.engine import mesh as meshes
     from jaxres.engine.state import from_plain, to_plain
-    from jaxres.train import build, compile_cache
+    from jaxres.train import build, compile_cache, jitted_steps
 
     config = configs.load_recorded(run_dir.attempt(1) / "config.yaml", ()).config
     compile_cache.use_compilation_cache(str(caches / "floor"))
@@ -138,13 +139,13 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     rows = dataset._tokens(open_tokens(corpus), config.data)
     plan, mesh, _ = build.devices_here(config)
     parts = build.assemble(config, rows, plan=plan, mesh=mesh, platform=jax.default_backend())
-    step = build.traced_step(parts).lower().compile()
-    build._traced_evaluation(parts, facts=None, rows=plan.rows_at_once).lower().compile()
+    step = jitted_steps.traced_step(parts).lower().compile()
+    jitted_steps.traced_evaluation(parts, facts=None, rows=plan.rows_at_once).lower().compile()
     commit = run_log.fold(run_log.read_records(run_dir.log)).newest
     assert commit is not None
     like = to_plain(parts.shapes)
     state = restore.load(
-        (run_dir.root / commit.path).absolute(), like, orbax_io.context(timeout_seconds=600.0)
+        (run_dir.root / commit.path).absolute(), like, orbax_io.save_context(timeout_seconds=600.0)
     )
     local = meshes.local_rows(mesh, parts.rows_per_batch)
     some = rows.train.rows(np.arange(parts.rows_per_batch))
@@ -154,7 +155,7 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     os._exit(0)
 
 
-def rounds(folder: Path, words: list[str], repeats: int) -> dict[str, list[dict[str, float]]]:
+def rounds(folder: Path, arguments: list[str], repeats: int) -> dict[str, list[dict[str, float]]]:
     """Returns the parts of every restart by kind; the first round fills the caches."""
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in (*KINDS, "floor")}
     caches = folder / "caches"
@@ -163,8 +164,8 @@ def rounds(folder: Path, words: list[str], repeats: int) -> dict[str, list[dict[
     for number in range(repeats + 1):
         for kind, own in KINDS.items():
             run_dir = RunDir(folder / f"{kind}{number}")
-            command = [sys.executable, "-m", "jaxres.launch", "local", words[0], *shared, *own]
-            command += [f"run.dir={run_dir.root}", *words[1:]]
+            command = [sys.executable, "-m", "jaxres.launch", "local", arguments[0], *shared, *own]
+            command += [f"run.dir={run_dir.root}", *arguments[1:]]
             found[kind].append(measure(command, run_dir, forked=kind == "forked"))
         found["floor"].append(floor(RunDir(folder / f"kept{number}"), caches))
     return {kind: runs[1:] for kind, runs in found.items()}

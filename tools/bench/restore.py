@@ -1,9 +1,9 @@
-"""Restore on another topology against a restore on the same one, in the same run.
+"""Benchmark of a restore on another topology against one on the same topology, in one run.
 
     python tools/bench/restore.py --devices 8 --mib 256
 
-Saves one state sharded over all virtual devices, then restores it in turns as it was saved and laid
-out for fewer devices and another axis. Prints ratios; the file cache is warm for all of them.
+Saves one state sharded over all virtual devices, then restores it in turns with the
+same sharding, on fewer devices, and along another axis. Prints ratios; the file cache is warm.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "1 device": sharding(devices[:1], PartitionSpec("fsdp")),
         "split along the other dim": sharding(devices, PartitionSpec(None, "fsdp")),
     }
-    context = orbax_io.context(timeout_seconds=TIMEOUT_SECONDS)
+    context = orbax_io.save_context(timeout_seconds=TIMEOUT_SECONDS)
     seconds: dict[str, list[float]] = {name: [] for name in layouts}
     with tempfile.TemporaryDirectory() as folder:
         step_dir = Path(folder, "step")
         state = make()
-        orbax_io.settle(orbax_io.begin(state, step_dir, context), step_dir, timeout=TIMEOUT_SECONDS)
+        orbax_io.wait_save(
+            orbax_io.start_save(state, step_dir, context), step_dir, timeout=TIMEOUT_SECONDS
+        )
         for index in range(ROUNDS + 1):
             for name, layout in layouts.items():
                 like = {

@@ -1,4 +1,4 @@
-"""Start to first finished step, split by phase: cold, warm (caches filled), and resumed.
+"""Benchmark of a start: to the first completed step, by phase; cold, warm, and resumed.
 
     python tools/bench/startup.py [--repeats 3] [CONFIG]
 
@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def measure(
     config: Path, run_dir: RunDir, caches: Path, *, steps: int, attempt: int
 ) -> dict[str, float]:
-    """Trains to `steps` and returns the seconds of each phase up to the first finished step."""
-    words = [
+    """Trains to `steps` and returns the seconds of each phase up to the first completed step."""
+    overrides = [
         f"run.dir={run_dir.root}",
         f"train.steps={steps}",
         "optimizer.schedule.horizon_steps=1000",
@@ -33,14 +33,14 @@ def measure(
         f"compilation.cache_dir={caches / 'xla'}",
         "telemetry.sample_tokens=0",
     ]
-    command = [sys.executable, "-m", "jaxres.train", str(config), *words]
+    command = [sys.executable, "-m", "jaxres.train", str(config), *overrides]
     started = time.time()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     first = read_json_lines(run_dir.metrics(attempt))[0]
     seconds = {"first step": first["step_seconds"]}
     since, phase = started, "import and claim"
     for event in read_events(run_dir.events(attempt, 0)):
-        if event["event"] not in ("PhaseChanged", "RunOpened"):
+        if event["event"] not in ("phase_changed", "run_opened"):
             continue
         name = event.get("phase", "import and claim")
         seconds[phase] = seconds.get(phase, 0.0) + event["time"] - since
@@ -52,7 +52,7 @@ def measure(
 
 
 def main() -> None:
-    """Prints a table: one row a phase, one column a kind of start."""
+    """Prints a table: one row per phase, one column per kind of start."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "config", nargs="?", type=Path, default=ROOT / "configs" / "quickstart.yaml"

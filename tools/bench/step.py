@@ -1,10 +1,10 @@
-"""What jaxres adds to a step: its real loop against a bare one, and its input pipeline alone.
+"""Benchmark of the training loop against a bare one, and of the input pipeline alone.
 
     python tools/bench/step.py [--blocks 30] [--live] [--tensorboard] [--save-every N]
 
 Both loops run in this process on the same compiled step, model and batch size, in blocks that take
 turns. Exits 1 and prints FAIL if the median ratio is above 1.05; a run with --save-every only
-reports, since a save costs what the disk costs.
+reports, since the cost of a save depends on the disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rich.console import Console as Terminal
 from jaxres import config as configs
 from jaxres import data
 from jaxres.clock import SystemClock
-from jaxres.cluster.host_group import Alone
+from jaxres.cluster.host_group import SingleHost
 from jaxres.config import RunConfig
 from jaxres.engine import mesh as meshes
 from jaxres.engine.step import METRICS
@@ -40,11 +40,12 @@ from jaxres.runlog.event_log import EventLog
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunLog
 from jaxres.telemetry.console import Console
-from jaxres.train.build import Built, build
-from jaxres.train.components import Agenda, Run
-from jaxres.train.context import Seat
+from jaxres.telemetry.observers import Observers
+from jaxres.train.build import BuiltTrainer, build
+from jaxres.train.components import StepSchedule, Trainer
+from jaxres.train.context import AttemptContext
 from jaxres.train.loop import LAG, train
-from jaxres.train.stop_requests import Requests
+from jaxres.train.stop_requests import SignalListener
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
@@ -54,7 +55,7 @@ LIMIT = 1.05
 NUM_PLACED = 8
 WARM_BLOCKS = 2
 SETTLE_SECONDS = 0.05
-"""Lets the background threads come to rest before the other loop's turn."""
+"""Pause before the other loop's turn, for the background threads to finish."""
 FAKE_STEPS = 1000
 FAKE_SECONDS = 0.005
 PIPELINE_BATCHES = 1000
@@ -63,8 +64,8 @@ NEVER = 2**31 - 1
 
 
 @contextlib.contextmanager
-def built(config: RunConfig, *, live: bool) -> Iterator[Built]:
-    """Yields a run as a worker would build it, in a run directory of its own."""
+def built(config: RunConfig, *, live: bool) -> Iterator[BuiltTrainer]:
+    """Yields a run as a worker would build it, in its own run directory."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         clock, run_dir = SystemClock(), RunDir(Path(folder, "run"))
         claim = Claim(
@@ -90,43 +91,46 @@ def built(config: RunConfig, *, live: bool) -> Iterator[Built]:
                 terminal=Terminal(file=screen, force_terminal=live, width=160),
             )
         )
+        observers = Observers([console])
         events = stack.enter_context(
-            EventLog(run_dir.events(1, 0), clock=clock, listeners=[console.heard])
+            EventLog(run_dir.events(1, 0), clock=clock, listeners=[observers.on_event])
         )
-        requests = Requests(alone=False)
-        seat = Seat(run_dir, log, claim, events.emit, clock, console.landed, requests, Alone())
-        yield build(config, seat, stack)
+        requests = SignalListener(alone=False)
+        context = AttemptContext(
+            run_dir, log, claim, events.emit, clock, observers, requests, SingleHost()
+        )
+        yield build(config, context, stack)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds by the clock on the wall, and of all cores together."""
+    """Wall seconds, and CPU seconds of all cores."""
 
     wall: float
     cpu: float
 
     @staticmethod
     def now() -> Cost:
-        """Returns where the clocks stand."""
+        """Returns the clocks' current values."""
         return Cost(time.perf_counter(), time.process_time())
 
     def until_now(self, steps: int) -> Cost:
-        """Returns the cost of one of the steps since."""
+        """Returns the cost per step since then."""
         now = Cost.now()
         return Cost((now.wall - self.wall) / steps, (now.cpu - self.cpu) / steps)
 
 
 @dataclass
 class Bare:
-    """The loop that a person would write: placed batches, a compiled step, metrics fetched late."""
+    """A bare loop: placed batches, a compiled step, metrics fetched late."""
 
-    run: Run
+    run: Trainer
     state: Any = None
     batches: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.state = self.run.init(self.run.log.line())[0]
-        cursor, at = 0, self.run.feed.open(self.run.log.line())
+        self.state = self.run.init(self.run.log.history())[0]
+        cursor, at = 0, self.run.data_loader.open(self.run.log.history())
         for _ in range(NUM_PLACED):
             fed = at(cursor)
             assert isinstance(fed, tuple)
@@ -135,7 +139,7 @@ class Bare:
             cursor = batch.next_cursor
 
     def cost(self, steps: int) -> Cost:
-        """Runs so many steps and returns what one costs."""
+        """Runs steps and returns the cost of one."""
         step, state, flight = self.run.step, self.state, deque[jax.Array]()
         started = Cost.now()
         for i in range(steps):
@@ -150,7 +154,7 @@ class Bare:
 
 @dataclass
 class Turns:
-    """Stands where the run's step stands, and lets the bare loop have its turns in between."""
+    """Replaces the run's step, and runs blocks of the bare loop in between."""
 
     step: Callable[..., Any]
     bare: Bare
@@ -158,10 +162,10 @@ class Turns:
     calls: int = 0
     started: Cost = field(default_factory=Cost.now)
     pairs: list[tuple[Cost, Cost]] = field(default_factory=list)
-    """Of a step: jaxres, bare."""
+    """Costs per step: jaxres, bare."""
 
     def __call__(self, state: Any, arrays: Any, facts: Any) -> Any:
-        """Takes one step of the run."""
+        """Runs one step of the run."""
         if self.calls % self.steps_per_block == 0:
             jax.block_until_ready(state)
             ours = self.started.until_now(self.steps_per_block)
@@ -172,7 +176,9 @@ class Turns:
         return self.step(state, arrays, facts)
 
 
-def take_turns(run: Run, *, blocks: int, steps: int, save_every: int) -> list[tuple[Cost, Cost]]:
+def take_turns(
+    run: Trainer, *, blocks: int, steps: int, save_every: int
+) -> list[tuple[Cost, Cost]]:
     """Returns the cost of a step of jaxres and of the bare loop, a pair for every block."""
     turns = Turns(run.step, Bare(run), steps)
     total = (blocks + WARM_BLOCKS) * steps + 1
@@ -180,18 +186,18 @@ def take_turns(run: Run, *, blocks: int, steps: int, save_every: int) -> list[tu
     return turns.pairs[WARM_BLOCKS:][-blocks:]
 
 
-def short(run: Run, *, steps: int, save_every: int = NEVER, **parts: Any) -> Run:
-    """Returns the run with so many steps, without evaluations, and saves only where asked for."""
-    agenda = Agenda(steps=steps, save_every_steps=save_every, evaluate_every_steps=0)
-    return dataclasses.replace(run, steps=steps, agenda=agenda, **parts)
+def short(run: Trainer, *, steps: int, save_every: int = NEVER, **parts: Any) -> Trainer:
+    """Returns the trainer with `steps` steps, without evaluations, with saves on request."""
+    schedule = StepSchedule(steps=steps, save_every_steps=save_every, evaluate_every_steps=0)
+    return dataclasses.replace(run, steps=steps, schedule=schedule, **parts)
 
 
-def host_seconds(run: Run) -> tuple[float, float]:
+def host_seconds(run: Trainer) -> tuple[float, float]:
     """Returns CPU seconds a step of the loop's thread, and of all threads, without any computing.
 
     The step is replaced by one that only sleeps, as a host does while its device computes.
     """
-    form = run.form
+    form = run.metrics_layout
     metrics: Any = np.ones(len(METRICS) + len(form.params) + form.num_rows, np.float32)
     slept = 0.0
     marks: list[tuple[float, float]] = []
@@ -211,7 +217,7 @@ def host_seconds(run: Run) -> tuple[float, float]:
 
 
 def pipeline_tokens_per_second(config: RunConfig) -> float:
-    """Returns what the rows, their order, the prefetch thread and the placing can deliver."""
+    """Returns the throughput of rows, shuffling, prefetching and placement."""
     dataset = data.open_dataset(config.data)
     rows = config.train.global_batch_size
     mesh = meshes.build(config.mesh, devices=jax.devices())
@@ -251,17 +257,19 @@ def table(name: str, pairs: list[tuple[float, float]]) -> float:
 
 
 def main() -> int:
-    """Measures and prints; 1 if jaxres is slower than it may be."""
+    """Measures and prints; returns 1 if jaxres is slower than the limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=30)
     parser.add_argument("--steps", type=int, default=25, help="steps a block")
     parser.add_argument("--live", action="store_true", help="the progress bar of a terminal")
     parser.add_argument("--tensorboard", action="store_true", help="event files too")
     parser.add_argument("--save-every", type=int, default=NEVER, help="steps between saves")
-    parser.add_argument("words", nargs="*", help="section.field=value, on top of the small model")
+    parser.add_argument(
+        "overrides", nargs="*", help="section.field=value, on top of the small model"
+    )
     options = parser.parse_args()
     board = f"telemetry.tensorboard={str(options.tensorboard).lower()}"
-    small = configs.load(CONFIG, [*SMALL, board, "run.dir=bench", *options.words]).config
+    small = configs.load(CONFIG, [*SMALL, board, "run.dir=bench", *options.overrides]).config
     with built(small, live=options.live) as parts:
         pairs = take_turns(
             parts.run, blocks=options.blocks, steps=options.steps, save_every=options.save_every
@@ -279,7 +287,7 @@ def main() -> int:
     with built(quickstart, live=False) as parts:
         bare = Bare(parts.run)
         bare.cost(QUICKSTART_STEPS)
-        used = parts.run.feed.tokens_per_step / bare.cost(QUICKSTART_STEPS).wall
+        used = parts.run.data_loader.tokens_per_step / bare.cost(QUICKSTART_STEPS).wall
     delivered = pipeline_tokens_per_second(quickstart)
     print(
         f"input pipeline: {delivered:,.0f} tokens/s, {delivered / used:.0f} times what the "

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from difflib import unified_diff
+from difflib import SequenceMatcher, unified_diff
 from functools import cache
 from pathlib import Path
 
@@ -81,7 +81,13 @@ def rebased(patch: Path, *, base: str) -> str:
         for path in paths:
             today = moved_to(base, path)
             ours = (ROOT / today).read_text()
-            merged = merge(at(base, path), ours=ours, theirs=(folder / path).read_text())
+            theirs = (folder / path).read_text()
+            try:
+                merged = merge(at(base, path), ours=ours, theirs=theirs)
+            except Conflict:
+                names = renames(at(base, path), ours)
+                before, after = renamed(at(base, path), names), renamed(theirs, names)
+                merged = merge(before, ours=ours, theirs=after)
             hunks.append(diff(today, ours, merged))
     return header + "".join(hunks)
 
@@ -136,6 +142,27 @@ def merge(base: str, *, ours: str, theirs: str) -> str:
     if done.returncode:
         raise Conflict(first_conflict(done.stdout))
     return "".join(eval_token(line) for line in done.stdout.splitlines())
+
+
+def renames(base: str, ours: str) -> dict[str, str]:
+    """Returns the identifiers that were replaced by another one, each always by the same.
+
+    >>> renames("b = f(a)", "b = g(a)")
+    {'f': 'g'}
+    """
+    before, after = TOKEN.findall(base), TOKEN.findall(ours)
+    found: dict[str, set[str]] = {}
+    for kind, i, j, k, m in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        if kind == "replace" and j - i == m - k:
+            for old, new in zip(before[i:j], after[k:m], strict=True):
+                if old.isidentifier() and new.isidentifier():
+                    found.setdefault(old, set()).add(new)
+    return {old: new.pop() for old, new in found.items() if len(new) == 1}
+
+
+def renamed(text: str, names: dict[str, str]) -> str:
+    """Returns a text with its identifiers replaced."""
+    return "".join(names[token] if token in names else token for token in TOKEN.findall(text))
 
 
 def eval_token(line: str) -> str:

@@ -3,6 +3,7 @@
     python tools/mutants/run.py                 all mutants
     python tools/mutants/run.py NAME ...        these
     python tools/mutants/run.py --since COMMIT  those whose files have changed since
+    ... --unit                                  of these, those whose promise is a unit test
 
 A mutant is a patch whose first lines say which test must fail and with which assertion text:
 
@@ -26,6 +27,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 LIMIT_SECONDS = 600
+PYTEST = (
+    *(sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider"),
+    *("-m", "not campaign and not gpu"),  # Also where the promise is marked as slow.
+)
 AT_A_TIME = 2
 """They wait for processes and time limits as much as they compute."""
 
@@ -57,6 +62,9 @@ def read(patch: Path) -> Mutant:
 def main(arguments: list[str]) -> int:
     """Runs the chosen mutants; 0 if every one of them died for its own reason."""
     mutants = [read(path) for path in sorted(HERE.glob("*.patch"))]
+    if "--unit" in arguments:
+        arguments.remove("--unit")
+        mutants = [mutant for mutant in mutants if mutant.promise.startswith("tests/unit/")]
     if arguments[:1] == ["--since"]:
         changed = _changed_since(arguments[1])
         mutants = [m for m in mutants if changed & (m.files | {m.promise.partition("::")[0]})]
@@ -83,14 +91,18 @@ def _dies(mutant: Mutant, *, caches: str) -> bool:
         tree = Path(folder, "tree")
         _copy_tree(tree)
         subprocess.run(["patch", "-p1", "-s", "-i", str(mutant.patch)], cwd=tree, check=True)
-        ended = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider", mutant.promise],
-            cwd=tree,
-            env=os.environ | {"PYTHONPATH": str(tree), "JAXRES_TEST_CACHES": caches},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_SECONDS,
-        )
+        try:
+            ended = subprocess.run(
+                [*PYTEST, mutant.promise],
+                cwd=tree,
+                env=os.environ | {"PYTHONPATH": str(tree), "JAXRES_TEST_CACHES": caches},
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            print(f"{mutant.name}: its test did not end within {LIMIT_SECONDS} s")
+            return False
     seconds = time.monotonic() - started
     red = ended.returncode == 1
     right = mutant.red_with in ended.stdout

@@ -1,10 +1,10 @@
-"""Google Compute Engine on loopback: VMs that are processes, with faults where a test asks.
+"""Google Compute Engine on loopback: VMs that are processes, with faults on request.
 
-By hand: `python -m tests.emulators.gce` prints the environment to set. The state is in memory.
+Manual use: `python -m tests.emulators.gce` prints the environment to set. The state is in memory.
 
-    with GceEmulator(speed=60) as gce:     # a minute of theirs is a second of ours
+    with GceEmulator(speed=60) as gce:     # one emulated minute is a real second
         ...                                # a launcher with gce.env in its environment
-        gce.preempt("jx-run-p1-0")         # with the notice that the VM has asked for
+        gce.preempt("jx-run-p1-0")         # with the VM's requested notice
         gce.stockout(zone="us-central1-a", model="SPOT")
         gce.fail("503", call="instances.bulkInsert", times=2)
         gce.wait_for(lambda: gce.vms() == {})
@@ -16,7 +16,7 @@ found.
 
 What it does not have, against the real one:
 - SSH, disks, networks, firewalls, several NICs, boot of an image: VMs are this machine, run as
-  whoever starts the emulator, and share its files and the ports of 0.0.0.0.
+  the user that starts the emulator, and share its files and the ports of 0.0.0.0.
 - The order of systemd at shutdown: all processes get SIGTERM at once, and the shutdown script runs
   beside them; the VM is off as soon as the last one has ended.
 - Managed instance groups, resize requests, reservations (only that one is named), the queue of
@@ -24,14 +24,14 @@ What it does not have, against the real one:
 - Limits of rate and of capacity but where a test sets them; quotas but of GPUs, CPUs and instances.
 - Filters of lists: no functions, and a * only at the end of a word.
 
-What is not known of the real one, and may be otherwise there: the words of refusals where a comment
-says so; whether want of quota or a name that is taken (bulkInsert) is told at once or by the
-operation (both can be had); whether bulkInsert takes FLEX_START (here: yes, and has the VMs at
-once); whether a VM that finds no place is shown meanwhile (here it is, as PROVISIONING); the codes
-when a Spot VM is preempted while it is created; whether `preempted` changes before the power button
-where no notice was asked for (here: before); what becomes of a Spot VM with DELETE after a host
-error (here it is TERMINATED and keeps its name); how long requests of the same id are known (here:
-for ever); all durations.
+What is not documented of the real one, and may differ there: the error messages where a comment
+marks them; whether missing quota or a used name (bulkInsert) is reported at once or by the
+operation (both are supported); whether bulkInsert accepts FLEX_START (here: yes, with the VMs at
+once); whether a VM without capacity is listed meanwhile (here: as PROVISIONING); the codes when a
+Spot VM is preempted during its creation; whether `preempted` changes before the power button
+without a requested notice (here: before); the state of a Spot VM with DELETE after a host error
+(here: TERMINATED, and it keeps its name); how long request ids are remembered (here: forever); all
+durations.
 """
 
 from tests.emulators.gce.emulator import GceEmulator

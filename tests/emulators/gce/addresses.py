@@ -6,11 +6,11 @@ import socket
 import uuid
 
 RESERVED_PORT = 47007
-"""Of the first address of a network: who listens there has the network."""
+"""Port on the first address of a network; the process that listens there owns the network."""
 
 
 def reserve() -> tuple[int, socket.socket]:
-    """Returns n of a 127.n.0.0 that no other emulator on this machine has, and what holds it."""
+    """Returns n of a free network 127.n.0.0 and the socket that reserves it."""
     first = 1 + uuid.uuid4().int % 250
     for number in (*range(first, 251), *range(1, first)):
         held = socket.socket()

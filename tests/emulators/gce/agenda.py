@@ -1,4 +1,4 @@
-"""What is to happen later: one thread that does it in order, under the lock of all state."""
+"""Scheduled actions: one thread runs them in order, under the lock of all state."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 
 class Agenda:
-    """Runs from entering to leaving; a context manager. Seconds are the emulated world's."""
+    """Runs scheduled actions; a context manager. Seconds are emulated time."""
 
     def __init__(self, *, speed: float) -> None:
         self.speed = speed
         self.changed = threading.Condition(threading.RLock())
-        """Of all state: held while a deed is done; whoever waits for a change waits for it."""
+        """Lock of all state, held during an action; waits for a change use it."""
         self.bugs: list[str] = []
         self._later: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = itertools.count()
@@ -36,7 +36,7 @@ class Agenda:
         self._thread.join()
 
     def after(self, seconds: float, deed: Callable[..., None], *words: Any) -> None:
-        """Lets a deed be done so many emulated seconds from now."""
+        """Schedules an action in so many emulated seconds."""
         with self._wake:
             due = time.monotonic() + seconds / self.speed
             heapq.heappush(self._later, (due, next(self._number), deed, words))
@@ -56,5 +56,5 @@ class Agenda:
                 with self.changed:
                     deed(*words)
                     self.changed.notify_all()
-            except Exception:  # noqa: BLE001 - what comes later must happen all the same.
+            except Exception:  # noqa: BLE001 - later actions must still run.
                 self.bugs.append(traceback.format_exc())

@@ -1,4 +1,4 @@
-"""What every call has in common: who asks for what, what is allowed, what is counted."""
+"""Common parts of all calls: caller, permissions, counts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Asked:
     query: dict[str, str]
     body: dict[str, Any]
     token: str = ""
-    """Empty: nobody in particular asks."""
+    """Empty: anonymous caller."""
 
     @property
     def user(self) -> str:
@@ -53,11 +53,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Counted:
-    """What has been asked for so far."""
+    """Counts of calls so far."""
 
     calls: Counter[str]
     permissions: Counter[str]
-    """What the calls needed."""
+    """Permissions that the calls needed."""
     peak_per_minute: int
     """The most calls in any 60 seconds (real ones)."""
 

@@ -1,4 +1,4 @@
-"""What there is in a project: zones, machine types, images, subnetworks, templates, quotas.
+"""Resources of a project: zones, machine types, images, subnetworks, templates, quotas.
 
 Shapes after cloud.google.com/compute/docs/accelerator-optimized-machines.
 """
@@ -25,7 +25,7 @@ ZONES = (
     *(f"asia-southeast1-{letter}" for letter in "abc"),
 )
 MUCH = 100_000.0
-"""A quota that nobody reaches."""
+"""A quota that is never reached."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Shape:
     gpu: str = ""
     gpus: int = 0
     metric: str = ""
-    """Of its GPUs' quota; preemptible ones are apart."""
+    """Metric of its GPUs' quota; preemptible GPUs have a separate one."""
     models: frozenset[str] = ANY
     is_hyperdisk_only: bool = False
     is_simulated: bool = True
-    """Whether simulateMaintenanceEvent takes it."""
+    """Whether simulateMaintenanceEvent supports it."""
 
     def resource(self, url: str, zone: str) -> dict[str, Any]:
         told: dict[str, Any] = {
@@ -133,7 +133,7 @@ def region_of(zone: str) -> str:
 
 
 def metric_of(shape: Shape, model: str) -> str:
-    """Returns the quota that its GPUs count against; empty: none."""
+    """Returns the quota of its GPUs; empty: none."""
     if not shape.metric or model == RESERVATION_BOUND:
         return ""
     return f"PREEMPTIBLE_{shape.metric}" if model in (SPOT, FLEX_START) else shape.metric
@@ -141,7 +141,7 @@ def metric_of(shape: Shape, model: str) -> str:
 
 @dataclass
 class Catalog:
-    """What a test may change; to be used with the lock held."""
+    """State that tests may change; use with the lock held."""
 
     zones: dict[str, set[str]] = field(
         default_factory=lambda: {zone: set(SHAPES) for zone in ZONES}
@@ -157,7 +157,7 @@ class Catalog:
     """Region and name."""
     templates: dict[str, dict[str, Any]] = field(default_factory=dict)
     quotas: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Limits by region and metric; those that are not here are large."""
+    """Limits by region and metric; missing ones are large."""
 
     @property
     def regions(self) -> list[str]:

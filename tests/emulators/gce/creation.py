@@ -1,4 +1,4 @@
-"""The calls that create VMs: one, or many of which so many must come to be."""
+"""Calls that create VMs: one, or many with a required minimum."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _template(api: Api, link: str | None) -> dict[str, Any]:
 
 
 def _check_quota(api: Api, wanted: dict[str, Any], zone: str, shape: Shape, count: int) -> None:
-    """Refuses at once for want of quota, where the emulator is told to do so."""
+    """Rejects at once if quota is missing and the emulator is configured so."""
     if not api.quota_as_http:
         return
     region = region_of(zone)
@@ -169,7 +169,7 @@ def bulk_insert(api: Api, asked: Asked) -> dict[str, Any]:
 
 
 def bulk_insert_regional(api: Api, asked: Asked) -> dict[str, Any]:
-    """Places all in one zone of the region (ANY_SINGLE_ZONE): the first where they may be had."""
+    """Places all in one zone of the region (ANY_SINGLE_ZONE): the first zone with capacity."""
     if before := api.again(asked):
         return api.told(before)
     region = asked.words["region"]
@@ -193,7 +193,7 @@ def bulk_insert_regional(api: Api, asked: Asked) -> dict[str, Any]:
 
 
 def place_many(api: Api, asked: Asked, zone: str, scope: str) -> Operation:
-    """Begins to create many in one zone; the operation is of the scope."""
+    """Starts to create many in one zone; the operation belongs to the scope."""
     body = asked.body
     count = int(body.get("count", 0))
     least = int(body.get("minCount", count))

@@ -1,4 +1,4 @@
-"""The emulator as tests and people hold it in their hands."""
+"""The emulator's interface for tests and manual use."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ DEEDS = (
 
 
 class GceEmulator:
-    """Serves until closed; a context manager. Every second but `timeout` is the emulated world's.
+    """Serves until closed; a context manager. All seconds except `timeout` are emulated time.
 
     Args:
       speed: so many emulated seconds pass in a real one.
@@ -96,7 +96,7 @@ class GceEmulator:
             is_simulated=is_simulated,
         )
         self.delays = self.fleet.delays
-        """To be changed at will."""
+        """Settings that tests may change."""
         self.api = Api(self.agenda, self.operations, self.catalog, self.fleet, project)
         self.server = ComputeServer(self.api, self, port=port)
         self.url = self.server.url
@@ -117,7 +117,7 @@ class GceEmulator:
 
     @contextlib.contextmanager
     def _keeper(self) -> Iterator[None]:
-        """Has a process that ends the VMs' processes if this one is killed."""
+        """Starts a process that kills the VMs' processes if this one is killed."""
         ours = str(self.root) if self._root_is_ours else "/nonexistent"
         words = [sys.executable, "-I", "-S", keeper.__file__, f"{MARK}={self.mark}", ours]
         with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as process:
@@ -135,15 +135,15 @@ class GceEmulator:
 
     @property
     def env(self) -> dict[str, str]:
-        """What a launcher is to have in its environment to meet this service."""
+        """Environment variables of a launcher that uses this service."""
         return {"JAXRES_GCE_ENDPOINT": self.url, "GOOGLE_CLOUD_PROJECT": self.project}
 
     @property
     def bugs(self) -> list[str]:
-        """Tracebacks of the emulator's own; a test is to hold that there are none."""
+        """Tracebacks of the emulator's own; tests assert that there are none."""
         return [*self.server.bugs, *self.agenda.bugs]
 
-    # What there is.
+    # Queries.
 
     def vms(self, pattern: str = ".*") -> dict[str, str]:
         """Returns the status of all VMs there are, by name."""
@@ -154,7 +154,7 @@ class GceEmulator:
         return {name: found[name] for name in sorted(found) if re.fullmatch(pattern, name)}
 
     def vm(self, name: str) -> Vm:
-        """Returns the one of this name that there is; KeyError: there is none."""
+        """Returns the VM of this name; KeyError: there is none."""
         with self.agenda.changed:
             for vm in self.fleet.vms.values():
                 if vm.name == name:
@@ -162,7 +162,7 @@ class GceEmulator:
         raise KeyError(f"{name}: no such VM; there are {sorted(self.vms())}")
 
     def vms_so_far(self) -> list[Vm]:
-        """Returns all that there ever were, oldest first."""
+        """Returns all VMs ever created, oldest first."""
         with self.agenda.changed:
             return list(self.fleet.past.values())
 
@@ -175,7 +175,7 @@ class GceEmulator:
             return guest.pids() if guest is not None else []
 
     def output(self, name: str) -> str:
-        """Returns what the newest VM of this name has written, though it be gone."""
+        """Returns the output of the newest VM of this name, also after its deletion."""
         return output_of([vm for vm in self.vms_so_far() if vm.name == name][-1].folder)
 
     def events(self, pattern: str = "compute\\..*") -> list[tuple[str, str]]:
@@ -187,11 +187,11 @@ class GceEmulator:
         return [one for one in found if re.fullmatch(pattern, one[0])]
 
     def calls(self) -> Counted:
-        """Returns what was asked for so far, by call and by permission."""
+        """Returns the numbers of calls so far, by call and by permission."""
         return self.api.counts.so_far()
 
     def wait_for(self, what: Callable[[], object], *, timeout: float = 30.0) -> None:
-        """Returns once something holds; `timeout` is in real seconds."""
+        """Waits for a condition; `timeout` is in real seconds."""
         until = time.monotonic() + timeout
         while not what():
             if time.monotonic() > until:
@@ -199,16 +199,16 @@ class GceEmulator:
             with self.agenda.changed:
                 self.agenda.changed.wait(0.05)
 
-    # What goes wrong.
+    # Faults.
 
     def preempt(self, name: str, *, notice: bool = True, seconds: float | None = None) -> None:
-        """Takes a VM away.
+        """Preempts a VM.
 
         Args:
           name: which.
-          notice: the metadata tell, the VM goes on for as long as it has asked to be told before,
+          notice: the metadata changes, and the VM runs on for its requested notice duration,
             then its processes get SIGTERM and 30 seconds; False: they die at once.
-          seconds: how long it goes on, whatever it has asked for.
+          seconds: duration of the notice, overriding the VM's setting.
         """
         with self.agenda.changed:
             self.fleet.preempt(self.vm(name), notice=notice, seconds=seconds)
@@ -221,7 +221,7 @@ class GceEmulator:
     def host_error(
         self, name: str, *, shows_running_seconds: float = 0.0, is_told: bool = False
     ) -> None:
-        """Kills a VM's processes; the API goes on to show it as running for a while.
+        """Kills a VM's processes; the API shows it as running for a while.
 
         is_told: its operation of the error is there at once, not only at the end of that while.
         """
@@ -231,7 +231,7 @@ class GceEmulator:
             )
 
     def die_silently(self, name: str) -> None:
-        """Kills a VM's processes; the API shows it as running for ever."""
+        """Kills a VM's processes; the API shows it as running forever."""
         with self.agenda.changed:
             self.fleet.die_silently(self.vm(name))
 
@@ -243,12 +243,12 @@ class GceEmulator:
     def announce_maintenance(
         self, name: str, *, seconds: float, can_reschedule: bool = False
     ) -> None:
-        """Announces a maintenance so many seconds ahead; it comes."""
+        """Announces and runs a maintenance in so many seconds."""
         with self.agenda.changed:
             self.fleet.announce(self.vm(name), seconds=seconds, can_reschedule=can_reschedule)
 
     def stockout(self, *, seconds: float = float("inf"), **rule: Any) -> Shortage:
-        """Lets creations fail for want of machines; see Shortage for what a rule may say."""
+        """Makes creations fail because of missing capacity; see Shortage for the rules."""
         until = time.monotonic() + seconds / self.agenda.speed
         codes = tuple(rule.pop("codes", Shortage.codes))
         made = Shortage(until=until, codes=codes, **rule)
@@ -278,7 +278,7 @@ class GceEmulator:
         late_seconds: float = 0.3,
         probability: float = 1.0,
     ) -> Fault:
-        """Lets the next calls go wrong.
+        """Makes the next calls fail.
 
         Args:
           kind: a status ("503"), a reason ("rateLimitExceeded", "quotaExceeded", "forbidden",
@@ -302,7 +302,7 @@ class GceEmulator:
         )
 
     def fail_operation(self, kind: str = "error", **rule: Any) -> Rule:
-        """Lets the next operations fail, hang or be slow; see Rule for what a rule may say."""
+        """Makes the next operations fail, hang or be slow; see Rule for the rules."""
         if "codes" in rule:
             rule["codes"] = tuple(rule["codes"])
         made = Rule(kind, **rule)

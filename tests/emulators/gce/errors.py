@@ -1,4 +1,4 @@
-"""Answers that are no success, in the words of the Compute API."""
+"""Error responses, with the messages of the Compute API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BY_REASON = {
 
 
 class Refused(Exception):
-    """An answer that is not a success."""
+    """An error response."""
 
     def __init__(self, status: int, reason: str, message: str, **more: Any) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""What becomes of VMs: they are created, run, are stopped, preempted, lost, deleted.
+"""Life cycle of VMs: they are created, run, are stopped, preempted, lost, deleted.
 
 All of it with the lock of all state held.
 """
@@ -82,7 +82,7 @@ class Fleet:
         return used
 
     def is_short(self, zone: str, machine: str) -> bool:
-        """Says whether no VM of a machine type can be had in a zone, whatever its model."""
+        """Returns whether a machine type is unavailable in a zone in any model."""
         return any(one.takes_all(zone, machine) for one in self.shortages)
 
     def create(
@@ -95,7 +95,7 @@ class Fleet:
         operation: Operation,
         settled: Settled | None = None,
     ) -> Vm:
-        """Begins to create one; whoever calls has checked that it may be."""
+        """Starts to create a VM; the caller has checked the request."""
         number = next(self._count)
         ident = str(random.randrange(10**17, 10**18) * 10 + number % 10)
         vm = Vm(
@@ -271,7 +271,7 @@ class Fleet:
             del self.vms[vm.zone, vm.name]
 
     def preempt(self, vm: Vm, *, notice: bool, seconds: float | None) -> None:
-        """Takes a VM away; without notice its processes die at once."""
+        """Preempts a VM; without notice its processes are killed at once."""
         if vm.status in (TERMINATED, STOPPING):
             raise ValueError(f"{vm.name}: {vm.status} already")
         if vm.status in (PROVISIONING, STAGING):
@@ -328,7 +328,7 @@ class Fleet:
             self.agenda.after(self.delays.standard_off, self._come_back, vm, vm.life)
 
     def _come_back(self, vm: Vm, life: int) -> None:
-        """Starts one again, once it is off, that nobody else has touched meanwhile."""
+        """Restarts a VM after it is off, unless its state has changed meanwhile."""
         if vm.status == STOPPING and vm.life == life:
             self.agenda.after(1.0, self._come_back, vm, life)
         elif vm.status == TERMINATED and vm.life == life + 1:
@@ -348,7 +348,7 @@ class Fleet:
             self.start(vm, self._event("compute.instances.automaticRestart", vm))
 
     def die_silently(self, vm: Vm) -> None:
-        """Kills a VM's processes; the API goes on to show it as running."""
+        """Kills a VM's processes; the API continues to show it as running."""
         self._kill(vm)
 
     def close(self) -> None:

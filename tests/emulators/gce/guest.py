@@ -1,4 +1,4 @@
-"""The inside of a VM: its processes, in a session of their own, and its metadata server."""
+"""Inside of a VM: its processes, in a separate session, and its metadata server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Guest:
     ) -> None:
         self.folder, self.output = folder, folder / "serial.log"
         self.mark = f"{VM_MARK}={mark}.{number}"
-        """What each of its processes has in its environment."""
+        """Environment variables of its processes."""
         self.metadata = MetadataServer(host=ip)
         self.metadata.values.update(values)
         self.metadata.__enter__()
@@ -85,12 +85,12 @@ class Guest:
             process.poll()
 
     def ask_to_end(self) -> None:
-        """What a power button does: SIGTERM to all; and the shutdown script runs."""
+        """Emulates the power button: SIGTERM to all processes; runs the shutdown script."""
         keeper.send(self.mark, signal.SIGTERM)
         self.run("shutdown-script")
 
     def kill(self) -> None:
-        """Ends all processes at once; the metadata server goes with them."""
+        """Kills all processes and stops the metadata server."""
         keeper.kill(self.mark)
         for process in self._started:
             process.wait(timeout=10)
@@ -99,7 +99,7 @@ class Guest:
             self.metadata.__exit__(None, None, None)
 
     def attributes(self, items: Mapping[str, str]) -> None:
-        """Replaces the VM's own metadata; long polls for it are answered."""
+        """Replaces the VM's metadata; completes long polls for it."""
         server, folder = self.metadata, "instance/attributes/"
         with server.changed:
             for key in [key for key in server.values if key.startswith(folder)]:
@@ -109,7 +109,7 @@ class Guest:
 
 
 def output_of(folder: Path) -> str:
-    """Returns the end of what a VM has written, also of one that is gone."""
+    """Returns the end of a VM's output, also of a deleted one."""
     path = folder / "serial.log"
     if not path.exists():
         return ""

@@ -1,4 +1,4 @@
-"""Finds the processes of a VM by their environment, and ends them; sees to it that nothing is left.
+"""Finds the processes of a VM by their environment and kills them all.
 
 As a program (`python -I -S keeper.py MARK FOLDER`) it waits for its standard input to end, which it
 does when the emulator ends, however that comes about; then it kills whatever bears the mark.

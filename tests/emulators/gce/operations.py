@@ -1,4 +1,4 @@
-"""Operations: what was asked for, how far it is, and how it ended."""
+"""Operations: request, progress and outcome."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Blanks(dict[str, Any]):
 
 @dataclass
 class Rule:
-    """What goes wrong with the operations that it matches."""
+    """Fault of the operations that it matches."""
 
     kind: str
     """"error" (instead of the effect), "hang" (the effect is there, the operation never ends), or
@@ -72,7 +72,7 @@ class Rule:
     target: str = ".*"
     """Regular expression of the target's name."""
     times: int | None = 1
-    """How often; None: always."""
+    """Number of times; None: always."""
     codes: tuple[str, ...] = ("INTERNAL_ERROR",)
     has_http: bool = True
     seconds: float = 60.0
@@ -144,7 +144,7 @@ class Operation:
 
 
 class Operations:
-    """All operations so far, oldest first; to be used with the lock held."""
+    """All operations so far, oldest first; use with the lock held."""
 
     def __init__(self, agenda: Agenda) -> None:
         self._agenda = agenda

@@ -1,4 +1,4 @@
-"""Which path is which call, and which permission it needs."""
+"""Routes: path -> call and its required permission."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ ROUTES = [
 
 
 def find(method: str, path: str) -> tuple[Route, dict[str, str]] | None:
-    """Returns the call and the words of its path."""
+    """Returns the call and the parameters of its path."""
     for route in ROUTES:
         if route.method == method and (found := route.path.fullmatch(path)):
             return route, found.groupdict()

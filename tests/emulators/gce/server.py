@@ -1,4 +1,4 @@
-"""Speaks the Compute API over HTTP, one thread a connection; faults come in here."""
+"""Serves the Compute API over HTTP, one thread per connection; injects faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ API = "/compute/v1"
 
 
 class Controlled(Protocol):
-    """Whose deeds a person may ask for over HTTP."""
+    """Emulator whose actions are available over HTTP."""
 
     def control(self, deed: str, words: dict[str, Any]) -> object: ...
 
@@ -75,7 +75,7 @@ class ComputeServer:
         return _lost(act) if act is not None and is_lost else answer
 
     def control(self, method: str, path: str, body: bytes) -> _Answer:
-        """For a person: deeds in, what there is out."""
+        """Manual use: runs actions, returns the state."""
         deed = path.removeprefix(CONTROL) if method == "POST" else "state"
         try:
             told = self.controlled.control(deed, json.loads(body) if body else {})

@@ -1,4 +1,4 @@
-"""How long things take, and where VMs can't be had."""
+"""Durations, and zones without capacity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.emulators.gce.vm import Vm
 
 @dataclass
 class Delays:
-    """How long things take, in the emulated world."""
+    """Durations in emulated time."""
 
     provision: float = 2.0
     stage: float = 3.0
@@ -26,7 +26,7 @@ class Delays:
 
 @dataclass
 class Shortage:
-    """Where VMs can't be had."""
+    """A zone or model without capacity."""
 
     zone: str = ".*"
     machine: str = ".*"
@@ -38,7 +38,7 @@ class Shortage:
     times: int | None = None
     """For how many requests; None: until it is taken away."""
     until: float = float("inf")
-    """Monotonic."""
+    """Monotonic time."""
     asked_by: set[str] = field(default_factory=set)
 
     def matches(self, vm: Vm) -> bool:

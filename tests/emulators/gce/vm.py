@@ -19,12 +19,12 @@ RUNNING, TERMINATED, STOPPING = "RUNNING", "TERMINATED", "STOPPING"
 PROVISIONING, STAGING = "PROVISIONING", "STAGING"
 VM_TOKEN = "emulator-token"
 GONE = "GONE"
-"""Ours: it is no more."""
+"""Status of the emulator: deleted."""
 
 
 @dataclass
 class Vm:
-    """To be used with the lock held."""
+    """Use with the lock held."""
 
     id: str
     name: str
@@ -40,10 +40,10 @@ class Vm:
     labels: dict[str, str] = field(default_factory=dict)
     items: dict[str, str] = field(default_factory=dict)
     life: int = 0
-    """Changes with each turn of its fate: what was planned before is void."""
+    """Changes with each status change, which cancels scheduled actions."""
     guest: Guest | None = None
     is_blocked: bool = False
-    """Whether it takes no place: it will not come to be."""
+    """Whether it uses no capacity because its creation will fail."""
     is_preempted: bool = False
     """In the middle of its creation."""
     created: str = field(default_factory=stamp)
@@ -89,7 +89,7 @@ class Vm:
         return self.life
 
     def usage(self) -> dict[str, float]:
-        """Returns what it takes of its region's quotas."""
+        """Returns its usage of the region's quotas."""
         if self.is_blocked or self.status == TERMINATED:
             return {}
         used: dict[str, float] = {"CPUS": self.shape.cpus, "INSTANCES": 1}
@@ -158,7 +158,7 @@ class Vm:
         return found
 
     def values(self, number: str) -> dict[str, str]:
-        """Returns what its metadata server tells."""
+        """Returns the content of its metadata server."""
         short = f"projects/{number}"
         words = {
             "instance/id": self.id,

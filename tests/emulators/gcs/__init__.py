@@ -1,4 +1,4 @@
-"""Google Cloud Storage on loopback: what its JSON API enforces, with faults where a test asks.
+"""Google Cloud Storage on loopback: what its JSON API enforces, with faults on request.
 
 By hand: `python -m tests.emulators.gcs` prints the environment to set. The state is in memory.
 """

@@ -1,4 +1,4 @@
-"""The buckets themselves: made, looked at and changed, with what Google refuses of it.
+"""Buckets: creation, queries and changes, with the errors of the real service.
 
 Where a comment says "words not known" the real text was never seen.
 """
@@ -17,7 +17,7 @@ MULTI = ("ASIA", "EU", "US")
 REGION = re.compile(r"[A-Z]+-[A-Z]+[0-9]+")
 DAY = 86400
 SOFT_DAYS = (7, 90)
-"""Least, and what it is less than; or none."""
+"""Inclusive minimum and exclusive maximum, or None."""
 FIXED = ("location", "locationType", "hierarchicalNamespace", "name", "id")
 DEFAULTS: Mapping[str, Any] = {
     "location": "US",
@@ -33,18 +33,18 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 class Buckets:
-    """All that is known of buckets but their objects."""
+    """State of the buckets, without their objects."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self.permissions: Counter[str] = Counter()
-        """What the requests needed."""
+        """Permissions that the requests needed."""
         self.denied: set[str] = set()
-        """Permissions that who asks has not."""
+        """Permissions denied to the caller."""
         self.taken: set[str] = set()
         """Names of other projects' buckets."""
         self.projects: dict[str, str] = {}
-        """Bucket -> the project that it was made in."""
+        """Bucket -> its project."""
 
     def resource(self, name: str) -> dict[str, Any]:
         told = {"kind": "storage#bucket", "id": name, "name": name, "timeCreated": stamp()}
@@ -134,7 +134,7 @@ def _refuse_unfit(fields: Mapping[str, Any]) -> None:
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a PATCH makes of it: objects are merged, lists replaced; null removes."""
+    """Returns the result of a PATCH: merges objects, replaces lists; null removes."""
     found = dict(old)
     for name, value in new.items():
         if isinstance(value, Mapping) and isinstance(found.get(name), Mapping):

@@ -1,4 +1,4 @@
-"""What goes wrong with requests: by rule, so often, for so long, or at random from a seed."""
+"""Faults of requests, by rule: a number of times, for a time, or at random from a seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STALL_SECONDS = 0.3
 
 @dataclass
 class Fault:
-    """What goes wrong with the requests that a rule matches."""
+    """Fault of the requests that a rule matches."""
 
     kind: str
     """A status ("503"), "drop" (the connection ends without an answer), "stall" (the answer comes
@@ -25,14 +25,14 @@ class Fault:
     With " after": only once the request has done what it asks for."""
     method: str = ".*"
     path: str = ".*"
-    """Regular expression, looked for in the path and query."""
+    """Regular expression that is searched in path and query."""
     times: int | None = 1
-    """How often; None: always."""
+    """Number of times; None: always."""
     probability: float = 1.0
     seconds: float | None = None
-    """For how long from now on; None: for ever."""
+    """Duration from now on; None: forever."""
     late_seconds: float = STALL_SECONDS
-    """Of a stall, or how old a stale list is."""
+    """Duration of a stall, or age of a stale list."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class Fault:
         self.hits = 0
 
     def takes(self, method: str, path: str) -> bool:
-        """Says whether it hits this request, and counts it then."""
+        """Returns whether it applies to this request, and counts it."""
         if self.times == 0 or (self.until is not None and time.monotonic() > self.until):
             return False
         if not (re.fullmatch(self.method, method) and re.search(self.path, path)):
@@ -61,7 +61,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Act:
-    """What goes wrong with one request."""
+    """Fault of one request."""
 
     word: str
     when: str
@@ -69,7 +69,7 @@ class Act:
 
 
 class Faults:
-    """The rules in force; the first that takes a request decides."""
+    """The active rules; the first that matches a request applies."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

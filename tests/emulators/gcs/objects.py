@@ -1,4 +1,4 @@
-"""What a bucket holds: objects with generations, checksums and holds, and their preconditions.
+"""Content of buckets: objects with generations, checksums and holds, and their preconditions.
 
 After cloud.google.com/storage/docs/json_api/v1. Generations are unique and in no order: Google
 promises no more ("generations and preconditions").
@@ -23,13 +23,13 @@ from urllib.parse import quote
 import google_crc32c
 
 OFTEN_SECONDS = 1.0
-"""One name takes about one write in this time (storage/quotas)."""
+"""Minimum interval between writes of one name (storage/quotas)."""
 PAGE = 1000
 LAST = "\U0010ffff"
 
 
 class Refused(Exception):
-    """An answer that is not a success."""
+    """An error response."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -46,9 +46,9 @@ class Stored:
     generation: int
     metageneration: int
     fields: Mapping[str, Any]
-    """contentType, metadata, holds and whatever else a client has set."""
+    """contentType, metadata, holds and other fields set by a client."""
     born: float
-    """Monotonic."""
+    """Monotonic time."""
     created: str
 
     @property
@@ -56,7 +56,7 @@ class Stored:
         return bool(self.fields.get("temporaryHold") or self.fields.get("eventBasedHold"))
 
     def resource(self, url: str) -> dict[str, Any]:
-        """Returns what the API says of it."""
+        """Returns the API resource."""
         here = f"{url}/storage/v1/b/{self.bucket}/o/{quote(self.name, safe='')}"
         there = here.replace("/storage/v1/", "/download/storage/v1/")
         return {
@@ -93,20 +93,20 @@ def md5(data: bytes) -> str:
 
 @dataclass
 class Objects:
-    """All buckets; every method is one step of the one history that all clients see."""
+    """All buckets; each method is one atomic operation for all clients."""
 
     buckets: dict[str, list[str]] = field(default_factory=dict)
     """Name -> names of its objects in order."""
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Settings of a bucket that are not what a new one has."""
+    """Settings of a bucket that differ from the defaults."""
     now: dict[tuple[str, str], Stored] = field(default_factory=dict)
     gone: list[tuple[float, Stored]] = field(default_factory=list)
-    """What was deleted or overwritten, and when: what a stale list may still tell."""
+    """Deleted and overwritten objects with their times, for stale lists."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     too_often: Counter[str] = field(default_factory=Counter)
-    """Writes of a name within a second of the one before."""
+    """Number of writes of a name within a second of the previous one."""
     refuses_too_often: bool = False
-    """Whether such a write is answered by 429."""
+    """Whether such a write gets the response 429."""
     used: set[int] = field(default_factory=set)
 
     def get(self, bucket: str, name: str, query: Mapping[str, str]) -> Stored:
@@ -239,7 +239,7 @@ def _page(
 
 
 def check(found: Stored | None, query: Mapping[str, str], *, reads: bool) -> None:
-    """Holds an object, or that there is none, against the preconditions of a request."""
+    """Checks an object, or its absence, against the preconditions of a request."""
     generation = found.generation if found else 0
     metageneration = found.metageneration if found else 0
     for word, value in (("Generation", generation), ("Metageneration", metageneration)):

@@ -1,4 +1,4 @@
-"""Speaks the JSON API of Google Cloud Storage over HTTP, one thread a connection."""
+"""Serves the JSON API of Google Cloud Storage over HTTP, one thread per connection."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Asked:
     headers: Any
     body: bytes
     is_damaged: bool = False
-    """Whether what it is to write has changed on its way."""
+    """Whether its body is corrupted on the way."""
 
     def as_it_came(self, data: bytes) -> bytes:
         return damaged(data) if self.is_damaged else data
@@ -48,7 +48,7 @@ class Answer:
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
     cls: str = "free"
-    """Of the price list: A, B or free."""
+    """Operation class of the price list: A, B or free."""
 
 
 class GcsServer:
@@ -64,11 +64,11 @@ class GcsServer:
         self.late_seconds = late_seconds
         """Latency of every request."""
         self.counts: Counter[str] = Counter()
-        """Requests by class and by method and kind, as far as they were answered."""
+        """Completed requests by class and by method and kind."""
         self.bugs: list[str] = []
-        """Tracebacks of the emulator's own."""
+        """Tracebacks of bugs in the emulator."""
         self.log: list[str] | None = None
-        """Method and path of every request, where a test asks for it."""
+        """Method and path of every request, if a test enables it."""
         self._serving = Serving(self, _Request, host="127.0.0.1", port=port)
         self.url = f"http://{self._serving.address}"
 
@@ -81,7 +81,7 @@ class GcsServer:
 
     @property
     def env(self) -> dict[str, str]:
-        """What a process is to have in its environment to meet this service and no other."""
+        """Environment variables of a process that uses this service."""
         return {
             "STORAGE_EMULATOR_HOST": self.url,
             "TENSORSTORE_GCS_HTTP_URL": self.url,
@@ -91,7 +91,7 @@ class GcsServer:
         }
 
     def fail(self, kind: str, **rule: Any) -> Fault:
-        """Lets the next requests that a rule matches go wrong; see Fault."""
+        """Makes the next requests that a rule matches fail; see Fault."""
         return self.faults.add(Fault(kind, **rule))
 
     def body(self, name: str, *, bucket: str = "bucket") -> bytes:
@@ -240,7 +240,7 @@ class GcsServer:
         return _json(told, cls)
 
     def control(self, asked: Asked) -> Answer:
-        """For a person: faults in, counts out."""
+        """Manual use: sets faults, returns counts."""
         if asked.method == "POST":
             self.fail(**json.loads(asked.body))
         told = {"requests": self.counts, "faults": self.faults.done}
@@ -352,7 +352,7 @@ class _Request(Quiet):
 
 
 def _kind(path: str, query: dict[str, str]) -> str:
-    """Returns what a request is about, for the counts."""
+    """Returns the kind of a request, for the counts."""
     if _UPLOAD.fullmatch(path):
         return f"upload {query.get('uploadType', 'part')}"
     if _LIST.fullmatch(path):

@@ -1,4 +1,4 @@
-"""The three ways a body comes in: plain media, multipart/related, and resumable in parts."""
+"""The three kinds of uploads: plain media, multipart/related, and resumable in parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Session:
 
 
 class Uploads:
-    """The resumable uploads that have begun."""
+    """The started resumable uploads."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -46,7 +46,7 @@ class Uploads:
             return key
 
     def take(self, key: str, body: bytes, content_range: str) -> Stored | int:
-        """Takes a part; returns the object once it is whole, else how many bytes there are."""
+        """Appends a part; returns the object when it is complete, else the number of bytes."""
         with self._lock:
             session = self._sessions.get(key)
             if session is None:

@@ -1,7 +1,7 @@
-"""Fault points, seen from outside the code: a signal at the n-th file operation of a kind.
+"""Fault points outside the code: a signal at the n-th file operation of a kind.
 
-Python imports this at its start where PYTHONPATH has this folder. FAULT is `<point>:<n>:<signal>`;
-the signal comes right before the operation. Nothing of jaxres knows of it.
+Python imports this at its start if PYTHONPATH has this folder. FAULT is `<point>:<n>:<signal>`;
+the signal is sent right before the operation. No code of jaxres depends on it.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 
 
 def _kind(path):
-    """Returns which record a file that is about to get its name is."""
+    """Returns the record kind of a file that is about to be renamed."""
     try:
         with open(path, "rb") as file:
             text = file.read()

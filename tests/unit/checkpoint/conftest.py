@@ -1,4 +1,4 @@
-"""A run directory with a log, on which real saves of tiny states are made."""
+"""Fixtures: a run directory with a log, and real saves of tiny states."""
 
 import dataclasses
 import functools
@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxres.checkpoint.checkpointer import Checkpoints
+from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.clock import SystemClock
-from jaxres.cluster.host_group import Alone
+from jaxres.cluster.host_group import SingleHost
 from jaxres.config.schema import CheckpointSection
 from jaxres.config.schema_operations import KeepSection
 from jaxres.engine.state import Progress
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, read_records
 from tests.unit.checkpoint import hosts
-from tests.unit.records import CLAIM
+from tests.unit.runlog.example_records import CLAIM
 
 
 def nothing():
@@ -27,8 +27,8 @@ def nothing():
 
 
 @dataclass
-class Place:
-    """One attempt on a run directory."""
+class Attempt:
+    """One attempt of a run: its run directory, its log and the events of its saves."""
 
     run_dir: RunDir
     log: RunLog
@@ -48,7 +48,7 @@ class Place:
         background_share=1.0,
         clock=None,
     ):
-        return Checkpoints(
+        return Checkpointer(
             CheckpointSection(
                 keep=KeepSection(last=keep_last),
                 timeout_seconds=timeout_seconds,
@@ -60,40 +60,40 @@ class Place:
             run_dir=self.run_dir,
             log=log or self.log,
             claim=dataclasses.replace(CLAIM, attempt=self.log.attempt),
-            peers=peers or Alone(),
+            peers=peers or SingleHost(),
             emit=emit or self.events.append,
             clock=clock or SystemClock(),
             before_commit=before_commit,
         )
 
     def save(self, *steps, **kwargs):
-        """Saves these steps to the end and returns the commit of the last."""
+        """Saves these steps, waits for the commits and returns the newest one."""
         with self.checkpoints(**kwargs) as checkpoints:
             for step in steps:
                 checkpoints.save(state(step), progress(step))
             checkpoints.wait()
-        return self.log.line().newest
+        return self.log.history().newest
 
     def step_dir(self, step):
-        (commit,) = [c for c in self.log.line().committed if c.step == step]
+        (commit,) = [c for c in self.log.history().committed if c.step == step]
         return self.run_dir.root / commit.path
 
     def again(self):
-        """The next attempt on the same run directory."""
+        """Claims and returns the next attempt on the same run directory."""
         return claimed(self.run_dir, attempt=self.log.attempt + 1)
 
 
 def claimed(run_dir, *, attempt=1):
     claim = dataclasses.replace(CLAIM, attempt=attempt)
     log = RunLog.claim(run_dir.log, claim, after=read_records(run_dir.log), clock=SystemClock())
-    return Place(run_dir, log)
+    return Attempt(run_dir, log)
 
 
 @pytest.fixture(scope="session")
 def written_by(tmp_path_factory):
-    """Number of hosts -> a run directory with steps 8 and 16, saved by so many real processes.
+    """Number of hosts -> a run directory with steps 8 and 16, saved by that many real processes.
 
-    Only to be copied.
+    Shared by all tests: copy it, do not change it.
     """
 
     @functools.cache
@@ -106,7 +106,7 @@ def written_by(tmp_path_factory):
 
 
 @pytest.fixture
-def place(tmp_path):
+def attempt(tmp_path):
     return claimed(RunDir(tmp_path / "run"))
 
 
@@ -120,7 +120,7 @@ def sharding(*axes, shape=(8,), names=("fsdp",)):
 
 
 def state(step):
-    """A tiny state, different at each step; one array lies on eight devices."""
+    """A tiny state, different at each step; one array is sharded over eight devices."""
     weights = jnp.arange(128, dtype=jnp.float32).reshape(16, 8) / 3 + step
     return {
         "params": {"w": jax.device_put(weights, sharding("fsdp")), "b": jnp.ones(3, jnp.bfloat16)},

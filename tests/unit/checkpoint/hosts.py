@@ -1,4 +1,4 @@
-"""One of several real processes: HOST NUM_HOSTS PORT RUN_DIR save|restore."""
+"""Program of one host among several real processes: HOST NUM_HOSTS PORT RUN_DIR save|restore."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxres.checkpoint.checkpointer import Checkpoints
+from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.clock import SystemClock
-from jaxres.cluster.host_group import ALONE, Alone, Member
+from jaxres.cluster.host_group import ALONE, HostRank, SingleHost
 from jaxres.cluster.jax_coordination import join
 from jaxres.config.schema import CheckpointSection
 from jaxres.engine.state import Progress
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, fold, read_records
 from tests.promises.trainer import ROOT, free_address
-from tests.unit.records import CLAIM
+from tests.unit.runlog.example_records import CLAIM
 
 SHAPES = {
     "wide": ((128, 96), jnp.float32, ("fsdp",)),
     "columns": ((64, 128), jnp.bfloat16, (None, "fsdp")),
-    "small": ((16, 3), jnp.bfloat16, ("fsdp",)),  # One block, of which each host has a part.
+    "small": ((16, 3), jnp.bfloat16, ("fsdp",)),  # One block, shared by all hosts.
     "everywhere": ((5000,), jnp.float32, ()),
     "step": ((), jnp.int32, ()),
 }
 
 
 def values(name: str, step: int) -> np.ndarray:
-    """Returns what an array holds at a step."""
+    """Returns the numbers of an array at a step."""
     shape, dtype, _ = SHAPES[name]
     seed = sum(map(ord, name)) + step
     noise = np.random.default_rng(seed).integers(1, 2**15, size=shape)
@@ -42,12 +42,12 @@ def values(name: str, step: int) -> np.ndarray:
 
 
 def mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns devices, by default all, along one axis."""
+    """Returns a mesh with one axis of the devices, by default of all."""
     return Mesh(np.asarray(devices or jax.devices()), ("fsdp",))
 
 
 def state(step: int) -> dict[str, jax.Array]:
-    """Returns the state, of which each process makes its own shards."""
+    """Returns the state; each process creates its own shards."""
     return {
         name: jax.make_array_from_callback(
             shape,
@@ -59,7 +59,7 @@ def state(step: int) -> dict[str, jax.Array]:
 
 
 def like(devices: Sequence[jax.Device] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns what a restore asks for."""
+    """Returns shapes, dtypes and shardings of the state for a restore."""
     return {
         name: jax.ShapeDtypeStruct(
             shape, dtype, sharding=NamedSharding(mesh(devices), PartitionSpec(*axes))
@@ -74,7 +74,7 @@ def progress(step: int) -> Progress:
 
 
 def run(num_hosts: int, root: Path, what: str) -> list[str]:
-    """Starts that many processes, waits for their good end, and returns what each has said."""
+    """Starts that many processes, requires that all exit with 0, and returns their outputs."""
     port = free_address().rpartition(":")[2]
     processes = [
         subprocess.Popen(
@@ -86,26 +86,26 @@ def run(num_hosts: int, root: Path, what: str) -> list[str]:
         )
         for host in range(num_hosts)
     ]
-    said = [process.communicate(timeout=120)[0].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0] * num_hosts, "\n".join(said)
-    return said
+    outputs = [process.communicate(timeout=120)[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0] * num_hosts, "\n".join(outputs)
+    return outputs
 
 
 def main(arguments: list[str]) -> None:
-    """Saves steps 8 and 16, or restores the newest whole step and says which."""
+    """Saves steps 8 and 16, or restores the newest intact step and prints its number."""
     host, num_hosts, port, root = int(arguments[0]), int(arguments[1]), arguments[2], arguments[3]
     jax.config.update("jax_platforms", "cpu")
     run_dir, clock = RunDir(Path(root)), SystemClock()
-    member = Member(host, num_hosts, f"127.0.0.1:{port}") if num_hosts > 1 else ALONE
-    peers = Alone() if member.is_alone else join(member, heartbeat_seconds=20, clock=clock)
+    member = HostRank(host, num_hosts, f"127.0.0.1:{port}") if num_hosts > 1 else ALONE
+    peers = SingleHost() if member.is_alone else join(member, heartbeat_seconds=20, clock=clock)
     records = read_records(run_dir.log)
-    peers.meet("read", seconds=30)
+    peers.barrier("read", seconds=30)
     claim = dataclasses.replace(CLAIM, num_hosts=num_hosts, attempt=len(records) + 1)
     if member.leads:
         RunLog.claim(run_dir.log, claim, after=records, clock=clock)
-    peers.meet("claimed", seconds=30)
+    peers.barrier("claimed", seconds=30)
     log = RunLog(run_dir.log, attempt=claim.attempt, last_seq=len(records) + 1, clock=clock)
-    checkpoints = Checkpoints(
+    checkpoints = Checkpointer(
         CheckpointSection(timeout_seconds=30),
         run_dir=run_dir,
         log=log,
@@ -124,11 +124,11 @@ def main(arguments: list[str]) -> None:
             assert found is not None
             assert is_that_of(found.state, found.commit.step)
             print(f"restored {found.commit.step}")
-    peers.leave()
+    peers.shutdown()
 
 
 def is_that_of(tree: dict[str, jax.Array], step: int) -> bool:
-    """Says whether all that this process holds of a state is what it was at a step."""
+    """Returns whether all shards of this process hold the numbers of a step."""
     return all(
         np.asarray(shard.data).tobytes() == values(name, step)[shard.index].tobytes()
         for name, array in tree.items()

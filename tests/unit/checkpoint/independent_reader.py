@@ -1,4 +1,4 @@
-"""Another reader of the format, from docs/checkpoint-format.md alone; nothing of jaxres is used."""
+"""Independent reader of the format, written from docs/formats.md without jaxres."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def array_digest(path, array):
 
 
 def checked_digest(root):
-    """Returns the content digest of the newest committed step; fails if anything is not whole."""
+    """Returns the content digest of the newest committed step; fails if anything is damaged."""
     dead, commits = set(), {}
     for path in sorted((root / "log").iterdir()):
         record = json.loads(path.read_text())
@@ -54,7 +54,7 @@ def checked_digest(root):
         rows.append([path, array.dtype.name, list(array.shape), array_digest(path, array)])
         assert rows[-1][1:] == [info["dtype"], info["shape"], info["digest"]], path
     facts = json.loads((root / commit["path"] / "progress.json").read_text())
-    whole = {name: facts[name] for name in ("step", "cursor", "epoch", "tokens")}
-    digest = "sha256:" + hashlib.sha256(json_text(whole | {"arrays": rows})).hexdigest()
+    digested = {name: facts[name] for name in ("step", "cursor", "epoch", "tokens")}
+    digest = "sha256:" + hashlib.sha256(json_text(digested | {"arrays": rows})).hexdigest()
     assert digest == manifest["digest"]
     return digest

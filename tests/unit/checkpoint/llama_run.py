@@ -1,6 +1,6 @@
-"""A run whose one step holds a small decoder of random numbers, and a Llama written anew in NumPy.
+"""A run with steps of a small random decoder, and an independent Llama forward pass in NumPy.
 
-The forward pass knows Hugging Face's names and conventions only, nothing of jaxres.
+The forward pass uses Hugging Face's names and conventions only, nothing of jaxres.
 """
 
 import json
@@ -16,8 +16,8 @@ from jaxres.config.schema import GptModel, RunConfig
 from jaxres.models import Params
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, Start
-from tests.unit.checkpoint.conftest import Place, progress, state
-from tests.unit.records import CLAIM
+from tests.unit.checkpoint.conftest import Attempt, progress, state
+from tests.unit.runlog.example_records import CLAIM
 
 ROWS, T = 320, 16
 SIZES = {
@@ -52,15 +52,15 @@ def logits(model: GptModel, params: Params, tokens_BT: np.ndarray) -> np.ndarray
 
 
 def run_of(root, run_config: RunConfig, params: Params, *, steps=(8,)) -> RunDir:
-    """A run that has committed these parameters, scaled by step / 8, at each of these steps."""
+    """Creates a run that has committed these parameters, scaled by step / 8, at each step."""
     run_dir = RunDir(root)
     log = RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock())
     log.append(Start(step=0, path=None, dataset="d", computation={}))
     run_dir.attempt(1).mkdir(parents=True)
     for path in (run_dir.config, run_dir.attempt(1) / "config.yaml"):
         path.write_text(configs.dump_yaml(run_config))
-    place = Place(run_dir, log)
-    with place.checkpoints() as checkpoints:
+    attempt = Attempt(run_dir, log)
+    with attempt.checkpoints() as checkpoints:
         for step in steps:
             scaled = jax.tree.map(lambda x, by=step / 8: x * by, params)
             checkpoints.save(state(step) | {"params": scaled}, progress(step))

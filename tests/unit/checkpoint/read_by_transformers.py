@@ -1,4 +1,4 @@
-"""What transformers makes of an export; run by an interpreter that has it. No part of jaxres."""
+"""Reads an export with transformers; run by an interpreter that has transformers and torch."""
 
 import sys
 
@@ -11,11 +11,11 @@ def main(folder: str, tokens: str, logits: str, back: str) -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+    model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32
     )
     assert type(model).__name__ == "LlamaForCausalLM", type(model)
-    assert not any(told.values()), told
+    assert not any(loading_info.values()), loading_info
     with torch.no_grad():
         np.save(logits, model.eval()(torch.tensor(np.load(tokens))).logits.numpy())
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Saves to a bucket: what they ask of it, and what they make of it when it fails."""
+"""Saves to a bucket: the requests that they make, and how they report its failures."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from google.api_core.exceptions import NotFound
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import orbax_io
 from jaxres.checkpoint.orbax_io import array_infos
-from jaxres.checkpoint.readback import report
+from jaxres.checkpoint.readback import verify_own_files
 from jaxres.checkpoint.restore import load
-from jaxres.checkpoint.throttle import AT_ONCE
+from jaxres.checkpoint.throttle import UNTHROTTLED
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog.run_log import Commit
 from jaxres.storage import files, gcs_client
-from jaxres.storage.path import BucketPath
+from jaxres.storage.path import GcsPath
 from tests.emulators.gcs import GcsServer
 
 STATE = {"params": {f"w{n}": jnp.arange(4096.0).reshape(64, 64) + n for n in range(4)}}
 
 
 @pytest.fixture
-def step_dir(gcs_bucket: str) -> BucketPath:
-    return BucketPath(gcs_bucket, "run/checkpoints/00000008-0001")
+def step_dir(gcs_bucket: str) -> GcsPath:
+    return GcsPath(gcs_bucket, "run/checkpoints/00000008-0001")
 
 
-def begin(step_dir: BucketPath, *, seconds: float = 60) -> orbax_io.Writing:
-    context = orbax_io.context(timeout_seconds=seconds, is_remote=True)
-    return orbax_io.begin(STATE, step_dir, context)
+def begin(step_dir: GcsPath, *, seconds: float = 60) -> orbax_io.OrbaxSave:
+    context = orbax_io.save_context(timeout_seconds=seconds, is_remote=True)
+    return orbax_io.start_save(STATE, step_dir, context)
 
 
-def test_call_of_a_save_waits_for_no_answer_of_the_bucket(
-    step_dir: BucketPath, gcs_server: GcsServer
+def test_starting_a_save_does_not_wait_for_the_bucket(
+    step_dir: GcsPath, gcs_server: GcsServer
 ) -> None:
     gcs_server.fail("stall", times=None, seconds=2, late_seconds=2)
     before = gcs_server.counts["A"] + gcs_server.counts["B"]
     writing = begin(step_dir)
-    assert gcs_server.counts["A"] + gcs_server.counts["B"] == before, "it has waited for an answer"
+    assert gcs_server.counts["A"] + gcs_server.counts["B"] == before, "the call has made a request"
     gcs_server.faults.clear()
-    orbax_io.settle(writing, step_dir, timeout=60)
+    orbax_io.wait_save(writing, step_dir, timeout=60)
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE
     )
@@ -55,27 +55,26 @@ def test_call_of_a_save_waits_for_no_answer_of_the_bucket(
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, STATE))
 
 
-@pytest.mark.filterwarnings("ignore:coroutine")  # Orbax awaits no half of a save that it gives up.
-def test_save_that_the_bucket_refuses_is_storages_fault(
-    step_dir: BucketPath, gcs_server: GcsServer
+@pytest.mark.filterwarnings("ignore:coroutine")  # Orbax does not await a failed save completely.
+def test_save_refused_by_the_bucket_is_storage_unavailable(
+    step_dir: GcsPath, gcs_server: GcsServer
 ) -> None:
     gcs_server.fail("403", times=None)
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        orbax_io.settle(begin(step_dir), step_dir, timeout=60)
+        orbax_io.wait_save(begin(step_dir), step_dir, timeout=60)
     gc.collect()
 
 
 @pytest.mark.parametrize("name", ["MANIFEST.json", "progress.json"])
-def test_step_of_a_bucket_that_answers_503_is_unavailable_and_never_damaged(
-    step_dir: BucketPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch, name: str
+def test_step_in_a_bucket_that_answers_503_is_unavailable_and_never_damaged(
+    step_dir: GcsPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(gcs_client, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(gcs_client, "RETRY_SECONDS", 1.0)
     commit = Commit(
         step=8,
         path="checkpoints/00000008-0001",
         manifest=manifests.digest_of(b"{}"),
         bytes=2,
-        known_good=False,
     )
     files.replace(step_dir / "MANIFEST.json", b"{}")
     away = gcs_server.fail("503", path=re.escape(name), times=None)
@@ -86,15 +85,15 @@ def test_step_of_a_bucket_that_answers_503_is_unavailable_and_never_damaged(
 
 
 @pytest.mark.parametrize("code", [429, 503])
-def test_503_of_the_library_below_orbax_is_never_taken_for_damage(
-    step_dir: BucketPath, code: int
+def test_503_from_the_library_under_orbax_is_never_judged_as_damage(
+    step_dir: GcsPath, code: int
 ) -> None:
-    told = HttpError({"code": code, "message": "as a test has asked"})
-    assert isinstance(manifests.unreadable(step_dir, 8, told), StorageUnavailable)
+    error = HttpError({"code": code, "message": "as a test has asked"})
+    assert isinstance(manifests.unreadable(step_dir, 8, error), StorageUnavailable)
 
 
 class Broken:
-    """Stands for a save that has gone wrong by a bug."""
+    """Replaces Orbax's response; its result is an error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -103,7 +102,7 @@ class Broken:
         raise self.error
 
 
-OF_A_BUCKET = (
+BUCKET_ERRORS = (
     HttpError({"code": 400, "message": "as a test has asked"}),
     ServerDisconnectedError(),
     NotFound("as a test has asked"),
@@ -113,28 +112,28 @@ OF_A_BUCKET = (
     ValueError("DATA_LOSS: Error decoding gs://bucket/run/state/manifest.ocdbt"),
     json.JSONDecodeError("Expecting ',' delimiter", "{]", 1),
 )
-"""What the emulated service gets out of Orbax by 400, 403, 404, 412, drops and damage.
+"""Errors that Orbax raises when a bucket answers 400, 403, 404 or 412, or drops or damages data.
 
-Given here as they are: after such a save threads of Orbax wait for five minutes more.
+They are constructed here, because Orbax's threads wait for five more minutes after such a save.
 """
 
 
-@pytest.mark.parametrize("error", OF_A_BUCKET, ids=lambda error: type(error).__name__)
-def test_whatever_library_tells_of_the_bucket_it_is_storages_fault(
-    step_dir: BucketPath, error: Exception
+@pytest.mark.parametrize("error", BUCKET_ERRORS, ids=lambda error: type(error).__name__)
+def test_bucket_errors_of_every_library_are_storage_unavailable(
+    step_dir: GcsPath, error: Exception
 ) -> None:
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        orbax_io.settle(orbax_io.Writing(Broken(error)), step_dir, timeout=10)
+        orbax_io.wait_save(orbax_io.OrbaxSave(Broken(error)), step_dir, timeout=10)
 
 
-def test_a_name_that_was_damaged_on_its_way_back_to_orbax_is_storages_fault(
-    step_dir: BucketPath,
+def test_a_key_damaged_in_transfer_to_orbax_is_storage_unavailable(
+    step_dir: GcsPath,
 ) -> None:
-    """One bit of a JSON file is another, and it is JSON still (found by a storm of faults)."""
+    """A flipped bit may leave valid JSON (found by a campaign of injected faults)."""
     with pytest.raises(KeyError) as raised:
         json.loads('{"qaram_name": 1}', object_hook=lambda found: found["param_name"])
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        orbax_io.settle(orbax_io.Writing(Broken(raised.value)), step_dir, timeout=10)
+        orbax_io.wait_save(orbax_io.OrbaxSave(Broken(raised.value)), step_dir, timeout=10)
 
 
 @pytest.mark.parametrize("where", ["disk", "bucket"])
@@ -149,32 +148,30 @@ def test_a_name_that_was_damaged_on_its_way_back_to_orbax_is_storages_fault(
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_bug_in_a_save_is_a_bug_in_a_bucket_as_on_a_disk(
-    step_dir: BucketPath, tmp_path: Path, error: Exception, where: str
+def test_bug_in_a_save_is_raised_unchanged_on_disk_and_in_a_bucket(
+    step_dir: GcsPath, tmp_path: Path, error: Exception, where: str
 ) -> None:
     place = tmp_path if where == "disk" else step_dir
     with pytest.raises(type(error)) as raised:
-        orbax_io.settle(orbax_io.Writing(Broken(error)), place, timeout=10)
+        orbax_io.wait_save(orbax_io.OrbaxSave(Broken(error)), place, timeout=10)
     assert raised.value is error
 
 
-def test_what_was_damaged_on_its_way_into_the_bucket_is_never_reported_as_written(
-    step_dir: BucketPath, gcs_server: GcsServer
+def test_data_damaged_on_upload_is_never_reported_as_written(
+    step_dir: GcsPath, gcs_server: GcsServer
 ) -> None:
-    """TensorStore sends no checksum with what it writes; the digests of the snapshot tell."""
+    """TensorStore sends no checksum with its writes; the digests of the snapshot detect damage."""
     damaged = gcs_server.fail("damage", method="POST", path="uploadType=media.*ocdbt.process_0")
-    orbax_io.settle(begin(step_dir), step_dir, timeout=60)
+    orbax_io.wait_save(begin(step_dir), step_dir, timeout=60)
     assert damaged.hits == 1
-    found = report(step_dir, array_infos(STATE), 0, AT_ONCE)
-    assert found.failure
+    result = verify_own_files(step_dir, array_infos(STATE), 0, UNTHROTTLED)
+    assert result.failure
 
 
-def test_what_was_damaged_on_its_way_back_is_read_again(
-    step_dir: BucketPath, gcs_server: GcsServer
-) -> None:
-    orbax_io.settle(begin(step_dir), step_dir, timeout=60)
+def test_data_damaged_on_download_is_read_again(step_dir: GcsPath, gcs_server: GcsServer) -> None:
+    orbax_io.wait_save(begin(step_dir), step_dir, timeout=60)
     damaged = gcs_server.fail("damage", method="GET", path="alt=media", times=3)
-    found = report(step_dir, array_infos(STATE), 0, AT_ONCE)
+    result = verify_own_files(step_dir, array_infos(STATE), 0, UNTHROTTLED)
     assert damaged.hits == 3
-    assert not found.failure
-    assert found.files.keys() < files.sizes(step_dir).keys()
+    assert not result.failure
+    assert result.files.keys() < files.sizes(step_dir).keys()

@@ -14,19 +14,19 @@ from jaxres.runlog.paths import RunDir
 from tests.unit.checkpoint.conftest import claimed, progress, state
 
 
-def test_equal_bits_are_equal_even_where_they_are_no_numbers():
+def test_equal_bits_are_equal_including_nan():
     for dtype in (np.float32, ml_dtypes.bfloat16):
         array = np.array([1, np.nan, np.inf], dtype)
         assert compare(array, array.copy()) is None
     assert compare(np.zeros((0, 3)), np.zeros((0, 3))) is None
 
 
-def test_bits_count_and_not_numbers():
+def test_bits_are_compared_and_not_values():
     found = compare(np.float32([0.0, 1.0]), np.float32([-0.0, 1.0]))
     assert (found.elements, found.of_elements, found.largest) == (1, 2, 0.0)
 
 
-def test_the_first_and_the_largest_difference_are_named():
+def test_the_first_and_the_largest_difference_are_reported():
     a = np.zeros((3, 4), np.float32)
     b = a.copy()
     b[1, 2], b[2, 0] = 0.25, -3.0
@@ -80,12 +80,12 @@ def test_facts_are_compared_with_guard_memory_and_by_presence():
 
 
 @pytest.fixture
-def said(capsys):
-    """Runs the verb and returns exit code, standard output, standard error."""
+def run_diff(capsys):
+    """Runs `checkpoints diff` and returns exit code, standard output, standard error."""
 
-    def run(*words):
+    def run(*arguments):
         capsys.readouterr()
-        code = checkpoints_cli.main(["checkpoints", "diff", *map(str, words)], usage="")
+        code = checkpoints_cli.main(["checkpoints", "diff", *map(str, arguments)], usage="")
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -97,24 +97,24 @@ def other(tmp_path):
     return claimed(RunDir(tmp_path / "other"))
 
 
-def save(place, tree, facts):
-    with place.checkpoints(keep_last=9) as checkpoints:
+def save(attempt, tree, facts):
+    with attempt.checkpoints(keep_last=9) as checkpoints:
         checkpoints.save(tree, facts)
         checkpoints.wait()
 
 
-def test_two_runs_in_one_state_are_equal_and_told_by_their_digest(place, other, said):
-    place.save(8)
+def test_two_runs_with_equal_states_are_equal_and_show_the_same_digest(attempt, other, run_diff):
+    attempt.save(8)
     other.save(8)
-    code, out, _ = said(place.run_dir.root, other.run_dir.root)
-    checkpoints_cli.main(["checkpoints", "digest", str(place.run_dir.root)], usage="")
+    code, out, _ = run_diff(attempt.run_dir.root, other.run_dir.root)
+    checkpoints_cli.main(["checkpoints", "digest", str(attempt.run_dir.root)], usage="")
     assert code == 0
     assert out.splitlines()[-1].startswith("equal: sha256:")
     assert out.count(out.split()[-1]) == 3, "both sides and the verdict"
 
 
-def test_what_differs_is_named_array_by_array(place, other, said):
-    place.save(8)
+def test_every_differing_array_is_listed(attempt, other, run_diff):
+    attempt.save(8)
     tree = state(8)
     tree["params"] = {
         "w": tree["params"]["w"].at[3, 1].add(0.5),
@@ -122,7 +122,7 @@ def test_what_differs_is_named_array_by_array(place, other, said):
     }
     tree["opt"] = {"count": tree["opt"]["count"], "mu": jnp.zeros(2)}
     save(other, tree, progress(8))
-    code, out, _ = said(place.run_dir.root, other.run_dir.root)
+    code, out, _ = run_diff(attempt.run_dir.root, other.run_dir.root)
     assert code == 1
     assert out.splitlines()[2:] == [
         "opt/mu: absent in A, float32[2] in B",
@@ -133,9 +133,9 @@ def test_what_differs_is_named_array_by_array(place, other, said):
     ]
 
 
-def test_two_steps_of_one_run_are_compared_and_json_says_the_same(place, said):
-    place.save(8, 16)
-    code, out, _ = said(place.run_dir.root, "--step", 8, "--other-step", 16, "--json")
+def test_two_steps_of_one_run_are_compared_and_printed_as_json(attempt, run_diff):
+    attempt.save(8, 16)
+    code, out, _ = run_diff(attempt.run_dir.root, "--step", 8, "--other-step", 16, "--json")
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 1
     assert [row["step"] for row in rows if row["kind"] == "state"] == [8, 16]
@@ -150,11 +150,11 @@ def test_two_steps_of_one_run_are_compared_and_json_says_the_same(place, said):
     assert rows[-1] == {"kind": "verdict", "equal": False}
 
 
-def test_guard_memory_makes_a_difference_that_the_digest_does_not_see(place, other, said):
-    place.save(8)
+def test_guard_memory_is_compared_although_the_digest_excludes_it(attempt, other, run_diff):
+    attempt.save(8)
     facts = dataclasses.replace(progress(8), best_loss=2.5, guards={"spike": {"mean": 1.0}})
     save(other, state(8), facts)
-    code, out, _ = said(place.run_dir.root, other.run_dir.root)
+    code, out, _ = run_diff(attempt.run_dir.root, other.run_dir.root)
     assert code == 1
     assert out.splitlines()[2:] == [
         "best_loss: none in A, 2.5 in B",
@@ -164,23 +164,25 @@ def test_guard_memory_makes_a_difference_that_the_digest_does_not_see(place, oth
     ]
 
 
-def test_what_can_not_be_compared_is_refused_as_by_the_other_verbs(place, said, tmp_path):
-    place.save(8)
-    root = place.run_dir.root
-    assert said(root)[0] == 64
-    assert "compared with itself" in said(root)[2]
-    code, _, err = said(root, "--other-step", 9)
+def test_states_that_cannot_be_compared_are_refused_with_the_usual_exit_codes(
+    attempt, run_diff, tmp_path
+):
+    attempt.save(8)
+    root = attempt.run_dir.root
+    assert run_diff(root)[0] == 64
+    assert "compared with itself" in run_diff(root)[2]
+    code, _, err = run_diff(root, "--other-step", 9)
     assert (code, err) == (64, f"{root}: step 9 is not committed (committed: 8)\n")
-    assert said(root, tmp_path / "none")[0] == 64
-    next((place.step_dir(8) / "state" / "d").iterdir()).unlink()
-    assert said(root, root)[0] == 85
+    assert run_diff(root, tmp_path / "none")[0] == 64
+    next((attempt.step_dir(8) / "state" / "d").iterdir()).unlink()
+    assert run_diff(root, root)[0] == 85
 
 
-def test_the_comparison_needs_no_jax(place):
-    place.save(8)
+def test_the_comparison_needs_no_jax(attempt):
+    attempt.save(8)
     source = (
-        "import sys; from jaxres import verbs; code = verbs.main(sys.argv[1:], usage='');"
-        "sys.exit(code or 'jax' in sys.modules)"
+        "import sys; from jaxres.cli import checkpoints; "
+        "code = checkpoints.main(sys.argv[1:], usage=''); sys.exit(code or 'jax' in sys.modules)"
     )
-    words = [sys.executable, "-c", source, "checkpoints", "diff"]
-    subprocess.run([*words, *[str(place.run_dir.root)] * 2], check=True, capture_output=True)
+    command = [sys.executable, "-c", source, "checkpoints", "diff"]
+    subprocess.run([*command, *[str(attempt.run_dir.root)] * 2], check=True, capture_output=True)

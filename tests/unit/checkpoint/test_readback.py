@@ -1,4 +1,4 @@
-"""What the disk has made of a save is seen before it counts, and older steps stay till then."""
+"""A save is verified on disk before it is committed, and older steps are kept until then."""
 
 import dataclasses
 import json
@@ -7,24 +7,24 @@ import pytest
 
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import orbax_io, readback
-from jaxres.cluster.host_group import Alone, Member
+from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.faults import PeerLost
 from jaxres.runlog.events import SaveFailed
 from jaxres.storage import files
 from tests.unit.checkpoint.conftest import progress
-from tests.unit.checkpoint.test_fallback import largest, save, state
-from tests.unit.checkpoint.test_store import commits
+from tests.unit.checkpoint.test_checkpointer import commits
+from tests.unit.checkpoint.test_restore import largest, save, state
 
 
 def spoil_after_orbax(monkeypatch, harm):
-    """Has something happen to a step's files once Orbax has written them."""
-    real = orbax_io.settle
+    """Damages a step's files as soon as Orbax has written them."""
+    real = orbax_io.wait_save
 
     def settle(writing, step_dir, *, timeout):
         real(writing, step_dir, timeout=timeout)
         harm(step_dir)
 
-    monkeypatch.setattr(orbax_io, "settle", settle)
+    monkeypatch.setattr(orbax_io, "wait_save", settle)
 
 
 def flip(path):
@@ -43,89 +43,94 @@ HARM = {
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_a_save_that_reads_back_differently_is_given_up_and_the_older_step_stays(
-    place, monkeypatch, harm
+def test_a_save_that_reads_back_differently_fails_and_the_older_step_stays(
+    attempt, monkeypatch, harm
 ):
-    with place.checkpoints(keep_last=2) as checkpoints:
+    with attempt.checkpoints(keep_last=2) as checkpoints:
         for step in (4, 8):
             checkpoints.save(state(step), progress(step))
             checkpoints.wait()
-        older = {p: p.read_bytes() for p in place.run_dir.checkpoints.rglob("*") if p.is_file()}
+        older = {p: p.read_bytes() for p in attempt.run_dir.checkpoints.rglob("*") if p.is_file()}
         with monkeypatch.context() as spoilt:
             spoil_after_orbax(spoilt, HARM[harm])
             checkpoints.save(state(16), progress(16))
             checkpoints.wait()
         assert checkpoints.committed_step == 8
-        assert commits(place) == [4, 8]
-        there = {p: p.read_bytes() for p in place.run_dir.checkpoints.rglob("*") if p.is_file()}
-        assert there == older
-        (failed,) = [event for event in place.events if isinstance(event, SaveFailed)]
+        assert commits(attempt) == [4, 8]
+        files_now = {
+            p: p.read_bytes() for p in attempt.run_dir.checkpoints.rglob("*") if p.is_file()
+        }
+        assert files_now == older
+        (failed,) = [event for event in attempt.events if isinstance(event, SaveFailed)]
         assert failed.step == 16
         assert "00000016-0001" in failed.reason
         checkpoints.save(state(24), progress(24))
         checkpoints.wait()
-    assert commits(place) == [8, 24]
+    assert commits(attempt) == [8, 24]
 
 
-def test_every_file_is_dropped_from_memory_before_it_is_read_back(place, monkeypatch):
-    forgotten, real = [], files.forget
+def test_every_file_is_dropped_from_memory_before_it_is_read_back(attempt, monkeypatch):
+    forgotten, real = [], files.drop_page_cache
 
     def forget(path):
         real(path)
         forgotten.append(path.name)
 
-    monkeypatch.setattr(files, "forget", forget)
-    save(place, 8)
-    manifest = manifests.load(place.step_dir(8), place.log.line().newest)
+    monkeypatch.setattr(files, "drop_page_cache", forget)
+    save(attempt, 8)
+    manifest = manifests.load(attempt.step_dir(8), attempt.log.history().newest)
     assert {name.rpartition("/")[2] for name in manifest.files} <= set(forgotten)
     assert "MANIFEST.json" in forgotten
 
 
-def test_a_host_that_could_not_digest_refuses_the_step_and_says_why(place, monkeypatch):
+def test_a_host_that_cannot_digest_its_data_fails_the_save_with_the_reason(attempt, monkeypatch):
     monkeypatch.setattr("jaxres.checkpoint.snapshot.digests_of", lambda *_: 1 / 0)
-    save(place, 8)
-    assert commits(place) == []
-    (failed,) = [event for event in place.events if isinstance(event, SaveFailed)]
-    assert "could not digest what it held: ZeroDivisionError" in failed.reason
+    save(attempt, 8)
+    assert commits(attempt) == []
+    (failed,) = [event for event in attempt.events if isinstance(event, SaveFailed)]
+    assert "could not digest its data: ZeroDivisionError" in failed.reason
 
 
 def of_two(checkpoints, collect):
-    class Two(Alone):
-        member = Member(host=0, num_hosts=2)
+    class Two(SingleHost):
+        member = HostRank(host=0, num_hosts=2)
 
-        def collect(self, topic, word, *, seconds):
-            return collect(word)
+        def gather(self, topic, message, *, seconds):
+            return collect(message)
 
-        def told(self, topic):
+        def poll(self, topic):
             return ()
 
     checkpoints._peers = Two()
     return checkpoints
 
 
-def lost(word):
-    raise PeerLost("host 1 did not say it within 60 s")
+def lost(message):
+    raise PeerLost("host 1 did not publish it within 60 s")
 
 
 @pytest.mark.parametrize(
     ("collect", "why"),
     [
-        (lambda word: (word, readback.Report({}, "no space left").encode()), "host 1: no space"),
-        (lost, "not every host has said within 60 s (checkpoint.timeout_seconds)"),
+        (
+            lambda word: (word, readback.HostReport({}, "no space left").encode()),
+            "host 1: no space",
+        ),
+        (lost, "not every host has reported within 60 s (checkpoint.timeout_seconds)"),
     ],
     ids=["one host's failure", "one host's silence"],
 )
-def test_the_lead_commits_only_when_all_hosts_have_read_back_their_parts(place, collect, why):
-    with of_two(place.checkpoints(), collect) as checkpoints:
+def test_the_lead_commits_only_when_all_hosts_have_read_back_their_parts(attempt, collect, why):
+    with of_two(attempt.checkpoints(), collect) as checkpoints:
         checkpoints.save(state(8), progress(8))
         checkpoints.wait()
-        assert why in checkpoints.why_not_committed
-    assert commits(place) == []
+        assert why in checkpoints.last_error
+    assert commits(attempt) == []
 
 
-def test_a_report_reads_back_as_it_was_told():
-    told = readback.Report({"state/d/x": manifests.info_of(b"1")}, "")
-    assert readback.Report.decode(told.encode()) == told
-    assert readback.Report.decode(told.of(3).encode()).failure == ""
-    assert dataclasses.replace(told, failure="full").of(3).failure == "host 3: full"
-    assert json.loads(told.encode())["files"]["state/d/x"]["size"] == 1
+def test_a_report_survives_encoding_and_decoding():
+    report = readback.HostReport({"state/d/x": manifests.info_of(b"1")}, "")
+    assert readback.HostReport.decode(report.encode()) == report
+    assert readback.HostReport.decode(report.of(3).encode()).failure == ""
+    assert dataclasses.replace(report, failure="full").of(3).failure == "host 3: full"
+    assert json.loads(report.encode())["files"]["state/d/x"]["size"] == 1

@@ -1,4 +1,4 @@
-"""What storage does to saves: real Orbax on a real small disk, and single calls that fail."""
+"""Saves on failing storage: real Orbax on a real small disk, and single calls that fail."""
 
 import contextlib
 import errno
@@ -9,22 +9,23 @@ from pathlib import Path
 import pytest
 
 from jaxres.checkpoint import checkpointer, orbax_io, retention
-from jaxres.cluster.host_group import Alone, Member
-from jaxres.faults import Continue, Exit, Stop, StorageUnavailable
+from jaxres.cluster.host_group import HostRank, SingleHost
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import Continue, StopRun, StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.events import Noted, SaveCommitted, SaveFailed, SaveStarted, StepsPruned
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests.promises.mounts import Namespace
 from tests.unit.checkpoint.conftest import claimed, like, progress, state
-from tests.unit.checkpoint.test_store import assert_equal, commits, restore
+from tests.unit.checkpoint.test_checkpointer import assert_equal, commits, restore
 
 MIB = 2**20
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """A disk of 16 MiB, and how to fill it: `fill(but_bytes=...)` returns what to unlink."""
+    """A disk of 16 MiB in a mount namespace; `fill(but_bytes=...)` returns the file to unlink."""
     namespace = Namespace.open()
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -36,17 +37,17 @@ def disk(tmp_path):
 
 
 @pytest.fixture
-def place_on(disk):
+def attempt_on_disk(disk):
     namespace, folder = disk
     return claimed(RunDir(namespace.seen_from_here(folder) / "run"))
 
 
-def steps_there(place):
-    return sorted(name for name in os.listdir(place.run_dir.checkpoints))
+def step_dirs(attempt):
+    return sorted(name for name in os.listdir(attempt.run_dir.checkpoints))
 
 
-def failed(place):
-    return [event for event in place.events if isinstance(event, SaveFailed)]
+def failed(attempt):
+    return [event for event in attempt.events if isinstance(event, SaveFailed)]
 
 
 def try_save(checkpoints, step):
@@ -54,53 +55,59 @@ def try_save(checkpoints, step):
     checkpoints.wait()
 
 
-def test_a_disk_without_room_is_not_written_to_and_saving_recovers(disk, place_on):
+def test_a_disk_without_room_is_not_written_to_and_saving_recovers(disk, attempt_on_disk):
     namespace, folder = disk
-    with place_on.checkpoints() as checkpoints:
+    with attempt_on_disk.checkpoints() as checkpoints:
         try_save(checkpoints, 8)
         ballast = namespace.fill(folder, but_bytes=2 * MIB)
-        free = files.free_bytes(place_on.run_dir.root)
+        free = files.free_bytes(attempt_on_disk.run_dir.root)
         for number, step in enumerate((16, 24), start=1):
             try_save(checkpoints, step)
             assert checkpoints.saved_step == checkpoints.committed_step == 8
-            assert failed(place_on)[-1].failures == number
-            assert "no space left: a save needs" in failed(place_on)[-1].reason
-        assert files.free_bytes(place_on.run_dir.root) == free
-        assert commits(place_on) == [8]
-        assert steps_there(place_on) == ["00000008-0001"]
+            assert failed(attempt_on_disk)[-1].failures == number
+            assert "no space left: a save needs" in failed(attempt_on_disk)[-1].reason
+        assert files.free_bytes(attempt_on_disk.run_dir.root) == free
+        assert commits(attempt_on_disk) == [8]
+        assert step_dirs(attempt_on_disk) == ["00000008-0001"]
         ballast.unlink()
         try_save(checkpoints, 24)
-        assert checkpoints.why_not_committed == ""
-    assert commits(place_on) == [8, 24]
-    restored, _ = restore(place_on, place_on.log.line().newest, like(state(24)))
+        assert checkpoints.last_error == ""
+    assert commits(attempt_on_disk) == [8, 24]
+    restored, _ = restore(attempt_on_disk, attempt_on_disk.log.history().newest, like(state(24)))
     assert_equal(restored, state(24))
 
 
 @pytest.mark.parametrize("room", [0, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20], ids=lambda n: f"{n} pages")
-def test_a_save_that_finds_the_disk_full_leaves_nothing_and_the_very_next_one_works(
-    disk, place_on, room, monkeypatch
+def test_a_save_onto_a_full_disk_leaves_no_files_and_the_next_one_succeeds(
+    disk, attempt_on_disk, room, monkeypatch
 ):
-    """As by a quota, of which the free space does not tell; wherever in the save the end comes."""
+    """Like a quota, which the free space does not show; each case runs full at another write."""
     namespace, folder = disk
     monkeypatch.setattr(files, "free_bytes", lambda folder: 10**12)
-    with place_on.checkpoints() as checkpoints:
+    with attempt_on_disk.checkpoints() as checkpoints:
         try_save(checkpoints, 8)
-        before = {n: size for n, size in files.sizes(place_on.run_dir.root).items() if size}
+        before = {n: size for n, size in files.sizes(attempt_on_disk.run_dir.root).items() if size}
         ballast = namespace.fill(folder, but_bytes=room * 4096)
         try_save(checkpoints, 16)
-        counts = len(failed(place_on)) == 0
-        assert commits(place_on) == ([8, 16] if counts else [8])
-        if not counts:
-            # TensorStore's other writes end after the one that has failed; one may leave an empty
-            # lock file behind the sweep, which the next save's takes.
-            left = {name: size for name, size in files.sizes(place_on.run_dir.root).items() if size}
+        is_committed = len(failed(attempt_on_disk)) == 0
+        assert commits(attempt_on_disk) == ([8, 16] if is_committed else [8])
+        if not is_committed:
+            # TensorStore's other writes end after the one that has failed. One may create an empty
+            # lock file after the sweep; the sweep of the next save deletes it.
+            left = {
+                name: size
+                for name, size in files.sizes(attempt_on_disk.run_dir.root).items()
+                if size
+            }
             assert left == before, "something was left behind"
-            assert "No space left" in failed(place_on)[0].reason.replace("no space", "No space")
+            assert "No space left" in failed(attempt_on_disk)[0].reason.replace(
+                "no space", "No space"
+            )
         ballast.unlink()
         try_save(checkpoints, 16)
         assert checkpoints.committed_step == 16
-    assert commits(place_on) == [8, 16]
-    restored, _ = restore(place_on, place_on.log.line().newest, like(state(16)))
+    assert commits(attempt_on_disk) == [8, 16]
+    restored, _ = restore(attempt_on_disk, attempt_on_disk.log.history().newest, like(state(16)))
     assert_equal(restored, state(16))
 
 
@@ -108,10 +115,8 @@ def refuse(*_, **__):
     raise StorageUnavailable("refused")
 
 
-def test_that_many_failed_saves_in_a_row_call_for_a_stop_and_a_commit_ends_the_row(
-    place, monkeypatch
-):
-    with place.checkpoints() as checkpoints:
+def test_max_failed_saves_in_a_row_cause_a_stop_and_a_commit_resets_the_count(attempt, monkeypatch):
+    with attempt.checkpoints() as checkpoints:
         for step in (8, 16):
             with monkeypatch.context() as full:
                 full.setattr(files, "free_bytes", lambda folder: 0)
@@ -125,33 +130,33 @@ def test_that_many_failed_saves_in_a_row_call_for_a_stop_and_a_commit_ends_the_r
                 assert checkpoints.verdict() == Continue()
                 try_save(checkpoints, step)
         verdict = checkpoints.verdict()
-    assert isinstance(verdict, Stop)
-    assert (verdict.fault.name, verdict.fault.exit) == ("storage_unavailable", Exit.STORAGE)
+    assert isinstance(verdict, StopRun)
+    assert (verdict.fault.name, verdict.fault.exit) == ("storage_unavailable", ExitCode.STORAGE)
     assert "checkpoint.max_failed_saves" in verdict.reason
-    assert [event.failures for event in failed(place)] == [1, 2, 1, 2, 1, 2, 3]
+    assert [event.failures for event in failed(attempt)] == [1, 2, 1, 2, 1, 2, 3]
 
 
-def test_metrics_lines_that_cannot_be_written_fail_the_save(place):
-    with place.checkpoints(before_commit=refuse) as checkpoints:
+def test_metrics_lines_that_cannot_be_written_fail_the_save(attempt):
+    with attempt.checkpoints(before_commit=refuse) as checkpoints:
         try_save(checkpoints, 8)
         assert checkpoints.committed_step == 0
-    assert commits(place) == []
-    assert [(event.step, event.reason) for event in failed(place)] == [(8, "refused")]
+    assert commits(attempt) == []
+    assert [(event.step, event.reason) for event in failed(attempt)] == [(8, "refused")]
 
 
-def test_a_record_that_could_not_be_written_is_a_failed_save(place, monkeypatch):
-    with place.checkpoints() as checkpoints:
+def test_a_record_that_could_not_be_written_is_a_failed_save(attempt, monkeypatch):
+    with attempt.checkpoints() as checkpoints:
         with monkeypatch.context() as full:
-            full.setattr(run_log.storage, "create", refuse)
+            full.setattr(run_log.files, "create", refuse)
             try_save(checkpoints, 8)
-        assert [event.step for event in failed(place)] == [8]
-        assert steps_there(place) == []
+        assert [event.step for event in failed(attempt)] == [8]
+        assert step_dirs(attempt) == []
         try_save(checkpoints, 8)
-    assert commits(place) == [8]
+    assert commits(attempt) == [8]
 
 
-def test_a_record_that_stands_though_storage_said_no_makes_its_step_count(place, monkeypatch):
-    """Its name is there and only the folder's fsync has failed: the step must not be deleted."""
+def test_a_record_that_exists_despite_a_storage_error_commits_its_step(attempt, monkeypatch):
+    """The record's file exists and only the folder's fsync has failed: keep the step."""
     real, sync_dir = files.create, files.sync_dir
 
     def create_then_fail(path, data):
@@ -159,71 +164,71 @@ def test_a_record_that_stands_though_storage_said_no_makes_its_step_count(place,
         raise StorageUnavailable("the folder's fsync failed")
 
     def refuse_log(folder):
-        return refuse() if folder == place.run_dir.log else sync_dir(folder)
+        return refuse() if folder == attempt.run_dir.log else sync_dir(folder)
 
-    with place.checkpoints() as checkpoints:
+    with attempt.checkpoints() as checkpoints:
         with monkeypatch.context() as half:
-            half.setattr(run_log.storage, "create", create_then_fail)
+            half.setattr(run_log.files, "create", create_then_fail)
             try_save(checkpoints, 8)
         assert checkpoints.committed_step == 8
         with monkeypatch.context() as away:
-            away.setattr(run_log.storage, "create", create_then_fail)
-            away.setattr(run_log.storage, "sync_dir", refuse_log)
+            away.setattr(run_log.files, "create", create_then_fail)
+            away.setattr(run_log.files, "sync_dir", refuse_log)
             try_save(checkpoints, 16)
             assert checkpoints.committed_step == 8, "not called committed before it is durable"
-            assert "00000016-0001" in steps_there(place)
+            assert "00000016-0001" in step_dirs(attempt)
         try_save(checkpoints, 16)  # The retry finds it.
         assert checkpoints.committed_step == 16
         try_save(checkpoints, 24)
-    assert commits(place) == [16, 24]
-    kinds = [type(e) for e in place.events if isinstance(e, SaveCommitted | SaveFailed)]
+    assert commits(attempt) == [16, 24]
+    kinds = [type(e) for e in attempt.events if isinstance(e, SaveCommitted | SaveFailed)]
     assert kinds == [SaveCommitted, SaveFailed, SaveCommitted, SaveCommitted]
 
 
-def test_a_prune_that_fails_fails_no_save_and_is_tried_again(place, monkeypatch):
-    real = place.log.append
+def test_a_prune_that_fails_fails_no_save_and_is_tried_again(attempt, monkeypatch):
+    real = attempt.log.append
 
     def append(body):
         if isinstance(body, run_log.Prune):
             raise StorageUnavailable("no room for the prune record")
         return real(body)
 
-    with place.checkpoints(keep_last=2) as checkpoints:
+    with attempt.checkpoints(keep_last=2) as checkpoints:
         try_save(checkpoints, 4)
         try_save(checkpoints, 8)
         with monkeypatch.context() as full:
-            full.setattr(place.log, "append", append)
+            full.setattr(attempt.log, "append", append)
             try_save(checkpoints, 16)
-        assert commits(place) == [4, 8, 16]
+        assert commits(attempt) == [4, 8, 16]
         assert checkpoints.committed_step == 16
-        assert any(isinstance(e, Noted) and "prune record" in e.message for e in place.events)
+        assert any(isinstance(e, Noted) and "prune record" in e.message for e in attempt.events)
         try_save(checkpoints, 24)
-    assert commits(place) == [16, 24]
-    assert StepsPruned((4, 8)) in place.events
-    assert steps_there(place) == ["00000016-0001", "00000024-0001"]
+    assert commits(attempt) == [16, 24]
+    assert StepsPruned((4, 8)) in attempt.events
+    assert step_dirs(attempt) == ["00000016-0001", "00000024-0001"]
 
 
-def test_a_deletion_that_fails_fails_no_save_and_is_tried_again(place, monkeypatch):
+def test_a_deletion_that_fails_fails_no_save_and_is_tried_again(attempt, monkeypatch):
     def busy(folder):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
-    with place.checkpoints(keep_last=2) as checkpoints:
+    with attempt.checkpoints(keep_last=2) as checkpoints:
         try_save(checkpoints, 4)
         try_save(checkpoints, 8)
         with monkeypatch.context() as stuck:
-            stuck.setattr(retention.storage, "delete_tree", busy)
-            stuck.setattr(checkpointer.storage, "delete_tree", lambda folder: None)
-            stuck.setattr(retention, "storage", _Busy(busy))
+            stuck.setattr(retention.files, "delete_tree", busy)
+            stuck.setattr(checkpointer.files, "delete_tree", lambda folder: None)
+            stuck.setattr(retention, "files", _Busy(busy))
             try_save(checkpoints, 16)
-        assert commits(place) == [8, 16]
-        assert steps_there(place) == ["00000004-0001", "00000008-0001", "00000016-0001"]
-        assert any(isinstance(e, Noted) and "deleted" in e.message for e in place.events)
+        assert commits(attempt) == [8, 16]
+        assert step_dirs(attempt) == ["00000004-0001", "00000008-0001", "00000016-0001"]
+        assert any(isinstance(e, Noted) and "deleted" in e.message for e in attempt.events)
         try_save(checkpoints, 24)
-    assert steps_there(place) == ["00000016-0001", "00000024-0001"]
+    assert step_dirs(attempt) == ["00000016-0001", "00000024-0001"]
 
 
 class _Busy:
-    """The storage module, where no tree goes."""
+    """The module storage.files with another `delete_tree`."""
 
     def __init__(self, busy):
         self.delete_tree = busy
@@ -232,144 +237,148 @@ class _Busy:
         return getattr(files, name)
 
 
-def test_what_a_failed_save_could_not_delete_does_not_bar_the_retry(place, monkeypatch):
-    with place.checkpoints(before_commit=refuse) as checkpoints:
+def test_files_that_a_failed_save_could_not_delete_do_not_block_the_retry(attempt, monkeypatch):
+    with attempt.checkpoints(before_commit=refuse) as checkpoints:
         with monkeypatch.context() as stuck:
-            stuck.setattr(retention, "storage", _Busy(refuse))
+            stuck.setattr(retention, "files", _Busy(refuse))
             try_save(checkpoints, 8)
-        assert steps_there(place) == ["00000008-0001"]
+        assert step_dirs(attempt) == ["00000008-0001"]
         checkpoints._before_commit = lambda: None
         try_save(checkpoints, 8)
-    assert commits(place) == [8]
+    assert commits(attempt) == [8]
 
 
 @pytest.mark.parametrize("left", [0, 2])
-def test_no_step_is_taken_for_dead_because_storage_hides_its_record(place, monkeypatch, left):
-    """A log that is away for a moment reads as an empty one; after a remount, as an old one."""
-    with place.checkpoints(keep_last=3) as checkpoints:
+def test_no_step_is_deleted_because_storage_hides_its_record(attempt, monkeypatch, left):
+    """A log that is briefly unmounted reads as empty; after a remount it may read as outdated."""
+    with attempt.checkpoints(keep_last=3) as checkpoints:
         try_save(checkpoints, 8)
         try_save(checkpoints, 16)
-        whole = run_log.read_records(place.run_dir.log)
+        records = run_log.read_records(attempt.run_dir.log)
         with monkeypatch.context() as away:
-            away.setattr(run_log, "read_records", lambda folder: whole[:left])
+            away.setattr(run_log, "read_records", lambda folder: records[:left])
             away.setattr(files, "free_bytes", lambda folder: 0)
             try_save(checkpoints, 24)
-        assert steps_there(place) == ["00000008-0001", "00000016-0001"]
+        assert step_dirs(attempt) == ["00000008-0001", "00000016-0001"]
         assert any(
-            isinstance(e, Noted) and "records are missing" in e.message for e in place.events
+            isinstance(e, Noted) and "records are missing" in e.message for e in attempt.events
         )
         try_save(checkpoints, 24)
-    assert commits(place) == [8, 16, 24]
+    assert commits(attempt) == [8, 16, 24]
 
 
-def test_a_record_is_not_given_up_while_the_log_is_away(place, monkeypatch):
-    """It may stand there: what it names must not be deleted before that is known."""
-    real, log = files.create, place.run_dir.log
+def test_a_step_with_an_unconfirmed_record_is_kept_while_the_log_is_unavailable(
+    attempt, monkeypatch
+):
+    """The record may exist: its step must not be deleted before that is known."""
+    real, log = files.create, attempt.run_dir.log
 
     def create_and_vanish(path, data):
         real(path, data)
         log.rename(log.with_name("away"))
         raise StorageUnavailable("the folder is gone")
 
-    with place.checkpoints() as checkpoints:
+    with attempt.checkpoints() as checkpoints:
         with monkeypatch.context() as half:
-            half.setattr(run_log.storage, "create", create_and_vanish)
+            half.setattr(run_log.files, "create", create_and_vanish)
             try_save(checkpoints, 8)
         assert checkpoints.committed_step == 0
-        assert steps_there(place) == ["00000008-0001"]
+        assert step_dirs(attempt) == ["00000008-0001"]
         log.with_name("away").rename(log)
         try_save(checkpoints, 8)
         assert checkpoints.committed_step == 8
-    assert commits(place) == [8]
+    assert commits(attempt) == [8]
 
 
-def test_storage_that_stays_silent_calls_for_a_stop_and_holds_nobody(place):
+def test_storage_that_stops_answering_causes_a_stop_and_blocks_no_caller(attempt):
     gate = threading.Event()
-    checkpoints = place.checkpoints(before_commit=gate.wait, timeout_seconds=0.5)
+    checkpoints = attempt.checkpoints(before_commit=gate.wait, timeout_seconds=0.5)
     with contextlib.ExitStack() as stack:
         stack.callback(gate.set)
         stack.enter_context(checkpoints)
         try_save(checkpoints, 8)
         verdict = checkpoints.verdict()
-        assert isinstance(verdict, Stop)
+        assert isinstance(verdict, StopRun)
         assert verdict.fault.name == "storage_unavailable"
-        assert "not durable within 1 s" in checkpoints.why_not_committed
+        assert "not durable within 1 s" in checkpoints.last_error
         try_save(checkpoints, 16)
-        assert [type(event) for event in place.events] == [SaveStarted]
+        assert [type(event) for event in attempt.events] == [SaveStarted]
     gate.set()
 
 
-def test_beside_an_orbax_that_is_still_writing_no_second_snapshot_is_taken(place, monkeypatch):
-    real, over = orbax_io.settle, []
+def test_no_second_snapshot_is_taken_while_orbax_is_still_writing(attempt, monkeypatch):
+    real, over = orbax_io.wait_save, []
 
     def too_slow(response, step_dir, *, timeout):
         real(response, step_dir, timeout=timeout)
         raise StorageUnavailable("it took too long")
 
-    with place.checkpoints() as checkpoints:
-        monkeypatch.setattr(orbax_io.Writing, "is_over", lambda writing: bool(over))
+    with attempt.checkpoints() as checkpoints:
+        monkeypatch.setattr(orbax_io.OrbaxSave, "is_over", lambda writing: bool(over))
         with monkeypatch.context() as slow:
-            slow.setattr(orbax_io, "settle", too_slow)
+            slow.setattr(orbax_io, "wait_save", too_slow)
             try_save(checkpoints, 8)
         try_save(checkpoints, 16)
-        assert "still being written" in checkpoints.why_not_committed
+        assert "still being written" in checkpoints.last_error
         over.append(True)
         try_save(checkpoints, 24)
-    assert commits(place) == [24]
-    assert [event.step for event in place.events if isinstance(event, SaveStarted)] == [8, 24]
+    assert commits(attempt) == [24]
+    assert [event.step for event in attempt.events if isinstance(event, SaveStarted)] == [8, 24]
 
 
-def test_a_save_that_orbax_itself_has_given_up_is_over():
-    """Orbax's limits raise the error by which a future says that it is not there yet."""
+def test_a_save_that_orbax_itself_has_timed_out_has_ended():
+    """Orbax's own limits raise TimeoutError, as does a future whose result is not available."""
 
     class Response:
         def result(self, timeout=None):
             raise TimeoutError("Timeout waiting at barrier")
 
-    writing = orbax_io.Writing(Response())
+    writing = orbax_io.OrbaxSave(Response())
     with pytest.raises(StorageUnavailable, match="Timeout waiting at barrier"):
-        orbax_io.settle(writing, Path("step"), timeout=10)
+        orbax_io.wait_save(writing, Path("step"), timeout=10)
     assert writing.is_over()
 
 
-def test_what_another_host_could_not_write_is_told_and_its_row_of_failures_ends(place, monkeypatch):
-    """The lead's own error only says that somebody did not come."""
-    told = []
+def test_the_failure_of_another_host_is_reported_and_cleared_by_a_commit(attempt, monkeypatch):
+    """The lead's own error only reports that a host is missing."""
+    messages = []
 
-    class Two(Alone):
-        def told(self, topic):
-            return told
+    class Two(SingleHost):
+        def poll(self, topic):
+            return messages
 
-    def in_vain(writing, step_dir, *, timeout):
+    def refuse_after_write(writing, step_dir, *, timeout):
         assert writing.ended(timeout=timeout)
         raise StorageUnavailable("refused")
 
-    checkpoints = place.checkpoints()
+    checkpoints = attempt.checkpoints()
     checkpoints._peers = Two()
     with checkpoints:
-        told.append("host 1: no space left")
+        messages.append("host 1: no space left")
         with monkeypatch.context() as failing:
-            failing.setattr(orbax_io, "settle", in_vain)
+            failing.setattr(orbax_io, "wait_save", refuse_after_write)
             try_save(checkpoints, 8)
-        assert checkpoints.why_not_committed == "host 1: no space left; refused"
+        assert checkpoints.last_error == "host 1: no space left; refused"
         try_save(checkpoints, 16)
-        assert checkpoints.why_not_committed == ""
-    assert commits(place) == [16]
+        assert checkpoints.last_error == ""
+    assert commits(attempt) == [16]
 
 
-@pytest.mark.parametrize(("word", "counts"), [(checkpointer.COUNTS, True), ("host 0: full", False)])
-def test_a_step_counts_on_a_follower_when_the_lead_says_so(place, word, counts):
-    class Follower(Alone):
-        member = Member(host=1, num_hosts=2)
+@pytest.mark.parametrize(
+    ("message", "committed"), [(checkpointer.COUNTS, True), ("host 0: full", False)]
+)
+def test_a_step_is_committed_on_a_follower_when_the_lead_reports_it(attempt, message, committed):
+    class Follower(SingleHost):
+        member = HostRank(host=1, num_hosts=2)
 
-        def same(self, topic, decide, *, seconds):
-            return word if topic.startswith("saved/") else f"{checkpointer.BEGIN}00000008-0001"
+        def broadcast(self, topic, decide, *, seconds):
+            return message if topic.startswith("saved/") else f"{checkpointer.BEGIN}00000008-0001"
 
-    place.run_dir.checkpoints.mkdir()
-    checkpoints = place.checkpoints()
+    attempt.run_dir.checkpoints.mkdir()
+    checkpoints = attempt.checkpoints()
     checkpoints._peers = Follower()
     with checkpoints:
         try_save(checkpoints, 8)
-        assert checkpoints.committed_step == (8 if counts else 0)
-        assert checkpoints.why_not_committed == ("" if counts else "host 0: full")
-    assert commits(place) == [], "only the lead writes the log"
+        assert checkpoints.committed_step == (8 if committed else 0)
+        assert checkpoints.last_error == ("" if committed else "host 0: full")
+    assert commits(attempt) == [], "only the lead writes the log"

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from jaxres.checkpoint.retention import DAY_SECONDS, Step, plan, step_name, sweep
+from jaxres.checkpoint.retention import DAY_SECONDS, CommittedStep, plan, step_name, sweep
 from jaxres.config.schema_operations import KeepSection
 
 HOUR = 3600.0
@@ -11,18 +11,18 @@ MONDAY = 4 * DAY_SECONDS
 
 
 def kept(steps, *, pinned=(), **keep):
-    """The steps that stay; `last` is 2 where it is not the point."""
+    """Returns the steps that are kept; `last` is 2 unless the test sets it."""
     found = plan(steps, KeepSection(**{"last": 2, **keep}), pinned=pinned)
     assert set(found.dead) | {s for s, why in found.reasons.items() if why} == set(found.reasons)
     return [s.step for s in found.steps if s.step not in found.dead]
 
 
 def at(*times, **facts):
-    return [Step(10 * (i + 1), time, **facts) for i, time in enumerate(times)]
+    return [CommittedStep(10 * (i + 1), time, **facts) for i, time in enumerate(times)]
 
 
 def test_the_newest_steps_are_kept_in_whatever_order_they_come():
-    steps = [Step(step, 0.0) for step in (40, 10, 30, 20)]
+    steps = [CommittedStep(step, 0.0) for step in (40, 10, 30, 20)]
     assert kept(steps, last=2) == [30, 40]
     assert kept(steps, last=4) == kept(steps, last=9) == [10, 20, 30, 40]
     assert kept([]) == []
@@ -44,7 +44,7 @@ def test_the_newest_step_of_each_day_and_week_is_kept():
     assert kept(steps, weekly=2) == [140, 190, 200], "Sunday's newest, and the newest of all"
 
 
-def test_a_pause_ages_no_day_and_a_clock_that_jumps_deletes_none():
+def test_a_pause_or_a_clock_jump_deletes_no_daily_step():
     before = [day * DAY_SECONDS for day in range(5)]
     paused = at(*before, *(day + 90 * DAY_SECONDS for day in before[:1]))
     assert kept(paused, daily=4) == [30, 40, 50, 60]
@@ -52,14 +52,14 @@ def test_a_pause_ages_no_day_and_a_clock_that_jumps_deletes_none():
     assert kept(jumped, daily=4) == [40, 50, 60, 70]
 
 
-def test_milestones_stay_for_ever():
+def test_multiples_are_always_kept():
     assert kept(at(*range(12)), every_steps=40) == [40, 80, 110, 120]
 
 
 def test_the_best_are_kept_one_for_each_evaluation():
     losses = [(3.0, 5), (1.0, 15), (1.0, 15), (float("nan"), 35), (2.0, 45), (None, 0), (9, 65)]
     steps = [
-        Step(10 * (i + 1), 0.0, heldout_loss=loss, evaluated_step=step)
+        CommittedStep(10 * (i + 1), 0.0, heldout_loss=loss, evaluated_step=step)
         for i, (loss, step) in enumerate(losses)
     ]
     assert kept(steps, best=1) == [20, 60, 70]
@@ -67,31 +67,33 @@ def test_the_best_are_kept_one_for_each_evaluation():
     assert kept(steps, best=9) == [10, 20, 50, 60, 70]
 
 
-def test_pinned_steps_and_the_newest_known_good_stay_whatever_comes():
-    steps = [Step(step, 0.0, known_good=step <= 30) for step in range(10, 100, 10)]
+def test_pinned_steps_and_the_newest_known_good_are_always_kept():
+    steps = [CommittedStep(step, 0.0, known_good=step <= 30) for step in range(10, 100, 10)]
     assert kept(steps) == [30, 80, 90]
     assert kept(steps, pinned={10, 55}) == [10, 30, 80, 90]
 
 
 @pytest.mark.parametrize(("every", "window"), [(1, 6), (1, 50), (4, 30), (10, 3)])
-def test_one_step_is_always_so_old_that_no_rollback_reaches_it(every, window):
-    """Whatever is the newest commit when a spike is seen; and few are kept for it."""
+def test_one_step_out_of_reach_of_any_rollback_is_always_kept(every, window):
+    """Holds for every newest commit at which a spike is detected, with few steps kept."""
     steps = []
     for newest in range(every, 40 * every + 4 * window, every):
         good = newest - window
         steps = [
             dataclasses.replace(s, known_good=s.step <= good, grows_good=s.step > good)
-            for s in [*steps, Step(newest, 0.0)]
+            for s in [*steps, CommittedStep(newest, 0.0)]
         ]
         dead = plan(steps, KeepSection(last=2)).dead
         steps = [s for s in steps if s.step not in dead]
         assert len(steps) <= 4
         known = [s.step for s in steps if s.known_good]
         assert known or good < every
-        assert not known or good - known[-1] < window + 2 * every, "and none is older than need be"
+        assert not known or good - known[-1] < window + 2 * every, (
+            "and none is older than necessary"
+        )
 
 
-def test_what_any_policy_wants_is_kept_and_each_says_so():
+def test_a_step_is_kept_by_any_policy_and_the_reasons_list_all():
     steps = at(0, DAY_SECONDS, 2 * DAY_SECONDS, 2 * DAY_SECONDS + 1)
     found = plan(steps, KeepSection(last=2, daily=2, every_steps=20), pinned={20})
     assert found.reasons == {
@@ -105,7 +107,7 @@ def test_what_any_policy_wants_is_kept_and_each_says_so():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_over_120_days_of_commits_the_set_stays_small_and_the_newest_stay(seed):
-    """With kills, pauses and clocks that jump: simulated commits, pruned after each."""
+    """Simulates commits with pauses and clock jumps, and prunes after each."""
     chance = random.Random(seed)
     keep = KeepSection(last=3, hours=6, daily=7, weekly=8, best=2)
     now, steps, committed, newest_good = 0.0, [], [], 0
@@ -116,7 +118,9 @@ def test_over_120_days_of_commits_the_set_stays_small_and_the_newest_stay(seed):
         is_good = step > 5 and chance.random() < 0.05
         newest_good = step if is_good else newest_good
         loss = chance.choice([None, float("inf"), chance.random()])
-        steps.append(Step(step, now, known_good=is_good, heldout_loss=loss, evaluated_step=step))
+        steps.append(
+            CommittedStep(step, now, known_good=is_good, heldout_loss=loss, evaluated_step=step)
+        )
         committed.append(step)
         dead = set(plan(steps, keep, pinned={100}).dead)
         steps = [s for s in steps if s.step not in dead]
@@ -124,11 +128,11 @@ def test_over_120_days_of_commits_the_set_stays_small_and_the_newest_stay(seed):
         assert there[-3:] == committed[-3:]
         assert not newest_good or newest_good in there
         assert step < 100 or 100 in there
-        # 6 h on both sides of a jump, and of the others at most as many as they say.
+        # 6 h on both sides of a jump; each of the other policies keeps at most its count.
         assert len(there) <= 2 * 9 + 3 + 7 + 8 + 2 + 2
 
 
-def test_names_tell_step_and_attempt_and_sort_by_step():
+def test_names_contain_step_and_attempt_and_sort_by_step():
     assert step_name(12, attempt=3) == "00000012-0003"
     assert step_name(123456789, attempt=12345) == "123456789-12345"
 
@@ -137,7 +141,7 @@ def present(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_not_on_the_line_is_swept(tmp_path):
+def test_directories_that_are_not_in_the_history_are_deleted(tmp_path):
     for name in (
         "00000008-0001",
         "00000016-0001",
@@ -151,14 +155,14 @@ def test_what_is_not_on_the_line_is_swept(tmp_path):
     assert swept == ["00000008-0001", "00000024-0002", "00000024-0002.orbax-checkpoint-tmp"]
 
 
-def test_an_owner_that_was_fenced_meanwhile_sweeps_nothing_of_its_successors(tmp_path):
+def test_a_superseded_process_deletes_no_directory_of_its_successors(tmp_path):
     for name in ("00000024-0003", "00000032-0003.orbax-checkpoint-tmp", "00000024-0002"):
         (tmp_path / name).mkdir()
     sweep(tmp_path, keep=(), attempt=2)
     assert present(tmp_path) == ["00000024-0003", "00000032-0003.orbax-checkpoint-tmp"]
 
 
-def test_what_is_somebody_elses_stays(tmp_path):
+def test_files_with_other_names_are_never_deleted(tmp_path):
     for name in ("best", "00000008-0001-copy", "8-1"):
         (tmp_path / name).mkdir()
     (tmp_path / "README").write_text("mine")

@@ -1,4 +1,4 @@
-"""What is written is the state at the save, whatever training does with its buffers meanwhile."""
+"""A save writes the state as of the call, even if training reuses its buffers meanwhile."""
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +19,24 @@ def start():
 
 
 @pytest.mark.parametrize("how", ["copy", "device", "auto"])
-def test_training_that_donates_the_state_changes_nothing_of_what_is_saved(place, how):
+def test_training_that_donates_the_state_changes_nothing_of_what_is_saved(attempt, how):
     train = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     state = start()
-    with place.checkpoints(snapshot=how) as checkpoints:
+    with attempt.checkpoints(snapshot=how) as checkpoints:
         checkpoints.save(state, progress(8))
         for _ in range(STEPS):
             state = train(state)
         jax.block_until_ready(state)
         checkpoints.wait()
-    (commit,) = place.log.line().committed
-    found = manifest.read_arrays((place.run_dir.root / commit.path).absolute(), commit)
+    (commit,) = attempt.log.history().committed
+    found = manifest.read_arrays((attempt.run_dir.root / commit.path).absolute(), commit)
     expected = start()
     assert np.array_equal(found["params/w"], expected["params"]["w"])
     assert found["step"] == 0
     assert float(state["params"]["w"][0]) == STEPS
 
 
-def test_a_copy_on_the_devices_lies_where_the_state_lies_and_shares_nothing():
+def test_a_device_copy_has_the_sharding_of_the_state_and_shares_no_buffer():
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("fsdp",))
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     state = {"w": jax.device_put(jnp.arange(64.0), sharding)}
@@ -47,4 +47,4 @@ def test_a_copy_on_the_devices_lies_where_the_state_lies_and_shares_nothing():
     theirs = {shard.data.unsafe_buffer_pointer() for shard in copied["w"].addressable_shards}
     assert not ours & theirs
     assert snapshot.taken(state, "copy") == (state, False)
-    assert snapshot.taken(state, "auto")[1], "on CPU the next step would need that room anyway"
+    assert snapshot.taken(state, "auto")[1], "on a CPU the next step would allocate as much anyway"

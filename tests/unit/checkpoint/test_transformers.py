@@ -1,7 +1,7 @@
-"""An export in the hands of transformers itself.
+"""Exports are read by the transformers package itself.
 
-It needs torch, so it is no part of the test extra: TRANSFORMERS_PYTHON names an interpreter that
-has both. Without them this fails; it is never left out silently.
+The package needs torch, so it is not part of the test extra: TRANSFORMERS_PYTHON names an
+interpreter that has both. Without them the test fails; it is never skipped silently.
 """
 
 import os
@@ -14,7 +14,7 @@ import pytest
 
 from jaxres.checkpoint import weights_export
 from tests.unit.checkpoint.llama_run import config, logits, random_params, run_of
-from tests.unit.checkpoint.test_export import TOKENS, told
+from tests.unit.checkpoint.test_weights_export import TOKENS, json_rows
 
 READER = Path(__file__).with_name("read_by_transformers.py")
 
@@ -27,16 +27,16 @@ def test_transformers_computes_the_same_logits(tmp_path, capsys, tie_embeddings,
     params = random_params(cfg.model)
     run_dir = run_of(tmp_path / "run", cfg, params)
     out = tmp_path / "out"
-    words = ("--out", out, "--max-shard-bytes", shard_bytes)
-    (exported,) = told(capsys, "export", run_dir.root, *words)
+    options = ("--out", out, "--max-shard-bytes", shard_bytes)
+    (exported,) = json_rows(capsys, "export", run_dir.root, *options)
     np.save(tmp_path / "tokens.npy", TOKENS)
     files = [tmp_path / name for name in ("tokens.npy", "logits.npy", "back")]
     python = os.environ.get("TRANSFORMERS_PYTHON", sys.executable)
     subprocess.run([python, READER, out, *files], check=True, timeout=300)
-    there = np.load(tmp_path / "logits.npy")
+    their_logits = np.load(tmp_path / "logits.npy")
     # Two implementations in float32: measured 1e-6.
-    assert np.abs(logits(cfg.model, params, TOKENS) - there).max() < 2e-5
+    assert np.abs(logits(cfg.model, params, TOKENS) - their_logits).max() < 2e-5
     found, _ = weights_export.of_folder(tmp_path / "back")
     assert weights_export.digest_of(found) == exported["params"], (
-        "as transformers saves it, it comes back"
+        "transformers saves the same parameters"
     )

@@ -1,4 +1,4 @@
-"""Whatever happens to whatever file of a committed step is found, by file and array."""
+"""Any damage to any file of a committed step is detected and attributed to file and array."""
 
 import io
 import random
@@ -13,19 +13,21 @@ from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import readback, verify
 from jaxres.checkpoint.manifest import CheckpointDamaged
 from jaxres.cli import checkpoints as checkpoints_cli
-from jaxres.faults import Exit, StorageUnavailable
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from tests import damage as damages
 from tests.promises.trainer import ROOT
+from tests.tiers import slow_but
 from tests.unit.checkpoint import hosts
 
-GOLDEN = ROOT / "tests" / "golden" / "checkpoint-1"
+GOLDEN = ROOT / "tests" / "golden" / "checkpoint-3"
 
 
-@pytest.fixture(params=[1, 2], ids=["1 host", "2 hosts"])
+@pytest.fixture(params=slow_but([1, 2], 1), ids=["1 host", "2 hosts"])
 def written(request, written_by):
-    """A run directory with steps 8 and 16, saved by real processes; only to be copied."""
+    """A run directory with steps 8 and 16, saved by real processes; must not be changed."""
     return written_by(request.param)
 
 
@@ -41,29 +43,29 @@ def commit_at(run_dir, step):
     return run_dir.root / commit.path, commit
 
 
-def verb(*words):
+def run_command(*arguments):
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = checkpoints_cli.main(["checkpoints", *map(str, words)], usage="")
+        code = checkpoints_cli.main(["checkpoints", *map(str, arguments)], usage="")
     return code, out.getvalue(), err.getvalue()
 
 
-def test_a_whole_step_is_whole_and_holds_what_was_saved(run_dir):
+def test_an_intact_step_is_verified_and_holds_what_was_saved(run_dir):
     for step in (8, 16):
         step_dir, commit = commit_at(run_dir, step)
-        found = verify.examine(step_dir, commit)
+        found = verify.verify_step(step_dir, commit)
         assert found.problems == ()
         arrays = manifests.read_arrays(step_dir, commit)
         assert {name: a.tobytes() for name, a in arrays.items()} == {
             name: hosts.values(name, step).tobytes() for name in hosts.SHAPES
         }
-        code, out, _ = verb("digest", run_dir.root, "--step", step)
+        code, out, _ = run_command("digest", run_dir.root, "--step", step)
         assert (code, out) == (0, f"{found.digest}\n")
-    assert verb("verify", run_dir.root)[0] == 0
+    assert run_command("verify", run_dir.root)[0] == 0
 
 
-def unlike_raw(step_dir, commit, before):
-    """Returns the arrays that a reader who checks nothing finds changed, or can't read."""
+def changed_arrays(step_dir, commit, before):
+    """Returns the arrays that an unverified read finds changed or can't read."""
     found = set()
     for path, info in manifests.Manifest.decode(before.manifest).arrays.items():
         try:
@@ -99,16 +101,16 @@ def test_every_damage_to_every_file_is_found_and_the_right_array_named(run_dir, 
             continue
         for _ in range(times):
             damage(path, chance)
-            found = verify.examine(step_dir, commit)
+            found = verify.verify_step(step_dir, commit)
             name = path.relative_to(step_dir).as_posix()
             assert name in {problem.file for problem in found.problems}, name
             if name != manifests.MANIFEST and path.name != manifests.MANIFEST:
                 arrays = {problem.array for problem in found.problems} - {None}
                 manifest_hit = any(p.file == manifests.MANIFEST for p in found.problems)
-                assert manifest_hit or arrays == unlike_raw(step_dir, commit, before), name
+                assert manifest_hit or arrays == changed_arrays(step_dir, commit, before), name
                 named |= arrays
             before.restore()
-    assert verify.examine(step_dir, commit).problems == ()
+    assert verify.verify_step(step_dir, commit).problems == ()
     if damage.__name__ != "append":
         assert named, "no damage hit the values of any array"
 
@@ -121,46 +123,47 @@ def test_a_block_that_two_hosts_share_is_digested_from_what_both_have_written(wr
     assert names == wanted
 
 
-def test_verify_names_step_file_and_array_and_ends_as_1(run_dir):
+def test_verify_names_step_file_and_array_and_exits_with_1(run_dir):
     step_dir, commit = commit_at(run_dir, 8)
     largest = max((step_dir / "state").rglob("*"), key=lambda p: p.stat().st_size)
     data = largest.read_bytes()
     largest.write_bytes(data[:9000] + bytes([data[9000] ^ 1]) + data[9001:])
-    code, out, _ = verb("verify", run_dir.root)
+    code, out, _ = run_command("verify", run_dir.root)
     lines = out.splitlines()
     assert code == 1
     assert lines[0].startswith(f"step 8: damaged: {largest.relative_to(step_dir)} has checksum ")
     (array,) = [path for path in hosts.SHAPES if f"damaged: {path} has digest" in lines[1]]
     assert "in block [" in lines[1]
     assert array
-    assert lines[2].startswith("step 16: whole: ")
-    assert verb("verify", run_dir.root, "--step", 16)[0] == 0
-    assert verb("verify", run_dir.root, "--step", 8)[0] == 1
+    assert lines[2].startswith("step 16: intact: ")
+    assert run_command("verify", run_dir.root, "--step", 16)[0] == 0
+    assert run_command("verify", run_dir.root, "--step", 8)[0] == 1
     assert commit.step == 8
 
 
-def test_verify_of_what_is_not_committed_ends_as_1(run_dir):
-    assert verb("verify", run_dir.root, "--step", 9)[:2] == (
+def test_verify_of_a_step_that_is_not_committed_exits_with_1(run_dir):
+    assert run_command("verify", run_dir.root, "--step", 9)[:2] == (
         1,
         f"{run_dir.root}: step 9 is not committed\n",
     )
     shutil.rmtree(commit_at(run_dir, 16)[0])
-    code, out, _ = verb("verify", run_dir.root)
+    code, out, _ = run_command("verify", run_dir.root)
     assert code == 1
     assert "step 16: damaged: MANIFEST.json is missing" in out
 
 
 def test_verify_needs_no_jax(run_dir):
     code = (
-        "import sys; from jaxres import verbs; code = verbs.main(sys.argv[1:], usage='');"
+        "import sys; from jaxres.cli import checkpoints; "
+        "code = checkpoints.main(sys.argv[1:], usage=''); "
         "assert 'jax' not in sys.modules and 'orbax' not in sys.modules; sys.exit(code)"
     )
-    words = [sys.executable, "-c", code, "checkpoints", "verify", run_dir.root]
-    found = subprocess.run(words, check=True, capture_output=True, text=True)
-    assert found.stdout.count(": whole: ") == 2
+    command = [sys.executable, "-c", code, "checkpoints", "verify", run_dir.root]
+    completed = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert completed.stdout.count(": intact: ") == 2
 
 
-def test_storage_that_fails_or_gives_two_answers_is_not_damage(run_dir, monkeypatch):
+def test_storage_that_fails_or_returns_two_results_is_not_damage(run_dir, monkeypatch):
     step_dir, commit = commit_at(run_dir, 16)
     real, calls = readback.file_info, []
 
@@ -171,27 +174,27 @@ def test_storage_that_fails_or_gives_two_answers_is_not_damage(run_dir, monkeypa
 
     monkeypatch.setattr(verify, "file_info", once_wrong)
     with pytest.raises(StorageUnavailable, match="read twice, with two results"):
-        verify.examine(step_dir, commit)
+        verify.verify_step(step_dir, commit)
 
     def failing(path):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(verify, "file_info", failing)
     with pytest.raises(StorageUnavailable, match="Nothing was judged damaged"):
-        verify.examine(step_dir, commit)
-    assert verb("verify", run_dir.root)[0] == Exit.STORAGE
+        verify.verify_step(step_dir, commit)
+    assert run_command("verify", run_dir.root)[0] == ExitCode.STORAGE
 
 
-def test_steps_whose_folder_is_away_are_not_damaged(run_dir):
+def test_steps_whose_folder_is_unavailable_are_not_damaged(run_dir):
     run_dir.checkpoints.rename(run_dir.root / "away")
-    code, _, err = verb("verify", run_dir.root)
-    assert code == Exit.STORAGE
+    code, _, err = run_command("verify", run_dir.root)
+    assert code == ExitCode.STORAGE
     assert "Is it mounted?" in err
 
 
-def test_a_checkpoint_of_format_1_is_read_and_its_content_called_unverified():
-    code, out, _ = verb("verify", GOLDEN)
+def test_the_committed_checkpoint_has_the_content_digest_that_it_always_had():
+    code, out, _ = run_command("verify", GOLDEN)
     assert code == 0
-    assert out.startswith("step 8: unverified content: 12 files, 5 arrays")
+    assert out.startswith("step 8: intact: ")
     digest = "sha256:91d86d9d2f1b197a7d138731e8a6b639996d7a1d8e72978b526d1e2218c11758"
-    assert verb("digest", GOLDEN)[1] == f"{digest}\n"
+    assert run_command("digest", GOLDEN)[1] == f"{digest}\n"

@@ -1,4 +1,4 @@
-"""Targets of alerts: a list of sections by kind, whose secrets are never in a config or message."""
+"""Alert targets: a list of sections by kind; no secret appears in a config or a message."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ALL = (
 )
 
 
-def refused(write: Write, word: str) -> str:
+def error_of(write: Write, override: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load(write(), [word])
+        load(write(), [override])
     return str(caught.value)
 
 
-def test_targets_of_every_kind_survive_the_recorded_config_and_belong_to_no_trajectory(
+def test_targets_of_every_kind_survive_the_recorded_config_and_are_free(
     write: Write,
 ):
     config = load(write(), [ALL]).config
@@ -31,9 +31,9 @@ def test_targets_of_every_kind_survive_the_recorded_config_and_belong_to_no_traj
 
 
 @pytest.mark.parametrize(
-    ("targets", "key", "words"),
+    ("targets", "key", "message"),
     [
-        ("[{kind: slack, url_env: A}, {kind: slack, url_env: A}]", "[1]", "is there twice"),
+        ("[{kind: slack, url_env: A}, {kind: slack, url_env: A}]", "[1]", "appears twice"),
         ("[{kind: slak}]", "[0].kind", "did you mean 'slack'"),
         ("[{url_env: A}]", "[0].kind", "choose slack, pagerduty or generic"),
         ("[{kind: slack, key_env: A}]", "[0].key_env", "pagerduty has it"),
@@ -43,12 +43,14 @@ def test_targets_of_every_kind_survive_the_recorded_config_and_belong_to_no_traj
         ("[3]", "[0]", "must be a section"),
     ],
 )
-def test_a_wrong_target_is_named(write: Write, targets: str, key: str, words: str):
-    said = refused(write, f"alerts.targets={targets}")
-    assert f"alerts.targets{key}: " in said
-    assert words in said
+def test_an_invalid_target_is_reported_with_its_key(
+    write: Write, targets: str, key: str, message: str
+):
+    error = error_of(write, f"alerts.targets={targets}")
+    assert f"alerts.targets{key}: " in error
+    assert message in error
 
 
 @pytest.mark.parametrize("targets", ["[{kind: slack, url_env: '%s'}]", "'%s'", "['%s']"])
 def test_a_secret_in_the_wrong_place_is_refused_and_not_shown(write: Write, targets: str):
-    assert "hooks" not in refused(write, f"alerts.targets={targets % 'https://hooks/s3cret'}")
+    assert "hooks" not in error_of(write, f"alerts.targets={targets % 'https://hooks/s3cret'}")

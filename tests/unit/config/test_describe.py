@@ -2,23 +2,25 @@ import pytest
 from pydantic import TypeAdapter
 
 from jaxres.config import describe, dump_yaml, load, load_recorded
-from jaxres.config.schema_fields import Leaf, leaves
+from jaxres.config.schema_fields import LeafField, iter_fields
 
 from .conftest import Write
 
 
 def test_every_setting_of_every_kind_is_listed_with_its_meaning():
     text = describe()
-    for leaf in leaves():
+    for leaf in iter_fields():
         assert f"    {leaf.key}: " in text
         meaning = leaf.info.description
         assert meaning, f"{leaf.key} has no docstring"
-        assert meaning.splitlines()[0] in text
+        first = meaning.splitlines()[0]
+        assert first in text
+        assert first.endswith((".", ")")), f"--help cuts off the description of {leaf.key}"
     for line in text.splitlines():
         assert len(line) <= 120
 
 
-def test_type_default_and_freedom_are_told():
+def test_help_lists_type_default_and_whether_a_key_is_free():
     text = describe()
     for line in (
         "    run.dir: path or gs:// path or null; default null (free)\n",
@@ -41,8 +43,10 @@ def test_no_setting_of_one_kind_is_listed_twice():
         assert len(lines) == len(set(lines))
 
 
-@pytest.mark.parametrize("leaf", leaves(), ids=lambda leaf: f"{leaf.section.__name__}.{leaf.key}")
-def test_every_default_is_valid(leaf: Leaf):
+@pytest.mark.parametrize(
+    "leaf", iter_fields(), ids=lambda leaf: f"{leaf.section.__name__}.{leaf.key}"
+)
+def test_every_default_is_valid(leaf: LeafField):
     # pydantic's own check of defaults can't be on: read as JSON, it refuses a Path as default.
     if leaf.info.is_required():
         return
@@ -50,7 +54,7 @@ def test_every_default_is_valid(leaf: Leaf):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         [],
         ["model.kind=mlp", "optimizer.kind=lion", "optimizer.schedule.kind=constant"],
@@ -59,10 +63,10 @@ def test_every_default_is_valid(leaf: Leaf):
         ["telemetry.sample_prompt='yes\\n'", "optimizer.learning_rate=1e-7", "mesh.data=1"],
     ],
 )
-def test_a_dumped_config_reloads_equal(write: Write, words: list[str]):
-    config = load(write(), words).config
+def test_a_dumped_config_reloads_equal(write: Write, overrides: list[str]):
+    config = load(write(), overrides).config
     assert load_recorded(write(dump_yaml(config), "again.yaml")).config == config
 
 
-def test_the_place_of_a_run_is_not_recorded(write: Write):
+def test_the_run_directory_is_not_recorded(write: Write):
     assert "dir:" not in dump_yaml(load(write(), ["run.dir=a"]).config).split("data:")[0]

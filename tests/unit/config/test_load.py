@@ -7,7 +7,8 @@ import pytest
 from jaxres.config import dump_yaml, load, load_recorded
 from jaxres.config.schema import GptModel, MlpModel
 from jaxres.config.schema_training import AdamwOptimizer, LinearSchedule, SgdOptimizer
-from jaxres.faults import ConfigError, Exit, UsageError
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError, UsageError
 
 from .conftest import MINIMAL, Write
 
@@ -15,17 +16,19 @@ from .conftest import MINIMAL, Write
 def lines(path: Path, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(path, overrides)
-    assert caught.value.exit == Exit.CONFIG
+    assert caught.value.exit_code == ExitCode.CONFIG
     return str(caught.value).split("\n")
 
 
 def test_the_package_imports_neither_jax_nor_numpy():
     code = "import sys, jaxres.config; print([m for m in ('jax', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
 
 
-def test_a_minimal_file_takes_the_defaults(write: Write):
+def test_a_minimal_file_uses_the_defaults(write: Write):
     loaded = load(write())
     assert loaded.name == "x"
     assert loaded.config.model == GptModel()
@@ -40,16 +43,16 @@ def test_a_section_without_a_kind_has_the_default_kind(write: Write):
     assert load(path, ["optimizer.b1=0.5"]).config.optimizer.learning_rate == 3e-4
 
 
-def test_overrides_go_over_the_file_and_the_last_one_wins(write: Write):
-    words = ["train.steps=1", "--train.steps=2", "mesh={data: 2, fsdp: 4}", "mesh.data=3"]
-    loaded = load(write(), words)
+def test_overrides_take_precedence_over_the_file_and_the_last_one_wins(write: Write):
+    overrides = ["train.steps=1", "--train.steps=2", "mesh={data: 2, fsdp: 4}", "mesh.data=3"]
+    loaded = load(write(), overrides)
     assert loaded.config.train.steps == 2
     assert (loaded.config.mesh.data, loaded.config.mesh.fsdp) == (3, 4)
     assert loaded.origins["train.steps"] == "command line (train.steps=2)"
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["optimizer.kind=sgd", "optimizer.momentum=0.5"],
         ["optimizer.momentum=0.5", "optimizer.kind=sgd"],
@@ -57,17 +60,17 @@ def test_overrides_go_over_the_file_and_the_last_one_wins(write: Write):
         ["optimizer.kind=lion", "--optimizer.momentum=0.5", "optimizer.kind=sgd"],
     ],
 )
-def test_another_kind_on_the_command_line_replaces_the_section(write: Write, words: list[str]):
+def test_another_kind_on_the_command_line_replaces_the_section(write: Write, overrides: list[str]):
     path = write(MINIMAL + "optimizer: {kind: adamw, learning_rate: 3e-4, weight_decay: 0.3}\n")
-    assert load(path, words).config.optimizer == SgdOptimizer(momentum=0.5)
+    assert load(path, overrides).config.optimizer == SgdOptimizer(momentum=0.5)
 
 
-def test_another_kind_over_an_unstated_default_kind_replaces_the_section(write: Write):
+def test_another_kind_replaces_a_section_of_the_default_kind(write: Write):
     path = write(MINIMAL + "optimizer: {learning_rate: 3e-4}\n")
     assert load(path, ["optimizer.kind=sgd"]).config.optimizer == SgdOptimizer()
 
 
-def test_the_same_kind_keeps_what_is_below(write: Write):
+def test_the_same_kind_keeps_the_values_of_lower_layers(write: Write):
     path = write(MINIMAL + "optimizer: {learning_rate: 3e-4}\n")
     optimizer = load(path, ["optimizer.kind=adamw"]).config.optimizer
     assert optimizer == AdamwOptimizer(learning_rate=3e-4)
@@ -79,7 +82,7 @@ def test_another_schedule_replaces_the_schedule_only(write: Write):
     assert optimizer == AdamwOptimizer(b1=0.5, schedule=LinearSchedule())
 
 
-def test_files_go_over_their_bases_in_order(write: Write):
+def test_files_take_precedence_over_their_bases_in_order(write: Write):
     write("train: {steps: 1, global_batch_size: 48}\nmodel: {kind: gpt, num_layers: 3}\n", "a.yaml")
     write("train: {steps: 2}\nrun: {seed: 7}\n", "b.yaml")
     path = write(
@@ -104,14 +107,14 @@ def test_bases_are_relative_to_the_file_and_one_level_deep(write: Write):
     ]
 
 
-def test_a_bad_base_is_named_with_its_line(write: Write):
+def test_an_invalid_base_is_reported_with_its_line(write: Write):
     assert lines(write(MINIMAL + "base: no.yaml")) == ["x.yaml:5: base: no.yaml: no such file"]
     assert lines(write(MINIMAL + "base: 3")) == [
         "x.yaml:5: base: must be a path relative to this file, or a list of paths (got 3)"
     ]
 
 
-def test_everything_wrong_is_reported_at_once_each_with_its_place(write: Write):
+def test_all_problems_are_reported_at_once_with_their_locations(write: Write):
     path = write(
         """
         data:
@@ -129,8 +132,8 @@ def test_everything_wrong_is_reported_at_once_each_with_its_place(write: Write):
         steps: 4
         """
     )
-    found = lines(path, "telemetry.sample_tokns=3", "run=3", "train.microbatches=1.0")
-    assert found == [
+    problems = lines(path, "telemetry.sample_tokns=3", "run=3", "train.microbatches=1.0")
+    assert problems == [
         "x.yaml:6: train.steps: given twice (first at x.yaml:5)",
         "command line (run=3): run: is a section (got 3); set what is in it, as in run.dir=...",
         "x.yaml:12: model: is a section (got null); set what is in it, as in model.kind=...",
@@ -151,7 +154,7 @@ def test_everything_wrong_is_reported_at_once_each_with_its_place(write: Write):
     ]
 
 
-def test_what_is_missing_says_how_to_give_it(write: Write):
+def test_a_missing_key_is_reported_with_the_way_to_set_it(write: Write):
     assert lines(write("")) == [
         "x.yaml: data.source.kind: missing; choose text, tokens or custom in the file or as "
         "data.source.kind=...",
@@ -165,7 +168,7 @@ def test_what_is_missing_says_how_to_give_it(write: Write):
 
 
 @pytest.mark.parametrize(
-    ("word", "line"),
+    ("override", "line"),
     [
         ("train.steps=true", "must be a whole number (got true)"),
         ("train.steps=1e3", "must be a whole number (got 1000.0)"),
@@ -201,17 +204,19 @@ def test_what_is_missing_says_how_to_give_it(write: Write):
         ("data.source.include=[3]", "must be text (in quotes, where it looks like something else)"),
     ],
 )
-def test_a_bad_value_is_refused_with_what_is_allowed(write: Write, word: str, line: str):
-    found = lines(write(), word)
-    assert len(found) == 1
-    key = word.partition("=")[0]
-    assert found[0].startswith("command line (")
-    assert f": {key}" in found[0]
-    assert line in found[0]
+def test_an_invalid_value_is_rejected_with_the_allowed_values(
+    write: Write, override: str, line: str
+):
+    problems = lines(write(), override)
+    assert len(problems) == 1
+    key = override.partition("=")[0]
+    assert problems[0].startswith("command line (")
+    assert f": {key}" in problems[0]
+    assert line in problems[0]
 
 
 @pytest.mark.parametrize(
-    ("word", "line"),
+    ("override", "line"),
     [
         ("train.steps.x=3", "train.steps: is a single value, not a section (got keys below"),
         (
@@ -225,10 +230,10 @@ def test_a_bad_value_is_refused_with_what_is_allowed(write: Write, word: str, li
         ("base=x.yaml", "base: unknown key"),
     ],
 )
-def test_an_override_without_a_place_is_refused(write: Write, word: str, line: str):
-    found = lines(write(), word)
-    assert len(found) == 1
-    assert found[0].startswith(f"command line ({word}): {line}")
+def test_an_override_of_an_unknown_key_is_rejected(write: Write, override: str, line: str):
+    problems = lines(write(), override)
+    assert len(problems) == 1
+    assert problems[0].startswith(f"command line ({override}): {line}")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +258,7 @@ def test_an_override_without_a_place_is_refused(write: Write, word: str, line: s
         ("data.source.include", "[a, b]", ("a", "b")),
     ],
 )
-def test_override_values_are_yaml_and_text_stands_as_it_is(
+def test_override_values_are_yaml_and_text_is_taken_literally(
     write: Write, key: str, raw: str, value: object
 ):
     result: object = load(write(), [f"{key}={raw}"]).config
@@ -262,21 +267,23 @@ def test_override_values_are_yaml_and_text_stands_as_it_is(
     assert (result, type(result)) == (value, type(value))
 
 
-def test_arguments_of_a_target_take_any_key_but_no_infinity(write: Write):
+def test_arguments_of_a_target_accept_any_key_but_no_infinity(write: Write):
     path = write(MINIMAL + "model: {kind: custom, target: 'a.b:c', args: {x: 1, kind: q}}\n")
-    words = ["model.args.y=[1, no]", "model.args.kind=r", "model.args.deep.er=2"]
-    model = load(path, words).config.model
+    overrides = ["model.args.y=[1, no]", "model.args.kind=r", "model.args.deep.er=2"]
+    model = load(path, overrides).config.model
     assert model.model_dump()["args"] == {"x": 1, "kind": "r", "y": [1, "no"], "deep": {"er": 2}}
     assert lines(path, "model.args.y=[1, .inf]") == [
         "command line (model.args.y=[1, .inf]): model.args.y[1]: must be a finite number (got inf)"
     ]
 
 
-@pytest.mark.parametrize("word", ["foo", "--resume", "-train.steps=3", "=3", "train..steps=3", ""])
-def test_a_word_that_is_no_override_is_a_usage_error(write: Write, word: str):
+@pytest.mark.parametrize(
+    "override", ["foo", "--resume", "-train.steps=3", "=3", "train..steps=3", ""]
+)
+def test_an_argument_that_is_no_override_is_a_usage_error(write: Write, override: str):
     with pytest.raises(UsageError, match="no such flag; settings are given as") as caught:
-        load(write(), [word])
-    assert caught.value.exit == Exit.USAGE
+        load(write(), [override])
+    assert caught.value.exit_code == ExitCode.USAGE
 
 
 def test_an_absent_file_is_a_usage_error_and_an_unreadable_one_is_not(write: Write):
@@ -291,7 +298,7 @@ def test_an_absent_file_is_a_usage_error_and_an_unreadable_one_is_not(write: Wri
     )
 
 
-def test_a_dotted_key_in_a_file_is_refused_with_the_way_to_write_it(write: Write):
+def test_a_dotted_key_in_a_file_is_rejected_with_the_way_to_write_it(write: Write):
     path = write("train.steps: 3\ndata: {source: {kind: text, path: p}}\n")
     assert lines(path) == [
         "x.yaml:1: train.steps: dotted keys are for the command line; here the field goes below "
@@ -299,25 +306,25 @@ def test_a_dotted_key_in_a_file_is_refused_with_the_way_to_write_it(write: Write
     ]
 
 
-def test_a_file_that_can_not_be_read_is_the_only_problem(write: Write):
-    found = lines(write("train:\n\tsteps: 3"))
-    assert len(found) == 1
-    assert found[0].startswith("x.yaml:2: not valid YAML: ")
+def test_an_unreadable_file_is_the_only_problem_reported(write: Write):
+    problems = lines(write("train:\n\tsteps: 3"))
+    assert len(problems) == 1
+    assert problems[0].startswith("x.yaml:2: not valid YAML: ")
 
 
-def test_a_word_that_is_not_utf_8_is_refused(write: Write):
-    word = "telemetry.sample_prompt=\udcff"
-    assert lines(write(), word)[0].endswith(": telemetry.sample_prompt: is not UTF-8 text")
+def test_an_argument_that_is_not_utf_8_is_rejected(write: Write):
+    override = "telemetry.sample_prompt=\udcff"
+    assert lines(write(), override)[0].endswith(": telemetry.sample_prompt: is not UTF-8 text")
 
 
-def test_messages_hold_no_control_characters(write: Write):
-    found = lines(write(), "train.steps=\x1b[31m\n3")
-    assert all(line.isprintable() for line in found)
+def test_messages_contain_no_control_characters(write: Write):
+    problems = lines(write(), "train.steps=\x1b[31m\n3")
+    assert all(line.isprintable() for line in problems)
 
 
-def test_a_recorded_config_reloads_equal_and_takes_overrides(write: Write):
-    words = ["optimizer.kind=lion", "telemetry.sample_prompt=010", "model.norm_eps=1e-7"]
-    config = load(write(), words).config
+def test_a_recorded_config_reloads_equal_and_accepts_overrides(write: Write):
+    overrides = ["optimizer.kind=lion", "telemetry.sample_prompt=010", "model.norm_eps=1e-7"]
+    config = load(write(), overrides).config
     Path("run-1").mkdir()
     recorded = write(dump_yaml(config), "run-1/config.yaml")
     loaded = load_recorded(recorded)
@@ -329,9 +336,7 @@ def test_a_recorded_config_reloads_equal_and_takes_overrides(write: Write):
 
 
 @pytest.mark.parametrize("key", ["spikes", "rollback"])
-def test_null_turns_a_guard_off_in_a_file_or_a_word_and_a_later_word_turns_it_on(
-    write: Write, key: str
-):
+def test_null_turns_a_guard_off_and_a_later_override_turns_it_on(write: Write, key: str):
     path = write(MINIMAL + f"guards: {{{key}: null}}\n", "off.yaml")
     for off in (load(path).config, load(write(), [f"guards.{key}=null"]).config):
         assert getattr(off.guards, key) is None

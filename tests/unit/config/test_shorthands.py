@@ -9,11 +9,11 @@ from .conftest import MINIMAL, Write
 SAVE = "checkpoint.save_every_steps"
 
 
-def checkpoint(write: Write, given: str, *words: str):
-    return load(write(MINIMAL + f"checkpoint: {given}"), words).config.checkpoint
+def checkpoint(write: Write, given: str, *overrides: str):
+    return load(write(MINIMAL + f"checkpoint: {given}"), overrides).config.checkpoint
 
 
-def test_save_every_steps_selects_that_policy_over_whatever_an_earlier_layer_says(write: Write):
+def test_save_every_steps_selects_its_policy_over_that_of_an_earlier_layer(write: Write):
     assert checkpoint(write, "{}").when == StepsWhen(every_steps=1000)
     assert checkpoint(write, "{save_every_steps: 7}").when == StepsWhen(every_steps=7)
     auto = "{when: {kind: auto, max_overhead: 0.1}}"
@@ -23,21 +23,23 @@ def test_save_every_steps_selects_that_policy_over_whatever_an_earlier_layer_say
     assert checkpoint(write, auto, f"{SAVE}=null").when == AutoWhen(max_overhead=0.1)
 
 
-def test_a_later_layer_of_the_long_form_goes_over_the_short_one(write: Write):
-    found = checkpoint(write, "{save_every_steps: 7}", "checkpoint.when.kind=continuous")
-    assert found.when == ContinuousWhen()
-    found = checkpoint(write, "{keep_last: 7}", "checkpoint.keep.last=4", "checkpoint.keep.daily=2")
-    assert (found.keep.last, found.keep.daily) == (4, 2)
+def test_a_full_key_in_a_later_layer_overrides_the_shorthand(write: Write):
+    section = checkpoint(write, "{save_every_steps: 7}", "checkpoint.when.kind=continuous")
+    assert section.when == ContinuousWhen()
+    section = checkpoint(
+        write, "{keep_last: 7}", "checkpoint.keep.last=4", "checkpoint.keep.daily=2"
+    )
+    assert (section.keep.last, section.keep.daily) == (4, 2)
 
 
-def test_the_short_form_and_the_same_long_one_agree(write: Write):
+def test_a_shorthand_and_the_equal_full_key_agree(write: Write):
     given = "{save_every_steps: 7, when: {kind: steps, every_steps: 7}, keep_last: 4}"
-    found = checkpoint(write, given)
-    assert (found.when, found.keep.last) == (StepsWhen(every_steps=7), 4)
+    section = checkpoint(write, given)
+    assert (section.when, section.keep.last) == (StepsWhen(every_steps=7), 4)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (
             "{save_every_steps: 7, when: {kind: auto}}",
@@ -53,13 +55,13 @@ def test_the_short_form_and_the_same_long_one_agree(write: Write):
         ("{save_every_steps: 0}", "checkpoint.when.every_steps: must be greater than 0 (got 0)"),
     ],
 )
-def test_a_layer_that_contradicts_itself_is_refused_at_its_line(write: Write, given, said):
+def test_a_layer_that_contradicts_itself_is_rejected_with_its_line(write: Write, given, message):
     with pytest.raises(ConfigError) as caught:
         checkpoint(write, given)
-    assert str(caught.value) == f"x.yaml:5: {said}"
+    assert str(caught.value) == f"x.yaml:5: {message}"
 
 
-def test_a_recorded_config_has_the_long_names_and_takes_the_short_ones(write: Write):
+def test_a_recorded_config_has_full_keys_and_accepts_shorthands(write: Write):
     text = dump_yaml(load(write(), ["checkpoint.when.kind=auto"]).config)
     assert "save_every_steps" not in text
     recorded = write(text, "config.yaml")

@@ -12,23 +12,24 @@ from jaxres.config import (
     free_changes,
     load,
     load_recorded,
+    loss_scale,
     run_dir,
-    schema_training,
     trajectory,
 )
-from jaxres.config.schema_fields import is_free, leaves
-from jaxres.faults import ConfigError, Exit
+from jaxres.config.schema_fields import is_free, iter_fields
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError
 
 from .conftest import MINIMAL, Write
 
 
-def config(write: Write, *words: str) -> RunConfig:
-    return load(write(), words).config
+def config(write: Write, *overrides: str) -> RunConfig:
+    return load(write(), overrides).config
 
 
-def test_the_trajectory_holds_the_keys_not_declared_free(write: Write):
-    found = trajectory(config(write, "model.kind=mlp", "optimizer.schedule.kind=linear"))
-    assert found == {
+def test_the_trajectory_has_the_keys_not_declared_free(write: Write):
+    keys = trajectory(config(write, "model.kind=mlp", "optimizer.schedule.kind=linear"))
+    assert keys == {
         "run": {"seed": 0},
         "data": {
             "source": {"kind": "text", "path": "{stdlib}", "include": ["**/*"], "exclude": []},
@@ -65,14 +66,14 @@ def test_the_trajectory_holds_the_keys_not_declared_free(write: Write):
 
 
 def test_the_digest_of_a_known_config_never_changes(write: Write):
-    words = ["model.kind=mlp", "optimizer.schedule.kind=linear"]
+    overrides = ["model.kind=mlp", "optimizer.schedule.kind=linear"]
     # A change here makes every existing run a new one: that is a breaking change.
-    assert digest(config(write, *words)) == (
+    assert digest(config(write, *overrides)) == (
         "f8eeee48a00c773b9bf24f5b91881c2ddd527a9426f99c3b3690bd1527c1fa85"
     )
 
 
-def test_a_default_written_or_left_out_makes_no_difference(write: Write):
+def test_an_explicit_default_does_not_change_the_digest(write: Write):
     bare = config(write)
     full = load_recorded(write(dump_yaml(bare), "full.yaml")).config
     assert digest(full) == digest(bare)
@@ -80,7 +81,7 @@ def test_a_default_written_or_left_out_makes_no_difference(write: Write):
 
 
 @pytest.mark.parametrize(
-    "word",
+    "override",
     [
         "run.dir=elsewhere",
         "mesh.fsdp=2",
@@ -92,16 +93,16 @@ def test_a_default_written_or_left_out_makes_no_difference(write: Write):
         "telemetry.sample_tokens=3",
     ],
 )
-def test_a_free_key_changes_neither_digest_nor_run_directory_name(write: Write, word: str):
-    bare, other = config(write), config(write, word)
+def test_a_free_key_changes_neither_digest_nor_run_directory_name(write: Write, override: str):
+    bare, other = config(write), config(write, override)
     assert digest(other) == digest(bare)
     check_same(bare, other, "runs/x")
     changed = [key for key, _, _ in free_changes(bare, other)]
-    assert changed == [key for key in [word.partition("=")[0]] if key != "run.dir"]
+    assert changed == [key for key in [override.partition("=")[0]] if key != "run.dir"]
 
 
 @pytest.mark.parametrize(
-    "word",
+    "override",
     [
         "run.seed=1",
         "data.seq_len=128",
@@ -116,10 +117,12 @@ def test_a_free_key_changes_neither_digest_nor_run_directory_name(write: Write, 
         "guards.spikes.mode=warn",
     ],
 )
-def test_a_trajectory_key_changes_the_digest_and_is_the_difference(write: Write, word: str):
-    bare, other = config(write), config(write, word)
+def test_a_trajectory_key_changes_the_digest_and_is_the_only_difference(
+    write: Write, override: str
+):
+    bare, other = config(write), config(write, override)
     assert digest(other) != digest(bare)
-    assert [key for key, _, _ in diff(bare, other)] == [word.partition("=")[0]]
+    assert [key for key, _, _ in diff(bare, other)] == [override.partition("=")[0]]
     assert free_changes(bare, other) == []
 
 
@@ -132,7 +135,7 @@ def test_when_to_save_is_free_as_a_whole(write: Write, kind: str):
 
 def test_every_key_is_free_or_in_the_trajectory(write: Write):
     dumped = dump_yaml(config(write))
-    free = {leaf.key for leaf in leaves() if is_free(leaf.info)}
+    free = {leaf.key for leaf in iter_fields() if is_free(leaf.info)}
     assert {"run.dir", "mesh.data", "checkpoint.keep_last", "model.attention"} <= free
     assert not {"run.seed", "model.d_model", "train.steps", "optimizer.b1"} & free
     assert "d_model" in dumped
@@ -148,11 +151,11 @@ def test_every_key_is_free_or_in_the_trajectory(write: Write):
         ("{kind: constant, warmup_fraction: 0.1, horizon_steps: 9}", False),
     ],
 )
-def test_steps_belong_to_the_trajectory_where_the_rate_depends_on_them(
+def test_steps_belong_to_the_trajectory_if_the_learning_rate_depends_on_them(
     write: Write, schedule: str, is_bound: bool
 ):
-    words = [f"optimizer.schedule={schedule}"]
-    short, long = config(write, *words), config(write, *words, "train.steps=60")
+    overrides = [f"optimizer.schedule={schedule}"]
+    short, long = config(write, *overrides), config(write, *overrides, "train.steps=60")
     assert (digest(short) != digest(long)) == is_bound
     if is_bound:
         assert diff(short, long) == [("train.steps", 30, 60)]
@@ -160,62 +163,62 @@ def test_steps_belong_to_the_trajectory_where_the_rate_depends_on_them(
         assert free_changes(short, long) == [("train.steps", 30, 60)]
 
 
-def test_a_run_grows_once_its_schedule_has_the_horizon_it_had(write: Write):
+def test_a_run_can_grow_if_its_schedule_keeps_its_horizon(write: Write):
     short = config(write)
     long = config(write, "train.steps=60", "optimizer.schedule.horizon_steps=30")
     check_same(short, long, "runs/x")
     check_same(long, short, "runs/x")
 
 
-def test_the_run_directory_is_named_by_config_and_digest_unless_given(write: Write):
+def test_the_default_run_directory_is_named_by_config_and_digest(write: Write):
     bare = config(write)
     assert run_dir(bare, "x") == Path("runs") / f"x-{digest(bare)[:8]}"
     assert run_dir(config(write, "run.dir=a/b"), "x") == Path("a/b")
 
 
-def refusal(write: Write, *words: str) -> str:
-    recorded, loaded = config(write), load(write(), words)
+def refusal(write: Write, *overrides: str) -> str:
+    recorded, loaded = config(write), load(write(), overrides)
     with pytest.raises(ConfigError) as caught:
         check_same(recorded, loaded.config, Path("runs/x-3f9c"), origins=loaded.origins)
-    assert caught.value.exit == Exit.CONFIG
+    assert caught.value.exit_code == ExitCode.CONFIG
     return str(caught.value)
 
 
-def test_another_trajectory_is_refused_with_a_diff_and_the_remedy(write: Write):
+def test_another_trajectory_is_rejected_with_a_diff_and_the_remedy(write: Write):
     assert refusal(write, "data.seq_len=128") == textwrap.dedent(
         """\
         runs/x-3f9c: this run was started with another trajectory (exit 78)
-          data.seq_len: 256 there, 128 here (command line)
-        To go on with that run drop the override; to start a new one change run.dir, or leave it out."""  # noqa: E501
+          data.seq_len: recorded 256, given 128 (command line)
+        To resume that run, drop the override; to start a new run, change run.dir or leave it out."""  # noqa: E501
     )
 
 
-def test_other_steps_are_refused_with_the_horizon_as_remedy(write: Write):
+def test_other_steps_are_rejected_with_the_horizon_as_remedy(write: Write):
     assert refusal(write, "train.steps=60") == textwrap.dedent(
         """\
         runs/x-3f9c: this run was started with another trajectory (exit 78)
-          train.steps: 30 there, 60 here (command line)
-        To go on with that run drop the override; to start a new one change run.dir, or leave it out.
-        The learning rate depends on train.steps. To train longer in that run add optimizer.schedule.horizon_steps=30: after that step the rate stays at its final value."""  # noqa: E501
+          train.steps: recorded 30, given 60 (command line)
+        To resume that run, drop the override; to start a new run, change run.dir or leave it out.
+        The learning rate depends on train.steps. To train longer in that run, add optimizer.schedule.horizon_steps=30: after that step the rate stays at its final value."""  # noqa: E501
     )
 
 
-def test_another_kind_is_one_difference_and_its_common_keys(write: Write):
+def test_another_kind_is_listed_once_with_the_differing_common_keys(write: Write):
     keys = [key for key, _, _ in diff(config(write), config(write, "optimizer.kind=sgd"))]
     assert keys == ["optimizer.learning_rate", "optimizer.weight_decay", "optimizer.kind"]
 
 
-def test_values_from_a_file_are_named_with_their_line(write: Write):
+def test_values_from_a_file_are_reported_with_their_line(write: Write):
     recorded = config(write)
     loaded = load(write(MINIMAL + "run: {seed: 3}\n", "y.yaml"))
     with pytest.raises(ConfigError) as caught:
         check_same(recorded, loaded.config, "runs/x", origins=loaded.origins)
-    assert "  run.seed: 0 there, 3 here (y.yaml:5)\nTo go on with that run give the values" in str(
+    assert "  run.seed: recorded 0, given 3 (y.yaml:5)\nTo resume that run, give the values" in str(
         caught.value
     )
 
 
-def test_weights_to_start_from_belong_to_the_trajectory_and_none_leave_old_digests(write: Write):
+def test_initial_weights_belong_to_the_trajectory_and_the_default_keeps_old_digests(write: Write):
     plain = config(write)
     assert digest(config(write, "init_from.kind=seed")) == digest(plain)
     assert "init_from" not in trajectory(plain)
@@ -225,29 +228,32 @@ def test_weights_to_start_from_belong_to_the_trajectory_and_none_leave_old_diges
     assert [key for key, _, _ in diff(plain, one)] == ["init_from"]
 
 
-def test_the_rate_after_rollbacks_belongs_to_the_trajectory_and_none_leaves_old_digests(
+def test_the_rate_after_rollbacks_is_in_the_trajectory_and_the_default_keeps_old_digests(
     write: Write,
 ):
     plain = config(write)
-    for word in ("rate_factor=1", "rate_steps=9", "max_rollbacks=9"):
-        assert digest(config(write, f"guards.rollback.{word}")) == digest(plain)
+    for override in ("rate_factor=1", "rate_steps=9", "max_rollbacks=9"):
+        assert digest(config(write, f"guards.rollback.{override}")) == digest(plain)
     assert digest(config(write, "guards.rollback=null")) == digest(plain)
-    words = ["guards.rollback.rate_factor=0.5"]
-    half, longer = config(write, *words), config(write, *words, "guards.rollback.rate_steps=9")
+    overrides = ["guards.rollback.rate_factor=0.5"]
+    half, longer = (
+        config(write, *overrides),
+        config(write, *overrides, "guards.rollback.rate_steps=9"),
+    )
     assert [key for key, _, _ in diff(half, longer)] == ["guards.rollback.rate_steps"]
     assert len({digest(plain), digest(half), digest(longer)}) == 3
 
 
-def test_a_loss_scale_belongs_to_the_trajectory_where_there_is_one(write: Write):
+def test_a_loss_scale_belongs_to_the_trajectory_if_the_loss_is_scaled(write: Write):
     plain, half = config(write), config(write, "model.compute_dtype=float16")
     scale = half.train.loss_scale
-    assert (schema_training(plain), schema_training(half)) == (None, scale)
-    for word in ("first=4096", "grow_every_steps=9", "when=never"):
-        assert digest(config(write, f"train.loss_scale.{word}")) == digest(plain)
+    assert (loss_scale(plain), loss_scale(half)) == (None, scale)
+    for override in ("first=4096", "grow_every_steps=9", "when=never"):
+        assert digest(config(write, f"train.loss_scale.{override}")) == digest(plain)
     other = config(write, "model.compute_dtype=float16", "train.loss_scale.first=4096")
     assert [key for key, _, _ in diff(half, other)] == ["train.loss_scale.first"]
     always = config(write, "model.compute_dtype=float16", "train.loss_scale.when=always")
     assert digest(always) == digest(half) != digest(other)
     never = config(write, "model.compute_dtype=float16", "train.loss_scale.when=never")
-    assert schema_training(never) is None
+    assert loss_scale(never) is None
     assert digest(never) != digest(half)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxres.data import Batch, DataThreadDied, DataTimeout, Prefetch
-from jaxres.faults import Exit
+from jaxres.exit_codes import ExitCode
 
 
 def numbered(cursor):
@@ -33,7 +33,7 @@ def test_every_get_returns_the_batch_at_its_cursor():
             assert (batch.cursor, batch.ids.tolist()) == (cursor, [cursor, cursor + 1, cursor + 2])
 
 
-def test_batches_are_computed_ahead_up_to_the_depth_once_half_of_it_is_used():
+def test_the_buffer_is_refilled_to_its_depth_once_half_of_it_is_used():
     computed = []
 
     def recording(cursor):
@@ -45,7 +45,7 @@ def test_batches_are_computed_ahead_up_to_the_depth_once_half_of_it_is_used():
         batches.get(0)
         wait_until(lambda: len(computed) >= 3)
         time.sleep(0.05)
-        # The thread may have rested before the first batch was taken, or not.
+        # The buffer may have been full before the first batch was taken, or not.
         assert computed in ([0, 3, 6], [0, 3, 6, 9])
         batches.get(3)
         batches.get(6)
@@ -55,7 +55,7 @@ def test_batches_are_computed_ahead_up_to_the_depth_once_half_of_it_is_used():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 8])
-def test_half_of_the_depth_is_always_ready_or_being_computed(depth):
+def test_at_least_half_of_the_depth_is_always_ready_or_being_computed(depth):
     computed = []
 
     def recording(cursor):
@@ -83,10 +83,10 @@ def failing(cursor):
     return numbered(cursor)
 
 
-def test_an_error_is_raised_at_its_own_batch_and_ever_after():
+def test_an_error_is_raised_at_its_batch_and_on_every_later_get():
     with prefetch(failing, depth=4) as batches:
         assert batches.get(0).cursor == 0
-        time.sleep(0.05)  # The thread is at the broken batch by now.
+        time.sleep(0.05)  # The thread has reached the failing batch.
         assert batches.get(3).cursor == 3
         depths = []
         for cursor in (6, 6, 0):
@@ -98,7 +98,7 @@ def test_an_error_is_raised_at_its_own_batch_and_ever_after():
         assert len(set(depths)) == 1
 
 
-def test_an_error_ahead_is_forgotten_when_the_consumer_goes_elsewhere():
+def test_an_error_ahead_is_discarded_when_another_cursor_is_requested():
     with prefetch(failing, depth=4) as batches:
         batches.get(0)
         time.sleep(0.05)
@@ -114,7 +114,7 @@ def test_an_error_of_place_is_raised_too():
         batches.get(0)
 
 
-def test_a_thread_that_hangs_ends_the_get_in_time_and_close_too():
+def test_get_and_close_return_in_time_if_the_thread_hangs():
     release = threading.Event()
 
     def hanging(cursor):
@@ -127,13 +127,13 @@ def test_a_thread_that_hangs_ends_the_get_in_time_and_close_too():
         batches.get(0)
         with pytest.raises(DataTimeout, match=r"cursor 3 did not come within 0\.2 s") as caught:
             batches.get(3)
-        assert caught.value.exit == Exit.HUNG
+        assert caught.value.exit_code == ExitCode.HUNG
         assert time.monotonic() - begin < 1.0  # Promised: 0.2 s.
     assert time.monotonic() - begin < 7.0  # Promised: 0.2 s, and 2 s for the close.
     release.set()
 
 
-def test_a_batch_that_comes_late_is_still_the_right_one():
+def test_a_late_batch_is_still_the_requested_one():
     release = threading.Event()
 
     def slow(cursor):
@@ -149,7 +149,7 @@ def test_a_batch_that_comes_late_is_still_the_right_one():
 
 
 @pytest.mark.parametrize("ends_badly", [False, True])
-def test_a_result_that_is_no_longer_wanted_is_not_served(ends_badly):
+def test_a_result_that_is_no_longer_requested_is_not_served(ends_badly):
     started, release = threading.Event(), threading.Event()
 
     def slow_at_three(cursor):
@@ -170,7 +170,7 @@ def test_a_result_that_is_no_longer_wanted_is_not_served(ends_badly):
         timer.join(5)
 
 
-def test_a_thread_that_is_gone_is_an_error():
+def test_an_ended_thread_is_an_error():
     with prefetch(numbered) as batches:
         batches._closed = True
         with batches._changed:

@@ -1,9 +1,9 @@
 """Opening a token set and reading its first batch costs the same for a gigabyte and a terabyte.
 
-What was read is measured from both sides: the resident part of the memory maps (Rss in
-/proc/self/smaps: the pages that a fault has brought in, with what the kernel maps around them), and
-the bytes of read() calls (rchar in /proc/self/io), which do not count maps. Page faults alone would
-hide a scan, since one fault may bring in many pages; mincore would count the kernel's read-ahead.
+Two measurements are added: the resident part of the memory maps (Rss in /proc/self/smaps: pages
+mapped by faults, and those that the kernel maps around them), and the bytes of read() calls (rchar
+in /proc/self/io), which exclude maps. A count of page faults would hide a scan, since one fault may
+map many pages; mincore would include the kernel's read-ahead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxres.data import Dataset, batch_at, open_dataset
 
 KIB, MIB, GB, TB = 2**10, 2**20, 10**9, 10**12
 AROUND = 64 * KIB
-"""What the kernel maps around a fault, where the pages are at hand (fault_around_bytes)."""
+"""Bytes that the kernel maps around a page fault (fault_around_bytes)."""
 ROWS, SEQ_LEN = 24, 256
 TAIL = 2048
 
@@ -53,7 +53,7 @@ def write_set(folder: Path, *, size_bytes: int, num_documents: int) -> Path:
 
 
 def first_batch(folder: Path) -> tuple[Dataset, Any]:
-    """Opens the set and computes its first batch; both keep the maps alive."""
+    """Opens the set and computes its first batch; both keep the memory maps alive."""
     config = DataSection(source=TokensSource(path=folder), seq_len=SEQ_LEN, heldout_fraction=0.01)
     dataset = open_dataset(config)
     return dataset, batch_at(dataset.train, seed=0, global_batch_size=ROWS)(0)
@@ -77,7 +77,7 @@ def read_call_bytes() -> int:
 
 @pytest.fixture
 def read(tmp_path: Path) -> Any:
-    """Returns what it takes to open a set of a size: (tokens, offsets, read calls), in bytes."""
+    """Returns the bytes read to open a set of a size: (tokens, offsets, read calls)."""
     first_batch(write_set(tmp_path / "warm", size_bytes=GB, num_documents=9999))  # imports
 
     def read(*, size_bytes: int, num_documents: int) -> tuple[int, int, int]:
@@ -93,11 +93,11 @@ def read(tmp_path: Path) -> Any:
     return read
 
 
-def test_a_terabyte_takes_what_a_gigabyte_takes(read: Any) -> None:
+def test_opening_a_terabyte_costs_the_same_as_a_gigabyte(read: Any) -> None:
     small = read(size_bytes=GB, num_documents=10_000)
     large = read(size_bytes=TB, num_documents=10_000)
     assert small[0] >= ROWS * 4 * KIB, "the rows were not seen: nothing is measured"
-    # Rows lie elsewhere, so that a few of them reach over the end of what is mapped around a fault.
+    # The rows differ, so a few of them cross the end of the range mapped around a fault.
     assert abs(large[0] - small[0]) <= 4 * AROUND
     assert large[0] <= 2 * ROWS * AROUND
     assert abs(large[1] - small[1]) <= 2 * AROUND
@@ -105,16 +105,16 @@ def test_a_terabyte_takes_what_a_gigabyte_takes(read: Any) -> None:
     assert large[2] <= 64 * KIB
 
 
-def test_a_thousand_times_the_documents_take_a_few_more_probes(read: Any) -> None:
+def test_a_thousand_times_the_documents_costs_only_a_few_more_probes(read: Any) -> None:
     few = read(size_bytes=TB, num_documents=10**6)  # 8 MB of offsets
     many = read(size_bytes=TB, num_documents=10**9)  # 8 GB of them
-    # The held-out cut and the rows search by halves: ten more probes for a thousand times as many.
+    # The cut and the rows use binary search: ten more probes for a thousand times as many.
     assert many[1] - few[1] <= 2 * 10 * AROUND
     assert many[1] <= 4 * MIB, "the offsets were scanned"
     assert many[2] <= 64 * KIB
 
 
-def test_a_scan_would_be_seen(tmp_path: Path) -> None:
+def test_the_measurement_detects_a_scan(tmp_path: Path) -> None:
     folder = write_set(tmp_path / "set", size_bytes=GB, num_documents=10**6)
     dataset, _ = first_batch(folder)
     assert mapped_bytes(folder, "offsets.npy") < 2 * MIB

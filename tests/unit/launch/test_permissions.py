@@ -1,4 +1,4 @@
-"""The table of permissions in docs/gce.md is what a launcher needs: no more, and no less."""
+"""The table of permissions in docs/gce.md has exactly those that a launcher needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from jaxres.faults import ConfigError, Exit
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError
 from jaxres.launch import gce as command
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gcs import GcsServer
@@ -24,34 +25,34 @@ CREATION = "instances.bulkInsert"
 
 @pytest.fixture
 def gce() -> Iterator[GceEmulator]:
-    """The service; its VMs have no processes, so no attempt ever begins."""
+    """The emulator; its VMs have no processes, so no attempt ever starts."""
     with GceEmulator(speed=60, is_simulated=True) as gce:
         yield gce
     assert gce.bugs == []
 
 
 def config(folder: Path, run: str, project: str, **section: Any) -> str:
-    words = {"project": project, "lease_seconds": 4.0, **section}
+    fields = {"project": project, "lease_seconds": 4.0, **section}
     path = folder / f"{run.rpartition('/')[2]}.yaml"
-    fields = {"base": str(TINY), "run": {"dir": run}, "launch": {"gce": words}}
-    path.write_text(json.dumps(fields))
+    document = {"base": str(TINY), "run": {"dir": run}, "launch": {"gce": fields}}
+    path.write_text(json.dumps(document))
     return str(path)
 
 
-def led(up: str, run: str, gce: GceEmulator, during: Any, env: Mapping[str, str]) -> None:
-    """Leads a job with `up`, does something in the middle of it, and ends it with `stop`."""
+def run_job(up: str, run: str, gce: GceEmulator, during: Any, env: Mapping[str, str]) -> None:
+    """Leads a job with `up`, calls `during` in between, and ends it with `stop`."""
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(command.main, ["up", up], env=env)
         try:
             during()
         finally:
             command.main(["stop", run], env=env)
-        assert leading.result(30) == Exit.STOPPED
+        assert leading.result(30) == ExitCode.STOPPED
     assert gce.vms() == {}
 
 
 def table() -> tuple[set[str], set[str]]:
-    """Returns the permissions of the table, and those of them that are marked as not held."""
+    """Returns the permissions of the table: those held, and those marked as not held."""
     held, unheld = set[str](), set[str]()
     rows = re.findall(
         r"^\| ((?:compute|iam)\.[^|]+) \| ([^|]+) \|", TABLE.read_text(), re.MULTILINE
@@ -61,7 +62,8 @@ def table() -> tuple[set[str], set[str]]:
     return held, unheld
 
 
-def test_every_permission_is_in_the_table_and_each_of_the_table_is_needed(
+@pytest.mark.slow
+def test_the_table_has_exactly_the_permissions_that_are_needed(
     gce: GceEmulator, gcs_server: GcsServer, gcs_bucket: str, tmp_path: Path
 ) -> None:
     where = {"location": "US-CENTRAL1", "locationType": "region"}
@@ -76,29 +78,29 @@ def test_every_permission_is_in_the_table_and_each_of_the_table_is_needed(
         lost, _ = gce.vms()
         gce.host_error(lost)
         gce.wait_for(lambda: lost not in gce.vms() and len(gce.vms()) == 2)
-        assert command.main(["status", one], env=gce.env) == Exit.DONE
-        assert command.main(["logs", one], env=gce.env) == Exit.DONE
+        assert command.main(["status", one], env=gce.env) == ExitCode.DONE
+        assert command.main(["logs", one], env=gce.env) == ExitCode.DONE
 
     gce.stockout(zone="us-central1-b")
-    gce.fail("drop after", call=CREATION)  # So the operation is looked up.
-    led(first, one, gce, lose_one, gce.env)
+    gce.fail("drop after", call=CREATION)  # So the launcher looks up the operation.
+    run_job(first, one, gce, lose_one, gce.env)
 
     gce.add_image(gce.project, "mine-1", family="mine")
     gce.add_subnetwork("us-central1", "inner")
     open_to_all = {"network": "global/networks/default", "accessConfigs": [{}]}
     gce.add_template("t", {"tags": {"items": ["a"]}, "networkInterfaces": [open_to_all]})
-    words = {"template": "t", "image": f"projects/{gce.project}/global/images/mine-1"}
-    second = config(tmp_path, two, gce.project, **words, ladder=[RUNG])
-    led(second, two, gce, lambda: gce.wait_for(gce.vms), gce.env)
+    fields = {"template": "t", "image": f"projects/{gce.project}/global/images/mine-1"}
+    second = config(tmp_path, two, gce.project, **fields, ladder=[RUNG])
+    run_job(second, two, gce, lambda: gce.wait_for(gce.vms), gce.env)
 
     gce.remove_machine("us-east4-a", "a2-highgpu-1g")
     absent = {**RUNG, "zones": ["us-east4-a"]}
-    words = {"image": family, "subnetworks": ["inner"], "ladder": [RUNG, absent]}
+    fields = {"image": family, "subnetworks": ["inner"], "ladder": [RUNG, absent]}
     with pytest.raises(ConfigError, match="us-east4-a has no a2-highgpu-1g"):
-        command.main(["up", config(tmp_path, three, gce.project, **words)], env=gce.env)
+        command.main(["up", config(tmp_path, three, gce.project, **fields)], env=gce.env)
 
     held, unheld = table()
     needed = set(gce.calls().permissions)
-    assert needed <= held | unheld, "the table lacks some"
-    assert held <= needed, "nothing has needed some: mark them as not held, and why"
-    assert not unheld & needed, "they are held by now"
+    assert needed <= held | unheld, "the table lacks some permissions"
+    assert held <= needed, "some are not needed: mark them as not held, with the reason"
+    assert not unheld & needed, "some are needed: mark them as held"

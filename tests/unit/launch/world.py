@@ -1,7 +1,7 @@
-"""A small world for leaders: a bucket, a service, VMs with agents, and all that goes wrong there.
+"""A simulated environment of controllers: a bucket, the Compute API, VMs with agents, and faults.
 
-Time is simulated: it passes in calls and sleeps alone. The leaders in it are the real ones; what is
-made up is what they meet. A leader may be killed, or paused while another one leads, at every call.
+Time is simulated: it passes in calls and sleeps only. The controllers are the real ones. At every
+call a controller may be killed, or paused while another one leads.
 """
 
 from __future__ import annotations
@@ -13,34 +13,43 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxres.faults import Exit, StorageUnavailable
-from jaxres.launch.capacity_options import Trouble
-from jaxres.launch.desired_state import Creation, Intent, Vm, unpacked
-from jaxres.launch.gce_api import ServiceSilent
-from jaxres.launch.observed_state import HOST_ERROR, Observed, Refused, Report
-from jaxres.launch.paths import Places
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import StorageUnavailable
+from jaxres.launch.capacity_options import CreateErrorKind
+from jaxres.launch.desired_state import DesiredState, PendingCreate, VmSpec, decode_state
+from jaxres.launch.gce_api import ApiUnavailable
+from jaxres.launch.observed_state import HOST_ERROR, AgentReport, CreateFailed, VmStatus
+from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record, Start, file_name
 from jaxres.storage import gcs_objects
-from jaxres.storage.path import BucketPath
-from tests.unit.records import CLAIM
+from jaxres.storage.path import GcsPath
+from tests.unit.runlog.example_records import CLAIM
 
 EPOCH = 1.7e9
 LIMIT = 30.0
-"""Longest trying of one request to the bucket."""
+"""Longest time of retries of one request to the bucket."""
 PREEMPTED = "compute.instances.preempted"
-CRASHES = (1, 137, Exit.BUG, Exit.HUNG, Exit.UNHEALTHY, Exit.PEER_LOST, Exit.STORAGE)
-TROUBLES: tuple[Trouble, ...] = ("stockout", "quota", "preempted", "passing", "exists")
-COMMIT = Commit(step=0, path="", manifest="sha256:0", bytes=3, known_good=False)
+CRASHES = (
+    1,
+    137,
+    ExitCode.BUG,
+    ExitCode.HUNG,
+    ExitCode.UNHEALTHY,
+    ExitCode.PEER_LOST,
+    ExitCode.STORAGE,
+)
+TROUBLES: tuple[CreateErrorKind, ...] = ("stockout", "quota", "preempted", "passing", "exists")
+COMMIT = Commit(step=0, path="", manifest="sha256:0", bytes=3)
 
 
 class Killed(BaseException):
-    """The leader is killed here."""
+    """Simulates that the leader is killed here."""
 
 
 @dataclass
 class Machine:
-    """A VM as it is, whatever anybody sees of it."""
+    """The true state of a VM, whatever lists and reports have."""
 
     name: str
     id: int
@@ -48,10 +57,10 @@ class Machine:
     listed_from: float
     status: str = "RUNNING"
     is_alive: bool = True
-    """Whether its processes are."""
-    agent: Report | None = None
+    """Whether its processes are alive."""
+    agent: AgentReport | None = None
     part: int = 0
-    """Attempt that it has a part in."""
+    """Attempt in which it trains; 0: none."""
     had: int = 0
 
 
@@ -59,62 +68,62 @@ class Machine:
 class Operation:
     names: tuple[str, ...]
     done_at: float
-    error: Refused | None
+    error: CreateFailed | None
 
 
 @dataclass
 class Chances:
-    """Of what may go wrong; all of it ends after `seconds`."""
+    """Probabilities and numbers of faults; all faults end after `seconds`."""
 
     seconds: float = 1800.0
-    silence: float = 0.03
-    """Of a call of the service."""
+    no_answer: float = 0.03
+    """Probability that a call of the service is not answered."""
     refusal: float = 0.3
-    """Of a creation."""
+    """Probability that a creation is refused."""
     loss: float = 0.4
-    """Of a VM, sooner or later."""
+    """Probability that a VM is lost at some time."""
     crash: float = 0.02
-    """Of a part, in each of its moments."""
+    """Probability of a crash in each training step."""
     outages: int = 3
-    """Of the bucket, and of the service."""
+    """Number of outages of the bucket, and of the service."""
     interruptions: int = 4
-    """Kills and pauses of leaders."""
+    """Number of kills and pauses of leaders."""
 
 
 @dataclass
 class World:
-    """All that leaders meet; `hold` is asked at every change of the intent."""
+    """The environment of leaders; `check` is called at every change of the desired state."""
 
     seed: int
     steps: int
-    places: Places
+    paths: LaunchPaths
     chances: Chances = field(default_factory=Chances)
-    hold: Callable[[Intent | None, Intent], None] = lambda before, after: None
+    check: Callable[[DesiredState | None, DesiredState], None] = lambda before, after: None
     now: float = 0.0
     objects: dict[str, tuple[bytes, int, dict[str, str]]] = field(default_factory=dict)
     machines: dict[str, Machine] = field(default_factory=dict)
     events: dict[int, str] = field(default_factory=dict)
-    """By id of a VM: what the service has done to it."""
+    """Newest operation of the service on a VM, by id."""
     operations: dict[str, Operation] = field(default_factory=dict)
-    refusals: dict[str, Refused] = field(default_factory=dict)
+    refusals: dict[str, CreateFailed] = field(default_factory=dict)
     created: dict[str, set[str]] = field(default_factory=dict)
-    """By name of a VM: the requests that have asked for it."""
+    """Requests that have requested a VM, by name."""
     excused: set[str] = field(default_factory=set)
-    """VMs that have given a cause to be replaced."""
+    """VMs that may be replaced because they have failed."""
     other: Callable[[float], None] | None = None
-    """Has another leader lead until then, while the one that calls is paused."""
+    """Runs another leader until a time, while the calling one is paused."""
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
         self._count = itertools.count(1)
-        self._agenda: list[tuple[float, int, Callable[[], object]]] = []
+        self._events_due: list[tuple[float, int, Callable[[], object]]] = []
         self._outages: dict[str, list[tuple[float, float]]] = {
-            who: [self._span() for _ in range(self.chances.outages)] for who in ("bucket", "gce")
+            name: [self._span() for _ in range(self.chances.outages)] for name in ("bucket", "gce")
         }
         self.step, self._seq = 0, 0
         self.interrupted: list[str] = []
         self.deadline = float("inf")
-        """Of the leader that leads now."""
+        """Time at which the current leader is killed."""
         self._append(CLAIM)
         self._append(Start(step=0, path=None, dataset="d", computation={}))
         self.after(1.0, self._train)
@@ -124,21 +133,21 @@ class World:
         return begins, begins + self.draw.choice([3.0, 12.0, 25.0, 90.0])
 
     @property
-    def log(self) -> BucketPath:
-        folder = RunDir(self.places.run).log
-        assert isinstance(folder, BucketPath)
+    def log(self) -> GcsPath:
+        folder = RunDir(self.paths.run).log
+        assert isinstance(folder, GcsPath)
         return folder
 
     # Time.
 
-    def after(self, seconds: float, deed: Callable[[], object]) -> None:
-        heapq.heappush(self._agenda, (self.now + seconds, next(self._count), deed))
+    def after(self, seconds: float, action: Callable[[], object]) -> None:
+        heapq.heappush(self._events_due, (self.now + seconds, next(self._count), action))
 
-    def let_pass(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         until = self.now + seconds
-        while self._agenda and self._agenda[0][0] <= until:
-            self.now, _, deed = heapq.heappop(self._agenda)
-            deed()
+        while self._events_due and self._events_due[0][0] <= until:
+            self.now, _, action = heapq.heappop(self._events_due)
+            action()
         self.now = until
 
     def monotonic(self) -> float:
@@ -148,24 +157,24 @@ class World:
         return EPOCH + self.now
 
     def sleep(self, seconds: float) -> None:
-        self.let_pass(seconds)
+        self.advance(seconds)
         self._interrupt("asleep")
 
     @property
     def is_calm(self) -> bool:
         return self.now > self.chances.seconds
 
-    def is_out(self, who: str) -> bool:
-        return any(begins <= self.now < ends for begins, ends in self._outages[who])
+    def is_unavailable(self, name: str) -> bool:
+        return any(begins <= self.now < ends for begins, ends in self._outages[name])
 
     def _interrupt(self, where: str) -> None:
-        """Kills or pauses the leader that is just there, or does not."""
+        """Kills or pauses the calling leader with some probability."""
         if self.now > self.deadline:
             raise Killed
-        if where == "log":  # This process's own lock on what it knows of it is held.
+        if where == "log":  # The calling process holds its own lock on the log's cache.
             return
         few = len(self.interrupted) >= self.chances.interruptions or self.is_calm
-        chance = 0.02 if where in ("create", "intent.json") else 0.001
+        chance = 0.02 if where in ("create", "desired_state.json") else 0.001
         if few or self.other is None or self.draw.random() > chance:
             return
         self.interrupted.append(where)
@@ -173,17 +182,17 @@ class World:
             raise Killed
         self.other(self.now + self.draw.choice([5.0, 30.0, 120.0, 5000.0]))
 
-    # The bucket, as `jaxres.bucket` has it.
+    # The bucket, with the functions of `jaxres.storage.gcs_objects`.
 
     def _bucket(self, where: str) -> None:
-        self.let_pass(0.01)
+        self.advance(0.01)
         self._interrupt(where)
         began = self.now
-        while self.is_out("bucket"):
+        while self.is_unavailable("bucket"):
             pause = min(self.draw.uniform(0.1, 6.0), began + LIMIT - self.now)
             if pause <= 0.01:
                 raise StorageUnavailable("the bucket has not answered")
-            self.let_pass(pause)
+            self.advance(pause)
 
     def put(self, key: str, data: bytes, words: Mapping[str, str] | None = None) -> int:
         generation = next(self._count)
@@ -192,7 +201,7 @@ class World:
 
     def write(
         self,
-        path: BucketPath,
+        path: GcsPath,
         data: bytes,
         *,
         over: int | None,
@@ -202,77 +211,79 @@ class World:
         there = self.objects.get(path.key)
         if over is not None and over != (0 if there is None else there[1]):
             return None
-        if path == self.places.intent:
-            self.hold(None if there is None else unpacked(there[0], path), unpacked(data, path))
+        if path == self.paths.desired_state:
+            self.check(
+                None if there is None else decode_state(there[0], path), decode_state(data, path)
+            )
         generation = self.put(path.key, data, words)
         self._interrupt("written")
         return generation
 
-    def read_at(self, path: BucketPath) -> tuple[bytes, int] | None:
+    def read_at(self, path: GcsPath) -> tuple[bytes, int] | None:
         self._bucket("log" if path.parent == self.log else path.name)
         found = self.objects.get(path.key)
         return None if found is None else found[:2]
 
-    def read(self, path: BucketPath) -> bytes | None:
+    def read(self, path: GcsPath) -> bytes | None:
         found = self.read_at(path)
         return None if found is None else found[0]
 
-    def read_all(self, paths: Sequence[BucketPath]) -> list[bytes | None]:
+    def read_all(self, paths: Sequence[GcsPath]) -> list[bytes | None]:
         return [self.read(path) for path in paths]
 
-    def stat(self, path: BucketPath) -> object:
+    def stat(self, path: GcsPath) -> object:
         return self.read_at(path)
 
-    def delete(self, path: BucketPath) -> bool:
+    def delete(self, path: GcsPath) -> bool:
         self._bucket("delete")
         return self.objects.pop(path.key, None) is not None
 
-    def _in(self, folder: BucketPath) -> Iterator[str]:
+    def _in(self, folder: GcsPath) -> Iterator[str]:
         prefix = f"{folder.key}/"
         return (key.removeprefix(prefix) for key in self.objects if key.startswith(prefix))
 
-    def names(self, folder: BucketPath, *, after: str = "") -> list[str]:
+    def list_names(self, folder: GcsPath, *, after: str = "") -> list[str]:
         self._bucket("log")
         return sorted({key.partition("/")[0] for key in self._in(folder) if key >= after})
 
-    def listed(self, folder: BucketPath) -> dict[str, tuple[int, dict[str, str]]]:
+    def list_metadata(self, folder: GcsPath) -> dict[str, tuple[int, dict[str, str]]]:
         self._bucket("list")
         return {n: self.objects[f"{folder.key}/{n}"][1:] for n in self._in(folder)}
 
-    def delete_tree(self, folder: BucketPath) -> None:
+    def delete_tree(self, folder: GcsPath) -> None:
         for name in [*self._in(folder)]:
             self.delete(folder / name)
 
     def patch(self, monkeypatch: Any) -> None:
-        """Stands in for the bucket."""
+        """Replaces the functions of the bucket."""
         for name in (
             *("write", "read", "read_at", "read_all", "stat", "delete", "delete_tree"),
-            *("names", "listed"),
+            *("list_names", "list_metadata"),
         ):
             monkeypatch.setattr(gcs_objects, name, getattr(self, name))
 
-    def intent(self) -> Intent | None:
-        found = self.objects.get(self.places.intent.key)
-        return None if found is None else unpacked(found[0], self.places.intent)
+    def desired(self) -> DesiredState | None:
+        found = self.objects.get(self.paths.desired_state.key)
+        return None if found is None else decode_state(found[0], self.paths.desired_state)
 
-    # The service, as `jaxres.launch.compute.Compute` has it.
+    # The Compute API, with the methods of `jaxres.launch.gce_api.Compute`.
 
     def _service(self, where: str) -> None:
-        self.let_pass(0.03)
+        self.advance(0.03)
         self._interrupt(where)
-        if self.is_out("gce"):
-            self.let_pass(self.draw.uniform(0.01, 15.0))
-            raise ServiceSilent("503")
+        if self.is_unavailable("gce"):
+            self.advance(self.draw.uniform(0.01, 15.0))
+            raise ApiUnavailable("503")
         self._flake()
 
     def _flake(self) -> None:
-        if not self.is_calm and self.draw.random() < self.chances.silence:
-            raise ServiceSilent("503, as often")
+        if not self.is_calm and self.draw.random() < self.chances.no_answer:
+            raise ApiUnavailable("503, at random")
 
-    def list(self, run: str) -> dict[str, Observed]:
+    def list(self, run: str) -> dict[str, VmStatus]:
         self._service("list")
-        seen = [m for m in self.machines.values() if m.listed_from <= self.now]
-        return {m.name: Observed(m.name, m.zone, m.status, "10.0.0.1", m.id) for m in seen}
+        observed = [m for m in self.machines.values() if m.listed_from <= self.now]
+        return {m.name: VmStatus(m.name, m.zone, m.status, "10.0.0.1", m.id) for m in observed}
 
     def events_of(self, zone: str) -> dict[int, str]:
         self._service("events")
@@ -282,24 +293,26 @@ class World:
         self._service("get")
         return name in self.machines
 
-    def create(self, creation: Creation, vms: Sequence[Vm], machine: object) -> str | Refused:
+    def create(
+        self, creation: PendingCreate, vms: Sequence[VmSpec], machine: object
+    ) -> str | CreateFailed:
         del machine
         zone = vms[0].zone
         way = self.draw.random()
         try:
             self._service("create")
             if way < 0.05 and not self.is_calm:
-                raise ServiceSilent("read timeout")
-        except (ServiceSilent, Killed):
-            if way < 0.5:  # It is under way, and comes late.
-                self.after(self.draw.uniform(0, 15), lambda: self._take(creation, zone))
+                raise ApiUnavailable("read timeout")
+        except (ApiUnavailable, Killed):
+            if way < 0.5:  # The request is delayed, and arrives late.
+                self.after(self.draw.uniform(0, 15), lambda: self._accept(creation, zone))
             raise
-        answer = self._take(creation, zone)
+        answer = self._accept(creation, zone)
         self._flake()
         self._interrupt("create")
         return answer
 
-    def _take(self, creation: Creation, zone: str) -> str | Refused:
+    def _accept(self, creation: PendingCreate, zone: str) -> str | CreateFailed:
         request = creation.request_id
         if request in self.operations:
             return request
@@ -307,7 +320,7 @@ class World:
             return self.refusals[request]
         refused = None
         if not self.is_calm and self.draw.random() < self.chances.refusal:
-            refused = Refused(self.draw.choice(TROUBLES), "as it happens")
+            refused = CreateFailed(self.draw.choice(TROUBLES), "at random")
             if self.draw.random() < 0.4:
                 return self.refusals.setdefault(request, refused)
         seconds = self.draw.choice([2.0, 10.0, 40.0, 200.0])
@@ -318,24 +331,24 @@ class World:
             self.created.setdefault(name, set()).add(request)
             if refused is None or self.draw.random() < 0.5:
                 late = self.draw.uniform(0, seconds)
-                self.after(late, lambda name=name: self._bear(name, zone))
+                self.after(late, lambda name=name: self._boot_vm(name, zone))
             if refused is not None:  # Rolled back before the operation ends.
                 self.after(seconds - 1e-6, lambda name=name: self._vanish(name))
         return request
 
-    def became_of(self, operation: str, zone: str) -> Refused | bool:
+    def create_result(self, operation: str, zone: str) -> CreateFailed | bool:
         self._service("operation")
         found = self.operations[operation]
         return False if self.now < found.done_at else found.error or True
 
-    def operation_of(self, creation: Creation, zone: str) -> str | None:
+    def find_operation(self, creation: PendingCreate, zone: str) -> str | None:
         self._service("operation")
         return creation.request_id if creation.request_id in self.operations else None
 
     def delete_vm(self, name: str, zone: str) -> None:
-        intent = self.intent()
-        assert intent is not None
-        assert name not in intent.names, f"{name} is deleted, and it is meant to be"
+        desired = self.desired()
+        assert desired is not None
+        assert name not in desired.names, f"{name} is deleted, and it should exist"
         self._service("delete")
         if (machine := self.machines.get(name)) is not None:
             machine.is_alive, machine.status = False, "STOPPING"
@@ -344,13 +357,13 @@ class World:
 
     # VMs and their agents.
 
-    def _bear(self, name: str, zone: str) -> None:
+    def _boot_vm(self, name: str, zone: str) -> None:
         machine = Machine(name, next(self._count), zone, self.now + self.draw.uniform(0, 8))
         self.machines[name] = machine
         if not self.is_calm and self.draw.random() < self.chances.loss:
             self.after(self.draw.uniform(5, 300), lambda: self._lose(machine))
         if self.is_calm or self.draw.random() > 0.03:
-            self.after(self.draw.uniform(3, 20), lambda: self._boot(machine))
+            self.after(self.draw.uniform(3, 20), lambda: self._start_agent(machine))
         else:
             self.excused.add(name)
 
@@ -367,8 +380,8 @@ class World:
             event = PREEMPTED if kind == "notice" else HOST_ERROR
             self.after(self.draw.uniform(0, 60), lambda: self.events.update({machine.id: event}))
         if kind == "notice" and machine.agent is not None:
-            self._say(machine, notice="is preempted")
-            self._finish(machine, Exit.PREEMPTED)
+            self._update_report(machine, notice="is preempted")
+            self._finish(machine, ExitCode.PREEMPTED)
             self.after(self.draw.uniform(10, 120), lambda: self._vanish(machine.name))
             return
         machine.is_alive = False
@@ -377,56 +390,60 @@ class World:
         if kind in ("halted", "gone"):
             self.after(self.draw.uniform(0, 60), lambda: self._vanish(machine.name))
 
-    def _boot(self, machine: Machine) -> None:
+    def _start_agent(self, machine: Machine) -> None:
         if machine.is_alive:
-            machine.agent = Report("ready", f"{next(self._count)}")
+            machine.agent = AgentReport("ready", f"{next(self._count)}")
             self._beat(machine)
             self._follow(machine)
 
-    def _say(self, machine: Machine, **words: Any) -> None:
+    def _update_report(self, machine: Machine, **changes: Any) -> None:
         if machine.agent is not None:
-            fields = {**vars(machine.agent), **words}
-            machine.agent = Report(**fields)
+            fields = {**vars(machine.agent), **changes}
+            machine.agent = AgentReport(**fields)
 
     def _beat(self, machine: Machine) -> None:
         if not machine.is_alive or machine.agent is None:
             return None
-        if self.is_out("bucket"):
+        if self.is_unavailable("bucket"):
             return self.after(self.draw.uniform(0.1, 6.0), lambda: self._beat(machine))
-        self.put(self.places.report(machine.name).key, b"", machine.agent.words())
+        self.put(self.paths.report(machine.name).key, b"", machine.agent.metadata())
         return self.after(self.draw.uniform(2.0, 3.5), lambda: self._beat(machine))
 
     def _follow(self, machine: Machine) -> None:
-        """Starts and ends the part that the intent says."""
+        """Starts and ends training as the desired state has it."""
         if not machine.is_alive:
             return
-        if not self.is_out("bucket") and (intent := self.intent()) is not None:
-            number = intent.attempt
-            is_member = machine.name in {m.name for m in intent.members}
-            is_on = intent.phase == "running" and is_member
+        if not self.is_unavailable("bucket") and (desired := self.desired()) is not None:
+            number = desired.attempt
+            is_member = machine.name in {m.name for m in desired.hosts}
+            is_on = desired.phase == "running" and is_member
             if machine.part and not (is_on and machine.part == number):
                 machine.part = 0
-                self._say(machine, state="ready", exit=None)
+                self._update_report(machine, state="ready", exit=None)
             if is_on and not machine.part and machine.had < number:
                 machine.part = machine.had = number
-                self._say(machine, state="running", attempt=number, exit=None)
+                self._update_report(machine, state="running", attempt=number, exit=None)
         self.after(self.draw.uniform(1.0, 1.2), lambda: self._follow(machine))
 
     def _finish(self, machine: Machine, code: int) -> None:
-        """Ends a part, and the others' of its attempt."""
+        """Ends the training process of a VM, and later those of its peers."""
         number = machine.part
         if not number:
             return
         machine.part = 0
-        self._say(machine, state="ended", exit=int(code), reason=f"exit {int(code)}")
-        follows = code if code in (Exit.DONE, Exit.STOPPED, Exit.PREEMPTED) else Exit.PEER_LOST
+        self._update_report(machine, state="ended", exit=int(code), reason=f"exit {int(code)}")
+        follows = (
+            code
+            if code in (ExitCode.DONE, ExitCode.STOPPED, ExitCode.PREEMPTED)
+            else ExitCode.PEER_LOST
+        )
         for peer in [m for m in self.machines.values() if m.part == number]:
             self.after(
                 self.draw.uniform(0.5, 9),
                 lambda peer=peer: self._finish(peer, follows) if peer.part == number else None,
             )
 
-    # The training.
+    # Training.
 
     def _append(self, body: Any) -> None:
         self._seq += 1
@@ -434,38 +451,38 @@ class World:
 
     def _train(self) -> None:
         self.after(self.draw.uniform(1.5, 2.5), self._train)
-        intent = self.intent()
-        if intent is None or intent.phase != "running" or self.is_out("bucket"):
+        desired = self.desired()
+        if desired is None or desired.phase != "running" or self.is_unavailable("bucket"):
             return
-        members = [self.machines.get(m.name) for m in intent.members]
-        there = [m for m in members if m is not None and m.part == intent.attempt]
+        members = [self.machines.get(m.name) for m in desired.hosts]
+        training = [m for m in members if m is not None and m.part == desired.attempt]
         lost = [m for m in members if m is None or not m.is_alive]
-        alive = [m for m in there if m.is_alive]
+        alive = [m for m in training if m.is_alive]
         if lost and alive:
-            self._finish(alive[0], Exit.PEER_LOST)
-        elif len(there) == len(members):
-            self._make_progress(intent, there)
+            self._finish(alive[0], ExitCode.PEER_LOST)
+        elif len(training) == len(members):
+            self._make_progress(desired, training)
 
-    def _make_progress(self, intent: Intent, parts: Sequence[Machine]) -> None:
-        if self.places.stop.key in self.objects:
-            self._finish(parts[0], Exit.STOPPED)
+    def _make_progress(self, desired: DesiredState, parts: Sequence[Machine]) -> None:
+        if self.paths.stop.key in self.objects:
+            self._finish(parts[0], ExitCode.STOPPED)
         elif not self.is_calm and self.draw.random() < self.chances.crash:
             culprit = self.draw.choice(parts)
             self.excused |= {machine.name for machine in parts}
             self._finish(culprit, self.draw.choice(CRASHES))
         elif self.step >= self.steps:
-            self._finish(parts[0], Exit.DONE)
+            self._finish(parts[0], ExitCode.DONE)
         elif self.draw.random() < 0.5:
             self.step += 1
-            words = {**vars(COMMIT), "step": self.step, "path": f"checkpoints/{self.step}"}
-            self._append(Commit(**words))
+            fields = {**vars(COMMIT), "step": self.step, "path": f"checkpoints/{self.step}"}
+            self._append(Commit(**fields))
 
 
 class Service:
-    """What a leader has of the service."""
+    """The part of the world that replaces `Compute`."""
 
     def __init__(self, world: World) -> None:
         self.list, self.exists, self.create = world.list, world.exists, world.create
         self.events = world.events_of
-        self.became_of, self.operation_of = world.became_of, world.operation_of
+        self.create_result, self.find_operation = world.create_result, world.find_operation
         self.delete = world.delete_vm

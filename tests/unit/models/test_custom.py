@@ -1,4 +1,4 @@
-"""Promises of `model.kind: custom`: what is completed, and how a bad target is refused."""
+"""Custom models: what is completed, and how an invalid target is rejected."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -31,15 +31,15 @@ def bare(vocab_size, seq_len, width=1):
 
 @pytest.fixture
 def target(monkeypatch):
-    """Puts a function where `user_models:build` finds it; returns its model section."""
+    """Installs a function as `user_models:build`; returns its model section."""
 
-    def put(function, **args):
+    def install(function, **args):
         module = ModuleType("user_models")
         module.__dict__.update(build=function, __file__="user_models.py")
         monkeypatch.setitem(sys.modules, "user_models", module)
         return CustomModel(target="user_models:build", args=args)
 
-    return put
+    return install
 
 
 def build(config):
@@ -54,14 +54,14 @@ def test_a_bare_object_is_completed_to_a_model(target):
     assert model.loss is loss
 
 
-def test_what_the_target_gives_is_kept(target):
+def test_what_the_target_returns_is_kept(target):
     axes = {"layer": {"w": ("embed", "mlp"), "b": (None,)}}
     made = models.Model(init=init, axes=axes, loss=loss, logits=logits, flops_per_token=7.0)
     model = build(target(lambda vocab_size, seq_len: made))
     assert (model.axes, model.logits, model.flops_per_token) == (axes, logits, 7.0)
 
 
-def test_the_target_gets_its_arguments_the_vocabulary_and_the_length(target):
+def test_the_target_receives_its_arguments_the_vocabulary_size_and_the_length(target):
     seen = {}
 
     def function(**arguments):
@@ -82,12 +82,12 @@ def test_the_target_gets_its_arguments_the_vocabulary_and_the_length(target):
         ("jaxres.models:num_params", r"can't be called with vocab_size, seq_len: "),
     ],
 )
-def test_a_target_that_can_not_be_called_is_refused_by_name(name, message):
+def test_a_target_that_can_not_be_called_is_rejected_by_name(name, message):
     with pytest.raises(ConfigError, match=rf"^model\.target: .*{message}"):
         build(CustomModel(target=name))
 
 
-def test_a_failing_import_inside_the_target_keeps_its_own_error(tmp_path, monkeypatch):
+def test_a_failing_import_inside_the_target_keeps_its_error(tmp_path, monkeypatch):
     (tmp_path / "user_broken.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
@@ -114,6 +114,6 @@ def test_a_failing_import_inside_the_target_keeps_its_own_error(tmp_path, monkey
         ),
     ],
 )
-def test_what_is_no_model_is_refused(target, made, message):
+def test_an_object_that_is_not_a_model_is_rejected(target, made, message):
     with pytest.raises(ConfigError, match=rf"^model\.target: .*{message}"):
         build(target(lambda vocab_size, seq_len: made))

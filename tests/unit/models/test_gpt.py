@@ -1,4 +1,4 @@
-"""Promises of the decoder: what it sees, what it computes, what it keeps."""
+"""The decoder: attention mask, computation, parameters and kernels."""
 
 import functools
 import operator
@@ -29,7 +29,7 @@ def build(*, platform="cpu", **overrides):
 
 
 def params_of(model):
-    """Random parameters, larger than the initial ones; drawn by NumPy, as init compiles slowly."""
+    """Returns random parameters, larger than the initial ones (init compiles slowly)."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     return jax.tree.map(
@@ -39,7 +39,7 @@ def params_of(model):
 
 @contextmanager
 def quick_compile():
-    """Compiles without most optimisations: a third of the seconds where they do not matter."""
+    """Compiles without most optimisations, in a third of the time."""
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
@@ -54,7 +54,7 @@ def initial(model):
 
 
 def batch_of(*, documents=((0, T),), seed=0):
-    """Random tokens; every row holds documents of these (start, end)."""
+    """Returns random tokens; every row has documents at these (start, end)."""
     rng = np.random.default_rng(seed)
     segments, positions = np.zeros((2, B, T), np.int32)
     for number, (start, end) in enumerate(documents):
@@ -79,7 +79,7 @@ def compiled_nats(model):
 
 
 def nats_BT(model, params, batch):
-    """Loss of every position, through one-hot weights: the public function and nothing else."""
+    """Returns the loss of every position from the public function, through one-hot weights."""
     return np.asarray(compiled_nats(model)(params, batch, jnp.arange(T)))
 
 
@@ -104,7 +104,7 @@ def change(batch, start, end):
     return {**batch, "tokens_BT": tokens.at[:, start:end].set((tokens[:, start:end] + 1) % V)}
 
 
-def test_a_document_does_not_see_its_neighbours():
+def test_a_document_does_not_attend_to_its_neighbours():
     model, batch = build(), batch_of(documents=((0, 5), (5, 12), (12, T)))
     before = nats_BT(model, params_of(model), batch)
     after = nats_BT(model, params_of(model), change(batch, 5, 12))
@@ -113,7 +113,7 @@ def test_a_document_does_not_see_its_neighbours():
     assert not np.any(before[:, 5:12] == after[:, 5:12])
 
 
-def test_a_position_does_not_see_what_follows():
+def test_a_position_does_not_attend_to_later_ones():
     model, batch = build(), batch_of()
     before = nats_BT(model, params_of(model), batch)
     after = nats_BT(model, params_of(model), change(batch, 9, 10))
@@ -121,7 +121,7 @@ def test_a_position_does_not_see_what_follows():
     assert not np.any(before[:, 9:] == after[:, 9:])
 
 
-def test_a_document_counts_the_same_wherever_it_lies_in_the_row():
+def test_the_loss_of_a_document_does_not_depend_on_its_offset_in_the_row():
     model, batch = build(), batch_of(documents=((0, 8), (8, T)))
     tokens = batch["tokens_BT"]
     twice = {**batch, "tokens_BT": tokens.at[:, 8:].set(tokens[:, :8])}
@@ -132,7 +132,7 @@ def test_a_document_counts_the_same_wherever_it_lies_in_the_row():
     np.testing.assert_allclose(nats[:, :8], nats[:, 8:], rtol=1e-5)
 
 
-def test_weights_choose_the_positions_that_count():
+def test_positions_of_weight_zero_do_not_affect_the_loss():
     model, batch = build(), batch_of()
     params = params_of(model)
     batch["weights_BT"] = jnp.asarray(np.random.default_rng(1).random((B, T)), jnp.float32)
@@ -143,7 +143,7 @@ def test_weights_choose_the_positions_that_count():
     np.testing.assert_allclose(weight_B, np.asarray(batch["weights_BT"]).sum(1), rtol=1e-6)
 
 
-def test_logits_of_a_plain_row_are_those_of_one_document():
+def test_logits_of_a_plain_row_equal_those_of_one_document():
     model, batch = build(), batch_of()
     params = params_of(model)
     logits = logits_of(model, params, batch["tokens_BT"])
@@ -156,7 +156,7 @@ def test_logits_of_a_plain_row_are_those_of_one_document():
     np.testing.assert_allclose(nats_BT(model, params, batch), nats, rtol=1e-5)
 
 
-def test_grouped_queries_are_full_attention_with_repeated_heads():
+def test_grouped_queries_equal_full_attention_with_repeated_heads():
     grouped, full = build(num_kv_heads=2), build(num_kv_heads=4)
     params = params_of(grouped)
     repeated = jax.tree.map(lambda leaf: leaf, params)
@@ -183,7 +183,7 @@ def test_rotary_scores_depend_on_the_distance_only():
     assert jnp.array_equal(gpt.rotate(q, jnp.zeros((1, 1, 4))), q)
 
 
-def test_a_tied_model_is_an_untied_one_whose_head_is_the_embedding():
+def test_a_tied_model_equals_an_untied_one_whose_head_is_the_embedding():
     tied, untied = build(tie_embeddings=True), build(tie_embeddings=False)
     params = params_of(tied)
     assert "head" not in params
@@ -196,7 +196,7 @@ def test_a_tied_model_is_an_untied_one_whose_head_is_the_embedding():
     )
 
 
-def test_the_scan_computes_what_a_loop_over_layers_computes():
+def test_the_scan_equals_a_loop_over_the_layers():
     config = GptModel(**SMALL)
     model = build()
     _, _, block = split(lambda rngs: gpt.Block(config, kernel="xla", rngs=rngs))
@@ -230,7 +230,7 @@ def test_remat_changes_neither_loss_nor_gradients():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, regrads)
 
 
-def test_dropout_follows_the_key_and_nothing_else():
+def test_dropout_depends_on_the_key_only():
     model, batch = build(dropout=0.5), batch_of()
     params = params_of(model)
     loss = jax.jit(model.loss)
@@ -240,7 +240,7 @@ def test_dropout_follows_the_key_and_nothing_else():
     assert equal(loss(params, batch, None), jax.jit(build().loss)(params, batch, None))
 
 
-def test_without_dropout_the_key_does_not_matter():
+def test_without_dropout_the_key_has_no_effect():
     model, batch = build(dropout=0.0), batch_of()
     loss, params = jax.jit(model.loss), params_of(model)
     assert equal(loss(params, batch, jax.random.key(1)), loss(params, batch, None))
@@ -253,7 +253,7 @@ def test_dropout_keeps_the_mean_and_drops_its_share():
 
 
 @quick_compile()  # test_mlp.py makes the same promise of optimised code
-def test_parameters_start_with_the_same_bits_on_one_device_and_on_eight():
+def test_initial_parameters_have_the_same_bits_on_one_device_and_on_eight():
     model = build()
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     rules = {"embed": "fsdp", "mlp": "tensor", "heads": "tensor", "vocab": "tensor"}
@@ -269,7 +269,7 @@ def test_parameters_start_with_the_same_bits_on_one_device_and_on_eight():
 
 @quick_compile()
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_the_bits_keep_float32_weights_and_gradients(dtype):
+def test_sixteen_bit_compute_keeps_float32_weights_and_gradients(dtype):
     model, batch = build(compute_dtype=dtype), batch_of()
     params = params_of(model)
     loss = jax.jit(mean_loss(model))(params, batch)
@@ -283,7 +283,7 @@ def test_half_the_bits_keep_float32_weights_and_gradients(dtype):
     assert logits_of(model, params, batch["tokens_BT"]).dtype == jnp.float32
 
 
-def test_num_params_is_the_sum_of_the_matrices_and_norms():
+def test_num_params_is_the_sum_over_matrices_and_norms():
     D, F, L = 32, 64, 2
     attention = 2 * D * 32 + 2 * D * 16  # 4 query heads and 2 key and value heads of width 8
     count = V * D + L * (attention + 3 * D * F + 2 * D) + D
@@ -308,7 +308,7 @@ def test_axes_name_every_dim_of_every_parameter():
         assert type(shapes["blocks"]) is dict
 
 
-def test_weights_start_small_smaller_at_the_outputs_and_different_in_each_layer():
+def test_initial_weights_are_small_and_smaller_at_outputs_and_differ_by_layer():
     params = initial(build())
     attention = params["blocks"]["attention"]
     assert float(jnp.std(attention["query"])) == pytest.approx(0.02, rel=0.1)  # 2,048 draws
@@ -317,7 +317,7 @@ def test_weights_start_small_smaller_at_the_outputs_and_different_in_each_layer(
     assert jnp.all(params["norm"]["scale"] == 1)
 
 
-def test_an_untrained_model_knows_nothing():
+def test_an_untrained_model_has_the_loss_of_a_uniform_guess():
     model = build()
     loss = jax.jit(mean_loss(model))(initial(model), batch_of())
     assert float(loss) == pytest.approx(np.log(V), abs=0.1)  # logits spread by about 0.02 sqrt(D)
@@ -338,25 +338,25 @@ def test_the_embedding_has_the_tokenizers_rows_up_to_a_multiple_of_64():
         ({"attention": "cudnn", "compute_dtype": "bfloat16"}, "model.attention"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_by_name(overrides, field):
+def test_unsupported_sizes_are_rejected_by_name(overrides, field):
     with pytest.raises(ConfigError, match=rf"^{field}: "):
         build(**overrides)
 
 
-def test_an_unknown_vocabulary_is_refused():
+def test_an_unknown_vocabulary_size_is_rejected():
     with pytest.raises(ConfigError, match=r"Set model\.vocab_size"):
         models.build(GptModel(**SMALL), vocab_size=None, seq_len=T, platform="cpu")
 
 
 def lowered_for_cuda(model):
-    """Training step's gradient as it would be compiled for CUDA, without one."""
+    """Lowers the gradient of the training step for CUDA, without a CUDA device."""
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     grad = jax.jit(jax.grad(mean_loss(model, jax.random.key(0))))
     return grad.trace(shapes, batch_of()).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("remat", ["none", "block"])
-def test_auto_attention_on_cuda_is_cudnns_forward_and_backward(monkeypatch, remat):
+def test_auto_attention_on_cuda_uses_cudnn_forward_and_backward(monkeypatch, remat):
     # jax asks the CUDA plugin for cuDNN's version while tracing; here there is no plugin.
     cudnn = SimpleNamespace(cudnn_get_version=lambda: 91000)
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.cuda_versions", cudnn)
@@ -376,6 +376,6 @@ def test_auto_attention_on_cuda_is_cudnns_forward_and_backward(monkeypatch, rema
     ],
     ids=["float32", "float16", "xla", "head width 4"],
 )
-def test_auto_attention_on_cuda_is_xlas_where_cudnn_can_not(overrides):
+def test_auto_attention_on_cuda_uses_xla_if_cudnn_is_unsupported(overrides):
     model = build(platform="gpu", **({"compute_dtype": "bfloat16"} | overrides))
     assert "cudnn" not in lowered_for_cuda(model)

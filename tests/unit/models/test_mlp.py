@@ -1,4 +1,4 @@
-"""Promises of the model for tests."""
+"""The small model for tests."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def params(model) -> models.Params:
     return jax.jit(model.init)(jax.random.key(0))
 
 
-def test_its_parameters_are_few_and_named(model, params):
+def test_the_parameters_have_the_documented_names(model, params):
     assert jax.tree.map(jnp.shape, params) == {
         "embedding": (64, 16),
         "layers": {"kernel": (2, 16, 16), "bias": (2, 16)},
@@ -35,7 +35,7 @@ def test_its_parameters_are_few_and_named(model, params):
     assert model.flops_per_token == 6 * (64 * 16 + 2 * 16 * 16)
 
 
-def test_parameters_start_with_the_same_bits_on_one_device_and_on_eight(model, params):
+def test_initial_parameters_have_the_same_bits_on_one_device_and_on_eight(model, params):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec(None, "data"))  # every parameter has two dims or more
     divided = jax.jit(model.init, out_shardings=split)(jax.random.key(0))
@@ -44,14 +44,14 @@ def test_parameters_start_with_the_same_bits_on_one_device_and_on_eight(model, p
     assert jax.tree.all(same)
 
 
-def test_a_position_sees_itself_only(model, params):
+def test_logits_depend_on_their_own_position_only(model, params):
     tokens = jnp.asarray([[1, 2, 3, 4], [1, 9, 9, 4]], jnp.int32)
     logits = np.asarray(jax.jit(model.logits)(params, tokens))
     assert np.array_equal(logits[0, [0, 3]], logits[1, [0, 3]])
     assert not np.any(np.all(logits[0, 1:3] == logits[1, 1:3], axis=-1))
 
 
-def test_it_learns_a_bigram(model, params):
+def test_the_mlp_learns_a_bigram(model, params):
     tokens = jnp.asarray([[5, 7, 5, 7]], jnp.int32)
     batch = {
         "tokens_BT": tokens,

@@ -1,0 +1,105 @@
+"""The result of an attempt: one type from the worker's exit to the restart decision. Pure.
+
+A worker's exit is an `AttemptResult`. The supervisors of all hosts agree on one for the attempt,
+and the run log records it. `AttemptOutcome` adds the progress of the attempt, for the decision
+whether another attempt follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Generic, TypeVar
+
+from jaxres.exit_codes import exit_row
+from jaxres.runlog.records import AttemptEnded, SupervisorEnded
+
+HostT = TypeVar("HostT", int, str)
+
+
+@dataclass(frozen=True)
+class AttemptResult:
+    """The result of an attempt, or of one host's worker."""
+
+    code: int
+    """An exit code, or 128 + the number of the signal that ended the process."""
+    reason: str
+    _: KW_ONLY
+    committed: bool = False
+    """Whether the last step is committed."""
+    culprit: int | None = None
+    """The host that is the cause, by its number in the attempt; None: unknown, or none is."""
+    announced: bool = False
+    """Whether the worker itself has sent the reason before it exited."""
+    requested: int | None = None
+    """Exit code of the stop that was requested of the supervisor; None: no stop was requested."""
+    is_recorded: bool = True
+    """Whether the result goes to the run log; False: another attempt or process writes there."""
+    is_printed: bool = False
+    """Whether the result still has to be printed."""
+
+
+@dataclass(frozen=True)
+class AttemptOutcome(Generic[HostT]):
+    """The result and the progress of one attempt. The GCE launcher stores its fields as JSON.
+
+    A supervisor identifies a host by its slot, the launcher by the name of its VM.
+    """
+
+    code: int
+    reason: str
+    step_before: int
+    """Newest committed step at the start of the attempt."""
+    step_after: int
+    """Newest committed step at its end."""
+    culprit: HostT | None = None
+    """The host that is the cause; None: unknown, or none is."""
+    attempt: int = 0
+    """Number of the attempt; 0: unknown."""
+
+
+def stop_record(result: AttemptResult) -> AttemptEnded:
+    """Returns the run log record of an attempt's end."""
+    return AttemptEnded(
+        exit=result.code,
+        reason=result.reason,
+        committed=result.committed,
+        culprit=result.culprit,
+    )
+
+
+def result_of_stop(record: AttemptEnded) -> AttemptResult:
+    """Returns the result of a record."""
+    return AttemptResult(
+        record.exit, record.reason, committed=record.committed, culprit=record.culprit
+    )
+
+
+def leave_record(result: AttemptResult) -> SupervisorEnded:
+    """Returns the run log record of a supervisor's end."""
+    return SupervisorEnded(exit=result.code, reason=result.reason)
+
+
+def since_progress(
+    history: Sequence[AttemptOutcome[HostT]],
+) -> tuple[Sequence[AttemptOutcome[HostT]], Sequence[AttemptOutcome[HostT]]]:
+    """Returns the attempts since the last one with progress: with that one, and without it."""
+    highest, begins = history[0].step_before, None
+    for number, outcome in enumerate(history):
+        reached = max(highest, outcome.step_before, outcome.step_after)
+        begins = number if reached > highest else begins
+        highest = reached
+    return (history, history) if begins is None else (history[begins:], history[begins + 1 :])
+
+
+def is_named_twice(history: Sequence[AttemptOutcome[HostT]]) -> bool:
+    """Returns whether the last two failures name the same host, with no commit between them.
+
+    Preemptions and storage failures between the two are ignored: no host causes them.
+    """
+    if not history or history[-1].culprit is None or not exit_row(history[-1].code).blames_host:
+        return False
+    streak, _ = since_progress(history)
+    failures = [past for past in streak if exit_row(past.code).restart.uses_failure_budget]
+    named = [past.culprit for past in failures[-2:] if exit_row(past.code).blames_host]
+    return named == [history[-1].culprit] * 2

@@ -1,0 +1,188 @@
+"""Converts dataclasses to JSON objects and back.
+
+The field names of a dataclass are the keys of its object. Where one of several classes may be
+written, the object also has a tag, which a `TaggedCodec` lists explicitly: the name of a class is
+never part of a format, so a class can be renamed without a new format number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+FORMAT = "format"
+FIRST_RELEASE = "0.1.0"
+"""The first version of jaxres whose formats this one reads."""
+_SCALARS: Mapping[Any, tuple[type, ...]] = {
+    bool: (bool,),
+    int: (int,),
+    float: (int, float),
+    str: (str,),
+}
+"""Types that a value of a field may have; bool is not accepted as int."""
+
+
+class OtherFormat(ValueError):
+    """The data has a format that this version does not read."""
+
+
+def require_format(fields: Mapping[str, Any], *, number: int) -> None:
+    """Checks the format number of a parsed object; data without one is older than all numbers.
+
+    Raises:
+      OtherFormat: the number differs; the message names the version that wrote the data.
+    """
+    written = fields.get(FORMAT, 1)
+    if type(written) is int and written == number:
+        return
+    is_newer = isinstance(written, int) and written > number
+    writer = "a newer version of jaxres" if is_newer else f"a jaxres before {FIRST_RELEASE}"
+    remedy = "use that version" if is_newer else "use that version, or start a new run"
+    raise OtherFormat(
+        f"it has format {written!r:.20}, written by {writer}; this version reads format {number} "
+        f"only: {remedy}"
+    )
+
+
+class TaggedCodec(Generic[T]):
+    """Encodes and decodes the classes of a union, each under its own tag."""
+
+    def __init__(self, key: str, kinds: Mapping[str, type[T]]) -> None:
+        """Takes the key under which the tag is written, and the class of every tag."""
+        self.key = key
+        self.kinds = kinds
+        self._tags = {kind: tag for tag, kind in kinds.items()}
+
+    def tag(self, kind: type[T]) -> str:
+        """Returns the tag of a class."""
+        return self._tags[kind]
+
+    def encode(self, value: T, *, omit_defaults: bool = False) -> dict[str, Any]:
+        """Returns the tag and the fields of a value."""
+        return {self.key: self.tag(type(value))} | encode(value, omit_defaults=omit_defaults)
+
+    def decode(self, fields: Mapping[str, Any], *, ignore_unknown: bool = False) -> T:
+        """Returns the value that `encode` was given.
+
+        Args:
+          fields: parsed JSON.
+          ignore_unknown: see `codec.decode`.
+
+        Raises:
+          ValueError: the tag is missing or unknown, or the fields do not match its class.
+        """
+        tag = fields.get(self.key)
+        if not isinstance(tag, str) or tag not in self.kinds:
+            raise ValueError(f"unknown {self.key} {tag!r:.60}")
+        rest = {name: value for name, value in fields.items() if name != self.key}
+        return decode(self.kinds[tag], rest, ignore_unknown=ignore_unknown)
+
+
+def encode(value: Any, *, omit_defaults: bool = False) -> dict[str, Any]:
+    """Returns the fields of a dataclass, nested dataclasses as objects.
+
+    Args:
+      value: a dataclass instance.
+      omit_defaults: whether to leave out fields of `value` that are equal to their default.
+    """
+    fields = dataclasses.asdict(value)
+    if omit_defaults:
+        for field in dataclasses.fields(value):
+            if fields[field.name] == field.default:
+                del fields[field.name]
+    return fields
+
+
+def decode(kind: type[T], fields: Any, *, ignore_unknown: bool = False) -> T:
+    """Returns the dataclass instance that `encode` was given; lists become tuples.
+
+    Args:
+      kind: a dataclass.
+      fields: parsed JSON, checked field by field.
+      ignore_unknown: whether fields that `kind` does not have are skipped, at every level.
+
+    Raises:
+      ValueError: `fields` is not an object, has an unknown field, lacks one, or a value has a type
+        that the field does not allow.
+    """
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"not an object: {fields!r:.60}")
+    given = cast(Mapping[str, Any], fields)
+    hints = _hints(kind)
+    unknown = sorted(given.keys() - hints.keys())
+    if unknown and not ignore_unknown:
+        raise ValueError(f"unknown field {unknown[0]!r:.60}")
+    values = {
+        name: _value(hint, given[name], name=name, ignore_unknown=ignore_unknown)
+        for name, hint in hints.items()
+        if name in given
+    }
+    missing = sorted(_required(kind) - values.keys())
+    if missing:
+        raise ValueError(f"field {missing[0]!r} is missing")
+    return kind(**values)
+
+
+@functools.cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    """Returns the types of the fields; of `Pair[int]` with its parameters filled in."""
+    origin = get_origin(kind) or kind
+    filled: dict[Any, Any] = dict(
+        zip(getattr(origin, "__parameters__", ()), get_args(kind), strict=True)
+    )
+    hints = get_type_hints(origin)
+
+    def fill(hint: Any) -> Any:
+        if parameters := getattr(hint, "__parameters__", ()):
+            return hint[tuple(filled[parameter] for parameter in parameters)]
+        return filled.get(hint, hint) if isinstance(hint, TypeVar) else hint
+
+    return {field.name: fill(hints[field.name]) for field in dataclasses.fields(origin)}
+
+
+@functools.cache
+def _required(kind: type[Any]) -> frozenset[str]:
+    absent = dataclasses.MISSING
+    fields = dataclasses.fields(get_origin(kind) or kind)
+    return frozenset(f.name for f in fields if f.default is absent and f.default_factory is absent)
+
+
+def _value(hint: Any, value: Any, *, name: str, ignore_unknown: bool) -> Any:
+    """Returns a parsed JSON value as the type that a field declares."""
+
+    def item(item_hint: Any, element: Any) -> Any:
+        return _value(item_hint, element, name=name, ignore_unknown=ignore_unknown)
+
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        (only,) = (arg for arg in args if arg is not type(None))
+        return item(only, value)
+    if dataclasses.is_dataclass(origin or hint):
+        return decode(cast(type[Any], hint), value, ignore_unknown=ignore_unknown)
+    if origin in (tuple, Sequence) and isinstance(value, list | tuple):
+        items = cast(Sequence[Any], value)
+        if origin is Sequence or args[-1] is Ellipsis:
+            return tuple(item(args[0], element) for element in items)
+        if len(items) == len(args):
+            return tuple(item(arg, element) for arg, element in zip(args, items, strict=True))
+    elif origin in (dict, Mapping) and isinstance(value, Mapping):
+        return {
+            key: item(args[1], element) for key, element in cast(Mapping[str, Any], value).items()
+        }
+    elif _is_scalar(hint, value):
+        return value
+    raise ValueError(f"field {name!r} has the value {value!r:.60}")
+
+
+def _is_scalar(hint: Any, value: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    return type(value) in _SCALARS.get(hint, ())

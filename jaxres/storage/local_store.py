@@ -1,0 +1,286 @@
+"""Files and folders on a disk or a mount: the `Store` of local paths.
+
+An OSError that the user can fix (permissions, a read-only mount) is raised as ConfigError (exit
+78), a full or failing disk as StorageUnavailable (exit 74).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.storage.path import RunPath
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+}
+_FAILING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ECONNRESET}
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+@contextlib.contextmanager
+def typed_errors(path: RunPath) -> Iterator[None]:
+    """Converts an OSError into the RunError of its fault; the message names path and remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise StorageUnavailable(
+                f"{path}: no space left ({error.strerror}). Nothing committed is lost. "
+                "Free some space there, or move the run directory, then rerun the same command."
+            ) from error
+        if error.errno in _FORBIDDEN:
+            raise ConfigError(
+                f"{path}: can't be used ({error.strerror}). "
+                "Choose another path with run.dir=..., or change its permissions."
+            ) from error
+        if error.errno == errno.ENOENT:
+            raise StorageUnavailable(
+                f"{path}: its folder is gone. Was the run directory moved, deleted or unmounted? "
+                "Restore it, then rerun the same command."
+            ) from error
+        if error.errno in _FAILING:
+            raise StorageUnavailable(
+                f"{path}: storage failed ({error.strerror}). Nothing was judged damaged; "
+                "rerun the same command when storage works again."
+            ) from error
+        raise
+
+
+class LocalStore:
+    """Implements `storage.Store` for local paths; it has no state."""
+
+    is_remote = False
+
+    def read(self, path: Path) -> bytes | None:
+        """Returns the bytes of a file; None: it does not exist."""
+        with typed_errors(path):
+            try:
+                return path.read_bytes()
+            except FileNotFoundError:
+                return None
+
+    def read_whole(self, path: Path) -> bytes:
+        """Returns the bytes of a file; raises every OSError unchanged."""
+        return path.read_bytes()
+
+    def read_all(self, paths: Sequence[Path]) -> list[bytes | None]:
+        """Reads many small files one after the other."""
+        return [self.read(path) for path in paths]
+
+    def exists(self, path: Path) -> bool:
+        """Returns whether a file or a folder is at `path`."""
+        with typed_errors(path):
+            return path.exists()
+
+    def file_exists(self, path: Path) -> bool:
+        """Returns whether something is at `path`: a request file may also be a folder here."""
+        return self.exists(path)
+
+    def is_dir(self, path: Path) -> bool:
+        """Returns whether a folder is at `path`."""
+        return path.is_dir()
+
+    def create(self, path: Path, data: bytes, *, mode: int = 0o666) -> bool:
+        """Writes `data` unless `path` exists: write, fsync, link. The sequence works on NFS."""
+        with typed_errors(path):
+            temporary = _write_temp(path, data, mode=mode)
+            try:
+                own_stat = temporary.stat()
+                try:
+                    os.link(temporary, path)
+                except FileExistsError:
+                    # NFS may raise this for its own retry of a link that it has made.
+                    if not os.path.samestat(own_stat, path.stat()):
+                        return False
+            except FileNotFoundError:
+                if path.exists():  # The winning process has deleted the temporary file.
+                    return False
+                raise
+            finally:
+                temporary.unlink(missing_ok=True)
+            self.sync_dir(path.parent)
+            return True
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """Writes `data` to `path` atomically: write, fsync, rename."""
+        with typed_errors(path):
+            temporary = _write_temp(path, data)
+            temporary.replace(path)
+            self.sync_dir(path.parent)
+
+    def move(self, path: Path, to: Path) -> None:
+        """Renames a file; does nothing if it does not exist."""
+        with typed_errors(path), contextlib.suppress(FileNotFoundError):
+            path.replace(to)
+
+    def delete(self, path: Path) -> bool:
+        """Deletes a file; False: it does not exist."""
+        with typed_errors(path):
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                return False
+            return True
+
+    def delete_temporaries(self, folder: Path) -> None:
+        """Deletes temporary files of killed writers whose final name exists."""
+        with typed_errors(folder):
+            for temporary in folder.glob(".*.tmp"):
+                name = temporary.name[1:].rsplit(".", 2)[0]
+                if (folder / name).exists():
+                    temporary.unlink(missing_ok=True)
+
+    def list_names(self, folder: Path, *, after: str = "") -> list[str]:
+        """Returns all names in `folder` in order; `after` is ignored."""
+        with typed_errors(folder):
+            try:
+                return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+            except FileNotFoundError:
+                return []
+
+    def make_dir(self, folder: Path) -> None:
+        """Creates `folder` and its parents, durably."""
+        with typed_errors(folder):
+            new = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in new:
+                self.sync_dir(path.parent)
+
+    def delete_tree(self, folder: Path) -> None:
+        """Renames `folder` to a trash name first, so that a reader never sees a part of it."""
+        with typed_errors(folder):
+            trash = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.trash")
+            try:
+                folder.rename(trash)
+            except FileNotFoundError:
+                return
+            _remove_trash(trash)
+
+    def trash(self, folder: Path) -> list[Path]:
+        """Returns the trash that a killed `delete_tree` has left in `folder`."""
+        with typed_errors(folder):
+            return sorted(folder.glob(".*.trash"))
+
+    def delete_trash(self, folder: Path) -> None:
+        """Deletes the trash in `folder`."""
+        with typed_errors(folder):
+            for path in self.trash(folder):
+                _remove_trash(path)
+
+    def sync_dir(self, folder: Path) -> None:
+        """Calls fsync on a folder."""
+        _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+    def sync_tree(self, folder: Path) -> None:
+        """Calls fsync on every file and folder below `folder`, and on its parent."""
+        with typed_errors(folder):
+            for root, _, files in os.walk(folder, topdown=False, onerror=_raise):
+                for name in files:
+                    _fsync(Path(root, name), os.O_RDONLY)
+                self.sync_dir(Path(root))
+            self.sync_dir(folder.parent)
+
+    def sync_file(self, path: Path) -> None:
+        """Calls fsync on a file."""
+        with typed_errors(path):
+            _fsync(path, os.O_RDONLY)
+
+    def drop_page_cache(self, path: Path) -> None:
+        """Drops the cached pages of a file; no effect on tmpfs, which has no other copy."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+    def files_below(self, folder: Path) -> dict[str, int]:
+        """Returns relative path -> size of every file below `folder`; raises every OSError."""
+        sizes: dict[str, int] = {}
+        for root, _, files in os.walk(folder, onerror=_raise if folder.exists() else None):
+            for name in files:
+                path = Path(root, name)
+                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+        return sizes
+
+    def cached_files(self, folder: Path) -> list[Path]:
+        """Returns the files below `folder`: the page cache may hold any of them."""
+        return [path for path in folder.rglob("*") if path.is_file()]
+
+    def iter_chunks(self, path: Path, *, size_bytes: int) -> Iterator[memoryview]:
+        """Yields the bytes of a file in parts of one buffer; raises every OSError unchanged."""
+        buffer = memoryview(bytearray(size_bytes))
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                yield buffer[:count]
+
+    def refuses_locks(self, folder: Path) -> bool:
+        """Returns whether the mount refuses locks, as NFS without its lock service does."""
+        with typed_errors(folder), tempfile.TemporaryFile(dir=folder, prefix=".lock-") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    return True
+                raise
+        return False
+
+    def free_bytes(self, folder: Path) -> int:
+        """Returns the free space of the disk that `folder` is on."""
+        with typed_errors(folder):
+            return shutil.disk_usage(folder).free
+
+    def identity(self, folder: Path) -> str:
+        """Returns device and inode: a move keeps them, a copy has others."""
+        with typed_errors(folder):
+            stat = folder.stat()
+        return f"{stat.st_dev}.{stat.st_ino}"
+
+
+def _write_temp(path: Path, data: bytes, *, mode: int = 0o666) -> Path:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def _remove_trash(folder: Path) -> None:
+    """Deletes a trash folder that another process may be deleting at the same time."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _raise(error: OSError) -> None:
+    """Makes os.walk raise if it can't list a folder, which it skips by default."""
+    raise error

@@ -1,0 +1,147 @@
+"""The train step and the evaluation step: jits and traces them, loads or compiles them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxres import config as configs
+from jaxres.engine import evaluate, optimizer, sharding_report
+from jaxres.engine import mesh as meshes
+from jaxres.engine import step as steps
+from jaxres.engine.executable import Signature
+from jaxres.runlog.events import Noted
+from jaxres.train import compile_cache, oom_advice
+from jaxres.train.compile_cache import StepToCompile
+from jaxres.train.components import Components
+from jaxres.train.consensus import facts_shape
+from jaxres.train.context import AttemptContext
+
+
+def traced_step(parts: Components, *, facts: Any = None) -> Any:
+    """Jits the train step and returns its trace, which can be lowered for absent devices too.
+
+    The jitted step donates the state.
+
+    Args:
+      parts: components of the run.
+      facts: shape of the flags that the hosts exchange in each step; None with a single host.
+    """
+    config = parts.config
+    rate = optimizer.learning_rate(
+        config.optimizer.schedule,
+        peak=config.optimizer.learning_rate,
+        total_steps=config.train.steps,
+    )
+    train_step = steps.make_train_step(
+        parts.model,
+        parts.tx,
+        rate,
+        clip_norm=config.optimizer.clip_norm,
+        microbatches=parts.plan.microbatches,
+        spikes=config.guards.spikes,
+        loss_scale=configs.loss_scale(config),
+        replicate=meshes.replicate(parts.mesh),
+    )
+    signature = _step_signature(parts, facts=facts)
+    jitted = jax.jit(train_step, donate_argnums=0, out_shardings=signature.results)
+    return jitted.trace(*signature.arguments)
+
+
+def _step_signature(parts: Components, *, facts: Any) -> Signature:
+    shapes, mesh = parts.shapes, parts.mesh
+    batch = _batch_shapes(parts, rows=parts.rows_per_batch)
+    rate_factor = optimizer.shape(parts.config.guards.rollback, mesh)
+    return Signature(
+        arguments=(shapes, batch, facts, rate_factor),
+        results=(jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(mesh)),
+    )
+
+
+def load_or_compile(
+    parts: Components, context: AttemptContext
+) -> tuple[Any, Callable[[Any, evaluate.Listener], float | None]]:
+    """Returns the compiled train step, and a function that evaluates parameters.
+
+    Both are loaded from the compile cache, or compiled before the first step.
+    """
+    config, mesh = parts.config, parts.mesh
+    facts = None if context.peers.member.is_alone else facts_shape(mesh)
+    rows = parts.plan.rows_at_once  # A whole batch may not fit into memory.
+    trace = functools.partial(traced_step, parts, facts=facts)
+    to_compile = {"training": StepToCompile(trace, _step_signature(parts, facts=facts))}
+    if parts.evaluates:
+        trace = functools.partial(traced_evaluation, parts, facts=facts, rows=rows)
+        signature = _evaluation_signature(parts, facts=facts, rows=rows)
+        to_compile["evaluation"] = StepToCompile(trace, signature)
+    batch = {name: str(shape) for name, shape in _batch_shapes(parts, rows=rows).items()}
+    made_of = compile_cache.cache_key_inputs(
+        config,
+        vocab_size=parts.dataset.vocab_size,
+        batch=batch,
+        plan=str(parts.plan),
+        mesh=str(mesh.shape),
+    )
+    compiled = compile_cache.get(
+        to_compile,
+        context,
+        devices=list(mesh.devices.flat),
+        made_of=made_of,
+        most=config.compilation.keep_programs,
+        cache_dir=config.compilation.cache_dir,
+        seconds=config.deadlines.compile_seconds,
+    )
+    step = compiled["training"]
+    large = oom_advice.warn_device_memory(
+        config, sharding_report.step_bytes(step), sharding_report.device_limit(mesh)
+    )
+    if large is not None:
+        context.emit(Noted(large))
+    if not parts.evaluates:
+        return step, _no_evaluation
+    return step, evaluate.make(
+        compiled["evaluation"],
+        parts.dataset.heldout,
+        rows_per_batch=rows,
+        limit=config.evaluation.batches * parts.plan.microbatches,
+        mesh=mesh,
+    )
+
+
+def traced_evaluation(parts: Components, *, facts: Any, rows: int) -> Any:
+    """Jits the evaluation step for `rows` rows and returns its trace; see `traced_step`."""
+    signature = _evaluation_signature(parts, facts=facts, rows=rows)
+    step = jax.jit(steps.make_eval_step(parts.model), out_shardings=signature.results)
+    return step.trace(*signature.arguments)
+
+
+def _evaluation_signature(parts: Components, *, facts: Any, rows: int) -> Signature:
+    mesh = parts.mesh
+    mask = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=meshes.batch_sharding(mesh))
+    return Signature(
+        arguments=(parts.shapes.params, _batch_shapes(parts, rows=rows), mask, facts),
+        results=meshes.replicated(mesh),
+    )
+
+
+def _batch_shapes(parts: Components, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shape, dtype and sharding of `rows` rows, as `place_batch` places them."""
+    row = parts.dataset.train.rows(np.zeros(1, np.int64))
+    sharding = meshes.batch_sharding(parts.mesh)
+    return {
+        name: jax.ShapeDtypeStruct(
+            (rows, *array.shape[1:]),
+            jax.dtypes.canonicalize_dtype(array.dtype),
+            sharding=sharding,
+        )
+        for name, array in row.items()
+    }
+
+
+def _no_evaluation(params: Any, hosts: Any) -> float | None:
+    raise AssertionError("the schedule has no evaluation")

@@ -1,0 +1,122 @@
+"""Starts commands as forks of a process that has imported jax; one per test process."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).parents[2]
+ROOM = "-" * 8192
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
+READY_SECONDS = 120.0
+LIBC = ctypes.CDLL(None)
+
+
+class Forked:
+    """A child of the fork server, with the subset of subprocess.Popen that tests use."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns the exit code, the negative signal number, or None."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end."""
+        if self.poll() is None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                select.select([pidfd], [], [], timeout)
+            finally:
+                os.close(pidfd)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal unless the process has exited."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it."""
+        self.send_signal(signal.SIGKILL)
+
+
+Process = Forked | subprocess.Popen[bytes]
+
+
+class ForkServer:
+    """Fork server process; it exits with this process."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.base = os.environ | {"PYTHONUNBUFFERED": "1"}
+        words = [sys.executable, "-m", "tests.promises.fork_server", str(theirs.fileno()), ROOM]
+        with theirs:
+            self.process = subprocess.Popen(
+                words,
+                cwd=ROOT,
+                env=self.base | {"JAXRES_TEST_ROOM": ROOM},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        ours.settimeout(READY_SECONDS)
+        assert ours.recv(64) == b"ready", "the fork server has ended"
+        self.control = ours
+
+    def start(
+        self, command: Sequence[str], *, env: Mapping[str, str], output: IO[bytes], spares: int
+    ) -> Forked:
+        """Forks a command, `python -m MODULE ...`, and this many processes for its workers."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        order = {"command": list(command), "env": dict(env)}
+        order |= {"spares": spares, "parent": os.getpid()}
+        with ours, _adopting():
+            with theirs:
+                files = [theirs.fileno(), output.fileno()]
+                socket.send_fds(self.control, [json.dumps(order).encode()], files)
+            ours.settimeout(READY_SECONDS)
+            pid = ours.recv(64)
+            assert pid.isdigit(), "the fork server has forked nothing"
+            ours.send(b"go")
+        return Forked(int(pid))
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Adopts processes that lose their parent within the block."""
+    before = ctypes.c_int()
+    LIBC.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, before.value)
+
+
+_servers: list[ForkServer] = []
+
+
+def server() -> ForkServer:
+    """Returns the fork server of this test process; starts it on the first call."""
+    if not _servers or _servers[0].process.poll() is not None:
+        _servers[:] = [ForkServer()]
+    return _servers[0]

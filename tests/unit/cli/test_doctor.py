@@ -1,0 +1,151 @@
+"""`jaxres doctor`: each line has a status (pass, warn or fail) and what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxres.cli import doctor
+
+ROOT = Path(__file__).parents[3]
+TINY = ROOT / "tests" / "promises" / "tiny.yaml"
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture
+def run_doctor(tmp_path: Path, caches: Path, capsys: pytest.CaptureFixture[str]):
+    def run_doctor(*arguments: str, config: Path = TINY) -> tuple[int, str, str]:
+        code = doctor.main(
+            [
+                str(config),
+                f"run.dir={tmp_path / 'run'}",
+                f"data.cache_dir={caches}",
+                "model.kind=mlp",
+                *arguments,
+            ],
+            env={},
+        )
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_doctor
+
+
+def lines(out: str) -> list[tuple[str, str]]:
+    """Returns status and name of every check."""
+    rows = out.partition("\n\n")[0].splitlines()
+    return [(row.split()[0], row.split()[1]) for row in rows if row[:4] in ("pass", "warn", "fail")]
+
+
+def test_a_valid_run_passes_and_nothing_is_written(run_doctor, tmp_path: Path) -> None:
+    code, out, err = run_doctor("mesh.fsdp=2")
+    assert (code, err) == (0, "")
+    names = ("config", "data", "mesh", "batch", "state", "memory", "step", "run.dir", "notices")
+    assert lines(out) == [("pass", name) for name in names]
+    assert "8 x cpu: data=4 fsdp=2 tensor=1" in out
+    assert "24 rows = 1 (microbatches) x 3 (rows a device at once) x 8 (batch shards)" in out
+    assert "params/embedding" in out
+    assert "mesh data=4 fsdp=2 tensor=1" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_failed_checks_are_named_and_the_others_still_run(run_doctor, tmp_path: Path) -> None:
+    code, out, err = run_doctor("train.global_batch_size=20", "data.source.path=/nowhere")
+    assert code == 78
+    assert "2 checks fail" in err
+    assert lines(out) == [
+        ("pass", "config"),
+        ("fail", "data"),
+        ("fail", "mesh"),
+        ("pass", "run.dir"),
+        ("pass", "notices"),
+    ]
+    assert "feasible: 1, 2, 4, 5, 10, 20 devices" in out
+
+
+def test_missing_weights_fail(run_doctor) -> None:
+    code, out, _ = run_doctor("init_from={kind: run, path: /nowhere}", "--devices", "2")
+    assert (code, lines(out)[-1]) == (0, ("warn", "init_from")), "the other machines may have them"
+    code, out, _ = run_doctor("init_from={kind: run, path: /nowhere}")
+    assert code == 78
+    assert ("fail", "init_from") in lines(out)
+    assert "init_from.path: /nowhere: no run here" in out
+
+
+def test_it_plans_for_devices_of_other_machines(run_doctor) -> None:
+    overrides = ("model.kind=gpt", "mesh.fsdp=4", "mesh.tensor=2")
+    code, out, _ = run_doctor(*overrides, "--devices", "48", "--hosts", "48")
+    assert code == 0
+    assert ("warn", "mesh") in lines(out)
+    assert "Choose mesh.tensor=1" in out
+    assert "48 devices of other machines, 1 per host: data=6 fsdp=4 tensor=2" in out
+    assert out.endswith("a device, mesh data=6 fsdp=4 tensor=2\n")
+    assert ("fail", "mesh") in lines(run_doctor("--devices", "25")[1])
+
+
+def test_a_large_replicated_array_is_a_warning(run_doctor) -> None:
+    code, out, _ = run_doctor(
+        "model.d_model=1000", "mesh.fsdp=16", "--devices", "16", "train.steps=9"
+    )
+    assert code == 78  # 24 rows over 16
+    code, out, _ = run_doctor(
+        "model.d_model=1000", "mesh.fsdp=16", "--devices", "16", "train.global_batch_size=48"
+    )
+    assert code == 0
+    assert ("warn", "state") in lines(out)
+    assert "embed=1000 (model.d_model) is not divisible by mesh.fsdp=16" in out
+
+
+def test_a_disk_that_is_too_small_is_a_warning(run_doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Disk", (), {"free": 9}))
+    code, out, _ = run_doctor("mesh.data=8")
+    assert code == 0
+    assert ("warn", "run.dir") in lines(out)
+    assert "lower checkpoint.keep.last" in out
+
+
+def test_an_unwritable_run_dir_fails(run_doctor) -> None:
+    code, out, _ = run_doctor("run.dir=/proc/nowhere/run")
+    assert code == 78
+    assert ("fail", "run.dir") in lines(out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train.step=3"], 78, "did you mean 'steps'?"),
+        (["mesh.tensor=3", "model.kind=gpt"], 78, "does not divide model.num_heads=2"),
+        (["--devices", "5", "--hosts", "2"], 64, "not a multiple"),
+        (["--hosts", "2"], 64, "--hosts needs --devices"),
+        (["--frobnicate"], 64, "unrecognized arguments"),
+    ],
+)
+def test_bad_arguments_are_one_clear_error(
+    run_doctor, arguments: list[str], code: int, message: str
+) -> None:
+    ended, out, err = run_doctor(*arguments)
+    assert (ended, out) == (code, "")
+    assert message in err
+    assert err.count(f"(exit {code}") == 1
+
+
+def test_a_bad_config_is_rejected_before_jax_is_imported() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "jaxres", "doctor", str(TINY), "train.step=3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 78, ended.stderr
+    assert "did you mean 'steps'?" in ended.stderr
+    modules = {row.rpartition("|")[2].strip() for row in ended.stderr.splitlines()}
+    assert "jaxres.faults" in modules, "-X importtime output was not parsed"
+    assert "jax" not in modules

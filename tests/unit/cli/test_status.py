@@ -1,0 +1,282 @@
+"""`jaxres status` of a run that is live, was killed, or has exited."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli import run_health, status
+from jaxres.clock import SystemClock
+from jaxres.exit_codes import ExitCode
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, RunLog, Start
+from tests.unit.runlog.example_records import CLAIM
+
+
+@dataclass
+class FakeClock:
+    """A clock that advances only when a test sets it."""
+
+    now: float = 1_000_000.0
+
+    def wall(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def claimed(folder: Path, clock: FakeClock) -> tuple[RunDir, RunLog]:
+    run_dir = RunDir(folder)
+    return run_dir, RunLog.claim(run_dir.log, CLAIM, after=[], clock=clock)
+
+
+HERE = socket.gethostname()
+
+
+def write_heartbeat(run_dir: RunDir, clock: FakeClock, *, host: str = HERE, count: int = 1) -> None:
+    fields = {
+        "host": host,
+        "pid": 7,
+        "nonce": "n",
+        "count": count,
+        "locked": True,
+        "time": clock.now,
+    }
+    run_dir.owner.write_text(json.dumps(fields))
+
+
+def read_status(run_dir: RunDir, clock: FakeClock, *, watch: bool = False) -> status.Status:
+    line = run_log.fold(run_log.read_records(run_dir.log))
+    return status.read_status(run_dir, line, clock=clock, watch=watch)
+
+
+def status_rows(run_dir: RunDir, clock: FakeClock) -> dict[str, str]:
+    rows = status.as_text(read_status(run_dir, clock)).splitlines()
+    return {row[:11].strip(): row[11:] for row in rows}
+
+
+def test_a_run_is_alive_until_its_lock_holder_misses_three_heartbeats(tmp_path):
+    clock = FakeClock()
+    run_dir, _ = claimed(tmp_path, clock)
+    write_heartbeat(run_dir, clock)
+    clock.now += 2
+    assert status_rows(run_dir, clock)["alive"] == f"yes: attempt 1, host {HERE}, pid 7"
+    assert "touch" in status_rows(run_dir, clock)["next"]
+    clock.now += 2
+    assert status_rows(run_dir, clock)["alive"].startswith(
+        f"no: attempt 1, host {HERE}, pid 7, last"
+    )
+    assert (
+        status_rows(run_dir, clock)["ended"]
+        == "no exit record: the process was killed or the machine went down"
+    )
+    assert status_rows(run_dir, clock)["next"] == f"python -m jaxres.train {run_dir.root}"
+
+
+def test_an_exit_is_shown_with_its_cause_and_what_to_do(tmp_path):
+    clock = FakeClock()
+    run_dir, log = claimed(tmp_path, clock)
+    log.append(AttemptEnded(exit=ExitCode.HUNG, reason="no progress for 30.0 s", committed=False))
+    clock.now += 100
+    assert (
+        status_rows(run_dir, clock)["ended"] == "exit 80 HUNG (attempt 1): no progress for 30.0 s"
+    )
+    assert "stacks-host000.txt" in status_rows(run_dir, clock)["next"]
+
+
+def test_a_worker_killed_by_a_signal_is_shown_with_the_signal(tmp_path):
+    clock = FakeClock()
+    run_dir, log = claimed(tmp_path, clock)
+    log.append(AttemptEnded(exit=137, reason="the worker was ended by SIGKILL", committed=False))
+    clock.now += 100
+    assert status_rows(run_dir, clock)["ended"].startswith(
+        "exit 137 signal 9 (SIGKILL) (attempt 1)"
+    )
+
+
+def write(path: Path, *lines: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def event(kind: str, at: float, **fields: Any) -> dict[str, Any]:
+    return {"time": at, "monotonic": at, "event": kind} | fields
+
+
+RESTARTED = {"exit": 137, "step": 40, "after_seconds": 2.0, "budget": "failure 1 of 5"}
+
+
+@pytest.mark.parametrize(
+    ("exit", "code"),
+    [
+        (ExitCode.DONE, 0),
+        *(
+            (exit, 1)
+            for exit in (ExitCode.BUG, ExitCode.STORAGE, ExitCode.PREEMPTED, ExitCode.STOPPED)
+        ),
+        *((exit, 1) for exit in (ExitCode.PEER_LOST, ExitCode.HUNG, 137)),
+        *((exit, 3) for exit in (ExitCode.CONFIG, ExitCode.DIVERGED, ExitCode.UNHEALTHY)),
+        *((exit, 3) for exit in (ExitCode.UNRESTORABLE, ExitCode.OUT_OF_MEMORY)),
+    ],
+)
+def test_the_exit_code_shows_whether_an_operator_must_act(tmp_path, capsys, exit: int, code: int):
+    clock = FakeClock()
+    run_dir, log = claimed(tmp_path, clock)
+    assert checkpoints_cli.main(["status", str(tmp_path)], usage="") == 1, (
+        "killed: it has to be restarted"
+    )
+    write_heartbeat(run_dir, FakeClock(SystemClock().wall()))
+    assert checkpoints_cli.main(["status", str(tmp_path)], usage="") == 0, "it runs"
+    write_heartbeat(run_dir, clock)
+    log.append(AttemptEnded(exit=exit, reason="why", committed=False))
+    capsys.readouterr()
+    assert checkpoints_cli.main(["status", str(tmp_path), "--json"], usage="") == code
+    fields = json.loads(capsys.readouterr().out)
+    assert (fields["code"], fields["alive"], fields["attempts"][-1]["exit"]) == (code, False, exit)
+
+
+def test_a_run_whose_last_step_is_committed_is_done_whatever_its_exit(tmp_path):
+    clock = FakeClock()
+    run_dir, log = claimed(tmp_path, clock)
+    write(run_dir.events(1, 0), event("run_built", 1.0, steps=40))
+    log.append(Commit(step=40, path="p", manifest="m", bytes=1))
+    assert (read_status(run_dir, clock).outlook.state, status_rows(run_dir, clock)["next"][:7]) == (
+        "done",
+        "nothing",
+    )
+
+
+def test_a_supervisor_that_waits_differs_from_one_that_has_given_up(tmp_path):
+    clock = FakeClock()
+    run_dir, log = claimed(tmp_path, clock)
+    log.append(AttemptEnded(exit=137, reason="host 1 (h) was ended by SIGKILL", committed=False))
+    write(run_dir.supervisor_events, event("attempt_restarted", 1.0, attempt=1, **RESTARTED))
+    write_heartbeat(run_dir, clock)
+    assert read_status(run_dir, clock).outlook.state == "restarting"
+    rows = status_rows(run_dir, clock)
+    assert rows["next"] == "attempt 2, 2 s after the last one"
+    assert rows["restarts"] == "its supervisor (failure 1 of 5)"
+    assert rows["incident"] == (
+        "attempt 1: signal 9 (SIGKILL) (exit 137), no step, 0 kept: host 1 (h) was ended by SIGKILL"
+    )
+    started = event("supervision_started", 2.0, attempt=1, budget="failure 2 of 5")
+    write(run_dir.supervisor_events, event("gave_up", 1.0, attempt=1, exit=84), started)
+    assert read_status(run_dir, clock).outlook.state == "restarting", (
+        "another supervisor has started"
+    )
+    assert status_rows(run_dir, clock)["restarts"] == "its supervisor (failure 2 of 5)"
+    clock.now += 100
+    assert read_status(run_dir, clock).outlook.code == 1, "the supervisor is gone"
+    write(
+        run_dir.supervisor_events,
+        event("attempt_restarted", 1.0, attempt=0, **RESTARTED),
+        event("gave_up", 2.0, attempt=1, exit=84, step=40, reason="5 attempts"),
+    )
+    assert read_status(run_dir, clock).outlook.code == 3
+    assert "given up (exit 84 NO_PROGRESS: 5 attempts)" in status_rows(run_dir, clock)["restarts"]
+    RunLog.claim(
+        run_dir.log,
+        dataclasses.replace(CLAIM, attempt=2),
+        after=run_log.read_records(run_dir.log),
+        clock=clock,
+    )
+    write_heartbeat(run_dir, clock)
+    assert read_status(run_dir, clock).outlook.state == "running", "it was restarted manually"
+    assert status_rows(run_dir, clock)["restarts"].startswith(
+        "manual: started without a supervisor"
+    )
+    RunLog.claim(
+        run_dir.log,
+        dataclasses.replace(CLAIM, attempt=3, slots=(0,)),
+        after=run_log.read_records(run_dir.log),
+        clock=clock,
+    )
+    assert status_rows(run_dir, clock)["restarts"] == "its supervisor"
+
+
+def test_events_of_another_version_are_no_error():
+    assert run_health.supervision([]) is None
+    assert run_health.supervision([{"event": "Unknown"}, {}]) is None
+    found = run_health.supervision([{"event": "gave_up"}])
+    assert found is not None
+    assert (found.decision, found.attempt, found.budget) == ("gave up", 0, "")
+
+
+def test_each_host_of_the_attempt_is_shown_with_phase_step_and_age(tmp_path):
+    clock = FakeClock()
+    run_dir = RunDir(tmp_path)
+    claim: Claim = dataclasses.replace(CLAIM, num_hosts=3)
+    log = RunLog.claim(run_dir.log, claim, after=[], clock=clock)
+    log.append(Start(step=0, path=None, dataset="d", computation={}))
+    write(
+        run_dir.events(1, 0),
+        event("phase_changed", clock.now - 50, phase="train"),
+        event("save_started", clock.now - 5, step=8),
+    )
+    write(
+        run_dir.events(1, 1), event("phase_changed", clock.now - 300, phase="restore", detail="x")
+    )
+    rows = status_rows(run_dir, clock)
+    assert rows["host 0"] == "train, step 8, last event 5 s ago"
+    assert rows["host 1"] == "restore (x), last event 5 min ago"
+    assert "host 2" not in rows, "it has emitted no event yet"
+    found = json.loads(status.as_json(read_status(run_dir, clock)))["hosts"]
+    assert [(host["host"], host["phase"], host["step"]) for host in found] == [
+        (0, "train", 8),
+        (1, "restore", None),
+    ]
+
+
+class BeatingClock(FakeClock):
+    """A clock whose sleeps advance the lock holder's heartbeat."""
+
+    run_dir: RunDir
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        write_heartbeat(
+            self.run_dir, FakeClock(self.now - 3600), host="far", count=int(self.now * 10)
+        )
+
+
+def test_a_lock_holder_with_another_clock_is_alive_if_its_heartbeat_advances(tmp_path):
+    clock = BeatingClock()
+    clock.run_dir, _ = run_dir, _ = claimed(tmp_path, clock)
+    write_heartbeat(run_dir, FakeClock(clock.now - 3600), host="far")
+    assert not read_status(run_dir, clock).is_alive
+    assert "3600 s ago by its clock, which may differ" in status_rows(run_dir, clock)["alive"]
+    assert read_status(run_dir, clock, watch=True).is_alive
+    assert read_status(run_dir, clock, watch=True).outlook.code == 0
+    still = FakeClock()
+    write_heartbeat(run_dir, FakeClock(still.now + 3600), host="far")
+    assert read_status(run_dir, still).is_alive, "by its time stamp"
+    assert not read_status(run_dir, still, watch=True).is_alive
+    assert still.now - FakeClock().now < 4
+
+
+def test_a_run_that_has_just_exited_is_over_although_its_heartbeat_is_recent(tmp_path):
+    clock = FakeClock()
+    run_dir, log = claimed(tmp_path, clock)
+    log.append(AttemptEnded(exit=ExitCode.HUNG, reason="why", committed=False))
+    write_heartbeat(run_dir, clock)
+    assert read_status(run_dir, clock).outlook.state == "running", "the lock is still held"
+    gave_up = event("gave_up", 2.0, attempt=1, exit=84, step=40, reason="5 attempts")
+    write(run_dir.supervisor_events, gave_up)
+    assert read_status(run_dir, clock).outlook.state == "needs a person"
+    run_dir.supervisor_events.unlink()
+    log.append(AttemptEnded(exit=ExitCode.DONE, reason="", committed=True))
+    assert read_status(run_dir, clock).outlook.state == "done"
+    assert status_rows(run_dir, clock)["alive"].startswith("no: ")
+    assert status_rows(run_dir, clock)["ended"].startswith("exit 0 DONE")

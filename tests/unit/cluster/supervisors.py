@@ -1,0 +1,171 @@
+"""Supervisors for the rendezvous tests: in this process, and as separate processes."""
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+
+from jaxres.clock import SystemClock
+from jaxres.cluster.authentication import Secret
+from jaxres.cluster.detect import Address
+from jaxres.cluster.messages import (
+    AttemptAnnounced,
+    Disconnected,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    JobResult,
+)
+from jaxres.cluster.rendezvous import RendezvousFollower, RendezvousLeader
+from jaxres.faults import RunError
+
+CLOCK = SystemClock()
+KEY = b"k" * 32
+SECRET = Secret(KEY, "/runs/a/secret")
+LIMITS = {"join_seconds": 20.0, "heartbeat_seconds": 10.0, "clock": CLOCK, "secret": SECRET}
+ATTEMPT = AttemptAnnounced(attempt=3, nonce="c1a1", coordinator="127.0.0.1:1")
+
+
+def hello(host, *, num_hosts=2, **changes):
+    return replace(
+        Hello(
+            host=host,
+            num_hosts=num_hosts,
+            name=f"node{host}",
+            pid=1000 + host,
+            nonce=f"nonce{host}",
+            versions={"jax": "0.10.2", "jaxres": "0.1"},
+            python="3.11.4",
+            trajectory="9f3c9f3c9f3c",
+            run_dir="/runs/a",
+            fields={"data.seq_len": "128"},
+        ),
+        **changes,
+    )
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return Address("127.0.0.1", probe.getsockname()[1])
+
+
+def proof(role, accepting, connecting, *, key=KEY):
+    """Returns what the side of a role must send, computed apart from the code under test."""
+    message = f"jaxres {role} side".encode() + bytes.fromhex(accepting) + bytes.fromhex(connecting)
+    return hmac.new(key, message, "sha256").hexdigest()
+
+
+def line(**fields):
+    """Returns a line of the handshake."""
+    return json.dumps({"jaxres": 2, **fields}).encode() + b"\n"
+
+
+def read_line(connected):
+    """Returns the next line of a blocking socket, decoded; None at its end."""
+    data = b""
+    while not data.endswith(b"\n"):
+        if not (got := connected.recv(1)):
+            assert not data, data
+            return None
+        data += got
+    return json.loads(data)
+
+
+def prove(connected, *, key=KEY):
+    """Goes through the handshake as the connecting side of a blocking socket."""
+    own = secrets.token_hex(32)
+    connected.sendall(line(challenge=own))
+    other = read_line(connected)["challenge"]
+    connected.sendall(line(proof=proof("connecting", other, own, key=key)))
+    answer = read_line(connected)
+    assert answer == {"jaxres": 2, "proof": proof("accepting", other, own, key=key)}, answer
+
+
+def lead(address, *, num_hosts=2, **limits):
+    return RendezvousLeader(hello(0, num_hosts=num_hosts), address, **(LIMITS | limits))
+
+
+def follow(address, said, *, sees=True, see_seconds=0.5, **limits):
+    """Joins the rendezvous and leaves; returns the announcement."""
+    with RendezvousFollower(said, address, **(LIMITS | limits)) as follower:
+        announcement = follower.join()
+        follower.confirm(announcement, lambda attempt, nonce: sees, see_seconds=see_seconds)
+        return announcement
+
+
+def begin(address, *, num_hosts=2, see_seconds=0.5, **limits):
+    """Leads the rendezvous and leaves; returns the hellos."""
+    with lead(address, num_hosts=num_hosts, **limits) as leading:
+        hellos = leading.wait_for_all()
+        leading.announce(ATTEMPT, see_seconds=see_seconds)
+        return hellos
+
+
+def together(*calls):
+    """Makes all calls at once; returns the result or the RunError of each."""
+
+    def ended(call):
+        try:
+            return call()
+        except RunError as end:
+            return end
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(ended, calls))
+
+
+def hear(peers, kind, *, seconds=10.0, beat=None):
+    """Returns the first message of a kind, with its host."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for host, word in peers.receive():
+            if isinstance(word, kind):
+                return host, word
+        peers.send_heartbeat(beat or Heartbeat())
+        time.sleep(0.02)
+    raise AssertionError(f"no {kind.__name__} within {seconds} s")
+
+
+@contextlib.contextmanager
+def follower_process(address, said, **limits):
+    """Starts a follower in a process, which prints a line at its start and at its end."""
+    words = json.dumps([address.host, address.port, asdict(said), limits])
+    command = [sys.executable, "-m", "tests.unit.cluster.supervisors", words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def main(host, port, fields, limits):
+    try:
+        with RendezvousFollower(
+            Hello(**fields), Address(host, port), **(LIMITS | limits)
+        ) as follower:
+            peers = follower.confirm(follower.join(), lambda attempt, nonce: True)
+            print("started", flush=True)
+            step = 0
+            while True:
+                time.sleep(0.05)
+                step += 1
+                for _, word in peers.receive():
+                    if isinstance(word, Disconnected | JobResult | Goodbye):
+                        print(word, flush=True)
+                        return
+                peers.send_heartbeat(Heartbeat(step, "train"))
+    except RunError as end:
+        print(f"{int(end.exit_code)} {end}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*json.loads(sys.argv[1]))

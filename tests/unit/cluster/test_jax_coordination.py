@@ -1,0 +1,126 @@
+"""Promises of what hosts say outside the step, over a store like JAX's: no wait lacks a limit."""
+
+import socket
+import threading
+
+import jax
+import pytest
+
+from jaxres.clock import SystemClock
+from jaxres.cluster import jax_coordination
+from jaxres.cluster.host_group import HostRank, SingleHost
+from jaxres.faults import ConfigError, PeerLost
+
+
+class Store:
+    """Stands where JAX's key-value store stands: write-once keys, reads that wait."""
+
+    def __init__(self):
+        self._words = {}
+        self._changed = threading.Condition()
+
+    def key_value_set(self, key, word):
+        with self._changed:
+            if key in self._words:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
+            self._words[key] = word
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key, milliseconds):
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._words, milliseconds / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}\nand a stack")
+            return self._words[key]
+
+
+def hosts(count):
+    store = Store()
+    return [
+        jax_coordination.JaxCoordination(HostRank(host, count), store, clock=SystemClock())
+        for host in range(count)
+    ]
+
+
+def unasked():
+    raise AssertionError("only the lead decides")
+
+
+def test_only_the_lead_decides_and_all_have_its_word():
+    lead, *others = hosts(3)
+    assert lead.broadcast("restore", lambda: "step 8", seconds=1) == "step 8"
+    assert [one.broadcast("restore", unasked, seconds=1) for one in others] == ["step 8"] * 2
+
+
+def test_a_word_that_does_not_come_names_the_lead_and_says_it_in_one_line():
+    _, other = hosts(2)
+    with pytest.raises(PeerLost, match="host 0 did not send") as error:
+        other.broadcast("restore", unasked, seconds=0.05)
+    assert "\n" not in str(error.value)
+
+
+def test_who_does_not_come_is_named():
+    lead, one, _ = hosts(3)
+    waiting = threading.Thread(target=lambda: one.kv_set("here/built/1", "1"))
+    waiting.start()
+    with pytest.raises(PeerLost, match="host 2 did not"):
+        lead.barrier("built", seconds=0.2)
+    waiting.join()
+
+
+def test_the_lead_leaves_last_and_does_not_wait_for_ever(monkeypatch):
+    lead, one = hosts(2)
+    left = []
+    leaving = threading.Thread(target=lambda: (lead.shutdown(), left.append("lead")))
+    leaving.start()
+    leaving.join(0.1)
+    assert left == [], "it has gone before the other"
+    one.shutdown()
+    leaving.join(5)
+    assert left == ["lead"]
+    monkeypatch.setattr(jax_coordination, "EXIT_SECONDS", 0.1)
+    hosts(2)[0].shutdown()
+
+
+def test_single_host_never_waits():
+    alone = SingleHost()
+    assert alone.broadcast("restore", lambda: "step 8", seconds=0) == "step 8"
+    alone.barrier("built", seconds=0)
+    alone.shutdown()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "UNKNOWN: Gloo all-reduce failed: [pair.cc:538] Connection closed by peer",
+        "UNAVAILABLE: The tasks have stopped sending heartbeats",
+        "INTERNAL: NCCL operation ncclAllReduce failed: unhandled system error",
+    ],
+)
+def test_jax_words_for_a_lost_peer_are_known(said):
+    assert jax_coordination.is_peer_lost(jax.errors.JaxRuntimeError(said))
+
+
+def test_other_errors_of_jax_are_bugs():
+    assert not jax_coordination.is_peer_lost(
+        jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes differ")
+    )
+
+
+@pytest.mark.parametrize(("address", "is_refused"), [("127.0.1.1", True), ("10.0.0.7", False)])
+def test_a_name_that_stands_for_loopback_is_refused_with_the_remedy(
+    monkeypatch, address, is_refused
+):
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
+    if not is_refused:
+        jax_coordination.refuse_unreachable_name()
+        return
+    with pytest.raises(ConfigError, match="/etc/hosts"):
+        jax_coordination.refuse_unreachable_name()
+
+
+def test_unknown_name_is_left_to_gloo(monkeypatch):
+    def unknown(name):
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    jax_coordination.refuse_unreachable_name()

@@ -1,0 +1,89 @@
+"""Promises of the ports: where the lead listens, and whom it shares a port with."""
+
+import socket
+from functools import partial
+
+import pytest
+
+from jaxres.cluster import connection
+from jaxres.cluster.connection import reserve_port
+from jaxres.cluster.detect import Address
+from jaxres.faults import ConfigError
+from tests.unit.cluster.supervisors import (
+    ATTEMPT,
+    begin,
+    follow,
+    free_address,
+    hello,
+    lead,
+    together,
+)
+
+
+@pytest.fixture
+def address():
+    return free_address()
+
+
+def test_taken_port_is_one_clear_error(address, monkeypatch):
+    monkeypatch.setattr(connection, "BIND_SECONDS", 0.2)
+    with socket.socket() as other:
+        other.bind((address.host, address.port))
+        other.listen()
+        with pytest.raises(ConfigError) as refused, lead(address):
+            raise AssertionError
+    assert str(address) in str(refused.value)
+    assert "another program has this port" in str(refused.value)
+    assert "--coordinator" in str(refused.value)
+
+
+def test_port_that_is_taken_on_one_interface_only_is_taken(address, monkeypatch):
+    monkeypatch.setattr(connection, "BIND_SECONDS", 0.2)
+    with socket.create_server((address.host, address.port)):
+        everywhere = Address("node0.example", address.port)
+        with pytest.raises(ConfigError, match="has this port"), lead(everywhere):
+            raise AssertionError
+
+
+def test_lead_listens_only_at_the_address_that_is_given_as_a_number(address):
+    with lead(address), socket.create_server(("127.0.0.2", address.port)) as elsewhere:
+        assert elsewhere.getsockname()[1] == address.port
+
+
+def test_lead_whose_address_belongs_to_a_service_before_it_listens_on_all_interfaces(address):
+    _, announced = together(
+        partial(begin, Address("192.0.2.1", address.port)), partial(follow, address, hello(1))
+    )
+    assert announced == ATTEMPT
+
+
+@pytest.mark.parametrize("seen_from_a_follower", ["127.0.0.1", "::1", "localhost"])
+def test_lead_listens_on_all_interfaces_whatever_its_name_means_to_itself(
+    address, seen_from_a_follower
+):
+    _, announced = together(
+        partial(begin, Address("node0.example", address.port)),
+        partial(follow, Address(seen_from_a_follower, address.port), hello(1)),
+    )
+    assert announced == ATTEMPT
+
+
+def test_second_lead_does_not_share_the_port(address, monkeypatch):
+    monkeypatch.setattr(connection, "BIND_SECONDS", 0.2)
+    with lead(address), pytest.raises(ConfigError, match="has this port"), lead(address):
+        raise AssertionError
+
+
+def test_reserved_port_is_shared_only_with_who_asks_for_it():
+    with reserve_port() as kept:
+        port = kept.getsockname()[1]
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as service:
+            service.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            service.bind(("::", port))
+            service.listen()
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                accepted, _ = service.accept()
+                accepted.close()
+                assert client.recv(1) == b""
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("0.0.0.0", port))

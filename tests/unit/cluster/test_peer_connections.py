@@ -1,0 +1,325 @@
+"""Connections of supervisors: a dead peer is lost at once, a suspended process blames no peer."""
+
+import select
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from jaxres.clock import Awake
+from jaxres.cluster.connection import MAX_UNSENT_BYTES, Connection
+from jaxres.cluster.detect import Address
+from jaxres.cluster.messages import (
+    MAX_BYTES,
+    ClaimVisible,
+    Disconnected,
+    Goodbye,
+    Heartbeat,
+    JobResult,
+    LeaderHeartbeat,
+    ProtocolError,
+    StartWorkers,
+    StopMessage,
+    WorkerExited,
+    decode,
+    encode,
+    fields_of,
+)
+from jaxres.cluster.peer_connections import PeerLinks
+from tests.unit.cluster.supervisors import (
+    ATTEMPT,
+    CLOCK,
+    follower_process,
+    free_address,
+    hear,
+    hello,
+    lead,
+)
+
+
+class Hand:
+    """A clock that is moved by hand."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    with PeerLinks(clock=CLOCK, silence_seconds=10.0) as peers:
+        peers.add(1, "node1", Connection(ours, None))
+        yield peers, theirs
+        theirs.close()
+
+
+@pytest.fixture
+def still_pair():
+    """A pair whose time stands still."""
+    ours, theirs = socket.socketpair()
+    clock = Hand()
+    peers = PeerLinks(clock=clock, silence_seconds=10.0)
+    link = peers.add(1, "node1", Connection(ours, None))
+    yield clock, peers, theirs
+    link.connection.close()
+    theirs.close()
+    peers.close()
+
+
+def test_messages_are_received_as_sent(pair):
+    peers, theirs = pair
+    said = [
+        Heartbeat(3, "train"),
+        WorkerExited(70, "é\n" * 10, committed=False, announced=True, step=3),
+        StopMessage(75, "SIGTERM"),
+        LeaderHeartbeat((3, 2)),
+        JobResult(79, 1, "host 1 is gone", 3),
+        StartWorkers(),
+    ]
+    theirs.sendall(b"".join(encode(word) for word in said))
+    assert peers.receive() == [(1, word) for word in said]
+    assert peers.links[1].step == 3
+
+
+def test_message_in_pieces_is_one_message(pair):
+    peers, theirs = pair
+    line = encode(Heartbeat(7, "x"))
+    for at in range(len(line)):
+        assert peers.receive() == []
+        theirs.sendall(line[at : at + 1])
+    assert peers.receive() == [(1, Heartbeat(7, "x"))]
+
+
+def test_last_messages_are_received_before_the_loss_and_none_after_it(pair):
+    peers, theirs = pair
+    theirs.sendall(encode(Heartbeat(5, "train")) + encode(Goodbye(76, "SIGINT")))
+    theirs.close()
+    assert peers.receive() == [
+        (1, Heartbeat(5, "train")),
+        (1, Goodbye(76, "SIGINT")),
+        (1, Disconnected("host 1 (node1) is gone after step 5: it closed the connection")),
+    ]
+    assert peers.receive() == []
+    peers.send(StartWorkers())
+    peers.send_heartbeat(LeaderHeartbeat((1,)))
+
+
+def test_close_waits_until_a_slow_reader_has_the_last_message():
+    ours, theirs = socket.socketpair()
+    peers = PeerLinks(clock=CLOCK, silence_seconds=10.0)
+    peers.add(1, "node1", Connection(ours, None))
+    for _ in range(10):
+        peers.send(StopMessage(75, "x" * 60000))
+    peers.send(JobResult(82, 1, "unhealthy", 40))
+    assert peers.links[1].connection.wants_to_write
+    closing = threading.Thread(target=peers.close)
+    closing.start()
+    data = b""
+    while got := theirs.recv(4096):
+        data += got
+    theirs.close()
+    closing.join()
+    assert decode(data.splitlines()[-1]) == JobResult(82, 1, "unhealthy", 40)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"x\n",
+        b"{}\n",
+        b"x" * (MAX_BYTES + 1),
+        b'{"jaxres": 2, "message": "heartbeat", "step": "x"}\n',
+    ],
+)
+def test_peer_that_sends_no_message_is_lost(pair, data):
+    peers, theirs = pair
+    theirs.sendall(data)
+    [(host, word)] = peers.receive()
+    assert host == 1
+    assert isinstance(word, Disconnected)
+
+
+def test_peer_that_does_not_read_is_lost_and_delays_no_other(pair):
+    peers, _theirs = pair
+    started = time.monotonic()
+    for _ in range(10 * MAX_UNSENT_BYTES // 30000):
+        peers.send(StopMessage(75, "x" * 30000))
+    assert isinstance(peers.receive()[-1][1], Disconnected)
+    assert time.monotonic() - started < 5
+
+
+def test_beats_give_way_to_a_peer_that_does_not_read(still_pair):
+    clock, peers, _theirs = still_pair
+    for _ in range(2000):
+        clock.now += 1.0
+        peers.send_heartbeat(LeaderHeartbeat(tuple(range(1000))))
+    assert not peers.links[1].is_lost
+
+
+def test_beats_come_once_a_second(still_pair):
+    clock, peers, theirs = still_pair
+    for _ in range(100):
+        clock.now += 0.1
+        peers.send_heartbeat(Heartbeat(1, "train"))
+    assert 9 <= theirs.recv(65536).count(b"\n") <= 10
+
+
+def test_silence_beyond_the_limit_is_a_loss(still_pair):
+    clock, peers, theirs = still_pair
+    for _ in range(10):
+        clock.now += 1.0
+        assert peers.receive() == []
+    clock.now += 1.0
+    [(_, word)] = peers.receive()
+    assert "nothing was received from it for 10 s (hosts.heartbeat_seconds)" in word.reason
+    assert theirs.recv(1) == b""
+
+
+def test_own_suspension_loses_no_peer(still_pair):
+    clock, peers, _ = still_pair
+    clock.now += 3600.0
+    assert peers.receive() == []
+    clock.now += 9.5
+    assert peers.receive() == []
+
+
+def test_who_wakes_to_a_closed_connection_is_told_so(still_pair):
+    clock, peers, theirs = still_pair
+    clock.now += 3600.0
+    theirs.sendall(encode(JobResult(79, 1, "silent", 8)))
+    theirs.close()
+    assert [type(word) for _, word in peers.receive()] == [JobResult, Disconnected]
+
+
+def test_newer_connection_of_a_host_takes_the_place_of_a_dead_one(pair):
+    peers, theirs = pair
+    theirs.close()
+    peers._collect()  # The loss is known, and not told yet.
+    ours, again = socket.socketpair()
+    with again:
+        peers.add(1, "node1", Connection(ours, None))
+        again.sendall(encode(Heartbeat(1, "train")))
+        assert peers.receive() == [(1, Heartbeat(1, "train"))]
+        again.shutdown(socket.SHUT_WR)
+
+
+def test_select_wakes_when_there_is_something_to_hear(pair):
+    peers, theirs = pair
+    assert select.select([peers], [], [], 0)[0] == []
+    theirs.sendall(encode(StartWorkers()))
+    assert select.select([peers], [], [], 5)[0] == [peers]
+    assert peers.receive() == [(1, StartWorkers())]
+    assert select.select([peers], [], [], 0)[0] == []
+
+
+def test_time_awake_leaves_out_sleep():
+    clock = Hand()
+    awake = Awake(clock)
+    started = awake.now()
+    for seconds in (1.0, 50.0, 1.5, 2.0, 3.0):
+        clock.now += seconds
+        awake.now()
+    assert awake.now() - started == 4.5
+
+
+def start(address, process_count):
+    """Leads the rendezvous of some processes; returns the leader, which the caller closes."""
+    leading = lead(address, num_hosts=process_count + 1, heartbeat_seconds=2.0).__enter__()
+    leading.wait_for_all()
+    return leading, leading.announce(ATTEMPT)
+
+
+def test_killed_supervisor_is_lost_at_once_and_a_stopped_one_after_its_silence():
+    address = free_address()
+    with (
+        follower_process(address, hello(1, num_hosts=3)) as first,
+        follower_process(address, hello(2, num_hosts=3), heartbeat_seconds=30.0) as second,
+    ):
+        leading, peers = start(address, 2)
+        try:
+            assert hear(peers, Heartbeat, beat=LeaderHeartbeat((0, 0, 0)))[1].phase == "train"
+            first.kill()
+            host, lost = hear(peers, Disconnected, beat=LeaderHeartbeat((0, 0, 0)))
+            assert host == 1
+            assert "host 1 (node1) is gone" in lost.reason
+            assert "nothing was received" not in lost.reason
+            second.send_signal(signal.SIGSTOP)
+            host, lost = hear(peers, Disconnected, beat=LeaderHeartbeat((0, 0, 0)))
+            assert host == 2
+            assert "nothing was received from it for 2 s" in lost.reason
+            second.send_signal(signal.SIGCONT)
+            assert "closed the connection" in second.stdout.read()
+        finally:
+            leading.__exit__(None, None, None)
+
+
+def test_job_result_is_received_even_if_the_leader_exits_at_once():
+    address = free_address()
+    with follower_process(address, hello(1)) as follower:
+        leading, peers = start(address, 1)
+        peers.send(JobResult(82, 1, "host 1 is unhealthy", 40))
+        leading.__exit__(None, None, None)
+        assert "host 1 is unhealthy" in follower.stdout.read()
+
+
+def test_frozen_lead_is_lost_after_its_silence():
+    address = free_address()
+    with follower_process(address, hello(1), heartbeat_seconds=2.0) as follower:
+        leading, _ = start(address, 1)
+        try:
+            assert follower.stdout.readline() == "started\n"
+            word = follower.stdout.readline()  # This process says nothing meanwhile.
+            assert f"host 0 ({address}) is gone: nothing was received from it for 2 s" in word
+        finally:
+            leading.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("text", ["x", "é", "\U0001f525", "\n", "\x00", "\udcff", '"'])
+@pytest.mark.parametrize("length", [0, 100, 100_000])
+def test_no_word_is_longer_than_allowed(text, length):
+    line = encode(Goodbye(70, text * length))
+    assert len(line) <= MAX_BYTES
+    assert line.count(b"\n") == 1
+    back = decode(line)
+    assert isinstance(back, Goodbye)
+    assert len(back.reason) >= min(length, 1000)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{",
+        b'{"jaxres": 2}',
+        b'{"jaxres": 2, "message": "disconnected", "reason": "x"}',
+        b'{"jaxres": 2, "message": "claim_visible"}',
+        b'{"jaxres": 2, "message": ["claim_visible"]}',
+        b'{"jaxres": 2, "Seen": {"seen": true}}',
+        b"[" * 60000,
+        b"\xff\xfe",
+    ],
+)
+def test_line_that_is_no_word_is_refused(line):
+    with pytest.raises(ProtocolError):
+        decode(line)
+
+
+def test_field_of_a_later_version_is_passed_over():
+    assert decode(
+        b'{"jaxres": 2, "message": "claim_visible", "visible": true, "why": 3}'
+    ) == ClaimVisible(True)
+
+
+def test_huge_config_is_compared_by_digest_only():
+    assert fields_of({"model": {str(n): "x" * 80 for n in range(1000)}}) == {}
+
+
+def test_address_is_written_as_it_is_given():
+    assert str(Address("::1", 5)) == "[::1]:5"

@@ -1,0 +1,469 @@
+"""Rendezvous: all hosts start, or all exit with one message that names the wrong host."""
+
+import socket
+import threading
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+
+from jaxres.cluster import peer_connections, rendezvous
+from jaxres.cluster.connection import connect
+from jaxres.cluster.detect import Address
+from jaxres.cluster.messages import MAX_BYTES, Disconnected, JobResult, encode
+from jaxres.cluster.rendezvous import RendezvousFollower
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError, Fenced, PeerLost, PreemptedError, RunError, StoppedError
+from tests.unit.cluster.supervisors import (
+    ATTEMPT,
+    LIMITS,
+    SECRET,
+    begin,
+    follow,
+    free_address,
+    hear,
+    hello,
+    lead,
+    line,
+    prove,
+    read_line,
+    together,
+)
+
+
+@pytest.fixture
+def address():
+    return free_address()
+
+
+def dial(address):
+    """Connects as an unknown client, as soon as a socket listens."""
+    for _ in range(500):
+        try:
+            return socket.create_connection((address.host, address.port))
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    raise AssertionError(address)
+
+
+def assert_all_end(ends, kind, *words):
+    assert {type(end) for end in ends} == {kind}, ends
+    assert len({str(end) for end in ends}) == 1, ends
+    for word in words:
+        assert word in str(ends[0])
+
+
+def test_all_come_and_start(address):
+    hellos, *announced = together(
+        partial(begin, address, num_hosts=3),
+        partial(follow, address, hello(2, num_hosts=3)),
+        partial(follow, address, hello(1, num_hosts=3)),
+    )
+    assert hellos == tuple(hello(host, num_hosts=3) for host in range(3))
+    assert announced == [ATTEMPT, ATTEMPT]
+
+
+def test_lead_may_start_later(address):
+    def late():
+        time.sleep(0.6)
+        return begin(address)
+
+    hellos, announced = together(late, partial(follow, address, hello(1)))
+    assert len(hellos) == 2
+    assert announced == ATTEMPT
+
+
+def test_absent_host_is_named_and_those_that_came_are_told(address):
+    ends = together(
+        partial(begin, address, num_hosts=4, join_seconds=0.7),
+        partial(follow, address, hello(1, num_hosts=4)),
+    )
+    assert_all_end(ends, PeerLost, "hosts 2, 3 of 4", str(address), "0.7 s", "host 1 (node1, pid")
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"num_hosts": 3}, ["--num-hosts 3 there, 2 on host 0"]),
+        ({"host": 2}, ["--host-id 2: ids are 0 to 1"]),
+        ({"versions": {"jax": "0.11.0", "jaxres": "0.1"}}, ["version of jax: 0.11.0", "0.10.2"]),
+        ({"versions": {"jax": "0.10.2"}}, ["version of jaxres: (absent) there"]),
+        ({"python": "3.12.0"}, ["Python 3.12.0 there, 3.11.4"]),
+        (
+            {"trajectory": "3c", "fields": {"data.seq_len": "256"}},
+            ["data.seq_len: 256 there, 128 on host 0"],
+        ),
+        ({"trajectory": "3c", "fields": {}}, ["a different trajectory (3c there, 9f3c9f3c here)"]),
+    ],
+)
+def test_host_that_differs_ends_all_with_one_message(address, other, words, monkeypatch):
+    monkeypatch.setattr(rendezvous, "MISMATCH_GRACE_SECONDS", 0.1)
+    said = replace(hello(1), **other)
+    ends = together(partial(begin, address), partial(follow, address, said))
+    who = f"host {said.host} (node1, pid 1001)"
+    assert_all_end(ends, ConfigError, who, *words)
+
+
+def test_other_patch_release_of_python_may_join(address):
+    _, announced = together(
+        partial(begin, address), partial(follow, address, hello(1, python="3.11.9"))
+    )
+    assert announced == ATTEMPT
+
+
+def test_bystanders_of_a_host_that_differs_end_too(address):
+    ends = together(
+        partial(begin, address, num_hosts=3),
+        partial(follow, address, hello(1, num_hosts=3, trajectory="a", fields={})),
+        partial(follow, address, hello(2, num_hosts=3)),
+    )
+    assert_all_end(ends, ConfigError, "host 1 (node1")
+
+
+def test_doubled_id_is_refused_and_the_others_go_on(address):
+    def double():
+        time.sleep(0.6)
+        return follow(address, hello(1, num_hosts=3, nonce="other", name="elsewhere"))
+
+    def last():
+        time.sleep(1.0)
+        return follow(address, hello(2, num_hosts=3))
+
+    hellos, first, doubled, other = together(
+        partial(begin, address, num_hosts=3),
+        partial(follow, address, hello(1, num_hosts=3)),
+        double,
+        last,
+    )
+    assert isinstance(doubled, ConfigError)
+    assert "host 1 is already taken by node1 pid 1001; give each host its own" in str(doubled)
+    assert [first, other] == [ATTEMPT, ATTEMPT]
+    assert hellos[1].name == "node1"
+
+
+def test_second_host_0_among_followers_is_refused(address):
+    def wrong():
+        time.sleep(0.2)
+        return follow(address, hello(0, nonce="other"))
+
+    def last():
+        time.sleep(0.5)
+        return follow(address, hello(1))
+
+    _, refused, announced = together(partial(begin, address), wrong, last)
+    assert isinstance(refused, ConfigError)
+    assert "host 0 is already taken by node0" in str(refused)
+    assert announced == ATTEMPT
+
+
+def test_host_that_died_during_the_rendezvous_may_join_again(address):
+    def dies_and_comes_again():
+        with dial(address) as gone:
+            prove(gone)
+            gone.sendall(encode(hello(1, num_hosts=3, nonce="dead")))
+            assert b'"admitted"' in gone.recv(65536)
+        return follow(address, hello(1, num_hosts=3))
+
+    def last():
+        time.sleep(0.6)
+        return follow(address, hello(2, num_hosts=3))
+
+    hellos, *announced = together(partial(begin, address, num_hosts=3), dies_and_comes_again, last)
+    assert hellos[1].nonce == "nonce1"
+    assert announced == [ATTEMPT, ATTEMPT]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"\x16\x03\x01" * 100,
+        b'{"jaxres": 2, "message": "hello", "host": "x"}\n',
+        b'{"jaxres": 2, "message": "hello", "host": ' + b"[" * 60000 + b"\n",
+        b'{"jaxres": 2, "message": "claim_visible", "visible": true}\n',
+        b"x" * (MAX_BYTES + 2),
+        b'{"jaxres": 2, "message": "hello", "name": "' + b"x" * (10 * MAX_BYTES),
+        b"\n\n\n",
+        b"",
+    ],
+)
+def test_stranger_at_the_port_is_dropped_and_nothing_else_happens(address, data):
+    def stranger():
+        with dial(address) as connected:
+            connected.settimeout(5)
+            try:
+                connected.sendall(data)
+                connected.shutdown(socket.SHUT_WR)
+                while connected.recv(65536):
+                    pass
+            except ConnectionError:
+                pass
+        return follow(address, hello(1))
+
+    hellos, announced = together(partial(begin, address), stranger)
+    assert len(hellos) == 2
+    assert announced == ATTEMPT
+
+
+def test_who_says_its_hello_too_slowly_is_dropped(address, monkeypatch):
+    monkeypatch.setattr(peer_connections, "HELLO_SECONDS", 0.3)
+    with lead(address) as leading:
+        gathering = threading.Thread(target=partial(together, leading.wait_for_all), daemon=True)
+        gathering.start()
+        with socket.create_connection((address.host, address.port)) as slow:
+            slow.settimeout(5)
+            slow.sendall(b"{")
+            assert "challenge" in read_line(slow)
+            assert slow.recv(10) == b""
+        follow_thread = threading.Thread(
+            target=partial(together, partial(follow, address, hello(1)))
+        )
+        follow_thread.start()
+        gathering.join(5)
+        assert not gathering.is_alive()
+        leading.announce(ATTEMPT)
+    follow_thread.join(5)
+
+
+def test_crowd_of_strangers_is_bounded(address, monkeypatch):
+    monkeypatch.setattr(peer_connections, "MAX_UNIDENTIFIED", 4)
+
+    def crowd():
+        strangers = [dial(address) for _ in range(20)]
+        try:
+            return follow(address, hello(1))
+        finally:
+            for stranger in strangers:
+                stranger.close()
+
+    _, announced = together(partial(begin, address), crowd)
+    assert announced == ATTEMPT
+
+
+def test_absent_lead_is_named(address):
+    with pytest.raises(PeerLost) as lost:
+        follow(address, hello(1), join_seconds=0.5)
+    assert f"host 0 at {address} did not answer within 0.5 s" in str(lost.value)
+    assert "refused" in str(lost.value)
+
+
+def test_client_that_connects_to_itself_is_refused(address, monkeypatch):
+    """The kernel may choose, for a client on the same machine, the very port it asks for."""
+
+    def itself(place, timeout):
+        client = socket.socket()
+        client.bind(place)
+        client.connect(place)
+        return client
+
+    monkeypatch.setattr(socket, "create_connection", itself)
+    with pytest.raises(OSError, match="refused"):
+        connect(address, secret=SECRET, seconds=1.0)
+    monkeypatch.undo()
+    with lead(address):
+        pass
+
+
+def test_lead_whose_name_is_unknown_is_named():
+    with pytest.raises(PeerLost, match=r"no-such-host\.invalid:1 did not answer"):
+        follow(Address("no-such-host.invalid", 1), hello(1), join_seconds=0.5)
+
+
+@pytest.mark.parametrize("banner", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\x00\x00\x12\x04\x00", b"{}\n"])
+def test_something_else_at_the_address_is_named(address, banner):
+    with socket.create_server((address.host, address.port)) as server:
+
+        def serve():
+            connected, _ = server.accept()
+            with connected:
+                connected.sendall(banner)
+                connected.shutdown(socket.SHUT_WR)
+                connected.recv(65536)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(ConfigError, match="another service than host 0") as refused:
+            follow(address, hello(1))
+        thread.join()
+    assert str(address) in str(refused.value)
+
+
+def test_other_version_of_the_protocol_is_named_on_both_sides(address, capsys):
+    other = line(challenge="0" * 64).replace(b'"jaxres": 2', b'"jaxres": 3', 1)
+
+    def stranger():
+        with dial(address) as connected:
+            connected.sendall(other)
+            while connected.recv(65536):
+                pass
+        return follow(address, hello(1))
+
+    _, announced = together(partial(begin, address), stranger)
+    assert announced == ATTEMPT
+    assert "install the same jaxres on all hosts" in capsys.readouterr().err
+    with socket.create_server((address.host, address.port)) as server:
+
+        def serve():
+            connected, _ = server.accept()
+            with connected:
+                connected.sendall(other)
+                connected.recv(65536)
+
+        refused, _ = together(partial(follow, address, hello(1)), serve)
+    assert isinstance(refused, ConfigError)
+    assert "install the same jaxres on all hosts" in str(refused)
+
+
+def test_run_directory_that_is_not_shared_ends_all_with_one_message(address):
+    ends = together(
+        partial(begin, address, num_hosts=3),
+        partial(follow, address, hello(1, num_hosts=3)),
+        partial(follow, address, hello(2, num_hosts=3, run_dir="/mnt/b"), sees=False),
+    )
+    assert_all_end(
+        ends, ConfigError, "attempt 3", "/runs/a", "host 2 (node2), in /mnt/b", "not shared"
+    )
+
+
+def test_claim_may_be_seen_late(address):
+    looks = []
+
+    def sees(attempt, nonce):
+        looks.append((attempt, nonce))
+        return len(looks) > 2
+
+    def look():
+        with RendezvousFollower(hello(1), address, **LIMITS) as follower:
+            follower.confirm(follower.join(), sees, see_seconds=5)
+
+    together(partial(begin, address, see_seconds=5), look)
+    assert looks == [(3, "c1a1")] * 3
+
+
+@dataclass
+class Signalled:
+    """A clock that raises once: it is asked all the time, as a signal may come at any."""
+
+    end: RunError | None
+    due: float
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    def monotonic(self):
+        if self.end is not None and time.monotonic() > self.due:
+            end, self.end = self.end, None
+            raise end
+        return time.monotonic()
+
+
+@pytest.mark.parametrize("end", [StoppedError, PreemptedError, ConfigError])
+def test_end_of_one_host_before_the_start_ends_all(address, end):
+    clock = Signalled(end("SIGx"), time.monotonic() + 0.6)
+    led, ended, told = together(
+        partial(begin, address, num_hosts=4),
+        partial(follow, address, hello(1, num_hosts=4), clock=clock),
+        partial(follow, address, hello(2, num_hosts=4)),
+    )
+    assert_all_end([led, told], end, "host 1 (node1): SIGx")
+    assert str(ended) == "SIGx"
+
+
+def test_end_of_the_lead_before_the_start_ends_all(address):
+    def claims():
+        with lead(address) as leading:
+            leading.wait_for_all()
+            raise Fenced("owned by another process")
+
+    fenced, told = together(claims, partial(follow, address, hello(1)))
+    assert isinstance(told, Fenced)
+    assert str(told) == f"host 0 (node0): {fenced}"
+
+
+def test_follower_that_dies_before_the_claim_is_seen_ends_all(address):
+    def dies():
+        with RendezvousFollower(hello(1, num_hosts=3), address, **LIMITS) as follower:
+            follower.join()
+
+    led, _, told = together(
+        partial(begin, address, num_hosts=3), dies, partial(follow, address, hello(2, num_hosts=3))
+    )
+    assert_all_end([led, told], PeerLost, "host 1 (node1) is gone", "closed the connection")
+
+
+def test_lead_that_dies_after_all_have_come_is_lost(address):
+    def dies():
+        with lead(address) as leading:
+            leading.wait_for_all()
+
+    _, lost = together(dies, partial(follow, address, hello(1)))
+    assert isinstance(lost, PeerLost)
+    assert f"host 0 ({address}) is gone" in str(lost)
+
+
+def test_late_and_doubled_starters_are_told_at_once(address):
+    done = threading.Event()
+
+    def stays():
+        with RendezvousFollower(hello(1), address, **LIMITS) as follower:
+            return hear(follower.confirm(follower.join(), lambda *_: True), JobResult)
+
+    def leads():
+        with lead(address) as leading:
+            leading.wait_for_all()
+            running = leading.announce(ATTEMPT)
+            while not done.wait(0.02):
+                assert not [word for _, word in running.receive() if isinstance(word, Disconnected)]
+            running.send(JobResult(0, None, "done", 7))
+
+    def come_late():
+        time.sleep(0.7)
+        ends = together(
+            partial(follow, address, hello(1, nonce="other"), join_seconds=5),
+            partial(follow, address, hello(5, nonce="other"), join_seconds=5),
+            partial(follow, address, hello(0, nonce="other"), join_seconds=5),
+            partial(follow, address, hello(1, nonce="o", trajectory="a", fields={})),
+        )
+        done.set()
+        return ends
+
+    _, heard, ends = together(leads, stays, come_late)
+    assert [end.exit_code for end in ends] == [
+        ExitCode.FENCED,
+        ExitCode.CONFIG,
+        ExitCode.FENCED,
+        ExitCode.CONFIG,
+    ]
+    assert "its host 1 is node1 pid 1001, which is alive" in str(ends[0])
+    assert "ids are 0 to 1" in str(ends[1])
+    assert heard == (0, JobResult(0, None, "done", 7))
+
+
+def test_who_comes_for_the_next_attempt_waits_for_it(address):
+    """Host 1's new supervisor starts while host 0's old one is still exiting."""
+    gone = threading.Event()
+
+    def first():
+        with RendezvousFollower(hello(1), address, **LIMITS) as follower:
+            follower.confirm(follower.join(), lambda *_: True)
+        gone.set()
+
+    def leads():
+        with lead(address) as leading:
+            leading.wait_for_all()
+            running = leading.announce(ATTEMPT)
+            assert hear(running, Disconnected)[0] == 1
+            until = time.monotonic() + 0.8
+            while time.monotonic() < until:
+                running.receive()
+                time.sleep(0.02)
+        return begin(address)
+
+    def second():
+        gone.wait(10)
+        return follow(address, hello(1, nonce="second"))
+
+    hellos, _, announced = together(leads, first, second)
+    assert hellos[1].nonce == "second"
+    assert announced == ATTEMPT

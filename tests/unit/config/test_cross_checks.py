@@ -1,0 +1,130 @@
+import pytest
+
+from jaxres.config import check, load
+from jaxres.faults import ConfigError
+
+from .conftest import MINIMAL, Write
+
+CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["train.global_batch_size=256", "train.microbatches=3"],
+            "train.global_batch_size: 256 is not divisible by train.microbatches=3; try 255 or 258",
+        ),
+        (
+            ["train.microbatches=25"],
+            "train.global_batch_size: 24 is not divisible by train.microbatches=25; try 25",
+        ),
+        (
+            ["mesh.data=4", "mesh.fsdp=4"],
+            "train.global_batch_size: 24 is not divisible by mesh.data * mesh.fsdp = 4 * 4; "
+            "try 16 or 32",
+        ),
+        (
+            ["mesh.tensor=0"],
+            "mesh.tensor: must be at least 1, or -1 for all remaining devices (got 0)",
+        ),
+        (
+            ["mesh.data=-1", "mesh.fsdp=-1"],
+            "mesh.fsdp: only one axis can be -1 (got mesh.data and mesh.fsdp); "
+            "give the others a number",
+        ),
+        (
+            ["model.num_heads=7"],
+            "model.d_model: 768 is not divisible by model.num_heads=7; try 756 or 770",
+        ),
+        (
+            ["model.d_model=12"],
+            "model.d_model: 12 is divided by model.num_heads=12 into an odd head width (1), RoPE "
+            "needs an even one; try 24",
+        ),
+        (
+            ["model.num_kv_heads=4", "mesh.tensor=3"],
+            "mesh.tensor: 3 does not divide model.num_heads=12 and model.num_kv_heads=4; "
+            "try one of 1, 2, 4",
+        ),
+        (
+            ["model.num_kv_heads=5"],
+            "model.num_kv_heads: 5 does not divide model.num_heads=12; "
+            "try one of 1, 2, 3, 4, 6, 12",
+        ),
+        (
+            ["model.vocab_size=256"],
+            "model.vocab_size: 256 is smaller than the bytes tokenizer's 257; leave it out, or "
+            "give at least that",
+        ),
+        (
+            ["model.kind=mlp", "model.vocab_size=2"],
+            "model.vocab_size: 2 is smaller than the bytes tokenizer's 257; leave it out, or "
+            "give at least that",
+        ),
+        (
+            ["model.attention=cudnn", "model.compute_dtype=float32"],
+            "model.attention: cudnn needs model.compute_dtype=bfloat16 (it is float32); "
+            "use auto or xla",
+        ),
+        (
+            ["train.reduction=invariant"],
+            "train.reduction: invariant is not built yet; use fast",
+        ),
+        (
+            ["evaluation.every_steps=5", "data.heldout_fraction=0"],
+            "evaluation.every_steps: there is nothing to evaluate on: data.heldout_fraction is 0; "
+            "give a share such as 0.02, or set evaluation.every_steps to 0",
+        ),
+        (
+            ["telemetry.sample_tokens=5", CUSTOM],
+            "telemetry.sample_tokens: a text sample needs a text source and a gpt or mlp model "
+            "(here custom and gpt); set it to 0",
+        ),
+        (
+            ["model={kind: custom, target: 'a.b:c', args: {seq_len: 3}}"],
+            "model.args.seq_len: is passed by jaxres itself; take it out",
+        ),
+        (["data.source.path="], "data.source.path: is empty; name a folder, file or glob"),
+        (
+            ["data.source.include=[]"],
+            "data.source.include: is empty, so no file is taken; leave it out for all",
+        ),
+    ],
+)
+def test_an_impossible_combination_is_rejected(write: Write, overrides: list[str], line: str):
+    with pytest.raises(ConfigError) as caught:
+        load(write(), overrides)
+    text = str(caught.value)
+    assert text.startswith("command line (")
+    assert text.endswith(f"): {line}")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.global_batch_size=48", "train.microbatches=3"],
+        ["mesh.data=-1", "mesh.fsdp=5", "mesh.tensor=6"],
+        ["mesh.data=1", "mesh.fsdp=-1"],
+        ["mesh.data=4", "mesh.fsdp=6", "mesh.tensor=4"],
+        ["model.num_kv_heads=4", "model.vocab_size=257"],
+        ["model.vocab_size=2", CUSTOM],
+        ["model.attention=cudnn"],
+        ["evaluation.every_steps=5"],
+        ["telemetry.sample_tokens=5", "model.kind=mlp"],
+        ["optimizer.schedule.horizon_steps=3"],
+        ["train.steps=1", "checkpoint.save_every_steps=1000"],
+    ],
+)
+def test_a_possible_combination_is_accepted(write: Write, overrides: list[str]):
+    assert check(load(write(), overrides).config) == []
+
+
+def test_all_impossible_combinations_are_reported_at_once_with_their_lines(write: Write):
+    path = write(
+        MINIMAL + "  microbatches: 5\n  reduction: invariant\nmodel: {kind: gpt, d_model: 9}"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    places = [line.partition(": ")[0] for line in str(caught.value).split("\n")]
+    assert places == ["x.yaml:6", "x.yaml:5", "x.yaml:7"]

@@ -1,0 +1,109 @@
+from typing import Any
+
+import pytest
+
+from jaxres.config import yaml
+
+
+def read(text: str) -> Any:
+    node, problems = yaml.parse(text, lambda line: f"x:{line + 1}")
+    assert not problems, problems
+    assert node is not None
+    return yaml.plain(node)
+
+
+def problems_of(text: str) -> list[str]:
+    return [p.line() for p in yaml.parse(text, lambda line: f"x:{line + 1}")[1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("-3", -3),
+        ("+3", 3),
+        ("0", 0),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("3e-4", 3e-4),
+        ("1e5", 1e5),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("-1.5E+3", -1500.0),
+        (".inf", float("inf")),
+        ("1e999", float("inf")),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("010", "010"),
+        ("12:30", "12:30"),
+        ("2024-01-02", "2024-01-02"),
+        ("yes", "yes"),
+        ("no", "no"),
+        ("on", "on"),
+        ("off", "off"),
+        ("1_000", "1_000"),
+        ("nan", "nan"),
+        ("inf", "inf"),
+        ('"3"', "3"),
+        ("!!str 3", "3"),
+        ("!!float 3", 3.0),
+        ("[1, 1e1, no]", [1, 10.0, "no"]),
+        ("{a: {b: 1}}", {"a": {"b": 1}}),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2(text: str, value: Any):
+    result = read(text)
+    assert (result, type(result)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a: 1\nb: 2\na: 3", "x:3: a: given twice (first at x:1)"),
+        ("a:\n  b: 1\n  b: 1", "x:3: a.b: given twice (first at x:2)"),
+        ("a: &n 1\nb: *n", "x:2: not valid YAML: aliases (*name) are not read"),
+        ("a: 1\n2: 1", "x:2: a key must be text (got 2); put it in quotes"),
+        ('a: "\\0"', "x:1: a: holds a character that text can't hold (NUL or half a pair)"),
+        ('a: "\\ud800"', "x:1: a: holds a character that text can't hold (NUL or half a pair)"),
+        ("a: !!python/name:os.system x", "x:1: a: the tag tag:yaml.org,2002:python/name:os.system"),
+        ("a: !!int x", "x:1: a: the tag tag:yaml.org,2002:int is not read with 'x'"),
+        ("a: " + "9" * 5000, "x:1: a: is a number of more than 1000 digits"),
+        ("a: 1\n b: [", "x:2: not valid YAML: "),
+        ("a: 1\n---\na: 2", "x:2: not valid YAML: but found another document"),
+        ("\x01", "x:1: not valid YAML: "),
+        ("[" * 900, "x:1: "),
+    ],
+)
+def test_invalid_yaml_is_rejected_with_its_line(text: str, line: str):
+    problems = problems_of(text)
+    assert len(problems) == 1
+    assert problems[0].startswith(line)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("3", "3e-4", "1e5", "010", "12:30", "yes", "no", "null", "~", "", ".nan", "1_0", "0x1"),
+        *(
+            "def ",
+            " a",
+            "a\nb",
+            "a: b",
+            "# a",
+            "*a",
+            "&a",
+            "{a}",
+            "é🙂",
+            "\x7f",
+            "a\u2028b",
+            "=",
+            "<<",
+        ),
+        *(0.1, 1e-5, 1e300, 3.0, -0.0, 10**30, 0, True, None, [], {}, [[1], {"a": None}]),
+    ],
+)
+def test_dumped_data_parses_to_the_same_values(value: Any):
+    text = yaml.dump({"key": value})
+    assert repr(read(text)["key"]) == repr(value), text

@@ -1,0 +1,213 @@
+"""Compiled programs come back bit for bit, or not at all; another program's key is another."""
+
+import hashlib
+import os
+import pickle
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import serialize_executable
+
+from jaxres.engine import executable
+from jaxres.engine.executable import Signature, Unusable
+from jaxres.train import compile_cache
+from jaxres.train.compile_cache import Program, StepToCompile
+
+X = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+
+
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+SHAPE = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=HERE)
+SIGNATURE = Signature(({"x": SHAPE}, None), results=({"x": HERE}, HERE))
+
+
+def function(arrays, unused=None):
+    return {"x": jnp.tanh(arrays["x"] @ arrays["x"].T) ** 2}, jnp.float32(3)
+
+
+def compiled(function=function):
+    jitted = jax.jit(function, donate_argnums=0, out_shardings=SIGNATURE.results)
+    return jitted.lower(*SIGNATURE.arguments).compile()
+
+
+def devices():
+    return jax.devices()[:1]
+
+
+def file_with(content):
+    return executable.MAGIC + hashlib.sha256(content).digest() + content
+
+
+def dumped():
+    return executable.dump(compiled(), SIGNATURE)
+
+
+def test_a_loaded_program_computes_the_same_bits_and_is_like_the_compiled_one():
+    fresh = compiled()
+    loaded = executable.load(executable.dump(fresh, SIGNATURE), SIGNATURE, devices())
+    arguments = [{"x": jax.device_put(X, HERE)} for _ in range(2)]
+    one, other = (
+        program(argument, None)
+        for program, argument in zip((fresh, loaded), arguments, strict=True)
+    )
+    assert all(argument["x"].is_deleted() for argument in arguments), "donated to both"
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert np.array_equal(np.asarray(left).view(np.uint32), np.asarray(right).view(np.uint32))
+        assert (left.aval, left.sharding) == (right.aval, right.sharding)
+    assert loaded.in_tree == fresh.in_tree
+    assert loaded.donate_argnums == fresh.donate_argnums
+    assert loaded.in_avals == fresh.in_avals
+    with pytest.raises(TypeError, match="float32"):
+        loaded({"x": jax.device_put(X[:2], HERE)}, None)
+
+
+@pytest.mark.parametrize("at", [0, 20, 60, -1])
+def test_a_flipped_bit_is_refused_before_anything_is_read(at, monkeypatch):
+    data = bytearray(dumped())
+    data[at] ^= 1
+    monkeypatch.setattr(executable, "_compiled", lambda *_: pytest.fail("was read"))
+    with pytest.raises(Unusable, match="does not match its digest"):
+        executable.load(bytes(data), SIGNATURE, devices())
+
+
+def test_a_pickle_with_a_right_digest_is_refused_and_does_not_run(tmp_path):
+    """As one who may write the file could plant it."""
+    trace = tmp_path / "ran"
+
+    class Planted:
+        def __reduce__(self):
+            return Path.touch, (trace,)
+
+    with pytest.raises(Unusable):
+        executable.load(file_with(pickle.dumps(Planted())), SIGNATURE, devices())
+    assert not trace.exists()
+
+
+def test_loading_unpickles_nothing(monkeypatch):
+    """Not even through JAX: its own deserialize_and_load does."""
+    data = dumped()
+
+    def fails(*_, **__):
+        pytest.fail("was unpickled")
+
+    class Unpickler(pickle.Unpickler):
+        __init__ = fails
+
+    monkeypatch.setattr(pickle, "loads", fails)
+    monkeypatch.setattr(pickle, "load", fails)
+    monkeypatch.setattr(pickle, "Unpickler", Unpickler)
+    monkeypatch.setattr(serialize_executable._JaxPjrtUnpickler, "__init__", fails)
+    executable.load(data, SIGNATURE, devices())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Signature(
+            ({"x": jax.ShapeDtypeStruct((2, 2), X.dtype, sharding=HERE)}, None), ({"x": HERE}, HERE)
+        ),
+        Signature(
+            ({"x": jax.ShapeDtypeStruct(X.shape, "int32", sharding=HERE)}, None),
+            ({"x": HERE}, HERE),
+        ),
+        Signature(({"x": SHAPE}, SHAPE), ({"x": HERE}, HERE)),
+        Signature(({"x": SHAPE}, None), ({"x": HERE}, HERE, HERE)),
+    ],
+    ids=["shape", "dtype", "one more argument", "one more result"],
+)
+def test_a_program_of_another_signature_is_refused(other):
+    with pytest.raises(Unusable, match="can't be loaded here"):
+        executable.load(dumped(), other, devices())
+
+
+def test_what_the_signature_does_not_say_is_not_kept():
+    second = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    called = Signature(({"y": SHAPE}, None), SIGNATURE.results)
+    placed = Signature(SIGNATURE.arguments, ({"x": HERE}, second))
+    for other in (called, placed):
+        with pytest.raises(Unusable, match="signature"):
+            executable.dump(compiled(), other)
+
+    def with_callback(arrays, unused):
+        jax.debug.callback(lambda: None)
+        return function(arrays)
+
+    with pytest.raises(Unusable, match=r"it has .*host_callbacks"):
+        executable.dump(compiled(with_callback), SIGNATURE)
+
+
+def test_a_jax_with_other_internals_keeps_nothing_and_uses_its_own_cache(monkeypatch):
+    assert executable.can_be_kept(), "this version of JAX needs other FIELDS"
+    monkeypatch.setattr(executable, "FIELDS", executable.FIELDS | {"another"})
+    with pytest.raises(Unusable, match="in another form"):
+        dumped()
+    with compile_cache._own_files():
+        assert jax.config.values["jax_enable_compilation_cache"]
+
+
+@pytest.mark.parametrize("length", [0, 10, 50, 1000])
+def test_a_file_that_was_cut_short_is_refused(length):
+    with pytest.raises(Unusable):
+        executable.load(dumped()[:length], SIGNATURE, devices())
+
+
+def test_libraries_devices_threads_and_settings_are_in_the_key():
+    def key(number_of_devices=1, **environment):
+        chosen = jax.devices()[:number_of_devices]
+        return executable.key(executable.here(chosen, environment=environment))
+
+    assert key() == key(HOME="/root", JAXRES_ATTEMPT="3", CUDA_VISIBLE_DEVICES="1")
+    others = [key(NPROC="2"), key(NPROC="3"), key(XLA_FLAGS="--x"), key(number_of_devices=2)]
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        others.append(key())
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+    assert len({key(), *others}) == 1 + len(others)
+
+
+def test_code_that_changed_after_its_import_has_no_digest(tmp_path):
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "a.py").write_text("a = 1\n")
+    later = time.time() + 10
+    first = executable.sources(folder, since=later)
+    assert first == executable.sources(folder, since=later)
+    (folder / "a.py").write_text("a = 2\n")
+    second = executable.sources(folder, since=later)
+    (folder / "a.py").rename(folder / "b.py")
+    assert len({first, second, executable.sources(folder, since=later)}) == 3
+    os.utime(folder / "b.py", (0, 0))  # As a copy that keeps times.
+    assert executable.sources(folder, since=time.time() - 10) is None
+
+
+def test_the_newest_files_are_kept(tmp_path):
+    for number in range(4):
+        executable.keep(tmp_path / "kept", f"{number}", b"content", most=2)
+        os.utime(executable.file_of(tmp_path / "kept", f"{number}"), (number, number))
+    assert [path.name for path in sorted(Path(tmp_path, "kept").iterdir())] == [
+        "2.compiled",
+        "3.compiled",
+    ]
+
+
+def test_programs_of_one_text_that_are_called_differently_have_different_keys():
+    """As when a new version of this package has one more argument, which is None."""
+    step = jax.jit(lambda x, more=None: x + 1)
+    old, new = (
+        Program(
+            "step",
+            StepToCompile(partial(step.trace, *arguments), Signature(arguments, HERE)),
+            {},
+            None,
+        )
+        for arguments in ((jnp.ones(3),), (jnp.ones(3), None))
+    )
+    assert old.lowered.as_text() == new.lowered.as_text()
+    assert old.text_key != new.text_key

@@ -1,0 +1,213 @@
+"""Promises of the Compute API calls, with Google's client against the emulator."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxres.launch.desired_state import PendingCreate, VmSpec
+from jaxres.launch.gce import ENDPOINT, compute_for
+from jaxres.launch.gce_api import ApiUnavailable, Compute
+from jaxres.launch.instance_spec import Machine
+from jaxres.launch.observed_state import CreateFailed
+from tests.emulators.gce import GceEmulator
+from tests.unit.launch.gce_config import config
+
+ZONE = "us-central1-a"
+NAMES = ("jx-0000", "jx-0001")
+CREATION = PendingCreate(NAMES, str(uuid.uuid5(uuid.NAMESPACE_URL, "jx")))
+SHORT = ["VM_MIN_COUNT_NOT_REACHED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"]
+
+
+class Service:
+    """The Compute API of a launcher, and one creation of two VMs."""
+
+    def __init__(self, gce: GceEmulator, **fields: Any) -> None:
+        section = config(project=gce.project, **fields).launch.gce
+        assert section is not None
+        self.compute = Compute(section, endpoint=gce.url)
+        self.machine = Machine(section, section.ladder[0], ZONE, {"jaxres-run": "jx"}, {})
+        self.emulator = gce
+
+    def create(self, creation: PendingCreate = CREATION) -> str | CreateFailed:
+        vms = [VmSpec(name, ZONE, 0, 1.0) for name in creation.names]
+        return self.compute.create(creation, vms, self.machine)
+
+    def outcome(self, operation: str | CreateFailed) -> CreateFailed | bool:
+        """Waits for an operation's end and returns its result."""
+        assert isinstance(operation, str), operation
+        self.emulator.wait_for(lambda: self.compute.create_result(operation, ZONE) is not False)
+        return self.compute.create_result(operation, ZONE)
+
+
+def test_vms_are_created_listed_and_deleted(gce: GceEmulator) -> None:
+    service = Service(gce)
+    assert service.outcome(service.create()) is True
+    listed = service.compute.list("jx")
+    assert set(listed) == set(NAMES)
+    assert all(vm.zone == ZONE and vm.status == "RUNNING" and vm.ip for vm in listed.values())
+    assert service.compute.list("jx-other") == {}
+    for name in NAMES:
+        assert service.compute.exists(name, ZONE)
+        service.compute.delete(name, ZONE)
+        service.compute.delete(name, ZONE)
+    gce.wait_for(lambda: gce.vms() == {})
+    assert not service.compute.exists(NAMES[0], ZONE)
+    service.compute.delete(NAMES[0], ZONE)
+
+
+@pytest.mark.parametrize("has_http", [True, False])
+@pytest.mark.parametrize(
+    ("codes", "kind"),
+    [(SHORT, "stockout"), (["QUOTA_EXCEEDED"], "quota"), (["INTERNAL_ERROR"], "passing")],
+)
+def test_a_failed_operation_is_never_a_success(
+    gce: GceEmulator, has_http: bool, codes: list[str], kind: str
+) -> None:
+    """Without the HTTP fields the client's own futures report success."""
+    service = Service(gce)
+    gce.fail_operation("error", type="bulkInsert", codes=codes, has_http=has_http)
+    found = service.outcome(service.create())
+    assert isinstance(found, CreateFailed), f"{found}: a failed operation counts as done"
+    assert found.kind == kind
+
+
+def test_a_repeated_request_creates_vms_once(gce: GceEmulator) -> None:
+    service, successor = Service(gce), Service(gce)
+    gce.fail("drop after", call="instances.bulkInsert")
+    with pytest.raises(ApiUnavailable):
+        service.create()
+    operation = successor.compute.find_operation(CREATION, ZONE)
+    assert operation is not None
+    assert service.create() == successor.create() == operation
+    assert service.outcome(operation) is True
+    assert sorted(name for _, name in gce.events("insert")) == list(NAMES)
+    other = PendingCreate(("jx-0002",), str(uuid.uuid4()))
+    assert service.compute.find_operation(other, ZONE) is None
+
+
+@pytest.mark.parametrize("kind", ["429", "500", "503", "rateLimitExceeded", "drop", "503 after"])
+def test_a_temporary_error_is_unavailability_and_no_response(gce: GceEmulator, kind: str) -> None:
+    service = Service(gce)
+    assert service.outcome(service.create()) is True
+    compute = service.compute
+    for call in (
+        lambda: compute.list("jx"),
+        lambda: compute.exists(NAMES[0], ZONE),
+        lambda: compute.create_result("operation-1", ZONE),
+        lambda: compute.find_operation(CREATION, ZONE),
+        lambda: compute.events(ZONE),
+        lambda: compute.delete(NAMES[0], ZONE),
+        lambda: service.create(),
+    ):
+        gce.fail(kind)
+        with pytest.raises(ApiUnavailable):
+            call()
+    assert set(compute.list("jx")) <= set(NAMES)
+
+
+def test_a_refusal_is_a_failed_creation(gce: GceEmulator) -> None:
+    service = Service(gce)
+    gce.fail("quotaExceeded", call="instances.bulkInsert")
+    refused = service.create()
+    assert isinstance(refused, CreateFailed)
+    assert refused.kind == "quota"
+    gce.remove_machine(ZONE, "a2-highgpu-1g")
+    refused = service.create()
+    assert isinstance(refused, CreateFailed)
+    assert refused.kind == "wrong_zone"
+
+
+def test_an_api_without_preemption_notices_gets_the_request_without_one(gce: GceEmulator) -> None:
+    gce.refuse_field("preemptionNoticeDuration")
+    service, messages = Service(gce), []
+    service.compute.set_console(messages.append)
+    assert service.outcome(service.create()) is True
+    assert len(messages) == 1
+    assert "continuing without it" in messages[0]
+    assert service.compute.find_operation(CREATION, ZONE) is not None, (
+        "a successor would not find it"
+    )
+
+
+def test_queued_vms_are_requested_one_by_one_and_each_once(gce: GceEmulator) -> None:
+    rung = {"kind": "flex_start", "zones": [ZONE], "machine_type": "a2-highgpu-1g"}
+    service = Service(gce, ladder=[rung], max_run_hours=24.0)
+    first = service.create()
+    assert service.create() == first
+    assert service.outcome(first) is True
+    assert sorted(name for _, name in gce.events("insert")) == list(NAMES)
+    found = service.compute.find_operation(CREATION, ZONE)
+    assert found is not None
+    assert isinstance(first, str)
+    assert set(found.split(",")) == set(first.split(","))
+
+
+@pytest.mark.parametrize("kind", ["spot", "flex_start"])
+def test_a_disk_type_is_named_as_each_kind_of_request_requires(gce: GceEmulator, kind: str) -> None:
+    rung = {"kind": kind, "zones": [ZONE], "machine_type": "a3-ultragpu-8g"}
+    gce.quota("us-central1", "PREEMPTIBLE_NVIDIA_H200_GPUS", 16)
+    service = Service(gce, ladder=[rung], max_run_hours=24.0, disk_type="hyperdisk-balanced")
+    assert service.outcome(service.create()) is True
+
+
+def test_operations_of_the_service_are_known_while_a_vm_is_still_listed(
+    gce: GceEmulator,
+) -> None:
+    service = Service(gce)
+    assert service.outcome(service.create()) is True
+    assert service.compute.events(ZONE) == {}
+    gce.host_error(NAMES[0], shows_running_seconds=36000, is_told=True)
+    gce.preempt(NAMES[1], seconds=36000)
+    listed = service.compute.list("jx")
+    assert service.compute.events(ZONE) == {
+        listed[NAMES[0]].id: "compute.instances.hostError",
+        listed[NAMES[1]].id: "compute.instances.preempted",
+    }
+    assert {vm.status for vm in listed.values()} == {"RUNNING"}
+
+
+def test_an_endpoint_in_the_config_overrides_one_in_the_environment(gce: GceEmulator) -> None:
+    unreachable = {ENDPOINT: "http://127.0.0.1:9"}
+    assert compute_for(config(project=gce.project, endpoint=gce.url), unreachable).list("jx") == {}
+    assert compute_for(config(project=gce.project), {ENDPOINT: gce.url}).list("jx") == {}
+    with pytest.raises(ApiUnavailable):
+        compute_for(config(project=gce.project), unreachable).list("jx")
+
+
+def test_sixty_four_vms_are_one_call(gce: GceEmulator) -> None:
+    service = Service(gce, num_hosts=64)
+    gce.quota("us-central1", "PREEMPTIBLE_NVIDIA_A100_GPUS", 64)
+    names = tuple(f"jx-{n:04d}" for n in range(64))
+    creation = PendingCreate(names, str(uuid.uuid4()))
+    assert service.outcome(service.create(creation)) is True
+    assert set(service.compute.list("jx")) == set(names)
+    assert gce.calls().calls["instances.bulkInsert"] == 1
+
+
+def test_permissions_removed_during_a_job_are_unavailability(gce: GceEmulator) -> None:
+    service = Service(gce)
+    operation = service.create()
+    assert service.outcome(operation) is True
+    compute = service.compute
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("compute.instances.list", lambda: compute.list("jx")),
+        ("compute.instances.get", lambda: compute.exists(NAMES[0], ZONE)),
+        ("compute.zoneOperations.get", lambda: compute.create_result(str(operation), ZONE)),
+        ("compute.zoneOperations.list", lambda: compute.find_operation(CREATION, ZONE)),
+        ("compute.zoneOperations.list", lambda: compute.events(ZONE)),
+        ("compute.instances.delete", lambda: compute.delete(NAMES[0], ZONE)),
+    ]
+    for permission, call in calls:
+        gce.deny(permission)
+        with pytest.raises(ApiUnavailable, match=f"Required '{permission}'"):
+            call()
+        gce.allow(permission)
+        call()
+
+
+def test_an_operation_that_the_service_has_deleted_has_no_known_end(gce: GceEmulator) -> None:
+    assert Service(gce).compute.create_result("operation-0", ZONE) is False

@@ -1,0 +1,61 @@
+"""Promises of `up --dry-run`: it prints the requests that `up` would send, and their price."""
+
+from __future__ import annotations
+
+from jaxres.launch import preflight
+from jaxres.storage.path import GcsPath
+from tests.unit.launch.gce_config import RUNG, config
+
+RUN = GcsPath("bkt", "runs/first")
+EXPECTED = """\
+project p, run gs://bkt/runs/first: 2 VMs, all in one zone, all or none:
+  jx-first-@-0000, jx-first-@-0001
+tried in this order:
+  1. spot        us-central1-a    a2-highgpu-1g, 1 x A100 40 GB; $3.00 an hour for all
+  2. spot        us-central1-b    a2-highgpu-1g, 1 x A100 40 GB; $3.00 an hour for all
+  3. standard    us-east4-a       e2-small; price unknown: give dollars_per_hour
+the first request (its startup script is left out here):
+"""
+
+
+def test_the_plan_has_every_zone_in_order_with_its_price() -> None:
+    standard = {"kind": "standard", "zones": ["us-east4-a"], "machine_type": "e2-small"}
+    lines = preflight.lines(config(ladder=[RUNG, standard]), RUN)
+    text = "".join(f"{line}\n" for line in lines)
+    label = lines[1].split("-")[2]
+    assert text.startswith(EXPECTED.replace("@", label)), text
+    assert text.endswith(
+        "a VM deletes itself after 168 hours, whatever happens\n"
+        "no limit: launch.max_hours and launch.max_dollars are not set\n"
+        "nothing was created\n"
+    ), text
+
+
+def test_the_plan_shows_the_request_without_its_script() -> None:
+    text = "\n".join(preflight.lines(config(launch={"max_dollars": 10.0}), RUN))
+    for expected in (
+        "  count: 2",
+        "  min_count: 2",
+        "    machine_type: a2-highgpu-1g",
+        "      jaxres-run: jx-first-",
+        "      provisioning_model: SPOT",
+        "      instance_termination_action: DELETE",
+        "      preemptible: true",
+        "seconds: 604800",
+        "seconds: 120",
+        "value: gs://bkt/runs/first",
+        "source_image: projects/debian-cloud/global/images/family/debian-12",
+        "limits: max_hours=None, max_dollars=10.0",
+    ):
+        assert expected in text, f"{expected}\n{text}"
+    assert "#!/bin/bash" not in text
+    assert text == "\n".join(preflight.lines(config(launch={"max_dollars": 10.0}), RUN))
+
+
+def test_a_queued_rung_shows_the_request_for_one_vm() -> None:
+    flex = {**RUNG, "kind": "flex_start", "wait_minutes": 20}
+    text = "\n".join(preflight.lines(config(ladder=[flex], max_run_hours=24.0), RUN))
+    assert "request_valid_for_duration" in text
+    assert "seconds: 1200" in text
+    assert "zones/us-central1-a/machineTypes/a2-highgpu-1g" in text
+    assert "provisioning_model: FLEX_START" in text

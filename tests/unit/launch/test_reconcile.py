@@ -1,0 +1,352 @@
+"""Promises of the decisions: the next desired state for one observed state each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jaxres.exit_codes import ExitCode
+from jaxres.launch import reconcile
+from jaxres.launch.controller import longest_wait
+from jaxres.launch.desired_state import DesiredState, HostAddress, JobEnd, PendingCreate, VmSpec
+from jaxres.launch.observed_state import (
+    HOST_ERROR,
+    AgentReport,
+    CreateFailed,
+    ObservedState,
+    RunLogSummary,
+    VmStatus,
+)
+from jaxres.launch.provisioning import ABSENT_SECONDS
+from jaxres.launch.reconcile import LOST_REQUEST_SECONDS, vms_to_delete
+from jaxres.runlog.run_log import Commit, Record
+from tests.unit.launch.gce_config import config
+
+NOW = 1.7e9
+ZONE = "us-central1-a"
+NAMES = ("jx-0000", "jx-0001")
+CONFIG = config()
+WAITS = ((1, 1, 100.0), (2, 1, 110.0), (3, 2, 9000.0), (4, 2, 9030.0))
+"""Number, attempt and time of commits."""
+PREEMPTED = "compute.instances.preempted"
+IMPATIENT = config(repair_minutes=1e-6)
+"""Gives up a refill at once."""
+
+
+def vm(name: str, **fields: Any) -> VmSpec:
+    return VmSpec(name, ZONE, 0, **{"requested_at": NOW - 100, "created": True, **fields})
+
+
+START = DesiredState("jx", "code", "config", started_at=NOW - 200, next_name=2, placement=1)
+READY = replace(START, vms=tuple(map(vm, NAMES)))
+CREATING = replace(
+    START,
+    vms=tuple(vm(name, created=False) for name in NAMES),
+    creation=PendingCreate(NAMES, "5a3c9c1e-7a51-4f0b-9d7e-6a617872e573"),
+)
+RUNNING = replace(
+    READY,
+    phase="running",
+    attempt=3,
+    hosts=tuple(HostAddress(name, "10.0.0.1") for name in NAMES),
+)
+
+
+def listed(*names: str, status: str = "RUNNING") -> dict[str, VmStatus]:
+    return {name: VmStatus(name, ZONE, status, "10.0.0.1") for name in names}
+
+
+def observed(**fields: Any) -> ObservedState:
+    """Returns an observation of two healthy VMs whose agents report, with changed fields."""
+    healthy = ObservedState(
+        now=NOW,
+        vms=listed(*NAMES),
+        absent={},
+        not_found=frozenset(),
+        reports={name: AgentReport("ready", "b") for name in NAMES},
+        silent=dict.fromkeys(NAMES, 1.0),
+        creation=None,
+        log=RunLogSummary(step=20, seq=9),
+        no_commit_seconds=0.0,
+        ended_seconds=None,
+        since_create_seconds=100.0,
+    )
+    return replace(healthy, **fields)
+
+
+def next_state(desired: DesiredState, state: ObservedState, settings: Any = CONFIG) -> DesiredState:
+    return reconcile.decide(desired, state, settings).desired
+
+
+def test_the_same_desired_state_always_makes_the_same_request() -> None:
+    first = next_state(START, observed(vms={}, reports={}))
+    again = next_state(START, observed(vms={}, reports={}, now=NOW + 500.0))
+    assert first.creation is not None
+    assert first.creation == again.creation, "a successor would request them a second time"
+    assert first.creation.names == ("jx-0002", "jx-0003"), "names are used twice"
+    for another in (replace(START, next_name=4), replace(START, started_at=NOW)):
+        other = next_state(another, observed(vms={}, reports={}))
+        assert other.creation is not None
+        assert other.creation.request_id != first.creation.request_id, (
+            "the old operation would be found"
+        )
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        {"vms": {**listed(NAMES[0]), **listed(NAMES[1], status="TERMINATED")}},
+        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}},
+        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}, "vms": listed(NAMES[0])},
+        {
+            "reports": {NAMES[0]: AgentReport("ready", "b")},
+            "vms": listed(NAMES[0]),
+            "absent": {NAMES[1]: ABSENT_SECONDS},
+        },
+        {"reports": {NAMES[0]: AgentReport("ready", "b")}, "now": NOW + 3600},
+        {"reports": {n: AgentReport("ready", "b", notice=n[-1:] * (n[-1:] == "1")) for n in NAMES}},
+        {"events": {NAMES[1]: HOST_ERROR}},
+        {"events": {NAMES[1]: PREEMPTED}},
+    ],
+    ids=[
+        *("halted", "silent", "gone", "never-reported", "never-ready", "notice"),
+        *("host-error", "preempted"),
+    ],
+)
+def test_a_lost_vm_is_replaced_in_the_zone_of_the_others_which_are_kept(
+    failure: dict[str, Any],
+) -> None:
+    found = next_state(READY, observed(**failure))
+    assert [vm.name for vm in found.vms] == ["jx-0000", "jx-0002"], "a healthy VM was not kept"
+    assert [vm.name for vm in found.deleting] == ["jx-0001"]
+    found = next_state(found, observed(**failure))
+    assert found.creation is not None
+    assert found.creation.names == ("jx-0002",)
+    assert all(vm.zone == ZONE for vm in found.vms)
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {},
+        {"vms": None},
+        {"vms": {}, "absent": dict.fromkeys(NAMES, 3600.0)},
+        {"vms": listed(*NAMES, status="REPAIRING")},
+        {"silent": dict.fromkeys(NAMES, 7.9)},
+        {"events": {NAMES[1]: PREEMPTED}},
+    ],
+    ids=["calm", "service-silent", "list-empty", "odd-status", "nearly-silent", "preempted"],
+)
+def test_a_vm_whose_agent_reports_is_not_lost_whatever_lists_have(harmless: dict[str, Any]) -> None:
+    reports = {name: AgentReport("running", "b", 3) for name in NAMES}
+    assert next_state(RUNNING, observed(reports=reports, **harmless)) == RUNNING
+
+
+def test_a_failed_host_is_lost_though_its_agent_has_just_reported() -> None:
+    found = next_state(RUNNING, observed(events={NAMES[1]: HOST_ERROR}))
+    assert found.phase == "placing", "it counts as alive"
+    assert found.history[-1].code == ExitCode.PREEMPTED
+    assert found.reason == f"{NAMES[1]}: its host has failed ({HOST_ERROR})"
+    assert [vm.name for vm in found.vms] == ["jx-0000", "jx-0002"]
+
+
+HALTED = {**listed(NAMES[0]), **listed(NAMES[1], status="TERMINATED")}
+ONE_REPORT = {NAMES[0]: AgentReport("ready", "b")}
+CAUSES = {
+    "silent": (
+        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}},
+        PREEMPTED,
+        "as RUNNING); it was preempted",
+    ),
+    "halted": ({"vms": HALTED}, HOST_ERROR, "is TERMINATED; its host has failed"),
+    "never reported": (
+        {"reports": ONE_REPORT, "vms": listed(NAMES[0]), "absent": {NAMES[1]: ABSENT_SECONDS}},
+        PREEMPTED,
+        "its agent never reported; it was preempted",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_the_reason_of_a_loss_has_the_cause_that_the_service_knows(case: str) -> None:
+    failure, event, expected = CAUSES[case]
+    found = next_state(READY, observed(**failure, events={NAMES[1]: event}))
+    assert found.reason.endswith(f"{expected} ({event})"), found.reason
+
+
+def test_a_refused_refill_is_retried_for_a_limited_time_and_then_all_vms_move() -> None:
+    half = replace(
+        READY,
+        vms=(vm(NAMES[0]), vm(NAMES[1], created=False)),
+        creation=PendingCreate(NAMES[1:], "5a3c9c1e-7a51-4f0b-9d7e-6a617872e573"),
+        refill_since=NOW - 60,
+    )
+    refused = observed(creation=CreateFailed("stockout", "no VMs"))
+    again = next_state(half, refused)
+    assert [vm.name for vm in again.vms] == ["jx-0000", "jx-0002"]
+    assert again.creation is None
+    assert next_state(again, observed()) == again, "the zone has a backoff"
+    moved = next_state(half, refused, IMPATIENT)
+    assert moved.vms == ()
+    assert {vm.name for vm in moved.deleting} == set(NAMES)
+
+
+@pytest.mark.parametrize("kind", ["stockout", "quota", "wrong_zone", "passing", "refused"])
+def test_a_refused_creation_deletes_its_names_and_backs_off_from_the_zone(kind: Any) -> None:
+    found = next_state(CREATING, observed(vms={}, reports={}, creation=CreateFailed(kind, "words")))
+    assert (found.vms, found.creation) == ((), None)
+    assert {vm.name for vm in found.deleting} == set(NAMES), "they might exist nevertheless"
+    assert [(c.zone, c.error) for c in found.backoffs] == [(ZONE, kind)]
+    following = next_state(found, observed(vms={}, reports={}))
+    assert {vm.zone for vm in following.vms} == {"us-central1-b"}
+
+
+def test_a_creation_in_progress_is_waited_for() -> None:
+    for creation in (False, None):
+        assert next_state(CREATING, observed(vms={}, reports={}, creation=creation)) == CREATING
+    found = next_state(CREATING, observed(creation=True))
+    assert found.creation is None
+    assert all(vm.created for vm in found.vms)
+
+
+def test_an_operation_that_never_ends_is_judged_by_the_vms_that_exist() -> None:
+    assert next_state(CREATING, observed(creation=False)) == CREATING, "it may still be rolled back"
+    found = next_state(CREATING, observed(creation=False, now=NOW + 3600))
+    assert all(vm.created for vm in found.vms), "their agents have reported"
+    late = observed(vms={}, reports={}, creation=False, now=NOW + 3600)
+    found = next_state(CREATING, late)
+    assert (found.vms, found.creation) == ((), None), "it is waited for forever"
+    assert found.backoffs[0].error == "passing"
+    assert next_state(ENDING, late).creation is None, "the end waits forever"
+
+
+ENDING = replace(
+    CREATING,
+    phase="ending",
+    vms=(),
+    deleting=tuple(replace(vm, deleting_since=NOW) for vm in CREATING.vms),
+    end=JobEnd(ExitCode.STOPPED, "down", NOW),
+)
+
+
+@pytest.mark.parametrize(
+    ("creation", "since_create"), [(False, 1e6), (None, 0.0), (None, LOST_REQUEST_SECONDS)]
+)
+def test_a_vm_being_created_is_not_deleted_by_a_404(creation: Any, since_create: float) -> None:
+    """It will exist later, and would never be deleted."""
+    state = observed(
+        vms={},
+        reports={},
+        not_found=frozenset(NAMES),
+        creation=creation,
+        since_create_seconds=since_create,
+    )
+    found = next_state(ENDING, state)
+    assert found == ENDING, "a VM being created counts as deleted"
+    assert {vm.name for vm in vms_to_delete(found, state)} == set(NAMES)
+
+
+def test_a_creation_that_the_service_does_not_know_expires() -> None:
+    state = observed(vms={}, reports={}, since_create_seconds=LOST_REQUEST_SECONDS + 1)
+    found = next_state(ENDING, state)
+    assert found.creation is None
+    last = replace(state, not_found=frozenset(NAMES))
+    assert next_state(found, last).phase == "ended"
+    assert next_state(found, state).phase == "ending", "it was not looked up by name"
+    assert next_state(ENDING, replace(state, vms=None)) == ENDING
+
+
+@pytest.mark.parametrize("vms", [listed(NAMES[0]), listed("jx-0009"), None])
+def test_a_job_ends_only_when_no_vm_is_left(vms: Any) -> None:
+    bare = replace(ENDING, creation=None, deleting=())
+    assert next_state(bare, observed(vms=vms, reports={})).phase == "ending"
+    assert next_state(bare, observed(vms={}, reports={})).phase == "ended"
+
+
+def test_vms_outside_the_desired_state_are_deleted_and_others_are_not() -> None:
+    desired = replace(READY, deleting=(vm("jx-0009"),))
+    state = observed(vms=listed(*NAMES, "jx-0005", "jx-0009"))
+    assert [vm.name for vm in vms_to_delete(desired, state)] == ["jx-0009", "jx-0005"]
+    assert vms_to_delete(READY, observed(vms=None)) == []
+
+
+def test_a_crash_restarts_the_processes_on_the_same_vms() -> None:
+    reports = {
+        NAMES[0]: AgentReport("ended", "b", 3, 79, "peer"),
+        NAMES[1]: AgentReport("ended", "b", 3, 1, "OnPurpose"),
+    }
+    found = next_state(RUNNING, observed(reports=reports))
+    assert (found.phase, found.vms, found.deleting) == ("placing", RUNNING.vms, ())
+    assert found.history[-1].code == 1
+    assert found.history[-1].culprit == NAMES[1]
+    again = next_state(found, observed(reports=reports, now=NOW + 3600))
+    assert (again.phase, again.attempt) == ("running", 4)
+
+
+def test_exits_of_a_previous_attempt_are_ignored() -> None:
+    reports = {name: AgentReport("ended", "b", 2, 1, "old") for name in NAMES}
+    assert next_state(RUNNING, observed(reports=reports)) == RUNNING
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ((0, 0), 0),
+        ((79, 137), 137),
+        ((79, ExitCode.DIVERGED), ExitCode.DIVERGED),
+        ((ExitCode.PREEMPTED, 79), ExitCode.PREEMPTED),
+        ((ExitCode.FENCED, 79), ExitCode.FENCED),
+        ((ExitCode.UNHEALTHY, 137), ExitCode.UNHEALTHY),
+        ((ExitCode.HUNG, 1), ExitCode.HUNG),
+        ((None, 79), ExitCode.BUG),
+    ],
+)
+def test_the_most_severe_exit_is_that_of_the_attempt(codes: tuple[Any, Any], code: int) -> None:
+    for order in (codes, codes[::-1]):
+        ends = zip(NAMES, order, strict=True)
+        reports = {name: AgentReport("ended", "b", 3, exit, "r") for name, exit in ends}
+        log = RunLogSummary(step=CONFIG.train.steps, seq=9)
+        found = next_state(RUNNING, observed(reports=reports, log=log))
+        assert found.history[-1].code == code, found.history
+
+
+def test_exit_0_without_the_last_step_is_a_bug() -> None:
+    reports = {name: AgentReport("ended", "b", 3, 0, "done") for name in NAMES}
+    found = next_state(RUNNING, observed(reports=reports, log=RunLogSummary(step=1)))
+    assert found.end is None
+    assert found.history[-1].code == ExitCode.BUG
+
+
+@pytest.mark.parametrize(
+    ("minutes", "longest_wait", "still", "is_stalled"),
+    [
+        (None, None, 1e6, False),
+        (None, 10.0, 3599, False),
+        (None, 10.0, 3601, True),
+        (None, 3600.0, 3 * 3600 - 1, False),
+        (None, 3600.0, 3 * 3600 + 1, True),
+        (5.0, 3600.0, 301, True),
+        (5.0, None, 299, False),
+    ],
+)
+def test_an_attempt_without_commits_for_too_long_restarts_on_the_same_vms(
+    minutes: float | None, longest_wait: float | None, still: float, is_stalled: bool
+) -> None:
+    reports = {name: AgentReport("running", "b", 3) for name in NAMES}
+    state = observed(
+        reports=reports,
+        no_commit_seconds=still,
+        log=RunLogSummary(step=20, longest_wait=longest_wait),
+    )
+    found = next_state(RUNNING, state, config(stall_minutes=minutes))
+    assert (found.phase == "placing") is is_stalled
+    assert found.vms == RUNNING.vms
+    assert not is_stalled or found.history[-1].code == ExitCode.HUNG
+
+
+def test_the_wait_between_commits_is_that_of_one_attempt() -> None:
+    commit = Commit(step=1, path="", manifest="", bytes=0)
+    records = [Record(n, attempt, at, commit) for n, attempt, at in WAITS]
+    assert [longest_wait(records[:n]) for n in range(5)] == [None, None, 10.0, 10.0, 30.0]

@@ -1,0 +1,212 @@
+"""Promises under random faults of leaders, VMs, the bucket and the service, in any order.
+
+The controllers are the real ones; their environment is simulated (world.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from jaxres.config import RunConfig
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import Fenced, StorageUnavailable
+from jaxres.launch import reconcile
+from jaxres.launch.controller import Controller, new_state
+from jaxres.launch.desired_state import DesiredState, StateObject, Transition, VmSpec
+from jaxres.launch.lease import Lease
+from jaxres.launch.observed_state import ObservedState
+from jaxres.launch.paths import LaunchPaths
+from jaxres.storage.path import GcsPath
+from tests.unit.launch.gce_config import RUNG, config
+from tests.unit.launch.world import Chances, Killed, Service, World
+
+LONGEST = 6 * 3600.0
+"""Longest job; faults end after half an hour."""
+LATER = 1200.0
+"""Time after which every pending creation has finished."""
+DECIDE = reconcile.decide
+ENDS = (
+    ExitCode.DONE,
+    ExitCode.STOPPED,
+    ExitCode.NO_PROGRESS,
+    ExitCode.UNHEALTHY,
+    ExitCode.OUT_OF_MEMORY,
+    ExitCode.CONFIG,
+)
+
+
+def job(seed: int, *, steps: int, hosts: int) -> RunConfig:
+    draw = random.Random(f"job-{seed}")
+    ladder = [RUNG, {**RUNG, "kind": "standard", "zones": ["us-east4-a"], "dollars_per_hour": 4.0}]
+    limits = draw.choice([{}, {}, {"max_hours": 0.2}, {"max_dollars": 1.0}])
+    made = config(
+        launch=limits,
+        num_hosts=hosts,
+        ladder=ladder,
+        lease_seconds=10.0,
+        ready_minutes=5.0,
+        repair_minutes=3.0,
+        max_cool_minutes=10,
+        stall_minutes=30.0,
+    )
+    return made.model_copy(update={"train": made.train.model_copy(update={"steps": steps})})
+
+
+class Checker:
+    """Checks what must hold at every change of the desired state and at the end."""
+
+    def __init__(self, world: World, config: RunConfig) -> None:
+        self.world, self.config = world, config
+        self.gce = config.launch.gce
+        assert self.gce is not None
+        self.ever: set[str] = set()
+        self.lines: list[str] = []
+
+    def history(self) -> str:
+        return f"seed {self.world.seed}, {self.world.interrupted}:\n" + "\n".join(self.lines[-60:])
+
+    def print_line(self, line: str) -> None:
+        self.lines.append(f"{self.world.now:7.1f} {line}")
+
+    def check(self, before: DesiredState | None, after: DesiredState) -> None:
+        now = self.world.wall()
+        self.print_line(
+            f"#{after.serial} {after.phase} {[v.name[-4:] for v in after.vms]} {after.reason}"
+        )
+        new = after.names - (frozenset() if before is None else before.names)
+        assert not new & self.ever, f"names are used twice: {new & self.ever}\n{self.history()}"
+        self.ever |= after.names
+        if before is None:
+            return
+        for count in ("serial", "epoch", "attempt", "placement", "next_name", "vm_seconds"):
+            assert getattr(after, count) >= getattr(before, count), (
+                f"{count} decreases\n{self.history()}"
+            )
+        deleting = {vm.name for vm in after.deleting}
+        gone = [vm for vm in before.vms if vm.name not in after.names]
+        assert {vm.name for vm in gone} <= deleting, (
+            f"forgotten without a deletion\n{self.history()}"
+        )
+        if after.phase in ("placing", "running"):
+            self._check_no_healthy_vm_is_released(before, after, gone, now)
+
+    def decide(
+        self, desired: DesiredState, observed: ObservedState, config: RunConfig
+    ) -> Transition:
+        """Decides, and checks that costs do not decrease."""
+        found = DECIDE(desired, observed, config)
+        assert self.gce is not None
+        spent = [reconcile.dollars(i, self.gce, now=observed.now) for i in (desired, found.desired)]
+        assert spent[1] >= spent[0] - 1e-9, f"costs decrease: {spent}\n{self.history()}"
+        return found
+
+    def _check_no_healthy_vm_is_released(
+        self, before: DesiredState, after: DesiredState, gone: list[VmSpec], now: float
+    ) -> None:
+        assert self.gce is not None
+        healthy = {vm.name for vm in gone if vm.created} - self.world.excused
+        if not after.vms and before.refill_since is not None:
+            limit = 60 * self.gce.repair_minutes
+            assert not healthy or now - before.refill_since >= limit, f"{healthy}\n{self.history()}"
+        else:
+            assert not healthy, f"{healthy} were healthy\n{self.history()}"
+
+
+def lead(world: World, config: RunConfig, console: Callable[[str], None]) -> None:
+    """Runs one `up`: waits for the lease, then leads to the end."""
+    paths = world.paths
+    lease = Lease(paths.lease, holder="", seconds=10.0, now=world.monotonic)
+    record = StateObject(paths.desired_state)
+    while not lease.acquire():
+        if (desired := world.desired()) is not None and desired.phase == "ended":
+            return
+        world.sleep(1.0)
+    desired = record.read()
+    if desired is None:
+        desired = new_state(paths.label, "code", "config", now=world.wall(), after=None)
+    record.write(desired, epoch=lease.epoch)
+    service = Service(world)
+    arguments = (paths, config, service, lease, record, world, console)
+    Controller(*arguments, boottime=world.monotonic).run()  # pyright: ignore[reportArgumentType]
+
+
+def run_leaders(world: World, config: RunConfig, checker: Checker, until: float) -> None:
+    """Runs leaders one after another until the job has ended or `until` is reached."""
+    before, world.deadline = world.deadline, until
+    try:
+        while (desired := world.desired()) is None or desired.phase != "ended":
+            assert world.now < LONGEST, f"it never ends\n{checker.history()}"
+            try:
+                checker.print_line("a leader")
+                lead(world, config, checker.print_line)
+            except Killed:
+                checker.print_line("killed")
+                if world.now > until:
+                    return
+                world.advance(world.draw.uniform(0, 20))
+            except (Fenced, StorageUnavailable) as error:
+                checker.print_line(f"exited: {error}")
+                world.advance(2.0)
+    finally:
+        world.deadline = before
+
+
+def simulate(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[World, Checker]:
+    """Runs one job in one simulated world to its end."""
+    draw = random.Random(f"world-{seed}")
+    steps, hosts = draw.choice([5, 40, 100]), draw.choice([1, 2, 4])
+    chances = draw.choice([Chances(), Chances(seconds=300.0, loss=0.1), Chances(crash=0.0)])
+    settings = job(seed, steps=steps, hosts=hosts)
+    world = World(seed, steps, LaunchPaths(GcsPath("bkt", f"run-{seed}")), chances)
+    checker = Checker(world, settings)
+    world.check = checker.check
+
+    def other(until: float) -> None:
+        checker.print_line(f"paused until {until:.0f}")
+        run_leaders(world, settings, checker, until)
+        world.advance(max(0.0, until - world.now) if until < LONGEST else 0.0)
+        checker.print_line("resumes")
+
+    world.other = other
+    if draw.random() < 0.2:
+        request = draw.choice([world.paths.stop, world.paths.down])
+        world.after(draw.uniform(1, 600), lambda: world.put(request.key, b""))
+    world.patch(monkeypatch)
+    monkeypatch.setattr(reconcile, "decide", checker.decide)
+    run_leaders(world, settings, checker, LONGEST)
+    return world, checker
+
+
+def checked_exit(seed: int, monkeypatch: pytest.MonkeyPatch) -> ExitCode:
+    world, checker = simulate(seed, monkeypatch)
+    desired = world.desired()
+    assert desired is not None
+    assert desired.end is not None
+    assert desired.end.exit in ENDS, f"{desired.end}\n{checker.history()}"
+    if desired.end.exit == ExitCode.DONE:
+        assert world.step >= world.steps, checker.history()
+    world.advance(LATER)
+    assert world.machines == {}, f"left: {sorted(world.machines)}\n{checker.history()}"
+    counts = {name: len(requests) for name, requests in world.created.items()}
+    assert set(counts.values()) <= {1}, f"requested several times: {counts}\n{checker.history()}"
+    return ExitCode(desired.end.exit)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_no_vm_is_left_or_lost_under_random_faults(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = [checked_exit(seed, monkeypatch) for seed in range(first, first + 20)]
+    assert ExitCode.DONE in ends
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("first", range(1000, 3000, 250))
+def test_no_vm_is_left_or_lost_in_a_long_campaign(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(first, first + 250):
+        checked_exit(seed, monkeypatch)

@@ -1,0 +1,79 @@
+"""Promises of the preemption notice: a VM's training has the notice that its creation requested."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxres.clock import SystemClock
+from jaxres.launch import instance_spec
+from jaxres.launch.instance_spec import NOTICE, Machine
+from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.vm_agent import Agent
+from jaxres.storage.path import GcsPath
+from tests.unit.launch.gce_config import RUNG, config
+
+RUN = GcsPath("bkt", "runs/first")
+
+
+def notice(rung: dict[str, Any], *, is_refused: bool = False) -> tuple[int, str | None]:
+    """Returns the seconds in the request, and those in the VM's metadata."""
+    gce = config(ladder=[rung]).launch.gce
+    assert gce is not None
+    machine = Machine(gce, gce.ladder[0], "us-central1-a", {}, {"a": "b"})
+    found = machine.without_notice(is_refused).properties()
+    items = {item["key"]: item["value"] for item in found["metadata"]["items"]}
+    assert items.pop("a") == "b"
+    in_metadata = items.pop(NOTICE, None)
+    assert not items
+    return found["scheduling"].get("preemption_notice_duration", {}).get("seconds", 0), in_metadata
+
+
+def test_the_metadata_of_a_vm_has_the_notice_of_its_request() -> None:
+    assert notice(RUNG) == (120, "120")
+    assert notice(RUNG, is_refused=True) == (0, None)
+    assert notice(RUNG | {"notice_seconds": 0}) == (0, None)
+    assert notice(RUNG | {"kind": "standard"}) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("curl", "seconds"),
+    [("echo 120", "120"), ("exit 22", "0"), ("echo '<html>'", "0"), ("echo; exit 7", "0")],
+)
+def test_an_invalid_value_of_the_metadata_server_means_no_notice(
+    tmp_path: Path, curl: str, seconds: str
+) -> None:
+    gce = config().launch.gce
+    assert gce is not None
+    text = instance_spec.startup_script(gce, RUN, RUN / "launch/code/0.tar.gz", 64 * "0")
+    head, _, rest = text.partition("name=$(metadata_value instance/name)\n")
+    reads = rest.partition('mkdir -p "$base"\n')[0]
+    fake = tmp_path / "curl"
+    fake.write_text(f'#!/bin/bash\ncase "$*" in *attributes/{NOTICE}) {curl} ;; esac\n')
+    fake.chmod(0o755)
+    found = subprocess.run(
+        ["bash", "-c", f'{head}{reads}echo "$notice"'],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=10,
+    )
+    assert found.stdout == f"{seconds}\n"
+
+
+@pytest.mark.parametrize(("in_metadata", "seconds"), [(0.0, 30.0), (120.0, 120.0), (10.0, 30.0)])
+def test_an_agent_uses_the_longer_notice_of_config_and_metadata(
+    tmp_path: Path, in_metadata: float, seconds: float
+) -> None:
+    agent = Agent(
+        LaunchPaths(RUN),
+        name="jx-0",
+        folder=tmp_path,
+        clock=SystemClock(),
+        notice_seconds=in_metadata,
+    )
+    assert agent._preemption(config()).notice_seconds == seconds

@@ -1,0 +1,379 @@
+import errno
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.storage import files, line_writer
+from jaxres.storage.line_writer import open_line_writer
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def failing(code):
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_a_file_is_created_once_and_keeps_its_first_content(tmp_path):
+    assert files.create(tmp_path / "a", b"first")
+    assert not files.create(tmp_path / "a", b"second")
+    assert contents(tmp_path) == {"a": b"first"}
+
+
+def test_exactly_one_of_many_creators_wins_and_its_content_is_kept(tmp_path):
+    for number in range(50):
+        path, barrier, won = tmp_path / str(number), threading.Barrier(4), []
+
+        def race(content, path=path, barrier=barrier, won=won):
+            barrier.wait()
+            if files.create(path, content):
+                won.append(content)
+
+        threads = [threading.Thread(target=race, args=(b"%d" % i * 1000,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [path.read_bytes()] == won
+
+
+def test_replace_overwrites_the_old_content(tmp_path):
+    files.replace(tmp_path / "a", b"first")
+    files.replace(tmp_path / "a", b"second")
+    assert contents(tmp_path) == {"a": b"second"}
+
+
+def test_absent_file_reads_as_none(tmp_path):
+    assert files.read(tmp_path / "a") is None
+    assert files.list_names(tmp_path / "folder") == []
+    files.delete_tree(tmp_path / "folder")
+
+
+def test_names_are_listed_in_order_without_temporaries(tmp_path):
+    for name in ("b", "a", ".a.00.tmp"):
+        (tmp_path / name).touch()
+    assert files.list_names(tmp_path) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "text"),
+    [
+        (errno.ENOSPC, StorageUnavailable, "no space left"),
+        (errno.EDQUOT, StorageUnavailable, "no space left"),
+        (errno.EFBIG, StorageUnavailable, "no space left"),
+        (errno.EIO, StorageUnavailable, "storage failed"),
+        (errno.ESTALE, StorageUnavailable, "storage failed"),
+        (errno.ENOENT, StorageUnavailable, "its folder is gone"),
+        (errno.EACCES, ConfigError, "can't be used (Permission denied)"),
+        (errno.EROFS, ConfigError, "can't be used (Read-only file system)"),
+        (errno.EISDIR, ConfigError, "can't be used (Is a directory)"),
+    ],
+)
+def test_error_of_storage_becomes_a_run_error_that_names_the_path(tmp_path, code, kind, text):
+    with pytest.raises(kind) as caught, files.typed_errors(tmp_path):
+        failing(code)()
+    assert str(caught.value).startswith(f"{tmp_path}: {text}")
+
+
+def test_error_of_another_kind_is_raised_unchanged(tmp_path):
+    with pytest.raises(BrokenPipeError), files.typed_errors(tmp_path):
+        failing(errno.EPIPE)()
+
+
+def test_write_to_a_deleted_folder_names_the_cause(tmp_path):
+    with pytest.raises(StorageUnavailable, match="its folder is gone") as caught:
+        files.create(tmp_path / "gone" / "a", b"")
+    assert caught.value.exit_code == ExitCode.STORAGE
+
+
+def test_file_in_place_of_a_folder_is_a_config_error(tmp_path):
+    (tmp_path / "log").write_text("not a folder")
+    with pytest.raises(ConfigError, match="Not a directory"):
+        files.list_names(tmp_path / "log")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        files.read(tmp_path)
+
+
+def test_failed_write_leaves_neither_the_name_nor_a_temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
+    with pytest.raises(StorageUnavailable):
+        files.create(tmp_path / "a", b"data")
+    with pytest.raises(StorageUnavailable):
+        files.replace(tmp_path / "a", b"data")
+    assert contents(tmp_path) == {}
+
+
+def test_tree_is_renamed_before_deletion_and_its_trash_is_deleted_later(tmp_path, monkeypatch):
+    (tmp_path / "tree" / "sub").mkdir(parents=True)
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", failing(errno.EIO))
+        with pytest.raises(StorageUnavailable):
+            files.delete_tree(tmp_path / "tree")
+    assert files.list_names(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 1
+    files.delete_trash(tmp_path)
+    assert contents(tmp_path) == {}
+
+
+def opened(path, *, max_waiting=3, on_overflow="refuse"):
+    return open_line_writer(path, max_waiting=max_waiting, on_overflow=on_overflow)
+
+
+def appended(path: Path, *lines: bytes) -> bytes:
+    appender = opened(path)
+    for line in lines:
+        appender.append(line)
+    appender.sync()
+    appender.close()
+    return path.read_bytes()
+
+
+def test_lines_are_appended_to_existing_lines(tmp_path):
+    assert appended(tmp_path / "sub" / "a", b"one", b"two") == b"one\ntwo\n"
+    assert appended(tmp_path / "sub" / "a", b"three") == b"one\ntwo\nthree\n"
+
+
+def test_partial_line_of_a_killed_process_is_terminated(tmp_path):
+    (tmp_path / "a").write_bytes(b"one\ntw")
+    assert appended(tmp_path / "a", b"three") == b"one\ntw\nthree\n"
+
+
+class Dribbling:
+    """A file that accepts `room` more bytes: a disk that is nearly full."""
+
+    def __init__(self, file, *, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self.file.write(data[: min(self.room, 3)])
+        self.room -= taken
+        return taken
+
+    def close(self):
+        self.file.close()
+
+
+def test_line_that_is_written_in_parts_is_complete_in_the_end(tmp_path):
+    appender = opened(tmp_path / "a")
+    appender._sink._file = Dribbling(appender._sink._file, room=1000)
+    appender.append(b"one long line")
+    appender.append(b"two")
+    appender.close()
+    assert (tmp_path / "a").read_bytes() == b"one long line\ntwo\n"
+
+
+def on_disk(appender, *, room):
+    """Limits the room for the file; the attribute `room` of the returned object changes it."""
+    appender._sink._file = Dribbling(appender._sink._file, room=room)
+    return appender._sink._file
+
+
+def test_lines_wait_while_the_disk_is_full_and_are_written_whole_and_in_order(tmp_path):
+    appender = opened(tmp_path / "a")
+    disk = on_disk(appender, room=5)
+    appender.append(b"one long line")
+    appender.append(b"two")
+    assert (tmp_path / "a").read_bytes() == b"one l"
+    disk.room = 10
+    appender.append(b"three")
+    assert (tmp_path / "a").read_bytes() == b"one long line\nt"
+    disk.room = 1000
+    appender.append(b"four")
+    assert appender.close() == 0
+    assert (tmp_path / "a").read_bytes() == b"one long line\ntwo\nthree\nfour\n"
+
+
+def test_more_lines_than_may_wait_are_refused(tmp_path):
+    appender = opened(tmp_path / "a", max_waiting=3)
+    on_disk(appender, room=0)
+    for line in (b"one", b"two", b"three"):  # The first is the one being written.
+        appender.append(line)
+    with pytest.raises(StorageUnavailable, match="no space left"):
+        appender.append(b"four")
+    assert appender.close() == 4
+
+
+def test_more_lines_than_may_wait_drop_the_oldest_whole_ones_and_count_them(tmp_path):
+    appender = opened(tmp_path / "a", max_waiting=3, on_overflow="drop oldest")
+    disk = on_disk(appender, room=2)
+    for line in (b"one", b"two", b"three", b"four", b"five"):
+        appender.append(line)
+    assert appender.pop_dropped_count() == 0, "reported once storage accepts writes again"
+    disk.room = 1000
+    appender.append(b"six")
+    assert appender.pop_dropped_count() == 2
+    assert appender.pop_dropped_count() == 0
+    assert appender.close() == 0
+    assert (tmp_path / "a").read_bytes() == b"one\nfour\nfive\nsix\n"
+
+
+class Hanging:
+    """A file whose writes hang until `resumed` is set."""
+
+    def __init__(self, file, resumed):
+        self.file, self.resumed = file, resumed
+
+    def write(self, data):
+        assert self.resumed.wait(30)
+        return self.file.write(data)
+
+    def close(self):
+        self.file.close()
+
+
+def test_hung_storage_delays_append_once_and_gets_all_lines_in_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(line_writer, "APPEND_SECONDS", 0.3)
+    appender, resumed = opened(tmp_path / "a", max_waiting=99), threading.Event()
+    appender._sink._file = Hanging(appender._sink._file, resumed)
+    began = time.monotonic()
+    for number in range(10):
+        appender.append(b"%d" % number)
+    assert 0.3 <= time.monotonic() - began < 2 * 0.3, "each line has waited"
+    assert (tmp_path / "a").read_bytes() == b""
+    resumed.set()
+    appender.append(b"10")
+    assert appender.close() == 0
+    assert (tmp_path / "a").read_text().split() == [str(number) for number in range(11)]
+
+
+def test_close_does_not_wait_for_hung_storage(tmp_path, monkeypatch):
+    monkeypatch.setattr(line_writer, "APPEND_SECONDS", 0.1)
+    appender, resumed = opened(tmp_path / "a"), threading.Event()
+    appender._sink._file = Hanging(appender._sink._file, resumed)
+    appender.append(b"one")
+    assert appender.close() == 1
+    resumed.set()
+    appender._thread.join()
+    appender._sink._file.close()
+
+
+def test_sync_writes_the_waiting_lines_or_fails(tmp_path):
+    appender = opened(tmp_path / "a")
+    disk, real = on_disk(appender, room=0), appender._sink._file.file
+    disk.fileno = real.fileno
+    appender.append(b"one")
+    with pytest.raises(StorageUnavailable, match="no space left"):
+        appender.sync()
+    disk.room = 1000
+    appender.sync()
+    appender.close()
+    assert (tmp_path / "a").read_bytes() == b"one\n"
+
+
+def test_after_a_failed_fsync_every_call_fails(tmp_path, monkeypatch):
+    appender = opened(tmp_path / "a")
+    appender.append(b"one")
+    with monkeypatch.context() as failed:
+        failed.setattr(os, "fsync", failing(errno.EIO))
+        with pytest.raises(StorageUnavailable):
+            appender.sync()
+    for refused in (appender.sync, lambda: appender.append(b"two")):
+        with pytest.raises(StorageUnavailable, match="may be lost"):
+            refused()
+    appender.close()
+
+
+def test_path_that_is_no_longer_writable_is_an_error_only_without_dropping(tmp_path):
+    for on_overflow, name in (("refuse", "a"), ("drop oldest", "b")):
+        appender = opened(tmp_path / name, on_overflow=on_overflow)
+        appender._sink._file.close()
+        appender._sink._file = type("Gone", (), {"write": failing(errno.EROFS), "close": len})()
+        if on_overflow == "refuse":
+            with pytest.raises(ConfigError, match="Read-only"):
+                appender.append(b"one")
+        else:
+            appender.append(b"one")
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """The paths of all fsync calls, in order; the real fsync is called too."""
+    paths, real = [], os.fsync
+
+    def fsync(descriptor):
+        real(descriptor)
+        paths.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return paths
+
+
+def test_created_file_is_durable_before_its_name_is(tmp_path, synced):
+    files.create(tmp_path / "a", b"data")
+    assert [path.suffix for path in synced] == [".tmp", ""]
+    assert synced[-1] == tmp_path
+
+
+def test_new_folders_and_a_new_files_name_are_durable(tmp_path, synced):
+    appended(tmp_path / "attempts" / "0001" / "a", b"one")
+    attempts = tmp_path / "attempts"
+    assert set(synced) == {tmp_path, attempts, attempts / "0001", attempts / "0001" / "a"}
+
+
+def test_every_file_and_name_of_a_tree_is_durable(tmp_path, synced):
+    (tmp_path / "step" / "state" / "d").mkdir(parents=True)
+    (tmp_path / "step" / "state" / "d" / "array").touch()
+    (tmp_path / "step" / "manifest").touch()
+    files.sync_tree(tmp_path / "step")
+    assert set(synced) == {tmp_path, *tmp_path.rglob("*")}
+    assert synced[-1] == tmp_path
+
+
+def test_folder_that_cannot_be_listed_is_never_treated_as_empty(tmp_path, monkeypatch):
+    (tmp_path / "step" / "state").mkdir(parents=True)
+    (tmp_path / "step" / "state" / "array").write_bytes(b"data")
+    assert files.sizes(tmp_path / "step") == {"state/array": 4}
+    assert files.sizes(tmp_path / "absent") == {}
+    monkeypatch.setattr(os, "scandir", failing(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        files.sizes(tmp_path / "step")
+    with pytest.raises(StorageUnavailable, match="Input/output error"):
+        files.sync_tree(tmp_path / "step")
+
+
+def test_created_link_that_is_reported_as_existing_is_a_win(tmp_path, monkeypatch):
+    link = os.link
+
+    def answered_twice(source, target):
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", answered_twice)
+    assert files.create(tmp_path / "a", b"mine")
+    assert not files.create(tmp_path / "a", b"late")
+    assert contents(tmp_path) == {"a": b"mine"}
+
+
+def test_leftover_temporaries_are_deleted_unless_their_name_does_not_exist(tmp_path):
+    files.create(tmp_path / "00000001.json", b"")
+    (tmp_path / ".00000001.json.aaaaaaaaaaaa.tmp").touch()
+    (tmp_path / ".00000002.json.bbbbbbbbbbbb.tmp").touch()
+    files.delete_temporaries(tmp_path)
+    assert set(contents(tmp_path)) == {"00000001.json", ".00000002.json.bbbbbbbbbbbb.tmp"}
+
+
+def test_creator_whose_temporary_was_deleted_has_lost(tmp_path, monkeypatch):
+    link = os.link
+
+    def paused(source, target):
+        with monkeypatch.context() as awake:
+            awake.setattr(os, "link", link)
+            assert files.create(target, b"winner")
+            files.delete_temporaries(tmp_path)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", paused)
+    assert not files.create(tmp_path / "a", b"loser")
+    assert contents(tmp_path) == {"a": b"winner"}

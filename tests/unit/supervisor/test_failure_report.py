@@ -1,0 +1,48 @@
+"""Promises of the words after giving up: a remedy for the cause, and the end of the right log."""
+
+import signal
+
+import pytest
+
+from jaxres.exit_codes import ExitCode
+from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.runlog.paths import RunDir
+from jaxres.supervisor.failure_report import failure_text
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    run_dir = RunDir(tmp_path)
+    run_dir.attempt(3).mkdir(parents=True)
+    for path in (run_dir.output(3, 1), run_dir.stacks(3, 1), run_dir.traceback(3, 1)):
+        path.write_text("".join(f"{path.name} {number}\n" for number in range(50)))
+    run_dir.output(3, 0).write_text("of another host\n")
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("cause", "log", "remedy"),
+    [
+        (ExitCode.BUG, "traceback-host001.txt", "fix what the traceback shows"),
+        (ExitCode.HUNG, "stacks-host001.txt", "deadlines"),
+        (128 + signal.SIGKILL, "output-host001.txt", "dmesg"),
+        (ExitCode.PEER_LOST, "output-host001.txt", "network"),
+    ],
+)
+def test_the_culprits_log_is_shown_from_its_end(run_dir, cause, log, remedy):
+    ended = AttemptResult(cause, "why", committed=False, culprit=1)
+    said = failure_text(run_dir, 3, ended, code=ExitCode.NO_PROGRESS)
+    assert remedy in said
+    assert f"the last 20 of 50 lines of {run_dir.attempt(3) / log}:" in said
+    assert said.endswith(f"  {log} 49\n")
+    assert f"{log} 29\n" not in said
+
+
+def test_a_log_that_is_not_there_is_not_spoken_of(run_dir):
+    ended = AttemptResult(128 + signal.SIGKILL, "why", committed=False, culprit=2)
+    assert "lines of" not in failure_text(run_dir, 3, ended, code=ExitCode.NO_PROGRESS)
+
+
+@pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.DIVERGED, ExitCode.FENCED])
+def test_a_message_with_its_own_remedy_gets_no_other(run_dir, code):
+    assert failure_text(run_dir, 3, AttemptResult(code, "why", committed=False), code=code) == ""

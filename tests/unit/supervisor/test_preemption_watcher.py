@@ -1,0 +1,203 @@
+"""The preemption watcher and a server that speaks the metadata server's protocol."""
+
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxres.clock import SystemClock
+from jaxres.config.schema_operations import PreemptionSection
+from jaxres.faults import ConfigError
+from jaxres.runlog.events import Noted, PreemptionNoticeReceived, PreemptionWatchStarted
+from jaxres.supervisor import gce_metadata, preemption_watcher
+from jaxres.supervisor.gce_metadata import NoResponse, Response, Server
+from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from tests.emulators.metadata import EVENT, PREEMPTED, UPCOMING, MetadataServer
+
+
+@pytest.fixture
+def server():
+    with MetadataServer() as server:
+        yield server
+
+
+@pytest.fixture
+def watch(server):
+    with watching(server) as watcher:
+        yield watcher
+
+
+def watching(server, **words):
+    watcher = PreemptionWatcher(
+        PreemptionSection(**words), env=server.env, clock=SystemClock(), product=""
+    )
+    watcher.poll()  # From now on a notice is ours to take; before, it ends the process.
+    return watcher
+
+
+def there(server):
+    host, _, port = server.address.partition(":")
+    return Server(host, int(port), is_named=True)
+
+
+def news(watcher, *, seconds=10):
+    """Waits for the next events."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        select.select([watcher.wakeup], [], [], 0.1)
+        if events := watcher.poll():
+            return events
+    raise AssertionError("no event came")
+
+
+def test_a_key_is_answered_with_its_etag_and_a_change_ends_the_wait(server):
+    first = gce_metadata.get(there(server), PREEMPTED)
+    assert isinstance(first, Response)
+    assert first.text == "FALSE"
+    threading.Timer(0.3, server.preempt).start()
+    second = gce_metadata.get(there(server), PREEMPTED, after=first.etag)
+    assert isinstance(second, Response)
+    assert (second.text, second.etag != first.etag) == ("TRUE", True)
+
+
+def test_only_200_is_an_answer(server, monkeypatch):
+    monkeypatch.setattr(gce_metadata, "ANSWER_SECONDS", 0.2)
+    assert gce_metadata.get(there(server), "instance/none") == NoResponse(
+        f"{server.address}: HTTP 404", is_absent=True
+    )
+    for kind in ("403", "429", "503", "hang", "drop"):
+        server.fail(kind)
+        answer = gce_metadata.get(there(server), PREEMPTED)
+        assert isinstance(answer, NoResponse), kind
+        assert not answer.is_absent
+    closed = Server("127.0.0.1", 1, is_named=True)
+    assert isinstance(gce_metadata.get(closed, PREEMPTED), NoResponse)
+
+
+def test_the_emulator_is_as_strict_as_the_real_one(server, monkeypatch):
+    monkeypatch.setattr(gce_metadata, "FLAVOR", ("X-Other", "Google"))
+    assert gce_metadata.get(there(server), PREEMPTED) == NoResponse(f"{server.address}: HTTP 403")
+    assert not server.warn(), "the early warning is given only to who has asked"
+
+
+def test_a_server_that_was_not_named_must_say_that_it_is_googles(server, monkeypatch):
+    found = Server("127.0.0.1", there(server).port, is_named=False)
+    assert isinstance(gce_metadata.get(found, PREEMPTED), Response)
+    monkeypatch.setattr(gce_metadata, "FLAVOR", ("Metadata-Flavor", "google"))
+    # The emulator refuses the question already; a captive portal would not.
+    assert isinstance(gce_metadata.get(found, PREEMPTED), NoResponse)
+
+
+@pytest.mark.parametrize("value", ["host:port", "[::1", ":80"])
+def test_a_variable_that_names_no_server_is_refused(value):
+    with pytest.raises(ConfigError, match="GCE_METADATA_HOST"):
+        gce_metadata.detect({"GCE_METADATA_HOST": value}, product="")
+
+
+def test_all_keys_are_asked_for_at_once_and_a_change_is_told(server, watch):
+    until = time.monotonic() + 10
+    while len(set(server.asked)) < 3:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert set(server.asked) == {PREEMPTED, EVENT, UPCOMING}
+    assert watch.most_urgent() is None
+    server.preempt()
+    (event,) = news(watch)
+    assert isinstance(event, PreemptionNoticeReceived)
+    assert watch.most_urgent().source == PREEMPTED
+
+
+def test_notices_are_found_through_every_kind_of_failure(server):
+    for kind in ("503", "drop"):
+        server.fail(kind, key=PREEMPTED)
+    server.preempt()
+    with watching(server) as watcher:
+        news(watcher)
+        assert watcher.most_urgent().source == PREEMPTED
+
+
+def test_a_maintenance_is_called_off_by_an_answer_and_by_nothing_else(server, watch):
+    server.announce(seconds=3600)
+    (event,) = news(watch)
+    assert 3590 < event.seconds_left < 3600
+    server.fail("503", key=UPCOMING, times=2)
+    server.set(UPCOMING, "{")
+    (event,) = news(watch)
+    assert isinstance(event, Noted)
+    assert watch.most_urgent() is not None
+    server.set(UPCOMING, "{}")
+    (event,) = news(watch)
+    assert (event.value, watch.most_urgent()) == ("cancelled", None)
+
+
+def test_a_vm_that_moves_is_reported_and_not_stopped(server, watch):
+    server.set("instance/scheduling/on-host-maintenance", "MIGRATE")
+    server.announce(seconds=30)
+    (event,) = news(watch)
+    assert "no stop" in event.value
+    assert watch.most_urgent() is None
+
+
+def test_a_server_that_does_not_hold_its_answer_back_is_not_asked_without_end(server):
+    server.holds = False
+    with watching(server) as watcher:
+        time.sleep(1.2)
+        assert len(server.asked) <= 3 * 4, server.asked
+        server.preempt()
+        news(watcher)
+        assert watcher.most_urgent().source == PREEMPTED
+
+
+def test_silence_is_reported_once_and_its_end_too(server, monkeypatch):
+    monkeypatch.setattr(preemption_watcher, "SILENT_SECONDS", 0.1)
+    server.fail("503", key=PREEMPTED, times=2)
+    with watching(server) as watcher:
+        (silence,) = news(watcher)
+        assert "no answer for" in silence.message
+        (again,) = news(watcher)
+        assert again.message == f"{PREEMPTED}: answers again"
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "why"),
+    [
+        ({}, {}, "this machine is no GCE VM"),
+        ({"metadata": "off"}, {"GCE_METADATA_HOST": "127.0.0.1:1"}, "preemption.metadata is off"),
+    ],
+)
+def test_without_a_metadata_server_there_is_no_thread(words, env, why):
+    before = set(threading.enumerate())  # Of which some may end meanwhile: another test's.
+    watcher = PreemptionWatcher(
+        PreemptionSection(**words), env=env, clock=SystemClock(), product="ThinkPad"
+    )
+    with watcher:
+        assert watcher.poll() == [PreemptionWatchStarted(None, why)]
+        assert watcher.poll() == []
+        assert set(threading.enumerate()) <= before
+
+
+def test_a_notice_before_the_first_poll_is_a_sigterm_with_its_reason(server):
+    body = """
+import os, time
+from jaxres.clock import SystemClock
+from jaxres.config.schema_operations import PreemptionSection
+from jaxres.faults import PreemptedError
+from jaxres.supervisor import signals
+from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+signals.raise_on_stop()
+try:
+    with PreemptionWatcher(PreemptionSection(), env=os.environ, clock=SystemClock(), product=""):
+        time.sleep(30)
+except PreemptedError as end:
+    print(end)
+"""
+    server.preempt()
+    words = [sys.executable, "-c", body]
+    ended = subprocess.run(
+        words, env=os.environ | server.env, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout.startswith("this VM is being preempted, before the run had begun")

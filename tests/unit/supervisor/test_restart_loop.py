@@ -1,0 +1,159 @@
+"""Promises of the time between two attempts: who is overtaken, and what storage does meanwhile."""
+
+import dataclasses
+import os
+import signal
+import socket
+
+import pytest
+
+from jaxres.clock import SystemClock
+from jaxres.config.schema import LaunchSection, RestartSection
+from jaxres.config.schema_operations import PreemptionSection
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import Fenced, StorageUnavailable
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Record
+from jaxres.supervisor import restart_loop, run_dir_watcher
+from jaxres.supervisor import run_lock as owners
+from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.restart_loop import LoopState
+from jaxres.supervisor.restart_policy import RestartPolicy
+from jaxres.supervisor.run_lock import RunLock
+from jaxres.supervisor.worker_group import boot_id
+from tests.emulators.metadata import MetadataServer
+from tests.unit.runlog.example_records import CLAIM
+
+OURS = dataclasses.replace(
+    CLAIM, attempt=1, host=socket.gethostname(), pid=os.getpid(), boot_id=boot_id()
+)
+HEIR = dataclasses.replace(OURS, attempt=2, pid=os.getpid() + 1)
+
+
+def write(run_dir, claim):
+    seq = claim.attempt
+    path = run_dir.log / f"{seq:08d}.json"
+    path.write_bytes(Record(seq, claim.attempt, 0.0, claim).encode())
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A supervisor between its first attempt and the next."""
+    monkeypatch.setattr(owners, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(run_dir_watcher, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(restart_loop, "LEAVE_SECONDS", 0.0)
+    run_dir, clock = RunDir(tmp_path), SystemClock()
+    run_dir.log.mkdir()
+    run_dir.attempt(1).mkdir(parents=True)
+    write(run_dir, OURS)
+    limits = RestartSection(max_storage_backoff_seconds=1.0)
+    policy = RestartPolicy(limits, LaunchSection(), (1,), began=clock.monotonic(), seed=1)
+    wakeup, write_end = os.pipe()
+    os.set_blocking(wakeup, False)
+    watcher = PreemptionWatcher(PreemptionSection(), env={}, clock=clock, product="")
+    with watcher, RunLock(run_dir, clock=clock) as owner:
+        run = LoopState(
+            config=None,  # type: ignore[arg-type]
+            run_dir=run_dir,
+            run_dir_id="",
+            run_lock=owner,
+            clock=clock,
+            wakeup=wakeup,
+            preemption_watcher=watcher,
+            policy=policy,
+            emit=lambda event: None,
+            save_monitor=None,  # type: ignore[arg-type]
+            run_attempt=lambda opened: None,  # type: ignore[arg-type, return-value]
+            fork_server=None,
+            env={},
+            run_history=run_log.fold([]),
+            last_seq=0,
+            first_step=0,
+            outcomes=[],
+        )
+        restart_loop._refresh_history(run, run_log.read_records(run_dir.log))
+        run.signal = lambda number: os.write(write_end, bytes([number]))  # type: ignore[attr-defined]
+        yield run
+    os.close(wakeup)
+    os.close(write_end)
+
+
+def test_another_owners_claim_is_not_taken_for_ours(run):
+    write(run.run_dir, HEIR)
+    with pytest.raises(Fenced, match=f"attempt 2 .*pid {HEIR.pid}.* owns this run now"):
+        restart_loop._refresh_history(run, run_log.read_records(run.run_dir.log))
+    assert run.run_history.claims == (OURS,), "what the heir has started is not ours to end"
+
+
+def test_a_claim_of_ours_that_failed_on_its_way_is_ours(run):
+    write(run.run_dir, dataclasses.replace(OURS, attempt=2))
+    restart_loop._refresh_history(run, run_log.read_records(run.run_dir.log))
+    assert run.run_history.attempt == 2
+
+
+def test_a_log_that_is_away_is_no_empty_log(run):
+    with pytest.raises(StorageUnavailable, match="1 records were here, now 0 are"):
+        restart_loop._refresh_history(run, [])
+    assert run.run_history.attempt == 1
+
+
+def test_a_pause_ends_in_time(run):
+    since = run.clock.monotonic()
+    assert restart_loop._wait_backoff(run, 0.3) is None
+    assert 0.3 <= run.clock.monotonic() - since < 2
+
+
+def test_a_superseded_supervisor_exits_in_a_pause_and_writes_nothing(run):
+    write(run.run_dir, HEIR)
+    ended = restart_loop._wait_backoff(run, 20)
+    assert (ended.code, ended.is_recorded) == (ExitCode.FENCED, False)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 76)],
+)
+def test_a_signal_ends_a_pause_at_once(run, number, code):
+    run.signal(number)
+    since = run.clock.monotonic()
+    ended = restart_loop._wait_backoff(run, 20)
+    assert (ended.code, ended.requested) == (code, code)
+    assert run.clock.monotonic() - since < 2
+
+
+def test_a_notice_ends_a_pause_and_one_of_a_far_end_does_not(run):
+    with MetadataServer() as server:
+        section = PreemptionSection()
+        with PreemptionWatcher(
+            section, env=server.env, clock=run.clock, product=""
+        ) as run.preemption_watcher:
+            run.preemption_watcher.poll()
+            server.announce(seconds=3600)
+            assert restart_loop._wait_backoff(run, 0.5) is None
+            server.preempt()
+            ended = restart_loop._wait_backoff(run, 60.0)
+    assert ended is not None
+    assert (ended.code, ended.requested) == (ExitCode.PREEMPTED, ExitCode.PREEMPTED)
+    assert ended.reason.startswith("this VM is being preempted between two attempts")
+
+
+def test_other_signals_end_no_pause(run):
+    run.signal(signal.SIGUSR1)
+    run.signal(signal.SIGUSR2)
+    assert restart_loop._wait_backoff(run, 0.1) is None
+
+
+def test_storage_that_hangs_lets_no_attempt_begin_and_keeps_no_signal_waiting(run):
+    os.mkfifo(run.run_dir.log / "00000002.json")
+    ended = restart_loop._wait_backoff(run, 0.0)
+    assert ended.code == ExitCode.STORAGE
+    assert "storage has not answered for" in ended.reason
+    run.signal(signal.SIGTERM)
+    assert restart_loop._wait_backoff(run, 0.0).code == 75
+
+
+def test_hours_that_are_over_end_a_pause(run):
+    limits = LaunchSection(max_hours=0.1 / 3600)
+    run.policy = dataclasses.replace(run.policy, launch=limits, began=run.clock.monotonic())
+    assert restart_loop._wait_backoff(run, 20).code == ExitCode.STOPPED

@@ -1,0 +1,161 @@
+"""Promises of the run lock, on a clock that moves only on sleep."""
+
+import json
+import os
+
+import pytest
+
+from jaxres.faults import Fenced
+from jaxres.runlog.paths import RunDir
+from jaxres.storage.path import GcsPath
+from jaxres.supervisor import run_lock as owners
+from jaxres.supervisor.run_lock import BEAT_SECONDS, MISSED_BEATS, RunLock
+
+
+class FakeClock:
+    """Calls back on every sleep, in place of other processes."""
+
+    def __init__(self, meanwhile=lambda: None):
+        self.now = 0.0
+        self.meanwhile = meanwhile
+
+    def monotonic(self):
+        return self.now
+
+    def wall(self):
+        return 1000.0 + self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.meanwhile()
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return RunDir(tmp_path / "run")
+
+
+def without_lock(monkeypatch):
+    def refuse(*_):
+        raise OSError(owners.errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(owners.fcntl, "flock", refuse)
+
+
+def test_free_run_is_owned_at_once(run_dir):
+    clock = FakeClock()
+    with RunLock(run_dir, clock=clock):
+        seen = owners.read(run_dir)
+    assert clock.now == 0
+    assert (seen["pid"], seen["locked"], seen["count"]) == (os.getpid(), True, 1)
+
+
+def test_living_owner_is_named_and_nothing_is_written(run_dir):
+    with RunLock(run_dir, clock=FakeClock()) as first:
+        clock = FakeClock(meanwhile=first.beat)
+        with pytest.raises(Fenced, match=f"pid {os.getpid()}"):
+            RunLock(run_dir, clock=clock).__enter__()
+        assert owners.read(run_dir)["nonce"] == first._nonce
+        assert sorted(path.name for path in run_dir.root.iterdir()) == ["owner.json", "owner.lock"]
+    assert clock.now <= BEAT_SECONDS
+
+
+def test_owner_that_misses_three_beats_is_succeeded(run_dir):
+    with RunLock(run_dir, clock=FakeClock()) as sleeper:
+        clock = FakeClock()
+        with RunLock(run_dir, clock=clock) as heir:
+            assert clock.now >= MISSED_BEATS * BEAT_SECONDS
+            assert owners.read(run_dir)["nonce"] == heir._nonce
+            assert owners.read(run_dir)["locked"] is False
+            sleeper.__exit__()
+            heir.beat()
+            assert owners.read(run_dir)["locked"] is True
+
+
+def test_death_of_the_owner_while_one_watches_ends_the_wait(run_dir):
+    first = RunLock(run_dir, clock=FakeClock()).__enter__()
+    clock = FakeClock(meanwhile=first.__exit__)
+    with RunLock(run_dir, clock=clock):
+        assert clock.now < BEAT_SECONDS
+
+
+def test_free_lock_says_nothing_of_an_owner_that_never_had_it(run_dir):
+    """The sleeper that held it has died; its heir lives and has not taken it yet."""
+    sleeper = RunLock(run_dir, clock=FakeClock()).__enter__()
+    with RunLock(run_dir, clock=FakeClock()) as heir:
+        sleeper.__exit__()
+        clock = FakeClock(meanwhile=heir.beat)
+        with pytest.raises(Fenced):
+            RunLock(run_dir, clock=clock).__enter__()
+
+
+def test_dead_owner_that_never_had_the_lock_is_waited_out(run_dir):
+    sleeper = RunLock(run_dir, clock=FakeClock()).__enter__()
+    RunLock(run_dir, clock=FakeClock()).__enter__().__exit__()
+    sleeper.__exit__()
+    clock = FakeClock()
+    with RunLock(run_dir, clock=clock):
+        assert clock.now >= MISSED_BEATS * BEAT_SECONDS
+
+
+def test_without_any_locks_the_beat_decides(run_dir, monkeypatch):
+    without_lock(monkeypatch)
+    with RunLock(run_dir, clock=FakeClock()) as first:
+        with pytest.raises(Fenced):
+            RunLock(run_dir, clock=FakeClock(meanwhile=first.beat)).__enter__()
+        clock = FakeClock()
+        with RunLock(run_dir, clock=clock):
+            assert clock.now >= MISSED_BEATS * BEAT_SECONDS
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"x" * 512])
+def test_beat_that_cannot_be_read_is_no_owner(run_dir, data):
+    run_dir.root.mkdir()
+    run_dir.owner.write_bytes(data)
+    assert owners.read(run_dir) is None
+    with RunLock(run_dir, clock=FakeClock()):
+        assert json.loads(run_dir.owner.read_bytes())["count"] == 1
+
+
+def test_beats_are_of_one_size_and_of_growing_count(run_dir):
+    with RunLock(run_dir, clock=FakeClock()) as owner:
+        sizes, counts = set(), []
+        for _ in range(200):
+            owner.beat()
+            sizes.add(run_dir.owner.stat().st_size)
+            counts.append(owners.read(run_dir)["count"])
+    assert sizes == {owners.BEAT_BYTES + 1}
+    assert counts == list(range(2, 202))
+
+
+def test_of_two_that_find_a_bucket_free_one_owns_it(gcs_bucket):
+    """Both have looked before either writes."""
+    run_dir, clock = RunDir(GcsPath(gcs_bucket, "run")), FakeClock()
+    first = RunLock(run_dir, clock=clock)
+
+    class Overtaken(FakeClock):
+        def wall(self):
+            if first._count == 0:
+                first.__enter__()
+            return super().wall()
+
+        def sleep(self, seconds):
+            super().sleep(seconds)
+            clock.now = self.now
+            first.beat()
+
+    with pytest.raises(Fenced, match="Nothing was written"):
+        RunLock(run_dir, clock=Overtaken()).__enter__()
+    assert owners.read(run_dir)["nonce"] == first._nonce
+    first.__exit__()
+    with RunLock(run_dir, clock=FakeClock()) as heir:
+        assert owners.read(run_dir)["nonce"] == heir._nonce
+
+
+def test_a_live_holder_is_shown_as_alive(run_dir):
+    clock = FakeClock()
+    assert not owners.looks_alive(run_dir, clock=clock)
+    with RunLock(run_dir, clock=clock):
+        assert owners.looks_alive(run_dir, clock=clock)
+        clock.now += MISSED_BEATS * BEAT_SECONDS + 1
+        assert not owners.looks_alive(run_dir, clock=clock)

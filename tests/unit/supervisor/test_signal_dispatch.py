@@ -1,0 +1,95 @@
+"""A supervisor answers notices by the right order to its workers: real processes, no jax."""
+
+import json
+import signal
+
+import pytest
+
+from jaxres.runlog.event_log import read_events
+from jaxres.supervisor.worker_process import LEAVE
+from tests.emulators.metadata import MetadataServer
+from tests.unit.supervisor.test_supervisor import SupervisorProcess
+
+LEAVES = {"on_stop": [75, 0.0]}
+
+
+@pytest.fixture
+def metadata():
+    with MetadataServer() as server:
+        yield server
+
+
+@pytest.fixture
+def start(tmp_path, metadata):
+    started = []
+
+    def start(*parts, **preemption):
+        env = metadata.env | {"PREEMPTION": json.dumps(preemption)}
+        started.append(SupervisorProcess(tmp_path, parts, env=env))
+        return started[-1]
+
+    yield start
+    for supervisor in started:
+        if supervisor.process.poll() is None:
+            supervisor.process.kill()
+        supervisor.process.wait()
+        supervisor.process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("saves", "order"),
+    [
+        ([0.1, False], signal.SIGTERM),
+        ([0.1, True], signal.SIGTERM),
+        ([40.0, False], LEAVE),
+        ([40.0, True], LEAVE),
+    ],
+)
+def test_a_notice_is_the_order_that_the_time_allows(start, metadata, saves, order):
+    supervisor = start(LEAVES | {"saves": saves}, LEAVES)
+    supervisor.wait_steps()
+    metadata.preempt()
+    ended, _ = supervisor.ended()
+    assert (ended["code"], ended["requested"]) == (75, 75)
+    assert ended["reason"].startswith("this VM is being preempted (instance/preempted): stop")
+    assert (supervisor.signalled(signal.SIGTERM), supervisor.signalled(LEAVE)) == (
+        ([0, 1], []) if order == signal.SIGTERM else ([], [0, 1])
+    )
+    told = read_events(supervisor.run_dir.host_supervisor_events(1, 0))
+    assert [event["event"] for event in told] == [
+        "preemption_watch_started",
+        "preemption_notice_received",
+        "preemption_notice_handled",
+    ]
+    assert told[-1]["write_seconds"] == saves[0]
+    assert (told[-1]["writing_seconds"] is not None) == saves[1]
+
+
+def test_sigterm_after_a_notice_is_no_second_signal(start, metadata):
+    """A Spot VM is told by the metadata server, and shut down a moment later."""
+    supervisor = start({"on_stop": [75, 1.0]})
+    supervisor.wait_steps()
+    metadata.preempt()
+    supervisor.wait(lambda: supervisor.signalled(signal.SIGTERM), "the order")
+    supervisor.process.send_signal(signal.SIGTERM)
+    supervisor.wait(lambda: "saving already" in supervisor.said(), "an answer")
+    ended, _ = supervisor.ended()
+    assert (ended["code"], ended["committed"]) == (75, True)
+
+
+def test_a_sigterm_whose_time_is_known_begins_no_save_that_cannot_end(start):
+    supervisor = start(LEAVES | {"saves": [40.0, True]}, sigterm_seconds=30.0)
+    supervisor.wait_steps()
+    supervisor.process.send_signal(signal.SIGTERM)
+    ended, _ = supervisor.ended()
+    assert (ended["code"], supervisor.signalled(LEAVE)) == (75, [0])
+    assert "no time for another save" in supervisor.said()
+
+
+def test_a_distant_deadline_stops_nothing_yet_and_is_printed_once(start, metadata):
+    metadata.announce(seconds=3600)
+    supervisor = start(LEAVES | {"saves": [0.1, False], "end": [0, 60]})
+    ended, _ = supervisor.ended()
+    assert (ended["code"], ended["requested"]) == (0, None)
+    assert supervisor.said().count("training until the last safe moment") == 1
+    assert (supervisor.signalled(signal.SIGTERM), supervisor.signalled(LEAVE)) == ([], [])

@@ -1,0 +1,318 @@
+"""Promises of one supervisor with several workers: real processes and signals, no jax."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxres.exit_codes import ExitCode
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Record
+from jaxres.supervisor.root_cause import GRACE_SECONDS
+from tests.unit.runlog.example_records import CLAIM
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+SURE_SECONDS = 2.0
+"""By then all is over after the first unexpected end, on a busy machine too."""
+
+
+class SupervisorProcess:
+    """A running supervisor of fake workers, and what they leave in its folder."""
+
+    def __init__(self, folder, parts, *, env=None, **limits):
+        self.folder = folder
+        self.run_dir = RunDir(folder / "run")
+        for needed in (self.run_dir.log, self.run_dir.attempt(1)):
+            needed.mkdir(parents=True, exist_ok=True)
+        script = str(HERE / "fake_supervisor.py")
+        self.num_hosts = len(parts)
+        with (folder / "said").open("wb") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, script, str(folder), json.dumps(parts), json.dumps(limits)],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT)} | (env or {}),
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+            )
+
+    def wait(self, condition, what):
+        until = time.monotonic() + 20
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}: {self.said()}"
+            assert time.monotonic() < until, f"no {what}: {self.said()}"
+            time.sleep(0.005)
+
+    def wait_steps(self, step=20):
+        """Waits until every worker has made `step` steps, and the supervisor could read that."""
+
+        def reached():
+            files = [self.folder / f"step-{host}" for host in range(self.num_hosts)]
+            return all(file.exists() and int(file.read_text() or 0) >= step for file in files)
+
+        self.wait(reached, f"step {step}")
+
+    def pid(self, host):
+        return int((self.folder / f"pid-{host}").read_text())
+
+    def signalled(self, number):
+        """Returns the hosts whose worker has received a signal."""
+        hosts = range(self.num_hosts)
+        return [host for host in hosts if (self.folder / f"signal-{int(number)}-{host}").exists()]
+
+    def said(self):
+        return (self.folder / "said").read_text()
+
+    def ended(self):
+        """Returns how it ended and after how long; checks that no worker is left behind."""
+        since = time.monotonic()
+        out, _ = self.process.communicate(timeout=20)
+        seconds = time.monotonic() - since
+        assert out, self.said()
+        for host in range(self.num_hosts):
+            if (self.folder / f"pid-{host}").exists():
+                assert not Path(f"/proc/{self.pid(host)}").exists(), f"host {host} is left behind"
+        return json.loads(out), seconds
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def start(*parts, **limits):
+        started.append(SupervisorProcess(tmp_path, parts, **limits))
+        return started[-1]
+
+    yield start
+    for supervisor in started:
+        if supervisor.process.poll() is None:
+            supervisor.process.kill()
+        supervisor.process.wait()
+        supervisor.process.stdout.close()
+
+
+def state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+ABORTS, SAYS, BLIND = {"on_loss": "abort"}, {"on_loss": "word"}, {}
+
+
+def test_a_killed_worker_is_named_and_all_end_at_once(start):
+    supervisor = start(SAYS, ABORTS, BLIND, ABORTS)
+    supervisor.wait_steps()
+    os.kill(supervisor.pid(2), signal.SIGKILL)
+    pid = supervisor.pid(2)
+    ended, seconds = supervisor.ended()
+    assert seconds < SURE_SECONDS
+    assert (ended["code"], ended["culprit"], ended["committed"]) == (137, 2, False)
+    assert f"host 2 ({os.uname().nodename}, pid {pid}, last finished step" in ended["reason"]
+    assert "killed by SIGKILL" in ended["reason"]
+
+
+def test_a_killed_worker_ends_also_those_who_notice_nothing(start):
+    supervisor = start(BLIND, BLIND, BLIND, BLIND)
+    supervisor.wait_steps()
+    os.kill(supervisor.pid(0), signal.SIGKILL)
+    ended, seconds = supervisor.ended()
+    assert GRACE_SECONDS * 0.9 < seconds < SURE_SECONDS
+    assert (ended["code"], ended["culprit"]) == (137, 0)
+
+
+def test_a_stopped_worker_is_named_though_only_the_others_end(start):
+    supervisor = start(ABORTS, SAYS, ABORTS, BLIND)
+    supervisor.wait_steps()
+    os.kill(supervisor.pid(3), signal.SIGSTOP)
+    ended, seconds = supervisor.ended()
+    assert seconds < SURE_SECONDS
+    assert (ended["code"], ended["culprit"]) == (79, 3)
+    assert "has stopped answering; its last finished step is" in ended["reason"]
+
+
+@pytest.mark.parametrize(("code", "part"), [(70, {}), (70, {"silent": 1})])
+def test_the_first_end_decides_and_its_consequences_do_not(start, code, part):
+    supervisor = start(ABORTS, {"end": [code, 5]} | part, SAYS, BLIND)
+    ended, _ = supervisor.ended()
+    assert (ended["code"], ended["culprit"]) == (code, 1)
+    assert ended["announced"] == (not part)
+    assert ("without an exit message" if part else "part 1") in ended["reason"]
+
+
+def test_all_workers_exit_by_themselves_each_in_its_time(start):
+    parts = [{"on_stop": [75, seconds]} for seconds in (1.3, 0.0, 0.4)]
+    supervisor = start(*parts)
+    supervisor.wait_steps()
+    supervisor.process.send_signal(signal.SIGTERM)
+    ended, seconds = supervisor.ended()
+    assert (ended["code"], ended["committed"], ended["culprit"]) == (75, True, None)
+    assert ended["reason"] == "stop 0"
+    assert GRACE_SECONDS < seconds < 1.3 + SURE_SECONDS
+    assert supervisor.signalled(signal.SIGTERM) == [0, 1, 2]
+    assert "saving after the present step" in supervisor.said()
+
+
+def test_the_exit_message_of_a_worker_aborted_on_exit_is_valid(start):
+    aborted = {"on_stop": [75, 0.3], "then": signal.SIGABRT}
+    supervisor = start({"on_stop": [75, 0.0]}, aborted, aborted)
+    supervisor.wait_steps()
+    supervisor.process.send_signal(signal.SIGTERM)
+    ended, _ = supervisor.ended()
+    assert (ended["code"], ended["culprit"]) == (75, None)
+
+
+def test_the_leaders_result_is_valid_when_its_exit_aborts_the_others(start):
+    supervisor = start({"on_stop": [76, 0.0]}, {"on_loss": "abort"}, {"on_loss": "abort"})
+    supervisor.wait_steps()
+    supervisor.process.send_signal(signal.SIGINT)
+    ended, _ = supervisor.ended()
+    assert (ended["code"], ended["committed"], ended["culprit"]) == (76, True, None)
+
+
+def test_a_stop_before_any_step_ends_all_at_once(start):
+    supervisor = start({"steps": 0}, {"steps": 0})
+    supervisor.wait(lambda: (supervisor.folder / "pid-1").exists(), "workers")
+    supervisor.process.send_signal(signal.SIGTERM)
+    ended, seconds = supervisor.ended()
+    assert seconds < 1
+    assert (ended["code"], ended["committed"]) == (75, False)
+    assert "nothing new to save yet (2 hosts, step 0" in supervisor.said()
+
+
+def test_a_second_signal_kills_all_at_once(start):
+    supervisor = start(BLIND, BLIND, BLIND)
+    supervisor.wait_steps()
+    supervisor.process.send_signal(signal.SIGINT)
+    supervisor.wait(lambda: len(supervisor.signalled(signal.SIGINT)) == 3, "SIGINT for all")
+    supervisor.process.send_signal(signal.SIGTERM)
+    ended, seconds = supervisor.ended()
+    assert seconds < 1
+    assert ended["code"] == 128 + signal.SIGTERM
+
+
+def test_stacks_are_asked_of_all_and_an_extra_save_of_the_lead(start):
+    supervisor = start({"on_stop": [75, 0]}, {"on_stop": [75, 0]})
+    supervisor.wait_steps()
+    supervisor.process.send_signal(signal.SIGUSR1)
+    supervisor.process.send_signal(signal.SIGUSR2)
+    supervisor.wait(lambda: len(supervisor.signalled(signal.SIGUSR1)) == 2, "SIGUSR1 for all")
+    supervisor.wait(lambda: supervisor.signalled(signal.SIGUSR2), "SIGUSR2")
+    supervisor.process.send_signal(signal.SIGTERM)
+    supervisor.ended()
+    assert supervisor.signalled(signal.SIGUSR2) == [0]
+    assert "stacks-host000.txt to stacks-host001.txt" in supervisor.said()
+
+
+def test_ctrl_z_puts_all_to_sleep_together(start):
+    supervisor = start(
+        {"on_stop": [75, 0]}, {"on_stop": [75, 0]}, step_seconds=1, compile_seconds=1
+    )
+    supervisor.wait_steps(5)
+    supervisor.process.send_signal(signal.SIGTSTP)
+    pids = [supervisor.process.pid, supervisor.pid(0), supervisor.pid(1)]
+    supervisor.wait(lambda: all(state(pid) == "T" for pid in pids), "sleep")
+    time.sleep(2.2)
+    supervisor.process.send_signal(signal.SIGCONT)
+    supervisor.wait(lambda: all(state(pid) != "T" for pid in pids), "waking")
+    time.sleep(0.5)
+    supervisor.process.send_signal(signal.SIGTERM)
+    assert supervisor.ended()[0]["code"] == 75
+
+
+def test_of_hosts_that_wait_for_each_other_the_one_behind_is_hung(start):
+    supervisor = start(
+        {"steps": 7}, {"steps": 5}, {"steps": 7}, step_seconds=0.7, compile_seconds=0.7
+    )
+    ended, _ = supervisor.ended()
+    assert (ended["code"], ended["culprit"]) == (ExitCode.HUNG, 1)
+    assert "no progress for 0.7 s in phase 'train' after step 5" in ended["reason"]
+    assert supervisor.signalled(signal.SIGUSR1) == [0, 1, 2]
+
+
+def test_hosts_that_wait_for_anothers_data_are_not_hung_while_its_data_may_come(start):
+    late = {"steps": 5, "enters": "wait for data"}
+    limits = {"step_seconds": 0.3, "compile_seconds": 0.3, "data_seconds": 1.5}
+    ended, seconds = start({"steps": 7}, late, {"steps": 7}, **limits).ended()
+    assert seconds > 1.5
+    assert (ended["code"], ended["culprit"]) == (ExitCode.HUNG, 1)
+    assert "no progress for 1.5 s in phase 'wait for data' after step 5" in ended["reason"]
+
+
+def test_hosts_that_wait_for_one_who_leaves_are_not_hung(start):
+    leaves = {"steps": 5, "end": [80, 5], "lingers": 3.0}
+    ended, _ = start({"steps": 7}, leaves, step_seconds=2.0, compile_seconds=2.0).ended()
+    assert (ended["code"], ended["culprit"], ended["announced"]) == (ExitCode.HUNG, 1, True)
+
+
+def test_of_hosts_that_look_the_same_the_others_are_named_too(start):
+    ended, _ = start(*[{"steps": 5}] * 3, step_seconds=0.3, compile_seconds=0.3).ended()
+    assert ended["code"] == ExitCode.HUNG
+    assert "is at the same point, compare the stacks" in ended["reason"]
+
+
+def test_an_overtaken_attempt_ends_all_and_leaves_no_record(start):
+    supervisor = start(BLIND, BLIND)
+    supervisor.wait_steps()
+    claim = CLAIM.__class__(**(vars(CLAIM) | {"attempt": 2}))
+    (supervisor.run_dir.log / "00000002.json").write_bytes(Record(2, 2, 0.0, claim).encode())
+    ended, _ = supervisor.ended()
+    assert (ended["code"], ended["is_recorded"]) == (ExitCode.FENCED, False)
+
+
+def test_request_files_are_honoured_for_all(start):
+    supervisor = start({"on_stop": [76, 0]}, {"on_stop": [76, 0]})
+    supervisor.wait_steps()
+    supervisor.run_dir.request("save").touch()
+    supervisor.wait(lambda: supervisor.signalled(signal.SIGUSR2), "SIGUSR2")
+    supervisor.run_dir.request("stop").touch()
+    ended, _ = supervisor.ended()
+    assert ended["code"] == ExitCode.STOPPED
+    assert not supervisor.run_dir.request("stop").exists()
+    taken = [
+        path.name.partition("-")[0] for path in sorted(supervisor.run_dir.attempt(1).glob("s*"))
+    ]
+    assert taken == ["save", "stop"]
+
+
+def hang_storage(supervisor):
+    """A real look that never comes back: opening a FIFO waits for its writer."""
+    os.mkfifo(supervisor.run_dir.log / "00000002.json")
+    supervisor.wait(lambda: "storage does not answer" in supervisor.said(), "word of the silence")
+
+
+def test_storage_that_hangs_stops_no_deadline(start):
+    supervisor = start({"steps": 30}, step_seconds=1.2, compile_seconds=1.2)
+    supervisor.wait_steps()
+    hang_storage(supervisor)
+    ended, seconds = supervisor.ended()
+    assert ended["code"] == ExitCode.HUNG
+    assert seconds < 8
+
+
+def test_storage_that_hangs_keeps_no_signal_waiting(start):
+    supervisor = start({"on_stop": [75, 0.2]}, {"on_stop": [75, 0]})
+    supervisor.wait_steps()
+    hang_storage(supervisor)
+    supervisor.process.send_signal(signal.SIGTERM)
+    ended, seconds = supervisor.ended()
+    assert ended["code"] == 75
+    assert seconds < 3
+
+
+def test_storage_that_answers_again_is_looked_at_again(start):
+    supervisor = start({"on_stop": [76, 0]})
+    supervisor.wait_steps()
+    hang_storage(supervisor)
+    fifo = supervisor.run_dir.log / "00000002.json"
+    record = Record(2, 1, 0.0, CLAIM).encode()
+    with fifo.open("wb") as file:
+        fifo.unlink()
+        file.write(record)
+    supervisor.wait(lambda: "storage answers again" in supervisor.said(), "word of the answer")
+    supervisor.run_dir.request("stop").touch()
+    assert supervisor.ended()[0]["code"] == ExitCode.STOPPED

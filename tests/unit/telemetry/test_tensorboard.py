@@ -1,0 +1,218 @@
+import dataclasses
+import importlib
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxres.clock import SystemClock
+from jaxres.runlog import events
+from jaxres.runlog.metrics import MetricsLine
+from jaxres.telemetry import tensorboard
+from jaxres.telemetry.tensorboard import TensorBoard
+
+LINE = MetricsLine(
+    seq=2,
+    step=1,
+    attempt=1,
+    loss=2.0,
+    grad_norm=1.0,
+    learning_rate=0.5,
+    tokens=10,
+    step_seconds=0.1,
+    skipped=False,
+    samples="",
+)
+BUILT = events.RunBuilt("gpt", 1, "1 x cpu", 9, 9, 20, 10, 1.0, 99)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(tensorboard, "PERIOD_SECONDS", 0.005)
+    monkeypatch.setattr(tensorboard, "LAG_SECONDS", 0.2)
+
+
+@pytest.fixture
+def notes():
+    return []
+
+
+@pytest.fixture
+def board(tmp_path, notes, quick):
+    """Returns a function that creates the TensorBoard writer of an attempt."""
+
+    def attempt(number=1, folder=tmp_path / "tensorboard"):
+        return TensorBoard(folder, attempt=number, emit=notes.append, clock=SystemClock())
+
+    return attempt
+
+
+def train(board, steps, *, offset=0.0):
+    """Sends a training segment: the start, then every step."""
+    board.on_event(BUILT)
+    board.on_event(events.TrainingStarted(steps[0] - 1, None, ""))
+    for step in steps:
+        board.on_step(dataclasses.replace(LINE, step=step, loss=step + offset))
+
+
+def curves(folder):
+    """Returns the curves of a folder as TensorBoard reads them: tag -> [(step, value)]."""
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    found = reader.EventAccumulator(str(folder), {"scalars": 0})
+    found.Reload()
+    return {
+        tag: [(event.step, event.value) for event in found.Scalars(tag)]
+        for tag in found.Tags()["scalars"]
+    }
+
+
+def losses(folder):
+    """Returns the loss curve of a folder that may not exist yet."""
+    return curves(folder).get("train/loss", []) if folder.exists() else []
+
+
+def test_every_curve_has_its_values_at_their_steps(board, tmp_path, notes):
+    with board() as writer:
+        train(writer, range(1, 4))
+        writer.on_event(events.Evaluated(3, 1.5, 1.5, 3))
+    assert curves(tmp_path / "tensorboard") == {
+        "train/loss": [(1, 1.0), (2, 2.0), (3, 3.0)],
+        "train/grad_norm": [(1, 1.0), (2, 1.0), (3, 1.0)],
+        "train/learning_rate": [(1, 0.5), (2, 0.5), (3, 0.5)],
+        "train/tokens_per_second": [(1, 100.0), (2, 100.0), (3, 100.0)],
+        "heldout/loss": [(3, 1.5)],
+    }
+    assert notes == []
+
+
+def test_after_a_kill_each_step_has_one_value_that_of_the_newest_attempt(board, tmp_path):
+    source = (
+        "import os, sys, time, pathlib; from tests.unit.telemetry import test_tensorboard as t;"
+        "from jaxres.telemetry import tensorboard as b; b.PERIOD_SECONDS = 0.005;"
+        "board = b.TensorBoard(pathlib.Path(sys.argv[1]), attempt=1, emit=print,"
+        " clock=t.SystemClock()); board.__enter__(); t.train(board, range(1, 9));"
+        "until = time.monotonic() + 30;"
+        "exec('while len(t.losses(pathlib.Path(sys.argv[1]))) < 8 and time.monotonic() < until:"
+        " time.sleep(0.05)');"
+        "os.kill(os.getpid(), 9)"
+    )
+    folder = tmp_path / "tensorboard"
+    ended = subprocess.run([sys.executable, "-c", source, str(folder)], check=False)
+    assert ended.returncode == -9
+    assert [step for step, _ in losses(folder)] == list(range(1, 9))
+    with board(2) as second:
+        train(second, range(5, 8), offset=0.5)
+    assert len(list(folder.iterdir())) == 2
+    expected = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5.5), (6, 6.5), (7, 7.5)]
+    assert curves(folder)["train/loss"] == expected
+    assert [step for step, _ in curves(folder)["train/grad_norm"]] == list(range(1, 8))
+
+
+def test_a_file_truncated_by_a_kill_hides_no_later_points(board, tmp_path):
+    with board(1) as writer:
+        train(writer, range(1, 5))
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    file.write_bytes(file.read_bytes()[:-7])
+    with board(2) as second:
+        train(second, range(3, 6))
+    steps = [step for step, _ in curves(tmp_path / "tensorboard")["train/loss"]]
+    assert steps == [1, 2, 3, 4, 5]
+
+
+def test_a_failing_writer_is_reported_once_and_does_not_delay_training(board, tmp_path, notes):
+    (tmp_path / "file").touch()
+    with board(folder=tmp_path / "file" / "x") as writer:
+        deadline = time.monotonic() + 20
+        while not notes:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        train(writer, range(1, 3 * tensorboard.CAPACITY))
+    (note,) = notes
+    assert "Not a directory" in note.message
+    assert "metrics lines are unaffected" in note.message
+
+
+class FullDisk:
+    """A file on which every write fails."""
+
+    def write(self, data):
+        raise OSError(28, "No space left on device")
+
+    flush = close = write
+
+
+def test_a_full_disk_is_reported_once(board, notes, monkeypatch):
+    writers = pytest.importorskip("tensorboardX.record_writer")
+    monkeypatch.setattr(writers, "open_file", lambda path: FullDisk())
+    with board() as writer:
+        train(writer, range(1, 5))
+    assert [note.message.count("No space left") for note in notes] == [1]
+
+
+def test_a_hanging_writer_costs_one_wait_and_the_missing_steps_are_reported(
+    board, notes, monkeypatch
+):
+    writers = pytest.importorskip("tensorboardX.event_file_writer")
+    monkeypatch.setattr(tensorboard, "CAPACITY", 4)
+    release = threading.Event()
+    write = writers.EventsWriter.write_event
+
+    def hang(self, event):
+        release.wait(60)
+        write(self, event)
+
+    monkeypatch.setattr(writers.EventsWriter, "write_event", hang)
+    with board() as writer:
+        started = time.monotonic()
+        train(writer, range(1, 1000))
+        assert time.monotonic() - started < 20 * tensorboard.LAG_SECONDS
+        (note,) = notes
+        assert "writing lags; points are left out from step" in note.message
+        release.set()
+    assert len(notes) == 2
+    assert "steps are missing" in notes[1].message
+
+
+def test_a_hanging_writer_is_abandoned_at_exit(board, notes, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(tensorboard, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(TensorBoard, "_write", lambda self: release.wait(60))
+    with board() as writer:
+        train(writer, range(1, 3))
+    assert [note.message.endswith("not written in time") for note in notes] == [True]
+    release.set()
+
+
+@pytest.mark.parametrize("way", ["absent", "blocked"])
+def test_without_the_package_the_run_is_rejected_and_the_extra_is_named(tmp_path, way):
+    block = {
+        "absent": "sys.modules['tensorboardX'] = None",
+        "blocked": "sys.meta_path.insert(0, Blocker())",
+    }[way]
+    source = f"""
+import pathlib, sys
+class Blocker:
+    def find_spec(self, name, *_):
+        if name == "tensorboardX":
+            raise ImportError(name)
+{block}
+from jaxres.train.__main__ import hard_exit, main
+hard_exit(main(sys.argv[1:]))
+"""
+    config = "configs/quickstart.yaml"
+    overrides = [
+        "--inline",
+        "train.steps=1",
+        f"run.dir={tmp_path / 'run'}",
+        f"data.cache_dir={tmp_path}",
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", source, config, *overrides, "telemetry.tensorboard=true"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 78, ended.stderr
+    assert "pip install 'jaxres[tensorboard]'" in ended.stderr

@@ -1,0 +1,261 @@
+"""README and docs: every path exists, every command parses, every folder and term is listed."""
+
+import ast
+import contextlib
+import io
+import re
+import shlex
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxres import __main__ as jaxres_command
+from jaxres import config as configs
+from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli import doctor, replay
+from jaxres.cluster import detect
+from jaxres.config.schema import CustomModel
+from jaxres.faults import UsageError
+from jaxres.launch import gce, local
+from jaxres.models import custom
+from jaxres.supervisor.run_config import parse_target
+
+ROOT = Path(__file__).parents[2]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*DOCS, ROOT / "tests/promises/README.md"]
+PLACEHOLDERS: dict[str, str] = {
+    "CONFIG.yaml": "configs/quickstart.yaml",
+    "CONFIG": "configs/quickstart.yaml",
+}
+IGNORED_BY_THE_SHELL = re.compile(r"\$\([^)]*\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+GCE_CONFIG = """\
+base: {base}
+run: {{dir: gs://bucket/runs/first}}
+launch:
+  gce:
+    project: project
+    num_hosts: 1
+    image: projects/p/global/images/family/f
+    runtime: {{kind: container, image: i}}
+    subnetworks: ["regions/{{region}}/subnetworks/default"]
+    service_account: trainer@project.iam.gserviceaccount.com
+    ladder:
+      - {{kind: spot, zones: [us-central1-a], machine_type: a3-highgpu-8g, dollars_per_hour: 25.0}}
+"""
+
+
+def _commands() -> Iterator[tuple[str, list[str]]]:
+    """Yields the page and the arguments of every command of jaxres or pytest in a bash block."""
+    for page in PAGES:
+        for language, block in FENCE.findall(page.read_text()):
+            if language not in ("bash", "sh"):
+                continue
+            for line in block.replace("\\\n", " ").splitlines():
+                for part in line.split("&&"):
+                    words = shlex.split(IGNORED_BY_THE_SHELL.sub("X", part), comments=True)
+                    if command := _command(words):
+                        yield str(page.relative_to(ROOT)), command
+
+
+def _command(words: list[str]) -> list[str]:
+    """Returns ["jaxres", verb, ...], ["pytest", ...] or []: how the line calls them."""
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    if words[:1] == ["jaxres"]:
+        return words
+    if not words or not words[0].endswith("python") or words[1:2] != ["-m"]:
+        return []
+    module, *rest = words[2:]
+    if module == "pytest":
+        return ["pytest", *rest]
+    if module == "jaxres":
+        return ["jaxres", *rest]
+    return ["jaxres", module.removeprefix("jaxres."), *rest] if module.startswith("jaxres.") else []
+
+
+COMMANDS = list(_commands())
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[" ".join(c) for _, c in COMMANDS])
+def test_every_command_in_the_docs_is_accepted_by_its_parser(
+    page: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    program, *words = (PLACEHOLDERS.get(w, w.replace("BUCKET", "bucket")) for w in command)
+    if program == "pytest":
+        _check_pytest(words)
+    elif words[0] == "train":
+        _check_training(words[1:], tmp_path)
+    elif words[:2] == ["launch", "local"]:
+        _check_local(words[2:], tmp_path)
+    elif words[:2] == ["launch", "gce"]:
+        _check_gce(words[2:], tmp_path, monkeypatch)
+    elif words[0] == "doctor":
+        options = doctor._parse(words[1:])
+        configs.load(options.config, options.overrides)
+    elif words[0] == "replay":
+        monkeypatch.setattr(replay.Replay, "lines", lambda self, *, explain: iter(()))
+        assert replay.main(words[1:]) == 0
+    elif words[0] in ("faults", "exit_codes"):
+        assert (ROOT / "jaxres" / f"{words[0]}.py").exists()
+    else:
+        checkpoints_cli._parse(words, usage=jaxres_command.USAGE)
+
+
+def _check_pytest(words):
+    paths = [word for word in words if "/" in word]
+    assert all((ROOT / path.partition("::")[0]).exists() for path in paths)
+
+
+def _check_training(words, tmp_path):
+    if "--help" in words:
+        return
+    flags, words = detect.split_flags(words)
+    assert not flags or detect.detect_cluster(flags, {})[1] is not None
+    _check_target([word for word in words if word != "--inline"], tmp_path)
+
+
+def _check_local(words, tmp_path):
+    options = local.parse(words)
+    _check_target([str(options.target), *options.overrides], tmp_path)
+
+
+def _check_target(words, tmp_path):
+    """Loads the config with the overrides; a run directory's are those of the quickstart."""
+    target, overrides = parse_target(words, usage="")
+    path = Path(str(target))
+    configs.load(path if path.suffix == ".yaml" else ROOT / "configs/quickstart.yaml", overrides)
+
+
+def _check_gce(words, tmp_path, monkeypatch):
+    config = tmp_path / "config.yaml"
+    config.write_text(GCE_CONFIG.format(base=ROOT / "configs/quickstart.yaml"))
+    words = [str(config) if word == "configs/quickstart.yaml" else word for word in words]
+    called = []
+    record = lambda name: lambda *args, **kwargs: called.append(name) or 0  # noqa: E731
+    monkeypatch.setattr(gce.preflight, "show", record("up"))
+    monkeypatch.setattr(gce.bucket_setup, "init_bucket", record("init"))
+    monkeypatch.setattr(gce.gce_status, "show_status", record("status"))
+    for function, name in (("_up", "up"), ("_request_end", words[0]), ("_logs", "logs")):
+        monkeypatch.setattr(gce, function, record(name))
+    assert gce.main(words, env={}) == 0
+    assert called == [words[0]]
+
+
+def test_a_command_with_an_unknown_flag_is_not_accepted():
+    with pytest.raises(UsageError), contextlib.redirect_stderr(io.StringIO()):
+        checkpoints_cli._parse(["status", "RUN_DIR", "--jsn"], usage=jaxres_command.USAGE)
+
+
+def test_there_are_commands_of_every_kind():
+    kinds = {tuple(command[:2]) for _, command in COMMANDS}
+    wanted = ("train", "launch", "status", "history", "checkpoints", "replay", "doctor")
+    assert {("jaxres", verb) for verb in wanted} <= kinds
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_every_link_and_path_of_a_page_exists(page):
+    text = FENCE.sub("", page.read_text())
+    links = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
+    missing = [link for link in links if not _exists(page, link)]
+    paths = re.findall(r"(?<![\w./])(?:jaxres|tests|tools|docs|configs)/[\w./-]+\w", text)
+    missing += [path for path in paths if not (ROOT / path).exists()]
+    for path in re.findall(r"`(\w+/[\w/]*\w\.py)`", text):  # As in jaxres/, or as in tests/.
+        homes = (ROOT, ROOT / "jaxres", ROOT / "tests")
+        missing += [] if any((home / path).exists() for home in homes) else [path]
+    assert not missing
+
+
+def _exists(page: Path, link: str) -> bool:
+    """Tells whether the file of a link exists, and its heading where one is named."""
+    name, _, heading = link.partition("#")
+    path = (page.parent / name).resolve() if name else page
+    if not heading:
+        return path.exists()
+    titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return heading in [re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles]
+
+
+def test_the_map_lists_every_page():
+    text = (ROOT / "docs/README.md").read_text()
+    names = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {name for name in names if f"({name})" not in text} == set()
+
+
+def test_architecture_lists_every_folder_and_module_and_no_other():
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    listed = {}
+    for folder, modules in re.findall(r"^\| `jaxres/(\w*)/?`[^|]*\| (.*) \|$", text, re.MULTILINE):
+        listed[folder] = set(re.findall(r"`(\w+\.py)`", modules))
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "jaxres").rglob("*.py"):
+        if path.name != "__init__.py":
+            folder = path.parent.relative_to(ROOT / "jaxres").as_posix().removeprefix(".")
+            found.setdefault(folder, set()).add(path.name)
+    assert listed == found
+
+
+def test_the_readme_has_at_most_120_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_every_glossary_term_is_in_use_and_in_order():
+    entries = re.findall(r"^- \*\*(.+?)\*\*: ", (ROOT / "docs/glossary.md").read_text(), re.M)
+    assert entries == sorted(entries, key=str.lower)
+    others = [path for path in PAGES if path.name != "glossary.md"]
+    texts = [path.read_text() for path in [*others, *(ROOT / "jaxres").rglob("*.py")]]
+    words = re.sub(r"[\s_]+", " ", " ".join(texts)).lower()
+    terms = [term for entry in entries for term in entry.split(", ")]
+    assert [term for term in terms if term.lower() not in words] == []
+
+
+def _message_texts() -> list[str]:
+    """Returns every string of the package; values that are filled in are `...`."""
+    texts = []
+    for path in (ROOT / "jaxres").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "..." for v in node.values)
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("page", "heading"), [("troubleshooting.md", "# "), ("gce.md", "## What messages mean")]
+)
+def test_every_message_that_a_page_quotes_is_in_the_code(page, heading):
+    text = (ROOT / "docs" / page).read_text().partition(heading)[2]
+    text = text if page == "troubleshooting.md" else text.partition("\n## ")[0]
+    cells = re.findall(r"^\| (`[^|]+`)[^|]*\|", text, re.MULTILINE)
+    quoted = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    everything = "\n".join(_message_texts())
+    pieces = {p.strip() for message in quoted for p in message.split("...") if len(p.strip()) > 3}
+    assert pieces
+    assert {piece for piece in pieces if piece not in everything} == set()
+
+
+def test_every_test_and_mutant_that_the_track_record_names_exists():
+    text = (ROOT / "tests/promises/README.md").read_text()
+    files = list((ROOT / "tests").rglob("*.py"))
+    functions = " ".join(re.findall(r"def (test_\w+)", "".join(f.read_text() for f in files)))
+    names = {path.stem for path in files} | set(functions.split())
+    assert set(re.findall(r"\btest_\w+", text)) - names == set()
+    mutants = re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+)`", text)
+    assert [name for name in mutants if not (ROOT / f"tools/mutants/{name}.patch").exists()] == []
+
+
+def test_the_example_model_can_be_built(monkeypatch):
+    (source,) = (block for kind, block in FENCE.findall((ROOT / "docs/models.md").read_text())
+                 if kind == "python")  # fmt: skip
+    module = types.ModuleType("my_model")
+    exec(source, module.__dict__)
+    monkeypatch.setitem(sys.modules, "my_model", module)
+    section = CustomModel(kind="custom", target="my_model:build")
+    model = custom.build(section, vocab_size=257, seq_len=8)
+    assert model.logits is None

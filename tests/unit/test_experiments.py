@@ -1,0 +1,61 @@
+"""Experiments are documented, have committed results, and stay outside the package."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENTS = ROOT / "experiments"
+FOLDERS = sorted(path.parent for path in EXPERIMENTS.glob("*/README.md"))
+HEADINGS = ["Question", "Command", "Result", "Date", "Machine", "Limits"]
+
+
+def _imported(path: Path) -> set[str]:
+    """Returns the top-level packages that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_there_are_experiments():
+    assert {"resume_at_step_56", "save_interval"} <= {folder.name for folder in FOLDERS}
+
+
+def test_the_package_does_not_import_experiments():
+    sources = sorted((ROOT / "jaxres").rglob("*.py"))
+    assert any("jax" in _imported(path) for path in sources)
+    assert [path for path in sources if "experiments" in _imported(path)] == []
+
+
+def test_experiments_do_not_import_the_package():
+    assert [path for path in EXPERIMENTS.rglob("*.py") if "jaxres" in _imported(path)] == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_an_experiment_has_all_its_parts(folder):
+    text = (folder / "README.md").read_text()
+    headings = [line[3:] for line in text.splitlines() if line.startswith("## ")]
+    assert headings == HEADINGS
+    assert f"python -m experiments.{folder.name}.run" in text
+    assert (folder / "run.py").is_file()
+    assert f"({folder.name}/README.md)" in (EXPERIMENTS / "README.md").read_text()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_an_experiment_has_results_of_the_date_and_machine_in_its_readme(folder):
+    text = (folder / "README.md").read_text()
+    results = sorted((folder / "results").glob("*.json"))
+    assert results
+    for path in results:
+        result = json.loads(path.read_text())
+        assert result["date"] in text
+        assert f"{result['machine']['cpu_cores']} CPU cores" in text
+        assert f"jax {result['machine']['jax']}" in text
+        assert isinstance(result["holds"], bool)
+        assert f"results/{path.name}" in text

@@ -1,0 +1,250 @@
+"""init_from takes the exact weights, on any mesh; the same at every start and on all hosts."""
+
+import json
+import shutil
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+import pytest
+
+from jaxres import data
+from jaxres.checkpoint import weights_export, weights_source
+from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.clock import SystemClock
+from jaxres.cluster.host_group import HostRank, SingleHost
+from jaxres.config import RunConfig
+from jaxres.engine import mesh as meshes
+from jaxres.engine import mesh_plan
+from jaxres.faults import ConfigError
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import RunHistory, RunLog, Start
+from jaxres.telemetry.observers import Observers
+from jaxres.train import build, init_params
+from jaxres.train.context import AttemptContext
+from tests.unit.checkpoint import llama_run
+from tests.unit.checkpoint.llama_run import flat, random_params, run_of
+from tests.unit.runlog.example_records import CLAIM
+
+
+@dataclass
+class Follower(SingleHost):
+    """A host that reads fixed messages of host 0."""
+
+    messages: dict[str, str]
+    member: HostRank = field(default_factory=lambda: HostRank(1, 2, "x:1"))
+
+    def broadcast(self, topic, decide, *, seconds):
+        return self.messages[topic]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "a.txt").write_text("something to learn from\n" * 200)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A run with two steps and its export."""
+    config = llama_run.config(tie_embeddings=False)
+    params = random_params(config.model)
+    root = tmp_path_factory.mktemp("source") / "run"
+    run_of(root, config, params, steps=(4, 8))
+    assert checkpoints_cli.main(["checkpoints", "export", str(root)], usage="") == 0
+    return root, flat(params)
+
+
+def parts_of(corpus, tmp_path, *, mesh=None, **init_from):
+    config = RunConfig.model_validate_json(
+        json.dumps(
+            {
+                "data": {
+                    "source": {"kind": "text", "path": str(corpus)},
+                    "seq_len": llama_run.T,
+                    "heldout_fraction": 0,
+                    "cache_dir": str(tmp_path / "cache"),
+                },
+                "model": {
+                    "kind": "gpt",
+                    **llama_run.SIZES,
+                    "tie_embeddings": False,
+                },
+                "mesh": mesh or {},
+                "train": {"steps": 8, "global_batch_size": 8},
+                "init_from": init_from or {"kind": "seed"},
+            }
+        )
+    )
+    devices = jax.devices()[: 8 if mesh else 1]
+    plan = mesh_plan.plan(
+        config.mesh, config.train, config.model, num_devices=len(devices), num_hosts=1
+    )
+    return build.assemble(
+        config,
+        data.open_dataset(config.data),
+        plan=plan,
+        mesh=meshes.build(config.mesh, devices=devices),
+        platform="cpu",
+    )
+
+
+@pytest.fixture(scope="module")
+def fresh(corpus, tmp_path_factory):
+    """The state that the seed alone makes, on one device; it compiles slowly."""
+    return parts_of(corpus, tmp_path_factory.mktemp("fresh")).init()
+
+
+def context_at(tmp_path, peers=None):
+    run_dir = RunDir(tmp_path / "run")
+    if run_dir.log.exists():
+        shutil.rmtree(run_dir.log)
+    log = RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock())
+    events = []
+    context = AttemptContext(
+        run_dir,
+        log,
+        CLAIM,
+        events.append,
+        SystemClock(),
+        observers=Observers(),
+        requests=None,  # type: ignore[arg-type] # No requests here.
+        peers=peers or SingleHost(),
+    )
+    return context, events
+
+
+def started(parts, context, line=None):
+    init = init_params.build(parts.config.init_from, parts, context)
+    return init(line or RunHistory())
+
+
+def bits(state):
+    return {path: (x.shape, x.tobytes()) for path, x in flat(state.params).items()}
+
+
+def test_parameters_of_another_run_are_bit_exact_on_another_mesh(corpus, tmp_path, source):
+    root, arrays = source
+    where = {"kind": "run", "path": str(root)}
+    parts = parts_of(corpus, tmp_path, mesh={"data": 2, "fsdp": 2, "tensor": 2}, **where)
+    context, events = context_at(tmp_path)
+    state, origin = started(parts, context)
+    assert bits(state) == {path: (x.shape, x.tobytes()) for path, x in arrays.items()}
+    laid = jax.tree.map(lambda x: x.sharding, state)
+    assert laid == jax.tree.map(lambda x: x.sharding, parts.shapes), (
+        "each array is sharded as in training"
+    )
+    assert not state.params["blocks"]["attention"]["query"].is_fully_replicated
+    params = weights_export.of_run(
+        weights_source.from_run(RunDir(root), parts.config.model, committed(root))
+    )
+    assert origin == {"params": weights_export.digest_of(params), "path": str(root), "step": "8"}
+    assert "12 arrays from" in str(events[-1])
+
+
+def committed(root):
+    return weights_source.committed(RunDir(root), step=None)
+
+
+def test_all_but_the_parameters_equals_a_start_from_the_seed(corpus, tmp_path, source, fresh):
+    where = {"kind": "safetensors", "path": str(next((source[0] / "exports").iterdir()))}
+    parts = parts_of(corpus, tmp_path, **where)
+    state, _ = started(parts, context_at(tmp_path)[0])
+    assert bits(state) == {path: (x.shape, x.tobytes()) for path, x in source[1].items()}
+    same = jax.tree.map(
+        lambda a, b: np.array_equal(a, b),
+        (state.opt, state.key, state.step),
+        (fresh.opt, fresh.key, fresh.step),
+    )
+    assert jax.tree.all(same)
+    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, fresh)
+
+
+def test_arrays_that_may_be_missing_are_initialised_from_the_seed(corpus, tmp_path, source, fresh):
+    where = {"kind": "run", "path": str(source[0]), "rename": {"params/head": "params/old"}}
+    with pytest.raises(ConfigError, match="params/head"):
+        started(parts_of(corpus, tmp_path, **where), context_at(tmp_path)[0])
+    allowed = {"allow_missing": ["params/head"], "allow_extra": ["*/head"]}
+    parts = parts_of(corpus, tmp_path, **where, **allowed)
+    state, _ = started(parts, context_at(tmp_path)[0])
+    taken, drawn = bits(state), bits(fresh)
+    assert [path for path in taken if taken[path] == drawn[path]] == ["params/head"]
+
+
+def test_a_restart_takes_the_same_step_of_a_source_that_has_newer_ones(corpus, tmp_path, source):
+    root, arrays = source
+    parts = parts_of(corpus, tmp_path, kind="run", path=str(root))
+    context, _ = context_at(tmp_path)
+    four = parts_of(corpus, tmp_path, kind="run", path=str(root), at_step=4)
+    state, origin = started(four, context_at(tmp_path)[0])
+    context.log.append(Start(step=0, path=None, dataset="d", computation={}, init=origin))
+    again, same = started(parts, context, context.log.history())
+    assert (bits(again), same) == (bits(state), origin)
+    half = arrays["params/norm/scale"] / 2
+    assert np.array_equal(np.asarray(again.params["norm"]["scale"]), half)
+
+
+def test_other_weights_than_at_the_first_start_are_refused(corpus, tmp_path, source):
+    folder = tmp_path / "folder"
+    shutil.copytree(next((source[0] / "exports").iterdir()), folder)
+    parts = parts_of(corpus, tmp_path, kind="safetensors", path=str(folder))
+    context, _ = context_at(tmp_path)
+    _, origin = started(parts, context)
+    context.log.append(Start(step=0, path=None, dataset="d", computation={}, init=origin))
+    assert started(parts, context, context.log.history())[1] == origin
+
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x3f")
+    with pytest.raises(ConfigError, match=r"other numbers than jaxres\.json records"):
+        started(parts, context, context.log.history())
+    (folder / "jaxres.json").unlink()
+    with pytest.raises(
+        ConfigError, match="not the weights that this run was started with"
+    ) as error:
+        started(parts, context, context.log.history())
+    assert str(folder) in str(error.value)
+    assert origin["params"] in str(error.value)
+
+
+def test_a_host_that_reads_other_weights_than_the_lead_is_refused(corpus, tmp_path, source):
+    parts = parts_of(corpus, tmp_path, kind="run", path=str(source[0]))
+    _, origin = started(parts, context_at(tmp_path)[0])
+    messages = {"init/step": "8", "init": origin["params"]}
+    assert started(parts, context_at(tmp_path, Follower(messages))[0])[1] == origin
+    messages = {"init/step": "4", "init": origin["params"]}
+    with pytest.raises(ConfigError, match="other weights than host 0"):
+        started(parts, context_at(tmp_path, Follower(messages))[0])
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ({"kind": "safetensors", "path": "/nowhere"}, "/nowhere: no such file"),
+        ({"kind": "safetensors", "path": "{corpus}"}, "there are none"),
+        ({"kind": "run", "path": "/nowhere"}, "/nowhere: no run here"),
+        (
+            {"kind": "run", "path": "{run}", "at_step": 5},
+            "step 5 is not committed (committed: 4,",
+        ),
+    ],
+)
+def test_an_unusable_source_is_refused_before_anything_is_compiled(
+    corpus, tmp_path, source, where, text
+):
+    where["path"] = where["path"].format(corpus=corpus, run=source[0])
+    parts = parts_of(corpus, tmp_path, **where)
+    with pytest.raises(ConfigError) as error:
+        init_params.build(parts.config.init_from, parts, context_at(tmp_path)[0])
+    assert str(error.value).startswith("init_from.path: ")
+    assert text in str(error.value)
+
+
+def test_a_damaged_source_is_a_config_error_of_this_run(corpus, tmp_path, source):
+    root = tmp_path / "copy"
+    shutil.copytree(source[0], root)
+    commit = committed(root)
+    (root / commit.path / "progress.json").unlink()
+    parts = parts_of(corpus, tmp_path, kind="run", path=str(root))
+    with pytest.raises(ConfigError, match=r"init_from\.path: .*progress\.json is missing"):
+        init_params.build(parts.config.init_from, parts, context_at(tmp_path)[0])

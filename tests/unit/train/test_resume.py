@@ -1,0 +1,99 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxres import config as configs
+from jaxres.clock import SystemClock
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError, Fenced
+from jaxres.runlog import run_log
+from jaxres.runlog.run_log import RunLog, Start
+from jaxres.storage import files
+from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.worker_group import WorkerGroup
+from jaxres.train import __main__ as train_command
+
+
+def quickstart(tmp_path, *overrides):
+    return attempt_runner.resolve_run(
+        configs_dir() / "quickstart.yaml", [f"run.dir={tmp_path / 'run'}", *overrides]
+    )
+
+
+def configs_dir():
+    return Path(__file__).parents[3] / "configs"
+
+
+def test_an_attempt_that_loses_the_claim_writes_no_config(tmp_path, monkeypatch):
+    resolved = quickstart(tmp_path, "run.seed=2")
+    winner = attempt_runner.new_claim(
+        resolved[0].config, run_log.fold([]), env={}, job=WorkerGroup()
+    )
+    read = run_log.read_records
+
+    reads = []
+
+    def read_then_lose(folder):
+        records = read(folder)
+        reads.append(folder)
+        if len(reads) == 2:  # The first read checks whether the run is done.
+            RunLog.claim(folder, winner, after=records, clock=SystemClock())
+        return records
+
+    monkeypatch.setattr(attempt_runner, "resolve_run", lambda *_: resolved)
+    monkeypatch.setattr(run_log, "read_records", read_then_lose)
+    with pytest.raises(Fenced):
+        train_command._train([str(tmp_path)])
+    written = [p for p in resolved[1].root.rglob("*") if p.is_file()]
+    assert {path.name for path in written} == {"00000001.json", "owner.lock", "owner.json"}
+
+
+@pytest.fixture
+def started(tmp_path):
+    """The run directory after a first attempt with the quickstart config."""
+    loaded, run_dir = quickstart(tmp_path)
+    claim = attempt_runner.new_claim(loaded.config, run_log.fold([]), env={}, job=WorkerGroup())
+    log = RunLog.claim(run_dir.log, claim, after=[], clock=SystemClock())
+    files.make_dir(run_dir.attempt(1))
+    for path in (run_dir.config, run_dir.attempt(1) / "config.yaml"):
+        path.write_text(configs.dump_yaml(loaded.config))
+    quickstart(tmp_path, "run.seed=2")
+    log.append(Start(step=0, path=None, dataset="d", computation={}))
+    return run_dir
+
+
+def test_a_run_keeps_the_config_that_it_was_started_with(tmp_path, started):
+    quickstart(tmp_path)
+    with pytest.raises(ConfigError, match="another trajectory"):
+        quickstart(tmp_path, "run.seed=2")
+
+
+def test_an_edited_or_deleted_config_does_not_change_the_run(tmp_path, started):
+    other = quickstart(tmp_path / "elsewhere", "run.seed=2")[0].config
+    started.config.write_text(configs.dump_yaml(other))
+    assert attempt_runner.resolve_run(started.root, [])[0].config.run.seed != other.run.seed
+    started.config.unlink()
+    with pytest.raises(ConfigError, match="another trajectory"):
+        quickstart(tmp_path, "run.seed=2")
+
+
+def test_a_started_run_without_any_record_of_its_config_is_refused(tmp_path, started):
+    (started.attempt(1) / "config.yaml").unlink()
+    started.config.unlink()
+    with pytest.raises(ConfigError, match="Restore one of them from a copy"):
+        quickstart(tmp_path)
+
+
+@pytest.mark.parametrize("code", [ExitCode.STORAGE, ExitCode.CONFIG])
+def test_a_failed_process_exits_at_once_despite_its_threads(code):
+    source = (
+        "import threading, time; from jaxres.train.__main__ import hard_exit;"
+        "threading.Thread(target=time.sleep, args=(600,)).start();"
+        f"print('done', end=''); hard_exit({code.value})"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", source], timeout=60, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (code, "done")
