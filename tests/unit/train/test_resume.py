@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,15 @@ def configs_dir():
     return Path(__file__).parents[3] / "configs"
 
 
+@pytest.fixture
+def signal_mask():
+    """Restores the signal mask: an attempt blocks signals, here in the process of the tests."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@pytest.mark.usefixtures("signal_mask")
 def test_an_attempt_that_loses_the_claim_writes_no_config(tmp_path, monkeypatch):
     resolved = quickstart(tmp_path, "run.seed=2")
     winner = attempt_runner.new_claim(
