@@ -38,7 +38,7 @@ def supervisor(code):
     """Runs code in a process of its own: `end` ends whatever descends from it."""
     given = "from jaxres.supervisor import processes; from jaxres.clock import SystemClock; "
     given += (
-        "from tests.unit.runlog.example_records import CLAIM; import os, subprocess, sys, time; "
+        "from tests.unit.runlog.example_records import CLAIM; import os, signal, subprocess, sys, time; "
     )
     found = subprocess.run(
         [sys.executable, "-c", given + code],
@@ -65,26 +65,48 @@ def test_exactly_the_processes_with_the_tag_are_killed(sleeper):
     assert [other.poll() for other in others] == [None] * 4
 
 
-def test_processes_in_the_middle_of_their_exec_are_found_at_every_look(tmp_path):
-    again = tmp_path / "again.sh"
-    again.write_text("exec /bin/sh $0\n")
+MID_EXEC = """
+import ctypes, signal, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.mremap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 2, ctypes.c_int, ctypes.c_void_p]
+fields = open('/proc/self/stat').read().rpartition(')')[2].split()
+start, end = int(fields[47]) & -4096, -(-int(fields[48]) // 4096) * 4096
+aside = libc.mmap(None, end - start, 0, 0x22, -1, 0)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+assert libc.mremap(start, end - start, end - start, 3, aside) == aside, ctypes.get_errno()
+print(flush=True)
+signal.sigwait([signal.SIGUSR1])
+assert libc.mremap(aside, end - start, end - start, 3, start) == start, ctypes.get_errno()
+time.sleep(600)
+"""
+"""Moves the pages of its environment away until SIGUSR1: /proc shows it as it is during an exec."""
+
+MID_EXEC_CLOCK = """
+class ExecEnds(SystemClock):
+    def sleep(self, seconds):
+        os.kill({pid}, signal.SIGUSR1)
+        until = time.monotonic() + 30
+        while not open('/proc/{pid}/environ', 'rb').read():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+"""
+
+
+def test_process_in_the_middle_of_its_exec_is_found_when_the_exec_has_ended():
     mark = f"{CLAIM.nonce}.1.2"
+    words = [sys.executable, "-I", "-S", "-c", MID_EXEC, "-" * 8192]
     environment = os.environ | {processes.TAG_VARIABLE: mark}
-    words = ["nice", "-n", "19", "/bin/sh", again]
-    started = [subprocess.Popen(words, env=environment) for _ in range(4)]
-    pids = {process.pid for process in started}
-    read = Path(f"/proc/{started[0].pid}/environ").read_bytes
-    tags = f"{{b'{processes.TAG_VARIABLE}={mark}'}}"
-    look = f"{pids} <= processes._find_leftovers({tags}, SystemClock())"
-    try:
-        is_met = any(not read() for _ in range(100_000))
-        seen = supervisor(f"print(sum({look} for _ in range(80)))")
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert is_met, "none was ever met in the middle of its exec"
-    assert seen == "80"
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as started:
+        try:
+            assert started.stdout.readline() == b"\n"
+            assert not Path(f"/proc/{started.pid}/environ").read_bytes(), "its exec has ended"
+            tags = f"{{b'{processes.TAG_VARIABLE}={mark}'}}"
+            look = f"print({started.pid} in processes._find_leftovers({tags}, ExecEnds()))"
+            assert supervisor(MID_EXEC_CLOCK.format(pid=started.pid) + look) == "True"
+        finally:
+            started.kill()
 
 
 def test_orphans_without_a_tag_are_killed_while_their_supervisor_lives():
