@@ -15,6 +15,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests import damage
 from tests.promises.trainer import MLP, Place, digest, run_history, starts
+from tests.tiers import slow_but
 
 
 def export(run_dir: RunDir, *words: str, out: Path) -> str:
@@ -43,6 +44,7 @@ STILL = ("train.steps=1", "optimizer.learning_rate=1e-30", "evaluation.every_ste
 """One step that changes no parameter, so that the evaluation after it is of the initial weights."""
 
 
+@pytest.mark.slow
 def test_fine_tuning_starts_with_the_final_loss_of_the_source(place: Place) -> None:
     place.finish("source", "train.steps=8", "evaluation.every_steps=8")
     source = place.run_dir("source")
@@ -69,10 +71,7 @@ def test_two_hosts_start_from_the_same_weights(place: Place) -> None:
     assert params_digest(tuned.run_dir, place.root / "b") == init["params"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "anywhere", [pytest.param("local", marks=pytest.mark.campaign), "bucket"], indirect=True
-)
+@pytest.mark.parametrize("anywhere", slow_but(["local", "bucket"], "local"), indirect=True)
 def test_weights_of_a_run_are_verified_from_any_storage_or_rejected(
     anywhere: Place, place: Place
 ) -> None:

@@ -1,6 +1,4 @@
-"""If one of four hosts is killed or suspended, all exit at once, the message names it, and the next
-start resumes bit exact.
-"""
+"""A host that is killed or suspended ends all hosts, is named, and the next start is bit exact."""
 
 from __future__ import annotations
 
@@ -14,48 +12,54 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import FAULTY, PACED, Place, assert_bit_exact, starts
+from tests.promises.trainer import FAULTY, Place, assert_bit_exact, starts
 
-HOSTS = 4
 HEARTBEAT_SECONDS = 5
-SHORT = ("train.steps=80", f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}")
+SHORT = (f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}",)
 KILLED_SECONDS, STOPPED_SECONDS = 1, HEARTBEAT_SECONDS + 2
+PACED = {"PACE": "0.005"}
 LAG = 2
 MARGIN = 3
 """Deadlines are asserted at three times their value because the machine may be busy."""
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+def calm_four(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """The same run on four hosts without a lost host."""
     place = Place(tmp_path_factory.mktemp("calm"), caches)
-    place.launched("calm", *SHORT, hosts=HOSTS, config=FAULTY)
+    place.launched("calm", *SHORT, hosts=4, config=FAULTY)
     return place.run_dir("calm")
 
 
+def campaign(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.campaign)
+
+
 @pytest.mark.parametrize(
-    ("sig", "host", "code", "seconds"),
+    ("calm", "hosts", "sig", "host", "code", "seconds"),
     [
-        pytest.param(
-            *(signal.SIGKILL, 2, 128 + signal.SIGKILL, KILLED_SECONDS), marks=pytest.mark.campaign
-        ),
-        pytest.param(
-            *(signal.SIGKILL, 0, 128 + signal.SIGKILL, KILLED_SECONDS), marks=pytest.mark.campaign
-        ),
-        pytest.param(
-            *(signal.SIGSTOP, 3, ExitCode.PEER_LOST, STOPPED_SECONDS), marks=pytest.mark.campaign
-        ),
-        (signal.SIGSTOP, 0, ExitCode.PEER_LOST, STOPPED_SECONDS),
+        campaign("calm_four", 4, signal.SIGKILL, 2, 128 + signal.SIGKILL, KILLED_SECONDS),
+        campaign("calm_four", 4, signal.SIGKILL, 0, 128 + signal.SIGKILL, KILLED_SECONDS),
+        campaign("calm_four", 4, signal.SIGSTOP, 3, ExitCode.PEER_LOST, STOPPED_SECONDS),
+        campaign("calm_four", 4, signal.SIGSTOP, 0, ExitCode.PEER_LOST, STOPPED_SECONDS),
+        ("calm_pair", 2, signal.SIGSTOP, 0, ExitCode.PEER_LOST, STOPPED_SECONDS),
     ],
 )
 def test_a_lost_host_ends_all_and_the_next_start_is_bit_exact(
-    place: Place, calm: RunDir, sig: signal.Signals, host: int, code: int, seconds: float
+    place: Place,
+    request: pytest.FixtureRequest,
+    calm: str,
+    hosts: int,
+    sig: signal.Signals,
+    host: int,
+    code: int,
+    seconds: float,
 ) -> None:
-    trainer = place.launch("run", *SHORT, hosts=HOSTS, config=FAULTY, env=PACED)
+    trainer = place.launch("run", *SHORT, hosts=hosts, config=FAULTY, env=PACED)
     trainer.wait_commit(20)
     trainer.wait_step(25)
     workers = trainer.workers()
-    assert sorted(workers) == list(range(HOSTS))
+    assert sorted(workers) == list(range(hosts))
 
     os.kill(workers[host], sig)
     lost_at = time.monotonic()
@@ -66,8 +70,8 @@ def test_a_lost_host_ends_all_and_the_next_start_is_bit_exact(
     assert not [pid for pid in workers.values() if Path(f"/proc/{pid}").exists()], "left behind"
     found = re.search(r"last finished step (?:is )?(\d+)", printed)
     assert found is not None
-    assert 25 - LAG <= int(found[1]) <= 80  # Host 0 may have completed more steps.
+    assert 25 - LAG <= int(found[1]) <= 60  # Host 0 may have completed more steps.
 
-    place.launched("run", *SHORT, hosts=HOSTS, config=FAULTY)
+    place.launched("run", *SHORT, hosts=hosts, config=FAULTY)
     assert starts(trainer.run_dir)[1] >= 20, "it has resumed"
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, request.getfixturevalue(calm))

@@ -13,18 +13,18 @@ def test_the_quickstart_learns_and_prints_a_summary(place: Place) -> None:
     # Any steps, seed, interval and mesh are valid together on the quickstart (CONTRACT).
     trainer = place.finish(
         "quick",
-        "train.steps=25",
+        "train.steps=12",
         "run.seed=3",
-        "checkpoint.save_every_steps=10",
+        "checkpoint.save_every_steps=5",
         "mesh.fsdp=2",
         "telemetry.sample_tokens=8",
         config=QUICKSTART,
         env={"JAX_NUM_CPU_DEVICES": "2"},
     )
     losses = [row["loss"] for row in history(place.run_dir("quick"))]
-    assert len(losses) == 25
+    assert len(losses) == 12
     assert losses[0] > 5
-    assert losses[-1] < 3.5
+    assert losses[-1] < 4
     printed = trainer.printed()
     for words in ("guarantee: bitwise", "held-out loss", "the model writes:", "training loss over"):
         assert words in printed, printed

@@ -18,6 +18,8 @@ from tests.promises.trainer import MLP, ROOT, Place, Trainer, assert_bit_exact, 
 POINTS = Path(__file__).with_name("points")
 SAVE = ("directory made", "step renamed", "facts", "manifest", "commit", "prune", "trash", "bytes")
 """Boundaries of a save, in order."""
+DECISIVE = ("manifest", "commit", "trash")
+"""Before the step is final, before it counts, and before an older one is deleted."""
 
 
 def start(place: Place, point: str, sig: signal.Signals, *, at: int = 1) -> Trainer:
@@ -81,17 +83,24 @@ def test_a_run_killed_at_every_boundary_of_a_quarantine_ends_bit_exact(
     assert_bit_exact(run_dir, unbroken)
 
 
-def test_zombies_from_every_phase_of_a_save_damage_nothing(place: Place, unbroken: RunDir) -> None:
+@pytest.mark.parametrize(
+    "points",
+    [pytest.param(SAVE, marks=pytest.mark.slow), DECISIVE],
+    ids=["every phase", "decisive phases"],
+)
+def test_zombies_from_every_phase_of_a_save_damage_nothing(
+    place: Place, unbroken: RunDir, points: tuple[str, ...]
+) -> None:
     """Each is suspended at another boundary of its save; the successor commits, prunes, ends."""
     run_dir, zombies = place.run_dir("run"), []
-    for point in SAVE:
+    for point in points:
         zombie = start(place, point, signal.SIGSTOP, at=3 if point == SAVE[0] else 1)
         zombie.wait(lambda z=zombie: sleeps(z), what=f"a worker that sleeps at '{point}'")
         zombie.kill(signal.SIGSTOP, target="supervisor")
         zombie.wait(lambda z=zombie: is_stopped(z), what="a suspended supervisor")
         zombies.append(zombie)
     heir = place.finish("run", *MLP)
-    assert heir.attempt == len(SAVE) + 1
+    assert heir.attempt == len(points) + 1
     before = counted(run_dir, heir)
     assert_bit_exact(run_dir, unbroken)
     for zombie in zombies:

@@ -15,6 +15,7 @@ from tests.promises.trainer import (
     run_history,
     starts,
 )
+from tests.tiers import slow_but
 
 AXES = {
     "data": {8: (), 4: (), 2: (), 1: ()},
@@ -77,11 +78,12 @@ def test_the_samples_stay_the_same_on_fewer_devices(
     )
 
 
-def test_back_on_the_original_mesh_the_run_ends_bit_exact(place: Place) -> None:
-    words = AXES["fsdp x tensor"][8]
-    assert start(place, "unbroken", 8, *words).wait_exit() == 0
-    kill_after_commit(start(place, "broken", 8, *words), 100)
-    again = start(place, "broken", 8, *words)
+@pytest.mark.parametrize("count", slow_but([8, 4], 4))
+def test_back_on_the_original_mesh_the_run_ends_bit_exact(place: Place, count: int) -> None:
+    words = AXES["fsdp x tensor"][count]
+    assert start(place, "unbroken", count, *words).wait_exit() == 0
+    kill_after_commit(start(place, "broken", count, *words), 100)
+    again = start(place, "broken", count, *words)
     assert again.wait_exit() == 0, again.printed()
     assert starts(again.run_dir)[1] >= 100
     assert_bit_exact(again.run_dir, place.run_dir("unbroken"))

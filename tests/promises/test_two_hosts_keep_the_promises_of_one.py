@@ -21,6 +21,7 @@ from tests.promises.trainer import (
     run_history,
     starts,
 )
+from tests.tiers import slow_but
 
 SLOW = {"PACE": "0.02"}
 
@@ -32,9 +33,7 @@ def signal_all(trainer: Trainer, number: signal.Signals) -> None:
     trainer.process.send_signal(number)
 
 
-@pytest.mark.parametrize(
-    "anywhere", ["bucket", pytest.param("local", marks=pytest.mark.campaign)], indirect=True
-)
+@pytest.mark.parametrize("anywhere", slow_but(["local", "bucket"], "local"), indirect=True)
 def test_two_hosts_skip_damage_keep_one_owner_and_fence_a_zombie(
     anywhere: Place, calm_pair: RunDir
 ) -> None:

@@ -99,7 +99,7 @@ def measured(begin: Any, values: Any) -> step.StepMetrics:
     return step.MetricsLayout.of(begin, num_rows=B).read(np.asarray(values))[0]
 
 
-@pytest.mark.parametrize(("microbatches", "devices"), slow_but([(1, 1), (2, 8)], (1, 1)))
+@pytest.mark.parametrize(("microbatches", "devices"), slow_but([(1, 1), (2, 8)]))
 def test_a_scaled_and_unscaled_gradient_is_bit_equal(microbatches: int, devices: int) -> None:
     """The factor is an input of one program."""
     begin, function = parts(SECTION, microbatches=microbatches, devices=devices)

@@ -80,7 +80,7 @@ def trained(name: str) -> tuple[Any, list[float], Any]:
     return begin, losses, compiled
 
 
-@pytest.mark.parametrize("name", slow_but(list(MESHES)[1:], "fsdp=4 tensor=2"))
+@pytest.mark.parametrize("name", slow_but(list(MESHES)[1:]))
 def test_a_mesh_has_the_same_initial_bits_and_losses_as_one_device(name: str) -> None:
     begin, losses, _ = trained(name)
     expected, expected_losses, _ = trained(ONE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ SPIKES = SpikesSection(warmup_steps=3)
 STILL = TINY.model_copy(update={"dropout": 0.0})
 
 
+@functools.cache
 def parts(
     config: GptModel = TINY, *, microbatches: int = 1, devices: int = 1
 ) -> tuple[Any, Any, Any]:
@@ -42,6 +44,13 @@ def parts(
         replicate=meshes.replicate(mesh),
     )
     return model, tx, function
+
+
+@functools.cache
+def initial(config: GptModel = TINY, **kwargs: int) -> state.TrainState:
+    """Returns the state at step 0; do not donate it."""
+    model, tx, _ = parts(config, **kwargs)
+    return state.init(model, tx, seed=0)
 
 
 def batch(seed: int) -> dict[str, np.ndarray]:
@@ -72,23 +81,23 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_the_donated_step_equals_the_undonated_bit_for_bit() -> None:
     # jax 0.7.2 on CPU computed wrong results, silently, if buffers were donated.
-    model, tx, function = parts()
-    init = jax.jit(lambda: state.init(model, tx, seed=0))
+    _, _, function = parts()
     donated = jax.jit(function, donate_argnums=0)
-    start = init()
+    start = jax.tree.map(jnp.copy, initial())
     after, metrics = run(donated, start, num=6)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(start)), "nothing was donated"
-    expected, expected_metrics = run(jax.jit(function), init(), num=6)
+    expected, expected_metrics = run(jax.jit(function), initial(), num=6)
     assert equal(after, expected)
     assert equal(metrics, expected_metrics)
 
 
 @pytest.mark.slow
 def test_every_step_draws_different_dropout_from_the_saved_key() -> None:
-    model, tx, function = parts()
-    begin = state.init(model, tx, seed=0)
+    _, _, function = parts()
+    begin = initial()
     once, _ = jax.jit(function)(begin, batch(0))
     assert not np.array_equal(once.key, begin.key)
     other_key, _ = jax.jit(function)(dataclasses.replace(begin, key=once.key), batch(0))
@@ -99,8 +108,8 @@ def test_every_step_draws_different_dropout_from_the_saved_key() -> None:
 def test_microbatches_give_the_gradient_of_the_whole_batch(microbatches: int) -> None:
     # Not bit-equal: float32 additions of 24 rows in another order.
     _, _, whole = parts(STILL)
-    model, tx, parted = parts(STILL, microbatches=microbatches)
-    begin = state.init(model, tx, seed=0)
+    _, _, parted = parts(STILL, microbatches=microbatches)
+    begin = initial(STILL)
     after_whole, metrics_whole = jax.jit(whole)(begin, batch(0))
     after_parted, metrics_parted = jax.jit(parted)(begin, batch(0))
     np.testing.assert_allclose(metrics_parted, metrics_whole, rtol=1e-5)
@@ -114,8 +123,8 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(microbatches: int) ->
 
 
 def test_the_evaluation_step_excludes_masked_rows() -> None:
-    model, tx, _ = parts()
-    params = state.init(model, tx, seed=0).params
+    model, _, _ = parts()
+    params = initial().params
     evaluate = jax.jit(step.make_eval_step(model))
     rows = batch(0)
     mask = np.ones(B, np.float32)
@@ -156,8 +165,8 @@ def read(model: Any, begin: Any, values: Any) -> step.StepMetrics:
 def test_a_nonfinite_step_changes_neither_parameters_nor_moments(
     microbatches: int, devices: int
 ) -> None:
-    model, tx, function = parts(microbatches=microbatches, devices=devices)
-    begin, _ = jax.jit(function)(state.init(model, tx, seed=0), batch(0))
+    model, _, function = parts(microbatches=microbatches, devices=devices)
+    begin, _ = jax.jit(function)(initial(), batch(0))
     rows = batch(1)
     rows["weights_BT"][[3, 17], 0] = [np.nan, np.inf]
     after, values = jax.jit(function)(begin, rows)
@@ -185,7 +194,7 @@ def test_a_nonfinite_gradient_is_masked_although_its_clipped_norm_is_finite(
     function = step.make_train_step(
         poisoned, tx, rate, clip_norm=1.0, microbatches=1, spikes=SPIKES
     )
-    begin = state.init(model, tx, seed=0)
+    begin = initial()
     after, values = jax.jit(function)(begin, batch(0))
     measured = read(model, begin, values)
     assert not measured.applied
@@ -196,8 +205,8 @@ def test_a_nonfinite_gradient_is_masked_although_its_clipped_norm_is_finite(
 
 
 def test_masking_preserves_the_donation_of_the_whole_state() -> None:
-    model, tx, function = parts()
-    shapes = jax.eval_shape(lambda: state.init(model, tx, seed=0))
+    _, _, function = parts()
+    shapes = jax.eval_shape(initial)
     compiled = jax.jit(function, donate_argnums=0).trace(shapes, batch(0)).lower().compile()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     assert compiled.memory_analysis().alias_size_in_bytes >= size
@@ -220,7 +229,7 @@ def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> 
     function = jax.jit(
         step.make_train_step(loud, tx, rate, clip_norm=None, microbatches=1, spikes=SPIKES)
     )
-    begin = state.init(model, tx, seed=0)
+    begin = initial(STILL)
     for index in range(4):
         begin, _ = function(begin, batch(index) | {"scale_B": np.ones(B, np.float32)})
     usual = float(jnp.exp(begin.norms["mean"]))
@@ -254,7 +263,7 @@ def test_bands_in_warn_mode_report_the_score_and_change_no_bit() -> None:
         jax.jit(step.make_train_step(loud, tx, rate, clip_norm=None, microbatches=1, spikes=bands))
         for bands in (SPIKES.model_copy(update={"mode": "warn"}), None)
     )
-    begin = states = state.init(model, tx, seed=0)
+    begin = states = initial(STILL)
     for index, scale in enumerate([1.0, 1.0, 1.0, 1.0, 4.0, 1000.0]):
         rows = batch(index) | {"scale_B": np.full(B, scale, np.float32)}
         begin, values = warned(begin, rows)

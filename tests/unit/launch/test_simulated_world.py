@@ -20,6 +20,7 @@ from jaxres.launch.lease import Lease
 from jaxres.launch.observed_state import ObservedState
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
+from tests.tiers import slow_but
 from tests.unit.launch.gce_config import RUNG, config
 from tests.unit.launch.world import Chances, Killed, Service, World
 
@@ -195,7 +196,7 @@ def checked_exit(seed: int, monkeypatch: pytest.MonkeyPatch) -> ExitCode:
     return ExitCode(desired.end.exit)
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("first", slow_but(range(0, 60, 20), 0))
 def test_no_vm_is_left_or_lost_under_random_faults(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,6 +219,7 @@ def test_the_scan_equals_a_loop_over_the_layers():
     )
 
 
+@pytest.mark.slow
 @quick_compile()
 def test_remat_changes_neither_loss_nor_gradients():
     batch, key = batch_of(), jax.random.key(3)
@@ -230,6 +231,7 @@ def test_remat_changes_neither_loss_nor_gradients():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, regrads)
 
 
+@pytest.mark.slow
 def test_dropout_depends_on_the_key_only():
     model, batch = build(dropout=0.5), batch_of()
     params = params_of(model)
@@ -252,6 +254,7 @@ def test_dropout_keeps_the_mean_and_drops_its_share():
     assert float(jnp.mean(dropped)) == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.slow
 @quick_compile()  # test_mlp.py makes the same promise of optimised code
 def test_initial_parameters_have_the_same_bits_on_one_device_and_on_eight():
     model = build()

@@ -37,9 +37,8 @@ def sleeper():
 def supervisor(code):
     """Runs code in a process of its own: `end` ends whatever descends from it."""
     given = "from jaxres.supervisor import processes; from jaxres.clock import SystemClock; "
-    given += (
-        "from tests.unit.runlog.example_records import CLAIM; import os, signal, subprocess, sys, time; "
-    )
+    given += "from tests.unit.runlog.example_records import CLAIM; "
+    given += "import os, signal, subprocess, sys, time; "
     found = subprocess.run(
         [sys.executable, "-c", given + code],
         cwd=ROOT,

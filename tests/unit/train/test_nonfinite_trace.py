@@ -43,6 +43,7 @@ def test_a_healthy_model_has_no_nonfinite_number(gpt):
         assert found is None
 
 
+@pytest.mark.slow
 def test_a_bad_layer_is_named_by_its_number_and_source_line(gpt):
     model, params = gpt
     spoilt = jax.tree.map(lambda x: x, params)
