@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-MAX_FILE_LINES = {"jaxres": 600, "tests": 600, "tools": 600, "experiments": 300}
+MAX_FILE_LINES = {"jaxres": 600, "tests": 600, "tools": 600}
 MAX_FUNCTION_LINES = 60
 BANNED_NAMES = re.compile(r"(Manager|Helper|Handler|Util|Processor)$|^maybe_|_v\d+$")
 TIME = {"time", "monotonic", "sleep", "perf_counter"}

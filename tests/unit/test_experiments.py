@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "experiments"
+PROGRAMS = ROOT / "tools" / "experiments"
 FOLDERS = sorted(path.parent for path in EXPERIMENTS.glob("*/README.md"))
 HEADINGS = ["Question", "Command", "Result", "Date", "Machine", "Limits"]
 
@@ -30,11 +31,11 @@ def test_there_are_experiments():
 def test_the_package_does_not_import_experiments():
     sources = sorted((ROOT / "jaxres").rglob("*.py"))
     assert any("jax" in _imported(path) for path in sources)
-    assert [path for path in sources if "experiments" in _imported(path)] == []
+    assert [path for path in sources if "tools" in _imported(path)] == []
 
 
 def test_experiments_do_not_import_the_package():
-    assert [path for path in EXPERIMENTS.rglob("*.py") if "jaxres" in _imported(path)] == []
+    assert [path for path in PROGRAMS.rglob("*.py") if "jaxres" in _imported(path)] == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -42,8 +43,8 @@ def test_an_experiment_has_all_its_parts(folder):
     text = (folder / "README.md").read_text()
     headings = [line[3:] for line in text.splitlines() if line.startswith("## ")]
     assert headings == HEADINGS
-    assert f"python -m experiments.{folder.name}.run" in text
-    assert (folder / "run.py").is_file()
+    assert f"python -m tools.experiments.{folder.name}" in text
+    assert (PROGRAMS / f"{folder.name}.py").is_file()
     assert f"({folder.name}/README.md)" in (EXPERIMENTS / "README.md").read_text()
 
 

@@ -1,6 +1,6 @@
 """Is Young's and Daly's save interval the best one, in real runs with real kills?
 
-    python -m experiments.save_interval.run
+    python -m tools.experiments.save_interval
 
 Time is CPU time of the training processes, so that other jobs on the machine change little. Exits 1
 if the measured useful share at Daly's interval is not above that at a quarter and at four times it,
@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.save_interval import simulation
-from experiments.save_interval.simulation import MULTIPLES, Costs
-from experiments.training_process import TrainingProcess, committed_steps, write_result
+from tools.experiments import save_interval_simulation as simulation
+from tools.experiments.save_interval_simulation import MULTIPLES, Costs
+from tools.experiments.training_process import ROOT, TrainingProcess, committed_steps, write_result
 
-HERE = Path(__file__).parent
-CONFIG = HERE / "run.yaml"
+FOLDER = ROOT / "experiments" / "save_interval"
+CONFIG = FOLDER / "run.yaml"
 MTBF_SECONDS = 6.0
 """CPU seconds of training between kills; start-up does not count, it is the same for all."""
 KILLS = 5
@@ -92,7 +92,7 @@ def main() -> int:
                 setting.train_and_kill(gap)
     result = _result(settings, costs=costs, step_seconds=step_seconds)
     result["seconds"] = round(time.monotonic() - began)
-    write_result(HERE / "results" / "results.json", result)
+    write_result(FOLDER / "results" / "results.json", result)
     print(json.dumps(result, indent=2))
     return 0 if result["holds"] else 1
 

@@ -1,6 +1,6 @@
 """Resume benchmark: 100 steps, SIGKILL at step 56, resumed and compared bit for bit.
 
-    python -m experiments.resume_at_step_56.run
+    python -m tools.experiments.resume_at_step_56
 
 Exits 1 if a resumed run differs from the unbroken run in one bit.
 """
@@ -16,15 +16,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.training_process import (
+from tools.experiments.training_process import (
+    ROOT,
     TrainingProcess,
     committed_steps,
     jaxres,
     write_result,
 )
 
-HERE = Path(__file__).parent
-CONFIG = HERE / "run.yaml"
+FOLDER = ROOT / "experiments" / "resume_at_step_56"
+CONFIG = FOLDER / "run.yaml"
 STEPS = 100
 KILL_STEP = 56
 SAVE_STEP = 50
@@ -70,7 +71,7 @@ def main() -> int:
         "seconds": round(time.monotonic() - began),
         "runs": [asdict(resumed) for resumed in found],
     }
-    write_result(HERE / "results" / "results.json", result)
+    write_result(FOLDER / "results" / "results.json", result)
     print("the claim holds" if holds else "THE CLAIM DOES NOT HOLD")
     return 0 if holds else 1
 

@@ -1,6 +1,6 @@
 """Optimal save intervals (Young 1974, Daly 2006) and a simulation of training under kills.
 
-    python -m experiments.save_interval.simulation
+    python -m tools.experiments.save_interval_simulation
 
 prints the useful share for the textbook's numbers: a save of 5 minutes, a failure every 12 hours.
 """

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 0.001
 TIMEOUT_SECONDS = 300.0
 
