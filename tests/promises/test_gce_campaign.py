@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from jaxres.runlog.paths import RunDir
-from tests.promises import test_gce_vms_come_and_go as scenarios
+from tests.promises import test_gce_replaces_lost_vms as scenarios
 from tests.promises.cloud import Cloud
 
 pytestmark = pytest.mark.campaign

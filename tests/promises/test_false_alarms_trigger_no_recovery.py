@@ -12,7 +12,7 @@ from jaxres.runlog.attempt_history import phase_seconds
 from jaxres.runlog.paths import RunDir
 from tests.emulators.metadata import MetadataServer
 from tests.promises.preloaded import Jumping, Mount
-from tests.promises.test_supervisor_brings_it_back import attempts, decisions, start
+from tests.promises.test_supervisor_restarts_the_worker import attempts, decisions, start
 from tests.promises.trainer import FAULTY, Place, assert_bit_exact, history
 
 LIMITS = ("deadlines.step_seconds=2", "deadlines.data_seconds=2", "data.timeout_seconds=1")
