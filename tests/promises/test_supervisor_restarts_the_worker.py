@@ -127,7 +127,9 @@ def test_killed_workers_are_restarted_bit_exact(
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_many_kills(place: Place, calm: RunDir, calm_pair: RunDir, hosts: int, seed: int) -> None:
+def test_a_run_with_many_killed_workers_ends_bit_exact(
+    place: Place, calm: RunDir, calm_pair: RunDir, hosts: int, seed: int
+) -> None:
     slow = ("restart.max_attempts_without_commit=50",)
     trainer = start(place, *slow, hosts=hosts, PACE="0.005")
     kill_at_random(trainer, kills=8, seed=seed)

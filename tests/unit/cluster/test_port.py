@@ -7,7 +7,7 @@ import pytest
 from jaxres.cluster import connection
 
 
-def test_reserved_port_is_refused_to_others_and_the_service_may_listen_on_it():
+def test_a_reserved_port_is_refused_to_others_and_the_service_may_listen_on_it():
     with connection.reserved_address() as address:
         host, _, number = address.partition(":")
         with socket.socket() as other, pytest.raises(OSError):
@@ -20,6 +20,6 @@ def test_reserved_port_is_refused_to_others_and_the_service_may_listen_on_it():
                 pass
 
 
-def test_every_attempt_has_its_own():
+def test_every_attempt_has_its_own_port():
     with connection.reserved_address() as first, connection.reserved_address() as second:
         assert first != second

@@ -54,7 +54,7 @@ def assert_all_end(ends, kind, *words):
         assert word in str(ends[0])
 
 
-def test_all_come_and_start(address):
+def test_all_hosts_join_and_start(address):
     hellos, *announced = together(
         partial(begin, address, num_hosts=3),
         partial(follow, address, hello(2, num_hosts=3)),
@@ -64,7 +64,7 @@ def test_all_come_and_start(address):
     assert announced == [ATTEMPT, ATTEMPT]
 
 
-def test_lead_may_start_later(address):
+def test_the_leader_may_start_later(address):
     def late():
         time.sleep(0.6)
         return begin(address)
@@ -74,7 +74,7 @@ def test_lead_may_start_later(address):
     assert announced == ATTEMPT
 
 
-def test_absent_host_is_named_and_those_that_came_are_told(address):
+def test_an_absent_host_is_named_to_all_that_joined(address):
     ends = together(
         partial(begin, address, num_hosts=4, join_seconds=0.7),
         partial(follow, address, hello(1, num_hosts=4)),
@@ -97,7 +97,7 @@ def test_absent_host_is_named_and_those_that_came_are_told(address):
         ({"trajectory": "3c", "fields": {}}, ["a different trajectory (3c there, 9f3c9f3c here)"]),
     ],
 )
-def test_host_that_differs_ends_all_with_one_message(address, other, words, monkeypatch):
+def test_an_incompatible_host_ends_all_with_one_message(address, other, words, monkeypatch):
     monkeypatch.setattr(rendezvous, "MISMATCH_GRACE_SECONDS", 0.1)
     said = replace(hello(1), **other)
     ends = together(partial(begin, address), partial(follow, address, said))
@@ -105,14 +105,14 @@ def test_host_that_differs_ends_all_with_one_message(address, other, words, monk
     assert_all_end(ends, ConfigError, who, *words)
 
 
-def test_other_patch_release_of_python_may_join(address):
+def test_another_patch_release_of_python_may_join(address):
     _, announced = together(
         partial(begin, address), partial(follow, address, hello(1, python="3.11.9"))
     )
     assert announced == ATTEMPT
 
 
-def test_bystanders_of_a_host_that_differs_end_too(address):
+def test_compatible_hosts_also_end_if_one_is_incompatible(address):
     ends = together(
         partial(begin, address, num_hosts=3),
         partial(follow, address, hello(1, num_hosts=3, trajectory="a", fields={})),
@@ -121,7 +121,7 @@ def test_bystanders_of_a_host_that_differs_end_too(address):
     assert_all_end(ends, ConfigError, "host 1 (node1")
 
 
-def test_doubled_id_is_refused_and_the_others_go_on(address):
+def test_a_duplicate_id_is_refused_and_the_others_continue(address):
     def double():
         time.sleep(0.6)
         return follow(address, hello(1, num_hosts=3, nonce="other", name="elsewhere"))
@@ -142,7 +142,7 @@ def test_doubled_id_is_refused_and_the_others_go_on(address):
     assert hellos[1].name == "node1"
 
 
-def test_second_host_0_among_followers_is_refused(address):
+def test_a_second_host_0_among_followers_is_refused(address):
     def wrong():
         time.sleep(0.2)
         return follow(address, hello(0, nonce="other"))
@@ -157,7 +157,7 @@ def test_second_host_0_among_followers_is_refused(address):
     assert announced == ATTEMPT
 
 
-def test_host_that_died_during_the_rendezvous_may_join_again(address):
+def test_a_host_that_died_during_the_rendezvous_may_join_again(address):
     def dies_and_comes_again():
         with dial(address) as gone:
             prove(gone)
@@ -188,7 +188,7 @@ def test_host_that_died_during_the_rendezvous_may_join_again(address):
         b"",
     ],
 )
-def test_stranger_at_the_port_is_dropped_and_nothing_else_happens(address, data):
+def test_an_unknown_client_is_disconnected_and_the_rendezvous_continues(address, data):
     def stranger():
         with dial(address) as connected:
             connected.settimeout(5)
@@ -206,7 +206,7 @@ def test_stranger_at_the_port_is_dropped_and_nothing_else_happens(address, data)
     assert announced == ATTEMPT
 
 
-def test_who_says_its_hello_too_slowly_is_dropped(address, monkeypatch):
+def test_a_client_whose_hello_is_late_is_disconnected(address, monkeypatch):
     monkeypatch.setattr(peer_connections, "HELLO_SECONDS", 0.3)
     with lead(address) as leading:
         gathering = threading.Thread(target=partial(together, leading.wait_for_all), daemon=True)
@@ -226,7 +226,7 @@ def test_who_says_its_hello_too_slowly_is_dropped(address, monkeypatch):
     follow_thread.join(5)
 
 
-def test_crowd_of_strangers_is_bounded(address, monkeypatch):
+def test_the_number_of_unidentified_clients_is_bounded(address, monkeypatch):
     monkeypatch.setattr(peer_connections, "MAX_UNIDENTIFIED", 4)
 
     def crowd():
@@ -241,14 +241,14 @@ def test_crowd_of_strangers_is_bounded(address, monkeypatch):
     assert announced == ATTEMPT
 
 
-def test_absent_lead_is_named(address):
+def test_an_absent_leader_is_named(address):
     with pytest.raises(PeerLost) as lost:
         follow(address, hello(1), join_seconds=0.5)
     assert f"host 0 at {address} did not answer within 0.5 s" in str(lost.value)
     assert "refused" in str(lost.value)
 
 
-def test_client_that_connects_to_itself_is_refused(address, monkeypatch):
+def test_a_client_that_connects_to_itself_is_refused(address, monkeypatch):
     """The kernel may choose, for a client on the same machine, the very port it asks for."""
 
     def itself(place, timeout):
@@ -265,13 +265,13 @@ def test_client_that_connects_to_itself_is_refused(address, monkeypatch):
         pass
 
 
-def test_lead_whose_name_is_unknown_is_named():
+def test_a_leader_whose_name_does_not_resolve_is_named():
     with pytest.raises(PeerLost, match=r"no-such-host\.invalid:1 did not answer"):
         follow(Address("no-such-host.invalid", 1), hello(1), join_seconds=0.5)
 
 
 @pytest.mark.parametrize("banner", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\x00\x00\x12\x04\x00", b"{}\n"])
-def test_something_else_at_the_address_is_named(address, banner):
+def test_another_service_at_the_address_is_named(address, banner):
     with socket.create_server((address.host, address.port)) as server:
 
         def serve():
@@ -289,7 +289,7 @@ def test_something_else_at_the_address_is_named(address, banner):
     assert str(address) in str(refused.value)
 
 
-def test_other_version_of_the_protocol_is_named_on_both_sides(address, capsys):
+def test_another_version_of_the_protocol_is_reported_on_both_sides(address, capsys):
     other = line(challenge="0" * 64).replace(b'"jaxres": 2', b'"jaxres": 3', 1)
 
     def stranger():
@@ -315,7 +315,7 @@ def test_other_version_of_the_protocol_is_named_on_both_sides(address, capsys):
     assert "install the same jaxres on all hosts" in str(refused)
 
 
-def test_run_directory_that_is_not_shared_ends_all_with_one_message(address):
+def test_an_unshared_run_directory_ends_all_with_one_message(address):
     ends = together(
         partial(begin, address, num_hosts=3),
         partial(follow, address, hello(1, num_hosts=3)),
@@ -326,7 +326,7 @@ def test_run_directory_that_is_not_shared_ends_all_with_one_message(address):
     )
 
 
-def test_claim_may_be_seen_late(address):
+def test_a_claim_may_become_visible_late(address):
     looks = []
 
     def sees(attempt, nonce):
@@ -359,7 +359,7 @@ class Signalled:
 
 
 @pytest.mark.parametrize("end", [StoppedError, PreemptedError, ConfigError])
-def test_end_of_one_host_before_the_start_ends_all(address, end):
+def test_an_exit_of_one_host_before_the_start_ends_all(address, end):
     clock = Signalled(end("SIGx"), time.monotonic() + 0.6)
     led, ended, told = together(
         partial(begin, address, num_hosts=4),
@@ -370,7 +370,7 @@ def test_end_of_one_host_before_the_start_ends_all(address, end):
     assert str(ended) == "SIGx"
 
 
-def test_end_of_the_lead_before_the_start_ends_all(address):
+def test_an_exit_of_the_leader_before_the_start_ends_all(address):
     def claims():
         with lead(address) as leading:
             leading.wait_for_all()
@@ -381,7 +381,7 @@ def test_end_of_the_lead_before_the_start_ends_all(address):
     assert str(told) == f"host 0 (node0): {fenced}"
 
 
-def test_follower_that_dies_before_the_claim_is_seen_ends_all(address):
+def test_a_follower_that_dies_before_the_claim_is_visible_ends_all(address):
     def dies():
         with RendezvousFollower(hello(1, num_hosts=3), address, **LIMITS) as follower:
             follower.join()
@@ -392,7 +392,7 @@ def test_follower_that_dies_before_the_claim_is_seen_ends_all(address):
     assert_all_end([led, told], PeerLost, "host 1 (node1) is gone", "closed the connection")
 
 
-def test_lead_that_dies_after_all_have_come_is_lost(address):
+def test_a_leader_that_dies_after_all_have_joined_is_lost(address):
     def dies():
         with lead(address) as leading:
             leading.wait_for_all()
@@ -402,7 +402,7 @@ def test_lead_that_dies_after_all_have_come_is_lost(address):
     assert f"host 0 ({address}) is gone" in str(lost)
 
 
-def test_late_and_doubled_starters_are_told_at_once(address):
+def test_late_and_duplicate_hosts_are_rejected_at_once(address):
     done = threading.Event()
 
     def stays():
@@ -440,7 +440,7 @@ def test_late_and_doubled_starters_are_told_at_once(address):
     assert heard == (0, JobResult(0, None, "done", 7))
 
 
-def test_who_comes_for_the_next_attempt_waits_for_it(address):
+def test_a_host_that_joins_for_the_next_attempt_waits_for_it(address):
     """Host 1's new supervisor starts while host 0's old one is still exiting."""
     gone = threading.Event()
 

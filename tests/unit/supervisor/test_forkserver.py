@@ -58,7 +58,7 @@ def supervisor(folder, code):
     return json.loads(found.stdout)
 
 
-def test_a_fork_looks_like_a_spawned_worker_and_the_fork_server_has_neither_threads_nor_files(
+def test_a_fork_is_like_a_spawned_worker_and_the_server_has_no_threads_or_files(
     tmp_path,
 ):
     """Without OpenBLAS's threads, that is, which know how to survive a fork."""
@@ -95,7 +95,7 @@ def test_a_fork_looks_like_a_spawned_worker_and_the_fork_server_has_neither_thre
     assert told["runs"]
 
 
-def test_what_the_fork_server_cannot_fork_is_refused_with_its_reason(tmp_path):
+def test_a_worker_that_cannot_be_forked_is_refused_with_the_reason(tmp_path):
     told = supervisor(
         tmp_path,
         """

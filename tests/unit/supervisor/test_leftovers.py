@@ -65,7 +65,7 @@ def test_exactly_the_processes_with_the_tag_are_killed(sleeper):
     assert [other.poll() for other in others] == [None] * 4
 
 
-def test_processes_in_the_middle_of_their_exec_are_found_at_every_look(tmp_path):
+def test_processes_during_their_exec_are_found_by_every_scan(tmp_path):
     again = tmp_path / "again.sh"
     again.write_text("exec /bin/sh $0\n")
     mark = f"{CLAIM.nonce}.1.2"
@@ -98,7 +98,7 @@ def test_orphans_without_a_tag_are_killed_while_their_supervisor_lives():
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_zombie_orphans_are_reaped_and_the_workers_are_not():
+def test_zombie_orphans_are_reaped_and_workers_are_not():
     code = "processes.become_subreaper(); "
     code += "subprocess.run(['sh', '-c', 'sleep 0.1 & sleep 0.1 & exit 0']); "
     code += "time.sleep(0.5); worker = subprocess.Popen(['false']); time.sleep(0.3); "

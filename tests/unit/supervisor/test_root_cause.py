@@ -46,24 +46,24 @@ UNEXPECTED = (
 )
 
 
-def test_while_all_run_nothing_is_due():
+def test_no_decision_is_due_while_all_workers_run():
     assert decision_time([None] * 4, settle_seconds=SETTLE) == math.inf
 
 
-def test_when_all_have_ended_it_is_due_at_once():
+def test_the_decision_is_due_at_once_when_all_workers_have_exited():
     assert decision_time([crash(KILLED, 9.0)], settle_seconds=SETTLE) == -math.inf
     assert decision_time([word(75, 9.0)] * 4, settle_seconds=SETTLE) == -math.inf
 
 
 @pytest.mark.parametrize("code", AGREED)
-def test_an_agreed_end_gives_the_others_time(code):
+def test_after_an_agreed_exit_the_other_workers_have_the_settle_time(code):
     assert (
         decision_time([None, word(code, 5.0), word(code, 7.0)], settle_seconds=SETTLE) == 5 + SETTLE
     )
 
 
 @pytest.mark.parametrize("end", UNEXPECTED, ids=str)
-def test_any_other_end_gives_them_a_moment(end):
+def test_after_any_other_exit_the_other_workers_have_the_grace_time(end):
     assert decision_time([None, end], settle_seconds=SETTLE) == 5 + GRACE_SECONDS
     assert decision_time([None, word(75, 1.0), end], settle_seconds=SETTLE) == 5 + GRACE_SECONDS
     late = crash(ABORTED, 9.0)
@@ -113,7 +113,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("name", CAUSES)
-def test_the_cause_is_told_from_its_consequences(name):
+def test_the_root_cause_is_distinguished_from_its_consequences(name):
     ends, code, culprit = CAUSES[name]
     found = find_root_cause(known(*ends))
     assert (found.result.code, found.result.culprit) == (code, culprit), found.result.reason
@@ -132,25 +132,25 @@ def test_a_frozen_host_is_named_with_its_last_step():
     assert not found.result.announced
 
 
-def test_the_cause_keeps_its_own_reason():
+def test_the_root_cause_keeps_its_reason():
     found = find_root_cause(known(ABORT, word(70, 2.0), steps=(57, 56)))
     assert found.result.reason == "host 1 (node, pid 101, last finished step 56): word 70"
     assert found.result.announced
 
 
-def test_an_agreed_end_has_the_reason_of_host_0():
+def test_an_agreed_exit_has_the_reason_of_host_0():
     found = find_root_cause(known(word(75, 2.0, committed=True), word(75, 1.0)))
     assert (found.result.reason, found.result.committed) == ("word 75", True)
 
 
-def test_survivors_end_with_their_own_code_or_as_who_lost_a_peer():
+def test_survivors_exit_with_their_own_code_or_peer_lost():
     found = find_root_cause(known(LOST, ABORT, crash(KILLED, 1.0), None, word(75, 0.5)))
     assert [code for code, _ in found.per_host.values()] == [79, 79, KILLED, 79, 75]
     for host in (0, 1, 3):
         assert found.per_host[host][1] == found.result.reason
 
 
-def test_an_agreed_end_keeps_every_hosts_own_code():
+def test_an_agreed_exit_keeps_the_code_of_every_host():
     found = find_root_cause(known(word(81, 1.0), word(81, 2.0), None))
     assert [code for code, _ in found.per_host.values()] == [81, 81, 79]
     found = find_root_cause(known(word(75, 1.0, committed=True), ABORT, None))
@@ -184,22 +184,22 @@ HUNG = {
 
 
 @pytest.mark.parametrize("why", WAITING)
-def test_who_may_wait_for_one_in_time_is_not_hung(why):
+def test_a_host_that_waits_for_one_within_its_deadline_is_not_hung(why):
     assert hung_hosts(WAITING[why], {0}) == []
     assert {host.host for host in hung_hosts(WAITING[why], {0, 1})} == {0, 1}, "both are overdue"
 
 
 @pytest.mark.parametrize("why", HUNG)
-def test_who_is_behind_is_hung_though_those_who_wait_have_time(why):
+def test_only_the_host_that_is_behind_is_hung(why):
     assert [host.host for host in hung_hosts(HUNG[why], {0})] == [0]
 
 
-def test_of_many_that_are_overdue_the_silent_one_comes_first():
+def test_of_several_overdue_hosts_the_one_behind_is_first():
     hosts = at(TRAIN, ("train", 39, 5.0), TRAIN)
     assert [host.host for host in hung_hosts(hosts, {0, 1, 2})] == [1, 0, 2]
 
 
-def test_who_is_stopped_is_the_silent_one_then_who_is_behind_then_who_was_heard_first():
+def test_a_suspended_host_is_furthest_behind_then_the_lowest_step_then_the_oldest():
     four = known(None, None, None, None, steps=(57, 55, 56, 55), since=(1, 4, 0, 3), stopped=(2,))
     assert furthest_behind(four).host == 2
     four = known(None, None, None, None, steps=(57, 55, 56, 55), since=(1, 4, 0, 3))
@@ -218,7 +218,7 @@ def test_a_host_without_peers_keeps_its_own_result(end):
     assert found.per_host == {0: (end.result.code, end.result.reason)}
 
 
-def test_every_exit_code_has_a_place():
+def test_every_exit_code_has_a_severity():
     for code in ExitCode:
         found = find_root_cause(known(word(code, 1.0), LOST))
         assert found.result.code == code

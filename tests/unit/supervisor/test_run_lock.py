@@ -42,7 +42,7 @@ def without_lock(monkeypatch):
     monkeypatch.setattr(owners.fcntl, "flock", refuse)
 
 
-def test_free_run_is_owned_at_once(run_dir):
+def test_a_free_run_is_locked_at_once(run_dir):
     clock = FakeClock()
     with RunLock(run_dir, clock=clock):
         seen = owners.read(run_dir)
@@ -50,7 +50,7 @@ def test_free_run_is_owned_at_once(run_dir):
     assert (seen["pid"], seen["locked"], seen["count"]) == (os.getpid(), True, 1)
 
 
-def test_living_owner_is_named_and_nothing_is_written(run_dir):
+def test_a_live_lock_holder_is_named_and_nothing_is_written(run_dir):
     with RunLock(run_dir, clock=FakeClock()) as first:
         clock = FakeClock(meanwhile=first.beat)
         with pytest.raises(Fenced, match=f"pid {os.getpid()}"):
@@ -60,7 +60,7 @@ def test_living_owner_is_named_and_nothing_is_written(run_dir):
     assert clock.now <= BEAT_SECONDS
 
 
-def test_owner_that_misses_three_beats_is_succeeded(run_dir):
+def test_a_lock_holder_that_misses_three_heartbeats_is_replaced(run_dir):
     with RunLock(run_dir, clock=FakeClock()) as sleeper:
         clock = FakeClock()
         with RunLock(run_dir, clock=clock) as heir:
@@ -72,14 +72,14 @@ def test_owner_that_misses_three_beats_is_succeeded(run_dir):
             assert owners.read(run_dir)["locked"] is True
 
 
-def test_death_of_the_owner_while_one_watches_ends_the_wait(run_dir):
+def test_the_death_of_the_lock_holder_ends_the_wait_for_its_heartbeat(run_dir):
     first = RunLock(run_dir, clock=FakeClock()).__enter__()
     clock = FakeClock(meanwhile=first.__exit__)
     with RunLock(run_dir, clock=clock):
         assert clock.now < BEAT_SECONDS
 
 
-def test_free_lock_says_nothing_of_an_owner_that_never_had_it(run_dir):
+def test_a_free_lock_does_not_prove_that_a_holder_without_it_is_dead(run_dir):
     """The sleeper that held it has died; its heir lives and has not taken it yet."""
     sleeper = RunLock(run_dir, clock=FakeClock()).__enter__()
     with RunLock(run_dir, clock=FakeClock()) as heir:
@@ -89,7 +89,7 @@ def test_free_lock_says_nothing_of_an_owner_that_never_had_it(run_dir):
             RunLock(run_dir, clock=clock).__enter__()
 
 
-def test_dead_owner_that_never_had_the_lock_is_waited_out(run_dir):
+def test_a_dead_holder_without_the_lock_is_replaced_after_three_heartbeats(run_dir):
     sleeper = RunLock(run_dir, clock=FakeClock()).__enter__()
     RunLock(run_dir, clock=FakeClock()).__enter__().__exit__()
     sleeper.__exit__()
@@ -98,7 +98,7 @@ def test_dead_owner_that_never_had_the_lock_is_waited_out(run_dir):
         assert clock.now >= MISSED_BEATS * BEAT_SECONDS
 
 
-def test_without_any_locks_the_beat_decides(run_dir, monkeypatch):
+def test_without_file_locks_the_heartbeat_decides(run_dir, monkeypatch):
     without_lock(monkeypatch)
     with RunLock(run_dir, clock=FakeClock()) as first:
         with pytest.raises(Fenced):
@@ -109,7 +109,7 @@ def test_without_any_locks_the_beat_decides(run_dir, monkeypatch):
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"x" * 512])
-def test_beat_that_cannot_be_read_is_no_owner(run_dir, data):
+def test_an_unreadable_heartbeat_is_no_lock_holder(run_dir, data):
     run_dir.root.mkdir()
     run_dir.owner.write_bytes(data)
     assert owners.read(run_dir) is None
@@ -117,7 +117,7 @@ def test_beat_that_cannot_be_read_is_no_owner(run_dir, data):
         assert json.loads(run_dir.owner.read_bytes())["count"] == 1
 
 
-def test_beats_are_of_one_size_and_of_growing_count(run_dir):
+def test_heartbeats_have_one_size_and_a_growing_count(run_dir):
     with RunLock(run_dir, clock=FakeClock()) as owner:
         sizes, counts = set(), []
         for _ in range(200):
@@ -128,7 +128,7 @@ def test_beats_are_of_one_size_and_of_growing_count(run_dir):
     assert counts == list(range(2, 202))
 
 
-def test_of_two_that_find_a_bucket_free_one_owns_it(gcs_bucket):
+def test_only_one_of_two_processes_that_find_a_bucket_free_locks_it(gcs_bucket):
     """Both have looked before either writes."""
     run_dir, clock = RunDir(GcsPath(gcs_bucket, "run")), FakeClock()
     first = RunLock(run_dir, clock=clock)

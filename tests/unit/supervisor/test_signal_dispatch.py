@@ -45,7 +45,9 @@ def start(tmp_path, metadata):
         ([40.0, True], LEAVE),
     ],
 )
-def test_a_notice_is_the_order_that_the_time_allows(start, metadata, saves, order):
+def test_a_notice_causes_a_save_or_an_exit_according_to_the_time_left(
+    start, metadata, saves, order
+):
     supervisor = start(LEAVES | {"saves": saves}, LEAVES)
     supervisor.wait_steps()
     metadata.preempt()
@@ -65,7 +67,7 @@ def test_a_notice_is_the_order_that_the_time_allows(start, metadata, saves, orde
     assert (told[-1]["writing_seconds"] is not None) == saves[1]
 
 
-def test_sigterm_after_a_notice_is_no_second_signal(start, metadata):
+def test_a_sigterm_after_a_notice_is_not_a_second_signal(start, metadata):
     """A Spot VM is told by the metadata server, and shut down a moment later."""
     supervisor = start({"on_stop": [75, 1.0]})
     supervisor.wait_steps()
@@ -77,7 +79,7 @@ def test_sigterm_after_a_notice_is_no_second_signal(start, metadata):
     assert (ended["code"], ended["committed"]) == (75, True)
 
 
-def test_a_sigterm_whose_time_is_known_begins_no_save_that_cannot_end(start):
+def test_a_sigterm_with_a_known_deadline_starts_no_save_that_cannot_finish(start):
     supervisor = start(LEAVES | {"saves": [40.0, True]}, sigterm_seconds=30.0)
     supervisor.wait_steps()
     supervisor.process.send_signal(signal.SIGTERM)
@@ -86,7 +88,7 @@ def test_a_sigterm_whose_time_is_known_begins_no_save_that_cannot_end(start):
     assert "no time for another save" in supervisor.said()
 
 
-def test_a_distant_deadline_stops_nothing_yet_and_is_printed_once(start, metadata):
+def test_a_distant_deadline_does_not_stop_the_run_and_is_printed_once(start, metadata):
     metadata.announce(seconds=3600)
     supervisor = start(LEAVES | {"saves": [0.1, False], "end": [0, 60]})
     ended, _ = supervisor.ended()
