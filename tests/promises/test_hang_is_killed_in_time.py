@@ -102,7 +102,7 @@ def test_hang_ends_even_while_storage_hangs(place: Place, calm: RunDir) -> None:
     records = list(trainer.run_dir.log.glob("0*.json"))
     fifo = trainer.run_dir.log / f"{len(records) + 1:08d}.json"
     os.mkfifo(fifo)
-    time.sleep(1.2 * run_lock.BEAT_SECONDS)  # The supervisor has checked by then.
+    time.sleep(1.2 * run_lock.HEARTBEAT_SECONDS)  # The supervisor has checked by then.
     trainer.kill(signal.SIGSTOP, target="worker")
     since = time.monotonic()
     code = trainer.wait_exit()

@@ -92,19 +92,19 @@ def lead(address, *, num_hosts=2, **limits):
     return RendezvousLeader(hello(0, num_hosts=num_hosts), address, **(LIMITS | limits))
 
 
-def follow(address, said, *, sees=True, see_seconds=0.5, **limits):
+def follow(address, said, *, sees=True, visible_seconds=0.5, **limits):
     """Joins the rendezvous and leaves; returns the announcement."""
     with RendezvousFollower(said, address, **(LIMITS | limits)) as follower:
         announcement = follower.join()
-        follower.confirm(announcement, lambda attempt, nonce: sees, see_seconds=see_seconds)
+        follower.confirm(announcement, lambda attempt, nonce: sees, visible_seconds=visible_seconds)
         return announcement
 
 
-def begin(address, *, num_hosts=2, see_seconds=0.5, **limits):
+def begin(address, *, num_hosts=2, visible_seconds=0.5, **limits):
     """Leads the rendezvous and leaves; returns the hellos."""
     with lead(address, num_hosts=num_hosts, **limits) as leading:
         hellos = leading.wait_for_all()
-        leading.announce(ATTEMPT, see_seconds=see_seconds)
+        leading.announce(ATTEMPT, visible_seconds=visible_seconds)
         return hellos
 
 

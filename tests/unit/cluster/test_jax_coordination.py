@@ -60,7 +60,7 @@ def test_a_missing_value_names_host_0_in_one_line():
 
 def test_a_host_missing_at_a_barrier_is_named():
     lead, one, _ = hosts(3)
-    waiting = threading.Thread(target=lambda: one.kv_set("here/built/1", "1"))
+    waiting = threading.Thread(target=lambda: one.kv_set("barrier/built/1", "1"))
     waiting.start()
     with pytest.raises(PeerLost, match="host 2 did not"):
         lead.barrier("built", seconds=0.2)

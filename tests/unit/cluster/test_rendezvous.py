@@ -335,9 +335,9 @@ def test_a_claim_may_become_visible_late(address):
 
     def look():
         with RendezvousFollower(hello(1), address, **LIMITS) as follower:
-            follower.confirm(follower.join(), sees, see_seconds=5)
+            follower.confirm(follower.join(), sees, visible_seconds=5)
 
-    together(partial(begin, address, see_seconds=5), look)
+    together(partial(begin, address, visible_seconds=5), look)
     assert looks == [(3, "c1a1")] * 3
 
 

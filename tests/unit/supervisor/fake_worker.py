@@ -1,6 +1,6 @@
 """A worker without jax: beats, obeys signals, and ends as its part says. Plain Python, starts fast.
 
-    fake_worker.py FOLDER HOST NUM_HOSTS PART --beat-fd N
+    fake_worker.py FOLDER HOST NUM_HOSTS PART --status-fd N
 
 PART is JSON; a key that is absent means that nothing of that kind happens:
   steps: steps to make before it stands still (default: for ever)
@@ -24,12 +24,12 @@ LEAVE = signal.SIGRTMIN + 1
 
 
 class Worker:
-    def __init__(self, folder, host, num_hosts, part, beat_fd):
+    def __init__(self, folder, host, num_hosts, part, status_fd):
         self.folder = folder
         self.host = host
         self.num_hosts = num_hosts
         self.part = part
-        self.beat_fd = beat_fd
+        self.status_fd = status_fd
         self.asked = set()
         self.met = False
 
@@ -78,7 +78,7 @@ class Worker:
         new.rename(path)
 
     def beat(self, kind, **fields):
-        os.write(self.beat_fd, json.dumps({"message": kind} | fields).encode() + b"\n")
+        os.write(self.status_fd, json.dumps({"message": kind} | fields).encode() + b"\n")
 
     def leave(self, code, reason):
         if "silent" not in self.part:

@@ -55,7 +55,7 @@ class Beaten(SimClock):
     def sleep(self, seconds: float) -> None:
         super().sleep(seconds)
         if self.other is not None:
-            self.other.beat()
+            self.other.heartbeat()
 
 
 def supervised(seed: int, jumps: dict[float, float]) -> list[object]:

@@ -36,7 +36,7 @@ def supervisor(folder, code):
             return Path(f"/proc/{{pid}}/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")
 
         def fork(command=command, env=other):
-            return fork_server.fork(command, env=env, beat=beat)
+            return fork_server.fork(command, env=env, status_fd=beat)
 
         def ready():
             until = time.monotonic() + 100

@@ -65,7 +65,7 @@ def test_a_response_has_an_etag_and_a_change_ends_the_long_poll(server):
 
 
 def test_only_status_200_is_a_response(server, monkeypatch):
-    monkeypatch.setattr(gce_metadata, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(gce_metadata, "RESPONSE_SECONDS", 0.2)
     assert gce_metadata.get(there(server), "instance/none") == NoResponse(
         f"{server.address}: HTTP 404", is_absent=True
     )

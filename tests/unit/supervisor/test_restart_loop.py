@@ -40,7 +40,7 @@ def write(run_dir, claim):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A supervisor between its first attempt and the next."""
-    monkeypatch.setattr(owners, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(owners, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(run_dir_watcher, "CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(restart_loop, "LEAVE_SECONDS", 0.0)
     run_dir, clock = RunDir(tmp_path), SystemClock()

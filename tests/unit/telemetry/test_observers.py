@@ -186,9 +186,15 @@ def test_the_supervisor_has_the_heartbeat_before_a_later_observer_receives_the_s
     run_dir.attempt(1).mkdir(parents=True)
     config = types.SimpleNamespace(telemetry=types.SimpleNamespace(log_every_seconds=10.0))
     requests, shown = SignalListener(alone=False), io.StringIO()
-    with StatusWriter(writing) as beat:
+    with StatusWriter(writing) as status_writer:
         worker.run_worker(
-            config, run_dir, None, CLAIM, requests=requests, beat=beat, terminal=shown
+            config,
+            run_dir,
+            None,
+            CLAIM,
+            requests=requests,
+            status_writer=status_writer,
+            terminal=shown,
         )
     assert own.received[:2] == [(Noted("built"),), (1,)]
     assert [type(event) for (event,) in own.received[2:]] == [RunEnded]
