@@ -14,7 +14,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, Skip
-from tests.promises.trainer import FAULTY, Place, digest, history, run_history
+from tests.promises.trainer import FAULTY, Workspace, digest, history, run_history
 
 ROWS, STEPS = 24, 24
 POSITIONS = {100: "raise", 110: "range", 300: "hang"}
@@ -54,10 +54,10 @@ def told_from_the_start(run_dir: RunDir) -> None:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> str:
-    place = Place(tmp_path_factory.mktemp("skips"), caches)
-    run_dir = place.finish("skips", *WORDS, "train.steps=3", config=FAULTY).run_dir
+    workspace = Workspace(tmp_path_factory.mktemp("skips"), caches)
+    run_dir = workspace.finish("skips", *WORDS, "train.steps=3", config=FAULTY).run_dir
     told_from_the_start(run_dir)
-    assert place.start("skips", *WORDS, config=FAULTY).wait_exit() == ExitCode.DONE
+    assert workspace.start("skips", *WORDS, config=FAULTY).wait_exit() == ExitCode.DONE
     assert len(skipped(run_dir)) == 1
     return digest(run_dir)
 
@@ -74,9 +74,9 @@ def assert_left_out(run_dir: RunDir) -> None:
 
 @pytest.mark.slow
 def test_records_that_raise_hang_or_are_out_of_range_leave_no_trace(
-    place: Place, expected: str
+    workspace: Workspace, expected: str
 ) -> None:
-    trainer = place.start("run", *WORDS, config=FAULTY, env=poison())
+    trainer = workspace.start("run", *WORDS, config=FAULTY, env=poison())
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     assert_left_out(trainer.run_dir)
     assert digest(trainer.run_dir) == expected
@@ -86,24 +86,26 @@ def test_records_that_raise_hang_or_are_out_of_range_leave_no_trace(
 
 
 @pytest.mark.slow
-def test_killed_when_a_skip_is_recorded_the_run_ends_alike(place: Place, expected: str) -> None:
-    trainer = place.start("run", *WORDS, config=FAULTY, env=poison())
+def test_killed_when_a_skip_is_recorded_the_run_ends_alike(
+    workspace: Workspace, expected: str
+) -> None:
+    trainer = workspace.start("run", *WORDS, config=FAULTY, env=poison())
     trainer.wait(lambda: bool(skipped(trainer.run_dir)), what="a skip")
     trainer.kill()
     assert trainer.wait_exit() < 0
-    again = place.start("run", *WORDS, config=FAULTY, env=poison())
+    again = workspace.start("run", *WORDS, config=FAULTY, env=poison())
     assert again.wait_exit() == ExitCode.DONE, again.printed()
     assert_left_out(again.run_dir)
     assert digest(again.run_dir) == expected
 
 
 @pytest.mark.slow
-def test_a_host_that_finds_bad_records_informs_the_others(place: Place) -> None:
+def test_a_host_that_finds_bad_records_informs_the_others(workspace: Workspace) -> None:
     """Both hosts skip the rows that one of them found, and end as if they had known them."""
-    told = place.launched("told", *WORDS, "train.steps=3", hosts=2, config=FAULTY).run_dir
+    told = workspace.launched("told", *WORDS, "train.steps=3", hosts=2, config=FAULTY).run_dir
     told_from_the_start(told)
-    place.launched("told", *WORDS, hosts=2, config=FAULTY)
-    trainer = place.launched("run", *WORDS, hosts=2, config=FAULTY, env=poison())
+    workspace.launched("told", *WORDS, hosts=2, config=FAULTY)
+    trainer = workspace.launched("run", *WORDS, hosts=2, config=FAULTY, env=poison())
     assert_left_out(trainer.run_dir)
     assert digest(trainer.run_dir) == digest(told)
     for host in (0, 1):
@@ -112,16 +114,16 @@ def test_a_host_that_finds_bad_records_informs_the_others(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_more_bad_records_than_allowed_end_the_run(place: Place) -> None:
+def test_more_bad_records_than_allowed_end_the_run(workspace: Workspace) -> None:
     env = poison(p400="raise")
-    trainer = place.start("run", *WORDS, config=FAULTY, env=env)
+    trainer = workspace.start("run", *WORDS, config=FAULTY, env=env)
     trainer.assert_fails(
         ExitCode.DIVERGED, "position 400", "2 times already (guards.bad_records.max)"
     )
     assert len(skipped(trainer.run_dir)) == 2
 
 
-def test_a_permanently_bad_record_is_read_and_counted_once(place: Place) -> None:
+def test_a_permanently_bad_record_is_read_and_counted_once(workspace: Workspace) -> None:
     """Three epochs with two batches each, one of which holds the record."""
     words = (
         "train.steps=6",
@@ -129,12 +131,14 @@ def test_a_permanently_bad_record_is_read_and_counted_once(place: Place) -> None
         "evaluation.every_steps=0",
         "guards.bad_records.max=1",
     )
-    trainer = place.start("run", *words, config=FAULTY, env=poison_only(item(100)))
+    trainer = workspace.start("run", *words, config=FAULTY, env=poison_only(item(100)))
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     (found,) = skipped(trainer.run_dir)
     assert found.rows == ((100, 101),)
     assert [row["step"] for row in history(trainer.run_dir)] == list(range(1, 7))
-    again = place.start("run", *words, "train.steps=8", config=FAULTY, env=poison_only(item(100)))
+    again = workspace.start(
+        "run", *words, "train.steps=8", config=FAULTY, env=poison_only(item(100))
+    )
     assert again.wait_exit() == ExitCode.DONE, again.printed()
     assert len(skipped(again.run_dir)) == 1
 

@@ -21,8 +21,8 @@ from tests.promises.trainer import (
     FAULTY,
     MLP,
     STEPS,
-    Place,
     Trainer,
+    Workspace,
     assert_bit_exact,
     digest,
     run_history,
@@ -33,7 +33,7 @@ from tests.promises.trainer import (
 
 @pytest.mark.slow
 def test_killed_run_of_two_hosts_in_a_bucket_resumes_bit_exact(
-    bucket: Place, calm_pair: RunDir
+    bucket: Workspace, calm_pair: RunDir
 ) -> None:
     """First with one supervisor for both hosts, then with one each: they share only the bucket."""
     trainer = bucket.launch("run", config=FAULTY, hosts=2, env={"PACE": "0.02"})
@@ -49,7 +49,9 @@ def test_killed_run_of_two_hosts_in_a_bucket_resumes_bit_exact(
 
 
 @pytest.mark.campaign
-def test_supervised_run_in_a_bucket_is_restarted_automatically(bucket: Place, calm: RunDir) -> None:
+def test_supervised_run_in_a_bucket_is_restarted_automatically(
+    bucket: Workspace, calm: RunDir
+) -> None:
     trainer = bucket.launch("run", config=FAULTY, hosts=1, env={"PACE": "0.01"}, restart=True)
     trainer.wait_commit(20)
     trainer.kill(target="worker")
@@ -64,7 +66,7 @@ def test_supervised_run_in_a_bucket_is_restarted_automatically(bucket: Place, ca
     ("share", "hits"), [(0.03, 3), pytest.param(0.2, 50, marks=pytest.mark.campaign)]
 )
 def test_run_with_random_storage_faults_ends_bit_exact(
-    bucket: Place, unbroken: RunDir, gcs_server: GcsServer, share: float, hits: int
+    bucket: Workspace, unbroken: RunDir, gcs_server: GcsServer, share: float, hits: int
 ) -> None:
     """Requests fail at random in every supported way."""
     storm = gcs_server.fail("storm", probability=share, times=None, late_seconds=0.05, seed=3)
@@ -87,7 +89,7 @@ def test_run_with_random_storage_faults_ends_bit_exact(
     ("seconds", "pace"), [(10, 0.01), pytest.param(120, 0.1, marks=pytest.mark.campaign)]
 )
 def test_training_continues_while_the_bucket_is_unavailable_and_saving_recovers(
-    bucket: Place, calm: RunDir, gcs_server: GcsServer, seconds: int, pace: float
+    bucket: Workspace, calm: RunDir, gcs_server: GcsServer, seconds: int, pace: float
 ) -> None:
     """With `checkpoint.busy: wait`: after the first failing save, later ones are skipped."""
     words = ["checkpoint.max_failed_saves=100", "checkpoint.busy=wait"]
@@ -118,7 +120,7 @@ def told(trainer: Trainer) -> int:
 
 @pytest.mark.campaign
 def test_start_while_the_bucket_is_unavailable_exits_with_storage_and_loses_nothing(
-    bucket: Place, gcs_server: GcsServer
+    bucket: Workspace, gcs_server: GcsServer
 ) -> None:
     first = bucket.start("run", *MLP)
     first.wait_commit(40)
@@ -135,7 +137,7 @@ def test_start_while_the_bucket_is_unavailable_exits_with_storage_and_loses_noth
     assert run_history(first.run_dir).step == STEPS
 
 
-def test_request_files_work_in_a_bucket(bucket: Place, calm: RunDir) -> None:
+def test_request_files_work_in_a_bucket(bucket: Workspace, calm: RunDir) -> None:
     first = bucket.start("run", config=FAULTY, env={"PACE": "0.01"})
     first.wait_commit(10)
     files.create(first.run_dir.request("stop"), b"")
@@ -151,7 +153,7 @@ def test_request_files_work_in_a_bucket(bucket: Place, calm: RunDir) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_corpus_in_a_bucket_gives_the_same_run_as_one_on_a_disk(
-    bucket: Place, place: Place, hosts: int
+    bucket: Workspace, workspace: Workspace, hosts: int
 ) -> None:
     """All hosts copy the corpus at the same time; another text is another trajectory."""
     folder = Path(email.__file__).parent
@@ -159,11 +161,11 @@ def test_corpus_in_a_bucket_gives_the_same_run_as_one_on_a_disk(
     for path in folder.glob("*.py"):
         files.replace(there / path.name, path.read_bytes())
     words = (*MLP, "train.steps=20", 'data.source.include=["*.py"]')
-    own = (f"data.source.path={there}", f"data.cache_dir={place.root / 'cache'}")
-    first = place.launched("first", *words, *own, hosts=hosts)
-    other = place.launched("other", *words, f"data.source.path={folder}", hosts=hosts)
+    own = (f"data.source.path={there}", f"data.cache_dir={workspace.root / 'cache'}")
+    first = workspace.launched("first", *words, *own, hosts=hosts)
+    other = workspace.launched("other", *words, f"data.source.path={folder}", hosts=hosts)
     assert_bit_exact(first.run_dir, other.run_dir)
 
     files.replace(there / "utils.py", b"another text\n")
-    again = place.launch("first", *words, *own, "train.steps=40", hosts=hosts)
+    again = workspace.launch("first", *words, *own, "train.steps=40", hosts=hosts)
     again.assert_fails(ExitCode.CONFIG, "data.source: the rows are not the ones")

@@ -8,33 +8,33 @@ from __future__ import annotations
 import pytest
 
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import MLP, Place, Trainer, assert_bit_exact
+from tests.promises.trainer import MLP, Trainer, Workspace, assert_bit_exact
 
 
-def resumed(place: Place, *overrides: str) -> Trainer:
-    trainer = place.start("run", *MLP, *overrides)
+def resumed(workspace: Workspace, *overrides: str) -> Trainer:
+    trainer = workspace.start("run", *MLP, *overrides)
     assert trainer.wait_exit() == 0, trainer.printed()
     return trainer
 
 
 def test_a_restart_loads_compiled_steps_and_ends_bit_exact(
-    place: Place, killed: RunDir, unbroken: RunDir
+    workspace: Workspace, killed: RunDir, unbroken: RunDir
 ) -> None:
-    place.copy(killed, "run")
-    trainer = resumed(place)
+    workspace.copy(killed, "run")
+    trainer = resumed(workspace)
     assert trainer.events_of("compiled_steps_loaded"), trainer.events()
     assert_bit_exact(trainer.run_dir, unbroken)
 
 
 @pytest.mark.slow
 def test_a_damaged_file_is_reported_and_the_steps_are_recompiled(
-    place: Place, killed: RunDir, unbroken: RunDir
+    workspace: Workspace, killed: RunDir, unbroken: RunDir
 ) -> None:
-    (file,) = place.copy(killed, "run").compiled.glob("*.compiled")
+    (file,) = workspace.copy(killed, "run").compiled.glob("*.compiled")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    trainer = resumed(place)
+    trainer = resumed(workspace)
     (compiled,) = trainer.events_of("steps_compiled")
     assert "its content does not match its digest" in compiled["reason"]
     assert "the steps are compiled again" in trainer.printed()
@@ -43,10 +43,10 @@ def test_a_damaged_file_is_reported_and_the_steps_are_recompiled(
 
 
 @pytest.mark.slow
-def test_steps_of_another_program_are_not_used(place: Place, killed: RunDir) -> None:
+def test_steps_of_another_program_are_not_used(workspace: Workspace, killed: RunDir) -> None:
     """The number of microbatches may change at any restart, and changes the program."""
-    place.copy(killed, "run")
-    trainer = resumed(place, "train.microbatches=2")
+    workspace.copy(killed, "run")
+    trainer = resumed(workspace, "train.microbatches=2")
     assert not trainer.events_of("compiled_steps_loaded"), "another program is in use"
     assert trainer.events_of("steps_compiled")
     assert len(list(trainer.run_dir.compiled.glob("*.compiled"))) == 2
@@ -54,12 +54,12 @@ def test_steps_of_another_program_are_not_used(place: Place, killed: RunDir) -> 
 
 @pytest.mark.slow
 def test_an_unwritable_folder_costs_only_a_compilation(
-    place: Place, killed: RunDir, unbroken: RunDir
+    workspace: Workspace, killed: RunDir, unbroken: RunDir
 ) -> None:
-    (file,) = place.copy(killed, "run").compiled.glob("*.compiled")
+    (file,) = workspace.copy(killed, "run").compiled.glob("*.compiled")
     file.unlink()
     file.mkdir()
-    trainer = resumed(place)
+    trainer = resumed(workspace)
     assert trainer.events_of("steps_compiled"), trainer.events()
     assert "the compiled training step is not stored" in trainer.printed()
     assert_bit_exact(trainer.run_dir, unbroken)

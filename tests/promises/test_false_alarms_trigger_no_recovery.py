@@ -13,14 +13,14 @@ from jaxres.runlog.paths import RunDir
 from tests.emulators.metadata import MetadataServer
 from tests.promises.preloaded import Jumping, Mount
 from tests.promises.test_supervisor_restarts_the_worker import attempts, decisions, start
-from tests.promises.trainer import FAULTY, Place, assert_bit_exact, history
+from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, history
 
 LIMITS = ("deadlines.step_seconds=2", "deadlines.data_seconds=2", "data.timeout_seconds=1")
 
 
 @pytest.fixture
-def mount(place: Place, tmp_path: Path) -> Mount:
-    return Mount.over(place.run_dir("run").root, built_in=tmp_path)
+def mount(workspace: Workspace, tmp_path: Path) -> Mount:
+    return Mount.over(workspace.run_dir("run").root, built_in=tmp_path)
 
 
 LONG = [pytest.param(hosts, 60, marks=pytest.mark.campaign) for hosts in (1, 2)]
@@ -28,13 +28,13 @@ LONG = [pytest.param(hosts, 60, marks=pytest.mark.campaign) for hosts in (1, 2)]
 
 @pytest.mark.parametrize(("hosts", "seconds"), [(1, 7), *LONG])
 def test_storage_that_hangs_longer_than_the_step_limit_restarts_nothing(
-    place: Place, request: pytest.FixtureRequest, mount: Mount, hosts: int, seconds: int
+    workspace: Workspace, request: pytest.FixtureRequest, mount: Mount, hosts: int, seconds: int
 ) -> None:
     calm = request.getfixturevalue("calm" if hosts == 1 else "calm_pair")
-    trainer = start(place, *LIMITS, hosts=hosts, PACE="0.004", **mount.env)
+    trainer = start(workspace, *LIMITS, hosts=hosts, PACE="0.004", **mount.env)
     trainer.wait_step(13)
     with mount.hanging():
-        second = start(place, hosts=hosts, **mount.env)
+        second = start(workspace, hosts=hosts, **mount.env)
         time.sleep(seconds)
         before = trainer.process.poll()
     assert before is None, trainer.printed()
@@ -48,13 +48,13 @@ def test_storage_that_hangs_longer_than_the_step_limit_restarts_nothing(
 
 @pytest.mark.campaign
 def test_a_lock_holder_with_hanging_storage_may_be_replaced_and_the_run_continues(
-    place: Place, calm: RunDir, mount: Mount
+    workspace: Workspace, calm: RunDir, mount: Mount
 ) -> None:
     """Taken over by another host with working storage, after three missed heartbeats."""
-    trainer = start(place, PACE="0.004", **mount.env)
+    trainer = start(workspace, PACE="0.004", **mount.env)
     trainer.wait_step(13)
     with mount.hanging():
-        second = start(place)
+        second = start(workspace)
         second.wait(lambda: attempts(second) == 2, what="attempt 2")
         assert second.wait_exit() == 0, second.printed()
     assert trainer.wait_exit() == ExitCode.FENCED, trainer.printed()
@@ -63,15 +63,15 @@ def test_a_lock_holder_with_hanging_storage_may_be_replaced_and_the_run_continue
 
 
 def test_a_wall_clock_jump_of_an_hour_each_way_restarts_nothing(
-    place: Place, calm: RunDir, tmp_path: Path
+    workspace: Workspace, calm: RunDir, tmp_path: Path
 ) -> None:
     clock = Jumping.built(tmp_path)
-    trainer = start(place, *LIMITS, PACE="0.004", **clock.env)
+    trainer = start(workspace, *LIMITS, PACE="0.004", **clock.env)
     # Reset before the first save: TensorStore starts no thread earlier than its last one.
     for step, seconds in ((3, -3600), (23, 3600)):
         trainer.wait_step(step)
         clock.jump(seconds)
-    second = start(place, **clock.env)
+    second = start(workspace, **clock.env)
     second.assert_fails(ExitCode.FENCED, f"pid {trainer.process.pid}")
     assert trainer.wait_exit() == 0, trainer.printed()
     times = [event["time"] for event in trainer.events()]
@@ -96,7 +96,7 @@ ALARMS = ("update_skipped", "guard_warned", "rolled_back", "bad_records_skipped"
 @pytest.mark.campaign
 @pytest.mark.parametrize("kind", ["two hosts, slow everywhere", "a decoder on text"])
 def test_a_long_run_with_slow_operations_raises_no_alarm(
-    place: Place, mount: Mount, kind: str
+    workspace: Workspace, mount: Mount, kind: str
 ) -> None:
     """Compilation and evaluations that are longer than a step may take, storage that hangs for as
     long every few seconds, a metadata server without a notice; the guards as they are by default.
@@ -106,10 +106,10 @@ def test_a_long_run_with_slow_operations_raises_no_alarm(
         env = mount.env | metadata.env
         if kind == "a decoder on text":
             words = (*SLOW, "compilation.cache_dir=null")
-            trainer = place.launch("run", *words, hosts=1, env=env, restart=True)
+            trainer = workspace.launch("run", *words, hosts=1, env=env, restart=True)
         else:
             env |= {"FAULT": "trace:1:nap", "PACE": "0.002", "HELDOUT_PACE": "0.05"}
-            trainer = place.launch("run", *SLOW, hosts=2, config=FAULTY, env=env, restart=True)
+            trainer = workspace.launch("run", *SLOW, hosts=2, config=FAULTY, env=env, restart=True)
         trainer.wait_step(3)
         while trainer.process.poll() is None:
             with mount.hanging():

@@ -17,7 +17,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests.promises.mounts import Namespace
-from tests.promises.trainer import MLP, TINY, Place, digest, run_history
+from tests.promises.trainer import MLP, TINY, Workspace, digest, run_history
 from tests.unit.telemetry.webhook_server import served
 
 MIB = 2**20
@@ -60,21 +60,21 @@ class Hog(threading.Thread):
     ],
 )
 def test_failing_saves_on_a_full_disk_are_reported_once_and_recover(
-    place: Place, namespace: Namespace, size_bytes: int
+    workspace: Workspace, namespace: Namespace, size_bytes: int
 ) -> None:
-    inside = place.root / "disk"
+    inside = workspace.root / "disk"
     inside.mkdir()
     namespace.mount(inside, size_bytes=size_bytes)
     run_dir = RunDir(namespace.seen_from_here(inside) / "run")
     words = [
-        *(str(TINY), *MLP, f"run.dir={inside / 'run'}", f"data.cache_dir={place.caches}"),
-        *(f"compilation.cache_dir={place.caches / 'xla'}", "--hosts", "1", TARGETS),
+        *(str(TINY), *MLP, f"run.dir={inside / 'run'}", f"data.cache_dir={workspace.caches}"),
+        *(f"compilation.cache_dir={workspace.caches / 'xla'}", "--hosts", "1", TARGETS),
         *("train.steps=1000000", "model.d_model=256", "checkpoint.max_failed_saves=100000"),
     ]
     with served() as hook:
         env = {"HOOK": hook.url}
         verb = ("jaxres.launch", "local")
-        trainer = place.command(run_dir, words, verb=verb, env=env, through=namespace.through)
+        trainer = workspace.command(run_dir, words, verb=verb, env=env, through=namespace.through)
         trainer.wait_commit(20)
         hog = Hog(run_dir.root.parent)
         hog.start()

@@ -13,7 +13,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import attempt_runner, run_lock
-from tests.promises.trainer import FAULTY, PACED, Place, Trainer, assert_bit_exact
+from tests.promises.trainer import FAULTY, PACED, Trainer, Workspace, assert_bit_exact
 from tests.tiers import slow_but
 
 GRACE_SECONDS = 2.0
@@ -70,9 +70,9 @@ def began(trainer: Trainer, hang: Hang) -> float:
 
 
 @pytest.mark.parametrize("name", slow_but(HANGS, "endless Python loop in the data"))
-def test_hang_ends_within_its_limit(place: Place, calm: RunDir, name: str) -> None:
+def test_hang_ends_within_its_limit(workspace: Workspace, calm: RunDir, name: str) -> None:
     hang = HANGS[name]
-    trainer = place.start("run", *hang.limits, config=FAULTY, env={"FAULT": hang.fault})
+    trainer = workspace.start("run", *hang.limits, config=FAULTY, env={"FAULT": hang.fault})
     since = began(trainer, hang)
     code = trainer.wait_exit(seconds=3 * hang.seconds + 30)
     seconds = time.monotonic() - since
@@ -89,15 +89,15 @@ def test_hang_ends_within_its_limit(place: Place, calm: RunDir, name: str) -> No
     assert words is not None
     assert (words.exit, words.committed) == (ExitCode.HUNG, False)
 
-    place.finish("run", config=FAULTY)
+    workspace.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)
 
 
 @pytest.mark.slow
-def test_hang_ends_even_while_storage_hangs(place: Place, calm: RunDir) -> None:
+def test_hang_ends_even_while_storage_hangs(workspace: Workspace, calm: RunDir) -> None:
     """The supervisor's check hangs before the worker does: opening a FIFO waits for its writer."""
     free = ("deadlines.step_seconds=2", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
-    trainer = place.start("run", *free, config=FAULTY, env=PACED)
+    trainer = workspace.start("run", *free, config=FAULTY, env=PACED)
     trainer.wait_step(3)
     records = list(trainer.run_dir.log.glob("0*.json"))
     fifo = trainer.run_dir.log / f"{len(records) + 1:08d}.json"
@@ -113,14 +113,14 @@ def test_hang_ends_even_while_storage_hangs(place: Place, calm: RunDir) -> None:
         f"{seconds:.1f} s\n{printed}"
     )
     fifo.unlink()
-    place.finish("run", config=FAULTY)
+    workspace.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)
 
 
-def test_stopped_worker_ends_within_the_steps_limit(place: Place, calm: RunDir) -> None:
+def test_stopped_worker_ends_within_the_steps_limit(workspace: Workspace, calm: RunDir) -> None:
     # No save and no evaluation, which have separate limits.
     free = ("deadlines.step_seconds=2", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
-    trainer = place.start("run", *free, config=FAULTY, env=PACED)
+    trainer = workspace.start("run", *free, config=FAULTY, env=PACED)
     trainer.wait_step(10)
     trainer.kill(signal.SIGSTOP, target="worker")
     since = time.monotonic()
@@ -130,17 +130,17 @@ def test_stopped_worker_ends_within_the_steps_limit(place: Place, calm: RunDir) 
     found = re.search(r"no progress for ([\d.]+) s in phase 'train' after step", printed)
     assert found, printed
     assert seconds < 3 * float(found[1]) + GRACE_SECONDS, printed
-    place.finish("run", config=FAULTY)
+    workspace.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, calm)
 
 
 @pytest.mark.slow
 def test_supervisor_suspended_past_every_deadline_raises_no_alarm(
-    place: Place, calm: RunDir
+    workspace: Workspace, calm: RunDir
 ) -> None:
     """A suspended or migrated machine: the supervisor itself was suspended."""
     limits = ("deadlines.step_seconds=1", "deadlines.compile_seconds=4")
-    trainer = place.start(
+    trainer = workspace.start(
         "run", *limits, "deadlines.start_seconds=20", config=FAULTY, env={"PACE": "0.004"}
     )
     trainer.wait_step(5)
@@ -157,9 +157,9 @@ def test_supervisor_suspended_past_every_deadline_raises_no_alarm(
 
 
 @pytest.mark.slow
-def test_suspended_supervisor_does_not_stop_the_worker(place: Place, calm: RunDir) -> None:
+def test_suspended_supervisor_does_not_stop_the_worker(workspace: Workspace, calm: RunDir) -> None:
     limits = ("deadlines.step_seconds=1", "deadlines.compile_seconds=4")
-    trainer = place.start("run", *limits, config=FAULTY, env=PACED)
+    trainer = workspace.start("run", *limits, config=FAULTY, env=PACED)
     trainer.wait_step(5)
     trainer.kill(signal.SIGSTOP, target="supervisor")
     trainer.wait_step(60)
@@ -179,10 +179,10 @@ SLOW: dict[str, tuple[str, tuple[str, ...]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", SLOW)
 def test_slow_phases_within_their_limits_raise_no_alarm(
-    place: Place, calm: RunDir, what: str
+    workspace: Workspace, calm: RunDir, what: str
 ) -> None:
     """The phase sleeps for five seconds: longer than the step limit, shorter than its own limit."""
     fault, limits = SLOW[what]
-    trainer = place.start("run", *limits, config=FAULTY, env={"FAULT": fault})
+    trainer = workspace.start("run", *limits, config=FAULTY, env={"FAULT": fault})
     assert trainer.wait_exit() == 0, trainer.printed()
     assert_bit_exact(trainer.run_dir, calm)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from tests.promises.trainer import FAULTY, Place
+from tests.promises.trainer import FAULTY, Workspace
 
 LIMITS = (
     "train.steps=1000000",
@@ -18,9 +18,11 @@ LIMITS = (
 
 
 @pytest.mark.slow
-def test_a_hang_is_reported_with_the_progress_and_stacks_of_every_host(place: Place) -> None:
+def test_a_hang_is_reported_with_the_progress_and_stacks_of_every_host(
+    workspace: Workspace,
+) -> None:
     """Host 1 holds the GIL forever in its data thread; host 0 waits in the step."""
-    supervisors = place.start_hosts(
+    supervisors = workspace.start_hosts(
         "run", *LIMITS, hosts=2, config=FAULTY, env={"FAULT": "row:700:hold:1", "PACE": "0.01"}
     )
     codes = [supervisor.wait_exit(seconds=90) for supervisor in supervisors]
@@ -39,10 +41,10 @@ def test_a_hang_is_reported_with_the_progress_and_stacks_of_every_host(place: Pl
 
 
 def test_a_hang_in_the_first_second_of_training_is_detected_within_the_step_limit(
-    place: Place,
+    workspace: Workspace,
 ) -> None:
     """Supervisors send a heartbeat each second, and a few heartbeats may cover many steps."""
-    supervisors = place.start_hosts(
+    supervisors = workspace.start_hosts(
         "run", *LIMITS, hosts=2, config=FAULTY, env={"FAULT": "row:200:hold:1", "PACE": "0.001"}
     )
     codes = [supervisor.wait_exit(seconds=90) for supervisor in supervisors]

@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from jaxres.cli import checkpoints as checkpoints_cli
-from tests.promises.trainer import FAULTY, PACED, Place, Trainer
+from tests.promises.trainer import FAULTY, PACED, Trainer, Workspace
 
 
 def told(trainer: Trainer, *words: str) -> tuple[int, list[dict[str, Any]]]:
@@ -21,8 +21,8 @@ def told(trainer: Trainer, *words: str) -> tuple[int, list[dict[str, Any]]]:
     return code, [json.loads(line) for line in out.getvalue().splitlines()]
 
 
-def test_history_shows_killed_attempts_and_their_steps(place: Place) -> None:
-    trainer = place.start("run", config=FAULTY, env=PACED)
+def test_history_shows_killed_attempts_and_their_steps(workspace: Workspace) -> None:
+    trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(13)
     trainer.wait_commit(10)
     code, (status,) = told(trainer, "status")
@@ -34,11 +34,11 @@ def test_history_shows_killed_attempts_and_their_steps(place: Place) -> None:
     code, (status,) = told(trainer, "status", "--watch")
     assert (code, status["state"], status["attempts"][-1]["cause"]) == (1, "down", "killed")
 
-    trainer = place.start("run", config=FAULTY, env=PACED)
+    trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_commit(20)
     trainer.kill(target="worker")
     assert trainer.wait_exit() == 137
-    trainer = place.finish("run", config=FAULTY)
+    trainer = workspace.finish("run", config=FAULTY)
     code, (status,) = told(trainer, "status")
     assert (code, status["state"]) == (0, "done")
 

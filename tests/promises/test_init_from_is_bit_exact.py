@@ -14,7 +14,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests import damage
-from tests.promises.trainer import MLP, Place, digest, run_history, starts
+from tests.promises.trainer import MLP, Workspace, digest, run_history, starts
 
 
 def export(run_dir: RunDir, *words: str, out: Path) -> str:
@@ -43,48 +43,48 @@ STILL = ("train.steps=1", "optimizer.learning_rate=1e-30", "evaluation.every_ste
 """One step that changes no parameter, so that the evaluation after it is of the initial weights."""
 
 
-def test_fine_tuning_starts_with_the_final_loss_of_the_source(place: Place) -> None:
-    place.finish("source", "train.steps=8", "evaluation.every_steps=8")
-    source = place.run_dir("source")
-    words = export(source, out=place.root / "llama")
-    tuned = place.finish("tuned", *STILL, "run.seed=5", words)
+def test_fine_tuning_starts_with_the_final_loss_of_the_source(workspace: Workspace) -> None:
+    workspace.finish("source", "train.steps=8", "evaluation.every_steps=8")
+    source = workspace.run_dir("source")
+    words = export(source, out=workspace.root / "llama")
+    tuned = workspace.finish("tuned", *STILL, "run.seed=5", words)
     run_dir = tuned.run_dir
     init = run_history(run_dir).init
     assert init is not None
-    assert init["params"] == params_digest(source, place.root / "a")
-    assert params_digest(run_dir, place.root / "b") == init["params"]
+    assert init["params"] == params_digest(source, workspace.root / "a")
+    assert params_digest(run_dir, workspace.root / "b") == init["params"]
     assert heldout_loss(run_dir) == heldout_loss(source), "another loss than the source's"
     assert digest(run_dir) != digest(source), "key, optimizer and position are reset"
 
 
 @pytest.mark.campaign
-def test_two_hosts_start_from_the_same_weights(place: Place) -> None:
-    place.finish("source", "train.steps=8", "evaluation.every_steps=8")
-    source = place.run_dir("source")
-    words = export(source, out=place.root / "llama")
-    tuned = place.launched("tuned", *STILL, words, "mesh.fsdp=2", hosts=2)
+def test_two_hosts_start_from_the_same_weights(workspace: Workspace) -> None:
+    workspace.finish("source", "train.steps=8", "evaluation.every_steps=8")
+    source = workspace.run_dir("source")
+    words = export(source, out=workspace.root / "llama")
+    tuned = workspace.launched("tuned", *STILL, words, "mesh.fsdp=2", hosts=2)
     init = run_history(tuned.run_dir).init
     assert init is not None
-    assert init["params"] == params_digest(source, place.root / "a")
-    assert params_digest(tuned.run_dir, place.root / "b") == init["params"]
+    assert init["params"] == params_digest(source, workspace.root / "a")
+    assert params_digest(tuned.run_dir, workspace.root / "b") == init["params"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "anywhere", [pytest.param("local", marks=pytest.mark.campaign), "bucket"], indirect=True
+    "any_workspace", [pytest.param("local", marks=pytest.mark.campaign), "bucket"], indirect=True
 )
 def test_weights_of_a_run_are_verified_from_any_storage_or_rejected(
-    anywhere: Place, place: Place
+    any_workspace: Workspace, workspace: Workspace
 ) -> None:
-    anywhere.finish("source", *MLP, "train.steps=20")
-    source = anywhere.run_dir("source")
+    any_workspace.finish("source", *MLP, "train.steps=20")
+    source = any_workspace.run_dir("source")
     words = (*MLP, *STILL[:2], f"init_from={{kind: run, path: {source.root}}}")
-    tuned = place.finish("tuned", *words)
+    tuned = workspace.finish("tuned", *words)
     init = run_history(tuned.run_dir).init
     assert init is not None
     assert init["step"] == "20"
-    assert init["params"] == params_digest(source, place.root / "a")
-    assert params_digest(tuned.run_dir, place.root / "b") == init["params"]
+    assert init["params"] == params_digest(source, workspace.root / "a")
+    assert params_digest(tuned.run_dir, workspace.root / "b") == init["params"]
 
     commit = run_history(source).newest
     assert commit is not None
@@ -92,7 +92,7 @@ def test_weights_of_a_run_are_verified_from_any_storage_or_rejected(
     sizes = {name: size for name, size in files.sizes(step_dir).items() if "state/" in name}
     largest = max(sizes, key=lambda name: sizes[name])
     damage.harm(step_dir, largest, damage.truncate, random.Random(0))
-    place.start("refused", *words).assert_fails(
+    workspace.start("refused", *words).assert_fails(
         ExitCode.CONFIG, "init_from.path", "damaged", largest
     )
 
@@ -103,11 +103,11 @@ SHORT = (*MLP, "train.steps=40", "checkpoint.save_every_steps=20")
 
 @pytest.mark.slow
 def test_initial_weights_are_needed_until_the_first_commit_only(
-    place: Place, unbroken: RunDir
+    workspace: Workspace, unbroken: RunDir
 ) -> None:
-    folder = place.root / "weights"
+    folder = workspace.root / "weights"
     words = export(unbroken, out=folder)
-    trainer = place.start("run", *LONG, words)
+    trainer = workspace.start("run", *LONG, words)
     trainer.wait_step(5)
     trainer.kill()
     assert trainer.wait_exit() == -9
@@ -117,21 +117,21 @@ def test_initial_weights_are_needed_until_the_first_commit_only(
     assert init is not None
     before = trainer.steps()
 
-    export(unbroken, "--step", "180", out=place.root / "others")
-    kept = folder.rename(place.root / "kept")
-    (place.root / "others").rename(folder)
-    place.start("run", *SHORT, words).assert_fails(
+    export(unbroken, "--step", "180", out=workspace.root / "others")
+    kept = folder.rename(workspace.root / "kept")
+    (workspace.root / "others").rename(folder)
+    workspace.start("run", *SHORT, words).assert_fails(
         ExitCode.CONFIG,
         str(folder),
         "not the weights that this run was started with",
         init["params"],
     )
     shutil.rmtree(folder)
-    place.start("run", *SHORT, words).assert_fails(ExitCode.CONFIG, str(folder), "no such file")
+    workspace.start("run", *SHORT, words).assert_fails(ExitCode.CONFIG, str(folder), "no such file")
     assert starts(run_dir) == [0], "nothing was trained with other weights"
 
     kept.rename(folder)
-    finished = place.finish("run", *SHORT, words)
+    finished = workspace.finish("run", *SHORT, words)
     assert starts(run_dir) == [0, 0]
     first = [(row["step"], row["loss"]) for row in losses(run_dir, 1)]
     again = [(row["step"], row["loss"]) for row in losses(run_dir, finished.attempt)]
@@ -139,7 +139,7 @@ def test_initial_weights_are_needed_until_the_first_commit_only(
     assert again[: len(before)] == first[:40], "it has started from other numbers"
 
     shutil.rmtree(folder)
-    place.finish("run", *SHORT, words, "train.steps=60")
+    workspace.finish("run", *SHORT, words, "train.steps=60")
     assert starts(run_dir) == [0, 0, 40]
     assert run_history(run_dir).step == 60
 

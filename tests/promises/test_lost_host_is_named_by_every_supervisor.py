@@ -17,7 +17,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.networks import network, permitted
 from tests.promises.proxy import proxy
-from tests.promises.trainer import MLP, Place, Trainer, assert_bit_exact, free_address, starts
+from tests.promises.trainer import MLP, Trainer, Workspace, assert_bit_exact, free_address, starts
 
 HOSTS = 3
 HEARTBEAT_SECONDS = 5
@@ -60,9 +60,9 @@ LOSSES = {
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """The same run without a lost host."""
-    place = Place(tmp_path_factory.mktemp("calm"), caches)
-    place.launched("calm", *SHORT, hosts=HOSTS)
-    return place.run_dir("calm")
+    workspace = Workspace(tmp_path_factory.mktemp("calm"), caches)
+    workspace.launched("calm", *SHORT, hosts=HOSTS)
+    return workspace.run_dir("calm")
 
 
 def under_way(trainers: list[Trainer]) -> None:
@@ -89,24 +89,24 @@ OFTEN = ("its worker is killed", "the lead is killed")
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.campaign) for name in LOSSES],
 )
 def test_a_lost_host_is_named_by_every_other_supervisor(
-    place: Place, calm: RunDir, name: str
+    workspace: Workspace, calm: RunDir, name: str
 ) -> None:
     loss = LOSSES[name]
-    trainers = place.start_hosts("run", *SHORT, hosts=HOSTS)
+    trainers = workspace.start_hosts("run", *SHORT, hosts=HOSTS)
     under_way(trainers)
     loss.lose(trainers[loss.host])
     named_by_the_others(trainers, loss.host, seconds=loss.seconds)
     if loss.own_code is not None:
         assert trainers[loss.host].wait_exit() == loss.own_code, trainers[loss.host].printed()
-    place.end_all()
+    workspace.end_all()
 
-    place.launched("run", *SHORT, hosts=HOSTS)
-    assert starts(place.run_dir("run"))[1] >= 20, "it has resumed"
-    assert_bit_exact(place.run_dir("run"), calm)
+    workspace.launched("run", *SHORT, hosts=HOSTS)
+    assert starts(workspace.run_dir("run"))[1] >= 20, "it has resumed"
+    assert_bit_exact(workspace.run_dir("run"), calm)
 
 
-def test_a_stop_at_one_host_saves_one_step_for_all(place: Place) -> None:
-    trainers = place.start_hosts("run", *MLP, "train.steps=1000000", hosts=2)
+def test_a_stop_at_one_host_saves_one_step_for_all(workspace: Workspace) -> None:
+    trainers = workspace.start_hosts("run", *MLP, "train.steps=1000000", hosts=2)
     under_way(trainers)
     os.kill(trainers[1].process.pid, signal.SIGTERM)
     assert [trainer.wait_exit() for trainer in trainers] == [ExitCode.PREEMPTED] * 2
@@ -115,9 +115,9 @@ def test_a_stop_at_one_host_saves_one_step_for_all(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_before_the_first_step_ends_all_hosts_at_once(place: Place) -> None:
-    place.fresh = True  # So that the stop hits an import.
-    trainers = place.start_hosts("run", *MLP, hosts=2)
+def test_a_stop_before_the_first_step_ends_all_hosts_at_once(workspace: Workspace) -> None:
+    workspace.fresh = True  # So that the stop hits an import.
+    trainers = workspace.start_hosts("run", *MLP, hosts=2)
     trainers[0].wait_phase("import")
     os.kill(trainers[1].process.pid, signal.SIGTERM)
     assert [trainer.wait_exit() for trainer in trainers] == [ExitCode.PREEMPTED] * 2
@@ -130,14 +130,14 @@ CutOff = tuple[list[Trainer], Callable[[], None]]
 
 
 @contextlib.contextmanager
-def cut_off(place: Place, folder: Path, *, lost: int) -> Iterator[CutOff]:
+def cut_off(workspace: Workspace, folder: Path, *, lost: int) -> Iterator[CutOff]:
     """Yields the supervisors, and a function that disconnects one of them from the rest."""
     if permitted():
         with network(HOSTS, folder=folder) as net:
             at = f"{net.machines[0].address}:7077"
             yield (
                 [
-                    place.start_host(
+                    workspace.start_host(
                         "run", *LONG, host=m.host, hosts=HOSTS, at=at, through=m.through
                     )
                     for m in net.machines
@@ -150,7 +150,7 @@ def cut_off(place: Place, folder: Path, *, lost: int) -> Iterator[CutOff]:
         addresses = [between.address if host == lost else at for host in range(HOSTS)]
         yield (
             [
-                place.start_host("run", *LONG, host=host, hosts=HOSTS, at=address)
+                workspace.start_host("run", *LONG, host=host, hosts=HOSTS, at=address)
                 for host, address in enumerate(addresses)
             ],
             between.cut,
@@ -158,8 +158,10 @@ def cut_off(place: Place, folder: Path, *, lost: int) -> Iterator[CutOff]:
 
 
 @pytest.mark.slow
-def test_a_host_whose_network_is_cut_is_lost_and_exits(place: Place, tmp_path: Path) -> None:
-    with cut_off(place, tmp_path, lost=2) as (trainers, cut):
+def test_a_host_whose_network_is_cut_is_lost_and_exits(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    with cut_off(workspace, tmp_path, lost=2) as (trainers, cut):
         for trainer in trainers:
             trainer.attempt = 1
         under_way(trainers)

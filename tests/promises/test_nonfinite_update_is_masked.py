@@ -13,7 +13,7 @@ from jaxres.checkpoint import manifest
 from jaxres.data import sample_ids_at
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import FAULTY, Place, history, run_history
+from tests.promises.trainer import FAULTY, Workspace, history, run_history
 from tests.tiers import slow_but
 
 STEPS = 16
@@ -36,7 +36,7 @@ def states(run_dir: RunDir) -> dict[int, dict[str, Any]]:
     ("where", "hosts"), slow_but([("gradient", 1), ("loss", 2)], ("gradient", 1))
 )
 def test_a_batch_with_a_nan_loss_changes_nothing_and_the_run_continues(
-    place: Place, where: str, hosts: int
+    workspace: Workspace, where: str, hosts: int
 ) -> None:
     words = (
         "model.target=tests.promises.bad_models:poisoned",
@@ -45,7 +45,7 @@ def test_a_batch_with_a_nan_loss_changes_nothing_and_the_run_continues(
         "checkpoint.save_every_steps=1",
         "checkpoint.keep_last=1000",
     )
-    trainer = place.launch("run", *words, hosts=hosts, config=FAULTY)
+    trainer = workspace.launch("run", *words, hosts=hosts, config=FAULTY)
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     skipped = [row["step"] for row in history(trainer.run_dir) if row["skipped"]]
     told = [
@@ -74,7 +74,7 @@ def test_a_batch_with_a_nan_loss_changes_nothing_and_the_run_continues(
 
 
 @pytest.mark.slow
-def test_more_consecutive_skips_than_allowed_end_the_run(place: Place) -> None:
+def test_more_consecutive_skips_than_allowed_end_the_run(workspace: Workspace) -> None:
     words = (
         "model.target=tests.promises.bad_models:nan_at",
         "model.args.call=31",
@@ -85,7 +85,7 @@ def test_more_consecutive_skips_than_allowed_end_the_run(place: Place) -> None:
         "optimizer.schedule.kind=constant",
         "guards.diagnostics=state",
     )
-    trainer = place.start("run", *words, config=FAULTY)
+    trainer = workspace.start("run", *words, config=FAULTY)
     trainer.assert_fails(
         ExitCode.DIVERGED,
         "step 36: loss nan",

@@ -18,8 +18,8 @@ from jaxres.storage.path import GcsPath
 from tests.promises.trainer import (
     FAULTY,
     PACED,
-    Place,
     Trainer,
+    Workspace,
     assert_bit_exact,
     run_history,
     snapshot,
@@ -44,19 +44,19 @@ def put_to_sleep(trainer: Trainer) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("anywhere", "starts"),
+    ("any_workspace", "starts"),
     [
         ("local", 8),
         ("bucket", 4),
         pytest.param("local", 20, marks=pytest.mark.campaign),
         pytest.param("bucket", 20, marks=pytest.mark.campaign),
     ],
-    indirect=["anywhere"],
+    indirect=["any_workspace"],
 )
 def test_only_one_of_many_concurrent_starts_trains(
-    anywhere: Place, calm: RunDir, starts: int
+    any_workspace: Workspace, calm: RunDir, starts: int
 ) -> None:
-    trainers = [anywhere.start("run", config=FAULTY, env=SLOW) for _ in range(starts)]
+    trainers = [any_workspace.start("run", config=FAULTY, env=SLOW) for _ in range(starts)]
     codes = [trainer.wait_exit() for trainer in trainers]
     winners = [trainer for trainer, code in zip(trainers, codes, strict=True) if code == 0]
     assert sorted(codes) == [0, *[ExitCode.FENCED] * (starts - 1)], [t.printed() for t in trainers]
@@ -73,12 +73,14 @@ def test_only_one_of_many_concurrent_starts_trains(
     assert_bit_exact(run_dir, calm)
 
 
-def test_start_beside_a_live_lock_holder_writes_nothing(anywhere: Place, calm: RunDir) -> None:
-    owner = anywhere.start("run", config=FAULTY, env=PACED)
+def test_start_beside_a_live_lock_holder_writes_nothing(
+    any_workspace: Workspace, calm: RunDir
+) -> None:
+    owner = any_workspace.start("run", config=FAULTY, env=PACED)
     owner.wait_commit(10)
     owner.kill(signal.SIGSTOP, target="worker")  # So that all writes come from another process.
     before = at_rest(owner.run_dir)
-    second = anywhere.start("run", config=FAULTY)
+    second = any_workspace.start("run", config=FAULTY)
     second.assert_fails(
         ExitCode.FENCED, f"pid {owner.process.pid}", "is alive", "Nothing was written"
     )
@@ -99,22 +101,22 @@ def at_rest(run_dir: RunDir) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_start_beside_a_suspended_worker_is_rejected_however_long(place: Place) -> None:
+def test_start_beside_a_suspended_worker_is_rejected_however_long(workspace: Workspace) -> None:
     """Training progress is checked by deadlines; the lock holder is the supervisor."""
-    owner = place.start("run", config=FAULTY, env=SLOW)
+    owner = workspace.start("run", config=FAULTY, env=SLOW)
     owner.wait_step(2)
     owner.kill(signal.SIGSTOP, target="worker")
     for _ in range(2):
-        place.start("run", config=FAULTY).assert_fails(ExitCode.FENCED, "is alive")
+        workspace.start("run", config=FAULTY).assert_fails(ExitCode.FENCED, "is alive")
 
 
-def test_killed_lock_holder_blocks_no_start(anywhere: Place, calm: RunDir) -> None:
+def test_killed_lock_holder_blocks_no_start(any_workspace: Workspace, calm: RunDir) -> None:
     """The kernel releases the lock at once; the start does not wait for three heartbeats."""
-    owner = anywhere.start("run", config=FAULTY, env=PACED)
+    owner = any_workspace.start("run", config=FAULTY, env=PACED)
     owner.wait_commit(10)
     owner.kill()
     owner.wait_exit()
-    heir = anywhere.start("run", config=FAULTY)
+    heir = any_workspace.start("run", config=FAULTY)
     heir.wait(lambda: run_history(heir.run_dir).attempt == 2, what="a claim")
     waited = run_history(heir.run_dir).claims[-1]
     assert waited.pid == heir.process.pid
@@ -123,21 +125,23 @@ def test_killed_lock_holder_blocks_no_start(anywhere: Place, calm: RunDir) -> No
 
 
 @pytest.mark.slow
-def test_successor_of_a_suspended_lock_holder_keeps_the_run(place: Place, calm: RunDir) -> None:
+def test_successor_of_a_suspended_lock_holder_keeps_the_run(
+    workspace: Workspace, calm: RunDir
+) -> None:
     """The successor trains without the lock, which the suspended owner holds, and gets it later."""
-    zombie = place.start("run", config=FAULTY, env=PACED)
+    zombie = workspace.start("run", config=FAULTY, env=PACED)
     zombie.wait_step(13)
     put_to_sleep(zombie)
-    heir = place.start("run", config=FAULTY, env={"PACE": "0.01"})
+    heir = workspace.start("run", config=FAULTY, env={"PACE": "0.01"})
     heir.wait(lambda: run_history(heir.run_dir).attempt == 2, what="a claim")
     heir.wait_step(starts(heir.run_dir)[0] + 1)
     assert json.loads(heir.run_dir.owner.read_text())["locked"] is False
-    place.start("run", config=FAULTY).assert_fails(ExitCode.FENCED, f"pid {heir.process.pid}")
+    workspace.start("run", config=FAULTY).assert_fails(ExitCode.FENCED, f"pid {heir.process.pid}")
 
     before = snapshot(zombie.run_dir.attempt(1))
     zombie.kill()  # Releases the lock for the first waiter.
     zombie.process.wait()
-    thirds = [place.start("run", config=FAULTY) for _ in range(2)]
+    thirds = [workspace.start("run", config=FAULTY) for _ in range(2)]
     for third in thirds:
         third.assert_fails(ExitCode.FENCED, f"pid {heir.process.pid}")
     heir.wait(lambda: json.loads(heir.run_dir.owner.read_text())["locked"], what="the lock")
@@ -148,14 +152,16 @@ def test_successor_of_a_suspended_lock_holder_keeps_the_run(place: Place, calm: 
 
 
 @pytest.mark.campaign
-def test_many_rounds_of_starts_and_kills_keep_one_history(anywhere: Place, calm: RunDir) -> None:
+def test_many_rounds_of_starts_and_kills_keep_one_history(
+    any_workspace: Workspace, calm: RunDir
+) -> None:
     for round in range(10):
-        trainers = [anywhere.start("run", config=FAULTY, env=SLOW) for _ in range(4)]
+        trainers = [any_workspace.start("run", config=FAULTY, env=SLOW) for _ in range(4)]
         time.sleep(0.5 + 0.4 * round)
         for trainer in trainers:
             trainer.kill()
             trainer.wait_exit()
         if run_history(trainers[0].run_dir).step == 60:
             break
-    anywhere.finish("run", config=FAULTY)
-    assert_bit_exact(anywhere.run_dir("run"), calm)
+    any_workspace.finish("run", config=FAULTY)
+    assert_bit_exact(any_workspace.run_dir("run"), calm)

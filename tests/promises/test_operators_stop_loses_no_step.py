@@ -22,8 +22,8 @@ from tests.promises.trainer import (
     MLP,
     PACED,
     ROOT,
-    Place,
     Trainer,
+    Workspace,
     assert_bit_exact,
     run_history,
     starts,
@@ -48,10 +48,10 @@ def assert_nothing_is_repeated(trainer: Trainer, heir: Trainer) -> None:
 
 @pytest.mark.parametrize("ask", slow_but(ASKS, "SIGTERM", "stop file"))
 def test_stop_in_training_saves_the_last_finished_step(
-    place: Place, calm: RunDir, ask: str
+    workspace: Workspace, calm: RunDir, ask: str
 ) -> None:
     do, exit = ASKS[ask]
-    trainer = place.start("run", config=FAULTY, env=PACED)
+    trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(13)
     do(trainer)
     trainer.wait_printed("saving after the present step")
@@ -70,18 +70,18 @@ def test_stop_in_training_saves_the_last_finished_step(
     taken = [path.name for path in trainer.run_dir.attempt(1).glob("stop-*")]
     assert len(taken) == (1 if ask == "stop file" else 0)
 
-    heir = place.finish("run", config=FAULTY)
+    heir = workspace.finish("run", config=FAULTY)
     assert_nothing_is_repeated(trainer, heir)
     assert_bit_exact(heir.run_dir, calm)
 
 
 @pytest.mark.slow
-def test_stop_right_after_the_first_step_saves_it(place: Place, calm: RunDir) -> None:
-    trainer = place.start("run", config=FAULTY, env=PACED)
+def test_stop_right_after_the_first_step_saves_it(workspace: Workspace, calm: RunDir) -> None:
+    trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(1)
     trainer.kill(signal.SIGTERM, target="supervisor")
     assert trainer.wait_exit() == ExitCode.PREEMPTED, trainer.printed()
-    heir = place.finish("run", config=FAULTY)
+    heir = workspace.finish("run", config=FAULTY)
     assert_nothing_is_repeated(trainer, heir)
     assert_bit_exact(heir.run_dir, calm)
 
@@ -97,11 +97,13 @@ EARLY: dict[str, tuple[Callable[[Trainer], None], dict[str, str]]] = {
     ("phase", "ask"),
     [(phase, "SIGTERM") for phase in EARLY] + [("compile", "SIGINT"), ("data", "stop file")],
 )
-def test_stop_before_the_first_step_exits_at_once(place: Place, phase: str, ask: str) -> None:
+def test_stop_before_the_first_step_exits_at_once(
+    workspace: Workspace, phase: str, ask: str
+) -> None:
     wait, env = EARLY[phase]
     do, exit = ASKS[ask]
-    place.fresh = phase == "import"
-    trainer = place.start("run", config=FAULTY, env=env)
+    workspace.fresh = phase == "import"
+    trainer = workspace.start("run", config=FAULTY, env=env)
     wait(trainer)
     asked_at = time.monotonic()
     do(trainer)
@@ -125,15 +127,15 @@ def signal_is(which: str, number: int, pid: int) -> bool:
 @pytest.mark.parametrize("stage", ["imports", "wait for the owner"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stop_before_the_worker_starts_exits_with_its_code(
-    place: Place, number: signal.Signals, stage: str
+    workspace: Workspace, number: signal.Signals, stage: str
 ) -> None:
     exit = ExitCode.STOPPED if number == signal.SIGINT else ExitCode.PREEMPTED
-    place.fresh = True
-    run_dir = place.run_dir("run")
+    workspace.fresh = True
+    run_dir = workspace.run_dir("run")
     run_dir.root.mkdir()
     with run_dir.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # A start observes three heartbeats.
-        trainer = place.start("run", config=FAULTY)
+        trainer = workspace.start("run", config=FAULTY)
         pid = trainer.process.pid
         trainer.wait(lambda: signal_is("SigBlk", number, pid), what="held signals")
         if stage == "wait for the owner":
@@ -157,11 +159,13 @@ LATE: dict[str, Callable[[Trainer], None]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", LATE)
 def test_stop_in_every_later_phase_loses_no_step(
-    place: Place, killed: RunDir, unbroken: RunDir, phase: str
+    workspace: Workspace, killed: RunDir, unbroken: RunDir, phase: str
 ) -> None:
-    place.copy(killed, "run")
+    workspace.copy(killed, "run")
     save = "checkpoint.save_every_steps=7"
-    trainer = place.start("run", *MLP, "evaluation.every_steps=5", "evaluation.batches=64", save)
+    trainer = workspace.start(
+        "run", *MLP, "evaluation.every_steps=5", "evaluation.batches=64", save
+    )
     LATE[phase](trainer)
     trainer.kill(signal.SIGTERM, target="supervisor")
     code = trainer.wait_exit()
@@ -171,7 +175,7 @@ def test_stop_in_every_later_phase_loses_no_step(
         assert code == ExitCode.PREEMPTED, trainer.printed()
         if trainer.steps():
             assert run_history(trainer.run_dir).step == trainer.steps()[-1]
-        place.finish("run", *MLP)
+        workspace.finish("run", *MLP)
     assert_bit_exact(trainer.run_dir, unbroken)
 
 
@@ -184,10 +188,10 @@ SAVES: dict[str, Ask] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("ask", SAVES)
 def test_requested_save_is_extra_and_training_continues(
-    place: Place, calm: RunDir, ask: str
+    workspace: Workspace, calm: RunDir, ask: str
 ) -> None:
     every = "checkpoint.save_every_steps=1000"
-    trainer = place.start("run", every, config=FAULTY, env=PACED)
+    trainer = workspace.start("run", every, config=FAULTY, env=PACED)
     trainer.wait_step(13)
     SAVES[ask](trainer)
     trainer.wait_printed("save requested")
@@ -200,10 +204,12 @@ def test_requested_save_is_extra_and_training_continues(
     assert_bit_exact(trainer.run_dir, calm)
 
 
-def test_second_signal_kills_at_once_and_damages_nothing(place: Place, calm: RunDir) -> None:
+def test_second_signal_kills_at_once_and_damages_nothing(
+    workspace: Workspace, calm: RunDir
+) -> None:
     """The worker is suspended, so it cannot react to the first signal."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        trainer = place.start("run", config=FAULTY, env=PACED)
+        trainer = workspace.start("run", config=FAULTY, env=PACED)
         trainer.wait_commit(run_history(trainer.run_dir).step + 10)
         trainer.kill(signal.SIGSTOP, target="worker")
         trainer.kill(number, target="supervisor")
@@ -211,13 +217,13 @@ def test_second_signal_kills_at_once_and_damages_nothing(place: Place, calm: Run
         trainer.kill(number, target="supervisor")
         assert trainer.wait_exit(seconds=10) == 128 + number, trainer.printed()
         assert "again: workers killed" in trainer.printed()
-    heir = place.finish("run", config=FAULTY)
+    heir = workspace.finish("run", config=FAULTY)
     assert_bit_exact(heir.run_dir, calm)
 
 
 @pytest.mark.slow
-def test_stop_file_and_one_sigterm_do_not_count_as_a_second_signal(place: Place) -> None:
-    trainer = place.start("run", config=FAULTY, env=PACED)
+def test_stop_file_and_one_sigterm_do_not_count_as_a_second_signal(workspace: Workspace) -> None:
+    trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(3)
     trainer.kill(signal.SIGSTOP, target="worker")
     trainer.run_dir.request("stop").touch()
@@ -230,23 +236,25 @@ def test_stop_file_and_one_sigterm_do_not_count_as_a_second_signal(place: Place)
 
 
 @pytest.mark.slow
-def test_stop_file_at_the_start_stops_once(place: Place, calm: RunDir) -> None:
-    run_dir = place.run_dir("run")
+def test_stop_file_at_the_start_stops_once(workspace: Workspace, calm: RunDir) -> None:
+    run_dir = workspace.run_dir("run")
     run_dir.root.mkdir()
     run_dir.request("stop").touch()
-    trainer = place.start("run", config=FAULTY)
+    trainer = workspace.start("run", config=FAULTY)
     trainer.assert_fails(ExitCode.STOPPED, "the next start resumes")
     assert not run_dir.request("stop").exists()
     assert (run_dir.attempt(1) / "stop").exists()
-    place.finish("run", config=FAULTY)
+    workspace.finish("run", config=FAULTY)
     assert_bit_exact(run_dir, calm)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["training", "import"])
-def test_sigusr1_dumps_stacks_and_training_continues(place: Place, calm: RunDir, when: str) -> None:
-    place.fresh = when == "import"
-    trainer = place.start("run", config=FAULTY, env=PACED)
+def test_sigusr1_dumps_stacks_and_training_continues(
+    workspace: Workspace, calm: RunDir, when: str
+) -> None:
+    workspace.fresh = when == "import"
+    trainer = workspace.start("run", config=FAULTY, env=PACED)
     if when == "training":
         trainer.wait_step(5)
     else:  # The worker exists, possibly without its handler.
@@ -262,8 +270,8 @@ def test_sigusr1_dumps_stacks_and_training_continues(place: Place, calm: RunDir,
 
 
 @pytest.mark.slow
-def test_repeated_sigusr1_does_not_disturb_training(place: Place, calm: RunDir) -> None:
-    trainer = place.start("run", config=FAULTY, env=PACED)
+def test_repeated_sigusr1_does_not_disturb_training(workspace: Workspace, calm: RunDir) -> None:
+    trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(1)
     asked = 0
     while trainer.process.poll() is None and asked < 3000:
@@ -280,9 +288,11 @@ def state(pid: int) -> str:
 
 
 @pytest.mark.slow
-def test_ctrl_z_suspends_supervisor_and_worker_and_is_no_hang(place: Place, calm: RunDir) -> None:
+def test_ctrl_z_suspends_supervisor_and_worker_and_is_no_hang(
+    workspace: Workspace, calm: RunDir
+) -> None:
     limits = ("deadlines.step_seconds=2", "deadlines.compile_seconds=20")
-    trainer = place.start("run", *limits, config=FAULTY, env=PACED)
+    trainer = workspace.start("run", *limits, config=FAULTY, env=PACED)
     trainer.wait_step(8)
     worker = trainer.worker()
     assert worker is not None
@@ -297,14 +307,14 @@ def test_ctrl_z_suspends_supervisor_and_worker_and_is_no_hang(place: Place, calm
 
 
 @pytest.mark.slow
-def test_closed_terminal_saves_the_last_step(place: Place, calm: RunDir) -> None:
+def test_closed_terminal_saves_the_last_step(workspace: Workspace, calm: RunDir) -> None:
     """After that, every write to the terminal fails, and SIGHUP may arrive twice."""
-    run_dir = place.run_dir("run")
+    run_dir = workspace.run_dir("run")
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "jaxres.train", str(FAULTY)),
-            *(f"run.dir={run_dir.root}", f"compilation.cache_dir={place.caches / 'xla'}"),
+            *(f"run.dir={run_dir.root}", f"compilation.cache_dir={workspace.caches / 'xla'}"),
         ],
         cwd=ROOT,
         stdin=slave,
@@ -314,8 +324,8 @@ def test_closed_terminal_saves_the_last_step(place: Place, calm: RunDir) -> None
         start_new_session=True,
     )
     os.close(slave)
-    trainer = Trainer(run_dir, process, place.root / "none.txt", 1)
-    place.trainers.append(trainer)
+    trainer = Trainer(run_dir, process, workspace.root / "none.txt", 1)
+    workspace.trainers.append(trainer)
     trainer.output.touch()
     trainer.wait_step(13)
     os.close(master)
@@ -323,14 +333,14 @@ def test_closed_terminal_saves_the_last_step(place: Place, calm: RunDir) -> None
     process.send_signal(signal.SIGHUP)
     assert trainer.wait_exit() == ExitCode.PREEMPTED
     assert run_history(run_dir).step == trainer.steps()[-1]
-    place.finish("run", config=FAULTY)
+    workspace.finish("run", config=FAULTY)
     assert_bit_exact(run_dir, calm)
 
 
 @pytest.mark.slow
-def test_a_nohup_run_outlives_its_terminal(place: Place) -> None:
-    place.through = ("nohup",)
-    trainer = place.start("run", "train.steps=30", config=FAULTY, env=PACED)
+def test_a_nohup_run_outlives_its_terminal(workspace: Workspace) -> None:
+    workspace.through = ("nohup",)
+    trainer = workspace.start("run", "train.steps=30", config=FAULTY, env=PACED)
     trainer.wait_step(3)
     trainer.kill(signal.SIGHUP, target="supervisor")
     assert trainer.wait_exit() == 0, trainer.printed()

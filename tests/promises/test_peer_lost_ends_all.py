@@ -14,7 +14,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import FAULTY, PACED, Place, assert_bit_exact, starts
+from tests.promises.trainer import FAULTY, PACED, Workspace, assert_bit_exact, starts
 
 HOSTS = 4
 HEARTBEAT_SECONDS = 5
@@ -28,9 +28,9 @@ MARGIN = 3
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """The same run on four hosts without a lost host."""
-    place = Place(tmp_path_factory.mktemp("calm"), caches)
-    place.launched("calm", *SHORT, hosts=HOSTS, config=FAULTY)
-    return place.run_dir("calm")
+    workspace = Workspace(tmp_path_factory.mktemp("calm"), caches)
+    workspace.launched("calm", *SHORT, hosts=HOSTS, config=FAULTY)
+    return workspace.run_dir("calm")
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     ],
 )
 def test_a_lost_host_ends_all_and_the_next_start_is_bit_exact(
-    place: Place, calm: RunDir, sig: signal.Signals, host: int, code: int, seconds: float
+    workspace: Workspace, calm: RunDir, sig: signal.Signals, host: int, code: int, seconds: float
 ) -> None:
-    trainer = place.launch("run", *SHORT, hosts=HOSTS, config=FAULTY, env=PACED)
+    trainer = workspace.launch("run", *SHORT, hosts=HOSTS, config=FAULTY, env=PACED)
     trainer.wait_commit(20)
     trainer.wait_step(25)
     workers = trainer.workers()
@@ -68,6 +68,6 @@ def test_a_lost_host_ends_all_and_the_next_start_is_bit_exact(
     assert found is not None
     assert 25 - LAG <= int(found[1]) <= 80  # Host 0 may have completed more steps.
 
-    place.launched("run", *SHORT, hosts=HOSTS, config=FAULTY)
+    workspace.launched("run", *SHORT, hosts=HOSTS, config=FAULTY)
     assert starts(trainer.run_dir)[1] >= 20, "it has resumed"
     assert_bit_exact(trainer.run_dir, calm)

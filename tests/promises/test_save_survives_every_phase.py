@@ -13,17 +13,25 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests import damage
 from tests.promises.test_zombie_is_fenced import counted, is_stopped
-from tests.promises.trainer import MLP, ROOT, Place, Trainer, assert_bit_exact, run_history, starts
+from tests.promises.trainer import (
+    MLP,
+    ROOT,
+    Trainer,
+    Workspace,
+    assert_bit_exact,
+    run_history,
+    starts,
+)
 
 POINTS = Path(__file__).with_name("points")
 SAVE = ("directory made", "step renamed", "facts", "manifest", "commit", "prune", "trash", "bytes")
 """Boundaries of a save, in order."""
 
 
-def start(place: Place, point: str, sig: signal.Signals, *, at: int = 1) -> Trainer:
+def start(workspace: Workspace, point: str, sig: signal.Signals, *, at: int = 1) -> Trainer:
     """Starts training that receives a signal right before the n-th operation of a kind."""
     fault = {"FAULT": f"{point}:{at}:{sig.value}", "PYTHONPATH": f"{POINTS}:{ROOT}"}
-    return place.start("run", *MLP, env=fault)
+    return workspace.start("run", *MLP, env=fault)
 
 
 def assert_committed_is_whole(run_dir: RunDir) -> None:
@@ -39,18 +47,18 @@ def killed(trainer: Trainer) -> None:
 
 @pytest.mark.slow
 def test_a_run_killed_at_every_boundary_of_a_save_ends_bit_exact(
-    place: Place, unbroken: RunDir
+    workspace: Workspace, unbroken: RunDir
 ) -> None:
     """One run, killed repeatedly; the third save is the first that prunes."""
-    run_dir, newest = place.run_dir("run"), 0
+    run_dir, newest = workspace.run_dir("run"), 0
     for point in SAVE:
         at = 3 if point == SAVE[0] else 1
-        killed(start(place, point, signal.SIGKILL, at=at))
+        killed(start(workspace, point, signal.SIGKILL, at=at))
         assert_committed_is_whole(run_dir)
         assert run_history(run_dir).step >= newest, "a committed step is lost"
         newest = run_history(run_dir).step
     assert newest > 0
-    place.finish("run", *MLP)
+    workspace.finish("run", *MLP)
     assert_bit_exact(run_dir, unbroken)
     assert_committed_is_whole(run_dir)
     there = sorted(path.name for path in run_dir.checkpoints.iterdir())
@@ -59,9 +67,9 @@ def test_a_run_killed_at_every_boundary_of_a_save_ends_bit_exact(
 
 @pytest.mark.slow
 def test_a_run_killed_at_every_boundary_of_a_quarantine_ends_bit_exact(
-    place: Place, unbroken: RunDir
+    workspace: Workspace, unbroken: RunDir
 ) -> None:
-    trainer = place.start("run", *MLP)
+    trainer = workspace.start("run", *MLP)
     trainer.wait_commit(60)
     trainer.kill()
     assert trainer.wait_exit() == -9
@@ -70,27 +78,29 @@ def test_a_run_killed_at_every_boundary_of_a_quarantine_ends_bit_exact(
     damage.flip_byte(
         max(step_dir.rglob("*"), key=lambda path: path.stat().st_size), random.Random(0)
     )
-    killed(start(place, "quarantine", signal.SIGKILL))
+    killed(start(workspace, "quarantine", signal.SIGKILL))
     assert run_history(run_dir).newest == newest
-    killed(start(place, "start", signal.SIGKILL))
+    killed(start(workspace, "start", signal.SIGKILL))
     assert run_history(run_dir).newest == older
-    place.finish("run", *MLP)
+    workspace.finish("run", *MLP)
     assert starts(run_dir) == [0, older.step]
     assert [decided.step for _, decided in run_history(run_dir).quarantined] == [newest.step]
     assert step_dir.exists(), "it is evidence"
     assert_bit_exact(run_dir, unbroken)
 
 
-def test_zombies_from_every_phase_of_a_save_damage_nothing(place: Place, unbroken: RunDir) -> None:
+def test_zombies_from_every_phase_of_a_save_damage_nothing(
+    workspace: Workspace, unbroken: RunDir
+) -> None:
     """Each is suspended at another boundary of its save; the successor commits, prunes, ends."""
-    run_dir, zombies = place.run_dir("run"), []
+    run_dir, zombies = workspace.run_dir("run"), []
     for point in SAVE:
-        zombie = start(place, point, signal.SIGSTOP, at=3 if point == SAVE[0] else 1)
+        zombie = start(workspace, point, signal.SIGSTOP, at=3 if point == SAVE[0] else 1)
         zombie.wait(lambda z=zombie: sleeps(z), what=f"a worker that sleeps at '{point}'")
         zombie.kill(signal.SIGSTOP, target="supervisor")
         zombie.wait(lambda z=zombie: is_stopped(z), what="a suspended supervisor")
         zombies.append(zombie)
-    heir = place.finish("run", *MLP)
+    heir = workspace.finish("run", *MLP)
     assert heir.attempt == len(SAVE) + 1
     before = counted(run_dir, heir)
     assert_bit_exact(run_dir, unbroken)

@@ -18,8 +18,8 @@ from tests.promises.mounts import Namespace
 from tests.promises.trainer import (
     MLP,
     TINY,
-    Place,
     Trainer,
+    Workspace,
     assert_bit_exact,
     digest,
     run_history,
@@ -32,16 +32,16 @@ MIB = 2**20
 class Disk:
     """A small disk and the runs on it."""
 
-    def __init__(self, place: Place, namespace: Namespace, *, size_bytes: int) -> None:
-        self.inside = place.root / "disk"
+    def __init__(self, workspace: Workspace, namespace: Namespace, *, size_bytes: int) -> None:
+        self.inside = workspace.root / "disk"
         self.inside.mkdir()
         namespace.mount(self.inside, size_bytes=size_bytes)
         self.namespace = namespace
-        self.place = Place(place.root, place.caches, through=namespace.through)
+        self.workspace = Workspace(workspace.root, workspace.caches, through=namespace.through)
         self.run_dir = RunDir(namespace.seen_from_here(self.inside) / "run")
 
     def start(self, *overrides: str) -> Trainer:
-        caches = self.place.caches
+        caches = self.workspace.caches
         words = [
             str(TINY),
             *MLP,
@@ -50,7 +50,7 @@ class Disk:
             f"compilation.cache_dir={caches / 'xla'}",
             *overrides,
         ]
-        return self.place.command(self.run_dir, words)
+        return self.workspace.command(self.run_dir, words)
 
 
 @pytest.fixture
@@ -61,10 +61,10 @@ def namespace() -> Iterator[Namespace]:
 
 
 @pytest.fixture
-def disk(place: Place, namespace: Namespace) -> Iterator[Disk]:
-    disk = Disk(place, namespace, size_bytes=16 * MIB)
+def disk(workspace: Workspace, namespace: Namespace) -> Iterator[Disk]:
+    disk = Disk(workspace, namespace, size_bytes=16 * MIB)
     yield disk
-    disk.place.end_all()
+    disk.workspace.end_all()
 
 
 def test_read_only_run_dir_is_rejected(disk: Disk) -> None:
@@ -74,18 +74,18 @@ def test_read_only_run_dir_is_rejected(disk: Disk) -> None:
     )
 
 
-def test_read_only_cache_is_rejected(disk: Disk, place: Place) -> None:
+def test_read_only_cache_is_rejected(disk: Disk, workspace: Workspace) -> None:
     disk.namespace.remount(disk.inside, "ro")
-    words = (f"run.dir={place.root / 'run'}", f"data.cache_dir={disk.inside}")
+    words = (f"run.dir={workspace.root / 'run'}", f"data.cache_dir={disk.inside}")
     disk.start(*words).assert_fails(
         ExitCode.CONFIG, "data.cache_dir", str(disk.inside), "Read-only file system"
     )
 
 
 @pytest.mark.slow
-def test_full_cache_exits_with_storage(disk: Disk, place: Place) -> None:
+def test_full_cache_exits_with_storage(disk: Disk, workspace: Workspace) -> None:
     disk.namespace.fill(disk.inside)
-    words = (f"run.dir={place.root / 'run'}", f"data.cache_dir={disk.inside}")
+    words = (f"run.dir={workspace.root / 'run'}", f"data.cache_dir={disk.inside}")
     disk.start(*words).assert_fails(
         ExitCode.STORAGE, "data.cache_dir", str(disk.inside), "No space left", "Free"
     )
@@ -112,9 +112,9 @@ ALARM = "ALARM: step "
 
 @pytest.fixture(scope="session")
 def unbroken_long(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
-    place = Place(tmp_path_factory.mktemp("unbroken-long"), caches)
-    place.finish("long", *MLP, *LONG)
-    return place.run_dir("long")
+    workspace = Workspace(tmp_path_factory.mktemp("unbroken-long"), caches)
+    workspace.finish("long", *MLP, *LONG)
+    return workspace.run_dir("long")
 
 
 def wait_alarm(trainer: Trainer) -> None:
@@ -259,10 +259,10 @@ def test_requested_save_is_tried_on_a_full_disk_too(disk: Disk) -> None:
 
 
 @pytest.mark.slow
-def test_log_file_on_a_full_disk_does_not_change_the_exit(disk: Disk, place: Place) -> None:
+def test_log_file_on_a_full_disk_does_not_change_the_exit(disk: Disk, workspace: Workspace) -> None:
     log = disk.inside / "train.log"
     through = (*disk.namespace.through, "sh", "-c", f'exec "$@" >{log} 2>&1', "sh")
-    disk.place = Place(place.root, place.caches, through=through)
+    disk.workspace = Workspace(workspace.root, workspace.caches, through=through)
     trainer = disk.start(*FULL)
     trainer.wait_commit(20)
     ballast = disk.namespace.fill(disk.inside)

@@ -18,7 +18,15 @@ from jaxres.runlog.paths import RunDir
 from tests.promises.leftovers import assert_nothing_left, members
 from tests.promises.test_diverged_is_never_committed import FOLDER
 from tests.promises.test_elastic_hosts_keep_samples import BOUND
-from tests.promises.trainer import FAULTY, MLP, PACED, Place, Trainer, assert_bit_exact, run_history
+from tests.promises.trainer import (
+    FAULTY,
+    MLP,
+    PACED,
+    Trainer,
+    Workspace,
+    assert_bit_exact,
+    run_history,
+)
 from tests.promises.trainer import history as rows_of
 from tests.tiers import slow_but
 
@@ -28,11 +36,11 @@ MARGIN = 3
 
 
 def start(
-    place: Place, *overrides: str, hosts: int | str = 1, name: str = "run", **env: str
+    workspace: Workspace, *overrides: str, hosts: int | str = 1, name: str = "run", **env: str
 ) -> Trainer:
     """Starts a supervised FAULTY run."""
     words = (QUICK, *overrides)
-    return place.launch(name, *words, hosts=hosts, config=FAULTY, env=PACED | env, restart=True)
+    return workspace.launch(name, *words, hosts=hosts, config=FAULTY, env=PACED | env, restart=True)
 
 
 def decisions(trainer: Trainer, kind: str = "attempt_restarted") -> list[dict[str, Any]]:
@@ -104,9 +112,9 @@ def kill_at_random(trainer: Trainer, *, kills: int, seed: int) -> None:
 
 @pytest.mark.parametrize("hosts", slow_but([1, 2], 1))
 def test_killed_workers_are_restarted_bit_exact(
-    place: Place, calm: RunDir, calm_pair: RunDir, hosts: int
+    workspace: Workspace, calm: RunDir, calm_pair: RunDir, hosts: int
 ) -> None:
-    trainer = start(place, "restart.max_attempts_without_commit=20", hosts=hosts)
+    trainer = start(workspace, "restart.max_attempts_without_commit=20", hosts=hosts)
     if hosts > 1:
         trainer.wait_step(2)
         wait_zygote(trainer, prepared=1)
@@ -128,10 +136,10 @@ def test_killed_workers_are_restarted_bit_exact(
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_run_with_many_killed_workers_ends_bit_exact(
-    place: Place, calm: RunDir, calm_pair: RunDir, hosts: int, seed: int
+    workspace: Workspace, calm: RunDir, calm_pair: RunDir, hosts: int, seed: int
 ) -> None:
     slow = ("restart.max_attempts_without_commit=50",)
-    trainer = start(place, *slow, hosts=hosts, PACE="0.005")
+    trainer = start(workspace, *slow, hosts=hosts, PACE="0.005")
     kill_at_random(trainer, kills=8, seed=seed)
     assert trainer.wait_exit() == 0, trainer.printed()
     assert_bit_exact(trainer.run_dir, calm if hosts == 1 else calm_pair)
@@ -139,8 +147,8 @@ def test_a_run_with_many_killed_workers_ends_bit_exact(
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_at_once_every_time_is_given_up(place: Place) -> None:
-    trainer = start(place, "restart.max_attempts_without_commit=3", FAULT="build:1:fail")
+def test_a_run_that_fails_at_once_every_time_is_given_up(workspace: Workspace) -> None:
+    trainer = start(workspace, "restart.max_attempts_without_commit=3", FAULT="build:1:fail")
     printed = trainer.assert_gave_up(ExitCode.NO_PROGRESS)
     assert attempts(trainer) == 3
     assert "3 attempts have ended without a new committed step (newest: 0)" in printed
@@ -155,18 +163,18 @@ def test_a_run_that_fails_at_once_every_time_is_given_up(place: Place) -> None:
 
 @pytest.mark.slow
 def test_a_new_supervisor_keeps_the_failure_count_and_resets_it_after_a_give_up(
-    place: Place, calm: RunDir
+    workspace: Workspace, calm: RunDir
 ) -> None:
     """Otherwise the budget would never stop a scheduler that restarts the supervisor repeatedly."""
     limit = "restart.max_attempts_without_commit=2"
-    first = start(place, limit, "restart.backoff_seconds=60", FAULT="build:1:fail")
+    first = start(workspace, limit, "restart.backoff_seconds=60", FAULT="build:1:fail")
     first.wait_printed("restart from step 0 in ")
     first.kill(target="supervisor")
     first.wait_exit()
-    second = start(place, limit, FAULT="build:1:fail")
+    second = start(workspace, limit, FAULT="build:1:fail")
     assert "2 attempts have ended" in second.assert_gave_up(ExitCode.NO_PROGRESS)
     assert attempts(second) == 2, "the budget was forgotten"
-    third = start(place, limit)
+    third = start(workspace, limit)
     assert third.wait_exit() == 0, third.printed()
     started = [
         (told["after_kill"], told["attempt"], told["num_ended_attempts"], told["budget"])
@@ -178,12 +186,12 @@ def test_a_new_supervisor_keeps_the_failure_count_and_resets_it_after_a_give_up(
 
 
 @pytest.mark.slow
-def test_progress_resets_the_restart_budget(place: Place, calm: RunDir) -> None:
+def test_progress_resets_the_restart_budget(workspace: Workspace, calm: RunDir) -> None:
     """Three failures with a budget of two: new steps were committed before each of them.
 
     The second attempt is a fork of the fork server, the third is not: the server was killed too.
     """
-    trainer = start(place, "restart.max_attempts_without_commit=2", PACE="0.003")
+    trainer = start(workspace, "restart.max_attempts_without_commit=2", PACE="0.003")
     for attempt in (1, 2, 3):
         wait_attempt(trainer, attempt)
         trainer.wait_commit(10 * attempt)
@@ -219,10 +227,10 @@ def test_progress_resets_the_restart_budget(place: Place, calm: RunDir) -> None:
     ids=["config", "diverged"],
 )
 def test_permanent_failures_are_not_retried(
-    place: Place, code: ExitCode, overrides: tuple[str, ...]
+    workspace: Workspace, code: ExitCode, overrides: tuple[str, ...]
 ) -> None:
     env = {"PYTHONPATH": str(FOLDER)}
-    trainer = place.launch("run", *MLP, QUICK, *overrides, hosts=1, env=env, restart=True)
+    trainer = workspace.launch("run", *MLP, QUICK, *overrides, hosts=1, env=env, restart=True)
     trainer.assert_fails(code)
     assert attempts(trainer) == 1
     assert not decisions(trainer)
@@ -230,11 +238,11 @@ def test_permanent_failures_are_not_retried(
 
 @pytest.mark.slow
 def test_a_preempted_worker_is_restarted_at_once_without_using_the_budget(
-    place: Place, calm: RunDir
+    workspace: Workspace, calm: RunDir
 ) -> None:
     """With a budget of one, the first counted failure would be the last."""
     slow = ("restart.max_attempts_without_commit=1", "restart.backoff_seconds=60")
-    trainer = start(place, *slow)
+    trainer = start(workspace, *slow)
     trainer.wait_phase("data")
     trainer.kill(signal.SIGTERM, target="worker")
     wait_attempt(trainer, 2)
@@ -247,8 +255,10 @@ def test_a_preempted_worker_is_restarted_at_once_without_using_the_budget(
 
 
 @pytest.mark.slow
-def test_a_suspended_worker_counts_as_hung_and_is_restarted(place: Place, calm: RunDir) -> None:
-    trainer = start(place, "deadlines.step_seconds=2")
+def test_a_suspended_worker_counts_as_hung_and_is_restarted(
+    workspace: Workspace, calm: RunDir
+) -> None:
+    trainer = start(workspace, "deadlines.step_seconds=2")
     trainer.wait_step(13)
     trainer.kill(signal.SIGSTOP, target="worker")
     assert trainer.wait_exit() == 0, trainer.printed()
@@ -259,9 +269,9 @@ def test_a_suspended_worker_counts_as_hung_and_is_restarted(place: Place, calm: 
 @pytest.mark.campaign
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_suspended_worker_of_two_counts_as_lost_and_is_restarted(
-    place: Place, calm_pair: RunDir, host: int
+    workspace: Workspace, calm_pair: RunDir, host: int
 ) -> None:
-    trainer = start(place, "hosts.heartbeat_seconds=5", hosts=2)
+    trainer = start(workspace, "hosts.heartbeat_seconds=5", hosts=2)
     trainer.wait_step(13)
     os.kill(trainer.workers()[host], signal.SIGSTOP)
     assert trainer.wait_exit() == 0, trainer.printed()
@@ -271,9 +281,11 @@ def test_a_suspended_worker_of_two_counts_as_lost_and_is_restarted(
 
 
 @pytest.mark.slow
-def test_no_process_of_an_attempt_is_left_when_the_next_starts(place: Place, calm: RunDir) -> None:
-    tag = str(place.run_dir("run").root)
-    trainer = start(place, FAULT="build:1:spawn", TAG=tag)
+def test_no_process_of_an_attempt_is_left_when_the_next_starts(
+    workspace: Workspace, calm: RunDir
+) -> None:
+    tag = str(workspace.run_dir("run").root)
+    trainer = start(workspace, FAULT="build:1:spawn", TAG=tag)
     trainer.wait_step(13)
     before = set(members(trainer.run_dir)) - {trainer.process.pid} - fork_servers(trainer)
     assert len(before) == 3, "the worker and two that it has started"
@@ -288,10 +300,10 @@ def test_no_process_of_an_attempt_is_left_when_the_next_starts(place: Place, cal
 
 @pytest.mark.slow
 def test_the_successor_of_a_killed_supervisor_cleans_up_and_resumes(
-    place: Place, calm_pair: RunDir
+    workspace: Workspace, calm_pair: RunDir
 ) -> None:
-    tag = str(place.run_dir("run").root)
-    first = start(place, hosts=2, FAULT="build:1:spawn", TAG=tag)
+    tag = str(workspace.run_dir("run").root)
+    first = start(workspace, hosts=2, FAULT="build:1:spawn", TAG=tag)
     first.wait_step(2)
     wait_zygote(first, prepared=1)
     first.kill(target="worker")
@@ -311,7 +323,7 @@ def test_the_successor_of_a_killed_supervisor_cleans_up_and_resumes(
     assert all(mark in environment(pid) for pid in left), "marked as of an earlier attempt"
     others = set(members(first.run_dir)) - left
     try:
-        second = start(place, hosts=2)
+        second = start(workspace, hosts=2)
         assert second.wait_exit() == 0, second.printed()
         assert not left & set(members(first.run_dir)), "left behind"
         loaded = [bool(second.events_of("compiled_steps_loaded", host)) for host in (0, 1)]
@@ -332,8 +344,8 @@ def environment(pid: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "stop"])
-def test_a_stop_during_the_restart_delay_exits_at_once(place: Place, how: str) -> None:
-    trainer = start(place, "restart.backoff_seconds=60", FAULT="build:1:fail")
+def test_a_stop_during_the_restart_delay_exits_at_once(workspace: Workspace, how: str) -> None:
+    trainer = start(workspace, "restart.backoff_seconds=60", FAULT="build:1:fail")
     trainer.wait_printed("restart from step 0 in ")
     asked_at = time.monotonic()
     if how == "stop":
@@ -349,8 +361,8 @@ def test_a_stop_during_the_restart_delay_exits_at_once(place: Place, how: str) -
 
 
 @pytest.mark.slow
-def test_a_second_signal_kills_at_once_and_nothing_is_restarted(place: Place) -> None:
-    trainer = start(place, PACE="0.05")
+def test_a_second_signal_kills_at_once_and_nothing_is_restarted(workspace: Workspace) -> None:
+    trainer = start(workspace, PACE="0.05")
     trainer.wait_step(1)
     trainer.kill(signal.SIGTERM, target="supervisor")
     trainer.wait_printed("saving after the present step")
@@ -362,31 +374,33 @@ def test_a_second_signal_kills_at_once_and_nothing_is_restarted(place: Place) ->
 
 
 @pytest.mark.slow
-def test_a_stop_during_training_saves_and_is_not_restarted(place: Place, calm: RunDir) -> None:
-    trainer = start(place)
+def test_a_stop_during_training_saves_and_is_not_restarted(
+    workspace: Workspace, calm: RunDir
+) -> None:
+    trainer = start(workspace)
     trainer.wait_step(13)
     trainer.kill(signal.SIGTERM, target="supervisor")
     assert trainer.wait_exit() == ExitCode.PREEMPTED, trainer.printed()
     assert attempts(trainer) == 1
     assert run_history(trainer.run_dir).step >= 13
-    second = start(place)
+    second = start(workspace)
     assert second.wait_exit() == 0, second.printed()
     assert_bit_exact(second.run_dir, calm)
 
 
 @pytest.mark.slow
 def test_a_suspended_supervisor_restarts_nothing_and_a_second_one_is_rejected(
-    place: Place, calm: RunDir
+    workspace: Workspace, calm: RunDir
 ) -> None:
     """Suspended for longer than each deadline of a training worker."""
     limits = [f"deadlines.{phase}_seconds=2" for phase in ("step", "data", "evaluate")]
     limits += ["data.timeout_seconds=1", "checkpoint.timeout_seconds=2", "deadlines.save_seconds=5"]
-    trainer = start(place, *limits, PACE="0.01")
+    trainer = start(workspace, *limits, PACE="0.01")
     trainer.wait_step(13)
     trainer.kill(signal.SIGSTOP, target="supervisor")
     time.sleep(6)
     trainer.kill(signal.SIGCONT, target="supervisor")
-    second = start(place)
+    second = start(workspace)
     second.assert_fails(ExitCode.FENCED, f"pid {trainer.process.pid}")
     assert trainer.wait_exit() == 0, trainer.printed()
     assert attempts(trainer) == 1, trainer.printed()
@@ -394,8 +408,8 @@ def test_a_suspended_supervisor_restarts_nothing_and_a_second_one_is_rejected(
 
 
 @pytest.mark.slow
-def test_an_unhealthy_host_is_excluded(place: Place, calm_pair: RunDir) -> None:
-    trainer = start(place, hosts="1..2", FAULT="trace:1:unhealthy")
+def test_an_unhealthy_host_is_excluded(workspace: Workspace, calm_pair: RunDir) -> None:
+    trainer = start(workspace, hosts="1..2", FAULT="trace:1:unhealthy")
     assert trainer.wait_exit() == 0, trainer.printed()
     (told,) = decisions(trainer)
     assert (told["exit"], told["culprit"]) == (ExitCode.UNHEALTHY, 1)
@@ -409,10 +423,10 @@ def test_an_unhealthy_host_is_excluded(place: Place, calm_pair: RunDir) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.campaign)])
 def test_a_host_named_by_two_faults_is_excluded_also_by_the_next_supervisor(
-    place: Place, calm: RunDir, most: int
+    workspace: Workspace, calm: RunDir, most: int
 ) -> None:
     hosts = f"{most - 1}..{most}"
-    trainer = start(place, hosts=hosts, PACE="0.005")
+    trainer = start(workspace, hosts=hosts, PACE="0.005")
     for attempt in (1, 2):
         wait_attempt(trainer, attempt)
         trainer.wait_step(3)
@@ -424,7 +438,7 @@ def test_a_host_named_by_two_faults_is_excluded_also_by_the_next_supervisor(
     trainer.wait_step(23)
     trainer.kill(target="supervisor")
     trainer.wait_exit()
-    second = start(place, hosts=hosts, PACE="0.005")
+    second = start(workspace, hosts=hosts, PACE="0.005")
     assert second.wait_exit() == 0, second.printed()
     all_places, left = tuple(range(most)), (0, 2)[: most - 1]
     places = [claim.slots for claim in run_history(trainer.run_dir).claims]
@@ -436,8 +450,10 @@ def test_a_host_named_by_two_faults_is_excluded_also_by_the_next_supervisor(
 
 
 @pytest.mark.slow
-def test_an_unavailable_log_is_waited_for_and_never_recreated(place: Place, calm: RunDir) -> None:
-    trainer = start(place, "restart.storage_backoff_seconds=1", PACE="0.002")
+def test_an_unavailable_log_is_waited_for_and_never_recreated(
+    workspace: Workspace, calm: RunDir
+) -> None:
+    trainer = start(workspace, "restart.storage_backoff_seconds=1", PACE="0.002")
     trainer.wait_commit(20)
     log = trainer.run_dir.log
     log.rename(log.with_name("away"))
@@ -452,8 +468,8 @@ def test_an_unavailable_log_is_waited_for_and_never_recreated(place: Place, calm
 
 
 @pytest.mark.slow
-def test_the_time_limit_saves_and_ends_the_run(place: Place) -> None:
-    trainer = start(place, "launch.max_hours=0.003", PACE="0.02")
+def test_the_time_limit_saves_and_ends_the_run(workspace: Workspace) -> None:
+    trainer = start(workspace, "launch.max_hours=0.003", PACE="0.02")
     printed = trainer.assert_gave_up(ExitCode.NO_PROGRESS)
     assert "launch.max_hours=0.003 is over" in printed
     assert attempts(trainer) == 1

@@ -8,8 +8,8 @@ import pytest
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import (
     MLP,
-    Place,
     Trainer,
+    Workspace,
     assert_bit_exact,
     history,
     run_history,
@@ -31,8 +31,8 @@ BOUND = 5e-5
 orders, and 200 steps of Adam propagate that. Measured: at most 2e-6."""
 
 
-def start(place: Place, name: str, count: int, *words: str) -> Trainer:
-    return place.start(name, *MLP, *words, env={"JAX_NUM_CPU_DEVICES": str(count)})
+def start(workspace: Workspace, name: str, count: int, *words: str) -> Trainer:
+    return workspace.start(name, *MLP, *words, env={"JAX_NUM_CPU_DEVICES": str(count)})
 
 
 def kill_after_commit(trainer: Trainer, step: int) -> None:
@@ -51,10 +51,10 @@ def kill_after_commit(trainer: Trainer, step: int) -> None:
     ],
 )
 def test_the_samples_stay_the_same_on_fewer_devices(
-    place: Place, unbroken: RunDir, axes: str
+    workspace: Workspace, unbroken: RunDir, axes: str
 ) -> None:
     for commit, (count, words) in zip((40, 80, 120, None), AXES[axes].items(), strict=True):
-        trainer = start(place, "run", count, *words)
+        trainer = start(workspace, "run", count, *words)
         if commit is not None:
             kill_after_commit(trainer, commit)
         else:
@@ -77,11 +77,11 @@ def test_the_samples_stay_the_same_on_fewer_devices(
     )
 
 
-def test_back_on_the_original_mesh_the_run_ends_bit_exact(place: Place) -> None:
+def test_back_on_the_original_mesh_the_run_ends_bit_exact(workspace: Workspace) -> None:
     words = AXES["fsdp x tensor"][8]
-    assert start(place, "unbroken", 8, *words).wait_exit() == 0
-    kill_after_commit(start(place, "broken", 8, *words), 100)
-    again = start(place, "broken", 8, *words)
+    assert start(workspace, "unbroken", 8, *words).wait_exit() == 0
+    kill_after_commit(start(workspace, "broken", 8, *words), 100)
+    again = start(workspace, "broken", 8, *words)
     assert again.wait_exit() == 0, again.printed()
     assert starts(again.run_dir)[1] >= 100
-    assert_bit_exact(again.run_dir, place.run_dir("unbroken"))
+    assert_bit_exact(again.run_dir, workspace.run_dir("unbroken"))

@@ -7,7 +7,7 @@ import socket
 import time
 
 from jaxres.cluster.messages import VERSION, Goodbye, Hello, JobResult, encode
-from tests.promises.trainer import FAULTY, PACED, Place, Trainer, free_address
+from tests.promises.trainer import FAULTY, PACED, Trainer, Workspace, free_address
 
 HELLO = Hello(
     host=1,
@@ -67,13 +67,13 @@ def train_on(trainers: list[Trainer]) -> None:
     assert [trainer.wait_exit() for trainer in trainers] == [0, 0], [t.printed() for t in trainers]
 
 
-def test_an_unauthenticated_client_cannot_join_or_end_a_job(place: Place) -> None:
+def test_an_unauthenticated_client_cannot_join_or_end_a_job(workspace: Workspace) -> None:
     at = free_address()
     join = ("hosts.join_seconds=60",)
-    lead = place.start_host("run", *join, host=0, hosts=2, at=at, config=FAULTY, env=PACED)
+    lead = workspace.start_host("run", *join, host=0, hosts=2, at=at, config=FAULTY, env=PACED)
     silent = connect(at)
     attack(at)
-    follower = place.start_host("run", *join, host=1, hosts=2, at=at, config=FAULTY, env=PACED)
+    follower = workspace.start_host("run", *join, host=1, hosts=2, at=at, config=FAULTY, env=PACED)
     lead.attempt = follower.attempt = 1
     lead.wait_step(5)
     steps = lead.steps()[-1]
@@ -83,7 +83,7 @@ def test_an_unauthenticated_client_cannot_join_or_end_a_job(place: Place) -> Non
     lead.wait_step(steps + 1)
     train_on([lead, follower])
     assert lead.printed().count("was refused") == 1, "later ones are reported at a bounded rate"
-    key = place.run_dir("run").secret.read_text().strip()
-    for path in [*place.run_dir("run").local.rglob("*"), lead.output, follower.output]:
+    key = workspace.run_dir("run").secret.read_text().strip()
+    for path in [*workspace.run_dir("run").local.rglob("*"), lead.output, follower.output]:
         if path.is_file() and path.name != "secret":
             assert key.encode() not in path.read_bytes(), f"{path} holds the secret"

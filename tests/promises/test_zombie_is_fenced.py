@@ -13,8 +13,8 @@ from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import (
     MLP,
     STEPS,
-    Place,
     Trainer,
+    Workspace,
     digest,
     run_history,
     snapshot,
@@ -51,7 +51,7 @@ WHEN: dict[str, Callable[[Trainer], None]] = {
 
 
 @pytest.mark.parametrize(
-    ("anywhere", "when"),
+    ("any_workspace", "when"),
     slow_but(
         [
             ("local", "while it trains"),
@@ -60,15 +60,15 @@ WHEN: dict[str, Callable[[Trainer], None]] = {
         ],
         ("local", "while it trains"),
     ),
-    indirect=["anywhere"],
+    indirect=["any_workspace"],
 )
-def test_zombie_damages_nothing(anywhere: Place, unbroken: RunDir, when: str) -> None:
-    zombie = anywhere.start("run", *MLP)
+def test_zombie_damages_nothing(any_workspace: Workspace, unbroken: RunDir, when: str) -> None:
+    zombie = any_workspace.start("run", *MLP)
     WHEN[when](zombie)
     put_to_sleep(zombie)
     begun = starts(zombie.run_dir)
 
-    heir = anywhere.finish("run", *MLP)
+    heir = any_workspace.finish("run", *MLP)
     assert heir.attempt == zombie.attempt + 1
     assert (len(begun), len(starts(heir.run_dir))) in {(0, 1), (1, 2)}
     before = counted(heir.run_dir, heir)
@@ -83,13 +83,15 @@ def test_zombie_damages_nothing(anywhere: Place, unbroken: RunDir, when: str) ->
 
 
 @pytest.mark.slow
-def test_zombie_deletes_no_file_of_its_active_successor(place: Place, unbroken: RunDir) -> None:
+def test_zombie_deletes_no_file_of_its_active_successor(
+    workspace: Workspace, unbroken: RunDir
+) -> None:
     """Start-up deletes leftovers of killed saves; a zombie must spare its successor's saves."""
-    zombie = place.start("run", *MLP)
+    zombie = workspace.start("run", *MLP)
     zombie.wait_phase("build")
     put_to_sleep(zombie)
 
-    heir = place.start("run", *MLP, "checkpoint.save_every_steps=1", "train.steps=1000000")
+    heir = workspace.start("run", *MLP, "checkpoint.save_every_steps=1", "train.steps=1000000")
     heir.wait_commit(10)
     # The worker first: a running supervisor would kill it before it deletes anything.
     zombie.kill(signal.SIGCONT, target="worker")

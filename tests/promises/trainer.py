@@ -177,7 +177,7 @@ class Trainer:
 
 
 @dataclass
-class Place:
+class Workspace:
     """Folder of runs, with the caches that all of them share."""
 
     root: Path
