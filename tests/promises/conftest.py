@@ -103,7 +103,7 @@ def killed(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
     def make(workspace: Workspace, name: str) -> None:
         trainer = workspace.start(name, *MLP)
         trainer.wait_commit(60)
-        trainer.wait_kept()
+        trainer.wait_compiled_steps_stored()
         trainer.kill()
         assert trainer.wait_exit() == -9, trainer.printed()
 
@@ -111,13 +111,13 @@ def killed(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
 
 
 @pytest.fixture(scope="session")
-def calm(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
+def fault_free(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
     """A FAULTY run without faults; read it, do not change it."""
     return shared_run("calm", lambda workspace, name: workspace.finish(name, config=FAULTY))
 
 
 @pytest.fixture(scope="session")
-def calm_pair(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
+def fault_free_pair(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
     """A FAULTY run on two hosts without faults; read it, do not change it."""
     return shared_run(
         "calm-pair", lambda workspace, name: workspace.launched(name, hosts=2, config=FAULTY)

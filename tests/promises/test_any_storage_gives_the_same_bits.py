@@ -13,7 +13,7 @@ PACED = {"PACE": "0.004"}
 
 
 def test_a_disk_a_mount_without_locks_and_a_bucket_give_the_same_digests(
-    workspace: Workspace, bucket: Workspace, calm: RunDir, tmp_path: Path
+    workspace: Workspace, bucket: Workspace, fault_free: RunDir, tmp_path: Path
 ) -> None:
     """The same run, killed once and resumed."""
     (tmp_path / "mount").mkdir()
@@ -33,7 +33,7 @@ def test_a_disk_a_mount_without_locks_and_a_bucket_give_the_same_digests(
     assert lost >= 2, "no answer was lost"
     assert isinstance(runs[-1].root, GcsPath)
     for run_dir in runs:
-        assert_bit_exact(run_dir, calm)
+        assert_bit_exact(run_dir, fault_free)
         for commit in run_history(run_dir).committed:
-            if commit.step in {one.step for one in run_history(calm).committed}:
-                assert digest(run_dir, commit.step) == digest(calm, commit.step)
+            if commit.step in {one.step for one in run_history(fault_free).committed}:
+                assert digest(run_dir, commit.step) == digest(fault_free, commit.step)

@@ -109,7 +109,7 @@ def test_bad_file_is_named_with_its_line(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         (["absent.yaml"], ["absent.yaml: no such file"]),
         ([str(TINY), "--verbose"], ["--verbose: unknown flag", "usage: python -m jaxres.train"]),
@@ -121,9 +121,9 @@ def test_bad_file_is_named_with_its_line(workspace: Workspace) -> None:
     ids=["absent file", "unknown flag", "flag with a value", "nothing", "two files", "no run"],
 )
 def test_bad_command_is_a_usage_error(
-    workspace: Workspace, words: list[str], says: list[str]
+    workspace: Workspace, arguments: list[str], says: list[str]
 ) -> None:
-    workspace.command(workspace.run_dir("run"), words).assert_fails(ExitCode.USAGE, *says)
+    workspace.command(workspace.run_dir("run"), arguments).assert_fails(ExitCode.USAGE, *says)
 
 
 @pytest.mark.slow
@@ -144,20 +144,20 @@ def test_bad_component_is_rejected_and_blocks_no_later_start(workspace: Workspac
 def test_unreadable_corpus_is_rejected_until_it_is_fixed(workspace: Workspace) -> None:
     corpus = workspace.root / "corpus"
     corpus.mkdir()
-    words = (*MLP, f"data.source.path={corpus}", 'data.source.include=["**/*"]')
+    arguments = (*MLP, f"data.source.path={corpus}", 'data.source.include=["**/*"]')
     (corpus / "empty.txt").touch()
     loop = corpus / "loop.txt"
     loop.symlink_to(loop)
-    workspace.start("run", *words).assert_fails(
+    workspace.start("run", *arguments).assert_fails(
         ExitCode.CONFIG, str(loop), "can't be read", "data.source.exclude"
     )
 
     loop.unlink()
-    workspace.start("run", *words).assert_fails(ExitCode.CONFIG, str(corpus), "are empty")
+    workspace.start("run", *arguments).assert_fails(ExitCode.CONFIG, str(corpus), "are empty")
 
     for i in range(4):
         (corpus / f"{i}.txt").write_text("now there is something to learn from\n" * 100)
-    workspace.finish("run", *words)
+    workspace.finish("run", *arguments)
     assert run_history(workspace.run_dir("run")).step == STEPS
 
 
@@ -166,10 +166,10 @@ def test_damaged_token_folder_is_rejected_until_it_is_fixed(workspace: Workspace
     folder, documents = workspace.root / "tokens", [np.arange(1000) % 50 for _ in range(4)]
     write_tokens(folder, documents, vocab_size=50, tokenizer="other")
     tokens = (folder / "tokens.bin").read_bytes()
-    words = (*MLP, "data.source.kind=tokens", f"data.source.path={folder}")
+    arguments = (*MLP, "data.source.kind=tokens", f"data.source.path={folder}")
 
     (folder / "tokens.bin").write_bytes(tokens[:-7])
-    workspace.start("run", *words).assert_fails(
+    workspace.start("run", *arguments).assert_fails(
         ExitCode.CONFIG,
         str(folder / "tokens.bin"),
         "has 7,993 bytes",
@@ -181,7 +181,7 @@ def test_damaged_token_folder_is_rejected_until_it_is_fixed(workspace: Workspace
     wrong = np.frombuffer(tokens, "<u2").copy()
     wrong[150] = 77
     (folder / "tokens.bin").write_bytes(wrong.tobytes())
-    workspace.start("run", *words, "guards.bad_records=null").assert_fails(
+    workspace.start("run", *arguments, "guards.bad_records=null").assert_fails(
         ExitCode.CONFIG,
         str(folder / "tokens.bin"),
         "row 2",
@@ -196,7 +196,7 @@ def test_damaged_token_folder_is_rejected_until_it_is_fixed(workspace: Workspace
     folder.rmdir()
     documents[0] = documents[0][::-1]
     write_tokens(folder, documents, vocab_size=50, tokenizer="other")
-    workspace.finish("run", *words)
+    workspace.finish("run", *arguments)
     assert run_history(workspace.run_dir("run")).step == STEPS
 
 
@@ -215,10 +215,10 @@ def test_a_changed_trajectory_is_rejected_and_the_run_can_resume(
         "To resume that run, drop the overrides; to start a new run, change run.dir",
     )
     assert snapshot(run_dir.root) == before
-    goes_on(workspace.finish("run", *MLP), unbroken)
+    resumes(workspace.finish("run", *MLP), unbroken)
 
 
-def goes_on(trainer: Trainer, unbroken: RunDir) -> None:
+def resumes(trainer: Trainer, unbroken: RunDir) -> None:
     """Asserts that a resumed run ends like an uninterrupted one."""
     assert starts(trainer.run_dir)[-1] >= 60, "it did not resume"
     assert trajectory(trainer.run_dir) == trajectory(unbroken)
@@ -229,10 +229,10 @@ def goes_on(trainer: Trainer, unbroken: RunDir) -> None:
 def test_a_changed_step_count_is_rejected_if_the_learning_rate_depends_on_it(
     workspace: Workspace,
 ) -> None:
-    words = (*MLP, "optimizer.schedule.kind=cosine", "train.steps=40")
-    run_dir = workspace.finish("run", *words).run_dir
+    arguments = (*MLP, "optimizer.schedule.kind=cosine", "train.steps=40")
+    run_dir = workspace.finish("run", *arguments).run_dir
     before = snapshot(run_dir.root)
-    workspace.start("run", *words, "train.steps=60").assert_fails(
+    workspace.start("run", *arguments, "train.steps=60").assert_fails(
         ExitCode.CONFIG,
         "  train.steps: recorded 40, given 60 (command line)",
         "The learning rate depends on train.steps",
@@ -240,7 +240,7 @@ def test_a_changed_step_count_is_rejected_if_the_learning_rate_depends_on_it(
     )
     assert snapshot(run_dir.root) == before
 
-    workspace.finish("run", *words, "train.steps=60", "optimizer.schedule.horizon_steps=40")
+    workspace.finish("run", *arguments, "train.steps=60", "optimizer.schedule.horizon_steps=40")
     assert run_history(run_dir).step == 60
 
 
@@ -269,22 +269,22 @@ def test_another_dataset_is_rejected_and_the_run_can_resume(workspace: Workspace
     corpus.mkdir()
     for i in range(4):
         (corpus / f"{i}.txt").write_text("something to learn from\n" * 100)
-    words = (*MLP, f"data.source.path={corpus}", 'data.source.include=["**/*"]')
-    trainer = workspace.start("run", *words)
+    arguments = (*MLP, f"data.source.path={corpus}", 'data.source.include=["**/*"]')
+    trainer = workspace.start("run", *arguments)
     trainer.wait_commit(60)
     trainer.kill()
     assert trainer.wait_exit() == -9
 
     (corpus / "0.txt").write_text("something else to learn from\n" * 100)
     before = run_history(trainer.run_dir)
-    workspace.start("run", *words).assert_fails(
+    workspace.start("run", *arguments).assert_fails(
         ExitCode.CONFIG, "data.source", "rows are not the ones", "Restore the old data"
     )
     after = run_history(trainer.run_dir)
     assert (after.starts, after.commits) == (before.starts, before.commits)
 
     (corpus / "0.txt").write_text("something to learn from\n" * 100)
-    workspace.finish("run", *words)
+    workspace.finish("run", *arguments)
     assert starts(trainer.run_dir)[-1] >= 60
     assert run_history(trainer.run_dir).step == STEPS
 
@@ -299,15 +299,15 @@ def test_run_directory_alone_resumes_also_after_it_was_moved(
     assert snapshot(run_dir.root) == snapshot(killed.root)
     trainer = workspace.command(run_dir, [str(run_dir.root)])
     assert trainer.wait_exit() == 0, trainer.printed()
-    goes_on(trainer, unbroken)
+    resumes(trainer, unbroken)
 
 
 def test_starting_a_finished_run_exits_0_and_changes_nothing(
     workspace: Workspace, unbroken: RunDir
 ) -> None:
     run_dir = workspace.copy(unbroken, "run")
-    for words in ([str(run_dir.root)], [str(TINY), f"run.dir={run_dir.root}", *MLP]):
-        trainer = workspace.command(run_dir, words)
+    for arguments in ([str(run_dir.root)], [str(TINY), f"run.dir={run_dir.root}", *MLP]):
+        trainer = workspace.command(run_dir, arguments)
         assert trainer.wait_exit() == 0, trainer.printed()
         assert f"step {STEPS} of {STEPS} is committed already" in trainer.printed()
         assert snapshot(run_dir.root) == snapshot(unbroken.root)

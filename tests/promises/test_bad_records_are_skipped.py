@@ -19,7 +19,7 @@ from tests.promises.trainer import FAULTY, Workspace, digest, history, run_histo
 ROWS, STEPS = 24, 24
 POSITIONS = {100: "raise", 110: "range", 300: "hang"}
 """Positions in the stream: two in the batch of step 5, one in that of step 13."""
-WORDS = (
+OVERRIDES = (
     f"train.steps={STEPS}",
     "evaluation.every_steps=0",
     "data.timeout_seconds=2",
@@ -44,7 +44,7 @@ def skipped(run_dir: RunDir) -> list[Skip]:
     return [body for body in bodies if isinstance(body, Skip)]
 
 
-def told_from_the_start(run_dir: RunDir) -> None:
+def skipped_from_the_start(run_dir: RunDir) -> None:
     """Writes the skips into the log of a run before it reaches the rows."""
     seq = len(run_log.read_records(run_dir.log))
     log = RunLog(run_dir.log, attempt=1, last_seq=seq, clock=SystemClock())
@@ -55,9 +55,9 @@ def told_from_the_start(run_dir: RunDir) -> None:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> str:
     workspace = Workspace(tmp_path_factory.mktemp("skips"), caches)
-    run_dir = workspace.finish("skips", *WORDS, "train.steps=3", config=FAULTY).run_dir
-    told_from_the_start(run_dir)
-    assert workspace.start("skips", *WORDS, config=FAULTY).wait_exit() == ExitCode.DONE
+    run_dir = workspace.finish("skips", *OVERRIDES, "train.steps=3", config=FAULTY).run_dir
+    skipped_from_the_start(run_dir)
+    assert workspace.start("skips", *OVERRIDES, config=FAULTY).wait_exit() == ExitCode.DONE
     assert len(skipped(run_dir)) == 1
     return digest(run_dir)
 
@@ -76,7 +76,7 @@ def assert_left_out(run_dir: RunDir) -> None:
 def test_records_that_raise_hang_or_are_out_of_range_leave_no_trace(
     workspace: Workspace, expected: str
 ) -> None:
-    trainer = workspace.start("run", *WORDS, config=FAULTY, env=poison())
+    trainer = workspace.start("run", *OVERRIDES, config=FAULTY, env=poison())
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     assert_left_out(trainer.run_dir)
     assert digest(trainer.run_dir) == expected
@@ -89,11 +89,11 @@ def test_records_that_raise_hang_or_are_out_of_range_leave_no_trace(
 def test_killed_when_a_skip_is_recorded_the_run_ends_alike(
     workspace: Workspace, expected: str
 ) -> None:
-    trainer = workspace.start("run", *WORDS, config=FAULTY, env=poison())
+    trainer = workspace.start("run", *OVERRIDES, config=FAULTY, env=poison())
     trainer.wait(lambda: bool(skipped(trainer.run_dir)), what="a skip")
     trainer.kill()
     assert trainer.wait_exit() < 0
-    again = workspace.start("run", *WORDS, config=FAULTY, env=poison())
+    again = workspace.start("run", *OVERRIDES, config=FAULTY, env=poison())
     assert again.wait_exit() == ExitCode.DONE, again.printed()
     assert_left_out(again.run_dir)
     assert digest(again.run_dir) == expected
@@ -102,12 +102,14 @@ def test_killed_when_a_skip_is_recorded_the_run_ends_alike(
 @pytest.mark.slow
 def test_a_host_that_finds_bad_records_informs_the_others(workspace: Workspace) -> None:
     """Both hosts skip the rows that one of them found, and end as if they had known them."""
-    told = workspace.launched("told", *WORDS, "train.steps=3", hosts=2, config=FAULTY).run_dir
-    told_from_the_start(told)
-    workspace.launched("told", *WORDS, hosts=2, config=FAULTY)
-    trainer = workspace.launched("run", *WORDS, hosts=2, config=FAULTY, env=poison())
+    reported = workspace.launched(
+        "told", *OVERRIDES, "train.steps=3", hosts=2, config=FAULTY
+    ).run_dir
+    skipped_from_the_start(reported)
+    workspace.launched("told", *OVERRIDES, hosts=2, config=FAULTY)
+    trainer = workspace.launched("run", *OVERRIDES, hosts=2, config=FAULTY, env=poison())
     assert_left_out(trainer.run_dir)
-    assert digest(trainer.run_dir) == digest(told)
+    assert digest(trainer.run_dir) == digest(reported)
     for host in (0, 1):
         events = trainer.events_of("bad_records_skipped", host)
         assert [event["rows"] for event in events] == [[[100, 101], [110, 111]], [[300, 301]]]
@@ -116,7 +118,7 @@ def test_a_host_that_finds_bad_records_informs_the_others(workspace: Workspace) 
 @pytest.mark.slow
 def test_more_bad_records_than_allowed_end_the_run(workspace: Workspace) -> None:
     env = poison(p400="raise")
-    trainer = workspace.start("run", *WORDS, config=FAULTY, env=env)
+    trainer = workspace.start("run", *OVERRIDES, config=FAULTY, env=env)
     trainer.assert_fails(
         ExitCode.DIVERGED, "position 400", "2 times already (guards.bad_records.max)"
     )
@@ -125,19 +127,19 @@ def test_more_bad_records_than_allowed_end_the_run(workspace: Workspace) -> None
 
 def test_a_permanently_bad_record_is_read_and_counted_once(workspace: Workspace) -> None:
     """Three epochs with two batches each, one of which holds the record."""
-    words = (
+    arguments = (
         "train.steps=6",
         "train.global_batch_size=900",
         "evaluation.every_steps=0",
         "guards.bad_records.max=1",
     )
-    trainer = workspace.start("run", *words, config=FAULTY, env=poison_only(item(100)))
+    trainer = workspace.start("run", *arguments, config=FAULTY, env=poison_only(item(100)))
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     (found,) = skipped(trainer.run_dir)
     assert found.rows == ((100, 101),)
     assert [row["step"] for row in history(trainer.run_dir)] == list(range(1, 7))
     again = workspace.start(
-        "run", *words, "train.steps=8", config=FAULTY, env=poison_only(item(100))
+        "run", *arguments, "train.steps=8", config=FAULTY, env=poison_only(item(100))
     )
     assert again.wait_exit() == ExitCode.DONE, again.printed()
     assert len(skipped(again.run_dir)) == 1

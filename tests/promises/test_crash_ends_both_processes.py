@@ -17,7 +17,7 @@ from tests.promises.trainer import FAULTY, PACED, Workspace, assert_bit_exact
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["training", "first instants"])
 def test_worker_is_killed_with_its_supervisor(
-    workspace: Workspace, calm: RunDir, when: str
+    workspace: Workspace, fault_free: RunDir, when: str
 ) -> None:
     workspace.fresh = when == "first instants"
     trainer = workspace.start("run", config=FAULTY, env=PACED)
@@ -30,24 +30,24 @@ def test_worker_is_killed_with_its_supervisor(
     assert trainer.wait_exit() == -9
     wait_until_gone(trainer.run_dir, seconds=1 if when == "training" else 3)
     workspace.finish("run", config=FAULTY)
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
-def test_supervisor_reports_a_killed_worker(workspace: Workspace, calm: RunDir) -> None:
+def test_supervisor_reports_a_killed_worker(workspace: Workspace, fault_free: RunDir) -> None:
     trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(13)
     trainer.kill(target="worker")
     trainer.assert_fails(128 + signal.SIGKILL, "killed by SIGKILL", "phase 'train'")
-    words = trainer.end_record()
-    assert words is not None
-    assert (words.exit, words.committed) == (137, False)
+    record = trainer.end_record()
+    assert record is not None
+    assert (record.exit, record.committed) == (137, False)
     wait_until_gone(trainer.run_dir, seconds=1)
     workspace.finish("run", config=FAULTY)
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 def test_a_run_whose_processes_were_all_killed_can_resume(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(13)
@@ -55,13 +55,13 @@ def test_a_run_whose_processes_were_all_killed_can_resume(
     assert trainer.wait_exit() == -9
     wait_until_gone(trainer.run_dir, seconds=1)
     workspace.finish("run", config=FAULTY)
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["row:400:fail", "trace:1:fail", "row:400:sys_exit"])
 def test_error_in_custom_code_is_reported_once_as_a_bug(
-    workspace: Workspace, calm: RunDir, fault: str
+    workspace: Workspace, fault_free: RunDir, fault: str
 ) -> None:
     trainer = workspace.start("run", config=FAULTY, env={"FAULT": fault})
     assert trainer.wait_exit() == ExitCode.BUG, trainer.printed()
@@ -72,22 +72,22 @@ def test_error_in_custom_code_is_reported_once_as_a_bug(
     written = trainer.run_dir.traceback(1, 0).read_text()
     assert "faulty.py" in written
     assert printed.count("most recent call last") == written.count("most recent call last")
-    words = trainer.end_record()
-    assert words is not None
-    assert words.exit == ExitCode.BUG
-    assert "traceback-host000.txt" in words.reason
+    record = trainer.end_record()
+    assert record is not None
+    assert record.exit == ExitCode.BUG
+    assert "traceback-host000.txt" in record.reason
     workspace.finish("run", config=FAULTY)
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow
 def test_worker_that_exits_without_an_exit_message_has_not_finished(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     trainer = workspace.start("run", config=FAULTY, env={"FAULT": "row:400:os_exit"})
     trainer.assert_fails(ExitCode.BUG, "exited with 0 without an exit message")
     workspace.finish("run", config=FAULTY)
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow
@@ -95,16 +95,16 @@ def test_worker_that_exits_without_an_exit_message_has_not_finished(
     "fault", ["row:400:exhaust_host", "heldout:3:exhaust_device", "heldout:3:exhaust_host"]
 )
 def test_out_of_memory_names_settings_to_change(
-    workspace: Workspace, calm: RunDir, fault: str
+    workspace: Workspace, fault_free: RunDir, fault: str
 ) -> None:
     trainer = workspace.start("run", config=FAULTY, env={"FAULT": fault})
     printed = trainer.assert_fails(ExitCode.OUT_OF_MEMORY, "train.microbatches=2 (1 now: 24 rows")
     assert ("RESOURCE_EXHAUSTED" in printed) == ("device" in fault), printed
-    words = trainer.end_record()
-    assert words is not None
-    assert words.exit == ExitCode.OUT_OF_MEMORY
+    record = trainer.end_record()
+    assert record is not None
+    assert record.exit == ExitCode.OUT_OF_MEMORY
     workspace.finish("run", config=FAULTY)
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -112,7 +112,7 @@ GROUPS = Path("/sys/fs/cgroup/memory")
 
 @pytest.mark.slow
 def test_kill_by_the_oom_killer_is_distinguished_from_other_kills(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     """A real OOM kill: the run's memory cgroup allows hardly more than its present use."""
     mine = next(
@@ -140,7 +140,7 @@ def test_kill_by_the_oom_killer_is_distinguished_from_other_kills(
         assert "data.prefetch_batches=4 (8 now: batches of 24 rows" in printed
         workspace.through = ()
         workspace.finish("run", config=FAULTY)
-        assert_bit_exact(trainer.run_dir, calm)
+        assert_bit_exact(trainer.run_dir, fault_free)
     finally:
         workspace.end_all()
         group.rmdir()

@@ -44,10 +44,10 @@ def _during_save(trainer: Trainer, committed: int) -> None:
     _wait_step(trainer, committed + 1)
     known = set(files.list_names(trainer.run_dir.checkpoints))
     # In a bucket, incomplete steps have no other names.
-    word = "-" if isinstance(trainer.run_dir.root, GcsPath) else "orbax-checkpoint-tmp"
+    part = "-" if isinstance(trainer.run_dir.root, GcsPath) else "orbax-checkpoint-tmp"
     trainer.wait(
         lambda: any(
-            word in name for name in set(files.list_names(trainer.run_dir.checkpoints)) - known
+            part in name for name in set(files.list_names(trainer.run_dir.checkpoints)) - known
         ),
         what="a save being written",
     )
@@ -107,15 +107,15 @@ def test_resume_is_bit_exact_after_sigkill(
     any_workspace: Workspace, workspace: Workspace, seed: int, aims: Sequence[Aim]
 ) -> None:
     chance = random.Random(seed)
-    words = (f"run.seed={seed}", "checkpoint.save_every_steps=12")
-    workspace.finish("unbroken", *words)
+    arguments = (f"run.seed={seed}", "checkpoint.save_every_steps=12")
+    workspace.finish("unbroken", *arguments)
     for aim in (FIRST, *chance.sample(aims, len(aims))):
-        trainer = any_workspace.start("broken", *words)
+        trainer = any_workspace.start("broken", *arguments)
         aim.wait(trainer, run_history(trainer.run_dir).step)
         time.sleep(chance.uniform(0, aim.max_delay_seconds))
         trainer.kill()
         assert trainer.wait_exit() == -9, f"{aim.name}: the kill came too late\n{trainer.printed()}"
-    any_workspace.finish("broken", *words)
+    any_workspace.finish("broken", *arguments)
 
     broken, unbroken = any_workspace.run_dir("broken"), workspace.run_dir("unbroken")
     resumed = [step for step in starts(broken) if step > 0]
@@ -127,7 +127,7 @@ def test_resume_is_bit_exact_after_sigkill(
 
 
 def test_resume_of_a_small_run_is_bit_exact_after_sigkill(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     aims: tuple[Callable[[Trainer], None], ...] = (
         lambda trainer: trainer.wait_commit(10),
@@ -142,7 +142,7 @@ def test_resume_of_a_small_run_is_bit_exact_after_sigkill(
     workspace.finish("broken", config=FAULTY)
     broken = workspace.run_dir("broken")
     assert len([step for step in starts(broken) if step > 0]) >= 2, starts(broken)
-    assert_bit_exact(broken, calm)
+    assert_bit_exact(broken, fault_free)
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from tests.promises.trainer import (
     ROOT,
     Workspace,
     assert_bit_exact,
+    copy_tree,
     digest,
-    put,
     run_history,
     snapshot,
     starts,
@@ -133,7 +133,7 @@ def test_if_no_step_is_intact_all_are_named_and_a_copy_repairs_the_run(
     assert newest(run_dir) == commits, "nothing was put in quarantine"
 
     files.delete_tree(newest_dir)
-    put(killed.root / commits[0].path, newest_dir)
+    copy_tree(killed.root / commits[0].path, newest_dir)
     again = any_workspace.command(run_dir, [str(run_dir.root)])
     assert again.wait_exit() == 0, again.printed()
     assert starts(run_dir) == [0, commits[0].step]

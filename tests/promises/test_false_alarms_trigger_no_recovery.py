@@ -30,7 +30,7 @@ LONG = [pytest.param(hosts, 60, marks=pytest.mark.campaign) for hosts in (1, 2)]
 def test_storage_that_hangs_longer_than_the_step_limit_restarts_nothing(
     workspace: Workspace, request: pytest.FixtureRequest, mount: Mount, hosts: int, seconds: int
 ) -> None:
-    calm = request.getfixturevalue("calm" if hosts == 1 else "calm_pair")
+    fault_free = request.getfixturevalue("fault_free" if hosts == 1 else "calm_pair")
     trainer = start(workspace, *LIMITS, hosts=hosts, PACE="0.004", **mount.env)
     trainer.wait_step(13)
     with mount.hanging():
@@ -43,12 +43,12 @@ def test_storage_that_hangs_longer_than_the_step_limit_restarts_nothing(
     assert attempts(trainer) == 1, trainer.printed()
     assert not decisions(trainer)
     assert phase_seconds(trainer.events())["save"] > seconds - 4, "it did not hang"
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.campaign
 def test_a_lock_holder_with_hanging_storage_may_be_replaced_and_the_run_continues(
-    workspace: Workspace, calm: RunDir, mount: Mount
+    workspace: Workspace, fault_free: RunDir, mount: Mount
 ) -> None:
     """Taken over by another host with working storage, after three missed heartbeats."""
     trainer = start(workspace, PACE="0.004", **mount.env)
@@ -59,11 +59,11 @@ def test_a_lock_holder_with_hanging_storage_may_be_replaced_and_the_run_continue
         assert second.wait_exit() == 0, second.printed()
     assert trainer.wait_exit() == ExitCode.FENCED, trainer.printed()
     assert attempts(trainer) == 2, trainer.printed()
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 def test_a_wall_clock_jump_of_an_hour_each_way_restarts_nothing(
-    workspace: Workspace, calm: RunDir, tmp_path: Path
+    workspace: Workspace, fault_free: RunDir, tmp_path: Path
 ) -> None:
     clock = Jumping.built(tmp_path)
     trainer = start(workspace, *LIMITS, PACE="0.004", **clock.env)
@@ -78,7 +78,7 @@ def test_a_wall_clock_jump_of_an_hour_each_way_restarts_nothing(
     assert max(times) - min(times) > 3600, "it did not jump"
     assert attempts(trainer) == 1, trainer.printed()
     assert not decisions(trainer)
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 SOAKED_STEPS = 1500
@@ -105,8 +105,8 @@ def test_a_long_run_with_slow_operations_raises_no_alarm(
     with MetadataServer() as metadata:
         env = mount.env | metadata.env
         if kind == "a decoder on text":
-            words = (*SLOW, "compilation.cache_dir=null")
-            trainer = workspace.launch("run", *words, hosts=1, env=env, restart=True)
+            arguments = (*SLOW, "compilation.cache_dir=null")
+            trainer = workspace.launch("run", *arguments, hosts=1, env=env, restart=True)
         else:
             env |= {"FAULT": "trace:1:nap", "PACE": "0.002", "HELDOUT_PACE": "0.05"}
             trainer = workspace.launch("run", *SLOW, hosts=2, config=FAULTY, env=env, restart=True)
@@ -120,8 +120,8 @@ def test_a_long_run_with_slow_operations_raises_no_alarm(
     assert attempts(trainer) == 1, trainer.printed()
     assert not decisions(trainer)
     hosts = range(1 if "text" in kind else 2)
-    told = [event for host in hosts for event in trainer.events(host)]
-    assert not [event for event in told if event["event"] in ALARMS]
+    reported = [event for host in hosts for event in trainer.events(host)]
+    assert not [event for event in reported if event["event"] in ALARMS]
     assert [row["step"] for row in history(trainer.run_dir)] == list(range(1, SOAKED_STEPS + 1))
     assert not any(row["skipped"] for row in history(trainer.run_dir))
     spent = phase_seconds(trainer.events())

@@ -66,7 +66,7 @@ def test_failing_saves_on_a_full_disk_are_reported_once_and_recover(
     inside.mkdir()
     namespace.mount(inside, size_bytes=size_bytes)
     run_dir = RunDir(namespace.seen_from_here(inside) / "run")
-    words = [
+    arguments = [
         *(str(TINY), *MLP, f"run.dir={inside / 'run'}", f"data.cache_dir={workspace.caches}"),
         *(f"compilation.cache_dir={workspace.caches / 'xla'}", "--hosts", "1", TARGETS),
         *("train.steps=1000000", "model.d_model=256", "checkpoint.max_failed_saves=100000"),
@@ -74,7 +74,9 @@ def test_failing_saves_on_a_full_disk_are_reported_once_and_recover(
     with served() as hook:
         env = {"HOOK": hook.url}
         verb = ("jaxres.launch", "local")
-        trainer = workspace.command(run_dir, words, verb=verb, env=env, through=namespace.through)
+        trainer = workspace.command(
+            run_dir, arguments, verb=verb, env=env, through=namespace.through
+        )
         trainer.wait_commit(20)
         hog = Hog(run_dir.root.parent)
         hog.start()
@@ -89,12 +91,12 @@ def test_failing_saves_on_a_full_disk_are_reported_once_and_recover(
         trainer.wait_commit(good + 40)
         trainer.kill(signal.SIGINT, target="supervisor")
         trainer.assert_fails(ExitCode.STOPPED)
-    told = [(body["kind"], body["step"], body["attempt"]) for body in hook.accepted]
+    reported = [(body["kind"], body["step"], body["attempt"]) for body in hook.accepted]
     assert "could not be saved" in hook.accepted[0]["reason"], "in the middle of a save"
-    assert told[0] == ("saves_failing", good, 1)
-    assert told[1][0] == "saves_recovered"
-    assert told[1][1] > max(good, refused_at - 20), "training went on meanwhile"
-    assert len(told) == 2
+    assert reported[0] == ("saves_failing", good, 1)
+    assert reported[1][0] == "saves_recovered"
+    assert reported[1][1] > max(good, refused_at - 20), "training went on meanwhile"
+    assert len(reported) == 2
     committed = run_history(run_dir).committed
     names = [Path(commit.path).name for commit in committed]
     assert files.list_names(run_dir.checkpoints) == names, "a half step was left behind"

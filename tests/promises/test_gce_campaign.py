@@ -57,16 +57,16 @@ WITH_TWO = (
 
 @pytest.mark.parametrize("scenario", WITH_ONE, ids=lambda scenario: scenario.__name__[5:40])
 def test_one_host_under_random_faults(
-    storm: Cloud, calm: RunDir, scenario: Callable[[Cloud, RunDir], None]
+    storm: Cloud, fault_free: RunDir, scenario: Callable[[Cloud, RunDir], None]
 ) -> None:
-    scenario(storm, calm)
+    scenario(storm, fault_free)
 
 
 @pytest.mark.parametrize("scenario", WITH_TWO, ids=lambda scenario: scenario.__name__[5:40])
 def test_two_hosts_under_random_faults(
-    storm: Cloud, calm_pair: RunDir, scenario: Callable[[Cloud, RunDir], None]
+    storm: Cloud, fault_free_pair: RunDir, scenario: Callable[[Cloud, RunDir], None]
 ) -> None:
-    scenario(storm, calm_pair)
+    scenario(storm, fault_free_pair)
 
 
 def test_a_crash_loop_under_random_faults(storm: Cloud) -> None:

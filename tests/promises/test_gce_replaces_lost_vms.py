@@ -24,30 +24,30 @@ CREATED = "instances.bulkInsert"
 
 @pytest.mark.slow
 def test_a_preempted_vm_is_replaced_and_no_finished_step_is_lost(
-    cloud: Cloud, calm_pair: RunDir
+    cloud: Cloud, fault_free_pair: RunDir
 ) -> None:
     launcher = cloud.up(cloud.config(num_hosts=2, env=SLOW))
     cloud.wait_commit(20)
     kept, taken = cloud.member(0), cloud.member(1)
     cloud.gce.preempt(taken, notice=True, seconds=NOTICE_SECONDS)
     assert launcher.wait_exit() == 0, cloud.describe()
-    intent = cloud.intent()
-    assert intent is not None
+    desired = cloud.desired_state()
+    assert desired is not None
     assert ("compute.instances.preempted", taken) in cloud.gce.events()
-    first = intent.history[0]
+    first = desired.history[0]
     assert first.code == ExitCode.PREEMPTED, first
     assert starts(cloud.run_dir)[1] == first.step_after >= 20
     assert f"attempt 2 on {kept}, " in launcher.printed(), "the other VM was not kept"
-    told = [event["event"] for event in read_events(cloud.run_dir.events(2, 1))]
-    assert "compiled_steps_loaded" in told, "the new VM has compiled what the one before it had"
-    printed = gcs_objects.read(cloud.places.output(1, taken)) or b""
+    reported = [event["event"] for event in read_events(cloud.run_dir.events(2, 1))]
+    assert "compiled_steps_loaded" in reported, "the new VM has compiled what the one before it had"
+    printed = gcs_objects.read(cloud.launch_paths.output(1, taken)) or b""
     assert b"this VM is being preempted, in 120 s" in printed, "the notice that was asked for"
-    assert_bit_exact(cloud.run_dir, calm_pair)
+    assert_bit_exact(cloud.run_dir, fault_free_pair)
     cloud.assert_nothing_is_left()
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_disappears_is_replaced(cloud: Cloud, calm_pair: RunDir) -> None:
+def test_a_coordinator_that_disappears_is_replaced(cloud: Cloud, fault_free_pair: RunDir) -> None:
     launcher = cloud.up(cloud.config(num_hosts=2, env=SLOW))
     cloud.wait_commit(20)
     gone, kept = cloud.member(0), cloud.member(1)
@@ -60,13 +60,13 @@ def test_a_coordinator_that_disappears_is_replaced(cloud: Cloud, calm_pair: RunD
     assert "still listed as RUNNING" in launcher.printed()
     assert f", {kept}" in launcher.printed().partition("attempt 2 on ")[2]
     assert starts(cloud.run_dir)[1] >= 20
-    assert_bit_exact(cloud.run_dir, calm_pair)
+    assert_bit_exact(cloud.run_dir, fault_free_pair)
     cloud.assert_nothing_is_left()
 
 
 @pytest.mark.campaign
 def test_a_failed_host_is_detected_by_its_host_error_operation(
-    cloud: Cloud, calm_pair: RunDir
+    cloud: Cloud, fault_free_pair: RunDir
 ) -> None:
     """The API lists the VM as running, and missing heartbeats prove nothing for a long time."""
     launcher = cloud.up(cloud.config(num_hosts=2, env=SLOW, lost_seconds=600.0))
@@ -76,11 +76,11 @@ def test_a_failed_host_is_detected_by_its_host_error_operation(
     assert launcher.wait_exit() == 0, cloud.describe()
     assert f"{gone}: its host has failed (compute.instances.hostError)" in launcher.printed()
     assert starts(cloud.run_dir)[1] >= 20
-    assert_bit_exact(cloud.run_dir, calm_pair)
+    assert_bit_exact(cloud.run_dir, fault_free_pair)
     cloud.assert_nothing_is_left()
 
 
-def test_without_capacity_or_quota_the_next_rung_is_used(cloud: Cloud, calm: RunDir) -> None:
+def test_without_capacity_or_quota_the_next_rung_is_used(cloud: Cloud, fault_free: RunDir) -> None:
     other = RUNG | {"zones": ["us-east4-a"]}
     ladder = [SPOT, {"kind": "spot", **other}, {"kind": "standard", **RUNG}]
     cloud.gce.stockout(zone="us-central1-a", model="SPOT")
@@ -90,12 +90,14 @@ def test_without_capacity_or_quota_the_next_rung_is_used(cloud: Cloud, calm: Run
     printed = launcher.printed()
     assert printed.index("us-central1-a: stockout: ") < printed.index("us-east4-a: quota: ")
     assert "requesting 1 x a2-highgpu-1g (standard) in us-central1-a" in printed
-    assert_bit_exact(cloud.run_dir, calm)
+    assert_bit_exact(cloud.run_dir, fault_free)
     cloud.assert_nothing_is_left()
 
 
 @pytest.mark.slow
-def test_the_next_launcher_adopts_the_creation_of_a_killed_one(cloud: Cloud, calm: RunDir) -> None:
+def test_the_next_launcher_adopts_the_creation_of_a_killed_one(
+    cloud: Cloud, fault_free: RunDir
+) -> None:
     config = cloud.config()
     cloud.gce.fail_operation("slow", type="bulkInsert", seconds=60)
     first = cloud.up(config)
@@ -108,13 +110,13 @@ def test_the_next_launcher_adopts_the_creation_of_a_killed_one(cloud: Cloud, cal
     made = [name for kind, name in cloud.gce.events(".*") if kind == "insert"]
     assert cloud.gce.calls().calls[CREATED] == 1, "it was asked for twice"
     assert len(set(made)) <= 1, made
-    assert_bit_exact(cloud.run_dir, calm)
+    assert_bit_exact(cloud.run_dir, fault_free)
     cloud.assert_nothing_is_left()
 
 
 @pytest.mark.slow
 def test_only_one_of_two_launchers_acts_and_the_suspended_one_exits(
-    cloud: Cloud, calm: RunDir
+    cloud: Cloud, fault_free: RunDir
 ) -> None:
     config = cloud.config(env=SLOWER)
     first = cloud.up(config)
@@ -130,7 +132,7 @@ def test_only_one_of_two_launchers_acts_and_the_suspended_one_exits(
     assert "leads this run now; this launcher stops acting" in first.printed()
     assert second.wait_exit() == 0, cloud.describe()
     assert run_history(cloud.run_dir).attempt == 1, "the training did not outlive its launcher"
-    assert_bit_exact(cloud.run_dir, calm)
+    assert_bit_exact(cloud.run_dir, fault_free)
     cloud.assert_nothing_is_left()
 
 

@@ -14,7 +14,9 @@ from tests.promises.trainer import assert_bit_exact, run_history, starts
 
 
 @pytest.mark.slow
-def test_a_stopped_job_saves_and_the_same_command_resumes_it(cloud: Cloud, calm: RunDir) -> None:
+def test_a_stopped_job_saves_and_the_same_command_resumes_it(
+    cloud: Cloud, fault_free: RunDir
+) -> None:
     launcher = cloud.up(cloud.config(env={"PACE": "0.04"}))
     cloud.wait_commit(10)
     launcher.kill(signal.SIGINT)
@@ -35,13 +37,17 @@ def test_a_stopped_job_saves_and_the_same_command_resumes_it(cloud: Cloud, calm:
     assert saved > 10, "nothing was saved at the stop"
     facts = cloud.launch(str(cloud.run), "--json", verb="status")
     assert facts.wait_exit() == 0
-    told = json.loads(facts.printed())
-    assert (told["phase"], told["step"], told["end"]["exit"]) == ("ended", saved, ExitCode.STOPPED)
-    assert told["dollars"] > 0
+    reported = json.loads(facts.printed())
+    assert (reported["phase"], reported["step"], reported["end"]["exit"]) == (
+        "ended",
+        saved,
+        ExitCode.STOPPED,
+    )
+    assert reported["dollars"] > 0
     again = cloud.up(cloud.config())
     assert again.wait_exit() == 0, cloud.describe()
     assert starts(cloud.run_dir)[-1] == saved
-    assert_bit_exact(cloud.run_dir, calm)
+    assert_bit_exact(cloud.run_dir, fault_free)
     cloud.assert_nothing_is_left()
     done = cloud.up(cloud.config())
     assert done.wait_exit() == 0
@@ -74,11 +80,11 @@ def test_down_during_a_creation_leaves_no_vm(cloud: Cloud) -> None:
 
 
 @pytest.mark.campaign
-def test_queued_vms_are_requested_one_by_one(cloud: Cloud, calm_pair: RunDir) -> None:
+def test_queued_vms_are_requested_one_by_one(cloud: Cloud, fault_free_pair: RunDir) -> None:
     launcher = cloud.up(cloud.config(num_hosts=2, ladder=[RUNG | {"kind": "flex_start"}]))
     assert launcher.wait_exit() == 0, cloud.describe()
     assert cloud.gce.calls().calls["instances.insert"] == 2
-    assert_bit_exact(cloud.run_dir, calm_pair)
+    assert_bit_exact(cloud.run_dir, fault_free_pair)
     cloud.assert_nothing_is_left()
 
 

@@ -70,7 +70,7 @@ def began(trainer: Trainer, hang: Hang) -> float:
 
 
 @pytest.mark.parametrize("name", slow_but(HANGS, "endless Python loop in the data"))
-def test_hang_ends_within_its_limit(workspace: Workspace, calm: RunDir, name: str) -> None:
+def test_hang_ends_within_its_limit(workspace: Workspace, fault_free: RunDir, name: str) -> None:
     hang = HANGS[name]
     trainer = workspace.start("run", *hang.limits, config=FAULTY, env={"FAULT": hang.fault})
     since = began(trainer, hang)
@@ -85,16 +85,16 @@ def test_hang_ends_within_its_limit(workspace: Workspace, calm: RunDir, name: st
     assert hang.by_name in printed, printed
     if hang.stacks is not None:
         assert f" in {hang.stacks}" in trainer.run_dir.stacks(1, 0).read_text()
-    words = trainer.end_record()
-    assert words is not None
-    assert (words.exit, words.committed) == (ExitCode.HUNG, False)
+    record = trainer.end_record()
+    assert record is not None
+    assert (record.exit, record.committed) == (ExitCode.HUNG, False)
 
     workspace.finish("run", config=FAULTY)
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow
-def test_hang_ends_even_while_storage_hangs(workspace: Workspace, calm: RunDir) -> None:
+def test_hang_ends_even_while_storage_hangs(workspace: Workspace, fault_free: RunDir) -> None:
     """The supervisor's check hangs before the worker does: opening a FIFO waits for its writer."""
     free = ("deadlines.step_seconds=2", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
     trainer = workspace.start("run", *free, config=FAULTY, env=PACED)
@@ -114,10 +114,12 @@ def test_hang_ends_even_while_storage_hangs(workspace: Workspace, calm: RunDir) 
     )
     fifo.unlink()
     workspace.finish("run", config=FAULTY)
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
-def test_stopped_worker_ends_within_the_steps_limit(workspace: Workspace, calm: RunDir) -> None:
+def test_stopped_worker_ends_within_the_steps_limit(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
     # No save and no evaluation, which have separate limits.
     free = ("deadlines.step_seconds=2", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
     trainer = workspace.start("run", *free, config=FAULTY, env=PACED)
@@ -131,12 +133,12 @@ def test_stopped_worker_ends_within_the_steps_limit(workspace: Workspace, calm: 
     assert found, printed
     assert seconds < 3 * float(found[1]) + GRACE_SECONDS, printed
     workspace.finish("run", config=FAULTY)
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow
 def test_supervisor_suspended_past_every_deadline_raises_no_alarm(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     """A suspended or migrated machine: the supervisor itself was suspended."""
     limits = ("deadlines.step_seconds=1", "deadlines.compile_seconds=4")
@@ -153,11 +155,13 @@ def test_supervisor_suspended_past_every_deadline_raises_no_alarm(
     trainer.wait_printed("stacks of all threads")
     trainer.kill(signal.SIGCONT, target="worker")
     assert trainer.wait_exit() == 0, trainer.printed()
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow
-def test_suspended_supervisor_does_not_stop_the_worker(workspace: Workspace, calm: RunDir) -> None:
+def test_suspended_supervisor_does_not_stop_the_worker(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
     limits = ("deadlines.step_seconds=1", "deadlines.compile_seconds=4")
     trainer = workspace.start("run", *limits, config=FAULTY, env=PACED)
     trainer.wait_step(5)
@@ -165,7 +169,7 @@ def test_suspended_supervisor_does_not_stop_the_worker(workspace: Workspace, cal
     trainer.wait_step(60)
     trainer.kill(signal.SIGCONT, target="supervisor")
     assert trainer.wait_exit() == 0, trainer.printed()
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 SHORT_STEPS = ("deadlines.step_seconds=1", "deadlines.compile_seconds=4")
@@ -179,10 +183,10 @@ SLOW: dict[str, tuple[str, tuple[str, ...]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", SLOW)
 def test_slow_phases_within_their_limits_raise_no_alarm(
-    workspace: Workspace, calm: RunDir, what: str
+    workspace: Workspace, fault_free: RunDir, what: str
 ) -> None:
     """The phase sleeps for five seconds: longer than the step limit, shorter than its own limit."""
     fault, limits = SLOW[what]
     trainer = workspace.start("run", *limits, config=FAULTY, env={"FAULT": fault})
     assert trainer.wait_exit() == 0, trainer.printed()
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)

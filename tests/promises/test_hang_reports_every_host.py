@@ -28,10 +28,10 @@ def test_a_hang_is_reported_with_the_progress_and_stacks_of_every_host(
     codes = [supervisor.wait_exit(seconds=90) for supervisor in supervisors]
     printed = [supervisor.printed() for supervisor in supervisors]
     assert sorted(codes) == [ExitCode.PEER_LOST, ExitCode.HUNG], printed
-    for words in printed:
-        assert "no progress for" in words
-        assert "is in phase 'train' after step" in words
-        assert "in 'train' after step" in words
+    for text in printed:
+        assert "no progress for" in text
+        assert "is in phase 'train' after step" in text
+        assert "in 'train' after step" in text
     stacks = [supervisors[0].run_dir.stacks(1, host) for host in (0, 1)]
     assert " in hold" in stacks[1].read_text(), "by the handler in C"
     assert (
@@ -51,4 +51,4 @@ def test_a_hang_in_the_first_second_of_training_is_detected_within_the_step_limi
     printed = [supervisor.printed() for supervisor in supervisors]
     assert sorted(codes) == [ExitCode.PEER_LOST, ExitCode.HUNG], printed
     assert 3 < supervisors[0].steps()[-1] < 20
-    assert all("no progress for" in words for words in printed)
+    assert all("no progress for" in text for text in printed)

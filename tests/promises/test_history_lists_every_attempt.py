@@ -11,12 +11,12 @@ from jaxres.cli import checkpoints as checkpoints_cli
 from tests.promises.trainer import FAULTY, PACED, Trainer, Workspace
 
 
-def told(trainer: Trainer, *words: str) -> tuple[int, list[dict[str, Any]]]:
+def reported(trainer: Trainer, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     """Returns the exit code and the JSON of a command on the trainer's run directory."""
     out = io.StringIO()
     with redirect_stdout(out):
         code = checkpoints_cli.main(
-            [words[0], str(trainer.run_dir.root), *words[1:], "--json"], usage=""
+            [arguments[0], str(trainer.run_dir.root), *arguments[1:], "--json"], usage=""
         )
     return code, [json.loads(line) for line in out.getvalue().splitlines()]
 
@@ -25,13 +25,13 @@ def test_history_shows_killed_attempts_and_their_steps(workspace: Workspace) -> 
     trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(13)
     trainer.wait_commit(10)
-    code, (status,) = told(trainer, "status")
+    code, (status,) = reported(trainer, "status")
     assert (code, status["state"], status["attempts"][-1]["cause"]) == (0, "running", "running")
     assert [(host["host"], host["phase"]) for host in status["hosts"]] == [(0, "train")]
     assert status["hosts"][0]["step"] >= 13
     trainer.kill()
     assert trainer.wait_exit() == -9
-    code, (status,) = told(trainer, "status", "--watch")
+    code, (status,) = reported(trainer, "status", "--watch")
     assert (code, status["state"], status["attempts"][-1]["cause"]) == (1, "down", "killed")
 
     trainer = workspace.start("run", config=FAULTY, env=PACED)
@@ -39,10 +39,10 @@ def test_history_shows_killed_attempts_and_their_steps(workspace: Workspace) -> 
     trainer.kill(target="worker")
     assert trainer.wait_exit() == 137
     trainer = workspace.finish("run", config=FAULTY)
-    code, (status,) = told(trainer, "status")
+    code, (status,) = reported(trainer, "status")
     assert (code, status["state"]) == (0, "done")
 
-    code, (first, second, third) = told(trainer, "history", "--attempts")
+    code, (first, second, third) = reported(trainer, "history", "--attempts")
     assert code == 0
     assert [one["cause"] for one in (first, second, third)] == [
         "killed",

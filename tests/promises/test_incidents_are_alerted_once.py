@@ -29,8 +29,8 @@ def test_a_restart_and_the_end_are_each_delivered_once_although_the_server_fails
         second = workspace.launch("run", TARGETS, hosts=1, config=FAULTY, restart=True, env=env)
         assert second.wait_exit() == ExitCode.FENCED, "a rejected supervisor sends no incident"
         assert trainer.wait_exit() == 0, trainer.printed()
-        told = [(body["kind"], body["attempt"], body["code"]) for body in hook.accepted]
-        assert told == [("restarted", 1, 137), ("finished", 2, 0)]
+        reported = [(body["kind"], body["attempt"], body["code"]) for body in hook.accepted]
+        assert reported == [("restarted", 1, 137), ("finished", 2, 0)]
         assert len(set(hook.keys)) == 2
     files = [path for path in trainer.run_dir.root.rglob("*") if path.is_file()]
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []

@@ -17,9 +17,9 @@ from tests import damage
 from tests.promises.trainer import MLP, Workspace, digest, run_history, starts
 
 
-def export(run_dir: RunDir, *words: str, out: Path) -> str:
+def export(run_dir: RunDir, *arguments: str, out: Path) -> str:
     """Exports a run's newest step; returns the overrides for a run initialized from it."""
-    given = ["checkpoints", "export", str(run_dir.root), "--out", str(out), *words]
+    given = ["checkpoints", "export", str(run_dir.root), "--out", str(out), *arguments]
     assert checkpoints_cli.main(given, usage="") == 0
     return f"init_from={{kind: safetensors, path: {out}}}"
 
@@ -46,8 +46,8 @@ STILL = ("train.steps=1", "optimizer.learning_rate=1e-30", "evaluation.every_ste
 def test_fine_tuning_starts_with_the_final_loss_of_the_source(workspace: Workspace) -> None:
     workspace.finish("source", "train.steps=8", "evaluation.every_steps=8")
     source = workspace.run_dir("source")
-    words = export(source, out=workspace.root / "llama")
-    tuned = workspace.finish("tuned", *STILL, "run.seed=5", words)
+    arguments = export(source, out=workspace.root / "llama")
+    tuned = workspace.finish("tuned", *STILL, "run.seed=5", arguments)
     run_dir = tuned.run_dir
     init = run_history(run_dir).init
     assert init is not None
@@ -61,8 +61,8 @@ def test_fine_tuning_starts_with_the_final_loss_of_the_source(workspace: Workspa
 def test_two_hosts_start_from_the_same_weights(workspace: Workspace) -> None:
     workspace.finish("source", "train.steps=8", "evaluation.every_steps=8")
     source = workspace.run_dir("source")
-    words = export(source, out=workspace.root / "llama")
-    tuned = workspace.launched("tuned", *STILL, words, "mesh.fsdp=2", hosts=2)
+    arguments = export(source, out=workspace.root / "llama")
+    tuned = workspace.launched("tuned", *STILL, arguments, "mesh.fsdp=2", hosts=2)
     init = run_history(tuned.run_dir).init
     assert init is not None
     assert init["params"] == params_digest(source, workspace.root / "a")
@@ -78,8 +78,8 @@ def test_weights_of_a_run_are_verified_from_any_storage_or_rejected(
 ) -> None:
     any_workspace.finish("source", *MLP, "train.steps=20")
     source = any_workspace.run_dir("source")
-    words = (*MLP, *STILL[:2], f"init_from={{kind: run, path: {source.root}}}")
-    tuned = workspace.finish("tuned", *words)
+    arguments = (*MLP, *STILL[:2], f"init_from={{kind: run, path: {source.root}}}")
+    tuned = workspace.finish("tuned", *arguments)
     init = run_history(tuned.run_dir).init
     assert init is not None
     assert init["step"] == "20"
@@ -92,7 +92,7 @@ def test_weights_of_a_run_are_verified_from_any_storage_or_rejected(
     sizes = {name: size for name, size in files.sizes(step_dir).items() if "state/" in name}
     largest = max(sizes, key=lambda name: sizes[name])
     damage.harm(step_dir, largest, damage.truncate, random.Random(0))
-    workspace.start("refused", *words).assert_fails(
+    workspace.start("refused", *arguments).assert_fails(
         ExitCode.CONFIG, "init_from.path", "damaged", largest
     )
 
@@ -106,8 +106,8 @@ def test_initial_weights_are_needed_until_the_first_commit_only(
     workspace: Workspace, unbroken: RunDir
 ) -> None:
     folder = workspace.root / "weights"
-    words = export(unbroken, out=folder)
-    trainer = workspace.start("run", *LONG, words)
+    arguments = export(unbroken, out=folder)
+    trainer = workspace.start("run", *LONG, arguments)
     trainer.wait_step(5)
     trainer.kill()
     assert trainer.wait_exit() == -9
@@ -120,18 +120,20 @@ def test_initial_weights_are_needed_until_the_first_commit_only(
     export(unbroken, "--step", "180", out=workspace.root / "others")
     kept = folder.rename(workspace.root / "kept")
     (workspace.root / "others").rename(folder)
-    workspace.start("run", *SHORT, words).assert_fails(
+    workspace.start("run", *SHORT, arguments).assert_fails(
         ExitCode.CONFIG,
         str(folder),
         "not the weights that this run was started with",
         init["params"],
     )
     shutil.rmtree(folder)
-    workspace.start("run", *SHORT, words).assert_fails(ExitCode.CONFIG, str(folder), "no such file")
+    workspace.start("run", *SHORT, arguments).assert_fails(
+        ExitCode.CONFIG, str(folder), "no such file"
+    )
     assert starts(run_dir) == [0], "nothing was trained with other weights"
 
     kept.rename(folder)
-    finished = workspace.finish("run", *SHORT, words)
+    finished = workspace.finish("run", *SHORT, arguments)
     assert starts(run_dir) == [0, 0]
     first = [(row["step"], row["loss"]) for row in losses(run_dir, 1)]
     again = [(row["step"], row["loss"]) for row in losses(run_dir, finished.attempt)]
@@ -139,7 +141,7 @@ def test_initial_weights_are_needed_until_the_first_commit_only(
     assert again[: len(before)] == first[:40], "it has started from other numbers"
 
     shutil.rmtree(folder)
-    workspace.finish("run", *SHORT, words, "train.steps=60")
+    workspace.finish("run", *SHORT, arguments, "train.steps=60")
     assert starts(run_dir) == [0, 0, 40]
     assert run_history(run_dir).step == 60
 

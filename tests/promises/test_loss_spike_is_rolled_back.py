@@ -24,7 +24,7 @@ ROWS = 24
 ONSET, LAST, TARGET, STEPS = 23, 25, 20, 40
 HARD = [int(row) for row in sample_ids_at(ROWS * (ONSET - 1), 3 * ROWS, num_rows=1800, seed=0)[0]]
 LEFT_OUT = (ROWS * (ONSET - 1), ROWS * LAST)
-WORDS = (
+OVERRIDES = (
     "model.target=tests.promises.bad_models:hard",
     f"model.args={json.dumps({'items': HARD})}",
     "checkpoint.save_every_steps=5",
@@ -39,13 +39,13 @@ WORDS = (
 def expected(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> str:
     """Returns the digest of a run whose log had these skips before it reached the rows."""
     workspace = Workspace(tmp_path_factory.mktemp("skips"), caches)
-    begun = workspace.start("skips", *WORDS, "train.steps=5", config=FAULTY)
+    begun = workspace.start("skips", *OVERRIDES, "train.steps=5", config=FAULTY)
     assert begun.wait_exit() == ExitCode.DONE, begun.printed()
     run_dir = begun.run_dir
     seq = len(run_log.read_records(run_dir.log))
     log = RunLog(run_dir.log, attempt=1, last_seq=seq, clock=SystemClock())
     log.append(Skip(rows=(LEFT_OUT,), reason="as the test has asked"))
-    trainer = workspace.start("skips", *WORDS, f"train.steps={STEPS}", config=FAULTY)
+    trainer = workspace.start("skips", *OVERRIDES, f"train.steps={STEPS}", config=FAULTY)
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     assert not rolled_back(run_dir)
     return digest(run_dir)
@@ -56,8 +56,8 @@ def rolled_back(run_dir: RunDir) -> list[run_log.Rollback]:
     return [record.body for record in run_history(run_dir).rollbacks]  # type: ignore[misc]
 
 
-def start(workspace: Workspace, *words: str) -> Trainer:
-    return workspace.start("run", *WORDS, f"train.steps={STEPS}", *words, config=FAULTY)
+def start(workspace: Workspace, *arguments: str) -> Trainer:
+    return workspace.start("run", *OVERRIDES, f"train.steps={STEPS}", *arguments, config=FAULTY)
 
 
 def assert_it_went_back(run_dir: RunDir) -> None:
@@ -84,14 +84,14 @@ def in_phase(phase: str, trainer: Trainer) -> bool:
     return trainer.entered(phase)
 
 
-def started_again(trainer: Trainer) -> bool:
+def has_restarted(trainer: Trainer) -> bool:
     return len(run_history(trainer.run_dir).starts) > 1
 
 
 def finished_a_step_since(trainer: Trainer) -> bool:
     metrics = read_json_lines(trainer.run_dir.metrics(trainer.attempt))
     return (
-        started_again(trainer) and metrics[-1]["seq"] == run_history(trainer.run_dir).starts[-1].seq
+        has_restarted(trainer) and metrics[-1]["seq"] == run_history(trainer.run_dir).starts[-1].seq
     )
 
 
@@ -102,7 +102,7 @@ def finished_a_step_since(trainer: Trainer) -> bool:
         functools.partial(in_phase, "rollback"),
         wrote_rollback,
         functools.partial(in_phase, "restore"),
-        started_again,
+        has_restarted,
         finished_a_step_since,
     ],
     ids=["decided", "recorded", "restoring", "started", "stepped"],
@@ -122,11 +122,11 @@ def test_a_run_killed_during_a_rollback_ends_bit_exact(
 
 @pytest.mark.slow
 def test_both_hosts_roll_back_to_the_same_step(workspace: Workspace) -> None:
-    trainer = workspace.launched("run", *WORDS, f"train.steps={STEPS}", hosts=2, config=FAULTY)
+    trainer = workspace.launched("run", *OVERRIDES, f"train.steps={STEPS}", hosts=2, config=FAULTY)
     assert_it_went_back(trainer.run_dir)
     for host in (0, 1):
-        told = read_events(trainer.run_dir.events(1, host))
-        (event,) = [event for event in told if event["event"] == "rolled_back"]
+        reported = read_events(trainer.run_dir.events(1, host))
+        (event,) = [event for event in reported if event["event"] == "rolled_back"]
         assert (event["onset"], event["target"]) == (ONSET, TARGET)
 
 
@@ -134,7 +134,7 @@ def test_both_hosts_roll_back_to_the_same_step(workspace: Workspace) -> None:
 def test_more_rollbacks_than_allowed_end_the_run(workspace: Workspace) -> None:
     trainer = workspace.start(
         "run",
-        *WORDS,
+        *OVERRIDES,
         f"train.steps={STEPS}",
         "guards.rollback.max_rollbacks=1",
         "model.args=" + json.dumps({"items": HARD + more_hard()}),
@@ -151,8 +151,8 @@ LOWER = (f"guards.rollback.rate_factor={FACTOR}", f"guards.rollback.rate_steps={
 @pytest.mark.slow
 def test_the_learning_rate_is_lower_after_a_rollback_also_after_kills(workspace: Workspace) -> None:
     """The run ends like one whose log had the record before it reached those rows."""
-    told = workspace.finish("told", *WORDS, *LOWER, "train.steps=5", config=FAULTY).run_dir
-    seq = len(run_log.read_records(told.log))
+    reported = workspace.finish("told", *OVERRIDES, *LOWER, "train.steps=5", config=FAULTY).run_dir
+    seq = len(run_log.read_records(reported.log))
     record = run_log.Rollback(
         onset=ONSET,
         target=5,
@@ -161,8 +161,8 @@ def test_the_learning_rate_is_lower_after_a_rollback_also_after_kills(workspace:
         rate_factor=FACTOR,
         rate_steps=FOR,
     )
-    RunLog(told.log, attempt=1, last_seq=seq, clock=SystemClock()).append(record)
-    workspace.finish("told", *WORDS, *LOWER, f"train.steps={STEPS}", config=FAULTY)
+    RunLog(reported.log, attempt=1, last_seq=seq, clock=SystemClock()).append(record)
+    workspace.finish("told", *OVERRIDES, *LOWER, f"train.steps={STEPS}", config=FAULTY)
     trainer = start(workspace, *LOWER)
     trainer.wait(lambda: finished_a_step_since(trainer), what="a step after the rollback")
     trainer.kill()
@@ -173,7 +173,7 @@ def test_the_learning_rate_is_lower_after_a_rollback_also_after_kills(workspace:
     rates = {row["step"]: row["learning_rate"] for row in history(again.run_dir)}
     lower = {step for step, rate in rates.items() if rate == FACTOR * rates[1]}
     assert lower == set(range(ONSET, ONSET + FOR))
-    assert digest(again.run_dir) == digest(told)
+    assert digest(again.run_dir) == digest(reported)
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_a_checkpoint_older_than_any_spike_is_kept(workspace: Workspace) -> None
     rows = sample_ids_at(ROWS * (ONSET - 1), patience * ROWS, num_rows=1800, seed=0)[0]
     trainer = workspace.start(
         "run",
-        *WORDS,
+        *OVERRIDES,
         f"train.steps={STEPS}",
         "checkpoint.save_every_steps=1",
         "checkpoint.keep_last=2",
@@ -215,11 +215,11 @@ def test_a_preemption_notice_during_a_spike_does_not_save_it(
 
 @pytest.mark.slow
 def test_a_rollback_policy_of_warn_only_warns_and_continues(workspace: Workspace) -> None:
-    words = ("guards.rollback.mode=warn", "train.steps=30")
-    trainer = workspace.start("run", *WORDS, *words, config=FAULTY)
+    arguments = ("guards.rollback.mode=warn", "train.steps=30")
+    trainer = workspace.start("run", *OVERRIDES, *arguments, config=FAULTY)
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
-    (told,) = trainer.events_of("guard_warned")
-    assert (told["step"], rolled_back(trainer.run_dir)) == (LAST, [])
+    (reported,) = trainer.events_of("guard_warned")
+    assert (reported["step"], rolled_back(trainer.run_dir)) == (LAST, [])
     assert "WARNING: step 25: loss" in trainer.printed()
     assert "would roll back to before step 23" in trainer.printed()
 

@@ -58,7 +58,7 @@ LOSSES = {
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+def fault_free(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """The same run without a lost host."""
     workspace = Workspace(tmp_path_factory.mktemp("calm"), caches)
     workspace.launched("calm", *SHORT, hosts=HOSTS)
@@ -89,7 +89,7 @@ OFTEN = ("its worker is killed", "the lead is killed")
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.campaign) for name in LOSSES],
 )
 def test_a_lost_host_is_named_by_every_other_supervisor(
-    workspace: Workspace, calm: RunDir, name: str
+    workspace: Workspace, fault_free: RunDir, name: str
 ) -> None:
     loss = LOSSES[name]
     trainers = workspace.start_hosts("run", *SHORT, hosts=HOSTS)
@@ -102,7 +102,7 @@ def test_a_lost_host_is_named_by_every_other_supervisor(
 
     workspace.launched("run", *SHORT, hosts=HOSTS)
     assert starts(workspace.run_dir("run"))[1] >= 20, "it has resumed"
-    assert_bit_exact(workspace.run_dir("run"), calm)
+    assert_bit_exact(workspace.run_dir("run"), fault_free)
 
 
 def test_a_stop_at_one_host_saves_one_step_for_all(workspace: Workspace) -> None:
@@ -110,8 +110,8 @@ def test_a_stop_at_one_host_saves_one_step_for_all(workspace: Workspace) -> None
     under_way(trainers)
     os.kill(trainers[1].process.pid, signal.SIGTERM)
     assert [trainer.wait_exit() for trainer in trainers] == [ExitCode.PREEMPTED] * 2
-    (words,) = {(w.exit, w.committed) for w in [trainers[0].end_record()] if w is not None}
-    assert words == (ExitCode.PREEMPTED, True)
+    (exits,) = {(w.exit, w.committed) for w in [trainers[0].end_record()] if w is not None}
+    assert exits == (ExitCode.PREEMPTED, True)
 
 
 @pytest.mark.slow

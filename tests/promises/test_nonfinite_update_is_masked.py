@@ -38,31 +38,31 @@ def states(run_dir: RunDir) -> dict[int, dict[str, Any]]:
 def test_a_batch_with_a_nan_loss_changes_nothing_and_the_run_continues(
     workspace: Workspace, where: str, hosts: int
 ) -> None:
-    words = (
+    arguments = (
         "model.target=tests.promises.bad_models:poisoned",
         f"model.args={json.dumps({'items': ITEMS, 'where': where})}",
         f"train.steps={STEPS}",
         "checkpoint.save_every_steps=1",
         "checkpoint.keep_last=1000",
     )
-    trainer = workspace.launch("run", *words, hosts=hosts, config=FAULTY)
+    trainer = workspace.launch("run", *arguments, hosts=hosts, config=FAULTY)
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     skipped = [row["step"] for row in history(trainer.run_dir) if row["skipped"]]
-    told = [
+    reported = [
         [event for event in trainer.events(host) if event["event"] == "update_skipped"]
         for host in range(hosts)
     ]
-    assert all([event["step"] for event in events] == skipped for events in told)
+    assert all([event["step"] for event in events] == skipped for events in reported)
     assert skipped == list(BAD_ROWS)
     assert f"step {skipped[0]}: loss" in trainer.printed()
     if where == "loss":
-        rows = [tuple(row) for event in told[0] for row in event["rows"]]
+        rows = [tuple(row) for event in reported[0] for row in event["rows"]]
         assert rows == [
             (row, item, row // 12, 0) for row, item in zip(BAD_ROWS.values(), ITEMS, strict=True)
         ]
     else:
-        assert all(event["params"] == ["bias_V"] and not event["rows"] for event in told[0])
-        assert all(np.isfinite(event["loss"]) for event in told[0])
+        assert all(event["params"] == ["bias_V"] and not event["rows"] for event in reported[0])
+        assert all(np.isfinite(event["loss"]) for event in reported[0])
     kept = states(trainer.run_dir)
     assert list(kept) == list(range(1, STEPS + 1))
     for (_, before), (step, after) in pairwise(kept.items()):
@@ -75,7 +75,7 @@ def test_a_batch_with_a_nan_loss_changes_nothing_and_the_run_continues(
 
 @pytest.mark.slow
 def test_more_consecutive_skips_than_allowed_end_the_run(workspace: Workspace) -> None:
-    words = (
+    arguments = (
         "model.target=tests.promises.bad_models:nan_at",
         "model.args.call=31",
         "optimizer.kind=sgd",
@@ -85,7 +85,7 @@ def test_more_consecutive_skips_than_allowed_end_the_run(workspace: Workspace) -
         "optimizer.schedule.kind=constant",
         "guards.diagnostics=state",
     )
-    trainer = workspace.start("run", *words, config=FAULTY)
+    trainer = workspace.start("run", *arguments, config=FAULTY)
     trainer.assert_fails(
         ExitCode.DIVERGED,
         "step 36: loss nan",

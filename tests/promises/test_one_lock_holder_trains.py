@@ -37,7 +37,7 @@ def asleep(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def put_to_sleep(trainer: Trainer) -> None:
+def suspend(trainer: Trainer) -> None:
     trainer.kill(signal.SIGSTOP)
     trainer.wait(lambda: asleep(trainer.process.pid), what="a suspended supervisor")
 
@@ -54,7 +54,7 @@ def put_to_sleep(trainer: Trainer) -> None:
     indirect=["any_workspace"],
 )
 def test_only_one_of_many_concurrent_starts_trains(
-    any_workspace: Workspace, calm: RunDir, starts: int
+    any_workspace: Workspace, fault_free: RunDir, starts: int
 ) -> None:
     trainers = [any_workspace.start("run", config=FAULTY, env=SLOW) for _ in range(starts)]
     codes = [trainer.wait_exit() for trainer in trainers]
@@ -70,11 +70,11 @@ def test_only_one_of_many_concurrent_starts_trains(
     assert attempts(run_dir) == ["0001"]
     assert {record.attempt for record in run_log.read_records(run_dir.log)} == {1}
     assert run_history(run_dir).claims[0].pid == winners[0].process.pid
-    assert_bit_exact(run_dir, calm)
+    assert_bit_exact(run_dir, fault_free)
 
 
 def test_start_beside_a_live_lock_holder_writes_nothing(
-    any_workspace: Workspace, calm: RunDir
+    any_workspace: Workspace, fault_free: RunDir
 ) -> None:
     owner = any_workspace.start("run", config=FAULTY, env=PACED)
     owner.wait_commit(10)
@@ -88,7 +88,7 @@ def test_start_beside_a_live_lock_holder_writes_nothing(
     owner.kill(signal.SIGCONT, target="worker")
     assert owner.wait_exit() == 0, owner.printed()
     assert run_history(owner.run_dir).attempt == 1
-    assert_bit_exact(owner.run_dir, calm)
+    assert_bit_exact(owner.run_dir, fault_free)
 
 
 def at_rest(run_dir: RunDir) -> dict[str, bytes]:
@@ -110,50 +110,54 @@ def test_start_beside_a_suspended_worker_is_rejected_however_long(workspace: Wor
         workspace.start("run", config=FAULTY).assert_fails(ExitCode.FENCED, "is alive")
 
 
-def test_killed_lock_holder_blocks_no_start(any_workspace: Workspace, calm: RunDir) -> None:
+def test_killed_lock_holder_blocks_no_start(any_workspace: Workspace, fault_free: RunDir) -> None:
     """The kernel releases the lock at once; the start does not wait for three heartbeats."""
     owner = any_workspace.start("run", config=FAULTY, env=PACED)
     owner.wait_commit(10)
     owner.kill()
     owner.wait_exit()
-    heir = any_workspace.start("run", config=FAULTY)
-    heir.wait(lambda: run_history(heir.run_dir).attempt == 2, what="a claim")
-    waited = run_history(heir.run_dir).claims[-1]
-    assert waited.pid == heir.process.pid
-    assert heir.wait_exit() == 0, heir.printed()
-    assert_bit_exact(heir.run_dir, calm)
+    successor = any_workspace.start("run", config=FAULTY)
+    successor.wait(lambda: run_history(successor.run_dir).attempt == 2, what="a claim")
+    waited = run_history(successor.run_dir).claims[-1]
+    assert waited.pid == successor.process.pid
+    assert successor.wait_exit() == 0, successor.printed()
+    assert_bit_exact(successor.run_dir, fault_free)
 
 
 @pytest.mark.slow
 def test_successor_of_a_suspended_lock_holder_keeps_the_run(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     """The successor trains without the lock, which the suspended owner holds, and gets it later."""
     zombie = workspace.start("run", config=FAULTY, env=PACED)
     zombie.wait_step(13)
-    put_to_sleep(zombie)
-    heir = workspace.start("run", config=FAULTY, env={"PACE": "0.01"})
-    heir.wait(lambda: run_history(heir.run_dir).attempt == 2, what="a claim")
-    heir.wait_step(starts(heir.run_dir)[0] + 1)
-    assert json.loads(heir.run_dir.owner.read_text())["locked"] is False
-    workspace.start("run", config=FAULTY).assert_fails(ExitCode.FENCED, f"pid {heir.process.pid}")
+    suspend(zombie)
+    successor = workspace.start("run", config=FAULTY, env={"PACE": "0.01"})
+    successor.wait(lambda: run_history(successor.run_dir).attempt == 2, what="a claim")
+    successor.wait_step(starts(successor.run_dir)[0] + 1)
+    assert json.loads(successor.run_dir.owner.read_text())["locked"] is False
+    workspace.start("run", config=FAULTY).assert_fails(
+        ExitCode.FENCED, f"pid {successor.process.pid}"
+    )
 
     before = snapshot(zombie.run_dir.attempt(1))
     zombie.kill()  # Releases the lock for the first waiter.
     zombie.process.wait()
     thirds = [workspace.start("run", config=FAULTY) for _ in range(2)]
     for third in thirds:
-        third.assert_fails(ExitCode.FENCED, f"pid {heir.process.pid}")
-    heir.wait(lambda: json.loads(heir.run_dir.owner.read_text())["locked"], what="the lock")
-    assert heir.wait_exit() == 0, heir.printed()
+        third.assert_fails(ExitCode.FENCED, f"pid {successor.process.pid}")
+    successor.wait(
+        lambda: json.loads(successor.run_dir.owner.read_text())["locked"], what="the lock"
+    )
+    assert successor.wait_exit() == 0, successor.printed()
     assert snapshot(zombie.run_dir.attempt(1)) == before
-    assert attempts(heir.run_dir) == ["0001", "0002"]
-    assert_bit_exact(heir.run_dir, calm)
+    assert attempts(successor.run_dir) == ["0001", "0002"]
+    assert_bit_exact(successor.run_dir, fault_free)
 
 
 @pytest.mark.campaign
 def test_many_rounds_of_starts_and_kills_keep_one_history(
-    any_workspace: Workspace, calm: RunDir
+    any_workspace: Workspace, fault_free: RunDir
 ) -> None:
     for round in range(10):
         trainers = [any_workspace.start("run", config=FAULTY, env=SLOW) for _ in range(4)]
@@ -164,4 +168,4 @@ def test_many_rounds_of_starts_and_kills_keep_one_history(
         if run_history(trainers[0].run_dir).step == 60:
             break
     any_workspace.finish("run", config=FAULTY)
-    assert_bit_exact(any_workspace.run_dir("run"), calm)
+    assert_bit_exact(any_workspace.run_dir("run"), fault_free)

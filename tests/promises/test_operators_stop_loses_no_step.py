@@ -40,15 +40,15 @@ ASKS: dict[str, tuple[Ask, ExitCode]] = {
 }
 
 
-def assert_nothing_is_repeated(trainer: Trainer, heir: Trainer) -> None:
+def assert_nothing_is_repeated(trainer: Trainer, successor: Trainer) -> None:
     """Asserts that the next attempt starts where this one ended."""
     assert starts(trainer.run_dir)[-1] == trainer.steps()[-1]
-    assert heir.steps()[0] == trainer.steps()[-1] + 1
+    assert successor.steps()[0] == trainer.steps()[-1] + 1
 
 
 @pytest.mark.parametrize("ask", slow_but(ASKS, "SIGTERM", "stop file"))
 def test_stop_in_training_saves_the_last_finished_step(
-    workspace: Workspace, calm: RunDir, ask: str
+    workspace: Workspace, fault_free: RunDir, ask: str
 ) -> None:
     do, exit = ASKS[ask]
     trainer = workspace.start("run", config=FAULTY, env=PACED)
@@ -63,27 +63,27 @@ def test_stop_in_training_saves_the_last_finished_step(
     assert printed.count(f"(exit {exit.value} {exit.name})") == 1, printed
     assert "Traceback" not in printed, printed
     assert run_history(trainer.run_dir).step == last
-    words = trainer.end_record()
-    assert words is not None
-    assert (words.exit, words.committed) == (exit, True)
+    record = trainer.end_record()
+    assert record is not None
+    assert (record.exit, record.committed) == (exit, True)
     assert not trainer.run_dir.request("stop").exists()
     taken = [path.name for path in trainer.run_dir.attempt(1).glob("stop-*")]
     assert len(taken) == (1 if ask == "stop file" else 0)
 
-    heir = workspace.finish("run", config=FAULTY)
-    assert_nothing_is_repeated(trainer, heir)
-    assert_bit_exact(heir.run_dir, calm)
+    successor = workspace.finish("run", config=FAULTY)
+    assert_nothing_is_repeated(trainer, successor)
+    assert_bit_exact(successor.run_dir, fault_free)
 
 
 @pytest.mark.slow
-def test_stop_right_after_the_first_step_saves_it(workspace: Workspace, calm: RunDir) -> None:
+def test_stop_right_after_the_first_step_saves_it(workspace: Workspace, fault_free: RunDir) -> None:
     trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(1)
     trainer.kill(signal.SIGTERM, target="supervisor")
     assert trainer.wait_exit() == ExitCode.PREEMPTED, trainer.printed()
-    heir = workspace.finish("run", config=FAULTY)
-    assert_nothing_is_repeated(trainer, heir)
-    assert_bit_exact(heir.run_dir, calm)
+    successor = workspace.finish("run", config=FAULTY)
+    assert_nothing_is_repeated(trainer, successor)
+    assert_bit_exact(successor.run_dir, fault_free)
 
 
 EARLY: dict[str, tuple[Callable[[Trainer], None], dict[str, str]]] = {
@@ -110,9 +110,9 @@ def test_stop_before_the_first_step_exits_at_once(
     assert trainer.wait_exit() == exit, trainer.printed()
     assert time.monotonic() - asked_at < 6, "the phase would have lasted an hour"
     assert "nothing new to save yet" in trainer.printed()
-    words = trainer.end_record()
-    assert words is not None
-    assert (words.exit, words.committed) == (exit, False)
+    record = trainer.end_record()
+    assert record is not None
+    assert (record.exit, record.committed) == (exit, False)
     assert run_history(trainer.run_dir).step == 0
     assert not trainer.run_dir.request("stop").exists()
 
@@ -188,7 +188,7 @@ SAVES: dict[str, Ask] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("ask", SAVES)
 def test_requested_save_is_extra_and_training_continues(
-    workspace: Workspace, calm: RunDir, ask: str
+    workspace: Workspace, fault_free: RunDir, ask: str
 ) -> None:
     every = "checkpoint.save_every_steps=1000"
     trainer = workspace.start("run", every, config=FAULTY, env=PACED)
@@ -201,11 +201,11 @@ def test_requested_save_is_extra_and_training_continues(
     assert not trainer.run_dir.request("save").exists()
     assert trainer.wait_exit() == 0, trainer.printed()
     assert [commit.step for commit in run_history(trainer.run_dir).committed] == [extra, 60]
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 def test_second_signal_kills_at_once_and_damages_nothing(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     """The worker is suspended, so it cannot react to the first signal."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -217,8 +217,8 @@ def test_second_signal_kills_at_once_and_damages_nothing(
         trainer.kill(number, target="supervisor")
         assert trainer.wait_exit(seconds=10) == 128 + number, trainer.printed()
         assert "again: workers killed" in trainer.printed()
-    heir = workspace.finish("run", config=FAULTY)
-    assert_bit_exact(heir.run_dir, calm)
+    successor = workspace.finish("run", config=FAULTY)
+    assert_bit_exact(successor.run_dir, fault_free)
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_stop_file_and_one_sigterm_do_not_count_as_a_second_signal(workspace: Wo
 
 
 @pytest.mark.slow
-def test_stop_file_at_the_start_stops_once(workspace: Workspace, calm: RunDir) -> None:
+def test_stop_file_at_the_start_stops_once(workspace: Workspace, fault_free: RunDir) -> None:
     run_dir = workspace.run_dir("run")
     run_dir.root.mkdir()
     run_dir.request("stop").touch()
@@ -245,13 +245,13 @@ def test_stop_file_at_the_start_stops_once(workspace: Workspace, calm: RunDir) -
     assert not run_dir.request("stop").exists()
     assert (run_dir.attempt(1) / "stop").exists()
     workspace.finish("run", config=FAULTY)
-    assert_bit_exact(run_dir, calm)
+    assert_bit_exact(run_dir, fault_free)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["training", "import"])
 def test_sigusr1_dumps_stacks_and_training_continues(
-    workspace: Workspace, calm: RunDir, when: str
+    workspace: Workspace, fault_free: RunDir, when: str
 ) -> None:
     workspace.fresh = when == "import"
     trainer = workspace.start("run", config=FAULTY, env=PACED)
@@ -266,11 +266,13 @@ def test_sigusr1_dumps_stacks_and_training_continues(
     )
     assert trainer.wait_exit() == 0, trainer.printed()
     assert str(stacks) in trainer.printed()
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow
-def test_repeated_sigusr1_does_not_disturb_training(workspace: Workspace, calm: RunDir) -> None:
+def test_repeated_sigusr1_does_not_disturb_training(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
     trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(1)
     asked = 0
@@ -280,7 +282,7 @@ def test_repeated_sigusr1_does_not_disturb_training(workspace: Workspace, calm: 
         asked += 1
     assert trainer.wait_exit() == 0, trainer.printed()
     assert trainer.run_dir.stacks(1, 0).read_text().count("Current thread") > 10
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 def state(pid: int) -> str:
@@ -289,7 +291,7 @@ def state(pid: int) -> str:
 
 @pytest.mark.slow
 def test_ctrl_z_suspends_supervisor_and_worker_and_is_no_hang(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     limits = ("deadlines.step_seconds=2", "deadlines.compile_seconds=20")
     trainer = workspace.start("run", *limits, config=FAULTY, env=PACED)
@@ -303,11 +305,11 @@ def test_ctrl_z_suspends_supervisor_and_worker_and_is_no_hang(
     assert trainer.steps() == asleep
     trainer.kill(signal.SIGCONT, target="supervisor")
     assert trainer.wait_exit() == 0, trainer.printed()
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow
-def test_closed_terminal_saves_the_last_step(workspace: Workspace, calm: RunDir) -> None:
+def test_closed_terminal_saves_the_last_step(workspace: Workspace, fault_free: RunDir) -> None:
     """After that, every write to the terminal fails, and SIGHUP may arrive twice."""
     run_dir = workspace.run_dir("run")
     master, slave = pty.openpty()
@@ -334,7 +336,7 @@ def test_closed_terminal_saves_the_last_step(workspace: Workspace, calm: RunDir)
     assert trainer.wait_exit() == ExitCode.PREEMPTED
     assert run_history(run_dir).step == trainer.steps()[-1]
     workspace.finish("run", config=FAULTY)
-    assert_bit_exact(run_dir, calm)
+    assert_bit_exact(run_dir, fault_free)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ MARGIN = 3
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+def fault_free(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """The same run on four hosts without a lost host."""
     workspace = Workspace(tmp_path_factory.mktemp("calm"), caches)
     workspace.launched("calm", *SHORT, hosts=HOSTS, config=FAULTY)
@@ -49,7 +49,12 @@ def calm(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     ],
 )
 def test_a_lost_host_ends_all_and_the_next_start_is_bit_exact(
-    workspace: Workspace, calm: RunDir, sig: signal.Signals, host: int, code: int, seconds: float
+    workspace: Workspace,
+    fault_free: RunDir,
+    sig: signal.Signals,
+    host: int,
+    code: int,
+    seconds: float,
 ) -> None:
     trainer = workspace.launch("run", *SHORT, hosts=HOSTS, config=FAULTY, env=PACED)
     trainer.wait_commit(20)
@@ -70,4 +75,4 @@ def test_a_lost_host_ends_all_and_the_next_start_is_bit_exact(
 
     workspace.launched("run", *SHORT, hosts=HOSTS, config=FAULTY)
     assert starts(trainer.run_dir)[1] >= 20, "it has resumed"
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)

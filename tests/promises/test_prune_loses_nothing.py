@@ -14,13 +14,13 @@ from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, digest, 
 
 
 def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_no_files(
-    any_workspace: Workspace, calm: RunDir
+    any_workspace: Workspace, fault_free: RunDir
 ) -> None:
     trainer = any_workspace.start("run", config=FAULTY, env={"PACE": "0.005"})
     run_dir = trainer.run_dir
     trainer.wait_commit(10)
-    words = ["checkpoints", "pin", str(run_dir.root), "--step", "10"]
-    assert checkpoints_cli.main(words, usage="") == 0
+    arguments = ["checkpoints", "pin", str(run_dir.root), "--step", "10"]
+    assert checkpoints_cli.main(arguments, usage="") == 0
     assert (
         checkpoints_cli.main(["checkpoints", "prune", str(run_dir.root)], usage="")
         == ExitCode.FENCED
@@ -50,4 +50,4 @@ def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_no_files(
     assert [name.partition("-")[0] for name in names] == ["00000010", "00000050", "00000060"]
     assert files.list_names(run_dir.checkpoints) == names
     assert not files.trash(run_dir.checkpoints)
-    assert_bit_exact(run_dir, calm)
+    assert_bit_exact(run_dir, fault_free)

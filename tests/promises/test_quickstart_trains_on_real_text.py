@@ -26,6 +26,6 @@ def test_the_quickstart_learns_and_prints_a_summary(workspace: Workspace) -> Non
     assert losses[0] > 5
     assert losses[-1] < 3.5
     printed = trainer.printed()
-    for words in ("guarantee: bitwise", "held-out loss", "the model writes:", "training loss over"):
-        assert words in printed, printed
+    for text in ("guarantee: bitwise", "held-out loss", "the model writes:", "training loss over"):
+        assert text in printed, printed
     assert "what to try next" in printed

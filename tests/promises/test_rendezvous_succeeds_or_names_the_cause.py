@@ -28,11 +28,11 @@ def ended_soon(trainers: list[Trainer], since: float) -> list[int]:
     return codes
 
 
-def all_say(trainers: list[Trainer], exit: ExitCode, *words: str) -> None:
+def assert_all_exit(trainers: list[Trainer], exit: ExitCode, *texts: str) -> None:
     """Asserts that every host exits with this code and one message with these texts."""
     since = time.monotonic()
     for trainer in trainers:
-        trainer.assert_fails(exit, *words)
+        trainer.assert_fails(exit, *texts)
     assert time.monotonic() - since < 3 * (JOIN_SECONDS + SPARE_SECONDS)
 
 
@@ -49,14 +49,14 @@ def test_hosts_with_a_supervisor_each_train_together(workspace: Workspace) -> No
 def test_a_missing_host_0_is_named(workspace: Workspace) -> None:
     at = free_address()
     alone = workspace.start_host("run", SOON, host=1, hosts=2, at=at, config=FAULTY)
-    all_say([alone], ExitCode.PEER_LOST, f"host 0 at {at} did not answer within 4 s")
+    assert_all_exit([alone], ExitCode.PEER_LOST, f"host 0 at {at} did not answer within 4 s")
 
 
 @pytest.mark.slow
 def test_a_missing_follower_is_named(workspace: Workspace) -> None:
     at = free_address()
     two = [workspace.start_host("run", SOON, host=h, hosts=3, at=at, config=FAULTY) for h in (0, 1)]
-    all_say(two, ExitCode.PEER_LOST, "host 2 of 3 did not connect")
+    assert_all_exit(two, ExitCode.PEER_LOST, "host 2 of 3 did not connect")
     assert run_history(workspace.run_dir("run")).attempt == 0, "nothing was claimed"
 
 
@@ -67,7 +67,7 @@ def test_a_different_number_of_hosts_is_named(workspace: Workspace) -> None:
         workspace.start_host("run", SOON, host=h, hosts=n, at=at, config=FAULTY)
         for h, n in counts.items()
     ]
-    all_say(two, ExitCode.CONFIG, "host 1", "3")
+    assert_all_exit(two, ExitCode.CONFIG, "host 1", "3")
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_another_trajectory_on_one_host_is_named(workspace: Workspace) -> None:
         )
         for h in (0, 1)
     ]
-    all_say(two, ExitCode.CONFIG, "host 1", "run.seed")
+    assert_all_exit(two, ExitCode.CONFIG, "host 1", "run.seed")
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_other_library_versions_on_one_host_are_named(workspace: Workspace, tmp_
         workspace.start_host("run", SOON, host=h, hosts=2, at=at, config=FAULTY, env=env)
         for h, env in enumerate(envs)
     ]
-    all_say(two, ExitCode.CONFIG, "host 1", "optax", "0.0.1")
+    assert_all_exit(two, ExitCode.CONFIG, "host 1", "optax", "0.0.1")
 
 
 @pytest.mark.slow
@@ -104,14 +104,14 @@ def test_an_unshared_run_directory_is_named(workspace: Workspace) -> None:
         for h, name in enumerate(("here", "there"))
     ]
     secrets = [str(workspace.run_dir(name).secret) for name in ("here", "there")]
-    all_say([follower], ExitCode.CONFIG, at, "not shared by all hosts", secrets[1])
-    words = (
+    assert_all_exit([follower], ExitCode.CONFIG, at, "not shared by all hosts", secrets[1])
+    texts = (
         "host 1 of 2 did not connect",
         "different secrets",
         "same shared directory",
         secrets[0],
     )
-    all_say([lead], ExitCode.PEER_LOST, *words)
+    assert_all_exit([lead], ExitCode.PEER_LOST, *texts)
 
 
 def test_an_unshared_run_directory_is_named_if_the_secret_is_given(workspace: Workspace) -> None:
@@ -120,7 +120,7 @@ def test_an_unshared_run_directory_is_named_if_the_secret_is_given(workspace: Wo
         workspace.start_host(name, SOON, host=h, hosts=2, at=at, config=FAULTY, env=SECRET)
         for h, name in enumerate(("here", "there"))
     ]
-    all_say(two, ExitCode.CONFIG, "host 1", "not shared by all hosts")
+    assert_all_exit(two, ExitCode.CONFIG, "host 1", "not shared by all hosts")
     for name in ("here", "there"):
         assert not workspace.run_dir(name).secret.exists()
 
@@ -131,7 +131,7 @@ def test_a_secret_that_others_can_read_is_rejected(workspace: Workspace) -> None
     path.write_text(64 * "0" + "\n")
     path.chmod(0o644)
     alone = workspace.start_host("run", SOON, host=1, hosts=2, at=free_address(), config=FAULTY)
-    all_say([alone], ExitCode.CONFIG, f"chmod 600 {path}")
+    assert_all_exit([alone], ExitCode.CONFIG, f"chmod 600 {path}")
 
 
 @pytest.mark.slow
@@ -142,38 +142,38 @@ def test_a_port_in_use_is_named(workspace: Workspace) -> None:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
         lead = workspace.start_host("run", SOON, host=0, hosts=2, at=at, config=FAULTY)
         follower = workspace.start_host("run", SOON, host=1, hosts=2, at=at, config=FAULTY)
-        all_say([lead], ExitCode.CONFIG, at)
-        all_say([follower], ExitCode.PEER_LOST, "host 0")
+        assert_all_exit([lead], ExitCode.CONFIG, at)
+        assert_all_exit([follower], ExitCode.PEER_LOST, "host 0")
 
 
 @pytest.mark.slow
 def test_a_duplicate_host_is_rejected_and_the_job_continues(workspace: Workspace) -> None:
     at = free_address()
-    words = ("hosts.join_seconds=60",)
-    first = workspace.start_host("run", *words, host=1, hosts=2, at=at, config=FAULTY)
-    lead = workspace.start_host("run", *words, host=0, hosts=2, at=at, config=FAULTY)
+    arguments = ("hosts.join_seconds=60",)
+    first = workspace.start_host("run", *arguments, host=1, hosts=2, at=at, config=FAULTY)
+    lead = workspace.start_host("run", *arguments, host=0, hosts=2, at=at, config=FAULTY)
     lead.attempt = first.attempt = 1
     lead.wait_phase("import")
-    late = workspace.start_host("run", *words, host=1, hosts=2, at=at, config=FAULTY)
+    late = workspace.start_host("run", *arguments, host=1, hosts=2, at=at, config=FAULTY)
     late.assert_fails(ExitCode.FENCED, "host 1", f"pid {first.process.pid}")
     assert [lead.wait_exit(), first.wait_exit()] == [0, 0], lead.printed() + first.printed()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "texts"),
     [
         (("mesh.fsdp=3",), ("mesh", "2 device")),
         (("train.global_batch_size=5",), ("global_batch_size=5", "feasible")),
     ],
 )
 def test_an_impossible_mesh_is_one_error_on_every_host(
-    workspace: Workspace, overrides: tuple[str, ...], words: tuple[str, ...]
+    workspace: Workspace, overrides: tuple[str, ...], texts: tuple[str, ...]
 ) -> None:
     two = workspace.start_hosts("run", *overrides, hosts=2, config=FAULTY)
     since = time.monotonic()
     for trainer in two:
-        trainer.assert_fails(ExitCode.CONFIG, *words)
+        trainer.assert_fails(ExitCode.CONFIG, *texts)
     assert time.monotonic() - since < 60
     launched = workspace.launch("launched", *overrides, hosts=2, config=FAULTY)
-    launched.assert_fails(ExitCode.CONFIG, *words)
+    launched.assert_fails(ExitCode.CONFIG, *texts)

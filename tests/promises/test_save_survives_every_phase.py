@@ -34,7 +34,7 @@ def start(workspace: Workspace, point: str, sig: signal.Signals, *, at: int = 1)
     return workspace.start("run", *MLP, env=fault)
 
 
-def assert_committed_is_whole(run_dir: RunDir) -> None:
+def assert_committed_is_complete(run_dir: RunDir) -> None:
     for commit in run_history(run_dir).committed:
         found = verify.verify_step(run_dir.root / commit.path, commit)
         assert found.problems == (), found.evidence
@@ -54,13 +54,13 @@ def test_a_run_killed_at_every_boundary_of_a_save_ends_bit_exact(
     for point in SAVE:
         at = 3 if point == SAVE[0] else 1
         killed(start(workspace, point, signal.SIGKILL, at=at))
-        assert_committed_is_whole(run_dir)
+        assert_committed_is_complete(run_dir)
         assert run_history(run_dir).step >= newest, "a committed step is lost"
         newest = run_history(run_dir).step
     assert newest > 0
     workspace.finish("run", *MLP)
     assert_bit_exact(run_dir, unbroken)
-    assert_committed_is_whole(run_dir)
+    assert_committed_is_complete(run_dir)
     there = sorted(path.name for path in run_dir.checkpoints.iterdir())
     assert there == sorted(run_history(run_dir).protected_dirs), "something was left behind"
 
@@ -100,16 +100,16 @@ def test_zombies_from_every_phase_of_a_save_damage_nothing(
         zombie.kill(signal.SIGSTOP, target="supervisor")
         zombie.wait(lambda z=zombie: is_stopped(z), what="a suspended supervisor")
         zombies.append(zombie)
-    heir = workspace.finish("run", *MLP)
-    assert heir.attempt == len(SAVE) + 1
-    before = counted(run_dir, heir)
+    successor = workspace.finish("run", *MLP)
+    assert successor.attempt == len(SAVE) + 1
+    before = counted(run_dir, successor)
     assert_bit_exact(run_dir, unbroken)
     for zombie in zombies:
         zombie.kill(signal.SIGCONT)
     for zombie in zombies:
         zombie.assert_fails(ExitCode.FENCED, "owns this run now")
-    assert counted(run_dir, heir) == before
-    assert_committed_is_whole(run_dir)
+    assert counted(run_dir, successor) == before
+    assert_committed_is_complete(run_dir)
     assert_bit_exact(run_dir, unbroken)
 
 

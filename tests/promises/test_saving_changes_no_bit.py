@@ -17,7 +17,7 @@ from tests.promises.trainer import (
     starts,
 )
 
-BARE = tuple(word for word in MLP if "save_every_steps" not in word)
+BARE = tuple(argument for argument in MLP if "save_every_steps" not in argument)
 SLOWLY = {"PACE": "0.005"}
 """About 8 steps per second, so that also a busy machine can kill it in the middle."""
 WHEN = "checkpoint.when={kind: %s}"
@@ -28,7 +28,7 @@ def events(trainer: Trainer, kind: str, host: int = 0) -> list[dict[str, Any]]:
 
 
 def test_a_run_with_time_based_saves_is_bit_exact_after_kills(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     often = WHEN % "auto, mtbf_hours: 1.0e-5, max_overhead: 1.0"
     trainer = workspace.start("run", often, config=FAULTY, env=SLOWLY)
@@ -47,7 +47,7 @@ def test_a_run_with_time_based_saves_is_bit_exact_after_kills(
     assert events(again, "save_interval_chosen")[0]["failures"] == 1, "the kill counts"
     assert 0 < starts(again.run_dir)[1] < 60
     assert "saving every" in again.printed()
-    assert_bit_exact(again.run_dir, calm)
+    assert_bit_exact(again.run_dir, fault_free)
 
 
 @pytest.mark.slow

@@ -51,9 +51,9 @@ def test_unavailable_storage_quarantines_nothing_and_the_run_resumes_afterwards(
         step_dir = run_dir.root / commits[-1].path
         shutil.copytree(step_dir, run_dir.root / "whole")
         outage(step_dir)
-        words = [str(run_dir.root), f"deadlines.restore_seconds={HANG_SECONDS}"]
+        arguments = [str(run_dir.root), f"deadlines.restore_seconds={HANG_SECONDS}"]
         through = DENIED if outage is denies and os.geteuid() == 0 else ()
-        trainers[outage] = workspace.command(run_dir, words, through=through), commits, step_dir
+        trainers[outage] = workspace.command(run_dir, arguments, through=through), commits, step_dir
     for outage, (trainer, commits, _) in trainers.items():
         trainer.assert_fails(ExitCode.STORAGE, "udged damaged", OUTAGES[outage])
         assert run_history(trainer.run_dir).committed == commits, (

@@ -42,7 +42,7 @@ class Disk:
 
     def start(self, *overrides: str) -> Trainer:
         caches = self.workspace.caches
-        words = [
+        arguments = [
             str(TINY),
             *MLP,
             f"run.dir={self.inside / 'run'}",
@@ -50,7 +50,7 @@ class Disk:
             f"compilation.cache_dir={caches / 'xla'}",
             *overrides,
         ]
-        return self.workspace.command(self.run_dir, words)
+        return self.workspace.command(self.run_dir, arguments)
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def test_read_only_run_dir_is_rejected(disk: Disk) -> None:
 
 def test_read_only_cache_is_rejected(disk: Disk, workspace: Workspace) -> None:
     disk.namespace.remount(disk.inside, "ro")
-    words = (f"run.dir={workspace.root / 'run'}", f"data.cache_dir={disk.inside}")
-    disk.start(*words).assert_fails(
+    arguments = (f"run.dir={workspace.root / 'run'}", f"data.cache_dir={disk.inside}")
+    disk.start(*arguments).assert_fails(
         ExitCode.CONFIG, "data.cache_dir", str(disk.inside), "Read-only file system"
     )
 
@@ -85,8 +85,8 @@ def test_read_only_cache_is_rejected(disk: Disk, workspace: Workspace) -> None:
 @pytest.mark.slow
 def test_full_cache_exits_with_storage(disk: Disk, workspace: Workspace) -> None:
     disk.namespace.fill(disk.inside)
-    words = (f"run.dir={workspace.root / 'run'}", f"data.cache_dir={disk.inside}")
-    disk.start(*words).assert_fails(
+    arguments = (f"run.dir={workspace.root / 'run'}", f"data.cache_dir={disk.inside}")
+    disk.start(*arguments).assert_fails(
         ExitCode.STORAGE, "data.cache_dir", str(disk.inside), "No space left", "Free"
     )
     assert sorted(p.name for p in disk.run_dir.root.parent.rglob("*")) == ["ballast", "corpora"]
@@ -126,7 +126,7 @@ def events(trainer: Trainer, kind: str) -> list[dict[str, Any]]:
     return [event for event in found if event["event"] == kind]
 
 
-def assert_lines_are_whole(trainer: Trainer) -> list[int]:
+def assert_lines_are_complete(trainer: Trainer) -> list[int]:
     """Asserts that this attempt's metrics have no partial line, no gap and no duplicate."""
     rows = trainer.run_dir.metrics(trainer.attempt).read_bytes().splitlines()
     steps = [json.loads(row)["step"] for row in rows]
@@ -134,7 +134,7 @@ def assert_lines_are_whole(trainer: Trainer) -> list[int]:
     return steps
 
 
-def assert_commits_are_whole(disk: Disk) -> int:
+def assert_commits_are_complete(disk: Disk) -> int:
     """Asserts that every committed step can be read; returns the newest."""
     committed = [commit.step for commit in run_history(disk.run_dir).committed]
     assert committed
@@ -152,14 +152,14 @@ def test_full_disk_stops_no_training_and_saving_recovers(
     trainer.wait_commit(20)
     ballast = disk.namespace.fill(disk.inside, but_bytes=but_bytes)
     wait_alarm(trainer)
-    good = assert_commits_are_whole(disk)
+    good = assert_commits_are_complete(disk)
     trainer.wait(lambda: trainer.printed().count(ALARM) >= 3, what="a third failed save")
     assert run_history(disk.run_dir).step == good, "nothing is committed on a full disk"
-    assert assert_commits_are_whole(disk) == good
+    assert assert_commits_are_complete(disk) == good
     ballast.unlink()
     assert trainer.wait_exit() == 0, trainer.printed()
     assert_bit_exact(disk.run_dir, unbroken_long)
-    assert assert_lines_are_whole(trainer) == list(range(1, 1001))
+    assert assert_lines_are_complete(trainer) == list(range(1, 1001))
     assert "is committed, after" in trainer.printed()
     failures = [event["failures"] for event in events(trainer, "save_failed")]
     assert failures == list(range(1, len(failures) + 1)), "one row of failures"
@@ -176,7 +176,7 @@ def test_disk_that_stays_full_exits_with_storage_and_the_same_command_resumes(
     trainer.assert_fails(
         ExitCode.STORAGE, "step 200 could not be committed", "Then run the same command"
     )
-    good = assert_commits_are_whole(disk)
+    good = assert_commits_are_complete(disk)
     assert good < 200
     assert f"it resumes from step {good}." in trainer.printed()
     assert trainer.printed().count(ALARM) >= 2, "the last step was tried twice"
@@ -194,7 +194,7 @@ def test_too_many_consecutive_failed_saves_exit_with_storage(disk: Disk) -> None
     trainer.assert_fails(
         ExitCode.STORAGE, "3 saves in a row have failed", "checkpoint.max_failed_saves"
     )
-    assert_commits_are_whole(disk)
+    assert_commits_are_complete(disk)
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_stop_on_a_full_disk_keeps_its_code_and_reports_that_nothing_is_committe
     wait_alarm(trainer)
     trainer.kill(sig, target="supervisor")
     trainer.assert_fails(exit, "could not be committed", "no space left")
-    good = assert_commits_are_whole(disk)
+    good = assert_commits_are_complete(disk)
     stop = run_history(disk.run_dir).last_stop
     if stop is None:  # No space for the record: printed instead.
         assert "the result could not be recorded" in trainer.printed()
@@ -267,7 +267,7 @@ def test_log_file_on_a_full_disk_does_not_change_the_exit(disk: Disk, workspace:
     trainer.wait_commit(20)
     ballast = disk.namespace.fill(disk.inside)
     assert trainer.wait_exit() == ExitCode.STORAGE
-    good = assert_commits_are_whole(disk)
+    good = assert_commits_are_complete(disk)
     ballast.unlink()
     again = disk.start(*FULL)
     assert again.wait_exit() == 0
@@ -285,4 +285,4 @@ def test_training_continues_while_storage_is_unmounted(disk: Disk, unbroken_long
     away.rename(disk.run_dir.root)
     assert trainer.wait_exit() == 0, trainer.printed()
     assert_bit_exact(disk.run_dir, unbroken_long)
-    assert assert_lines_are_whole(trainer) == list(range(1, 1001))
+    assert assert_lines_are_complete(trainer) == list(range(1, 1001))

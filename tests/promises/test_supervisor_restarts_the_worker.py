@@ -39,13 +39,15 @@ def start(
     workspace: Workspace, *overrides: str, hosts: int | str = 1, name: str = "run", **env: str
 ) -> Trainer:
     """Starts a supervised FAULTY run."""
-    words = (QUICK, *overrides)
-    return workspace.launch(name, *words, hosts=hosts, config=FAULTY, env=PACED | env, restart=True)
+    arguments = (QUICK, *overrides)
+    return workspace.launch(
+        name, *arguments, hosts=hosts, config=FAULTY, env=PACED | env, restart=True
+    )
 
 
 def decisions(trainer: Trainer, kind: str = "attempt_restarted") -> list[dict[str, Any]]:
-    told = read_events(trainer.run_dir.supervisor_events)
-    return [event for event in told if event["event"] == kind]
+    reported = read_events(trainer.run_dir.supervisor_events)
+    return [event for event in reported if event["event"] == kind]
 
 
 def attempts(trainer: Trainer) -> int:
@@ -80,7 +82,7 @@ def name_of(pid: int) -> str:
     return ""
 
 
-def wait_zygote(trainer: Trainer, *, prepared: int) -> None:
+def wait_fork_server(trainer: Trainer, *, prepared: int) -> None:
     """Suspends the training workers until so many fork servers are ready."""
     for pid in trainer.workers().values():
         os.kill(pid, signal.SIGSTOP)
@@ -92,8 +94,8 @@ def wait_zygote(trainer: Trainer, *, prepared: int) -> None:
 def forked(trainer: Trainer, host: int = 0) -> list[bool]:
     """Returns attempt -> whether the host's worker was forked."""
     numbers = range(1, attempts(trainer) + 1)
-    told = [read_events(trainer.run_dir.events(number, host)) for number in numbers]
-    return [e["forked"] for events in told for e in events if e["event"] == "run_opened"]
+    reported = [read_events(trainer.run_dir.events(number, host)) for number in numbers]
+    return [e["forked"] for events in reported for e in events if e["event"] == "run_opened"]
 
 
 def kill_at_random(trainer: Trainer, *, kills: int, seed: int) -> None:
@@ -112,12 +114,12 @@ def kill_at_random(trainer: Trainer, *, kills: int, seed: int) -> None:
 
 @pytest.mark.parametrize("hosts", slow_but([1, 2], 1))
 def test_killed_workers_are_restarted_bit_exact(
-    workspace: Workspace, calm: RunDir, calm_pair: RunDir, hosts: int
+    workspace: Workspace, fault_free: RunDir, fault_free_pair: RunDir, hosts: int
 ) -> None:
     trainer = start(workspace, "restart.max_attempts_without_commit=20", hosts=hosts)
     if hosts > 1:
         trainer.wait_step(2)
-        wait_zygote(trainer, prepared=1)
+        wait_fork_server(trainer, prepared=1)
     kill_at_random(trainer, kills=2, seed=hosts)
     assert trainer.wait_exit() == 0, trainer.printed()
     claims = run_history(trainer.run_dir).claims
@@ -125,10 +127,10 @@ def test_killed_workers_are_restarted_bit_exact(
     if hosts > 1:
         assert len({claim.coordinator for claim in claims}) == 3, "a port is used again"
         assert forked(trainer, host=1)[:2] == [False, True], trainer.printed()
-    told = decisions(trainer)
-    assert [event["exit"] for event in told] == [128 + signal.SIGKILL] * 2, trainer.printed()
+    reported = decisions(trainer)
+    assert [event["exit"] for event in reported] == [128 + signal.SIGKILL] * 2, trainer.printed()
     assert len(decisions(trainer, "supervision_ended")) == 1
-    assert_bit_exact(trainer.run_dir, calm if hosts == 1 else calm_pair)
+    assert_bit_exact(trainer.run_dir, fault_free if hosts == 1 else fault_free_pair)
     assert_nothing_left(trainer.run_dir)
 
 
@@ -136,13 +138,13 @@ def test_killed_workers_are_restarted_bit_exact(
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_run_with_many_killed_workers_ends_bit_exact(
-    workspace: Workspace, calm: RunDir, calm_pair: RunDir, hosts: int, seed: int
+    workspace: Workspace, fault_free: RunDir, fault_free_pair: RunDir, hosts: int, seed: int
 ) -> None:
     slow = ("restart.max_attempts_without_commit=50",)
     trainer = start(workspace, *slow, hosts=hosts, PACE="0.005")
     kill_at_random(trainer, kills=8, seed=seed)
     assert trainer.wait_exit() == 0, trainer.printed()
-    assert_bit_exact(trainer.run_dir, calm if hosts == 1 else calm_pair)
+    assert_bit_exact(trainer.run_dir, fault_free if hosts == 1 else fault_free_pair)
     assert_nothing_left(trainer.run_dir)
 
 
@@ -163,7 +165,7 @@ def test_a_run_that_fails_at_once_every_time_is_given_up(workspace: Workspace) -
 
 @pytest.mark.slow
 def test_a_new_supervisor_keeps_the_failure_count_and_resets_it_after_a_give_up(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     """Otherwise the budget would never stop a scheduler that restarts the supervisor repeatedly."""
     limit = "restart.max_attempts_without_commit=2"
@@ -177,16 +179,21 @@ def test_a_new_supervisor_keeps_the_failure_count_and_resets_it_after_a_give_up(
     third = start(workspace, limit)
     assert third.wait_exit() == 0, third.printed()
     started = [
-        (told["after_kill"], told["attempt"], told["num_ended_attempts"], told["budget"])
-        for told in decisions(third, "supervision_started")
+        (
+            reported["after_kill"],
+            reported["attempt"],
+            reported["num_ended_attempts"],
+            reported["budget"],
+        )
+        for reported in decisions(third, "supervision_started")
     ]
     used = "failure 1 of 2 without a new commit"
     assert started == [(False, 0, 0, ""), (True, 1, 1, used), (False, 2, 0, "")]
-    assert_bit_exact(third.run_dir, calm)
+    assert_bit_exact(third.run_dir, fault_free)
 
 
 @pytest.mark.slow
-def test_progress_resets_the_restart_budget(workspace: Workspace, calm: RunDir) -> None:
+def test_progress_resets_the_restart_budget(workspace: Workspace, fault_free: RunDir) -> None:
     """Three failures with a budget of two: new steps were committed before each of them.
 
     The second attempt is a fork of the fork server, the third is not: the server was killed too.
@@ -199,7 +206,7 @@ def test_progress_resets_the_restart_budget(workspace: Workspace, calm: RunDir) 
             (fork_server,) = fork_servers(trainer)
             os.kill(fork_server, signal.SIGKILL)
         else:
-            wait_zygote(trainer, prepared=1 + attempt // 2)
+            wait_fork_server(trainer, prepared=1 + attempt // 2)
         trainer.kill(target="worker")
         wait_attempt(trainer, attempt + 1)
     assert trainer.wait_exit() == 0, trainer.printed()
@@ -207,7 +214,7 @@ def test_progress_resets_the_restart_budget(workspace: Workspace, calm: RunDir) 
     (noted,) = decisions(trainer, "note")
     assert "a fresh process instead of a fork" in noted["message"]
     assert not fork_servers(trainer), "the fork server outlives its supervisor"
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +245,7 @@ def test_permanent_failures_are_not_retried(
 
 @pytest.mark.slow
 def test_a_preempted_worker_is_restarted_at_once_without_using_the_budget(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     """With a budget of one, the first counted failure would be the last."""
     slow = ("restart.max_attempts_without_commit=1", "restart.backoff_seconds=60")
@@ -249,40 +256,40 @@ def test_a_preempted_worker_is_restarted_at_once_without_using_the_budget(
     trainer.wait_step(13)
     trainer.kill(signal.SIGTERM, target="worker")
     assert trainer.wait_exit() == 0, f"a preemption was charged\n{trainer.printed()}"
-    told = [(event["exit"], event["after_seconds"]) for event in decisions(trainer)]
-    assert told == [(ExitCode.PREEMPTED, 0.0)] * 2
-    assert_bit_exact(trainer.run_dir, calm)
+    reported = [(event["exit"], event["after_seconds"]) for event in decisions(trainer)]
+    assert reported == [(ExitCode.PREEMPTED, 0.0)] * 2
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow
 def test_a_suspended_worker_counts_as_hung_and_is_restarted(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     trainer = start(workspace, "deadlines.step_seconds=2")
     trainer.wait_step(13)
     trainer.kill(signal.SIGSTOP, target="worker")
     assert trainer.wait_exit() == 0, trainer.printed()
     assert [event["exit"] for event in decisions(trainer)] == [ExitCode.HUNG]
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_suspended_worker_of_two_counts_as_lost_and_is_restarted(
-    workspace: Workspace, calm_pair: RunDir, host: int
+    workspace: Workspace, fault_free_pair: RunDir, host: int
 ) -> None:
     trainer = start(workspace, "hosts.heartbeat_seconds=5", hosts=2)
     trainer.wait_step(13)
     os.kill(trainer.workers()[host], signal.SIGSTOP)
     assert trainer.wait_exit() == 0, trainer.printed()
-    told = [(event["exit"], event["culprit"]) for event in decisions(trainer)]
-    assert told == [(ExitCode.PEER_LOST, host)]
-    assert_bit_exact(trainer.run_dir, calm_pair)
+    reported = [(event["exit"], event["culprit"]) for event in decisions(trainer)]
+    assert reported == [(ExitCode.PEER_LOST, host)]
+    assert_bit_exact(trainer.run_dir, fault_free_pair)
 
 
 @pytest.mark.slow
 def test_no_process_of_an_attempt_is_left_when_the_next_starts(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     tag = str(workspace.run_dir("run").root)
     trainer = start(workspace, FAULT="build:1:spawn", TAG=tag)
@@ -294,18 +301,18 @@ def test_no_process_of_an_attempt_is_left_when_the_next_starts(
     assert not before & set(members(trainer.run_dir)), "left behind"
     assert trainer.wait_exit() == 0, trainer.printed()
     assert "process(es) that an attempt had left behind were killed" in trainer.printed()
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
     assert_nothing_left(trainer.run_dir)
 
 
 @pytest.mark.slow
 def test_the_successor_of_a_killed_supervisor_cleans_up_and_resumes(
-    workspace: Workspace, calm_pair: RunDir
+    workspace: Workspace, fault_free_pair: RunDir
 ) -> None:
     tag = str(workspace.run_dir("run").root)
     first = start(workspace, hosts=2, FAULT="build:1:spawn", TAG=tag)
     first.wait_step(2)
-    wait_zygote(first, prepared=1)
+    wait_fork_server(first, prepared=1)
     first.kill(target="worker")
     wait_attempt(first, 2)
     first.wait_step(13)
@@ -332,7 +339,7 @@ def test_the_successor_of_a_killed_supervisor_cleans_up_and_resumes(
         for pid in others:  # Without a mark and a successor, no process finds it.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    assert_bit_exact(second.run_dir, calm_pair)
+    assert_bit_exact(second.run_dir, fault_free_pair)
     assert_nothing_left(second.run_dir)
 
 
@@ -375,7 +382,7 @@ def test_a_second_signal_kills_at_once_and_nothing_is_restarted(workspace: Works
 
 @pytest.mark.slow
 def test_a_stop_during_training_saves_and_is_not_restarted(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     trainer = start(workspace)
     trainer.wait_step(13)
@@ -385,12 +392,12 @@ def test_a_stop_during_training_saves_and_is_not_restarted(
     assert run_history(trainer.run_dir).step >= 13
     second = start(workspace)
     assert second.wait_exit() == 0, second.printed()
-    assert_bit_exact(second.run_dir, calm)
+    assert_bit_exact(second.run_dir, fault_free)
 
 
 @pytest.mark.slow
 def test_a_suspended_supervisor_restarts_nothing_and_a_second_one_is_rejected(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     """Suspended for longer than each deadline of a training worker."""
     limits = [f"deadlines.{phase}_seconds=2" for phase in ("step", "data", "evaluate")]
@@ -404,26 +411,26 @@ def test_a_suspended_supervisor_restarts_nothing_and_a_second_one_is_rejected(
     second.assert_fails(ExitCode.FENCED, f"pid {trainer.process.pid}")
     assert trainer.wait_exit() == 0, trainer.printed()
     assert attempts(trainer) == 1, trainer.printed()
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow
-def test_an_unhealthy_host_is_excluded(workspace: Workspace, calm_pair: RunDir) -> None:
+def test_an_unhealthy_host_is_excluded(workspace: Workspace, fault_free_pair: RunDir) -> None:
     trainer = start(workspace, hosts="1..2", FAULT="trace:1:unhealthy")
     assert trainer.wait_exit() == 0, trainer.printed()
-    (told,) = decisions(trainer)
-    assert (told["exit"], told["culprit"]) == (ExitCode.UNHEALTHY, 1)
-    assert (told["num_hosts"], told["excluded_slots"]) == (1, [1])
+    (reported,) = decisions(trainer)
+    assert (reported["exit"], reported["culprit"]) == (ExitCode.UNHEALTHY, 1)
+    assert (reported["num_hosts"], reported["excluded_slots"]) == (1, [1])
     assert [claim.num_hosts for claim in run_history(trainer.run_dir).claims] == [2, 1]
     assert [row["samples"] for row in rows_of(trainer.run_dir)] == [
-        row["samples"] for row in rows_of(calm_pair)
+        row["samples"] for row in rows_of(fault_free_pair)
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.campaign)])
 def test_a_host_named_by_two_faults_is_excluded_also_by_the_next_supervisor(
-    workspace: Workspace, calm: RunDir, most: int
+    workspace: Workspace, fault_free: RunDir, most: int
 ) -> None:
     hosts = f"{most - 1}..{most}"
     trainer = start(workspace, hosts=hosts, PACE="0.005")
@@ -433,17 +440,17 @@ def test_a_host_named_by_two_faults_is_excluded_also_by_the_next_supervisor(
         os.kill(trainer.workers()[1], signal.SIGKILL)
         wait_attempt(trainer, attempt + 1)
     facts = ("culprit", "num_hosts", "excluded_slots")
-    named = [tuple(told[fact] for fact in facts) for told in decisions(trainer)]
+    named = [tuple(reported[fact] for fact in facts) for reported in decisions(trainer)]
     assert named == [(1, most, []), (1, most - 1, [1])], trainer.printed()
     trainer.wait_step(23)
     trainer.kill(target="supervisor")
     trainer.wait_exit()
     second = start(workspace, hosts=hosts, PACE="0.005")
     assert second.wait_exit() == 0, second.printed()
-    all_places, left = tuple(range(most)), (0, 2)[: most - 1]
-    places = [claim.slots for claim in run_history(trainer.run_dir).claims]
-    assert places == [all_places, all_places, left, left]
-    here, there = rows_of(trainer.run_dir), rows_of(calm)
+    all_slots, left = tuple(range(most)), (0, 2)[: most - 1]
+    slots = [claim.slots for claim in run_history(trainer.run_dir).claims]
+    assert slots == [all_slots, all_slots, left, left]
+    here, there = rows_of(trainer.run_dir), rows_of(fault_free)
     assert [row["samples"] for row in here] == [row["samples"] for row in there]
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(here, there, strict=True)) < BOUND
     assert_nothing_left(trainer.run_dir)
@@ -451,7 +458,7 @@ def test_a_host_named_by_two_faults_is_excluded_also_by_the_next_supervisor(
 
 @pytest.mark.slow
 def test_an_unavailable_log_is_waited_for_and_never_recreated(
-    workspace: Workspace, calm: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     trainer = start(workspace, "restart.storage_backoff_seconds=1", PACE="0.002")
     trainer.wait_commit(20)
@@ -464,7 +471,7 @@ def test_an_unavailable_log_is_waited_for_and_never_recreated(
     assert trainer.wait_exit() == 0, trainer.printed()
     codes = [event["exit"] for event in decisions(trainer)]
     assert codes == [128 + signal.SIGKILL] + [ExitCode.STORAGE] * (len(codes) - 1)
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow

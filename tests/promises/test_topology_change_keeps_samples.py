@@ -31,8 +31,8 @@ BOUND = 5e-5
 orders, and 200 steps of Adam propagate that. Measured: at most 2e-6."""
 
 
-def start(workspace: Workspace, name: str, count: int, *words: str) -> Trainer:
-    return workspace.start(name, *MLP, *words, env={"JAX_NUM_CPU_DEVICES": str(count)})
+def start(workspace: Workspace, name: str, count: int, *arguments: str) -> Trainer:
+    return workspace.start(name, *MLP, *arguments, env={"JAX_NUM_CPU_DEVICES": str(count)})
 
 
 def kill_after_commit(trainer: Trainer, step: int) -> None:
@@ -53,14 +53,14 @@ def kill_after_commit(trainer: Trainer, step: int) -> None:
 def test_the_samples_stay_the_same_on_fewer_devices(
     workspace: Workspace, unbroken: RunDir, axes: str
 ) -> None:
-    for commit, (count, words) in zip((40, 80, 120, None), AXES[axes].items(), strict=True):
-        trainer = start(workspace, "run", count, *words)
+    for commit, (count, arguments) in zip((40, 80, 120, None), AXES[axes].items(), strict=True):
+        trainer = start(workspace, "run", count, *arguments)
         if commit is not None:
             kill_after_commit(trainer, commit)
         else:
             assert trainer.wait_exit() == 0, trainer.printed()
         mesh = run_history(trainer.run_dir).starts[-1].body.computation["mesh"]
-        sizes = [int(word.partition("=")[2]) for word in mesh.split()]
+        sizes = [int(axis.partition("=")[2]) for axis in mesh.split()]
         assert np.prod(sizes) == count, f"not the mesh that was meant: {mesh}"
         assert (sizes[0] == count) == (axes == "data" or count == 1)
     begun = starts(trainer.run_dir)
@@ -78,10 +78,10 @@ def test_the_samples_stay_the_same_on_fewer_devices(
 
 
 def test_back_on_the_original_mesh_the_run_ends_bit_exact(workspace: Workspace) -> None:
-    words = AXES["fsdp x tensor"][8]
-    assert start(workspace, "unbroken", 8, *words).wait_exit() == 0
-    kill_after_commit(start(workspace, "broken", 8, *words), 100)
-    again = start(workspace, "broken", 8, *words)
+    arguments = AXES["fsdp x tensor"][8]
+    assert start(workspace, "unbroken", 8, *arguments).wait_exit() == 0
+    kill_after_commit(start(workspace, "broken", 8, *arguments), 100)
+    again = start(workspace, "broken", 8, *arguments)
     assert again.wait_exit() == 0, again.printed()
     assert starts(again.run_dir)[1] >= 100
     assert_bit_exact(again.run_dir, workspace.run_dir("unbroken"))

@@ -36,7 +36,7 @@ def signal_all(trainer: Trainer, number: signal.Signals) -> None:
     "any_workspace", ["bucket", pytest.param("local", marks=pytest.mark.campaign)], indirect=True
 )
 def test_two_hosts_skip_damage_keep_one_owner_and_fence_a_zombie(
-    any_workspace: Workspace, calm_pair: RunDir
+    any_workspace: Workspace, fault_free_pair: RunDir
 ) -> None:
     """One test for all, because two hosts take long to start."""
     first = any_workspace.launch("run", config=FAULTY, hosts=2, env=SLOW)
@@ -61,10 +61,10 @@ def test_two_hosts_skip_damage_keep_one_owner_and_fence_a_zombie(
     )
 
     signal_all(zombie, signal.SIGSTOP)
-    heir = any_workspace.launched("run", config=FAULTY, hosts=2)
+    successor = any_workspace.launched("run", config=FAULTY, hosts=2)
     records, final = files.list_names(run_dir.log), digest(run_dir)
     signal_all(zombie, signal.SIGCONT)
-    zombie.assert_fails(ExitCode.FENCED, f"pid {heir.process.pid}", "owns this run now")
+    zombie.assert_fails(ExitCode.FENCED, f"pid {successor.process.pid}", "owns this run now")
     assert files.list_names(run_dir.log) == records
     assert digest(run_dir) == final
-    assert_bit_exact(run_dir, calm_pair)
+    assert_bit_exact(run_dir, fault_free_pair)

@@ -53,9 +53,9 @@ def answer(connected: socket.socket) -> list[set[str]]:
 
 def attack(at: str) -> None:
     """Attacks in every way; the client receives only a challenge and possibly a rejection."""
-    for words in ATTACKS:
+    for data in ATTACKS:
         with connect(at) as connected:
-            connected.sendall(words)
+            connected.sendall(data)
             assert answer(connected) in ([{"challenge"}], [{"challenge"}, {"refused"}]), words
     with connect(at) as connected:
         challenge = connected.recv(65536)

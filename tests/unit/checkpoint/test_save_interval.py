@@ -88,7 +88,7 @@ def attempt(number, *, at, trained=True, until=None, stop=None):
 
 
 def test_failures_hours_and_the_restart_are_read_from_the_log():
-    told = [
+    reported = [
         *attempt(1, at=0, until=30 + 3600),  # Killed.
         *attempt(2, at=9000, until=9030 + 1794, stop=(75, True)),
         *attempt(3, at=20000, until=20030 + 1794, stop=(80, False)),
@@ -97,7 +97,9 @@ def test_failures_hours_and_the_restart_are_read_from_the_log():
         *attempt(6, at=50000, until=50030 + 3594, stop=(74, False)),
         *attempt(7, at=60000),
     ]
-    records = [Record(seq, number, time, body) for seq, (number, time, body) in enumerate(told, 1)]
+    records = [
+        Record(seq, number, time, body) for seq, (number, time, body) in enumerate(reported, 1)
+    ]
     costs = of_log(records, attempt=7)
     assert costs.failures == 3, "the kill, the hang and the storage that lost steps"
     assert costs.trained_hours == pytest.approx(1 + 0.5 + 0.5 + 1 + 1)

@@ -41,20 +41,20 @@ def hosts(count):
     ]
 
 
-def unasked():
+def not_called():
     raise AssertionError("only the lead decides")
 
 
 def test_host_0_decides_and_all_hosts_receive_its_value():
     lead, *others = hosts(3)
     assert lead.broadcast("restore", lambda: "step 8", seconds=1) == "step 8"
-    assert [one.broadcast("restore", unasked, seconds=1) for one in others] == ["step 8"] * 2
+    assert [one.broadcast("restore", not_called, seconds=1) for one in others] == ["step 8"] * 2
 
 
 def test_a_missing_value_names_host_0_in_one_line():
     _, other = hosts(2)
     with pytest.raises(PeerLost, match="host 0 did not send") as error:
-        other.broadcast("restore", unasked, seconds=0.05)
+        other.broadcast("restore", not_called, seconds=0.05)
     assert "\n" not in str(error.value)
 
 

@@ -361,12 +361,12 @@ class Signalled:
 @pytest.mark.parametrize("end", [StoppedError, PreemptedError, ConfigError])
 def test_an_exit_of_one_host_before_the_start_ends_all(address, end):
     clock = Signalled(end("SIGx"), time.monotonic() + 0.6)
-    led, ended, told = together(
+    led, ended, reported = together(
         partial(begin, address, num_hosts=4),
         partial(follow, address, hello(1, num_hosts=4), clock=clock),
         partial(follow, address, hello(2, num_hosts=4)),
     )
-    assert_all_end([led, told], end, "host 1 (node1): SIGx")
+    assert_all_end([led, reported], end, "host 1 (node1): SIGx")
     assert str(ended) == "SIGx"
 
 
@@ -376,9 +376,9 @@ def test_an_exit_of_the_leader_before_the_start_ends_all(address):
             leading.wait_for_all()
             raise Fenced("owned by another process")
 
-    fenced, told = together(claims, partial(follow, address, hello(1)))
-    assert isinstance(told, Fenced)
-    assert str(told) == f"host 0 (node0): {fenced}"
+    fenced, reported = together(claims, partial(follow, address, hello(1)))
+    assert isinstance(reported, Fenced)
+    assert str(reported) == f"host 0 (node0): {fenced}"
 
 
 def test_a_follower_that_dies_before_the_claim_is_visible_ends_all(address):
@@ -386,10 +386,10 @@ def test_a_follower_that_dies_before_the_claim_is_visible_ends_all(address):
         with RendezvousFollower(hello(1, num_hosts=3), address, **LIMITS) as follower:
             follower.join()
 
-    led, _, told = together(
+    led, _, reported = together(
         partial(begin, address, num_hosts=3), dies, partial(follow, address, hello(2, num_hosts=3))
     )
-    assert_all_end([led, told], PeerLost, "host 1 (node1) is gone", "closed the connection")
+    assert_all_end([led, reported], PeerLost, "host 1 (node1) is gone", "closed the connection")
 
 
 def test_a_leader_that_dies_after_all_have_joined_is_lost(address):

@@ -199,8 +199,8 @@ def test_quotas_are_per_region_and_model(gce: GceEmulator, clients: Clients, as_
             clients.bulk(*many, machine=machine)
         assert caught.value.errors[0]["reason"] == "quotaExceeded"
     else:
-        told = clients.wait(clients.bulk(*many, machine=machine))
-        codes = [one.code for one in told.error.errors]
+        reported = clients.wait(clients.bulk(*many, machine=machine))
+        codes = [one.code for one in reported.error.errors]
         assert codes == ["VM_MIN_COUNT_NOT_REACHED", "QUOTA_EXCEEDED"]
     assert gce.vms() == {}
     assert not clients.wait(clients.bulk("a", "b", machine=machine)).error.errors
@@ -323,10 +323,10 @@ def test_a_regional_bulk_insert_places_all_vms_in_one_zone(
         region="us-central1",
         bulk_insert_instance_resource_resource=resource,
     )
-    told = clients.region_operations.wait(
+    reported = clients.region_operations.wait(
         project=PROJECT, region="us-central1", operation=operation.name
     )
-    assert told.status == DONE
+    assert reported.status == DONE
     assert clients.names(zone="us-central1-c") == ["one", "two"]
 
 

@@ -31,15 +31,15 @@ def test_a_bulk_insert_is_all_or_nothing_and_its_second_error_is_the_cause(
     gce: GceEmulator, clients: Clients
 ) -> None:
     gce.stockout(places=3)
-    told = clients.wait(clients.bulk("a", "b", "c", "d"))
-    assert codes(told) == ["VM_MIN_COUNT_NOT_REACHED", STOCKOUT]
-    assert told.http_error_status_code == 503
-    found = told.instances_bulk_insert_operation_metadata.per_location_status[f"zones/{ZONE}"]
+    reported = clients.wait(clients.bulk("a", "b", "c", "d"))
+    assert codes(reported) == ["VM_MIN_COUNT_NOT_REACHED", STOCKOUT]
+    assert reported.http_error_status_code == 503
+    found = reported.instances_bulk_insert_operation_metadata.per_location_status[f"zones/{ZONE}"]
     assert (found.created_vm_count, found.failed_to_create_vm_count) == (3, 1)
     assert found.deleted_vm_count == 3
     assert gce.vms() == {}
-    told = clients.wait(clients.bulk("a", "b", "c", "d", least=2))
-    assert codes(told) == []
+    reported = clients.wait(clients.bulk("a", "b", "c", "d", least=2))
+    assert codes(reported) == []
     assert list(gce.vms().values()) == ["RUNNING"] * 3
     with pytest.raises(exceptions.BadRequest):
         clients.bulk("x", least=2)
@@ -49,9 +49,9 @@ def test_a_stockout_is_per_zone_machine_and_model_and_may_lack_its_http_error(
     gce: GceEmulator, clients: Clients
 ) -> None:
     gce.stockout(zone=ZONE, machine="a2-.*", model="SPOT", times=1, has_http=False)
-    told = clients.wait(clients.insert("a"))
-    assert codes(told) == [STOCKOUT]
-    assert told.http_error_status_code == 0  # What the library's futures take for a success.
+    reported = clients.wait(clients.insert("a"))
+    assert codes(reported) == [STOCKOUT]
+    assert reported.http_error_status_code == 0  # What the library's futures take for a success.
     assert gce.vms() == {}
     on_demand = compute.Scheduling(provisioning_model="STANDARD", on_host_maintenance="TERMINATE")
     gce.stockout(model="SPOT", codes=["STOCKOUT", "RESOURCE_POOL_EXHAUSTED"])
@@ -63,8 +63,8 @@ def test_a_stockout_is_per_zone_machine_and_model_and_may_lack_its_http_error(
 
 def test_a_vm_can_be_preempted_during_its_creation(gce: GceEmulator, clients: Clients) -> None:
     gce.lose_next_in_creation()
-    told = clients.wait(clients.bulk("a", "b"))
-    assert codes(told) == ["VM_MIN_COUNT_NOT_REACHED", "UNSUPPORTED_OPERATION"]
+    reported = clients.wait(clients.bulk("a", "b"))
+    assert codes(reported) == ["VM_MIN_COUNT_NOT_REACHED", "UNSUPPORTED_OPERATION"]
     assert gce.vms() == {}
     gce.lose_next_in_creation()
     stops = spot(instance_termination_action="STOP")
@@ -142,8 +142,8 @@ def test_operations_can_fail_hang_or_be_slow(gce: GceEmulator, clients: Clients)
     gce.fail_operation("hang", type="insert", target="hangs")
     gce.fail_operation("slow", type="insert", target="slow", seconds=200)  # 1 s
     clients.wait(clients.insert("one"))
-    told = clients.wait(clients.delete("one"))
-    assert codes(told) == ["INTERNAL_ERROR"]
+    reported = clients.wait(clients.delete("one"))
+    assert codes(reported) == ["INTERNAL_ERROR"]
     assert gce.vms() == {"one": "RUNNING"}
     hanging, slow = clients.insert("hangs"), clients.insert("slow")
     gce.wait_for(lambda: set(gce.vms().values()) == {"RUNNING"})
@@ -170,8 +170,8 @@ def test_a_duplicate_name_can_be_an_error_of_the_operation(
     gce.api.conflict_by_operation = True
     clients.wait(clients.insert("a"))
     first = gce.vm("a").id
-    told = clients.wait(clients.bulk("a", "b"))
-    assert codes(told) == ["VM_MIN_COUNT_NOT_REACHED", "RESOURCE_ALREADY_EXISTS"]
+    reported = clients.wait(clients.bulk("a", "b"))
+    assert codes(reported) == ["VM_MIN_COUNT_NOT_REACHED", "RESOURCE_ALREADY_EXISTS"]
     assert gce.vms() == {"a": "RUNNING"}
     assert gce.vm("a").id == first
     assert [vm.name for vm in gce.vms_so_far()] == ["a", "b"]
@@ -247,8 +247,8 @@ def test_the_metadata_server_of_a_vm_can_fail_or_be_unreachable() -> None:
 
 def test_one_call_creates_a_thousand_simulated_vms(gce: GceEmulator, clients: Clients) -> None:
     names = [f"vm-{number:04}" for number in range(1000)]
-    told = clients.wait(clients.bulk(*names))
-    assert codes(told) == []
+    reported = clients.wait(clients.bulk(*names))
+    assert codes(reported) == []
     assert clients.names() == names
     assert gce.calls().calls == {
         "instances.bulkInsert": 1,

@@ -49,9 +49,9 @@ def asked(gce: GceEmulator, name: str, key: str, **words: str) -> Response:
     assert guest is not None
     server = gce_metadata.detect(guest.metadata.env, product="")
     assert server is not None
-    told = gce_metadata.get(server, key, **words)
-    assert isinstance(told, Response), told
-    return told
+    reported = gce_metadata.get(server, key, **words)
+    assert isinstance(reported, Response), reported
+    return reported
 
 
 def test_a_vm_has_metadata_a_home_an_address_and_an_environment(
@@ -79,8 +79,8 @@ def test_a_vm_has_metadata_a_home_an_address_and_an_environment(
     gce.wait_for(lambda: gce.pids("one") == [])
     home = f"{gce.vm('one').folder}/home"
     assert gce.output("one").splitlines() == ["one", f"yes {home}", home]
-    told = clients.instances.get_serial_port_output(project=PROJECT, zone=ZONE, instance="one")
-    assert told.contents == gce.output("one")
+    reported = clients.instances.get_serial_port_output(project=PROJECT, zone=ZONE, instance="one")
+    assert reported.contents == gce.output("one")
 
 
 def test_vms_connect_to_each_other_at_their_own_addresses(

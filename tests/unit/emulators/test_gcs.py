@@ -160,8 +160,10 @@ def test_requests_are_counted_by_class_and_writes_to_one_name_are_rate_limited(
         bucket.blob("often").upload_from_string(body)
     bucket.blob("often").download_as_bytes()
     bucket.blob("often").delete()
-    told = {name: server.counts[name] - before.get(name, 0) for name in ("A", "GET media", "free")}
-    assert told == {"A": 2, "GET media": 1, "free": 1}
+    reported = {
+        name: server.counts[name] - before.get(name, 0) for name in ("A", "GET media", "free")
+    }
+    assert reported == {"A": 2, "GET media": 1, "free": 1}
     assert server.objects.too_often[f"{bucket.name}/often"] == 1
 
 
@@ -204,8 +206,8 @@ def test_the_emulator_starts_from_the_command_line_and_accepts_faults() -> None:
     try:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(5)]
-        told = dict(line.removeprefix("export ").rstrip().split("=", 1) for line in lines)
-        url = told["STORAGE_EMULATOR_HOST"]
+        reported = dict(line.removeprefix("export ").rstrip().split("=", 1) for line in lines)
+        url = reported["STORAGE_EMULATOR_HOST"]
         fault = json.dumps({"kind": "503"}).encode()
         urllib.request.urlopen(f"{url}/emulator/faults", data=fault, timeout=10).close()
         with pytest.raises(urllib.error.HTTPError) as refused:

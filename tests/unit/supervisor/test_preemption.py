@@ -36,8 +36,8 @@ def means(key, text, *, section=SECTION, policy=""):
 
 def window(seconds, status="PENDING", **facts):
     start = datetime.fromtimestamp(WALL + seconds, UTC).isoformat()
-    told = {"maintenance_status": status, "window_start_time": start, "type": "SCHEDULED"}
-    return json.dumps(told | facts)
+    reported = {"maintenance_status": status, "window_start_time": start, "type": "SCHEDULED"}
+    return json.dumps(reported | facts)
 
 
 def test_a_preemption_notice_has_its_configured_seconds():

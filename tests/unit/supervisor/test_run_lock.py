@@ -63,12 +63,12 @@ def test_a_live_lock_holder_is_named_and_nothing_is_written(run_dir):
 def test_a_lock_holder_that_misses_three_heartbeats_is_replaced(run_dir):
     with RunLock(run_dir, clock=FakeClock()) as sleeper:
         clock = FakeClock()
-        with RunLock(run_dir, clock=clock) as heir:
+        with RunLock(run_dir, clock=clock) as successor:
             assert clock.now >= MISSED_HEARTBEATS * HEARTBEAT_SECONDS
-            assert owners.read(run_dir)["nonce"] == heir._nonce
+            assert owners.read(run_dir)["nonce"] == successor._nonce
             assert owners.read(run_dir)["locked"] is False
             sleeper.__exit__()
-            heir.heartbeat()
+            successor.heartbeat()
             assert owners.read(run_dir)["locked"] is True
 
 
@@ -82,9 +82,9 @@ def test_the_death_of_the_lock_holder_ends_the_wait_for_its_heartbeat(run_dir):
 def test_a_free_lock_does_not_prove_that_a_holder_without_it_is_dead(run_dir):
     """The sleeper that held it has died; its heir lives and has not taken it yet."""
     sleeper = RunLock(run_dir, clock=FakeClock()).__enter__()
-    with RunLock(run_dir, clock=FakeClock()) as heir:
+    with RunLock(run_dir, clock=FakeClock()) as successor:
         sleeper.__exit__()
-        clock = FakeClock(meanwhile=heir.heartbeat)
+        clock = FakeClock(meanwhile=successor.heartbeat)
         with pytest.raises(Fenced):
             RunLock(run_dir, clock=clock).__enter__()
 
@@ -148,8 +148,8 @@ def test_only_one_of_two_processes_that_find_a_bucket_free_locks_it(gcs_bucket):
         RunLock(run_dir, clock=Overtaken()).__enter__()
     assert owners.read(run_dir)["nonce"] == first._nonce
     first.__exit__()
-    with RunLock(run_dir, clock=FakeClock()) as heir:
-        assert owners.read(run_dir)["nonce"] == heir._nonce
+    with RunLock(run_dir, clock=FakeClock()) as successor:
+        assert owners.read(run_dir)["nonce"] == successor._nonce
 
 
 def test_a_live_holder_is_shown_as_alive(run_dir):

@@ -57,14 +57,14 @@ def test_a_notice_causes_a_save_or_an_exit_according_to_the_time_left(
     assert (supervisor.signalled(signal.SIGTERM), supervisor.signalled(LEAVE)) == (
         ([0, 1], []) if order == signal.SIGTERM else ([], [0, 1])
     )
-    told = read_events(supervisor.run_dir.host_supervisor_events(1, 0))
-    assert [event["event"] for event in told] == [
+    reported = read_events(supervisor.run_dir.host_supervisor_events(1, 0))
+    assert [event["event"] for event in reported] == [
         "preemption_watch_started",
         "preemption_notice_received",
         "preemption_notice_handled",
     ]
-    assert told[-1]["write_seconds"] == saves[0]
-    assert (told[-1]["writing_seconds"] is not None) == saves[1]
+    assert reported[-1]["write_seconds"] == saves[0]
+    assert (reported[-1]["writing_seconds"] is not None) == saves[1]
 
 
 def test_a_sigterm_after_a_notice_is_not_a_second_signal(start, metadata):
