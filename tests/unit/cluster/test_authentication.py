@@ -43,14 +43,14 @@ from tests.unit.cluster.supervisors import (
     begin,
     follow,
     free_address,
-    hear,
     hello,
-    lead,
+    leader,
     line,
     proof,
     prove,
     read_line,
     together,
+    wait_message,
 )
 
 OTHER = Secret(b"o" * 32, "/runs/b/secret")
@@ -63,18 +63,18 @@ def address():
 
 @contextlib.contextmanager
 def running(address):
-    """A job of two hosts whose supervisors have met; yields what its lead has received."""
+    """A job of two hosts after their rendezvous; yields the messages that host 0 has received."""
     received, over = [], threading.Event()
 
     def follower():
         with RendezvousFollower(hello(1), address, **LIMITS) as joined:
             peers = joined.confirm(joined.join(), lambda *_: True)
-            hear(peers, JobResult, seconds=30)
+            wait_message(peers, JobResult, seconds=30)
 
-    def leader():
-        with lead(address) as leading:
-            leading.wait_for_all()
-            peers = leading.announce(ATTEMPT)
+    def host_0():
+        with leader(address) as running_leader:
+            running_leader.wait_for_all()
+            peers = running_leader.announce(ATTEMPT)
             started.set()
             while not over.wait(0.02):
                 received.extend(peers.receive())
@@ -82,7 +82,7 @@ def running(address):
             peers.send(JobResult(0, None, "done", 1))
 
     started = threading.Event()
-    threads = [threading.Thread(target=call) for call in (leader, follower)]
+    threads = [threading.Thread(target=call) for call in (host_0, follower)]
     for thread in threads:
         thread.start()
     assert started.wait(20)
@@ -92,10 +92,10 @@ def running(address):
         over.set()
         for thread in threads:
             thread.join(20)
-    assert all(word == Heartbeat() for _, word in received), received
+    assert all(message == Heartbeat() for _, message in received), received
 
 
-def all_that_comes(connected):
+def read_all(connected):
     """Returns every line that is sent until the connection ends."""
     connected.settimeout(20)
     lines = []
@@ -116,11 +116,11 @@ def sends_garbage(connected):
     connected.sendall(secrets.token_bytes(300) + b"\n")
 
 
-def says_hello_without_a_proof(connected):
-    connected.sendall(encode(hello(1, nonce="stranger")))
+def sends_hello_without_a_proof(connected):
+    connected.sendall(encode(hello(1, nonce="unknown")))
 
 
-def asks_to_end_without_a_proof(connected):
+def sends_goodbye_without_a_proof(connected):
     connected.sendall(encode(Goodbye(78, "end")) + encode(JobResult(78, 1, "end", 1)))
 
 
@@ -138,7 +138,7 @@ def challenges_twice(connected):
 
 def sends_a_wrong_proof(connected):
     connected.sendall(line(challenge="0" * 64) + line(proof="0" * 64))
-    connected.sendall(encode(hello(1, nonce="stranger")))
+    connected.sendall(encode(hello(1, nonce="unknown")))
 
 
 def sends_an_empty_proof(connected):
@@ -168,10 +168,10 @@ def reflects_every_line(connected):
             connected.sendall(got)
 
 
-STRANGERS = [
+UNKNOWN_CLIENTS = [
     sends_garbage,
-    says_hello_without_a_proof,
-    asks_to_end_without_a_proof,
+    sends_hello_without_a_proof,
+    sends_goodbye_without_a_proof,
     sends_a_long_line,
     proves_without_a_challenge,
     challenges_twice,
@@ -184,20 +184,20 @@ STRANGERS = [
 ]
 
 
-@pytest.mark.parametrize("act", STRANGERS)
+@pytest.mark.parametrize("act", UNKNOWN_CLIENTS)
 def test_an_unknown_client_of_a_running_job_gets_only_a_challenge(address, act, capsys):
     with running(address), socket.create_connection((address.host, address.port)) as connected:
         connected.settimeout(20)
         act(connected)
-        lines = all_that_comes(connected)
+        lines = read_all(connected)
         time.sleep(0.1)
     assert all(is_challenge(fields) or fields == REFUSED for fields in lines), lines
     assert capsys.readouterr().err.count("was refused") == 1
 
 
-@pytest.mark.parametrize("act", STRANGERS)
+@pytest.mark.parametrize("act", UNKNOWN_CLIENTS)
 def test_an_unknown_client_takes_no_slot_during_the_rendezvous(address, act):
-    def stranger():
+    def unknown_client():
         for _ in range(500):
             with contextlib.suppress(ConnectionRefusedError):
                 connected = socket.create_connection((address.host, address.port))
@@ -206,18 +206,18 @@ def test_an_unknown_client_takes_no_slot_during_the_rendezvous(address, act):
         with connected:
             connected.settimeout(20)
             act(connected)
-            all_that_comes(connected)
+            read_all(connected)
         return follow(address, hello(1))
 
-    hellos, announced = together(partial(begin, address), stranger)
-    assert [said.nonce for said in hellos] == ["nonce0", "nonce1"]
+    hellos, announced = together(partial(begin, address), unknown_client)
+    assert [each.nonce for each in hellos] == ["nonce0", "nonce1"]
     assert announced == ATTEMPT
 
 
 def test_a_silent_client_is_disconnected_and_the_job_continues(address, monkeypatch, capsys):
     monkeypatch.setattr(peer_connections, "HELLO_SECONDS", 0.5)
     with running(address), socket.create_connection((address.host, address.port)) as connected:
-        assert [is_challenge(fields) for fields in all_that_comes(connected)] == [True]
+        assert [is_challenge(fields) for fields in read_all(connected)] == [True]
         time.sleep(0.1)
     assert "has not proven within 0.5 s that it holds the secret" in capsys.readouterr().err
 
@@ -241,7 +241,7 @@ def test_a_replayed_handshake_is_refused(address):
         assert len(sent) == 2
         with socket.create_connection((address.host, address.port)) as again:
             again.sendall(b"".join(sent) + encode(hello(1, nonce="replayed")))
-            lines = all_that_comes(again)
+            lines = read_all(again)
     assert is_challenge(lines[0])
     assert lines[1:] == [REFUSED]
 
@@ -257,7 +257,7 @@ def test_a_follower_sends_nothing_to_a_server_that_reflects_its_proof(address):
                 connected.sendall(line(challenge="0" * 64))
                 assert is_challenge(read_line(connected))
                 connected.sendall(line(proof=read_line(connected)["proof"]))
-                received.extend(all_that_comes(connected))
+                received.extend(read_all(connected))
 
         refused, _ = together(partial(follow, address, hello(1), join_seconds=5.0), serve)
     assert received == [], "messages were sent to one that holds no secret"

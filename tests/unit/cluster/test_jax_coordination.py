@@ -42,12 +42,12 @@ def hosts(count):
 
 
 def not_called():
-    raise AssertionError("only the lead decides")
+    raise AssertionError("only the leader decides")
 
 
 def test_host_0_decides_and_all_hosts_receive_its_value():
-    lead, *others = hosts(3)
-    assert lead.broadcast("restore", lambda: "step 8", seconds=1) == "step 8"
+    leader, *others = hosts(3)
+    assert leader.broadcast("restore", lambda: "step 8", seconds=1) == "step 8"
     assert [one.broadcast("restore", not_called, seconds=1) for one in others] == ["step 8"] * 2
 
 
@@ -59,18 +59,18 @@ def test_a_missing_value_names_host_0_in_one_line():
 
 
 def test_a_host_missing_at_a_barrier_is_named():
-    lead, one, _ = hosts(3)
+    leader, one, _ = hosts(3)
     waiting = threading.Thread(target=lambda: one.kv_set("barrier/built/1", "1"))
     waiting.start()
     with pytest.raises(PeerLost, match="host 2 did not"):
-        lead.barrier("built", seconds=0.2)
+        leader.barrier("built", seconds=0.2)
     waiting.join()
 
 
 def test_host_0_exits_last_and_waits_for_a_limited_time(monkeypatch):
-    lead, one = hosts(2)
+    leader, one = hosts(2)
     left = []
-    leaving = threading.Thread(target=lambda: (lead.shutdown(), left.append("lead")))
+    leaving = threading.Thread(target=lambda: (leader.shutdown(), left.append("lead")))
     leaving.start()
     leaving.join(0.1)
     assert left == [], "it has gone before the other"
@@ -89,15 +89,15 @@ def test_single_host_never_waits():
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         "UNKNOWN: Gloo all-reduce failed: [pair.cc:538] Connection closed by peer",
         "UNAVAILABLE: The tasks have stopped sending heartbeats",
         "INTERNAL: NCCL operation ncclAllReduce failed: unhandled system error",
     ],
 )
-def test_jax_errors_of_a_lost_peer_are_recognised(said):
-    assert jax_coordination.is_peer_lost(jax.errors.JaxRuntimeError(said))
+def test_jax_errors_of_a_lost_peer_are_recognised(text):
+    assert jax_coordination.is_peer_lost(jax.errors.JaxRuntimeError(text))
 
 
 def test_other_errors_of_jax_are_bugs():

@@ -1,4 +1,4 @@
-"""Promises of the ports: where the lead listens, and whom it shares a port with."""
+"""Promises of the ports: where the leader listens, and whom it shares a port with."""
 
 import socket
 from functools import partial
@@ -15,7 +15,7 @@ from tests.unit.cluster.supervisors import (
     follow,
     free_address,
     hello,
-    lead,
+    leader,
     together,
 )
 
@@ -30,7 +30,7 @@ def test_a_port_in_use_is_one_clear_error(address, monkeypatch):
     with socket.socket() as other:
         other.bind((address.host, address.port))
         other.listen()
-        with pytest.raises(ConfigError) as refused, lead(address):
+        with pytest.raises(ConfigError) as refused, leader(address):
             raise AssertionError
     assert str(address) in str(refused.value)
     assert "another program has this port" in str(refused.value)
@@ -41,12 +41,12 @@ def test_a_port_in_use_on_one_interface_only_is_an_error(address, monkeypatch):
     monkeypatch.setattr(connection, "BIND_SECONDS", 0.2)
     with socket.create_server((address.host, address.port)):
         everywhere = Address("node0.example", address.port)
-        with pytest.raises(ConfigError, match="has this port"), lead(everywhere):
+        with pytest.raises(ConfigError, match="has this port"), leader(everywhere):
             raise AssertionError
 
 
 def test_the_leader_listens_only_at_a_numeric_address(address):
-    with lead(address), socket.create_server(("127.0.0.2", address.port)) as elsewhere:
+    with leader(address), socket.create_server(("127.0.0.2", address.port)) as elsewhere:
         assert elsewhere.getsockname()[1] == address.port
 
 
@@ -68,7 +68,7 @@ def test_a_leader_with_a_host_name_listens_on_all_interfaces(address, seen_from_
 
 def test_a_second_leader_does_not_share_the_port(address, monkeypatch):
     monkeypatch.setattr(connection, "BIND_SECONDS", 0.2)
-    with lead(address), pytest.raises(ConfigError, match="has this port"), lead(address):
+    with leader(address), pytest.raises(ConfigError, match="has this port"), leader(address):
         raise AssertionError
 
 

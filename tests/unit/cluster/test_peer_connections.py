@@ -33,9 +33,9 @@ from tests.unit.cluster.supervisors import (
     CLOCK,
     follower_process,
     free_address,
-    hear,
     hello,
-    lead,
+    leader,
+    wait_message,
 )
 
 
@@ -73,7 +73,7 @@ def still_pair():
 
 def test_messages_are_received_as_sent(pair):
     peers, theirs = pair
-    said = [
+    sent = [
         Heartbeat(3, "train"),
         WorkerExited(70, "é\n" * 10, committed=False, announced=True, step=3),
         StopMessage(75, "SIGTERM"),
@@ -81,8 +81,8 @@ def test_messages_are_received_as_sent(pair):
         JobResult(79, 1, "host 1 is gone", 3),
         StartWorkers(),
     ]
-    theirs.sendall(b"".join(encode(word) for word in said))
-    assert peers.receive() == [(1, word) for word in said]
+    theirs.sendall(b"".join(encode(message) for message in sent))
+    assert peers.receive() == [(1, message) for message in sent]
     assert peers.links[1].step == 3
 
 
@@ -139,9 +139,9 @@ def test_close_waits_until_a_slow_reader_has_received_the_last_message():
 def test_a_peer_that_sends_invalid_data_is_lost(pair, data):
     peers, theirs = pair
     theirs.sendall(data)
-    [(host, word)] = peers.receive()
+    [(host, message)] = peers.receive()
     assert host == 1
-    assert isinstance(word, Disconnected)
+    assert isinstance(message, Disconnected)
 
 
 def test_a_peer_that_does_not_read_is_lost_and_delays_no_other(pair):
@@ -175,8 +175,8 @@ def test_silence_beyond_the_limit_is_a_loss(still_pair):
         clock.now += 1.0
         assert peers.receive() == []
     clock.now += 1.0
-    [(_, word)] = peers.receive()
-    assert "nothing was received from it for 10 s (hosts.heartbeat_seconds)" in word.reason
+    [(_, message)] = peers.receive()
+    assert "nothing was received from it for 10 s (hosts.heartbeat_seconds)" in message.reason
     assert theirs.recv(1) == b""
 
 
@@ -193,7 +193,7 @@ def test_a_resumed_process_detects_a_closed_connection(still_pair):
     clock.now += 3600.0
     theirs.sendall(encode(JobResult(79, 1, "silent", 8)))
     theirs.close()
-    assert [type(word) for _, word in peers.receive()] == [JobResult, Disconnected]
+    assert [type(message) for _, message in peers.receive()] == [JobResult, Disconnected]
 
 
 def test_a_new_connection_of_a_host_replaces_a_dead_one(pair):
@@ -229,9 +229,9 @@ def test_awake_time_excludes_suspension():
 
 def start(address, process_count):
     """Leads the rendezvous of some processes; returns the leader, which the caller closes."""
-    leading = lead(address, num_hosts=process_count + 1, heartbeat_seconds=2.0).__enter__()
-    leading.wait_for_all()
-    return leading, leading.announce(ATTEMPT)
+    running_leader = leader(address, num_hosts=process_count + 1, heartbeat_seconds=2.0).__enter__()
+    running_leader.wait_for_all()
+    return running_leader, running_leader.announce(ATTEMPT)
 
 
 def test_a_killed_supervisor_is_lost_at_once_and_a_suspended_one_after_the_limit():
@@ -240,43 +240,46 @@ def test_a_killed_supervisor_is_lost_at_once_and_a_suspended_one_after_the_limit
         follower_process(address, hello(1, num_hosts=3)) as first,
         follower_process(address, hello(2, num_hosts=3), heartbeat_seconds=30.0) as second,
     ):
-        leading, peers = start(address, 2)
+        running_leader, peers = start(address, 2)
         try:
-            assert hear(peers, Heartbeat, beat=LeaderHeartbeat((0, 0, 0)))[1].phase == "train"
+            assert (
+                wait_message(peers, Heartbeat, heartbeat=LeaderHeartbeat((0, 0, 0)))[1].phase
+                == "train"
+            )
             first.kill()
-            host, lost = hear(peers, Disconnected, beat=LeaderHeartbeat((0, 0, 0)))
+            host, lost = wait_message(peers, Disconnected, heartbeat=LeaderHeartbeat((0, 0, 0)))
             assert host == 1
             assert "host 1 (node1) is gone" in lost.reason
             assert "nothing was received" not in lost.reason
             second.send_signal(signal.SIGSTOP)
-            host, lost = hear(peers, Disconnected, beat=LeaderHeartbeat((0, 0, 0)))
+            host, lost = wait_message(peers, Disconnected, heartbeat=LeaderHeartbeat((0, 0, 0)))
             assert host == 2
             assert "nothing was received from it for 2 s" in lost.reason
             second.send_signal(signal.SIGCONT)
             assert "closed the connection" in second.stdout.read()
         finally:
-            leading.__exit__(None, None, None)
+            running_leader.__exit__(None, None, None)
 
 
 def test_the_job_result_is_received_even_if_the_leader_exits_at_once():
     address = free_address()
     with follower_process(address, hello(1)) as follower:
-        leading, peers = start(address, 1)
+        running_leader, peers = start(address, 1)
         peers.send(JobResult(82, 1, "host 1 is unhealthy", 40))
-        leading.__exit__(None, None, None)
+        running_leader.__exit__(None, None, None)
         assert "host 1 is unhealthy" in follower.stdout.read()
 
 
 def test_a_frozen_leader_is_lost_after_the_limit():
     address = free_address()
     with follower_process(address, hello(1), heartbeat_seconds=2.0) as follower:
-        leading, _ = start(address, 1)
+        running_leader, _ = start(address, 1)
         try:
             assert follower.stdout.readline() == "started\n"
-            word = follower.stdout.readline()  # This process says nothing meanwhile.
-            assert f"host 0 ({address}) is gone: nothing was received from it for 2 s" in word
+            message = follower.stdout.readline()  # This process says nothing meanwhile.
+            assert f"host 0 ({address}) is gone: nothing was received from it for 2 s" in message
         finally:
-            leading.__exit__(None, None, None)
+            running_leader.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("text", ["x", "é", "\U0001f525", "\n", "\x00", "\udcff", '"'])

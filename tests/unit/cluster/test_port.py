@@ -12,10 +12,10 @@ def test_a_reserved_port_is_refused_to_others_and_the_service_may_listen_on_it()
         host, _, number = address.partition(":")
         with socket.socket() as other, pytest.raises(OSError):
             other.bind((host, int(number)))
-        with socket.socket() as lead:
-            lead.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            lead.bind((host, int(number)))
-            lead.listen()
+        with socket.socket() as leader:
+            leader.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            leader.bind((host, int(number)))
+            leader.listen()
             with socket.create_connection((host, int(number)), timeout=5):
                 pass
 

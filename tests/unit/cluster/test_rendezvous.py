@@ -22,13 +22,13 @@ from tests.unit.cluster.supervisors import (
     begin,
     follow,
     free_address,
-    hear,
     hello,
-    lead,
+    leader,
     line,
     prove,
     read_line,
     together,
+    wait_message,
 )
 
 
@@ -47,11 +47,11 @@ def dial(address):
     raise AssertionError(address)
 
 
-def assert_all_end(ends, kind, *words):
+def assert_all_end(ends, kind, *texts):
     assert {type(end) for end in ends} == {kind}, ends
     assert len({str(end) for end in ends}) == 1, ends
-    for word in words:
-        assert word in str(ends[0])
+    for text in texts:
+        assert text in str(ends[0])
 
 
 def test_all_hosts_join_and_start(address):
@@ -83,7 +83,7 @@ def test_an_absent_host_is_named_to_all_that_joined(address):
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "texts"),
     [
         ({"num_hosts": 3}, ["--num-hosts 3 there, 2 on host 0"]),
         ({"host": 2}, ["--host-id 2: ids are 0 to 1"]),
@@ -97,12 +97,12 @@ def test_an_absent_host_is_named_to_all_that_joined(address):
         ({"trajectory": "3c", "fields": {}}, ["a different trajectory (3c there, 9f3c9f3c here)"]),
     ],
 )
-def test_an_incompatible_host_ends_all_with_one_message(address, other, words, monkeypatch):
+def test_an_incompatible_host_ends_all_with_one_message(address, other, texts, monkeypatch):
     monkeypatch.setattr(rendezvous, "MISMATCH_GRACE_SECONDS", 0.1)
-    said = replace(hello(1), **other)
-    ends = together(partial(begin, address), partial(follow, address, said))
-    who = f"host {said.host} (node1, pid 1001)"
-    assert_all_end(ends, ConfigError, who, *words)
+    sent = replace(hello(1), **other)
+    ends = together(partial(begin, address), partial(follow, address, sent))
+    who = f"host {sent.host} (node1, pid 1001)"
+    assert_all_end(ends, ConfigError, who, *texts)
 
 
 def test_another_patch_release_of_python_may_join(address):
@@ -158,7 +158,7 @@ def test_a_second_host_0_among_followers_is_refused(address):
 
 
 def test_a_host_that_died_during_the_rendezvous_may_join_again(address):
-    def dies_and_comes_again():
+    def dies_and_joins_again():
         with dial(address) as gone:
             prove(gone)
             gone.sendall(encode(hello(1, num_hosts=3, nonce="dead")))
@@ -169,7 +169,7 @@ def test_a_host_that_died_during_the_rendezvous_may_join_again(address):
         time.sleep(0.6)
         return follow(address, hello(2, num_hosts=3))
 
-    hellos, *announced = together(partial(begin, address, num_hosts=3), dies_and_comes_again, last)
+    hellos, *announced = together(partial(begin, address, num_hosts=3), dies_and_joins_again, last)
     assert hellos[1].nonce == "nonce1"
     assert announced == [ATTEMPT, ATTEMPT]
 
@@ -189,7 +189,7 @@ def test_a_host_that_died_during_the_rendezvous_may_join_again(address):
     ],
 )
 def test_an_unknown_client_is_disconnected_and_the_rendezvous_continues(address, data):
-    def stranger():
+    def unknown_client():
         with dial(address) as connected:
             connected.settimeout(5)
             try:
@@ -201,15 +201,17 @@ def test_an_unknown_client_is_disconnected_and_the_rendezvous_continues(address,
                 pass
         return follow(address, hello(1))
 
-    hellos, announced = together(partial(begin, address), stranger)
+    hellos, announced = together(partial(begin, address), unknown_client)
     assert len(hellos) == 2
     assert announced == ATTEMPT
 
 
 def test_a_client_whose_hello_is_late_is_disconnected(address, monkeypatch):
     monkeypatch.setattr(peer_connections, "HELLO_SECONDS", 0.3)
-    with lead(address) as leading:
-        gathering = threading.Thread(target=partial(together, leading.wait_for_all), daemon=True)
+    with leader(address) as running_leader:
+        gathering = threading.Thread(
+            target=partial(together, running_leader.wait_for_all), daemon=True
+        )
         gathering.start()
         with socket.create_connection((address.host, address.port)) as slow:
             slow.settimeout(5)
@@ -222,7 +224,7 @@ def test_a_client_whose_hello_is_late_is_disconnected(address, monkeypatch):
         follow_thread.start()
         gathering.join(5)
         assert not gathering.is_alive()
-        leading.announce(ATTEMPT)
+        running_leader.announce(ATTEMPT)
     follow_thread.join(5)
 
 
@@ -230,12 +232,12 @@ def test_the_number_of_unidentified_clients_is_bounded(address, monkeypatch):
     monkeypatch.setattr(peer_connections, "MAX_UNIDENTIFIED", 4)
 
     def crowd():
-        strangers = [dial(address) for _ in range(20)]
+        clients = [dial(address) for _ in range(20)]
         try:
             return follow(address, hello(1))
         finally:
-            for stranger in strangers:
-                stranger.close()
+            for unknown_client in clients:
+                unknown_client.close()
 
     _, announced = together(partial(begin, address), crowd)
     assert announced == ATTEMPT
@@ -261,7 +263,7 @@ def test_a_client_that_connects_to_itself_is_refused(address, monkeypatch):
     with pytest.raises(OSError, match="refused"):
         connect(address, secret=SECRET, seconds=1.0)
     monkeypatch.undo()
-    with lead(address):
+    with leader(address):
         pass
 
 
@@ -292,14 +294,14 @@ def test_another_service_at_the_address_is_named(address, banner):
 def test_another_version_of_the_protocol_is_reported_on_both_sides(address, capsys):
     other = line(challenge="0" * 64).replace(b'"jaxres": 2', b'"jaxres": 3', 1)
 
-    def stranger():
+    def unknown_client():
         with dial(address) as connected:
             connected.sendall(other)
             while connected.recv(65536):
                 pass
         return follow(address, hello(1))
 
-    _, announced = together(partial(begin, address), stranger)
+    _, announced = together(partial(begin, address), unknown_client)
     assert announced == ATTEMPT
     assert "install the same jaxres on all hosts" in capsys.readouterr().err
     with socket.create_server((address.host, address.port)) as server:
@@ -319,7 +321,7 @@ def test_an_unshared_run_directory_ends_all_with_one_message(address):
     ends = together(
         partial(begin, address, num_hosts=3),
         partial(follow, address, hello(1, num_hosts=3)),
-        partial(follow, address, hello(2, num_hosts=3, run_dir="/mnt/b"), sees=False),
+        partial(follow, address, hello(2, num_hosts=3, run_dir="/mnt/b"), is_visible=False),
     )
     assert_all_end(
         ends, ConfigError, "attempt 3", "/runs/a", "host 2 (node2), in /mnt/b", "not shared"
@@ -329,13 +331,13 @@ def test_an_unshared_run_directory_ends_all_with_one_message(address):
 def test_a_claim_may_become_visible_late(address):
     looks = []
 
-    def sees(attempt, nonce):
+    def is_visible(attempt, nonce):
         looks.append((attempt, nonce))
         return len(looks) > 2
 
     def look():
         with RendezvousFollower(hello(1), address, **LIMITS) as follower:
-            follower.confirm(follower.join(), sees, visible_seconds=5)
+            follower.confirm(follower.join(), is_visible, visible_seconds=5)
 
     together(partial(begin, address, visible_seconds=5), look)
     assert looks == [(3, "c1a1")] * 3
@@ -372,8 +374,8 @@ def test_an_exit_of_one_host_before_the_start_ends_all(address, end):
 
 def test_an_exit_of_the_leader_before_the_start_ends_all(address):
     def claims():
-        with lead(address) as leading:
-            leading.wait_for_all()
+        with leader(address) as running_leader:
+            running_leader.wait_for_all()
             raise Fenced("owned by another process")
 
     fenced, reported = together(claims, partial(follow, address, hello(1)))
@@ -394,8 +396,8 @@ def test_a_follower_that_dies_before_the_claim_is_visible_ends_all(address):
 
 def test_a_leader_that_dies_after_all_have_joined_is_lost(address):
     def dies():
-        with lead(address) as leading:
-            leading.wait_for_all()
+        with leader(address) as running_leader:
+            running_leader.wait_for_all()
 
     _, lost = together(dies, partial(follow, address, hello(1)))
     assert isinstance(lost, PeerLost)
@@ -407,17 +409,19 @@ def test_late_and_duplicate_hosts_are_rejected_at_once(address):
 
     def stays():
         with RendezvousFollower(hello(1), address, **LIMITS) as follower:
-            return hear(follower.confirm(follower.join(), lambda *_: True), JobResult)
+            return wait_message(follower.confirm(follower.join(), lambda *_: True), JobResult)
 
     def leads():
-        with lead(address) as leading:
-            leading.wait_for_all()
-            running = leading.announce(ATTEMPT)
+        with leader(address) as running_leader:
+            running_leader.wait_for_all()
+            running = running_leader.announce(ATTEMPT)
             while not done.wait(0.02):
-                assert not [word for _, word in running.receive() if isinstance(word, Disconnected)]
+                assert not [
+                    message for _, message in running.receive() if isinstance(message, Disconnected)
+                ]
             running.send(JobResult(0, None, "done", 7))
 
-    def come_late():
+    def join_late():
         time.sleep(0.7)
         ends = together(
             partial(follow, address, hello(1, nonce="other"), join_seconds=5),
@@ -428,7 +432,7 @@ def test_late_and_duplicate_hosts_are_rejected_at_once(address):
         done.set()
         return ends
 
-    _, heard, ends = together(leads, stays, come_late)
+    _, heard, ends = together(leads, stays, join_late)
     assert [end.exit_code for end in ends] == [
         ExitCode.FENCED,
         ExitCode.CONFIG,
@@ -450,10 +454,10 @@ def test_a_host_that_joins_for_the_next_attempt_waits_for_it(address):
         gone.set()
 
     def leads():
-        with lead(address) as leading:
-            leading.wait_for_all()
-            running = leading.announce(ATTEMPT)
-            assert hear(running, Disconnected)[0] == 1
+        with leader(address) as running_leader:
+            running_leader.wait_for_all()
+            running = running_leader.announce(ATTEMPT)
+            assert wait_message(running, Disconnected)[0] == 1
             until = time.monotonic() + 0.8
             while time.monotonic() < until:
                 running.receive()

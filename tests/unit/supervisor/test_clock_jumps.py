@@ -47,7 +47,7 @@ class SimClock:
         self.now += seconds
 
 
-class Beaten(SimClock):
+class HeartbeatClock(SimClock):
     """A clock on which another process writes a heartbeat at each sleep."""
 
     other: RunLock | None = None
@@ -102,12 +102,12 @@ def supervised(seed: int, jumps: dict[float, float]) -> list[object]:
 
 def starters(run_dir: RunDir, jumps: dict[float, float]) -> list[object]:
     """Starts processes while the lock holder writes heartbeats, and after it has stopped."""
-    clock = Beaten(jumps)
+    clock = HeartbeatClock(jumps)
     decided: list[object] = []
-    for beats in (True, False, True):
+    for is_alive in (True, False, True):
         clock.other = None
         with RunLock(run_dir, clock=clock) as first:
-            clock.other = first if beats else None
+            clock.other = first if is_alive else None
             for _ in range(3):
                 began = clock.monotonic()
                 try:

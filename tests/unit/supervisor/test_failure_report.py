@@ -31,11 +31,11 @@ def run_dir(tmp_path):
 )
 def test_the_report_shows_the_last_lines_of_the_culprits_log(run_dir, cause, log, remedy):
     ended = AttemptResult(cause, "why", committed=False, culprit=1)
-    said = failure_text(run_dir, 3, ended, code=ExitCode.NO_PROGRESS)
-    assert remedy in said
-    assert f"the last 20 of 50 lines of {run_dir.attempt(3) / log}:" in said
-    assert said.endswith(f"  {log} 49\n")
-    assert f"{log} 29\n" not in said
+    text = failure_text(run_dir, 3, ended, code=ExitCode.NO_PROGRESS)
+    assert remedy in text
+    assert f"the last 20 of 50 lines of {run_dir.attempt(3) / log}:" in text
+    assert text.endswith(f"  {log} 49\n")
+    assert f"{log} 29\n" not in text
 
 
 def test_a_missing_log_is_not_mentioned(run_dir):

@@ -26,12 +26,12 @@ SECTION = PreemptionSection()
 WALL, NOW = 1_800_000_000.0, 50.0
 
 
-def heard(key, text, *, policy=""):
+def parsed(key, text, *, policy=""):
     return MetadataValue(key, text, received_at=NOW, wall=WALL, policy=policy)
 
 
 def means(key, text, *, section=SECTION, policy=""):
-    return parse(heard(key, text, policy=policy), section)
+    return parse(parsed(key, text, policy=policy), section)
 
 
 def window(seconds, status="PENDING", **facts):
@@ -97,22 +97,22 @@ def test_maintenance_does_not_stop_a_vm_that_migrates():
 )
 def test_an_unrecognised_metadata_value_changes_nothing(key, text):
     assert means(key, text) is None
-    standing = {key: PreemptionNotice(key, "words", NOW, None)}
-    assert apply(standing, key, None) == standing
+    active = {key: PreemptionNotice(key, "words", NOW, None)}
+    assert apply(active, key, None) == active
     assert apply({}, key, None) == {}
 
 
 def test_a_preemption_is_permanent_and_a_maintenance_can_be_cancelled():
-    standing = {}
+    active = {}
     for key, text in ((PREEMPTED, "TRUE"), (UPCOMING, window(9e3))):
-        standing = apply(standing, key, means(key, text))
-    assert set(standing) == {PREEMPTED, UPCOMING}
+        active = apply(active, key, means(key, text))
+    assert set(active) == {PREEMPTED, UPCOMING}
     for key, text in ((PREEMPTED, "FALSE"), (UPCOMING, "{}")):
-        standing = apply(standing, key, means(key, text))
-    assert set(standing) == {PREEMPTED}
+        active = apply(active, key, means(key, text))
+    assert set(active) == {PREEMPTED}
 
 
-def standing(**texts):
+def active(**texts):
     names = {"preempted": PREEMPTED, "event": EVENT, "upcoming": UPCOMING}
     return {names[name]: means(names[name], text) for name, text in texts.items()}
 
@@ -120,10 +120,10 @@ def standing(**texts):
 def test_the_earliest_deadline_is_most_urgent_and_an_event_uses_its_window():
     terminate = "TERMINATE_ON_HOST_MAINTENANCE"
     assert most_urgent({}) is None
-    assert most_urgent(standing(preempted="TRUE", upcoming=window(3600))).source == PREEMPTED
-    assert most_urgent(standing(event=terminate, upcoming=window(3600))).source == UPCOMING
-    assert most_urgent(standing(event=terminate, upcoming=window(90 * 24 * 3600))).source == EVENT
-    assert most_urgent(standing(event=terminate)).source == EVENT
+    assert most_urgent(active(preempted="TRUE", upcoming=window(3600))).source == PREEMPTED
+    assert most_urgent(active(event=terminate, upcoming=window(3600))).source == UPCOMING
+    assert most_urgent(active(event=terminate, upcoming=window(90 * 24 * 3600))).source == EVENT
+    assert most_urgent(active(event=terminate)).source == EVENT
 
 
 def notice(seconds):

@@ -61,13 +61,13 @@ def test_a_live_lock_holder_is_named_and_nothing_is_written(run_dir):
 
 
 def test_a_lock_holder_that_misses_three_heartbeats_is_replaced(run_dir):
-    with RunLock(run_dir, clock=FakeClock()) as sleeper:
+    with RunLock(run_dir, clock=FakeClock()) as first_holder:
         clock = FakeClock()
         with RunLock(run_dir, clock=clock) as successor:
             assert clock.now >= MISSED_HEARTBEATS * HEARTBEAT_SECONDS
             assert owners.read(run_dir)["nonce"] == successor._nonce
             assert owners.read(run_dir)["locked"] is False
-            sleeper.__exit__()
+            first_holder.__exit__()
             successor.heartbeat()
             assert owners.read(run_dir)["locked"] is True
 
@@ -81,18 +81,18 @@ def test_the_death_of_the_lock_holder_ends_the_wait_for_its_heartbeat(run_dir):
 
 def test_a_free_lock_does_not_prove_that_a_holder_without_it_is_dead(run_dir):
     """The sleeper that held it has died; its heir lives and has not taken it yet."""
-    sleeper = RunLock(run_dir, clock=FakeClock()).__enter__()
+    first_holder = RunLock(run_dir, clock=FakeClock()).__enter__()
     with RunLock(run_dir, clock=FakeClock()) as successor:
-        sleeper.__exit__()
+        first_holder.__exit__()
         clock = FakeClock(meanwhile=successor.heartbeat)
         with pytest.raises(Fenced):
             RunLock(run_dir, clock=clock).__enter__()
 
 
 def test_a_dead_holder_without_the_lock_is_replaced_after_three_heartbeats(run_dir):
-    sleeper = RunLock(run_dir, clock=FakeClock()).__enter__()
+    first_holder = RunLock(run_dir, clock=FakeClock()).__enter__()
     RunLock(run_dir, clock=FakeClock()).__enter__().__exit__()
-    sleeper.__exit__()
+    first_holder.__exit__()
     clock = FakeClock()
     with RunLock(run_dir, clock=clock):
         assert clock.now >= MISSED_HEARTBEATS * HEARTBEAT_SECONDS
@@ -118,10 +118,10 @@ def test_an_unreadable_heartbeat_is_no_lock_holder(run_dir, data):
 
 
 def test_heartbeats_have_one_size_and_a_growing_count(run_dir):
-    with RunLock(run_dir, clock=FakeClock()) as owner:
+    with RunLock(run_dir, clock=FakeClock()) as holder:
         sizes, counts = set(), []
         for _ in range(200):
-            owner.heartbeat()
+            holder.heartbeat()
             sizes.add(run_dir.owner.stat().st_size)
             counts.append(owners.read(run_dir)["count"])
     assert sizes == {owners.HEARTBEAT_BYTES + 1}
@@ -133,7 +133,7 @@ def test_only_one_of_two_processes_that_find_a_bucket_free_locks_it(gcs_bucket):
     run_dir, clock = RunDir(GcsPath(gcs_bucket, "run")), FakeClock()
     first = RunLock(run_dir, clock=clock)
 
-    class Overtaken(FakeClock):
+    class Superseded(FakeClock):
         def wall(self):
             if first._count == 0:
                 first.__enter__()
@@ -145,7 +145,7 @@ def test_only_one_of_two_processes_that_find_a_bucket_free_locks_it(gcs_bucket):
             first.heartbeat()
 
     with pytest.raises(Fenced, match="Nothing was written"):
-        RunLock(run_dir, clock=Overtaken()).__enter__()
+        RunLock(run_dir, clock=Superseded()).__enter__()
     assert owners.read(run_dir)["nonce"] == first._nonce
     first.__exit__()
     with RunLock(run_dir, clock=FakeClock()) as successor:

@@ -74,7 +74,7 @@ def test_a_sigterm_after_a_notice_is_not_a_second_signal(start, metadata):
     metadata.preempt()
     supervisor.wait(lambda: supervisor.signalled(signal.SIGTERM), "the order")
     supervisor.process.send_signal(signal.SIGTERM)
-    supervisor.wait(lambda: "saving already" in supervisor.said(), "an answer")
+    supervisor.wait(lambda: "saving already" in supervisor.printed(), "an answer")
     ended, _ = supervisor.ended()
     assert (ended["code"], ended["committed"]) == (75, True)
 
@@ -85,7 +85,7 @@ def test_a_sigterm_with_a_known_deadline_starts_no_save_that_cannot_finish(start
     supervisor.process.send_signal(signal.SIGTERM)
     ended, _ = supervisor.ended()
     assert (ended["code"], supervisor.signalled(LEAVE)) == (75, [0])
-    assert "no time for another save" in supervisor.said()
+    assert "no time for another save" in supervisor.printed()
 
 
 def test_a_distant_deadline_does_not_stop_the_run_and_is_printed_once(start, metadata):
@@ -93,5 +93,5 @@ def test_a_distant_deadline_does_not_stop_the_run_and_is_printed_once(start, met
     supervisor = start(LEAVES | {"saves": [0.1, False], "end": [0, 60]})
     ended, _ = supervisor.ended()
     assert (ended["code"], ended["requested"]) == (0, None)
-    assert supervisor.said().count("training until the last safe moment") == 1
+    assert supervisor.printed().count("training until the last safe moment") == 1
     assert (supervisor.signalled(signal.SIGTERM), supervisor.signalled(LEAVE)) == ([], [])

@@ -32,21 +32,21 @@ class SupervisorProcess:
             needed.mkdir(parents=True, exist_ok=True)
         script = str(HERE / "fake_supervisor.py")
         self.num_hosts = len(parts)
-        with (folder / "said").open("wb") as said:
+        with (folder / "said").open("wb") as printed:
             self.process = subprocess.Popen(
                 [sys.executable, script, str(folder), json.dumps(parts), json.dumps(limits)],
                 cwd=ROOT,
                 env=os.environ | {"PYTHONPATH": str(ROOT)} | (env or {}),
                 stdout=subprocess.PIPE,
-                stderr=said,
+                stderr=printed,
                 text=True,
             )
 
     def wait(self, condition, what):
         until = time.monotonic() + 20
         while not condition():
-            assert self.process.poll() is None, f"ended before {what}: {self.said()}"
-            assert time.monotonic() < until, f"no {what}: {self.said()}"
+            assert self.process.poll() is None, f"ended before {what}: {self.printed()}"
+            assert time.monotonic() < until, f"no {what}: {self.printed()}"
             time.sleep(0.005)
 
     def wait_steps(self, step=20):
@@ -66,7 +66,7 @@ class SupervisorProcess:
         hosts = range(self.num_hosts)
         return [host for host in hosts if (self.folder / f"signal-{int(number)}-{host}").exists()]
 
-    def said(self):
+    def printed(self):
         return (self.folder / "said").read_text()
 
     def ended(self):
@@ -74,7 +74,7 @@ class SupervisorProcess:
         since = time.monotonic()
         out, _ = self.process.communicate(timeout=20)
         seconds = time.monotonic() - since
-        assert out, self.said()
+        assert out, self.printed()
         for host in range(self.num_hosts):
             if (self.folder / f"pid-{host}").exists():
                 assert not Path(f"/proc/{self.pid(host)}").exists(), f"host {host} is left behind"
@@ -154,7 +154,7 @@ def test_workers_may_exit_at_different_times_after_a_stop(start):
     assert ended["reason"] == "stop 0"
     assert GRACE_SECONDS < seconds < 1.3 + SURE_SECONDS
     assert supervisor.signalled(signal.SIGTERM) == [0, 1, 2]
-    assert "saving after the present step" in supervisor.said()
+    assert "saving after the present step" in supervisor.printed()
 
 
 def test_the_exit_message_of_a_worker_aborted_on_exit_is_valid(start):
@@ -181,7 +181,7 @@ def test_a_stop_before_any_step_kills_all_workers_at_once(start):
     ended, seconds = supervisor.ended()
     assert seconds < 1
     assert (ended["code"], ended["committed"]) == (75, False)
-    assert "nothing new to save yet (2 hosts, step 0" in supervisor.said()
+    assert "nothing new to save yet (2 hosts, step 0" in supervisor.printed()
 
 
 def test_a_second_signal_kills_all_workers_at_once(start):
@@ -205,7 +205,7 @@ def test_all_workers_dump_stacks_and_host_0_makes_an_extra_save(start):
     supervisor.process.send_signal(signal.SIGTERM)
     supervisor.ended()
     assert supervisor.signalled(signal.SIGUSR2) == [0]
-    assert "stacks-host000.txt to stacks-host001.txt" in supervisor.said()
+    assert "stacks-host000.txt to stacks-host001.txt" in supervisor.printed()
 
 
 def test_ctrl_z_suspends_the_supervisor_and_all_workers(start):
@@ -282,7 +282,9 @@ def test_request_files_take_effect_on_all_workers(start):
 def hang_storage(supervisor):
     """A real look that never comes back: opening a FIFO waits for its writer."""
     os.mkfifo(supervisor.run_dir.log / "00000002.json")
-    supervisor.wait(lambda: "storage does not answer" in supervisor.said(), "word of the silence")
+    supervisor.wait(
+        lambda: "storage does not answer" in supervisor.printed(), "word of the silence"
+    )
 
 
 def test_hanging_storage_delays_no_deadline(start):
@@ -313,6 +315,6 @@ def test_storage_is_polled_again_once_it_answers(start):
     with fifo.open("wb") as file:
         fifo.unlink()
         file.write(record)
-    supervisor.wait(lambda: "storage answers again" in supervisor.said(), "word of the answer")
+    supervisor.wait(lambda: "storage answers again" in supervisor.printed(), "word of the answer")
     supervisor.run_dir.request("stop").touch()
     assert supervisor.ended()[0]["code"] == ExitCode.STOPPED

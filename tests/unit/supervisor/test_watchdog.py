@@ -43,10 +43,10 @@ BY_PHASE = {
 }
 
 
-def watched(*beats, at=0.0):
+def watched(*statuses, at=0.0):
     watch = ProgressTracker(last_progress=at)
-    for beat in beats:
-        watch = watch.on_status(beat, now=at)
+    for message in statuses:
+        watch = watch.on_status(message, now=at)
     return watch
 
 
