@@ -324,7 +324,7 @@ class Checkpointer:
 
     def rewind(self, step: int) -> None:
         """Makes an older step the newest committed one, once the log records the rollback."""
-        self._commits.go_back(step)
+        self._commits.rewind(step)
         self._refused_from = None
 
     def _reports(self, save: PendingSave) -> list[HostReport]:
@@ -384,7 +384,7 @@ class Checkpointer:
             emit=self._emit,
             clock=self._clock,
         )
-        restored, damaged = search.newest_whole(line.committed)
+        restored, damaged = search.newest_valid(line.committed)
         self._peers.broadcast(topic, lambda: self._quarantine(damaged), seconds=MESSAGE_SECONDS)
         for quarantine in damaged:
             self._emit(StepQuarantined(quarantine.step, quarantine.path, quarantine.evidence))

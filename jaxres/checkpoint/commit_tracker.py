@@ -115,7 +115,7 @@ class CommitTracker:
             raise StorageUnavailable(f"{step_dir}: an earlier save's files can't be deleted yet.")
         return name
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Makes an older step the newest committed one, after a rollback record."""
         self._unsure = None
         self.committed_step = self.saved_step = step
@@ -174,11 +174,11 @@ class CommitTracker:
         pruning.delete_all_but(line, run_dir=self._run_dir, attempt=self._log.attempt)
 
 
-LEAST_PATIENCE_SECONDS = 5.0
+MIN_LATE_SECONDS = 5.0
 """Least duration after which a save is late."""
 LATE = 2.0
 """A save is late after this many times the longest duration of a committed save."""
-REFUSED_PATIENCE_SECONDS = 1.0
+LATE_AFTER_REFUSAL_SECONDS = 1.0
 """Duration after which a save is late if storage has refused the previous one: a full disk refuses
 the next save at once, and a bucket that does not answer fails it after half a minute.
 """
@@ -230,8 +230,10 @@ class SaveSlot:
           longest_seconds: longest duration of a committed save so far.
           is_refused: whether storage has refused the previous save.
         """
-        usual = max(LEAST_PATIENCE_SECONDS, LATE * longest_seconds)
-        return self._done_within((REFUSED_PATIENCE_SECONDS if is_refused else usual) - self.seconds)
+        usual = max(MIN_LATE_SECONDS, LATE * longest_seconds)
+        return self._done_within(
+            (LATE_AFTER_REFUSAL_SECONDS if is_refused else usual) - self.seconds
+        )
 
     @property
     def seconds(self) -> float:

@@ -39,20 +39,20 @@ class Rule:
             return [self.name]
         return [self.name.format(layer) for layer in range(shape[0])]
 
-    def theirs(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def hf_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns Hugging Face's shape of a tensor, from our shape without the layers' dim."""
         if not self.inputs:
             return tuple(shape)
         return math.prod(shape[self.inputs :]), math.prod(shape[: self.inputs])
 
-    def give(self, ours: np.ndarray) -> np.ndarray:
+    def to_hf(self, ours: np.ndarray) -> np.ndarray:
         """Converts one layer's array, or one without layers, to Hugging Face's layout."""
         if not self.inputs:
             return ours
         return ours.reshape(math.prod(ours.shape[: self.inputs]), -1).T
 
-    def take(self, theirs: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """Converts one of Hugging Face's tensors to our layout; the inverse of `give`."""
+    def from_hf(self, theirs: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        """Converts one of Hugging Face's tensors to our layout; the inverse of `to_hf`."""
         return theirs.T.reshape(shape) if self.inputs else theirs
 
 
@@ -82,7 +82,7 @@ def pieces(path: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     names = rule.names(array.shape)
     layers = array if "{}" in rule.name else [array]
     for name, layer in zip(names, layers, strict=True):
-        yield name, rule.give(layer)
+        yield name, rule.to_hf(layer)
 
 
 def shapes(model: GptModel, *, rows: int) -> dict[str, tuple[int, ...]]:

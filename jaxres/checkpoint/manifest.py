@@ -181,11 +181,11 @@ def _bytes_of(step_dir: RunPath, step: int, name: str) -> bytes:
             storage.drop_page_cache(path)
             return storage.read_whole(path)
         except FileNotFoundError as error:
-            refuse_if_away(step_dir, step, name=name)
+            refuse_if_unavailable(step_dir, step, name=name)
             raise damaged(step_dir, step, f"{name} is missing") from error
 
 
-def refuse_if_away(step_dir: RunPath, step: int, *, name: str = MANIFEST) -> None:
+def refuse_if_unavailable(step_dir: RunPath, step: int, *, name: str = MANIFEST) -> None:
     """Raises StorageUnavailable if a missing file does not prove damage.
 
     On a disk: if the folder of all steps can't be listed. In a bucket: if the listing of the step,

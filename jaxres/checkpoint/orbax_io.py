@@ -22,7 +22,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_store
 
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import ArrayInfo
-from jaxres.checkpoint.snapshot import Snapshot, taken
+from jaxres.checkpoint.snapshot import Snapshot, take_snapshot
 from jaxres.checkpoint.tensorstore_reader import ARRAYS
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.faults import ConfigError, StorageUnavailable
@@ -185,7 +185,7 @@ def start_save(
 
     The state may be donated as soon as this returns; `snapshot_by` is `checkpoint.snapshot`.
     """
-    state, is_own = taken(state, snapshot_by)
+    state, is_own = take_snapshot(state, snapshot_by)
     snapshot = Snapshot(named_arrays(state), process=jax.process_index(), is_own=is_own, pace=pace)
     both = {ARRAYS: state, manifests.DIGESTS: snapshot}
     with context, files.typed_errors(step_dir):

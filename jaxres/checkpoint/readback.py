@@ -55,9 +55,9 @@ class HostReport:
         return canonical_json(codec.encode(self)).decode()
 
     @staticmethod
-    def decode(word: str) -> HostReport:
+    def decode(text: str) -> HostReport:
         """Reads a report back."""
-        return codec.decode(HostReport, json.loads(word))
+        return codec.decode(HostReport, json.loads(text))
 
 
 def verify_own_files(

@@ -54,7 +54,7 @@ from jaxres.storage.timeouts import CallTimeout, call_with_timeout
 TRIES = 3
 BACKOFF_SECONDS = 1.0
 """Delay before the second try; doubled before the third."""
-WHOLE, DAMAGED, STORAGE, SILENT, CONFIG, AGAIN = (
+VALID, DAMAGED, STORAGE, TIMEOUT, CONFIG, RETRY = (
     "valid",
     "damaged",
     "storage",
@@ -65,7 +65,7 @@ WHOLE, DAMAGED, STORAGE, SILENT, CONFIG, AGAIN = (
 T = TypeVar("T")
 
 
-class StorageSilent(StorageUnavailable):
+class StorageTimeout(StorageUnavailable):
     """Storage has not answered within a read's time limit; a retry would take as long again."""
 
 
@@ -102,7 +102,7 @@ class NewestValid:
     emit: Emit
     clock: Clock
 
-    def newest_whole(self, commits: Sequence[Commit]) -> tuple[Restored, list[Quarantine]]:
+    def newest_valid(self, commits: Sequence[Commit]) -> tuple[Restored, list[Quarantine]]:
         """Returns the newest intact one of the committed steps, and the newer damaged ones.
 
         Raises:
@@ -125,25 +125,25 @@ class NewestValid:
             self.emit(PhaseChanged("restore", f"step {commit.step}{again}"))
             restored, own = self._read(commit)
             decision = self._agree(commit, own, number)
-            if decision.kind == WHOLE:
+            if decision.kind == VALID:
                 assert restored is not None, own
                 return restored
             if decision.kind == DAMAGED:
                 return decision.detail
             if decision.kind == CONFIG:
                 raise ConfigError(decision.detail)
-            if decision.kind != AGAIN:
+            if decision.kind != RETRY:
                 raise StorageUnavailable(decision.detail)
             restored = None  # Frees device memory before the next try.
             self.emit(Noted(f"step {commit.step} is read again: {decision.detail}"))
             self.clock.sleep(BACKOFF_SECONDS * 2 ** (number - 1))
-        raise AssertionError("the last try never returns AGAIN")
+        raise AssertionError("the last try never returns RETRY")
 
     def _read(self, commit: Commit) -> tuple[Restored | None, ReadResult]:
         try:
             what = f"step {commit.step}"
             return bounded(lambda: self.read(commit), seconds=self.seconds, what=what), ReadResult(
-                WHOLE
+                VALID
             )
         except RunError as end:
             return None, ReadResult(_kind_of(end), str(end))
@@ -170,18 +170,18 @@ class NewestValid:
 
     def _combine(self, commit: Commit, results: Sequence[ReadResult], number: int) -> ReadResult:
         """Combines all hosts' results; the result that proves least about the data wins."""
-        for kind in (SILENT, STORAGE, CONFIG):
+        for kind in (TIMEOUT, STORAGE, CONFIG):
             if failure := next((result for result in results if result.kind == kind), None):
-                return self._or_again(failure, number)
+                return self._or_retry(failure, number)
         suspect = next((result for result in results if result.kind == DAMAGED), None)
         return (
-            ReadResult(WHOLE) if suspect is None else self._confirm_damage(commit, suspect, number)
+            ReadResult(VALID) if suspect is None else self._confirm_damage(commit, suspect, number)
         )
 
-    def _or_again(self, result: ReadResult, number: int) -> ReadResult:
-        """Replaces a storage failure by AGAIN, except on the last try."""
+    def _or_retry(self, result: ReadResult, number: int) -> ReadResult:
+        """Replaces a storage failure by RETRY, except on the last try."""
         return (
-            ReadResult(AGAIN, result.detail)
+            ReadResult(RETRY, result.detail)
             if result.kind == STORAGE and number < TRIES
             else result
         )
@@ -193,22 +193,22 @@ class NewestValid:
             what = f"step {commit.step}"
             findings = bounded(lambda: self.examine(commit), seconds=self.seconds, what=what)
         except StorageUnavailable as refusal:
-            return self._or_again(ReadResult(_kind_of(refusal), str(refusal)), number)
+            return self._or_retry(ReadResult(_kind_of(refusal), str(refusal)), number)
         if findings.problems:
             return ReadResult(DAMAGED, findings.evidence)
         why = (
             f"{suspect.detail} But every byte on storage is as committed. Nothing was judged "
             "damaged."
         )
-        return self._or_again(ReadResult(STORAGE, why), number)
+        return self._or_retry(ReadResult(STORAGE, why), number)
 
 
 def _kind_of(end: RunError) -> str:
     match end:
         case CheckpointDamaged():
             return DAMAGED
-        case StorageSilent():
-            return SILENT
+        case StorageTimeout():
+            return TIMEOUT
         case StorageUnavailable():
             return STORAGE
         case ConfigError():
@@ -221,12 +221,12 @@ def bounded(call: Callable[[], T], *, seconds: float, what: str) -> T:
     """Runs a call in a thread; returns its result or raises its error.
 
     Raises:
-      StorageSilent: the call has not ended in time. Its thread keeps running.
+      StorageTimeout: the call has not ended in time. Its thread keeps running.
     """
     try:
         return call_with_timeout(call, seconds=seconds, name="restore")
     except CallTimeout as error:
-        raise StorageSilent(
+        raise StorageTimeout(
             f"{what} could not be read within {seconds:.0f} s (deadlines.restore_seconds): storage "
             "does not answer. Nothing was judged damaged; run the same command again when it does."
         ) from error

@@ -24,7 +24,7 @@ from jaxres.storage import files as storage
 from jaxres.storage.checksummed_json import canonical_json
 
 INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
+SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the format's reference reader."""
 _TYPES: dict[str, Any] = {
@@ -40,7 +40,7 @@ _TYPES: dict[str, Any] = {
 }
 DTYPES = {code: np.dtype(kind) for code, kind in _TYPES.items()}
 """Type code of the format -> dtype of the numbers; all little-endian."""
-WORDS = {dtype.name: code for code, dtype in DTYPES.items()}
+TYPE_CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 """Name of a dtype -> type code of the format."""
 
 
@@ -64,7 +64,7 @@ class Tensor:
           ConfigError: the type is unknown, or the file was truncated.
           StorageUnavailable: storage could not be read.
         """
-        if self.info.dtype not in WORDS:
+        if self.info.dtype not in TYPE_CODES:
             raise broken(self.file, f"{self.name} is of an unknown type: {self.info}")
         with storage.typed_errors(self.file), self.file.open("rb") as file:
             file.seek(self.start)
@@ -131,7 +131,7 @@ def _tensor(path: Path, name: str, entry: Mapping[str, Any], base: int) -> Tenso
     return Tensor(path, name, info, base + start, stop - start)
 
 
-def open_place(path: Path) -> dict[str, Tensor]:
+def open_path(path: Path) -> dict[str, Tensor]:
     """Returns name -> tensor of a file, or of a folder with one file or several and their index.
 
     Raises:
@@ -144,8 +144,8 @@ def open_place(path: Path) -> dict[str, Tensor]:
     if index is not None:
         return _open_index(path, index)
     files = [name for name in storage.list_names(path) if name.endswith(".safetensors")]
-    if WHOLE in files or len(files) == 1:
-        return open_file(path / (WHOLE if WHOLE in files else files[0]))
+    if SINGLE_FILE in files or len(files) == 1:
+        return open_file(path / (SINGLE_FILE if SINGLE_FILE in files else files[0]))
     present = f"several ({', '.join(files[:3])}, ...) and no {INDEX}" if files else "none"
     raise ConfigError(
         f"{path}: expected one safetensors file here, or {INDEX}; there are {present}."
@@ -154,8 +154,8 @@ def open_place(path: Path) -> dict[str, Tensor]:
 
 def _open_index(folder: Path, index: bytes) -> dict[str, Tensor]:
     try:
-        places: dict[str, str] = json.loads(index)["weight_map"]
-        files = sorted(set(places.values()))
+        weight_map: dict[str, str] = json.loads(index)["weight_map"]
+        files = sorted(set(weight_map.values()))
         if any(name != Path(name).name for name in files):
             raise ValueError("it names a file that is not in this folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -163,14 +163,14 @@ def _open_index(folder: Path, index: bytes) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in open_file(folder / file).items():
-            if places.get(name) != file:
-                expected = places.get(name, "no file")
+            if weight_map.get(name) != file:
+                expected = weight_map.get(name, "no file")
                 raise broken(folder / file, f"it has {name}, which {INDEX} assigns to {expected}")
             tensors[name] = tensor
-    absent = sorted(places.keys() - tensors.keys())
+    absent = sorted(weight_map.keys() - tensors.keys())
     if absent:
         raise broken(
-            folder / places[absent[0]], f"{absent[0]}, which {INDEX} assigns to it, is missing"
+            folder / weight_map[absent[0]], f"{absent[0]}, which {INDEX} assigns to it, is missing"
         )
     return tensors
 
@@ -184,7 +184,7 @@ def write_file(
     for name, info in infos.items():
         size = math.prod(info.shape) * np.dtype(info.dtype).itemsize
         header[name] = {
-            "dtype": WORDS[info.dtype],
+            "dtype": TYPE_CODES[info.dtype],
             "shape": list(info.shape),
             "data_offsets": [end, end + size],
         }

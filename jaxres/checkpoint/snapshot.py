@@ -95,7 +95,7 @@ class Snapshot:
             return digests_of(*array)
 
 
-def taken(state: Any, how: str) -> tuple[Any, bool]:
+def take_snapshot(state: Any, how: str) -> tuple[Any, bool]:
     """Returns the state or a copy on the devices, and whether it is a copy, never donated.
 
     Args:

@@ -146,7 +146,7 @@ class _StepChecks:
         except OSError as error:
             if manifests.is_storage_fault(error):
                 raise manifests.unreadable(self._step_dir, self._commit.step, error) from error
-            manifests.refuse_if_away(self._step_dir, self._commit.step, name=name)
+            manifests.refuse_if_unavailable(self._step_dir, self._commit.step, name=name)
             return Defect(f"{name} is missing", file=name)
         if stored.size != info.size:
             what = f"{name} has {stored.size} bytes, the manifest records {info.size} bytes"

@@ -76,7 +76,7 @@ def of_folder(place: Path) -> tuple[ExportedParams, GptModel | None]:
         facts = weights_source.facts_of(model)
     lenient = FromSafetensors(path=place, cast="rounding", allow_changed=("config.json",))
     taken = weights_mapping.map_weights(stored, expected, facts=facts, section=lenient).taken
-    infos = {path: weights_mapping.as_there(stored, each) for path, each in taken.items()}
+    infos = {path: weights_mapping.source_info(stored, each) for path, each in taken.items()}
     return ExportedParams(infos, lambda path: weights_mapping.assemble(stored, taken[path])), model
 
 
@@ -193,7 +193,7 @@ def _tensor_infos(path: str, array: ArrayInfo, names: str) -> Iterator[tuple[str
         raise ConfigError(
             f"{path}: a Llama has no such array. Export this model with --names jaxres."
         )
-    shape = rule.theirs(array.shape[1:] if "{}" in rule.name else array.shape)
+    shape = rule.hf_shape(array.shape[1:] if "{}" in rule.name else array.shape)
     for name in rule.names(array.shape):
         yield name, ArrayInfo(array.dtype, shape)
 
@@ -216,7 +216,7 @@ def _shards(infos: Mapping[str, ArrayInfo], limit: int) -> dict[str, dict[str, A
         parts[-1][name] = info
         size_bytes += _size(info)
     if len(parts) == 1:
-        return {safetensors.WHOLE: parts[0]}
+        return {safetensors.SINGLE_FILE: parts[0]}
     return {
         f"model-{number:05d}-of-{len(parts):05d}.safetensors": part
         for number, part in enumerate(parts, start=1)

@@ -147,7 +147,7 @@ def _misfit(weights: Weights, taken: TensorSource, *, cast: str) -> str | None:
     """Returns why an array can't be read from its source tensors; None if it can."""
     shape = taken.info.shape
     if taken.rule is not None:
-        shape = taken.rule.theirs(shape[1:] if "{}" in taken.rule.name else shape)
+        shape = taken.rule.hf_shape(shape[1:] if "{}" in taken.rule.name else shape)
     for name in taken.names:
         info = weights.tensors[name]
         allowed = EXACT + (ROUNDED if cast == "rounding" else ())
@@ -200,7 +200,7 @@ def _table(where: str, rows: Sequence[str]) -> str:
     )
 
 
-def as_there(weights: Weights, taken: TensorSource) -> ArrayInfo:
+def source_info(weights: Weights, taken: TensorSource) -> ArrayInfo:
     """Returns an array's info with its dtype in the source; float32 if that has several."""
     dtypes = {weights.tensors[name].dtype for name in taken.names}
     return ArrayInfo(dtypes.pop() if len(dtypes) == 1 else "float32", taken.info.shape)
@@ -208,11 +208,11 @@ def as_there(weights: Weights, taken: TensorSource) -> ArrayInfo:
 
 def assemble(weights: Weights, taken: TensorSource, *, dtype: str | None = None) -> np.ndarray:
     """Reads one array of the model in our layout; `dtype` None: the dtype of the source."""
-    array = np.empty(taken.info.shape, np.dtype(dtype or as_there(weights, taken).dtype))
+    array = np.empty(taken.info.shape, np.dtype(dtype or source_info(weights, taken).dtype))
     if taken.rule is None:
         array[...] = weights.read(taken.names[0])
         return array
     layers = array if "{}" in taken.rule.name else array[np.newaxis]
     for layer, name in zip(layers, taken.names, strict=True):
-        layer[...] = taken.rule.take(weights.read(name), layer.shape)
+        layer[...] = taken.rule.from_hf(weights.read(name), layer.shape)
     return array

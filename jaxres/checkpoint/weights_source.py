@@ -90,7 +90,7 @@ def from_safetensors(place: Path) -> Weights:
       ConfigError: the files do not exist, or are damaged.
       StorageUnavailable: storage could not be read.
     """
-    stored = safetensors.open_place(place)
+    stored = safetensors.open_path(place)
     folder = place if place.is_dir() else place.parent
     about = read_about(folder)
     sums: Mapping[str, str] = about["tensors"] if about else {}

@@ -131,7 +131,7 @@ class Doctor:
             return  # Step and storage belong to another machine.
         if self._dataset is not None and self._layout is not None:
             yield from _guarded("step", self._step)
-        yield from self._place()
+        yield from self._run_dir()
         yield from _guarded("notices", self._notices)
 
     def table(self) -> str:
@@ -271,7 +271,7 @@ class Doctor:
             detail = f"{answer.why}. A run polls it; until it responds, only signals are handled"
             yield Check("warn", "notices", detail)
 
-    def _place(self) -> Checks:
+    def _run_dir(self) -> Checks:
         run_dir = configs.run_dir(self._config, self._loaded.name).absolute()
         if is_remote(run_dir):
             names = files.list_names(run_dir)

@@ -54,7 +54,7 @@ class Status:
     is_alive: bool
     watched: bool
     """Whether the lock holder's heartbeat was observed; otherwise its age determines liveness."""
-    beat: Mapping[str, Any] | None
+    heartbeat: Mapping[str, Any] | None
     now: float
     newest: MetricsLine | None
     steps: int | None
@@ -103,7 +103,7 @@ def read_status(
         history=history,
         is_alive=is_alive and health.state in ("running", "restarting"),
         watched=watch,
-        beat=run_lock.read(run_dir),
+        heartbeat=run_lock.read(run_dir),
         now=clock.wall(),
         newest=metric_lines[-1] if metric_lines else None,
         steps=steps,
@@ -171,16 +171,16 @@ def as_text(status: Status) -> str:
 
 
 def _alive(status: Status) -> str:
-    beat = status.beat
-    if beat is None:
+    heartbeat = status.heartbeat
+    if heartbeat is None:
         return f"no (attempt {status.history.attempt})"
-    holder = f"attempt {status.history.attempt}, host {beat['host']}, pid {beat['pid']}"
-    at = datetime.fromtimestamp(beat["time"]).isoformat(sep=" ", timespec="seconds")
+    holder = f"attempt {status.history.attempt}, host {heartbeat['host']}, pid {heartbeat['pid']}"
+    at = datetime.fromtimestamp(heartbeat["time"]).isoformat(sep=" ", timespec="seconds")
     text = f"yes: {holder}" if status.is_alive else f"no: {holder}, last heartbeat {at}"
     if status.watched:
         return f"{text} (heartbeat {'advances' if status.is_alive else 'does not advance'})"
-    if beat["host"] != socket.gethostname():
-        age = status.now - beat["time"]
+    if heartbeat["host"] != socket.gethostname():
+        age = status.now - heartbeat["time"]
         text += f" ({age:.0f} s ago by its clock, which may differ from this one's: try --watch)"
     return text
 
@@ -231,9 +231,9 @@ def as_json(status: Status) -> str:
     """Returns the status as one JSON object."""
     history, supervision = status.history, status.supervision
     owner = None
-    if status.beat is not None:
-        owner = {"host": status.beat["host"], "pid": status.beat["pid"]}
-        owner["age_seconds"] = status.now - status.beat["time"]
+    if status.heartbeat is not None:
+        owner = {"host": status.heartbeat["host"], "pid": status.heartbeat["pid"]}
+        owner["age_seconds"] = status.now - status.heartbeat["time"]
     committed = None
     if history.commits:
         committed = {"step": history.step, "age_seconds": status.now - history.commits[-1].time}

@@ -52,31 +52,31 @@ class JaxCoordination:
         """Returns the coordinator host's decision."""
         if self.member.leads:
             message = decide()
-            self.kv_set(f"word/{topic}", message)
+            self.kv_set(f"broadcast/{topic}", message)
             return message
-        return self.kv_get(f"word/{topic}", host=0, seconds=seconds)
+        return self.kv_get(f"broadcast/{topic}", host=0, seconds=seconds)
 
     def barrier(self, topic: str, *, seconds: float) -> None:
         """Waits until every host has reached the same point."""
-        self.kv_set(f"here/{topic}/{self.member.host}", "1")
-        self._kv_get_all(f"here/{topic}", range(self.member.num_hosts), seconds=seconds)
+        self.kv_set(f"barrier/{topic}/{self.member.host}", "1")
+        self._kv_get_all(f"barrier/{topic}", range(self.member.num_hosts), seconds=seconds)
 
     def publish(self, topic: str, message: str) -> None:
         """Publishes a message of this host, which `poll` returns."""
-        self.kv_set(f"told/{topic}/{self.member.host}", message)
+        self.kv_set(f"published/{topic}/{self.member.host}", message)
 
     def poll(self, topic: str) -> Sequence[str]:
         """Returns the messages published so far, each with its host; does not wait."""
-        messages = self._client.key_value_dir_get(f"told/{topic}/")
+        messages = self._client.key_value_dir_get(f"published/{topic}/")
         return [f"host {key.rpartition('/')[2]}: {message}" for key, message in sorted(messages)]
 
     def gather(self, topic: str, message: str, *, seconds: float) -> Sequence[str]:
         """Returns the messages of all hosts on the coordinator host, () elsewhere."""
         if not self.member.leads:
-            self.kv_set(f"word/{topic}/{self.member.host}", message)
+            self.kv_set(f"gathered/{topic}/{self.member.host}", message)
             return ()
         others = range(1, self.member.num_hosts)
-        return (message, *self._kv_get_all(f"word/{topic}", others, seconds=seconds))
+        return (message, *self._kv_get_all(f"gathered/{topic}", others, seconds=seconds))
 
     def shutdown(self) -> None:
         """Call just before a voluntary exit: the coordinator host exits last.
@@ -84,10 +84,10 @@ class JaxCoordination:
         Its exit removes the store, and JAX then aborts every process that still uses it.
         """
         if not self.member.leads:
-            self.kv_set(f"left/{self.member.host}", "1")
+            self.kv_set(f"exited/{self.member.host}", "1")
             return
         with contextlib.suppress(PeerLost):
-            self._kv_get_all("left", range(1, self.member.num_hosts), seconds=EXIT_SECONDS)
+            self._kv_get_all("exited", range(1, self.member.num_hosts), seconds=EXIT_SECONDS)
 
     def _kv_get_all(self, topic: str, hosts: Iterable[int], *, seconds: float) -> list[str]:
         end = self._clock.monotonic() + seconds

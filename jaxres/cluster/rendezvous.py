@@ -134,7 +134,7 @@ class RendezvousLeader:
         return (self._hello, *self._joined())
 
     def announce(
-        self, announcement: AttemptAnnounced, *, see_seconds: float = VISIBLE_SECONDS
+        self, announcement: AttemptAnnounced, *, visible_seconds: float = VISIBLE_SECONDS
     ) -> PeerLinks:
         """Announces the claimed attempt; returns once the claim is visible on every host.
 
@@ -143,9 +143,9 @@ class RendezvousLeader:
           PeerLost: a host is lost.
           RunError: a host was stopped meanwhile.
         """
-        self.peers.set_silence_limit(see_seconds + MARGIN_SECONDS)
+        self.peers.set_silence_limit(visible_seconds + MARGIN_SECONDS)
         self.peers.send(announcement)
-        until = self.peers.awake.now() + see_seconds + MARGIN_SECONDS
+        until = self.peers.awake.now() + visible_seconds + MARGIN_SECONDS
         seen: dict[int, bool] = {}
         while len(seen) < len(self._hellos):
             if self.peers.awake.now() >= until:
@@ -369,29 +369,29 @@ class RendezvousFollower:
     def confirm(
         self,
         announcement: AttemptAnnounced,
-        sees: Callable[[int, str], bool],
+        is_visible: Callable[[int, str], bool],
         *,
-        see_seconds: float = VISIBLE_SECONDS,
+        visible_seconds: float = VISIBLE_SECONDS,
     ) -> PeerLinks:
         """Looks for the claim in this host's run directory; returns when all hosts may start.
 
         Args:
           announcement: the one that `join` returned.
-          sees: whether the claim with this attempt and nonce exists.
-          see_seconds: how long to look.
+          is_visible: whether the claim with this attempt and nonce exists.
+          visible_seconds: how long to look.
 
         Raises:
           ConfigError: the claim is not visible on a host: the run directory is not shared.
           PeerLost: the leader is lost.
           RunError: the error that the leader sent.
         """
-        until = self._clock.monotonic() + see_seconds
-        is_seen = sees(announcement.attempt, announcement.nonce)
+        until = self._clock.monotonic() + visible_seconds
+        is_seen = is_visible(announcement.attempt, announcement.nonce)
         while not is_seen and self._clock.monotonic() < until:
             self._receive_start(RETRY_SECONDS)
-            is_seen = sees(announcement.attempt, announcement.nonce)
+            is_seen = is_visible(announcement.attempt, announcement.nonce)
         self.peers.send(ClaimVisible(is_seen))
-        until = self._clock.monotonic() + see_seconds + 2 * MARGIN_SECONDS
+        until = self._clock.monotonic() + visible_seconds + 2 * MARGIN_SECONDS
         while self._clock.monotonic() < until:
             if self._receive_start(POLL_SECONDS):
                 return self.peers

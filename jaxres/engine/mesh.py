@@ -41,7 +41,7 @@ def build(section: MeshSection, *, devices: Sequence[Any]) -> Mesh:
     return Mesh(device_array(devices, sizes), AXES, axis_types=AUTO)
 
 
-def devices_in_words(mesh: Mesh) -> str:
+def format_devices(mesh: Mesh) -> str:
     """Returns the number and kind of devices as text, with the number of hosts if several."""
     device = mesh.devices.flat[0]
     hosts = len({each.process_index for each in mesh.devices.flat})
@@ -127,7 +127,7 @@ class LocalRows:
     num_rows: int
     """Number of rows of the global batch."""
 
-    def place_of(self, index: slice) -> slice:
+    def local_slice(self, index: slice) -> slice:
         """Returns the slice of the local rows that has a device's slice of the global rows."""
         start, stop, _ = index.indices(self.num_rows)
         first = int(np.searchsorted(self.rows, start))
@@ -182,4 +182,4 @@ def place_batch(
 
 def _local_part(array: NDArray[Any], local: LocalRows) -> Callable[[Any], NDArray[Any]]:
     """Returns the function from a device's index into the global array to its numbers."""
-    return lambda index: array[local.place_of(index[0])]
+    return lambda index: array[local.local_slice(index[0])]

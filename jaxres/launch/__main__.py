@@ -23,7 +23,7 @@ from jaxres.telemetry import stdio
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    if any(word in ("-h", "--help") for word in arguments):
+    if any(argument in ("-h", "--help") for argument in arguments):
         usage = gce.USAGE if "gce" in arguments[:1] else local.USAGE
         sys.stdout.write(usage + "\n" + configs.describe() + "\n")
         return ExitCode.DONE

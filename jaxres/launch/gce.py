@@ -193,7 +193,7 @@ def _up(target: RunPath, overrides: Sequence[str], *, env: Mapping[str, str], wa
             config = _adopt_config(config, desired, paths)
             print_line(f"{run}: resuming ({desired.phase}, attempt {desired.attempt})")
         record.write(desired, epoch=lease.epoch)
-    return _lead(Controller(paths, config, compute, lease, record, clock, print_line))
+    return _run_controller(Controller(paths, config, compute, lease, record, clock, print_line))
 
 
 @contextlib.contextmanager
@@ -206,12 +206,12 @@ def _released_on_error(lease: Lease) -> Iterator[None]:
         raise
 
 
-def _lead(led: Controller) -> int:
+def _run_controller(running: Controller) -> int:
     """Leads a job to its end, or until a signal makes this launcher exit."""
-    run = led.paths.run
+    run = running.paths.run
     try:
-        with _released_on_error(led.lease):
-            end = led.run()
+        with _released_on_error(running.lease):
+            end = running.run()
     except (StoppedError, PreemptedError) as left:
         print_line(
             "this launcher exits; the VMs and the training continue and cost money. "
@@ -303,7 +303,9 @@ def _request_end(verb: str, run: GcsPath, *, env: Mapping[str, str]) -> int:
                 compute.set_console(print_line)
                 print_line("no launcher leads the run; this one leads it to its end")
                 record.write(desired, epoch=lease.epoch)
-            code = _lead(Controller(paths, config, compute, lease, record, clock, print_line))
+            code = _run_controller(
+                Controller(paths, config, compute, lease, record, clock, print_line)
+            )
             return ExitCode.DONE if code == ExitCode.STOPPED else code
     lease.release()
     sys.stdout.write(f"{run}: has ended; no VM is left\n")

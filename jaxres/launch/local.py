@@ -101,10 +101,10 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
         env = {**env, "JAX_NUM_CPU_DEVICES": str(options.devices_per_host)}
     train = functools.partial(attempt_runner.run_local_workers, advise=oom_advice.host_advice)
     if not options.restart:
-        meet = functools.partial(local_hosts, num_hosts=options.max_hosts)
+        rendezvous = functools.partial(local_hosts, num_hosts=options.max_hosts)
         run = functools.partial(train, env=env)
         return attempt_runner.run_attempt(
-            options.target, options.overrides, run=run, env=env, meet=meet
+            options.target, options.overrides, run=run, env=env, rendezvous=rendezvous
         )
     loaded, run_dir = resolve_run(options.target, options.overrides)
     config, clock = loaded.config, SystemClock()
@@ -119,7 +119,7 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
     )
     targets = alert_sender.resolve(config.alerts, env=env)
     alerts = alert_sender.Alerts(
-        targets, run_dir, section=config.alerts, clock=clock, say=print_message
+        targets, run_dir, section=config.alerts, clock=clock, report=print_message
     )
     env = alert_sender.scrub_secrets(config.alerts, env)
     return run_restart_loop(

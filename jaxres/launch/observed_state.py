@@ -199,9 +199,9 @@ class StateObserver:
           now: time of the list.
           waited: seconds since the last observation that were spent waiting for the bucket.
         """
-        was_away = self._bucket_at is None or waited > SLOW_BUCKET_SECONDS
+        was_unavailable = self._bucket_at is None or waited > SLOW_BUCKET_SECONDS
         since = 0.0 if self._bucket_at is None else min(MAX_GAP_SECONDS, now - self._bucket_at)
-        if was_away:  # The agents could not report either: their silence starts at 0 again.
+        if was_unavailable:  # The agents could not report either: their silence starts at 0 again.
             since = 0.0
             self._reports = {name: (g, r, 0.0) for name, (g, r, _) in self._reports.items()}
         self._bucket_at = now

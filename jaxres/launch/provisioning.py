@@ -43,7 +43,7 @@ def provision(
       most_unready: how often VMs may be lost before they have trained.
     """
     if not desired.vms:
-        return _find_place(desired, observed, gce)
+        return _choose_zone(desired, observed, gce)
     if desired.creation is not None:
         return _await_creation(desired, desired.creation, observed, gce)
     lost = lost_vms(desired.vms, observed, gce, notices=True)
@@ -62,7 +62,7 @@ def provision(
     return _start(desired, observed, gce)
 
 
-def _find_place(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Transition:
+def _choose_zone(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Transition:
     listed = observed.vms or {}
     if any(
         vm.name in listed and observed.now - vm.deleting_since < QUOTA_WAIT_SECONDS

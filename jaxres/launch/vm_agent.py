@@ -40,7 +40,7 @@ from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.processes import kill_me_with_parent
 
 POLL_SECONDS = 1.0
-BEAT_SECONDS = 2.0
+REPORT_SECONDS = 2.0
 LOG_SECONDS = 20.0
 """Time between two uploads of the training process' output."""
 LOG_BYTES = 2**20
@@ -90,7 +90,7 @@ class StatusPublisher:
                 gcs_objects.write(self._path, b"", over=None, metadata=report.metadata())
             with self._changed:
                 if self._report == report:
-                    self._changed.wait(BEAT_SECONDS)
+                    self._changed.wait(REPORT_SECONDS)
                 if self._is_closed:
                     return
             self._clock.sleep(1.0)  # An object accepts one write per second.

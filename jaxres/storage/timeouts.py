@@ -50,7 +50,7 @@ def call_with_timeout(call: Callable[[], T], *, seconds: float, name: str = "tim
 
 
 def write_with_timeout(
-    write: Callable[[], object], *, seconds: float, what: str, say: Callable[[str], object]
+    write: Callable[[], object], *, seconds: float, what: str, report: Callable[[str], object]
 ) -> bool:
     """Calls `write`; prints a message if storage refuses or does not answer.
 
@@ -58,7 +58,7 @@ def write_with_timeout(
       write: writes data that the process can exit without.
       seconds: the longest wait.
       what: the beginning of the message: "the end could not be recorded".
-      say: prints a message.
+      report: prints a message.
 
     Returns:
       False if `write` has not returned in time; its thread may then have open files.
@@ -66,6 +66,6 @@ def write_with_timeout(
     try:
         call_with_timeout(write, seconds=seconds, name="write")
     except (RunError, OSError) as error:
-        say(f"{what}: {error}")
+        report(f"{what}: {error}")
         return not isinstance(error, CallTimeout)
     return True

@@ -106,7 +106,7 @@ def run_attempt(
     *,
     run: Callable[[ClaimedAttempt], AttemptResult],
     env: Mapping[str, str],
-    meet: Rendezvous = single_host,
+    rendezvous: Rendezvous = single_host,
     threads: int | None = None,
 ) -> int:
     """Claims an attempt, runs it and records its result; returns the exit code.
@@ -116,7 +116,7 @@ def run_attempt(
       overrides: `section.field=value` arguments.
       run: runs the claimed attempt to its end.
       env: the attempt's environment.
-      meet: the rendezvous of the job's hosts, before anything is claimed.
+      rendezvous: the rendezvous of the job's hosts, before anything is claimed.
       threads: number of CPU threads of this process if it trains itself (--inline); None: the
         workers are processes of their own, and get the run's number.
     """
@@ -131,7 +131,7 @@ def run_attempt(
             preemption_watcher = stack.enter_context(
                 PreemptionWatcher(config.preemption, env=env, clock=clock)
             )
-        job = stack.enter_context(meet(config, run_dir))
+        job = stack.enter_context(rendezvous(config, run_dir))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         signals.block()  # Until the select loop handles them, so that the result is recorded.
         log, opened = claim_attempt(
@@ -269,7 +269,7 @@ def record_stop_with_timeout(
         record_stop(log, ended)
 
     what = f"the result could not be recorded: {run_dir.root}"
-    if not write_with_timeout(record, seconds=RECORD_SECONDS, what=what, say=print_message):
+    if not write_with_timeout(record, seconds=RECORD_SECONDS, what=what, report=print_message):
         run_lock.abandon()  # Closing it would wait for the same storage.
 
 

@@ -81,25 +81,27 @@ class ForkServer:
         self._started_at = self._clock.monotonic()
 
     def fork(
-        self, command: Sequence[str], *, env: Mapping[str, str], beat: int
+        self, command: Sequence[str], *, env: Mapping[str, str], status_fd: int
     ) -> ForkedProcess | None:
         """Forks a worker; returns None if a fresh process must be spawned instead.
 
         Args:
-          command: the worker's argv; `--beat-fd N` is appended there.
+          command: the worker's argv; `--status-fd N` is appended there.
           env: the worker's environment.
-          beat: write end of the worker's status pipe.
+          status_fd: write end of the worker's status pipe.
         """
         if self._process is None:
             return None
         try:
-            return self._fork(command, env=env, beat=beat)
+            return self._fork(command, env=env, status_fd=status_fd)
         except (CannotFork, OSError, ValueError) as error:
             why = str(error) or type(error).__name__
             self._emit(Noted(f"a fresh process instead of a fork of the fork server: {why}"))
             return None
 
-    def _fork(self, command: Sequence[str], *, env: Mapping[str, str], beat: int) -> ForkedProcess:
+    def _fork(
+        self, command: Sequence[str], *, env: Mapping[str, str], status_fd: int
+    ) -> ForkedProcess:
         assert self._process is not None
         assert self._control is not None
         if self._process.poll() is not None:
@@ -116,7 +118,7 @@ class ForkServer:
         with ours:
             ours.settimeout(FORK_SECONDS)
             with theirs:
-                fds = [theirs.fileno(), beat]
+                fds = [theirs.fileno(), status_fd]
                 socket.send_fds(self._control, [json.dumps(request).encode()], fds)
             try:
                 message = ours.recv(MESSAGE_BYTES)

@@ -26,7 +26,7 @@ FLAVOR = ("Metadata-Flavor", "Google")
 WAIT_SECONDS = 10
 """Longest time for which the server delays a response until the value changes. Google's guest agent
 uses 60; but a dead connection delays a notice by this time, and Spot VMs have 30 s of notice."""
-ANSWER_SECONDS = 3.0
+RESPONSE_SECONDS = 3.0
 """Longest wait for a response, in addition to WAIT_SECONDS."""
 MAX_BYTES = 65536
 
@@ -118,7 +118,7 @@ def get(server: Server, key: str, *, after: str | None = None) -> Response | NoR
             "last_etag": after,
         }
     url = f"{ROOT}{path}" + (f"?{urlencode(parameters)}" if parameters else "")
-    seconds = ANSWER_SECONDS + (0 if after is None else WAIT_SECONDS)
+    seconds = RESPONSE_SECONDS + (0 if after is None else WAIT_SECONDS)
     connection = http.client.HTTPConnection(server.host, server.port, timeout=seconds)
     try:
         connection.request("GET", url, headers=dict([FLAVOR]))

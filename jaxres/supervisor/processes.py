@@ -75,9 +75,9 @@ def _counters(root: Path) -> list[Path]:
 
 TAG_VARIABLE = "JAXRES_ATTEMPT"
 PR_SET_CHILD_SUBREAPER = 36
-GONE_SECONDS = 10.0
+KILL_WAIT_SECONDS = 10.0
 """Longest wait for killed processes to disappear; one that hangs in the kernel may never do so."""
-LOOK_SECONDS = 0.01
+POLL_SECONDS = 0.01
 MAX_EXEC_POLLS, EXEC_POLL_SECONDS = 500, 0.002
 """Polls of a process in the middle of its exec, which has no environment yet."""
 KERNEL_THREAD = 0x00200000
@@ -135,7 +135,7 @@ def kill_leftovers(
     """
     tags = {f"{TAG_VARIABLE}={_tag(folder, claim)}".encode() for claim in claims}
     killed: set[int] = set()
-    until = clock.monotonic() + GONE_SECONDS
+    until = clock.monotonic() + KILL_WAIT_SECONDS
     while left := _find_leftovers(tags, clock).difference(keep):
         if clock.monotonic() > until:
             pids = ", ".join(map(str, sorted(left)))
@@ -146,7 +146,7 @@ def kill_leftovers(
         for pid in left:
             _kill(pid, tags)
         killed |= left
-        clock.sleep(LOOK_SECONDS)
+        clock.sleep(POLL_SECONDS)
     return len(killed)
 
 

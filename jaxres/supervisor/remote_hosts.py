@@ -20,7 +20,7 @@ from jaxres.supervisor.root_cause import HostStatus, RootCause, WorkerExit
 from jaxres.supervisor.watchdog import ProgressTracker
 from jaxres.telemetry.heartbeat import PhaseEntered
 
-LEAD = 0
+LEADER = 0
 
 
 @dataclass
@@ -138,9 +138,9 @@ class FollowerLinks:
         code, reason = result.code, result.reason
         is_shared = exit_row(code).is_shared
         if not is_shared:
-            reason = f"host {LEAD} ({socket.gethostname()}): {reason}"
+            reason = f"host {LEADER} ({socket.gethostname()}): {reason}"
         shared_code = code if is_shared else ExitCode.PEER_LOST
-        self._peers.send(messages.JobResult(shared_code, LEAD, reason, step, result.committed))
+        self._peers.send(messages.JobResult(shared_code, LEADER, reason, step, result.committed))
 
 
 class LeaderLink:
@@ -163,16 +163,18 @@ class LeaderLink:
                 case messages.JobResult():
                     return message
                 case messages.Goodbye(code, reason):
-                    return messages.JobResult(code, LEAD, reason, self._leader_step())
+                    return messages.JobResult(code, LEADER, reason, self._leader_step())
                 case messages.Disconnected(reason):
                     reason = f"{reason}; its last finished step is {self._leader_step()}"
-                    return messages.JobResult(ExitCode.PEER_LOST, LEAD, reason, self._leader_step())
+                    return messages.JobResult(
+                        ExitCode.PEER_LOST, LEADER, reason, self._leader_step()
+                    )
                 case _:
                     pass
         return None
 
     def _leader_step(self) -> int:
-        return self._peers.links[LEAD].step
+        return self._peers.links[LEADER].step
 
     def send_heartbeat(self, *, step: int, phase: str) -> None:
         """Sends a heartbeat with the progress of this host's worker."""

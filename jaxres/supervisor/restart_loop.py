@@ -53,7 +53,7 @@ from jaxres.telemetry.alert_sender import Alerts
 from jaxres.telemetry.observers import Observers
 
 TICK_SECONDS = 0.25
-LOOK_SECONDS = 0.02
+MIN_TICK_SECONDS = 0.02
 """Poll interval while storage has not answered yet."""
 
 
@@ -156,7 +156,7 @@ def run_restart_loop(
 def _emit_in_time(log: EventLog, event: Event) -> None:
     """Writes an event, or continues without it: the restart loop never waits for hung storage."""
     what, seconds = "the event could not be written", attempt_runner.RECORD_SECONDS
-    write_with_timeout(lambda: log.emit(event), seconds=seconds, what=what, say=print_message)
+    write_with_timeout(lambda: log.emit(event), seconds=seconds, what=what, report=print_message)
 
 
 def _close_in_time(log: EventLog) -> None:
@@ -206,8 +206,8 @@ def _run_one(run: LoopState, *, without: frozenset[int]) -> AttemptResult:
                 ExitCode.DONE, "the last step is committed", committed=True, is_recorded=False
             )
         num_hosts = len(slots)
-        meet = worker_group.local_hosts(run.config, run.run_dir, num_hosts=num_hosts, slots=slots)
-        with meet as job:
+        hosts = worker_group.local_hosts(run.config, run.run_dir, num_hosts=num_hosts, slots=slots)
+        with hosts as job:
             ended = _run_claimed(run, job)
         with contextlib.suppress(StorageUnavailable):  # The next attempt tries again.
             _kill_leftovers(run, [run.claim] if run.claim else [])
@@ -301,7 +301,7 @@ def _wait_backoff(run: LoopState, seconds: float) -> AttemptResult | None:
     with watch:
         while True:
             left = began + seconds - run.clock.monotonic()
-            tick = min(TICK_SECONDS, max(LOOK_SECONDS, left))
+            tick = min(TICK_SECONDS, max(MIN_TICK_SECONDS, left))
             select.select([run.wakeup, watch.wakeup, run.preemption_watcher.wakeup], [], [], tick)
             now = run.clock.monotonic()
             if (
@@ -399,4 +399,4 @@ def _record_leave(run: LoopState, result: AttemptResult) -> None:
         log.append(leave_record(result))
 
     what, seconds = "the supervisor's exit could not be recorded", attempt_runner.RECORD_SECONDS
-    write_with_timeout(record, seconds=seconds, what=what, say=print_message)
+    write_with_timeout(record, seconds=seconds, what=what, report=print_message)

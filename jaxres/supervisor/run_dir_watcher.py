@@ -19,7 +19,7 @@ from jaxres.runlog.run_log import Claim, newer_claim
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
 from jaxres.storage.threads import WatcherThreads
-from jaxres.supervisor.run_lock import RunLock, beat_seconds
+from jaxres.supervisor.run_lock import RunLock, heartbeat_interval_seconds
 
 POLL_SECONDS = 0.25
 BUCKET_POLL_SECONDS = 2.5
@@ -88,7 +88,7 @@ class RunDirWatcher:
         self._poll_seconds = BUCKET_POLL_SECONDS if run_dir.is_remote else POLL_SECONDS
         self._threads = WatcherThreads[WatcherEvent]()
         self._polling_since = math.inf
-        self._beat_at = -math.inf
+        self._heartbeat_at = -math.inf
         self._is_stop_reported = False
         self.has_answered = False
         """Whether one poll has completed, so that storage answers."""
@@ -131,21 +131,21 @@ class RunDirWatcher:
     def _poll(self) -> bool:
         """Writes the heartbeat when due, reads request files; False once the run is superseded."""
         now = self._clock.monotonic()
-        if now - self._beat_at >= beat_seconds(self._run_dir):
-            self._beat_at = now
-            if not self._beat_unless_superseded():
+        if now - self._heartbeat_at >= heartbeat_interval_seconds(self._run_dir):
+            self._heartbeat_at = now
+            if not self._heartbeat_unless_superseded():
                 return False
         self._take_requests()
         return True
 
-    def _beat_unless_superseded(self) -> bool:
+    def _heartbeat_unless_superseded(self) -> bool:
         """Writes the heartbeat unless a newer claim exists: a fenced process must write nothing."""
         try:
             claim, self._last_seq = newer_claim(
                 self._run_dir.log, attempt=self._attempt, after=self._last_seq
             )
             if claim is None:
-                self._run_lock.beat()
+                self._run_lock.heartbeat()
                 return True
         except StorageUnavailable:
             return True  # No verdict without storage; the run log fences later writes.

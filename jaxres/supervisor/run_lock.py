@@ -32,12 +32,12 @@ from jaxres.storage import files, gcs_objects
 from jaxres.storage.path import is_remote
 from jaxres.supervisor.proc_stat import read_proc_stat
 
-BEAT_SECONDS = 1.0
-BUCKET_BEAT_SECONDS = 5.0
+HEARTBEAT_SECONDS = 1.0
+BUCKET_HEARTBEAT_SECONDS = 5.0
 """GCS accepts about one write per second to one object, and bills each write."""
-MISSED_BEATS = 3
+MISSED_HEARTBEATS = 3
 POLL_SECONDS = 0.1
-BEAT_BYTES = 511
+HEARTBEAT_BYTES = 511
 
 
 class RunLock:
@@ -58,7 +58,7 @@ class RunLock:
         """Descriptors of the lock file and, once the lock is held, of the heartbeat file."""
         self._generation: int | None = None
         """Object generation of the newest heartbeat in a bucket."""
-        self._beat_at = -math.inf
+        self._heartbeat_at = -math.inf
         """When that heartbeat was written, on the clock."""
 
     def __enter__(self) -> RunLock:
@@ -73,7 +73,7 @@ class RunLock:
             self._locked = self._lock()
             if not self._locked or _was_unlocked(read(self._run_dir)):
                 self._refuse_if_alive(read(self._run_dir))
-            self.beat()
+            self.heartbeat()
         except BaseException:
             self.__exit__()
             raise
@@ -90,21 +90,21 @@ class RunLock:
         """Keeps the files open until the process exits: a thread may hang in a write to them."""
         self._is_abandoned = True
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Writes a heartbeat; takes the file lock if its previous holder has released it."""
         if not self._locked:
             self._locked = self._lock()
         self._count += 1
         fields = self._fields()
         if self._run_dir.is_remote:
-            if self._clock.monotonic() - self._beat_at > BEAT_SECONDS:
-                self._beat_at = self._clock.monotonic()
+            if self._clock.monotonic() - self._heartbeat_at > HEARTBEAT_SECONDS:
+                self._heartbeat_at = self._clock.monotonic()
                 self._write_to_bucket(fields, over=None)
             return
         # In place and of constant size, so that a full disk does not stop the heartbeat.
-        line = json.dumps(fields).encode().ljust(BEAT_BYTES) + b"\n"
+        line = json.dumps(fields).encode().ljust(HEARTBEAT_BYTES) + b"\n"
         with files.typed_errors(self._run_dir.owner):
-            os.pwrite(self._beat_file(), line, 0)
+            os.pwrite(self._heartbeat_file(), line, 0)
 
     def _take_over_in_bucket(self) -> None:
         """Replaces the heartbeat of a dead or released holder by this process's first one."""
@@ -115,7 +115,7 @@ class RunLock:
             owner = _decode(data)
             if not _is_released(owner):
                 self._refuse_if_alive(owner)
-            self._beat_at = self._clock.monotonic()
+            self._heartbeat_at = self._clock.monotonic()
             self._write_to_bucket(self._fields(), over=generation)
 
     def _fields(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class RunLock:
         data = json.dumps(fields | {"process": _process_id(os.getpid())}).encode()
         self._generation = gcs_objects.write(self._run_dir.owner, data, over=over)
 
-    def _beat_file(self) -> int:
+    def _heartbeat_file(self) -> int:
         assert not is_remote(self._run_dir.owner)
         if len(self._files) == 1:
             self._files.append(os.open(self._run_dir.owner, os.O_RDWR | os.O_CREAT, 0o644))
@@ -152,12 +152,12 @@ class RunLock:
 
     def _refuse_if_alive(self, before: dict[str, Any] | None) -> None:
         """Watches the heartbeat for three intervals; raises Fenced if it changes."""
-        seconds = MISSED_BEATS * beat_seconds(self._run_dir) + POLL_SECONDS
+        seconds = MISSED_HEARTBEATS * heartbeat_interval_seconds(self._run_dir) + POLL_SECONDS
         deadline = self._clock.monotonic() + seconds
         while self._clock.monotonic() < deadline:
-            self._clock.sleep(POLL_SECONDS * beat_seconds(self._run_dir))
+            self._clock.sleep(POLL_SECONDS * heartbeat_interval_seconds(self._run_dir))
             now = read(self._run_dir)
-            if now is not None and _beat_id(now) != _beat_id(before):
+            if now is not None and _heartbeat_id(now) != _heartbeat_id(before):
                 raise Fenced(
                     f"{self._run_dir.root}: owned by host {now['host']}, pid {now['pid']}, which "
                     "is alive. Nothing was written. Run `jaxres status`, or stop it first."
@@ -168,9 +168,9 @@ class RunLock:
                     return
 
 
-def beat_seconds(run_dir: RunDir) -> float:
+def heartbeat_interval_seconds(run_dir: RunDir) -> float:
     """Returns the heartbeat interval of this run's lock holder."""
-    return BUCKET_BEAT_SECONDS if run_dir.is_remote else BEAT_SECONDS
+    return BUCKET_HEARTBEAT_SECONDS if run_dir.is_remote else HEARTBEAT_SECONDS
 
 
 def _process_id(pid: int) -> str | None:
@@ -194,7 +194,7 @@ def _is_released(owner: dict[str, Any] | None) -> bool:
     return _process_id(pid) != recorded
 
 
-def _beat_id(owner: dict[str, Any] | None) -> tuple[Any, Any] | None:
+def _heartbeat_id(owner: dict[str, Any] | None) -> tuple[Any, Any] | None:
     return None if owner is None else (owner["nonce"], owner["count"])
 
 
@@ -222,15 +222,15 @@ def looks_alive(run_dir: RunDir, *, clock: Clock) -> bool:
     owner = read(run_dir)
     if owner is None or owner.get("released"):
         return False
-    return clock.wall() - owner["time"] < MISSED_BEATS * beat_seconds(run_dir)
+    return clock.wall() - owner["time"] < MISSED_HEARTBEATS * heartbeat_interval_seconds(run_dir)
 
 
 def heartbeat_advances(run_dir: RunDir, *, clock: Clock, seconds: float) -> bool:
     """Whether the heartbeat changes within some seconds; independent of wall clocks."""
-    before, deadline = _beat_id(read(run_dir)), clock.monotonic() + seconds
+    before, deadline = _heartbeat_id(read(run_dir)), clock.monotonic() + seconds
     while clock.monotonic() < deadline:
         clock.sleep(POLL_SECONDS)
-        now = _beat_id(read(run_dir))
+        now = _heartbeat_id(read(run_dir))
         if now is not None and now != before:
             return True
     return False

@@ -28,7 +28,7 @@ from jaxres.supervisor.attempt import RunningAttempt, ignore_save_health, print_
 from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.processes import oom_kill_count
-from jaxres.supervisor.remote_hosts import LEAD, FollowerLinks, LeaderLink, RemoteHost
+from jaxres.supervisor.remote_hosts import LEADER, FollowerLinks, LeaderLink, RemoteHost
 from jaxres.supervisor.root_cause import HostStatus, WorkerExit
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
 from jaxres.supervisor.run_lock import RunLock
@@ -64,7 +64,7 @@ def supervise(
     """Runs the workers until they have all exited; returns the result of the attempt.
 
     Args:
-      commands: argv of the workers here by host, to which `--beat-fd N` is appended.
+      commands: argv of the workers here by host, to which `--status-fd N` is appended.
       run_dir: the run directory, whose request files are handled.
       attempt: the attempt that the workers belong to.
       last_seq: sequence number of the attempt's claim in the run log.
@@ -144,7 +144,7 @@ def _with_stop_request(running: RunningAttempt, ended: AttemptResult) -> Attempt
 def _connect_links(
     peers: PeerLinks, commands: Mapping[int, object], *, clock: Clock
 ) -> FollowerLinks | LeaderLink:
-    return FollowerLinks(peers, now=clock.monotonic()) if LEAD in commands else LeaderLink(peers)
+    return FollowerLinks(peers, now=clock.monotonic()) if LEADER in commands else LeaderLink(peers)
 
 
 def _send_exit(running: RunningAttempt, ended: AttemptResult) -> None:
@@ -168,7 +168,7 @@ def _wait(running: RunningAttempt, wakeup: int, watch: RunDirWatcher | None) -> 
             worker.read_status(now=now)
             while worker.save_news:
                 save_health = worker.save_news.pop(0)
-                if worker.host == LEAD:
+                if worker.host == LEADER:
                     running.on_save_health(save_health)
         if links is not None and (ended := _exchange(running, links, now=now)) is not None:
             return ended
@@ -253,7 +253,7 @@ def _conclude(running: RunningAttempt) -> AttemptResult:
     code, reason = cause.result.code, cause.result.reason
     if isinstance(running.links, FollowerLinks):
         running.links.send_results(cause)
-        code, reason = cause.per_host[LEAD]
+        code, reason = cause.per_host[LEADER]
     return dataclasses.replace(
         cause.result,
         code=code,
@@ -308,7 +308,7 @@ def _end_hung(running: RunningAttempt, hung: Sequence[HostStatus]) -> AttemptRes
     limit = limit_seconds(host.progress, running.limits)
     reason = (
         f"no progress for {limit:.1f} s in phase '{first.phase}' after step {first.step} of this "
-        f"attempt; {_hosts_alike(first, others)}{_progress_of_hosts(running)}stacks of all "
+        f"attempt; {_hosts_at_same_point(first, others)}{_progress_of_hosts(running)}stacks of all "
         f"threads, if they could be dumped: {running.stacks_text()}. If this "
         "is not a hang, raise the phase's limit (deadlines.*)."
     )
@@ -336,7 +336,7 @@ def _progress_of_hosts(running: RunningAttempt) -> str:
     )
 
 
-def _hosts_alike(first: HostStatus, others: Sequence[HostStatus]) -> str:
+def _hosts_at_same_point(first: HostStatus, others: Sequence[HostStatus]) -> str:
     """Returns which hosts are at the same point, of which any may be the hung one."""
     alike = [o.host for o in others if (o.phase, o.step) == (first.phase, first.step)]
     if not alike or first.is_stopped:

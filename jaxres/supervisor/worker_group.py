@@ -99,21 +99,21 @@ def as_leader(
     clock = SystemClock()
     hello = _hello(config, run_dir, member)
     held = load_secret(run_dir.secret, given=secret, clock=clock)
-    leading = RendezvousLeader(hello, address, secret=held, **_limits(config), clock=clock)
-    with reserve_port() as kept, leading as lead:
-        lead.wait_for_all()
+    rendezvous = RendezvousLeader(hello, address, secret=held, **_limits(config), clock=clock)
+    with reserve_port() as kept, rendezvous as leader:
+        leader.wait_for_all()
         workers_at = str(Address(address.host, kept.getsockname()[1]))
 
         def announce(claim: Claim) -> PeerLinks:
             message = AttemptAnnounced(claim.attempt, claim.nonce, workers_at)
-            return lead.announce(message, see_seconds=_see_seconds(config))
+            return leader.announce(message, visible_seconds=_visible_seconds(config))
 
         yield WorkerGroup(
             member.num_hosts,
             (member.host,),
             coordinator=workers_at,
             announce=announce,
-            cancel=lambda code, reason: lead.peers.send(Goodbye(code, reason)),
+            cancel=lambda code, reason: leader.peers.send(Goodbye(code, reason)),
         )
 
 
@@ -141,7 +141,7 @@ def as_follower(
     ) as follower:
         announcement = follower.join()
         can_read = functools.partial(_can_read_claim, run_dir)
-        peers = follower.confirm(announcement, can_read, see_seconds=_see_seconds(config))
+        peers = follower.confirm(announcement, can_read, visible_seconds=_visible_seconds(config))
         yield announcement.attempt, peers
 
 
@@ -150,7 +150,7 @@ def _limits(config: RunConfig) -> dict[str, float]:
     return {"join_seconds": hosts.join_seconds, "heartbeat_seconds": hosts.heartbeat_seconds}
 
 
-def _see_seconds(config: RunConfig) -> float:
+def _visible_seconds(config: RunConfig) -> float:
     return min(VISIBLE_SECONDS, config.hosts.join_seconds)
 
 

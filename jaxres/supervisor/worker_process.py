@@ -218,7 +218,7 @@ class Fork(Protocol):
     """Forks a worker, or returns None if a fresh process must be spawned instead."""
 
     def __call__(
-        self, command: Sequence[str], *, env: Mapping[str, str], beat: int
+        self, command: Sequence[str], *, env: Mapping[str, str], status_fd: int
     ) -> Process | None:
         """See `ForkServer.fork`."""
         ...
@@ -237,7 +237,7 @@ def spawn_worker(
     """Starts a worker in its own process group, with its signals blocked until it takes them.
 
     Args:
-      command: the worker's argv; `--beat-fd N` is appended.
+      command: the worker's argv; `--status-fd N` is appended.
       host: the number of its host in the job.
       is_alone: whether the job has a single host.
       env: its environment.
@@ -247,10 +247,12 @@ def spawn_worker(
     """
     read_end, write_end = os.pipe()
     try:
-        process: Process | None = None if fork is None else fork(command, env=env, beat=write_end)
+        process: Process | None = (
+            None if fork is None else fork(command, env=env, status_fd=write_end)
+        )
         if process is None:
             process = spawn_in_group(
-                [*command, "--beat-fd", str(write_end)], keep=write_end, env=env
+                [*command, "--status-fd", str(write_end)], keep=write_end, env=env
             )
     finally:
         os.close(write_end)

@@ -16,7 +16,7 @@ from jaxres.storage.threads import make_thread
 from jaxres.telemetry.heartbeat import SaveHealth, SavesFailing
 from jaxres.telemetry.incidents import Incident, Kind
 
-LOOK_SECONDS = 30.0
+CHECK_SECONDS = 30.0
 """Interval between two polls of the run log."""
 SLEPT_SECONDS = 30.0
 """Delay of a poll beyond which the process or the storage is assumed to have been suspended."""
@@ -75,7 +75,7 @@ class CommitMonitor:
         self._closed.set()
 
     def _run(self) -> None:
-        every = min(LOOK_SECONDS, self._limit / 4)
+        every = min(CHECK_SECONDS, self._limit / 4)
         run = self._run_dir.root.absolute().name
         stall: CommitStall | None = None
         awake = Awake(self._clock, beyond_seconds=every + SLEPT_SECONDS)

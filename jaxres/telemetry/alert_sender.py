@@ -107,7 +107,7 @@ class Alerts:
         *,
         section: AlertsSection,
         clock: Clock,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         """Prepares the threads.
@@ -117,12 +117,12 @@ class Alerts:
           run_dir: holds `alerts.jsonl` and the run log whose commits are monitored.
           section: rate limit and commit stall limit.
           clock: for retries and time stamps.
-          say: prints delivery failures on the terminal.
+          report: prints delivery failures on the terminal.
           retry_seconds: first wait before a retry.
         """
         self._run_dir = run_dir
         self._clock = clock
-        self._say = say
+        self._print = report
         minutes = section.no_commit_minutes if targets else None
         self._commits = (
             None if minutes is None else CommitMonitor(self.send, run_dir, 60 * minutes, clock)
@@ -133,7 +133,7 @@ class Alerts:
                 run_dir,
                 max_per_hour=section.max_per_hour,
                 clock=clock,
-                say=say,
+                report=report,
                 retry_seconds=retry_seconds,
             )
             for target in targets
@@ -154,7 +154,7 @@ class Alerts:
             sender.close()
         for sender in self._senders:
             if left := sender.join(max(0.0, deadline - self._clock.monotonic())):
-                self._say(f"alerts: {left} incidents were not delivered to {sender.name}")
+                self._print(f"alerts: {left} incidents were not delivered to {sender.name}")
 
     def send(self, incident: Incident) -> None:
         """Queues an incident for every target without waiting; an incident is sent only once."""
@@ -181,7 +181,7 @@ class TargetSender:
         *,
         max_per_hour: int,
         clock: Clock,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         retry_seconds: float,
     ) -> None:
         self.name = target.name
@@ -191,7 +191,7 @@ class TargetSender:
         self._nonce_read: str | None = None
         self._max_per_hour = max_per_hour
         self._clock = clock
-        self._say = say
+        self._print = report
         self._retry_seconds = retry_seconds
         self._queue: queue.Queue[tuple[Incident, float] | None] = queue.Queue(MAX_QUEUED)
         """Incidents with their times; None only wakes the thread."""
@@ -241,7 +241,7 @@ class TargetSender:
             while self._ledger.waiting and self._deliver_next():
                 pass
         except Exception as error:  # noqa: BLE001 - its message may hold the secret.
-            self._say(f"alerts: sending to {self.name} has stopped ({type(error).__name__})")
+            self._print(f"alerts: sending to {self.name} has stopped ({type(error).__name__})")
         finally:
             if self._lines is not None:
                 self._lines.close()
@@ -254,7 +254,7 @@ class TargetSender:
                 self._path, max_waiting=MAX_QUEUED, on_overflow="drop oldest"
             )
         except (RunError, OSError):
-            self._say(f"alerts: {self._path} can't be used; earlier alerts may be repeated")
+            self._print(f"alerts: {self._path} can't be used; earlier alerts may be repeated")
         now = self._clock.monotonic()
         self._taken_at = dict.fromkeys(self._ledger.waiting, now)
 
@@ -349,11 +349,13 @@ class TargetSender:
     def _failed(self, key: str, result: webhook.PostResult) -> bool:
         """Schedules a retry and returns False, or drops the incident and returns True."""
         if not result.may_be_repeated:
-            self._say(f"alerts: {self.name} refused: {result.description}")
+            self._print(f"alerts: {self.name} refused: {result.description}")
             self._record(key, "dropped", reason=result.description)
             return True
         if self._failures == 0:
-            self._say(f"alerts: {self.name}: {result.description}; trying again in the background")
+            self._print(
+                f"alerts: {self.name}: {result.description}; trying again in the background"
+            )
         wait = min(self._retry_seconds * 2**self._failures, LONGEST_RETRY_SECONDS)
         self._failures = min(self._failures + 1, 16)
         self._next_try = self._clock.monotonic() + max(wait, result.wait_seconds)

@@ -99,7 +99,7 @@ class Console:
         if self._live is not None:
             self._live.stop()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Prints a line above the live progress."""
         with self._lock:
             self._terminal.print(Text(text))
@@ -111,54 +111,54 @@ class Console:
                 case events.PhaseChanged(phase, detail):
                     self._enter(phase, detail)
                 case events.RunOpened(run_dir, attempt, threads):
-                    self.say(f"run {run_dir} · attempt {attempt} · {threads} CPU threads")
+                    self.print(f"run {run_dir} · attempt {attempt} · {threads} CPU threads")
                 case events.RunBuilt():
                     self._built = event
-                    self.say(_parts(event))
+                    self.print(_parts(event))
                 case events.TrainingStarted(step, path, guarantee):
                     self._committed = step
                     begin = f"resuming from step {step} ({path})" if path else "starting at step 0"
-                    self.say(f"{begin} · guarantee: {guarantee}")
+                    self.print(f"{begin} · guarantee: {guarantee}")
                 case events.Evaluated(step, loss, best_loss, best_step):
-                    self.say(
+                    self.print(
                         f"step {step}: held-out loss {loss:.4f} "
                         f"(best {best_loss:.4f} at step {best_step})"
                     )
                 case events.GuardWarned(_, reason):
-                    self.say(f"WARNING: {reason}")
+                    self.print(f"WARNING: {reason}")
                 case events.RolledBack():
-                    self.say(_rolled_back(event))
+                    self.print(_rolled_back(event))
                 case events.BadRecordsSkipped():
-                    self.say(_left_out(event))
+                    self.print(_left_out(event))
                 case events.UpdateSkipped():
-                    self.say(_skipped(event))
+                    self.print(_skipped(event))
                 case events.SaveWaited(step, seconds):
-                    self.say(f"step {step}: waited {seconds:.1f} s for the previous save")
+                    self.print(f"step {step}: waited {seconds:.1f} s for the previous save")
                 case events.SaveSkipped(step):
-                    self.say(f"step {step}: not saved, the previous save is still being written")
+                    self.print(f"step {step}: not saved, the previous save is still being written")
                 case events.SaveIntervalChosen():
-                    self.say(_interval(event))
+                    self.print(_interval(event))
                 case events.SaveFailed(step, reason, failures):
                     self._failed_saves = failures
-                    self.say(
+                    self.print(
                         f"ALARM: step {step} could not be saved ({failures} in a row). Training "
                         f"continues and the next save tries again; the newest committed step is "
                         f"{self._committed}. Reason: {reason}"
                     )
                 case events.StepQuarantined(step, path, evidence):
-                    self.say(
+                    self.print(
                         f"ALARM: step {step} is damaged and is excluded ({path}): {evidence}. "
                         "Its files are kept for inspection; an older intact step is restored."
                     )
                 case events.SaveCommitted(step=step):
                     self._committed = step
                     if self._failed_saves:
-                        self.say(f"step {step} is committed, after {self._failed_saves} failed")
+                        self.print(f"step {step} is committed, after {self._failed_saves} failed")
                     self._failed_saves = 0
                 case events.SampleWritten(_, text):
-                    self.say(f"the model writes:\n{text}\n")
+                    self.print(f"the model writes:\n{text}\n")
                 case events.Noted(message):
-                    self.say(message)
+                    self.print(message)
                 case _:
                     pass
 
@@ -184,10 +184,10 @@ class Console:
         if self._live is not None:
             self._live.update(self._bar, description=f"{phase} {detail}".strip())
         elif phase not in QUICK_PHASES:
-            self.say(f"{phase}: {detail}" if detail else phase)
+            self.print(f"{phase}: {detail}" if detail else phase)
             self._printed_at = self._clock.monotonic()
         if phase == "settle" and self._recent:
-            self.say(self._numbers())
+            self.print(self._numbers())
 
     def _tick(self) -> None:
         """Prints the progress of a long phase every `log_every_seconds`."""
@@ -201,12 +201,12 @@ class Console:
         now = self._clock.monotonic()
         phase, since = self._phase
         if phase == "train" and self._recent and now - self._completed_at < self._log_every_seconds:
-            self.say(self._numbers())
+            self.print(self._numbers())
         else:
             waited = now - max(since, self._completed_at)
             if waited < 1:
                 return
-            self.say(f"{phase}: {waited:.0f} s so far")
+            self.print(f"{phase}: {waited:.0f} s so far")
         self._printed_at = now
 
     def _due(self) -> bool:

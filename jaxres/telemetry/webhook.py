@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 WAIT_SECONDS = 5.0
 """Timeout of each socket operation."""
-WHOLE_SECONDS = 15.0
+TOTAL_SECONDS = 15.0
 """Timeout of the whole request, also if the server sends slowly."""
 RETRYABLE = (408, 425, 429)
 """Status codes besides 5xx after which the same request may succeed later."""
@@ -73,7 +73,7 @@ def post(url: str, body: dict[str, Any], *, key: str) -> PostResult:
         "User-Agent": "jaxres",
         "Connection": "close",
     }
-    timer = threading.Timer(WHOLE_SECONDS, _abort, [connection])
+    timer = threading.Timer(TOTAL_SECONDS, _abort, [connection])
     timer.daemon = True
     timer.start()
     try:

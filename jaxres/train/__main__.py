@@ -85,8 +85,10 @@ def _train(arguments: Sequence[str]) -> int:
     if address is None:
         return attempt_runner.run_attempt(target, overrides, run=run, env=env)
     if member.leads:
-        meet = functools.partial(as_leader, member=member, address=address, secret=secret)
-        return attempt_runner.run_attempt(target, overrides, run=run, env=env, meet=meet)
+        rendezvous = functools.partial(as_leader, member=member, address=address, secret=secret)
+        return attempt_runner.run_attempt(
+            target, overrides, run=run, env=env, rendezvous=rendezvous
+        )
     return follow(
         target,
         overrides,

@@ -97,14 +97,14 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
             context.run_dir.diagnostics(context.log.attempt), config.guards.diagnostics
         ),
         metrics_layout=steps.MetricsLayout.of(parts.shapes, num_rows=parts.rows_per_batch),
-        row_places=_row_places(parts),
+        row_origins=_row_origins(parts),
         evaluate=evaluation,
         dataset=parts.dataset.fingerprint,
         computation=numerics_fingerprint(config, context.claim, parts.mesh, parts.plan, step),
         on_step=on_step,
         consensus=_consensus(context, checkpoints, parts.mesh, is_due),
         peers=context.peers,
-        meeting_seconds=config.deadlines.restore_seconds,
+        barrier_seconds=config.deadlines.restore_seconds,
         emit=context.emit,
         clock=context.clock,
         loss_scale=configs.loss_scale(config),
@@ -130,7 +130,7 @@ def _guards(section: GuardsSection) -> tuple[Guard, ...]:
     return tuple(guards)
 
 
-def _row_places(parts: Components) -> list[tuple[int, int]]:
+def _row_origins(parts: Components) -> list[tuple[int, int]]:
     hosts = meshes.hosts_of_rows(parts.mesh, parts.rows_per_batch)
     return [(host, row % parts.plan.microbatches) for row, host in enumerate(hosts)]
 

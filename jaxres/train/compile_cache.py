@@ -29,12 +29,12 @@ from jaxres.runlog.events import CompiledStepsLoaded, Noted, PhaseChanged, Steps
 from jaxres.train.context import AttemptContext
 
 PACKAGE = Path(__file__).parents[1]
-NO_PART_OF_IT = (
+SECTIONS_NOT_COMPILED = (
     *("alerts", "checkpoint", "compilation", "deadlines"),
     *("hosts", "launch", "restart", "telemetry"),
 )
 """Sections of the config that no compiled step depends on."""
-MOST_IN_CACHE = 64
+MAX_CACHED_PROGRAMS = 64
 """Largest number of programs in the cache that runs share."""
 Trace = Callable[[], Any]
 """Returns a jax.stages.Traced."""
@@ -52,7 +52,7 @@ def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
     dumped = config.model_dump(mode="json")
     dumped["run"].pop("dir")
     dumped["train"]["steps"] = configs.horizon_steps(config)
-    sections = {name: part for name, part in dumped.items() if name not in NO_PART_OF_IT}
+    sections = {name: part for name, part in dumped.items() if name not in SECTIONS_NOT_COMPILED}
     return {"sources": own, "config": sections, **others}
 
 
@@ -225,7 +225,7 @@ def _kept(
                 compiled = program.lowered.compile()
             data = executable.dump(compiled, program.signature)
             if shared is not None:
-                executable.keep(shared, program.text_key, data, most=MOST_IN_CACHE)
+                executable.keep(shared, program.text_key, data, most=MAX_CACHED_PROGRAMS)
         assert data is not None
         if context.peers.member.leads:
             executable.keep(context.run_dir.compiled, program.key, data, most=most)

@@ -183,7 +183,7 @@ class Trainer:
     diagnostics: Diagnostics
     metrics_layout: MetricsLayout
     """Layout of the metrics vector that the step returns."""
-    row_places: Sequence[tuple[int, int]]
+    row_origins: Sequence[tuple[int, int]]
     """Host and microbatch of every row of a batch."""
     evaluate: Callable[[Params, Consensus], float | None]
     """Params -> held-out loss; None: stopped between two batches, on all hosts."""
@@ -193,7 +193,7 @@ class Trainer:
     """Receives every completed step, in order."""
     consensus: Consensus
     peers: HostGroup
-    meeting_seconds: float
+    barrier_seconds: float
     """How long a host waits for the others to restore, before training."""
     emit: Emit
     clock: Clock

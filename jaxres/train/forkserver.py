@@ -109,7 +109,7 @@ def _work(request: dict[str, Any], reply_fd: int, status_fd: int) -> int:
     os.setpgid(0, 0)
     _wait_until_adopted(request["parent"])
     os.set_inheritable(status_fd, False)
-    arguments = [*request["arguments"], "--beat-fd", str(status_fd)]
+    arguments = [*request["arguments"], "--status-fd", str(status_fd)]
     os.environ[TAG_VARIABLE] = request["mark"]
     processes.name_process(worker.process_name(worker.options_of(arguments).host))
     with socket.socket(fileno=reply_fd) as supervisor:

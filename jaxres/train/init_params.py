@@ -124,7 +124,7 @@ def build(
     source = resolve_source(section, parts.config.model, parts.shapes, step=step)
 
     def init(history: RunHistory) -> tuple[TrainState, dict[str, str]]:
-        state, digest = _take(source, parts, context)
+        state, digest = _load_params(source, parts, context)
         _check_same_weights(source, digest, history, context, seconds)
         if context.peers.member.leads:
             context.emit(Noted(f"parameters: {source.summary()} ({digest})"))
@@ -152,7 +152,9 @@ def _same_step(
     return int(context.peers.broadcast("init/step", newest, seconds=seconds))
 
 
-def _take(source: InitSource, parts: Components, context: AttemptContext) -> tuple[TrainState, str]:
+def _load_params(
+    source: InitSource, parts: Components, context: AttemptContext
+) -> tuple[TrainState, str]:
     """Returns the state, sharded as in training, and the digest of the arrays that were taken.
 
     Only one array at a time is unsharded in this host's memory. The digest is computed over the

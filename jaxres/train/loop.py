@@ -218,7 +218,7 @@ def _emit_skipped(run: Trainer, step: int, measured: StepMetrics, ids: np.ndarra
             params=measured.bad_params,
             num_rows=len(rows),
             rows=tuple(
-                (row, int(ids[row]), *run.row_places[row]) for row in rows[:MAX_ROWS_REPORTED]
+                (row, int(ids[row]), *run.row_origins[row]) for row in rows[:MAX_ROWS_REPORTED]
             ),
             overflowed_scale=measured.loss_scale if measured.backs_off else None,
         )

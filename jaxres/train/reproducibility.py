@@ -62,7 +62,7 @@ def numerics_fingerprint(
         the program itself identifies them.
     """
     fingerprint = {
-        "devices": meshes.devices_in_words(mesh),
+        "devices": meshes.format_devices(mesh),
         "mesh": " ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh.axis_names),
         "microbatches": str(plan.microbatches),
         "threads": str(claim.threads),

@@ -107,7 +107,7 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
             f"{run.dataset} here, {history.dataset} there). Restore the old data, or start a new "
             "run in another run.dir."
         )
-    shapes, seconds = to_plain(run.shapes), RESTORE_SHARE * run.meeting_seconds
+    shapes, seconds = to_plain(run.shapes), RESTORE_SHARE * run.barrier_seconds
     restored = run.checkpoints.restore(history, shapes, seconds=seconds)
     if restored is None:
         run.emit(PhaseChanged("init", "new parameters"))
@@ -170,7 +170,7 @@ def _record_start(run: Trainer, start: Start, *, entry: int) -> int:
     The barrier keeps the hosts close to each other: the first collective of a job has a short time
     limit.
     """
-    run.peers.barrier(f"restored/{entry}", seconds=run.meeting_seconds)
+    run.peers.barrier(f"restored/{entry}", seconds=run.barrier_seconds)
     seq = run.peers.broadcast(
         f"start/{entry}", lambda: str(run.log.append(start).seq), seconds=MESSAGE_SECONDS
     )

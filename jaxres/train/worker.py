@@ -53,7 +53,7 @@ def run_worker(
     claim: Claim,
     *,
     requests: SignalListener,
-    beat: StatusWriter | None = None,
+    status_writer: StatusWriter | None = None,
     member: HostRank = ALONE,
     terminal: TextIO | None = None,
     forked: bool = False,
@@ -67,8 +67,8 @@ def run_worker(
     clock = SystemClock()
     with contextlib.ExitStack() as stack:
         observers = Observers([requests])
-        if beat is not None:  # Before the console: the supervisor knows each printed step.
-            observers.append(beat)
+        if status_writer is not None:  # Before the console: the supervisor knows each printed step.
+            observers.append(status_writer)
         if member.leads:
             observers.append(stack.enter_context(_console(config, claim, clock, shown)))
         events_path = run_dir.events(claim.attempt, member.host)
@@ -92,8 +92,8 @@ def run_worker(
                 with contextlib.suppress(OSError), path.open("a") as stacks:
                     faulthandler.dump_traceback(stacks, all_threads=True)
             result, session_result = AttemptResult(end.exit_code, str(end)), None
-        if beat is not None:
-            beat.on_exit(exit_message(result))
+        if status_writer is not None:
+            status_writer.on_exit(exit_message(result))
         _emit_run_ended(result, events.emit, step=session_result.step if session_result else 0)
     if session_result is not None:
         shown.write(session_result.summary)
@@ -132,7 +132,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("run_dir", type=parse_path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--beat-fd", type=int, required=True)
+    parser.add_argument("--status-fd", type=int, required=True)
     parser.add_argument("--host", type=int, default=0)
     parser.add_argument("--num-hosts", type=int, default=1)
     parser.add_argument("--coordinator")
@@ -151,14 +151,14 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
         run_dir,
         options.attempt,
         member,
-        record=lambda result: write_now(options.beat_fd, exit_message(result)),
+        record=lambda result: write_now(options.status_fd, exit_message(result)),
     )
     records = run_log.read_records(run_dir.log)
     claim = run_log.claim_of(records, attempt=options.attempt)
     log = RunLog(run_dir.log, attempt=options.attempt, last_seq=len(records), clock=SystemClock())
     recorded = run_dir.attempt(options.attempt) / "config.yaml"
     config = configs.load_recorded(recorded, ()).config
-    with SignalListener(alone=False) as requests, StatusWriter(options.beat_fd) as beat:
+    with SignalListener(alone=False) as requests, StatusWriter(options.status_fd) as status_writer:
         try:
             result = run_worker(
                 config,
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
                 log,
                 claim,
                 requests=requests,
-                beat=beat,
+                status_writer=status_writer,
                 member=member,
                 terminal=terminal,
                 forked=forked,

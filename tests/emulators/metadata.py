@@ -106,7 +106,7 @@ class MetadataServer:
     def announce(self, *, seconds: float, **facts: Any) -> None:
         """Announces a maintenance whose window starts in so many seconds."""
         start = datetime.now(UTC) + timedelta(seconds=seconds)
-        told = {
+        reported = {
             "can_reschedule": "false",
             "latest_window_start_time": start.isoformat(),
             "maintenance_status": "PENDING",
@@ -114,7 +114,7 @@ class MetadataServer:
             "window_end_time": (start + timedelta(hours=4)).isoformat(),
             "window_start_time": start.isoformat(),
         }
-        self.set(UPCOMING, json.dumps(told | facts))
+        self.set(UPCOMING, json.dumps(reported | facts))
 
     def warn(self, event: str = "TERMINATE_ON_HOST_MAINTENANCE") -> bool:
         """Sends the early warning if it was requested before; returns whether it was sent."""
@@ -273,8 +273,12 @@ def _lists(found: Any) -> Any:
     """Returns numbered folders as lists."""
     if not isinstance(found, dict):
         return found
-    told = {name: _lists(one) for name, one in found.items()}
-    return list(told.values()) if told and all(name.isdigit() for name in told) else told
+    reported = {name: _lists(one) for name, one in found.items()}
+    return (
+        list(reported.values())
+        if reported and all(name.isdigit() for name in reported)
+        else reported
+    )
 
 
 def _camel(name: str) -> str:

@@ -66,7 +66,7 @@ class Cloud:
         return RunDir(self.run)
 
     @property
-    def places(self) -> LaunchPaths:
+    def launch_paths(self) -> LaunchPaths:
         return LaunchPaths(self.run)
 
     def config(self, *, ladder: list[dict[str, Any]] | None = None, **gce: Any) -> Path:
@@ -98,12 +98,12 @@ class Cloud:
         path.write_text(json.dumps(overrides))
         return path
 
-    def launch(self, *words: str, verb: str = "up", **env: str) -> Launcher:
+    def launch(self, *arguments: str, verb: str = "up", **env: str) -> Launcher:
         """Starts `launch gce VERB` with these arguments."""
         output = self.root / f"launcher-{len(self.launchers)}.txt"
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jaxres.launch", "gce", verb, *words],
+                [sys.executable, "-m", "jaxres.launch", "gce", verb, *arguments],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -113,15 +113,15 @@ class Cloud:
         self.launchers.append(Launcher(process, output))
         return self.launchers[-1]
 
-    def up(self, config: Path, *words: str) -> Launcher:
-        return self.launch(str(config), *words)
+    def up(self, config: Path, *arguments: str) -> Launcher:
+        return self.launch(str(config), *arguments)
 
-    def intent(self) -> DesiredState | None:
-        return StateObject(self.places.desired_state).read()
+    def desired_state(self) -> DesiredState | None:
+        return StateObject(self.launch_paths.desired_state).read()
 
     def reports(self) -> dict[str, AgentReport | None]:
-        listed = gcs_objects.list_metadata(self.places.reports)
-        return {name: AgentReport.of(words) for name, (_, words) in listed.items()}
+        listed = gcs_objects.list_metadata(self.launch_paths.reports)
+        return {name: AgentReport.of(metadata) for name, (_, metadata) in listed.items()}
 
     def wait(self, what: Callable[[], object], *, of: str, seconds: float = 60) -> None:
         """Waits for a condition; fails with the output of the launchers."""
@@ -135,17 +135,17 @@ class Cloud:
 
     def member(self, host: int) -> str:
         """Returns the VM of a host of the current attempt."""
-        intent = self.intent()
-        assert intent is not None
-        return intent.hosts[host].name
+        desired = self.desired_state()
+        assert desired is not None
+        return desired.hosts[host].name
 
     def describe(self) -> str:
         """Returns all outputs and the desired state, for failure messages."""
         printed = "\n".join(f"launcher:\n{launcher.printed()}" for launcher in self.launchers)
         vms = "\n".join(f"{n} ({s}):\n{self.gce.output(n)}" for n, s in self.gce.vms().items())
         parts = sorted(self.gce.root.rglob("output-*.txt"))
-        words = "\n".join(f"{p.name}:\n{p.read_text()[-3000:]}" for p in parts)
-        return f"{printed}\n{vms}\n{words}\n{json.dumps(repr(self.intent()))}"
+        logs = "\n".join(f"{p.name}:\n{p.read_text()[-3000:]}" for p in parts)
+        return f"{printed}\n{vms}\n{logs}\n{json.dumps(repr(self.desired_state()))}"
 
     def assert_nothing_is_left(self) -> None:
         """Asserts that no VM and no process of a VM exists."""

@@ -13,7 +13,7 @@ from jaxres.storage.path import GcsPath
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gcs import GcsServer
 from tests.promises.cloud import Cloud
-from tests.promises.trainer import FAULTY, MLP, Place
+from tests.promises.trainer import FAULTY, MLP, Workspace
 from tests.tiers import slow_but
 
 
@@ -30,10 +30,10 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(tmp_path: Path, caches: Path) -> Iterator[Place]:
-    place = Place(tmp_path, caches)
-    yield place
-    place.end_all()
+def workspace(tmp_path: Path, caches: Path) -> Iterator[Workspace]:
+    workspace = Workspace(tmp_path, caches)
+    yield workspace
+    workspace.end_all()
 
 
 @pytest.fixture
@@ -43,22 +43,22 @@ def bucket(
     gcs_bucket: str,
     gcs_server: GcsServer,
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Place]:
-    """A place in a bucket that accepts one write per second of a name."""
+) -> Iterator[Workspace]:
+    """A workspace in a bucket that accepts one write per second of a name."""
     monkeypatch.setenv("HOME", str(tmp_path))  # Such a run stores some files there.
     monkeypatch.setattr(gcs_server.objects, "refuses_too_often", True)
-    place = Place(tmp_path, caches, bucket=GcsPath(gcs_bucket, "runs"))
-    yield place
-    place.end_all()
+    workspace = Workspace(tmp_path, caches, bucket=GcsPath(gcs_bucket, "runs"))
+    yield workspace
+    workspace.end_all()
 
 
 @pytest.fixture(params=slow_but(["local", "bucket"], "local"))
-def anywhere(request: pytest.FixtureRequest) -> Place:
-    """A place on a disk, and one in a bucket."""
-    return request.getfixturevalue({"local": "place"}.get(request.param, request.param))
+def any_workspace(request: pytest.FixtureRequest) -> Workspace:
+    """A workspace on a disk, and one in a bucket."""
+    return request.getfixturevalue({"local": "workspace"}.get(request.param, request.param))
 
 
-Make = Callable[[Place, str], object]
+Make = Callable[[Workspace, str], object]
 
 
 @pytest.fixture(scope="session")
@@ -71,15 +71,15 @@ def shared_run(
     folder.mkdir(exist_ok=True)
 
     def run_dir(name: str, make: Make) -> RunDir:
-        place = Place(folder / name, caches)
+        workspace = Workspace(folder / name, caches)
         with (folder / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (place.root / "whole").exists():
-                shutil.rmtree(place.root, ignore_errors=True)
-                place.root.mkdir()
-                make(place, name)
-                (place.root / "whole").touch()
-        return place.run_dir(name)
+            if not (workspace.root / "whole").exists():
+                shutil.rmtree(workspace.root, ignore_errors=True)
+                workspace.root.mkdir()
+                make(workspace, name)
+                (workspace.root / "whole").touch()
+        return workspace.run_dir(name)
 
     return run_dir
 
@@ -87,23 +87,23 @@ def shared_run(
 @pytest.fixture(scope="session")
 def unbroken(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
     """A run of the MLP from start to end; read or copy it, do not change it."""
-    return shared_run("unbroken", lambda place, name: place.finish(name, *MLP))
+    return shared_run("unbroken", lambda workspace, name: workspace.finish(name, *MLP))
 
 
 @pytest.fixture(scope="session")
 def tiny(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
     """A run of the TINY decoder from start to end; read or copy it, do not change it."""
-    return shared_run("tiny", lambda place, name: place.finish(name))
+    return shared_run("tiny", lambda workspace, name: workspace.finish(name))
 
 
 @pytest.fixture(scope="session")
 def killed(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
     """The run of the MLP, killed between its first commits and its end; copy it before use."""
 
-    def make(place: Place, name: str) -> None:
-        trainer = place.start(name, *MLP)
+    def make(workspace: Workspace, name: str) -> None:
+        trainer = workspace.start(name, *MLP)
         trainer.wait_commit(60)
-        trainer.wait_kept()
+        trainer.wait_compiled_steps_stored()
         trainer.kill()
         assert trainer.wait_exit() == -9, trainer.printed()
 
@@ -111,15 +111,17 @@ def killed(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
 
 
 @pytest.fixture(scope="session")
-def calm(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
+def fault_free(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
     """A FAULTY run without faults; read it, do not change it."""
-    return shared_run("calm", lambda place, name: place.finish(name, config=FAULTY))
+    return shared_run("calm", lambda workspace, name: workspace.finish(name, config=FAULTY))
 
 
 @pytest.fixture(scope="session")
-def calm_pair(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
+def fault_free_pair(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
     """A FAULTY run on two hosts without faults; read it, do not change it."""
-    return shared_run("calm-pair", lambda place, name: place.launched(name, hosts=2, config=FAULTY))
+    return shared_run(
+        "calm-pair", lambda workspace, name: workspace.launched(name, hosts=2, config=FAULTY)
+    )
 
 
 @pytest.fixture

@@ -189,12 +189,12 @@ def _become(command: Sequence[str], env: Mapping[str, str]) -> None:
     os.environ.update(env)  # The C library's copies are elsewhere from here on.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end, env_begin, env_end = map(int, fields[45:49])
-    _write(begin, end, [os.fsencode(word) for word in command])
+    _write(begin, end, [os.fsencode(argument) for argument in command])
     _write(env_begin, env_end, [os.fsencode(f"{name}={value}") for name, value in env.items()])
 
 
-def _write(begin: int, end: int, words: list[bytes]) -> None:
-    data = b"".join(word + b"\0" for word in words)
+def _write(begin: int, end: int, arguments: list[bytes]) -> None:
+    data = b"".join(argument + b"\0" for argument in arguments)
     room = end - begin
     assert len(data) <= room, f"no room for {len(data)} bytes, only for {room}"
     ctypes.memmove(begin, data.ljust(room, b"\0"), room)

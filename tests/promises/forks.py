@@ -69,10 +69,10 @@ class ForkServer:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.base = os.environ | {"PYTHONUNBUFFERED": "1"}
-        words = [sys.executable, "-m", "tests.promises.fork_server", str(theirs.fileno()), ROOM]
+        arguments = [sys.executable, "-m", "tests.promises.fork_server", str(theirs.fileno()), ROOM]
         with theirs:
             self.process = subprocess.Popen(
-                words,
+                arguments,
                 cwd=ROOT,
                 env=self.base | {"JAXRES_TEST_ROOM": ROOM},
                 stdin=subprocess.DEVNULL,

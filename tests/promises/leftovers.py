@@ -20,10 +20,10 @@ def members(run_dir: RunDir) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
+                arguments = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if any(str(run_dir.root).encode() in word for word in words):
+            if any(str(run_dir.root).encode() in argument for argument in arguments):
                 found.append(int(entry.name))
     return found
 
@@ -49,7 +49,7 @@ def assert_nothing_left(run_dir: RunDir) -> None:
 
 def locks(run_dir: RunDir) -> list[str]:
     """Returns the files below a run directory that have a kernel lock."""
-    held = {words[5] for words in _table("/proc/locks") if len(words) > 5}
+    held = {row[5] for row in _table("/proc/locks") if len(row) > 5}
     found = []
     for path in run_dir.root.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -65,8 +65,8 @@ def shared_memory(*, since: float) -> list[str]:
     named = [entry for entry in Path("/dev/shm").iterdir() if _changed_at(entry) >= since]
     used = "".join(map(_maps, Path("/proc").glob("[0-9]*"))) if named else ""
     found = [str(entry) for entry in named if str(entry) not in used]
-    for words in _table("/proc/sysvipc/shm")[1:]:
-        segment, attached, changed_at = words[1], int(words[6]), float(words[13])
+    for row in _table("/proc/sysvipc/shm")[1:]:
+        segment, attached, changed_at = row[1], int(row[6]), float(row[13])
         if attached == 0 and changed_at >= since:
             found.append(f"System V segment {segment}")
     return found

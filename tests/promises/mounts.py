@@ -29,9 +29,9 @@ class Namespace:
         ways = ((), ("--map-root-user",)) if os.geteuid() == 0 else (("--map-root-user",),)
         complaints = []
         for way in ways:
-            words = ["unshare", "--mount", "--propagation=private", *way]
+            arguments = ["unshare", "--mount", "--propagation=private", *way]
             holder = subprocess.Popen(
-                [*words, "sh", "-c", "echo ready; exec sleep 3600"],
+                [*arguments, "sh", "-c", "echo ready; exec sleep 3600"],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
@@ -61,10 +61,13 @@ class Namespace:
         assert self.holder.stdout is not None
         self.holder.stdout.close()
 
-    def run(self, *words: str) -> subprocess.CompletedProcess[bytes]:
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
         """Runs a command inside."""
         return subprocess.run(
-            [*self.through, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=30
+            [*self.through, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=30,
         )
 
     def mount(self, folder: Path, *, size_bytes: int) -> None:
@@ -89,6 +92,6 @@ class Namespace:
         """Returns the path by which a process outside reads a folder inside."""
         return Path(f"/proc/{self.holder.pid}/root{folder}")
 
-    def _do(self, *words: str) -> None:
-        done = self.run(*words)
+    def _do(self, *arguments: str) -> None:
+        done = self.run(*arguments)
         assert done.returncode == 0, done.stdout.decode()

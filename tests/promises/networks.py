@@ -44,13 +44,13 @@ class Network:
         _in(self.bridge, IP, "link", "set", f"v{host}", "down")
 
 
-def _in(holder: subprocess.Popen[bytes], *words: str) -> None:
+def _in(holder: subprocess.Popen[bytes], *arguments: str) -> None:
     done = subprocess.run(
-        ["nsenter", f"--target={holder.pid}", "--net", "--mount", "--uts", *words],
+        ["nsenter", f"--target={holder.pid}", "--net", "--mount", "--uts", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    assert done.returncode == 0, (words, done.stdout.decode(errors="replace"))
+    assert done.returncode == 0, (arguments, done.stdout.decode(errors="replace"))
 
 
 def _hold(*flags: str) -> subprocess.Popen[bytes]:
@@ -67,9 +67,9 @@ def _hold(*flags: str) -> subprocess.Popen[bytes]:
 
 def permitted() -> bool:
     """Returns whether this process may create networks; otherwise tests use a proxy."""
-    words = ["unshare", "--net", IP, "link", "add", "v0", "type", "veth"]
+    arguments = ["unshare", "--net", IP, "link", "add", "v0", "type", "veth"]
     with contextlib.suppress(OSError):
-        return os.geteuid() == 0 and subprocess.run(words, capture_output=True).returncode == 0
+        return os.geteuid() == 0 and subprocess.run(arguments, capture_output=True).returncode == 0
     return False
 
 

@@ -17,9 +17,9 @@ HERE = Path(__file__).parent
 def _built(name: str, folder: Path) -> str:
     """Builds a library; needs a C compiler, and fails without one."""
     library = folder / f"{name}.so"
-    words = ["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(library)]
-    words += [str(HERE / f"{name}.c"), "-ldl"]
-    built = subprocess.run(words, capture_output=True, text=True)
+    arguments = ["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(library)]
+    arguments += [str(HERE / f"{name}.c"), "-ldl"]
+    built = subprocess.run(arguments, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     return str(library)
 

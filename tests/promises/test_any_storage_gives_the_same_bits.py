@@ -7,18 +7,18 @@ from pathlib import Path
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
 from tests.promises.preloaded import Lockless
-from tests.promises.trainer import FAULTY, Place, assert_bit_exact, digest, run_history, starts
+from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, digest, run_history, starts
 
 PACED = {"PACE": "0.004"}
 
 
 def test_a_disk_a_mount_without_locks_and_a_bucket_give_the_same_digests(
-    place: Place, bucket: Place, calm: RunDir, tmp_path: Path
+    workspace: Workspace, bucket: Workspace, fault_free: RunDir, tmp_path: Path
 ) -> None:
     """The same run, killed once and resumed."""
     (tmp_path / "mount").mkdir()
     mount = Lockless.under(tmp_path / "mount", built_in=tmp_path)
-    cases = {"disk": (place, {}), "mount": (place, mount.env), "bucket": (bucket, {})}
+    cases = {"disk": (workspace, {}), "mount": (workspace, mount.env), "bucket": (bucket, {})}
     runs = []
     for name, (where, env) in cases.items():
         first = where.start(name, config=FAULTY, env=env | PACED)
@@ -33,7 +33,7 @@ def test_a_disk_a_mount_without_locks_and_a_bucket_give_the_same_digests(
     assert lost >= 2, "no answer was lost"
     assert isinstance(runs[-1].root, GcsPath)
     for run_dir in runs:
-        assert_bit_exact(run_dir, calm)
+        assert_bit_exact(run_dir, fault_free)
         for commit in run_history(run_dir).committed:
-            if commit.step in {one.step for one in run_history(calm).committed}:
-                assert digest(run_dir, commit.step) == digest(calm, commit.step)
+            if commit.step in {one.step for one in run_history(fault_free).committed}:
+                assert digest(run_dir, commit.step) == digest(fault_free, commit.step)

@@ -15,8 +15,8 @@ from tests.promises.trainer import (
     MLP,
     STEPS,
     TINY,
-    Place,
     Trainer,
+    Workspace,
     digest,
     run_history,
     snapshot,
@@ -91,25 +91,25 @@ BAD_PARTS = {
 
 
 @pytest.mark.parametrize("name", BAD_CONFIGS)
-def test_bad_config_is_rejected_before_anything_is_written(place: Place, name: str) -> None:
+def test_bad_config_is_rejected_before_anything_is_written(workspace: Workspace, name: str) -> None:
     bad = BAD_CONFIGS[name]
-    trainer = place.start("run", *bad.overrides)
+    trainer = workspace.start("run", *bad.overrides)
     trainer.assert_fails(ExitCode.CONFIG, *bad.says)
     assert not trainer.run_dir.root.exists()
 
 
-def test_bad_file_is_named_with_its_line(place: Place) -> None:
+def test_bad_file_is_named_with_its_line(workspace: Workspace) -> None:
     text = TINY.read_text().replace("seq_len: 64", "seq_lne: 64")
-    config = place.root / "bad.yaml"
+    config = workspace.root / "bad.yaml"
     config.write_text(text)
     at = next(i for i, row in enumerate(text.splitlines(), start=1) if "seq_lne" in row)
-    trainer = place.start("run", config=config)
+    trainer = workspace.start("run", config=config)
     trainer.assert_fails(ExitCode.CONFIG, f"{config}:{at}: data.seq_lne", "did you mean 'seq_len'?")
     assert not trainer.run_dir.root.exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         (["absent.yaml"], ["absent.yaml: no such file"]),
         ([str(TINY), "--verbose"], ["--verbose: unknown flag", "usage: python -m jaxres.train"]),
@@ -120,15 +120,17 @@ def test_bad_file_is_named_with_its_line(place: Place) -> None:
     ],
     ids=["absent file", "unknown flag", "flag with a value", "nothing", "two files", "no run"],
 )
-def test_bad_command_is_a_usage_error(place: Place, words: list[str], says: list[str]) -> None:
-    place.command(place.run_dir("run"), words).assert_fails(ExitCode.USAGE, *says)
+def test_bad_command_is_a_usage_error(
+    workspace: Workspace, arguments: list[str], says: list[str]
+) -> None:
+    workspace.command(workspace.run_dir("run"), arguments).assert_fails(ExitCode.USAGE, *says)
 
 
 @pytest.mark.slow
-def test_bad_component_is_rejected_and_blocks_no_later_start(place: Place) -> None:
+def test_bad_component_is_rejected_and_blocks_no_later_start(workspace: Workspace) -> None:
     """All at once, because each start takes seconds, mostly for the import of jax."""
     trainers = {
-        name: place.start(name, *MLP, *bad.overrides, env=dict(bad.env))
+        name: workspace.start(name, *MLP, *bad.overrides, env=dict(bad.env))
         for name, bad in BAD_PARTS.items()
     }
     for name, trainer in trainers.items():
@@ -139,35 +141,35 @@ def test_bad_component_is_rejected_and_blocks_no_later_start(place: Place) -> No
 
 
 @pytest.mark.slow
-def test_unreadable_corpus_is_rejected_until_it_is_fixed(place: Place) -> None:
-    corpus = place.root / "corpus"
+def test_unreadable_corpus_is_rejected_until_it_is_fixed(workspace: Workspace) -> None:
+    corpus = workspace.root / "corpus"
     corpus.mkdir()
-    words = (*MLP, f"data.source.path={corpus}", 'data.source.include=["**/*"]')
+    arguments = (*MLP, f"data.source.path={corpus}", 'data.source.include=["**/*"]')
     (corpus / "empty.txt").touch()
     loop = corpus / "loop.txt"
     loop.symlink_to(loop)
-    place.start("run", *words).assert_fails(
+    workspace.start("run", *arguments).assert_fails(
         ExitCode.CONFIG, str(loop), "can't be read", "data.source.exclude"
     )
 
     loop.unlink()
-    place.start("run", *words).assert_fails(ExitCode.CONFIG, str(corpus), "are empty")
+    workspace.start("run", *arguments).assert_fails(ExitCode.CONFIG, str(corpus), "are empty")
 
     for i in range(4):
         (corpus / f"{i}.txt").write_text("now there is something to learn from\n" * 100)
-    place.finish("run", *words)
-    assert run_history(place.run_dir("run")).step == STEPS
+    workspace.finish("run", *arguments)
+    assert run_history(workspace.run_dir("run")).step == STEPS
 
 
 @pytest.mark.slow
-def test_damaged_token_folder_is_rejected_until_it_is_fixed(place: Place) -> None:
-    folder, documents = place.root / "tokens", [np.arange(1000) % 50 for _ in range(4)]
+def test_damaged_token_folder_is_rejected_until_it_is_fixed(workspace: Workspace) -> None:
+    folder, documents = workspace.root / "tokens", [np.arange(1000) % 50 for _ in range(4)]
     write_tokens(folder, documents, vocab_size=50, tokenizer="other")
     tokens = (folder / "tokens.bin").read_bytes()
-    words = (*MLP, "data.source.kind=tokens", f"data.source.path={folder}")
+    arguments = (*MLP, "data.source.kind=tokens", f"data.source.path={folder}")
 
     (folder / "tokens.bin").write_bytes(tokens[:-7])
-    place.start("run", *words).assert_fails(
+    workspace.start("run", *arguments).assert_fails(
         ExitCode.CONFIG,
         str(folder / "tokens.bin"),
         "has 7,993 bytes",
@@ -179,7 +181,7 @@ def test_damaged_token_folder_is_rejected_until_it_is_fixed(place: Place) -> Non
     wrong = np.frombuffer(tokens, "<u2").copy()
     wrong[150] = 77
     (folder / "tokens.bin").write_bytes(wrong.tobytes())
-    place.start("run", *words, "guards.bad_records=null").assert_fails(
+    workspace.start("run", *arguments, "guards.bad_records=null").assert_fails(
         ExitCode.CONFIG,
         str(folder / "tokens.bin"),
         "row 2",
@@ -187,24 +189,24 @@ def test_damaged_token_folder_is_rejected_until_it_is_fixed(place: Place) -> Non
         "is 77",
         "vocab_size is 50",
     )
-    assert run_history(place.run_dir("run")).step == 0
+    assert run_history(workspace.run_dir("run")).step == 0
 
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
     documents[0] = documents[0][::-1]
     write_tokens(folder, documents, vocab_size=50, tokenizer="other")
-    place.finish("run", *words)
-    assert run_history(place.run_dir("run")).step == STEPS
+    workspace.finish("run", *arguments)
+    assert run_history(workspace.run_dir("run")).step == STEPS
 
 
 @pytest.mark.slow
 def test_a_changed_trajectory_is_rejected_and_the_run_can_resume(
-    place: Place, killed: RunDir, unbroken: RunDir
+    workspace: Workspace, killed: RunDir, unbroken: RunDir
 ) -> None:
-    run_dir = place.copy(killed, "run")
+    run_dir = workspace.copy(killed, "run")
     before = snapshot(run_dir.root)
-    trainer = place.start("run", *MLP, "data.seq_len=32", "run.seed=1")
+    trainer = workspace.start("run", *MLP, "data.seq_len=32", "run.seed=1")
     trainer.assert_fails(
         ExitCode.CONFIG,
         f"{run_dir.root}: this run was started with another trajectory",
@@ -213,10 +215,10 @@ def test_a_changed_trajectory_is_rejected_and_the_run_can_resume(
         "To resume that run, drop the overrides; to start a new run, change run.dir",
     )
     assert snapshot(run_dir.root) == before
-    goes_on(place.finish("run", *MLP), unbroken)
+    resumes(workspace.finish("run", *MLP), unbroken)
 
 
-def goes_on(trainer: Trainer, unbroken: RunDir) -> None:
+def resumes(trainer: Trainer, unbroken: RunDir) -> None:
     """Asserts that a resumed run ends like an uninterrupted one."""
     assert starts(trainer.run_dir)[-1] >= 60, "it did not resume"
     assert trajectory(trainer.run_dir) == trajectory(unbroken)
@@ -224,11 +226,13 @@ def goes_on(trainer: Trainer, unbroken: RunDir) -> None:
 
 
 @pytest.mark.slow
-def test_a_changed_step_count_is_rejected_if_the_learning_rate_depends_on_it(place: Place) -> None:
-    words = (*MLP, "optimizer.schedule.kind=cosine", "train.steps=40")
-    run_dir = place.finish("run", *words).run_dir
+def test_a_changed_step_count_is_rejected_if_the_learning_rate_depends_on_it(
+    workspace: Workspace,
+) -> None:
+    arguments = (*MLP, "optimizer.schedule.kind=cosine", "train.steps=40")
+    run_dir = workspace.finish("run", *arguments).run_dir
     before = snapshot(run_dir.root)
-    place.start("run", *words, "train.steps=60").assert_fails(
+    workspace.start("run", *arguments, "train.steps=60").assert_fails(
         ExitCode.CONFIG,
         "  train.steps: recorded 40, given 60 (command line)",
         "The learning rate depends on train.steps",
@@ -236,86 +240,86 @@ def test_a_changed_step_count_is_rejected_if_the_learning_rate_depends_on_it(pla
     )
     assert snapshot(run_dir.root) == before
 
-    place.finish("run", *words, "train.steps=60", "optimizer.schedule.horizon_steps=40")
+    workspace.finish("run", *arguments, "train.steps=60", "optimizer.schedule.horizon_steps=40")
     assert run_history(run_dir).step == 60
 
 
 @pytest.mark.slow
 def test_more_steps_and_other_free_keys_are_allowed_and_kept(
-    place: Place, killed: RunDir, unbroken: RunDir
+    workspace: Workspace, killed: RunDir, unbroken: RunDir
 ) -> None:
-    run_dir = place.copy(killed, "run")
+    run_dir = workspace.copy(killed, "run")
     free = ("checkpoint.save_every_steps=8", "checkpoint.keep_last=900", "data.prefetch_batches=2")
-    trainer = place.start("run", *MLP, *free, f"train.steps={2 * STEPS}")
+    trainer = workspace.start("run", *MLP, *free, f"train.steps={2 * STEPS}")
     trainer.wait_commit(STEPS + 8)
     trainer.kill()
     assert trainer.wait_exit() == -9
     assert digest(run_dir, STEPS) == digest(unbroken)
 
     # Supervisors restart with the directory alone, so the larger number must be recorded.
-    trainer = place.command(run_dir, [str(run_dir.root)])
+    trainer = workspace.command(run_dir, [str(run_dir.root)])
     assert trainer.wait_exit() == 0, trainer.printed()
     assert starts(run_dir)[-1] > STEPS
     assert run_history(run_dir).step == 2 * STEPS
 
 
 @pytest.mark.slow
-def test_another_dataset_is_rejected_and_the_run_can_resume(place: Place) -> None:
-    corpus = place.root / "corpus"
+def test_another_dataset_is_rejected_and_the_run_can_resume(workspace: Workspace) -> None:
+    corpus = workspace.root / "corpus"
     corpus.mkdir()
     for i in range(4):
         (corpus / f"{i}.txt").write_text("something to learn from\n" * 100)
-    words = (*MLP, f"data.source.path={corpus}", 'data.source.include=["**/*"]')
-    trainer = place.start("run", *words)
+    arguments = (*MLP, f"data.source.path={corpus}", 'data.source.include=["**/*"]')
+    trainer = workspace.start("run", *arguments)
     trainer.wait_commit(60)
     trainer.kill()
     assert trainer.wait_exit() == -9
 
     (corpus / "0.txt").write_text("something else to learn from\n" * 100)
     before = run_history(trainer.run_dir)
-    place.start("run", *words).assert_fails(
+    workspace.start("run", *arguments).assert_fails(
         ExitCode.CONFIG, "data.source", "rows are not the ones", "Restore the old data"
     )
     after = run_history(trainer.run_dir)
     assert (after.starts, after.commits) == (before.starts, before.commits)
 
     (corpus / "0.txt").write_text("something to learn from\n" * 100)
-    place.finish("run", *words)
+    workspace.finish("run", *arguments)
     assert starts(trainer.run_dir)[-1] >= 60
     assert run_history(trainer.run_dir).step == STEPS
 
 
 def test_run_directory_alone_resumes_also_after_it_was_moved(
-    place: Place, killed: RunDir, unbroken: RunDir
+    workspace: Workspace, killed: RunDir, unbroken: RunDir
 ) -> None:
-    run_dir = place.copy(killed, "moved")
-    place.command(run_dir, [str(run_dir.root), "run.dir=elsewhere"]).assert_fails(
+    run_dir = workspace.copy(killed, "moved")
+    workspace.command(run_dir, [str(run_dir.root), "run.dir=elsewhere"]).assert_fails(
         ExitCode.CONFIG, "run.dir", "elsewhere", str(run_dir.root)
     )
     assert snapshot(run_dir.root) == snapshot(killed.root)
-    trainer = place.command(run_dir, [str(run_dir.root)])
+    trainer = workspace.command(run_dir, [str(run_dir.root)])
     assert trainer.wait_exit() == 0, trainer.printed()
-    goes_on(trainer, unbroken)
+    resumes(trainer, unbroken)
 
 
 def test_starting_a_finished_run_exits_0_and_changes_nothing(
-    place: Place, unbroken: RunDir
+    workspace: Workspace, unbroken: RunDir
 ) -> None:
-    run_dir = place.copy(unbroken, "run")
-    for words in ([str(run_dir.root)], [str(TINY), f"run.dir={run_dir.root}", *MLP]):
-        trainer = place.command(run_dir, words)
+    run_dir = workspace.copy(unbroken, "run")
+    for arguments in ([str(run_dir.root)], [str(TINY), f"run.dir={run_dir.root}", *MLP]):
+        trainer = workspace.command(run_dir, arguments)
         assert trainer.wait_exit() == 0, trainer.printed()
         assert f"step {STEPS} of {STEPS} is committed already" in trainer.printed()
         assert snapshot(run_dir.root) == snapshot(unbroken.root)
 
 
-def test_unreadable_log_record_is_rejected(place: Place, killed: RunDir) -> None:
-    run_dir = place.copy(killed, "run")
+def test_unreadable_log_record_is_rejected(workspace: Workspace, killed: RunDir) -> None:
+    run_dir = workspace.copy(killed, "run")
     record = run_dir.log / "00000002.json"
     record.write_text(json.dumps({"kind": "from the future"}))
     before = snapshot(run_dir.root)
     # Not as `run_dir`: the helpers read the log to number the attempt.
-    place.command(place.run_dir("none"), [str(run_dir.root)]).assert_fails(
+    workspace.command(workspace.run_dir("none"), [str(run_dir.root)]).assert_fails(
         ExitCode.CONFIG, str(record), "this version reads format", "Nothing was changed"
     )
     assert snapshot(run_dir.root) == before

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.checkpoint.commit_tracker import LEAST_PATIENCE_SECONDS
+from jaxres.checkpoint.commit_tracker import MIN_LATE_SECONDS
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
@@ -21,8 +21,8 @@ from tests.promises.trainer import (
     FAULTY,
     MLP,
     STEPS,
-    Place,
     Trainer,
+    Workspace,
     assert_bit_exact,
     digest,
     run_history,
@@ -33,7 +33,7 @@ from tests.promises.trainer import (
 
 @pytest.mark.slow
 def test_killed_run_of_two_hosts_in_a_bucket_resumes_bit_exact(
-    bucket: Place, calm_pair: RunDir
+    bucket: Workspace, fault_free_pair: RunDir
 ) -> None:
     """First with one supervisor for both hosts, then with one each: they share only the bucket."""
     trainer = bucket.launch("run", config=FAULTY, hosts=2, env={"PACE": "0.02"})
@@ -45,18 +45,20 @@ def test_killed_run_of_two_hosts_in_a_bucket_resumes_bit_exact(
         supervisor.printed() for supervisor in last
     ]
     assert starts(last[0].run_dir)[-1] >= 13
-    assert_bit_exact(last[0].run_dir, calm_pair)
+    assert_bit_exact(last[0].run_dir, fault_free_pair)
 
 
 @pytest.mark.campaign
-def test_supervised_run_in_a_bucket_is_restarted_automatically(bucket: Place, calm: RunDir) -> None:
+def test_supervised_run_in_a_bucket_is_restarted_automatically(
+    bucket: Workspace, fault_free: RunDir
+) -> None:
     trainer = bucket.launch("run", config=FAULTY, hosts=1, env={"PACE": "0.01"}, restart=True)
     trainer.wait_commit(20)
     trainer.kill(target="worker")
     assert trainer.wait_exit() == 0, trainer.printed()
     assert starts(trainer.run_dir)[-1] >= 20
     assert run_history(trainer.run_dir).attempt == 2
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow
@@ -64,14 +66,14 @@ def test_supervised_run_in_a_bucket_is_restarted_automatically(bucket: Place, ca
     ("share", "hits"), [(0.03, 3), pytest.param(0.2, 50, marks=pytest.mark.campaign)]
 )
 def test_run_with_random_storage_faults_ends_bit_exact(
-    bucket: Place, unbroken: RunDir, gcs_server: GcsServer, share: float, hits: int
+    bucket: Workspace, unbroken: RunDir, gcs_server: GcsServer, share: float, hits: int
 ) -> None:
     """Requests fail at random in every supported way."""
     storm = gcs_server.fail("storm", probability=share, times=None, late_seconds=0.05, seed=3)
-    words = [*MLP, "checkpoint.save_every_steps=50", "checkpoint.timeout_seconds=120"]
-    codes = [bucket.start("run", *words).wait_exit(400)]
+    arguments = [*MLP, "checkpoint.save_every_steps=50", "checkpoint.timeout_seconds=120"]
+    codes = [bucket.start("run", *arguments).wait_exit(400)]
     while codes[-1] != 0 and len(codes) < 6:
-        codes.append(bucket.start("run", *words).wait_exit(400))
+        codes.append(bucket.start("run", *arguments).wait_exit(400))
     gcs_server.faults.clear()
     assert codes[-1] == 0, (codes, bucket.trainers[-1].printed())
     assert set(codes) <= {0, ExitCode.STORAGE}, codes
@@ -87,30 +89,30 @@ def test_run_with_random_storage_faults_ends_bit_exact(
     ("seconds", "pace"), [(10, 0.01), pytest.param(120, 0.1, marks=pytest.mark.campaign)]
 )
 def test_training_continues_while_the_bucket_is_unavailable_and_saving_recovers(
-    bucket: Place, calm: RunDir, gcs_server: GcsServer, seconds: int, pace: float
+    bucket: Workspace, fault_free: RunDir, gcs_server: GcsServer, seconds: int, pace: float
 ) -> None:
     """With `checkpoint.busy: wait`: after the first failing save, later ones are skipped."""
-    words = ["checkpoint.max_failed_saves=100", "checkpoint.busy=wait"]
-    trainer = bucket.start("run", *words, config=FAULTY, env={"PACE": str(pace)})
+    arguments = ["checkpoint.max_failed_saves=100", "checkpoint.busy=wait"]
+    trainer = bucket.start("run", *arguments, config=FAULTY, env={"PACE": str(pace)})
     trainer.wait_commit(10)
     away = gcs_server.fail("503", times=None, seconds=seconds)
     begun = time.monotonic()
-    seen = [told(trainer)]
+    seen = [reported(trainer)]
     while time.monotonic() < begun + seconds:
         time.sleep(1)
-        seen.append(told(trainer))
+        seen.append(reported(trainer))
     assert trainer.wait_exit(400) == 0, trainer.printed()
     assert away.hits > 5
     stood = max(sum(1 for _ in still) for _, still in itertools.groupby(seen))
-    assert stood <= 3 * LEAST_PATIENCE_SECONDS, f"training stood still: {seen}\n{trainer.printed()}"
+    assert stood <= 3 * MIN_LATE_SECONDS, f"training stood still: {seen}\n{trainer.printed()}"
     assert trainer.events_of("save_skipped"), "no save was left out"
     assert max(trainer.steps()) == 60
     assert not run_history(trainer.run_dir).quarantined
     assert run_history(trainer.run_dir).attempt == 1
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
-def told(trainer: Trainer) -> int:
+def reported(trainer: Trainer) -> int:
     """Returns the newest finished step that was printed."""
     found = re.findall(r"step (\d+)/60", trainer.printed())
     return int(found[-1]) if found else 0
@@ -118,7 +120,7 @@ def told(trainer: Trainer) -> int:
 
 @pytest.mark.campaign
 def test_start_while_the_bucket_is_unavailable_exits_with_storage_and_loses_nothing(
-    bucket: Place, gcs_server: GcsServer
+    bucket: Workspace, gcs_server: GcsServer
 ) -> None:
     first = bucket.start("run", *MLP)
     first.wait_commit(40)
@@ -135,7 +137,7 @@ def test_start_while_the_bucket_is_unavailable_exits_with_storage_and_loses_noth
     assert run_history(first.run_dir).step == STEPS
 
 
-def test_request_files_work_in_a_bucket(bucket: Place, calm: RunDir) -> None:
+def test_request_files_work_in_a_bucket(bucket: Workspace, fault_free: RunDir) -> None:
     first = bucket.start("run", config=FAULTY, env={"PACE": "0.01"})
     first.wait_commit(10)
     files.create(first.run_dir.request("stop"), b"")
@@ -145,25 +147,25 @@ def test_request_files_work_in_a_bucket(bucket: Place, calm: RunDir) -> None:
     assert files.list_names(first.run_dir.attempt(1))[-1].startswith("stop-")
     last = bucket.finish("run", config=FAULTY)
     assert starts(last.run_dir) == [0, stopped]
-    assert_bit_exact(last.run_dir, calm)
+    assert_bit_exact(last.run_dir, fault_free)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_corpus_in_a_bucket_gives_the_same_run_as_one_on_a_disk(
-    bucket: Place, place: Place, hosts: int
+    bucket: Workspace, workspace: Workspace, hosts: int
 ) -> None:
     """All hosts copy the corpus at the same time; another text is another trajectory."""
     folder = Path(email.__file__).parent
     there = GcsPath(bucket.run_dir("x").root.bucket, "corpora/email")
     for path in folder.glob("*.py"):
         files.replace(there / path.name, path.read_bytes())
-    words = (*MLP, "train.steps=20", 'data.source.include=["*.py"]')
-    own = (f"data.source.path={there}", f"data.cache_dir={place.root / 'cache'}")
-    first = place.launched("first", *words, *own, hosts=hosts)
-    other = place.launched("other", *words, f"data.source.path={folder}", hosts=hosts)
+    arguments = (*MLP, "train.steps=20", 'data.source.include=["*.py"]')
+    own = (f"data.source.path={there}", f"data.cache_dir={workspace.root / 'cache'}")
+    first = workspace.launched("first", *arguments, *own, hosts=hosts)
+    other = workspace.launched("other", *arguments, f"data.source.path={folder}", hosts=hosts)
     assert_bit_exact(first.run_dir, other.run_dir)
 
     files.replace(there / "utils.py", b"another text\n")
-    again = place.launch("first", *words, *own, "train.steps=40", hosts=hosts)
+    again = workspace.launch("first", *arguments, *own, "train.steps=40", hosts=hosts)
     again.assert_fails(ExitCode.CONFIG, "data.source: the rows are not the ones")

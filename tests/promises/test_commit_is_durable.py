@@ -8,15 +8,15 @@ import pytest
 
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
-from tests.promises.trainer import MLP, Place, assert_bit_exact, digest, run_history
+from tests.promises.trainer import MLP, Workspace, assert_bit_exact, digest, run_history
 
 OFTEN = (*MLP, "checkpoint.save_every_steps=5")
 """The first commit precedes the metrics lines of many steps."""
 
 
 @pytest.mark.slow
-def test_a_commit_record_means_a_complete_step(place: Place, unbroken: RunDir) -> None:
-    trainer = place.start("watched", *MLP)
+def test_a_commit_record_means_a_complete_step(workspace: Workspace, unbroken: RunDir) -> None:
+    trainer = workspace.start("watched", *MLP)
     whole: dict[int, str] = {}
     for _ in range(4):
         before = len(files.list_names(trainer.run_dir.log))
@@ -33,18 +33,18 @@ def test_a_commit_record_means_a_complete_step(place: Place, unbroken: RunDir) -
     assert trainer.wait_exit() == -9
     assert len(whole) >= 2, "hardly any commit was looked at"
 
-    place.finish("watched", *MLP)
-    assert_bit_exact(place.run_dir("watched"), unbroken)
+    workspace.finish("watched", *MLP)
+    assert_bit_exact(workspace.run_dir("watched"), unbroken)
 
 
-def test_a_kill_at_the_commit_record_loses_nothing(place: Place, unbroken: RunDir) -> None:
-    trainer = place.start("broken", *OFTEN)
+def test_a_kill_at_the_commit_record_loses_nothing(workspace: Workspace, unbroken: RunDir) -> None:
+    trainer = workspace.start("broken", *OFTEN)
     trainer.wait(lambda: run_history(trainer.run_dir).newest is not None, what="a commit record")
     trainer.kill()
     assert trainer.wait_exit() == -9
     committed = run_history(trainer.run_dir).step
     assert committed > 0
 
-    again = place.finish("broken", *OFTEN)
+    again = workspace.finish("broken", *OFTEN)
     assert f"resuming from step {committed} " in again.printed()
-    assert_bit_exact(place.run_dir("broken"), unbroken)
+    assert_bit_exact(workspace.run_dir("broken"), unbroken)

@@ -16,8 +16,8 @@ from jaxres.storage.path import GcsPath
 from tests.promises.trainer import (
     FAULTY,
     PACED,
-    Place,
     Trainer,
+    Workspace,
     assert_bit_exact,
     run_history,
     starts,
@@ -44,10 +44,10 @@ def _during_save(trainer: Trainer, committed: int) -> None:
     _wait_step(trainer, committed + 1)
     known = set(files.list_names(trainer.run_dir.checkpoints))
     # In a bucket, incomplete steps have no other names.
-    word = "-" if isinstance(trainer.run_dir.root, GcsPath) else "orbax-checkpoint-tmp"
+    part = "-" if isinstance(trainer.run_dir.root, GcsPath) else "orbax-checkpoint-tmp"
     trainer.wait(
         lambda: any(
-            word in name for name in set(files.list_names(trainer.run_dir.checkpoints)) - known
+            part in name for name in set(files.list_names(trainer.run_dir.checkpoints)) - known
         ),
         what="a save being written",
     )
@@ -102,22 +102,22 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("anywhere", "seed", "aims"), CASES, indirect=["anywhere"])
+@pytest.mark.parametrize(("any_workspace", "seed", "aims"), CASES, indirect=["any_workspace"])
 def test_resume_is_bit_exact_after_sigkill(
-    anywhere: Place, place: Place, seed: int, aims: Sequence[Aim]
+    any_workspace: Workspace, workspace: Workspace, seed: int, aims: Sequence[Aim]
 ) -> None:
     chance = random.Random(seed)
-    words = (f"run.seed={seed}", "checkpoint.save_every_steps=12")
-    place.finish("unbroken", *words)
+    arguments = (f"run.seed={seed}", "checkpoint.save_every_steps=12")
+    workspace.finish("unbroken", *arguments)
     for aim in (FIRST, *chance.sample(aims, len(aims))):
-        trainer = anywhere.start("broken", *words)
+        trainer = any_workspace.start("broken", *arguments)
         aim.wait(trainer, run_history(trainer.run_dir).step)
         time.sleep(chance.uniform(0, aim.max_delay_seconds))
         trainer.kill()
         assert trainer.wait_exit() == -9, f"{aim.name}: the kill came too late\n{trainer.printed()}"
-    anywhere.finish("broken", *words)
+    any_workspace.finish("broken", *arguments)
 
-    broken, unbroken = anywhere.run_dir("broken"), place.run_dir("unbroken")
+    broken, unbroken = any_workspace.run_dir("broken"), workspace.run_dir("unbroken")
     resumed = [step for step in starts(broken) if step > 0]
     assert len(resumed) >= 3, f"hardly resumed: {starts(broken)}"
     assert run_history(broken).attempt >= len(aims) + 1
@@ -126,33 +126,35 @@ def test_resume_is_bit_exact_after_sigkill(
     assert set(files.list_names(broken.checkpoints)) == kept, "a killed save has left something"
 
 
-def test_resume_of_a_small_run_is_bit_exact_after_sigkill(place: Place, calm: RunDir) -> None:
+def test_resume_of_a_small_run_is_bit_exact_after_sigkill(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
     aims: tuple[Callable[[Trainer], None], ...] = (
         lambda trainer: trainer.wait_commit(10),
         lambda trainer: _during_save(trainer, run_history(trainer.run_dir).step),
         lambda trainer: _after_steps(trainer, run_history(trainer.run_dir).step),
     )
     for wait in aims:
-        trainer = place.start("broken", config=FAULTY, env=PACED)
+        trainer = workspace.start("broken", config=FAULTY, env=PACED)
         wait(trainer)
         trainer.kill()
         assert trainer.wait_exit() == -9, f"the kill came too late\n{trainer.printed()}"
-    place.finish("broken", config=FAULTY)
-    broken = place.run_dir("broken")
+    workspace.finish("broken", config=FAULTY)
+    broken = workspace.run_dir("broken")
     assert len([step for step in starts(broken) if step > 0]) >= 2, starts(broken)
-    assert_bit_exact(broken, calm)
+    assert_bit_exact(broken, fault_free)
 
 
 @pytest.mark.slow
-def test_resume_on_fewer_visible_cores_is_bit_exact(place: Place, tiny: RunDir) -> None:
+def test_resume_on_fewer_visible_cores_is_bit_exact(workspace: Workspace, tiny: RunDir) -> None:
     cores = sorted(os.sched_getaffinity(0))
     assert len(cores) > 1, "needs two cores"
-    trainer = place.start("broken", cores=set(cores[:2]))
+    trainer = workspace.start("broken", cores=set(cores[:2]))
     trainer.wait_commit(8)
     trainer.kill()
     assert trainer.wait_exit() == -9
-    place.finish("broken", cores={cores[0]})
+    workspace.finish("broken", cores={cores[0]})
 
-    broken = place.run_dir("broken")
+    broken = workspace.run_dir("broken")
     assert starts(broken)[-1] >= 8
     assert_bit_exact(broken, tiny)

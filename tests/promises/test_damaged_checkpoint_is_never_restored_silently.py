@@ -19,10 +19,10 @@ from tests import damage
 from tests.promises.trainer import (
     MLP,
     ROOT,
-    Place,
+    Workspace,
     assert_bit_exact,
+    copy_tree,
     digest,
-    put,
     run_history,
     snapshot,
     starts,
@@ -35,8 +35,8 @@ MANY = (*MLP, "checkpoint.save_every_steps=10", "checkpoint.keep_last=20")
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """A run with at least a dozen commits, killed before its end; copy it, do not change it."""
-    place = Place(tmp_path_factory.mktemp("many"), caches)
-    trainer = place.start("many", *MANY)
+    workspace = Workspace(tmp_path_factory.mktemp("many"), caches)
+    trainer = workspace.start("many", *MANY)
     trainer.wait_commit(140)
     trainer.kill()
     assert trainer.wait_exit() == -9, trainer.printed()
@@ -75,19 +75,19 @@ def newest(run_dir: RunDir) -> list[run_log.Commit]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("anywhere", "harms"),
+    ("any_workspace", "harms"),
     [
         ("local", HARM),
         ("bucket", [HARM[0], HARM[3], HARM[7], HARM[10]]),
         pytest.param("bucket", HARM, marks=pytest.mark.campaign),
     ],
     ids=["local-twelve", "bucket-four", "bucket-twelve"],
-    indirect=["anywhere"],
+    indirect=["any_workspace"],
 )
 def test_damaged_steps_are_skipped_and_the_run_ends_bit_exact(
-    anywhere: Place, many: RunDir, unbroken: RunDir, harms: Sequence[Harm]
+    any_workspace: Workspace, many: RunDir, unbroken: RunDir, harms: Sequence[Harm]
 ) -> None:
-    run_dir, chance = anywhere.copy(many, "harmed"), random.Random(0)
+    run_dir, chance = any_workspace.copy(many, "harmed"), random.Random(0)
     commits = newest(run_dir)
     assert len(commits) > len(harms)
     harmed = {}
@@ -98,7 +98,7 @@ def test_damaged_steps_are_skipped_and_the_run_ends_bit_exact(
         assert snapshot(step_dir) != snapshot(many.root / commit.path), "the damage happened"
     before = {step: snapshot(run_dir.root / c.path) for step, c in ((c.step, c) for c in commits)}
 
-    trainer = anywhere.command(run_dir, [str(run_dir.root)])
+    trainer = any_workspace.command(run_dir, [str(run_dir.root)])
     assert trainer.wait_exit() == 0, trainer.printed()
     whole = commits[len(harms)].step
     assert starts(run_dir) == [0, whole], "the newest whole step was taken"
@@ -112,16 +112,16 @@ def test_damaged_steps_are_skipped_and_the_run_ends_bit_exact(
 
 
 def test_if_no_step_is_intact_all_are_named_and_a_copy_repairs_the_run(
-    anywhere: Place, killed: RunDir, unbroken: RunDir
+    any_workspace: Workspace, killed: RunDir, unbroken: RunDir
 ) -> None:
-    run_dir, chance = anywhere.copy(killed, "hopeless"), random.Random(0)
+    run_dir, chance = any_workspace.copy(killed, "hopeless"), random.Random(0)
     commits = newest(run_dir)
     newest_dir = run_dir.root / commits[0].path
     damage.harm(newest_dir, values(files.sizes(newest_dir)), damage.flip_bit, chance)
     for commit in commits[1:]:
         files.delete_tree(run_dir.root / commit.path)
     before = snapshot(run_dir.root)
-    trainer = anywhere.command(run_dir, [str(run_dir.root)])
+    trainer = any_workspace.command(run_dir, [str(run_dir.root)])
     printed = trainer.assert_fails(
         ExitCode.UNRESTORABLE, "none is intact", "does not start again from step 0"
     )
@@ -133,8 +133,8 @@ def test_if_no_step_is_intact_all_are_named_and_a_copy_repairs_the_run(
     assert newest(run_dir) == commits, "nothing was put in quarantine"
 
     files.delete_tree(newest_dir)
-    put(killed.root / commits[0].path, newest_dir)
-    again = anywhere.command(run_dir, [str(run_dir.root)])
+    copy_tree(killed.root / commits[0].path, newest_dir)
+    again = any_workspace.command(run_dir, [str(run_dir.root)])
     assert again.wait_exit() == 0, again.printed()
     assert starts(run_dir) == [0, commits[0].step]
     assert trajectory(run_dir) == trajectory(unbroken)
@@ -142,14 +142,14 @@ def test_if_no_step_is_intact_all_are_named_and_a_copy_repairs_the_run(
 
 
 @pytest.mark.parametrize(
-    ("anywhere", "kind"),
+    ("any_workspace", "kind"),
     [("local", "claim"), ("local", "start"), ("local", "commit"), ("bucket", "commit")],
-    indirect=["anywhere"],
+    indirect=["any_workspace"],
 )
 def test_a_damaged_log_record_is_rejected_and_starts_nothing(
-    anywhere: Place, killed: RunDir, kind: str
+    any_workspace: Workspace, killed: RunDir, kind: str
 ) -> None:
-    run_dir = anywhere.copy(killed, kind)
+    run_dir = any_workspace.copy(killed, kind)
     paths = [run_dir.log / name for name in files.list_names(run_dir.log)]
     path = next(p for p in paths if json.loads(files.read_whole(p))["kind"] == kind)
     data = files.read_whole(path)
@@ -176,15 +176,15 @@ def test_a_damaged_log_record_is_rejected_and_starts_nothing(
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("harm", damage.DAMAGES, ids=lambda harm: harm.__name__)
 def test_a_run_with_any_damage_to_any_file_ends_bit_exact(
-    anywhere: Place, killed: RunDir, unbroken: RunDir, harm: Callable, seed: int
+    any_workspace: Workspace, killed: RunDir, unbroken: RunDir, harm: Callable, seed: int
 ) -> None:
-    run_dir, chance = anywhere.copy(killed, "harmed"), random.Random(seed)
+    run_dir, chance = any_workspace.copy(killed, "harmed"), random.Random(seed)
     commit, older = newest(run_dir)[:2]
     step_dir = run_dir.root / commit.path
     sizes = files.sizes(step_dir)
     name = chance.choice(sorted(name for name in sizes if sizes[name]))
     damage.harm(step_dir, name, harm, chance)
-    trainer = anywhere.command(run_dir, [str(run_dir.root)])
+    trainer = any_workspace.command(run_dir, [str(run_dir.root)])
     assert trainer.wait_exit() == 0, trainer.printed()
     assert starts(run_dir)[1] in (commit.step, older.step)
     if starts(run_dir)[1] == commit.step:

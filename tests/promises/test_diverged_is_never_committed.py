@@ -10,7 +10,7 @@ import pytest
 from jaxres.checkpoint import manifest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import MLP, Place, history, run_history
+from tests.promises.trainer import MLP, Workspace, history, run_history
 from tests.tiers import slow_but
 
 FOLDER = Path(__file__).parent
@@ -27,9 +27,9 @@ def assert_all_commits_are_finite(run_dir: RunDir) -> list[int]:
 
 @pytest.mark.parametrize(("bad_step", "newest"), slow_but([(41, 40), (47, 40), (60, 40)], (41, 40)))
 def test_nonfinite_loss_ends_the_run_before_its_step_is_saved(
-    place: Place, bad_step: int, newest: int
+    workspace: Workspace, bad_step: int, newest: int
 ) -> None:
-    trainer = place.start(
+    trainer = workspace.start(
         "run",
         *MLP,
         "optimizer.kind=sgd",
@@ -59,10 +59,10 @@ def test_nonfinite_loss_ends_the_run_before_its_step_is_saved(
     ids=["large rate", "rate that is inf in float32"],
 )
 def test_state_with_a_nonfinite_or_huge_update_is_not_saved(
-    place: Place, rate: str, says: str, committed: list[int]
+    workspace: Workspace, rate: str, says: str, committed: list[int]
 ) -> None:
     """The loss of the first step is finite; the updated state is huge or not finite."""
-    trainer = place.start(
+    trainer = workspace.start(
         "run",
         *MLP,
         f"optimizer.learning_rate={rate}",

@@ -10,7 +10,7 @@ import pytest
 
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import MLP, STEPS, Place, Trainer, history, run_history, starts
+from tests.promises.trainer import MLP, STEPS, Trainer, Workspace, history, run_history, starts
 
 HOSTS = [(1, 2, 4, 3, 1), (2, 1)]
 """Numbers of hosts of the attempts."""
@@ -21,20 +21,20 @@ training amplifies this; 1e-5 was measured after 100 steps. One row too many cau
 
 @pytest.mark.parametrize("counts", [pytest.param(HOSTS[0], marks=pytest.mark.slow), HOSTS[1]])
 def test_each_sample_is_used_once_for_any_number_of_hosts(
-    place: Place, unbroken: RunDir, counts: tuple[int, ...]
+    workspace: Workspace, unbroken: RunDir, counts: tuple[int, ...]
 ) -> None:
     chance = random.Random(7)
     for index, hosts in enumerate(counts[:-1]):
-        trainer = place.launch("elastic", *MLP, hosts=hosts)
+        trainer = workspace.launch("elastic", *MLP, hosts=hosts)
         trainer.wait_commit(20 * (index + 1))
         time.sleep(chance.uniform(0, 0.3))
         trainer.kill()
         assert trainer.wait_exit() == -9, (
             f"{hosts} hosts: the kill came too late\n{trainer.printed()}"
         )
-    place.launched("elastic", *MLP, hosts=counts[-1])
+    workspace.launched("elastic", *MLP, hosts=counts[-1])
 
-    run_dir = place.run_dir("elastic")
+    run_dir = workspace.run_dir("elastic")
     assert [claim.num_hosts for claim in run_history(run_dir).claims] == list(counts)
     begun = starts(run_dir)
     assert len(begun) == len(counts)
@@ -54,8 +54,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Trainer:
 
     Hosts 0 and 1 take the first half of every batch, hosts 2 and 3 the second.
     """
-    place = Place(tmp_path_factory.mktemp("shared"), caches)
-    return place.launched("shared", *MLP, "train.steps=20", "mesh.tensor=2", hosts=4)
+    workspace = Workspace(tmp_path_factory.mktemp("shared"), caches)
+    return workspace.launched("shared", *MLP, "train.steps=20", "mesh.tensor=2", hosts=4)
 
 
 @pytest.mark.slow

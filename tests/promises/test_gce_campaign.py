@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from jaxres.runlog.paths import RunDir
-from tests.promises import test_gce_vms_come_and_go as scenarios
+from tests.promises import test_gce_replaces_lost_vms as scenarios
 from tests.promises.cloud import Cloud
 
 pytestmark = pytest.mark.campaign
@@ -57,16 +57,16 @@ WITH_TWO = (
 
 @pytest.mark.parametrize("scenario", WITH_ONE, ids=lambda scenario: scenario.__name__[5:40])
 def test_one_host_under_random_faults(
-    storm: Cloud, calm: RunDir, scenario: Callable[[Cloud, RunDir], None]
+    storm: Cloud, fault_free: RunDir, scenario: Callable[[Cloud, RunDir], None]
 ) -> None:
-    scenario(storm, calm)
+    scenario(storm, fault_free)
 
 
 @pytest.mark.parametrize("scenario", WITH_TWO, ids=lambda scenario: scenario.__name__[5:40])
 def test_two_hosts_under_random_faults(
-    storm: Cloud, calm_pair: RunDir, scenario: Callable[[Cloud, RunDir], None]
+    storm: Cloud, fault_free_pair: RunDir, scenario: Callable[[Cloud, RunDir], None]
 ) -> None:
-    scenario(storm, calm_pair)
+    scenario(storm, fault_free_pair)
 
 
 def test_a_crash_loop_under_random_faults(storm: Cloud) -> None:

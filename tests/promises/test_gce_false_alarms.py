@@ -13,7 +13,7 @@ from tests.promises.trainer import assert_bit_exact, run_history
     ("seconds", "pace"), [(10.0, "0.02"), pytest.param(120.0, "0.08", marks=pytest.mark.campaign)]
 )
 def test_a_control_plane_and_bucket_outage_restarts_nothing(
-    cloud: Cloud, calm_pair: RunDir, seconds: float, pace: str
+    cloud: Cloud, fault_free_pair: RunDir, seconds: float, pace: str
 ) -> None:
     launcher = cloud.up(cloud.config(num_hosts=2, env={"PACE": pace}))
     cloud.wait_commit(10)
@@ -26,11 +26,11 @@ def test_a_control_plane_and_bucket_outage_restarts_nothing(
     printed = launcher.printed()
     assert "the Compute API does not answer; training continues" in printed
     assert "the Compute API answers again" in printed
-    intent = cloud.intent()
-    assert intent is not None
-    assert [(p.attempt, p.code) for p in intent.history] == [(1, 0)], cloud.describe()
+    desired = cloud.desired_state()
+    assert desired is not None
+    assert [(p.attempt, p.code) for p in desired.history] == [(1, 0)], cloud.describe()
     assert run_history(cloud.run_dir).attempt == 1
     assert sorted(name for _, name in cloud.gce.events("insert")) == sorted(members)
     assert cloud.gce.calls().calls["instances.bulkInsert"] == 1
-    assert_bit_exact(cloud.run_dir, calm_pair)
+    assert_bit_exact(cloud.run_dir, fault_free_pair)
     cloud.assert_nothing_is_left()

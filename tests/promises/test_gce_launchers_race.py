@@ -18,7 +18,7 @@ QUOTA = "PREEMPTIBLE_NVIDIA_A100_GPUS"
 @pytest.mark.campaign
 @pytest.mark.parametrize(("number", "pace", "term"), [(4, "0.02", 6.0), (20, "0.1", 20.0)])
 def test_only_one_of_many_launchers_acts(
-    cloud: Cloud, calm: RunDir, number: int, pace: str, term: float
+    cloud: Cloud, fault_free: RunDir, number: int, pace: str, term: float
 ) -> None:
     config = cloud.config(env={"PACE": pace}, lease_seconds=term)
     all_of_them = [cloud.up(config) for _ in range(number)]
@@ -29,18 +29,18 @@ def test_only_one_of_many_launchers_acts(
     cloud.wait(lambda: len(left()) >= number - 1, of="leaving", seconds=200)
     assert left() == [ExitCode.FENCED] * (number - 1), cloud.describe()
     printed = [one.printed() for one in all_of_them if one.process.poll() is not None]
-    assert all("leads this run. Leave it to that launcher" in words for words in printed), printed
+    assert all("leads this run. Leave it to that launcher" in text for text in printed), printed
     (leader,) = (one for one in all_of_them if one.process.poll() is None)
     assert leader.wait_exit(300) == 0, cloud.describe()
     assert cloud.gce.calls().calls[CREATED] == 1, "it was asked for twice"
-    assert not any("requesting" in words for words in printed)
+    assert not any("requesting" in text for text in printed)
     assert run_history(cloud.run_dir).attempt == 1
-    assert_bit_exact(cloud.run_dir, calm)
+    assert_bit_exact(cloud.run_dir, fault_free)
     cloud.assert_nothing_is_left()
 
 
 def test_a_creation_that_completes_after_the_takeover_is_deleted(
-    cloud: Cloud, calm: RunDir
+    cloud: Cloud, fault_free: RunDir
 ) -> None:
     """The second launcher's request failed, and it has used another zone since."""
     other = {"kind": "spot", **RUNG, "zones": ["us-east4-a"]}
@@ -61,7 +61,7 @@ def test_a_creation_that_completes_after_the_takeover_is_deleted(
     made = [name for kind, name in cloud.gce.events("insert") if kind == "insert"]
     assert len(made) == 2, f"nothing has landed late: {made}"
     assert run_history(cloud.run_dir).attempt == 1, "the training was disturbed"
-    assert_bit_exact(cloud.run_dir, calm)
+    assert_bit_exact(cloud.run_dir, fault_free)
     cloud.assert_nothing_is_left()
 
 
@@ -74,9 +74,9 @@ def test_a_creation_that_completes_after_the_end_is_deleted_by_its_launcher(clou
     first.kill(signal.SIGSTOP)
     down = cloud.launch(str(cloud.run), verb="down")
     assert down.wait_exit() == 0, cloud.describe()
-    intent = cloud.intent()
-    assert intent is not None
-    assert intent.phase == "ended"
+    desired = cloud.desired_state()
+    assert desired is not None
+    assert desired.phase == "ended"
     assert cloud.gce.vms() == {}, "it has landed too early"
     cloud.wait(lambda: "RUNNING" in cloud.gce.vms().values(), of="late VM")
     first.kill(signal.SIGCONT)

@@ -19,16 +19,20 @@ BIG = RUNG | {"machine_type": "a3-highgpu-8g"}
 
 
 def assert_fails(
-    cloud: Cloud, *words: str, env: dict[str, str] | None = None, **config: Any
+    cloud: Cloud, *arguments: str, env: dict[str, str] | None = None, **config: Any
 ) -> str:
     """Returns the message of an `up` that must exit with 78 and create nothing."""
     with pytest.raises(RunError) as raised:
-        gce.main(["up", str(cloud.config(**config)), *words], env=cloud.env if env is None else env)
+        gce.main(
+            ["up", str(cloud.config(**config)), *arguments], env=cloud.env if env is None else env
+        )
     assert raised.value.exit_code == ExitCode.CONFIG, raised.value
     assert cloud.gce.vms() == {}
     cloud.gcs.faults.clear()
     if cloud.run.bucket in bucket_names(cloud):
-        assert gcs_objects.list_sizes(cloud.places.root) == {}, "something is left in the bucket"
+        assert gcs_objects.list_sizes(cloud.launch_paths.root) == {}, (
+            "something is left in the bucket"
+        )
     return str(raised.value)
 
 
@@ -60,12 +64,12 @@ def disabled(cloud: Cloud) -> dict[str, Any]:
     return {}
 
 
-def may_see_nothing(cloud: Cloud) -> dict[str, Any]:
+def deny_machine_types(cloud: Cloud) -> dict[str, Any]:
     cloud.gce.deny("compute.machineTypes.get")
     return {}
 
 
-def no_such_bucket(cloud: Cloud) -> dict[str, Any]:
+def missing_bucket(cloud: Cloud) -> dict[str, Any]:
     cloud.run = GcsPath("never-made", "run")
     return {}
 
@@ -81,7 +85,7 @@ CASES: dict[str, tuple[Callable[[Cloud], dict[str, Any]], tuple[str, ...]]] = {
         ("launch.gce.project=elsewhere: there is no such project", "gcloud projects list"),
     ),
     "API disabled": (disabled, ("API is not enabled", "gcloud services enable")),
-    "no permission": (may_see_nothing, ("compute.machineTypes.get", "docs/gce.md")),
+    "no permission": (deny_machine_types, ("compute.machineTypes.get", "docs/gce.md")),
     "no quota": (
         no_quota,
         ("PREEMPTIBLE_NVIDIA_A100_GPUS is 0, needed: 1", "iam-admin/quotas"),
@@ -104,7 +108,7 @@ CASES: dict[str, tuple[Callable[[Cloud], dict[str, Any]], tuple[str, ...]]] = {
         ("the bucket is in asia1, the VMs would be in us-central1", "launch gce init"),
     ),
     "bucket without permission": (denied_bucket, ("can't be used", "Storage Object User")),
-    "no such bucket": (no_such_bucket, ("there is no bucket never-made",)),
+    "no such bucket": (missing_bucket, ("there is no bucket never-made",)),
     "shape that is not available with these options": (
         lambda _: {"ladder": [BIG | {"kind": "standard", "machine_type": "a3-highgpu-1g"}]},
         ("ladder[0].kind: a3-highgpu-1g", "use one of: spot, flex_start"),
@@ -115,10 +119,10 @@ CASES: dict[str, tuple[Callable[[Cloud], dict[str, Any]], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_impossible_input_is_one_clear_error_and_creates_nothing(cloud: Cloud, case: str) -> None:
-    arrange, words = CASES[case]
+    arrange, texts = CASES[case]
     printed = assert_fails(cloud, **arrange(cloud))
-    for word in words:
-        assert word in printed, printed
+    for text in texts:
+        assert text in printed, printed
 
 
 def test_without_credentials_the_error_explains_how_to_get_them(

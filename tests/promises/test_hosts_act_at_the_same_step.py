@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from tests.promises.trainer import FAULTY, Place, Trainer, digest, run_history
+from tests.promises.trainer import FAULTY, Trainer, Workspace, digest, run_history
 from tests.tiers import slow_but
 
 HOSTS = 3
@@ -47,9 +47,9 @@ def trains_after(trainer: Trainer, *, saves: int) -> bool:
 
 
 @pytest.mark.parametrize("seed", slow_but(range(ROUNDS), 0))
-def test_all_hosts_save_and_stop_at_the_same_step(place: Place, seed: int) -> None:
+def test_all_hosts_save_and_stop_at_the_same_step(workspace: Workspace, seed: int) -> None:
     chance = random.Random(seed)
-    trainer = place.launch(
+    trainer = workspace.launch(
         "run", *ENDLESS, *LIMITS, "checkpoint.keep_last=100", hosts=HOSTS, config=FAULTY, env=JITTER
     )
     trainer.wait_step(2)

@@ -14,13 +14,13 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests import damage
-from tests.promises.trainer import MLP, Place, digest, run_history, starts
+from tests.promises.trainer import MLP, Workspace, digest, run_history, starts
 from tests.tiers import slow_but
 
 
-def export(run_dir: RunDir, *words: str, out: Path) -> str:
+def export(run_dir: RunDir, *arguments: str, out: Path) -> str:
     """Exports a run's newest step; returns the overrides for a run initialized from it."""
-    given = ["checkpoints", "export", str(run_dir.root), "--out", str(out), *words]
+    given = ["checkpoints", "export", str(run_dir.root), "--out", str(out), *arguments]
     assert checkpoints_cli.main(given, usage="") == 0
     return f"init_from={{kind: safetensors, path: {out}}}"
 
@@ -45,45 +45,45 @@ STILL = ("train.steps=1", "optimizer.learning_rate=1e-30", "evaluation.every_ste
 
 
 @pytest.mark.slow
-def test_fine_tuning_starts_with_the_final_loss_of_the_source(place: Place) -> None:
-    place.finish("source", "train.steps=8", "evaluation.every_steps=8")
-    source = place.run_dir("source")
-    words = export(source, out=place.root / "llama")
-    tuned = place.finish("tuned", *STILL, "run.seed=5", words)
+def test_fine_tuning_starts_with_the_final_loss_of_the_source(workspace: Workspace) -> None:
+    workspace.finish("source", "train.steps=8", "evaluation.every_steps=8")
+    source = workspace.run_dir("source")
+    arguments = export(source, out=workspace.root / "llama")
+    tuned = workspace.finish("tuned", *STILL, "run.seed=5", arguments)
     run_dir = tuned.run_dir
     init = run_history(run_dir).init
     assert init is not None
-    assert init["params"] == params_digest(source, place.root / "a")
-    assert params_digest(run_dir, place.root / "b") == init["params"]
+    assert init["params"] == params_digest(source, workspace.root / "a")
+    assert params_digest(run_dir, workspace.root / "b") == init["params"]
     assert heldout_loss(run_dir) == heldout_loss(source), "another loss than the source's"
     assert digest(run_dir) != digest(source), "key, optimizer and position are reset"
 
 
 @pytest.mark.campaign
-def test_two_hosts_start_from_the_same_weights(place: Place) -> None:
-    place.finish("source", "train.steps=8", "evaluation.every_steps=8")
-    source = place.run_dir("source")
-    words = export(source, out=place.root / "llama")
-    tuned = place.launched("tuned", *STILL, words, "mesh.fsdp=2", hosts=2)
+def test_two_hosts_start_from_the_same_weights(workspace: Workspace) -> None:
+    workspace.finish("source", "train.steps=8", "evaluation.every_steps=8")
+    source = workspace.run_dir("source")
+    arguments = export(source, out=workspace.root / "llama")
+    tuned = workspace.launched("tuned", *STILL, arguments, "mesh.fsdp=2", hosts=2)
     init = run_history(tuned.run_dir).init
     assert init is not None
-    assert init["params"] == params_digest(source, place.root / "a")
-    assert params_digest(tuned.run_dir, place.root / "b") == init["params"]
+    assert init["params"] == params_digest(source, workspace.root / "a")
+    assert params_digest(tuned.run_dir, workspace.root / "b") == init["params"]
 
 
-@pytest.mark.parametrize("anywhere", slow_but(["local", "bucket"], "local"), indirect=True)
+@pytest.mark.parametrize("any_workspace", slow_but(["local", "bucket"], "local"), indirect=True)
 def test_weights_of_a_run_are_verified_from_any_storage_or_rejected(
-    anywhere: Place, place: Place
+    any_workspace: Workspace, workspace: Workspace
 ) -> None:
-    anywhere.finish("source", *MLP, "train.steps=20")
-    source = anywhere.run_dir("source")
-    words = (*MLP, *STILL[:2], f"init_from={{kind: run, path: {source.root}}}")
-    tuned = place.finish("tuned", *words)
+    any_workspace.finish("source", *MLP, "train.steps=20")
+    source = any_workspace.run_dir("source")
+    arguments = (*MLP, *STILL[:2], f"init_from={{kind: run, path: {source.root}}}")
+    tuned = workspace.finish("tuned", *arguments)
     init = run_history(tuned.run_dir).init
     assert init is not None
     assert init["step"] == "20"
-    assert init["params"] == params_digest(source, place.root / "a")
-    assert params_digest(tuned.run_dir, place.root / "b") == init["params"]
+    assert init["params"] == params_digest(source, workspace.root / "a")
+    assert params_digest(tuned.run_dir, workspace.root / "b") == init["params"]
 
     commit = run_history(source).newest
     assert commit is not None
@@ -91,7 +91,7 @@ def test_weights_of_a_run_are_verified_from_any_storage_or_rejected(
     sizes = {name: size for name, size in files.sizes(step_dir).items() if "state/" in name}
     largest = max(sizes, key=lambda name: sizes[name])
     damage.harm(step_dir, largest, damage.truncate, random.Random(0))
-    place.start("refused", *words).assert_fails(
+    workspace.start("refused", *arguments).assert_fails(
         ExitCode.CONFIG, "init_from.path", "damaged", largest
     )
 
@@ -102,11 +102,11 @@ SHORT = (*MLP, "train.steps=40", "checkpoint.save_every_steps=20")
 
 @pytest.mark.slow
 def test_initial_weights_are_needed_until_the_first_commit_only(
-    place: Place, unbroken: RunDir
+    workspace: Workspace, unbroken: RunDir
 ) -> None:
-    folder = place.root / "weights"
-    words = export(unbroken, out=folder)
-    trainer = place.start("run", *LONG, words)
+    folder = workspace.root / "weights"
+    arguments = export(unbroken, out=folder)
+    trainer = workspace.start("run", *LONG, arguments)
     trainer.wait_step(5)
     trainer.kill()
     assert trainer.wait_exit() == -9
@@ -116,21 +116,23 @@ def test_initial_weights_are_needed_until_the_first_commit_only(
     assert init is not None
     before = trainer.steps()
 
-    export(unbroken, "--step", "180", out=place.root / "others")
-    kept = folder.rename(place.root / "kept")
-    (place.root / "others").rename(folder)
-    place.start("run", *SHORT, words).assert_fails(
+    export(unbroken, "--step", "180", out=workspace.root / "others")
+    kept = folder.rename(workspace.root / "kept")
+    (workspace.root / "others").rename(folder)
+    workspace.start("run", *SHORT, arguments).assert_fails(
         ExitCode.CONFIG,
         str(folder),
         "not the weights that this run was started with",
         init["params"],
     )
     shutil.rmtree(folder)
-    place.start("run", *SHORT, words).assert_fails(ExitCode.CONFIG, str(folder), "no such file")
+    workspace.start("run", *SHORT, arguments).assert_fails(
+        ExitCode.CONFIG, str(folder), "no such file"
+    )
     assert starts(run_dir) == [0], "nothing was trained with other weights"
 
     kept.rename(folder)
-    finished = place.finish("run", *SHORT, words)
+    finished = workspace.finish("run", *SHORT, arguments)
     assert starts(run_dir) == [0, 0]
     first = [(row["step"], row["loss"]) for row in losses(run_dir, 1)]
     again = [(row["step"], row["loss"]) for row in losses(run_dir, finished.attempt)]
@@ -138,7 +140,7 @@ def test_initial_weights_are_needed_until_the_first_commit_only(
     assert again[: len(before)] == first[:40], "it has started from other numbers"
 
     shutil.rmtree(folder)
-    place.finish("run", *SHORT, words, "train.steps=60")
+    workspace.finish("run", *SHORT, arguments, "train.steps=60")
     assert starts(run_dir) == [0, 0, 40]
     assert run_history(run_dir).step == 60
 

@@ -14,10 +14,10 @@ import pytest
 from jaxres.checkpoint import manifest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import FAULTY, ROOT, Place, assert_bit_exact, history, run_history
+from tests.promises.trainer import FAULTY, ROOT, Workspace, assert_bit_exact, history, run_history
 
 STEPS = 60
-WORDS = (
+OVERRIDES = (
     "model.target=tests.promises.bad_models:in_float16",
     f"train.steps={STEPS}",
     "train.loss_scale.when=always",
@@ -29,8 +29,8 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
-    place = Place(tmp_path_factory.mktemp("float16"), caches)
-    return place.finish("unbroken", *WORDS, config=FAULTY).run_dir
+    workspace = Workspace(tmp_path_factory.mktemp("float16"), caches)
+    return workspace.finish("unbroken", *OVERRIDES, config=FAULTY).run_dir
 
 
 def newest(run_dir: RunDir) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def test_the_scale_is_found_and_training_ends_finite(unbroken: RunDir) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_with_its_loss_scale(place: Place, unbroken: RunDir) -> None:
-    trainer = place.start("run", *WORDS, config=FAULTY, env={"PACE": "0.0005"})
+def test_a_killed_run_resumes_with_its_loss_scale(workspace: Workspace, unbroken: RunDir) -> None:
+    trainer = workspace.start("run", *OVERRIDES, config=FAULTY, env={"PACE": "0.0005"})
     trainer.wait_commit(20)
     trainer.kill()
     assert trainer.wait_exit() == -signal.SIGKILL
@@ -67,24 +67,24 @@ def test_a_killed_run_resumes_with_its_loss_scale(place: Place, unbroken: RunDir
     assert run_history(trainer.run_dir).step < STEPS
     assert arrays["loss_scale/factor"] < 2**24
     assert arrays["loss_scale/good_steps"] > 0, "in the middle of a row of good steps"
-    place.finish("run", *WORDS, config=FAULTY)
+    workspace.finish("run", *OVERRIDES, config=FAULTY)
     assert_bit_exact(trainer.run_dir, unbroken)
 
 
 @pytest.mark.slow
-def test_two_hosts_halve_the_scale_at_the_same_steps(place: Place) -> None:
-    trainer = place.launch("pair", *WORDS, hosts=2, config=FAULTY)
+def test_two_hosts_halve_the_scale_at_the_same_steps(workspace: Workspace) -> None:
+    trainer = workspace.launch("pair", *OVERRIDES, hosts=2, config=FAULTY)
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     assert_found(trainer.run_dir)
-    told = [
+    reported = [
         {
             event["step"]: event["overflowed_scale"]
             for event in trainer.events_of("update_skipped", host)
         }
         for host in range(2)
     ]
-    assert told[0] == told[1]
-    assert all(told[0].values())
+    assert reported[0] == reported[1]
+    assert all(reported[0].values())
     assert "the gradient overflows under loss scale" in trainer.printed()
 
 

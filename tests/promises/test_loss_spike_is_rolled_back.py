@@ -18,13 +18,13 @@ from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events, read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, Skip
-from tests.promises.trainer import FAULTY, Place, Trainer, digest, history, run_history
+from tests.promises.trainer import FAULTY, Trainer, Workspace, digest, history, run_history
 
 ROWS = 24
 ONSET, LAST, TARGET, STEPS = 23, 25, 20, 40
 HARD = [int(row) for row in sample_ids_at(ROWS * (ONSET - 1), 3 * ROWS, num_rows=1800, seed=0)[0]]
 LEFT_OUT = (ROWS * (ONSET - 1), ROWS * LAST)
-WORDS = (
+OVERRIDES = (
     "model.target=tests.promises.bad_models:hard",
     f"model.args={json.dumps({'items': HARD})}",
     "checkpoint.save_every_steps=5",
@@ -38,14 +38,14 @@ WORDS = (
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> str:
     """Returns the digest of a run whose log had these skips before it reached the rows."""
-    place = Place(tmp_path_factory.mktemp("skips"), caches)
-    begun = place.start("skips", *WORDS, "train.steps=5", config=FAULTY)
+    workspace = Workspace(tmp_path_factory.mktemp("skips"), caches)
+    begun = workspace.start("skips", *OVERRIDES, "train.steps=5", config=FAULTY)
     assert begun.wait_exit() == ExitCode.DONE, begun.printed()
     run_dir = begun.run_dir
     seq = len(run_log.read_records(run_dir.log))
     log = RunLog(run_dir.log, attempt=1, last_seq=seq, clock=SystemClock())
     log.append(Skip(rows=(LEFT_OUT,), reason="as the test has asked"))
-    trainer = place.start("skips", *WORDS, f"train.steps={STEPS}", config=FAULTY)
+    trainer = workspace.start("skips", *OVERRIDES, f"train.steps={STEPS}", config=FAULTY)
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     assert not rolled_back(run_dir)
     return digest(run_dir)
@@ -56,8 +56,8 @@ def rolled_back(run_dir: RunDir) -> list[run_log.Rollback]:
     return [record.body for record in run_history(run_dir).rollbacks]  # type: ignore[misc]
 
 
-def start(place: Place, *words: str) -> Trainer:
-    return place.start("run", *WORDS, f"train.steps={STEPS}", *words, config=FAULTY)
+def start(workspace: Workspace, *arguments: str) -> Trainer:
+    return workspace.start("run", *OVERRIDES, f"train.steps={STEPS}", *arguments, config=FAULTY)
 
 
 def assert_it_went_back(run_dir: RunDir) -> None:
@@ -66,9 +66,9 @@ def assert_it_went_back(run_dir: RunDir) -> None:
 
 
 def test_a_run_with_a_lasting_loss_spike_ends_as_if_its_rows_were_absent(
-    place: Place, expected: str
+    workspace: Workspace, expected: str
 ) -> None:
-    trainer = start(place)
+    trainer = start(workspace)
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     assert_it_went_back(trainer.run_dir)
     assert "ROLLBACK: step 25: loss" in trainer.printed()
@@ -84,14 +84,14 @@ def in_phase(phase: str, trainer: Trainer) -> bool:
     return trainer.entered(phase)
 
 
-def started_again(trainer: Trainer) -> bool:
+def has_restarted(trainer: Trainer) -> bool:
     return len(run_history(trainer.run_dir).starts) > 1
 
 
 def finished_a_step_since(trainer: Trainer) -> bool:
     metrics = read_json_lines(trainer.run_dir.metrics(trainer.attempt))
     return (
-        started_again(trainer) and metrics[-1]["seq"] == run_history(trainer.run_dir).starts[-1].seq
+        has_restarted(trainer) and metrics[-1]["seq"] == run_history(trainer.run_dir).starts[-1].seq
     )
 
 
@@ -102,39 +102,39 @@ def finished_a_step_since(trainer: Trainer) -> bool:
         functools.partial(in_phase, "rollback"),
         wrote_rollback,
         functools.partial(in_phase, "restore"),
-        started_again,
+        has_restarted,
         finished_a_step_since,
     ],
     ids=["decided", "recorded", "restoring", "started", "stepped"],
 )
 def test_a_run_killed_during_a_rollback_ends_bit_exact(
-    place: Place, expected: str, point: functools.partial[bool]
+    workspace: Workspace, expected: str, point: functools.partial[bool]
 ) -> None:
-    trainer = start(place)
+    trainer = start(workspace)
     trainer.wait(lambda: point(trainer), what="that point of the rollback")
     trainer.kill()
     assert trainer.wait_exit() == -signal.SIGKILL
-    again = start(place)
+    again = start(workspace)
     assert again.wait_exit() == ExitCode.DONE, again.printed()
     assert_it_went_back(again.run_dir)
     assert digest(again.run_dir) == expected
 
 
 @pytest.mark.slow
-def test_both_hosts_roll_back_to_the_same_step(place: Place) -> None:
-    trainer = place.launched("run", *WORDS, f"train.steps={STEPS}", hosts=2, config=FAULTY)
+def test_both_hosts_roll_back_to_the_same_step(workspace: Workspace) -> None:
+    trainer = workspace.launched("run", *OVERRIDES, f"train.steps={STEPS}", hosts=2, config=FAULTY)
     assert_it_went_back(trainer.run_dir)
     for host in (0, 1):
-        told = read_events(trainer.run_dir.events(1, host))
-        (event,) = [event for event in told if event["event"] == "rolled_back"]
+        reported = read_events(trainer.run_dir.events(1, host))
+        (event,) = [event for event in reported if event["event"] == "rolled_back"]
         assert (event["onset"], event["target"]) == (ONSET, TARGET)
 
 
 @pytest.mark.slow
-def test_more_rollbacks_than_allowed_end_the_run(place: Place) -> None:
-    trainer = place.start(
+def test_more_rollbacks_than_allowed_end_the_run(workspace: Workspace) -> None:
+    trainer = workspace.start(
         "run",
-        *WORDS,
+        *OVERRIDES,
         f"train.steps={STEPS}",
         "guards.rollback.max_rollbacks=1",
         "model.args=" + json.dumps({"items": HARD + more_hard()}),
@@ -149,10 +149,10 @@ LOWER = (f"guards.rollback.rate_factor={FACTOR}", f"guards.rollback.rate_steps={
 
 
 @pytest.mark.slow
-def test_the_learning_rate_is_lower_after_a_rollback_also_after_kills(place: Place) -> None:
+def test_the_learning_rate_is_lower_after_a_rollback_also_after_kills(workspace: Workspace) -> None:
     """The run ends like one whose log had the record before it reached those rows."""
-    told = place.finish("told", *WORDS, *LOWER, "train.steps=5", config=FAULTY).run_dir
-    seq = len(run_log.read_records(told.log))
+    reported = workspace.finish("told", *OVERRIDES, *LOWER, "train.steps=5", config=FAULTY).run_dir
+    seq = len(run_log.read_records(reported.log))
     record = run_log.Rollback(
         onset=ONSET,
         target=5,
@@ -161,29 +161,29 @@ def test_the_learning_rate_is_lower_after_a_rollback_also_after_kills(place: Pla
         rate_factor=FACTOR,
         rate_steps=FOR,
     )
-    RunLog(told.log, attempt=1, last_seq=seq, clock=SystemClock()).append(record)
-    place.finish("told", *WORDS, *LOWER, f"train.steps={STEPS}", config=FAULTY)
-    trainer = start(place, *LOWER)
+    RunLog(reported.log, attempt=1, last_seq=seq, clock=SystemClock()).append(record)
+    workspace.finish("told", *OVERRIDES, *LOWER, f"train.steps={STEPS}", config=FAULTY)
+    trainer = start(workspace, *LOWER)
     trainer.wait(lambda: finished_a_step_since(trainer), what="a step after the rollback")
     trainer.kill()
     assert trainer.wait_exit() == -signal.SIGKILL
-    again = start(place, *LOWER)
+    again = start(workspace, *LOWER)
     assert again.wait_exit() == ExitCode.DONE, again.printed()
     assert_it_went_back(again.run_dir)
     rates = {row["step"]: row["learning_rate"] for row in history(again.run_dir)}
     lower = {step for step, rate in rates.items() if rate == FACTOR * rates[1]}
     assert lower == set(range(ONSET, ONSET + FOR))
-    assert digest(again.run_dir) == digest(told)
+    assert digest(again.run_dir) == digest(reported)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_older_than_any_spike_is_kept(place: Place) -> None:
+def test_a_checkpoint_older_than_any_spike_is_kept(workspace: Workspace) -> None:
     """Both newest commits are within the spike when it is detected; an older one is kept."""
     patience, in_a_row = 4, 1
     rows = sample_ids_at(ROWS * (ONSET - 1), patience * ROWS, num_rows=1800, seed=0)[0]
-    trainer = place.start(
+    trainer = workspace.start(
         "run",
-        *WORDS,
+        *OVERRIDES,
         f"train.steps={STEPS}",
         "checkpoint.save_every_steps=1",
         "checkpoint.keep_last=2",
@@ -200,24 +200,26 @@ def test_a_checkpoint_older_than_any_spike_is_kept(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_preemption_notice_during_a_spike_does_not_save_it(place: Place, expected: str) -> None:
-    trainer = start(place)
+def test_a_preemption_notice_during_a_spike_does_not_save_it(
+    workspace: Workspace, expected: str
+) -> None:
+    trainer = start(workspace)
     trainer.wait_step(ONSET + 1)
     trainer.kill(signal.SIGTERM, target="supervisor")
     assert trainer.wait_exit() == ExitCode.PREEMPTED, trainer.printed()
-    again = start(place)
+    again = start(workspace)
     assert again.wait_exit() == ExitCode.DONE, again.printed()
     assert_it_went_back(again.run_dir)
     assert digest(again.run_dir) == expected
 
 
 @pytest.mark.slow
-def test_a_rollback_policy_of_warn_only_warns_and_continues(place: Place) -> None:
-    words = ("guards.rollback.mode=warn", "train.steps=30")
-    trainer = place.start("run", *WORDS, *words, config=FAULTY)
+def test_a_rollback_policy_of_warn_only_warns_and_continues(workspace: Workspace) -> None:
+    arguments = ("guards.rollback.mode=warn", "train.steps=30")
+    trainer = workspace.start("run", *OVERRIDES, *arguments, config=FAULTY)
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
-    (told,) = trainer.events_of("guard_warned")
-    assert (told["step"], rolled_back(trainer.run_dir)) == (LAST, [])
+    (reported,) = trainer.events_of("guard_warned")
+    assert (reported["step"], rolled_back(trainer.run_dir)) == (LAST, [])
     assert "WARNING: step 25: loss" in trainer.printed()
     assert "would roll back to before step 23" in trainer.printed()
 

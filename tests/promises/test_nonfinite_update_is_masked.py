@@ -13,7 +13,7 @@ from jaxres.checkpoint import manifest
 from jaxres.data import sample_ids_at
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import FAULTY, Place, history, run_history
+from tests.promises.trainer import FAULTY, Workspace, history, run_history
 from tests.tiers import slow_but
 
 STEPS = 16
@@ -36,33 +36,33 @@ def states(run_dir: RunDir) -> dict[int, dict[str, Any]]:
     ("where", "hosts"), slow_but([("gradient", 1), ("loss", 2)], ("gradient", 1))
 )
 def test_a_batch_with_a_nan_loss_changes_nothing_and_the_run_continues(
-    place: Place, where: str, hosts: int
+    workspace: Workspace, where: str, hosts: int
 ) -> None:
-    words = (
+    arguments = (
         "model.target=tests.promises.bad_models:poisoned",
         f"model.args={json.dumps({'items': ITEMS, 'where': where})}",
         f"train.steps={STEPS}",
         "checkpoint.save_every_steps=1",
         "checkpoint.keep_last=1000",
     )
-    trainer = place.launch("run", *words, hosts=hosts, config=FAULTY)
+    trainer = workspace.launch("run", *arguments, hosts=hosts, config=FAULTY)
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     skipped = [row["step"] for row in history(trainer.run_dir) if row["skipped"]]
-    told = [
+    reported = [
         [event for event in trainer.events(host) if event["event"] == "update_skipped"]
         for host in range(hosts)
     ]
-    assert all([event["step"] for event in events] == skipped for events in told)
+    assert all([event["step"] for event in events] == skipped for events in reported)
     assert skipped == list(BAD_ROWS)
     assert f"step {skipped[0]}: loss" in trainer.printed()
     if where == "loss":
-        rows = [tuple(row) for event in told[0] for row in event["rows"]]
+        rows = [tuple(row) for event in reported[0] for row in event["rows"]]
         assert rows == [
             (row, item, row // 12, 0) for row, item in zip(BAD_ROWS.values(), ITEMS, strict=True)
         ]
     else:
-        assert all(event["params"] == ["bias_V"] and not event["rows"] for event in told[0])
-        assert all(np.isfinite(event["loss"]) for event in told[0])
+        assert all(event["params"] == ["bias_V"] and not event["rows"] for event in reported[0])
+        assert all(np.isfinite(event["loss"]) for event in reported[0])
     kept = states(trainer.run_dir)
     assert list(kept) == list(range(1, STEPS + 1))
     for (_, before), (step, after) in pairwise(kept.items()):
@@ -74,8 +74,8 @@ def test_a_batch_with_a_nan_loss_changes_nothing_and_the_run_continues(
 
 
 @pytest.mark.slow
-def test_more_consecutive_skips_than_allowed_end_the_run(place: Place) -> None:
-    words = (
+def test_more_consecutive_skips_than_allowed_end_the_run(workspace: Workspace) -> None:
+    arguments = (
         "model.target=tests.promises.bad_models:nan_at",
         "model.args.call=31",
         "optimizer.kind=sgd",
@@ -85,7 +85,7 @@ def test_more_consecutive_skips_than_allowed_end_the_run(place: Place) -> None:
         "optimizer.schedule.kind=constant",
         "guards.diagnostics=state",
     )
-    trainer = place.start("run", *words, config=FAULTY)
+    trainer = workspace.start("run", *arguments, config=FAULTY)
     trainer.assert_fails(
         ExitCode.DIVERGED,
         "step 36: loss nan",

@@ -13,7 +13,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.mounts import Namespace
-from tests.promises.trainer import MLP, Place, digest, run_history
+from tests.promises.trainer import MLP, Workspace, digest, run_history
 
 TIMEOUT_SECONDS = 3
 SMALL = 2**20
@@ -50,12 +50,12 @@ class Trap(threading.Thread):
 
 @pytest.mark.parametrize("host", [1, pytest.param(0, marks=pytest.mark.campaign)])
 def test_a_save_that_one_host_cannot_write_fails_on_all_and_the_next_is_committed(
-    place: Place, namespace: Namespace, host: int
+    workspace: Workspace, namespace: Namespace, host: int
 ) -> None:
-    full = place.root / "full"
+    full = workspace.root / "full"
     full.mkdir()
     namespace.mount(full, size_bytes=SMALL)
-    inside = Place(place.root, place.caches, through=namespace.through)
+    inside = Workspace(workspace.root, workspace.caches, through=namespace.through)
     trainer = inside.launch(
         "run",
         *MLP,

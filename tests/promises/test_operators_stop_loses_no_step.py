@@ -22,8 +22,8 @@ from tests.promises.trainer import (
     MLP,
     PACED,
     ROOT,
-    Place,
     Trainer,
+    Workspace,
     assert_bit_exact,
     run_history,
     starts,
@@ -40,18 +40,18 @@ ASKS: dict[str, tuple[Ask, ExitCode]] = {
 }
 
 
-def assert_nothing_is_repeated(trainer: Trainer, heir: Trainer) -> None:
+def assert_nothing_is_repeated(trainer: Trainer, successor: Trainer) -> None:
     """Asserts that the next attempt starts where this one ended."""
     assert starts(trainer.run_dir)[-1] == trainer.steps()[-1]
-    assert heir.steps()[0] == trainer.steps()[-1] + 1
+    assert successor.steps()[0] == trainer.steps()[-1] + 1
 
 
 @pytest.mark.parametrize("ask", slow_but(ASKS, "SIGTERM", "stop file"))
 def test_stop_in_training_saves_the_last_finished_step(
-    place: Place, calm: RunDir, ask: str
+    workspace: Workspace, fault_free: RunDir, ask: str
 ) -> None:
     do, exit = ASKS[ask]
-    trainer = place.start("run", config=FAULTY, env=PACED)
+    trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(13)
     do(trainer)
     trainer.wait_printed("saving after the present step")
@@ -63,27 +63,27 @@ def test_stop_in_training_saves_the_last_finished_step(
     assert printed.count(f"(exit {exit.value} {exit.name})") == 1, printed
     assert "Traceback" not in printed, printed
     assert run_history(trainer.run_dir).step == last
-    words = trainer.end_record()
-    assert words is not None
-    assert (words.exit, words.committed) == (exit, True)
+    record = trainer.end_record()
+    assert record is not None
+    assert (record.exit, record.committed) == (exit, True)
     assert not trainer.run_dir.request("stop").exists()
     taken = [path.name for path in trainer.run_dir.attempt(1).glob("stop-*")]
     assert len(taken) == (1 if ask == "stop file" else 0)
 
-    heir = place.finish("run", config=FAULTY)
-    assert_nothing_is_repeated(trainer, heir)
-    assert_bit_exact(heir.run_dir, calm)
+    successor = workspace.finish("run", config=FAULTY)
+    assert_nothing_is_repeated(trainer, successor)
+    assert_bit_exact(successor.run_dir, fault_free)
 
 
 @pytest.mark.slow
-def test_stop_right_after_the_first_step_saves_it(place: Place, calm: RunDir) -> None:
-    trainer = place.start("run", config=FAULTY, env=PACED)
+def test_stop_right_after_the_first_step_saves_it(workspace: Workspace, fault_free: RunDir) -> None:
+    trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(1)
     trainer.kill(signal.SIGTERM, target="supervisor")
     assert trainer.wait_exit() == ExitCode.PREEMPTED, trainer.printed()
-    heir = place.finish("run", config=FAULTY)
-    assert_nothing_is_repeated(trainer, heir)
-    assert_bit_exact(heir.run_dir, calm)
+    successor = workspace.finish("run", config=FAULTY)
+    assert_nothing_is_repeated(trainer, successor)
+    assert_bit_exact(successor.run_dir, fault_free)
 
 
 EARLY: dict[str, tuple[Callable[[Trainer], None], dict[str, str]]] = {
@@ -97,20 +97,22 @@ EARLY: dict[str, tuple[Callable[[Trainer], None], dict[str, str]]] = {
     ("phase", "ask"),
     [(phase, "SIGTERM") for phase in EARLY] + [("compile", "SIGINT"), ("data", "stop file")],
 )
-def test_stop_before_the_first_step_exits_at_once(place: Place, phase: str, ask: str) -> None:
+def test_stop_before_the_first_step_exits_at_once(
+    workspace: Workspace, phase: str, ask: str
+) -> None:
     wait, env = EARLY[phase]
     do, exit = ASKS[ask]
-    place.fresh = phase == "import"
-    trainer = place.start("run", config=FAULTY, env=env)
+    workspace.fresh = phase == "import"
+    trainer = workspace.start("run", config=FAULTY, env=env)
     wait(trainer)
     asked_at = time.monotonic()
     do(trainer)
     assert trainer.wait_exit() == exit, trainer.printed()
     assert time.monotonic() - asked_at < 6, "the phase would have lasted an hour"
     assert "nothing new to save yet" in trainer.printed()
-    words = trainer.end_record()
-    assert words is not None
-    assert (words.exit, words.committed) == (exit, False)
+    record = trainer.end_record()
+    assert record is not None
+    assert (record.exit, record.committed) == (exit, False)
     assert run_history(trainer.run_dir).step == 0
     assert not trainer.run_dir.request("stop").exists()
 
@@ -125,15 +127,15 @@ def signal_is(which: str, number: int, pid: int) -> bool:
 @pytest.mark.parametrize("stage", ["imports", "wait for the owner"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stop_before_the_worker_starts_exits_with_its_code(
-    place: Place, number: signal.Signals, stage: str
+    workspace: Workspace, number: signal.Signals, stage: str
 ) -> None:
     exit = ExitCode.STOPPED if number == signal.SIGINT else ExitCode.PREEMPTED
-    place.fresh = True
-    run_dir = place.run_dir("run")
+    workspace.fresh = True
+    run_dir = workspace.run_dir("run")
     run_dir.root.mkdir()
     with run_dir.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # A start observes three heartbeats.
-        trainer = place.start("run", config=FAULTY)
+        trainer = workspace.start("run", config=FAULTY)
         pid = trainer.process.pid
         trainer.wait(lambda: signal_is("SigBlk", number, pid), what="held signals")
         if stage == "wait for the owner":
@@ -157,11 +159,13 @@ LATE: dict[str, Callable[[Trainer], None]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", LATE)
 def test_stop_in_every_later_phase_loses_no_step(
-    place: Place, killed: RunDir, unbroken: RunDir, phase: str
+    workspace: Workspace, killed: RunDir, unbroken: RunDir, phase: str
 ) -> None:
-    place.copy(killed, "run")
+    workspace.copy(killed, "run")
     save = "checkpoint.save_every_steps=7"
-    trainer = place.start("run", *MLP, "evaluation.every_steps=5", "evaluation.batches=64", save)
+    trainer = workspace.start(
+        "run", *MLP, "evaluation.every_steps=5", "evaluation.batches=64", save
+    )
     LATE[phase](trainer)
     trainer.kill(signal.SIGTERM, target="supervisor")
     code = trainer.wait_exit()
@@ -171,7 +175,7 @@ def test_stop_in_every_later_phase_loses_no_step(
         assert code == ExitCode.PREEMPTED, trainer.printed()
         if trainer.steps():
             assert run_history(trainer.run_dir).step == trainer.steps()[-1]
-        place.finish("run", *MLP)
+        workspace.finish("run", *MLP)
     assert_bit_exact(trainer.run_dir, unbroken)
 
 
@@ -184,10 +188,10 @@ SAVES: dict[str, Ask] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("ask", SAVES)
 def test_requested_save_is_extra_and_training_continues(
-    place: Place, calm: RunDir, ask: str
+    workspace: Workspace, fault_free: RunDir, ask: str
 ) -> None:
     every = "checkpoint.save_every_steps=1000"
-    trainer = place.start("run", every, config=FAULTY, env=PACED)
+    trainer = workspace.start("run", every, config=FAULTY, env=PACED)
     trainer.wait_step(13)
     SAVES[ask](trainer)
     trainer.wait_printed("save requested")
@@ -197,13 +201,15 @@ def test_requested_save_is_extra_and_training_continues(
     assert not trainer.run_dir.request("save").exists()
     assert trainer.wait_exit() == 0, trainer.printed()
     assert [commit.step for commit in run_history(trainer.run_dir).committed] == [extra, 60]
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
-def test_second_signal_kills_at_once_and_damages_nothing(place: Place, calm: RunDir) -> None:
+def test_second_signal_kills_at_once_and_damages_nothing(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
     """The worker is suspended, so it cannot react to the first signal."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        trainer = place.start("run", config=FAULTY, env=PACED)
+        trainer = workspace.start("run", config=FAULTY, env=PACED)
         trainer.wait_commit(run_history(trainer.run_dir).step + 10)
         trainer.kill(signal.SIGSTOP, target="worker")
         trainer.kill(number, target="supervisor")
@@ -211,13 +217,13 @@ def test_second_signal_kills_at_once_and_damages_nothing(place: Place, calm: Run
         trainer.kill(number, target="supervisor")
         assert trainer.wait_exit(seconds=10) == 128 + number, trainer.printed()
         assert "again: workers killed" in trainer.printed()
-    heir = place.finish("run", config=FAULTY)
-    assert_bit_exact(heir.run_dir, calm)
+    successor = workspace.finish("run", config=FAULTY)
+    assert_bit_exact(successor.run_dir, fault_free)
 
 
 @pytest.mark.slow
-def test_stop_file_and_one_sigterm_do_not_count_as_a_second_signal(place: Place) -> None:
-    trainer = place.start("run", config=FAULTY, env=PACED)
+def test_stop_file_and_one_sigterm_do_not_count_as_a_second_signal(workspace: Workspace) -> None:
+    trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(3)
     trainer.kill(signal.SIGSTOP, target="worker")
     trainer.run_dir.request("stop").touch()
@@ -230,23 +236,25 @@ def test_stop_file_and_one_sigterm_do_not_count_as_a_second_signal(place: Place)
 
 
 @pytest.mark.slow
-def test_stop_file_at_the_start_stops_once(place: Place, calm: RunDir) -> None:
-    run_dir = place.run_dir("run")
+def test_stop_file_at_the_start_stops_once(workspace: Workspace, fault_free: RunDir) -> None:
+    run_dir = workspace.run_dir("run")
     run_dir.root.mkdir()
     run_dir.request("stop").touch()
-    trainer = place.start("run", config=FAULTY)
+    trainer = workspace.start("run", config=FAULTY)
     trainer.assert_fails(ExitCode.STOPPED, "the next start resumes")
     assert not run_dir.request("stop").exists()
     assert (run_dir.attempt(1) / "stop").exists()
-    place.finish("run", config=FAULTY)
-    assert_bit_exact(run_dir, calm)
+    workspace.finish("run", config=FAULTY)
+    assert_bit_exact(run_dir, fault_free)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["training", "import"])
-def test_sigusr1_dumps_stacks_and_training_continues(place: Place, calm: RunDir, when: str) -> None:
-    place.fresh = when == "import"
-    trainer = place.start("run", config=FAULTY, env=PACED)
+def test_sigusr1_dumps_stacks_and_training_continues(
+    workspace: Workspace, fault_free: RunDir, when: str
+) -> None:
+    workspace.fresh = when == "import"
+    trainer = workspace.start("run", config=FAULTY, env=PACED)
     if when == "training":
         trainer.wait_step(5)
     else:  # The worker exists, possibly without its handler.
@@ -258,12 +266,14 @@ def test_sigusr1_dumps_stacks_and_training_continues(place: Place, calm: RunDir,
     )
     assert trainer.wait_exit() == 0, trainer.printed()
     assert str(stacks) in trainer.printed()
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow
-def test_repeated_sigusr1_does_not_disturb_training(place: Place, calm: RunDir) -> None:
-    trainer = place.start("run", config=FAULTY, env=PACED)
+def test_repeated_sigusr1_does_not_disturb_training(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
+    trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(1)
     asked = 0
     while trainer.process.poll() is None and asked < 3000:
@@ -272,7 +282,7 @@ def test_repeated_sigusr1_does_not_disturb_training(place: Place, calm: RunDir) 
         asked += 1
     assert trainer.wait_exit() == 0, trainer.printed()
     assert trainer.run_dir.stacks(1, 0).read_text().count("Current thread") > 10
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 def state(pid: int) -> str:
@@ -280,9 +290,11 @@ def state(pid: int) -> str:
 
 
 @pytest.mark.slow
-def test_ctrl_z_suspends_supervisor_and_worker_and_is_no_hang(place: Place, calm: RunDir) -> None:
+def test_ctrl_z_suspends_supervisor_and_worker_and_is_no_hang(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
     limits = ("deadlines.step_seconds=2", "deadlines.compile_seconds=20")
-    trainer = place.start("run", *limits, config=FAULTY, env=PACED)
+    trainer = workspace.start("run", *limits, config=FAULTY, env=PACED)
     trainer.wait_step(8)
     worker = trainer.worker()
     assert worker is not None
@@ -293,18 +305,18 @@ def test_ctrl_z_suspends_supervisor_and_worker_and_is_no_hang(place: Place, calm
     assert trainer.steps() == asleep
     trainer.kill(signal.SIGCONT, target="supervisor")
     assert trainer.wait_exit() == 0, trainer.printed()
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
 @pytest.mark.slow
-def test_closed_terminal_saves_the_last_step(place: Place, calm: RunDir) -> None:
+def test_closed_terminal_saves_the_last_step(workspace: Workspace, fault_free: RunDir) -> None:
     """After that, every write to the terminal fails, and SIGHUP may arrive twice."""
-    run_dir = place.run_dir("run")
+    run_dir = workspace.run_dir("run")
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "jaxres.train", str(FAULTY)),
-            *(f"run.dir={run_dir.root}", f"compilation.cache_dir={place.caches / 'xla'}"),
+            *(f"run.dir={run_dir.root}", f"compilation.cache_dir={workspace.caches / 'xla'}"),
         ],
         cwd=ROOT,
         stdin=slave,
@@ -314,8 +326,8 @@ def test_closed_terminal_saves_the_last_step(place: Place, calm: RunDir) -> None
         start_new_session=True,
     )
     os.close(slave)
-    trainer = Trainer(run_dir, process, place.root / "none.txt", 1)
-    place.trainers.append(trainer)
+    trainer = Trainer(run_dir, process, workspace.root / "none.txt", 1)
+    workspace.trainers.append(trainer)
     trainer.output.touch()
     trainer.wait_step(13)
     os.close(master)
@@ -323,14 +335,14 @@ def test_closed_terminal_saves_the_last_step(place: Place, calm: RunDir) -> None
     process.send_signal(signal.SIGHUP)
     assert trainer.wait_exit() == ExitCode.PREEMPTED
     assert run_history(run_dir).step == trainer.steps()[-1]
-    place.finish("run", config=FAULTY)
-    assert_bit_exact(run_dir, calm)
+    workspace.finish("run", config=FAULTY)
+    assert_bit_exact(run_dir, fault_free)
 
 
 @pytest.mark.slow
-def test_a_nohup_run_outlives_its_terminal(place: Place) -> None:
-    place.through = ("nohup",)
-    trainer = place.start("run", "train.steps=30", config=FAULTY, env=PACED)
+def test_a_nohup_run_outlives_its_terminal(workspace: Workspace) -> None:
+    workspace.through = ("nohup",)
+    trainer = workspace.start("run", "train.steps=30", config=FAULTY, env=PACED)
     trainer.wait_step(3)
     trainer.kill(signal.SIGHUP, target="supervisor")
     assert trainer.wait_exit() == 0, trainer.printed()

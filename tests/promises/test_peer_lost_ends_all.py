@@ -12,7 +12,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import FAULTY, Place, assert_bit_exact, starts
+from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, starts
 
 HEARTBEAT_SECONDS = 5
 SHORT = (f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}",)
@@ -24,11 +24,11 @@ MARGIN = 3
 
 
 @pytest.fixture(scope="module")
-def calm_four(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+def fault_free_four(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """The same run on four hosts without a lost host."""
-    place = Place(tmp_path_factory.mktemp("calm"), caches)
-    place.launched("calm", *SHORT, hosts=4, config=FAULTY)
-    return place.run_dir("calm")
+    workspace = Workspace(tmp_path_factory.mktemp("calm"), caches)
+    workspace.launched("calm", *SHORT, hosts=4, config=FAULTY)
+    return workspace.run_dir("calm")
 
 
 def campaign(*values: object) -> object:
@@ -36,26 +36,26 @@ def campaign(*values: object) -> object:
 
 
 @pytest.mark.parametrize(
-    ("calm", "hosts", "sig", "host", "code", "seconds"),
+    ("fault_free", "hosts", "sig", "host", "code", "seconds"),
     [
-        campaign("calm_four", 4, signal.SIGKILL, 2, 128 + signal.SIGKILL, KILLED_SECONDS),
-        campaign("calm_four", 4, signal.SIGKILL, 0, 128 + signal.SIGKILL, KILLED_SECONDS),
-        campaign("calm_four", 4, signal.SIGSTOP, 3, ExitCode.PEER_LOST, STOPPED_SECONDS),
-        campaign("calm_four", 4, signal.SIGSTOP, 0, ExitCode.PEER_LOST, STOPPED_SECONDS),
-        ("calm_pair", 2, signal.SIGSTOP, 0, ExitCode.PEER_LOST, STOPPED_SECONDS),
+        campaign("fault_free_four", 4, signal.SIGKILL, 2, 128 + signal.SIGKILL, KILLED_SECONDS),
+        campaign("fault_free_four", 4, signal.SIGKILL, 0, 128 + signal.SIGKILL, KILLED_SECONDS),
+        campaign("fault_free_four", 4, signal.SIGSTOP, 3, ExitCode.PEER_LOST, STOPPED_SECONDS),
+        campaign("fault_free_four", 4, signal.SIGSTOP, 0, ExitCode.PEER_LOST, STOPPED_SECONDS),
+        ("fault_free_pair", 2, signal.SIGSTOP, 0, ExitCode.PEER_LOST, STOPPED_SECONDS),
     ],
 )
 def test_a_lost_host_ends_all_and_the_next_start_is_bit_exact(
-    place: Place,
+    workspace: Workspace,
     request: pytest.FixtureRequest,
-    calm: str,
+    fault_free: str,
     hosts: int,
     sig: signal.Signals,
     host: int,
     code: int,
     seconds: float,
 ) -> None:
-    trainer = place.launch("run", *SHORT, hosts=hosts, config=FAULTY, env=PACED)
+    trainer = workspace.launch("run", *SHORT, hosts=hosts, config=FAULTY, env=PACED)
     trainer.wait_commit(20)
     trainer.wait_step(25)
     workers = trainer.workers()
@@ -72,6 +72,6 @@ def test_a_lost_host_ends_all_and_the_next_start_is_bit_exact(
     assert found is not None
     assert 25 - LAG <= int(found[1]) <= 60  # Host 0 may have completed more steps.
 
-    place.launched("run", *SHORT, hosts=hosts, config=FAULTY)
+    workspace.launched("run", *SHORT, hosts=hosts, config=FAULTY)
     assert starts(trainer.run_dir)[1] >= 20, "it has resumed"
-    assert_bit_exact(trainer.run_dir, request.getfixturevalue(calm))
+    assert_bit_exact(trainer.run_dir, request.getfixturevalue(fault_free))

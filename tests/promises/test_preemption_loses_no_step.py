@@ -21,8 +21,8 @@ from tests.promises.preloaded import Mount
 from tests.promises.trainer import (
     FAULTY,
     PACED,
-    Place,
     Trainer,
+    Workspace,
     assert_bit_exact,
     free_address,
     run_history,
@@ -39,14 +39,16 @@ def metadata() -> Iterator[MetadataServer]:
         yield server
 
 
-def told(trainer: Trainer, host: int = 0) -> list[dict[str, Any]]:
+def reported(trainer: Trainer, host: int = 0) -> list[dict[str, Any]]:
     """Returns the supervisor's events on notices."""
     return read_events(trainer.run_dir.host_supervisor_events(trainer.attempt, host))
 
 
 def answers(trainer: Trainer) -> list[str]:
     return [
-        event["action"] for event in told(trainer) if event["event"] == "preemption_notice_handled"
+        event["action"]
+        for event in reported(trainer)
+        if event["event"] == "preemption_notice_handled"
     ]
 
 
@@ -54,10 +56,10 @@ def assert_left_in_time(trainer: Trainer, since: float, *, committed: bool) -> s
     """Asserts that it exited as preempted; returns the recorded reason."""
     assert trainer.wait_exit(seconds=2 * SPOT_SECONDS) == ExitCode.PREEMPTED, trainer.printed()
     assert time.monotonic() - since < SPOT_SECONDS
-    words = trainer.end_record()
-    assert words is not None
-    assert (words.exit, words.committed) == (ExitCode.PREEMPTED, committed), trainer.printed()
-    return words.reason
+    record = trainer.end_record()
+    assert record is not None
+    assert (record.exit, record.committed) == (ExitCode.PREEMPTED, committed), trainer.printed()
+    return record.reason
 
 
 def in_training(trainer: Trainer) -> None:
@@ -74,11 +76,11 @@ WHEN: dict[str, tuple[Callable[[Trainer], None], dict[str, str]]] = {
 
 @pytest.mark.parametrize("phase", slow_but(WHEN, "train"))
 def test_a_notice_in_every_phase_loses_no_step(
-    place: Place, metadata: MetadataServer, phase: str
+    workspace: Workspace, metadata: MetadataServer, phase: str
 ) -> None:
     wait, env = WHEN[phase]
     often = ("evaluation.every_steps=3", "evaluation.batches=8")
-    trainer = place.start("run", *often, config=FAULTY, env=PACED | env | metadata.env)
+    trainer = workspace.start("run", *often, config=FAULTY, env=PACED | env | metadata.env)
     wait(trainer)
     since = time.monotonic()
     metadata.preempt()
@@ -95,9 +97,11 @@ def test_a_notice_in_every_phase_loses_no_step(
 
 @pytest.mark.slow
 def test_a_supervisor_exits_before_its_machine_is_preempted(
-    place: Place, metadata: MetadataServer
+    workspace: Workspace, metadata: MetadataServer
 ) -> None:
-    trainer = place.launch("run", hosts=1, config=FAULTY, env=PACED | metadata.env, restart=True)
+    trainer = workspace.launch(
+        "run", hosts=1, config=FAULTY, env=PACED | metadata.env, restart=True
+    )
     in_training(trainer)
     since = time.monotonic()
     metadata.preempt()
@@ -108,12 +112,12 @@ def test_a_supervisor_exits_before_its_machine_is_preempted(
 
 @pytest.mark.slow
 def test_a_notice_on_one_host_saves_the_same_step_on_all(
-    place: Place, metadata: MetadataServer
+    workspace: Workspace, metadata: MetadataServer
 ) -> None:
     at = free_address()
     envs = [PACED, PACED | metadata.env]
     lead, other = (
-        place.start_host("run", host=host, hosts=2, at=at, config=FAULTY, env=env)
+        workspace.start_host("run", host=host, hosts=2, at=at, config=FAULTY, env=env)
         for host, env in enumerate(envs)
     )
     other.attempt = lead.attempt
@@ -130,14 +134,14 @@ def test_a_notice_on_one_host_saves_the_same_step_on_all(
 
 @pytest.mark.slow
 def test_training_continues_until_a_distant_maintenance_and_stops_in_time_for_a_near_one(
-    place: Place, metadata: MetadataServer
+    workspace: Workspace, metadata: MetadataServer
 ) -> None:
     metadata.announce(seconds=3600)
-    trainer = place.start("run", config=FAULTY, env=PACED | metadata.env)
+    trainer = workspace.start("run", config=FAULTY, env=PACED | metadata.env)
     trainer.wait_printed("training until the last safe moment")
     in_training(trainer)
     assert metadata.warn(), "the key was not asked for from the start"
-    trainer.wait(lambda: any(e.get("key") == EVENT for e in told(trainer)), what="the event")
+    trainer.wait(lambda: any(e.get("key") == EVENT for e in reported(trainer)), what="the event")
     trainer.wait_step(trainer.steps()[-1] + 3)
     since = time.monotonic()
     metadata.announce(seconds=8)
@@ -148,9 +152,11 @@ def test_training_continues_until_a_distant_maintenance_and_stops_in_time_for_a_
 
 
 @pytest.mark.slow
-def test_without_enough_time_no_save_is_started(place: Place, metadata: MetadataServer) -> None:
-    words = ("checkpoint.save_every_steps=1000", "preemption.notice_seconds=0.001")
-    trainer = place.start("run", *words, config=FAULTY, env=PACED | metadata.env)
+def test_without_enough_time_no_save_is_started(
+    workspace: Workspace, metadata: MetadataServer
+) -> None:
+    arguments = ("checkpoint.save_every_steps=1000", "preemption.notice_seconds=0.001")
+    trainer = workspace.start("run", *arguments, config=FAULTY, env=PACED | metadata.env)
     trainer.wait_step(3)
     trainer.run_dir.request("save").touch()
     trainer.wait_commit(3)  # From now on the duration of a save is known.
@@ -166,19 +172,21 @@ def test_without_enough_time_no_save_is_started(place: Place, metadata: Metadata
 
 @pytest.mark.slow
 def test_a_save_in_flight_is_finished_if_there_is_no_time_for_another(
-    place: Place, metadata: MetadataServer, tmp_path: Path
+    workspace: Workspace, metadata: MetadataServer, tmp_path: Path
 ) -> None:
     """Storage hangs before the commit; after 2 s there is no time for another save."""
-    run_dir = place.run_dir("run")
+    run_dir = workspace.run_dir("run")
     mount = Mount.over(run_dir.log, built_in=tmp_path)
-    words = (
+    arguments = (
         "train.steps=100000",
         "evaluation.every_steps=0",
         "checkpoint.save_every_steps=100000",
         "preemption.notice_seconds=1.5",
         "preemption.margin_seconds=0.1",
     )
-    trainer = place.start("run", *words, config=FAULTY, env=PACED | mount.env | metadata.env)
+    trainer = workspace.start(
+        "run", *arguments, config=FAULTY, env=PACED | mount.env | metadata.env
+    )
     trainer.wait_step(3)
     with mount.hanging():
         trainer.kill(signal.SIGUSR2, target="supervisor")
@@ -210,10 +218,10 @@ def is_no_notice(metadata: MetadataServer) -> None:
 
 @pytest.mark.slow
 def test_invalid_notices_end_and_delay_nothing(
-    place: Place, metadata: MetadataServer, calm: RunDir
+    workspace: Workspace, metadata: MetadataServer, fault_free: RunDir
 ) -> None:
     is_no_notice(metadata)
-    trainer = place.start("run", config=FAULTY, env=PACED | metadata.env)
+    trainer = workspace.start("run", config=FAULTY, env=PACED | metadata.env)
     trainer.wait_printed("notice: this VM moves to another host")
     for kind, key, value in (("503", EVENT, "NONE"), ("hang", PREEMPTED, "FALSE")):
         metadata.fail(kind, key=key, times=1000)
@@ -221,22 +229,22 @@ def test_invalid_notices_end_and_delay_nothing(
     trainer.wait(lambda: metadata.hanging > 0, what="a question without an answer")
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     assert "being preempted" not in trainer.printed()
-    assert_bit_exact(trainer.run_dir, calm)
+    assert_bit_exact(trainer.run_dir, fault_free)
 
 
-def test_outside_gce_no_metadata_server_is_polled(place: Place, calm: RunDir) -> None:
+def test_outside_gce_no_metadata_server_is_polled(workspace: Workspace, fault_free: RunDir) -> None:
     """Checks the run without faults: this machine is no GCE VM."""
-    (event,) = read_events(calm.host_supervisor_events(1, 0))
+    (event,) = read_events(fault_free.host_supervisor_events(1, 0))
     assert (event["event"], event["server"]) == ("preemption_watch_started", None)
     assert event["reason"] == "this machine is no GCE VM"
 
 
 @pytest.mark.campaign
 def test_a_server_that_hangs_for_a_minute_ends_nothing(
-    place: Place, metadata: MetadataServer
+    workspace: Workspace, metadata: MetadataServer
 ) -> None:
-    words = ("train.steps=100000", "evaluation.every_steps=0")
-    trainer = place.start("run", *words, config=FAULTY, env=PACED | metadata.env)
+    arguments = ("train.steps=100000", "evaluation.every_steps=0")
+    trainer = workspace.start("run", *arguments, config=FAULTY, env=PACED | metadata.env)
     in_training(trainer)
     metadata.fail("hang", times=1_000_000)
     metadata.set(PREEMPTED, "NO")  # Completes the pending poll; all later ones hang.

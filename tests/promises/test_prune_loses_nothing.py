@@ -10,17 +10,17 @@ from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Prune
 from jaxres.storage import files
-from tests.promises.trainer import FAULTY, Place, assert_bit_exact, digest, run_history, starts
+from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, digest, run_history, starts
 
 
 def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_no_files(
-    anywhere: Place, calm: RunDir
+    any_workspace: Workspace, fault_free: RunDir
 ) -> None:
-    trainer = anywhere.start("run", config=FAULTY, env={"PACE": "0.005"})
+    trainer = any_workspace.start("run", config=FAULTY, env={"PACE": "0.005"})
     run_dir = trainer.run_dir
     trainer.wait_commit(10)
-    words = ["checkpoints", "pin", str(run_dir.root), "--step", "10"]
-    assert checkpoints_cli.main(words, usage="") == 0
+    arguments = ["checkpoints", "pin", str(run_dir.root), "--step", "10"]
+    assert checkpoints_cli.main(arguments, usage="") == 0
     assert (
         checkpoints_cli.main(["checkpoints", "prune", str(run_dir.root)], usage="")
         == ExitCode.FENCED
@@ -44,10 +44,10 @@ def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_no_files(
     for step in kept:
         digest(run_dir, step)
 
-    anywhere.finish("run", config=FAULTY)
+    any_workspace.finish("run", config=FAULTY)
     assert starts(run_dir) == [0, kept[-1]]
     names = [Path(commit.path).name for commit in run_history(run_dir).committed]
     assert [name.partition("-")[0] for name in names] == ["00000010", "00000050", "00000060"]
     assert files.list_names(run_dir.checkpoints) == names
     assert not files.trash(run_dir.checkpoints)
-    assert_bit_exact(run_dir, calm)
+    assert_bit_exact(run_dir, fault_free)

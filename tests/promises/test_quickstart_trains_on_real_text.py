@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.promises.trainer import Place, history
+from tests.promises.trainer import Workspace, history
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def test_the_quickstart_learns_and_prints_a_summary(place: Place) -> None:
+def test_the_quickstart_learns_and_prints_a_summary(workspace: Workspace) -> None:
     # Any steps, seed, interval and mesh are valid together on the quickstart (CONTRACT).
-    trainer = place.finish(
+    trainer = workspace.finish(
         "quick",
         "train.steps=12",
         "run.seed=3",
@@ -21,11 +21,11 @@ def test_the_quickstart_learns_and_prints_a_summary(place: Place) -> None:
         config=QUICKSTART,
         env={"JAX_NUM_CPU_DEVICES": "2"},
     )
-    losses = [row["loss"] for row in history(place.run_dir("quick"))]
+    losses = [row["loss"] for row in history(workspace.run_dir("quick"))]
     assert len(losses) == 12
     assert losses[0] > 5
     assert losses[-1] < 4
     printed = trainer.printed()
-    for words in ("guarantee: bitwise", "held-out loss", "the model writes:", "training loss over"):
-        assert words in printed, printed
+    for text in ("guarantee: bitwise", "held-out loss", "the model writes:", "training loss over"):
+        assert text in printed, printed
     assert "what to try next" in printed

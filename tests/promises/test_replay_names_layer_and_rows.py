@@ -8,20 +8,22 @@ import sys
 
 from jaxres.data import sample_ids_at
 from jaxres.exit_codes import ExitCode
-from tests.promises.trainer import FAULTY, ROOT, Place, history, snapshot
+from tests.promises.trainer import FAULTY, ROOT, Workspace, history, snapshot
 
 BAD_STEP, ROW = 15, 7
 ITEM = int(sample_ids_at(24 * (BAD_STEP - 1), 24, num_rows=1800, seed=0)[0][ROW])
 
 
-def test_replay_of_a_masked_step_names_the_first_bad_layer_line_and_row(place: Place) -> None:
-    words = (
+def test_replay_of_a_masked_step_names_the_first_bad_layer_line_and_row(
+    workspace: Workspace,
+) -> None:
+    arguments = (
         "model.target=tests.promises.bad_models:layered",
         f"model.args={json.dumps({'items': [ITEM]})}",
         "train.steps=20",
         "evaluation.every_steps=0",
     )
-    run_dir = place.finish("run", *words, config=FAULTY).run_dir
+    run_dir = workspace.finish("run", *arguments, config=FAULTY).run_dir
     assert [row["step"] for row in history(run_dir) if row["skipped"]] == [BAD_STEP]
     before = snapshot(run_dir.root)
     command = ["replay", str(run_dir.root), "--step", str(BAD_STEP), "--explain"]
@@ -38,7 +40,7 @@ def test_replay_of_a_masked_step_names_the_first_bad_layer_line_and_row(place: P
     assert "bad_models.py" in printed.partition(found)[2]
     assert printed.rstrip().endswith(f"rows {ROW}")
     assert snapshot(run_dir.root) == before, "nothing is written"
-    words = [sys.executable, "-m", "jaxres", "replay", str(run_dir.root), "--step", "99"]
-    none = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    arguments = [sys.executable, "-m", "jaxres", "replay", str(run_dir.root), "--step", "99"]
+    none = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert none.returncode == ExitCode.CONFIG
     assert "no step 99" in none.stderr

@@ -13,7 +13,15 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests import damage
 from tests.promises.test_zombie_is_fenced import counted, is_stopped
-from tests.promises.trainer import MLP, ROOT, Place, Trainer, assert_bit_exact, run_history, starts
+from tests.promises.trainer import (
+    MLP,
+    ROOT,
+    Trainer,
+    Workspace,
+    assert_bit_exact,
+    run_history,
+    starts,
+)
 
 POINTS = Path(__file__).with_name("points")
 SAVE = ("directory made", "step renamed", "facts", "manifest", "commit", "prune", "trash", "bytes")
@@ -22,13 +30,13 @@ DECISIVE = ("manifest", "commit", "trash")
 """Before the step is final, before it counts, and before an older one is deleted."""
 
 
-def start(place: Place, point: str, sig: signal.Signals, *, at: int = 1) -> Trainer:
+def start(workspace: Workspace, point: str, sig: signal.Signals, *, at: int = 1) -> Trainer:
     """Starts training that receives a signal right before the n-th operation of a kind."""
     fault = {"FAULT": f"{point}:{at}:{sig.value}", "PYTHONPATH": f"{POINTS}:{ROOT}"}
-    return place.start("run", *MLP, env=fault)
+    return workspace.start("run", *MLP, env=fault)
 
 
-def assert_committed_is_whole(run_dir: RunDir) -> None:
+def assert_committed_is_complete(run_dir: RunDir) -> None:
     for commit in run_history(run_dir).committed:
         found = verify.verify_step(run_dir.root / commit.path, commit)
         assert found.problems == (), found.evidence
@@ -41,29 +49,29 @@ def killed(trainer: Trainer) -> None:
 
 @pytest.mark.slow
 def test_a_run_killed_at_every_boundary_of_a_save_ends_bit_exact(
-    place: Place, unbroken: RunDir
+    workspace: Workspace, unbroken: RunDir
 ) -> None:
     """One run, killed repeatedly; the third save is the first that prunes."""
-    run_dir, newest = place.run_dir("run"), 0
+    run_dir, newest = workspace.run_dir("run"), 0
     for point in SAVE:
         at = 3 if point == SAVE[0] else 1
-        killed(start(place, point, signal.SIGKILL, at=at))
-        assert_committed_is_whole(run_dir)
+        killed(start(workspace, point, signal.SIGKILL, at=at))
+        assert_committed_is_complete(run_dir)
         assert run_history(run_dir).step >= newest, "a committed step is lost"
         newest = run_history(run_dir).step
     assert newest > 0
-    place.finish("run", *MLP)
+    workspace.finish("run", *MLP)
     assert_bit_exact(run_dir, unbroken)
-    assert_committed_is_whole(run_dir)
+    assert_committed_is_complete(run_dir)
     there = sorted(path.name for path in run_dir.checkpoints.iterdir())
     assert there == sorted(run_history(run_dir).protected_dirs), "something was left behind"
 
 
 @pytest.mark.slow
 def test_a_run_killed_at_every_boundary_of_a_quarantine_ends_bit_exact(
-    place: Place, unbroken: RunDir
+    workspace: Workspace, unbroken: RunDir
 ) -> None:
-    trainer = place.start("run", *MLP)
+    trainer = workspace.start("run", *MLP)
     trainer.wait_commit(60)
     trainer.kill()
     assert trainer.wait_exit() == -9
@@ -72,11 +80,11 @@ def test_a_run_killed_at_every_boundary_of_a_quarantine_ends_bit_exact(
     damage.flip_byte(
         max(step_dir.rglob("*"), key=lambda path: path.stat().st_size), random.Random(0)
     )
-    killed(start(place, "quarantine", signal.SIGKILL))
+    killed(start(workspace, "quarantine", signal.SIGKILL))
     assert run_history(run_dir).newest == newest
-    killed(start(place, "start", signal.SIGKILL))
+    killed(start(workspace, "start", signal.SIGKILL))
     assert run_history(run_dir).newest == older
-    place.finish("run", *MLP)
+    workspace.finish("run", *MLP)
     assert starts(run_dir) == [0, older.step]
     assert [decided.step for _, decided in run_history(run_dir).quarantined] == [newest.step]
     assert step_dir.exists(), "it is evidence"
@@ -89,26 +97,26 @@ def test_a_run_killed_at_every_boundary_of_a_quarantine_ends_bit_exact(
     ids=["every phase", "decisive phases"],
 )
 def test_zombies_from_every_phase_of_a_save_damage_nothing(
-    place: Place, unbroken: RunDir, points: tuple[str, ...]
+    workspace: Workspace, unbroken: RunDir, points: tuple[str, ...]
 ) -> None:
     """Each is suspended at another boundary of its save; the successor commits, prunes, ends."""
-    run_dir, zombies = place.run_dir("run"), []
+    run_dir, zombies = workspace.run_dir("run"), []
     for point in points:
-        zombie = start(place, point, signal.SIGSTOP, at=3 if point == SAVE[0] else 1)
+        zombie = start(workspace, point, signal.SIGSTOP, at=3 if point == SAVE[0] else 1)
         zombie.wait(lambda z=zombie: sleeps(z), what=f"a worker that sleeps at '{point}'")
         zombie.kill(signal.SIGSTOP, target="supervisor")
         zombie.wait(lambda z=zombie: is_stopped(z), what="a suspended supervisor")
         zombies.append(zombie)
-    heir = place.finish("run", *MLP)
-    assert heir.attempt == len(points) + 1
-    before = counted(run_dir, heir)
+    successor = workspace.finish("run", *MLP)
+    assert successor.attempt == len(points) + 1
+    before = counted(run_dir, successor)
     assert_bit_exact(run_dir, unbroken)
     for zombie in zombies:
         zombie.kill(signal.SIGCONT)
     for zombie in zombies:
         zombie.assert_fails(ExitCode.FENCED, "owns this run now")
-    assert counted(run_dir, heir) == before
-    assert_committed_is_whole(run_dir)
+    assert counted(run_dir, successor) == before
+    assert_committed_is_complete(run_dir)
     assert_bit_exact(run_dir, unbroken)
 
 

@@ -10,14 +10,14 @@ from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import (
     FAULTY,
     MLP,
-    Place,
     Trainer,
+    Workspace,
     assert_bit_exact,
     run_history,
     starts,
 )
 
-BARE = tuple(word for word in MLP if "save_every_steps" not in word)
+BARE = tuple(argument for argument in MLP if "save_every_steps" not in argument)
 SLOWLY = {"PACE": "0.005"}
 """About 8 steps per second, so that also a busy machine can kill it in the middle."""
 WHEN = "checkpoint.when={kind: %s}"
@@ -27,9 +27,11 @@ def events(trainer: Trainer, kind: str, host: int = 0) -> list[dict[str, Any]]:
     return [event for event in trainer.events(host) if event["event"] == kind]
 
 
-def test_a_run_with_time_based_saves_is_bit_exact_after_kills(place: Place, calm: RunDir) -> None:
+def test_a_run_with_time_based_saves_is_bit_exact_after_kills(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
     often = WHEN % "auto, mtbf_hours: 1.0e-5, max_overhead: 1.0"
-    trainer = place.start("run", often, config=FAULTY, env=SLOWLY)
+    trainer = workspace.start("run", often, config=FAULTY, env=SLOWLY)
     trainer.wait(lambda: len(events(trainer, "save_committed")) >= 2, what="two commits")
     trainer.kill()
     assert trainer.wait_exit() == -9
@@ -41,19 +43,19 @@ def test_a_run_with_time_based_saves_is_bit_exact_after_kills(place: Place, calm
     assert measured["write_seconds"] > 0
     assert (measured["failures"], measured["restart_seconds"] > 0) == (0, True)
 
-    again = place.finish("run", often, config=FAULTY)
+    again = workspace.finish("run", often, config=FAULTY)
     assert events(again, "save_interval_chosen")[0]["failures"] == 1, "the kill counts"
     assert 0 < starts(again.run_dir)[1] < 60
     assert "saving every" in again.printed()
-    assert_bit_exact(again.run_dir, calm)
+    assert_bit_exact(again.run_dir, fault_free)
 
 
 @pytest.mark.slow
-def test_hosts_skip_and_start_the_same_saves(place: Place) -> None:
+def test_hosts_skip_and_start_the_same_saves(workspace: Workspace) -> None:
     """The parts of a save end at different times on each host; host 0 decides for all."""
     common = (*BARE, "train.steps=40", "checkpoint.timeout_seconds=20")
     skipping = (*common, "checkpoint.save_every_steps=1", "checkpoint.busy=skip")
-    first = place.launched("run", *skipping, hosts=2)
+    first = workspace.launched("run", *skipping, hosts=2)
     skipped = [event["step"] for event in events(first, "save_skipped")]
     begun = [event["step"] for event in events(first, "save_started")]
     assert len(skipped) >= 3
@@ -64,7 +66,7 @@ def test_hosts_skip_and_start_the_same_saves(place: Place) -> None:
     assert begun[-1] == run_history(first.run_dir).step == 40
 
     again = (*common, WHEN % "continuous", "train.steps=70")
-    second = place.launched("run", *again, hosts=2)
+    second = workspace.launched("run", *again, hosts=2)
     begun = [event["step"] for event in events(second, "save_started")]
     assert len(begun) >= 2
     assert begun == [event["step"] for event in events(second, "save_started", host=1)]

@@ -11,7 +11,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import Place, assert_bit_exact, run_history, starts
+from tests.promises.trainer import Workspace, assert_bit_exact, run_history, starts
 
 DENIED = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search")
 """Command prefix that drops root's right to read unreadable files; empty for other users."""
@@ -44,19 +44,19 @@ OUTAGES: dict[Callable[[Path], None], str] = {
 
 @pytest.mark.parametrize("outages", [pytest.param(list(OUTAGES), marks=pytest.mark.slow), [hangs]])
 def test_unavailable_storage_quarantines_nothing_and_the_run_resumes_afterwards(
-    place: Place, killed: RunDir, unbroken: RunDir, outages: list[Callable[[Path], None]]
+    workspace: Workspace, killed: RunDir, unbroken: RunDir, outages: list[Callable[[Path], None]]
 ) -> None:
     """A run directory for each at once, because an outage takes seconds."""
     trainers = {}
     for outage in outages:
-        run_dir = place.copy(killed, outage.__name__)
+        run_dir = workspace.copy(killed, outage.__name__)
         commits = run_history(run_dir).committed
         step_dir = run_dir.root / commits[-1].path
         shutil.copytree(step_dir, run_dir.root / "whole")
         outage(step_dir)
-        words = [str(run_dir.root), f"deadlines.restore_seconds={HANG_SECONDS}"]
+        arguments = [str(run_dir.root), f"deadlines.restore_seconds={HANG_SECONDS}"]
         through = DENIED if outage is denies and os.geteuid() == 0 else ()
-        trainers[outage] = place.command(run_dir, words, through=through), commits, step_dir
+        trainers[outage] = workspace.command(run_dir, arguments, through=through), commits, step_dir
     for outage, (trainer, commits, _) in trainers.items():
         trainer.assert_fails(ExitCode.STORAGE, "udged damaged", OUTAGES[outage])
         assert run_history(trainer.run_dir).committed == commits, (
@@ -67,7 +67,7 @@ def test_unavailable_storage_quarantines_nothing_and_the_run_resumes_afterwards(
     for trainer, commits, step_dir in trainers.values():
         step_dir.rename(trainer.run_dir.root / "outage")
         (trainer.run_dir.root / "whole").rename(step_dir)
-        again = place.command(trainer.run_dir, [str(trainer.run_dir.root)])
+        again = workspace.command(trainer.run_dir, [str(trainer.run_dir.root)])
         assert again.wait_exit() == 0, again.printed()
         assert starts(trainer.run_dir) == [0, commits[-1].step]
         assert_bit_exact(trainer.run_dir, unbroken)

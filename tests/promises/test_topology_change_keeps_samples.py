@@ -8,8 +8,8 @@ import pytest
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import (
     MLP,
-    Place,
     Trainer,
+    Workspace,
     assert_bit_exact,
     history,
     run_history,
@@ -32,8 +32,8 @@ BOUND = 5e-5
 orders, and 200 steps of Adam propagate that. Measured: at most 2e-6."""
 
 
-def start(place: Place, name: str, count: int, *words: str) -> Trainer:
-    return place.start(name, *MLP, *words, env={"JAX_NUM_CPU_DEVICES": str(count)})
+def start(workspace: Workspace, name: str, count: int, *arguments: str) -> Trainer:
+    return workspace.start(name, *MLP, *arguments, env={"JAX_NUM_CPU_DEVICES": str(count)})
 
 
 def kill_after_commit(trainer: Trainer, step: int) -> None:
@@ -52,16 +52,16 @@ def kill_after_commit(trainer: Trainer, step: int) -> None:
     ],
 )
 def test_the_samples_stay_the_same_on_fewer_devices(
-    place: Place, unbroken: RunDir, axes: str
+    workspace: Workspace, unbroken: RunDir, axes: str
 ) -> None:
-    for commit, (count, words) in zip((40, 80, 120, None), AXES[axes].items(), strict=True):
-        trainer = start(place, "run", count, *words)
+    for commit, (count, arguments) in zip((40, 80, 120, None), AXES[axes].items(), strict=True):
+        trainer = start(workspace, "run", count, *arguments)
         if commit is not None:
             kill_after_commit(trainer, commit)
         else:
             assert trainer.wait_exit() == 0, trainer.printed()
         mesh = run_history(trainer.run_dir).starts[-1].body.computation["mesh"]
-        sizes = [int(word.partition("=")[2]) for word in mesh.split()]
+        sizes = [int(axis.partition("=")[2]) for axis in mesh.split()]
         assert np.prod(sizes) == count, f"not the mesh that was meant: {mesh}"
         assert (sizes[0] == count) == (axes == "data" or count == 1)
     begun = starts(trainer.run_dir)
@@ -79,11 +79,11 @@ def test_the_samples_stay_the_same_on_fewer_devices(
 
 
 @pytest.mark.parametrize("count", slow_but([8, 4], 4))
-def test_back_on_the_original_mesh_the_run_ends_bit_exact(place: Place, count: int) -> None:
-    words = AXES["fsdp x tensor"][count]
-    assert start(place, "unbroken", count, *words).wait_exit() == 0
-    kill_after_commit(start(place, "broken", count, *words), 100)
-    again = start(place, "broken", count, *words)
+def test_back_on_the_original_mesh_the_run_ends_bit_exact(workspace: Workspace, count: int) -> None:
+    arguments = AXES["fsdp x tensor"][count]
+    assert start(workspace, "unbroken", count, *arguments).wait_exit() == 0
+    kill_after_commit(start(workspace, "broken", count, *arguments), 100)
+    again = start(workspace, "broken", count, *arguments)
     assert again.wait_exit() == 0, again.printed()
     assert starts(again.run_dir)[1] >= 100
-    assert_bit_exact(again.run_dir, place.run_dir("unbroken"))
+    assert_bit_exact(again.run_dir, workspace.run_dir("unbroken"))

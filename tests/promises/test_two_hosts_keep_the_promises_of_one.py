@@ -14,8 +14,8 @@ from jaxres.storage import files
 from tests import damage
 from tests.promises.trainer import (
     FAULTY,
-    Place,
     Trainer,
+    Workspace,
     assert_bit_exact,
     digest,
     run_history,
@@ -33,12 +33,12 @@ def signal_all(trainer: Trainer, number: signal.Signals) -> None:
     trainer.process.send_signal(number)
 
 
-@pytest.mark.parametrize("anywhere", slow_but(["local", "bucket"], "local"), indirect=True)
+@pytest.mark.parametrize("any_workspace", slow_but(["local", "bucket"], "local"), indirect=True)
 def test_two_hosts_skip_damage_keep_one_owner_and_fence_a_zombie(
-    anywhere: Place, calm_pair: RunDir
+    any_workspace: Workspace, fault_free_pair: RunDir
 ) -> None:
     """One test for all, because two hosts take long to start."""
-    first = anywhere.launch("run", config=FAULTY, hosts=2, env=SLOW)
+    first = any_workspace.launch("run", config=FAULTY, hosts=2, env=SLOW)
     first.wait_commit(20)
     signal_all(first, signal.SIGKILL)
     assert first.wait_exit() == -signal.SIGKILL
@@ -47,23 +47,23 @@ def test_two_hosts_skip_damage_keep_one_owner_and_fence_a_zombie(
     name = "state/_METADATA"  # Of array values there are several copies, one of which is read.
     damage.harm(run_dir.root / newest.path, name, damage.truncate, random.Random(0))
 
-    zombie = anywhere.launch("run", config=FAULTY, hosts=2, env=SLOW)
+    zombie = any_workspace.launch("run", config=FAULTY, hosts=2, env=SLOW)
     zombie.wait_commit(newest.step + 10)
     assert starts(run_dir) == [0, whole.step], "the newest whole step was taken"
     assert f"ALARM: step {newest.step} is damaged" in zombie.printed()
     (decided,) = [one for _, one in run_history(run_dir).quarantined]
     assert name in decided.evidence
 
-    second = anywhere.launch("run", config=FAULTY, hosts=2)
+    second = any_workspace.launch("run", config=FAULTY, hosts=2)
     second.assert_fails(
         ExitCode.FENCED, f"pid {zombie.process.pid}", "is alive", "Nothing was written"
     )
 
     signal_all(zombie, signal.SIGSTOP)
-    heir = anywhere.launched("run", config=FAULTY, hosts=2)
+    successor = any_workspace.launched("run", config=FAULTY, hosts=2)
     records, final = files.list_names(run_dir.log), digest(run_dir)
     signal_all(zombie, signal.SIGCONT)
-    zombie.assert_fails(ExitCode.FENCED, f"pid {heir.process.pid}", "owns this run now")
+    zombie.assert_fails(ExitCode.FENCED, f"pid {successor.process.pid}", "owns this run now")
     assert files.list_names(run_dir.log) == records
     assert digest(run_dir) == final
-    assert_bit_exact(run_dir, calm_pair)
+    assert_bit_exact(run_dir, fault_free_pair)

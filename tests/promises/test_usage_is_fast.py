@@ -40,7 +40,7 @@ def test_help_is_complete_and_imports_no_jax(name: str) -> None:
         assert "checkpoint.save_every_steps" in wanted
     else:
         wanted = [f"  {verb} " for verb in VERBS]
-    assert [word for word in wanted if word not in wait_exit.stdout] == []
+    assert [text for text in wanted if text not in wait_exit.stdout] == []
     modules = {row.rpartition("|")[2].strip() for row in wait_exit.stderr.splitlines()}
     assert "jaxres.exit_codes" in modules, "importtime was not read as meant"
     loaded = {module.partition(".")[0] for module in modules}

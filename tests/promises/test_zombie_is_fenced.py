@@ -13,8 +13,8 @@ from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import (
     MLP,
     STEPS,
-    Place,
     Trainer,
+    Workspace,
     digest,
     run_history,
     snapshot,
@@ -39,7 +39,7 @@ def is_stopped(trainer: Trainer) -> bool:
     return stat.rpartition(")")[2].split()[0] == "T"
 
 
-def put_to_sleep(trainer: Trainer) -> None:
+def suspend(trainer: Trainer) -> None:
     trainer.kill(signal.SIGSTOP)
     trainer.wait(lambda: is_stopped(trainer), what="a stopped process")
 
@@ -51,7 +51,7 @@ WHEN: dict[str, Callable[[Trainer], None]] = {
 
 
 @pytest.mark.parametrize(
-    ("anywhere", "when"),
+    ("any_workspace", "when"),
     slow_but(
         [
             ("local", "while it trains"),
@@ -60,45 +60,47 @@ WHEN: dict[str, Callable[[Trainer], None]] = {
         ],
         ("local", "while it trains"),
     ),
-    indirect=["anywhere"],
+    indirect=["any_workspace"],
 )
-def test_zombie_damages_nothing(anywhere: Place, unbroken: RunDir, when: str) -> None:
-    zombie = anywhere.start("run", *MLP)
+def test_zombie_damages_nothing(any_workspace: Workspace, unbroken: RunDir, when: str) -> None:
+    zombie = any_workspace.start("run", *MLP)
     WHEN[when](zombie)
-    put_to_sleep(zombie)
+    suspend(zombie)
     begun = starts(zombie.run_dir)
 
-    heir = anywhere.finish("run", *MLP)
-    assert heir.attempt == zombie.attempt + 1
-    assert (len(begun), len(starts(heir.run_dir))) in {(0, 1), (1, 2)}
-    before = counted(heir.run_dir, heir)
+    successor = any_workspace.finish("run", *MLP)
+    assert successor.attempt == zombie.attempt + 1
+    assert (len(begun), len(starts(successor.run_dir))) in {(0, 1), (1, 2)}
+    before = counted(successor.run_dir, successor)
 
     zombie.kill(signal.SIGCONT)
     zombie.assert_fails(
-        ExitCode.FENCED, "attempt 2", f"pid {heir.process.pid}", "owns this run now"
+        ExitCode.FENCED, "attempt 2", f"pid {successor.process.pid}", "owns this run now"
     )
-    assert counted(heir.run_dir, heir) == before
-    assert trajectory(heir.run_dir) == trajectory(unbroken)
-    assert digest(heir.run_dir) == digest(unbroken)
+    assert counted(successor.run_dir, successor) == before
+    assert trajectory(successor.run_dir) == trajectory(unbroken)
+    assert digest(successor.run_dir) == digest(unbroken)
 
 
 @pytest.mark.slow
-def test_zombie_deletes_no_file_of_its_active_successor(place: Place, unbroken: RunDir) -> None:
+def test_zombie_deletes_no_file_of_its_active_successor(
+    workspace: Workspace, unbroken: RunDir
+) -> None:
     """Start-up deletes leftovers of killed saves; a zombie must spare its successor's saves."""
-    zombie = place.start("run", *MLP)
+    zombie = workspace.start("run", *MLP)
     zombie.wait_phase("build")
-    put_to_sleep(zombie)
+    suspend(zombie)
 
-    heir = place.start("run", *MLP, "checkpoint.save_every_steps=1", "train.steps=1000000")
-    heir.wait_commit(10)
+    successor = workspace.start("run", *MLP, "checkpoint.save_every_steps=1", "train.steps=1000000")
+    successor.wait_commit(10)
     # The worker first: a running supervisor would kill it before it deletes anything.
     zombie.kill(signal.SIGCONT, target="worker")
     zombie.wait(lambda: zombie.entered("init") or zombie.entered("restore"), what="a sweep")
     zombie.kill(signal.SIGCONT, target="supervisor")
     zombie.assert_fails(ExitCode.FENCED, "attempt 2")
     assert zombie.entered("init") or zombie.entered("restore"), "it has swept"
-    heir.wait_commit(run_history(heir.run_dir).step + 2)
-    heir.kill()
-    assert heir.wait_exit() == -9, heir.printed()
-    common = min(STEPS, run_history(heir.run_dir).step)
-    assert trajectory(heir.run_dir)[:common] == trajectory(unbroken)[:common]
+    successor.wait_commit(run_history(successor.run_dir).step + 2)
+    successor.kill()
+    assert successor.wait_exit() == -9, successor.printed()
+    common = min(STEPS, run_history(successor.run_dir).step)
+    assert trajectory(successor.run_dir)[:common] == trajectory(unbroken)[:common]

@@ -24,7 +24,7 @@ from jaxres.runlog.event_log import read_events, read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, RunHistory
 from jaxres.storage import files
-from jaxres.storage import path as places
+from jaxres.storage import path as paths
 from jaxres.storage.path import GcsPath
 from tests.promises import forks
 from tests.promises.fork_server import may_fork
@@ -103,12 +103,14 @@ class Trainer:
         supervisor, found = self.process.pid, {}
         with contextlib.suppress(FileNotFoundError):
             for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
-                words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+                arguments = Path(f"/proc/{child}/cmdline").read_text().split("\0")
                 name = Path(f"/proc/{child}/comm").read_text().strip()
-                if words != [""] and name.startswith("jaxres-host"):  # Includes forked workers.
+                if arguments != [""] and name.startswith("jaxres-host"):  # Includes forked workers.
                     found[int(name.removeprefix("jaxres-host"))] = int(child)
-                elif "jaxres.train.worker" in words:  # It is still importing.
-                    host = words[words.index("--host") + 1] if "--host" in words else "0"
+                elif "jaxres.train.worker" in arguments:  # It is still importing.
+                    host = (
+                        arguments[arguments.index("--host") + 1] if "--host" in arguments else "0"
+                    )
                     found[int(host)] = int(child)
         return found
 
@@ -133,7 +135,7 @@ class Trainer:
         """Waits until a step at or after `step` is committed."""
         self.wait(lambda: run_history(self.run_dir).step >= step, what=f"commit of step {step}")
 
-    def wait_kept(self) -> None:
+    def wait_compiled_steps_stored(self) -> None:
         """Waits until compiled steps are stored for later attempts."""
         kept = self.run_dir.compiled
         self.wait(lambda: any(kept.glob("*.compiled")), what="compiled steps")
@@ -154,18 +156,18 @@ class Trainer:
         assert isinstance(record.body, AttemptEnded), record
         return record.body
 
-    def wait_printed(self, word: str) -> None:
+    def wait_printed(self, text: str) -> None:
         """Waits until the output contains a text."""
-        self.wait(lambda: word in self.printed(), what=f"word {word!r}")
+        self.wait(lambda: text in self.printed(), what=f"text {text!r}")
 
-    def assert_fails(self, exit: int, *words: str) -> str:
+    def assert_fails(self, exit: int, *texts: str) -> str:
         """Asserts that it exits with that code, one message with these texts, and no traceback."""
         code, printed = self.wait_exit(), self.printed()
         assert code == exit, f"exit {code}, expected {exit}\n{printed}"
         assert "Traceback" not in printed, printed
         assert printed.count(f"(exit {int(exit)}") == 1, printed
-        for word in words:
-            assert word in printed, f"no {word!r} in:\n{printed}"
+        for text in texts:
+            assert text in printed, f"no {text!r} in:\n{printed}"
         return printed
 
     def assert_gave_up(self, exit: int) -> str:
@@ -177,7 +179,7 @@ class Trainer:
 
 
 @dataclass
-class Place:
+class Workspace:
     """Folder of runs, with the caches that all of them share."""
 
     root: Path
@@ -203,10 +205,10 @@ class Place:
         env: dict[str, str] | None = None,
     ) -> Trainer:
         """Starts training in run directory `name`; `cores` is its CPU affinity."""
-        words = self._words(name, *overrides, config=config)
-        return self.command(self.run_dir(name), words, cores=cores, env=env)
+        arguments = self._arguments(name, *overrides, config=config)
+        return self.command(self.run_dir(name), arguments, cores=cores, env=env)
 
-    def _words(self, name: str, *overrides: str, config: Path | None) -> list[str]:
+    def _arguments(self, name: str, *overrides: str, config: Path | None) -> list[str]:
         return [
             str(config or TINY),
             f"run.dir={self.run_dir(name).root}",
@@ -225,9 +227,9 @@ class Place:
         restart: bool = False,
     ) -> Trainer:
         """Starts training with several workers; `restart` enables restarts."""
-        words = [*self._words(name, *overrides, config=config), "--hosts", str(hosts)]
-        words += [] if restart else ["--no-restart"]
-        return self.command(self.run_dir(name), words, verb=("jaxres.launch", "local"), env=env)
+        arguments = [*self._arguments(name, *overrides, config=config), "--hosts", str(hosts)]
+        arguments += [] if restart else ["--no-restart"]
+        return self.command(self.run_dir(name), arguments, verb=("jaxres.launch", "local"), env=env)
 
     def launched(self, name: str, *overrides: str, **kwargs: Any) -> Trainer:
         """Trains with several workers until exit code 0."""
@@ -238,7 +240,7 @@ class Place:
     def command(
         self,
         run_dir: RunDir,
-        words: list[str],
+        arguments: list[str],
         *,
         verb: tuple[str, ...] = ("jaxres.train",),
         through: tuple[str, ...] = (),
@@ -250,7 +252,7 @@ class Place:
         output = self.root / f"{run_dir.root.name}-{attempt}-{len(self.trainers)}.txt"
         # Not in a preexec function: jax forbids forks once it has a backend.
         pinned = ("taskset", "--cpu-list", ",".join(map(str, sorted(cores)))) if cores else ()
-        command = [sys.executable, "-m", *verb, *words]
+        command = [sys.executable, "-m", *verb, *arguments]
         prefix = [*self.through, *through, *pinned]
         environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
         with output.open("wb") as file:
@@ -287,9 +289,9 @@ class Place:
         through: tuple[str, ...] = (),
     ) -> Trainer:
         """Starts the supervisor of one host; the rendezvous is at an address."""
-        words = self._words(name, *overrides, config=config)
-        words += ["--coordinator", at, f"--num-hosts={hosts}", "--host-id", str(host)]
-        return self.command(self.run_dir(name), words, env=env, through=through)
+        arguments = self._arguments(name, *overrides, config=config)
+        arguments += ["--coordinator", at, f"--num-hosts={hosts}", "--host-id", str(host)]
+        return self.command(self.run_dir(name), arguments, env=env, through=through)
 
     def start_hosts(self, name: str, *overrides: str, hosts: int, **kwargs: Any) -> list[Trainer]:
         """Starts one supervisor per host."""
@@ -311,7 +313,7 @@ class Place:
     def copy(self, run_dir: RunDir, name: str) -> RunDir:
         """Copies a run directory from a disk."""
         copied = self.run_dir(name)
-        put(run_dir.root, copied.root)
+        copy_tree(run_dir.root, copied.root)
         if self.bucket is not None:
             shutil.copytree(run_dir.compiled, copied.compiled)
         return copied
@@ -342,7 +344,7 @@ def free_address() -> str:
 NOT_IN_A_BUCKET = ("compiled", "tensorboard", "exports", "owner.json", "owner.lock")
 
 
-def put(folder: places.RunPath, to: places.RunPath) -> None:
+def copy_tree(folder: paths.RunPath, to: paths.RunPath) -> None:
     """Copies a folder from a disk; in a bucket, a file of lines becomes a folder of segments."""
     assert isinstance(folder, Path)
     if isinstance(to, Path):
@@ -360,7 +362,7 @@ def put(folder: places.RunPath, to: places.RunPath) -> None:
         list(pool.map(one, paths))
 
 
-def snapshot(folder: places.RunPath) -> dict[str, bytes]:
+def snapshot(folder: paths.RunPath) -> dict[str, bytes]:
     """Returns relative path -> bytes of everything below a folder; a disk's folders are there too.
 
     Omits temporaries, which any claim deletes, and the lock holder's heartbeat.
@@ -384,8 +386,8 @@ def run_history(run_dir: RunDir) -> RunHistory:
 
 def digest(run_dir: RunDir, step: int | None = None) -> str:
     """Returns the content digest of a committed step, default the newest."""
-    words = ["checkpoints", "digest", str(run_dir.root)]
-    return _verb(words + ([] if step is None else ["--step", str(step)])).strip()
+    arguments = ["checkpoints", "digest", str(run_dir.root)]
+    return _verb(arguments + ([] if step is None else ["--step", str(step)])).strip()
 
 
 def history(run_dir: RunDir) -> list[dict[str, Any]]:
@@ -409,10 +411,10 @@ def starts(run_dir: RunDir) -> list[int]:
     return [run_log.start_of(record).step for record in run_history(run_dir).starts]
 
 
-def _verb(words: list[str]) -> str:
+def _verb(arguments: list[str]) -> str:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = checkpoints_cli.main(words, usage="")
+        code = checkpoints_cli.main(arguments, usage="")
     assert code == 0, err.getvalue()
     return out.getvalue()
 

@@ -36,7 +36,7 @@ ROUNDS = 4
 """Rounds of a run on a disk and one in the bucket, in turns."""
 AIM_MS = 50
 SAVE_EVERY = 20
-BEAT_SECONDS, LOOK_SECONDS, FLUSH_SECONDS = 5.0, 2.5, 5.0
+HEARTBEAT_SECONDS, POLL_SECONDS, FLUSH_SECONDS = 5.0, 2.5, 5.0
 HOURS = 730
 SETTINGS = (
     "model.kind=mlp",
@@ -72,8 +72,8 @@ def _count(server: GcsServer, folder: str, prices: Mapping[str, float]) -> None:
     fresh = {name: short[name] - 5 * commit[name] for name in prices}
     resumed = {name: again[name] - commit[name] for name in prices}
     hour = {
-        "A": 3600 / BEAT_SECONDS + 2 * 3600 / FLUSH_SECONDS,
-        "B": 3600 / BEAT_SECONDS + 2 * 3600 / LOOK_SECONDS,
+        "A": 3600 / HEARTBEAT_SECONDS + 2 * 3600 / FLUSH_SECONDS,
+        "B": 3600 / HEARTBEAT_SECONDS + 2 * 3600 / POLL_SECONDS,
     }
 
     def price(found: Mapping[str, float]) -> float:

@@ -27,7 +27,7 @@ from pathlib import Path
 from jaxres.launch.desired_state import DesiredState, decode_state
 from jaxres.launch.observed_state import AgentReport
 from jaxres.launch.paths import LaunchPaths
-from jaxres.launch.vm_agent import BEAT_SECONDS
+from jaxres.launch.vm_agent import REPORT_SECONDS
 from jaxres.storage.path import GcsPath
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gcs import GcsServer
@@ -75,7 +75,7 @@ class Agents:
         return intent is None or name in intent.names
 
     def _run(self) -> None:
-        while not self._is_closed.wait(BEAT_SECONDS):
+        while not self._is_closed.wait(REPORT_SECONDS):
             intent = self.intent()
             if intent is None:
                 continue
@@ -155,7 +155,7 @@ def _lose(count: int, leader: subprocess.Popen[bytes], agents: Agents) -> None:
     """Prints how long the silence of a VM lasts until it counts as lost."""
     found = []
     for _ in range(count):
-        time.sleep(random.uniform(0, BEAT_SECONDS))
+        time.sleep(random.uniform(0, REPORT_SECONDS))
         intent = agents.intent()
         assert intent is not None
         name, start = intent.hosts[-1].name, time.monotonic()

@@ -184,7 +184,7 @@ class Api:
             type_, scope, target, user=asked.user, request=asked.request, target_id=target_id
         )
 
-    def told(self, operation: Operation) -> dict[str, Any]:
+    def reported(self, operation: Operation) -> dict[str, Any]:
         return operation.resource(self.root, self.project)
 
 

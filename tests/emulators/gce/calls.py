@@ -45,9 +45,9 @@ def _place(one: dict[str, Any]) -> list[str]:
 
 
 def _list(kind: str, items: list[dict[str, Any]], token: str | None) -> dict[str, Any]:
-    told: dict[str, Any] = {"kind": f"compute#{kind}"}
-    told |= {"items": items} if items else {}
-    return told | ({"nextPageToken": token} if token else {})
+    reported: dict[str, Any] = {"kind": f"compute#{kind}"}
+    reported |= {"items": items} if items else {}
+    return reported | ({"nextPageToken": token} if token else {})
 
 
 def _by_scope(word: str, items: list[dict[str, Any]], zones: Iterable[str]) -> dict[str, Any]:
@@ -75,18 +75,18 @@ def list_instances(api: Api, asked: Asked) -> dict[str, Any]:
 
 def all_instances(api: Api, asked: Asked) -> dict[str, Any]:
     items, token = page(_listed(api, None), asked.query, key=_place)
-    told = _list("instanceAggregatedList", [], token)
-    return told | {"items": _by_scope("instances", items, api.catalog.zones)}
+    reported = _list("instanceAggregatedList", [], token)
+    return reported | {"items": _by_scope("instances", items, api.catalog.zones)}
 
 
 def delete(api: Api, asked: Asked) -> dict[str, Any]:
     if before := api.again(asked):
-        return api.told(before)
+        return api.reported(before)
     vm = _vm(api, asked)
     operation = api.begin(asked, "delete", f"zones/{vm.zone}", vm.path, target_id=vm.id)
     if not _fails(api, operation):
         api.fleet.shut_down(vm, "DELETE", operation)
-    return api.told(operation)
+    return api.reported(operation)
 
 
 def _fails(api: Api, operation: Operation) -> bool:
@@ -100,19 +100,19 @@ def _fails(api: Api, operation: Operation) -> bool:
 
 def stop(api: Api, asked: Asked) -> dict[str, Any]:
     if before := api.again(asked):
-        return api.told(before)
+        return api.reported(before)
     vm = _vm(api, asked)
     operation = api.begin(asked, "stop", f"zones/{vm.zone}", vm.path, target_id=vm.id)
     if vm.status == TERMINATED:
         api.operations.end(operation)
     elif not _fails(api, operation):
         api.fleet.shut_down(vm, "STOP", operation)
-    return api.told(operation)
+    return api.reported(operation)
 
 
 def start(api: Api, asked: Asked) -> dict[str, Any]:
     if before := api.again(asked):
-        return api.told(before)
+        return api.reported(before)
     vm = _vm(api, asked)
     if vm.status not in (TERMINATED, RUNNING):
         raise Refused(400, "resourceNotReady", f"The resource '{vm.path}' is not ready")
@@ -121,12 +121,12 @@ def start(api: Api, asked: Asked) -> dict[str, Any]:
         api.operations.end(operation)
     elif not _fails(api, operation):
         api.fleet.start(vm, operation)
-    return api.told(operation)
+    return api.reported(operation)
 
 
 def set_metadata(api: Api, asked: Asked) -> dict[str, Any]:
     if before := api.again(asked):
-        return api.told(before)
+        return api.reported(before)
     vm, items = _vm(api, asked), asked.body.get("items", [])
     check_metadata(items)
     if asked.body.get("fingerprint") != vm.metadata_fingerprint():
@@ -134,18 +134,18 @@ def set_metadata(api: Api, asked: Asked) -> dict[str, Any]:
         raise Refused(412, "conditionNotMet", why)
     operation = api.begin(asked, "setMetadata", f"zones/{vm.zone}", vm.path, target_id=vm.id)
     if _fails(api, operation):
-        return api.told(operation)
+        return api.reported(operation)
     vm.items = {one["key"]: one.get("value", "") for one in items}
     vm.metadata_version += 1
     if vm.guest is not None:
         vm.guest.attributes(vm.items)
     api.agenda.after(0.5, api.operations.end, operation)
-    return api.told(operation)
+    return api.reported(operation)
 
 
 def set_labels(api: Api, asked: Asked) -> dict[str, Any]:
     if before := api.again(asked):
-        return api.told(before)
+        return api.reported(before)
     vm, labels = _vm(api, asked), asked.body.get("labels", {})
     check_labels(labels)
     if asked.body.get("labelFingerprint") != vm.label_fingerprint():
@@ -153,17 +153,17 @@ def set_labels(api: Api, asked: Asked) -> dict[str, Any]:
         raise Refused(412, "conditionNotMet", why)
     operation = api.begin(asked, "setLabels", f"zones/{vm.zone}", vm.path, target_id=vm.id)
     if _fails(api, operation):
-        return api.told(operation)
+        return api.reported(operation)
     vm.labels = dict(labels)
     api.agenda.after(0.5, api.operations.end, operation)
-    return api.told(operation)
+    return api.reported(operation)
 
 
 def serial_port(api: Api, asked: Asked) -> dict[str, Any]:
     vm = _vm(api, asked)
     text, start = output_of(vm.folder), int(asked.query.get("start", 0))
-    told = {"kind": "compute#serialPortOutput", "contents": text[start:]}
-    return told | {"start": str(start), "next": str(len(text))}
+    reported = {"kind": "compute#serialPortOutput", "contents": text[start:]}
+    return reported | {"start": str(start), "next": str(len(text))}
 
 
 def guest_attributes(api: Api, asked: Asked) -> dict[str, Any]:
@@ -181,13 +181,13 @@ def guest_attributes(api: Api, asked: Asked) -> dict[str, Any]:
             items.append({"namespace": namespace, "key": key, "value": value})
     if not items:
         raise not_found(f"{vm.path}/guestAttributes/{wanted}")
-    told = {"kind": "compute#guestAttributes", "queryPath": wanted}
-    return told | {"queryValue": {"items": items}}
+    reported = {"kind": "compute#guestAttributes", "queryPath": wanted}
+    return reported | {"queryValue": {"items": items}}
 
 
 def simulate(api: Api, asked: Asked) -> dict[str, Any]:
     if before := api.again(asked):
-        return api.told(before)
+        return api.reported(before)
     vm = _vm(api, asked)
     if not vm.shape.is_simulated:  # Words not known.
         why = f"Machine type {vm.shape.name} does not support simulated maintenance events."
@@ -196,11 +196,11 @@ def simulate(api: Api, asked: Asked) -> dict[str, Any]:
     operation = api.begin(asked, *words, target_id=vm.id)
     api.fleet.maintain(vm)
     api.agenda.after(1.0, api.operations.end, operation)
-    return api.told(operation)
+    return api.reported(operation)
 
 
 def get_operation(api: Api, asked: Asked) -> dict[str, Any]:
-    return api.told(
+    return api.reported(
         api.operations.get(_scope(asked), asked.words["operation"], asked.words["project"])
     )
 
@@ -208,18 +208,18 @@ def get_operation(api: Api, asked: Asked) -> dict[str, Any]:
 def wait_operation(api: Api, asked: Asked) -> dict[str, Any]:
     one = api.operations.get(_scope(asked), asked.words["operation"], asked.words["project"])
     api.agenda.changed.wait_for(lambda: one.status == "DONE", WAIT_SECONDS / api.agenda.speed)
-    return api.told(one)
+    return api.reported(one)
 
 
 def list_operations(api: Api, asked: Asked) -> dict[str, Any]:
-    found = [api.told(one) for one in api.operations.all.values() if one.scope == _scope(asked)]
+    found = [api.reported(one) for one in api.operations.all.values() if one.scope == _scope(asked)]
     return _list("operationList", *page(found, asked.query))
 
 
 def all_operations(api: Api, asked: Asked) -> dict[str, Any]:
-    items, token = page(map(api.told, api.operations.all.values()), asked.query)
-    told = _list("operationAggregatedList", [], token)
-    return told | {"items": _by_scope("operations", items, ())}
+    items, token = page(map(api.reported, api.operations.all.values()), asked.query)
+    reported = _list("operationAggregatedList", [], token)
+    return reported | {"items": _by_scope("operations", items, ())}
 
 
 def _scope(asked: Asked) -> str:
@@ -249,8 +249,8 @@ def all_machines(api: Api, asked: Asked) -> dict[str, Any]:
         for name in sorted(names)
     ]
     items, token = page(found, asked.query)
-    told = _list("machineTypeAggregatedList", [], token)
-    return told | {"items": _by_scope("machineTypes", items, ())}
+    reported = _list("machineTypeAggregatedList", [], token)
+    return reported | {"items": _by_scope("machineTypes", items, ())}
 
 
 def get_image(api: Api, asked: Asked) -> dict[str, Any]:
@@ -265,9 +265,9 @@ def get_subnetwork(api: Api, asked: Asked) -> dict[str, Any]:
     path = f"regions/{region}/subnetworks/{name}"
     if (region, name) not in api.catalog.subnetworks:
         raise not_found(f"projects/{api.project}/{path}")
-    told = {"kind": "compute#subnetwork", "name": name, "region": f"{api.url}/regions/{region}"}
+    reported = {"kind": "compute#subnetwork", "name": name, "region": f"{api.url}/regions/{region}"}
     more = {"ipCidrRange": f"127.{api.fleet.net}.0.0/16", "selfLink": f"{api.url}/{path}"}
-    return told | more | {"network": f"{api.url}/global/networks/default"}
+    return reported | more | {"network": f"{api.url}/global/networks/default"}
 
 
 def _region(api: Api, name: str) -> dict[str, Any]:
@@ -278,9 +278,9 @@ def _region(api: Api, name: str) -> dict[str, Any]:
         limit = api.catalog.quotas.get((name, metric), MUCH)
         quotas.append({"metric": metric, "limit": limit, "usage": used.get(metric, 0.0)})
     zones = [zone for zone in api.catalog.zones if zone.startswith(f"{name}-")]
-    told = {"kind": "compute#region", "name": name, "status": "UP", "quotas": quotas}
+    reported = {"kind": "compute#region", "name": name, "status": "UP", "quotas": quotas}
     links = [f"{api.url}/zones/{zone}" for zone in zones]
-    return told | {"zones": links, "selfLink": f"{api.url}/regions/{name}"}
+    return reported | {"zones": links, "selfLink": f"{api.url}/regions/{name}"}
 
 
 def get_region(api: Api, asked: Asked) -> dict[str, Any]:
@@ -294,8 +294,8 @@ def list_regions(api: Api, asked: Asked) -> dict[str, Any]:
 
 def _zone(api: Api, name: str) -> dict[str, Any]:
     region = f"{api.url}/regions/{name.rpartition('-')[0]}"
-    told = {"kind": "compute#zone", "name": name, "status": "UP", "region": region}
-    return told | {"selfLink": f"{api.url}/zones/{name}"}
+    reported = {"kind": "compute#zone", "name": name, "status": "UP", "region": region}
+    return reported | {"selfLink": f"{api.url}/zones/{name}"}
 
 
 def get_zone(api: Api, asked: Asked) -> dict[str, Any]:
@@ -307,9 +307,9 @@ def list_zones(api: Api, asked: Asked) -> dict[str, Any]:
 
 
 def get_project(api: Api, _: Asked) -> dict[str, Any]:
-    told = {"kind": "compute#project", "id": NUMBER, "name": api.project}
+    reported = {"kind": "compute#project", "id": NUMBER, "name": api.project}
     account = f"{NUMBER}-compute@developer.gserviceaccount.com"
-    return told | {"defaultServiceAccount": account, "quotas": [], "selfLink": api.url}
+    return reported | {"defaultServiceAccount": account, "quotas": [], "selfLink": api.url}
 
 
 def get_template(api: Api, asked: Asked) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Shape:
     """Whether simulateMaintenanceEvent supports it."""
 
     def resource(self, url: str, zone: str) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        reported: dict[str, Any] = {
             "kind": "compute#machineType",
             "id": str(sum(self.name.encode()) * 1000),
             "name": self.name,
@@ -56,8 +56,8 @@ class Shape:
         }
         if self.gpus:
             one = {"guestAcceleratorType": self.gpu, "guestAcceleratorCount": self.gpus}
-            told["accelerators"] = [one]
-        return told
+            reported["accelerators"] = [one]
+        return reported
 
 
 def _shapes() -> dict[str, Shape]:

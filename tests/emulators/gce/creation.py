@@ -73,7 +73,7 @@ def _check_quota(api: Api, wanted: dict[str, Any], zone: str, shape: Shape, coun
 
 def insert(api: Api, asked: Asked) -> dict[str, Any]:
     if before := api.again(asked):
-        return api.told(before)
+        return api.reported(before)
     zone = asked.words["zone"]
     wanted = _template(api, asked.query.get("sourceInstanceTemplate"))
     is_bare = "machineType" in wanted and "machineType" not in asked.body
@@ -99,7 +99,7 @@ def insert(api: Api, asked: Asked) -> dict[str, Any]:
     _check_quota(api, wanted, zone, shape, 1)
     operation = api.begin(asked, "insert", f"zones/{zone}", path)
     api.fleet.create(wanted, name=name, zone=zone, shape=shape, operation=operation)
-    return api.told(operation)
+    return api.reported(operation)
 
 
 @dataclass
@@ -164,14 +164,14 @@ class Bulk:
 
 def bulk_insert(api: Api, asked: Asked) -> dict[str, Any]:
     if before := api.again(asked):
-        return api.told(before)
-    return api.told(place_many(api, asked, asked.words["zone"], f"zones/{asked.words['zone']}"))
+        return api.reported(before)
+    return api.reported(place_many(api, asked, asked.words["zone"], f"zones/{asked.words['zone']}"))
 
 
 def bulk_insert_regional(api: Api, asked: Asked) -> dict[str, Any]:
     """Places all in one zone of the region (ANY_SINGLE_ZONE): the first zone with capacity."""
     if before := api.again(asked):
-        return api.told(before)
+        return api.reported(before)
     region = asked.words["region"]
     policy = asked.body.get("locationPolicy", {})
     preferences = {
@@ -189,7 +189,7 @@ def bulk_insert_regional(api: Api, asked: Asked) -> dict[str, Any]:
     machine = asked.body.get("instanceProperties", {}).get("machineType", "")
     offered = [zone for zone in zones if machine in api.catalog.zones[zone]] or zones[:1]
     stocked = [zone for zone in offered if not api.fleet.is_short(zone, machine)] or offered
-    return api.told(place_many(api, asked, stocked[0], f"regions/{region}"))
+    return api.reported(place_many(api, asked, stocked[0], f"regions/{region}"))
 
 
 def place_many(api: Api, asked: Asked, zone: str, scope: str) -> Operation:

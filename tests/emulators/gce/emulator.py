@@ -360,9 +360,9 @@ class GceEmulator:
 
     def add_template(self, name: str, properties: dict[str, Any]) -> None:
         """Adds an instance template; its properties are as JSON has them."""
-        told = {"kind": "compute#instanceTemplate", "name": name, "properties": properties}
+        reported = {"kind": "compute#instanceTemplate", "name": name, "properties": properties}
         with self.agenda.changed:
-            self.catalog.templates[name] = told
+            self.catalog.templates[name] = reported
 
     def fail_metadata(
         self,
@@ -392,8 +392,12 @@ class GceEmulator:
         """Does what was asked for over HTTP."""
         if deed not in DEEDS:
             raise ValueError(f"{deed}: not one of {', '.join(DEEDS)}")
-        told = getattr(self, deed)(**words)
-        return dataclasses.asdict(told) if isinstance(told, Rule | Shortage | Fault) else told
+        reported = getattr(self, deed)(**words)
+        return (
+            dataclasses.asdict(reported)
+            if isinstance(reported, Rule | Shortage | Fault)
+            else reported
+        )
 
     def state(self) -> dict[str, object]:
         counted = self.calls()

@@ -15,7 +15,7 @@ import time
 
 MOST_ROUNDS = 200
 ROUND_SECONDS = 0.02
-MOST_LOOKS, LOOK_SECONDS = 10, 0.002
+MAX_POLLS, POLL_SECONDS = 10, 0.002
 """At a process that has no environment: there may be one in a moment."""
 KERNEL_THREAD = 0x00200000
 """PF_KTHREAD of include/linux/sched.h."""
@@ -26,7 +26,7 @@ def values(name: str) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     start = f"{name}=".encode()
     unread = [pid for pid in os.listdir("/proc") if pid.isdigit()]
-    for _ in range(MOST_LOOKS):
+    for _ in range(MAX_POLLS):
         unsure = []
         for pid in unread:
             words = _environ(pid)
@@ -38,7 +38,7 @@ def values(name: str) -> dict[str, list[int]]:
         if not unsure:
             break
         unread = unsure
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     return found
 
 

@@ -45,7 +45,7 @@ class Failure:
     """Whether it has the fields that the library's futures look at."""
     words: dict[str, Any] = field(default_factory=dict)
 
-    def told(self) -> dict[str, Any]:
+    def reported(self) -> dict[str, Any]:
         errors = []
         for code in self.codes:
             text = TEXTS.get(code, "as the test has asked")
@@ -113,7 +113,7 @@ class Operation:
 
     def resource(self, root: str, project: str) -> dict[str, Any]:
         url = f"{root}/projects/{project}"
-        told: dict[str, Any] = {
+        reported: dict[str, Any] = {
             "kind": "compute#operation",
             "id": self.id,
             "name": self.name,
@@ -128,7 +128,7 @@ class Operation:
         }
         word, _, name = self.scope.partition("/")
         if name:
-            told[word.removesuffix("s")] = f"{url}/{self.scope}"
+            reported[word.removesuffix("s")] = f"{url}/{self.scope}"
         for key, value in (
             ("startTime", self.started),
             ("endTime", self.ended),
@@ -137,10 +137,10 @@ class Operation:
             ("warnings", self.warnings),
         ):
             if value:
-                told[key] = value
+                reported[key] = value
         if self.bulk:
-            told["instancesBulkInsertOperationMetadata"] = {"perLocationStatus": self.bulk}
-        return told | (self.failure.told() if self.failure else {})
+            reported["instancesBulkInsertOperationMetadata"] = {"perLocationStatus": self.bulk}
+        return reported | (self.failure.reported() if self.failure else {})
 
 
 class Operations:

@@ -65,8 +65,8 @@ class ComputeServer:
                 if route.permission:
                     what = path.removeprefix(f"{API}/")
                     self.api.need(route.permission, what)
-                told = route.function(self.api, asked)
-            answer = _Answer(200, json.dumps(told).encode())
+                reported = route.function(self.api, asked)
+            answer = _Answer(200, json.dumps(reported).encode())
         except Refused as no:
             answer = _refused(no)
         except Exception:  # noqa: BLE001 - else the client would only see its connection end.
@@ -78,10 +78,10 @@ class ComputeServer:
         """Manual use: runs actions, returns the state."""
         deed = path.removeprefix(CONTROL) if method == "POST" else "state"
         try:
-            told = self.controlled.control(deed, json.loads(body) if body else {})
+            reported = self.controlled.control(deed, json.loads(body) if body else {})
         except (Refused, KeyError, TypeError, ValueError) as wrong:
             return _Answer(400, f"{type(wrong).__name__}: {wrong}\n".encode())
-        return _Answer(200, (json.dumps(told, indent=1, default=str) + "\n").encode())
+        return _Answer(200, (json.dumps(reported, indent=1, default=str) + "\n").encode())
 
 
 class _Answer:

@@ -106,12 +106,12 @@ class Vm:
     def resource(self, root: str) -> dict[str, Any]:
         url = f"{root}/projects/{self.project}"
         here = f"{url}/zones/{self.zone}"
-        told = {
+        reported = {
             key: value
             for key, value in self.wanted.items()
             if key not in ("labels", "metadata", "disks", "networkInterfaces", "machineType")
         }
-        told |= {
+        reported |= {
             "kind": "compute#instance",
             "id": self.id,
             "name": self.name,
@@ -136,9 +136,9 @@ class Vm:
         if self.shape.gpus:
             kind = f"{here}/acceleratorTypes/{self.shape.gpu}"
             one = {"acceleratorType": kind, "acceleratorCount": self.shape.gpus}
-            told["guestAccelerators"] = [one]
+            reported["guestAccelerators"] = [one]
         times = {"lastStartTimestamp": self.started, "lastStopTimestamp": self.stopped}
-        return told | {key: value for key, value in times.items() if value}
+        return reported | {key: value for key, value in times.items() if value}
 
     def _networks(self, url: str) -> list[dict[str, Any]]:
         default = f"{url}/regions/{region_of(self.zone)}/subnetworks/default"
@@ -153,8 +153,8 @@ class Vm:
         found = []
         for number, one in enumerate(self.wanted.get("disks", [])):
             name = self.name if number == 0 else f"{self.name}-{number}"
-            told = {key: value for key, value in one.items() if key != "initializeParams"}
-            found.append({"index": number, "source": f"{here}/disks/{name}", **told})
+            reported = {key: value for key, value in one.items() if key != "initializeParams"}
+            found.append({"index": number, "source": f"{here}/disks/{name}", **reported})
         return found
 
     def values(self, number: str) -> dict[str, str]:

@@ -47,8 +47,8 @@ class Buckets:
         """Bucket -> its project."""
 
     def resource(self, name: str) -> dict[str, Any]:
-        told = {"kind": "storage#bucket", "id": name, "name": name, "timeCreated": stamp()}
-        return told | merged(DEFAULTS, self._objects.facts.get(name, {}))
+        reported = {"kind": "storage#bucket", "id": name, "name": name, "timeCreated": stamp()}
+        return reported | merged(DEFAULTS, self._objects.facts.get(name, {}))
 
     def answer(
         self, method: str, name: str | None, query: Mapping[str, str], body: dict[str, Any]

@@ -215,40 +215,40 @@ class GcsServer:
 
     def _list(self, asked: Asked, bucket: str, *, stale_seconds: float) -> Answer:
         items, prefixes, token = self.objects.page(bucket, asked.query, stale_seconds=stale_seconds)
-        told: dict[str, Any] = {"kind": "storage#objects"}
-        told |= {"items": [one.resource(self.url) for one in items]} if items else {}
-        told |= {"prefixes": prefixes} if prefixes else {}
-        told |= {"nextPageToken": token} if token else {}
-        return _json(told, "A")
+        reported: dict[str, Any] = {"kind": "storage#objects"}
+        reported |= {"items": [one.resource(self.url) for one in items]} if items else {}
+        reported |= {"prefixes": prefixes} if prefixes else {}
+        reported |= {"nextPageToken": token} if token else {}
+        return _json(reported, "A")
 
     def _bucket(self, asked: Asked, bucket: str | None) -> Answer:
         body = json.loads(asked.body) if asked.body else {}
-        told = self.buckets.answer(asked.method, bucket, asked.query, body)
-        return _json(told, "A" if bucket is None else "B")
+        reported = self.buckets.answer(asked.method, bucket, asked.query, body)
+        return _json(reported, "A" if bucket is None else "B")
 
     def _told(self, found: Stored, cls: str = "free", *, deed: str = "") -> Answer:
-        told = found.resource(self.url)
+        reported = found.resource(self.url)
         if deed.startswith("rewriteTo"):
             size = str(len(found.data))
-            told = {
+            reported = {
                 "kind": "storage#rewriteResponse",
                 "done": True,
                 "objectSize": size,
                 "totalBytesRewritten": size,
-                "resource": told,
+                "resource": reported,
             }
-        return _json(told, cls)
+        return _json(reported, cls)
 
     def control(self, asked: Asked) -> Answer:
         """Manual use: sets faults, returns counts."""
         if asked.method == "POST":
             self.fail(**json.loads(asked.body))
-        told = {"requests": self.counts, "faults": self.faults.done}
-        return _json({**told, "too_often": self.objects.too_often}, "")
+        reported = {"requests": self.counts, "faults": self.faults.done}
+        return _json({**reported, "too_often": self.objects.too_often}, "")
 
 
-def _json(told: dict[str, Any], cls: str) -> Answer:
-    return Answer(200, json.dumps(told).encode(), {"Content-Type": "application/json"}, cls)
+def _json(reported: dict[str, Any], cls: str) -> Answer:
+    return Answer(200, json.dumps(reported).encode(), {"Content-Type": "application/json"}, cls)
 
 
 def _contents(headers: Any, word: str) -> dict[str, Any]:
@@ -258,12 +258,15 @@ def _contents(headers: Any, word: str) -> dict[str, Any]:
 def _hashes(headers: Any) -> dict[str, Any]:
     """Returns the checksums that came as headers, as fields."""
     found = dict(re.findall(r"(crc32c|md5)=([^,\s]+)", headers.get("X-Goog-Hash", "")))
-    told = {"crc32c": found.get("crc32c"), "md5Hash": found.get("md5", headers.get("Content-MD5"))}
-    return {name: value for name, value in told.items() if value}
+    reported = {
+        "crc32c": found.get("crc32c"),
+        "md5Hash": found.get("md5", headers.get("Content-MD5")),
+    }
+    return {name: value for name, value in reported.items() if value}
 
 
 def _media(found: Stored, headers: Any) -> Answer:
-    told = {
+    reported = {
         "Content-Type": str(found.fields.get("contentType", "")),
         "ETag": found.etag,
         "X-Goog-Generation": str(found.generation),
@@ -275,14 +278,14 @@ def _media(found: Stored, headers: Any) -> Answer:
     }
     asked = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))
     if asked is None or asked[0] == "bytes=-":
-        return Answer(200, found.data, told, "B")
+        return Answer(200, found.data, reported, "B")
     size = len(found.data)
     start = int(asked[1]) if asked[1] else max(0, size - int(asked[2]))
     end = min(size, int(asked[2]) + 1) if asked[1] and asked[2] else size
     if start >= size or start >= end:
         raise Refused(416, "requestedRangeNotSatisfiable", f"bytes */{size}")
-    told["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
-    return Answer(206, found.data[start:end], told, "B")
+    reported["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+    return Answer(206, found.data[start:end], reported, "B")
 
 
 class _Request(Quiet):

@@ -27,7 +27,7 @@ class Follower(SingleHost):
         return self.messages.get(topic.replace("/", "_"), checkpointer.COUNTS)
 
 
-def test_a_follower_saves_what_the_lead_starts_while_its_own_part_is_unfinished(attempt):
+def test_a_follower_saves_what_host_0_starts_while_its_own_part_is_unfinished(attempt):
     lead = Follower(
         save_1=f"{checkpointer.BEGIN}00000008-0001",
         save_2=f"{checkpointer.BEGIN}00000016-0001",

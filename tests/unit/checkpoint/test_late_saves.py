@@ -19,7 +19,7 @@ def kinds(attempt):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(commit_tracker, "LEAST_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(commit_tracker, "MIN_LATE_SECONDS", 0.3)
 
 
 class Gate:
@@ -74,7 +74,7 @@ def test_after_a_refused_save_the_wait_is_short(attempt):
         checkpoints.save(state(16), progress(16), may_skip=True)
         began = checkpoints._clock.monotonic()
         checkpoints.save(state(24), progress(24), may_skip=True)
-        assert checkpoints._clock.monotonic() - began < commit_tracker.LEAST_PATIENCE_SECONDS
+        assert checkpoints._clock.monotonic() - began < commit_tracker.MIN_LATE_SECONDS
         gate.refuses = False
         gate.opened.set()
         checkpoints.save(state(32), progress(32))  # May not be skipped, so it waits.

@@ -120,7 +120,7 @@ def lost(message):
     ],
     ids=["one host's failure", "one host's silence"],
 )
-def test_the_lead_commits_only_when_all_hosts_have_read_back_their_parts(attempt, collect, why):
+def test_host_0_commits_only_when_all_hosts_have_read_back_their_parts(attempt, collect, why):
     with of_two(attempt.checkpoints(), collect) as checkpoints:
         checkpoints.save(state(8), progress(8))
         checkpoints.wait()

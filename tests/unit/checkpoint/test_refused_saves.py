@@ -367,7 +367,7 @@ def test_the_failure_of_another_host_is_reported_and_cleared_by_a_commit(attempt
 @pytest.mark.parametrize(
     ("message", "committed"), [(checkpointer.COUNTS, True), ("host 0: full", False)]
 )
-def test_a_step_is_committed_on_a_follower_when_the_lead_reports_it(attempt, message, committed):
+def test_a_step_is_committed_on_a_follower_when_host_0_reports_it(attempt, message, committed):
     class Follower(SingleHost):
         member = HostRank(host=1, num_hosts=2)
 

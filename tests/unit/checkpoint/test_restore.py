@@ -310,7 +310,7 @@ def test_a_step_of_another_model_is_not_damaged(saved):
     assert commits(saved) == [8, 16, 24]
 
 
-def test_steps_whose_folder_is_gone_are_not_damaged(saved):
+def test_steps_whose_folder_is_missing_are_not_damaged(saved):
     saved.run_dir.checkpoints.rename(saved.run_dir.root / "away")
     with pytest.raises(StorageUnavailable, match="Is it mounted"):
         restore(saved)
@@ -342,7 +342,7 @@ def result(kind, what=""):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_lead_combines_all_results_and_requires_proof_of_damage(saved, messages, wanted):
+def test_host_0_combines_all_results_and_requires_proof_of_damage(saved, messages, wanted):
     """In the last row the step is intact on storage: one host's result is not enough."""
     checkpoints = saved.checkpoints()
     search = checkpoint_restore.NewestValid(

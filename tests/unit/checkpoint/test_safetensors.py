@@ -24,7 +24,7 @@ ARRAYS = {
 
 def test_files_of_the_reference_package_are_read(tmp_path):
     package.save_file(ARRAYS, tmp_path / "x.safetensors", metadata={"who": "it"})
-    found = safetensors.open_place(tmp_path)
+    found = safetensors.open_path(tmp_path)
     assert found.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
         there = found[name].read()
@@ -94,7 +94,7 @@ def test_an_unknown_type_blocks_only_its_own_tensor(tmp_path):
 
 def test_a_file_truncated_after_opening_is_refused(tmp_path):
     package.save_file({"a": ARRAYS["a"]}, tmp_path / "x.safetensors")
-    found = safetensors.open_place(tmp_path)
+    found = safetensors.open_path(tmp_path)
     os.truncate(tmp_path / "x.safetensors", 80)
     with pytest.raises(ConfigError, match="cut off"):
         found["a"].read()
@@ -108,7 +108,7 @@ def sharded(folder, places):
 
 def test_an_index_leads_to_all_files(tmp_path):
     sharded(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
-    assert safetensors.open_place(tmp_path).keys() == {"a", "b"}
+    assert safetensors.open_path(tmp_path).keys() == {"a", "b"}
 
 
 @pytest.mark.parametrize(
@@ -125,18 +125,18 @@ def test_an_index_leads_to_all_files(tmp_path):
 def test_an_index_that_contradicts_the_files_is_refused(tmp_path, places, message):
     sharded(tmp_path, places)
     with pytest.raises(ConfigError, match=message):
-        safetensors.open_place(tmp_path)
+        safetensors.open_path(tmp_path)
 
 
 def test_a_tensor_missing_in_the_index_is_refused(tmp_path):
     sharded(tmp_path, {"a": "1.safetensors"})
     package.save_file({"a": ARRAYS["a"], "x": ARRAYS["b"]}, tmp_path / "1.safetensors")
     with pytest.raises(ConfigError, match="assigns to no file"):
-        safetensors.open_place(tmp_path)
+        safetensors.open_path(tmp_path)
 
 
 def test_several_files_without_an_index_are_not_guessed_at(tmp_path):
     sharded(tmp_path, {})
     (tmp_path / safetensors.INDEX).unlink()
     with pytest.raises(ConfigError, match="there are several"):
-        safetensors.open_place(tmp_path)
+        safetensors.open_path(tmp_path)

@@ -41,12 +41,12 @@ def test_no_other_interval_loses_less_in_a_simulation(costs, mtbf):
         assert there > goodput(times * best, costs, uptimes=uptimes), times
 
 
-def test_where_failures_are_rare_it_is_youngs():
+def test_with_rare_failures_the_interval_is_youngs():
     assert optimum(2, mtbf_seconds=1e8) == pytest.approx(math.sqrt(2 * 2 * 1e8), rel=1e-3)
 
 
 @pytest.mark.parametrize(("stall", "mtbf"), [(1, 1e5), (60, 3600), (3600, 600)])
-def test_it_is_dalys_higher_order_estimate_where_that_holds(stall, mtbf):
+def test_the_interval_is_dalys_higher_order_estimate_where_that_is_valid(stall, mtbf):
     found = optimum(stall, mtbf_seconds=mtbf)
     root = math.sqrt(stall / (2 * mtbf))
     daly = math.sqrt(2 * stall * mtbf) * (1 + root / 3 + root**2 / 9) if stall < 2 * mtbf else None
@@ -67,7 +67,7 @@ def test_saves_take_no_larger_share_of_the_time_than_allowed_and_never_overtake_
     assert choose(Costs(stall_seconds=10), AUTO).bound == "failures"
 
 
-def test_what_is_expected_weighs_less_the_longer_the_run_has_trained():
+def test_the_expected_mtbf_weighs_less_the_longer_the_run_has_trained():
     assert mtbf_hours(Costs(), expected=24) == 24
     assert mtbf_hours(Costs(trained_hours=976), expected=24) == 1000
     assert mtbf_hours(Costs(failures=99, trained_hours=976), expected=24) == 10
@@ -88,7 +88,7 @@ def attempt(number, *, at, trained=True, until=None, stop=None):
 
 
 def test_failures_hours_and_the_restart_are_read_from_the_log():
-    told = [
+    reported = [
         *attempt(1, at=0, until=30 + 3600),  # Killed.
         *attempt(2, at=9000, until=9030 + 1794, stop=(75, True)),
         *attempt(3, at=20000, until=20030 + 1794, stop=(80, False)),
@@ -97,7 +97,9 @@ def test_failures_hours_and_the_restart_are_read_from_the_log():
         *attempt(6, at=50000, until=50030 + 3594, stop=(74, False)),
         *attempt(7, at=60000),
     ]
-    records = [Record(seq, number, time, body) for seq, (number, time, body) in enumerate(told, 1)]
+    records = [
+        Record(seq, number, time, body) for seq, (number, time, body) in enumerate(reported, 1)
+    ]
     costs = of_log(records, attempt=7)
     assert costs.failures == 3, "the kill, the hang and the storage that lost steps"
     assert costs.trained_hours == pytest.approx(1 + 0.5 + 0.5 + 1 + 1)

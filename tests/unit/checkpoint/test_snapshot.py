@@ -40,11 +40,13 @@ def test_a_device_copy_has_the_sharding_of_the_state_and_shares_no_buffer():
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("fsdp",))
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     state = {"w": jax.device_put(jnp.arange(64.0), sharding)}
-    copied, is_own = snapshot.taken(state, "device")
+    copied, is_own = snapshot.take_snapshot(state, "device")
     assert is_own
     assert copied["w"].sharding == sharding
     ours = {shard.data.unsafe_buffer_pointer() for shard in state["w"].addressable_shards}
     theirs = {shard.data.unsafe_buffer_pointer() for shard in copied["w"].addressable_shards}
     assert not ours & theirs
-    assert snapshot.taken(state, "copy") == (state, False)
-    assert snapshot.taken(state, "auto")[1], "on a CPU the next step would allocate as much anyway"
+    assert snapshot.take_snapshot(state, "copy") == (state, False)
+    assert snapshot.take_snapshot(state, "auto")[1], (
+        "on a CPU the next step would allocate as much anyway"
+    )

@@ -192,7 +192,7 @@ def test_steps_whose_folder_is_unavailable_are_not_damaged(run_dir):
     assert "Is it mounted?" in err
 
 
-def test_the_committed_checkpoint_has_the_content_digest_that_it_always_had():
+def test_the_content_digest_of_the_committed_checkpoint_never_changes():
     code, out, _ = run_command("verify", GOLDEN)
     assert code == 0
     assert out.startswith("step 8: intact: ")

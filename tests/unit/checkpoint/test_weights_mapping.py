@@ -90,7 +90,7 @@ def llama_tensors(*, layers=2, dtype="float32"):
     found = {}
     for path, shape in shapes.items():
         rule = hf_llama.RULES[path]
-        there = rule.theirs(shape[1:] if "{}" in rule.name else shape)
+        there = rule.hf_shape(shape[1:] if "{}" in rule.name else shape)
         found |= {name: ArrayInfo(dtype, there) for name in rule.names(shape)}
     return found
 

@@ -126,7 +126,7 @@ def test_a_live_run_is_not_pruned_and_a_dry_run_reports_that_it_prunes_itself(ru
         finally:
             heartbeats.send_signal(signal.SIGKILL)
             heartbeats.wait()
-        lock.beat()
+        lock.heartbeat()
         assert "owned by host" in capsys.readouterr().err
         assert run_command("prune", run_dir.root, "--dry-run") == 0
         assert "The run is alive: it prunes by itself" in capsys.readouterr().out

@@ -88,23 +88,25 @@ def prove(connected, *, key=KEY):
     assert answer == {"jaxres": 2, "proof": proof("accepting", other, own, key=key)}, answer
 
 
-def lead(address, *, num_hosts=2, **limits):
+def leader(address, *, num_hosts=2, **limits):
     return RendezvousLeader(hello(0, num_hosts=num_hosts), address, **(LIMITS | limits))
 
 
-def follow(address, said, *, sees=True, see_seconds=0.5, **limits):
+def follow(address, sent, *, is_visible=True, visible_seconds=0.5, **limits):
     """Joins the rendezvous and leaves; returns the announcement."""
-    with RendezvousFollower(said, address, **(LIMITS | limits)) as follower:
+    with RendezvousFollower(sent, address, **(LIMITS | limits)) as follower:
         announcement = follower.join()
-        follower.confirm(announcement, lambda attempt, nonce: sees, see_seconds=see_seconds)
+        follower.confirm(
+            announcement, lambda attempt, nonce: is_visible, visible_seconds=visible_seconds
+        )
         return announcement
 
 
-def begin(address, *, num_hosts=2, see_seconds=0.5, **limits):
+def begin(address, *, num_hosts=2, visible_seconds=0.5, **limits):
     """Leads the rendezvous and leaves; returns the hellos."""
-    with lead(address, num_hosts=num_hosts, **limits) as leading:
-        hellos = leading.wait_for_all()
-        leading.announce(ATTEMPT, see_seconds=see_seconds)
+    with leader(address, num_hosts=num_hosts, **limits) as running_leader:
+        hellos = running_leader.wait_for_all()
+        running_leader.announce(ATTEMPT, visible_seconds=visible_seconds)
         return hellos
 
 
@@ -121,22 +123,22 @@ def together(*calls):
         return list(pool.map(ended, calls))
 
 
-def hear(peers, kind, *, seconds=10.0, beat=None):
+def wait_message(peers, kind, *, seconds=10.0, heartbeat=None):
     """Returns the first message of a kind, with its host."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        for host, word in peers.receive():
-            if isinstance(word, kind):
-                return host, word
-        peers.send_heartbeat(beat or Heartbeat())
+        for host, received in peers.receive():
+            if isinstance(received, kind):
+                return host, received
+        peers.send_heartbeat(heartbeat or Heartbeat())
         time.sleep(0.02)
     raise AssertionError(f"no {kind.__name__} within {seconds} s")
 
 
 @contextlib.contextmanager
-def follower_process(address, said, **limits):
+def follower_process(address, sent, **limits):
     """Starts a follower in a process, which prints a line at its start and at its end."""
-    words = json.dumps([address.host, address.port, asdict(said), limits])
+    words = json.dumps([address.host, address.port, asdict(sent), limits])
     command = [sys.executable, "-m", "tests.unit.cluster.supervisors", words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -158,9 +160,9 @@ def main(host, port, fields, limits):
             while True:
                 time.sleep(0.05)
                 step += 1
-                for _, word in peers.receive():
-                    if isinstance(word, Disconnected | JobResult | Goodbye):
-                        print(word, flush=True)
+                for _, received in peers.receive():
+                    if isinstance(received, Disconnected | JobResult | Goodbye):
+                        print(received, flush=True)
                         return
                 peers.send_heartbeat(Heartbeat(step, "train"))
     except RunError as end:

@@ -43,14 +43,14 @@ from tests.unit.cluster.supervisors import (
     begin,
     follow,
     free_address,
-    hear,
     hello,
-    lead,
+    leader,
     line,
     proof,
     prove,
     read_line,
     together,
+    wait_message,
 )
 
 OTHER = Secret(b"o" * 32, "/runs/b/secret")
@@ -63,18 +63,18 @@ def address():
 
 @contextlib.contextmanager
 def running(address):
-    """A job of two hosts whose supervisors have met; yields what its lead has received."""
+    """A job of two hosts after their rendezvous; yields the messages that host 0 has received."""
     received, over = [], threading.Event()
 
     def follower():
         with RendezvousFollower(hello(1), address, **LIMITS) as joined:
             peers = joined.confirm(joined.join(), lambda *_: True)
-            hear(peers, JobResult, seconds=30)
+            wait_message(peers, JobResult, seconds=30)
 
-    def leader():
-        with lead(address) as leading:
-            leading.wait_for_all()
-            peers = leading.announce(ATTEMPT)
+    def host_0():
+        with leader(address) as running_leader:
+            running_leader.wait_for_all()
+            peers = running_leader.announce(ATTEMPT)
             started.set()
             while not over.wait(0.02):
                 received.extend(peers.receive())
@@ -82,7 +82,7 @@ def running(address):
             peers.send(JobResult(0, None, "done", 1))
 
     started = threading.Event()
-    threads = [threading.Thread(target=call) for call in (leader, follower)]
+    threads = [threading.Thread(target=call) for call in (host_0, follower)]
     for thread in threads:
         thread.start()
     assert started.wait(20)
@@ -92,10 +92,10 @@ def running(address):
         over.set()
         for thread in threads:
             thread.join(20)
-    assert all(word == Heartbeat() for _, word in received), received
+    assert all(message == Heartbeat() for _, message in received), received
 
 
-def all_that_comes(connected):
+def read_all(connected):
     """Returns every line that is sent until the connection ends."""
     connected.settimeout(20)
     lines = []
@@ -116,11 +116,11 @@ def sends_garbage(connected):
     connected.sendall(secrets.token_bytes(300) + b"\n")
 
 
-def says_hello_without_a_proof(connected):
-    connected.sendall(encode(hello(1, nonce="stranger")))
+def sends_hello_without_a_proof(connected):
+    connected.sendall(encode(hello(1, nonce="unknown")))
 
 
-def asks_to_end_without_a_proof(connected):
+def sends_goodbye_without_a_proof(connected):
     connected.sendall(encode(Goodbye(78, "end")) + encode(JobResult(78, 1, "end", 1)))
 
 
@@ -138,7 +138,7 @@ def challenges_twice(connected):
 
 def sends_a_wrong_proof(connected):
     connected.sendall(line(challenge="0" * 64) + line(proof="0" * 64))
-    connected.sendall(encode(hello(1, nonce="stranger")))
+    connected.sendall(encode(hello(1, nonce="unknown")))
 
 
 def sends_an_empty_proof(connected):
@@ -168,10 +168,10 @@ def reflects_every_line(connected):
             connected.sendall(got)
 
 
-STRANGERS = [
+UNKNOWN_CLIENTS = [
     sends_garbage,
-    says_hello_without_a_proof,
-    asks_to_end_without_a_proof,
+    sends_hello_without_a_proof,
+    sends_goodbye_without_a_proof,
     sends_a_long_line,
     proves_without_a_challenge,
     challenges_twice,
@@ -184,20 +184,20 @@ STRANGERS = [
 ]
 
 
-@pytest.mark.parametrize("act", STRANGERS)
-def test_stranger_at_a_running_job_gets_a_challenge_and_ends_nothing(address, act, capsys):
+@pytest.mark.parametrize("act", UNKNOWN_CLIENTS)
+def test_an_unknown_client_of_a_running_job_gets_only_a_challenge(address, act, capsys):
     with running(address), socket.create_connection((address.host, address.port)) as connected:
         connected.settimeout(20)
         act(connected)
-        lines = all_that_comes(connected)
+        lines = read_all(connected)
         time.sleep(0.1)
     assert all(is_challenge(fields) or fields == REFUSED for fields in lines), lines
     assert capsys.readouterr().err.count("was refused") == 1
 
 
-@pytest.mark.parametrize("act", STRANGERS)
-def test_stranger_takes_no_place_while_the_hosts_meet(address, act):
-    def stranger():
+@pytest.mark.parametrize("act", UNKNOWN_CLIENTS)
+def test_an_unknown_client_takes_no_slot_during_the_rendezvous(address, act):
+    def unknown_client():
         for _ in range(500):
             with contextlib.suppress(ConnectionRefusedError):
                 connected = socket.create_connection((address.host, address.port))
@@ -206,23 +206,23 @@ def test_stranger_takes_no_place_while_the_hosts_meet(address, act):
         with connected:
             connected.settimeout(20)
             act(connected)
-            all_that_comes(connected)
+            read_all(connected)
         return follow(address, hello(1))
 
-    hellos, announced = together(partial(begin, address), stranger)
-    assert [said.nonce for said in hellos] == ["nonce0", "nonce1"]
+    hellos, announced = together(partial(begin, address), unknown_client)
+    assert [each.nonce for each in hellos] == ["nonce0", "nonce1"]
     assert announced == ATTEMPT
 
 
-def test_silent_stranger_is_dropped_and_ends_nothing(address, monkeypatch, capsys):
+def test_a_silent_client_is_disconnected_and_the_job_continues(address, monkeypatch, capsys):
     monkeypatch.setattr(peer_connections, "HELLO_SECONDS", 0.5)
     with running(address), socket.create_connection((address.host, address.port)) as connected:
-        assert [is_challenge(fields) for fields in all_that_comes(connected)] == [True]
+        assert [is_challenge(fields) for fields in read_all(connected)] == [True]
         time.sleep(0.1)
     assert "has not proven within 0.5 s that it holds the secret" in capsys.readouterr().err
 
 
-def test_recorded_handshake_proves_nothing_again(address):
+def test_a_replayed_handshake_is_refused(address):
     """The lines of a host that was admitted are sent again by someone else."""
     sent = []
 
@@ -241,12 +241,12 @@ def test_recorded_handshake_proves_nothing_again(address):
         assert len(sent) == 2
         with socket.create_connection((address.host, address.port)) as again:
             again.sendall(b"".join(sent) + encode(hello(1, nonce="replayed")))
-            lines = all_that_comes(again)
+            lines = read_all(again)
     assert is_challenge(lines[0])
     assert lines[1:] == [REFUSED]
 
 
-def test_follower_sends_nothing_to_one_that_reflects_its_own_proof(address):
+def test_a_follower_sends_nothing_to_a_server_that_reflects_its_proof(address):
     received = []
     with socket.create_server((address.host, address.port)) as server:
 
@@ -257,7 +257,7 @@ def test_follower_sends_nothing_to_one_that_reflects_its_own_proof(address):
                 connected.sendall(line(challenge="0" * 64))
                 assert is_challenge(read_line(connected))
                 connected.sendall(line(proof=read_line(connected)["proof"]))
-                received.extend(all_that_comes(connected))
+                received.extend(read_all(connected))
 
         refused, _ = together(partial(follow, address, hello(1), join_seconds=5.0), serve)
     assert received == [], "messages were sent to one that holds no secret"
@@ -265,7 +265,7 @@ def test_follower_sends_nothing_to_one_that_reflects_its_own_proof(address):
     assert "has a different secret" in str(refused)
 
 
-def test_reflection_is_no_proof():
+def test_a_reflected_proof_is_refused():
     connecting = Handshake(SECRET, accepts=False)
     reflected = connecting.receive(line(challenge="0" * 64))
     with pytest.raises(NotAuthenticatedError, match="different secrets"):
@@ -273,7 +273,7 @@ def test_reflection_is_no_proof():
     assert not connecting.is_done, "a reflected proof was accepted"
 
 
-def test_answer_of_another_key_is_no_proof():
+def test_a_proof_with_another_key_is_refused():
     accepting, other = Handshake(SECRET, accepts=True), Handshake(OTHER, accepts=False)
     accepting.receive(other.opening)
     with pytest.raises(NotAuthenticatedError, match="different secrets"):
@@ -291,7 +291,7 @@ def test_both_sides_prove_the_secret_to_each_other():
     assert connecting.is_done
 
 
-def test_no_message_leaves_or_is_decoded_before_the_proof():
+def test_no_message_is_sent_or_decoded_before_the_proof():
     ours, theirs = socket.socketpair()
     connection = Connection(ours, Handshake(SECRET, accepts=True))
     with theirs:
@@ -304,7 +304,7 @@ def test_no_message_leaves_or_is_decoded_before_the_proof():
         assert theirs.recv(4096) == b""
 
 
-def test_messages_that_waited_follow_the_handshake():
+def test_queued_messages_follow_the_handshake():
     ours, theirs = socket.socketpair()
     accepting = Connection(ours, Handshake(SECRET, accepts=True))
     connecting = Connection(theirs, Handshake(SECRET, accepts=False))
@@ -318,7 +318,7 @@ def test_messages_that_waited_follow_the_handshake():
     connecting.close()
 
 
-def test_hosts_with_different_secrets_say_so_on_both_sides(address, capsys):
+def test_different_secrets_are_reported_on_both_sides(address, capsys):
     lost, refused = together(
         partial(begin, address, join_seconds=2.0),
         partial(follow, address, hello(1), secret=OTHER),
@@ -358,18 +358,18 @@ def test_refusals_are_reported_at_a_bounded_rate(address):
         b'{"jaxres": 2, "message": "goodbye", "code": 100000, "reason": ""}',
     ],
 )
-def test_number_out_of_range_is_no_message(line):
+def test_a_number_out_of_range_is_a_protocol_error(line):
     with pytest.raises(ProtocolError):
         decode(line)
 
 
 @pytest.mark.parametrize("changes", [{"host": -1}, {"host": 10**9}, {"num_hosts": 0}])
-def test_host_out_of_range_is_no_message(changes):
+def test_a_host_out_of_range_is_a_protocol_error(changes):
     with pytest.raises(ProtocolError):
         decode(encode(replace(hello(1), **changes)))
 
 
-def test_secret_is_created_once_for_its_owner_only(tmp_path):
+def test_a_secret_is_created_once_and_readable_by_its_user_only(tmp_path):
     run_dir = RunDir(tmp_path / "runs" / "a")
     found = together(*[partial(load_secret, run_dir.secret, given="", clock=CLOCK)] * 8)
     assert len({secret.key for secret in found}) == 1
@@ -379,14 +379,14 @@ def test_secret_is_created_once_for_its_owner_only(tmp_path):
     assert [path.name for path in run_dir.root.iterdir()] == ["secret"]
 
 
-def test_secret_in_a_bucket_is_one_for_all_hosts(gcs_bucket):
+def test_all_hosts_read_the_same_secret_from_a_bucket(gcs_bucket):
     run_dir = RunDir(GcsPath(gcs_bucket, "runs/a"))
     found = together(*[partial(load_secret, run_dir.secret, given="", clock=CLOCK)] * 4)
     assert len({secret.key for secret in found}) == 1
     assert found[0].source == f"gs://{gcs_bucket}/runs/a/secret"
 
 
-def test_given_secret_leaves_no_file(tmp_path):
+def test_a_given_secret_writes_no_file(tmp_path):
     run_dir = RunDir(tmp_path / "a")
     given = load_secret(run_dir.secret, given="x" * 32 + "\n", clock=CLOCK)
     assert given == Secret(b"x" * 32, "the variable JAXRES_SECRET")
@@ -396,7 +396,7 @@ def test_given_secret_leaves_no_file(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o666])
-def test_secret_that_others_can_use_is_refused(tmp_path, mode):
+def test_a_secret_that_other_users_can_read_or_write_is_refused(tmp_path, mode):
     run_dir = RunDir(tmp_path)
     load_secret(run_dir.secret, given="", clock=CLOCK)
     run_dir.secret.chmod(mode)
@@ -406,7 +406,7 @@ def test_secret_that_others_can_use_is_refused(tmp_path, mode):
     load_secret(run_dir.secret, given="", clock=CLOCK)
 
 
-def test_file_that_holds_no_secret_is_refused(tmp_path):
+def test_a_file_without_a_secret_is_refused(tmp_path):
     run_dir = RunDir(tmp_path)
     descriptor = os.open(run_dir.secret, os.O_WRONLY | os.O_CREAT, 0o600)
     os.close(descriptor)
@@ -414,7 +414,7 @@ def test_file_that_holds_no_secret_is_refused(tmp_path):
         load_secret(run_dir.secret, given="", clock=CLOCK)
 
 
-def test_secret_that_is_there_and_cannot_be_read_is_given_up(tmp_path, monkeypatch):
+def test_a_secret_that_stays_unreadable_is_unavailable_storage(tmp_path, monkeypatch):
     monkeypatch.setattr(authentication, "APPEAR_SECONDS", 0.1)
     monkeypatch.setattr(authentication.files, "read", lambda path: None)
     (tmp_path / "secret").write_text("x")

@@ -69,7 +69,7 @@ def without(mapping, *names):
         ),
     ],
 )
-def test_says_who_this_process_is(flags, environment, member, address):
+def test_the_rank_is_detected_from_flags_and_environment(flags, environment, member, address):
     assert detect_cluster(flags, environment) == (member, address)
 
 
@@ -104,7 +104,7 @@ def test_says_who_this_process_is(flags, environment, member, address):
         ({}, SLURM | {"SLURM_PROCID": "x"}, ["SLURM_PROCID=x"]),
     ],
 )
-def test_refuses_what_is_half_wrong_or_contradictory(flags, environment, words):
+def test_incomplete_or_contradictory_settings_are_refused(flags, environment, words):
     with pytest.raises(UsageError) as refused:
         detect_cluster(flags, environment)
     for word in words:
@@ -122,12 +122,12 @@ def test_refuses_what_is_half_wrong_or_contradictory(flags, environment, words):
         ("rack[1-2]node[01-04]-ib,z", "rack1node01-ib"),
     ],
 )
-def test_finds_the_first_of_slurms_hosts(hosts, first):
+def test_the_first_slurm_host_is_the_coordinator(hosts, first):
     assert first_host(hosts) == first
 
 
 @pytest.mark.parametrize("hosts", ["", ",a", "a[", "a[1", "a[x]", "a b", "[", "a]"])
-def test_refuses_a_host_list_that_it_can_not_read(hosts):
+def test_an_invalid_host_list_is_refused(hosts):
     with pytest.raises(UsageError):
         first_host(hosts)
 
@@ -136,6 +136,6 @@ def test_refuses_a_host_list_that_it_can_not_read(hosts):
     "arguments",
     [["--host-id"], ["--host-id="], ["--host-id", "--num-hosts", "2"], ["--host-id=1"] * 2],
 )
-def test_refuses_a_flag_without_its_one_value(arguments):
+def test_a_flag_without_exactly_one_value_is_refused(arguments):
     with pytest.raises(UsageError, match="--host-id"):
         split_flags(arguments)

@@ -41,36 +41,36 @@ def hosts(count):
     ]
 
 
-def unasked():
-    raise AssertionError("only the lead decides")
+def not_called():
+    raise AssertionError("only the leader decides")
 
 
-def test_only_the_lead_decides_and_all_have_its_word():
-    lead, *others = hosts(3)
-    assert lead.broadcast("restore", lambda: "step 8", seconds=1) == "step 8"
-    assert [one.broadcast("restore", unasked, seconds=1) for one in others] == ["step 8"] * 2
+def test_host_0_decides_and_all_hosts_receive_its_value():
+    leader, *others = hosts(3)
+    assert leader.broadcast("restore", lambda: "step 8", seconds=1) == "step 8"
+    assert [one.broadcast("restore", not_called, seconds=1) for one in others] == ["step 8"] * 2
 
 
-def test_a_word_that_does_not_come_names_the_lead_and_says_it_in_one_line():
+def test_a_missing_value_names_host_0_in_one_line():
     _, other = hosts(2)
     with pytest.raises(PeerLost, match="host 0 did not send") as error:
-        other.broadcast("restore", unasked, seconds=0.05)
+        other.broadcast("restore", not_called, seconds=0.05)
     assert "\n" not in str(error.value)
 
 
-def test_who_does_not_come_is_named():
-    lead, one, _ = hosts(3)
-    waiting = threading.Thread(target=lambda: one.kv_set("here/built/1", "1"))
+def test_a_host_missing_at_a_barrier_is_named():
+    leader, one, _ = hosts(3)
+    waiting = threading.Thread(target=lambda: one.kv_set("barrier/built/1", "1"))
     waiting.start()
     with pytest.raises(PeerLost, match="host 2 did not"):
-        lead.barrier("built", seconds=0.2)
+        leader.barrier("built", seconds=0.2)
     waiting.join()
 
 
-def test_the_lead_leaves_last_and_does_not_wait_for_ever(monkeypatch):
-    lead, one = hosts(2)
+def test_host_0_exits_last_and_waits_for_a_limited_time(monkeypatch):
+    leader, one = hosts(2)
     left = []
-    leaving = threading.Thread(target=lambda: (lead.shutdown(), left.append("lead")))
+    leaving = threading.Thread(target=lambda: (leader.shutdown(), left.append("lead")))
     leaving.start()
     leaving.join(0.1)
     assert left == [], "it has gone before the other"
@@ -89,15 +89,15 @@ def test_single_host_never_waits():
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         "UNKNOWN: Gloo all-reduce failed: [pair.cc:538] Connection closed by peer",
         "UNAVAILABLE: The tasks have stopped sending heartbeats",
         "INTERNAL: NCCL operation ncclAllReduce failed: unhandled system error",
     ],
 )
-def test_jax_words_for_a_lost_peer_are_known(said):
-    assert jax_coordination.is_peer_lost(jax.errors.JaxRuntimeError(said))
+def test_jax_errors_of_a_lost_peer_are_recognised(text):
+    assert jax_coordination.is_peer_lost(jax.errors.JaxRuntimeError(text))
 
 
 def test_other_errors_of_jax_are_bugs():
@@ -107,7 +107,7 @@ def test_other_errors_of_jax_are_bugs():
 
 
 @pytest.mark.parametrize(("address", "is_refused"), [("127.0.1.1", True), ("10.0.0.7", False)])
-def test_a_name_that_stands_for_loopback_is_refused_with_the_remedy(
+def test_a_name_that_resolves_to_loopback_is_refused_with_the_remedy(
     monkeypatch, address, is_refused
 ):
     monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
@@ -118,7 +118,7 @@ def test_a_name_that_stands_for_loopback_is_refused_with_the_remedy(
         jax_coordination.refuse_unreachable_name()
 
 
-def test_unknown_name_is_left_to_gloo(monkeypatch):
+def test_an_unknown_name_is_left_to_gloo(monkeypatch):
     def unknown(name):
         raise socket.gaierror("Name or service not known")
 

@@ -1,4 +1,4 @@
-"""Promises of the ports: where the lead listens, and whom it shares a port with."""
+"""Promises of the ports: where the leader listens, and whom it shares a port with."""
 
 import socket
 from functools import partial
@@ -15,7 +15,7 @@ from tests.unit.cluster.supervisors import (
     follow,
     free_address,
     hello,
-    lead,
+    leader,
     together,
 )
 
@@ -25,32 +25,32 @@ def address():
     return free_address()
 
 
-def test_taken_port_is_one_clear_error(address, monkeypatch):
+def test_a_port_in_use_is_one_clear_error(address, monkeypatch):
     monkeypatch.setattr(connection, "BIND_SECONDS", 0.2)
     with socket.socket() as other:
         other.bind((address.host, address.port))
         other.listen()
-        with pytest.raises(ConfigError) as refused, lead(address):
+        with pytest.raises(ConfigError) as refused, leader(address):
             raise AssertionError
     assert str(address) in str(refused.value)
     assert "another program has this port" in str(refused.value)
     assert "--coordinator" in str(refused.value)
 
 
-def test_port_that_is_taken_on_one_interface_only_is_taken(address, monkeypatch):
+def test_a_port_in_use_on_one_interface_only_is_an_error(address, monkeypatch):
     monkeypatch.setattr(connection, "BIND_SECONDS", 0.2)
     with socket.create_server((address.host, address.port)):
         everywhere = Address("node0.example", address.port)
-        with pytest.raises(ConfigError, match="has this port"), lead(everywhere):
+        with pytest.raises(ConfigError, match="has this port"), leader(everywhere):
             raise AssertionError
 
 
-def test_lead_listens_only_at_the_address_that_is_given_as_a_number(address):
-    with lead(address), socket.create_server(("127.0.0.2", address.port)) as elsewhere:
+def test_the_leader_listens_only_at_a_numeric_address(address):
+    with leader(address), socket.create_server(("127.0.0.2", address.port)) as elsewhere:
         assert elsewhere.getsockname()[1] == address.port
 
 
-def test_lead_whose_address_belongs_to_a_service_before_it_listens_on_all_interfaces(address):
+def test_a_leader_behind_the_address_of_a_service_listens_on_all_interfaces(address):
     _, announced = together(
         partial(begin, Address("192.0.2.1", address.port)), partial(follow, address, hello(1))
     )
@@ -58,9 +58,7 @@ def test_lead_whose_address_belongs_to_a_service_before_it_listens_on_all_interf
 
 
 @pytest.mark.parametrize("seen_from_a_follower", ["127.0.0.1", "::1", "localhost"])
-def test_lead_listens_on_all_interfaces_whatever_its_name_means_to_itself(
-    address, seen_from_a_follower
-):
+def test_a_leader_with_a_host_name_listens_on_all_interfaces(address, seen_from_a_follower):
     _, announced = together(
         partial(begin, Address("node0.example", address.port)),
         partial(follow, Address(seen_from_a_follower, address.port), hello(1)),
@@ -68,13 +66,13 @@ def test_lead_listens_on_all_interfaces_whatever_its_name_means_to_itself(
     assert announced == ATTEMPT
 
 
-def test_second_lead_does_not_share_the_port(address, monkeypatch):
+def test_a_second_leader_does_not_share_the_port(address, monkeypatch):
     monkeypatch.setattr(connection, "BIND_SECONDS", 0.2)
-    with lead(address), pytest.raises(ConfigError, match="has this port"), lead(address):
+    with leader(address), pytest.raises(ConfigError, match="has this port"), leader(address):
         raise AssertionError
 
 
-def test_reserved_port_is_shared_only_with_who_asks_for_it():
+def test_a_reserved_port_is_shared_only_with_sockets_that_set_reuse_port():
     with reserve_port() as kept:
         port = kept.getsockname()[1]
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as service:

@@ -33,9 +33,9 @@ from tests.unit.cluster.supervisors import (
     CLOCK,
     follower_process,
     free_address,
-    hear,
     hello,
-    lead,
+    leader,
+    wait_message,
 )
 
 
@@ -73,7 +73,7 @@ def still_pair():
 
 def test_messages_are_received_as_sent(pair):
     peers, theirs = pair
-    said = [
+    sent = [
         Heartbeat(3, "train"),
         WorkerExited(70, "é\n" * 10, committed=False, announced=True, step=3),
         StopMessage(75, "SIGTERM"),
@@ -81,12 +81,12 @@ def test_messages_are_received_as_sent(pair):
         JobResult(79, 1, "host 1 is gone", 3),
         StartWorkers(),
     ]
-    theirs.sendall(b"".join(encode(word) for word in said))
-    assert peers.receive() == [(1, word) for word in said]
+    theirs.sendall(b"".join(encode(message) for message in sent))
+    assert peers.receive() == [(1, message) for message in sent]
     assert peers.links[1].step == 3
 
 
-def test_message_in_pieces_is_one_message(pair):
+def test_a_message_received_in_parts_is_one_message(pair):
     peers, theirs = pair
     line = encode(Heartbeat(7, "x"))
     for at in range(len(line)):
@@ -95,7 +95,7 @@ def test_message_in_pieces_is_one_message(pair):
     assert peers.receive() == [(1, Heartbeat(7, "x"))]
 
 
-def test_last_messages_are_received_before_the_loss_and_none_after_it(pair):
+def test_the_last_messages_are_received_before_the_loss_and_none_after_it(pair):
     peers, theirs = pair
     theirs.sendall(encode(Heartbeat(5, "train")) + encode(Goodbye(76, "SIGINT")))
     theirs.close()
@@ -109,7 +109,7 @@ def test_last_messages_are_received_before_the_loss_and_none_after_it(pair):
     peers.send_heartbeat(LeaderHeartbeat((1,)))
 
 
-def test_close_waits_until_a_slow_reader_has_the_last_message():
+def test_close_waits_until_a_slow_reader_has_received_the_last_message():
     ours, theirs = socket.socketpair()
     peers = PeerLinks(clock=CLOCK, silence_seconds=10.0)
     peers.add(1, "node1", Connection(ours, None))
@@ -136,15 +136,15 @@ def test_close_waits_until_a_slow_reader_has_the_last_message():
         b'{"jaxres": 2, "message": "heartbeat", "step": "x"}\n',
     ],
 )
-def test_peer_that_sends_no_message_is_lost(pair, data):
+def test_a_peer_that_sends_invalid_data_is_lost(pair, data):
     peers, theirs = pair
     theirs.sendall(data)
-    [(host, word)] = peers.receive()
+    [(host, message)] = peers.receive()
     assert host == 1
-    assert isinstance(word, Disconnected)
+    assert isinstance(message, Disconnected)
 
 
-def test_peer_that_does_not_read_is_lost_and_delays_no_other(pair):
+def test_a_peer_that_does_not_read_is_lost_and_delays_no_other(pair):
     peers, _theirs = pair
     started = time.monotonic()
     for _ in range(10 * MAX_UNSENT_BYTES // 30000):
@@ -153,7 +153,7 @@ def test_peer_that_does_not_read_is_lost_and_delays_no_other(pair):
     assert time.monotonic() - started < 5
 
 
-def test_beats_give_way_to_a_peer_that_does_not_read(still_pair):
+def test_heartbeats_are_omitted_for_a_peer_that_does_not_read(still_pair):
     clock, peers, _theirs = still_pair
     for _ in range(2000):
         clock.now += 1.0
@@ -161,7 +161,7 @@ def test_beats_give_way_to_a_peer_that_does_not_read(still_pair):
     assert not peers.links[1].is_lost
 
 
-def test_beats_come_once_a_second(still_pair):
+def test_heartbeats_are_sent_once_a_second(still_pair):
     clock, peers, theirs = still_pair
     for _ in range(100):
         clock.now += 0.1
@@ -175,12 +175,12 @@ def test_silence_beyond_the_limit_is_a_loss(still_pair):
         clock.now += 1.0
         assert peers.receive() == []
     clock.now += 1.0
-    [(_, word)] = peers.receive()
-    assert "nothing was received from it for 10 s (hosts.heartbeat_seconds)" in word.reason
+    [(_, message)] = peers.receive()
+    assert "nothing was received from it for 10 s (hosts.heartbeat_seconds)" in message.reason
     assert theirs.recv(1) == b""
 
 
-def test_own_suspension_loses_no_peer(still_pair):
+def test_a_suspension_of_this_process_loses_no_peer(still_pair):
     clock, peers, _ = still_pair
     clock.now += 3600.0
     assert peers.receive() == []
@@ -188,15 +188,15 @@ def test_own_suspension_loses_no_peer(still_pair):
     assert peers.receive() == []
 
 
-def test_who_wakes_to_a_closed_connection_is_told_so(still_pair):
+def test_a_resumed_process_detects_a_closed_connection(still_pair):
     clock, peers, theirs = still_pair
     clock.now += 3600.0
     theirs.sendall(encode(JobResult(79, 1, "silent", 8)))
     theirs.close()
-    assert [type(word) for _, word in peers.receive()] == [JobResult, Disconnected]
+    assert [type(message) for _, message in peers.receive()] == [JobResult, Disconnected]
 
 
-def test_newer_connection_of_a_host_takes_the_place_of_a_dead_one(pair):
+def test_a_new_connection_of_a_host_replaces_a_dead_one(pair):
     peers, theirs = pair
     theirs.close()
     peers._collect()  # The loss is known, and not told yet.
@@ -208,7 +208,7 @@ def test_newer_connection_of_a_host_takes_the_place_of_a_dead_one(pair):
         again.shutdown(socket.SHUT_WR)
 
 
-def test_select_wakes_when_there_is_something_to_hear(pair):
+def test_select_wakes_when_a_message_arrives(pair):
     peers, theirs = pair
     assert select.select([peers], [], [], 0)[0] == []
     theirs.sendall(encode(StartWorkers()))
@@ -217,7 +217,7 @@ def test_select_wakes_when_there_is_something_to_hear(pair):
     assert select.select([peers], [], [], 0)[0] == []
 
 
-def test_time_awake_leaves_out_sleep():
+def test_awake_time_excludes_suspension():
     clock = Hand()
     awake = Awake(clock)
     started = awake.now()
@@ -229,59 +229,62 @@ def test_time_awake_leaves_out_sleep():
 
 def start(address, process_count):
     """Leads the rendezvous of some processes; returns the leader, which the caller closes."""
-    leading = lead(address, num_hosts=process_count + 1, heartbeat_seconds=2.0).__enter__()
-    leading.wait_for_all()
-    return leading, leading.announce(ATTEMPT)
+    running_leader = leader(address, num_hosts=process_count + 1, heartbeat_seconds=2.0).__enter__()
+    running_leader.wait_for_all()
+    return running_leader, running_leader.announce(ATTEMPT)
 
 
-def test_killed_supervisor_is_lost_at_once_and_a_stopped_one_after_its_silence():
+def test_a_killed_supervisor_is_lost_at_once_and_a_suspended_one_after_the_limit():
     address = free_address()
     with (
         follower_process(address, hello(1, num_hosts=3)) as first,
         follower_process(address, hello(2, num_hosts=3), heartbeat_seconds=30.0) as second,
     ):
-        leading, peers = start(address, 2)
+        running_leader, peers = start(address, 2)
         try:
-            assert hear(peers, Heartbeat, beat=LeaderHeartbeat((0, 0, 0)))[1].phase == "train"
+            assert (
+                wait_message(peers, Heartbeat, heartbeat=LeaderHeartbeat((0, 0, 0)))[1].phase
+                == "train"
+            )
             first.kill()
-            host, lost = hear(peers, Disconnected, beat=LeaderHeartbeat((0, 0, 0)))
+            host, lost = wait_message(peers, Disconnected, heartbeat=LeaderHeartbeat((0, 0, 0)))
             assert host == 1
             assert "host 1 (node1) is gone" in lost.reason
             assert "nothing was received" not in lost.reason
             second.send_signal(signal.SIGSTOP)
-            host, lost = hear(peers, Disconnected, beat=LeaderHeartbeat((0, 0, 0)))
+            host, lost = wait_message(peers, Disconnected, heartbeat=LeaderHeartbeat((0, 0, 0)))
             assert host == 2
             assert "nothing was received from it for 2 s" in lost.reason
             second.send_signal(signal.SIGCONT)
             assert "closed the connection" in second.stdout.read()
         finally:
-            leading.__exit__(None, None, None)
+            running_leader.__exit__(None, None, None)
 
 
-def test_job_result_is_received_even_if_the_leader_exits_at_once():
+def test_the_job_result_is_received_even_if_the_leader_exits_at_once():
     address = free_address()
     with follower_process(address, hello(1)) as follower:
-        leading, peers = start(address, 1)
+        running_leader, peers = start(address, 1)
         peers.send(JobResult(82, 1, "host 1 is unhealthy", 40))
-        leading.__exit__(None, None, None)
+        running_leader.__exit__(None, None, None)
         assert "host 1 is unhealthy" in follower.stdout.read()
 
 
-def test_frozen_lead_is_lost_after_its_silence():
+def test_a_frozen_leader_is_lost_after_the_limit():
     address = free_address()
     with follower_process(address, hello(1), heartbeat_seconds=2.0) as follower:
-        leading, _ = start(address, 1)
+        running_leader, _ = start(address, 1)
         try:
             assert follower.stdout.readline() == "started\n"
-            word = follower.stdout.readline()  # This process says nothing meanwhile.
-            assert f"host 0 ({address}) is gone: nothing was received from it for 2 s" in word
+            message = follower.stdout.readline()  # This process says nothing meanwhile.
+            assert f"host 0 ({address}) is gone: nothing was received from it for 2 s" in message
         finally:
-            leading.__exit__(None, None, None)
+            running_leader.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("text", ["x", "é", "\U0001f525", "\n", "\x00", "\udcff", '"'])
 @pytest.mark.parametrize("length", [0, 100, 100_000])
-def test_no_word_is_longer_than_allowed(text, length):
+def test_no_message_exceeds_the_maximum_size(text, length):
     line = encode(Goodbye(70, text * length))
     assert len(line) <= MAX_BYTES
     assert line.count(b"\n") == 1
@@ -306,20 +309,20 @@ def test_no_word_is_longer_than_allowed(text, length):
         b"\xff\xfe",
     ],
 )
-def test_line_that_is_no_word_is_refused(line):
+def test_a_line_that_is_no_message_is_a_protocol_error(line):
     with pytest.raises(ProtocolError):
         decode(line)
 
 
-def test_field_of_a_later_version_is_passed_over():
+def test_a_field_of_a_later_version_is_ignored():
     assert decode(
         b'{"jaxres": 2, "message": "claim_visible", "visible": true, "why": 3}'
     ) == ClaimVisible(True)
 
 
-def test_huge_config_is_compared_by_digest_only():
+def test_a_huge_config_is_compared_by_digest_only():
     assert fields_of({"model": {str(n): "x" * 80 for n in range(1000)}}) == {}
 
 
-def test_address_is_written_as_it_is_given():
+def test_an_address_is_printed_as_given():
     assert str(Address("::1", 5)) == "[::1]:5"

@@ -22,13 +22,13 @@ from tests.unit.cluster.supervisors import (
     begin,
     follow,
     free_address,
-    hear,
     hello,
-    lead,
+    leader,
     line,
     prove,
     read_line,
     together,
+    wait_message,
 )
 
 
@@ -47,14 +47,14 @@ def dial(address):
     raise AssertionError(address)
 
 
-def assert_all_end(ends, kind, *words):
+def assert_all_end(ends, kind, *texts):
     assert {type(end) for end in ends} == {kind}, ends
     assert len({str(end) for end in ends}) == 1, ends
-    for word in words:
-        assert word in str(ends[0])
+    for text in texts:
+        assert text in str(ends[0])
 
 
-def test_all_come_and_start(address):
+def test_all_hosts_join_and_start(address):
     hellos, *announced = together(
         partial(begin, address, num_hosts=3),
         partial(follow, address, hello(2, num_hosts=3)),
@@ -64,7 +64,7 @@ def test_all_come_and_start(address):
     assert announced == [ATTEMPT, ATTEMPT]
 
 
-def test_lead_may_start_later(address):
+def test_the_leader_may_start_later(address):
     def late():
         time.sleep(0.6)
         return begin(address)
@@ -74,7 +74,7 @@ def test_lead_may_start_later(address):
     assert announced == ATTEMPT
 
 
-def test_absent_host_is_named_and_those_that_came_are_told(address):
+def test_an_absent_host_is_named_to_all_that_joined(address):
     ends = together(
         partial(begin, address, num_hosts=4, join_seconds=0.7),
         partial(follow, address, hello(1, num_hosts=4)),
@@ -83,7 +83,7 @@ def test_absent_host_is_named_and_those_that_came_are_told(address):
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "texts"),
     [
         ({"num_hosts": 3}, ["--num-hosts 3 there, 2 on host 0"]),
         ({"host": 2}, ["--host-id 2: ids are 0 to 1"]),
@@ -97,22 +97,22 @@ def test_absent_host_is_named_and_those_that_came_are_told(address):
         ({"trajectory": "3c", "fields": {}}, ["a different trajectory (3c there, 9f3c9f3c here)"]),
     ],
 )
-def test_host_that_differs_ends_all_with_one_message(address, other, words, monkeypatch):
+def test_an_incompatible_host_ends_all_with_one_message(address, other, texts, monkeypatch):
     monkeypatch.setattr(rendezvous, "MISMATCH_GRACE_SECONDS", 0.1)
-    said = replace(hello(1), **other)
-    ends = together(partial(begin, address), partial(follow, address, said))
-    who = f"host {said.host} (node1, pid 1001)"
-    assert_all_end(ends, ConfigError, who, *words)
+    sent = replace(hello(1), **other)
+    ends = together(partial(begin, address), partial(follow, address, sent))
+    who = f"host {sent.host} (node1, pid 1001)"
+    assert_all_end(ends, ConfigError, who, *texts)
 
 
-def test_other_patch_release_of_python_may_join(address):
+def test_another_patch_release_of_python_may_join(address):
     _, announced = together(
         partial(begin, address), partial(follow, address, hello(1, python="3.11.9"))
     )
     assert announced == ATTEMPT
 
 
-def test_bystanders_of_a_host_that_differs_end_too(address):
+def test_compatible_hosts_also_end_if_one_is_incompatible(address):
     ends = together(
         partial(begin, address, num_hosts=3),
         partial(follow, address, hello(1, num_hosts=3, trajectory="a", fields={})),
@@ -121,7 +121,7 @@ def test_bystanders_of_a_host_that_differs_end_too(address):
     assert_all_end(ends, ConfigError, "host 1 (node1")
 
 
-def test_doubled_id_is_refused_and_the_others_go_on(address):
+def test_a_duplicate_id_is_refused_and_the_others_continue(address):
     def double():
         time.sleep(0.6)
         return follow(address, hello(1, num_hosts=3, nonce="other", name="elsewhere"))
@@ -142,7 +142,7 @@ def test_doubled_id_is_refused_and_the_others_go_on(address):
     assert hellos[1].name == "node1"
 
 
-def test_second_host_0_among_followers_is_refused(address):
+def test_a_second_host_0_among_followers_is_refused(address):
     def wrong():
         time.sleep(0.2)
         return follow(address, hello(0, nonce="other"))
@@ -157,8 +157,8 @@ def test_second_host_0_among_followers_is_refused(address):
     assert announced == ATTEMPT
 
 
-def test_host_that_died_during_the_rendezvous_may_join_again(address):
-    def dies_and_comes_again():
+def test_a_host_that_died_during_the_rendezvous_may_join_again(address):
+    def dies_and_joins_again():
         with dial(address) as gone:
             prove(gone)
             gone.sendall(encode(hello(1, num_hosts=3, nonce="dead")))
@@ -169,7 +169,7 @@ def test_host_that_died_during_the_rendezvous_may_join_again(address):
         time.sleep(0.6)
         return follow(address, hello(2, num_hosts=3))
 
-    hellos, *announced = together(partial(begin, address, num_hosts=3), dies_and_comes_again, last)
+    hellos, *announced = together(partial(begin, address, num_hosts=3), dies_and_joins_again, last)
     assert hellos[1].nonce == "nonce1"
     assert announced == [ATTEMPT, ATTEMPT]
 
@@ -188,8 +188,8 @@ def test_host_that_died_during_the_rendezvous_may_join_again(address):
         b"",
     ],
 )
-def test_stranger_at_the_port_is_dropped_and_nothing_else_happens(address, data):
-    def stranger():
+def test_an_unknown_client_is_disconnected_and_the_rendezvous_continues(address, data):
+    def unknown_client():
         with dial(address) as connected:
             connected.settimeout(5)
             try:
@@ -201,15 +201,17 @@ def test_stranger_at_the_port_is_dropped_and_nothing_else_happens(address, data)
                 pass
         return follow(address, hello(1))
 
-    hellos, announced = together(partial(begin, address), stranger)
+    hellos, announced = together(partial(begin, address), unknown_client)
     assert len(hellos) == 2
     assert announced == ATTEMPT
 
 
-def test_who_says_its_hello_too_slowly_is_dropped(address, monkeypatch):
+def test_a_client_whose_hello_is_late_is_disconnected(address, monkeypatch):
     monkeypatch.setattr(peer_connections, "HELLO_SECONDS", 0.3)
-    with lead(address) as leading:
-        gathering = threading.Thread(target=partial(together, leading.wait_for_all), daemon=True)
+    with leader(address) as running_leader:
+        gathering = threading.Thread(
+            target=partial(together, running_leader.wait_for_all), daemon=True
+        )
         gathering.start()
         with socket.create_connection((address.host, address.port)) as slow:
             slow.settimeout(5)
@@ -222,33 +224,33 @@ def test_who_says_its_hello_too_slowly_is_dropped(address, monkeypatch):
         follow_thread.start()
         gathering.join(5)
         assert not gathering.is_alive()
-        leading.announce(ATTEMPT)
+        running_leader.announce(ATTEMPT)
     follow_thread.join(5)
 
 
-def test_crowd_of_strangers_is_bounded(address, monkeypatch):
+def test_the_number_of_unidentified_clients_is_bounded(address, monkeypatch):
     monkeypatch.setattr(peer_connections, "MAX_UNIDENTIFIED", 4)
 
     def crowd():
-        strangers = [dial(address) for _ in range(20)]
+        clients = [dial(address) for _ in range(20)]
         try:
             return follow(address, hello(1))
         finally:
-            for stranger in strangers:
-                stranger.close()
+            for unknown_client in clients:
+                unknown_client.close()
 
     _, announced = together(partial(begin, address), crowd)
     assert announced == ATTEMPT
 
 
-def test_absent_lead_is_named(address):
+def test_an_absent_leader_is_named(address):
     with pytest.raises(PeerLost) as lost:
         follow(address, hello(1), join_seconds=0.5)
     assert f"host 0 at {address} did not answer within 0.5 s" in str(lost.value)
     assert "refused" in str(lost.value)
 
 
-def test_client_that_connects_to_itself_is_refused(address, monkeypatch):
+def test_a_client_that_connects_to_itself_is_refused(address, monkeypatch):
     """The kernel may choose, for a client on the same machine, the very port it asks for."""
 
     def itself(place, timeout):
@@ -261,17 +263,17 @@ def test_client_that_connects_to_itself_is_refused(address, monkeypatch):
     with pytest.raises(OSError, match="refused"):
         connect(address, secret=SECRET, seconds=1.0)
     monkeypatch.undo()
-    with lead(address):
+    with leader(address):
         pass
 
 
-def test_lead_whose_name_is_unknown_is_named():
+def test_a_leader_whose_name_does_not_resolve_is_named():
     with pytest.raises(PeerLost, match=r"no-such-host\.invalid:1 did not answer"):
         follow(Address("no-such-host.invalid", 1), hello(1), join_seconds=0.5)
 
 
 @pytest.mark.parametrize("banner", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\x00\x00\x12\x04\x00", b"{}\n"])
-def test_something_else_at_the_address_is_named(address, banner):
+def test_another_service_at_the_address_is_named(address, banner):
     with socket.create_server((address.host, address.port)) as server:
 
         def serve():
@@ -289,17 +291,17 @@ def test_something_else_at_the_address_is_named(address, banner):
     assert str(address) in str(refused.value)
 
 
-def test_other_version_of_the_protocol_is_named_on_both_sides(address, capsys):
+def test_another_version_of_the_protocol_is_reported_on_both_sides(address, capsys):
     other = line(challenge="0" * 64).replace(b'"jaxres": 2', b'"jaxres": 3', 1)
 
-    def stranger():
+    def unknown_client():
         with dial(address) as connected:
             connected.sendall(other)
             while connected.recv(65536):
                 pass
         return follow(address, hello(1))
 
-    _, announced = together(partial(begin, address), stranger)
+    _, announced = together(partial(begin, address), unknown_client)
     assert announced == ATTEMPT
     assert "install the same jaxres on all hosts" in capsys.readouterr().err
     with socket.create_server((address.host, address.port)) as server:
@@ -315,29 +317,29 @@ def test_other_version_of_the_protocol_is_named_on_both_sides(address, capsys):
     assert "install the same jaxres on all hosts" in str(refused)
 
 
-def test_run_directory_that_is_not_shared_ends_all_with_one_message(address):
+def test_an_unshared_run_directory_ends_all_with_one_message(address):
     ends = together(
         partial(begin, address, num_hosts=3),
         partial(follow, address, hello(1, num_hosts=3)),
-        partial(follow, address, hello(2, num_hosts=3, run_dir="/mnt/b"), sees=False),
+        partial(follow, address, hello(2, num_hosts=3, run_dir="/mnt/b"), is_visible=False),
     )
     assert_all_end(
         ends, ConfigError, "attempt 3", "/runs/a", "host 2 (node2), in /mnt/b", "not shared"
     )
 
 
-def test_claim_may_be_seen_late(address):
+def test_a_claim_may_become_visible_late(address):
     looks = []
 
-    def sees(attempt, nonce):
+    def is_visible(attempt, nonce):
         looks.append((attempt, nonce))
         return len(looks) > 2
 
     def look():
         with RendezvousFollower(hello(1), address, **LIMITS) as follower:
-            follower.confirm(follower.join(), sees, see_seconds=5)
+            follower.confirm(follower.join(), is_visible, visible_seconds=5)
 
-    together(partial(begin, address, see_seconds=5), look)
+    together(partial(begin, address, visible_seconds=5), look)
     assert looks == [(3, "c1a1")] * 3
 
 
@@ -359,65 +361,67 @@ class Signalled:
 
 
 @pytest.mark.parametrize("end", [StoppedError, PreemptedError, ConfigError])
-def test_end_of_one_host_before_the_start_ends_all(address, end):
+def test_an_exit_of_one_host_before_the_start_ends_all(address, end):
     clock = Signalled(end("SIGx"), time.monotonic() + 0.6)
-    led, ended, told = together(
+    led, ended, reported = together(
         partial(begin, address, num_hosts=4),
         partial(follow, address, hello(1, num_hosts=4), clock=clock),
         partial(follow, address, hello(2, num_hosts=4)),
     )
-    assert_all_end([led, told], end, "host 1 (node1): SIGx")
+    assert_all_end([led, reported], end, "host 1 (node1): SIGx")
     assert str(ended) == "SIGx"
 
 
-def test_end_of_the_lead_before_the_start_ends_all(address):
+def test_an_exit_of_the_leader_before_the_start_ends_all(address):
     def claims():
-        with lead(address) as leading:
-            leading.wait_for_all()
+        with leader(address) as running_leader:
+            running_leader.wait_for_all()
             raise Fenced("owned by another process")
 
-    fenced, told = together(claims, partial(follow, address, hello(1)))
-    assert isinstance(told, Fenced)
-    assert str(told) == f"host 0 (node0): {fenced}"
+    fenced, reported = together(claims, partial(follow, address, hello(1)))
+    assert isinstance(reported, Fenced)
+    assert str(reported) == f"host 0 (node0): {fenced}"
 
 
-def test_follower_that_dies_before_the_claim_is_seen_ends_all(address):
+def test_a_follower_that_dies_before_the_claim_is_visible_ends_all(address):
     def dies():
         with RendezvousFollower(hello(1, num_hosts=3), address, **LIMITS) as follower:
             follower.join()
 
-    led, _, told = together(
+    led, _, reported = together(
         partial(begin, address, num_hosts=3), dies, partial(follow, address, hello(2, num_hosts=3))
     )
-    assert_all_end([led, told], PeerLost, "host 1 (node1) is gone", "closed the connection")
+    assert_all_end([led, reported], PeerLost, "host 1 (node1) is gone", "closed the connection")
 
 
-def test_lead_that_dies_after_all_have_come_is_lost(address):
+def test_a_leader_that_dies_after_all_have_joined_is_lost(address):
     def dies():
-        with lead(address) as leading:
-            leading.wait_for_all()
+        with leader(address) as running_leader:
+            running_leader.wait_for_all()
 
     _, lost = together(dies, partial(follow, address, hello(1)))
     assert isinstance(lost, PeerLost)
     assert f"host 0 ({address}) is gone" in str(lost)
 
 
-def test_late_and_doubled_starters_are_told_at_once(address):
+def test_late_and_duplicate_hosts_are_rejected_at_once(address):
     done = threading.Event()
 
     def stays():
         with RendezvousFollower(hello(1), address, **LIMITS) as follower:
-            return hear(follower.confirm(follower.join(), lambda *_: True), JobResult)
+            return wait_message(follower.confirm(follower.join(), lambda *_: True), JobResult)
 
     def leads():
-        with lead(address) as leading:
-            leading.wait_for_all()
-            running = leading.announce(ATTEMPT)
+        with leader(address) as running_leader:
+            running_leader.wait_for_all()
+            running = running_leader.announce(ATTEMPT)
             while not done.wait(0.02):
-                assert not [word for _, word in running.receive() if isinstance(word, Disconnected)]
+                assert not [
+                    message for _, message in running.receive() if isinstance(message, Disconnected)
+                ]
             running.send(JobResult(0, None, "done", 7))
 
-    def come_late():
+    def join_late():
         time.sleep(0.7)
         ends = together(
             partial(follow, address, hello(1, nonce="other"), join_seconds=5),
@@ -428,7 +432,7 @@ def test_late_and_doubled_starters_are_told_at_once(address):
         done.set()
         return ends
 
-    _, heard, ends = together(leads, stays, come_late)
+    _, heard, ends = together(leads, stays, join_late)
     assert [end.exit_code for end in ends] == [
         ExitCode.FENCED,
         ExitCode.CONFIG,
@@ -440,7 +444,7 @@ def test_late_and_doubled_starters_are_told_at_once(address):
     assert heard == (0, JobResult(0, None, "done", 7))
 
 
-def test_who_comes_for_the_next_attempt_waits_for_it(address):
+def test_a_host_that_joins_for_the_next_attempt_waits_for_it(address):
     """Host 1's new supervisor starts while host 0's old one is still exiting."""
     gone = threading.Event()
 
@@ -450,10 +454,10 @@ def test_who_comes_for_the_next_attempt_waits_for_it(address):
         gone.set()
 
     def leads():
-        with lead(address) as leading:
-            leading.wait_for_all()
-            running = leading.announce(ATTEMPT)
-            assert hear(running, Disconnected)[0] == 1
+        with leader(address) as running_leader:
+            running_leader.wait_for_all()
+            running = running_leader.announce(ATTEMPT)
+            assert wait_message(running, Disconnected)[0] == 1
             until = time.monotonic() + 0.8
             while time.monotonic() < until:
                 running.receive()

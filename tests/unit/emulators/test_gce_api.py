@@ -73,7 +73,7 @@ RESERVED = compute.ReservationAffinity(
         ({"items": {"big": "x" * (256 * 1024 + 1)}}, "too large"),
     ],
 )
-def test_what_can_not_be_is_refused_at_once_and_leaves_nothing(
+def test_an_impossible_instance_is_rejected_at_once_and_creates_nothing(
     gce: GceEmulator, clients: Clients, what: dict[str, Any], says: str
 ) -> None:
     words = {"name": "one"} | what
@@ -94,7 +94,7 @@ def test_what_can_not_be_is_refused_at_once_and_leaves_nothing(
         ("a4x-highgpu-4g", "RESERVATION_BOUND"),
     ],
 )
-def test_a_shape_is_to_be_had_by_some_models_only(
+def test_a_machine_type_supports_some_provisioning_models_only(
     clients: Clients, machine: str, models: str
 ) -> None:
     had = []
@@ -108,7 +108,7 @@ def test_a_shape_is_to_be_had_by_some_models_only(
     assert had == models.split()
 
 
-def test_a_bare_machine_type_is_for_many_and_a_url_for_one(clients: Clients) -> None:
+def test_bulk_insert_takes_a_machine_type_name_and_insert_a_url(clients: Clients) -> None:
     with pytest.raises(exceptions.BadRequest, match="does not exist"):
         clients.bulk("one", machine=f"zones/{ZONE}/machineTypes/e2-small")
     asked = compute.Instance(name="one", machine_type="e2-small")
@@ -116,7 +116,7 @@ def test_a_bare_machine_type_is_for_many_and_a_url_for_one(clients: Clients) -> 
         clients.instances.insert_unary(project=PROJECT, zone=ZONE, instance_resource=asked)
 
 
-def test_the_same_request_is_the_same_operation_and_another_a_conflict(
+def test_a_repeated_request_id_returns_the_same_operation_and_another_conflicts(
     gce: GceEmulator, clients: Clients
 ) -> None:
     request = str(uuid.uuid4())
@@ -135,7 +135,7 @@ def test_the_same_request_is_the_same_operation_and_another_a_conflict(
     assert gce.vms() == {"one": "RUNNING"}
 
 
-def test_deleted_is_gone_and_gone_is_not_found(gce: GceEmulator, clients: Clients) -> None:
+def test_a_deleted_vm_is_not_found(gce: GceEmulator, clients: Clients) -> None:
     clients.wait(clients.insert("one"))
     deletion = clients.delete("one")
     assert clients.wait(deletion).status == DONE
@@ -147,7 +147,7 @@ def test_deleted_is_gone_and_gone_is_not_found(gce: GceEmulator, clients: Client
     assert clients.wait(first).target_id != deletion.target_id
 
 
-def test_lists_are_filtered_and_come_in_pages(gce: GceEmulator, clients: Clients) -> None:
+def test_lists_are_filtered_and_paged(gce: GceEmulator, clients: Clients) -> None:
     clients.wait(clients.bulk(*(f"a-{n}" for n in range(7)), labels={"jaxres-run": "one"}))
     elsewhere = "europe-west4-b"
     words = {"labels": {"jaxres-run": "two", "jaxres-slot": "3"}, "region": "europe-west4"}
@@ -190,9 +190,7 @@ def test_stale_labels_are_refused(clients: Clients) -> None:
 
 
 @pytest.mark.parametrize("as_http", [True, False])
-def test_quotas_are_counted_by_region_and_model(
-    gce: GceEmulator, clients: Clients, as_http: bool
-) -> None:
+def test_quotas_are_per_region_and_model(gce: GceEmulator, clients: Clients, as_http: bool) -> None:
     gce.quota("us-central1", "PREEMPTIBLE_NVIDIA_A100_GPUS", 16, as_http=as_http)
     many = ("a", "b", "c")
     machine = "a2-highgpu-8g"
@@ -201,8 +199,8 @@ def test_quotas_are_counted_by_region_and_model(
             clients.bulk(*many, machine=machine)
         assert caught.value.errors[0]["reason"] == "quotaExceeded"
     else:
-        told = clients.wait(clients.bulk(*many, machine=machine))
-        codes = [one.code for one in told.error.errors]
+        reported = clients.wait(clients.bulk(*many, machine=machine))
+        codes = [one.code for one in reported.error.errors]
         assert codes == ["VM_MIN_COUNT_NOT_REACHED", "QUOTA_EXCEEDED"]
     assert gce.vms() == {}
     assert not clients.wait(clients.bulk("a", "b", machine=machine)).error.errors
@@ -214,9 +212,7 @@ def test_quotas_are_counted_by_region_and_model(
     assert usage["NVIDIA_A100_GPUS"][0] == 8
 
 
-def test_who_may_not_is_told_which_permission_is_missing(
-    gce: GceEmulator, clients: Clients
-) -> None:
+def test_a_missing_permission_is_named(gce: GceEmulator, clients: Clients) -> None:
     gce.deny("compute.instances.create")
     with pytest.raises(exceptions.Forbidden, match=r"'compute\.instances\.create' perm") as no:
         clients.bulk("one")
@@ -240,7 +236,9 @@ def _list_of(project: str) -> Callable[[Clients], object]:
     return lambda clients: list(clients.instances.list(project=project, zone=ZONE))
 
 
-def test_a_project_that_is_not_there_or_has_no_api(gce: GceEmulator, clients: Clients) -> None:
+def test_an_unknown_project_or_a_disabled_api_is_an_error(
+    gce: GceEmulator, clients: Clients
+) -> None:
     with pytest.raises(exceptions.NotFound, match="The resource 'projects/other' was not found"):
         _list_of("other")(clients)
     gce.disable_api()
@@ -249,7 +247,7 @@ def test_a_project_that_is_not_there_or_has_no_api(gce: GceEmulator, clients: Cl
     assert caught.value.errors[0]["reason"] == "accessNotConfigured"
 
 
-def test_a_field_that_the_api_does_not_know_is_refused(gce: GceEmulator, clients: Clients) -> None:
+def test_an_unknown_field_is_refused(gce: GceEmulator, clients: Clients) -> None:
     noticed = spot(preemption_notice_duration=compute.Duration(seconds=120))
     gce.refuse_field("preemptionNoticeDuration")
     with pytest.raises(exceptions.BadRequest, match='Unknown name "preemptionNoticeDuration"'):
@@ -258,7 +256,9 @@ def test_a_field_that_the_api_does_not_know_is_refused(gce: GceEmulator, clients
     assert gce.vms() == {"one": "RUNNING"}
 
 
-def test_what_a_project_offers_can_be_looked_up(gce: GceEmulator, clients: Clients) -> None:
+def test_machine_types_images_and_subnetworks_can_be_looked_up(
+    gce: GceEmulator, clients: Clients
+) -> None:
     shape = clients.machines.get(project=PROJECT, zone=ZONE, machine_type="a3-highgpu-8g")
     assert [one.guest_accelerator_count for one in shape.accelerators] == [8]
     gce.remove_machine(ZONE, "a3-highgpu-8g")
@@ -277,7 +277,7 @@ def test_what_a_project_offers_can_be_looked_up(gce: GceEmulator, clients: Clien
     assert clients.projects.get(project=PROJECT).name == PROJECT
 
 
-def test_a_template_stands_for_what_is_not_said(gce: GceEmulator, clients: Clients) -> None:
+def test_an_instance_template_supplies_omitted_fields(gce: GceEmulator, clients: Clients) -> None:
     properties = compute.InstanceProperties.to_json(
         bulk("x").instance_properties, use_integers_for_enums=False
     )
@@ -309,7 +309,9 @@ def _camel(found: Any) -> Any:
     }
 
 
-def test_a_region_places_all_in_one_of_its_zones(gce: GceEmulator, clients: Clients) -> None:
+def test_a_regional_bulk_insert_places_all_vms_in_one_zone(
+    gce: GceEmulator, clients: Clients
+) -> None:
     gce.stockout(zone="us-central1-a")
     policy = compute.LocationPolicy(
         locations={"zones/us-central1-b": compute.LocationPolicyLocation(preference="DENY")}
@@ -321,14 +323,14 @@ def test_a_region_places_all_in_one_of_its_zones(gce: GceEmulator, clients: Clie
         region="us-central1",
         bulk_insert_instance_resource_resource=resource,
     )
-    told = clients.region_operations.wait(
+    reported = clients.region_operations.wait(
         project=PROJECT, region="us-central1", operation=operation.name
     )
-    assert told.status == DONE
+    assert reported.status == DONE
     assert clients.names(zone="us-central1-c") == ["one", "two"]
 
 
-def test_a_person_can_poke_it_with_curl(gce: GceEmulator, clients: Clients) -> None:
+def test_the_emulator_is_controlled_over_http(gce: GceEmulator, clients: Clients) -> None:
     clients.wait(clients.insert("one"))
     body = json.dumps({"name": "one", "notice": False}).encode()
     asked = urllib.request.Request(f"{gce.url}/emulator/preempt", data=body)

@@ -27,29 +27,31 @@ def codes(operation: compute.Operation) -> list[str]:
     return [one.code for one in operation.error.errors]
 
 
-def test_all_or_nothing_and_the_cause_comes_second(gce: GceEmulator, clients: Clients) -> None:
+def test_a_bulk_insert_is_all_or_nothing_and_its_second_error_is_the_cause(
+    gce: GceEmulator, clients: Clients
+) -> None:
     gce.stockout(places=3)
-    told = clients.wait(clients.bulk("a", "b", "c", "d"))
-    assert codes(told) == ["VM_MIN_COUNT_NOT_REACHED", STOCKOUT]
-    assert told.http_error_status_code == 503
-    found = told.instances_bulk_insert_operation_metadata.per_location_status[f"zones/{ZONE}"]
+    reported = clients.wait(clients.bulk("a", "b", "c", "d"))
+    assert codes(reported) == ["VM_MIN_COUNT_NOT_REACHED", STOCKOUT]
+    assert reported.http_error_status_code == 503
+    found = reported.instances_bulk_insert_operation_metadata.per_location_status[f"zones/{ZONE}"]
     assert (found.created_vm_count, found.failed_to_create_vm_count) == (3, 1)
     assert found.deleted_vm_count == 3
     assert gce.vms() == {}
-    told = clients.wait(clients.bulk("a", "b", "c", "d", least=2))
-    assert codes(told) == []
+    reported = clients.wait(clients.bulk("a", "b", "c", "d", least=2))
+    assert codes(reported) == []
     assert list(gce.vms().values()) == ["RUNNING"] * 3
     with pytest.raises(exceptions.BadRequest):
         clients.bulk("x", least=2)
 
 
-def test_a_shortage_is_of_zone_shape_and_model_and_may_hide_its_error(
+def test_a_stockout_is_per_zone_machine_and_model_and_may_lack_its_http_error(
     gce: GceEmulator, clients: Clients
 ) -> None:
     gce.stockout(zone=ZONE, machine="a2-.*", model="SPOT", times=1, has_http=False)
-    told = clients.wait(clients.insert("a"))
-    assert codes(told) == [STOCKOUT]
-    assert told.http_error_status_code == 0  # What the library's futures take for a success.
+    reported = clients.wait(clients.insert("a"))
+    assert codes(reported) == [STOCKOUT]
+    assert reported.http_error_status_code == 0  # What the library's futures take for a success.
     assert gce.vms() == {}
     on_demand = compute.Scheduling(provisioning_model="STANDARD", on_host_maintenance="TERMINATE")
     gce.stockout(model="SPOT", codes=["STOCKOUT", "RESOURCE_POOL_EXHAUSTED"])
@@ -59,10 +61,10 @@ def test_a_shortage_is_of_zone_shape_and_model_and_may_hide_its_error(
     assert codes(clients.wait(clients.insert("b"))) == []
 
 
-def test_preempted_while_it_is_created(gce: GceEmulator, clients: Clients) -> None:
+def test_a_vm_can_be_preempted_during_its_creation(gce: GceEmulator, clients: Clients) -> None:
     gce.lose_next_in_creation()
-    told = clients.wait(clients.bulk("a", "b"))
-    assert codes(told) == ["VM_MIN_COUNT_NOT_REACHED", "UNSUPPORTED_OPERATION"]
+    reported = clients.wait(clients.bulk("a", "b"))
+    assert codes(reported) == ["VM_MIN_COUNT_NOT_REACHED", "UNSUPPORTED_OPERATION"]
     assert gce.vms() == {}
     gce.lose_next_in_creation()
     stops = spot(instance_termination_action="STOP")
@@ -82,7 +84,7 @@ def test_preempted_while_it_is_created(gce: GceEmulator, clients: Clients) -> No
         ("resourceNotReady", exceptions.BadRequest, "resourceNotReady"),
     ],
 )
-def test_a_burst_hits_so_many_calls_of_a_kind(
+def test_a_burst_of_errors_affects_the_given_number_of_calls(
     gce: GceEmulator, clients: Clients, kind: str, error: type[Exception], reason: str
 ) -> None:
     gce.fail(kind, call="instances.insert", times=2)
@@ -95,7 +97,7 @@ def test_a_burst_hits_so_many_calls_of_a_kind(
     clients.insert("one")
 
 
-def test_a_burst_ends_with_its_time_and_a_rate_with_the_minute(
+def test_a_burst_ends_after_its_seconds_and_a_rate_limit_after_a_minute(
     gce: GceEmulator, clients: Clients
 ) -> None:
     fault = gce.fail("500", times=None, seconds=400)  # 2 s
@@ -110,7 +112,9 @@ def test_a_burst_ends_with_its_time_and_a_rate_with_the_minute(
     assert caught.value.errors[0]["reason"] == "rateLimitExceeded"
 
 
-def test_an_answer_is_lost_after_the_deed_or_before_it(gce: GceEmulator, clients: Clients) -> None:
+def test_a_response_can_be_lost_before_or_after_the_operation(
+    gce: GceEmulator, clients: Clients
+) -> None:
     request = str(uuid.uuid4())
     gce.fail("drop after", call="instances.insert")
     with pytest.raises(requests.exceptions.ConnectionError):
@@ -127,19 +131,19 @@ def test_an_answer_is_lost_after_the_deed_or_before_it(gce: GceEmulator, clients
     gce.wait_for(lambda: gce.vms() == {})
 
 
-def test_a_call_that_stalls_is_given_up_by_the_client(gce: GceEmulator, clients: Clients) -> None:
+def test_a_stalled_call_times_out_in_the_client(gce: GceEmulator, clients: Clients) -> None:
     gce.fail("stall", call="instances.get", late_seconds=60)
     with pytest.raises(requests.exceptions.ReadTimeout):
         clients.instances.get(project=PROJECT, zone=ZONE, instance="one", timeout=0.2, retry=None)
 
 
-def test_operations_fail_hang_and_are_slow(gce: GceEmulator, clients: Clients) -> None:
+def test_operations_can_fail_hang_or_be_slow(gce: GceEmulator, clients: Clients) -> None:
     gce.fail_operation(type="delete", codes=["INTERNAL_ERROR"])
     gce.fail_operation("hang", type="insert", target="hangs")
     gce.fail_operation("slow", type="insert", target="slow", seconds=200)  # 1 s
     clients.wait(clients.insert("one"))
-    told = clients.wait(clients.delete("one"))
-    assert codes(told) == ["INTERNAL_ERROR"]
+    reported = clients.wait(clients.delete("one"))
+    assert codes(reported) == ["INTERNAL_ERROR"]
     assert gce.vms() == {"one": "RUNNING"}
     hanging, slow = clients.insert("hangs"), clients.insert("slow")
     gce.wait_for(lambda: set(gce.vms().values()) == {"RUNNING"})
@@ -151,7 +155,7 @@ def test_operations_fail_hang_and_are_slow(gce: GceEmulator, clients: Clients) -
     assert clients.wait(hanging).status == Status.RUNNING
 
 
-def test_a_bulk_whose_operation_fails_leaves_nothing(gce: GceEmulator, clients: Clients) -> None:
+def test_a_failed_bulk_insert_leaves_no_vm(gce: GceEmulator, clients: Clients) -> None:
     gce.fail_operation(type="bulkInsert", codes=["INTERNAL_ERROR"])
     assert codes(clients.wait(clients.bulk("a", "b"))) == [
         "VM_MIN_COUNT_NOT_REACHED",
@@ -160,20 +164,20 @@ def test_a_bulk_whose_operation_fails_leaves_nothing(gce: GceEmulator, clients: 
     assert gce.vms() == {}
 
 
-def test_a_name_that_is_taken_may_be_told_by_the_operation(
+def test_a_duplicate_name_can_be_an_error_of_the_operation(
     gce: GceEmulator, clients: Clients
 ) -> None:
     gce.api.conflict_by_operation = True
     clients.wait(clients.insert("a"))
     first = gce.vm("a").id
-    told = clients.wait(clients.bulk("a", "b"))
-    assert codes(told) == ["VM_MIN_COUNT_NOT_REACHED", "RESOURCE_ALREADY_EXISTS"]
+    reported = clients.wait(clients.bulk("a", "b"))
+    assert codes(reported) == ["VM_MIN_COUNT_NOT_REACHED", "RESOURCE_ALREADY_EXISTS"]
     assert gce.vms() == {"a": "RUNNING"}
     assert gce.vm("a").id == first
     assert [vm.name for vm in gce.vms_so_far()] == ["a", "b"]
 
 
-def test_lists_may_be_late_both_ways(gce: GceEmulator, clients: Clients) -> None:
+def test_lists_can_lag_behind_creations_and_deletions(gce: GceEmulator, clients: Clients) -> None:
     gce.lag_lists(1e6, gone_seconds=1e6)
     clients.wait(clients.insert("one"))
     assert gce.vms() == {"one": "RUNNING"}
@@ -189,7 +193,7 @@ def test_lists_may_be_late_both_ways(gce: GceEmulator, clients: Clients) -> None
     gce.wait_for(lambda: clients.names() == [])
 
 
-def test_deleted_in_the_middle_of_its_creation(gce: GceEmulator, clients: Clients) -> None:
+def test_a_vm_can_be_deleted_during_its_creation(gce: GceEmulator, clients: Clients) -> None:
     creation = clients.insert("one")
     deletion = clients.delete("one")
     assert codes(clients.wait(creation)) == ["RESOURCE_NOT_FOUND"]
@@ -197,7 +201,9 @@ def test_deleted_in_the_middle_of_its_creation(gce: GceEmulator, clients: Client
     assert gce.vms() == {}
 
 
-def test_of_many_that_insert_one_name_at_once_one_does(gce: GceEmulator, clients: Clients) -> None:
+def test_only_one_of_many_concurrent_inserts_of_a_name_succeeds(
+    gce: GceEmulator, clients: Clients
+) -> None:
     results: list[str] = []
 
     def insert() -> None:
@@ -214,7 +220,7 @@ def test_of_many_that_insert_one_name_at_once_one_does(gce: GceEmulator, clients
     assert results.count("conflict") == 7
 
 
-def test_a_vms_metadata_server_fails_flaps_or_is_away() -> None:
+def test_the_metadata_server_of_a_vm_can_fail_or_be_unreachable() -> None:
     url = "computeMetadata/v1/instance/preempted"
     with GceEmulator(speed=200) as gce, Clients(gce) as clients:
         clients.wait(clients.insert("one"))
@@ -239,10 +245,10 @@ def test_a_vms_metadata_server_fails_flaps_or_is_away() -> None:
         assert gce.bugs == []
 
 
-def test_a_thousand_simulated_vms_by_one_call(gce: GceEmulator, clients: Clients) -> None:
+def test_one_call_creates_a_thousand_simulated_vms(gce: GceEmulator, clients: Clients) -> None:
     names = [f"vm-{number:04}" for number in range(1000)]
-    told = clients.wait(clients.bulk(*names))
-    assert codes(told) == []
+    reported = clients.wait(clients.bulk(*names))
+    assert codes(reported) == []
     assert clients.names() == names
     assert gce.calls().calls == {
         "instances.bulkInsert": 1,

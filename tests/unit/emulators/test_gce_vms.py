@@ -49,12 +49,12 @@ def asked(gce: GceEmulator, name: str, key: str, **words: str) -> Response:
     assert guest is not None
     server = gce_metadata.detect(guest.metadata.env, product="")
     assert server is not None
-    told = gce_metadata.get(server, key, **words)
-    assert isinstance(told, Response), told
-    return told
+    reported = gce_metadata.get(server, key, **words)
+    assert isinstance(reported, Response), reported
+    return reported
 
 
-def test_a_vm_knows_who_it_is_and_has_a_home_an_address_and_an_environment(
+def test_a_vm_has_metadata_a_home_an_address_and_an_environment(
     gce: GceEmulator, clients: Clients
 ) -> None:
     script = f"{CURL}/instance/name; echo; echo $PASSED_THROUGH $HOME; pwd\n"
@@ -79,11 +79,13 @@ def test_a_vm_knows_who_it_is_and_has_a_home_an_address_and_an_environment(
     gce.wait_for(lambda: gce.pids("one") == [])
     home = f"{gce.vm('one').folder}/home"
     assert gce.output("one").splitlines() == ["one", f"yes {home}", home]
-    told = clients.instances.get_serial_port_output(project=PROJECT, zone=ZONE, instance="one")
-    assert told.contents == gce.output("one")
+    reported = clients.instances.get_serial_port_output(project=PROJECT, zone=ZONE, instance="one")
+    assert reported.contents == gce.output("one")
 
 
-def test_vms_have_addresses_of_their_own_and_meet_there(gce: GceEmulator, clients: Clients) -> None:
+def test_vms_connect_to_each_other_at_their_own_addresses(
+    gce: GceEmulator, clients: Clients
+) -> None:
     listener = (
         "import socket, os, urllib.request as u\n"
         "at = 'http://' + os.environ['GCE_METADATA_HOST'] + '/computeMetadata/v1/instance/'\n"
@@ -102,7 +104,7 @@ def test_vms_have_addresses_of_their_own_and_meet_there(gce: GceEmulator, client
     assert len({gce.vm(name).ip for name in ("left", "right", "third")}) == 3
 
 
-def test_with_notice_it_goes_on_then_is_asked_to_end_then_is_gone(
+def test_a_preemption_with_notice_sends_sigterm_and_then_deletes_the_vm(
     gce: GceEmulator, clients: Clients
 ) -> None:
     clients.wait(clients.insert("one", script=DAEMON + SAYS_TERM, scheduling=NOTICE))
@@ -127,7 +129,7 @@ def test_with_notice_it_goes_on_then_is_asked_to_end_then_is_gone(
         clients.get("one")
 
 
-def test_who_ignores_the_signal_is_killed_after_thirty_seconds(
+def test_a_process_that_ignores_sigterm_is_killed_after_thirty_seconds(
     gce: GceEmulator, clients: Clients
 ) -> None:
     stops = spot(instance_termination_action="STOP")
@@ -147,7 +149,7 @@ def test_who_ignores_the_signal_is_killed_after_thirty_seconds(
     assert clients.get("one").id == first
 
 
-def test_without_notice_nothing_is_asked_or_told(gce: GceEmulator, clients: Clients) -> None:
+def test_a_preemption_without_notice_kills_at_once(gce: GceEmulator, clients: Clients) -> None:
     clients.wait(clients.insert("one", script=DAEMON + SAYS_TERM))
     gce.wait_for(lambda: len(gce.pids("one")) >= 2)
     gce.preempt("one", notice=False)
@@ -157,7 +159,7 @@ def test_without_notice_nothing_is_asked_or_told(gce: GceEmulator, clients: Clie
     assert gce.events() == [("compute.instances.preempted", "one")]
 
 
-def test_after_a_host_error_it_may_show_as_running_for_long(
+def test_a_vm_may_be_listed_as_running_long_after_a_host_error(
     gce: GceEmulator, clients: Clients
 ) -> None:
     clients.wait(clients.bulk("one", "two", "three", script=DAEMON))
@@ -171,7 +173,7 @@ def test_after_a_host_error_it_may_show_as_running_for_long(
     assert gce.events() == [("compute.instances.hostError", "one")]
 
 
-def test_one_that_google_may_restart_comes_back_after_a_host_error(
+def test_a_vm_with_automatic_restart_is_restarted_after_a_host_error(
     gce: GceEmulator, clients: Clients
 ) -> None:
     on_demand = compute.Scheduling(provisioning_model="STANDARD", on_host_maintenance="TERMINATE")
@@ -182,7 +184,7 @@ def test_one_that_google_may_restart_comes_back_after_a_host_error(
     assert clients.get("one").status == "RUNNING"
 
 
-def test_the_end_of_its_run_time_deletes_it_though_nobody_asks(
+def test_a_vm_is_deleted_at_the_end_of_its_maximum_run_duration(
     gce: GceEmulator, clients: Clients
 ) -> None:
     ends = spot(max_run_duration=compute.Duration(seconds=60))
@@ -192,7 +194,7 @@ def test_the_end_of_its_run_time_deletes_it_though_nobody_asks(
     assert gce.pids() == []
 
 
-def test_metadata_change_wakes_who_waits_and_guest_attributes_come_back(
+def test_a_metadata_change_wakes_long_polls_and_guest_attributes_are_readable(
     gce: GceEmulator, clients: Clients
 ) -> None:
     allowed = {"enable-guest-attributes": "TRUE"}
@@ -243,7 +245,7 @@ def test_a_process_of_a_vm_with_a_service_account_has_googles_credentials(
     assert deletion.user.endswith("-compute@developer.gserviceaccount.com")
 
 
-def test_maintenance_is_announced_then_warned_of_then_comes(
+def test_maintenance_is_announced_warned_of_and_carried_out(
     gce: GceEmulator, clients: Clients
 ) -> None:
     on_demand = compute.Scheduling(
@@ -265,7 +267,7 @@ def test_maintenance_is_announced_then_warned_of_then_comes(
     ]
 
 
-def test_a_simulated_event_takes_a_spot_vm_but_not_every_shape(
+def test_a_simulated_maintenance_preempts_a_spot_vm_but_not_every_machine_type(
     gce: GceEmulator, clients: Clients
 ) -> None:
     clients.wait(clients.insert("one"))
@@ -279,7 +281,7 @@ def test_a_simulated_event_takes_a_spot_vm_but_not_every_shape(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_when_the_emulator_is_killed_its_vms_die_with_it(number: int) -> None:
+def test_the_vms_of_a_killed_emulator_die_with_it(number: int) -> None:
     words = [sys.executable, "-m", "tests.emulators.gce", "--speed", "60"]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     with (

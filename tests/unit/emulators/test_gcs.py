@@ -43,7 +43,7 @@ def server(gcs_server: GcsServer) -> GcsServer:
     return gcs_server
 
 
-def test_of_many_creators_one_wins_and_a_stale_generation_loses(bucket: Any) -> None:
+def test_one_of_many_creators_wins_and_a_stale_generation_fails(bucket: Any) -> None:
     won: list[int] = []
 
     def create(number: int) -> None:
@@ -69,7 +69,7 @@ def test_of_many_creators_one_wins_and_a_stale_generation_loses(bucket: Any) -> 
     assert bucket.blob("claim").download_as_bytes() == b"next"
 
 
-def test_generations_are_in_no_order(bucket: Any) -> None:
+def test_generations_have_no_order(bucket: Any) -> None:
     """Google promises that they differ, no more; what compares them by size must fail here."""
     found = []
     for _ in range(12):
@@ -79,7 +79,7 @@ def test_generations_are_in_no_order(bucket: Any) -> None:
     assert found != sorted(found)
 
 
-def test_uploads_in_parts_ranges_copies_and_compositions_keep_every_byte(bucket: Any) -> None:
+def test_multipart_uploads_ranges_copies_and_composed_objects_keep_every_byte(bucket: Any) -> None:
     data = random.Random(0).randbytes(1_500_000)
     blob = bucket.blob("folder/big é+ %2F")
     blob.chunk_size = 256 * 1024
@@ -93,7 +93,7 @@ def test_uploads_in_parts_ranges_copies_and_compositions_keep_every_byte(bucket:
         blob.download_as_bytes(start=len(data))
 
 
-def test_lists_come_in_pages_between_offsets_with_folders_as_one_name(bucket: Any) -> None:
+def test_lists_are_paged_with_offsets_and_prefixes(bucket: Any) -> None:
     for number in range(12):
         bucket.blob(f"log/{number:03d}").upload_from_string("")
         bucket.blob(f"log/attempt{number}/a/b").upload_from_string("")
@@ -104,7 +104,7 @@ def test_lists_come_in_pages_between_offsets_with_folders_as_one_name(bucket: An
     assert [blob.name for blob in found] == ["log/004", "log/005", "log/006"]
 
 
-def test_held_object_is_neither_deleted_nor_overwritten(bucket: Any) -> None:
+def test_an_object_with_a_hold_is_neither_deleted_nor_overwritten(bucket: Any) -> None:
     bucket.blob("pin").upload_from_string("kept")
     blob = bucket.get_blob("pin")
     blob.temporary_hold = True
@@ -118,7 +118,7 @@ def test_held_object_is_neither_deleted_nor_overwritten(bucket: Any) -> None:
     blob.delete()
 
 
-def test_upload_that_was_damaged_on_its_way_is_refused_where_a_checksum_came_with_it(
+def test_an_upload_damaged_in_transfer_is_refused_if_it_has_a_checksum(
     bucket: Any, server: GcsServer
 ) -> None:
     server.fail("damage", method="POST")
@@ -128,7 +128,9 @@ def test_upload_that_was_damaged_on_its_way_is_refused_where_a_checksum_came_wit
 
 
 @pytest.mark.filterwarnings("ignore:unclosed")  # urllib3 drops what it was cut off from.
-def test_faults_come_by_rule_before_or_after_the_deed(bucket: Any, server: GcsServer) -> None:
+def test_faults_match_rules_and_occur_before_or_after_the_operation(
+    bucket: Any, server: GcsServer
+) -> None:
     bucket.blob("x").upload_from_string("x")
     server.fail("503", method="GET", path="/o/x")
     with pytest.raises(exceptions.ServiceUnavailable):
@@ -150,7 +152,7 @@ def test_faults_come_by_rule_before_or_after_the_deed(bucket: Any, server: GcsSe
     gc.collect()
 
 
-def test_requests_are_counted_by_class_and_writes_of_one_name_by_rate(
+def test_requests_are_counted_by_class_and_writes_to_one_name_are_rate_limited(
     bucket: Any, server: GcsServer
 ) -> None:
     before = dict(server.counts)
@@ -158,8 +160,10 @@ def test_requests_are_counted_by_class_and_writes_of_one_name_by_rate(
         bucket.blob("often").upload_from_string(body)
     bucket.blob("often").download_as_bytes()
     bucket.blob("often").delete()
-    told = {name: server.counts[name] - before.get(name, 0) for name in ("A", "GET media", "free")}
-    assert told == {"A": 2, "GET media": 1, "free": 1}
+    reported = {
+        name: server.counts[name] - before.get(name, 0) for name in ("A", "GET media", "free")
+    }
+    assert reported == {"A": 2, "GET media": 1, "free": 1}
     assert server.objects.too_often[f"{bucket.name}/often"] == 1
 
 
@@ -196,14 +200,14 @@ def test_orbax_saves_and_loads(bucket: Any) -> None:
     assert all(np.array_equal(loaded[name], tree[name]) for name in tree)
 
 
-def test_a_person_can_start_it_and_ask_for_faults() -> None:
+def test_the_emulator_starts_from_the_command_line_and_accepts_faults() -> None:
     command = [sys.executable, "-m", "tests.emulators.gcs"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(5)]
-        told = dict(line.removeprefix("export ").rstrip().split("=", 1) for line in lines)
-        url = told["STORAGE_EMULATOR_HOST"]
+        reported = dict(line.removeprefix("export ").rstrip().split("=", 1) for line in lines)
+        url = reported["STORAGE_EMULATOR_HOST"]
         fault = json.dumps({"kind": "503"}).encode()
         urllib.request.urlopen(f"{url}/emulator/faults", data=fault, timeout=10).close()
         with pytest.raises(urllib.error.HTTPError) as refused:
@@ -216,9 +220,7 @@ def test_a_person_can_start_it_and_ask_for_faults() -> None:
         process.communicate()
 
 
-def test_a_region_or_a_namespace_that_is_there_is_there_for_good(
-    server: GcsServer, bucket: Any
-) -> None:
+def test_region_and_namespace_of_a_bucket_cannot_be_changed(server: GcsServer, bucket: Any) -> None:
     bucket.hierarchical_namespace_enabled = True
     with pytest.raises(exceptions.BadRequest, match="hierarchicalNamespace can't be changed"):
         bucket.patch()

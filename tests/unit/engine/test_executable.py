@@ -126,7 +126,7 @@ def test_a_program_of_another_signature_is_refused(other):
         executable.load(dumped(), other, devices())
 
 
-def test_what_the_signature_does_not_say_is_not_kept():
+def test_a_program_that_does_not_match_its_signature_is_not_cached():
     second = jax.sharding.SingleDeviceSharding(jax.devices()[1])
     called = Signature(({"y": SHAPE}, None), SIGNATURE.results)
     placed = Signature(SIGNATURE.arguments, ({"x": HERE}, second))
@@ -142,7 +142,7 @@ def test_what_the_signature_does_not_say_is_not_kept():
         executable.dump(compiled(with_callback), SIGNATURE)
 
 
-def test_a_jax_with_other_internals_keeps_nothing_and_uses_its_own_cache(monkeypatch):
+def test_a_jax_with_other_internals_caches_no_program_and_uses_its_own_cache(monkeypatch):
     assert executable.can_be_kept(), "this version of JAX needs other FIELDS"
     monkeypatch.setattr(executable, "FIELDS", executable.FIELDS | {"another"})
     with pytest.raises(Unusable, match="in another form"):

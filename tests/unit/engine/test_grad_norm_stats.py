@@ -34,7 +34,7 @@ def usual(count, *, seed=0, level=1.0, spread=0.15):
     return level * np.exp(spread * np.random.default_rng(seed).standard_normal(count))
 
 
-def test_nothing_is_judged_during_the_warm_up():
+def test_no_score_is_given_during_the_warm_up():
     _, scores = learnt([1.0, 1e6, 1e-6] * 6)
     assert scores == [0.0] * 18
     assert grad_norm_stats.limit(grad_norm_stats.init(), BANDS) == math.inf

@@ -83,7 +83,7 @@ def test_hosts_read_the_rows_of_their_devices_and_no_others(
     for indices, local in zip(maps, read, strict=True):
         own = np.arange(rows)[local.rows]  # the rows that the host has read
         for (index,) in indices:
-            assert np.array_equal(own[local.place_of(index)], np.arange(rows)[index])
+            assert np.array_equal(own[local.local_slice(index)], np.arange(rows)[index])
         needed = {row for (index,) in indices for row in range(*index.indices(rows))}
         assert set(local.rows.tolist()) == needed, "too much was read, or too little"
         assert len(local.rows) == len(needed), "a row was read twice"
@@ -97,10 +97,10 @@ def test_rows_that_are_not_adjacent_are_placed_correctly() -> None:
     # Two devices of one host that are not adjacent in the mesh, and a batch on one device.
     local = meshes.rows_of([(slice(8, 12, None),), (slice(0, 4, None),)], 16)
     assert local.rows.tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
-    assert local.place_of(slice(8, 12)) == slice(4, 8)
+    assert local.local_slice(slice(8, 12)) == slice(4, 8)
     whole = meshes.rows_of([(slice(None),)], 16)
     assert whole.rows.tolist() == list(range(16))
-    assert whole.place_of(slice(None)) == slice(0, 16)
+    assert whole.local_slice(slice(None)) == slice(0, 16)
 
 
 def test_one_of_several_hosts_reads_its_rows_and_has_the_ids_of_all() -> None:

@@ -113,7 +113,7 @@ def test_responses_of_the_emulator_have_their_kinds(answer, expected: str) -> No
 def test_a_failed_operation_has_the_same_kind_with_and_without_http_fields(
     codes: tuple[str, ...], has_http: bool, expected: str
 ) -> None:
-    operation = Failure(codes, has_http, {"zone": "us-central1-a", "count": 2}).told()
+    operation = Failure(codes, has_http, {"zone": "us-central1-a", "count": 2}).reported()
     errors = operation["error"]["errors"]
     message = "; ".join(item["message"] for item in errors)
     status = operation.get("httpErrorStatusCode")

@@ -86,7 +86,7 @@ def test_an_attempt_has_the_requested_number_of_hosts(monkeypatch):
         options = Options(Path("c"), (), num_hosts, num_hosts, devices, restart=False)
         local.launch(options, env={"HOME": "/"})
     single, three = opened
-    with single["meet"](None, None) as one, three["meet"](None, None) as job:
+    with single["rendezvous"](None, None) as one, three["rendezvous"](None, None) as job:
         assert (one.num_hosts, one.hosts, one.coordinator) == (1, (0,), None)
         assert (job.num_hosts, job.hosts) == (3, (0, 1, 2))
         assert job.coordinator.startswith("127.0.0.1:")

@@ -493,11 +493,11 @@ def test_supervisor_and_worker_of_one_attempt_append_until_the_next_claim(tmp_pa
     for thread in threads:
         thread.start()
     barrier.wait()
-    heir, is_heir = dataclasses.replace(CLAIM, attempt=2), False
+    successor, is_heir = dataclasses.replace(CLAIM, attempt=2), False
     while not is_heir:
         read = [record(1, CLAIM)] * len(files.list_names(tmp_path))
         with contextlib.suppress(Fenced):
-            RunLog.claim(tmp_path, heir, after=read, clock=StoppedClock())
+            RunLog.claim(tmp_path, successor, after=read, clock=StoppedClock())
             is_heir = True
     for thread in threads:
         thread.join()

@@ -33,7 +33,7 @@ def test_hung_call_is_abandoned():
 
 def test_refused_or_hung_write_prints_a_message_and_only_a_hung_one_returns_false():
     resumed, messages = threading.Event(), []
-    settings = {"what": "the end could not be recorded", "say": messages.append}
+    settings = {"what": "the end could not be recorded", "report": messages.append}
     assert write_with_timeout(lambda: None, seconds=10, **settings)
     assert messages == []
     for error in (StorageUnavailable("full"), OSError("gone")):

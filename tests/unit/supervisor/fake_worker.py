@@ -1,6 +1,6 @@
 """A worker without jax: beats, obeys signals, and ends as its part says. Plain Python, starts fast.
 
-    fake_worker.py FOLDER HOST NUM_HOSTS PART --beat-fd N
+    fake_worker.py FOLDER HOST NUM_HOSTS PART --status-fd N
 
 PART is JSON; a key that is absent means that nothing of that kind happens:
   steps: steps to make before it stands still (default: for ever)
@@ -24,12 +24,12 @@ LEAVE = signal.SIGRTMIN + 1
 
 
 class Worker:
-    def __init__(self, folder, host, num_hosts, part, beat_fd):
+    def __init__(self, folder, host, num_hosts, part, status_fd):
         self.folder = folder
         self.host = host
         self.num_hosts = num_hosts
         self.part = part
-        self.beat_fd = beat_fd
+        self.status_fd = status_fd
         self.asked = set()
         self.met = False
 
@@ -38,26 +38,26 @@ class Worker:
             signal.signal(number, self.note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
         self.write("pid", os.getpid())
-        self.beat("phase_entered", phase="train")
+        self.send_status("phase_entered", phase="train")
         if "saves" in self.part:
             seconds, saving = self.part["saves"]
-            self.beat("save_started", step=1)
-            self.beat("save_ended", step=1, seconds=seconds)
+            self.send_status("save_started", step=1)
+            self.send_status("save_ended", step=1, seconds=seconds)
             if saving:
-                self.beat("save_started", step=2)
+                self.send_status("save_started", step=2)
         step = 0
         while True:
             if step < self.part.get("steps", 1e9):
                 step += 1
-                self.beat("step_finished", step=step, seconds=0.02)
+                self.send_status("step_finished", step=step, seconds=0.02)
                 self.write("step", step)
                 if step == self.part.get("steps") and "enters" in self.part:
-                    self.beat("phase_entered", phase=self.part["enters"])
+                    self.send_status("phase_entered", phase=self.part["enters"])
             if "end" in self.part and step >= self.part["end"][1]:
                 self.leave(self.part["end"][0], f"part {self.host}")
             if "on_stop" in self.part and self.asked & {signal.SIGTERM, signal.SIGINT, LEAVE}:
                 code, seconds = self.part["on_stop"]
-                self.beat("phase_entered", phase="settle")
+                self.send_status("phase_entered", phase="settle")
                 time.sleep(seconds)
                 self.leave(code, f"stop {self.host}")
             if "on_loss" in self.part and self.has_lost_a_peer():
@@ -77,12 +77,12 @@ class Worker:
         new.write_text(str(word))
         new.rename(path)
 
-    def beat(self, kind, **fields):
-        os.write(self.beat_fd, json.dumps({"message": kind} | fields).encode() + b"\n")
+    def send_status(self, kind, **fields):
+        os.write(self.status_fd, json.dumps({"message": kind} | fields).encode() + b"\n")
 
     def leave(self, code, reason):
         if "silent" not in self.part:
-            self.beat("exit", exit=code, reason=reason, committed=code in (0, 75, 76))
+            self.send_status("exit", exit=code, reason=reason, committed=code in (0, 75, 76))
         time.sleep(self.part.get("lingers", 0))
         if "then" in self.part:
             os.kill(os.getpid(), self.part["then"])

@@ -47,7 +47,7 @@ class SimClock:
         self.now += seconds
 
 
-class Beaten(SimClock):
+class HeartbeatClock(SimClock):
     """A clock on which another process writes a heartbeat at each sleep."""
 
     other: RunLock | None = None
@@ -55,7 +55,7 @@ class Beaten(SimClock):
     def sleep(self, seconds: float) -> None:
         super().sleep(seconds)
         if self.other is not None:
-            self.other.beat()
+            self.other.heartbeat()
 
 
 def supervised(seed: int, jumps: dict[float, float]) -> list[object]:
@@ -102,12 +102,12 @@ def supervised(seed: int, jumps: dict[float, float]) -> list[object]:
 
 def starters(run_dir: RunDir, jumps: dict[float, float]) -> list[object]:
     """Starts processes while the lock holder writes heartbeats, and after it has stopped."""
-    clock = Beaten(jumps)
+    clock = HeartbeatClock(jumps)
     decided: list[object] = []
-    for beats in (True, False, True):
+    for is_alive in (True, False, True):
         clock.other = None
         with RunLock(run_dir, clock=clock) as first:
-            clock.other = first if beats else None
+            clock.other = first if is_alive else None
             for _ in range(3):
                 began = clock.monotonic()
                 try:
@@ -141,7 +141,7 @@ JUMPS.append({1.0: HOUR, 2.0: -2 * HOUR, 50.0: HOUR})
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_falls_hangs_and_silences_are_decided_alike(seed: int) -> None:
+def test_clock_jumps_change_no_decision_on_crashes_hangs_or_restarts(seed: int) -> None:
     calm = supervised(seed, {})
     kinds = {type(one) for one in calm}
     assert {bool, str, Restart} <= kinds, "nothing happened"
@@ -149,20 +149,20 @@ def test_falls_hangs_and_silences_are_decided_alike(seed: int) -> None:
         assert supervised(seed, jumps) == calm
 
 
-def test_the_lock_holder_is_decided_alike(tmp_path) -> None:
+def test_clock_jumps_do_not_change_the_lock_holder(tmp_path) -> None:
     calm = starters(RunDir(tmp_path / "calm"), {})
     assert {"owns", "refused"} <= set(calm)
     for number, jumps in enumerate(JUMPS):
         assert starters(RunDir(tmp_path / str(number)), jumps) == calm
 
 
-def test_a_lost_supervisor_is_decided_alike() -> None:
+def test_clock_jumps_do_not_change_which_supervisor_is_lost() -> None:
     calm = silences({})
     for jumps in JUMPS:
         assert silences(jumps) == calm
 
 
-def test_the_clock_of_these_tests_does_jump() -> None:
+def test_the_simulated_clock_jumps() -> None:
     clock = SimClock({1.0: HOUR, 2.0: -2 * HOUR})
     walls = []
     for _ in range(3):

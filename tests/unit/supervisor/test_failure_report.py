@@ -29,20 +29,20 @@ def run_dir(tmp_path):
         (ExitCode.PEER_LOST, "output-host001.txt", "network"),
     ],
 )
-def test_the_culprits_log_is_shown_from_its_end(run_dir, cause, log, remedy):
+def test_the_report_shows_the_last_lines_of_the_culprits_log(run_dir, cause, log, remedy):
     ended = AttemptResult(cause, "why", committed=False, culprit=1)
-    said = failure_text(run_dir, 3, ended, code=ExitCode.NO_PROGRESS)
-    assert remedy in said
-    assert f"the last 20 of 50 lines of {run_dir.attempt(3) / log}:" in said
-    assert said.endswith(f"  {log} 49\n")
-    assert f"{log} 29\n" not in said
+    text = failure_text(run_dir, 3, ended, code=ExitCode.NO_PROGRESS)
+    assert remedy in text
+    assert f"the last 20 of 50 lines of {run_dir.attempt(3) / log}:" in text
+    assert text.endswith(f"  {log} 49\n")
+    assert f"{log} 29\n" not in text
 
 
-def test_a_log_that_is_not_there_is_not_spoken_of(run_dir):
+def test_a_missing_log_is_not_mentioned(run_dir):
     ended = AttemptResult(128 + signal.SIGKILL, "why", committed=False, culprit=2)
     assert "lines of" not in failure_text(run_dir, 3, ended, code=ExitCode.NO_PROGRESS)
 
 
 @pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.DIVERGED, ExitCode.FENCED])
-def test_a_message_with_its_own_remedy_gets_no_other(run_dir, code):
+def test_a_message_with_a_remedy_gets_no_second_one(run_dir, code):
     assert failure_text(run_dir, 3, AttemptResult(code, "why", committed=False), code=code) == ""

@@ -36,7 +36,7 @@ def supervisor(folder, code):
             return Path(f"/proc/{{pid}}/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")
 
         def fork(command=command, env=other):
-            return fork_server.fork(command, env=env, beat=beat)
+            return fork_server.fork(command, env=env, status_fd=beat)
 
         def ready():
             until = time.monotonic() + 100
@@ -58,11 +58,11 @@ def supervisor(folder, code):
     return json.loads(found.stdout)
 
 
-def test_a_fork_looks_like_a_spawned_worker_and_the_fork_server_has_neither_threads_nor_files(
+def test_a_fork_is_like_a_spawned_worker_and_the_server_has_no_threads_or_files(
     tmp_path,
 ):
     """Without OpenBLAS's threads, that is, which know how to survive a fork."""
-    told = supervisor(
+    reported = supervisor(
         tmp_path,
         """
         assert fork() is None, "there is none yet"
@@ -85,18 +85,18 @@ def test_a_fork_looks_like_a_spawned_worker_and_the_fork_server_has_neither_thre
         assert worker.wait(timeout=5) == -signal.SIGKILL
         """,
     )
-    assert (told["threads"], told["files"]) == (1, 4)
-    assert told["names"] == ["jaxres-fork", "jaxres-host003"]
-    assert str(tmp_path) in told["words"], "a process of this run, for ps and pkill"
-    assert any(word.startswith("jaxres.train.") for word in told["words"])
-    assert told["marks"] == ["JAXRES_ATTEMPT=a.1.2"], "no later supervisor would find it"
-    assert told["own"]
-    assert told["child"]
-    assert told["runs"]
+    assert (reported["threads"], reported["files"]) == (1, 4)
+    assert reported["names"] == ["jaxres-fork", "jaxres-host003"]
+    assert str(tmp_path) in reported["words"], "a process of this run, for ps and pkill"
+    assert any(word.startswith("jaxres.train.") for word in reported["words"])
+    assert reported["marks"] == ["JAXRES_ATTEMPT=a.1.2"], "no later supervisor would find it"
+    assert reported["own"]
+    assert reported["child"]
+    assert reported["runs"]
 
 
-def test_what_the_fork_server_cannot_fork_is_refused_with_its_reason(tmp_path):
-    told = supervisor(
+def test_a_worker_that_cannot_be_forked_is_refused_with_the_reason(tmp_path):
+    reported = supervisor(
         tmp_path,
         """
         ready()
@@ -110,13 +110,13 @@ def test_what_the_fork_server_cannot_fork_is_refused_with_its_reason(tmp_path):
         print(json.dumps([event.message for event in told]))
         """,
     )
-    assert "environment has changed" in told[0]
-    assert "the forked process has exited" in told[1]
-    assert len(told) == 3
+    assert "environment has changed" in reported[0]
+    assert "the forked process has exited" in reported[1]
+    assert len(reported) == 3
 
 
 def test_a_fork_server_that_does_not_answer_is_killed_and_forks_no_worker_later(tmp_path):
-    told = supervisor(
+    reported = supervisor(
         tmp_path,
         """
         pid = ready()
@@ -128,8 +128,8 @@ def test_a_fork_server_that_does_not_answer_is_killed_and_forks_no_worker_later(
         print(json.dumps([gone, children, told[0].message]))
         """,
     )
-    assert told[:2] == [True, []]
-    assert "not answered for" in told[2]
+    assert reported[:2] == [True, []]
+    assert "not answered for" in reported[2]
 
 
 def test_the_fork_server_dies_with_its_supervisor(tmp_path):

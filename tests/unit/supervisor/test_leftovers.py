@@ -119,7 +119,7 @@ def test_orphans_without_a_tag_are_killed_while_their_supervisor_lives():
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_zombie_orphans_are_reaped_and_the_workers_are_not():
+def test_zombie_orphans_are_reaped_and_workers_are_not():
     code = "processes.become_subreaper(); "
     code += "subprocess.run(['sh', '-c', 'sleep 0.1 & sleep 0.1 & exit 0']); "
     code += "time.sleep(0.5); worker = subprocess.Popen(['false']); time.sleep(0.3); "

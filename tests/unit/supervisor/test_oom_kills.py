@@ -39,10 +39,10 @@ def write(root, files):
         ({"proc/vmstat": "oom_kill 3\n", "proc/self/cgroup": NEW}, 3),
     ],
 )
-def test_own_group_is_asked_first_then_the_host(tmp_path, files, kills):
+def test_the_count_of_the_own_cgroup_precedes_that_of_the_host(tmp_path, files, kills):
     write(tmp_path, files)
     assert oom_kill_count(tmp_path) == kills
 
 
-def test_this_machine_can_be_asked():
+def test_the_count_of_this_machine_can_be_read():
     assert oom_kill_count() >= 0

@@ -26,21 +26,21 @@ SECTION = PreemptionSection()
 WALL, NOW = 1_800_000_000.0, 50.0
 
 
-def heard(key, text, *, policy=""):
+def parsed(key, text, *, policy=""):
     return MetadataValue(key, text, received_at=NOW, wall=WALL, policy=policy)
 
 
 def means(key, text, *, section=SECTION, policy=""):
-    return parse(heard(key, text, policy=policy), section)
+    return parse(parsed(key, text, policy=policy), section)
 
 
 def window(seconds, status="PENDING", **facts):
     start = datetime.fromtimestamp(WALL + seconds, UTC).isoformat()
-    told = {"maintenance_status": status, "window_start_time": start, "type": "SCHEDULED"}
-    return json.dumps(told | facts)
+    reported = {"maintenance_status": status, "window_start_time": start, "type": "SCHEDULED"}
+    return json.dumps(reported | facts)
 
 
-def test_a_preemption_leaves_the_seconds_of_the_notice():
+def test_a_preemption_notice_has_its_configured_seconds():
     notice = means(PREEMPTED, "TRUE\n")
     assert isinstance(notice, PreemptionNotice)
     assert notice.seconds_left(NOW + 1) == 29
@@ -49,7 +49,7 @@ def test_a_preemption_leaves_the_seconds_of_the_notice():
     assert means(PREEMPTED, "FALSE") == NoEvent()
 
 
-def test_an_event_without_a_window_leaves_the_configured_time_or_an_unknown_one():
+def test_an_event_without_a_window_has_the_configured_time_or_an_unknown_one():
     assert means(EVENT, "TERMINATE_ON_HOST_MAINTENANCE").seconds_left(NOW) is None
     gpu = PreemptionSection(maintenance_seconds=3600.0)
     assert means(EVENT, "TERMINATE_ON_HOST_MAINTENANCE", section=gpu).seconds_left(NOW) == 3600
@@ -58,24 +58,24 @@ def test_an_event_without_a_window_leaves_the_configured_time_or_an_unknown_one(
 
 
 @pytest.mark.parametrize("text", ["{}", "NONE", '{"error":"no notifications have been received"}'])
-def test_no_upcoming_maintenance_has_three_forms(text):
+def test_no_upcoming_maintenance_is_parsed_in_all_three_forms(text):
     assert means(UPCOMING, text) == NoEvent()
 
 
 @pytest.mark.parametrize("start", ["2027-01-15T08:01:40Z", "2027-01-15T09:01:40.000+01:00"])
-def test_a_window_is_a_deadline_on_the_monotonic_clock(start):
+def test_a_maintenance_window_becomes_a_deadline_on_the_monotonic_clock(start):
     assert datetime(2027, 1, 15, 8, 0, tzinfo=UTC).timestamp() == WALL
     notice = means(UPCOMING, window(0, window_start_time=start))
     assert isinstance(notice, PreemptionNotice)
     assert notice.seconds_left(NOW) == 100
 
 
-def test_a_window_that_has_begun_waits_for_its_event_and_a_maintenance_that_has_begun_does_not():
+def test_a_started_window_waits_for_its_event_and_ongoing_maintenance_does_not():
     assert isinstance(means(UPCOMING, window(-60)), NoEvent)
     assert means(UPCOMING, window(-60, "ONGOING")).seconds_left(NOW) is None
 
 
-def test_no_maintenance_ends_a_vm_that_moves():
+def test_maintenance_does_not_stop_a_vm_that_migrates():
     assert isinstance(means(UPCOMING, window(60), policy="MIGRATE"), NoEvent)
     assert isinstance(means(UPCOMING, window(60), policy="TERMINATE"), PreemptionNotice)
 
@@ -95,35 +95,35 @@ def test_no_maintenance_ends_a_vm_that_moves():
         (UPCOMING, window(60, window_start_time=None)),
     ],
 )
-def test_what_is_not_understood_changes_nothing(key, text):
+def test_an_unrecognised_metadata_value_changes_nothing(key, text):
     assert means(key, text) is None
-    standing = {key: PreemptionNotice(key, "words", NOW, None)}
-    assert apply(standing, key, None) == standing
+    active = {key: PreemptionNotice(key, "words", NOW, None)}
+    assert apply(active, key, None) == active
     assert apply({}, key, None) == {}
 
 
-def test_a_preemption_stands_for_ever_and_a_maintenance_until_it_is_called_off():
-    standing = {}
+def test_a_preemption_is_permanent_and_a_maintenance_can_be_cancelled():
+    active = {}
     for key, text in ((PREEMPTED, "TRUE"), (UPCOMING, window(9e3))):
-        standing = apply(standing, key, means(key, text))
-    assert set(standing) == {PREEMPTED, UPCOMING}
+        active = apply(active, key, means(key, text))
+    assert set(active) == {PREEMPTED, UPCOMING}
     for key, text in ((PREEMPTED, "FALSE"), (UPCOMING, "{}")):
-        standing = apply(standing, key, means(key, text))
-    assert set(standing) == {PREEMPTED}
+        active = apply(active, key, means(key, text))
+    assert set(active) == {PREEMPTED}
 
 
-def standing(**texts):
+def active(**texts):
     names = {"preempted": PREEMPTED, "event": EVENT, "upcoming": UPCOMING}
     return {names[name]: means(names[name], text) for name, text in texts.items()}
 
 
-def test_the_nearest_end_counts_and_an_event_is_its_windows():
+def test_the_earliest_deadline_is_most_urgent_and_an_event_uses_its_window():
     terminate = "TERMINATE_ON_HOST_MAINTENANCE"
     assert most_urgent({}) is None
-    assert most_urgent(standing(preempted="TRUE", upcoming=window(3600))).source == PREEMPTED
-    assert most_urgent(standing(event=terminate, upcoming=window(3600))).source == UPCOMING
-    assert most_urgent(standing(event=terminate, upcoming=window(90 * 24 * 3600))).source == EVENT
-    assert most_urgent(standing(event=terminate)).source == EVENT
+    assert most_urgent(active(preempted="TRUE", upcoming=window(3600))).source == PREEMPTED
+    assert most_urgent(active(event=terminate, upcoming=window(3600))).source == UPCOMING
+    assert most_urgent(active(event=terminate, upcoming=window(90 * 24 * 3600))).source == EVENT
+    assert most_urgent(active(event=terminate)).source == EVENT
 
 
 def notice(seconds):
@@ -158,11 +158,11 @@ def action(seconds, *, later=0.0, margin=5.0, **measured):
         (None, {"write_seconds": 1e6}, "save"),
     ],
 )
-def test_a_save_is_begun_only_if_it_ends_in_time(seconds, measured, expected):
+def test_a_save_is_started_only_if_it_can_finish_in_time(seconds, measured, expected):
     assert action(seconds, **measured) == expected
 
 
-def test_a_far_end_is_trained_up_to_the_last_safe_moment():
+def test_training_continues_until_the_last_safe_moment_before_a_distant_deadline():
     facts = {"write_seconds": 60.0, "step_seconds": 1.0}
     assert action(3600, **facts) == "continue"
     last_safe = 3600 - 5 - 2 - 2 * 60
@@ -172,18 +172,18 @@ def test_a_far_end_is_trained_up_to_the_last_safe_moment():
     assert action(3600, later=3600 - 5 - 2 - 59, **facts) == "exit"
 
 
-def test_a_save_that_begins_right_before_the_last_safe_moment_leaves_time_for_the_last_one():
+def test_a_save_right_before_the_last_safe_moment_leaves_time_for_the_last_one():
     facts = {"write_seconds": 60.0, "step_seconds": 1.0}
     last_safe = 3600 - 5 - 2 - 2 * 60
     assert action(3600, later=last_safe - 1, writing_seconds=0.0, **facts) == "save"
 
 
-def test_a_far_end_before_any_save_leaves_time_for_a_slow_one():
+def test_a_distant_deadline_before_any_save_leaves_time_for_a_slow_save():
     assert action(3600) == "continue"
     assert action(3600, later=3600 - 590) == "save"
 
 
-def test_a_near_end_is_not_trained_up_to():
+def test_training_stops_at_once_before_a_near_deadline():
     assert action(NEAR_SECONDS, write_seconds=0.1) == "save"
     assert action(NEAR_SECONDS + 1, write_seconds=0.1) == "continue"
     far = decide(notice(600), SaveTimings(write_seconds=0.1), now=NOW, margin_seconds=0.0)

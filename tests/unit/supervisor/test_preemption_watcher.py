@@ -54,7 +54,7 @@ def news(watcher, *, seconds=10):
     raise AssertionError("no event came")
 
 
-def test_a_key_is_answered_with_its_etag_and_a_change_ends_the_wait(server):
+def test_a_response_has_an_etag_and_a_change_ends_the_long_poll(server):
     first = gce_metadata.get(there(server), PREEMPTED)
     assert isinstance(first, Response)
     assert first.text == "FALSE"
@@ -64,8 +64,8 @@ def test_a_key_is_answered_with_its_etag_and_a_change_ends_the_wait(server):
     assert (second.text, second.etag != first.etag) == ("TRUE", True)
 
 
-def test_only_200_is_an_answer(server, monkeypatch):
-    monkeypatch.setattr(gce_metadata, "ANSWER_SECONDS", 0.2)
+def test_only_status_200_is_a_response(server, monkeypatch):
+    monkeypatch.setattr(gce_metadata, "RESPONSE_SECONDS", 0.2)
     assert gce_metadata.get(there(server), "instance/none") == NoResponse(
         f"{server.address}: HTTP 404", is_absent=True
     )
@@ -84,7 +84,7 @@ def test_the_emulator_is_as_strict_as_the_real_one(server, monkeypatch):
     assert not server.warn(), "the early warning is given only to who has asked"
 
 
-def test_a_server_that_was_not_named_must_say_that_it_is_googles(server, monkeypatch):
+def test_an_unnamed_server_must_send_googles_flavor_header(server, monkeypatch):
     found = Server("127.0.0.1", there(server).port, is_named=False)
     assert isinstance(gce_metadata.get(found, PREEMPTED), Response)
     monkeypatch.setattr(gce_metadata, "FLAVOR", ("Metadata-Flavor", "google"))
@@ -93,12 +93,12 @@ def test_a_server_that_was_not_named_must_say_that_it_is_googles(server, monkeyp
 
 
 @pytest.mark.parametrize("value", ["host:port", "[::1", ":80"])
-def test_a_variable_that_names_no_server_is_refused(value):
+def test_an_invalid_metadata_host_variable_is_rejected(value):
     with pytest.raises(ConfigError, match="GCE_METADATA_HOST"):
         gce_metadata.detect({"GCE_METADATA_HOST": value}, product="")
 
 
-def test_all_keys_are_asked_for_at_once_and_a_change_is_told(server, watch):
+def test_all_keys_are_polled_concurrently_and_a_change_is_reported(server, watch):
     until = time.monotonic() + 10
     while len(set(server.asked)) < 3:
         assert time.monotonic() < until
@@ -111,7 +111,7 @@ def test_all_keys_are_asked_for_at_once_and_a_change_is_told(server, watch):
     assert watch.most_urgent().source == PREEMPTED
 
 
-def test_notices_are_found_through_every_kind_of_failure(server):
+def test_notices_are_received_despite_failures_of_the_server(server):
     for kind in ("503", "drop"):
         server.fail(kind, key=PREEMPTED)
     server.preempt()
@@ -120,7 +120,7 @@ def test_notices_are_found_through_every_kind_of_failure(server):
         assert watcher.most_urgent().source == PREEMPTED
 
 
-def test_a_maintenance_is_called_off_by_an_answer_and_by_nothing_else(server, watch):
+def test_only_a_valid_response_cancels_a_maintenance(server, watch):
     server.announce(seconds=3600)
     (event,) = news(watch)
     assert 3590 < event.seconds_left < 3600
@@ -134,7 +134,7 @@ def test_a_maintenance_is_called_off_by_an_answer_and_by_nothing_else(server, wa
     assert (event.value, watch.most_urgent()) == ("cancelled", None)
 
 
-def test_a_vm_that_moves_is_reported_and_not_stopped(server, watch):
+def test_maintenance_of_a_vm_that_migrates_is_reported_and_does_not_stop_it(server, watch):
     server.set("instance/scheduling/on-host-maintenance", "MIGRATE")
     server.announce(seconds=30)
     (event,) = news(watch)
@@ -142,7 +142,7 @@ def test_a_vm_that_moves_is_reported_and_not_stopped(server, watch):
     assert watch.most_urgent() is None
 
 
-def test_a_server_that_does_not_hold_its_answer_back_is_not_asked_without_end(server):
+def test_a_server_without_long_polling_is_polled_at_a_limited_rate(server):
     server.holds = False
     with watching(server) as watcher:
         time.sleep(1.2)
@@ -152,7 +152,7 @@ def test_a_server_that_does_not_hold_its_answer_back_is_not_asked_without_end(se
         assert watcher.most_urgent().source == PREEMPTED
 
 
-def test_silence_is_reported_once_and_its_end_too(server, monkeypatch):
+def test_an_outage_of_the_server_and_its_end_are_each_reported_once(server, monkeypatch):
     monkeypatch.setattr(preemption_watcher, "SILENT_SECONDS", 0.1)
     server.fail("503", key=PREEMPTED, times=2)
     with watching(server) as watcher:
@@ -169,7 +169,7 @@ def test_silence_is_reported_once_and_its_end_too(server, monkeypatch):
         ({"metadata": "off"}, {"GCE_METADATA_HOST": "127.0.0.1:1"}, "preemption.metadata is off"),
     ],
 )
-def test_without_a_metadata_server_there_is_no_thread(words, env, why):
+def test_without_a_metadata_server_no_thread_starts(words, env, why):
     before = set(threading.enumerate())  # Of which some may end meanwhile: another test's.
     watcher = PreemptionWatcher(
         PreemptionSection(**words), env=env, clock=SystemClock(), product="ThinkPad"

@@ -16,14 +16,14 @@ sys.stdin.read()
 """
 
 
-def test_a_process_name_with_spaces_and_parentheses_shifts_no_field():
+def test_spaces_and_parentheses_in_a_process_name_shift_no_field():
     numbers = " ".join(map(str, range(4, 53)))
     stat = parse_proc_stat(f"17 ({NAME}) S {numbers}\n")
     assert (stat.state, stat.parent, stat.flags, stat.start_ticks) == ("S", 4, 9, 22)
     assert (stat.arg_start, stat.arg_end, stat.env_start, stat.env_end) == (48, 49, 50, 51)
 
 
-def test_a_process_that_has_given_itself_such_a_name_is_read():
+def test_a_process_that_renamed_itself_is_parsed():
     words = [sys.executable, "-c", RENAMED]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -36,7 +36,7 @@ def test_a_process_that_has_given_itself_such_a_name_is_read():
     assert stat.start_ticks >= read_proc_stat().start_ticks
 
 
-def test_command_line_and_environment_are_where_the_addresses_say():
+def test_addresses_point_to_the_command_line_and_the_environment():
     stat = read_proc_stat()
     with open("/proc/self/cmdline", "rb") as file:
         words = file.read()
@@ -44,7 +44,7 @@ def test_command_line_and_environment_are_where_the_addresses_say():
     assert stat.env_end >= stat.env_start > 0
 
 
-def test_a_process_that_has_ended_is_an_error():
+def test_an_ended_process_raises_an_error():
     child = subprocess.Popen(["true"])
     child.wait()
     with pytest.raises(OSError, match="No such"):

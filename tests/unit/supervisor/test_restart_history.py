@@ -56,11 +56,11 @@ def codes(*bodies):
     return [outcome.code for outcome in remembered(*bodies).outcomes]
 
 
-def test_a_new_run_has_no_past():
+def test_a_new_run_has_an_empty_history():
     assert load_history([]) == RestartHistory()
 
 
-def test_every_end_of_a_supervised_attempt_is_remembered_with_its_steps_and_its_host():
+def test_every_exit_of_a_supervised_attempt_is_loaded_with_its_steps_and_host():
     found = remembered(
         *(claim(1, 0, 1, 2), commit(10), stop(70, 1)),
         *(claim(2, 0, 2), commit(20), stop(80, 1)),
@@ -90,26 +90,26 @@ def test_an_attempt_without_a_supervisor_uses_no_budget():
 
 
 @pytest.mark.parametrize("code", [0, 76, 84, 78, 82, 86, 130])
-def test_after_an_end_that_only_a_person_follows_budgets_begin_afresh(code):
+def test_an_exit_that_needs_an_operator_resets_the_budgets(code):
     """Otherwise the run could never be started again."""
     assert remembered(claim(1, 0), stop(70), leave(code)) == RestartHistory()
     assert codes(claim(1, 0), stop(70), leave(code), claim(2, 0), stop(80)) == [80]
 
 
 @pytest.mark.parametrize("code", [0, 76, 78, 81, 85])
-def test_such_an_end_of_an_attempt_does_too_where_the_supervisor_was_killed_right_after(code):
+def test_a_permanent_exit_resets_the_budgets_if_the_supervisor_was_killed_after_it(code):
     assert codes(claim(1, 0), stop(70), claim(2, 0), stop(code)) == []
 
 
 @pytest.mark.parametrize("code", [75, 128 + signal.SIGTERM, 128 + signal.SIGHUP])
-def test_a_supervisor_that_a_scheduler_ends_and_starts_again_counts_on(code):
+def test_a_supervisor_restarted_by_a_scheduler_keeps_the_counts(code):
     found = remembered(claim(1, 0), stop(70), claim(2, 0), stop(75), leave(code))
     assert [outcome.code for outcome in found.outcomes] == [70, 75]
     assert not found.was_killed
 
 
 @pytest.mark.parametrize("ends", [(stop(70),), ()], ids=["between attempts", "in an attempt"])
-def test_a_loop_of_supervisors_that_are_killed_ends_like_that_of_attempts(ends):
+def test_repeatedly_killed_supervisors_give_up_like_repeated_attempts(ends):
     bodies, count = [], 0
     while True:
         found = remembered(*bodies)
@@ -122,7 +122,7 @@ def test_a_loop_of_supervisors_that_are_killed_ends_like_that_of_attempts(ends):
     assert count == POLICY.restart.max_attempts_without_commit
 
 
-def test_who_supervises_makes_no_difference_to_what_is_decided():
+def test_decisions_are_the_same_for_one_supervisor_and_for_many():
     """The same ends, in one supervisor's memory or in the log of many."""
     bodies = [
         *(claim(1, 0, 1, 2), commit(10), stop(KILLED, 1)),

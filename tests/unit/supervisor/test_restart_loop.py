@@ -40,7 +40,7 @@ def write(run_dir, claim):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A supervisor between its first attempt and the next."""
-    monkeypatch.setattr(owners, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(owners, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(run_dir_watcher, "CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(restart_loop, "LEAVE_SECONDS", 0.0)
     run_dir, clock = RunDir(tmp_path), SystemClock()
@@ -79,32 +79,32 @@ def run(tmp_path, monkeypatch):
     os.close(write_end)
 
 
-def test_another_owners_claim_is_not_taken_for_ours(run):
+def test_a_claim_of_another_supervisor_raises_fenced(run):
     write(run.run_dir, HEIR)
     with pytest.raises(Fenced, match=f"attempt 2 .*pid {HEIR.pid}.* owns this run now"):
         restart_loop._refresh_history(run, run_log.read_records(run.run_dir.log))
     assert run.run_history.claims == (OURS,), "what the heir has started is not ours to end"
 
 
-def test_a_claim_of_ours_that_failed_on_its_way_is_ours(run):
+def test_our_claim_whose_write_was_unconfirmed_is_adopted(run):
     write(run.run_dir, dataclasses.replace(OURS, attempt=2))
     restart_loop._refresh_history(run, run_log.read_records(run.run_dir.log))
     assert run.run_history.attempt == 2
 
 
-def test_a_log_that_is_away_is_no_empty_log(run):
+def test_an_unavailable_log_is_not_an_empty_log(run):
     with pytest.raises(StorageUnavailable, match="1 records were here, now 0 are"):
         restart_loop._refresh_history(run, [])
     assert run.run_history.attempt == 1
 
 
-def test_a_pause_ends_in_time(run):
+def test_a_restart_delay_ends_in_time(run):
     since = run.clock.monotonic()
     assert restart_loop._wait_backoff(run, 0.3) is None
     assert 0.3 <= run.clock.monotonic() - since < 2
 
 
-def test_a_superseded_supervisor_exits_in_a_pause_and_writes_nothing(run):
+def test_a_superseded_supervisor_exits_in_a_restart_delay_and_writes_nothing(run):
     write(run.run_dir, HEIR)
     ended = restart_loop._wait_backoff(run, 20)
     assert (ended.code, ended.is_recorded) == (ExitCode.FENCED, False)
@@ -114,7 +114,7 @@ def test_a_superseded_supervisor_exits_in_a_pause_and_writes_nothing(run):
     ("number", "code"),
     [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 76)],
 )
-def test_a_signal_ends_a_pause_at_once(run, number, code):
+def test_a_signal_ends_a_restart_delay_at_once(run, number, code):
     run.signal(number)
     since = run.clock.monotonic()
     ended = restart_loop._wait_backoff(run, 20)
@@ -122,7 +122,7 @@ def test_a_signal_ends_a_pause_at_once(run, number, code):
     assert run.clock.monotonic() - since < 2
 
 
-def test_a_notice_ends_a_pause_and_one_of_a_far_end_does_not(run):
+def test_a_near_preemption_ends_a_restart_delay_and_a_distant_one_does_not(run):
     with MetadataServer() as server:
         section = PreemptionSection()
         with PreemptionWatcher(
@@ -138,13 +138,13 @@ def test_a_notice_ends_a_pause_and_one_of_a_far_end_does_not(run):
     assert ended.reason.startswith("this VM is being preempted between two attempts")
 
 
-def test_other_signals_end_no_pause(run):
+def test_other_signals_do_not_end_a_restart_delay(run):
     run.signal(signal.SIGUSR1)
     run.signal(signal.SIGUSR2)
     assert restart_loop._wait_backoff(run, 0.1) is None
 
 
-def test_storage_that_hangs_lets_no_attempt_begin_and_keeps_no_signal_waiting(run):
+def test_hanging_storage_starts_no_attempt_and_delays_no_signal(run):
     os.mkfifo(run.run_dir.log / "00000002.json")
     ended = restart_loop._wait_backoff(run, 0.0)
     assert ended.code == ExitCode.STORAGE
@@ -153,7 +153,7 @@ def test_storage_that_hangs_lets_no_attempt_begin_and_keeps_no_signal_waiting(ru
     assert restart_loop._wait_backoff(run, 0.0).code == 75
 
 
-def test_hours_that_are_over_end_a_pause(run):
+def test_the_time_limit_ends_a_restart_delay(run):
     limits = LaunchSection(max_hours=0.1 / 3600)
     run.policy = dataclasses.replace(run.policy, launch=limits, began=run.clock.monotonic())
     assert restart_loop._wait_backoff(run, 20).code == ExitCode.STOPPED

@@ -38,12 +38,12 @@ def decide(*ends, policy=POLICY, now=100.0):
 
 @pytest.mark.parametrize("code", NOBODY_RESTARTS)
 @pytest.mark.parametrize("commits", [0, 1])
-def test_a_final_exit_code_is_passed_on(code, commits):
+def test_a_permanent_failure_exits_with_its_code(code, commits):
     assert decide((code, commits)) == GiveUp(code, "end 0")
 
 
 @pytest.mark.parametrize("code", FAILURES)
-def test_a_failure_waits_longer_each_time_and_then_gives_up(code):
+def test_repeated_failures_back_off_exponentially_and_then_give_up(code):
     waits = [decide(*[code] * n).after_seconds for n in range(1, 5)]
     assert waits == [1, 2, 4, 8]
     last = decide(*[code] * 5)
@@ -54,7 +54,7 @@ def test_a_failure_waits_longer_each_time_and_then_gives_up(code):
 
 
 @pytest.mark.parametrize("code", FAILURES)
-def test_progress_gives_budget_and_backoff_back(code):
+def test_progress_resets_budget_and_backoff(code):
     four = [code] * 4
     assert decide(*four, (code, 1)).after_seconds == 1
     assert decide(*four, (code, 1), code).after_seconds == 2
@@ -63,7 +63,7 @@ def test_progress_gives_budget_and_backoff_back(code):
     assert isinstance(decide(*[(code, 1)] * 1000), Restart)
 
 
-def test_a_wait_is_bounded_and_its_jitter_comes_from_the_seed():
+def test_the_backoff_is_bounded_and_its_jitter_depends_on_the_seed():
     patient = RestartSection(max_attempts_without_commit=200, jitter=0.5)
     policy = dataclasses.replace(POLICY, restart=patient)
     waits = [decide(*[70] * n, policy=policy).after_seconds for n in range(1, 200)]
@@ -74,7 +74,7 @@ def test_a_wait_is_bounded_and_its_jitter_comes_from_the_seed():
     assert len(set(waits[6:])) > 100
 
 
-def test_a_preemption_is_followed_at_once_and_uses_no_budget():
+def test_a_preemption_restarts_at_once_and_uses_no_budget():
     assert decide(75) == Restart(0.0, frozenset(), "preempted: at once, no budget used")
     assert decide(*[70] * 4, *[75] * 50).after_seconds == 0
     assert decide(*[70] * 3, *[75] * 50, 70).after_seconds == 8, "neither charged nor given back"
@@ -82,7 +82,7 @@ def test_a_preemption_is_followed_at_once_and_uses_no_budget():
     assert isinstance(decide(*[75] * 99, (75, 1), *[75] * 99), Restart)
 
 
-def test_storage_has_a_long_backoff_and_a_budget_of_its_own():
+def test_storage_failures_have_a_long_backoff_and_their_own_budget():
     assert [decide(*[74] * n).after_seconds for n in (1, 2, 3, 6, 19)] == [30, 60, 120, 600, 600]
     assert decide(*[74] * 20).exit == ExitCode.NO_PROGRESS
     assert decide(*[74] * 19, 70).after_seconds == 1
@@ -90,7 +90,7 @@ def test_storage_has_a_long_backoff_and_a_budget_of_its_own():
     assert decide(*[74] * 10, (74, 1)).after_seconds == 30
 
 
-def test_memory_that_runs_out_twice_without_progress_is_given_up():
+def test_two_out_of_memory_exits_without_progress_give_up():
     assert isinstance(decide(86), Restart)
     assert decide(86, 86).exit == ExitCode.OUT_OF_MEMORY
     assert decide((86, 1), 86).exit == ExitCode.OUT_OF_MEMORY
@@ -98,7 +98,7 @@ def test_memory_that_runs_out_twice_without_progress_is_given_up():
     assert isinstance(decide((86, 1), (86, 1)), Restart)
 
 
-def test_an_unhealthy_host_is_left_out_at_once():
+def test_an_unhealthy_host_is_excluded_at_once():
     assert decide((82, 0, 1), policy=MANY) == Restart(
         0.0, frozenset({1}), "without the unhealthy host; no budget used"
     )
@@ -110,7 +110,7 @@ def test_an_unhealthy_host_is_left_out_at_once():
 
 
 @pytest.mark.parametrize("code", FAILURES)
-def test_two_faults_in_a_row_that_name_a_host_leave_it_out(code):
+def test_a_host_named_by_two_consecutive_faults_is_excluded(code):
     twice = decide((code, 0, 2), (code, 0, 2), policy=MANY)
     assert twice.without_hosts == {2}
     assert "two faults in a row name" in twice.reason
@@ -121,7 +121,7 @@ def test_two_faults_in_a_row_that_name_a_host_leave_it_out(code):
     assert decide((code, 0, 2), 75, (code, 0, 2), policy=MANY).without_hosts == {2}
 
 
-def test_a_host_that_is_needed_is_not_left_out_for_faults():
+def test_a_required_host_is_not_excluded_for_faults():
     needed = dataclasses.replace(POLICY, num_hosts=(2,))
     ends = [(KILLED, 0, 1)] * 4
     assert decide(*ends, policy=needed) == Restart(
@@ -130,7 +130,7 @@ def test_a_host_that_is_needed_is_not_left_out_for_faults():
     assert decide(*ends, KILLED, policy=needed).exit == ExitCode.NO_PROGRESS
 
 
-def test_hosts_that_were_left_out_and_are_needed_now_end_the_run():
+def test_too_few_hosts_after_exclusions_end_the_run():
     """As after a supervisor that could do with fewer."""
     needed = dataclasses.replace(POLICY, num_hosts=(2,))
     found = decide((82, 0, 1), 75, policy=needed)
@@ -138,7 +138,7 @@ def test_hosts_that_were_left_out_and_are_needed_now_end_the_run():
     assert "too few hosts are left (at least 2) without slot 1" in found.reason
 
 
-def test_places_are_the_largest_number_that_will_do():
+def test_the_largest_allowed_number_of_slots_is_chosen():
     assert restart_policy.choose_slots(MANY, frozenset()) == (0, 1, 2, 3)
     assert restart_policy.choose_slots(MANY, frozenset({0})) == (1, 2, 3)
     assert restart_policy.choose_slots(MANY, frozenset({0, 2})) == (1, 3)
@@ -147,7 +147,7 @@ def test_places_are_the_largest_number_that_will_do():
     assert restart_policy.choose_slots(only, frozenset({0})) == (1,)
 
 
-def test_hours_that_are_over_end_the_run():
+def test_the_time_limit_ends_the_run():
     limited = dataclasses.replace(POLICY, launch=LaunchSection(max_hours=2), began=50.0)
     assert isinstance(decide(70, policy=limited, now=7249.0), Restart)
     for code in (70, 75, 76):
@@ -157,7 +157,7 @@ def test_hours_that_are_over_end_the_run():
     assert decide(0, policy=limited, now=7250.0).exit == ExitCode.DONE
 
 
-def test_too_many_restarts_on_a_short_way_end_the_run():
+def test_too_many_restarts_per_1000_steps_end_the_run():
     limited = dataclasses.replace(POLICY, launch=LaunchSection(max_restarts_per_1000_steps=3))
     often, seldom = [(KILLED, 100)] * 4, [(KILLED, 400)] * 50
     assert isinstance(decide(*often[:3], policy=limited), Restart)
@@ -170,7 +170,7 @@ CODES = (70, 74, 75, 79, 80, 82, 86, KILLED, 134, 1)
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_every_row_of_ends_without_progress_ends(seed):
+def test_every_sequence_of_failures_without_progress_gives_up(seed):
     chance = random.Random(seed)
     codes = chance.sample(CODES, chance.randint(1, len(CODES)))
     policy = chance.choice([POLICY, MANY])
@@ -189,7 +189,7 @@ def test_every_row_of_ends_without_progress_ends(seed):
     pytest.fail(f"still going on after {bound} attempts without progress: {codes}")
 
 
-def test_nothing_but_a_new_commit_is_progress():
+def test_only_a_new_commit_is_progress():
     """Steps that are committed again after a loss do not give a budget back."""
     again = [dataclasses.replace(o, step_before=0, step_after=8) for o in history(*[KILLED] * 7)]
     decisions = [restart_policy.decide(again[:n], 0.0, POLICY) for n in range(1, 8)]

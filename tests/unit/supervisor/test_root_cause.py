@@ -20,15 +20,15 @@ SETTLE = 100.0
 KILLED, ABORTED, SEGV = 137, 134, 139
 
 
-def word(code, at=0.0, *, committed=False):
-    return WorkerExit(AttemptResult(code, f"word {code}", committed=committed, announced=True), at)
+def exited(code, at=0.0, *, committed=False):
+    return WorkerExit(AttemptResult(code, f"exit {code}", committed=committed, announced=True), at)
 
 
 def crash(code, at=0.0):
     return WorkerExit(AttemptResult(code, f"crash {code}"), at)
 
 
-def known(*ends, steps=(), stopped=(), since=()):
+def statuses(*ends, steps=(), stopped=(), since=()):
     steps = steps or [57] * len(ends)
     since = since or [0.0] * len(ends)
     return [
@@ -41,81 +41,86 @@ def known(*ends, steps=(), stopped=(), since=()):
 
 AGREED = (0, 74, 75, 76, 81, 82)
 UNEXPECTED = (
-    *(word(code, 5.0) for code in (70, 78, 79, 80, 83, 85, 86)),
+    *(exited(code, 5.0) for code in (70, 78, 79, 80, 83, 85, 86)),
     *(crash(code, 5.0) for code in (KILLED, ABORTED, SEGV, 70, 80, 86)),
 )
 
 
-def test_while_all_run_nothing_is_due():
+def test_no_decision_is_due_while_all_workers_run():
     assert decision_time([None] * 4, settle_seconds=SETTLE) == math.inf
 
 
-def test_when_all_have_ended_it_is_due_at_once():
+def test_the_decision_is_due_at_once_when_all_workers_have_exited():
     assert decision_time([crash(KILLED, 9.0)], settle_seconds=SETTLE) == -math.inf
-    assert decision_time([word(75, 9.0)] * 4, settle_seconds=SETTLE) == -math.inf
+    assert decision_time([exited(75, 9.0)] * 4, settle_seconds=SETTLE) == -math.inf
 
 
 @pytest.mark.parametrize("code", AGREED)
-def test_an_agreed_end_gives_the_others_time(code):
+def test_after_an_agreed_exit_the_other_workers_have_the_settle_time(code):
     assert (
-        decision_time([None, word(code, 5.0), word(code, 7.0)], settle_seconds=SETTLE) == 5 + SETTLE
+        decision_time([None, exited(code, 5.0), exited(code, 7.0)], settle_seconds=SETTLE)
+        == 5 + SETTLE
     )
 
 
 @pytest.mark.parametrize("end", UNEXPECTED, ids=str)
-def test_any_other_end_gives_them_a_moment(end):
+def test_after_any_other_exit_the_other_workers_have_the_grace_time(end):
     assert decision_time([None, end], settle_seconds=SETTLE) == 5 + GRACE_SECONDS
-    assert decision_time([None, word(75, 1.0), end], settle_seconds=SETTLE) == 5 + GRACE_SECONDS
+    assert decision_time([None, exited(75, 1.0), end], settle_seconds=SETTLE) == 5 + GRACE_SECONDS
     late = crash(ABORTED, 9.0)
     assert decision_time([None, late, end], settle_seconds=SETTLE) == 5 + GRACE_SECONDS
 
 
-LOST, ABORT = word(79, 1.1), crash(ABORTED, 1.3)
+LOST, ABORT = exited(79, 1.1), crash(ABORTED, 1.3)
 CAUSES = {
     "killed, others lost it": ([crash(KILLED, 1.0), LOST, ABORT], KILLED, 0),
     "others were seen first": ([LOST, ABORT, crash(KILLED, 2.0)], KILLED, 2),
-    "bug, others lost it": ([ABORT, word(70, 2.0), LOST], 70, 1),
-    "left without a word": ([ABORT, crash(70, 2.0), None], 70, 1),
-    "memory before bug": ([word(70, 1.0), crash(86, 2.0), None], 86, 1),
-    "hang before bug": ([word(70, 1.0), crash(80, 2.0), None], 80, 1),
-    "memory before hang": ([crash(80, 1.0), word(86, 2.0), None], 86, 1),
-    "diverged before memory": ([crash(86, 1.0), word(81, 2.0), None], 81, 1),
-    "unhealthy before diverged": ([word(81, 1.0), word(82, 2.0), None], 82, 1),
-    "fenced before all": ([word(82, 1.0), word(83, 2.0), None], 83, 1),
-    "unrestorable before hang": ([crash(80, 1.0), word(85, 2.0), None], 85, 1),
-    "of a crash and a bug the first": ([word(70, 1.1), crash(SEGV, 1.0), None], SEGV, 1),
-    "of a bug and a crash the first": ([word(70, 1.0), crash(SEGV, 1.1), None], 70, 0),
-    "at one instant the bug": ([crash(SEGV, 1.0), word(70, 1.0), None], 70, 1),
-    "storage, others lost it": ([ABORT, word(74, 2.0), LOST], 74, 1),
-    "storage, then a bug": ([word(70, 2.0), word(74, 1.0), None], 74, 1),
+    "bug, others lost it": ([ABORT, exited(70, 2.0), LOST], 70, 1),
+    "exited without a message": ([ABORT, crash(70, 2.0), None], 70, 1),
+    "memory before bug": ([exited(70, 1.0), crash(86, 2.0), None], 86, 1),
+    "hang before bug": ([exited(70, 1.0), crash(80, 2.0), None], 80, 1),
+    "memory before hang": ([crash(80, 1.0), exited(86, 2.0), None], 86, 1),
+    "diverged before memory": ([crash(86, 1.0), exited(81, 2.0), None], 81, 1),
+    "unhealthy before diverged": ([exited(81, 1.0), exited(82, 2.0), None], 82, 1),
+    "fenced before all": ([exited(82, 1.0), exited(83, 2.0), None], 83, 1),
+    "unrestorable before hang": ([crash(80, 1.0), exited(85, 2.0), None], 85, 1),
+    "of a crash and a bug the first": ([exited(70, 1.1), crash(SEGV, 1.0), None], SEGV, 1),
+    "of a bug and a crash the first": ([exited(70, 1.0), crash(SEGV, 1.1), None], 70, 0),
+    "at one instant the bug": ([crash(SEGV, 1.0), exited(70, 1.0), None], 70, 1),
+    "storage, others lost it": ([ABORT, exited(74, 2.0), LOST], 74, 1),
+    "storage, then a bug": ([exited(70, 2.0), exited(74, 1.0), None], 74, 1),
     "frozen": ([LOST, ABORT, None], 79, 2),
     "only aborts, one runs": ([None, ABORT, ABORT], 79, 0),
-    "one abort, others by word": ([word(79, 1.4), ABORT, word(79, 1.5)], ABORTED, 1),
-    "lost by word before an abort": ([word(79, 1.2), ABORT, word(79, 1.5)], 79, None),
+    "one abort, others with a message": ([exited(79, 1.4), ABORT, exited(79, 1.5)], ABORTED, 1),
+    "lost with a message before an abort": ([exited(79, 1.2), ABORT, exited(79, 1.5)], 79, None),
     "all aborted": ([ABORT, ABORT, ABORT], 79, None),
-    "all done": ([word(0, 1.0, committed=True), word(0, 2.0), word(0, 3.0)], 0, None),
-    "done, then aborts": ([word(0, 1.0, committed=True), ABORT, None], 0, None),
-    "done, then a crash": ([word(0, 1.0, committed=True), crash(SEGV, 2.0), None], 0, None),
-    "committed stop, then a bug": ([word(76, 1.0, committed=True), word(70, 2.0), None], 76, None),
-    "stop of no commit, a crash": ([word(75, 1.0), crash(KILLED, 2.0), ABORT], KILLED, 1),
+    "all done": ([exited(0, 1.0, committed=True), exited(0, 2.0), exited(0, 3.0)], 0, None),
+    "done, then aborts": ([exited(0, 1.0, committed=True), ABORT, None], 0, None),
+    "done, then a crash": ([exited(0, 1.0, committed=True), crash(SEGV, 2.0), None], 0, None),
+    "committed stop, then a bug": (
+        [exited(76, 1.0, committed=True), exited(70, 2.0), None],
+        76,
+        None,
+    ),
+    "stop of no commit, a crash": ([exited(75, 1.0), crash(KILLED, 2.0), ABORT], KILLED, 1),
     "a follower's stop, the lead's crash": (
-        [crash(SEGV, 2.0), word(75, 1.0, committed=True), ABORT],
+        [crash(SEGV, 2.0), exited(75, 1.0, committed=True), ABORT],
         SEGV,
         0,
     ),
     "committed stop, yet unhealthy": (
-        [word(75, 1.0, committed=True), word(82, 2.0), None],
+        [exited(75, 1.0, committed=True), exited(82, 2.0), None],
         82,
         1,
     ),
-    "a follower's stop, the lead aborted": ([ABORT, word(75, 1.0), word(75, 1.1)], 75, None),
+    "a follower's stop, the lead aborted": ([ABORT, exited(75, 1.0), exited(75, 1.1)], 75, None),
 }
 
 
 @pytest.mark.parametrize("name", CAUSES)
-def test_the_cause_is_told_from_its_consequences(name):
+def test_the_root_cause_is_distinguished_from_its_consequences(name):
     ends, code, culprit = CAUSES[name]
-    found = find_root_cause(known(*ends))
+    found = find_root_cause(statuses(*ends))
     assert (found.result.code, found.result.culprit) == (code, culprit), found.result.reason
     if culprit is not None:
         assert f"host {culprit} (node, pid {100 + culprit}" in found.result.reason
@@ -124,7 +129,7 @@ def test_the_cause_is_told_from_its_consequences(name):
 
 
 def test_a_frozen_host_is_named_with_its_last_step():
-    found = find_root_cause(known(LOST, ABORT, None, LOST))
+    found = find_root_cause(statuses(LOST, ABORT, None, LOST))
     assert found.result.reason == (
         "host 2 (node, pid 102) has stopped answering; its last finished step is 57"
     )
@@ -132,34 +137,34 @@ def test_a_frozen_host_is_named_with_its_last_step():
     assert not found.result.announced
 
 
-def test_the_cause_keeps_its_own_reason():
-    found = find_root_cause(known(ABORT, word(70, 2.0), steps=(57, 56)))
-    assert found.result.reason == "host 1 (node, pid 101, last finished step 56): word 70"
+def test_the_root_cause_keeps_its_reason():
+    found = find_root_cause(statuses(ABORT, exited(70, 2.0), steps=(57, 56)))
+    assert found.result.reason == "host 1 (node, pid 101, last finished step 56): exit 70"
     assert found.result.announced
 
 
-def test_an_agreed_end_has_the_reason_of_host_0():
-    found = find_root_cause(known(word(75, 2.0, committed=True), word(75, 1.0)))
-    assert (found.result.reason, found.result.committed) == ("word 75", True)
+def test_an_agreed_exit_has_the_reason_of_host_0():
+    found = find_root_cause(statuses(exited(75, 2.0, committed=True), exited(75, 1.0)))
+    assert (found.result.reason, found.result.committed) == ("exit 75", True)
 
 
-def test_survivors_end_with_their_own_code_or_as_who_lost_a_peer():
-    found = find_root_cause(known(LOST, ABORT, crash(KILLED, 1.0), None, word(75, 0.5)))
+def test_survivors_exit_with_their_own_code_or_peer_lost():
+    found = find_root_cause(statuses(LOST, ABORT, crash(KILLED, 1.0), None, exited(75, 0.5)))
     assert [code for code, _ in found.per_host.values()] == [79, 79, KILLED, 79, 75]
     for host in (0, 1, 3):
         assert found.per_host[host][1] == found.result.reason
 
 
-def test_an_agreed_end_keeps_every_hosts_own_code():
-    found = find_root_cause(known(word(81, 1.0), word(81, 2.0), None))
+def test_an_agreed_exit_keeps_the_code_of_every_host():
+    found = find_root_cause(statuses(exited(81, 1.0), exited(81, 2.0), None))
     assert [code for code, _ in found.per_host.values()] == [81, 81, 79]
-    found = find_root_cause(known(word(75, 1.0, committed=True), ABORT, None))
+    found = find_root_cause(statuses(exited(75, 1.0, committed=True), ABORT, None))
     assert [code for code, _ in found.per_host.values()] == [75, 75, 75]
 
 
-def at(*places):
+def at(*progress):
     """Hosts at (phase, step, since)."""
-    return [HostStatus(h, "node", 100 + h, *place) for h, place in enumerate(places)]
+    return [HostStatus(h, "node", 100 + h, *each) for h, each in enumerate(progress)]
 
 
 TRAIN = ("train", 40, 1.0)
@@ -184,32 +189,34 @@ HUNG = {
 
 
 @pytest.mark.parametrize("why", WAITING)
-def test_who_may_wait_for_one_in_time_is_not_hung(why):
+def test_a_host_that_waits_for_one_within_its_deadline_is_not_hung(why):
     assert hung_hosts(WAITING[why], {0}) == []
     assert {host.host for host in hung_hosts(WAITING[why], {0, 1})} == {0, 1}, "both are overdue"
 
 
 @pytest.mark.parametrize("why", HUNG)
-def test_who_is_behind_is_hung_though_those_who_wait_have_time(why):
+def test_only_the_host_that_is_behind_is_hung(why):
     assert [host.host for host in hung_hosts(HUNG[why], {0})] == [0]
 
 
-def test_of_many_that_are_overdue_the_silent_one_comes_first():
+def test_of_several_overdue_hosts_the_one_behind_is_first():
     hosts = at(TRAIN, ("train", 39, 5.0), TRAIN)
     assert [host.host for host in hung_hosts(hosts, {0, 1, 2})] == [1, 0, 2]
 
 
-def test_who_is_stopped_is_the_silent_one_then_who_is_behind_then_who_was_heard_first():
-    four = known(None, None, None, None, steps=(57, 55, 56, 55), since=(1, 4, 0, 3), stopped=(2,))
+def test_a_suspended_host_is_furthest_behind_then_the_lowest_step_then_the_oldest():
+    four = statuses(
+        None, None, None, None, steps=(57, 55, 56, 55), since=(1, 4, 0, 3), stopped=(2,)
+    )
     assert furthest_behind(four).host == 2
-    four = known(None, None, None, None, steps=(57, 55, 56, 55), since=(1, 4, 0, 3))
+    four = statuses(None, None, None, None, steps=(57, 55, 56, 55), since=(1, 4, 0, 3))
     assert furthest_behind(four).host == 3
-    assert furthest_behind(known(None, ABORT, None, steps=(57, 1, 58))).host == 0
+    assert furthest_behind(statuses(None, ABORT, None, steps=(57, 1, 58))).host == 0
 
 
-@pytest.mark.parametrize("end", [word(75), crash(KILLED), crash(ABORTED), word(79), word(70)])
+@pytest.mark.parametrize("end", [exited(75), crash(KILLED), crash(ABORTED), exited(79), exited(70)])
 def test_a_host_without_peers_keeps_its_own_result(end):
-    found = find_root_cause(known(end))
+    found = find_root_cause(statuses(end))
     assert (found.result.code, found.result.reason, found.result.culprit) == (
         end.result.code,
         end.result.reason,
@@ -218,7 +225,7 @@ def test_a_host_without_peers_keeps_its_own_result(end):
     assert found.per_host == {0: (end.result.code, end.result.reason)}
 
 
-def test_every_exit_code_has_a_place():
+def test_every_exit_code_has_a_severity():
     for code in ExitCode:
-        found = find_root_cause(known(word(code, 1.0), LOST))
+        found = find_root_cause(statuses(exited(code, 1.0), LOST))
         assert found.result.code == code

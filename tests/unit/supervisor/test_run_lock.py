@@ -9,7 +9,7 @@ from jaxres.faults import Fenced
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor import run_lock as owners
-from jaxres.supervisor.run_lock import BEAT_SECONDS, MISSED_BEATS, RunLock
+from jaxres.supervisor.run_lock import HEARTBEAT_SECONDS, MISSED_HEARTBEATS, RunLock
 
 
 class FakeClock:
@@ -42,7 +42,7 @@ def without_lock(monkeypatch):
     monkeypatch.setattr(owners.fcntl, "flock", refuse)
 
 
-def test_free_run_is_owned_at_once(run_dir):
+def test_a_free_run_is_locked_at_once(run_dir):
     clock = FakeClock()
     with RunLock(run_dir, clock=clock):
         seen = owners.read(run_dir)
@@ -50,66 +50,66 @@ def test_free_run_is_owned_at_once(run_dir):
     assert (seen["pid"], seen["locked"], seen["count"]) == (os.getpid(), True, 1)
 
 
-def test_living_owner_is_named_and_nothing_is_written(run_dir):
+def test_a_live_lock_holder_is_named_and_nothing_is_written(run_dir):
     with RunLock(run_dir, clock=FakeClock()) as first:
-        clock = FakeClock(meanwhile=first.beat)
+        clock = FakeClock(meanwhile=first.heartbeat)
         with pytest.raises(Fenced, match=f"pid {os.getpid()}"):
             RunLock(run_dir, clock=clock).__enter__()
         assert owners.read(run_dir)["nonce"] == first._nonce
         assert sorted(path.name for path in run_dir.root.iterdir()) == ["owner.json", "owner.lock"]
-    assert clock.now <= BEAT_SECONDS
+    assert clock.now <= HEARTBEAT_SECONDS
 
 
-def test_owner_that_misses_three_beats_is_succeeded(run_dir):
-    with RunLock(run_dir, clock=FakeClock()) as sleeper:
+def test_a_lock_holder_that_misses_three_heartbeats_is_replaced(run_dir):
+    with RunLock(run_dir, clock=FakeClock()) as first_holder:
         clock = FakeClock()
-        with RunLock(run_dir, clock=clock) as heir:
-            assert clock.now >= MISSED_BEATS * BEAT_SECONDS
-            assert owners.read(run_dir)["nonce"] == heir._nonce
+        with RunLock(run_dir, clock=clock) as successor:
+            assert clock.now >= MISSED_HEARTBEATS * HEARTBEAT_SECONDS
+            assert owners.read(run_dir)["nonce"] == successor._nonce
             assert owners.read(run_dir)["locked"] is False
-            sleeper.__exit__()
-            heir.beat()
+            first_holder.__exit__()
+            successor.heartbeat()
             assert owners.read(run_dir)["locked"] is True
 
 
-def test_death_of_the_owner_while_one_watches_ends_the_wait(run_dir):
+def test_the_death_of_the_lock_holder_ends_the_wait_for_its_heartbeat(run_dir):
     first = RunLock(run_dir, clock=FakeClock()).__enter__()
     clock = FakeClock(meanwhile=first.__exit__)
     with RunLock(run_dir, clock=clock):
-        assert clock.now < BEAT_SECONDS
+        assert clock.now < HEARTBEAT_SECONDS
 
 
-def test_free_lock_says_nothing_of_an_owner_that_never_had_it(run_dir):
+def test_a_free_lock_does_not_prove_that_a_holder_without_it_is_dead(run_dir):
     """The sleeper that held it has died; its heir lives and has not taken it yet."""
-    sleeper = RunLock(run_dir, clock=FakeClock()).__enter__()
-    with RunLock(run_dir, clock=FakeClock()) as heir:
-        sleeper.__exit__()
-        clock = FakeClock(meanwhile=heir.beat)
+    first_holder = RunLock(run_dir, clock=FakeClock()).__enter__()
+    with RunLock(run_dir, clock=FakeClock()) as successor:
+        first_holder.__exit__()
+        clock = FakeClock(meanwhile=successor.heartbeat)
         with pytest.raises(Fenced):
             RunLock(run_dir, clock=clock).__enter__()
 
 
-def test_dead_owner_that_never_had_the_lock_is_waited_out(run_dir):
-    sleeper = RunLock(run_dir, clock=FakeClock()).__enter__()
+def test_a_dead_holder_without_the_lock_is_replaced_after_three_heartbeats(run_dir):
+    first_holder = RunLock(run_dir, clock=FakeClock()).__enter__()
     RunLock(run_dir, clock=FakeClock()).__enter__().__exit__()
-    sleeper.__exit__()
+    first_holder.__exit__()
     clock = FakeClock()
     with RunLock(run_dir, clock=clock):
-        assert clock.now >= MISSED_BEATS * BEAT_SECONDS
+        assert clock.now >= MISSED_HEARTBEATS * HEARTBEAT_SECONDS
 
 
-def test_without_any_locks_the_beat_decides(run_dir, monkeypatch):
+def test_without_file_locks_the_heartbeat_decides(run_dir, monkeypatch):
     without_lock(monkeypatch)
     with RunLock(run_dir, clock=FakeClock()) as first:
         with pytest.raises(Fenced):
-            RunLock(run_dir, clock=FakeClock(meanwhile=first.beat)).__enter__()
+            RunLock(run_dir, clock=FakeClock(meanwhile=first.heartbeat)).__enter__()
         clock = FakeClock()
         with RunLock(run_dir, clock=clock):
-            assert clock.now >= MISSED_BEATS * BEAT_SECONDS
+            assert clock.now >= MISSED_HEARTBEATS * HEARTBEAT_SECONDS
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"x" * 512])
-def test_beat_that_cannot_be_read_is_no_owner(run_dir, data):
+def test_an_unreadable_heartbeat_is_no_lock_holder(run_dir, data):
     run_dir.root.mkdir()
     run_dir.owner.write_bytes(data)
     assert owners.read(run_dir) is None
@@ -117,23 +117,23 @@ def test_beat_that_cannot_be_read_is_no_owner(run_dir, data):
         assert json.loads(run_dir.owner.read_bytes())["count"] == 1
 
 
-def test_beats_are_of_one_size_and_of_growing_count(run_dir):
-    with RunLock(run_dir, clock=FakeClock()) as owner:
+def test_heartbeats_have_one_size_and_a_growing_count(run_dir):
+    with RunLock(run_dir, clock=FakeClock()) as holder:
         sizes, counts = set(), []
         for _ in range(200):
-            owner.beat()
+            holder.heartbeat()
             sizes.add(run_dir.owner.stat().st_size)
             counts.append(owners.read(run_dir)["count"])
-    assert sizes == {owners.BEAT_BYTES + 1}
+    assert sizes == {owners.HEARTBEAT_BYTES + 1}
     assert counts == list(range(2, 202))
 
 
-def test_of_two_that_find_a_bucket_free_one_owns_it(gcs_bucket):
+def test_only_one_of_two_processes_that_find_a_bucket_free_locks_it(gcs_bucket):
     """Both have looked before either writes."""
     run_dir, clock = RunDir(GcsPath(gcs_bucket, "run")), FakeClock()
     first = RunLock(run_dir, clock=clock)
 
-    class Overtaken(FakeClock):
+    class Superseded(FakeClock):
         def wall(self):
             if first._count == 0:
                 first.__enter__()
@@ -142,14 +142,14 @@ def test_of_two_that_find_a_bucket_free_one_owns_it(gcs_bucket):
         def sleep(self, seconds):
             super().sleep(seconds)
             clock.now = self.now
-            first.beat()
+            first.heartbeat()
 
     with pytest.raises(Fenced, match="Nothing was written"):
-        RunLock(run_dir, clock=Overtaken()).__enter__()
+        RunLock(run_dir, clock=Superseded()).__enter__()
     assert owners.read(run_dir)["nonce"] == first._nonce
     first.__exit__()
-    with RunLock(run_dir, clock=FakeClock()) as heir:
-        assert owners.read(run_dir)["nonce"] == heir._nonce
+    with RunLock(run_dir, clock=FakeClock()) as successor:
+        assert owners.read(run_dir)["nonce"] == successor._nonce
 
 
 def test_a_live_holder_is_shown_as_alive(run_dir):
@@ -157,5 +157,5 @@ def test_a_live_holder_is_shown_as_alive(run_dir):
     assert not owners.looks_alive(run_dir, clock=clock)
     with RunLock(run_dir, clock=clock):
         assert owners.looks_alive(run_dir, clock=clock)
-        clock.now += MISSED_BEATS * BEAT_SECONDS + 1
+        clock.now += MISSED_HEARTBEATS * HEARTBEAT_SECONDS + 1
         assert not owners.looks_alive(run_dir, clock=clock)

@@ -45,7 +45,9 @@ def start(tmp_path, metadata):
         ([40.0, True], LEAVE),
     ],
 )
-def test_a_notice_is_the_order_that_the_time_allows(start, metadata, saves, order):
+def test_a_notice_causes_a_save_or_an_exit_according_to_the_time_left(
+    start, metadata, saves, order
+):
     supervisor = start(LEAVES | {"saves": saves}, LEAVES)
     supervisor.wait_steps()
     metadata.preempt()
@@ -55,41 +57,41 @@ def test_a_notice_is_the_order_that_the_time_allows(start, metadata, saves, orde
     assert (supervisor.signalled(signal.SIGTERM), supervisor.signalled(LEAVE)) == (
         ([0, 1], []) if order == signal.SIGTERM else ([], [0, 1])
     )
-    told = read_events(supervisor.run_dir.host_supervisor_events(1, 0))
-    assert [event["event"] for event in told] == [
+    reported = read_events(supervisor.run_dir.host_supervisor_events(1, 0))
+    assert [event["event"] for event in reported] == [
         "preemption_watch_started",
         "preemption_notice_received",
         "preemption_notice_handled",
     ]
-    assert told[-1]["write_seconds"] == saves[0]
-    assert (told[-1]["writing_seconds"] is not None) == saves[1]
+    assert reported[-1]["write_seconds"] == saves[0]
+    assert (reported[-1]["writing_seconds"] is not None) == saves[1]
 
 
-def test_sigterm_after_a_notice_is_no_second_signal(start, metadata):
+def test_a_sigterm_after_a_notice_is_not_a_second_signal(start, metadata):
     """A Spot VM is told by the metadata server, and shut down a moment later."""
     supervisor = start({"on_stop": [75, 1.0]})
     supervisor.wait_steps()
     metadata.preempt()
     supervisor.wait(lambda: supervisor.signalled(signal.SIGTERM), "the order")
     supervisor.process.send_signal(signal.SIGTERM)
-    supervisor.wait(lambda: "saving already" in supervisor.said(), "an answer")
+    supervisor.wait(lambda: "saving already" in supervisor.printed(), "an answer")
     ended, _ = supervisor.ended()
     assert (ended["code"], ended["committed"]) == (75, True)
 
 
-def test_a_sigterm_whose_time_is_known_begins_no_save_that_cannot_end(start):
+def test_a_sigterm_with_a_known_deadline_starts_no_save_that_cannot_finish(start):
     supervisor = start(LEAVES | {"saves": [40.0, True]}, sigterm_seconds=30.0)
     supervisor.wait_steps()
     supervisor.process.send_signal(signal.SIGTERM)
     ended, _ = supervisor.ended()
     assert (ended["code"], supervisor.signalled(LEAVE)) == (75, [0])
-    assert "no time for another save" in supervisor.said()
+    assert "no time for another save" in supervisor.printed()
 
 
-def test_a_distant_deadline_stops_nothing_yet_and_is_printed_once(start, metadata):
+def test_a_distant_deadline_does_not_stop_the_run_and_is_printed_once(start, metadata):
     metadata.announce(seconds=3600)
     supervisor = start(LEAVES | {"saves": [0.1, False], "end": [0, 60]})
     ended, _ = supervisor.ended()
     assert (ended["code"], ended["requested"]) == (0, None)
-    assert supervisor.said().count("training until the last safe moment") == 1
+    assert supervisor.printed().count("training until the last safe moment") == 1
     assert (supervisor.signalled(signal.SIGTERM), supervisor.signalled(LEAVE)) == ([], [])

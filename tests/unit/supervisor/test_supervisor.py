@@ -32,21 +32,21 @@ class SupervisorProcess:
             needed.mkdir(parents=True, exist_ok=True)
         script = str(HERE / "fake_supervisor.py")
         self.num_hosts = len(parts)
-        with (folder / "said").open("wb") as said:
+        with (folder / "said").open("wb") as printed:
             self.process = subprocess.Popen(
                 [sys.executable, script, str(folder), json.dumps(parts), json.dumps(limits)],
                 cwd=ROOT,
                 env=os.environ | {"PYTHONPATH": str(ROOT)} | (env or {}),
                 stdout=subprocess.PIPE,
-                stderr=said,
+                stderr=printed,
                 text=True,
             )
 
     def wait(self, condition, what):
         until = time.monotonic() + 20
         while not condition():
-            assert self.process.poll() is None, f"ended before {what}: {self.said()}"
-            assert time.monotonic() < until, f"no {what}: {self.said()}"
+            assert self.process.poll() is None, f"ended before {what}: {self.printed()}"
+            assert time.monotonic() < until, f"no {what}: {self.printed()}"
             time.sleep(0.005)
 
     def wait_steps(self, step=20):
@@ -66,7 +66,7 @@ class SupervisorProcess:
         hosts = range(self.num_hosts)
         return [host for host in hosts if (self.folder / f"signal-{int(number)}-{host}").exists()]
 
-    def said(self):
+    def printed(self):
         return (self.folder / "said").read_text()
 
     def ended(self):
@@ -74,7 +74,7 @@ class SupervisorProcess:
         since = time.monotonic()
         out, _ = self.process.communicate(timeout=20)
         seconds = time.monotonic() - since
-        assert out, self.said()
+        assert out, self.printed()
         for host in range(self.num_hosts):
             if (self.folder / f"pid-{host}").exists():
                 assert not Path(f"/proc/{self.pid(host)}").exists(), f"host {host} is left behind"
@@ -104,7 +104,7 @@ def state(pid):
 ABORTS, SAYS, BLIND = {"on_loss": "abort"}, {"on_loss": "word"}, {}
 
 
-def test_a_killed_worker_is_named_and_all_end_at_once(start):
+def test_a_killed_worker_is_named_and_all_workers_end_at_once(start):
     supervisor = start(SAYS, ABORTS, BLIND, ABORTS)
     supervisor.wait_steps()
     os.kill(supervisor.pid(2), signal.SIGKILL)
@@ -116,7 +116,7 @@ def test_a_killed_worker_is_named_and_all_end_at_once(start):
     assert "killed by SIGKILL" in ended["reason"]
 
 
-def test_a_killed_worker_ends_also_those_who_notice_nothing(start):
+def test_a_killed_worker_also_ends_workers_that_do_not_notice(start):
     supervisor = start(BLIND, BLIND, BLIND, BLIND)
     supervisor.wait_steps()
     os.kill(supervisor.pid(0), signal.SIGKILL)
@@ -125,7 +125,7 @@ def test_a_killed_worker_ends_also_those_who_notice_nothing(start):
     assert (ended["code"], ended["culprit"]) == (137, 0)
 
 
-def test_a_stopped_worker_is_named_though_only_the_others_end(start):
+def test_a_suspended_worker_is_named_although_only_the_others_exit(start):
     supervisor = start(ABORTS, SAYS, ABORTS, BLIND)
     supervisor.wait_steps()
     os.kill(supervisor.pid(3), signal.SIGSTOP)
@@ -136,7 +136,7 @@ def test_a_stopped_worker_is_named_though_only_the_others_end(start):
 
 
 @pytest.mark.parametrize(("code", "part"), [(70, {}), (70, {"silent": 1})])
-def test_the_first_end_decides_and_its_consequences_do_not(start, code, part):
+def test_the_first_exit_is_the_root_cause_and_its_consequences_are_not(start, code, part):
     supervisor = start(ABORTS, {"end": [code, 5]} | part, SAYS, BLIND)
     ended, _ = supervisor.ended()
     assert (ended["code"], ended["culprit"]) == (code, 1)
@@ -144,7 +144,7 @@ def test_the_first_end_decides_and_its_consequences_do_not(start, code, part):
     assert ("without an exit message" if part else "part 1") in ended["reason"]
 
 
-def test_all_workers_exit_by_themselves_each_in_its_time(start):
+def test_workers_may_exit_at_different_times_after_a_stop(start):
     parts = [{"on_stop": [75, seconds]} for seconds in (1.3, 0.0, 0.4)]
     supervisor = start(*parts)
     supervisor.wait_steps()
@@ -154,7 +154,7 @@ def test_all_workers_exit_by_themselves_each_in_its_time(start):
     assert ended["reason"] == "stop 0"
     assert GRACE_SECONDS < seconds < 1.3 + SURE_SECONDS
     assert supervisor.signalled(signal.SIGTERM) == [0, 1, 2]
-    assert "saving after the present step" in supervisor.said()
+    assert "saving after the present step" in supervisor.printed()
 
 
 def test_the_exit_message_of_a_worker_aborted_on_exit_is_valid(start):
@@ -174,17 +174,17 @@ def test_the_leaders_result_is_valid_when_its_exit_aborts_the_others(start):
     assert (ended["code"], ended["committed"], ended["culprit"]) == (76, True, None)
 
 
-def test_a_stop_before_any_step_ends_all_at_once(start):
+def test_a_stop_before_any_step_kills_all_workers_at_once(start):
     supervisor = start({"steps": 0}, {"steps": 0})
     supervisor.wait(lambda: (supervisor.folder / "pid-1").exists(), "workers")
     supervisor.process.send_signal(signal.SIGTERM)
     ended, seconds = supervisor.ended()
     assert seconds < 1
     assert (ended["code"], ended["committed"]) == (75, False)
-    assert "nothing new to save yet (2 hosts, step 0" in supervisor.said()
+    assert "nothing new to save yet (2 hosts, step 0" in supervisor.printed()
 
 
-def test_a_second_signal_kills_all_at_once(start):
+def test_a_second_signal_kills_all_workers_at_once(start):
     supervisor = start(BLIND, BLIND, BLIND)
     supervisor.wait_steps()
     supervisor.process.send_signal(signal.SIGINT)
@@ -195,7 +195,7 @@ def test_a_second_signal_kills_all_at_once(start):
     assert ended["code"] == 128 + signal.SIGTERM
 
 
-def test_stacks_are_asked_of_all_and_an_extra_save_of_the_lead(start):
+def test_all_workers_dump_stacks_and_host_0_makes_an_extra_save(start):
     supervisor = start({"on_stop": [75, 0]}, {"on_stop": [75, 0]})
     supervisor.wait_steps()
     supervisor.process.send_signal(signal.SIGUSR1)
@@ -205,10 +205,10 @@ def test_stacks_are_asked_of_all_and_an_extra_save_of_the_lead(start):
     supervisor.process.send_signal(signal.SIGTERM)
     supervisor.ended()
     assert supervisor.signalled(signal.SIGUSR2) == [0]
-    assert "stacks-host000.txt to stacks-host001.txt" in supervisor.said()
+    assert "stacks-host000.txt to stacks-host001.txt" in supervisor.printed()
 
 
-def test_ctrl_z_puts_all_to_sleep_together(start):
+def test_ctrl_z_suspends_the_supervisor_and_all_workers(start):
     supervisor = start(
         {"on_stop": [75, 0]}, {"on_stop": [75, 0]}, step_seconds=1, compile_seconds=1
     )
@@ -224,7 +224,7 @@ def test_ctrl_z_puts_all_to_sleep_together(start):
     assert supervisor.ended()[0]["code"] == 75
 
 
-def test_of_hosts_that_wait_for_each_other_the_one_behind_is_hung(start):
+def test_the_host_that_is_behind_is_hung_and_not_those_that_wait_for_it(start):
     supervisor = start(
         {"steps": 7}, {"steps": 5}, {"steps": 7}, step_seconds=0.7, compile_seconds=0.7
     )
@@ -234,7 +234,7 @@ def test_of_hosts_that_wait_for_each_other_the_one_behind_is_hung(start):
     assert supervisor.signalled(signal.SIGUSR1) == [0, 1, 2]
 
 
-def test_hosts_that_wait_for_anothers_data_are_not_hung_while_its_data_may_come(start):
+def test_hosts_that_wait_for_the_data_of_another_get_its_data_deadline(start):
     late = {"steps": 5, "enters": "wait for data"}
     limits = {"step_seconds": 0.3, "compile_seconds": 0.3, "data_seconds": 1.5}
     ended, seconds = start({"steps": 7}, late, {"steps": 7}, **limits).ended()
@@ -243,19 +243,19 @@ def test_hosts_that_wait_for_anothers_data_are_not_hung_while_its_data_may_come(
     assert "no progress for 1.5 s in phase 'wait for data' after step 5" in ended["reason"]
 
 
-def test_hosts_that_wait_for_one_who_leaves_are_not_hung(start):
+def test_hosts_that_wait_for_an_exiting_host_are_not_hung(start):
     leaves = {"steps": 5, "end": [80, 5], "lingers": 3.0}
     ended, _ = start({"steps": 7}, leaves, step_seconds=2.0, compile_seconds=2.0).ended()
     assert (ended["code"], ended["culprit"], ended["announced"]) == (ExitCode.HUNG, 1, True)
 
 
-def test_of_hosts_that_look_the_same_the_others_are_named_too(start):
+def test_all_hung_hosts_at_the_same_step_are_named(start):
     ended, _ = start(*[{"steps": 5}] * 3, step_seconds=0.3, compile_seconds=0.3).ended()
     assert ended["code"] == ExitCode.HUNG
     assert "is at the same point, compare the stacks" in ended["reason"]
 
 
-def test_an_overtaken_attempt_ends_all_and_leaves_no_record(start):
+def test_a_superseded_attempt_ends_its_workers_and_writes_no_record(start):
     supervisor = start(BLIND, BLIND)
     supervisor.wait_steps()
     claim = CLAIM.__class__(**(vars(CLAIM) | {"attempt": 2}))
@@ -264,7 +264,7 @@ def test_an_overtaken_attempt_ends_all_and_leaves_no_record(start):
     assert (ended["code"], ended["is_recorded"]) == (ExitCode.FENCED, False)
 
 
-def test_request_files_are_honoured_for_all(start):
+def test_request_files_take_effect_on_all_workers(start):
     supervisor = start({"on_stop": [76, 0]}, {"on_stop": [76, 0]})
     supervisor.wait_steps()
     supervisor.run_dir.request("save").touch()
@@ -282,10 +282,12 @@ def test_request_files_are_honoured_for_all(start):
 def hang_storage(supervisor):
     """A real look that never comes back: opening a FIFO waits for its writer."""
     os.mkfifo(supervisor.run_dir.log / "00000002.json")
-    supervisor.wait(lambda: "storage does not answer" in supervisor.said(), "word of the silence")
+    supervisor.wait(
+        lambda: "storage does not answer" in supervisor.printed(), "word of the silence"
+    )
 
 
-def test_storage_that_hangs_stops_no_deadline(start):
+def test_hanging_storage_delays_no_deadline(start):
     supervisor = start({"steps": 30}, step_seconds=1.2, compile_seconds=1.2)
     supervisor.wait_steps()
     hang_storage(supervisor)
@@ -294,7 +296,7 @@ def test_storage_that_hangs_stops_no_deadline(start):
     assert seconds < 8
 
 
-def test_storage_that_hangs_keeps_no_signal_waiting(start):
+def test_hanging_storage_delays_no_signal(start):
     supervisor = start({"on_stop": [75, 0.2]}, {"on_stop": [75, 0]})
     supervisor.wait_steps()
     hang_storage(supervisor)
@@ -304,7 +306,7 @@ def test_storage_that_hangs_keeps_no_signal_waiting(start):
     assert seconds < 3
 
 
-def test_storage_that_answers_again_is_looked_at_again(start):
+def test_storage_is_polled_again_once_it_answers(start):
     supervisor = start({"on_stop": [76, 0]})
     supervisor.wait_steps()
     hang_storage(supervisor)
@@ -313,6 +315,6 @@ def test_storage_that_answers_again_is_looked_at_again(start):
     with fifo.open("wb") as file:
         fifo.unlink()
         file.write(record)
-    supervisor.wait(lambda: "storage answers again" in supervisor.said(), "word of the answer")
+    supervisor.wait(lambda: "storage answers again" in supervisor.printed(), "word of the answer")
     supervisor.run_dir.request("stop").touch()
     assert supervisor.ended()[0]["code"] == ExitCode.STOPPED

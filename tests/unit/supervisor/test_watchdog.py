@@ -43,10 +43,10 @@ BY_PHASE = {
 }
 
 
-def watched(*beats, at=0.0):
+def watched(*statuses, at=0.0):
     watch = ProgressTracker(last_progress=at)
-    for beat in beats:
-        watch = watch.on_status(beat, now=at)
+    for message in statuses:
+        watch = watch.on_status(message, now=at)
     return watch
 
 
@@ -70,18 +70,18 @@ def test_steps_reported_at_once_are_counted_one_by_one():
 
 
 @pytest.mark.parametrize(("phase", "seconds"), BY_PHASE.items())
-def test_every_phase_has_a_limit_of_its_own(phase, seconds):
+def test_every_phase_has_its_own_limit(phase, seconds):
     watch = watched(PhaseEntered(phase))
     assert limit_seconds(watch, LIMITS) == seconds
     assert overdue(watch, LIMITS, now=seconds - 0.01) < 0 < overdue(watch, LIMITS, now=seconds + 1)
 
 
-def test_before_the_first_beat_the_start_is_limited():
+def test_before_the_first_message_the_start_limit_applies():
     assert limit_seconds(ProgressTracker(last_progress=0), LIMITS) == LIMITS.start_seconds
 
 
 @pytest.mark.parametrize("count", range(FIRST_STEPS + 2))
-def test_first_steps_have_the_compilations_limit(count):
+def test_the_first_steps_have_the_compilation_limit(count):
     watch = training(*[0.01] * count)
     assert limit_seconds(watch, LIMITS) == (5 if count >= FIRST_STEPS else max(3, 5))
     patient = LIMITS.model_copy(update={"compile_seconds": 60.0})
@@ -92,7 +92,7 @@ def test_first_steps_have_the_compilations_limit(count):
     ("seconds", "limit"),
     [((0.1, 0.1, 0.1), 5), ((0.1, 0.6, 0.1), 6), ((2, 0.1, 0.1), 20), ((0.5, 0.5, 0.5), 5)],
 )
-def test_later_steps_have_ten_times_the_slowest(seconds, limit):
+def test_the_limit_of_later_steps_is_ten_times_the_slowest_step(seconds, limit):
     assert limit_seconds(training(*seconds), LIMITS) == pytest.approx(limit)
 
 
@@ -103,14 +103,14 @@ def test_only_the_newest_steps_set_the_limit():
     assert limit_seconds(training(100, *[0.1] * (WINDOW_STEPS - 1)), LIMITS) == 1000
 
 
-def test_only_progress_feeds():
+def test_only_progress_resets_the_watchdog():
     watch = watched(PhaseEntered("train"), StepFinished(1, 0.1), at=10.0)
     assert watch.on_status(PhaseEntered("save"), now=20.0).last_progress == 20
     assert watch.on_status(StepFinished(2, 0.1), now=30.0).last_progress == 30
     assert (watch.on_status(StepFinished(2, 0.1), now=30.0).step, watch.step) == (2, 1)
 
 
-def test_a_new_phase_keeps_what_is_known_of_steps():
+def test_a_new_phase_keeps_the_step_durations():
     watch = (
         training(2, 2, 2)
         .on_status(PhaseEntered("save"), now=0)
@@ -122,7 +122,7 @@ def test_a_new_phase_keeps_what_is_known_of_steps():
 @pytest.mark.parametrize(
     ("pauses", "limit"), list(itertools.product([(), (3600.0,), (5.0, 7.0)], [1.0, 5.0]))
 )
-def test_own_pauses_stretch_every_limit(pauses, limit):
+def test_pauses_of_the_supervisor_extend_every_limit(pauses, limit):
     watch = watched(PhaseEntered("data"))
     for pause in pauses:
         watch = watch.extend(pause)
@@ -130,7 +130,7 @@ def test_own_pauses_stretch_every_limit(pauses, limit):
     assert overdue(watch, limits, now=sum(pauses) + limit) == pytest.approx(0)
 
 
-def test_a_pause_counts_in_no_steps_time():
+def test_a_pause_is_not_part_of_a_step_duration():
     """Else an hour of Ctrl-Z would make the limit ten hours."""
     watch = training(0.1, 0.1, 0.1).extend(3600.0)
     watch = watch.on_status(StepFinished(4, 3600.1), now=3601.0)
@@ -139,7 +139,7 @@ def test_a_pause_counts_in_no_steps_time():
     assert limit_seconds(watch, LIMITS) == 10
 
 
-def test_a_pause_between_two_beats_counts_in_no_phase_after_it():
+def test_a_pause_between_two_messages_does_not_shorten_the_next_phase():
     watch = training(0.1, 0.1, 0.1).extend(100.0).on_status(PhaseEntered("save"), now=100.0)
     assert overdue(watch, LIMITS, now=107.0) == pytest.approx(0)
 

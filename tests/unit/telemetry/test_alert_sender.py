@@ -71,7 +71,7 @@ def alerts(
         RunDir(folder),
         section=section,
         clock=SystemClock(),
-        say=Printed() if printed is None else printed,
+        report=Printed() if printed is None else printed,
         retry_seconds=0.02,
     )
 
@@ -244,7 +244,7 @@ def test_without_targets_no_thread_starts_and_no_file_is_written(tmp_path):
 
 
 def test_a_request_ends_within_its_timeout_however_slow_the_server_is(monkeypatch):
-    monkeypatch.setattr(webhook, "WHOLE_SECONDS", 0.3)
+    monkeypatch.setattr(webhook, "TOTAL_SECONDS", 0.3)
     with served(-1) as hook:
         started = time.monotonic()
         answer = webhook.post(hook.url, {}, key="k")

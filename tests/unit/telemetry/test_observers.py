@@ -174,21 +174,29 @@ def test_the_supervisor_has_the_heartbeat_before_a_later_observer_receives_the_s
 
     late = Late()
 
-    def run_session(config, seat, stack, *, member):
-        seat.observers.append(own)
-        seat.observers.append(late)
-        seat.emit(Noted("built"))
-        seat.observers.on_step(LINE)
-        return session.SessionResult(AttemptResult(0, "done", committed=True), 1, "", seat.peers)
+    def run_session(config, attempt_context, stack, *, member):
+        attempt_context.observers.append(own)
+        attempt_context.observers.append(late)
+        attempt_context.emit(Noted("built"))
+        attempt_context.observers.on_step(LINE)
+        return session.SessionResult(
+            AttemptResult(0, "done", committed=True), 1, "", attempt_context.peers
+        )
 
     monkeypatch.setattr(session, "run_session", run_session)
     run_dir = RunDir(tmp_path)
     run_dir.attempt(1).mkdir(parents=True)
     config = types.SimpleNamespace(telemetry=types.SimpleNamespace(log_every_seconds=10.0))
     requests, shown = SignalListener(alone=False), io.StringIO()
-    with StatusWriter(writing) as beat:
+    with StatusWriter(writing) as status_writer:
         worker.run_worker(
-            config, run_dir, None, CLAIM, requests=requests, beat=beat, terminal=shown
+            config,
+            run_dir,
+            None,
+            CLAIM,
+            requests=requests,
+            status_writer=status_writer,
+            terminal=shown,
         )
     assert own.received[:2] == [(Noted("built"),), (1,)]
     assert [type(event) for (event,) in own.received[2:]] == [RunEnded]

@@ -207,7 +207,7 @@ def test_other_weights_than_at_the_first_start_are_refused(corpus, tmp_path, sou
     assert origin["params"] in str(error.value)
 
 
-def test_a_host_that_reads_other_weights_than_the_lead_is_refused(corpus, tmp_path, source):
+def test_a_host_that_reads_other_weights_than_host_0_is_refused(corpus, tmp_path, source):
     parts = parts_of(corpus, tmp_path, kind="run", path=str(source[0]))
     _, origin = started(parts, context_at(tmp_path)[0])
     messages = {"init/step": "8", "init": origin["params"]}

@@ -182,7 +182,7 @@ def fake_run(**parts):
         rate_factor=unused,
         diagnostics=Diagnostics(Path(), "none"),
         metrics_layout=MetricsLayout(("w",), num_rows=2),
-        row_places=[(0, 0), (1, 0)],
+        row_origins=[(0, 0), (1, 0)],
         evaluate=unused,
         dataset="d",
         computation={},
@@ -191,7 +191,7 @@ def fake_run(**parts):
             parts.pop("requests", SignalListener(alone=False)), checkpoints.verdict
         ),
         peers=SingleHost(),
-        meeting_seconds=1.0,
+        barrier_seconds=1.0,
         emit=lambda event: None,
         clock=StoppedClock(),
     )

@@ -190,7 +190,7 @@ class World:
             step=self.step,
             rate_factor=lambda factor: None,
             metrics_layout=MetricsLayout(("w",), num_rows=ROWS),
-            row_places=[(0, 0)] * ROWS,
+            row_origins=[(0, 0)] * ROWS,
             on_step=on_step,
             consensus=SingleHostConsensus(requests, self.checkpoints.verdict),
             emit=lambda event: self.met.update([type(event).__name__]),

@@ -36,7 +36,7 @@ def signal_mask():
 
 
 @pytest.mark.usefixtures("signal_mask")
-def test_an_attempt_that_loses_the_claim_writes_no_config(tmp_path, monkeypatch):
+def test_an_attempt_whose_claim_is_fenced_writes_no_config(tmp_path, monkeypatch):
     resolved = quickstart(tmp_path, "run.seed=2")
     winner = attempt_runner.new_claim(
         resolved[0].config, run_log.fold([]), env={}, job=WorkerGroup()

@@ -1,0 +1,149 @@
+"""Unreadable rows are recorded as skips in the run log, and the run ends as if they had been known
+from the start.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxres.clock import SystemClock
+from jaxres.data import sample_ids_at
+from jaxres.exit_codes import ExitCode
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import RunLog, Skip
+from tests.promises.trainer import FAULTY, Workspace, digest, history, run_history
+
+ROWS, STEPS = 24, 24
+POSITIONS = {100: "raise", 110: "range", 300: "hang"}
+"""Positions in the stream: two in the batch of step 5, one in that of step 13."""
+OVERRIDES = (
+    f"train.steps={STEPS}",
+    "evaluation.every_steps=0",
+    "data.timeout_seconds=2",
+    "deadlines.data_seconds=20",
+    "guards.bad_records.max=2",
+)
+
+
+def item(position: int) -> int:
+    return int(sample_ids_at(position, 1, num_rows=1800, seed=0)[0][0])
+
+
+def poison(**others: str) -> dict[str, str]:
+    bad = {item(position): what for position, what in POSITIONS.items()} | {
+        item(int(position[1:])): what for position, what in others.items()
+    }
+    return {"POISON": ",".join(f"{index}:{what}" for index, what in bad.items())}
+
+
+def skipped(run_dir: RunDir) -> list[Skip]:
+    bodies = [record.body for record in run_log.read_records(run_dir.log)]
+    return [body for body in bodies if isinstance(body, Skip)]
+
+
+def skipped_from_the_start(run_dir: RunDir) -> None:
+    """Writes the skips into the log of a run before it reaches the rows."""
+    seq = len(run_log.read_records(run_dir.log))
+    log = RunLog(run_dir.log, attempt=1, last_seq=seq, clock=SystemClock())
+    rows = tuple((position, position + 1) for position in POSITIONS)
+    log.append(Skip(rows=rows, reason="as the test has asked"))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> str:
+    workspace = Workspace(tmp_path_factory.mktemp("skips"), caches)
+    run_dir = workspace.finish("skips", *OVERRIDES, "train.steps=3", config=FAULTY).run_dir
+    skipped_from_the_start(run_dir)
+    assert workspace.start("skips", *OVERRIDES, config=FAULTY).wait_exit() == ExitCode.DONE
+    assert len(skipped(run_dir)) == 1
+    return digest(run_dir)
+
+
+def assert_left_out(run_dir: RunDir) -> None:
+    first, second = skipped(run_dir)
+    assert first.rows == ((100, 101), (110, 111))
+    assert "ValueError: a broken record" in first.reason
+    assert "not in 0..63" in first.reason
+    assert second.rows == ((300, 301),)
+    assert "can't be read within" in second.reason
+    assert [row["step"] for row in history(run_dir)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_records_that_raise_hang_or_are_out_of_range_leave_no_trace(
+    workspace: Workspace, expected: str
+) -> None:
+    trainer = workspace.start("run", *OVERRIDES, config=FAULTY, env=poison())
+    assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
+    assert_left_out(trainer.run_dir)
+    assert digest(trainer.run_dir) == expected
+    assert "BAD RECORD: position 100 of the stream:" in trainer.printed()
+    starts = [record.body.step for record in run_history(trainer.run_dir).starts]  # type: ignore[union-attr]
+    assert starts == [0, 4, 12], "no finished step is lost"
+
+
+@pytest.mark.slow
+def test_killed_when_a_skip_is_recorded_the_run_ends_alike(
+    workspace: Workspace, expected: str
+) -> None:
+    trainer = workspace.start("run", *OVERRIDES, config=FAULTY, env=poison())
+    trainer.wait(lambda: bool(skipped(trainer.run_dir)), what="a skip")
+    trainer.kill()
+    assert trainer.wait_exit() < 0
+    again = workspace.start("run", *OVERRIDES, config=FAULTY, env=poison())
+    assert again.wait_exit() == ExitCode.DONE, again.printed()
+    assert_left_out(again.run_dir)
+    assert digest(again.run_dir) == expected
+
+
+@pytest.mark.slow
+def test_a_host_that_finds_bad_records_informs_the_others(workspace: Workspace) -> None:
+    """Both hosts skip the rows that one of them found, and end as if they had known them."""
+    reported = workspace.launched(
+        "told", *OVERRIDES, "train.steps=3", hosts=2, config=FAULTY
+    ).run_dir
+    skipped_from_the_start(reported)
+    workspace.launched("told", *OVERRIDES, hosts=2, config=FAULTY)
+    trainer = workspace.launched("run", *OVERRIDES, hosts=2, config=FAULTY, env=poison())
+    assert_left_out(trainer.run_dir)
+    assert digest(trainer.run_dir) == digest(reported)
+    for host in (0, 1):
+        events = trainer.events_of("bad_records_skipped", host)
+        assert [event["rows"] for event in events] == [[[100, 101], [110, 111]], [[300, 301]]]
+
+
+@pytest.mark.slow
+def test_more_bad_records_than_allowed_end_the_run(workspace: Workspace) -> None:
+    env = poison(p400="raise")
+    trainer = workspace.start("run", *OVERRIDES, config=FAULTY, env=env)
+    trainer.assert_fails(
+        ExitCode.DIVERGED, "position 400", "2 times already (guards.bad_records.max)"
+    )
+    assert len(skipped(trainer.run_dir)) == 2
+
+
+def test_a_permanently_bad_record_is_read_and_counted_once(workspace: Workspace) -> None:
+    """Three epochs with two batches each, one of which holds the record."""
+    arguments = (
+        "train.steps=6",
+        "train.global_batch_size=900",
+        "evaluation.every_steps=0",
+        "guards.bad_records.max=1",
+    )
+    trainer = workspace.start("run", *arguments, config=FAULTY, env=poison_only(item(100)))
+    assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
+    (found,) = skipped(trainer.run_dir)
+    assert found.rows == ((100, 101),)
+    assert [row["step"] for row in history(trainer.run_dir)] == list(range(1, 7))
+    again = workspace.start(
+        "run", *arguments, "train.steps=8", config=FAULTY, env=poison_only(item(100))
+    )
+    assert again.wait_exit() == ExitCode.DONE, again.printed()
+    assert len(skipped(again.run_dir)) == 1
+
+
+def poison_only(index: int) -> dict[str, str]:
+    return {"POISON": f"{index}:raise"}

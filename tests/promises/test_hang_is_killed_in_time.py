@@ -1,0 +1,192 @@
+"""A run without progress exits with 80 within its limit, with stacks; a slow run does not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from jaxres.exit_codes import ExitCode
+from jaxres.runlog.paths import RunDir
+from jaxres.supervisor import attempt_runner, run_lock
+from tests.promises.trainer import FAULTY, PACED, Trainer, Workspace, assert_bit_exact
+from tests.tiers import slow_but
+
+GRACE_SECONDS = 2.0
+EVALUATE_NEVER = "evaluation.every_steps=0"
+SHORT = ("data.timeout_seconds=1", "deadlines.data_seconds=2")
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Cause of the hang, its limit and phase, and a text in the stacks (None: none)."""
+
+    fault: str
+    limits: tuple[str, ...]
+    phase: str
+    seconds: float
+    stacks: str | None
+    by_name: str = ""
+
+
+HANGS = {
+    "endless Python loop in the data": Hang(
+        "row:400:spin", SHORT, "", 1, "spin", by_name="data.timeout_seconds"
+    ),
+    "row that never comes": Hang(
+        "row:400:sleep", SHORT, "", 1, "__getitem__", by_name="data.timeout_seconds"
+    ),
+    "C call that holds the interpreter, data thread": Hang(
+        "row:400:hold",
+        (*SHORT, "deadlines.step_seconds=2", "deadlines.compile_seconds=20"),
+        "",
+        20,
+        "hold",
+        by_name="no progress for",
+    ),
+    "C call that holds the interpreter, main thread": Hang(
+        "heldout:3:hold", ("deadlines.evaluate_seconds=2",), "evaluate", 2, "hold"
+    ),
+    "endless compilation": Hang(
+        "trace:1:spin", ("deadlines.compile_seconds=3",), "compile", 3, "spin"
+    ),
+    "start-up that never ends": Hang(
+        "build:1:sleep", ("deadlines.start_seconds=12",), "data", 12, "rows"
+    ),
+}
+
+
+def began(trainer: Trainer, hang: Hang) -> float:
+    """Waits for the hang; returns the time at which it was observed."""
+    if hang.phase:
+        trainer.wait_phase(hang.phase)
+    else:
+        trainer.wait_step(10)
+    return time.monotonic()
+
+
+@pytest.mark.parametrize("name", slow_but(HANGS, "endless Python loop in the data"))
+def test_hang_ends_within_its_limit(workspace: Workspace, fault_free: RunDir, name: str) -> None:
+    hang = HANGS[name]
+    trainer = workspace.start("run", *hang.limits, config=FAULTY, env={"FAULT": hang.fault})
+    since = began(trainer, hang)
+    code = trainer.wait_exit(seconds=3 * hang.seconds + 30)
+    seconds = time.monotonic() - since
+    printed = trainer.printed()
+    assert code == ExitCode.HUNG, printed
+    assert seconds < 3 * hang.seconds + GRACE_SECONDS, f"{seconds:.1f} s\n{printed}"
+    assert printed.count("(exit 80 HUNG)") == 1, printed
+    if hang.phase:
+        assert f"no progress for {hang.seconds:.1f} s in phase '{hang.phase}'" in printed
+    assert hang.by_name in printed, printed
+    if hang.stacks is not None:
+        assert f" in {hang.stacks}" in trainer.run_dir.stacks(1, 0).read_text()
+    record = trainer.end_record()
+    assert record is not None
+    assert (record.exit, record.committed) == (ExitCode.HUNG, False)
+
+    workspace.finish("run", config=FAULTY)
+    assert_bit_exact(trainer.run_dir, fault_free)
+
+
+@pytest.mark.slow
+def test_hang_ends_even_while_storage_hangs(workspace: Workspace, fault_free: RunDir) -> None:
+    """The supervisor's check hangs before the worker does: opening a FIFO waits for its writer."""
+    free = ("deadlines.step_seconds=2", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
+    trainer = workspace.start("run", *free, config=FAULTY, env=PACED)
+    trainer.wait_step(3)
+    records = list(trainer.run_dir.log.glob("0*.json"))
+    fifo = trainer.run_dir.log / f"{len(records) + 1:08d}.json"
+    os.mkfifo(fifo)
+    time.sleep(1.2 * run_lock.HEARTBEAT_SECONDS)  # The supervisor has checked by then.
+    trainer.kill(signal.SIGSTOP, target="worker")
+    since = time.monotonic()
+    code = trainer.wait_exit()
+    seconds, printed = time.monotonic() - since, trainer.printed()
+    assert code == ExitCode.HUNG, printed
+    assert "the result could not be recorded" in printed
+    assert seconds < 3 * 2 + attempt_runner.RECORD_SECONDS + GRACE_SECONDS, (
+        f"{seconds:.1f} s\n{printed}"
+    )
+    fifo.unlink()
+    workspace.finish("run", config=FAULTY)
+    assert_bit_exact(trainer.run_dir, fault_free)
+
+
+def test_stopped_worker_ends_within_the_steps_limit(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
+    # No save and no evaluation, which have separate limits.
+    free = ("deadlines.step_seconds=2", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
+    trainer = workspace.start("run", *free, config=FAULTY, env=PACED)
+    trainer.wait_step(10)
+    trainer.kill(signal.SIGSTOP, target="worker")
+    since = time.monotonic()
+    code = trainer.wait_exit()
+    seconds, printed = time.monotonic() - since, trainer.printed()
+    assert code == ExitCode.HUNG, printed
+    found = re.search(r"no progress for ([\d.]+) s in phase 'train' after step", printed)
+    assert found, printed
+    assert seconds < 3 * float(found[1]) + GRACE_SECONDS, printed
+    workspace.finish("run", config=FAULTY)
+    assert_bit_exact(trainer.run_dir, fault_free)
+
+
+@pytest.mark.slow
+def test_supervisor_suspended_past_every_deadline_raises_no_alarm(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
+    """A suspended or migrated machine: the supervisor itself was suspended."""
+    limits = ("deadlines.step_seconds=1", "deadlines.compile_seconds=4")
+    trainer = workspace.start(
+        "run", *limits, "deadlines.start_seconds=20", config=FAULTY, env={"PACE": "0.004"}
+    )
+    trainer.wait_step(5)
+    trainer.kill(signal.SIGSTOP)
+    time.sleep(10)
+    trainer.kill(signal.SIGUSR1, target="supervisor")
+    trainer.kill(signal.SIGCONT, target="supervisor")
+    # The worker resumes last, so that its progress does not hide the pause. The supervisor checks
+    # deadlines right after handling a signal, before it reads the worker's messages.
+    trainer.wait_printed("stacks of all threads")
+    trainer.kill(signal.SIGCONT, target="worker")
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert_bit_exact(trainer.run_dir, fault_free)
+
+
+@pytest.mark.slow
+def test_suspended_supervisor_does_not_stop_the_worker(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
+    limits = ("deadlines.step_seconds=1", "deadlines.compile_seconds=4")
+    trainer = workspace.start("run", *limits, config=FAULTY, env=PACED)
+    trainer.wait_step(5)
+    trainer.kill(signal.SIGSTOP, target="supervisor")
+    trainer.wait_step(60)
+    trainer.kill(signal.SIGCONT, target="supervisor")
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert_bit_exact(trainer.run_dir, fault_free)
+
+
+SHORT_STEPS = ("deadlines.step_seconds=1", "deadlines.compile_seconds=4")
+SLOW: dict[str, tuple[str, tuple[str, ...]]] = {
+    "compilation": ("trace:1:nap", ("deadlines.step_seconds=1",)),
+    "evaluation": ("heldout:3:nap", SHORT_STEPS),
+    "row": ("row:400:nap", SHORT_STEPS),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", SLOW)
+def test_slow_phases_within_their_limits_raise_no_alarm(
+    workspace: Workspace, fault_free: RunDir, what: str
+) -> None:
+    """The phase sleeps for five seconds: longer than the step limit, shorter than its own limit."""
+    fault, limits = SLOW[what]
+    trainer = workspace.start("run", *limits, config=FAULTY, env={"FAULT": fault})
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert_bit_exact(trainer.run_dir, fault_free)

@@ -1,0 +1,173 @@
+"""Of three hosts one is lost: the other supervisors exit with 79 in time and name it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from jaxres.exit_codes import ExitCode
+from jaxres.runlog.paths import RunDir
+from tests.promises.networks import network, permitted
+from tests.promises.proxy import proxy
+from tests.promises.trainer import MLP, Trainer, Workspace, assert_bit_exact, free_address, starts
+
+HOSTS = 3
+HEARTBEAT_SECONDS = 5
+LONG = (*MLP, "train.steps=1000000", f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}")
+SHORT = (*LONG, "train.steps=80")
+MARGIN = 3
+"""Deadlines are asserted at three times their value because the machine may be busy."""
+
+
+def kill_worker(trainer: Trainer) -> None:
+    trainer.kill(signal.SIGKILL, target="worker")
+
+
+def kill_all(trainer: Trainer) -> None:
+    trainer.kill(signal.SIGKILL)
+
+
+def stop_all(trainer: Trainer) -> None:
+    trainer.kill(signal.SIGSTOP)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How a host is lost, the detection limit of the others, and the exit of its own supervisor."""
+
+    lose: Callable[[Trainer], None]
+    host: int
+    seconds: float
+    own_code: int | None
+
+
+LOSSES = {
+    "its worker is killed": Loss(kill_worker, 2, 1, 128 + signal.SIGKILL),
+    "it is killed": Loss(kill_all, 2, 1, -signal.SIGKILL),
+    "the lead is killed": Loss(kill_all, 0, 1, -signal.SIGKILL),
+    "it is stopped": Loss(stop_all, 2, HEARTBEAT_SECONDS + 2, None),
+}
+
+
+@pytest.fixture(scope="module")
+def fault_free(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+    """The same run without a lost host."""
+    workspace = Workspace(tmp_path_factory.mktemp("calm"), caches)
+    workspace.launched("calm", *SHORT, hosts=HOSTS)
+    return workspace.run_dir("calm")
+
+
+def under_way(trainers: list[Trainer]) -> None:
+    trainers[0].wait_commit(20)
+    trainers[0].wait_step(25)
+
+
+def named_by_the_others(trainers: list[Trainer], lost: int, *, seconds: float) -> None:
+    """Asserts that the others exit with 79 within three times these seconds and name the host."""
+    since = time.monotonic()
+    for host, trainer in enumerate(trainers):
+        if host != lost:
+            printed = trainer.assert_fails(ExitCode.PEER_LOST, f"host {lost} (")
+            assert re.search(r"(last finished|after) step (is )?\d+", printed), printed
+    assert time.monotonic() - since < MARGIN * seconds
+
+
+OFTEN = ("its worker is killed", "the lead is killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.campaign) for name in LOSSES],
+)
+def test_a_lost_host_is_named_by_every_other_supervisor(
+    workspace: Workspace, fault_free: RunDir, name: str
+) -> None:
+    loss = LOSSES[name]
+    trainers = workspace.start_hosts("run", *SHORT, hosts=HOSTS)
+    under_way(trainers)
+    loss.lose(trainers[loss.host])
+    named_by_the_others(trainers, loss.host, seconds=loss.seconds)
+    if loss.own_code is not None:
+        assert trainers[loss.host].wait_exit() == loss.own_code, trainers[loss.host].printed()
+    workspace.end_all()
+
+    workspace.launched("run", *SHORT, hosts=HOSTS)
+    assert starts(workspace.run_dir("run"))[1] >= 20, "it has resumed"
+    assert_bit_exact(workspace.run_dir("run"), fault_free)
+
+
+def test_a_stop_at_one_host_saves_one_step_for_all(workspace: Workspace) -> None:
+    trainers = workspace.start_hosts("run", *MLP, "train.steps=1000000", hosts=2)
+    under_way(trainers)
+    os.kill(trainers[1].process.pid, signal.SIGTERM)
+    assert [trainer.wait_exit() for trainer in trainers] == [ExitCode.PREEMPTED] * 2
+    (exits,) = {(w.exit, w.committed) for w in [trainers[0].end_record()] if w is not None}
+    assert exits == (ExitCode.PREEMPTED, True)
+
+
+@pytest.mark.slow
+def test_a_stop_before_the_first_step_ends_all_hosts_at_once(workspace: Workspace) -> None:
+    workspace.fresh = True  # So that the stop hits an import.
+    trainers = workspace.start_hosts("run", *MLP, hosts=2)
+    trainers[0].wait_phase("import")
+    os.kill(trainers[1].process.pid, signal.SIGTERM)
+    assert [trainer.wait_exit() for trainer in trainers] == [ExitCode.PREEMPTED] * 2
+    for trainer in trainers:
+        assert "SIGTERM on" in trainer.printed()
+    assert starts(trainers[0].run_dir) == []
+
+
+CutOff = tuple[list[Trainer], Callable[[], None]]
+
+
+@contextlib.contextmanager
+def cut_off(workspace: Workspace, folder: Path, *, lost: int) -> Iterator[CutOff]:
+    """Yields the supervisors, and a function that disconnects one of them from the rest."""
+    if permitted():
+        with network(HOSTS, folder=folder) as net:
+            at = f"{net.machines[0].address}:7077"
+            yield (
+                [
+                    workspace.start_host(
+                        "run", *LONG, host=m.host, hosts=HOSTS, at=at, through=m.through
+                    )
+                    for m in net.machines
+                ],
+                lambda: net.cut(lost),
+            )
+        return
+    at = free_address()
+    with proxy(at) as between:
+        addresses = [between.address if host == lost else at for host in range(HOSTS)]
+        yield (
+            [
+                workspace.start_host("run", *LONG, host=host, hosts=HOSTS, at=address)
+                for host, address in enumerate(addresses)
+            ],
+            between.cut,
+        )
+
+
+@pytest.mark.slow
+def test_a_host_whose_network_is_cut_is_lost_and_exits(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    with cut_off(workspace, tmp_path, lost=2) as (trainers, cut):
+        for trainer in trainers:
+            trainer.attempt = 1
+        under_way(trainers)
+        cut()
+        since = time.monotonic()
+        for trainer in trainers[:2]:
+            trainer.assert_fails(ExitCode.PEER_LOST, "host 2 (")
+        trainers[2].assert_fails(ExitCode.PEER_LOST, "host 0 (")
+        assert time.monotonic() - since < MARGIN * (HEARTBEAT_SECONDS + 2)

@@ -1,0 +1,288 @@
+"""Full and read-only disks: exit with a code at the start; later, training continues."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxres.exit_codes import ExitCode
+from jaxres.runlog.event_log import read_events
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import AttemptEnded
+from tests.promises.mounts import Namespace
+from tests.promises.trainer import (
+    MLP,
+    TINY,
+    Trainer,
+    Workspace,
+    assert_bit_exact,
+    digest,
+    run_history,
+    starts,
+)
+
+MIB = 2**20
+
+
+class Disk:
+    """A small disk and the runs on it."""
+
+    def __init__(self, workspace: Workspace, namespace: Namespace, *, size_bytes: int) -> None:
+        self.inside = workspace.root / "disk"
+        self.inside.mkdir()
+        namespace.mount(self.inside, size_bytes=size_bytes)
+        self.namespace = namespace
+        self.workspace = Workspace(workspace.root, workspace.caches, through=namespace.through)
+        self.run_dir = RunDir(namespace.seen_from_here(self.inside) / "run")
+
+    def start(self, *overrides: str) -> Trainer:
+        caches = self.workspace.caches
+        arguments = [
+            str(TINY),
+            *MLP,
+            f"run.dir={self.inside / 'run'}",
+            f"data.cache_dir={caches}",
+            f"compilation.cache_dir={caches / 'xla'}",
+            *overrides,
+        ]
+        return self.workspace.command(self.run_dir, arguments)
+
+
+@pytest.fixture
+def namespace() -> Iterator[Namespace]:
+    namespace = Namespace.open()
+    yield namespace
+    namespace.close()
+
+
+@pytest.fixture
+def disk(workspace: Workspace, namespace: Namespace) -> Iterator[Disk]:
+    disk = Disk(workspace, namespace, size_bytes=16 * MIB)
+    yield disk
+    disk.workspace.end_all()
+
+
+def test_read_only_run_dir_is_rejected(disk: Disk) -> None:
+    disk.namespace.remount(disk.inside, "ro")
+    disk.start().assert_fails(
+        ExitCode.CONFIG, str(disk.inside / "run"), "Read-only file system", "run.dir="
+    )
+
+
+def test_read_only_cache_is_rejected(disk: Disk, workspace: Workspace) -> None:
+    disk.namespace.remount(disk.inside, "ro")
+    arguments = (f"run.dir={workspace.root / 'run'}", f"data.cache_dir={disk.inside}")
+    disk.start(*arguments).assert_fails(
+        ExitCode.CONFIG, "data.cache_dir", str(disk.inside), "Read-only file system"
+    )
+
+
+@pytest.mark.slow
+def test_full_cache_exits_with_storage(disk: Disk, workspace: Workspace) -> None:
+    disk.namespace.fill(disk.inside)
+    arguments = (f"run.dir={workspace.root / 'run'}", f"data.cache_dir={disk.inside}")
+    disk.start(*arguments).assert_fails(
+        ExitCode.STORAGE, "data.cache_dir", str(disk.inside), "No space left", "Free"
+    )
+    assert sorted(p.name for p in disk.run_dir.root.parent.rglob("*")) == ["ballast", "corpora"]
+
+
+@pytest.mark.slow
+def test_disk_full_at_the_start_exits_with_storage_and_blocks_no_later_start(disk: Disk) -> None:
+    ballast = disk.namespace.fill(disk.inside)
+    disk.start().assert_fails(
+        ExitCode.STORAGE, str(disk.inside / "run"), "no space left", "Free some space"
+    )
+    assert run_history(disk.run_dir).attempt == 0, "it never owned the run"
+    ballast.unlink()
+    trainer = disk.start()
+    assert trainer.wait_exit() == 0, trainer.printed()
+
+
+FULL = ("checkpoint.keep_last=2", "checkpoint.save_every_steps=20")
+LONG = ("train.steps=1000",)
+"""A run long enough for a disk to fill up and be emptied meanwhile."""
+ALARM = "ALARM: step "
+
+
+@pytest.fixture(scope="session")
+def unbroken_long(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+    workspace = Workspace(tmp_path_factory.mktemp("unbroken-long"), caches)
+    workspace.finish("long", *MLP, *LONG)
+    return workspace.run_dir("long")
+
+
+def wait_alarm(trainer: Trainer) -> None:
+    trainer.wait(lambda: ALARM in trainer.printed(), what="an alarm")
+
+
+def events(trainer: Trainer, kind: str) -> list[dict[str, Any]]:
+    found = read_events(trainer.run_dir.events(trainer.attempt, 0))
+    return [event for event in found if event["event"] == kind]
+
+
+def assert_lines_are_complete(trainer: Trainer) -> list[int]:
+    """Asserts that this attempt's metrics have no partial line, no gap and no duplicate."""
+    rows = trainer.run_dir.metrics(trainer.attempt).read_bytes().splitlines()
+    steps = [json.loads(row)["step"] for row in rows]
+    assert steps == list(range(steps[0], steps[0] + len(steps))), "a hole or a double in the lines"
+    return steps
+
+
+def assert_commits_are_complete(disk: Disk) -> int:
+    """Asserts that every committed step can be read; returns the newest."""
+    committed = [commit.step for commit in run_history(disk.run_dir).committed]
+    assert committed
+    for step in committed:
+        digest(disk.run_dir, step)  # Reads every array; fails if one is damaged.
+    return committed[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("but_bytes", [0, 24 * 1024], ids=["to the last byte", "but for lines"])
+def test_full_disk_stops_no_training_and_saving_recovers(
+    disk: Disk, unbroken_long: RunDir, but_bytes: int
+) -> None:
+    trainer = disk.start(*FULL, *LONG)
+    trainer.wait_commit(20)
+    ballast = disk.namespace.fill(disk.inside, but_bytes=but_bytes)
+    wait_alarm(trainer)
+    good = assert_commits_are_complete(disk)
+    trainer.wait(lambda: trainer.printed().count(ALARM) >= 3, what="a third failed save")
+    assert run_history(disk.run_dir).step == good, "nothing is committed on a full disk"
+    assert assert_commits_are_complete(disk) == good
+    ballast.unlink()
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert_bit_exact(disk.run_dir, unbroken_long)
+    assert assert_lines_are_complete(trainer) == list(range(1, 1001))
+    assert "is committed, after" in trainer.printed()
+    failures = [event["failures"] for event in events(trainer, "save_failed")]
+    assert failures == list(range(1, len(failures) + 1)), "one row of failures"
+    assert starts(disk.run_dir) == [0]
+
+
+@pytest.mark.slow
+def test_disk_that_stays_full_exits_with_storage_and_the_same_command_resumes(
+    disk: Disk, unbroken: RunDir
+) -> None:
+    trainer = disk.start(*FULL)
+    trainer.wait_commit(20)
+    ballast = disk.namespace.fill(disk.inside)
+    trainer.assert_fails(
+        ExitCode.STORAGE, "step 200 could not be committed", "Then run the same command"
+    )
+    good = assert_commits_are_complete(disk)
+    assert good < 200
+    assert f"it resumes from step {good}." in trainer.printed()
+    assert trainer.printed().count(ALARM) >= 2, "the last step was tried twice"
+    ballast.unlink()
+    again = disk.start(*FULL)
+    assert again.wait_exit() == 0, again.printed()
+    assert starts(disk.run_dir) == [0, good]
+    assert_bit_exact(disk.run_dir, unbroken)
+
+
+def test_too_many_consecutive_failed_saves_exit_with_storage(disk: Disk) -> None:
+    trainer = disk.start(*FULL, *LONG, "checkpoint.max_failed_saves=3")
+    trainer.wait_commit(20)
+    disk.namespace.fill(disk.inside)
+    trainer.assert_fails(
+        ExitCode.STORAGE, "3 saves in a row have failed", "checkpoint.max_failed_saves"
+    )
+    assert_commits_are_complete(disk)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sig", "exit"), [(signal.SIGTERM, ExitCode.PREEMPTED), (signal.SIGINT, ExitCode.STOPPED)]
+)
+def test_stop_on_a_full_disk_keeps_its_code_and_reports_that_nothing_is_committed(
+    disk: Disk, unbroken_long: RunDir, sig: signal.Signals, exit: ExitCode
+) -> None:
+    trainer = disk.start(*FULL, *LONG)
+    trainer.wait_commit(20)
+    ballast = disk.namespace.fill(disk.inside)
+    wait_alarm(trainer)
+    trainer.kill(sig, target="supervisor")
+    trainer.assert_fails(exit, "could not be committed", "no space left")
+    good = assert_commits_are_complete(disk)
+    stop = run_history(disk.run_dir).last_stop
+    if stop is None:  # No space for the record: printed instead.
+        assert "the result could not be recorded" in trainer.printed()
+    else:
+        assert isinstance(stop.body, AttemptEnded)
+        assert (stop.body.exit, stop.body.committed) == (exit, False)
+        assert "could not be committed" in stop.body.reason
+    ballast.unlink()
+    again = disk.start(*FULL, *LONG)
+    assert again.wait_exit() == 0, again.printed()
+    assert starts(disk.run_dir) == [0, good]
+    assert_bit_exact(disk.run_dir, unbroken_long)
+
+
+@pytest.mark.slow
+def test_end_record_and_event_state_why_nothing_is_committed(disk: Disk) -> None:
+    """With too little space for a save and enough for log lines."""
+    trainer = disk.start(*FULL, *LONG)
+    trainer.wait_commit(20)
+    disk.namespace.fill(disk.inside, but_bytes=MIB)
+    wait_alarm(trainer)
+    trainer.kill(signal.SIGTERM, target="supervisor")
+    trainer.assert_fails(
+        ExitCode.PREEMPTED, "could not be committed", "no space left: a save needs"
+    )
+    stop = run_history(disk.run_dir).last_stop
+    assert stop is not None
+    assert isinstance(stop.body, AttemptEnded)
+    assert (stop.body.exit, stop.body.committed) == (ExitCode.PREEMPTED, False)
+    assert "no space left: a save needs" in stop.body.reason
+    (wait_exit,) = events(trainer, "run_ended")
+    assert (wait_exit["exit"], wait_exit["committed"]) == (ExitCode.PREEMPTED, False)
+    assert "no space left: a save needs" in wait_exit["message"]
+
+
+@pytest.mark.slow
+def test_requested_save_is_tried_on_a_full_disk_too(disk: Disk) -> None:
+    trainer = disk.start(*LONG, "checkpoint.save_every_steps=1000")
+    trainer.wait_step(20)
+    ballast = disk.namespace.fill(disk.inside, but_bytes=MIB)
+    disk.run_dir.request("save").touch()
+    wait_alarm(trainer)
+    ballast.unlink()
+    disk.run_dir.request("save").touch()
+    trainer.wait_commit(20)
+
+
+@pytest.mark.slow
+def test_log_file_on_a_full_disk_does_not_change_the_exit(disk: Disk, workspace: Workspace) -> None:
+    log = disk.inside / "train.log"
+    through = (*disk.namespace.through, "sh", "-c", f'exec "$@" >{log} 2>&1', "sh")
+    disk.workspace = Workspace(workspace.root, workspace.caches, through=through)
+    trainer = disk.start(*FULL)
+    trainer.wait_commit(20)
+    ballast = disk.namespace.fill(disk.inside)
+    assert trainer.wait_exit() == ExitCode.STORAGE
+    good = assert_commits_are_complete(disk)
+    ballast.unlink()
+    again = disk.start(*FULL)
+    assert again.wait_exit() == 0
+    assert starts(disk.run_dir) == [0, good]
+
+
+@pytest.mark.slow
+def test_training_continues_while_storage_is_unmounted(disk: Disk, unbroken_long: RunDir) -> None:
+    """Emulates a share that is unmounted for a moment and mounted again."""
+    trainer = disk.start(*FULL, *LONG)
+    trainer.wait_commit(20)
+    away = disk.run_dir.root.with_name("away")
+    disk.run_dir.root.rename(away)
+    wait_alarm(trainer)
+    away.rename(disk.run_dir.root)
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert_bit_exact(disk.run_dir, unbroken_long)
+    assert assert_lines_are_complete(trainer) == list(range(1, 1001))
