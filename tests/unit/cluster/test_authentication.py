@@ -38,7 +38,6 @@ from tests.unit.cluster.supervisors import (
     ATTEMPT,
     CLOCK,
     KEY,
-    LIMITS,
     SECRET,
     begin,
     follow,
@@ -50,6 +49,7 @@ from tests.unit.cluster.supervisors import (
     proof,
     prove,
     read_line,
+    settings,
     together,
 )
 
@@ -67,7 +67,7 @@ def running(address):
     received, over = [], threading.Event()
 
     def follower():
-        with RendezvousFollower(hello(1), address, **LIMITS) as joined:
+        with RendezvousFollower(settings(address, hello(1))) as joined:
             peers = joined.confirm(joined.join(), lambda *_: True)
             hear(peers, JobResult, seconds=30)
 

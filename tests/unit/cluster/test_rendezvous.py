@@ -17,7 +17,6 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, PeerLost, PreemptedError, RunError, StoppedError
 from tests.unit.cluster.supervisors import (
     ATTEMPT,
-    LIMITS,
     SECRET,
     begin,
     follow,
@@ -28,6 +27,7 @@ from tests.unit.cluster.supervisors import (
     line,
     prove,
     read_line,
+    settings,
     together,
 )
 
@@ -334,7 +334,7 @@ def test_claim_may_be_seen_late(address):
         return len(looks) > 2
 
     def look():
-        with RendezvousFollower(hello(1), address, **LIMITS) as follower:
+        with RendezvousFollower(settings(address, hello(1))) as follower:
             follower.confirm(follower.join(), sees, see_seconds=5)
 
     together(partial(begin, address, see_seconds=5), look)
@@ -383,7 +383,7 @@ def test_end_of_the_lead_before_the_start_ends_all(address):
 
 def test_follower_that_dies_before_the_claim_is_seen_ends_all(address):
     def dies():
-        with RendezvousFollower(hello(1, num_hosts=3), address, **LIMITS) as follower:
+        with RendezvousFollower(settings(address, hello(1, num_hosts=3))) as follower:
             follower.join()
 
     led, _, told = together(
@@ -406,7 +406,7 @@ def test_late_and_doubled_starters_are_told_at_once(address):
     done = threading.Event()
 
     def stays():
-        with RendezvousFollower(hello(1), address, **LIMITS) as follower:
+        with RendezvousFollower(settings(address, hello(1))) as follower:
             return hear(follower.confirm(follower.join(), lambda *_: True), JobResult)
 
     def leads():
@@ -445,7 +445,7 @@ def test_who_comes_for_the_next_attempt_waits_for_it(address):
     gone = threading.Event()
 
     def first():
-        with RendezvousFollower(hello(1), address, **LIMITS) as follower:
+        with RendezvousFollower(settings(address, hello(1))) as follower:
             follower.confirm(follower.join(), lambda *_: True)
         gone.set()
 
