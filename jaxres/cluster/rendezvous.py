@@ -262,8 +262,7 @@ class RendezvousLeader:
             f"{host_list(absent)} of {self._hello.num_hosts} did not connect to {self._address} "
             f"within {self._settings.join_seconds:g} s (hosts.join_seconds); joined: "
             f"{shorten(joined)}. Were they started with this --coordinator? Can they reach that "
-            "port?"
-            + (f" {refused}" if (refused := self._acceptor.refusals.summary) else "")
+            "port?" + (f" {refused}" if (refused := self._acceptor.refusals.summary) else "")
         )
 
 

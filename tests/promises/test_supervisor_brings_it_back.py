@@ -15,6 +15,8 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
+from jaxres.supervisor.forkserver_client import FORK_SERVER
+from jaxres.train.worker import NAME_PREFIX
 from tests.promises.leftovers import assert_nothing_left, members
 from tests.promises.test_diverged_is_never_committed import FOLDER
 from tests.promises.test_elastic_hosts_keep_samples import BOUND
@@ -51,25 +53,17 @@ def wait_attempt(trainer: Trainer, attempt: int) -> None:
 
 
 def fork_servers(trainer: Trainer) -> set[int]:
-    """Returns the pid of the process that workers are forked from, if there is one.
-
-    It takes its name only after its imports; its forks have its command line and their own names.
-    """
-    starting = {pid for pid in members(trainer.run_dir) if is_starting_fork_server(pid)}
-    return starting | {pid for pid in members(trainer.run_dir) if name_of(pid) == "jaxres-fork"}
+    """Returns the pid of the process that workers are forked from, if there is one."""
+    return {pid for pid in members(trainer.run_dir) if is_fork_server(pid)}
 
 
-def is_starting_fork_server(pid: int) -> bool:
+def is_fork_server(pid: int) -> bool:
+    """Returns whether a process is a fork server; its forks have its command line."""
     with contextlib.suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return b"jaxres.train.forkserver" in command and not name_of(pid).startswith("jaxres-host")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        is_worker = Path(f"/proc/{pid}/comm").read_text().startswith(NAME_PREFIX)
+        return FORK_SERVER.encode() in command and not is_worker
     return False
-
-
-def name_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
 
 
 def wait_zygote(trainer: Trainer, *, prepared: int) -> None:
