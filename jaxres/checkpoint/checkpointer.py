@@ -357,7 +357,7 @@ class Checkpointer:
         )
 
     def restore(self, line: RunHistory, like: Tree, *, seconds: float) -> Restored | None:
-        """Restores the newest intact step and quarantines damaged newer ones; None: none exists.
+        """Restores the newest valid step and quarantines damaged newer ones; None: none exists.
 
         Args:
           line: the run history from the log; the same on every host.
@@ -365,9 +365,9 @@ class Checkpointer:
           seconds: time limit for reading one step.
 
         Raises:
-          Unrestorable: steps were committed, and none is intact; nothing is changed.
+          Unrestorable: steps were committed, and none is valid; nothing is changed.
           StorageUnavailable: storage failed, so that no step could be judged.
-          ConfigError: a step holds other arrays than the model needs.
+          ConfigError: the arrays of a step are not those that the model needs.
         """
         if not line.commits and line.quarantined:
             raise all_damaged_error([decided for _, decided in line.quarantined])
@@ -384,7 +384,7 @@ class Checkpointer:
             emit=self._emit,
             clock=self._clock,
         )
-        restored, damaged = search.newest_whole(line.committed)
+        restored, damaged = search.newest_valid(line.committed)
         self._peers.broadcast(topic, lambda: self._quarantine(damaged), seconds=MESSAGE_SECONDS)
         for quarantine in damaged:
             self._emit(StepQuarantined(quarantine.step, quarantine.path, quarantine.evidence))
@@ -395,7 +395,7 @@ class Checkpointer:
         return (self._run_dir.root / commit.path).absolute()
 
     def _quarantine(self, damaged: Sequence[Quarantine]) -> str:
-        """Records the damaged steps; only called once an older step is known to be intact."""
+        """Records the damaged steps; only called once an older step is known to be valid."""
         for quarantine in damaged:
             self._log.append(quarantine)
         return str(len(damaged))

@@ -25,11 +25,9 @@ def differences(leader: Hello, other: Hello) -> list[str]:
     if pythons[0] != pythons[1]:
         texts.append(f"Python {other.python} there, {leader.python} on host {leader.host}")
     if other.trajectory != leader.trajectory:
-        digests = (
-            f"a different trajectory ({other.trajectory[:8]} there, {leader.trajectory[:8]} here)"
-        )
+        found = f"{other.trajectory[:8]} there, {leader.trajectory[:8]} on host 0"
         keys = _unequal("", leader.fields, other.fields) if leader.fields and other.fields else []
-        texts += keys or [digests]
+        texts += keys or [f"a different trajectory ({found})"]
     return texts
 
 

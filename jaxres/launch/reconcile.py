@@ -308,7 +308,7 @@ def _restart(
 
 
 def _to_replace(history: Sequence[AttemptOutcome[str]]) -> str | None:
-    """Returns the VM whose host reported itself unhealthy, or that two faults in a row name."""
+    """Returns the VM whose host is unhealthy, or that two consecutive failures name."""
     last = history[-1]
     if last.culprit is None:
         return None

@@ -148,7 +148,7 @@ class Console:
                 case events.StepQuarantined(step, path, evidence):
                     self.say(
                         f"ALARM: step {step} is damaged and is excluded ({path}): {evidence}. "
-                        "Its files are kept for inspection; an older intact step is restored."
+                        "Its files are kept for inspection; an older valid step is restored."
                     )
                 case events.SaveCommitted(step=step):
                     self._committed = step

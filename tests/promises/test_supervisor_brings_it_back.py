@@ -345,7 +345,7 @@ def test_a_second_signal_kills_at_once_and_nothing_is_restarted(place: Place) ->
     trainer = start(place, PACE="0.05")
     trainer.wait_step(1)
     trainer.kill(signal.SIGTERM, target="supervisor")
-    trainer.wait_printed("saving after the present step")
+    trainer.wait_printed("saving after the current step")
     trainer.kill(signal.SIGTERM, target="supervisor")
     assert trainer.wait_exit(seconds=20) == 128 + signal.SIGTERM, trainer.printed()
     assert attempts(trainer) == 1
@@ -447,5 +447,5 @@ def test_an_unavailable_log_is_waited_for_and_never_recreated(place: Place, calm
 def test_the_time_limit_saves_and_ends_the_run(place: Place) -> None:
     trainer = start(place, "launch.max_hours=0.003", PACE="0.02")
     printed = trainer.assert_gave_up(ExitCode.NO_PROGRESS)
-    assert "launch.max_hours=0.003 is over" in printed
+    assert "launch.max_hours=0.003 is reached" in printed
     assert attempts(trainer) == 1

@@ -237,8 +237,8 @@ def names() -> dict[str, Any]:
         "step: columns of a host's flags": lambda: list(consensus.FACTS),
         "restore: result of one host": lambda: written(example(restore.ReadResult).encode()),
         "restore: kinds of results": lambda: [
-            *(restore.WHOLE, restore.DAMAGED, restore.STORAGE),
-            *(restore.SILENT, restore.CONFIG, restore.AGAIN),
+            *(restore.VALID, restore.DAMAGED, restore.STORAGE),
+            *(restore.SILENT, restore.CONFIG, restore.RETRY),
         ],
         "save: report of one host": lambda: written(example(readback.HostReport).encode()),
         "metrics.jsonl": lambda: shape(example(metrics.MetricsLine).fields()),

@@ -94,7 +94,10 @@ def test_absent_host_is_named_and_those_that_came_are_told(address):
             {"trajectory": "3c", "fields": {"data.seq_len": "256"}},
             ["data.seq_len: 256 there, 128 on host 0"],
         ),
-        ({"trajectory": "3c", "fields": {}}, ["a different trajectory (3c there, 9f3c9f3c here)"]),
+        (
+            {"trajectory": "3c", "fields": {}},
+            ["a different trajectory (3c there, 9f3c9f3c on host 0)"],
+        ),
     ],
 )
 def test_host_that_differs_ends_all_with_one_message(address, other, words, monkeypatch):

@@ -93,7 +93,7 @@ def test_a_claim_of_ours_that_failed_on_its_way_is_ours(run):
 
 
 def test_a_log_that_is_away_is_no_empty_log(run):
-    with pytest.raises(StorageUnavailable, match="1 records were here, now 0 are"):
+    with pytest.raises(StorageUnavailable, match="1 records existed, 0 are left"):
         restart_loop._refresh_history(run, [])
     assert run.run_history.attempt == 1
 
