@@ -239,7 +239,7 @@ def _gce(config: RunConfig) -> Iterator[Problem]:
             others=("launch.gce",),
         )
     if not gce.ladder:
-        yield Problem("launch.gce.ladder", "is empty; give at least one rung")
+        yield Problem("launch.gce.ladder", "is empty; give at least one capacity option")
     if gce.image is None and gce.template is None:
         yield Problem("launch.gce.image", "give a boot image, or launch.gce.template")
     for number, rung in enumerate(gce.ladder):

@@ -36,7 +36,7 @@ class FlexStartRung(RungCommon):
     kind: Literal["flex_start"] = "flex_start"
     """Flex-start VMs: wait in a queue, then run for at most seven days."""
     wait_minutes: PositiveInt = free(10)
-    """Longest wait in the queue before the next rung is tried; at most 120 minutes."""
+    """Longest wait in the queue before the next option is tried; at most 120 minutes."""
 
 
 class ReservationRung(RungCommon):
@@ -132,4 +132,4 @@ class GceSection(Section):
     endpoint: str | None = free(None)
     """URL of the Compute API; null: JAXRES_GCE_ENDPOINT if set, else Google's."""
     max_cool_minutes: NonNegativeInt = free(60)
-    """Longest backoff before a rung without capacity is tried again."""
+    """Longest backoff before an option without capacity is tried again."""

@@ -363,7 +363,7 @@ NOT_YET = {"RESOURCENOTREADY", "RESOURCE_NOT_READY"}
 MIN_COUNT = "VM_MIN_COUNT_NOT_REACHED"
 REMEDIES = {
     "stockout": "the zone has no capacity now",
-    "quota": "ask for more quota, or add a rung of another kind or region",
+    "quota": "request more quota, or add a capacity option of another kind or region",
 }
 
 

@@ -127,8 +127,8 @@ class Lease:
             other = self.other_holder()
             holder = "another launcher" if other is None else other.holder
             raise Fenced(
-                f"{self._path.parent.parent}: {holder} leads this run now; this launcher stops "
-                "acting, the training continues. `jaxres launch gce status` shows its state."
+                f"{self._path.parent.parent}: {holder} holds the lease of this run now; this one "
+                "stops acting, the training continues. `jaxres launch gce status` shows its state."
             )
 
     def release(self) -> None:

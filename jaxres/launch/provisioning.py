@@ -74,7 +74,7 @@ def _find_place(desired: DesiredState, observed: ObservedState, gce: GceSection)
         if site < NEVER:
             return Transition(desired)
         causes = "; ".join(f"{c.zone}: {c.error}" for c in desired.backoffs)
-        reason = f"no rung of launch.gce.ladder is available, now or later ({causes}). "
+        reason = f"no capacity option in launch.gce.ladder is available, now or later ({causes}). "
         reason += desired.reason
         return Transition(replace(desired, end=JobEnd(ExitCode.CONFIG, reason, observed.now)))
     new = replace(desired, placement=desired.placement + 1, refill_since=None)

@@ -221,8 +221,11 @@ def _attempt_outcome(
             f"{reason}; it exited with 0 but the newest step is {observed.log.step}",
         )
     if code == ExitCode.FENCED and desired.deleting:
-        # A VM that is being deleted may still have held the run lock.
-        code, reason = ExitCode.PEER_LOST, f"{reason} (a lost VM has continued for a while)"
+        # A VM that is being deleted may still hold the run lock.
+        code, reason = (
+            ExitCode.PEER_LOST,
+            f"{reason} (a VM that was judged lost still held the run lock)",
+        )
     is_one_of_many = len(desired.hosts) > 1 and [*codes.values()].count(codes[name]) == 1
     culprit = name if is_one_of_many else None
     return _outcome(desired, code, reason, observed, culprit=culprit)
