@@ -1,4 +1,7 @@
-"""Home of: no_capacity. Chooses the next zone for VMs, and skips failed ones for a while. Pure."""
+"""Chooses the zone of the next request for VMs, and skips zones after a failure. Pure.
+
+Home of: no_capacity.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Home of: launcher_lost. The lease that lets only one of several launchers act on a run's VMs.
+"""The launcher lease: of several launchers of a run, only its holder may act on the VMs.
 
-The lease is one object in the run's bucket. A launcher replaces it only if the generation is the
-one that it read. The holder's term starts before its last write was sent. A waiting launcher takes
-the lease when it has not changed for 1.5 terms, measured on the waiter's own clock. So clocks of
-two machines are never compared and no wall clock is used. The epoch grows with every change of the
-holder and is part of everything that a holder writes. (facts: Gray & Cheriton, Leases, SOSP 1989;
-Lamport's fencing by a growing number.)
+Home of: launcher_lost. The lease is one object in the run's bucket. A launcher replaces it only if
+the generation is the one that it read. The holder's term starts before its last write was sent. A
+waiting launcher takes the lease when it has not changed for 1.5 terms, measured on the waiter's own
+clock. So clocks of two machines are never compared and no wall clock is used. The epoch grows with
+every change of the holder and is part of everything that a holder writes. (Gray & Cheriton,
+Leases, SOSP 1989; Lamport's fencing by a growing number.)
 """
 
 from __future__ import annotations

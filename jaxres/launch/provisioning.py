@@ -1,7 +1,8 @@
-"""Home of: host_lost. Chooses, creates and replaces a job's VMs until an attempt starts. Pure.
+"""Chooses, creates and replaces a job's VMs until an attempt starts. Pure.
 
-Order of repairs: restart the processes on the same VMs; replace lost VMs in the zone of the others,
-which are kept; release all VMs and try the ladder from the top.
+Home of: host_lost. Order of repairs: restart the processes on the same VMs; replace lost VMs in the
+zone of the others, which are kept; delete all VMs and request new ones by the first available
+capacity option.
 """
 
 from __future__ import annotations

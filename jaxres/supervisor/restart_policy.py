@@ -1,13 +1,14 @@
-"""Home of: crash. Home of: crash_loop. Restart policy: decides what follows an attempt's end. Pure.
+"""Restart policy: decides what follows an attempt's end. Pure.
 
-Only a new committed step is progress: it alone resets budgets and backoff. Every cause has a finite
-budget of its own, so every series of ends without progress is finite. The policy reads no clock and
-draws no random number: the time and the seed of the jitter are arguments.
+Home of: crash. Home of: crash_loop. Only a new committed step is progress: it alone resets budgets
+and backoff. Every cause has a finite budget of its own, so every series of ends without progress is
+finite. The policy reads no clock and draws no random number: the time and the seed of the jitter
+are arguments.
 
-The history spans supervisors: one may be killed at any moment, and a scheduler may restart it for
-ever. So a new supervisor reads the outcomes of earlier ones from the run log, and continues their
-budgets. After a final result (it gave up, or an operator stopped it) budgets start afresh, because
-only an operator starts the run again.
+The history spans supervisors: one may be killed at any moment, and a scheduler may restart it
+forever. So a new supervisor reads the outcomes of earlier ones from the run log, and continues
+their budgets. After a final result (it gave up, or an operator stopped it) budgets are reset,
+because only an operator starts the run again.
 """
 
 from __future__ import annotations

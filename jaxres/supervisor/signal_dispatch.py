@@ -1,4 +1,4 @@
-"""How a supervisor reacts to signals, preemption notices and request files."""
+"""Handles signals, preemption notices and request files in a supervisor."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def _skipped(event: events.UpdateSkipped) -> str:
         f"row {row} (sample {sample}, host {host})" for row, sample, host, _ in event.rows[:3]
     )
     more = f" and {event.num_rows - 3} more rows" if event.num_rows > 3 else ""
-    why = f"the norm is {event.spike_score:.1f} deviations above the usual"
+    why = f"the gradient norm is {event.spike_score:.1f} deviations above the usual"
     if rows or event.params:
         where = f"loss of {rows}{more}" if rows else f"gradient of {', '.join(event.params[:3])}"
         why = f"{where} not finite"
