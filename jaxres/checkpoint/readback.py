@@ -39,7 +39,7 @@ _PROCESS_FILE = re.compile(
 
 @dataclass(frozen=True)
 class HostReport:
-    """One host's report to the lead on its part of a written step."""
+    """One host's report to host 0 on its part of a written step."""
 
     files: Mapping[str, FileInfo]
     """Name -> size and checksum of the host's own files, as read back."""
@@ -102,7 +102,7 @@ def _report(
 
 
 def writer_of(name: str) -> int | None:
-    """Returns the number of the process that writes a file of a step; None: the lead writes it.
+    """Returns the number of the process that writes a file of a step; None: host 0 writes it.
 
     >>> writer_of("state/ocdbt.process_1/d/9f"), writer_of("digests/process_0.json")
     (1, 0)
@@ -167,7 +167,7 @@ def _is_same(
 def gather_reports(
     own: HostReport, step_dir: RunPath, peers: HostGroup, *, topic: str, seconds: float
 ) -> list[HostReport]:
-    """Sends this host's report; returns, on the lead, the reports of all hosts.
+    """Sends this host's report; returns, on host 0, the reports of all hosts.
 
     Raises:
       StorageUnavailable: a report did not arrive in time; the step is discarded.

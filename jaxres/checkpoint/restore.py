@@ -1,10 +1,10 @@
 """Restores the newest valid step; a newer step is skipped only if its damage is proved.
 
 Every host reads its own shards of a committed step, verifies all their replicas and publishes the
-result. The lead decides for all hosts, so that all restore the same step. A single wrong read
-does not prove damage: the lead then verifies the whole step with a second read, whose result is
-final. If storage does not answer, the read is retried a few times; then the run exits with 74, and
-no step is judged damaged.
+result. Host 0 decides for all hosts, so that all restore the same step. A single wrong read does
+not prove damage: host 0 then verifies the whole step with a second read, whose result is final. If
+storage does not answer, the read is retried a few times; then the run exits with 74, and no step is
+judged damaged.
 """
 
 from __future__ import annotations
@@ -149,12 +149,12 @@ class NewestValid:
             return None, ReadResult(_kind_of(end), str(end))
 
     def _agree(self, commit: Commit, own: ReadResult, number: int) -> ReadResult:
-        """Returns the lead's decision on the results of all hosts."""
+        """Returns host 0's decision on the results of all hosts."""
         topic = f"{self.topic}/{commit.step}/{number}"
         if not self.peers.member.is_alone:
             self.emit(PhaseChanged("restore", f"step {commit.step}, waiting for the other hosts"))
         messages = self.peers.gather(topic, own.encode(), seconds=self.seconds + MESSAGE_SECONDS)
-        # Enough for the slowest host's read, and then for the lead's second read of the step.
+        # Enough for the slowest host's read, and then for host 0's second read of the step.
         seconds = 2 * (self.seconds + MESSAGE_SECONDS)
         message = self.peers.broadcast(
             topic, lambda: self._decide(commit, messages, number), seconds=seconds

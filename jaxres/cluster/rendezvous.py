@@ -369,7 +369,7 @@ class RendezvousFollower:
     def confirm(
         self,
         announcement: AttemptAnnounced,
-        sees: Callable[[int, str], bool],
+        is_visible: Callable[[int, str], bool],
         *,
         see_seconds: float = VISIBLE_SECONDS,
     ) -> PeerLinks:
@@ -377,7 +377,7 @@ class RendezvousFollower:
 
         Args:
           announcement: the one that `join` returned.
-          sees: whether the claim with this attempt and nonce exists.
+          is_visible: whether the claim with this attempt and nonce exists.
           see_seconds: how long to look.
 
         Raises:
@@ -387,10 +387,10 @@ class RendezvousFollower:
         """
         clock = self._settings.clock
         until = clock.monotonic() + see_seconds
-        is_seen = sees(announcement.attempt, announcement.nonce)
+        is_seen = is_visible(announcement.attempt, announcement.nonce)
         while not is_seen and clock.monotonic() < until:
             self._receive_start(RETRY_SECONDS)
-            is_seen = sees(announcement.attempt, announcement.nonce)
+            is_seen = is_visible(announcement.attempt, announcement.nonce)
         self.peers.send(ClaimVisible(is_seen))
         until = clock.monotonic() + see_seconds + 2 * MARGIN_SECONDS
         while clock.monotonic() < until:

@@ -27,7 +27,7 @@ from jaxres.launch.observed_state import EVENTS, HALTED, HOST_ERROR, CreateFaile
 
 NAMESPACE = uuid.UUID("5a3c9c1e-7a51-4f0b-9d7e-6a617872e573")
 ABSENT_SECONDS = 15.0
-"""Lists lag: a VM is absent only after so long without being listed."""
+"""Lists lag: a VM is absent only if no list has had it for this long."""
 QUOTA_WAIT_SECONDS = 120.0
 """Longest wait for VMs being deleted to free their quota before others are requested."""
 

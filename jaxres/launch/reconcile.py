@@ -20,7 +20,7 @@ from jaxres.supervisor import restart_policy
 from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartPolicy
 
 LOST_REQUEST_SECONDS = 20.0
-"""A creation that the service does not know so long after the request has never arrived."""
+"""A request of which the service has no operation after this long was lost."""
 
 
 def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:

@@ -31,7 +31,7 @@ MESSAGE_BYTES = 256
 
 
 class CannotFork(Exception):
-    """The fork server can not fork this worker."""
+    """The fork server can't fork this worker; the message has the reason."""
 
 
 class ForkServer:
