@@ -43,8 +43,8 @@ def require_format(fields: Mapping[str, Any], *, number: int) -> None:
     writer = "a newer version of jaxres" if is_newer else f"a jaxres before {FIRST_RELEASE}"
     remedy = "use that version" if is_newer else "use that version, or start a new run"
     raise OtherFormat(
-        f"its format is {written!r:.20}, written by {writer}; this version reads only format "
-        f"{number}: {remedy}"
+        f"it has format {written!r:.20}, written by {writer}; this version reads format {number} "
+        f"only: {remedy}"
     )
 
 
