@@ -1,4 +1,4 @@
-"""jaxres: a JAX/Flax trainer whose reason to exist is resilience.
+"""jaxres: a trainer for JAX and Flax models that resumes bit for bit after any failure.
 
 Importing this package imports neither jax nor any part of jaxres.
 """

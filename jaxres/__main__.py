@@ -33,7 +33,7 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
       [--names llama|jaxres] [--dtype float32|bfloat16] default in RUN_DIR/exports (docs/weights.md)
       [--max-shard-bytes N] [--json]
   checkpoints import RUN_DIR|FOLDER|FILE [--step N]     reads exports back, or any such folder:
-      [--out DIR] [--json]                              intact? equal to the step? for which config?
+      [--out DIR] [--json]                              valid? equal to the step? for which config?
   replay RUN_DIR --step N [--explain]                   recomputes a step from the nearest
       checkpoint; --explain: the first non-finite number, by row, layer and source line
   doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,

@@ -315,19 +315,19 @@ def fault(name: str) -> Fault:
 
 @dataclass(frozen=True)
 class Continue:
-    """Nothing is wrong."""
+    """Verdict: training continues."""
 
 
 @dataclass(frozen=True)
 class Warn:
-    """A guard that may only warn reports what it would have done."""
+    """Verdict: training continues; a guard in mode warn reports what it would have done."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class RollbackRun:
-    """Training resumes from a step before the onset, without the rows since then."""
+    """Verdict: training resumes from a step before the onset, without the rows since then."""
 
     onset: int
     """The first abnormal step."""
@@ -338,7 +338,7 @@ class RollbackRun:
 
 @dataclass(frozen=True)
 class SkipRows:
-    """Training resumes from the newest commit, without rows that can't be used."""
+    """Verdict: training resumes from the newest commit, without rows that can't be used."""
 
     rows: tuple[tuple[int, int], ...]
     """Positions of the stream, half-open; with several hosts only the reading host has them."""
@@ -349,7 +349,7 @@ class SkipRows:
 
 @dataclass(frozen=True)
 class StopRun:
-    """The run ends because of a fault, whose row decides whether the state may be saved first."""
+    """Verdict: the run ends because of a fault, whose table row decides whether to save first."""
 
     fault: Fault
     reason: str

@@ -1,7 +1,7 @@
 """Block digests of sharded arrays: which process digests which blocks, and the combined table.
 
 A process holds some pieces of every array (its shards). It digests each block that its pieces cover
-completely. Of a block that it shares with other processes it digests its own part; the lead, which
+completely. Of a block that it shares with other processes it digests its own part; host 0, which
 reads the block back, compares each part with that digest.
 """
 

@@ -47,7 +47,7 @@ from jaxres.storage import files
 from jaxres.storage.path import RunPath
 
 BEGIN, NOTHING, COUNTS, ABANDONED = "begin ", "nothing to do", "counts", "abandoned"
-"""Messages of the lead about a save; any other message is the reason why the save failed."""
+"""Messages of host 0 about a save; any other message is the reason why the save failed."""
 
 
 class Checkpointer:
@@ -76,7 +76,7 @@ class Checkpointer:
           run_dir: run directory that receives the steps.
           log: run log that receives commit and prune records.
           claim: claim of this attempt; versions and fingerprint are copied into every manifest.
-          peers: other hosts of the job. Each writes its shards; the lead decides and commits.
+          peers: other hosts of the job. Each writes its shards; host 0 decides and commits.
           emit: receives the events of every save.
           clock: times the saves.
           before_commit: makes durable what a commit depends on (the metrics lines).
@@ -167,7 +167,7 @@ class Checkpointer:
           state: the plain nested dict of arrays; may be donated as soon as this returns.
           progress: the host's facts at the same step.
           may_skip: whether the save may be skipped: if `checkpoint.busy` allows it, and while the
-            previous save is late. The lead decides for all hosts, because their parts of the
+            previous save is late. Host 0 decides for all hosts, because their parts of the
             previous save may end at different times.
         """
         self._calls += 1
@@ -187,7 +187,7 @@ class Checkpointer:
             self._commits.fail(progress.step, str(refusal))
 
     def _decide(self, state: Tree, step: int, *, may_skip: bool) -> str:
-        """Returns the lead's message: BEGIN and a directory name, NOTHING, or a failure."""
+        """Returns host 0's message: BEGIN and a directory name, NOTHING, or a failure."""
         if step <= self._commits.saved_step or self._is_silent:
             return NOTHING
         started = self._clock.monotonic()
@@ -243,7 +243,7 @@ class Checkpointer:
         """Takes the snapshot and starts the background write."""
         started, infos = self._clock.monotonic(), array_infos(state)
         if not self._peers.member.leads:
-            self.wait()  # The lead has waited before it decided.
+            self.wait()  # Host 0 has waited before it decided.
         writing = orbax_io.start_save(
             state, step_dir, self._context, self._section.snapshot, self._pace
         )
@@ -328,7 +328,7 @@ class Checkpointer:
         self._refused_from = None
 
     def _reports(self, save: PendingSave) -> list[HostReport]:
-        """Returns, on the lead, every host's report on its part of the step."""
+        """Returns, on host 0, every host's report on its part of the step."""
         own = HostReport({}, save.writing.failure)
         if not own.failure:
             own = verify_own_files(save.step_dir, save.infos, self._peers.member.host, self._pace)
@@ -357,7 +357,7 @@ class Checkpointer:
         )
 
     def restore(self, line: RunHistory, like: Tree, *, seconds: float) -> Restored | None:
-        """Restores the newest intact step and quarantines damaged newer ones; None: none exists.
+        """Restores the newest valid step and quarantines damaged newer ones; None: none exists.
 
         Args:
           line: the run history from the log; the same on every host.
@@ -365,9 +365,9 @@ class Checkpointer:
           seconds: time limit for reading one step.
 
         Raises:
-          Unrestorable: steps were committed, and none is intact; nothing is changed.
+          Unrestorable: steps were committed, and none is valid; nothing is changed.
           StorageUnavailable: storage failed, so that no step could be judged.
-          ConfigError: a step holds other arrays than the model needs.
+          ConfigError: the arrays of a step are not those that the model needs.
         """
         if not line.commits and line.quarantined:
             raise all_damaged_error([decided for _, decided in line.quarantined])
@@ -395,7 +395,7 @@ class Checkpointer:
         return (self._run_dir.root / commit.path).absolute()
 
     def _quarantine(self, damaged: Sequence[Quarantine]) -> str:
-        """Records the damaged steps; only called once an older step is known to be intact."""
+        """Records the damaged steps; only called once an older step is known to be valid."""
         for quarantine in damaged:
             self._log.append(quarantine)
         return str(len(damaged))

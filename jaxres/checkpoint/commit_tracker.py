@@ -28,7 +28,7 @@ from jaxres.storage.path import RunPath
 
 
 class CommitTracker:
-    """The committed steps as known to one host of this attempt; only the lead writes the log."""
+    """The committed steps as known to one host of this attempt; only host 0 writes the log."""
 
     def __init__(
         self,

@@ -200,6 +200,8 @@ def diff(a: tuple[RunPath, Commit], b: tuple[RunPath, Commit]) -> StateDiff:
 
 @dataclass(frozen=True)
 class _Stored:
+    """A committed step on storage, one of the two sides."""
+
     step_dir: RunPath
     commit: Commit
     manifest: Manifest

@@ -1,6 +1,6 @@
 """Finalizes a step that Orbax has written: facts and manifest, all of it verified on disk.
 
-This is the last action before the commit record. Only the saver thread of the lead runs it.
+This is the last action before the commit record. Only the saver thread of host 0 runs it.
 """
 
 from __future__ import annotations

@@ -52,10 +52,10 @@ _BUCKET_PACKAGES = {"aiohttp", "fsspec", "gcsfs", "google", "requests", "urllib3
 
 
 class CheckpointDamaged(Unrestorable):
-    """A committed step differs from what was committed; an older step may be intact."""
+    """A committed step differs from what was committed; an older step may be valid."""
 
     def __init__(self, message: str, *, what: str) -> None:
-        """Takes the complete message, and the part of it that describes the damage."""
+        """Takes the complete message, and as `what` its part that describes the damage."""
         super().__init__(message)
         self.what = what
 
@@ -105,8 +105,8 @@ class Manifest:
         """Reads a manifest back.
 
         Raises:
-          OtherFormat: it is one of another format.
-          ValueError, KeyError, TypeError: it is none.
+          OtherFormat: the manifest has another format number.
+          ValueError, KeyError, TypeError: the data is not a manifest.
         """
         fields: dict[str, Any] = json.loads(data)
         if not isinstance(fields, dict):
@@ -120,7 +120,7 @@ class Manifest:
 
 
 def digest_of(data: bytes) -> str:
-    """Returns the digest of a manifest that is stored in the commit record."""
+    """Returns the digest of a manifest, as the commit record holds it."""
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
@@ -160,12 +160,12 @@ def read(step_dir: RunPath, commit: Commit) -> Manifest:
 def load(step_dir: RunPath, commit: Commit) -> Manifest:
     """Reads a committed step's manifest and checks no other file; raises as `read` does."""
     data = b""
-    for _ in range(2):  # One wrong read proves nothing.
+    for _ in range(2):  # A single wrong read does not prove damage.
         data = _bytes_of(step_dir, commit.step, MANIFEST)
         if digest_of(data) == commit.manifest:
             break
     else:
-        raise damaged(step_dir, commit.step, f"{MANIFEST} is not the one that was committed")
+        raise damaged(step_dir, commit.step, f"{MANIFEST} is not the committed one")
     try:
         return Manifest.decode(data)
     except OtherFormat as error:
@@ -186,16 +186,16 @@ def _bytes_of(step_dir: RunPath, step: int, name: str) -> bytes:
 
 
 def refuse_if_unavailable(step_dir: RunPath, step: int, *, name: str = MANIFEST) -> None:
-    """Raises StorageUnavailable if a missing file does not prove damage.
+    """Raises StorageUnavailable if a file is missing because storage is unavailable.
 
-    On a disk: if the folder of all steps can't be listed. In a bucket: if the listing of the step,
-    which is consistent, contains the file.
+    On a disk: the folder of all steps can't be listed. In a bucket: the listing of the step, which
+    is consistent, contains the file.
     """
     if is_remote(step_dir):
         if name in storage.sizes(step_dir):
             raise StorageUnavailable(
-                f"{step_dir / name}: is in the bucket's listing and was not found. Nothing was "
-                "judged damaged; run the same command again."
+                f"{step_dir / name}: the bucket lists this object but could not read it. Nothing "
+                "was judged damaged; rerun the same command."
             )
         return
     try:
@@ -203,7 +203,7 @@ def refuse_if_unavailable(step_dir: RunPath, step: int, *, name: str = MANIFEST)
     except OSError as error:
         raise StorageUnavailable(
             f"{step_dir.parent}: can't be listed ({error}), so step {step} can't be read. Nothing "
-            "was judged damaged. Is it mounted? Bring it back, then run the same command again."
+            "was judged damaged. Is it mounted? Restore it, then rerun the same command."
         ) from error
 
 
@@ -214,7 +214,7 @@ def damaged(step_dir: RunPath, step: int, what: str) -> CheckpointDamaged:
 
 
 def is_storage_fault(error: Exception) -> bool:
-    """Returns whether an error is a failure of storage, which proves no damage of the data."""
+    """Returns whether an error is a failure of storage, and so no proof of damage."""
     if isinstance(error, PermissionDenied):
         return True
     if isinstance(error, OSError):
@@ -226,7 +226,7 @@ def is_storage_fault(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def reading(step_dir: RunPath, step: int) -> Iterator[None]:
-    """Converts errors while a step is read: StorageUnavailable for storage, otherwise damage."""
+    """Converts errors of reads of a step to those that `unreadable` returns."""
     try:
         yield
     except (ValueError, OSError, PermissionDenied) as error:
@@ -234,11 +234,11 @@ def reading(step_dir: RunPath, step: int) -> Iterator[None]:
 
 
 def unreadable(step_dir: RunPath, step: int, error: Exception) -> RunError:
-    """Returns the error for a step that can't be read: a failure of storage, otherwise damage."""
+    """Returns StorageUnavailable for a failure of storage, else CheckpointDamaged."""
     if is_storage_fault(error):
         return StorageUnavailable(
             f"{step_dir}: step {step} could not be read ({error}). Nothing was judged damaged; "
-            "fix the storage or its permissions, then run the same command again."
+            "fix the storage or its permissions, then rerun the same command."
         )
     return damaged(step_dir, step, f"arrays can't be read: {error}")
 
@@ -246,7 +246,7 @@ def unreadable(step_dir: RunPath, step: int, error: Exception) -> RunError:
 def read_progress(
     step_dir: RunPath, commit: Commit, manifest: Manifest | None = None
 ) -> dict[str, Any]:
-    """Reads progress.json, the host's facts, of a committed step.
+    """Reads progress.json of a committed step: the state of training that is not in arrays.
 
     Raises:
       CheckpointDamaged: the file is missing, can't be parsed, does not match the manifest, or
@@ -255,7 +255,7 @@ def read_progress(
     data = _bytes_of(step_dir, commit.step, PROGRESS)
     expected = (manifest or load(step_dir, commit)).files[PROGRESS]
     if expected.xxh3_128 != xxhash.xxh3_128_hexdigest(data):
-        raise damaged(step_dir, commit.step, f"{PROGRESS} has other bytes than were committed")
+        raise damaged(step_dir, commit.step, f"{PROGRESS} differs from the committed file")
     try:
         facts: dict[str, Any] = json.loads(data)
         step = facts["step"]
@@ -280,7 +280,7 @@ def read_tables(step_dir: RunPath, commit: Commit, manifest: Manifest) -> dict[s
                 tables[path].add(digests)
         for path, table in tables.items():
             if table.root(path) != manifest.digests[path]:
-                raise ValueError(f"{path} has other block digests than were committed")
+                raise ValueError(f"the block digests of {path} differ from the committed ones")
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         what = f"{' or '.join(names) or DIGESTS} can't be used ({error})"
         raise damaged(step_dir, commit.step, what) from error

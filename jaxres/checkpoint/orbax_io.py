@@ -69,6 +69,8 @@ def _new_step_class() -> type[epath.Path]:
     kind: Any = type(epath.Path("gs://bucket/step"))
 
     class NewStep(kind):
+        """A bucket path on which the deletion marker never exists."""
+
         def exists(self) -> bool:
             return self.name != "_CHECKPOINT_DELETION" and super().exists()
 

@@ -1,8 +1,8 @@
 """Verifies the files that a host has just written, before the step is committed. No jax.
 
-Every host makes its own files durable, drops them from the page cache and reads them again for
-their checksums. It then reads its own blocks through TensorStore and compares them with the digests
-of the snapshot.
+Every host makes its own files durable, drops them from the page cache, and reads them again to
+compute their checksums. It then reads its own blocks through TensorStore and compares them with the
+digests of the snapshot.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _PROCESS_FILE = re.compile(
 
 @dataclass(frozen=True)
 class HostReport:
-    """One host's report to the lead on its part of a written step."""
+    """One host's report to host 0 on its part of a written step."""
 
     files: Mapping[str, FileInfo]
-    """Name -> size and checksum of the host's own files, as they were read back."""
+    """Name -> size and checksum of the host's own files, as read back."""
     failure: str = ""
     """Reason why the host's part is missing or wrong; empty if it is valid."""
 
     def of(self, host: int) -> HostReport:
-        """Returns the report with the host's number in the failure."""
+        """Returns the report; its failure, if any, begins with the host's number."""
         return HostReport(self.files, self.failure and f"host {host}: {self.failure}")
 
     def encode(self) -> str:
@@ -63,9 +63,9 @@ class HostReport:
 def verify_own_files(
     step_dir: RunPath, arrays: Mapping[str, ArrayInfo], process: int, pace: Throttle
 ) -> HostReport:
-    """Verifies one process's part of a step that Orbax has finished; returns the report.
+    """Verifies one process's part of a step that Orbax has written; returns the report.
 
-    Data from a bucket may be damaged in transfer, so a failed verification is repeated there.
+    In a bucket a failed verification is repeated: the data may be damaged in transfer.
     """
     result = HostReport({})
     for _ in range(REMOTE_TRIES if is_remote(step_dir) else 1):
@@ -80,7 +80,7 @@ def _report(
 ) -> tuple[HostReport, bool]:
     """Returns the report, and whether its failure may be transient.
 
-    A bucket that does not answer is no such failure: its requests were retried already.
+    If a bucket does not answer, the failure is not transient: its requests were retried already.
     """
     try:
         with storage.typed_errors(step_dir):
@@ -94,7 +94,7 @@ def _report(
         return HostReport({}, f"{step_dir}: could not be read back ({error})"), not is_down
     if wrong:
         text = (
-            f"{step_dir}: {', '.join(wrong)} read back differently from what was written. Is the "
+            f"{step_dir}: {', '.join(wrong)} differ from what was written, when read back. Is the "
             "disk, or this machine's memory, faulty?"
         )
         return HostReport({}, text), True
@@ -102,7 +102,7 @@ def _report(
 
 
 def writer_of(name: str) -> int | None:
-    """Returns the number of the process that writes a file of a step; None: only the lead.
+    """Returns the number of the process that writes a file of a step; None: host 0 writes it.
 
     >>> writer_of("state/ocdbt.process_1/d/9f"), writer_of("digests/process_0.json")
     (1, 0)
@@ -115,7 +115,7 @@ def writer_of(name: str) -> int | None:
 def read_back(
     step_dir: RunPath, names: Sequence[str], pace: Throttle = UNTHROTTLED
 ) -> dict[str, FileInfo]:
-    """Makes files durable; returns their sizes and checksums as read from disk again."""
+    """Makes files durable, reads them from disk, and returns their sizes and checksums."""
     for name in names:
         storage.sync_file(step_dir / name)
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
@@ -143,7 +143,7 @@ def _file_info(path: RunPath, pace: Throttle) -> FileInfo:
 def _wrong_arrays(
     step_dir: RunPath, arrays: Mapping[str, ArrayInfo], *, process: int, pace: Throttle
 ) -> list[str]:
-    """Returns the arrays whose blocks, as read from the step, do not match the digests."""
+    """Returns the arrays whose stored blocks do not match the digests of the snapshot."""
     name = f"{manifests.DIGESTS}/process_{process}.json"
     own = decode(storage.read_whole(step_dir / name))
     reader = ArrayReader(step_dir, arrays)
@@ -167,7 +167,7 @@ def _is_same(
 def gather_reports(
     own: HostReport, step_dir: RunPath, peers: HostGroup, *, topic: str, seconds: float
 ) -> list[HostReport]:
-    """Sends this host's report; returns, on the lead, the reports of all hosts.
+    """Sends this host's report; returns, on host 0, the reports of all hosts.
 
     Raises:
       StorageUnavailable: a report did not arrive in time; the step is discarded.
@@ -176,8 +176,8 @@ def gather_reports(
         messages = peers.gather(f"{topic}/written", own.encode(), seconds=seconds)
     except PeerLost as lost:
         raise StorageUnavailable(
-            f"{step_dir}: not every host has reported within {seconds:.0f} s "
-            f"(checkpoint.timeout_seconds) that its part is written ({lost}). The step is "
+            f"{step_dir}: not every host has reported its part as written within {seconds:.0f} s "
+            f"(checkpoint.timeout_seconds; {lost}). The step is "
             "discarded; nothing committed is lost."
         ) from lost
     reports = [HostReport.decode(message) for message in messages]

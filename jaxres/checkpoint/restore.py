@@ -1,10 +1,10 @@
-"""Restores the newest intact step; a newer step is skipped only if its damage is proved.
+"""Restores the newest valid step; a newer step is skipped only if its damage is proved.
 
 Every host reads its own shards of a committed step, verifies all their replicas and publishes the
-result. The lead decides for all hosts, so that all restore the same step. A single wrong read
-proves nothing: the lead then verifies the whole step with a second read, and that decides. Storage
-that does not answer proves nothing either: the read is retried a few times, then the run exits with
-74 and no step is judged.
+result. Host 0 decides for all hosts, so that all restore the same step. A single wrong read does
+not prove damage: host 0 then verifies the whole step with a second read, whose result is final. If
+storage does not answer, the read is retried a few times; then the run exits with 74, and no step is
+judged damaged.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 class StorageTimeout(StorageUnavailable):
-    """Storage has not answered within a read's time limit; a retry would take as long again."""
+    """Storage has not answered within a read's time limit; the read is not retried."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ReadResult:
 
 @dataclass(frozen=True, kw_only=True)
 class NewestValid:
-    """Finds and restores the newest intact step, together with the other hosts."""
+    """Finds and restores the newest valid step, together with the other hosts."""
 
     read: Callable[[Commit], Restored]
     """Reads and verifies this host's part of a step."""
@@ -103,12 +103,12 @@ class NewestValid:
     clock: Clock
 
     def newest_valid(self, commits: Sequence[Commit]) -> tuple[Restored, list[Quarantine]]:
-        """Returns the newest intact one of the committed steps, and the newer damaged ones.
+        """Returns the newest valid step, restored, and the newer damaged ones.
 
         Raises:
-          Unrestorable: no step is intact.
+          Unrestorable: no step is valid.
           StorageUnavailable: storage failed, so that a step could not be judged.
-          ConfigError: a step holds other arrays than the model needs.
+          ConfigError: the arrays of a step are not those that the model needs.
         """
         damaged: list[Quarantine] = []
         for commit in sorted(commits, key=lambda commit: -commit.step):
@@ -135,7 +135,7 @@ class NewestValid:
             if decision.kind != RETRY:
                 raise StorageUnavailable(decision.detail)
             restored = None  # Frees device memory before the next try.
-            self.emit(Noted(f"step {commit.step} is read again: {decision.detail}"))
+            self.emit(Noted(f"reading step {commit.step} again: {decision.detail}"))
             self.clock.sleep(BACKOFF_SECONDS * 2 ** (number - 1))
         raise AssertionError("the last try never returns RETRY")
 
@@ -149,12 +149,12 @@ class NewestValid:
             return None, ReadResult(_kind_of(end), str(end))
 
     def _agree(self, commit: Commit, own: ReadResult, number: int) -> ReadResult:
-        """Returns the lead's decision on the results of all hosts."""
+        """Returns host 0's decision on the results of all hosts."""
         topic = f"{self.topic}/{commit.step}/{number}"
         if not self.peers.member.is_alone:
             self.emit(PhaseChanged("restore", f"step {commit.step}, waiting for the other hosts"))
         messages = self.peers.gather(topic, own.encode(), seconds=self.seconds + MESSAGE_SECONDS)
-        # Enough for the slowest host's read, and then for the lead's second read of the step.
+        # Enough for the slowest host's read, and then for host 0's second read of the step.
         seconds = 2 * (self.seconds + MESSAGE_SECONDS)
         message = self.peers.broadcast(
             topic, lambda: self._decide(commit, messages, number), seconds=seconds
@@ -169,7 +169,7 @@ class NewestValid:
         return self._combine(commit, results, number).encode()
 
     def _combine(self, commit: Commit, results: Sequence[ReadResult], number: int) -> ReadResult:
-        """Combines all hosts' results; the result that proves least about the data wins."""
+        """Combines all hosts' results: a failure of storage or config precedes suspected damage."""
         for kind in (TIMEOUT, STORAGE, CONFIG):
             if failure := next((result for result in results if result.kind == kind), None):
                 return self._or_retry(failure, number)
@@ -197,7 +197,7 @@ class NewestValid:
         if findings.problems:
             return ReadResult(DAMAGED, findings.evidence)
         why = (
-            f"{suspect.detail} But every byte on storage is as committed. Nothing was judged "
+            f"{suspect.detail} A second read found all bytes as committed. Nothing was judged "
             "damaged."
         )
         return self._or_retry(ReadResult(STORAGE, why), number)
@@ -228,7 +228,7 @@ def bounded(call: Callable[[], T], *, seconds: float, what: str) -> T:
     except CallTimeout as error:
         raise StorageTimeout(
             f"{what} could not be read within {seconds:.0f} s (deadlines.restore_seconds): storage "
-            "does not answer. Nothing was judged damaged; run the same command again when it does."
+            "does not answer. Nothing was judged damaged; rerun the same command when it answers."
         ) from error
 
 
@@ -236,7 +236,7 @@ def all_damaged_error(damaged: Sequence[Quarantine]) -> Unrestorable:
     """Returns the error for a run whose checkpoints are all damaged."""
     rows = "\n".join(f"  {q.path}: step {q.step}: {q.evidence}" for q in damaged)
     return Unrestorable(
-        f"checkpoints are committed and none is intact:\n{rows}\nThe run is left unchanged and "
+        f"checkpoints are committed and none is valid:\n{rows}\nThe run is left unchanged and "
         "does not start again from step 0. Restore one of the folders from a copy, or start a new "
         "run in another run.dir."
     )
@@ -264,9 +264,9 @@ def restore(step_dir: RunPath, commit: Commit, like: Tree, context: ocp.Context)
       context: Orbax's settings for loads.
 
     Raises:
-      CheckpointDamaged: the data differ from what was committed, or can't be parsed.
-      StorageUnavailable: storage could not be read; nothing is judged.
-      ConfigError: the step holds other arrays than the model needs.
+      CheckpointDamaged: the data differs from what was committed, or can't be parsed.
+      StorageUnavailable: storage could not be read; the step may be valid.
+      ConfigError: the arrays of the step are not those that the model needs.
     """
     manifest = manifests.read(step_dir, commit)
     _refuse_differences(step_dir, manifest.arrays, array_infos(like))
@@ -289,7 +289,7 @@ def restore(step_dir: RunPath, commit: Commit, like: Tree, context: ocp.Context)
     try:
         progress = Progress(**facts)
     except TypeError as error:
-        what = f"{manifests.PROGRESS} is not in this version's format ({error})"
+        what = f"{manifests.PROGRESS} does not have the fields of this version ({error})"
         raise manifests.damaged(step_dir, commit.step, what) from error
     return Restored(commit, state, progress)
 
@@ -301,7 +301,7 @@ def load(step_dir: RunPath, like: Tree, context: ocp.Context) -> Any:
 
 
 def _wrong_arrays(step_dir: RunPath, state: Tree, tables: Mapping[str, BlockTable]) -> list[str]:
-    """Returns the arrays of which a device of this process has received wrong data."""
+    """Returns the arrays whose data is wrong on a device of this process."""
     arrays = named_arrays(state)
     reader = ArrayReader(step_dir, {path: info for path, (info, _) in arrays.items()})
     with ThreadPoolExecutor(VERIFY_THREADS, "jaxres-verify") as pool:
@@ -312,7 +312,7 @@ def _wrong_arrays(step_dir: RunPath, state: Tree, tables: Mapping[str, BlockTabl
 def _is_same(
     reader: ArrayReader, path: str, info: ArrayInfo, array: jax.Array, table: BlockTable
 ) -> bool:
-    """Returns whether all that this process's devices hold of an array matches the digests."""
+    """Returns whether the shards of an array on this process's devices match the digests."""
     pieces: dict[Box, np.ndarray] = {}
     for shard in array.addressable_shards:
         box, data = box_of(shard.index, info.shape), np.asarray(shard.data)
@@ -355,14 +355,14 @@ def _refuse_differences(
     step_dir: RunPath, stored: Mapping[str, ArrayInfo], needed: Mapping[str, ArrayInfo]
 ) -> None:
     rows = [
-        f"  {path}: {stored.get(path, 'absent')} there, {needed.get(path, 'absent')} here"
+        f"  {path}: {stored.get(path, 'absent')}, expected {needed.get(path, 'absent')}"
         for path in sorted({*stored, *needed})
         if stored.get(path) != needed.get(path)
     ]
     if rows:
         raise ConfigError(
-            f"{step_dir}: the checkpoint holds other arrays than this model and optimizer\n"
+            f"{step_dir}: the arrays of the checkpoint are not those of this model and optimizer:\n"
             + "\n".join(rows)
-            + "\nThe config is the same, so the code has changed: go back to the code that started "
+            + "\nThe config is the same, so the code has changed. Restore the code that started "
             "the run, or start a new run in another run.dir."
         )

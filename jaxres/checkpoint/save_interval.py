@@ -2,14 +2,14 @@
 
 Let T be the seconds between the starts of two saves. Each save stalls training for s seconds and is
 committed w seconds after its snapshot. Failures are random, one per M seconds of training on
-average. Each sets training back to the newest commit and costs r seconds until training resumes.
+average. After a failure, training resumes from the newest commit r seconds later.
 The share of useful time is
 
     (T - s) exp(-w / M) / ((exp(T / M) - 1) (M + r)),
 
 so the optimal T depends on s and M alone: 1 - exp(-x) = x - s/M with x = T/M. That is the exact
-optimum of Daly (2006, FGCS 22, 303), whose series begins with Young's sqrt(2 s M) (1974). A
-first-order count of losses (Saxena et al., arXiv 2410.18124) depends on r too.
+optimum of Daly (2006, FGCS 22, 303); the first term of its series is Young's sqrt(2 s M) (1974). In
+the first-order model of Saxena et al. (arXiv 2410.18124) the optimum depends on r too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxres.runlog.run_log import AttemptEnded, Claim, Record, Start
 
 HOUR_SECONDS = 3600.0
 UNMEASURED_STALL_SECONDS = 1.0
-"""Assumed stall of a save before the first was measured."""
+"""Assumed stall of a save, until the first save is measured."""
 LEAST_STALL_SECONDS = 1e-6
 
 
@@ -52,8 +52,8 @@ class Interval:
     seconds: float
     """Time from the start of one save to the start of the next."""
     bound: Literal["failures", "write", "overhead"]
-    """Origin of the interval: the optimum, or a lower bound above it, which is the duration of a
-    commit or the largest share of the time that saves may take."""
+    """What determines the interval: the optimum (failures), or a lower bound above it: the time to
+    a commit (write), or the largest share of the time that saves may take (overhead)."""
     mtbf_hours: float
     """Current estimate of the hours of training between failures."""
     useful_share: float
@@ -63,7 +63,7 @@ class Interval:
 def mtbf_hours(costs: Costs, *, expected: float) -> float:
     """Returns the hours between failures: the inverse of the mean of a Gamma posterior.
 
-    The prior amounts to one failure in the expected time.
+    The prior counts as one failure in the expected time.
     """
     return (expected + costs.trained_hours) / (1 + costs.failures)
 
@@ -75,9 +75,8 @@ def optimum(stall_seconds: float, *, mtbf_seconds: float) -> float:
     (350, 346)
     """
     share = max(stall_seconds, LEAST_STALL_SECONDS) / mtbf_seconds
-    x = (
-        math.sqrt(2 * share) + share
-    )  # Above the root of a convex function: Newton never overshoots.
+    # Newton's method from above the root of a convex function does not overshoot.
+    x = math.sqrt(2 * share) + share
     for _ in range(20):
         x -= (x - share + math.expm1(-x)) / -math.expm1(-x)
     return mtbf_seconds * x
@@ -85,9 +84,9 @@ def optimum(stall_seconds: float, *, mtbf_seconds: float) -> float:
 
 def useful_share(seconds: float, costs: Costs, *, mtbf_seconds: float) -> float:
     """Returns the share of the time that is not lost to saves and failures at an interval."""
-    kept = (seconds - costs.stall_seconds) * math.exp(-costs.write_seconds / mtbf_seconds)
+    useful = (seconds - costs.stall_seconds) * math.exp(-costs.write_seconds / mtbf_seconds)
     spent = math.expm1(seconds / mtbf_seconds) * (mtbf_seconds + costs.restart_seconds)
-    return max(0.0, kept / spent)
+    return max(0.0, useful / spent)
 
 
 def choose(costs: Costs, when: AutoWhen) -> Interval:
@@ -106,11 +105,11 @@ def choose(costs: Costs, when: AutoWhen) -> Interval:
 
 
 def of_log(records: Sequence[Record], *, attempt: int) -> Costs:
-    """Returns the costs that the run log records at the start of an attempt.
+    """Returns the costs of all attempts before this one, from the run log.
 
-    Attempts that never trained are ignored. An attempt that ended without committing its last step
-    is a failure, unless it was stopped or done. A killed attempt is taken to have trained until its
-    last record.
+    Attempts without a step are ignored. An attempt that ended without committing its last step is a
+    failure, unless it was stopped or done. A killed attempt counts as training until its last
+    record.
     """
     failures, hours, restart = 0, 0.0, 0.0
     for number in range(1, attempt + 1):

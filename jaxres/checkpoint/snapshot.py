@@ -2,7 +2,7 @@
 
 Orbax calls `save` of a custom checkpointable on every process, and commits no step before all of
 them have finished. An error here must not be raised: the other processes would fail only minutes
-later, with a timeout of a barrier. It is written to the digest file, and the lead refuses the step.
+later, with a timeout of a barrier. It is written to the digest file, and host 0 refuses the step.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Snapshot:
             with ThreadPoolExecutor(HASH_THREADS, "jaxres-hash") as pool:
                 digests = pool.map(self._digests, all_pieces.values())
                 return encode(dict(zip(all_pieces, digests, strict=True)))
-        except Exception as error:  # noqa: BLE001  The lead reads it and refuses the step.
+        except Exception as error:  # noqa: BLE001  Host 0 reads it and refuses the step.
             return encode_failure(f"{type(error).__name__}: {error}")
         finally:
             self._arrays, self._pieces = {}, {}

@@ -1,8 +1,8 @@
 """Verifies a committed step: reads every byte and compares it with the manifest. No jax.
 
-Home of: damaged_checkpoint. A step is judged damaged only on proof: bytes that were read from disk
-in full, twice, and were wrong both times, or a file that is missing while storage answers.
-checkpoint/restore.py decides whether a restore falls back to an older step.
+Home of: damaged_checkpoint. A step is judged damaged only on proof: two reads from disk return
+wrong bytes, or a file is missing while storage answers. checkpoint/restore.py decides
+whether a restore falls back to an older step.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from jaxres.storage.path import RunPath, is_remote
 
 MAX_THREADS = 8
 NAMED = 4
-"""Number of problems that a summary lists; the others are only counted."""
+"""Number of problems that a summary lists; of the others it gives the number."""
 
 
 @dataclass(frozen=True)
 class Defect:
-    """One difference between a step on storage and the step that was committed."""
+    """One difference between the stored and the committed content of a step."""
 
     what: str
     file: str | None = None
@@ -49,7 +49,7 @@ class VerificationReport:
     num_arrays: int = 0
     size_bytes: int = 0
     digest: str | None = None
-    """The content digest that was committed and holds; None: it does not."""
+    """The content digest, if the step is valid."""
 
     @property
     def evidence(self) -> str:
@@ -62,7 +62,7 @@ class VerificationReport:
 def verify_step(
     step_dir: RunPath, commit: Commit, *, again: int = REMOTE_TRIES
 ) -> VerificationReport:
-    """Verifies all of a committed step; checks that fail are repeated on bytes read from disk.
+    """Verifies all of a committed step; repeats failed checks with the page cache dropped.
 
     Args:
       step_dir: directory of the step.
@@ -70,10 +70,10 @@ def verify_step(
       again: how often the verification is repeated if two reads from a bucket differ.
 
     Raises:
-      StorageUnavailable: storage could not be read, or two reads of the same bytes differ.
+      StorageUnavailable: storage could not be read, or two reads of the same file differ.
     """
     try:
-        manifest = manifests.load(step_dir, commit)  # Reads twice by itself.
+        manifest = manifests.load(step_dir, commit)  # It repeats a failed read itself.
     except CheckpointDamaged as damage:
         return VerificationReport(commit.step, (Defect(damage.what, file=MANIFEST),))
     step_checks = _StepChecks(step_dir, commit, manifest)
@@ -91,7 +91,7 @@ def verify_step(
         return verify_step(step_dir, commit, again=again - 1)  # A transfer may corrupt data.
     if len(problems) < len(failed):
         raise StorageUnavailable(
-            f"{step_dir}: part of step {commit.step} was read twice, with two results. Nothing was "
+            f"{step_dir}: two reads of the same part of step {commit.step} differ. Nothing was "
             "judged damaged. Is the disk, the network or this machine's memory faulty?"
         )
     if not problems:
@@ -107,11 +107,11 @@ def verify_step(
 
 
 def as_text(found: VerificationReport) -> str:
-    """Returns what a person reads of a step: one line, or one for each problem."""
+    """Returns the lines to print about a step: one line, or one for each problem."""
     if found.problems:
         return "".join(f"step {found.step}: damaged: {one.what}\n" for one in found.problems)
     read = f"{found.num_files} files, {found.num_arrays} arrays, {found.size_bytes:,} bytes"
-    return f"step {found.step}: intact: {read}, {found.digest}\n"
+    return f"step {found.step}: valid: {read}, {found.digest}\n"
 
 
 def _run(check: Callable[[], Defect | None]) -> Defect | None:
@@ -127,12 +127,12 @@ class _StepChecks:
         self._manifest = manifest
         self._reader = ArrayReader(step_dir, manifest.arrays)
         self._tables: Mapping[str, BlockTable] = {}
-        # If not, the check of its file says so, and arrays are held against their own digests.
+        # Unreadable tables: the check of their file reports it. Arrays are compared as a whole.
         with contextlib.suppress(CheckpointDamaged):
             self._tables = manifests.read_tables(step_dir, commit, manifest)
 
     def drop_cached(self) -> None:
-        """Drops caches, so that all further reads come from disk."""
+        """Drops caches, so that all later reads come from disk."""
         self._reader = ArrayReader(self._step_dir, self._manifest.arrays)
         for path in files.cached_files(self._step_dir / ARRAYS):
             with manifests.reading(self._step_dir, self._commit.step):
@@ -157,7 +157,7 @@ class _StepChecks:
         return None
 
     def check_array(self, path: str) -> Defect | None:
-        """Checks the numbers of one array as TensorStore reads them."""
+        """Compares the digest of one array, as TensorStore reads it, with the manifest."""
         info = self._manifest.arrays[path]
         blocks: list[tuple[Box, bytes]] = []
         try:

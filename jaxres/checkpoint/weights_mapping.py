@@ -85,19 +85,19 @@ def map_weights(
             continue
         fresh.append(path)
         if not _matches(path, section.allow_missing):
-            rows.append(f"{_names_of(path, info)}: {problem} there, {info} here")
+            rows.append(f"{_names_of(path, info)}: {problem}, expected {info}")
             listed.update(source.names if source else part)
     used = {name for each in taken.values() for name in each.names}
     left_out = tuple(name for name in weights.tensors if name not in used)
     rows += [
-        f"{name}: {weights.tensors[name]} there, absent here"
+        f"{name}: {weights.tensors[name]}, expected absent"
         for name in left_out
         if name not in listed and not _matches(name, section.allow_extra)
     ]
     if rows:
         raise ConfigError(_table(weights.where, rows))
     if not taken:
-        raise ConfigError(f"{weights.where}: no tensor of it matches an array of the model.")
+        raise ConfigError(f"{weights.where}: none of its tensors matches an array of the model.")
     return WeightMapping(taken, tuple(fresh), left_out)
 
 
@@ -152,11 +152,11 @@ def _misfit(weights: Weights, taken: TensorSource, *, cast: str) -> str | None:
         info = weights.tensors[name]
         allowed = EXACT + (ROUNDED if cast == "rounding" else ())
         if info.shape != shape:
-            return f"{name} is {info}, not of shape [{','.join(map(str, shape))}],"
+            return f"{name} is {info}, not of shape [{','.join(map(str, shape))}]"
         if info.dtype in ROUNDED and info.dtype not in allowed:
-            return f"{name} is {info}, which init_from.cast=rounding rounds,"
+            return f"{name} is {info}, which init_from.cast=rounding rounds"
         if info.dtype not in allowed:
-            return f"{name} is {info}, of an unsupported type,"
+            return f"{name} is {info}, of an unsupported type"
     return None
 
 
@@ -164,13 +164,13 @@ def _changed_facts(
     there: WeightFacts | None, here: WeightFacts, allowed: Sequence[str]
 ) -> list[str]:
     if there is None:
-        row = "config.json: absent there; it defines heads, rope_theta and the like"
+        row = "config.json: absent; it defines heads, rope_theta and other settings"
         return [] if _matches("config.json", allowed) else [row]
     if "kind" not in there:
-        return [f"config.json: model_type {there['model_type']} there, a Llama is needed"]
+        return [f"config.json: model_type {there['model_type']}, expected a Llama"]
     shown = {**hf_llama.NO_CHOICE, **here}
     return [
-        f"{name}: {there.get(name)} there, {shown.get(name)} here"
+        f"{name}: {there.get(name)}, expected {shown.get(name)}"
         for name in dict.fromkeys([*here, *there])
         if there.get(name) != here.get(name) and not _matches(name, allowed)
     ]
@@ -191,11 +191,11 @@ def _table(where: str, rows: Sequence[str]) -> str:
         shown.append(f"  and {len(rows) - MAX_ROWS} more")
     return "\n".join(
         [
-            f"{where}: these weights are not this model's",
+            f"{where}: these weights do not match the model:",
             *shown,
-            "Change the model, or allow the differences: init_from.allow_missing (arrays here that "
-            "stay fresh), allow_extra (tensors there that are not used), allow_changed (settings), "
-            "rename.",
+            "Change the model, or allow the differences: init_from.allow_missing (arrays that keep "
+            "their values from the seed), allow_extra (tensors that are not used), allow_changed "
+            "(settings), rename.",
         ]
     )
 

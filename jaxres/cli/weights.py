@@ -71,8 +71,8 @@ def _names(names: str | None, config: RunConfig) -> str:
     is_gpt = isinstance(config.model, GptModel)
     if names == "gpt2":
         raise UsageError(
-            "--names gpt2: a GPT-2 has LayerNorm with bias, learned positions and GELU. No model "
-            "here has; under GPT-2 names the weights would be wrong. Use --names llama."
+            "--names gpt2: a GPT-2 has LayerNorm with bias, learned positions and GELU, which "
+            "no model of jaxres has. Use --names llama."
         )
     if names == "llama" and not is_gpt:
         raise UsageError(

@@ -26,7 +26,7 @@ from jaxres.clock import Clock
 from jaxres.cluster.messages import VERSION
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
 from jaxres.storage import files
-from jaxres.storage.path import RunPath
+from jaxres.storage.path import RunPath, is_remote
 
 VARIABLE = "JAXRES_SECRET"
 """Environment variable with the secret, for runs whose directory must not contain it."""
@@ -161,7 +161,7 @@ def load_secret(path: RunPath, *, given: str, clock: Clock) -> Secret:
             )
         return Secret(given.encode("utf-8", "surrogateescape"), f"the variable {VARIABLE}")
     text = _read_or_create(path, clock=clock).decode("ascii", "replace").strip()
-    if isinstance(path, Path):
+    if not is_remote(path):
         _refuse_open_permissions(path)
     if _HEX.fullmatch(text) is None:
         raise ConfigError(

@@ -25,11 +25,9 @@ def differences(leader: Hello, other: Hello) -> list[str]:
     if pythons[0] != pythons[1]:
         texts.append(f"Python {other.python} there, {leader.python} on host {leader.host}")
     if other.trajectory != leader.trajectory:
-        digests = (
-            f"a different trajectory ({other.trajectory[:8]} there, {leader.trajectory[:8]} here)"
-        )
+        found = f"{other.trajectory[:8]} there, {leader.trajectory[:8]} on host 0"
         keys = _unequal("", leader.fields, other.fields) if leader.fields and other.fields else []
-        texts += keys or [digests]
+        texts += keys or [f"a different trajectory ({found})"]
     return texts
 
 
@@ -60,7 +58,7 @@ def host_label(hello: Hello) -> str:
 
 
 def mismatch_message(leader: Hello, joined: Sequence[Hello]) -> str:
-    """Returns the error message for hosts that are not compatible with the coordinator host."""
+    """Returns the error message for hosts that are not compatible with host 0."""
     unequal = [(hello, texts) for hello in joined if (texts := differences(leader, hello))]
     lines = [f"the hosts of this job differ from {host_label(leader)}:"]
     lines += [f"  {host_label(hello)}: {shorten(texts)}" for hello, texts in unequal[:MAX_ITEMS]]
@@ -71,7 +69,7 @@ def mismatch_message(leader: Hello, joined: Sequence[Hello]) -> str:
 
 
 def not_shared_message(leader: Hello, unseen: Sequence[Hello], attempt: int) -> str:
-    """Returns the error message for hosts where the coordinator host's claim is not visible."""
+    """Returns the error message for hosts where host 0's claim is not visible."""
     host_texts = shorten(
         [f"host {hello.host} ({hello.name}), in {hello.run_dir}" for hello in unseen]
     )

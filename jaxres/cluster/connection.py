@@ -7,7 +7,7 @@ secret (authentication.py).
 The workers of an attempt meet at a free port, which `reserve_port` keeps. JAX's service binds with
 SO_REUSEPORT, so the services of an old and a new attempt would share a port without an error. A
 socket that is bound in the same way and does not listen reserves the port for the attempt: no other
-process gets it, and the coordinator host's service can still bind it.
+process gets it, and host 0's service can still bind it.
 """
 
 from __future__ import annotations

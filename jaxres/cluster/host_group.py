@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class HostRank:
-    """A host's rank in the job; only host 0, the coordinator host, writes shared files."""
+    """A host's rank in the job; only host 0 writes shared files."""
 
     host: int = 0
     num_hosts: int = 1
@@ -18,7 +18,7 @@ class HostRank:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the coordinator host, which writes run log, metrics and commits."""
+        """Whether this is host 0, which writes run log, metrics and commits."""
         return self.host == 0
 
     @property
@@ -29,7 +29,7 @@ class HostRank:
 
 ALONE = HostRank()
 MESSAGE_SECONDS = 60.0
-"""Longest wait for a message that costs the coordinator host one storage access."""
+"""Longest wait for a message that costs host 0 one storage access."""
 
 
 class HostGroup(Protocol):
@@ -38,12 +38,11 @@ class HostGroup(Protocol):
     member: HostRank
 
     def broadcast(self, topic: str, decide: Callable[[], str], *, seconds: float) -> str:
-        """Returns the coordinator host's decision on every host.
+        """Returns host 0's decision on every host.
 
         Args:
           topic: unique within the attempt.
-          decide: called on the coordinator host only; its exception is raised there, and no
-            message is sent.
+          decide: called on host 0 only; its exception is raised there, and no message is sent.
           seconds: how long the other hosts wait for the message.
 
         Raises:
@@ -68,18 +67,18 @@ class HostGroup(Protocol):
         ...
 
     def gather(self, topic: str, message: str, *, seconds: float) -> Sequence[str]:
-        """Sends a message of every host to the coordinator host.
+        """Sends a message of every host to host 0.
 
         Returns:
-          On the coordinator host the messages of all hosts in order, elsewhere ().
+          On host 0 the messages of all hosts in order, elsewhere ().
 
         Raises:
-          PeerLost: on the coordinator host, if a message did not arrive; names the host.
+          PeerLost: on host 0, if a message did not arrive; names the host.
         """
         ...
 
     def shutdown(self) -> None:
-        """Call just before a voluntary exit: the coordinator host exits last."""
+        """Call just before a voluntary exit: host 0 exits last."""
         ...
 
 

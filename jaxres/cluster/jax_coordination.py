@@ -1,6 +1,6 @@
 """Operations across hosts through JAX's coordination service: join, broadcast, barrier, shutdown.
 
-The service is a key-value store in the process of the coordinator host; each attempt has a new one.
+The service is a key-value store in the process of host 0; each attempt has a new one.
 Decisions that all hosts need at every step are part of the step itself (train/consensus.py). This
 module serves the few decisions between steps: which checkpoint to restore, whether to start a save,
 whether it is committed. Every wait has a limit.
@@ -22,7 +22,7 @@ from jaxres.faults import ConfigError, PeerLost
 
 SHUTDOWN_SECONDS = 5
 EXIT_SECONDS = 10.0
-"""Longest wait of the coordinator host, whose process has the store, for the others to exit."""
+"""Longest wait of host 0, whose process has the store, for the others to exit."""
 JOIN_SECONDS = 60
 """Longest wait for other workers: their supervisors have met, so only imports take time."""
 PEER_LOST_MARKERS = (
@@ -49,7 +49,7 @@ class JaxCoordination:
         self._clock = clock
 
     def broadcast(self, topic: str, decide: Callable[[], str], *, seconds: float) -> str:
-        """Returns the coordinator host's decision."""
+        """Returns host 0's decision."""
         if self.member.leads:
             message = decide()
             self.kv_set(f"broadcast/{topic}", message)
@@ -71,7 +71,7 @@ class JaxCoordination:
         return [f"host {key.rpartition('/')[2]}: {message}" for key, message in sorted(messages)]
 
     def gather(self, topic: str, message: str, *, seconds: float) -> Sequence[str]:
-        """Returns the messages of all hosts on the coordinator host, () elsewhere."""
+        """Returns the messages of all hosts on host 0, () elsewhere."""
         if not self.member.leads:
             self.kv_set(f"gathered/{topic}/{self.member.host}", message)
             return ()
@@ -79,7 +79,7 @@ class JaxCoordination:
         return (message, *self._kv_get_all(f"gathered/{topic}", others, seconds=seconds))
 
     def shutdown(self) -> None:
-        """Call just before a voluntary exit: the coordinator host exits last.
+        """Call just before a voluntary exit: host 0 exits last.
 
         Its exit removes the store, and JAX then aborts every process that still uses it.
         """

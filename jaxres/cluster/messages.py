@@ -59,19 +59,19 @@ class Hello:
 
 @dataclass(frozen=True)
 class Admitted:
-    """The coordinator host has admitted a host, and waits this long for the others."""
+    """Host 0 has admitted a host, and waits this long for the others."""
 
     seconds_left: Seconds
 
 
 @dataclass(frozen=True)
 class AllJoined:
-    """All hosts have joined; the coordinator host claims the run next."""
+    """All hosts have joined; host 0 claims the run next."""
 
 
 @dataclass(frozen=True)
 class AttemptAnnounced:
-    """The attempt that the coordinator host has claimed."""
+    """The attempt that host 0 has claimed."""
 
     attempt: Count
     nonce: str
@@ -94,7 +94,7 @@ class StartWorkers:
 
 @dataclass(frozen=True)
 class Goodbye:
-    """The sender exits with this code; if it is the coordinator host, the receiver does too."""
+    """The sender exits with this code; if it is host 0, the receiver does too."""
 
     code: Code
     reason: str
@@ -111,7 +111,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LeaderHeartbeat:
-    """The coordinator host's heartbeat: the newest finished step of every host."""
+    """Host 0's heartbeat: the newest finished step of every host."""
 
     steps: tuple[Count, ...] = ()
 

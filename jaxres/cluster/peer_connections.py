@@ -279,7 +279,7 @@ class PeerLinks:
         """The link of each host; a follower has only host 0."""
         self.awake = Awake(clock)
         self.on_accepted: Callable[[Connection, Hello], None] | None = None
-        """Called on the coordinator host for each connection that has sent a hello."""
+        """Called on host 0 for each connection that has sent a hello."""
         self.acceptor: Acceptor | None = None
         self._silence_seconds = silence_seconds
         self._clock = clock

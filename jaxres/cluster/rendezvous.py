@@ -11,6 +11,7 @@ shared. Only then may workers start. The connections stay open for the whole att
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 from jaxres import faults
@@ -57,6 +58,26 @@ MAX_WAIT_SECONDS = 86400.0
 """Upper bound for the remaining time that the leader sends."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RendezvousSettings:
+    """Settings of the rendezvous on one host, for the leader and for a follower."""
+
+    hello: Hello
+    """This host's own hello."""
+    address: Address
+    """The coordinator's address: host 0 listens there."""
+    secret: Secret
+    join_seconds: float
+    """Longest wait until all hosts have joined."""
+    heartbeat_seconds: float
+    """Silence after which a connected host is lost."""
+    clock: Clock
+
+    def peer_links(self) -> PeerLinks:
+        """Returns new connections to the other hosts, none open yet."""
+        return PeerLinks(clock=self.clock, silence_seconds=self.heartbeat_seconds)
+
+
 class RendezvousLeader:
     """Host 0's part of the rendezvous; a context manager around the whole attempt.
 
@@ -66,21 +87,9 @@ class RendezvousLeader:
       ConfigError: on entering, if the address can't be bound.
     """
 
-    def __init__(
-        self,
-        hello: Hello,
-        address: Address,
-        *,
-        secret: Secret,
-        join_seconds: float,
-        heartbeat_seconds: float,
-        clock: Clock,
-    ) -> None:
-        self._hello = hello
-        self._address = address
-        self._secret = secret
-        self._join_seconds = join_seconds
-        self._clock = clock
+    def __init__(self, settings: RendezvousSettings) -> None:
+        self._settings = settings
+        self._hello, self._address = settings.hello, settings.address
         self._hellos: dict[int, Hello] = {}
         """The hellos of the admitted hosts, by host id; `peers` has a link of the same id."""
         self._incompatible: set[int] = set()
@@ -88,13 +97,15 @@ class RendezvousLeader:
         self._until = 0.0
         self._is_error_sent = False
         """Whether the error was already sent to the other hosts."""
-        self.peers = PeerLinks(clock=clock, silence_seconds=heartbeat_seconds)
+        self.peers = settings.peer_links()
 
     def __enter__(self) -> RendezvousLeader:
         backlog = max(128, self._hello.num_hosts)
-        listener = listen(self._address, backlog=backlog, clock=self._clock)
+        listener = listen(self._address, backlog=backlog, clock=self._settings.clock)
         num_hosts = self._hello.num_hosts
-        self._acceptor = self.peers.accept_at(listener, num_hosts=num_hosts, secret=self._secret)
+        self._acceptor = self.peers.accept_at(
+            listener, num_hosts=num_hosts, secret=self._settings.secret
+        )
         return self
 
     def __exit__(
@@ -114,7 +125,7 @@ class RendezvousLeader:
           RunError: a host was stopped meanwhile.
         """
         awake = self.peers.awake
-        self._until = awake.now() + self._join_seconds
+        self._until = awake.now() + self._settings.join_seconds
         self.peers.on_accepted = self._admit
         mismatch_until: float | None = None
         while (absent := self._absent()) or self._incompatible:
@@ -249,9 +260,9 @@ class RendezvousLeader:
         joined = [host_label(hello) for hello in (self._hello, *self._hellos.values())]
         return (
             f"{host_list(absent)} of {self._hello.num_hosts} did not connect to {self._address} "
-            f"within {self._join_seconds:g} s (hosts.join_seconds); joined: {shorten(joined)}. "
-            "Were they started with this --coordinator? Can they reach that port?"
-            + (f" {refused}" if (refused := self._acceptor.refusals.summary) else "")
+            f"within {self._settings.join_seconds:g} s (hosts.join_seconds); joined: "
+            f"{shorten(joined)}. Were they started with this --coordinator? Can they reach that "
+            "port?" + (f" {refused}" if (refused := self._acceptor.refusals.summary) else "")
         )
 
 
@@ -261,27 +272,15 @@ class RendezvousFollower:
     A RunError that leaves the block before the start is sent to the leader, which ends all hosts.
     """
 
-    def __init__(
-        self,
-        hello: Hello,
-        address: Address,
-        *,
-        secret: Secret,
-        join_seconds: float,
-        heartbeat_seconds: float,
-        clock: Clock,
-    ) -> None:
-        self._hello = hello
-        self._address = address
-        self._secret = secret
-        self._join_seconds = join_seconds
-        self._clock = clock
+    def __init__(self, settings: RendezvousSettings) -> None:
+        self._settings = settings
+        self._hello, self._address = settings.hello, settings.address
         self._is_admitted = False
         self._all_joined = False
         self._is_error_sent = False
         """Whether the leader already knows the error: it has sent it."""
         self._last_error = "nothing answered"
-        self.peers = PeerLinks(clock=clock, silence_seconds=heartbeat_seconds)
+        self.peers = settings.peer_links()
 
     def __enter__(self) -> RendezvousFollower:
         return self
@@ -301,20 +300,21 @@ class RendezvousFollower:
           ConfigError: another service answers at the address.
           RunError: the error that the leader sent.
         """
-        until = self._clock.monotonic() + self._join_seconds
-        while (left := until - self._clock.monotonic()) > 0:
+        clock = self._settings.clock
+        until = clock.monotonic() + self._settings.join_seconds
+        while (left := until - clock.monotonic()) > 0:
             try:
                 limit = min(CONNECT_SECONDS, left)
-                connection = connect(self._address, secret=self._secret, seconds=limit)
+                connection = connect(self._address, secret=self._settings.secret, seconds=limit)
             except OSError as error:
                 self._last_error = (error.strerror or str(error)).lower()
             else:
                 self.peers.add(0, str(self._address), connection)
                 if (announcement := self._wait_for_announcement()) is not None:
                     return announcement
-            self._clock.sleep(min(RETRY_SECONDS, left))
+            clock.sleep(min(RETRY_SECONDS, left))
         raise PeerLost(
-            f"host 0 at {self._address} did not answer within {self._join_seconds:g} s "
+            f"host 0 at {self._address} did not answer within {self._settings.join_seconds:g} s "
             f"(hosts.join_seconds; {self._last_error}). Is it started, is the address right, is "
             "the port open?"
         )
@@ -352,7 +352,7 @@ class RendezvousFollower:
         connection = self.peers.links[0].connection
         connection.close()
         if connection.has_other_secret:
-            raise ConfigError(other_secret_message(self._address, self._secret))
+            raise ConfigError(other_secret_message(self._address, self._settings.secret))
         if connection.is_foreign:
             raise ConfigError(
                 f"{self._address}: another service than host 0 of this job answers there: "
@@ -385,14 +385,15 @@ class RendezvousFollower:
           PeerLost: the leader is lost.
           RunError: the error that the leader sent.
         """
-        until = self._clock.monotonic() + visible_seconds
+        clock = self._settings.clock
+        until = clock.monotonic() + visible_seconds
         is_seen = is_visible(announcement.attempt, announcement.nonce)
-        while not is_seen and self._clock.monotonic() < until:
+        while not is_seen and clock.monotonic() < until:
             self._receive_start(RETRY_SECONDS)
             is_seen = is_visible(announcement.attempt, announcement.nonce)
         self.peers.send(ClaimVisible(is_seen))
-        until = self._clock.monotonic() + visible_seconds + 2 * MARGIN_SECONDS
-        while self._clock.monotonic() < until:
+        until = clock.monotonic() + visible_seconds + 2 * MARGIN_SECONDS
+        while clock.monotonic() < until:
             if self._receive_start(POLL_SECONDS):
                 return self.peers
         raise PeerLost(

@@ -51,7 +51,7 @@ def _numbers(config: RunConfig) -> Iterator[Problem]:
     if config.train.steps > LARGEST_STEP:
         yield Problem("train.steps", f"must be at most {LARGEST_STEP} (steps count in 32 bits)")
     if math.frexp(config.train.loss_scale.first)[0] != 0.5:
-        yield Problem("train.loss_scale.first", "must be a power of two, as 65536")
+        yield Problem("train.loss_scale.first", "must be a power of two, such as 65536")
     if config.train.reduction == "invariant":
         yield Problem("train.reduction", "invariant is not built yet; use fast")
 
@@ -206,7 +206,7 @@ def _features(config: RunConfig) -> Iterator[Problem]:
         if isinstance(part, CustomModel | CustomSource):
             taken = {"vocab_size", "seq_len"} if isinstance(part, CustomModel) else set()
             for name in sorted(taken & set(part.args)):
-                yield Problem(f"{key}.args.{name}", "is passed by jaxres itself; take it out")
+                yield Problem(f"{key}.args.{name}", "is passed by jaxres itself; remove it")
 
 
 def _alerts(config: RunConfig) -> Iterator[Problem]:
@@ -239,7 +239,7 @@ def _gce(config: RunConfig) -> Iterator[Problem]:
             others=("launch.gce",),
         )
     if not gce.ladder:
-        yield Problem("launch.gce.ladder", "is empty; give at least one rung")
+        yield Problem("launch.gce.ladder", "is empty; give at least one capacity option")
     if gce.image is None and gce.template is None:
         yield Problem("launch.gce.image", "give a boot image, or launch.gce.template")
     for number, rung in enumerate(gce.ladder):

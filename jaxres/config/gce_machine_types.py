@@ -19,7 +19,7 @@ class MachineFamily:
     pattern: re.Pattern[str]
     """Regular expression of the machine types."""
     kinds: tuple[str, ...]
-    """Kinds of rungs that offer these machine types."""
+    """Kinds of capacity options that offer these machine types."""
     gpu: str
     metric: str
     """Quota of its GPUs; spot and flex_start have a separate one (see quota_of)."""

@@ -46,7 +46,7 @@ def read_file(path: RunPath, *, named_by: str = "") -> tuple[Node, list[Problem]
     node, problems = parse(text, lambda line: f"{path}:{line + 1}")
     if node is None or not isinstance(node.value, dict):
         if node is not None and node.value is not None:
-            wrong = f"holds {_named(node.value)}; sections such as `train:` are expected"
+            wrong = f"contains {_named(node.value)}; sections such as `train:` are expected"
             problems.append(Problem("", wrong, node.where))
         return Node({}, str(path)), problems
     return Node(node.value, str(path)), problems
@@ -167,12 +167,12 @@ def shape_problems(node: Node, slot: FieldSpec | None, path: tuple[str, ...] = (
     if not isinstance(node.value, dict):
         first = "kind" if slot.by_kind else next(iter(slot.sections[0].model_fields))
         how = f"{'.'.join((*path, first))}=..."
-        text = f"is a section (got {show(plain(node))}); set what is in it, as in {how}"
+        text = f"is a section (got {show(plain(node))}); set its fields, as in {how}"
         return [Problem(".".join(path), text, node.where)]
     found: list[Problem] = []
     for key in list(node.value):
         if "." in key:
-            text = "dotted keys are for the command line; here the field goes below its section"
+            text = "dotted keys are for the command line; in a file, put the field into its section"
             found.append(Problem(".".join((*path, key)), text, node.value.pop(key).where))
             continue
         wrong = shape_problems(node.value[key], slot.child(key), (*path, key))

@@ -35,6 +35,8 @@ ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 class RunSection(Section):
+    """Run directory and seed."""
+
     dir: Folder | None = free(None)
     """Run directory, or gs://BUCKET/FOLDER.
 
@@ -45,6 +47,8 @@ class RunSection(Section):
 
 
 class TextSource(Section):
+    """Data source: text files, tokenised once into a cached token folder."""
+
     kind: Literal["text"] = "text"
     path: str
     """Folder, file or glob of text files; also gs://BUCKET/FOLDER or one object in a bucket.
@@ -58,6 +62,8 @@ class TextSource(Section):
 
 
 class TokensSource(Section):
+    """Data source: a folder of tokens, made by another tool."""
+
     kind: Literal["tokens"] = "tokens"
     path: Folder
     """Folder in the token format (docs/data.md), or gs://BUCKET/FOLDER.
@@ -66,6 +72,8 @@ class TokensSource(Section):
 
 
 class CustomSource(Section):
+    """Data source: an object that the user's code returns."""
+
     kind: Literal["custom"] = "custom"
     target: ImportPath
     """Function `package.module:build` that returns an object with __len__ and __getitem__."""
@@ -77,11 +85,15 @@ Source = Annotated[TextSource | TokensSource | CustomSource, Field(discriminator
 
 
 class BytesTokenizer(Section):
+    """Tokenizer whose tokens are the bytes of the text."""
+
     kind: Literal["bytes"] = "bytes"
     """One token per byte (0..255), and token 256 at the end of every document."""
 
 
 class DataSection(Section):
+    """Data set: source, tokenizer, row length and held-out part."""
+
     source: Source
     """Source of the training text or rows."""
     tokenizer: BytesTokenizer = BytesTokenizer()
@@ -99,6 +111,8 @@ class DataSection(Section):
 
 
 class GptModel(Section):
+    """Model: a decoder of the Llama family (models/gpt.py)."""
+
     kind: Literal["gpt"] = "gpt"
     num_layers: PositiveInt = 12
     """Decoder blocks."""
@@ -136,6 +150,8 @@ class GptModel(Section):
 
 
 class MlpModel(Section):
+    """Model: a small network for tests (models/mlp.py)."""
+
     kind: Literal["mlp"] = "mlp"
     num_layers: PositiveInt = 2
     """Hidden layers."""
@@ -146,6 +162,8 @@ class MlpModel(Section):
 
 
 class CustomModel(Section):
+    """Model: an object that the user's code returns."""
+
     kind: Literal["custom"] = "custom"
     target: ImportPath
     """Function `package.module:build` (args, vocab_size, seq_len) that returns a models.Model."""
@@ -157,6 +175,8 @@ ModelSection = Annotated[GptModel | MlpModel | CustomModel, Field(discriminator=
 
 
 class TrainSection(Section):
+    """Length of the run and size of its batches."""
+
     steps: PositiveInt
     """Steps (batches) of the whole run. May grow if the schedule has its own horizon."""
     global_batch_size: PositiveInt = 24
@@ -178,6 +198,8 @@ MeshAxis = Annotated[int, Field(ge=-1)]
 
 
 class MeshSection(Section):
+    """Sizes of the axes of the device mesh."""
+
     data: MeshAxis | None = free(None)
     """Devices over which the batch is split; -1: all remaining devices.
 
@@ -195,6 +217,8 @@ class MeshSection(Section):
 
 
 class CheckpointSection(Section):
+    """Saves, and retention of committed steps."""
+
     when: When = free(StepsWhen())
     """Policy of when to save; the last step is always saved."""
     save_every_steps: PositiveInt | None = free(None)
@@ -227,6 +251,8 @@ class CheckpointSection(Section):
 
 
 class EvaluationSection(Section):
+    """Evaluation on held-out data during training."""
+
     every_steps: NonNegativeInt = free(0)
     """Steps between evaluations on held-out data; 0: no evaluation."""
     batches: PositiveInt = free(8)
@@ -234,6 +260,8 @@ class EvaluationSection(Section):
 
 
 class TelemetrySection(Section):
+    """Console output, TensorBoard and the text sample."""
+
     log_every_seconds: PositiveFloat = free(10.0)
     """Seconds between plain progress lines if the output is not a terminal."""
     tensorboard: bool = free(False)
@@ -245,6 +273,8 @@ class TelemetrySection(Section):
 
 
 class DeadlinesSection(Section):
+    """Deadlines of the phases; after one, the attempt ends as hung (80)."""
+
     start_seconds: PositiveFloat = free(300.0)
     """Longest time without progress at start-up: imports, devices, part of the corpus."""
     restore_seconds: PositiveFloat = free(1800.0)
@@ -262,6 +292,8 @@ class DeadlinesSection(Section):
 
 
 class HostsSection(Section):
+    """Rendezvous of the hosts of a job, and detection of a lost host."""
+
     join_seconds: PositiveFloat = free(300.0)
     """Longest wait for all hosts at the start of an attempt."""
     heartbeat_seconds: PositiveFloat = free(10.0)
@@ -269,6 +301,8 @@ class HostsSection(Section):
 
 
 class CompileSection(Section):
+    """Caches of compiled programs."""
+
     cache_dir: Path | None = free(Path("~/.cache/jaxres/xla"))
     """Folder of JAX's persistent compilation cache, shared by runs; null: no cache."""
     keep_programs: NonNegativeInt = free(8)
@@ -278,6 +312,8 @@ class CompileSection(Section):
 
 
 class RunConfig(Section):
+    """The whole configuration of a run: one field for each section."""
+
     run: RunSection = RunSection()
     """Run directory and seed."""
     data: DataSection

@@ -15,6 +15,8 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class RungCommon(Section):
+    """Fields of every capacity option: where and by which machine type VMs are created."""
+
     zones: tuple[Zone, ...] = free(...)
     """Zones, tried in this order; all VMs of a job are in one zone."""
     machine_type: str = free(...)
@@ -24,6 +26,8 @@ class RungCommon(Section):
 
 
 class SpotRung(RungCommon):
+    """Capacity option: spot VMs."""
+
     kind: Literal["spot"] = "spot"
     """Spot VMs: Compute Engine may preempt them at any time."""
     notice_seconds: Literal[0, 120] = free(120)
@@ -33,13 +37,17 @@ class SpotRung(RungCommon):
 
 
 class FlexStartRung(RungCommon):
+    """Capacity option: flex-start VMs, which wait in a queue."""
+
     kind: Literal["flex_start"] = "flex_start"
     """Flex-start VMs: wait in a queue, then run for at most seven days."""
     wait_minutes: PositiveInt = free(10)
-    """Longest wait in the queue before the next rung is tried; at most 120 minutes."""
+    """Longest wait in the queue before the next option is tried; at most 120 minutes."""
 
 
 class ReservationRung(RungCommon):
+    """Capacity option: VMs of a reservation."""
+
     kind: Literal["reservation"] = "reservation"
     """VMs of a reservation (provisioning model RESERVATION_BOUND)."""
     reservation: str = free(...)
@@ -47,6 +55,8 @@ class ReservationRung(RungCommon):
 
 
 class StandardRung(RungCommon):
+    """Capacity option: on-demand VMs."""
+
     kind: Literal["standard"] = "standard"
     """On-demand VMs."""
 
@@ -57,6 +67,8 @@ Rung = Annotated[
 
 
 class PythonRuntime(Section):
+    """Software environment: a virtual environment on the VM's image."""
+
     kind: Literal["python"] = "python"
     python: str = free("python3")
     """Python interpreter of the VM's image."""
@@ -67,6 +79,8 @@ class PythonRuntime(Section):
 
 
 class ContainerRuntime(Section):
+    """Software environment: a container image."""
+
     kind: Literal["container"] = "container"
     image: str = free(...)
     """Container image with Python, JAX and jaxres' requirements; the VM's image needs docker."""
@@ -78,6 +92,8 @@ Runtime = Annotated[PythonRuntime | ContainerRuntime, Field(discriminator="kind"
 
 
 class GceSection(Section):
+    """VMs of `launch gce`, and the software on them."""
+
     project: str = free(...)
     """Google Cloud project that is billed."""
     num_hosts: PositiveInt = free(1)
@@ -132,4 +148,4 @@ class GceSection(Section):
     endpoint: str | None = free(None)
     """URL of the Compute API; null: JAXRES_GCE_ENDPOINT if set, else Google's."""
     max_cool_minutes: NonNegativeInt = free(60)
-    """Longest backoff before a rung without capacity is tried again."""
+    """Longest backoff before an option without capacity is tried again."""

@@ -1,7 +1,7 @@
 """Schema of alerts, preemption notices, the restart policy, and policies of saves and retention.
 
-All keys are free to change at a restart. Secrets of alerts are in environment variables, never in
-a config.
+All keys are free: they may change at any restart. Secrets of alerts are in environment variables,
+never in a config.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS = (
 )
 """Kinds of incidents."""
 NOT_A_NAME = "not_a_variable"
-"""Type of the validation error. Its input may be a secret, so no message shows the input."""
+"""Type of this validation error. Its input may be a secret, so no message includes it."""
 
 
 def _variable(text: str) -> str:
@@ -29,8 +29,8 @@ def _variable(text: str) -> str:
         return text
     raise PydanticCustomError(
         NOT_A_NAME,
-        "must be the name of an environment variable, such as SLACK_URL; the secret itself stays "
-        "out of configs",
+        "must be the name of an environment variable, such as SLACK_URL; do not put the "
+        "secret itself into a config",
     )
 
 
@@ -38,41 +38,49 @@ Variable = Annotated[str, AfterValidator(_variable)]
 
 
 class SlackTarget(Section):
+    """Alert target: a Slack incoming webhook."""
+
     kind: Literal["slack"] = "slack"
     url_env: Variable = free(...)
     """Name of the environment variable that holds the incoming webhook's URL."""
     kinds: tuple[str, ...] | None = free(None)
-    """Kinds of incidents that are sent; null: all. docs/alerts.md lists them."""
+    """Kinds of incidents that are sent (docs/alerts.md); null: all."""
 
 
 class PagerdutyTarget(Section):
+    """Alert target: a PagerDuty service, by Events API v2."""
+
     kind: Literal["pagerduty"] = "pagerduty"
     key_env: Variable = free(...)
     """Name of the environment variable that holds the integration (routing) key."""
     url: str = free("https://events.pagerduty.com/v2/enqueue")
     """Address of the Events API v2."""
     kinds: tuple[str, ...] | None = free(("gave_up", "commits_stalled"))
-    """Incidents that page; null: all. `commits_resumed` and `finished` always resolve."""
+    """Kinds of incidents that page; null: all. `commits_resumed` and `finished` always resolve."""
 
 
 class GenericTarget(Section):
+    """Alert target: a webhook that receives JSON."""
+
     kind: Literal["generic"] = "generic"
     url_env: Variable = free(...)
-    """Name of the environment variable that holds the URL, which may carry a secret."""
+    """Name of the environment variable that holds the URL, which may contain a secret."""
     kinds: tuple[str, ...] | None = free(None)
-    """Kinds of incidents that are sent; null: all. docs/alerts.md lists them."""
+    """Kinds of incidents that are sent (docs/alerts.md); null: all."""
 
 
 AlertTarget = Annotated[SlackTarget | PagerdutyTarget | GenericTarget, Field(discriminator="kind")]
 
 
 class AlertsSection(Section):
+    """Alerts about incidents of a supervised run."""
+
     targets: tuple[AlertTarget, ...] = free(())
     """Webhooks, as in [{kind: slack, url_env: SLACK_URL}]."""
     no_commit_minutes: PositiveFloat | None = free(120.0)
     """Minutes without a new committed step after which an alert is sent; null: never."""
     max_per_hour: PositiveInt = free(30)
-    """Most messages per hour and target; the next message lists the number left out."""
+    """Most messages per hour and target; the next message has the number of omitted ones."""
 
 
 def variable(target: SlackTarget | PagerdutyTarget | GenericTarget) -> str:
@@ -81,6 +89,8 @@ def variable(target: SlackTarget | PagerdutyTarget | GenericTarget) -> str:
 
 
 class PreemptionSection(Section):
+    """Sources of preemption notices, and the time that each leaves."""
+
     metadata: Literal["auto", "off"] = free("auto")
     """Whether to read preemption notices from GCE's metadata server; off: only signals.
 
@@ -92,7 +102,7 @@ class PreemptionSection(Section):
     maintenance_seconds: PositiveFloat | None = free(None)
     """Seconds that a VM keeps running after a maintenance event; null: unknown, save at once.
 
-    Used if upcoming-maintenance gives no time (GPU VMs: 3600, others: 60)."""
+    Used if the metadata key upcoming-maintenance has no time (GPU VMs: 3600, others: 60)."""
     sigterm_seconds: PositiveFloat | None = free(None)
     """Seconds between SIGTERM and SIGKILL; null: unknown, save at once.
 
@@ -102,17 +112,18 @@ class PreemptionSection(Section):
 
 
 class RestartSection(Section):
+    """Restart policy of a supervisor: budgets and backoff."""
+
     max_attempts_without_commit: PositiveInt = free(5)
     """Failures in a row without a new committed step, after which the supervisor gives up (84).
 
-    Failures are crashes, exceptions, hangs and lost hosts. A new commit resets this and all other
-    budgets."""
+    Failures are crashes, exceptions, hangs and lost hosts. A new commit resets all budgets."""
     backoff_seconds: NonNegativeFloat = free(1.0)
     """Wait after the first failure; doubled after each further failure without a new commit."""
     max_backoff_seconds: NonNegativeFloat = free(60.0)
     """Longest wait after a failure, before jitter."""
     jitter: Fraction = free(0.25)
-    """Largest random part of a wait, as a share of it, so that jobs do not restart in unison."""
+    """Largest random part of a wait, as a share of it, so that jobs restart at different times."""
     max_preemptions_without_commit: PositiveInt = free(100)
     """Most preemptions (75) in a row without a new committed step; restarts are immediate."""
     max_storage_attempts: PositiveInt = free(20)
@@ -122,51 +133,60 @@ class RestartSection(Section):
     max_storage_backoff_seconds: NonNegativeFloat = free(600.0)
     """Longest wait after a storage failure, before jitter."""
     fork: bool = free(True)
-    """Whether restarted workers are forked from a process that has imported everything.
+    """Whether restarted workers are forked from the fork server, which takes some 100 MB.
 
-    That process takes some 100 MB. false: a new process is started."""
+    false: each worker is a new process."""
 
 
 class LaunchSection(Section):
+    """Limits on time and cost of `launch`, and the VMs of `launch gce`."""
+
     max_hours: PositiveFloat | None = free(None)
     """Hours after which the supervisor saves and exits (84); null: no limit.
 
-    Time in which the machine sleeps is included. A supervisor that replaces another starts from
-    zero."""
+    The time while the machine is suspended is included. A new supervisor starts from zero."""
     max_restarts_per_1000_steps: PositiveInt | None = free(None)
     """Most restarts, for any cause, per 1000 committed steps; one more ends the run (84)."""
     max_dollars: PositiveFloat | None = free(None)
-    """Most dollars that the VMs of `launch gce` may cost, by the ladder's prices; else exit 84."""
+    """Most dollars that the VMs may cost (84), by the prices in launch.gce.ladder."""
     gce: GceSection | None = free(None)
-    """VMs of `launch gce up`; null: no VMs."""
+    """Section of `launch gce`; null: the run uses no VMs."""
 
 
 class StepsWhen(Section):
+    """Save policy: every so many steps."""
+
     kind: Literal["steps"] = "steps"
     every_steps: PositiveInt = free(1000)
     """Steps between saves."""
 
 
 class SecondsWhen(Section):
+    """Save policy: every so many seconds of training."""
+
     kind: Literal["seconds"] = "seconds"
     every_seconds: PositiveFloat = free(600.0)
     """Seconds of training between saves.
 
-    A save that is due while another is being written starts when that one is committed."""
+    If a save is due while another is in flight, it starts when that one is committed."""
 
 
 class ContinuousWhen(Section):
+    """Save policy: one save after another."""
+
     kind: Literal["continuous"] = "continuous"
-    """Starts a save as soon as the previous one is committed, so the least work is at risk."""
+    """Starts a save as soon as the previous one is committed."""
 
 
 class AutoWhen(Section):
+    """Save policy: an interval computed from the costs of saves and failures."""
+
     kind: Literal["auto"] = "auto"
-    """Chooses the interval that loses the least time to saves and failures, from measurements."""
+    """Computes the interval from measurements: it loses the least time to saves and failures."""
     mtbf_hours: PositiveFloat = free(24.0)
     """Expected hours of training between failures, before any are measured.
 
-    The more hours and failures the run has had, the more its own count weighs."""
+    It counts as one observed failure in that time; the measured failures of the run are added."""
     max_overhead: Annotated[float, Field(gt=0, le=1)] = free(0.05)
     """Largest share of the training time for which saves may block training."""
 
@@ -178,15 +198,17 @@ When = Annotated[
 
 
 class KeepSection(Section):
+    """Retention policies; a step is kept if any of them names it."""
+
     last: Annotated[int, Field(ge=2)] = free(3)
-    """Number of newest committed steps; at least 2, since the newest one may be damaged."""
+    """Number of newest steps that are kept; at least 2, because the newest one may be damaged."""
     hours: NonNegativeFloat = free(0.0)
-    """All steps committed within this many hours before the newest commit."""
+    """Keeps all steps committed within this many hours before the newest commit."""
     daily: NonNegativeInt = free(0)
-    """The newest step of each day (UTC), for this many of the newest days with a step."""
+    """Keeps the newest step of each day (UTC), for this many of the newest days with a step."""
     weekly: NonNegativeInt = free(0)
-    """The newest step of each week, for this many of the newest weeks with a step."""
+    """Keeps the newest step of each week, for this many of the newest weeks with a step."""
     every_steps: PositiveInt | None = free(None)
-    """All steps that are a multiple of this, for ever; null: none."""
+    """Keeps all steps that are a multiple of this, permanently; null: none."""
     best: NonNegativeInt = free(0)
-    """Number of steps with the lowest held-out loss; needs evaluations."""
+    """Number of steps with the lowest held-out loss that are kept; needs evaluations."""

@@ -59,6 +59,8 @@ class BadRecordsSection(Section):
 
 
 class GuardsSection(Section):
+    """Guards against divergence, gradient spikes and bad records."""
+
     on_nonfinite: Literal["skip", "rollback", "stop", "warn"] = free("skip")
     """Response to a step whose loss or gradient is not finite; its update is never applied.
 
@@ -85,11 +87,15 @@ class GuardsSection(Section):
 
 
 class FromSeed(Section):
+    """Initial parameters: drawn from the seed."""
+
     kind: Literal["seed"] = "seed"
     """New parameters, drawn from run.seed."""
 
 
 class FromWeights(Section):
+    """Fields of every kind of initial parameters that are read from other weights."""
+
     path: Folder
     """Folder or file of the parameters."""
     allow_missing: tuple[str, ...] = ()
@@ -105,6 +111,8 @@ class FromWeights(Section):
 
 
 class FromRun(FromWeights):
+    """Initial parameters: from a committed step of another run."""
+
     kind: Literal["run"] = "run"
     path: Folder
     """Run directory that has the parameters; also gs://BUCKET/FOLDER."""
@@ -113,6 +121,8 @@ class FromRun(FromWeights):
 
 
 class FromSafetensors(FromWeights):
+    """Initial parameters: from safetensors files."""
+
     kind: Literal["safetensors"] = "safetensors"
     path: Folder
     """One safetensors file, or a folder with one, or with several and their index."""
@@ -152,6 +162,8 @@ def most_back_offs(section: LossScaleSection | None, *, steps: int) -> int:
 
 
 class CosineSchedule(Section):
+    """Learning-rate schedule: warm-up, then a half cosine."""
+
     kind: Literal["cosine"] = "cosine"
     warmup_fraction: Fraction = 0.05
     """Share of the horizon in which the learning rate rises linearly from 0."""
@@ -162,6 +174,8 @@ class CosineSchedule(Section):
 
 
 class LinearSchedule(Section):
+    """Learning-rate schedule: warm-up, then a linear decrease."""
+
     kind: Literal["linear"] = "linear"
     warmup_fraction: Fraction = 0.05
     """Share of the horizon in which the learning rate rises linearly from 0."""
@@ -172,6 +186,8 @@ class LinearSchedule(Section):
 
 
 class ConstantSchedule(Section):
+    """Learning-rate schedule: warm-up, then constant."""
+
     kind: Literal["constant"] = "constant"
     warmup_fraction: Fraction = 0.0
     """Share of the horizon in which the learning rate rises linearly from 0."""
@@ -185,6 +201,8 @@ Schedule = Annotated[
 
 
 class OptimizerCommon(Section):
+    """Fields of every optimizer."""
+
     learning_rate: PositiveFloat = 3e-4
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.1
@@ -196,6 +214,8 @@ class OptimizerCommon(Section):
 
 
 class AdamwOptimizer(OptimizerCommon):
+    """Optimizer: AdamW."""
+
     kind: Literal["adamw"] = "adamw"
     b1: Fraction = 0.9
     """Decay of the first moment. (arXiv 1711.05101)"""
@@ -206,6 +226,8 @@ class AdamwOptimizer(OptimizerCommon):
 
 
 class LionOptimizer(OptimizerCommon):
+    """Optimizer: Lion."""
+
     kind: Literal["lion"] = "lion"
     learning_rate: PositiveFloat = 1e-4
     """Peak learning rate."""
@@ -216,6 +238,8 @@ class LionOptimizer(OptimizerCommon):
 
 
 class SgdOptimizer(OptimizerCommon):
+    """Optimizer: SGD with momentum."""
+
     kind: Literal["sgd"] = "sgd"
     learning_rate: PositiveFloat = 0.1
     """Peak learning rate."""

@@ -37,13 +37,17 @@ class Node:
 
 
 class _Loader(yaml.SafeLoader):
+    """PyYAML loader that follows the rules of this module and keeps line numbers."""
+
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's name and type)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Refuses aliases, so that each value has one location and a small file stays small."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not read", problem_mark=mark)
+            raise yaml.MarkedYAMLError(
+                problem="aliases (*name) are not supported", problem_mark=mark
+            )
         return super().compose_node(parent, index)
 
 
@@ -125,7 +129,9 @@ def _scalar(node: yaml.ScalarNode) -> Any:
     kind, text = node.tag.removeprefix(_TAG), node.value
     if kind == "str":
         if not is_whole(text):
-            raise ValueError("holds a character that text can't hold (NUL or half a pair)")
+            raise ValueError(
+                "contains a character that is not allowed (NUL or an unpaired surrogate)"
+            )
         return text
     if kind == "int" and _INT.match(text):
         if len(text) > 1000:
@@ -137,7 +143,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         return text.lower() == "true"
     if kind == "null" and _NULL.match(text):
         return None
-    raise ValueError(f"the tag {node.tag} is not read with {shorten(text)!r}")
+    raise ValueError(f"the tag {node.tag} is not supported with {shorten(text)!r}")
 
 
 def is_whole(text: str) -> bool:

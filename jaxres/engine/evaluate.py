@@ -21,7 +21,7 @@ NUM_SUMS = 2
 
 
 class Listener(Protocol):
-    """The part of the consensus of all hosts that an evaluation uses."""
+    """Interface of the consensus of all hosts, as far as an evaluation uses it."""
 
     def local_flags(self, *, busy_seconds: float | None) -> Any:
         """Returns this host's flags for the next batch."""

@@ -1,10 +1,10 @@
-"""Compiled programs as files, and the key under which a program may be reused.
+"""Saves compiled programs in files and loads them, each under a key made of its inputs.
 
-A key is a digest over all that decides what is compiled and how, so that a file under another key
-is another program's. A file holds the digest of the rest, one line of JSON and the executable as
-XLA serialises it. Nothing is pickled: the trees and shardings of arguments and results come from
-the caller, who knows them without tracing. The digest protects from damage, not from an attacker:
-an executable is machine code, so a file is as trusted as the folder that it is in.
+The key is a digest of all inputs of the compilation: programs with different inputs have different
+keys. A file holds a digest of its content, one line of JSON, and the executable as serialised by
+XLA. Nothing is pickled: the caller provides the trees and shardings of arguments and results, which
+are known without tracing. The digest detects damage, not an attack: an executable is machine code,
+so an account that can write to the folder can run code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax
 import jaxlib
 import numpy as np
 import optax
-from jax._src import core, stages  # What jax.stages.Compiled is made of has no public API.
+from jax._src import core, stages  # jax.stages.Compiled has no public constructor.
 from jax._src.interpreters import pxla
 from jaxlib import xla_client
 
@@ -33,9 +33,9 @@ from jaxres.storage import files
 MAGIC = b"jaxres compiled 2\n"
 SUFFIX = ".compiled"
 DECIDING = ("XLA_", "JAX_", "NPROC", "LIBTPU_INIT_ARGS", "TF_XLA_", "TF_CUDNN_", "NVIDIA_TF32_")
-"""Prefixes of environment variables that XLA reads and that are the same on every host."""
+"""Prefixes of environment variables that XLA reads; equal on every host."""
 ELSEWHERE = ("jax_compilation_cache_dir",)
-"""JAX settings that are locations and do not affect the program."""
+"""JAX settings that do not affect the program: paths."""
 
 
 FIELDS = frozenset(
@@ -46,16 +46,16 @@ FIELDS = frozenset(
         *("unordered_effects", "xla_executable", "xla_in_layouts", "xla_out_layouts"),
     )
 )
-"""Of jax 0.10.2's UnloadedMeshExecutable. Where JAX has other fields, no program is kept."""
+"""Fields of UnloadedMeshExecutable in jax 0.10.2. With other fields, no program is stored."""
 
 
 class Unusable(Exception):
-    """A file exists but can't be used as a program."""
+    """A program can't be stored, or a stored file can't be loaded as a program."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """How a program is called; known before it is traced."""
+    """Arguments and results of a program; known before it is traced."""
 
     arguments: tuple[Any, ...]
     """Trees of jax.ShapeDtypeStruct with shardings."""
@@ -99,7 +99,7 @@ def here(devices: Sequence[Any], *, environment: Mapping[str, str]) -> dict[str,
 
 
 def _processor() -> str:
-    """Returns the digest of the first core's model and features, which programs depend on."""
+    """Returns a digest of the model and features of the first core, on which programs depend."""
     text = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     relevant = ("model", "flags", "Features", "CPU ", "vendor", "cpu family", "stepping")
     return hashlib.sha256(
@@ -137,13 +137,15 @@ def dump(program: Any, signature: Signature) -> bytes:
 
     Args:
       program: a jax.stages.Compiled.
-      signature: what it was traced with.
+      signature: arguments and results that it was traced with.
 
     Raises:
       Unusable: XLA can't turn the program into bytes, or `load` could not call it.
     """
     if not can_be_kept():
-        raise Unusable(f"jax {jax.__version__} describes compiled programs in another form")
+        raise Unusable(
+            f"jax {jax.__version__} has other fields of compiled programs than jaxres supports"
+        )
     try:
         description = _description(program, signature)
         executable = program.runtime_executable().serialize()
@@ -154,7 +156,7 @@ def dump(program: Any, signature: Signature) -> bytes:
 
 
 def _description(program: Any, signature: Signature) -> dict[str, Any]:
-    """Returns what neither the executable nor the signature says.
+    """Returns the facts about a program that neither the executable nor the signature has.
 
     Raises:
       Unusable: the program differs from its signature, or is of a kind that `load` can't call.
@@ -165,7 +167,7 @@ def _description(program: Any, signature: Signature) -> dict[str, Any]:
     has += ["const_args"] * bool(program._params.const_args)
     has += ["layouts"] * any(layout is not None for layout in unloaded.dispatch_in_layouts)
     if has or not unloaded.committed:
-        raise Unusable(f"it has {', '.join(has) or 'no devices of its own'}")
+        raise Unusable(f"it has {', '.join(has) or 'no fixed devices'}")
     arguments = jax.tree.leaves(signature.arguments)
     results, out_tree = jax.tree.flatten(signature.results)
     kept = sorted(unloaded.kept_var_idx)
@@ -178,7 +180,7 @@ def _description(program: Any, signature: Signature) -> dict[str, Any]:
         found.is_equivalent_to(sharding, aval.ndim)
         for (aval, found), sharding in zip(placed, asked, strict=True)
     ):
-        raise Unusable("it is not called as its signature says")
+        raise Unusable("its arguments or results differ from its signature")
     donated = [info.donated for info in jax.tree.leaves(program.args_info)]
     return {
         "name": unloaded.name,
@@ -193,7 +195,7 @@ def load(data: bytes, signature: Signature, devices: Sequence[Any]) -> Any:
     """Returns the compiled program in a file's content.
 
     Raises:
-      Unusable: the content is damaged, it is called otherwise, or this machine can't load it.
+      Unusable: the content is damaged, has other arguments, or can't be loaded on this machine.
     """
     head, content = data[: len(MAGIC) + 32], data[len(MAGIC) + 32 :]
     if head != MAGIC + hashlib.sha256(content).digest():
@@ -212,7 +214,7 @@ def load(data: bytes, signature: Signature, devices: Sequence[Any]) -> Any:
 def _compiled(
     description: Mapping[str, Any], executable: bytes, signature: Signature, devices: Sequence[Any]
 ) -> Any:
-    """Returns the jax.stages.Compiled that JAX itself would make of a compilation."""
+    """Returns the jax.stages.Compiled that a compilation by JAX would return."""
     arguments = jax.tree.leaves(signature.arguments)
     if [[list(leaf.shape), str(leaf.dtype)] for leaf in arguments] != description["arguments"]:
         raise ValueError("its arguments have other shapes")
@@ -242,7 +244,7 @@ def _compiled(
         host_callbacks=[],
         kept_var_idx=set(used),
         mut=None,
-        xla_in_layouts=[None] * len(used),  # All are the default ones: see _description.
+        xla_in_layouts=[None] * len(used),  # Default layouts: _description allows no others.
         dispatch_in_layouts=[None] * len(used),
         xla_out_layouts=[None] * len(results),
         all_args_info=pxla.AllArgsInfo(
@@ -258,7 +260,7 @@ def _compiled(
 
 
 def keep(folder: Path, key: str, data: bytes, *, most: int) -> None:
-    """Writes the file of a key, and removes the oldest files beyond `most`.
+    """Writes the file of a key, then removes the oldest files if there are more than `most`.
 
     Raises:
       RunError: storage refuses the write.

@@ -77,8 +77,10 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class MetricsLayout:
-    """Layout of the metrics vector: METRICS, the loss scale if the run has one, G squared gradient
-    norms, B row flags, the flags of all hosts.
+    """Layout of the vector in which a step returns its metrics.
+
+    METRICS, the loss scale if the run has one, G squared gradient norms, B row flags, and the flags
+    of all hosts.
     """
 
     params: tuple[str, ...]

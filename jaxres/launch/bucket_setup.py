@@ -292,7 +292,7 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def _plan(region: str) -> list[str]:
     """Returns the description of a new bucket."""
     return [
-        f"region {region}, that of the first rung of launch.gce.ladder; it can't be changed later",
+        f"region {region}, that of the first option in launch.gce.ladder; it can't change later",
         "storage class STANDARD; no object versioning",
         "hierarchical namespace off, permanently: jaxres renames nothing, and pruned checkpoints "
         "would leave empty folders behind",

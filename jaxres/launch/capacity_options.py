@@ -1,4 +1,7 @@
-"""Home of: no_capacity. Chooses the next zone for VMs, and skips failed ones for a while. Pure."""
+"""Chooses the zone of the next request for VMs, and skips zones after a failure. Pure.
+
+Home of: no_capacity.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ CreateErrorKind = Literal[
 """Why VMs were not created.
 
 stockout: no capacity now. quota: the project's limit is reached. rate_limit: too many requests.
-wrong_zone: the zone never has the machine type. preempted: taken away while being created.
+wrong_zone: the zone never has the machine type. preempted: preempted during its creation.
 exists: the name is already used. passing: the service failed or did not answer properly.
 refused: neither another zone nor a later request would help.
 """
@@ -31,7 +34,7 @@ NEVER = 1e12
 
 @dataclass(frozen=True)
 class Backoff:
-    """A zone of a rung that is skipped for a while."""
+    """A zone of a capacity option that is skipped for a while."""
 
     rung: int
     zone: str
@@ -44,7 +47,7 @@ class Backoff:
 
 @dataclass(frozen=True)
 class ZoneChoice:
-    """One zone of one rung of the ladder."""
+    """One zone of one capacity option."""
 
     rung: int
     zone: str
@@ -87,7 +90,7 @@ def with_backoff(
 
     Args:
       backoffs: before that.
-      site: the rung and zone.
+      site: the capacity option and zone.
       error: why they could not be created.
       now: seconds since the epoch.
       longest: longest backoff after a stockout, in seconds.

@@ -81,11 +81,11 @@ class Controller:
     _stopped_attempt: int = 0
     _retry_seconds: float = CYCLE_SECONDS / 2
     _pending: PendingCreate | None = None
-    """Creation requested by this leader whose result is not known yet."""
+    """Creation requested by this controller whose result is not known yet."""
     _pending_zone: str = ""
     """Zone of that creation."""
     _create_sent_at: float = 0.0
-    """When it was requested, or when this launcher started to lead."""
+    """When it was requested, or when this launcher took the lease."""
     _not_before: float = 0.0
     """Earliest retry of a creation that was not answered."""
     _boot_wall: float | None = None
@@ -208,7 +208,7 @@ class Controller:
         )
 
     def _wall(self) -> float:
-        """Returns the seconds since the epoch, counted on from this leader's first call.
+        """Returns the seconds since the epoch, counted on from this controller's first call.
 
         A jump of the wall clock has no effect. Time for which the machine is suspended is included.
         """
@@ -330,7 +330,8 @@ class Controller:
         if self._pending is not None:
             names = ", ".join(self._pending.names)
             self.console(
-                f"another launcher leads; checking before exit whether {names} are desired"
+                f"another launcher holds the lease; checking before exit whether {names} are "
+                "desired"
             )
         while self._pending is not None and self.clock.monotonic() < began + CLEANUP_SECONDS:
             with contextlib.suppress(ApiUnavailable, StorageUnavailable):

@@ -1,4 +1,4 @@
-"""The desired state of a job on VMs: one object in the run's bucket that only the leader writes.
+"""Desired state of a job on VMs: one object in the run's bucket, written by the controller only.
 
 A launcher writes the desired state first and acts on it afterwards. Its actions follow from the
 desired state and from what it observes, so a successor resumes wherever its predecessor was killed.
@@ -33,7 +33,7 @@ class VmSpec:
     """Name of the VM; never used again for another one."""
     zone: str
     rung: int
-    """Index of its rung in launch.gce.ladder."""
+    """Index of its capacity option in launch.gce.ladder."""
     requested_at: float
     """When its creation was requested, in seconds since the epoch, for the costs; 0: not yet."""
     created: bool = False
@@ -77,7 +77,7 @@ class DesiredState:
     code: str
     """Digest of the code that every attempt runs."""
     config: str
-    """Digest of the resolved config that the agents and every leader use."""
+    """Digest of the resolved config that all agents and controllers use."""
     epoch: int = 0
     """Epoch of the lease under which this was written."""
     serial: int = 0
@@ -172,8 +172,8 @@ class StateObject:
             if current is None or current.epoch != epoch:
                 break  # Else the response to an earlier write of this launcher was lost.
         raise Fenced(
-            f"{self.path.parent.parent}: another launcher leads this run now; this one stops "
-            "acting, the training continues."
+            f"{self.path.parent.parent}: another launcher holds the lease of this run now; "
+            "this one stops acting, the training continues."
         )
 
 

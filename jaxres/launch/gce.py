@@ -1,4 +1,4 @@
-"""`launch gce`: a job on GPU VMs of Google Compute Engine, led by the machine that runs this."""
+"""`launch gce`: creates, supervises and ends a job on GPU VMs of Google Compute Engine."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ usage: python -m jaxres.launch gce up CONFIG.yaml|gs://RUN [section.field=value 
 
 up: creates VMs by launch.gce.ladder, trains on them, replaces lost ones, and ends when the run
     does; no VM is left then. It may be killed: training continues, and another `up` of the same
-    run, on any machine, takes over. Exit codes as for `launch local`; 83: another launcher leads.
+    run, on any machine, takes over. Exit codes as for `launch local`; 83: another launcher holds
+    the lease.
 --dry-run: prints what would be created, and its price; creates nothing.
---standby: waits while another launcher leads, and takes over when it is lost.
+--standby: waits while another launcher holds the lease, and takes over when that one is lost.
 init: shows how it would create or change the run's bucket; does so with --yes.
 """
 VERBS = ("up", "status", "logs", "stop", "down", "init")
@@ -142,7 +143,7 @@ def _require_gce(
     """Checks that a config describes a job on VMs with a run directory in a bucket."""
     if config.launch.gce is None:
         raise ConfigError(
-            f"{target}: launch.gce is missing: which VMs? docs/gce.md has an example to start with."
+            f"{target}: launch.gce is missing, which describes the VMs; docs/gce.md has an example."
         )
     if root is None or not is_remote(root):
         raise ConfigError(
@@ -207,7 +208,7 @@ def _released_on_error(lease: Lease) -> Iterator[None]:
 
 
 def _run_controller(running: Controller) -> int:
-    """Leads a job to its end, or until a signal makes this launcher exit."""
+    """Controls a job to its end, or until a signal makes this launcher exit."""
     run = running.paths.run
     try:
         with _released_on_error(running.lease):
@@ -230,7 +231,7 @@ def _acquire(lease: Lease, run: GcsPath, clock: Clock, *, waits: bool) -> None:
     """Takes the lease as soon as its holder no longer renews it.
 
     Raises:
-      Fenced: another launcher renews it, and leads.
+      Fenced: another launcher holds and renews it.
     """
     first = None
     while not lease.acquire():
@@ -244,8 +245,8 @@ def _acquire(lease: Lease, run: GcsPath, clock: Clock, *, waits: bool) -> None:
             )
         elif lease.other_generation != first and not waits:
             raise Fenced(
-                f"{run}: {other.holder} leads this run. Leave it to that launcher, stop that one "
-                "(training continues), or wait for its end with --standby."
+                f"{run}: {other.holder} holds the lease of this run. Let that launcher continue, "
+                "stop it (training continues), or wait for its end with --standby."
             )
         clock.sleep(WATCH_SECONDS)
 
@@ -281,7 +282,7 @@ def _adopt_config(config: RunConfig, desired: DesiredState, paths: LaunchPaths) 
 
 
 def _request_end(verb: str, run: GcsPath, *, env: Mapping[str, str]) -> int:
-    """Requests the end of a job, and waits for it; leads the job to its end if no launcher does."""
+    """Requests the end of a job and waits; takes the lease and ends it if no launcher holds it."""
     paths, clock = LaunchPaths(run), SystemClock()
     record = StateObject(paths.desired_state)
     desired = record.read()
@@ -301,7 +302,9 @@ def _request_end(verb: str, run: GcsPath, *, env: Mapping[str, str]) -> int:
             with _released_on_error(lease):
                 compute = compute_for(config, env)
                 compute.set_console(print_line)
-                print_line("no launcher leads the run; this one leads it to its end")
+                print_line(
+                    "no launcher holds the lease of this run; this one takes it and ends the job"
+                )
                 record.write(desired, epoch=lease.epoch)
             code = _run_controller(
                 Controller(paths, config, compute, lease, record, clock, print_line)

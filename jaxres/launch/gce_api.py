@@ -112,7 +112,7 @@ class Compute:
         return self._list_call(ask)
 
     def exists(self, name: str, zone: str) -> bool:
-        """Returns whether the service knows a VM by its name; unlike a list, this never lags."""
+        """Returns whether a VM of this name exists; unlike a list, this never lags."""
         from google.api_core.exceptions import NotFound
 
         client = self.client("InstancesClient")
@@ -200,7 +200,7 @@ class Compute:
         return True
 
     def find_operation(self, creation: PendingCreate, zone: str) -> str | None:
-        """Returns the operation of an earlier request; None: the service knows none."""
+        """Returns the operation of an earlier request; None: there is none."""
         wanted = {creation.request_id} | {
             str(uuid.uuid5(uuid.UUID(creation.request_id), name))
             for name in (*creation.names, "without notice")
@@ -363,7 +363,7 @@ NOT_YET = {"RESOURCENOTREADY", "RESOURCE_NOT_READY"}
 MIN_COUNT = "VM_MIN_COUNT_NOT_REACHED"
 REMEDIES = {
     "stockout": "the zone has no capacity now",
-    "quota": "ask for more quota, or add a rung of another kind or region",
+    "quota": "request more quota, or add a capacity option of another kind or region",
 }
 
 

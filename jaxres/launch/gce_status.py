@@ -1,4 +1,4 @@
-"""Shows the state and the logs of a job on VMs; reads its bucket only, with or without a leader."""
+"""Shows the state and the logs of a job on VMs from its bucket; needs no running launcher."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def show_status(run: GcsPath, *, as_json: bool, clock: Clock) -> int:
     if desired.end is not None:
         lines.append(f"  end: {desired.end.reason} (exit {desired.end.exit})")
     if desired.phase != "ended":
-        lines.append(f"  led by {leader}")
+        lines.append(f"  lease held by {leader}")
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
     lines += [_vm_line(vm, gce, reports.get(vm.name)) for vm in desired.vms]
     lines += [f"  {vm.name}: is being deleted" for vm in desired.deleting]

@@ -54,7 +54,7 @@ class Machine:
     labels: Mapping[str, str]
     metadata: Mapping[str, str]
     has_notice: bool = True
-    """Whether a preemption notice is requested, if the rung has one."""
+    """Whether a preemption notice is requested, if the capacity option has one."""
 
     def without_notice(self, is_refused: bool) -> Machine:
         """Returns the machine without a preemption notice if the API refuses it."""

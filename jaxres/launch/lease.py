@@ -1,11 +1,11 @@
-"""Home of: launcher_lost. The lease that lets only one of several launchers act on a run's VMs.
+"""The launcher lease: of several launchers of a run, only its holder may act on the VMs.
 
-The lease is one object in the run's bucket. A launcher replaces it only if the generation is the
-one that it read. The holder's term starts before its last write was sent. A waiting launcher takes
-the lease when it has not changed for 1.5 terms, measured on the waiter's own clock. So clocks of
-two machines are never compared and no wall clock is used. The epoch grows with every change of the
-holder and is part of everything that a holder writes. (facts: Gray & Cheriton, Leases, SOSP 1989;
-Lamport's fencing by a growing number.)
+Home of: launcher_lost. The lease is one object in the run's bucket. A launcher replaces it only if
+the generation is the one that it read. The holder's term starts before its last write was sent. A
+waiting launcher takes the lease when it has not changed for 1.5 terms, measured on the waiter's own
+clock. So clocks of two machines are never compared and no wall clock is used. The epoch grows with
+every change of the holder and is part of everything that a holder writes. (Gray & Cheriton,
+Leases, SOSP 1989; Lamport's fencing by a growing number.)
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class Lease:
             other = self.other_holder()
             holder = "another launcher" if other is None else other.holder
             raise Fenced(
-                f"{self._path.parent.parent}: {holder} leads this run now; this launcher stops "
-                "acting, the training continues. `jaxres launch gce status` shows its state."
+                f"{self._path.parent.parent}: {holder} holds the lease of this run now; this one "
+                "stops acting, the training continues. `jaxres launch gce status` shows its state."
             )
 
     def release(self) -> None:

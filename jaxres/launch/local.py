@@ -32,7 +32,7 @@ newest committed step. It gives up (84) after restart.max_attempts_without_commi
 new committed step, and never retries errors that another attempt can't fix (76, 78, 81, 85).
 Signals and request files as for `python -m jaxres.train`, for all workers together.
 --hosts N|A..B: number of workers; A..B: the largest feasible number, and fewer, down to A, if a
-    worker has to be excluded (82, or two faults in a row that name it).
+    worker has to be excluded (82, or two consecutive failures that name it).
 --devices-per-host K: virtual CPU devices of each worker (JAX_NUM_CPU_DEVICES).
 --no-restart: one attempt only.
 """

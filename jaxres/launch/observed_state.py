@@ -1,4 +1,4 @@
-"""What a leader observes of its VMs, and since when: lists of the service and reports of agents.
+"""Observed state of a job: VMs as listed by the service, reports of agents, and their durations.
 
 Durations grow only while the service or the bucket answers: an outage of the bucket or of the
 control plane does not make VMs look lost.
@@ -78,7 +78,7 @@ def _ascii(text: str) -> str:
 
 
 MAX_GAP_SECONDS = 2.0
-"""Most that one observation adds to a duration: a suspended leader has observed nothing."""
+"""Most that one observation adds to a duration: a suspended controller observes nothing."""
 SLOW_BUCKET_SECONDS = 1.5
 """Latency above which the bucket was unavailable to the agents too, though it has answered."""
 HALTED = ("TERMINATED", "STOPPED", "SUSPENDED")
@@ -157,14 +157,14 @@ class ObservedState:
     events: Mapping[str, str] = field(default_factory=dict)
     """Newest operation of the service itself on a VM, by name; a key of EVENTS."""
     since_create_seconds: float = 0.0
-    """Seconds since this leader last requested a creation, or since it started to lead."""
+    """Seconds since this controller last requested a creation, or since it took the lease."""
     stop_requested: bool = False
     down_requested: bool = False
 
 
 @dataclass
 class StateObserver:
-    """Durations that one leader accumulates between observations, on its own clock."""
+    """Durations that one controller accumulates between observations, on its own clock."""
 
     _reports: dict[str, tuple[int, AgentReport, float]] = field(default_factory=dict)
     """Generation of a report, the report, and the seconds without a new one, by name."""

@@ -66,7 +66,7 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
     is_queued = isinstance(gce.ladder[first.rung], FlexStartRung)
     body = machine.instance(name, first.zone) if is_queued else machine.bulk(names)
     found += [f"  {line}" for line in yaml.dump(_readable(body)).splitlines()]
-    found += [f"a VM deletes itself after {gce.max_run_hours:g} hours, whatever happens"]
+    found += [f"a VM deletes itself after {gce.max_run_hours:g} hours in any case"]
     limits = config.launch
     if limits.max_hours is None and limits.max_dollars is None:
         found += ["no limit: launch.max_hours and launch.max_dollars are not set"]
@@ -225,9 +225,9 @@ def _quotas(gce: GceSection, compute: Compute) -> list[str]:
             short.append(f"{rung.kind} in {site.zone}: {metric} is {limit:g}, needed: {wanted}")
     if short and len(short) == num_sites:
         raise ConfigError(
-            "launch.gce.ladder: no rung has quota ("
+            "launch.gce.ladder: no capacity option has quota ("
             + "; ".join(dict.fromkeys(short))
-            + f"). Ask for more: console.cloud.google.com/iam-admin/quotas?project={gce.project}"
+            + f"). Request more: console.cloud.google.com/iam-admin/quotas?project={gce.project}"
         )
     return [f"no quota: {shortage}" for shortage in dict.fromkeys(short)]
 
@@ -241,8 +241,8 @@ def _bucket(gce: GceSection, run: GcsPath) -> list[str]:
     if place.name not in regions:
         raise ConfigError(
             f"run.dir={run}: the bucket is in {place.name}, the VMs would be in "
-            f"{', '.join(sorted(regions))}: each checkpoint would cross regions, slowly and for "
-            "money. Use a bucket in their region (`launch gce init` makes one)."
+            f"{', '.join(sorted(regions))}: each checkpoint would cross regions, slowly and at "
+            "a cost. Use a bucket in their region (`launch gce init` creates one)."
         )
     others = sorted(regions - {place.name})
     return (

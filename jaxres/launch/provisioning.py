@@ -1,7 +1,8 @@
-"""Home of: host_lost. Chooses, creates and replaces a job's VMs until an attempt starts. Pure.
+"""Chooses, creates and replaces a job's VMs until an attempt starts. Pure.
 
-Order of repairs: restart the processes on the same VMs; replace lost VMs in the zone of the others,
-which are kept; release all VMs and try the ladder from the top.
+Home of: host_lost. Order of repairs: restart the processes on the same VMs; replace lost VMs in the
+zone of the others, which are kept; delete all VMs and request new ones by the first available
+capacity option.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jaxres.launch.observed_state import EVENTS, HALTED, HOST_ERROR, CreateFaile
 
 NAMESPACE = uuid.UUID("5a3c9c1e-7a51-4f0b-9d7e-6a617872e573")
 ABSENT_SECONDS = 15.0
-"""Lists lag: a VM is absent only after so long without being listed."""
+"""Lists lag: a VM is absent only if no list has had it for this long."""
 QUOTA_WAIT_SECONDS = 120.0
 """Longest wait for VMs being deleted to free their quota before others are requested."""
 
@@ -74,7 +75,7 @@ def _choose_zone(desired: DesiredState, observed: ObservedState, gce: GceSection
         if site < NEVER:
             return Transition(desired)
         causes = "; ".join(f"{c.zone}: {c.error}" for c in desired.backoffs)
-        reason = f"no rung of launch.gce.ladder is available, now or later ({causes}). "
+        reason = f"no capacity option in launch.gce.ladder is available, now or later ({causes}). "
         reason += desired.reason
         return Transition(replace(desired, end=JobEnd(ExitCode.CONFIG, reason, observed.now)))
     new = replace(desired, placement=desired.placement + 1, refill_since=None)

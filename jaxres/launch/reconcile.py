@@ -20,7 +20,7 @@ from jaxres.supervisor import restart_policy
 from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartPolicy
 
 LOST_REQUEST_SECONDS = 20.0
-"""A creation that the service does not know so long after the request has never arrived."""
+"""A request of which the service has no operation after this long was lost."""
 
 
 def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
@@ -221,8 +221,11 @@ def _attempt_outcome(
             f"{reason}; it exited with 0 but the newest step is {observed.log.step}",
         )
     if code == ExitCode.FENCED and desired.deleting:
-        # A VM that is being deleted may still have held the run lock.
-        code, reason = ExitCode.PEER_LOST, f"{reason} (a lost VM has continued for a while)"
+        # A VM that is being deleted may still hold the run lock.
+        code, reason = (
+            ExitCode.PEER_LOST,
+            f"{reason} (a VM that was judged lost still held the run lock)",
+        )
     is_one_of_many = len(desired.hosts) > 1 and [*codes.values()].count(codes[name]) == 1
     culprit = name if is_one_of_many else None
     return _outcome(desired, code, reason, observed, culprit=culprit)
@@ -308,7 +311,7 @@ def _restart(
 
 
 def _to_replace(history: Sequence[AttemptOutcome[str]]) -> str | None:
-    """Returns the VM whose host reported itself unhealthy, or that two faults in a row name."""
+    """Returns the VM whose host is unhealthy, or that two consecutive failures name."""
     last = history[-1]
     if last.culprit is None:
         return None

@@ -86,7 +86,7 @@ class StatusPublisher:
         """Writes reports until `close` is called."""
         while True:
             report = self._report
-            with contextlib.suppress(RunError):  # The leader detects missing reports.
+            with contextlib.suppress(RunError):  # The controller detects missing reports.
                 gcs_objects.write(self._path, b"", over=None, metadata=report.metadata())
             with self._changed:
                 if self._report == report:
@@ -246,7 +246,7 @@ class Agent:
             self._publish("ended", local.attempt, exit=exit, reason=exit_line(local.output))
 
     def _end(self, local: LocalAttempt, reason: str) -> None:
-        """Ends a training process at once; the leader has given up its uncommitted steps."""
+        """Ends a training process at once; the controller has given up its uncommitted steps."""
         for _ in range(2):  # The second SIGTERM ends the process at once.
             with contextlib.suppress(ProcessLookupError):
                 local.process.send_signal(signal.SIGTERM)

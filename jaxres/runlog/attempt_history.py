@@ -1,8 +1,8 @@
 """History of a run's attempts: times, cause of the end, steps gained, seconds by phase.
 
 Steps and causes come from the run log, times and phases from the events. Phases are computed from
-the monotonic clock of the coordinator host, so a jump of the wall clock does not change them. The
-last phase ends at the last event, since a killed attempt writes no end.
+the monotonic clock of host 0, so a jump of the wall clock does not change them. The last phase ends
+at the last event, since a killed attempt writes no end.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class AttemptSummary:
     steps_kept: int
     """Steps gained that a commit of this attempt contains."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase on the coordinator host."""
+    """Seconds by phase on host 0."""
     forked: bool | None = None
-    """Whether the coordinator host's worker came from the fork server; None: unknown."""
+    """Whether host 0's worker came from the fork server; None: unknown."""
 
 
 def fold(
@@ -73,7 +73,7 @@ def fold(
 
     Args:
       records: the run log.
-      events: events of the coordinator host, by attempt.
+      events: events of host 0, by attempt.
       finished: newest finished step by attempt, from the metrics.
       is_alive: whether the owner of the newest attempt is alive.
     """

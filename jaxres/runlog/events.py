@@ -140,7 +140,7 @@ class SaveCommitted:
 
 @dataclass(frozen=True)
 class PartCommitted:
-    """A follower has written its part of a step, which the coordinator host has committed."""
+    """A follower has written its part of a step, which host 0 has committed."""
 
     step: int
     seconds: float

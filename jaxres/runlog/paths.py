@@ -107,11 +107,11 @@ class RunDir:
         return self.local / "attempts" / f"{attempt:04d}"
 
     def metrics(self, attempt: int) -> RunPath:
-        """Metrics lines, one per step, written by the coordinator host."""
+        """Metrics lines, one per step, written by host 0."""
         return self.attempt(attempt) / "metrics.jsonl"
 
     def sharding(self, attempt: int) -> RunPath:
-        """The sharding report, written by the coordinator host."""
+        """The sharding report, written by host 0."""
         return self.attempt(attempt) / "sharding.txt"
 
     def diagnostics(self, attempt: int) -> RunPath:

@@ -98,7 +98,7 @@ class Prune:
 
 @dataclass(frozen=True, kw_only=True)
 class Quarantine:
-    """A committed step is proved damaged: it is excluded for good, and its files are kept."""
+    """A committed step is proved damaged: it is excluded permanently, and its files are kept."""
 
     step: int
     path: str
@@ -173,8 +173,8 @@ class Record:
         except ValueError as error:
             raise Unrestorable(
                 f"{path}: this record of the run's log is damaged ({error}). The log decides which "
-                "checkpoints count, so nothing is restored, and the run does not start again from "
-                "step 0. Restore the file from a copy. Nothing was changed."
+                "steps are committed, so nothing is restored, and the run does not start again "
+                "from step 0. Restore the file from a copy. Nothing was changed."
             ) from error
         try:
             del fields[codec.FORMAT]

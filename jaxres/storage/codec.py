@@ -1,8 +1,8 @@
 """Converts dataclasses to JSON objects and back.
 
-The field names of a dataclass are the keys of its object. Where one of several classes may be
-written, the object also has a tag, which a `TaggedCodec` lists explicitly: the name of a class is
-never part of a format, so a class can be renamed without a new format number.
+The field names of a dataclass are the keys of its object. If an object may be of one of several
+classes, it also has a tag, which a `TaggedCodec` assigns to each class. Class names are not part of
+any format, so that renaming a class needs no new format number.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_or
 T = TypeVar("T")
 FORMAT = "format"
 FIRST_RELEASE = "0.1.0"
-"""The first version of jaxres whose formats this one reads."""
+"""The first version of jaxres whose formats can be read."""
 _SCALARS: Mapping[Any, tuple[type, ...]] = {
     bool: (bool,),
     int: (int,),
     float: (int, float),
     str: (str,),
 }
-"""Types that a value of a field may have; bool is not accepted as int."""
+"""Type of a field -> types that its value may have; bool is not accepted as int."""
 
 
 class OtherFormat(ValueError):
@@ -31,7 +31,7 @@ class OtherFormat(ValueError):
 
 
 def require_format(fields: Mapping[str, Any], *, number: int) -> None:
-    """Checks the format number of a parsed object; data without one is older than all numbers.
+    """Checks the format number of a parsed object; an object without one has format 1.
 
     Raises:
       OtherFormat: the number differs; the message names the version that wrote the data.
@@ -52,7 +52,7 @@ class TaggedCodec(Generic[T]):
     """Encodes and decodes the classes of a union, each under its own tag."""
 
     def __init__(self, key: str, kinds: Mapping[str, type[T]]) -> None:
-        """Takes the key under which the tag is written, and the class of every tag."""
+        """Takes the name of the field that holds the tag, and the class of every tag."""
         self.key = key
         self.kinds = kinds
         self._tags = {kind: tag for tag, kind in kinds.items()}
@@ -66,7 +66,7 @@ class TaggedCodec(Generic[T]):
         return {self.key: self.tag(type(value))} | encode(value, omit_defaults=omit_defaults)
 
     def decode(self, fields: Mapping[str, Any], *, ignore_unknown: bool = False) -> T:
-        """Returns the value that `encode` was given.
+        """Returns the value of an encoded object: the inverse of `encode`.
 
         Args:
           fields: parsed JSON.
@@ -98,7 +98,7 @@ def encode(value: Any, *, omit_defaults: bool = False) -> dict[str, Any]:
 
 
 def decode(kind: type[T], fields: Any, *, ignore_unknown: bool = False) -> T:
-    """Returns the dataclass instance that `encode` was given; lists become tuples.
+    """Returns the dataclass instance of an encoded object; lists become tuples.
 
     Args:
       kind: a dataclass.
@@ -129,7 +129,7 @@ def decode(kind: type[T], fields: Any, *, ignore_unknown: bool = False) -> T:
 
 @functools.cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
-    """Returns the types of the fields; of `Pair[int]` with its parameters filled in."""
+    """Returns field name -> type; for `Pair[int]` with the type variables replaced."""
     origin = get_origin(kind) or kind
     filled: dict[Any, Any] = dict(
         zip(getattr(origin, "__parameters__", ()), get_args(kind), strict=True)
@@ -152,7 +152,7 @@ def _required(kind: type[Any]) -> frozenset[str]:
 
 
 def _value(hint: Any, value: Any, *, name: str, ignore_unknown: bool) -> Any:
-    """Returns a parsed JSON value as the type that a field declares."""
+    """Converts a parsed JSON value to the declared type of a field."""
 
     def item(item_hint: Any, element: Any) -> Any:
         return _value(item_hint, element, name=name, ignore_unknown=ignore_unknown)

@@ -323,9 +323,9 @@ def consume_stop_file(run_dir: RunDir, claim: Claim) -> AttemptResult | None:
 def _refuse_other_threads(claim: Claim, threads: int) -> None:
     if claim.threads != threads:
         raise ConfigError(
-            f"--inline: this run computes with {claim.threads} CPU threads, this process would "
-            f"with {threads}, which changes bits. Leave --inline out: the supervisor sets "
-            "the number."
+            f"--inline: this run computes with {claim.threads} CPU threads, this process "
+            f"would with {threads}: results would differ in their last bits. Omit --inline: the "
+            "supervisor sets the number of threads."
         )
 
 

@@ -25,12 +25,13 @@ from jaxres.supervisor.worker_process import KILL_GRACE_SECONDS, ForkedProcess, 
 
 FORK_SECONDS = 2.0
 """Longest wait for a forked worker's message; after that the fork server is killed."""
-WORKER = "jaxres.train.worker"
+WORKER, FORK_SERVER = "jaxres.train.worker", "jaxres.train.forkserver"
+"""Modules that these processes run."""
 MESSAGE_BYTES = 256
 
 
 class CannotFork(Exception):
-    """The fork server can not fork this worker."""
+    """The fork server can't fork this worker; the message has the reason."""
 
 
 class ForkServer:
@@ -72,7 +73,7 @@ class ForkServer:
             return
         self.stop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "jaxres.train.forkserver", str(self._run_dir.root)]
+        command = [sys.executable, "-m", FORK_SERVER, str(self._run_dir.root)]
         command += ["--parent", str(os.getpid()), "--control", str(theirs.fileno())]
         with theirs:
             self._process = spawn_in_group(command, keep=theirs.fileno(), env=env)

@@ -1,7 +1,7 @@
-"""Parses preemption notices of a GCE VM, and decides what to do in the time that is left. Pure.
+"""Parses preemption notices of a GCE VM, and decides what to do in the remaining time. Pure.
 
-Unrecognised metadata values are ignored. `preempted` TRUE stays in force for ever; a maintenance
-stays in force until the metadata server reports none.
+Unrecognised metadata values are ignored. `preempted` TRUE stays in force until the VM
+stops, a maintenance until the metadata server reports none.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def parse(value: MetadataValue, section: PreemptionSection) -> PreemptionNotice 
             value.received_at,
             None if seconds is None else value.received_at + seconds,
         )
-        migrates = NoEvent("this VM moves to another host; a pause, and no stop")
+        migrates = NoEvent("this VM is migrated to another host: a pause, not a stop")
         return {
             "NONE": NoEvent(),
             "TERMINATE_ON_HOST_MAINTENANCE": notice,
@@ -118,7 +118,7 @@ def _upcoming(value: MetadataValue) -> PreemptionNotice | NoEvent | None:
         return None
     if value.policy.upper() == "MIGRATE":
         return NoEvent(
-            "this VM's host is to be maintained, and the VM moves to another one: no stop"
+            "this VM's host will be maintained; the VM is migrated to another host: no stop"
         )
     kind = f"{str(fields.get('type', '')).lower()} maintenance of this VM's host".strip()
     left = start - value.wall
@@ -127,7 +127,7 @@ def _upcoming(value: MetadataValue) -> PreemptionNotice | NoEvent | None:
         return PreemptionNotice(UPCOMING, description, value.received_at, value.received_at + left)
     if status == "PENDING":
         return NoEvent(
-            f"{kind} may begin since {fields['window_start_time']}; waiting for its event"
+            f"{kind} is possible since {fields['window_start_time']}; waiting for its event"
         )
     return PreemptionNotice(UPCOMING, f"{kind} has begun", value.received_at, None)
 
@@ -214,7 +214,7 @@ def decide(
     """
     left = notice.seconds_left(now)
     if left is None:
-        return Decision("save", "the time that is left is unknown")
+        return Decision("save", "the remaining time is unknown")
     usable, rest, write = left - margin_seconds, 0.0, timings.write_seconds
     if (writing := timings.writing_seconds) is not None:
         rest, write = max(0.0, (write or 0.0) - writing), max(write or 0.0, writing)

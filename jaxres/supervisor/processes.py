@@ -131,7 +131,7 @@ def kill_leftovers(
       keep: pids of children that belong to no attempt, which are not killed.
 
     Raises:
-      StorageUnavailable: some can not be killed, because they hang in the kernel.
+      StorageUnavailable: some can't be killed, because they hang in the kernel.
     """
     tags = {f"{TAG_VARIABLE}={_tag(folder, claim)}".encode() for claim in claims}
     killed: set[int] = set()

@@ -257,8 +257,10 @@ def _refresh_history(run: LoopState, records: Sequence[Record]) -> None:
     if run_history.attempt > run.run_history.attempt and not _is_ours(run_history.claims[-1]):
         raise Fenced(_fenced_reason(run, run_history.claims[-1]))
     if len(records) < run.last_seq:
-        gone = f"{run.run_dir.log}: {run.last_seq} records were here, now {len(records)} are"
-        raise StorageUnavailable(f"{gone}. Restore the folder; nothing was changed.")
+        raise StorageUnavailable(
+            f"{run.run_dir.log}: {run.last_seq} records existed, {len(records)} are left. Restore "
+            "the folder; nothing was changed."
+        )
     run.run_history, run.last_seq = run_history, len(records)
 
 

@@ -1,13 +1,14 @@
-"""Home of: crash. Home of: crash_loop. Restart policy: decides what follows an attempt's end. Pure.
+"""Restart policy: decides what follows an attempt's end. Pure.
 
-Only a new committed step is progress: it alone resets budgets and backoff. Every cause has a finite
-budget of its own, so every series of ends without progress is finite. The policy reads no clock and
-draws no random number: the time and the seed of the jitter are arguments.
+Home of: crash. Home of: crash_loop. Only a new committed step is progress: it alone resets budgets
+and backoff. Every cause has a finite budget of its own, so every series of ends without progress is
+finite. The policy reads no clock and draws no random number: the time and the seed of the jitter
+are arguments.
 
-The history spans supervisors: one may be killed at any moment, and a scheduler may restart it for
-ever. So a new supervisor reads the outcomes of earlier ones from the run log, and continues their
-budgets. After a final result (it gave up, or an operator stopped it) budgets start afresh, because
-only an operator starts the run again.
+The history spans supervisors: one may be killed at any moment, and a scheduler may restart it
+forever. So a new supervisor reads the outcomes of earlier ones from the run log, and continues
+their budgets. After a final result (it gave up, or an operator stopped it) budgets are reset,
+because only an operator starts the run again.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def decide(
         return GiveUp(last.code, last.reason)
     if is_over:
         hours = policy.launch.max_hours
-        return GiveUp(ExitCode.NO_PROGRESS, f"launch.max_hours={hours:g} is over; {last.reason}")
+        return GiveUp(ExitCode.NO_PROGRESS, f"launch.max_hours={hours:g} is reached; {last.reason}")
     bound = policy.launch.max_restarts_per_1000_steps
     if bound is not None and (restarts := _recent_restarts(history)) > bound:
         many = f"{restarts} attempts have ended within {PER_STEPS} steps"
@@ -175,7 +176,7 @@ def choose_slots(policy: RestartPolicy, without: frozenset[int]) -> tuple[int, .
 
 
 def deadline(policy: RestartPolicy) -> float:
-    """Returns when launch.max_hours is over, on the supervisor's monotonic clock."""
+    """Returns when launch.max_hours is reached, on the supervisor's monotonic clock."""
     hours = policy.launch.max_hours
     return float("inf") if hours is None else policy.began + 3600 * hours
 
@@ -185,8 +186,8 @@ def _excluded(
 ) -> tuple[frozenset[int], int]:
     """Returns the excluded slots, and the number of attempts before the last exclusion.
 
-    Excluded are a host that reports itself unhealthy, and a host that two faults in a row name with
-    no new commit between them, if the job can run without it.
+    Excluded are a host that reports itself unhealthy, and a host that two consecutive failures name
+    with no new commit between them, if the job can run without it.
     """
     without: frozenset[int] = frozenset()
     since = 0
@@ -239,14 +240,14 @@ def _within_budgets(
         if exit_row(outcome.code).restart is RestartRule.FAILURE_BUDGET_ONCE
     ]
     if len(once) > 1:
-        return GiveUp(once[-1].code, f"a second time without a new commit: {last.reason}")
+        return GiveUp(once[-1].code, f"a second such failure without a new commit: {last.reason}")
     first, longest = limits.backoff_seconds, limits.max_backoff_seconds
     seconds = _backoff(sum(map(_is_failure, streak)), first, longest, policy)
     reason = f"failure {failures} of {limits.max_attempts_without_commit} without a new commit"
     if not failures:
         reason = "the attempt committed a new step, so the full budget is available"
     if is_new:
-        reason = f"without a host that two faults in a row name; {reason}"
+        reason = f"without the host that two consecutive failures name; {reason}"
     if failures < limits.max_attempts_without_commit:
         return Restart(seconds, without, reason)
     return _no_progress(last, failures)

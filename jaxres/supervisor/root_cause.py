@@ -1,9 +1,9 @@
-"""Home of: peer_lost. Finds the root cause of an attempt's end from the exits of its hosts. Pure.
+"""Finds the root cause of an attempt's end from the exits of its hosts. Pure.
 
-The first exit sets the time of the decision. After an exit that all hosts agree on, the others have
-time to exit by themselves; after any other exit they have GRACE_SECONDS. Workers that still run
-then are killed. If one host is the cause, the other exits are consequences, whatever their codes:
-JAX aborts the survivors of a lost peer, so an abort alone names no culprit.
+Home of: peer_lost. The first exit sets the time of the decision. After an exit that all hosts agree
+on, the others have time to exit by themselves; after any other exit they have GRACE_SECONDS.
+Workers that still run then are killed. If one host is the cause, the other exits are consequences,
+whatever their codes: JAX aborts the survivors of a lost peer, so an abort alone names no culprit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Watches the run directory in a thread, because the supervisor must never wait for storage.
 
-A mount that hangs may block its reader for ever. So one thread writes the lock holder's heartbeat,
+A mount that hangs may block its reader forever. So one thread writes the lock holder's heartbeat,
 checks for a newer claim and reads the request files. It reports through a queue, and wakes the
 supervisor through a pipe. While the thread hangs, deadlines and signals still work.
 """

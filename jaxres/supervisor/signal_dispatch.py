@@ -1,4 +1,4 @@
-"""How a supervisor reacts to signals, preemption notices and request files."""
+"""Handles signals, preemption notices and request files in a supervisor."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _fenced(running: RunningAttempt, claim: Claim) -> AttemptResult:
 def _ask_to_save(running: RunningAttempt) -> None:
     """Sends the request to one worker, which shares it with the other hosts."""
     print_message(
-        f"save requested: one extra checkpoint after the present step ({running.progress_text()})"
+        f"save requested: one extra checkpoint after the current step ({running.progress_text()})"
     )
     running.workers[0].signal(signal.SIGUSR2)
 
@@ -176,7 +176,7 @@ def request_stop(
     """
     if running.stop_requested is not None:
         print_message(
-            f"{why}: saving already, then exit {running.stop_requested.value} "
+            f"{why}: a stop is in progress already; exit {running.stop_requested.value} follows "
             f"({running.progress_text()})"
         )
         return None
@@ -194,7 +194,7 @@ def request_stop(
         )
     elif has_time:
         print_message(
-            f"{why}: saving after the present step, then exit {exit.value} "
+            f"{why}: saving after the current step, then exit {exit.value} "
             f"({running.progress_text()})"
         )
     else:

@@ -283,7 +283,9 @@ def _tick(running: RunningAttempt, watch: RunDirWatcher | None) -> AttemptResult
         )
         print_message(f"{running.run_dir.root}: storage {state} ({running.progress_text()})")
     if now >= running.deadline and running.stop_requested is None:
-        return signal_dispatch.request_stop(running, ExitCode.STOPPED, "launch.max_hours is over")
+        return signal_dispatch.request_stop(
+            running, ExitCode.STOPPED, "launch.max_hours is reached"
+        )
     late = [host for host in running.hosts if host.end is None and _is_overdue(running, host, now)]
     for worker in running.running_workers:
         if worker in late and worker.exit_message is not None:

@@ -1,7 +1,8 @@
-"""Home of: hang. Deadlines per phase, reset by finished steps and phase changes only. Pure.
+"""Watchdog: a deadline per phase, reset by finished steps and phase changes only. Pure.
 
-A heartbeat from a background thread proves no progress, so no timer resets a deadline. When the
-supervisor itself is suspended (laptop sleep, live migration, SIGSTOP), every deadline is extended.
+Home of: hang. A heartbeat from a background thread proves no progress, so no timer resets a
+deadline. When the supervisor itself is suspended (laptop sleep, live migration, SIGSTOP), every
+deadline is extended.
 
 `SaveTimes` measures a worker's saves: how long a save takes, and how long one has been in flight.
 """

@@ -27,7 +27,12 @@ from jaxres.cluster.detect import Address
 from jaxres.cluster.host_group import HostRank
 from jaxres.cluster.messages import AttemptAnnounced, Goodbye, Hello, fields_of
 from jaxres.cluster.peer_connections import PeerLinks
-from jaxres.cluster.rendezvous import VISIBLE_SECONDS, RendezvousFollower, RendezvousLeader
+from jaxres.cluster.rendezvous import (
+    VISIBLE_SECONDS,
+    RendezvousFollower,
+    RendezvousLeader,
+    RendezvousSettings,
+)
 from jaxres.config import RunConfig
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
@@ -96,11 +101,8 @@ def as_leader(
       ConfigError: the address is not available, or hosts differ in what must be equal.
       PeerLost: some hosts did not connect in time.
     """
-    clock = SystemClock()
-    hello = _hello(config, run_dir, member)
-    held = load_secret(run_dir.secret, given=secret, clock=clock)
-    rendezvous = RendezvousLeader(hello, address, secret=held, **_limits(config), clock=clock)
-    with reserve_port() as kept, rendezvous as leader:
+    settings = _settings(config, run_dir, member, address, secret=secret, clock=SystemClock())
+    with reserve_port() as kept, RendezvousLeader(settings) as leader:
         leader.wait_for_all()
         workers_at = str(Address(address.host, kept.getsockname()[1]))
 
@@ -134,20 +136,31 @@ def as_follower(
     Raises:
       RunError: the error that the leader sent, or PeerLost if the leader does not answer.
     """
-    hello = _hello(config, run_dir, member)
-    held = load_secret(run_dir.secret, given=secret, clock=clock)
-    with RendezvousFollower(
-        hello, address, secret=held, **_limits(config), clock=clock
-    ) as follower:
+    settings = _settings(config, run_dir, member, address, secret=secret, clock=clock)
+    with RendezvousFollower(settings) as follower:
         announcement = follower.join()
         can_read = functools.partial(_can_read_claim, run_dir)
         peers = follower.confirm(announcement, can_read, visible_seconds=_visible_seconds(config))
         yield announcement.attempt, peers
 
 
-def _limits(config: RunConfig) -> dict[str, float]:
-    hosts = config.hosts
-    return {"join_seconds": hosts.join_seconds, "heartbeat_seconds": hosts.heartbeat_seconds}
+def _settings(
+    config: RunConfig,
+    run_dir: RunDir,
+    member: HostRank,
+    address: Address,
+    *,
+    secret: str,
+    clock: Clock,
+) -> RendezvousSettings:
+    return RendezvousSettings(
+        hello=_hello(config, run_dir, member),
+        address=address,
+        secret=load_secret(run_dir.secret, given=secret, clock=clock),
+        join_seconds=config.hosts.join_seconds,
+        heartbeat_seconds=config.hosts.heartbeat_seconds,
+        clock=clock,
+    )
 
 
 def _visible_seconds(config: RunConfig) -> float:

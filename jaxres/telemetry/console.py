@@ -148,7 +148,7 @@ class Console:
                 case events.StepQuarantined(step, path, evidence):
                     self.print(
                         f"ALARM: step {step} is damaged and is excluded ({path}): {evidence}. "
-                        "Its files are kept for inspection; an older intact step is restored."
+                        "Its files are kept for inspection; an older valid step is restored."
                     )
                 case events.SaveCommitted(step=step):
                     self._committed = step
@@ -251,7 +251,7 @@ def _skipped(event: events.UpdateSkipped) -> str:
         f"row {row} (sample {sample}, host {host})" for row, sample, host, _ in event.rows[:3]
     )
     more = f" and {event.num_rows - 3} more rows" if event.num_rows > 3 else ""
-    why = f"the norm is {event.spike_score:.1f} deviations above the usual"
+    why = f"the gradient norm is {event.spike_score:.1f} deviations above the usual"
     if rows or event.params:
         where = f"loss of {rows}{more}" if rows else f"gradient of {', '.join(event.params[:3])}"
         why = f"{where} not finite"

@@ -110,9 +110,7 @@ class TensorBoard:
             self._points.put(point, block=self._num_lost == 0, timeout=LAG_SECONDS)
         except queue.Full:
             if self._num_lost == 0:
-                self._note(
-                    f"writing lags; points are left out from step {step} on, until it catches up"
-                )
+                self._note(f"writing is too slow; points from step {step} on are omitted for now")
             self._num_lost += 1
 
     def _run(self) -> None:
@@ -122,7 +120,7 @@ class TensorBoard:
         except (OSError, ValueError, TypeError, ImportError) as error:
             self._failed = True
             if not self._abandoned:
-                self._note(f"nothing more is written ({error}); the metrics lines are unaffected")
+                self._note(f"no further points are written ({error}); metrics.jsonl is unaffected")
 
     def _write(self) -> None:
         from tensorboardX.event_file_writer import EventsWriter

@@ -77,7 +77,7 @@ def _train(arguments: Sequence[str]) -> int:
     if inline:
         if not member.is_alone:
             raise UsageError(
-                "--inline has no supervisor, so it runs on one host only: leave out either."
+                "--inline has no supervisor, so it runs on one host only: omit one of the two."
             )
         threads = len(os.sched_getaffinity(0))
         return attempt_runner.run_attempt(target, overrides, run=_inline, env=env, threads=threads)

@@ -35,7 +35,7 @@ from jaxres.train.consensus import Consensus
 
 @dataclass(frozen=True)
 class Components:
-    """What determines the compiled functions: config, data set, mesh, model, optimizer, state."""
+    """Inputs of the compiled functions: config, data set, mesh, model, optimizer, state."""
 
     config: RunConfig
     dataset: Dataset
@@ -74,7 +74,7 @@ class DueActions:
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """Decides which actions are due at a step; none that is done already. Pure."""
+    """Decides which actions are due at a step, without those already done. Pure."""
 
     steps: int
     save_every_steps: int | None
@@ -127,7 +127,7 @@ BatchAt = Callable[[int], PlacedBatch | BadRows | None]
 
 @dataclass(frozen=True)
 class DataLoader:
-    """Opens the stream of batches on the devices; knows what one step consumes."""
+    """Opens the stream of batches on the devices; has the size of a batch."""
 
     open: Callable[[RunHistory], BatchAt]
     """Run history (with the rows to leave out) -> batches; closes the stream opened before."""

@@ -70,7 +70,7 @@ class HostFlags:
 
 
 class Consensus(Protocol):
-    """What all hosts have agreed on; the training loop reads it, with the same result on each."""
+    """Interface of the stops and saves that all hosts have agreed on; equal on every host."""
 
     def local_flags(self, *, busy_seconds: float | None, no_batch: bool = False) -> Any:
         """Returns this host's flags as input of the next step; None with a single host.

@@ -214,12 +214,13 @@ def _check_same_weights(
     expected = context.peers.broadcast("init", lambda: digest, seconds=seconds)
     if expected != digest:
         raise ConfigError(
-            f"{where}: this host reads other weights than host 0 ({digest} here, {expected} there)."
+            f"{where}: this host reads other weights than host 0 ({digest} here, {expected} "
+            "on host 0)."
             " Check that both read the same storage."
         )
     if history.init is not None and history.init["params"] != digest:
         raise ConfigError(
-            f"{where}: these are not the weights that this run was started with ({digest} here, "
-            f"{history.init['params']} there). Restore the old ones, or start a new run in another "
-            "run.dir."
+            f"{where}: these are not the weights that this run was started with ({digest} now, "
+            f"{history.init['params']} recorded). Restore the old ones, or start a new run in "
+            "another run.dir."
         )

@@ -263,7 +263,7 @@ def finalize(
     is_wanted = stop is None or stop.saves
     if is_wanted:
         if checkpoints.committed_step < progress.step:
-            run.emit(PhaseChanged("settle", "the last save has failed; trying once more"))
+            run.emit(PhaseChanged("settle", "the last save has failed; trying again"))
         checkpoints.save(to_plain(state), progress)  # No-op at a step that is committed.
         checkpoints.wait()
     committed = checkpoints.committed_step == progress.step

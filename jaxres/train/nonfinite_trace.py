@@ -41,6 +41,8 @@ class NonFinite:
 
 
 class _Found(Exception):
+    """Ends the evaluation at the first non-finite result."""
+
     def __init__(self, finding: NonFinite) -> None:
         self.finding = finding
 

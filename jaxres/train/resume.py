@@ -104,7 +104,7 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
     if history.newest is not None and history.dataset != run.dataset:
         raise ConfigError(
             f"data.source: the rows are not the ones that this run was started with (fingerprint "
-            f"{run.dataset} here, {history.dataset} there). Restore the old data, or start a new "
+            f"{run.dataset} now, {history.dataset} recorded). Restore the old data, or start a new "
             "run in another run.dir."
         )
     shapes, seconds = to_plain(run.shapes), RESTORE_SHARE * run.barrier_seconds

@@ -111,7 +111,7 @@ def next_steps_text(run_dir: RunDir, *, step: int) -> str:
             f"  python -m jaxres status {root}",
             f"  python -m jaxres history {root}",
             f"  python -m jaxres checkpoints digest {root}",
-            "  the same training command with run.seed=1, killed with `kill -9` and started again:",
+            "  the same training command with run.seed=1, killed with `kill -9` and rerun:",
             "  its digest equals that of an unbroken run",
         ]
     )

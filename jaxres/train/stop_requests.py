@@ -101,7 +101,7 @@ class SignalListener:
                     self._on_early_end(self._stop)
                 self._exit_now(self._stop, f"{number.name}: nothing new to save yet; ended")
             self._print(
-                f"{number.name}: saving after the present step, then exit {self._stop.value}"
+                f"{number.name}: saving after the current step, then exit {self._stop.value}"
             )
 
     def _exit_now(self, code: int, text: str) -> None:

@@ -45,6 +45,9 @@ from jaxres.telemetry.observers import Observers
 from jaxres.train.context import AttemptContext
 from jaxres.train.stop_requests import SignalListener
 
+NAME_PREFIX = "jaxres-host"
+"""Beginning of a worker's process name; the host's number follows."""
+
 
 def run_worker(
     config: RunConfig,
@@ -123,7 +126,7 @@ def process_name(host: int) -> str:
     >>> process_name(0), process_name(9999)
     ('jaxres-host000', 'jaxres-host9999')
     """
-    return f"jaxres-host{host:03}"
+    return f"{NAME_PREFIX}{host:03}"
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:

@@ -123,7 +123,7 @@ def test_if_no_step_is_intact_all_are_named_and_a_copy_repairs_the_run(
     before = snapshot(run_dir.root)
     trainer = any_workspace.command(run_dir, [str(run_dir.root)])
     printed = trainer.assert_fails(
-        ExitCode.UNRESTORABLE, "none is intact", "does not start again from step 0"
+        ExitCode.UNRESTORABLE, "none is valid", "does not start again from step 0"
     )
     for commit in commits:
         assert f"{commit.path}: step {commit.step}: " in printed

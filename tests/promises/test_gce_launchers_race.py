@@ -29,7 +29,9 @@ def test_only_one_of_many_launchers_acts(
     cloud.wait(lambda: len(left()) >= number - 1, of="leaving", seconds=200)
     assert left() == [ExitCode.FENCED] * (number - 1), cloud.describe()
     printed = [one.printed() for one in all_of_them if one.process.poll() is not None]
-    assert all("leads this run. Leave it to that launcher" in text for text in printed), printed
+    assert all(
+        "holds the lease of this run. Let that launcher continue" in text for text in printed
+    ), printed
     (leader,) = (one for one in all_of_them if one.process.poll() is None)
     assert leader.wait_exit(300) == 0, cloud.describe()
     assert cloud.gce.calls().calls[CREATED] == 1, "it was asked for twice"
@@ -56,7 +58,7 @@ def test_a_creation_that_completes_after_the_takeover_is_deleted(
     cloud.wait(lambda: "not in the desired state" in second.printed(), of="sweeping")
     first.kill(signal.SIGCONT)
     assert first.wait_exit() == ExitCode.FENCED, cloud.describe()
-    assert "leads this run now" in first.printed()
+    assert "holds the lease of this run now" in first.printed()
     assert second.wait_exit() == 0, cloud.describe()
     made = [name for kind, name in cloud.gce.events("insert") if kind == "insert"]
     assert len(made) == 2, f"nothing has landed late: {made}"

@@ -28,10 +28,13 @@ def test_a_stopped_job_saves_and_the_same_command_resumes_it(
     assert "no credentials for Google Cloud" in assert_fails.printed()
     status = cloud.launch(str(cloud.run), verb="status")
     assert status.wait_exit() == 0
-    assert "led by no launcher" in status.printed()
+    assert "lease held by no launcher" in status.printed()
     stop = cloud.launch(str(cloud.run), verb="stop")
     assert stop.wait_exit() == 0, cloud.describe()
-    assert "no launcher leads the run; this one leads it to its end" in stop.printed()
+    assert (
+        "no launcher holds the lease of this run; this one takes it and ends the job"
+        in stop.printed()
+    )
     cloud.assert_nothing_is_left()
     saved = run_history(cloud.run_dir).step
     assert saved > 10, "nothing was saved at the stop"

@@ -54,10 +54,10 @@ def test_stop_in_training_saves_the_last_finished_step(
     trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(13)
     do(trainer)
-    trainer.wait_printed("saving after the present step")
+    trainer.wait_printed("saving after the current step")
     assert trainer.wait_exit() == exit, trainer.printed()
     printed, last = trainer.printed(), trainer.steps()[-1]
-    assert printed.index("saving after the present step") < printed.index("settle: waiting"), (
+    assert printed.index("saving after the current step") < printed.index("settle: waiting"), (
         printed
     )
     assert printed.count(f"(exit {exit.value} {exit.name})") == 1, printed
@@ -213,7 +213,7 @@ def test_second_signal_kills_at_once_and_damages_nothing(
         trainer.wait_commit(run_history(trainer.run_dir).step + 10)
         trainer.kill(signal.SIGSTOP, target="worker")
         trainer.kill(number, target="supervisor")
-        trainer.wait_printed("saving after the present step")
+        trainer.wait_printed("saving after the current step")
         trainer.kill(number, target="supervisor")
         assert trainer.wait_exit(seconds=10) == 128 + number, trainer.printed()
         assert "again: workers killed" in trainer.printed()
@@ -227,9 +227,9 @@ def test_stop_file_and_one_sigterm_do_not_count_as_a_second_signal(workspace: Wo
     trainer.wait_step(3)
     trainer.kill(signal.SIGSTOP, target="worker")
     trainer.run_dir.request("stop").touch()
-    trainer.wait_printed("saving after the present step")
+    trainer.wait_printed("saving after the current step")
     trainer.kill(signal.SIGTERM, target="supervisor")
-    trainer.wait_printed("saving already")
+    trainer.wait_printed("a stop is in progress already")
     trainer.kill(signal.SIGCONT, target="worker")
     assert trainer.wait_exit() == ExitCode.STOPPED, trainer.printed()
     assert run_history(trainer.run_dir).step == trainer.steps()[-1]

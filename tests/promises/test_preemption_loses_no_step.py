@@ -222,7 +222,7 @@ def test_invalid_notices_end_and_delay_nothing(
 ) -> None:
     is_no_notice(metadata)
     trainer = workspace.start("run", config=FAULTY, env=PACED | metadata.env)
-    trainer.wait_printed("notice: this VM moves to another host")
+    trainer.wait_printed("notice: this VM is migrated to another host")
     for kind, key, value in (("503", EVENT, "NONE"), ("hang", PREEMPTED, "FALSE")):
         metadata.fail(kind, key=key, times=1000)
         metadata.set(key, value)  # Completes the pending poll; the next one fails.

@@ -15,6 +15,8 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
+from jaxres.supervisor.forkserver_client import FORK_SERVER
+from jaxres.train.worker import NAME_PREFIX
 from tests.promises.leftovers import assert_nothing_left, members
 from tests.promises.test_diverged_is_never_committed import FOLDER
 from tests.promises.test_elastic_hosts_keep_samples import BOUND
@@ -61,25 +63,17 @@ def wait_attempt(trainer: Trainer, attempt: int) -> None:
 
 
 def fork_servers(trainer: Trainer) -> set[int]:
-    """Returns the pid of the process that workers are forked from, if there is one.
-
-    It takes its name only after its imports; its forks have its command line and their own names.
-    """
-    starting = {pid for pid in members(trainer.run_dir) if is_starting_fork_server(pid)}
-    return starting | {pid for pid in members(trainer.run_dir) if name_of(pid) == "jaxres-fork"}
+    """Returns the pid of the process that workers are forked from, if there is one."""
+    return {pid for pid in members(trainer.run_dir) if is_fork_server(pid)}
 
 
-def is_starting_fork_server(pid: int) -> bool:
+def is_fork_server(pid: int) -> bool:
+    """Returns whether a process is a fork server; its forks have its command line."""
     with contextlib.suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return b"jaxres.train.forkserver" in command and not name_of(pid).startswith("jaxres-host")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        is_worker = Path(f"/proc/{pid}/comm").read_text().startswith(NAME_PREFIX)
+        return FORK_SERVER.encode() in command and not is_worker
     return False
-
-
-def name_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
 
 
 def wait_fork_server(trainer: Trainer, *, prepared: int) -> None:
@@ -372,7 +366,7 @@ def test_a_second_signal_kills_at_once_and_nothing_is_restarted(workspace: Works
     trainer = start(workspace, PACE="0.05")
     trainer.wait_step(1)
     trainer.kill(signal.SIGTERM, target="supervisor")
-    trainer.wait_printed("saving after the present step")
+    trainer.wait_printed("saving after the current step")
     trainer.kill(signal.SIGTERM, target="supervisor")
     assert trainer.wait_exit(seconds=20) == 128 + signal.SIGTERM, trainer.printed()
     assert attempts(trainer) == 1
@@ -478,5 +472,5 @@ def test_an_unavailable_log_is_waited_for_and_never_recreated(
 def test_the_time_limit_saves_and_ends_the_run(workspace: Workspace) -> None:
     trainer = start(workspace, "launch.max_hours=0.003", PACE="0.02")
     printed = trainer.assert_gave_up(ExitCode.NO_PROGRESS)
-    assert "launch.max_hours=0.003 is over" in printed
+    assert "launch.max_hours=0.003 is reached" in printed
     assert attempts(trainer) == 1

@@ -26,6 +26,8 @@ from jaxres.runlog.run_log import AttemptEnded, RunHistory
 from jaxres.storage import files
 from jaxres.storage import path as paths
 from jaxres.storage.path import GcsPath
+from jaxres.supervisor.forkserver_client import WORKER
+from jaxres.train.worker import NAME_PREFIX
 from tests.promises import forks
 from tests.promises.fork_server import may_fork
 
@@ -105,9 +107,9 @@ class Trainer:
             for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
                 arguments = Path(f"/proc/{child}/cmdline").read_text().split("\0")
                 name = Path(f"/proc/{child}/comm").read_text().strip()
-                if arguments != [""] and name.startswith("jaxres-host"):  # Includes forked workers.
-                    found[int(name.removeprefix("jaxres-host"))] = int(child)
-                elif "jaxres.train.worker" in arguments:  # It is still importing.
+                if arguments != [""] and name.startswith(NAME_PREFIX):  # Includes forked workers.
+                    found[int(name.removeprefix(NAME_PREFIX))] = int(child)
+                elif WORKER in arguments:  # It is still importing.
                     host = (
                         arguments[arguments.index("--host") + 1] if "--host" in arguments else "0"
                     )

@@ -27,6 +27,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events, read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import RunPath
+from jaxres.train.worker import NAME_PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 RATIOS = (("new", "floor"), ("kept", "floor"), ("forked", "new"), ("forked", "kept"))
@@ -58,7 +59,7 @@ def event(path: RunPath, kind: str) -> dict[str, Any] | None:
 def worker_of(supervisor: int) -> int:
     """Returns the pid of the one worker."""
     for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
-        if Path(f"/proc/{child}/comm").read_text().startswith("jaxres-host"):
+        if Path(f"/proc/{child}/comm").read_text().startswith(NAME_PREFIX):
             return int(child)
     raise AssertionError("no worker")
 

@@ -81,7 +81,7 @@ def test_an_absent_manifest_or_directory_is_named(step_dir):
 def test_the_manifest_of_another_save_is_damage(step_dir):
     other = dataclasses.replace(MANIFEST, attempt=2).encode()
     (step_dir / "MANIFEST.json").write_bytes(other)
-    assert refused(step_dir) == "MANIFEST.json is not the one that was committed"
+    assert refused(step_dir) == "MANIFEST.json is not the committed one"
 
 
 FIELDS = json.loads(MANIFEST.encode())

@@ -116,7 +116,10 @@ def lost(message):
             lambda word: (word, readback.HostReport({}, "no space left").encode()),
             "host 1: no space",
         ),
-        (lost, "not every host has reported within 60 s (checkpoint.timeout_seconds)"),
+        (
+            lost,
+            "not every host has reported its part as written within 60 s",
+        ),
     ],
     ids=["one host's failure", "one host's silence"],
 )

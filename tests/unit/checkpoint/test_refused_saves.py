@@ -1,4 +1,4 @@
-"""Saves on failing storage: real Orbax on a real small disk, and single calls that fail."""
+"""Saves on storage that fails: Orbax on a small disk, and file operations that raise."""
 
 import contextlib
 import errno
@@ -25,7 +25,7 @@ MIB = 2**20
 
 @pytest.fixture
 def disk(tmp_path):
-    """A disk of 16 MiB in a mount namespace; `fill(but_bytes=...)` returns the file to unlink."""
+    """Mounts a disk of 16 MiB in a mount namespace; yields the namespace and the folder."""
     namespace = Namespace.open()
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -81,7 +81,7 @@ def test_a_disk_without_room_is_not_written_to_and_saving_recovers(disk, attempt
 def test_a_save_onto_a_full_disk_leaves_no_files_and_the_next_one_succeeds(
     disk, attempt_on_disk, room, monkeypatch
 ):
-    """Like a quota, which the free space does not show; each case runs full at another write."""
+    """The free space is reported as large, as with a quota; each case fails at another write."""
     namespace, folder = disk
     monkeypatch.setattr(files, "free_bytes", lambda folder: 10**12)
     with attempt_on_disk.checkpoints() as checkpoints:
@@ -92,8 +92,8 @@ def test_a_save_onto_a_full_disk_leaves_no_files_and_the_next_one_succeeds(
         is_committed = len(failed(attempt_on_disk)) == 0
         assert commits(attempt_on_disk) == ([8, 16] if is_committed else [8])
         if not is_committed:
-            # TensorStore's other writes end after the one that has failed. One may create an empty
-            # lock file after the sweep; the sweep of the next save deletes it.
+            # After one write has failed, TensorStore's other writes continue. One may create an
+            # empty lock file after the clean-up; the clean-up of the next save deletes it.
             left = {
                 name: size
                 for name, size in files.sizes(attempt_on_disk.run_dir.root).items()
@@ -156,7 +156,7 @@ def test_a_record_that_could_not_be_written_is_a_failed_save(attempt, monkeypatc
 
 
 def test_a_record_that_exists_despite_a_storage_error_commits_its_step(attempt, monkeypatch):
-    """The record's file exists and only the folder's fsync has failed: keep the step."""
+    """The record's file exists, only the fsync of its folder has failed: the step is committed."""
     real, sync_dir = files.create, files.sync_dir
 
     def create_then_fail(path, data):
@@ -177,7 +177,7 @@ def test_a_record_that_exists_despite_a_storage_error_commits_its_step(attempt, 
             try_save(checkpoints, 16)
             assert checkpoints.committed_step == 8, "not called committed before it is durable"
             assert "00000016-0001" in step_dirs(attempt)
-        try_save(checkpoints, 16)  # The retry finds it.
+        try_save(checkpoints, 16)  # The retry finds the record.
         assert checkpoints.committed_step == 16
         try_save(checkpoints, 24)
     assert commits(attempt) == [16, 24]
@@ -228,7 +228,7 @@ def test_a_deletion_that_fails_fails_no_save_and_is_tried_again(attempt, monkeyp
 
 
 class _Busy:
-    """The module storage.files with another `delete_tree`."""
+    """The module storage.files, with another `delete_tree`."""
 
     def __init__(self, busy):
         self.delete_tree = busy
@@ -250,7 +250,7 @@ def test_files_that_a_failed_save_could_not_delete_do_not_block_the_retry(attemp
 
 @pytest.mark.parametrize("left", [0, 2])
 def test_no_step_is_deleted_because_storage_hides_its_record(attempt, monkeypatch, left):
-    """A log that is briefly unmounted reads as empty; after a remount it may read as outdated."""
+    """An unmounted log reads as empty; just after a remount it may lack the newest records."""
     with attempt.checkpoints(keep_last=3) as checkpoints:
         try_save(checkpoints, 8)
         try_save(checkpoints, 16)
@@ -270,7 +270,7 @@ def test_no_step_is_deleted_because_storage_hides_its_record(attempt, monkeypatc
 def test_a_step_with_an_unconfirmed_record_is_kept_while_the_log_is_unavailable(
     attempt, monkeypatch
 ):
-    """The record may exist: its step must not be deleted before that is known."""
+    """The commit record may exist, so the step is kept until the log can be read."""
     real, log = files.create, attempt.run_dir.log
 
     def create_and_vanish(path, data):
@@ -327,7 +327,7 @@ def test_no_second_snapshot_is_taken_while_orbax_is_still_writing(attempt, monke
 
 
 def test_a_save_that_orbax_itself_has_timed_out_has_ended():
-    """Orbax's own limits raise TimeoutError, as does a future whose result is not available."""
+    """Orbax's own timeouts raise TimeoutError, as does a future without a result yet."""
 
     class Response:
         def result(self, timeout=None):
@@ -340,7 +340,7 @@ def test_a_save_that_orbax_itself_has_timed_out_has_ended():
 
 
 def test_the_failure_of_another_host_is_reported_and_cleared_by_a_commit(attempt, monkeypatch):
-    """The lead's own error only reports that a host is missing."""
+    """The lead's own error reports only that a host is missing, not why."""
     messages = []
 
     class Two(SingleHost):

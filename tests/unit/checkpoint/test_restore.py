@@ -203,7 +203,7 @@ def test_if_no_step_is_intact_all_are_listed_and_left_unchanged(saved):
     with pytest.raises(Unrestorable) as caught:
         restore(saved)
     text = str(caught.value)
-    assert "none is intact" in text
+    assert "none is valid" in text
     assert "does not start again from step 0" in text
     for step in (8, 16, 24):
         assert f"{saved.step_dir(step).name}: step {step}: " in text
@@ -285,7 +285,7 @@ def test_one_wrong_read_is_no_proof_of_damage(saved, monkeypatch):
     assert_equal(found.state, state(24))
     (noted,) = [event for event in saved.events if isinstance(event, Noted)]
     assert "params/w has other digests than were committed" in noted.message
-    assert "every byte on storage is as committed" in noted.message
+    assert "all bytes as committed" in noted.message
 
 
 def test_a_host_that_always_reads_wrong_data_raises_a_storage_error(saved, monkeypatch):
@@ -297,7 +297,7 @@ def test_a_host_that_always_reads_wrong_data_raises_a_storage_error(saved, monke
         return tree
 
     monkeypatch.setattr(restoring, "load", load)
-    with pytest.raises(StorageUnavailable, match="every byte on storage is as committed"):
+    with pytest.raises(StorageUnavailable, match="all bytes as committed"):
         restore(saved)
     assert commits(saved) == [8, 16, 24]
 
@@ -305,7 +305,7 @@ def test_a_host_that_always_reads_wrong_data_raises_a_storage_error(saved, monke
 def test_a_step_of_another_model_is_not_damaged(saved):
     wanted = like(state(8))
     del wanted["params"]["b"]
-    with pytest.raises(ConfigError, match="other arrays than this model"):
+    with pytest.raises(ConfigError, match="not those of this model"):
         restore(saved, wanted=wanted)
     assert commits(saved) == [8, 16, 24]
 

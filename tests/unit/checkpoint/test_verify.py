@@ -135,7 +135,7 @@ def test_verify_names_step_file_and_array_and_exits_with_1(run_dir):
     (array,) = [path for path in hosts.SHAPES if f"damaged: {path} has digest" in lines[1]]
     assert "in block [" in lines[1]
     assert array
-    assert lines[2].startswith("step 16: intact: ")
+    assert lines[2].startswith("step 16: valid: ")
     assert run_command("verify", run_dir.root, "--step", 16)[0] == 0
     assert run_command("verify", run_dir.root, "--step", 8)[0] == 1
     assert commit.step == 8
@@ -160,7 +160,7 @@ def test_verify_needs_no_jax(run_dir):
     )
     command = [sys.executable, "-c", code, "checkpoints", "verify", run_dir.root]
     completed = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert completed.stdout.count(": intact: ") == 2
+    assert completed.stdout.count(": valid: ") == 2
 
 
 def test_storage_that_fails_or_returns_two_results_is_not_damage(run_dir, monkeypatch):
@@ -173,7 +173,7 @@ def test_storage_that_fails_or_returns_two_results_is_not_damage(run_dir, monkey
         return manifests.info_of(b"wrong") if is_first else real(path)
 
     monkeypatch.setattr(verify, "file_info", once_wrong)
-    with pytest.raises(StorageUnavailable, match="read twice, with two results"):
+    with pytest.raises(StorageUnavailable, match="two reads of the same part of step 16 differ"):
         verify.verify_step(step_dir, commit)
 
     def failing(path):
@@ -195,6 +195,6 @@ def test_steps_whose_folder_is_unavailable_are_not_damaged(run_dir):
 def test_the_content_digest_of_the_committed_checkpoint_never_changes():
     code, out, _ = run_command("verify", GOLDEN)
     assert code == 0
-    assert out.startswith("step 8: intact: ")
+    assert out.startswith("step 8: valid: ")
     digest = "sha256:91d86d9d2f1b197a7d138731e8a6b639996d7a1d8e72978b526d1e2218c11758"
     assert run_command("digest", GOLDEN)[1] == f"{digest}\n"

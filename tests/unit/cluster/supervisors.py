@@ -22,7 +22,7 @@ from jaxres.cluster.messages import (
     Hello,
     JobResult,
 )
-from jaxres.cluster.rendezvous import RendezvousFollower, RendezvousLeader
+from jaxres.cluster.rendezvous import RendezvousFollower, RendezvousLeader, RendezvousSettings
 from jaxres.faults import RunError
 
 CLOCK = SystemClock()
@@ -88,13 +88,17 @@ def prove(connected, *, key=KEY):
     assert answer == {"jaxres": 2, "proof": proof("accepting", other, own, key=key)}, answer
 
 
+def settings(address, own, **changes):
+    return RendezvousSettings(hello=own, address=address, **(LIMITS | changes))
+
+
 def leader(address, *, num_hosts=2, **limits):
-    return RendezvousLeader(hello(0, num_hosts=num_hosts), address, **(LIMITS | limits))
+    return RendezvousLeader(settings(address, hello(0, num_hosts=num_hosts), **limits))
 
 
 def follow(address, sent, *, is_visible=True, visible_seconds=0.5, **limits):
     """Joins the rendezvous and leaves; returns the announcement."""
-    with RendezvousFollower(sent, address, **(LIMITS | limits)) as follower:
+    with RendezvousFollower(settings(address, sent, **limits)) as follower:
         announcement = follower.join()
         follower.confirm(
             announcement, lambda attempt, nonce: is_visible, visible_seconds=visible_seconds
@@ -151,9 +155,8 @@ def follower_process(address, sent, **limits):
 
 def main(host, port, fields, limits):
     try:
-        with RendezvousFollower(
-            Hello(**fields), Address(host, port), **(LIMITS | limits)
-        ) as follower:
+        own = settings(Address(host, port), Hello(**fields), **limits)
+        with RendezvousFollower(own) as follower:
             peers = follower.confirm(follower.join(), lambda attempt, nonce: True)
             print("started", flush=True)
             step = 0

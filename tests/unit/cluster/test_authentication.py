@@ -38,7 +38,6 @@ from tests.unit.cluster.supervisors import (
     ATTEMPT,
     CLOCK,
     KEY,
-    LIMITS,
     SECRET,
     begin,
     follow,
@@ -49,6 +48,7 @@ from tests.unit.cluster.supervisors import (
     proof,
     prove,
     read_line,
+    settings,
     together,
     wait_message,
 )
@@ -67,7 +67,7 @@ def running(address):
     received, over = [], threading.Event()
 
     def follower():
-        with RendezvousFollower(hello(1), address, **LIMITS) as joined:
+        with RendezvousFollower(settings(address, hello(1))) as joined:
             peers = joined.confirm(joined.join(), lambda *_: True)
             wait_message(peers, JobResult, seconds=30)
 

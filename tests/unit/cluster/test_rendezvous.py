@@ -17,7 +17,6 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, PeerLost, PreemptedError, RunError, StoppedError
 from tests.unit.cluster.supervisors import (
     ATTEMPT,
-    LIMITS,
     SECRET,
     begin,
     follow,
@@ -27,6 +26,7 @@ from tests.unit.cluster.supervisors import (
     line,
     prove,
     read_line,
+    settings,
     together,
     wait_message,
 )
@@ -94,7 +94,10 @@ def test_an_absent_host_is_named_to_all_that_joined(address):
             {"trajectory": "3c", "fields": {"data.seq_len": "256"}},
             ["data.seq_len: 256 there, 128 on host 0"],
         ),
-        ({"trajectory": "3c", "fields": {}}, ["a different trajectory (3c there, 9f3c9f3c here)"]),
+        (
+            {"trajectory": "3c", "fields": {}},
+            ["a different trajectory (3c there, 9f3c9f3c on host 0)"],
+        ),
     ],
 )
 def test_an_incompatible_host_ends_all_with_one_message(address, other, texts, monkeypatch):
@@ -336,7 +339,7 @@ def test_a_claim_may_become_visible_late(address):
         return len(looks) > 2
 
     def look():
-        with RendezvousFollower(hello(1), address, **LIMITS) as follower:
+        with RendezvousFollower(settings(address, hello(1))) as follower:
             follower.confirm(follower.join(), is_visible, visible_seconds=5)
 
     together(partial(begin, address, visible_seconds=5), look)
@@ -385,7 +388,7 @@ def test_an_exit_of_the_leader_before_the_start_ends_all(address):
 
 def test_a_follower_that_dies_before_the_claim_is_visible_ends_all(address):
     def dies():
-        with RendezvousFollower(hello(1, num_hosts=3), address, **LIMITS) as follower:
+        with RendezvousFollower(settings(address, hello(1, num_hosts=3))) as follower:
             follower.join()
 
     led, _, reported = together(
@@ -408,7 +411,7 @@ def test_late_and_duplicate_hosts_are_rejected_at_once(address):
     done = threading.Event()
 
     def stays():
-        with RendezvousFollower(hello(1), address, **LIMITS) as follower:
+        with RendezvousFollower(settings(address, hello(1))) as follower:
             return wait_message(follower.confirm(follower.join(), lambda *_: True), JobResult)
 
     def leads():
@@ -449,7 +452,7 @@ def test_a_host_that_joins_for_the_next_attempt_waits_for_it(address):
     gone = threading.Event()
 
     def first():
-        with RendezvousFollower(hello(1), address, **LIMITS) as follower:
+        with RendezvousFollower(settings(address, hello(1))) as follower:
             follower.confirm(follower.join(), lambda *_: True)
         gone.set()
 

@@ -83,7 +83,7 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
         ),
         (
             ["model={kind: custom, target: 'a.b:c', args: {seq_len: 3}}"],
-            "model.args.seq_len: is passed by jaxres itself; take it out",
+            "model.args.seq_len: is passed by jaxres itself; remove it",
         ),
         (["data.source.path="], "data.source.path: is empty; name a folder, file or glob"),
         (

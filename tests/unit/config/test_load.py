@@ -135,8 +135,8 @@ def test_all_problems_are_reported_at_once_with_their_locations(write: Write):
     problems = lines(path, "telemetry.sample_tokns=3", "run=3", "train.microbatches=1.0")
     assert problems == [
         "x.yaml:6: train.steps: given twice (first at x.yaml:5)",
-        "command line (run=3): run: is a section (got 3); set what is in it, as in run.dir=...",
-        "x.yaml:12: model: is a section (got null); set what is in it, as in model.kind=...",
+        "command line (run=3): run: is a section (got 3); set its fields, as in run.dir=...",
+        "x.yaml:12: model: is a section (got null); set its fields, as in model.kind=...",
         "x.yaml:3: data.seq_lne: unknown key; did you mean 'seq_len'? (keys here: source, "
         "tokenizer, seq_len, heldout_fraction, cache_dir, prefetch_batches, timeout_seconds)",
         "x.yaml:11: optimizer.b1: must be at most 1 (got 2)",
@@ -161,7 +161,7 @@ def test_a_missing_key_is_reported_with_the_way_to_set_it(write: Write):
         "x.yaml: train.steps: missing; give it in the file or as train.steps=...",
     ]
     assert lines(write("train: 3"), "data.source.kind=tokens") == [
-        "x.yaml:1: train: is a section (got 3); set what is in it, as in train.steps=...",
+        "x.yaml:1: train: is a section (got 3); set its fields, as in train.steps=...",
         "command line (data.source.kind=tokens): data.source.path: missing; give it in the file "
         "or as data.source.path=...",
     ]
@@ -221,9 +221,9 @@ def test_an_invalid_value_is_rejected_with_the_allowed_values(
         ("train.steps.x=3", "train.steps: is a single value, not a section (got keys below"),
         (
             "optimizer=sgd",
-            'optimizer: is a section (got "sgd"); set what is in it, as in optimizer.',
+            'optimizer: is a section (got "sgd"); set its fields, as in optimizer.',
         ),
-        ("mesh=null", "mesh: is a section (got null); set what is in it, as in mesh.data=..."),
+        ("mesh=null", "mesh: is a section (got null); set its fields, as in mesh.data=..."),
         ("foo.bar=3", "foo: unknown key ("),
         ("trian.steps=3", "trian: unknown key; did you mean 'train'?"),
         ("seed=3", "seed: unknown key; did you mean run.seed?"),
@@ -294,15 +294,15 @@ def test_an_absent_file_is_a_usage_error_and_an_unreadable_one_is_not(write: Wri
     Path("latin.yaml").write_bytes(b"a: \xff")
     assert lines(Path("latin.yaml"))[0].startswith("latin.yaml: can't be read: ")
     assert lines(write("- a"))[0] == (
-        "x.yaml:1: holds a list; sections such as `train:` are expected"
+        "x.yaml:1: contains a list; sections such as `train:` are expected"
     )
 
 
 def test_a_dotted_key_in_a_file_is_rejected_with_the_way_to_write_it(write: Write):
     path = write("train.steps: 3\ndata: {source: {kind: text, path: p}}\n")
     assert lines(path) == [
-        "x.yaml:1: train.steps: dotted keys are for the command line; here the field goes below "
-        "its section"
+        "x.yaml:1: train.steps: dotted keys are for the command line; in a file, put the field "
+        "into its section"
     ]
 
 

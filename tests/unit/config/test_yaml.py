@@ -63,12 +63,18 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: Any):
     [
         ("a: 1\nb: 2\na: 3", "x:3: a: given twice (first at x:1)"),
         ("a:\n  b: 1\n  b: 1", "x:3: a.b: given twice (first at x:2)"),
-        ("a: &n 1\nb: *n", "x:2: not valid YAML: aliases (*name) are not read"),
+        ("a: &n 1\nb: *n", "x:2: not valid YAML: aliases (*name) are not supported"),
         ("a: 1\n2: 1", "x:2: a key must be text (got 2); put it in quotes"),
-        ('a: "\\0"', "x:1: a: holds a character that text can't hold (NUL or half a pair)"),
-        ('a: "\\ud800"', "x:1: a: holds a character that text can't hold (NUL or half a pair)"),
+        (
+            'a: "\\0"',
+            "x:1: a: contains a character that is not allowed (NUL or an unpaired surrogate)",
+        ),
+        (
+            'a: "\\ud800"',
+            "x:1: a: contains a character that is not allowed (NUL or an unpaired surrogate)",
+        ),
         ("a: !!python/name:os.system x", "x:1: a: the tag tag:yaml.org,2002:python/name:os.system"),
-        ("a: !!int x", "x:1: a: the tag tag:yaml.org,2002:int is not read with 'x'"),
+        ("a: !!int x", "x:1: a: the tag tag:yaml.org,2002:int is not supported with 'x'"),
         ("a: " + "9" * 5000, "x:1: a: is a number of more than 1000 digits"),
         ("a: 1\n b: [", "x:2: not valid YAML: "),
         ("a: 1\n---\na: 2", "x:2: not valid YAML: but found another document"),

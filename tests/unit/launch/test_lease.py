@@ -175,9 +175,9 @@ def test_a_paused_holder_neither_renews_nor_writes_after_a_takeover(path: GcsPat
     assert desired is not None
     new.write(desired, epoch=waiting.epoch)
     assert record.desired is not None
-    with pytest.raises(Fenced, match="another launcher leads this run now"):
+    with pytest.raises(Fenced, match="another launcher holds the lease of this run now"):
         record.write(replace(record.desired, reason="late"), epoch=paused.epoch)
-    with pytest.raises(Fenced, match="1 leads this run now"):
+    with pytest.raises(Fenced, match="1 holds the lease of this run now"):
         paused.renew()
     assert not paused.held()
     left = new.read()

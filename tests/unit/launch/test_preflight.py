@@ -25,7 +25,7 @@ def test_the_plan_has_every_zone_in_order_with_its_price() -> None:
     label = lines[1].split("-")[2]
     assert text.startswith(EXPECTED.replace("@", label)), text
     assert text.endswith(
-        "a VM deletes itself after 168 hours, whatever happens\n"
+        "a VM deletes itself after 168 hours in any case\n"
         "no limit: launch.max_hours and launch.max_dollars are not set\n"
         "nothing was created\n"
     ), text

@@ -1,4 +1,4 @@
-"""Promises of the fork server: a worker like a spawned one, or a fresh process, never two."""
+"""Fork server: a forked worker is like a spawned one; if a fork fails, no second worker runs."""
 
 import json
 import os
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def supervisor(folder, code):
-    """Runs code in a process that has a fork server; returns what it prints as JSON."""
+    """Runs code in a process that has a fork server; returns the JSON that the code prints."""
     given = f"""
         import json, os, select, signal, sys, time
         from pathlib import Path
@@ -61,7 +61,7 @@ def supervisor(folder, code):
 def test_a_fork_is_like_a_spawned_worker_and_the_server_has_no_threads_or_files(
     tmp_path,
 ):
-    """Without OpenBLAS's threads, that is, which know how to survive a fork."""
+    """OpenBLAS is limited to one thread here; its threads would be allowed (see forkserver.py)."""
     reported = supervisor(
         tmp_path,
         """

@@ -93,7 +93,7 @@ def test_our_claim_whose_write_was_unconfirmed_is_adopted(run):
 
 
 def test_an_unavailable_log_is_not_an_empty_log(run):
-    with pytest.raises(StorageUnavailable, match="1 records were here, now 0 are"):
+    with pytest.raises(StorageUnavailable, match="1 records existed, 0 are left"):
         restart_loop._refresh_history(run, [])
     assert run.run_history.attempt == 1
 

@@ -113,7 +113,7 @@ def test_an_unhealthy_host_is_excluded_at_once():
 def test_a_host_named_by_two_consecutive_faults_is_excluded(code):
     twice = decide((code, 0, 2), (code, 0, 2), policy=MANY)
     assert twice.without_hosts == {2}
-    assert "two faults in a row name" in twice.reason
+    assert "two consecutive failures name" in twice.reason
     assert not decide((code, 0, 2), (code, 0, 1), policy=MANY).without_hosts
     assert not decide((code, 0, 2), (code, 0, 1), (code, 0, 2), policy=MANY).without_hosts
     assert not decide((code, 1, 2), (code, 1, 2), policy=MANY).without_hosts, "it makes progress"

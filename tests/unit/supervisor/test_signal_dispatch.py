@@ -74,7 +74,7 @@ def test_a_sigterm_after_a_notice_is_not_a_second_signal(start, metadata):
     metadata.preempt()
     supervisor.wait(lambda: supervisor.signalled(signal.SIGTERM), "the order")
     supervisor.process.send_signal(signal.SIGTERM)
-    supervisor.wait(lambda: "saving already" in supervisor.printed(), "an answer")
+    supervisor.wait(lambda: "a stop is in progress already" in supervisor.printed(), "an answer")
     ended, _ = supervisor.ended()
     assert (ended["code"], ended["committed"]) == (75, True)
 

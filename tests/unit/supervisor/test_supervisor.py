@@ -154,7 +154,7 @@ def test_workers_may_exit_at_different_times_after_a_stop(start):
     assert ended["reason"] == "stop 0"
     assert GRACE_SECONDS < seconds < 1.3 + SURE_SECONDS
     assert supervisor.signalled(signal.SIGTERM) == [0, 1, 2]
-    assert "saving after the present step" in supervisor.printed()
+    assert "saving after the current step" in supervisor.printed()
 
 
 def test_the_exit_message_of_a_worker_aborted_on_exit_is_valid(start):

@@ -35,7 +35,7 @@ LINE = MetricsLine(
 
 
 class Recording:
-    """An observer that records what it receives in a list, which several may share."""
+    """An observer that appends what it receives to a list; several may share one list."""
 
     def __init__(self, received=None, *, name=""):
         self.received = [] if received is None else received
@@ -112,14 +112,14 @@ def test_an_event_that_an_observer_emits_reaches_all_of_them(tmp_path):
     [SignalListener, StatusWriter, Console, TensorBoard, SaveScheduler, Alerts, Observers],
 )
 def test_every_observer_has_the_methods_of_the_protocol(component):
-    # Pyright checks the types, where the package passes each of them to Observers.
+    # Pyright checks the types where the package passes each component to Observers.
     for method in ("on_event", "on_step"):
         expected = inspect.signature(getattr(Observer, method)).parameters
         assert list(inspect.signature(getattr(component, method)).parameters) == list(expected)
 
 
 def context(root, observers, *, host=0):
-    """What a component of an attempt is built from."""
+    """Returns an attempt's context, as far as these components use it."""
     peers = SingleHost()
     peers.member = HostRank(host, 2 if host else 1)
     return types.SimpleNamespace(

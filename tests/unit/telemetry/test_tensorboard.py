@@ -131,7 +131,7 @@ def test_a_failing_writer_is_reported_once_and_does_not_delay_training(board, tm
         train(writer, range(1, 3 * tensorboard.CAPACITY))
     (note,) = notes
     assert "Not a directory" in note.message
-    assert "metrics lines are unaffected" in note.message
+    assert "metrics.jsonl is unaffected" in note.message
 
 
 class FullDisk:
@@ -169,7 +169,7 @@ def test_a_hanging_writer_costs_one_wait_and_the_missing_steps_are_reported(
         train(writer, range(1, 1000))
         assert time.monotonic() - started < 20 * tensorboard.LAG_SECONDS
         (note,) = notes
-        assert "writing lags; points are left out from step" in note.message
+        assert "writing is too slow; points from step" in note.message
         release.set()
     assert len(notes) == 2
     assert "steps are missing" in notes[1].message

@@ -97,7 +97,7 @@ with SignalListener(alone=True) as requests:
 """
     )
     assert ended == code
-    assert err.count("saving after the present step") >= 1
+    assert err.count("saving after the current step") >= 1
     assert "ended at once" in err
 
 
