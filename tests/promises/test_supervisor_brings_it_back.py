@@ -289,7 +289,7 @@ def test_the_successor_of_a_killed_supervisor_cleans_up_and_resumes(
     place: Place, calm_pair: RunDir
 ) -> None:
     tag = str(place.run_dir("run").root)
-    first = start(place, hosts=2, FAULT="build:1:spawn", TAG=tag)
+    first = start(place, hosts=2, FAULT="build:1:spawn", TAG=tag, PACE="0.005")
     first.wait_step(2)
     wait_zygote(first, prepared=1)
     first.kill(target="worker")
