@@ -304,7 +304,7 @@ def test_the_successor_of_a_killed_supervisor_cleans_up_and_resumes(
     workspace: Workspace, fault_free_pair: RunDir
 ) -> None:
     tag = str(workspace.run_dir("run").root)
-    first = start(workspace, hosts=2, FAULT="build:1:spawn", TAG=tag)
+    first = start(workspace, hosts=2, FAULT="build:1:spawn", TAG=tag, PACE="0.005")
     first.wait_step(2)
     wait_fork_server(first, prepared=1)
     first.kill(target="worker")

@@ -105,13 +105,21 @@ def _dies(mutant: Mutant, *, caches: str) -> bool:
             return False
     seconds = time.monotonic() - started
     red = ended.returncode == 1
-    right = mutant.red_with in ended.stdout
+    right = mutant.red_with in _failing_lines(ended.stdout)
     if red and right:
         print(f"{mutant.name}: died ({seconds:.0f} s)", flush=True)
         return True
     why = "died, but for another reason" if red else "SURVIVED"
     print(f"{mutant.name}: {why} ({seconds:.0f} s)\n{ended.stdout[-4000:]}\n{ended.stderr[-2000:]}")
     return False
+
+
+def _failing_lines(report: str) -> str:
+    """Returns the lines of pytest's report that name a failing statement or its error.
+
+    The report also prints the source above the statement, with the texts of assertions that hold.
+    """
+    return "\n".join(line for line in report.splitlines() if re.match(r"[E>]\s", line))
 
 
 def _copy_tree(tree: Path) -> None:
