@@ -113,14 +113,14 @@ def killed(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
 @pytest.fixture(scope="session")
 def fault_free(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
     """A FAULTY run without faults; read it, do not change it."""
-    return shared_run("calm", lambda workspace, name: workspace.finish(name, config=FAULTY))
+    return shared_run("fault-free", lambda workspace, name: workspace.finish(name, config=FAULTY))
 
 
 @pytest.fixture(scope="session")
 def fault_free_pair(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
     """A FAULTY run on two hosts without faults; read it, do not change it."""
     return shared_run(
-        "calm-pair", lambda workspace, name: workspace.launched(name, hosts=2, config=FAULTY)
+        "fault-free-pair", lambda workspace, name: workspace.launched(name, hosts=2, config=FAULTY)
     )
 
 

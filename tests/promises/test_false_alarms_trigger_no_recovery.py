@@ -30,8 +30,8 @@ LONG = [pytest.param(hosts, 60, marks=pytest.mark.campaign) for hosts in (1, 2)]
 def test_storage_that_hangs_longer_than_the_step_limit_restarts_nothing(
     workspace: Workspace, request: pytest.FixtureRequest, mount: Mount, hosts: int, seconds: int
 ) -> None:
-    fault_free = request.getfixturevalue("fault_free" if hosts == 1 else "calm_pair")
-    trainer = start(workspace, *LIMITS, hosts=hosts, PACE="0.004", **mount.env)
+    fault_free = request.getfixturevalue("fault_free" if hosts == 1 else "fault_free_pair")
+    trainer = start(workspace, *LIMITS, hosts=hosts, PACE="0.002", **mount.env)
     trainer.wait_step(13)
     with mount.hanging():
         second = start(workspace, hosts=hosts, **mount.env)

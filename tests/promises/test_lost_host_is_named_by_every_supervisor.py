@@ -60,9 +60,9 @@ LOSSES = {
 @pytest.fixture(scope="module")
 def fault_free(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """The same run without a lost host."""
-    workspace = Workspace(tmp_path_factory.mktemp("calm"), caches)
-    workspace.launched("calm", *SHORT, hosts=HOSTS)
-    return workspace.run_dir("calm")
+    workspace = Workspace(tmp_path_factory.mktemp("fault-free"), caches)
+    workspace.launched("fault-free", *SHORT, hosts=HOSTS)
+    return workspace.run_dir("fault-free")
 
 
 def under_way(trainers: list[Trainer]) -> None:

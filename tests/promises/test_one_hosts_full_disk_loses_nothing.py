@@ -48,6 +48,7 @@ class Trap(threading.Thread):
             time.sleep(0.0005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [1, pytest.param(0, marks=pytest.mark.campaign)])
 def test_a_save_that_one_host_cannot_write_fails_on_all_and_the_next_is_committed(
     workspace: Workspace, namespace: Namespace, host: int

@@ -26,9 +26,9 @@ MARGIN = 3
 @pytest.fixture(scope="module")
 def fault_free_four(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """The same run on four hosts without a lost host."""
-    workspace = Workspace(tmp_path_factory.mktemp("calm"), caches)
-    workspace.launched("calm", *SHORT, hosts=4, config=FAULTY)
-    return workspace.run_dir("calm")
+    workspace = Workspace(tmp_path_factory.mktemp("fault-free"), caches)
+    workspace.launched("fault-free", *SHORT, hosts=4, config=FAULTY)
+    return workspace.run_dir("fault-free")
 
 
 def campaign(*values: object) -> object:

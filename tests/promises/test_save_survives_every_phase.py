@@ -26,8 +26,8 @@ from tests.promises.trainer import (
 POINTS = Path(__file__).with_name("points")
 SAVE = ("directory made", "step renamed", "facts", "manifest", "commit", "prune", "trash", "bytes")
 """Boundaries of a save, in order."""
-DECISIVE = ("manifest", "commit", "trash")
-"""Before the step is final, before it counts, and before an older one is deleted."""
+DECISIVE = ("manifest", "commit")
+"""Before the step is final, and before it counts."""
 
 
 def start(workspace: Workspace, point: str, sig: signal.Signals, *, at: int = 1) -> Trainer:

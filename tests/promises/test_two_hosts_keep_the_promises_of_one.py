@@ -33,7 +33,7 @@ def signal_all(trainer: Trainer, number: signal.Signals) -> None:
     trainer.process.send_signal(number)
 
 
-@pytest.mark.parametrize("any_workspace", slow_but(["local", "bucket"], "local"), indirect=True)
+@pytest.mark.parametrize("any_workspace", slow_but(["local", "bucket"]), indirect=True)
 def test_two_hosts_skip_damage_keep_one_owner_and_fence_a_zombie(
     any_workspace: Workspace, fault_free_pair: RunDir
 ) -> None:

@@ -122,6 +122,7 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(microbatches: int) ->
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_evaluation_step_excludes_masked_rows() -> None:
     model, _, _ = parts()
     params = initial().params
@@ -204,6 +205,7 @@ def test_a_nonfinite_gradient_is_masked_although_its_clipped_norm_is_finite(
     assert equal((after.params, after.opt), (begin.params, begin.opt))
 
 
+@pytest.mark.slow
 def test_masking_preserves_the_donation_of_the_whole_state() -> None:
     _, _, function = parts()
     shapes = jax.eval_shape(initial)
@@ -223,6 +225,7 @@ def loud_parts() -> tuple[Any, Any, Any]:
     return model, dataclasses.replace(model, loss=scaled), tx
 
 
+@pytest.mark.slow
 def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> None:
     model, loud, tx = loud_parts()
     rate = optimizer.learning_rate(CosineSchedule(), peak=1e-3, total_steps=10)

@@ -156,6 +156,7 @@ def test_logits_of_a_plain_row_equal_those_of_one_document():
     np.testing.assert_allclose(nats_BT(model, params, batch), nats, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_grouped_queries_equal_full_attention_with_repeated_heads():
     grouped, full = build(num_kv_heads=2), build(num_kv_heads=4)
     params = params_of(grouped)
@@ -242,6 +243,7 @@ def test_dropout_depends_on_the_key_only():
     assert equal(loss(params, batch, None), jax.jit(build().loss)(params, batch, None))
 
 
+@pytest.mark.slow
 def test_without_dropout_the_key_has_no_effect():
     model, batch = build(dropout=0.0), batch_of()
     loss, params = jax.jit(model.loss), params_of(model)
@@ -270,6 +272,7 @@ def test_initial_parameters_have_the_same_bits_on_one_device_and_on_eight():
     assert equal(jax.device_get(divided), jax.device_get(initial(model)))
 
 
+@pytest.mark.slow
 @quick_compile()
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bit_compute_keeps_float32_weights_and_gradients(dtype):
