@@ -25,6 +25,20 @@ jax.config.update("jax_num_cpu_devices", 8)
 install_import_hook("jaxres.models", "beartype.beartype")
 
 
+WAITING = (
+    "tests/promises/",
+    "tests/unit/supervisor/",
+    "tests/unit/cluster/",
+    "tests/unit/emulators/",
+)
+"""Folders whose tests wait for processes and sockets more than they compute."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Starts with the tests that wait: they overlap with those that compute."""
+    items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
+
+
 @pytest.fixture(scope="session")
 def gcs_server() -> Iterator[GcsServer]:
     """One emulated service for all tests: libraries read its address only once."""
