@@ -3,7 +3,7 @@
     python tools/mutants/run.py                 all mutants
     python tools/mutants/run.py NAME ...        these
     python tools/mutants/run.py --since COMMIT  those whose files have changed since
-    ... --unit                                  of these, those whose promise is a unit test
+    ... --minutes N                             begin none after N minutes; unit promises come first
 
 A mutant is a patch whose first lines say which test must fail and with which assertion text:
 
@@ -13,6 +13,8 @@ A mutant is a patch whose first lines say which test must fail and with which as
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import re
 import shutil
@@ -61,20 +63,27 @@ def read(patch: Path) -> Mutant:
 
 def main(arguments: list[str]) -> int:
     """Runs the chosen mutants; 0 if every one of them died for its own reason."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--since", metavar="COMMIT")
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    options = parser.parse_args(arguments)
     mutants = [read(path) for path in sorted(HERE.glob("*.patch"))]
-    if "--unit" in arguments:
-        arguments.remove("--unit")
-        mutants = [mutant for mutant in mutants if mutant.promise.startswith("tests/unit/")]
-    if arguments[:1] == ["--since"]:
-        changed = _changed_since(arguments[1])
+    mutants.sort(key=lambda mutant: not mutant.promise.startswith("tests/unit/"))
+    if options.since:
+        changed = _changed_since(options.since)
         mutants = [m for m in mutants if changed & (m.files | {m.promise.partition("::")[0]})]
-    elif arguments:
-        mutants = [m for m in mutants if m.name in arguments]
+    if options.names:
+        mutants = [m for m in mutants if m.name in options.names]
+    until = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory(prefix="jaxres-mutants-caches-") as caches:
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            died = list(pool.map(lambda mutant: _dies(mutant, caches=caches), mutants))
-    survivors = [mutant.name for mutant, dead in zip(mutants, died, strict=True) if not dead]
-    print(f"mutants: {len(mutants) - len(survivors)} of {len(mutants)} died {survivors or ''}")
+            died = list(pool.map(lambda mutant: _dies(mutant, caches=caches, until=until), mutants))
+    survivors = [m.name for m, dead in zip(mutants, died, strict=True) if dead is False]
+    not_run = [m.name for m, dead in zip(mutants, died, strict=True) if dead is None]
+    print(f"mutants: {died.count(True)} of {len(mutants)} died {survivors or ''}")
+    if not_run:
+        print(f"{len(not_run)} were not run within {options.minutes:g} minutes: {' '.join(not_run)}")
     return 1 if survivors else 0
 
 
@@ -85,8 +94,11 @@ def _changed_since(commit: str) -> set[str]:
     return set(listed.stdout.split())
 
 
-def _dies(mutant: Mutant, *, caches: str) -> bool:
+def _dies(mutant: Mutant, *, caches: str, until: float) -> bool | None:
+    """Returns whether its test fails for its reason; None if the time is over."""
     started = time.monotonic()
+    if started > until:
+        return None
     with tempfile.TemporaryDirectory(prefix="jaxres-mutant-") as folder:
         tree = Path(folder, "tree")
         _copy_tree(tree)
