@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
@@ -99,6 +100,11 @@ class ForkServer:
             ours.send(b"go")
         return Forked(int(pid))
 
+    def close(self) -> None:
+        """Ends the process and waits for it."""
+        self.control.close()
+        self.process.wait(timeout=READY_SECONDS)
+
 
 @contextmanager
 def _adopting() -> Iterator[None]:
@@ -119,4 +125,5 @@ def server() -> ForkServer:
     """Returns the fork server of this test process; starts it on the first call."""
     if not _servers or _servers[0].process.poll() is not None:
         _servers[:] = [ForkServer()]
+        atexit.register(_servers[0].close)
     return _servers[0]

@@ -15,7 +15,12 @@ from tests.promises.preloaded import Jumping, Mount
 from tests.promises.test_supervisor_restarts_the_worker import attempts, decisions, start
 from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, history
 
-LIMITS = ("deadlines.step_seconds=2", "deadlines.data_seconds=2", "data.timeout_seconds=1")
+LIMIT_SECONDS = 2
+LIMITS = (
+    f"deadlines.step_seconds={LIMIT_SECONDS}",
+    f"deadlines.data_seconds={LIMIT_SECONDS}",
+    "data.timeout_seconds=1",
+)
 
 
 @pytest.fixture
@@ -26,7 +31,7 @@ def mount(workspace: Workspace, tmp_path: Path) -> Mount:
 LONG = [pytest.param(hosts, 60, marks=pytest.mark.campaign) for hosts in (1, 2)]
 
 
-@pytest.mark.parametrize(("hosts", "seconds"), [(1, 7), *LONG])
+@pytest.mark.parametrize(("hosts", "seconds"), [(1, 9), *LONG])
 def test_storage_that_hangs_longer_than_the_step_limit_restarts_nothing(
     workspace: Workspace, request: pytest.FixtureRequest, mount: Mount, hosts: int, seconds: int
 ) -> None:
@@ -42,7 +47,7 @@ def test_storage_that_hangs_longer_than_the_step_limit_restarts_nothing(
     assert trainer.wait_exit() == 0, trainer.printed()
     assert attempts(trainer) == 1, trainer.printed()
     assert not decisions(trainer)
-    assert phase_seconds(trainer.events())["save"] > seconds - 4, "it did not hang"
+    assert phase_seconds(trainer.events())["save"] > LIMIT_SECONDS, "it did not hang"
     assert_bit_exact(trainer.run_dir, fault_free)
 
 
