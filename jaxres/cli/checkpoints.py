@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxres.cli import history as history_cli
 from jaxres.cli import status
 from jaxres.clock import SystemClock
 from jaxres.config.argparser import Parser
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
-from jaxres.runlog import attempt_history, metrics, run_log
+from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Quarantine, Record, RunHistory
 from jaxres.storage import files
@@ -100,16 +101,9 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
                 )
                 text = status.as_json(state) if options.json else status.as_text(state)
                 code = state.outlook.code
-            case "history", _ if options.attempts:
-                is_alive = run_lock.looks_alive(run_dir, clock=SystemClock())
-                attempts = attempt_history.read(run_dir, is_alive=is_alive)
-                text = (
-                    attempt_history.as_json(attempts)
-                    if options.json
-                    else attempt_history.as_text(attempts)
-                )
             case "history", _:
-                text = _metrics_table(run_dir, history, as_json=options.json)
+                show = history_cli.attempts_text if options.attempts else history_cli.steps_text
+                text = show(run_dir, history, as_json=options.json)
             case _, "list":
                 text = _list(run_dir, history, as_json=options.json)
             case _, "prune":
@@ -134,25 +128,6 @@ def _read_history(run_dir: RunDir) -> RunHistory:
     if not records:
         raise UsageError(f"{run_dir.root}: no run here (no log/). Give a run directory.")
     return run_log.fold(records)
-
-
-def _metrics_table(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
-    metric_lines = metrics.read_history(run_dir, history)
-    if as_json:
-        rows = [{k: v for k, v in m.fields().items() if k != "seq"} for m in metric_lines]
-        return "".join(json.dumps(row) + "\n" for row in rows)
-    head = (
-        f"{'step':>8} {'attempt':>7} {'loss':>10} {'grad norm':>10} {'rate':>10} {'tokens':>14}\n"
-    )
-    return head + "".join(
-        f"{m.step:>8} {m.attempt:>7} {_cell(m.loss)} {_cell(m.grad_norm)} "
-        f"{_cell(m.learning_rate)} {m.tokens:>14,}\n"
-        for m in metric_lines
-    )
-
-
-def _cell(value: float | None) -> str:
-    return f"{'null' if value is None else f'{value:.4g}':>10}"
 
 
 def _prune(
@@ -240,8 +215,8 @@ def _verify(run_dir: RunDir, history: RunHistory, *, step: int | None) -> tuple[
     results = [
         verify.verify_step(run_dir.root.absolute() / commit.path, commit) for commit in wanted
     ]
-    is_intact = not any(findings.problems for findings in results)
-    return "".join(map(verify.as_text, results)), ExitCode.DONE if is_intact else DAMAGED
+    is_valid = not any(findings.problems for findings in results)
+    return "".join(map(verify.as_text, results)), ExitCode.DONE if is_valid else DAMAGED
 
 
 DIFFERENT = 1

@@ -20,30 +20,14 @@ from jaxres.runlog import events
 from jaxres.runlog.events import Event
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.storage.threads import make_thread
+from jaxres.telemetry import throughput
 from jaxres.telemetry.stdio import format_bytes
-
-PEAK_FLOPS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA L4": 121e12,
-}
-"""Dense bfloat16 peak in FLOP/s by prefix of the device kind; NVIDIA's data sheets (SXM parts)."""
 
 WINDOW_STEPS = 50
 WIDE_COLUMNS = 140
 REFRESHES_PER_SECOND = 4
 """Refresh rate of the live progress; a refresh takes about 0.5 ms, which slows steps on CPU."""
 QUICK_PHASES = ("train", "save", "evaluate")
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Returns a device's peak in FLOP/s, or None if it is unknown.
-
-    >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
-    (989000000000000.0, None)
-    """
-    return next((v for k, v in PEAK_FLOPS.items() if device_kind.startswith(k)), None)
 
 
 class Console:
@@ -221,8 +205,8 @@ class Console:
             f"step {newest.step}/{self._built.steps}",
             f"loss {_number(newest.loss)}",
             f"grad {_number(newest.grad_norm)}",
-            f"{self._tokens_per_second(seconds):,.0f} tok/s",
-            _use(self._built, seconds),
+            f"{throughput.tokens_per_second(self._built, seconds):,.0f} tok/s",
+            throughput.utilization_text(self._built, seconds),
             f"left {_clock_face(left)}",
             f"committed {self._committed}",
             f"attempt {self._attempt}",
@@ -240,9 +224,6 @@ class Console:
             f"{newest.step}/{self._built.steps} loss {_number(newest.loss)} left "
             f"{_clock_face(left)} committed {self._committed}"
         )
-
-    def _tokens_per_second(self, seconds: float) -> float:
-        return self._built.tokens_per_step / seconds if self._built and seconds else 0.0
 
 
 def _skipped(event: events.UpdateSkipped) -> str:
@@ -311,18 +292,6 @@ def _interval(chosen: events.SaveIntervalChosen) -> str:
         f"{chosen.trained_hours:.3g} h, one in {chosen.mtbf_hours:.3g} h expected, "
         f"{chosen.useful_share:.1%} of the time useful"
     )
-
-
-def _use(built: events.RunBuilt, step_seconds: float) -> str:
-    """Returns the model's FLOP/s, as a share of the devices' peak (MFU) if that is known."""
-    if not step_seconds:
-        return ""
-    rate = built.flops_per_token * built.tokens_per_step / step_seconds
-    count, _, kind = built.devices.partition(" x ")
-    peak = peak_flops(kind)
-    if peak is None:
-        return f"{rate / 1e9:,.1f} GFLOP/s"
-    return f"MFU {rate / (peak * int(count)):.1%}"
 
 
 def _number(value: float | None) -> str:

@@ -1,0 +1,38 @@
+"""`jaxres history`: the metrics of every step over all attempts, or the attempts themselves."""
+
+from __future__ import annotations
+
+import json
+
+from jaxres.clock import SystemClock
+from jaxres.runlog import attempt_history, metrics
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import RunHistory
+from jaxres.supervisor import run_lock
+
+
+def steps_text(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
+    """Returns one line for each step of the run's history: a table, or JSON lines."""
+    metric_lines = metrics.read_history(run_dir, history)
+    if as_json:
+        rows = [{k: v for k, v in m.fields().items() if k != "seq"} for m in metric_lines]
+        return "".join(json.dumps(row) + "\n" for row in rows)
+    head = (
+        f"{'step':>8} {'attempt':>7} {'loss':>10} {'grad norm':>10} {'rate':>10} {'tokens':>14}\n"
+    )
+    return head + "".join(
+        f"{m.step:>8} {m.attempt:>7} {_cell(m.loss)} {_cell(m.grad_norm)} "
+        f"{_cell(m.learning_rate)} {m.tokens:>14,}\n"
+        for m in metric_lines
+    )
+
+
+def attempts_text(run_dir: RunDir, _: RunHistory, *, as_json: bool) -> str:
+    """Returns every attempt with its cause, steps and seconds by phase: text, or JSON."""
+    is_alive = run_lock.looks_alive(run_dir, clock=SystemClock())
+    attempts = attempt_history.read(run_dir, is_alive=is_alive)
+    return attempt_history.as_json(attempts) if as_json else attempt_history.as_text(attempts)
+
+
+def _cell(value: float | None) -> str:
+    return f"{'null' if value is None else f'{value:.4g}':>10}"

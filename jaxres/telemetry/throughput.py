@@ -1,0 +1,39 @@
+"""Tokens per second, and model FLOP/s as a share of the devices' peak (MFU)."""
+
+from __future__ import annotations
+
+from jaxres.runlog.events import RunBuilt
+
+PEAK_FLOPS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA L4": 121e12,
+}
+"""Dense bfloat16 peak in FLOP/s by prefix of the device kind; NVIDIA's data sheets (SXM parts)."""
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Returns a device's peak in FLOP/s, or None if it is unknown.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
+    (989000000000000.0, None)
+    """
+    return next((v for k, v in PEAK_FLOPS.items() if device_kind.startswith(k)), None)
+
+
+def tokens_per_second(built: RunBuilt, step_seconds: float) -> float:
+    """Returns the tokens that all devices together train on per second; 0 for unknown seconds."""
+    return built.tokens_per_step / step_seconds if step_seconds else 0.0
+
+
+def utilization_text(built: RunBuilt, step_seconds: float) -> str:
+    """Returns the MFU (PaLM, arXiv 2204.02311, appendix B), or FLOP/s if the peak is unknown."""
+    if not step_seconds:
+        return ""
+    flops_per_second = built.flops_per_token * tokens_per_second(built, step_seconds)
+    count, _, kind = built.devices.partition(" x ")
+    peak = peak_flops(kind)
+    if peak is None:
+        return f"{flops_per_second / 1e9:,.1f} GFLOP/s"
+    return f"MFU {flops_per_second / (peak * int(count)):.1%}"
