@@ -52,14 +52,14 @@ def run_job(up: str, run: str, gce: GceEmulator, during: Any, env: Mapping[str, 
 
 
 def table() -> tuple[set[str], set[str]]:
-    """Returns the permissions of the table: those held, and those marked as not held."""
-    held, unheld = set[str](), set[str]()
+    """Returns the permissions that the table compares with the emulator's, and the others."""
+    compared, others = set[str](), set[str]()
     rows = re.findall(
         r"^\| ((?:compute|iam)\.[^|]+) \| ([^|]+) \|", TABLE.read_text(), re.MULTILINE
     )
     for names, why in rows:
-        (unheld if "not held" in why else held).update(names.split(", "))
-    return held, unheld
+        (others if "not compared" in why else compared).update(names.split(", "))
+    return compared, others
 
 
 @pytest.mark.slow
@@ -99,8 +99,8 @@ def test_the_table_has_exactly_the_permissions_that_are_needed(
     with pytest.raises(ConfigError, match="us-east4-a has no a2-highgpu-1g"):
         command.main(["up", config(tmp_path, three, gce.project, **fields)], env=gce.env)
 
-    held, unheld = table()
+    compared, others = table()
     needed = set(gce.calls().permissions)
-    assert needed <= held | unheld, "the table lacks some permissions"
-    assert held <= needed, "some are not needed: mark them as not held, with the reason"
-    assert not unheld & needed, "some are needed: mark them as held"
+    assert needed <= compared | others, "the table lacks some permissions"
+    assert compared <= needed, "some are not needed: mark them as not compared, with the reason"
+    assert not others & needed, "some are needed: mark them as compared"
