@@ -19,12 +19,12 @@ from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Quarantine, Record, RunHistory
 from jaxres.storage import files
-from jaxres.storage.path import parse_path
+from jaxres.storage.path import is_remote, parse_path
 from jaxres.supervisor import run_lock
 
 
 def _local(text: str) -> Path:
-    if not isinstance(path := parse_path(text), Path):
+    if is_remote(path := parse_path(text)):
         raise argparse.ArgumentTypeError(f"{text}: must be a local path")
     return path
 
