@@ -31,12 +31,12 @@ def mount(workspace: Workspace, tmp_path: Path) -> Mount:
 LONG = [pytest.param(hosts, 60, marks=pytest.mark.campaign) for hosts in (1, 2)]
 
 
-@pytest.mark.parametrize(("hosts", "seconds"), [(1, 9), *LONG])
+@pytest.mark.parametrize(("hosts", "seconds"), [(1, 11), *LONG])
 def test_storage_that_hangs_longer_than_the_step_limit_restarts_nothing(
     workspace: Workspace, request: pytest.FixtureRequest, mount: Mount, hosts: int, seconds: int
 ) -> None:
     fault_free = request.getfixturevalue("fault_free" if hosts == 1 else "fault_free_pair")
-    trainer = start(workspace, *LIMITS, hosts=hosts, PACE="0.002", **mount.env)
+    trainer = start(workspace, *LIMITS, hosts=hosts, PACE="0.006", **mount.env)
     trainer.wait_step(13)
     with mount.hanging():
         second = start(workspace, hosts=hosts, **mount.env)
