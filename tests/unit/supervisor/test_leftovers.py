@@ -1,17 +1,22 @@
 """Promises of what attempts leave behind: exactly that is ended, and nothing that only looks so."""
 
+import dataclasses
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import processes
-from tests.unit.runlog.example_records import CLAIM
+from tests.unit.runlog import example_records
 
 ROOT = Path(__file__).parents[3]
+NONCE = uuid.uuid4().hex
+"""Unique, so that test sessions on one machine kill no process of each other."""
+CLAIM = dataclasses.replace(example_records.CLAIM, nonce=NONCE)
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; print(flush=True); time.sleep(600)"]
 
 
@@ -37,8 +42,9 @@ def sleeper():
 def supervisor(code):
     """Runs code in a process of its own: `end` ends whatever descends from it."""
     given = "from jaxres.supervisor import processes; from jaxres.clock import SystemClock; "
-    given += "from tests.unit.runlog.example_records import CLAIM; "
-    given += "import os, signal, subprocess, sys, time; "
+    given += "from tests.unit.runlog import example_records; "
+    given += "import dataclasses, os, signal, subprocess, sys, time; "
+    given += f"CLAIM = dataclasses.replace(example_records.CLAIM, nonce={NONCE!r}); "
     found = subprocess.run(
         [sys.executable, "-c", given + code],
         cwd=ROOT,
