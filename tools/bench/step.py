@@ -164,7 +164,7 @@ class Turns:
     pairs: list[tuple[Cost, Cost]] = field(default_factory=list)
     """Costs per step: jaxres, bare."""
 
-    def __call__(self, state: Any, arrays: Any, facts: Any) -> Any:
+    def __call__(self, state: Any, arrays: Any, *flags: Any) -> Any:
         """Runs one step of the run."""
         if self.calls % self.steps_per_block == 0:
             jax.block_until_ready(state)
@@ -173,7 +173,7 @@ class Turns:
             self.pairs.append((ours, self.bare.cost(self.steps_per_block)))
             self.started = Cost.now()
         self.calls += 1
-        return self.step(state, arrays, facts)
+        return self.step(state, arrays, *flags)
 
 
 def take_turns(
@@ -202,7 +202,7 @@ def host_seconds(run: Trainer) -> tuple[float, float]:
     slept = 0.0
     marks: list[tuple[float, float]] = []
 
-    def step(state: Any, arrays: Any) -> Any:
+    def step(state: Any, arrays: Any, *_: Any) -> Any:
         nonlocal slept
         entered = time.thread_time()
         marks.append((entered - slept, time.process_time() - slept))
