@@ -20,10 +20,8 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pydantic_core
-
 from jaxres.clock import Clock
-from jaxres.cluster.messages import VERSION
+from jaxres.cluster.messages import VERSION, ProtocolError, parse_fields
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
@@ -122,16 +120,9 @@ def _parse(line: bytes) -> tuple[str, str]:
     if len(line) > MAX_LINE_BYTES:
         raise NotAuthenticatedError(f"a line of more than {MAX_LINE_BYTES} bytes: {line[:40]!r}")
     try:
-        fields = pydantic_core.from_json(line)
-    except ValueError as error:
-        raise NotAuthenticatedError(f"not JSON: {line[:40]!r}") from error
-    if not isinstance(fields, dict) or "jaxres" not in fields:
-        raise NotAuthenticatedError(f"not a jaxres message: {line[:40]!r}")
-    if (version := fields.pop("jaxres")) != VERSION:
-        raise NotAuthenticatedError(
-            f"it uses protocol version {version!r:.20}, this host {VERSION}: install the same "
-            "jaxres on all hosts"
-        )
+        fields = parse_fields(line)
+    except ProtocolError as error:
+        raise NotAuthenticatedError(str(error)) from error
     for kind in (_CHALLENGE, _PROOF, _REFUSED):
         if isinstance(text := fields.get(kind), str):
             return kind, text

@@ -205,14 +205,11 @@ def encode(message: Message) -> bytes:
         fields["reason"] = fields["reason"][: len(fields["reason"]) * 3 // 4]
 
 
-def decode(line: bytes) -> Message:
-    """Returns the message of a line.
-
-    >>> decode(encode(Heartbeat(7, "train")))
-    Heartbeat(step=7, phase='train')
+def parse_fields(line: bytes) -> dict[str, Any]:
+    """Returns the fields of a line of this protocol version, without the version.
 
     Raises:
-      ProtocolError: the line is not a message.
+      ProtocolError: the line is not a message of this version.
     """
     try:
         parsed = pydantic_core.from_json(line)
@@ -225,6 +222,19 @@ def decode(line: bytes) -> Message:
             f"it uses protocol version {version!r:.20}, this host {VERSION}: install the same "
             "jaxres on all hosts"
         )
+    return parsed
+
+
+def decode(line: bytes) -> Message:
+    """Returns the message of a line.
+
+    >>> decode(encode(Heartbeat(7, "train")))
+    Heartbeat(step=7, phase='train')
+
+    Raises:
+      ProtocolError: the line is not a message.
+    """
+    parsed = parse_fields(line)
     try:
         message = MESSAGES.decode(parsed, ignore_unknown=True)
         return _schema(type(message)).validate_python(dataclasses.asdict(message))

@@ -361,10 +361,6 @@ FORBIDDEN = {"FORBIDDEN", "PERMISSIONS_ERROR", "ACCESSNOTCONFIGURED", "SERVICE_D
 NOT_YET = {"RESOURCENOTREADY", "RESOURCE_NOT_READY"}
 """A status 400 that is temporary: a resource in the request is still being created or changed."""
 MIN_COUNT = "VM_MIN_COUNT_NOT_REACHED"
-REMEDIES = {
-    "stockout": "the zone has no capacity now",
-    "quota": "request more quota, or add a capacity option of another kind or region",
-}
 
 
 def classify(codes: Iterable[str], message: str, status: int | None) -> CreateFailed:

@@ -68,13 +68,6 @@ def stop_record(result: AttemptResult) -> AttemptEnded:
     )
 
 
-def result_of_stop(record: AttemptEnded) -> AttemptResult:
-    """Returns the result of a record."""
-    return AttemptResult(
-        record.exit, record.reason, committed=record.committed, culprit=record.culprit
-    )
-
-
 def leave_record(result: AttemptResult) -> SupervisorEnded:
     """Returns the run log record of a supervisor's end."""
     return SupervisorEnded(exit=result.code, reason=result.reason)

@@ -6,7 +6,6 @@ import atexit
 import ctypes
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -16,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from jaxres.supervisor import worker_process
+
 ROOT = Path(__file__).parents[2]
 ROOM = "-" * 8192
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
@@ -23,38 +24,8 @@ READY_SECONDS = 120.0
 LIBC = ctypes.CDLL(None)
 
 
-class Forked:
-    """A child of the fork server, with the subset of subprocess.Popen that tests use."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Returns the exit code, the negative signal number, or None."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end."""
-        if self.poll() is None:
-            pidfd = os.pidfd_open(self.pid)
-            try:
-                select.select([pidfd], [], [], timeout)
-            finally:
-                os.close(pidfd)
-        code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Sends a signal unless the process has exited."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
+class Forked(worker_process.ForkedProcess):
+    """A child of the tests' fork server."""
 
     def kill(self) -> None:
         """Ends it."""

@@ -21,13 +21,6 @@ SPARE_SECONDS = 10
 """Time of a start on a busy machine, and of a failed host's wait for the others."""
 
 
-def ended_soon(trainers: list[Trainer], since: float) -> list[int]:
-    """Returns the exit codes; all exits must come within the configured limit."""
-    codes = [trainer.wait_exit() for trainer in trainers]
-    assert time.monotonic() - since < 3 * (JOIN_SECONDS + SPARE_SECONDS)
-    return codes
-
-
 def assert_all_exit(trainers: list[Trainer], exit: ExitCode, *texts: str) -> None:
     """Asserts that every host exits with this code and one message with these texts."""
     since = time.monotonic()

@@ -194,13 +194,6 @@ def plain_write(data: list[np.ndarray], target: Path) -> None:
         os.fsync(file.fileno())
 
 
-def plain_read(target: Path, into: bytearray) -> None:
-    """Reads a file whole."""
-    with target.open("rb", buffering=0) as file:
-        while file.readinto(into):
-            pass
-
-
 def main() -> int:
     """Measures, and prints medians and ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
