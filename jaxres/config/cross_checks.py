@@ -20,7 +20,7 @@ from jaxres.config.schema import (
     RunConfig,
     TextSource,
 )
-from jaxres.config.schema_gce import FlexStartRung, GceSection, Rung
+from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection
 from jaxres.config.schema_operations import KINDS, PagerdutyTarget, variable
 from jaxres.config.schema_training import FromSafetensors
 from jaxres.storage.path import SCHEME, is_remote, parse_path
@@ -229,7 +229,7 @@ def _gce(config: RunConfig) -> Iterator[Problem]:
     gce = config.launch.gce
     if gce is None:
         if config.launch.max_dollars is not None:
-            yield Problem("launch.max_dollars", "needs launch.gce, whose ladder lists the prices")
+            yield Problem("launch.max_dollars", "needs launch.gce.capacity_options with prices")
         return
     if config.run.dir is not None and not is_remote(config.run.dir):
         yield Problem(
@@ -238,49 +238,49 @@ def _gce(config: RunConfig) -> Iterator[Problem]:
             "give a bucket, gs://BUCKET/FOLDER",
             others=("launch.gce",),
         )
-    if not gce.ladder:
-        yield Problem("launch.gce.ladder", "is empty; give at least one capacity option")
+    if not gce.capacity_options:
+        yield Problem("launch.gce.capacity_options", "is empty; give at least one capacity option")
     if gce.image is None and gce.template is None:
         yield Problem("launch.gce.image", "give a boot image, or launch.gce.template")
-    for number, rung in enumerate(gce.ladder):
-        yield from _rung(gce, rung, f"launch.gce.ladder[{number}]")
-        if config.launch.max_dollars is not None and rung.dollars_per_hour is None:
+    for number, option in enumerate(gce.capacity_options):
+        yield from _option(gce, option, f"launch.gce.capacity_options[{number}]")
+        if config.launch.max_dollars is not None and option.dollars_per_hour is None:
             yield Problem(
-                f"launch.gce.ladder[{number}].dollars_per_hour",
+                f"launch.gce.capacity_options[{number}].dollars_per_hour",
                 "is missing, and launch.max_dollars can't be enforced without it",
                 others=("launch.max_dollars",),
             )
-    regions = {region_of(zone) for rung in gce.ladder for zone in rung.zones}
+    regions = {region_of(zone) for option in gce.capacity_options for zone in option.zones}
     named = [subnet for subnet in gce.subnetworks if "regions/" in subnet]
     fixed = [subnet for subnet in named if "{region}" not in subnet]
     if len(regions) > 1 and fixed:
         yield Problem(
             "launch.gce.subnetworks",
-            f"{fixed[0]} is in one region, and the ladder has {', '.join(sorted(regions))}; "
+            f"{fixed[0]} is in one region, the capacity options in {', '.join(sorted(regions))}; "
             "write {region} for it",
         )
 
 
-def _rung(gce: GceSection, rung: Rung, key: str) -> Iterator[Problem]:
-    if not rung.zones:
+def _option(gce: GceSection, option: CapacityOption, key: str) -> Iterator[Problem]:
+    if not option.zones:
         yield Problem(f"{key}.zones", "is empty; give at least one zone")
-    shape = shape_of(rung.machine_type)
-    if shape is not None and rung.kind not in shape.kinds:
+    shape = shape_of(option.machine_type)
+    if shape is not None and option.kind not in shape.kinds:
         fitting = ", ".join(shape.kinds)
         yield Problem(
             f"{key}.kind",
-            f"{rung.machine_type} ({shape.gpu}) is not available as {rung.kind}; "
+            f"{option.machine_type} ({shape.gpu}) is not available as {option.kind}; "
             f"use one of: {fitting}",
         )
     needs_hyperdisk = shape is not None and shape.needs_hyperdisk and gce.template is None
     if needs_hyperdisk and "hyperdisk" not in (gce.disk_type or ""):
         yield Problem(
             "launch.gce.disk_type",
-            f"{rung.machine_type} boots from Hyperdisk only; use hyperdisk-balanced",
+            f"{option.machine_type} boots from Hyperdisk only; use hyperdisk-balanced",
         )
-    if isinstance(rung, FlexStartRung) and rung.wait_minutes > 120:
-        yield Problem(f"{key}.wait_minutes", f"must be at most 120 (got {rung.wait_minutes})")
-    if isinstance(rung, FlexStartRung) and gce.max_run_hours > 168:
+    if isinstance(option, FlexStartOption) and option.wait_minutes > 120:
+        yield Problem(f"{key}.wait_minutes", f"must be at most 120 (got {option.wait_minutes})")
+    if isinstance(option, FlexStartOption) and gce.max_run_hours > 168:
         yield Problem(
             "launch.gce.max_run_hours",
             f"flex_start VMs run for at most seven days (168; got {gce.max_run_hours:g})",

@@ -14,7 +14,7 @@ Zone = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+-[a-z]$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
-class RungCommon(Section):
+class CommonOptionFields(Section):
     """Fields of every capacity option: where and by which machine type VMs are created."""
 
     zones: tuple[Zone, ...] = free(...)
@@ -25,7 +25,7 @@ class RungCommon(Section):
     """Price of one VM; needed for launch.max_dollars and for the cost that `status` prints."""
 
 
-class SpotRung(RungCommon):
+class SpotOption(CommonOptionFields):
     """Capacity option: spot VMs."""
 
     kind: Literal["spot"] = "spot"
@@ -36,7 +36,7 @@ class SpotRung(RungCommon):
     If the API refuses it, there is only the 30 s of the shutdown period."""
 
 
-class FlexStartRung(RungCommon):
+class FlexStartOption(CommonOptionFields):
     """Capacity option: flex-start VMs, which wait in a queue."""
 
     kind: Literal["flex_start"] = "flex_start"
@@ -45,7 +45,7 @@ class FlexStartRung(RungCommon):
     """Longest wait in the queue before the next option is tried; at most 120 minutes."""
 
 
-class ReservationRung(RungCommon):
+class ReservationOption(CommonOptionFields):
     """Capacity option: VMs of a reservation."""
 
     kind: Literal["reservation"] = "reservation"
@@ -54,15 +54,15 @@ class ReservationRung(RungCommon):
     """Name of the reservation."""
 
 
-class StandardRung(RungCommon):
+class StandardOption(CommonOptionFields):
     """Capacity option: on-demand VMs."""
 
     kind: Literal["standard"] = "standard"
     """On-demand VMs."""
 
 
-Rung = Annotated[
-    SpotRung | FlexStartRung | ReservationRung | StandardRung, Field(discriminator="kind")
+CapacityOption = Annotated[
+    SpotOption | FlexStartOption | ReservationOption | StandardOption, Field(discriminator="kind")
 ]
 
 
@@ -98,7 +98,7 @@ class GceSection(Section):
     """Google Cloud project that is billed."""
     num_hosts: PositiveInt = free(1)
     """Number of VMs of the job."""
-    ladder: tuple[Rung, ...] = free(...)
+    capacity_options: tuple[CapacityOption, ...] = free(...)
     """Capacity options in order of preference: machine type, zones, provisioning model.
 
     An option without capacity or quota is not tried again for a while, and the next one is
@@ -147,5 +147,5 @@ class GceSection(Section):
     """Lease of the launcher; after 1.5 times this without renewal another launcher takes over."""
     endpoint: str | None = free(None)
     """URL of the Compute API; null: JAXRES_GCE_ENDPOINT if set, else Google's."""
-    max_cool_minutes: NonNegativeInt = free(60)
+    max_backoff_minutes: NonNegativeInt = free(60)
     """Longest backoff before an option without capacity is tried again."""

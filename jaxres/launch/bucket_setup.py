@@ -220,7 +220,7 @@ def init_bucket(config: RunConfig, run: GcsPath, *, does: bool) -> int:
     """
     assert config.launch.gce is not None, config
     gce = config.launch.gce
-    regions = [region_of(zone) for rung in gce.ladder for zone in rung.zones]
+    regions = [region_of(zone) for option in gce.capacity_options for zone in option.zones]
     found = get_bucket(run)
     if found is None:
         _print(
@@ -292,7 +292,7 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def _plan(region: str) -> list[str]:
     """Returns the description of a new bucket."""
     return [
-        f"region {region}, that of the first option in launch.gce.ladder; it can't change later",
+        f"region {region}, that of the first of launch.gce.capacity_options; it can't change later",
         "storage class STANDARD; no object versioning",
         "hierarchical namespace off, permanently: jaxres renames nothing, and pruned checkpoints "
         "would leave empty folders behind",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxres.config.schema_gce import Rung
+from jaxres.config.schema_gce import CapacityOption
 
 CreateErrorKind = Literal[
     "stockout", "quota", "rate_limit", "wrong_zone", "preempted", "exists", "passing", "refused"
@@ -36,7 +36,7 @@ NEVER = 1e12
 class Backoff:
     """A zone of a capacity option that is skipped for a while."""
 
-    rung: int
+    option: int
     zone: str
     until: float
     """Seconds since the epoch; NEVER: skipped for the rest of the run."""
@@ -49,28 +49,28 @@ class Backoff:
 class ZoneChoice:
     """One zone of one capacity option."""
 
-    rung: int
+    option: int
     zone: str
 
 
-def zone_choices(ladder: Sequence[Rung]) -> Iterator[ZoneChoice]:
-    """Yields every zone of every rung, the preferred ones first."""
-    for number, rung in enumerate(ladder):
-        for zone in rung.zones:
+def zone_choices(options: Sequence[CapacityOption]) -> Iterator[ZoneChoice]:
+    """Yields every zone of every option, the preferred ones first."""
+    for number, option in enumerate(options):
+        for zone in option.zones:
             yield ZoneChoice(number, zone)
 
 
 def choose(
-    ladder: Sequence[Rung], backoffs: Sequence[Backoff], *, now: float
+    options: Sequence[CapacityOption], backoffs: Sequence[Backoff], *, now: float
 ) -> ZoneChoice | float:
     """Returns the first zone that is not skipped, or the time when the first one may be retried.
 
     NEVER: none can be retried.
     """
-    until = {(c.rung, c.zone): c.until for c in backoffs}
+    until = {(c.option, c.zone): c.until for c in backoffs}
     retry_times = []
-    for site in zone_choices(ladder):
-        retry_at = until.get((site.rung, site.zone), 0.0)
+    for site in zone_choices(options):
+        retry_at = until.get((site.option, site.zone), 0.0)
         if retry_at <= now:
             return site
         retry_times.append(retry_at)
@@ -96,7 +96,7 @@ def with_backoff(
       longest: longest backoff after a stockout, in seconds.
       seed: seed of the jitter, so that many launchers do not retry at the same moment.
     """
-    before = next((c for c in backoffs if (c.rung, c.zone) == (site.rung, site.zone)), None)
+    before = next((c for c in backoffs if (c.option, c.zone) == (site.option, site.zone)), None)
     failures = 1 + (before.failures if before is not None and before.error == error else 0)
     spread = 1 + JITTER * random.Random(f"{seed}-{site}-{failures}").random()
     seconds = {
@@ -109,5 +109,5 @@ def with_backoff(
         "passing": PASSING_COOL_SECONDS * min(failures, 8) * spread,
         "refused": NEVER,
     }[error]
-    others = [c for c in backoffs if (c.rung, c.zone) != (site.rung, site.zone)]
-    return (*others, Backoff(site.rung, site.zone, min(NEVER, now + seconds), failures, error))
+    others = [c for c in backoffs if (c.option, c.zone) != (site.option, site.zone)]
+    return (*others, Backoff(site.option, site.zone, min(NEVER, now + seconds), failures, error))

@@ -392,7 +392,7 @@ def machine_for(
     text = instance_spec.startup_script(gce, paths.run, paths.code(desired.code), desired.code)
     return Machine(
         gce,
-        gce.ladder[vm.rung],
+        gce.capacity_options[vm.option],
         vm.zone,
         labels={RUN_LABEL: desired.run, MANAGED_LABEL: "1"},
         metadata={"startup-script": text, "jaxres-run": str(paths.run)},

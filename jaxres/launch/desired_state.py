@@ -32,8 +32,8 @@ class VmSpec:
     name: str
     """Name of the VM; never used again for another one."""
     zone: str
-    rung: int
-    """Index of its capacity option in launch.gce.ladder."""
+    option: int
+    """Index of its capacity option in launch.gce.capacity_options."""
     requested_at: float
     """When its creation was requested, in seconds since the epoch, for the costs; 0: not yet."""
     created: bool = False

@@ -48,10 +48,10 @@ usage: python -m jaxres.launch gce up CONFIG.yaml|gs://RUN [section.field=value 
        python -m jaxres.launch gce down gs://RUN       end now; no VM is left
        python -m jaxres.launch gce init CONFIG.yaml [--yes]
 
-up: creates VMs by launch.gce.ladder, trains on them, replaces lost ones, and ends when the run
-    does; no VM is left then. It may be killed: training continues, and another `up` of the same
-    run, on any machine, takes over. Exit codes as for `launch local`; 83: another launcher holds
-    the lease.
+up: creates VMs by launch.gce.capacity_options, trains on them, replaces lost ones, and ends when
+    the run does; no VM is left then. It may be killed: training continues, and another `up` of the
+    same run, on any machine, takes over. Exit codes as for `launch local`; 83: another launcher
+    holds the lease.
 --dry-run: prints what would be created, and its price; creates nothing.
 --standby: waits while another launcher holds the lease, and takes over when that one is lost.
 init: shows how it would create or change the run's bucket; does so with --yes.

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxres.config.schema_gce import FlexStartRung, GceSection
+from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.faults import ConfigError
 from jaxres.launch.desired_state import PendingCreate, VmSpec
 from jaxres.launch.instance_spec import Machine
@@ -150,7 +150,7 @@ class Compute:
         compute = _library()
         client = self.client("InstancesClient")
         names = creation.names
-        if isinstance(machine.rung, FlexStartRung):  # Queued VMs are requested one by one.
+        if isinstance(machine.option, FlexStartOption):  # Queued VMs are requested one by one.
             operations = []
             for name in names:
                 request = compute.InsertInstanceRequest(

@@ -42,7 +42,7 @@ def show_status(run: GcsPath, *, as_json: bool, clock: Clock) -> int:
     now = clock.wall()
     spent = reconcile.dollars(desired, gce, now=now)
     hours = reconcile.vm_hours(desired, now=now)
-    has_prices = all(rung.dollars_per_hour is not None for rung in gce.ladder)
+    has_prices = all(option.dollars_per_hour is not None for option in gce.capacity_options)
     if as_json:
         fields = {
             "run": str(run),
@@ -71,7 +71,7 @@ def show_status(run: GcsPath, *, as_json: bool, clock: Clock) -> int:
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
     lines += [_vm_line(vm, gce, reports.get(vm.name)) for vm in desired.vms]
     lines += [f"  {vm.name}: is being deleted" for vm in desired.deleting]
-    lines += [_rung_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
+    lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
     if desired.reason and desired.phase != "ended":
         lines.append(f"  last: {desired.reason}")
     sys.stdout.write("".join(f"{line}\n" for line in lines))
@@ -79,19 +79,19 @@ def show_status(run: GcsPath, *, as_json: bool, clock: Clock) -> int:
 
 
 def _vm_line(vm: VmSpec, gce: GceSection, report: AgentReport | None) -> str:
-    rung = gce.ladder[vm.rung]
+    option = gce.capacity_options[vm.option]
     state = "is being created" if not vm.created else "has not reported yet"
     if report is not None:
         notice = f"; {report.notice}" if report.notice else ""
         state = f"{report.state}, attempt {report.attempt}{notice}"
-    return f"  {vm.name}: {rung.machine_type} ({rung.kind}) in {vm.zone}: {state}"
+    return f"  {vm.name}: {option.machine_type} ({option.kind}) in {vm.zone}: {state}"
 
 
-def _rung_line(backoff: Backoff, gce: GceSection, *, now: float) -> str:
-    rung = gce.ladder[backoff.rung]
+def _backoff_line(backoff: Backoff, gce: GceSection, *, now: float) -> str:
+    option = gce.capacity_options[backoff.option]
     retry = f"retried in {(backoff.until - now) / 60:.0f} min"
     retry = "not retried" if backoff.until >= NEVER else retry
-    return f"  {rung.kind} {rung.machine_type} in {backoff.zone}: {backoff.error}, {retry}"
+    return f"  {option.kind} {option.machine_type} in {backoff.zone}: {backoff.error}, {retry}"
 
 
 def logs(

@@ -21,13 +21,13 @@ from urllib.parse import quote
 import jaxres
 from jaxres.config.gce_machine_types import region_of, shape_of
 from jaxres.config.schema_gce import (
+    CapacityOption,
     ContainerRuntime,
-    FlexStartRung,
+    FlexStartOption,
     GceSection,
-    ReservationRung,
-    Rung,
-    SpotRung,
-    StandardRung,
+    ReservationOption,
+    SpotOption,
+    StandardOption,
 )
 from jaxres.faults import ConfigError
 from jaxres.storage import gcs_objects
@@ -37,10 +37,10 @@ NOTICE = "jaxres-notice-seconds"
 """Metadata key of a VM: seconds until it is stopped once `preempted` has turned TRUE."""
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 MODELS = {
-    SpotRung: "SPOT",
-    FlexStartRung: "FLEX_START",
-    ReservationRung: "RESERVATION_BOUND",
-    StandardRung: "STANDARD",
+    SpotOption: "SPOT",
+    FlexStartOption: "FLEX_START",
+    ReservationOption: "RESERVATION_BOUND",
+    StandardOption: "STANDARD",
 }
 
 
@@ -49,7 +49,7 @@ class Machine:
     """The VMs of one creation, which differ by their names only."""
 
     gce: GceSection
-    rung: Rung
+    option: CapacityOption
     zone: str
     labels: Mapping[str, str]
     metadata: Mapping[str, str]
@@ -63,8 +63,8 @@ class Machine:
     @property
     def notice_seconds(self) -> int:
         """Seconds of the requested preemption notice; 0: none."""
-        if isinstance(self.rung, SpotRung) and self.has_notice:
-            return self.rung.notice_seconds
+        if isinstance(self.option, SpotOption) and self.has_notice:
+            return self.option.notice_seconds
         return 0
 
     def bulk(self, names: tuple[str, ...]) -> dict[str, Any]:
@@ -73,17 +73,17 @@ class Machine:
             "count": len(names),
             "min_count": len(names),
             "per_instance_properties": {name: {} for name in names},
-            "instance_properties": {"machine_type": self.rung.machine_type, **self.properties()},
+            "instance_properties": {"machine_type": self.option.machine_type, **self.properties()},
         }
         return body | self._template()
 
     def instance(self, name: str, zone: str) -> dict[str, Any]:
         """Returns the body of an insert request for one queued VM."""
-        assert isinstance(self.rung, FlexStartRung), self.rung
+        assert isinstance(self.option, FlexStartOption), self.option
         return {
             "name": name,
-            "machine_type": f"zones/{zone}/machineTypes/{self.rung.machine_type}",
-            "params": {"request_valid_for_duration": {"seconds": 60 * self.rung.wait_minutes}},
+            "machine_type": f"zones/{zone}/machineTypes/{self.option.machine_type}",
+            "params": {"request_valid_for_duration": {"seconds": 60 * self.option.wait_minutes}},
             **self.properties(disk_types=f"zones/{zone}/diskTypes/"),
         }
 
@@ -112,11 +112,11 @@ class Machine:
         if gce.service_account is not None or gce.template is None:
             account = gce.service_account or "default"
             found["service_accounts"] = [{"email": account, "scopes": [SCOPE]}]
-        if isinstance(self.rung, ReservationRung):
+        if isinstance(self.option, ReservationOption):
             found["reservation_affinity"] = {
                 "consume_reservation_type": "SPECIFIC_RESERVATION",
                 "key": "compute.googleapis.com/reservation-name",
-                "values": [self.rung.reservation],
+                "values": [self.option.reservation],
             }
         return found
 
@@ -124,15 +124,15 @@ class Machine:
         """Returns the scheduling fields; a VM deletes itself after launch.gce.max_run_hours."""
         seconds = int(3600 * self.gce.max_run_hours)
         found: dict[str, Any] = {
-            "provisioning_model": MODELS[type(self.rung)],
+            "provisioning_model": MODELS[type(self.option)],
             "automatic_restart": False,
             "instance_termination_action": "DELETE",
             "max_run_duration": {"seconds": seconds},
         }
-        is_spot = isinstance(self.rung, SpotRung)
-        if is_spot or shape_of(self.rung.machine_type) is not None:
+        is_spot = isinstance(self.option, SpotOption)
+        if is_spot or shape_of(self.option.machine_type) is not None:
             found["on_host_maintenance"] = "TERMINATE"
-        if isinstance(self.rung, SpotRung):
+        if isinstance(self.option, SpotOption):
             found["preemptible"] = True
             if self.notice_seconds:
                 found["preemption_notice_duration"] = {"seconds": self.notice_seconds}

@@ -13,7 +13,7 @@ from typing import Any
 from jaxres.config import RunConfig, yaml
 from jaxres.config.errors import Problem, raise_all
 from jaxres.config.gce_machine_types import quota_of, region_of, shape_of
-from jaxres.config.schema_gce import FlexStartRung, GceSection
+from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.launch import bucket_setup
@@ -35,7 +35,7 @@ def show(config: RunConfig, run: GcsPath) -> int:
 
 
 def lines(config: RunConfig, run: GcsPath) -> list[str]:
-    """Returns the plan line by line: the ladder, then the first request in full."""
+    """Returns the plan line by line: the capacity options, then the first request in full."""
     gce, paths = config.launch.gce, LaunchPaths(run)
     assert gce is not None, config
     names: tuple[str, ...] = tuple(f"{paths.label}-{n:04d}" for n in range(gce.num_hosts))
@@ -44,26 +44,26 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
         f"  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
         "tried in this order:",
     ]
-    for number, site in enumerate(zone_choices(gce.ladder), start=1):
-        rung = gce.ladder[site.rung]
-        shape = shape_of(rung.machine_type)
-        gpus = None if shape is None else shape.num_gpus(rung.machine_type)
+    for number, site in enumerate(zone_choices(gce.capacity_options), start=1):
+        option = gce.capacity_options[site.option]
+        shape = shape_of(option.machine_type)
+        gpus = None if shape is None else shape.num_gpus(option.machine_type)
         has = "" if shape is None else f", {gpus or ''} x {shape.gpu}".replace("  ", " ")
-        price = rung.dollars_per_hour
+        price = option.dollars_per_hour
         costs = "price unknown: give dollars_per_hour"
         if price is not None:
             costs = f"${price * gce.num_hosts:.2f} an hour for all"
         found.append(
-            f"  {number}. {rung.kind:<11} {site.zone:<16} {rung.machine_type}{has}; {costs}"
+            f"  {number}. {option.kind:<11} {site.zone:<16} {option.machine_type}{has}; {costs}"
         )
-    first = next(zone_choices(gce.ladder))
+    first = next(zone_choices(gce.capacity_options))
     name = f"{paths.label}-{0:04d}"
-    vm = VmSpec(name, first.zone, first.rung, 0.0)
+    vm = VmSpec(name, first.zone, first.option, 0.0)
     machine = machine_for(
         paths, config, new_state(paths.label, DIGEST, DIGEST, now=0, after=None), vm
     )
     found += ["the first request (its startup script is left out here):"]
-    is_queued = isinstance(gce.ladder[first.rung], FlexStartRung)
+    is_queued = isinstance(gce.capacity_options[first.option], FlexStartOption)
     body = machine.instance(name, first.zone) if is_queued else machine.bulk(names)
     found += [f"  {line}" for line in yaml.dump(_readable(body)).splitlines()]
     found += [f"a VM deletes itself after {gce.max_run_hours:g} hours in any case"]
@@ -156,18 +156,18 @@ def _project(compute: Compute) -> None:
 
 
 def _zones(gce: GceSection, compute: Compute) -> Iterator[Problem]:
-    for number, rung in enumerate(gce.ladder):
-        for zone in rung.zones:
-            kind = {"zone": zone, "machine_type": rung.machine_type}
+    for number, option in enumerate(gce.capacity_options):
+        for zone in option.zones:
+            kind = {"zone": zone, "machine_type": option.machine_type}
             if _get(compute, "MachineTypesClient", **kind) is not None:
                 continue
-            key = f"launch.gce.ladder[{number}].zones"
+            key = f"launch.gce.capacity_options[{number}].zones"
             if _get(compute, "ZonesClient", zone=zone) is None:
                 yield Problem(key, f"there is no zone {zone}")
             else:
-                command = f"gcloud compute machine-types list --filter='name={rung.machine_type}'"
+                command = f"gcloud compute machine-types list --filter='name={option.machine_type}'"
                 yield Problem(
-                    key, f"{zone} has no {rung.machine_type}; `{command}` shows the zones that do"
+                    key, f"{zone} has no {option.machine_type}; `{command}` shows the zones that do"
                 )
 
 
@@ -193,7 +193,9 @@ def _image(gce: GceSection, compute: Compute) -> Iterator[Problem]:
 
 
 def _subnetworks(gce: GceSection, compute: Compute) -> Iterator[Problem]:
-    for region in sorted({region_of(zone) for rung in gce.ladder for zone in rung.zones}):
+    for region in sorted(
+        {region_of(zone) for option in gce.capacity_options for zone in option.zones}
+    ):
         for name in gce.subnetworks:
             short = name.replace("{region}", region).rpartition("/")[2]
             arguments = {"region": region, "subnetwork": short}
@@ -204,17 +206,17 @@ def _subnetworks(gce: GceSection, compute: Compute) -> Iterator[Problem]:
 
 
 def _quotas(gce: GceSection, compute: Compute) -> list[str]:
-    """Returns a warning for each zone of the ladder that the project's quotas rule out permanently.
+    """Returns a warning for each zone that the project's quotas rule out permanently.
 
     Raises:
       ConfigError: they rule out all.
     """
     limits: dict[str, dict[str, float]] = {}
     short, num_sites = [], 0
-    for site in zone_choices(gce.ladder):
+    for site in zone_choices(gce.capacity_options):
         num_sites += 1
-        rung, region = gce.ladder[site.rung], region_of(site.zone)
-        if (quota := quota_of(rung.machine_type, rung.kind)) is None:
+        option, region = gce.capacity_options[site.option], region_of(site.zone)
+        if (quota := quota_of(option.machine_type, option.kind)) is None:
             continue
         if region not in limits:
             found = _get(compute, "RegionsClient", region=region)
@@ -222,10 +224,10 @@ def _quotas(gce: GceSection, compute: Compute) -> list[str]:
         metric, wanted = quota[0], quota[1] * gce.num_hosts
         if limits[region].get(metric, math.inf) < wanted:
             limit = limits[region][metric]
-            short.append(f"{rung.kind} in {site.zone}: {metric} is {limit:g}, needed: {wanted}")
+            short.append(f"{option.kind} in {site.zone}: {metric} is {limit:g}, needed: {wanted}")
     if short and len(short) == num_sites:
         raise ConfigError(
-            "launch.gce.ladder: no capacity option has quota ("
+            "launch.gce.capacity_options: no capacity option has quota ("
             + "; ".join(dict.fromkeys(short))
             + f"). Request more: console.cloud.google.com/iam-admin/quotas?project={gce.project}"
         )
@@ -234,7 +236,7 @@ def _quotas(gce: GceSection, compute: Compute) -> list[str]:
 
 def _bucket(gce: GceSection, run: GcsPath) -> list[str]:
     """Checks that the bucket is in a region of the VMs; other traffic is slow and costs money."""
-    regions = {region_of(zone) for rung in gce.ladder for zone in rung.zones}
+    regions = {region_of(zone) for option in gce.capacity_options for zone in option.zones}
     place = bucket_setup.location(run)
     if place is None or place.kind != "region":
         return []

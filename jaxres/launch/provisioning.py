@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from jaxres.config.schema_gce import FlexStartRung, GceSection
+from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.launch import capacity_options
 from jaxres.launch.capacity_options import NEVER, ZoneChoice
@@ -70,21 +70,21 @@ def _choose_zone(desired: DesiredState, observed: ObservedState, gce: GceSection
         for vm in desired.deleting
     ):
         return Transition(desired)  # They may hold the quota that the new ones need.
-    site = capacity_options.choose(gce.ladder, desired.backoffs, now=observed.now)
+    site = capacity_options.choose(gce.capacity_options, desired.backoffs, now=observed.now)
     if not isinstance(site, ZoneChoice):
         if site < NEVER:
             return Transition(desired)
         causes = "; ".join(f"{c.zone}: {c.error}" for c in desired.backoffs)
-        reason = f"no capacity option in launch.gce.ladder is available, now or later ({causes}). "
+        reason = f"no option in launch.gce.capacity_options is available, now or later ({causes}). "
         reason += desired.reason
         return Transition(replace(desired, end=JobEnd(ExitCode.CONFIG, reason, observed.now)))
     new = replace(desired, placement=desired.placement + 1, refill_since=None)
     new, names = _new_names(new, gce.num_hosts)
-    vms = tuple(VmSpec(name, site.zone, site.rung, observed.now) for name in names)
+    vms = tuple(VmSpec(name, site.zone, site.option, observed.now) for name in names)
     new = _with_request(replace(new, vms=vms), names)
-    rung = gce.ladder[site.rung]
+    option = gce.capacity_options[site.option]
     return Transition(
-        new, (f"requesting {len(names)} x {rung.machine_type} ({rung.kind}) in {site.zone}",)
+        new, (f"requesting {len(names)} x {option.machine_type} ({option.kind}) in {site.zone}",)
     )
 
 
@@ -127,8 +127,8 @@ def _await_creation(
     if not isinstance(answer, CreateFailed):
         return Transition(desired)
     (first, *_) = (vm for vm in desired.vms if vm.name in creation.names)
-    site = ZoneChoice(first.rung, first.zone)
-    longest = 60.0 * gce.max_cool_minutes
+    site = ZoneChoice(first.option, first.zone)
+    longest = 60.0 * gce.max_backoff_minutes
     backoffs = capacity_options.with_backoff(
         desired.backoffs, site, answer.kind, now=observed.now, longest=longest, seed=desired.run
     )
@@ -148,8 +148,8 @@ def create_timed_out(
     """Returns whether a creation takes longer than any that can still succeed."""
     vms = [vm for vm in (*desired.vms, *desired.deleting) if vm.name in creation.names]
     minutes = gce.ready_minutes
-    for rung in {vm.rung for vm in vms}:
-        if isinstance(found := gce.ladder[rung], FlexStartRung):
+    for option in {vm.option for vm in vms}:
+        if isinstance(found := gce.capacity_options[option], FlexStartOption):
             minutes += found.wait_minutes
     return any(observed.now - vm.requested_at > 60 * minutes for vm in vms)
 
@@ -201,8 +201,8 @@ def _refill(
         reason = f"lost VMs could not be replaced in {missing[0].zone} within "
         reason += f"{gce.repair_minutes:g} minutes (launch.gce.repair_minutes)"
         return Transition(release_all(replace(desired, reason=reason), now=observed.now), (reason,))
-    site = (missing[0].rung, missing[0].zone)
-    until = [c.until for c in desired.backoffs if (c.rung, c.zone) == site]
+    site = (missing[0].option, missing[0].zone)
+    until = [c.until for c in desired.backoffs if (c.option, c.zone) == site]
     if until and until[0] > observed.now:
         return Transition(replace(desired, refill_since=since))
     names = tuple(vm.name for vm in missing)

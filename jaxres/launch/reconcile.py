@@ -57,7 +57,7 @@ def vms_to_delete(desired: DesiredState, observed: ObservedState) -> list[VmSpec
 
 
 def dollars(desired: DesiredState, gce: GceSection, *, now: float) -> float:
-    """Returns the costs of the VMs so far, by the prices of the ladder."""
+    """Returns the costs of the VMs so far, by the prices of the capacity options."""
     vms = (*desired.vms, *desired.deleting)
     return desired.spent_dollars + sum(_cost(vm, gce, now=now) for vm in vms)
 
@@ -69,8 +69,8 @@ def vm_hours(desired: DesiredState, *, now: float) -> float:
 
 
 def _cost(vm: VmSpec, gce: GceSection, *, now: float) -> float:
-    rung = gce.ladder[min(vm.rung, len(gce.ladder) - 1)]
-    return _seconds(vm, now=now) / 3600 * (rung.dollars_per_hour or 0.0)
+    option = gce.capacity_options[min(vm.option, len(gce.capacity_options) - 1)]
+    return _seconds(vm, now=now) / 3600 * (option.dollars_per_hour or 0.0)
 
 
 def _seconds(vm: VmSpec, *, now: float) -> float:

@@ -38,7 +38,7 @@ NO_UPCOMING = json.dumps(
 
 
 @dataclass
-class Fault:
+class MetadataFault:
     """Fault of the next requests for a key."""
 
     kind: str
@@ -70,8 +70,8 @@ class MetadataServer:
             "instance/name": "emulated",
         }
         self.changed = threading.Condition()
-        self.faults: list[Fault] = []
-        self.asked: list[str] = []
+        self.faults: list[MetadataFault] = []
+        self.requests: list[str] = []
         """Keys of all requests so far, in order."""
         self.hanging = 0
         """Number of requests without a response."""
@@ -119,10 +119,10 @@ class MetadataServer:
     def warn(self, event: str = "TERMINATE_ON_HOST_MAINTENANCE") -> bool:
         """Sends the early warning if it was requested before; returns whether it was sent."""
         with self.changed:
-            was_asked = EVENT in self.asked
-        if was_asked:
+            was_requested = EVENT in self.requests
+        if was_requested:
             self.set(EVENT, event)
-        return was_asked
+        return was_requested
 
     def fail(
         self,
@@ -136,11 +136,11 @@ class MetadataServer:
         """Makes the next requests fail."""
         until = time.monotonic() + seconds
         with self.changed:
-            self.faults.append(Fault(kind, key, times, until, flap_seconds))
+            self.faults.append(MetadataFault(kind, key, times, until, flap_seconds))
 
     def fault_of(self, key: str) -> str | None:
         with self.changed:
-            self.asked.append(key)
+            self.requests.append(key)
             for fault in self.faults:
                 if fault.key in ("", key) and fault.is_there(time.monotonic()):
                     fault.times -= 1
@@ -191,7 +191,7 @@ class _Request(Quiet):
             case "drop":
                 return self.connection.close()
             case status:
-                return self.answer(int(status), "as the test has asked")
+                return self.answer(int(status), "requested by the test")
         if set(words) - WORDS or words.get("alt", "text") not in ("json", "text"):
             return self.answer(400, "unknown query")
         recursive = words.get("recursive", "").lower() == "true"

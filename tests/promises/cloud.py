@@ -25,8 +25,8 @@ from tests.emulators.gcs import GcsServer
 from tests.promises.trainer import FAULTY, ROOT, run_history
 
 POLL_SECONDS = 0.05
-RUNG = {"machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"], "dollars_per_hour": 1.5}
-SPOT = {"kind": "spot", **RUNG}
+OPTION = {"machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"], "dollars_per_hour": 1.5}
+SPOT = {"kind": "spot", **OPTION}
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Cloud:
     def launch_paths(self) -> LaunchPaths:
         return LaunchPaths(self.run)
 
-    def config(self, *, ladder: list[dict[str, Any]] | None = None, **gce: Any) -> Path:
+    def config(self, *, capacity_options: list[dict[str, Any]] | None = None, **gce: Any) -> Path:
         """Writes a config for the faulty model on VMs of this cloud."""
         package = self.root / "package"
         if not package.exists():
@@ -78,7 +78,7 @@ class Cloud:
         section = {
             "project": self.gce.project,
             "num_hosts": 1,
-            "ladder": ladder or [SPOT],
+            "capacity_options": capacity_options or [SPOT],
             "image": "projects/debian-cloud/global/images/family/debian-12",
             "runtime": {"kind": "python", "python": sys.executable},
             "package": str(package),

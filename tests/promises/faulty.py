@@ -55,7 +55,7 @@ def hold() -> NoReturn:
 
 
 def fail() -> NoReturn:
-    raise OnPurpose("as the test has asked")
+    raise OnPurpose("requested by the test")
 
 
 def exhaust_device() -> None:
@@ -80,7 +80,7 @@ class Unhealthy(RunError):
 
 def unhealthy() -> None:
     if jax.process_index() == 1:
-        raise Unhealthy("a device has failed, as the test has asked")
+        raise Unhealthy("a device has failed, requested by the test")
 
 
 def spawn() -> None:
@@ -116,7 +116,7 @@ def reach(where: str) -> None:
         WHATS[what]()
 
 
-class Items:
+class TokenRows:
     """Rows of tokens; the last tenth is held out and read by the main thread, the rest is not."""
 
     vocab_size = VOCAB
@@ -141,9 +141,9 @@ class Items:
         return np.random.default_rng(index).integers(0, VOCAB, 17)
 
 
-def rows() -> Items:
+def rows() -> TokenRows:
     reach("build")
-    return Items()
+    return TokenRows()
 
 
 def model(*, vocab_size: int, seq_len: int) -> SimpleNamespace:

@@ -35,7 +35,7 @@ class Forked(worker_process.ForkedProcess):
 Process = Forked | subprocess.Popen[bytes]
 
 
-class ForkServer:
+class TestForkServer:
     """Fork server process; it exits with this process."""
 
     def __init__(self) -> None:
@@ -89,12 +89,12 @@ def _adopting() -> Iterator[None]:
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, before.value)
 
 
-_servers: list[ForkServer] = []
+_servers: list[TestForkServer] = []
 
 
-def server() -> ForkServer:
+def server() -> TestForkServer:
     """Returns the fork server of this test process; starts it on the first call."""
     if not _servers or _servers[0].process.poll() is not None:
-        _servers[:] = [ForkServer()]
+        _servers[:] = [TestForkServer()]
         atexit.register(_servers[0].close)
     return _servers[0]

@@ -14,7 +14,7 @@ IP = "/usr/sbin/ip" if Path("/usr/sbin/ip").exists() else "ip"
 
 
 @dataclass(frozen=True)
-class Machine:
+class SimulatedHost:
     """Namespaces with a network, host name and /etc/hosts, held open by one sleeping process."""
 
     host: int
@@ -37,7 +37,7 @@ class Network:
     """Machines on one bridge, all in separate namespaces: the real network is not affected."""
 
     bridge: subprocess.Popen[bytes]
-    machines: tuple[Machine, ...]
+    machines: tuple[SimulatedHost, ...]
 
     def cut(self, host: int) -> None:
         """Disconnects a machine: its packets are lost without an error."""
@@ -80,7 +80,7 @@ def network(hosts: int, *, folder: Path) -> Iterator[Network]:
     holders = [_hold(*flags) for _ in range(hosts + 1)]
     try:
         bridge, *others = holders
-        machines = tuple(Machine(host, holder) for host, holder in enumerate(others))
+        machines = tuple(SimulatedHost(host, holder) for host, holder in enumerate(others))
         _in(bridge, IP, "link", "add", "bridge0", "type", "bridge")
         _in(bridge, IP, "link", "set", "bridge0", "up")
         names = folder / "hosts"
@@ -95,7 +95,7 @@ def network(hosts: int, *, folder: Path) -> Iterator[Network]:
             holder.communicate()
 
 
-def _join(bridge: subprocess.Popen[bytes], machine: Machine, names: Path) -> None:
+def _join(bridge: subprocess.Popen[bytes], machine: SimulatedHost, names: Path) -> None:
     end, holder = f"v{machine.host}", machine.holder
     peer = ("peer", "name", "eth0", "netns", str(holder.pid))
     _in(bridge, IP, "link", "add", end, "type", "veth", *peer)

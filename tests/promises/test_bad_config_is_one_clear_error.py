@@ -15,7 +15,7 @@ from tests.promises.trainer import (
     MLP,
     STEPS,
     TINY,
-    Trainer,
+    TrainingProcess,
     Workspace,
     digest,
     run_history,
@@ -218,7 +218,7 @@ def test_a_changed_trajectory_is_rejected_and_the_run_can_resume(
     resumes(workspace.finish("run", *MLP), unbroken)
 
 
-def resumes(trainer: Trainer, unbroken: RunDir) -> None:
+def resumes(trainer: TrainingProcess, unbroken: RunDir) -> None:
     """Asserts that a resumed run ends like an uninterrupted one."""
     assert starts(trainer.run_dir)[-1] >= 60, "it did not resume"
     assert trajectory(trainer.run_dir) == trajectory(unbroken)

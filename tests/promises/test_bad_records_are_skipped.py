@@ -49,7 +49,7 @@ def skipped_from_the_start(run_dir: RunDir) -> None:
     seq = len(run_log.read_records(run_dir.log))
     log = RunLog(run_dir.log, attempt=1, last_seq=seq, clock=SystemClock())
     rows = tuple((position, position + 1) for position in POSITIONS)
-    log.append(Skip(rows=rows, reason="as the test has asked"))
+    log.append(Skip(rows=rows, reason="requested by the test"))
 
 
 @pytest.fixture(scope="module")

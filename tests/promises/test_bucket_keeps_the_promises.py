@@ -21,7 +21,7 @@ from tests.promises.trainer import (
     FAULTY,
     MLP,
     STEPS,
-    Trainer,
+    TrainingProcess,
     Workspace,
     assert_bit_exact,
     digest,
@@ -112,7 +112,7 @@ def test_training_continues_while_the_bucket_is_unavailable_and_saving_recovers(
     assert_bit_exact(trainer.run_dir, fault_free)
 
 
-def reported(trainer: Trainer) -> int:
+def reported(trainer: TrainingProcess) -> int:
     """Returns the newest finished step that was printed."""
     found = re.findall(r"step (\d+)/60", trainer.printed())
     return int(found[-1]) if found else 0

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import MLP, Trainer, Workspace, assert_bit_exact
+from tests.promises.trainer import MLP, TrainingProcess, Workspace, assert_bit_exact
 
 
-def resumed(workspace: Workspace, *overrides: str) -> Trainer:
+def resumed(workspace: Workspace, *overrides: str) -> TrainingProcess:
     trainer = workspace.start("run", *MLP, *overrides)
     assert trainer.wait_exit() == 0, trainer.printed()
     return trainer

@@ -16,7 +16,7 @@ from jaxres.storage.path import GcsPath
 from tests.promises.trainer import (
     FAULTY,
     PACED,
-    Trainer,
+    TrainingProcess,
     Workspace,
     assert_bit_exact,
     run_history,
@@ -29,18 +29,18 @@ class Aim:
     """Condition to wait for before the kill, and the delay of the kill after it."""
 
     name: str
-    wait: Callable[[Trainer, int], None]
+    wait: Callable[[TrainingProcess, int], None]
     """Receives the trainer and the newest committed step."""
     max_delay_seconds: float
 
 
-def _wait_step(trainer: Trainer, step: int) -> None:
+def _wait_step(trainer: TrainingProcess, step: int) -> None:
     """Waits for a step in the local events: metrics lines reach a bucket late."""
     if not isinstance(trainer.run_dir.root, GcsPath):
         trainer.wait_step(step)
 
 
-def _during_save(trainer: Trainer, committed: int) -> None:
+def _during_save(trainer: TrainingProcess, committed: int) -> None:
     _wait_step(trainer, committed + 1)
     known = set(files.list_names(trainer.run_dir.checkpoints))
     # In a bucket, incomplete steps have no other names.
@@ -53,7 +53,7 @@ def _during_save(trainer: Trainer, committed: int) -> None:
     )
 
 
-def _during_commit(trainer: Trainer, committed: int) -> None:
+def _during_commit(trainer: TrainingProcess, committed: int) -> None:
     _wait_step(trainer, committed + 1)
     checkpoints = trainer.run_dir.checkpoints
     known = set(files.list_names(checkpoints))
@@ -68,11 +68,11 @@ def _during_commit(trainer: Trainer, committed: int) -> None:
     trainer.wait(begun, what="a step directory that Orbax has finished")
 
 
-def _after_steps(trainer: Trainer, committed: int) -> None:
+def _after_steps(trainer: TrainingProcess, committed: int) -> None:
     trainer.wait_step(committed + 12)
 
 
-def _after_a_commit(trainer: Trainer, committed: int) -> None:
+def _after_a_commit(trainer: TrainingProcess, committed: int) -> None:
     trainer.wait_commit(committed + 1)
 
 
@@ -129,7 +129,7 @@ def test_resume_is_bit_exact_after_sigkill(
 def test_resume_of_a_small_run_is_bit_exact_after_sigkill(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
-    aims: tuple[Callable[[Trainer], None], ...] = (
+    aims: tuple[Callable[[TrainingProcess], None], ...] = (
         lambda trainer: trainer.wait_commit(10),
         lambda trainer: _during_save(trainer, run_history(trainer.run_dir).step),
         lambda trainer: _after_steps(trainer, run_history(trainer.run_dir).step),

@@ -10,7 +10,15 @@ import pytest
 
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import MLP, STEPS, Trainer, Workspace, history, run_history, starts
+from tests.promises.trainer import (
+    MLP,
+    STEPS,
+    TrainingProcess,
+    Workspace,
+    history,
+    run_history,
+    starts,
+)
 
 HOSTS = [(1, 2, 4, 3, 1), (2, 1)]
 """Numbers of hosts of the attempts."""
@@ -49,7 +57,7 @@ def test_each_sample_is_used_once_for_any_number_of_hosts(
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Trainer:
+def shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> TrainingProcess:
     """Four hosts, of which two and two compute the same rows: a host's number is no block of rows.
 
     Hosts 0 and 1 take the first half of every batch, hosts 2 and 3 the second.
@@ -60,7 +68,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Trainer:
 
 @pytest.mark.slow
 def test_hosts_whose_devices_share_rows_read_the_same_rows(
-    shared: Trainer, unbroken: RunDir
+    shared: TrainingProcess, unbroken: RunDir
 ) -> None:
     here, there = history(shared.run_dir), history(unbroken)[:20]
     assert [row["samples"] for row in here] == [row["samples"] for row in there]
@@ -69,7 +77,7 @@ def test_hosts_whose_devices_share_rows_read_the_same_rows(
 
 
 @pytest.mark.slow
-def test_only_host_0_writes_shared_files(shared: Trainer) -> None:
+def test_only_host_0_writes_shared_files(shared: TrainingProcess) -> None:
     records = [type(record.body).__name__ for record in run_log.read_records(shared.run_dir.log)]
     assert records == ["Claim", "Start", "Commit", "AttemptEnded"], (
         "more than one host wrote the log"

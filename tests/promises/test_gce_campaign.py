@@ -45,7 +45,7 @@ def storm(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
 
 
 WITH_ONE = (
-    scenarios.test_without_capacity_or_quota_the_next_rung_is_used,
+    scenarios.test_without_capacity_or_quota_the_next_option_is_used,
     scenarios.test_the_next_launcher_adopts_the_creation_of_a_killed_one,
     scenarios.test_only_one_of_two_launchers_acts_and_the_suspended_one_exits,
 )

@@ -8,7 +8,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.cloud import RUNG, SPOT, Cloud
+from tests.promises.cloud import OPTION, SPOT, Cloud
 from tests.promises.trainer import assert_bit_exact, run_history
 
 CREATED = "instances.bulkInsert"
@@ -46,8 +46,8 @@ def test_a_creation_that_completes_after_the_takeover_is_deleted(
     cloud: Cloud, fault_free: RunDir
 ) -> None:
     """The second launcher's request failed, and it has used another zone since."""
-    other = {"kind": "spot", **RUNG, "zones": ["us-east4-a"]}
-    config = cloud.config(ladder=[SPOT, other], env={"PACE": "0.02"})
+    other = {"kind": "spot", **OPTION, "zones": ["us-east4-a"]}
+    config = cloud.config(capacity_options=[SPOT, other], env={"PACE": "0.02"})
     stall = cloud.gce.fail("stall", call=CREATED, late_seconds=25.0)
     first = cloud.up(config)
     cloud.wait(lambda: stall.hits == 1, of="creation")

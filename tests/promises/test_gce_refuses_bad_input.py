@@ -12,10 +12,10 @@ from jaxres.faults import ConfigError, RunError
 from jaxres.launch import gce
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
-from tests.promises.cloud import RUNG, SPOT, Cloud
+from tests.promises.cloud import OPTION, SPOT, Cloud
 from tests.promises.trainer import FAULTY
 
-BIG = RUNG | {"machine_type": "a3-highgpu-8g"}
+BIG = OPTION | {"machine_type": "a3-highgpu-8g"}
 
 
 def assert_fails(
@@ -92,10 +92,10 @@ CASES: dict[str, tuple[Callable[[Cloud], dict[str, Any]], tuple[str, ...]]] = {
     ),
     "zone without the shape": (
         without_the_shape,
-        ("ladder[0].zones: us-central1-a has no a2-highgpu-1g", "machine-types list"),
+        ("capacity_options[0].zones: us-central1-a has no a2-highgpu-1g", "machine-types list"),
     ),
     "no such zone": (
-        lambda _: {"ladder": [SPOT | {"zones": ["us-nowhere1-a"]}]},
+        lambda _: {"capacity_options": [SPOT | {"zones": ["us-nowhere1-a"]}]},
         ("there is no zone us-nowhere1-a",),
     ),
     "image absent": (
@@ -110,8 +110,10 @@ CASES: dict[str, tuple[Callable[[Cloud], dict[str, Any]], tuple[str, ...]]] = {
     "bucket without permission": (denied_bucket, ("can't be used", "Storage Object User")),
     "no such bucket": (missing_bucket, ("there is no bucket never-made",)),
     "shape that is not available with these options": (
-        lambda _: {"ladder": [BIG | {"kind": "standard", "machine_type": "a3-highgpu-1g"}]},
-        ("ladder[0].kind: a3-highgpu-1g", "use one of: spot, flex_start"),
+        lambda _: {
+            "capacity_options": [BIG | {"kind": "standard", "machine_type": "a3-highgpu-1g"}]
+        },
+        ("capacity_options[0].kind: a3-highgpu-1g", "use one of: spot, flex_start"),
     ),
     "package absent": (lambda _: {"package": "/nowhere"}, ("there is no such folder",)),
 }
@@ -147,7 +149,7 @@ def test_a_config_without_vms_is_rejected(cloud: Cloud) -> None:
         gce.main(["up", str(config)], env=cloud.env)
 
 
-def test_a_denied_creation_exits_with_its_code_after_the_last_rung(
+def test_a_denied_creation_exits_with_its_code_after_the_last_option(
     cloud: Cloud, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cloud.gce.deny("compute.instances.create")

@@ -10,7 +10,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
-from tests.promises.cloud import RUNG, SPOT, Cloud
+from tests.promises.cloud import OPTION, SPOT, Cloud
 from tests.promises.trainer import assert_bit_exact, run_history, starts
 
 SLOW = {"PACE": "0.004"}
@@ -80,12 +80,14 @@ def test_a_failed_host_is_detected_by_its_host_error_operation(
     cloud.assert_nothing_is_left()
 
 
-def test_without_capacity_or_quota_the_next_rung_is_used(cloud: Cloud, fault_free: RunDir) -> None:
-    other = RUNG | {"zones": ["us-east4-a"]}
-    ladder = [SPOT, {"kind": "spot", **other}, {"kind": "standard", **RUNG}]
+def test_without_capacity_or_quota_the_next_option_is_used(
+    cloud: Cloud, fault_free: RunDir
+) -> None:
+    other = OPTION | {"zones": ["us-east4-a"]}
+    options = [SPOT, {"kind": "spot", **other}, {"kind": "standard", **OPTION}]
     cloud.gce.stockout(zone="us-central1-a", model="SPOT")
     cloud.gce.quota("us-east4", "PREEMPTIBLE_NVIDIA_A100_GPUS", 0, as_http=True)
-    launcher = cloud.up(cloud.config(ladder=ladder))
+    launcher = cloud.up(cloud.config(capacity_options=options))
     assert launcher.wait_exit() == 0, cloud.describe()
     printed = launcher.printed()
     assert printed.index("us-central1-a: stockout: ") < printed.index("us-east4-a: quota: ")

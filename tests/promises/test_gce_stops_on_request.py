@@ -9,7 +9,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.cloud import RUNG, Cloud
+from tests.promises.cloud import OPTION, Cloud
 from tests.promises.trainer import assert_bit_exact, run_history, starts
 
 
@@ -59,8 +59,8 @@ def test_a_stopped_job_saves_and_the_same_command_resumes_it(
 
 @pytest.mark.slow
 def test_a_job_over_its_cost_limit_saves_and_exits_with_its_code(cloud: Cloud) -> None:
-    rung = RUNG | {"kind": "standard", "dollars_per_hour": 3600.0}
-    config = cloud.config(ladder=[rung], env={"PACE": "0.02"})
+    option = OPTION | {"kind": "standard", "dollars_per_hour": 3600.0}
+    config = cloud.config(capacity_options=[option], env={"PACE": "0.02"})
     launcher = cloud.up(config, "launch.max_dollars=12")
     assert launcher.wait_exit() == ExitCode.NO_PROGRESS, cloud.describe()
     assert "launch.max_dollars=12 is reached" in launcher.printed()
@@ -84,7 +84,9 @@ def test_down_during_a_creation_leaves_no_vm(cloud: Cloud) -> None:
 
 @pytest.mark.campaign
 def test_queued_vms_are_requested_one_by_one(cloud: Cloud, fault_free_pair: RunDir) -> None:
-    launcher = cloud.up(cloud.config(num_hosts=2, ladder=[RUNG | {"kind": "flex_start"}]))
+    launcher = cloud.up(
+        cloud.config(num_hosts=2, capacity_options=[OPTION | {"kind": "flex_start"}])
+    )
     assert launcher.wait_exit() == 0, cloud.describe()
     assert cloud.gce.calls().calls["instances.insert"] == 2
     assert_bit_exact(cloud.run_dir, fault_free_pair)

@@ -13,7 +13,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import attempt_runner, run_lock
-from tests.promises.trainer import FAULTY, PACED, Trainer, Workspace, assert_bit_exact
+from tests.promises.trainer import FAULTY, PACED, TrainingProcess, Workspace, assert_bit_exact
 from tests.tiers import slow_but
 
 GRACE_SECONDS = 2.0
@@ -60,7 +60,7 @@ HANGS = {
 }
 
 
-def began(trainer: Trainer, hang: Hang) -> float:
+def began(trainer: TrainingProcess, hang: Hang) -> float:
     """Waits for the hang; returns the time at which it was observed."""
     if hang.phase:
         trainer.wait_phase(hang.phase)

@@ -8,10 +8,10 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from jaxres.cli import checkpoints as checkpoints_cli
-from tests.promises.trainer import FAULTY, PACED, Trainer, Workspace
+from tests.promises.trainer import FAULTY, PACED, TrainingProcess, Workspace
 
 
-def reported(trainer: Trainer, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+def reported(trainer: TrainingProcess, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     """Returns the exit code and the JSON of a command on the trainer's run directory."""
     out = io.StringIO()
     with redirect_stdout(out):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from tests.promises.trainer import FAULTY, Trainer, Workspace, digest, run_history
+from tests.promises.trainer import FAULTY, TrainingProcess, Workspace, digest, run_history
 from tests.tiers import slow_but
 
 HOSTS = 3
@@ -28,12 +28,12 @@ JITTER = {"JITTER": "0.004"}
 """Every host reads 8 rows per step, each with a random delay."""
 
 
-def saved(trainer: Trainer, host: int) -> list[int]:
+def saved(trainer: TrainingProcess, host: int) -> list[int]:
     """Returns the steps whose saves a host has started."""
     return [e["step"] for e in trainer.events(host) if e["event"] == "save_started"]
 
 
-def trains_after(trainer: Trainer, *, saves: int) -> bool:
+def trains_after(trainer: TrainingProcess, *, saves: int) -> bool:
     """Returns whether every host has started so many saves and trains again.
 
     A request that comes while a save of the same step is taken is one with it.

@@ -18,7 +18,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events, read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, Skip
-from tests.promises.trainer import FAULTY, Trainer, Workspace, digest, history, run_history
+from tests.promises.trainer import FAULTY, TrainingProcess, Workspace, digest, history, run_history
 
 ROWS = 24
 ONSET, LAST, TARGET, STEPS = 23, 25, 20, 40
@@ -44,7 +44,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> str:
     run_dir = begun.run_dir
     seq = len(run_log.read_records(run_dir.log))
     log = RunLog(run_dir.log, attempt=1, last_seq=seq, clock=SystemClock())
-    log.append(Skip(rows=(LEFT_OUT,), reason="as the test has asked"))
+    log.append(Skip(rows=(LEFT_OUT,), reason="requested by the test"))
     trainer = workspace.start("skips", *OVERRIDES, f"train.steps={STEPS}", config=FAULTY)
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     assert not rolled_back(run_dir)
@@ -56,7 +56,7 @@ def rolled_back(run_dir: RunDir) -> list[run_log.Rollback]:
     return [record.body for record in run_history(run_dir).rollbacks]  # type: ignore[misc]
 
 
-def start(workspace: Workspace, *arguments: str) -> Trainer:
+def start(workspace: Workspace, *arguments: str) -> TrainingProcess:
     return workspace.start("run", *OVERRIDES, f"train.steps={STEPS}", *arguments, config=FAULTY)
 
 
@@ -76,19 +76,19 @@ def test_a_run_with_a_lasting_loss_spike_ends_as_if_its_rows_were_absent(
     assert [row["step"] for row in history(trainer.run_dir)] == list(range(1, STEPS + 1))
 
 
-def wrote_rollback(trainer: Trainer) -> bool:
+def wrote_rollback(trainer: TrainingProcess) -> bool:
     return bool(run_history(trainer.run_dir).rollbacks)
 
 
-def in_phase(phase: str, trainer: Trainer) -> bool:
+def in_phase(phase: str, trainer: TrainingProcess) -> bool:
     return trainer.entered(phase)
 
 
-def has_restarted(trainer: Trainer) -> bool:
+def has_restarted(trainer: TrainingProcess) -> bool:
     return len(run_history(trainer.run_dir).starts) > 1
 
 
-def finished_a_step_since(trainer: Trainer) -> bool:
+def finished_a_step_since(trainer: TrainingProcess) -> bool:
     metrics = read_json_lines(trainer.run_dir.metrics(trainer.attempt))
     return (
         has_restarted(trainer) and metrics[-1]["seq"] == run_history(trainer.run_dir).starts[-1].seq
@@ -157,7 +157,7 @@ def test_the_learning_rate_is_lower_after_a_rollback_also_after_kills(workspace:
         onset=ONSET,
         target=5,
         rows=(LEFT_OUT,),
-        reason="as the test has asked",
+        reason="requested by the test",
         rate_factor=FACTOR,
         rate_steps=FOR,
     )

@@ -17,7 +17,14 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.networks import network, permitted
 from tests.promises.proxy import proxy
-from tests.promises.trainer import MLP, Trainer, Workspace, assert_bit_exact, free_address, starts
+from tests.promises.trainer import (
+    MLP,
+    TrainingProcess,
+    Workspace,
+    assert_bit_exact,
+    free_address,
+    starts,
+)
 
 HOSTS = 3
 HEARTBEAT_SECONDS = 5
@@ -27,15 +34,15 @@ MARGIN = 3
 """Deadlines are asserted at three times their value because the machine may be busy."""
 
 
-def kill_worker(trainer: Trainer) -> None:
+def kill_worker(trainer: TrainingProcess) -> None:
     trainer.kill(signal.SIGKILL, target="worker")
 
 
-def kill_all(trainer: Trainer) -> None:
+def kill_all(trainer: TrainingProcess) -> None:
     trainer.kill(signal.SIGKILL)
 
 
-def stop_all(trainer: Trainer) -> None:
+def stop_all(trainer: TrainingProcess) -> None:
     trainer.kill(signal.SIGSTOP)
 
 
@@ -43,7 +50,7 @@ def stop_all(trainer: Trainer) -> None:
 class Loss:
     """How a host is lost, the detection limit of the others, and the exit of its own supervisor."""
 
-    lose: Callable[[Trainer], None]
+    lose: Callable[[TrainingProcess], None]
     host: int
     seconds: float
     own_code: int | None
@@ -65,12 +72,12 @@ def fault_free(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir
     return workspace.run_dir("fault-free")
 
 
-def under_way(trainers: list[Trainer]) -> None:
+def under_way(trainers: list[TrainingProcess]) -> None:
     trainers[0].wait_commit(20)
     trainers[0].wait_step(25)
 
 
-def named_by_the_others(trainers: list[Trainer], lost: int, *, seconds: float) -> None:
+def named_by_the_others(trainers: list[TrainingProcess], lost: int, *, seconds: float) -> None:
     """Asserts that the others exit with 79 within three times these seconds and name the host."""
     since = time.monotonic()
     for host, trainer in enumerate(trainers):
@@ -126,7 +133,7 @@ def test_a_stop_before_the_first_step_ends_all_hosts_at_once(workspace: Workspac
     assert starts(trainers[0].run_dir) == []
 
 
-CutOff = tuple[list[Trainer], Callable[[], None]]
+CutOff = tuple[list[TrainingProcess], Callable[[], None]]
 
 
 @contextlib.contextmanager

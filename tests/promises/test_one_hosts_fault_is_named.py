@@ -18,7 +18,7 @@ def test_an_error_on_one_host_is_one_traceback_with_its_name(workspace: Workspac
     printed = trainer.printed()
     assert printed.count("Traceback") == 1, printed
     assert "host 1 (" in printed, printed
-    assert "): tests.promises.faulty.OnPurpose: as the test has asked" in printed, printed
+    assert "): tests.promises.faulty.OnPurpose: requested by the test" in printed, printed
 
 
 @pytest.mark.slow

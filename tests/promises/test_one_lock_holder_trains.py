@@ -18,7 +18,7 @@ from jaxres.storage.path import GcsPath
 from tests.promises.trainer import (
     FAULTY,
     PACED,
-    Trainer,
+    TrainingProcess,
     Workspace,
     assert_bit_exact,
     run_history,
@@ -37,7 +37,7 @@ def asleep(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def suspend(trainer: Trainer) -> None:
+def suspend(trainer: TrainingProcess) -> None:
     trainer.kill(signal.SIGSTOP)
     trainer.wait(lambda: asleep(trainer.process.pid), what="a suspended supervisor")
 

@@ -22,7 +22,7 @@ from tests.promises.trainer import (
     MLP,
     PACED,
     ROOT,
-    Trainer,
+    TrainingProcess,
     Workspace,
     assert_bit_exact,
     run_history,
@@ -30,7 +30,7 @@ from tests.promises.trainer import (
 )
 from tests.tiers import slow_but
 
-Ask = Callable[[Trainer], None]
+Ask = Callable[[TrainingProcess], None]
 ASKS: dict[str, tuple[Ask, ExitCode]] = {
     "SIGTERM": (lambda t: t.kill(signal.SIGTERM, target="supervisor"), ExitCode.PREEMPTED),
     "SIGINT": (lambda t: t.kill(signal.SIGINT, target="supervisor"), ExitCode.STOPPED),
@@ -40,7 +40,7 @@ ASKS: dict[str, tuple[Ask, ExitCode]] = {
 }
 
 
-def assert_nothing_is_repeated(trainer: Trainer, successor: Trainer) -> None:
+def assert_nothing_is_repeated(trainer: TrainingProcess, successor: TrainingProcess) -> None:
     """Asserts that the next attempt starts where this one ended."""
     assert starts(trainer.run_dir)[-1] == trainer.steps()[-1]
     assert successor.steps()[0] == trainer.steps()[-1] + 1
@@ -86,7 +86,7 @@ def test_stop_right_after_the_first_step_saves_it(workspace: Workspace, fault_fr
     assert_bit_exact(successor.run_dir, fault_free)
 
 
-EARLY: dict[str, tuple[Callable[[Trainer], None], dict[str, str]]] = {
+EARLY: dict[str, tuple[Callable[[TrainingProcess], None], dict[str, str]]] = {
     "import": (lambda t: t.wait_phase("import"), {}),
     "data": (lambda t: t.wait_phase("data"), {"FAULT": "build:1:sleep"}),
     "compile": (lambda t: t.wait_phase("compile"), {"FAULT": "trace:1:sleep"}),
@@ -148,7 +148,7 @@ def test_stop_before_the_worker_starts_exits_with_its_code(
     assert [path.name for path in run_dir.root.iterdir()] == ["owner.lock"]
 
 
-LATE: dict[str, Callable[[Trainer], None]] = {
+LATE: dict[str, Callable[[TrainingProcess], None]] = {
     "restore": lambda t: t.wait_phase("restore"),
     "save": lambda t: t.wait_phase("save"),
     "evaluate": lambda t: t.wait_phase("evaluate"),
@@ -326,7 +326,7 @@ def test_closed_terminal_saves_the_last_step(workspace: Workspace, fault_free: R
         start_new_session=True,
     )
     os.close(slave)
-    trainer = Trainer(run_dir, process, workspace.root / "none.txt", 1)
+    trainer = TrainingProcess(run_dir, process, workspace.root / "none.txt", 1)
     workspace.trainers.append(trainer)
     trainer.output.touch()
     trainer.wait_step(13)

@@ -21,7 +21,7 @@ from tests.promises.preloaded import Mount
 from tests.promises.trainer import (
     FAULTY,
     PACED,
-    Trainer,
+    TrainingProcess,
     Workspace,
     assert_bit_exact,
     free_address,
@@ -39,12 +39,12 @@ def metadata() -> Iterator[MetadataServer]:
         yield server
 
 
-def reported(trainer: Trainer, host: int = 0) -> list[dict[str, Any]]:
+def reported(trainer: TrainingProcess, host: int = 0) -> list[dict[str, Any]]:
     """Returns the supervisor's events on notices."""
     return read_events(trainer.run_dir.host_supervisor_events(trainer.attempt, host))
 
 
-def answers(trainer: Trainer) -> list[str]:
+def answers(trainer: TrainingProcess) -> list[str]:
     return [
         event["action"]
         for event in reported(trainer)
@@ -52,7 +52,7 @@ def answers(trainer: Trainer) -> list[str]:
     ]
 
 
-def assert_left_in_time(trainer: Trainer, since: float, *, committed: bool) -> str:
+def assert_left_in_time(trainer: TrainingProcess, since: float, *, committed: bool) -> str:
     """Asserts that it exited as preempted; returns the recorded reason."""
     assert trainer.wait_exit(seconds=2 * SPOT_SECONDS) == ExitCode.PREEMPTED, trainer.printed()
     assert time.monotonic() - since < SPOT_SECONDS
@@ -62,11 +62,11 @@ def assert_left_in_time(trainer: Trainer, since: float, *, committed: bool) -> s
     return record.reason
 
 
-def in_training(trainer: Trainer) -> None:
+def in_training(trainer: TrainingProcess) -> None:
     trainer.wait_step(13)
 
 
-WHEN: dict[str, tuple[Callable[[Trainer], None], dict[str, str]]] = {
+WHEN: dict[str, tuple[Callable[[TrainingProcess], None], dict[str, str]]] = {
     "compile": (lambda t: t.wait_phase("compile"), {"FAULT": "trace:1:sleep"}),
     "train": (in_training, {}),
     "evaluate": (lambda t: t.wait_phase("evaluate"), {}),

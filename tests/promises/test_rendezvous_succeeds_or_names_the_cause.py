@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from tests.promises.trainer import FAULTY, Trainer, Workspace, free_address, run_history, trajectory
+from tests.promises.trainer import (
+    FAULTY,
+    TrainingProcess,
+    Workspace,
+    free_address,
+    run_history,
+    trajectory,
+)
 
 SOON = "hosts.join_seconds=4"
 JOIN_SECONDS = 4
@@ -21,7 +28,7 @@ SPARE_SECONDS = 10
 """Time of a start on a busy machine, and of a failed host's wait for the others."""
 
 
-def assert_all_exit(trainers: list[Trainer], exit: ExitCode, *texts: str) -> None:
+def assert_all_exit(trainers: list[TrainingProcess], exit: ExitCode, *texts: str) -> None:
     """Asserts that every host exits with this code and one message with these texts."""
     since = time.monotonic()
     for trainer in trainers:

@@ -16,7 +16,7 @@ from tests.promises.test_zombie_is_fenced import counted, is_stopped
 from tests.promises.trainer import (
     MLP,
     ROOT,
-    Trainer,
+    TrainingProcess,
     Workspace,
     assert_bit_exact,
     run_history,
@@ -30,7 +30,7 @@ DECISIVE = ("manifest", "commit")
 """Before the step is final, and before it counts."""
 
 
-def start(workspace: Workspace, point: str, sig: signal.Signals, *, at: int = 1) -> Trainer:
+def start(workspace: Workspace, point: str, sig: signal.Signals, *, at: int = 1) -> TrainingProcess:
     """Starts training that receives a signal right before the n-th operation of a kind."""
     fault = {"FAULT": f"{point}:{at}:{sig.value}", "PYTHONPATH": f"{POINTS}:{ROOT}"}
     return workspace.start("run", *MLP, env=fault)
@@ -42,7 +42,7 @@ def assert_committed_is_complete(run_dir: RunDir) -> None:
         assert found.problems == (), found.evidence
 
 
-def killed(trainer: Trainer) -> None:
+def killed(trainer: TrainingProcess) -> None:
     code = trainer.wait_exit()
     assert code == 128 + signal.SIGKILL, f"the fault did not happen: {code}\n{trainer.printed()}"
 
@@ -120,7 +120,7 @@ def test_zombies_from_every_phase_of_a_save_damage_nothing(
     assert_bit_exact(run_dir, unbroken)
 
 
-def sleeps(trainer: Trainer) -> bool:
+def sleeps(trainer: TrainingProcess) -> bool:
     """Returns whether the worker has suspended itself."""
     worker = trainer.worker()
     if worker is None:

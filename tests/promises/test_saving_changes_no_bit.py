@@ -10,7 +10,7 @@ from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import (
     FAULTY,
     MLP,
-    Trainer,
+    TrainingProcess,
     Workspace,
     assert_bit_exact,
     run_history,
@@ -23,7 +23,7 @@ SLOWLY = {"PACE": "0.005"}
 WHEN = "checkpoint.when={kind: %s}"
 
 
-def events(trainer: Trainer, kind: str, host: int = 0) -> list[dict[str, Any]]:
+def events(trainer: TrainingProcess, kind: str, host: int = 0) -> list[dict[str, Any]]:
     return [event for event in trainer.events(host) if event["event"] == kind]
 
 

@@ -18,7 +18,7 @@ from tests.promises.mounts import Namespace
 from tests.promises.trainer import (
     MLP,
     TINY,
-    Trainer,
+    TrainingProcess,
     Workspace,
     assert_bit_exact,
     digest,
@@ -40,7 +40,7 @@ class Disk:
         self.workspace = Workspace(workspace.root, workspace.caches, through=namespace.through)
         self.run_dir = RunDir(namespace.seen_from_here(self.inside) / "run")
 
-    def start(self, *overrides: str) -> Trainer:
+    def start(self, *overrides: str) -> TrainingProcess:
         caches = self.workspace.caches
         arguments = [
             str(TINY),
@@ -117,16 +117,16 @@ def unbroken_long(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Run
     return workspace.run_dir("long")
 
 
-def wait_alarm(trainer: Trainer) -> None:
+def wait_alarm(trainer: TrainingProcess) -> None:
     trainer.wait(lambda: ALARM in trainer.printed(), what="an alarm")
 
 
-def events(trainer: Trainer, kind: str) -> list[dict[str, Any]]:
+def events(trainer: TrainingProcess, kind: str) -> list[dict[str, Any]]:
     found = read_events(trainer.run_dir.events(trainer.attempt, 0))
     return [event for event in found if event["event"] == kind]
 
 
-def assert_lines_are_complete(trainer: Trainer) -> list[int]:
+def assert_lines_are_complete(trainer: TrainingProcess) -> list[int]:
     """Asserts that this attempt's metrics have no partial line, no gap and no duplicate."""
     rows = trainer.run_dir.metrics(trainer.attempt).read_bytes().splitlines()
     steps = [json.loads(row)["step"] for row in rows]

@@ -24,7 +24,7 @@ from tests.promises.trainer import (
     FAULTY,
     MLP,
     PACED,
-    Trainer,
+    TrainingProcess,
     Workspace,
     assert_bit_exact,
     run_history,
@@ -39,7 +39,7 @@ MARGIN = 3
 
 def start(
     workspace: Workspace, *overrides: str, hosts: int | str = 1, name: str = "run", **env: str
-) -> Trainer:
+) -> TrainingProcess:
     """Starts a supervised FAULTY run."""
     arguments = (QUICK, *overrides)
     return workspace.launch(
@@ -47,22 +47,22 @@ def start(
     )
 
 
-def decisions(trainer: Trainer, kind: str = "attempt_restarted") -> list[dict[str, Any]]:
+def decisions(trainer: TrainingProcess, kind: str = "attempt_restarted") -> list[dict[str, Any]]:
     reported = read_events(trainer.run_dir.supervisor_events)
     return [event for event in reported if event["event"] == kind]
 
 
-def attempts(trainer: Trainer) -> int:
+def attempts(trainer: TrainingProcess) -> int:
     return len(run_history(trainer.run_dir).claims)
 
 
-def wait_attempt(trainer: Trainer, attempt: int) -> None:
+def wait_attempt(trainer: TrainingProcess, attempt: int) -> None:
     """Waits for an attempt and makes it the trainer's current one."""
     trainer.wait(lambda: attempts(trainer) >= attempt, what=f"attempt {attempt}")
     trainer.attempt = attempt
 
 
-def fork_servers(trainer: Trainer) -> set[int]:
+def fork_servers(trainer: TrainingProcess) -> set[int]:
     """Returns the pid of the process that workers are forked from, if there is one."""
     return {pid for pid in members(trainer.run_dir) if is_fork_server(pid)}
 
@@ -76,7 +76,7 @@ def is_fork_server(pid: int) -> bool:
     return False
 
 
-def wait_fork_server(trainer: Trainer, *, prepared: int) -> None:
+def wait_fork_server(trainer: TrainingProcess, *, prepared: int) -> None:
     """Suspends the training workers until so many fork servers are ready."""
     for pid in trainer.workers().values():
         os.kill(pid, signal.SIGSTOP)
@@ -85,14 +85,14 @@ def wait_fork_server(trainer: Trainer, *, prepared: int) -> None:
     )
 
 
-def forked(trainer: Trainer, host: int = 0) -> list[bool]:
+def forked(trainer: TrainingProcess, host: int = 0) -> list[bool]:
     """Returns attempt -> whether the host's worker was forked."""
     numbers = range(1, attempts(trainer) + 1)
     reported = [read_events(trainer.run_dir.events(number, host)) for number in numbers]
     return [e["forked"] for events in reported for e in events if e["event"] == "run_opened"]
 
 
-def kill_at_random(trainer: Trainer, *, kills: int, seed: int) -> None:
+def kill_at_random(trainer: TrainingProcess, *, kills: int, seed: int) -> None:
     """Kills workers of the run at random moments of as many attempts."""
     chance = random.Random(seed)
     for attempt in range(1, kills + 1):
@@ -151,7 +151,7 @@ def test_a_run_that_fails_at_once_every_time_is_given_up(workspace: Workspace) -
     assert "what to do: fix what the traceback shows" in printed
     tail = printed.partition("lines of")[2]
     assert "traceback-host000.txt" in tail
-    assert "OnPurpose: as the test has asked" in tail
+    assert "OnPurpose: requested by the test" in tail
     assert [event["exit"] for event in decisions(trainer)] == [70, 70]
     (gave_up,) = decisions(trainer, "gave_up")
     assert (gave_up["exit"], gave_up["attempt"]) == (ExitCode.NO_PROGRESS, 3)

@@ -8,7 +8,7 @@ import pytest
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import (
     MLP,
-    Trainer,
+    TrainingProcess,
     Workspace,
     assert_bit_exact,
     history,
@@ -32,11 +32,11 @@ BOUND = 5e-5
 orders, and 200 steps of Adam propagate that. Measured: at most 2e-6."""
 
 
-def start(workspace: Workspace, name: str, count: int, *arguments: str) -> Trainer:
+def start(workspace: Workspace, name: str, count: int, *arguments: str) -> TrainingProcess:
     return workspace.start(name, *MLP, *arguments, env={"JAX_NUM_CPU_DEVICES": str(count)})
 
 
-def kill_after_commit(trainer: Trainer, step: int) -> None:
+def kill_after_commit(trainer: TrainingProcess, step: int) -> None:
     trainer.wait_commit(step)
     trainer.kill()
     assert trainer.wait_exit() == -9, trainer.printed()

@@ -14,7 +14,7 @@ from jaxres.storage import files
 from tests import damage
 from tests.promises.trainer import (
     FAULTY,
-    Trainer,
+    TrainingProcess,
     Workspace,
     assert_bit_exact,
     digest,
@@ -26,7 +26,7 @@ from tests.tiers import slow_but
 SLOW = {"PACE": "0.02"}
 
 
-def signal_all(trainer: Trainer, number: signal.Signals) -> None:
+def signal_all(trainer: TrainingProcess, number: signal.Signals) -> None:
     """Sends a signal to the workers, then to their supervisor."""
     for pid in trainer.workers().values():
         os.kill(pid, number)

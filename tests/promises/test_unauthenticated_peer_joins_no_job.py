@@ -7,7 +7,7 @@ import socket
 import time
 
 from jaxres.cluster.messages import VERSION, Goodbye, Hello, JobResult, encode
-from tests.promises.trainer import FAULTY, PACED, Trainer, Workspace, free_address
+from tests.promises.trainer import FAULTY, PACED, TrainingProcess, Workspace, free_address
 
 HELLO = Hello(
     host=1,
@@ -63,7 +63,7 @@ def attack(at: str) -> None:
         assert answer(connected) in ([], [{"refused"}]), "a reflection"
 
 
-def train_on(trainers: list[Trainer]) -> None:
+def train_on(trainers: list[TrainingProcess]) -> None:
     assert [trainer.wait_exit() for trainer in trainers] == [0, 0], [t.printed() for t in trainers]
 
 

@@ -13,7 +13,7 @@ from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import (
     MLP,
     STEPS,
-    Trainer,
+    TrainingProcess,
     Workspace,
     digest,
     run_history,
@@ -24,7 +24,7 @@ from tests.promises.trainer import (
 from tests.tiers import slow_but
 
 
-def counted(run_dir: RunDir, trainer: Trainer) -> dict[str, bytes]:
+def counted(run_dir: RunDir, trainer: TrainingProcess) -> dict[str, bytes]:
     """Returns the contents of the log, the committed checkpoints and a trainer's attempt."""
     folders = [run_dir.log, run_dir.attempt(trainer.attempt)]
     folders += [run_dir.root / commit.path for commit in run_history(run_dir).committed]
@@ -33,18 +33,18 @@ def counted(run_dir: RunDir, trainer: Trainer) -> dict[str, bytes]:
     }
 
 
-def is_stopped(trainer: Trainer) -> bool:
+def is_stopped(trainer: TrainingProcess) -> bool:
     """Returns whether the process is in state T (stopped)."""
     stat = Path(f"/proc/{trainer.process.pid}/stat").read_text()
     return stat.rpartition(")")[2].split()[0] == "T"
 
 
-def suspend(trainer: Trainer) -> None:
+def suspend(trainer: TrainingProcess) -> None:
     trainer.kill(signal.SIGSTOP)
     trainer.wait(lambda: is_stopped(trainer), what="a stopped process")
 
 
-WHEN: dict[str, Callable[[Trainer], None]] = {
+WHEN: dict[str, Callable[[TrainingProcess], None]] = {
     "while it trains": lambda trainer: trainer.wait_commit(40),
     "before it trains": lambda trainer: trainer.wait_phase("compile"),
 }

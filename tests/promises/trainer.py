@@ -52,7 +52,7 @@ compiled step does not depend on the number of steps."""
 
 
 @dataclass
-class Trainer:
+class TrainingProcess:
     """One training process and its run directory."""
 
     run_dir: RunDir
@@ -188,7 +188,7 @@ class Workspace:
     caches: Path
     through: tuple[str, ...] = ()
     """Prefix of commands that enters a namespace or changes the user."""
-    trainers: list[Trainer] = field(default_factory=list)
+    trainers: list[TrainingProcess] = field(default_factory=list)
     bucket: GcsPath | None = None
     """Parent of the run directories, if not `root`."""
     fresh: bool = False
@@ -205,7 +205,7 @@ class Workspace:
         config: Path | None = None,
         cores: set[int] | None = None,
         env: dict[str, str] | None = None,
-    ) -> Trainer:
+    ) -> TrainingProcess:
         """Starts training in run directory `name`; `cores` is its CPU affinity."""
         arguments = self._arguments(name, *overrides, config=config)
         return self.command(self.run_dir(name), arguments, cores=cores, env=env)
@@ -227,13 +227,13 @@ class Workspace:
         config: Path | None = None,
         env: dict[str, str] | None = None,
         restart: bool = False,
-    ) -> Trainer:
+    ) -> TrainingProcess:
         """Starts training with several workers; `restart` enables restarts."""
         arguments = [*self._arguments(name, *overrides, config=config), "--hosts", str(hosts)]
         arguments += [] if restart else ["--no-restart"]
         return self.command(self.run_dir(name), arguments, verb=("jaxres.launch", "local"), env=env)
 
-    def launched(self, name: str, *overrides: str, **kwargs: Any) -> Trainer:
+    def launched(self, name: str, *overrides: str, **kwargs: Any) -> TrainingProcess:
         """Trains with several workers until exit code 0."""
         trainer = self.launch(name, *overrides, **kwargs)
         assert trainer.wait_exit() == 0, trainer.printed()
@@ -248,7 +248,7 @@ class Workspace:
         through: tuple[str, ...] = (),
         cores: set[int] | None = None,
         env: dict[str, str] | None = None,
-    ) -> Trainer:
+    ) -> TrainingProcess:
         """Starts `python -m jaxres.train`, or another module, with these arguments."""
         attempt = run_history(run_dir).attempt + 1
         output = self.root / f"{run_dir.root.name}-{attempt}-{len(self.trainers)}.txt"
@@ -259,7 +259,7 @@ class Workspace:
         environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
         with output.open("wb") as file:
             process = self._process(prefix, command, env=environment, output=file)
-        trainer = Trainer(run_dir, process, output, attempt)
+        trainer = TrainingProcess(run_dir, process, output, attempt)
         self.trainers.append(trainer)
         return trainer
 
@@ -289,13 +289,15 @@ class Workspace:
         config: Path | None = None,
         env: dict[str, str] | None = None,
         through: tuple[str, ...] = (),
-    ) -> Trainer:
+    ) -> TrainingProcess:
         """Starts the supervisor of one host; the rendezvous is at an address."""
         arguments = self._arguments(name, *overrides, config=config)
         arguments += ["--coordinator", at, f"--num-hosts={hosts}", "--host-id", str(host)]
         return self.command(self.run_dir(name), arguments, env=env, through=through)
 
-    def start_hosts(self, name: str, *overrides: str, hosts: int, **kwargs: Any) -> list[Trainer]:
+    def start_hosts(
+        self, name: str, *overrides: str, hosts: int, **kwargs: Any
+    ) -> list[TrainingProcess]:
         """Starts one supervisor per host."""
         at, attempt = free_address(), run_history(self.run_dir(name)).attempt + 1
         found = [
@@ -306,7 +308,7 @@ class Workspace:
             trainer.attempt = attempt
         return found
 
-    def finish(self, name: str, *overrides: str, **kwargs: Any) -> Trainer:
+    def finish(self, name: str, *overrides: str, **kwargs: Any) -> TrainingProcess:
         """Trains until exit code 0."""
         trainer = self.start(name, *overrides, **kwargs)
         assert trainer.wait_exit() == 0, trainer.printed()

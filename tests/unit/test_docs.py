@@ -43,7 +43,7 @@ launch:
     runtime: {{kind: container, image: i}}
     subnetworks: ["regions/{{region}}/subnetworks/default"]
     service_account: trainer@project.iam.gserviceaccount.com
-    ladder:
+    capacity_options:
       - {{kind: spot, zones: [us-central1-a], machine_type: a3-highgpu-8g, dollars_per_hour: 25.0}}
 """
 

@@ -153,7 +153,7 @@ class Bench:
         self, request_at: float | None, chance: random.Random, name: str
     ) -> tuple[int, float]:
         """The same with a gate: freeze, publish, barrier, the newest step of all and one more."""
-        gate = Gate(self.job, name)
+        gate = LockProtocol(self.job, name)
         begun = time.time()
         for step in range(MAX_STEPS):
             if request_at is not None and time.time() - begun >= request_at:
@@ -166,7 +166,7 @@ class Bench:
         raise AssertionError("no stop was requested")
 
 
-class Gate:
+class LockProtocol:
     """The alternative protocol: no host can enter a step while its thread holds the lock."""
 
     def __init__(self, job: JaxCoordination, name: str) -> None:

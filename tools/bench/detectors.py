@@ -226,7 +226,7 @@ def hangs(series: int, *, usual: float, slow: float) -> Tally:
     return tally
 
 
-class Rows:
+class FaultyRows:
     """Rows of which some raise or hang."""
 
     def __init__(self, errors: dict[int, Exception], hang: set[int] | None = None) -> None:
@@ -255,7 +255,7 @@ def bad_records(series: int) -> Tally:
         chance, ids = random.Random(seed), np.arange(24)
         bad = set(chance.sample(range(24), chance.choice([0, 1, 2])))
         is_storage = bool(bad) and chance.random() < 0.5
-        rows = Rows({row: chance.choice(away if is_storage else own) for row in bad})
+        rows = FaultyRows({row: chance.choice(away if is_storage else own) for row in bad})
         try:
             found = set(find_bad_rows(rows, ids))
         except (OSError, MemoryError):
@@ -272,7 +272,7 @@ def hung_records(series: int) -> Tally:
         chance, ids = random.Random(seed), np.arange(24)
         is_storage = chance.random() < 0.5
         bad = set(chance.sample(range(24), chance.randrange(2, 24) if is_storage else 1))
-        rows = Rows({}, bad)
+        rows = FaultyRows({}, bad)
         found = find_hung_row(rows, ids, seconds=0.05)
         rows.free.set()
         count(tally, not is_storage, found in bad)

@@ -31,7 +31,7 @@ from jaxres.launch.vm_agent import REPORT_SECONDS
 from jaxres.storage.path import GcsPath
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gcs import GcsServer
-from tests.emulators.gcs.objects import Refused
+from tests.emulators.gcs.objects import GcsError
 
 CONFIG = Path(__file__).parents[2] / "tests" / "promises" / "faulty.yaml"
 BUCKET = "bucket"
@@ -60,7 +60,7 @@ class Agents:
         """Returns the desired state."""
         try:
             found = self.gcs.objects.get(BUCKET, self.places.desired_state.key, {})
-        except Refused:
+        except GcsError:
             return None
         return decode_state(found.data, self.places.desired_state)
 
@@ -178,11 +178,11 @@ def _end(leader: subprocess.Popen[bytes], agents: Agents, gce: GceEmulator, gcs:
 
 
 def _config(folder: Path, run: GcsPath, *, project: str, vms: int) -> Path:
-    rung = {"kind": "spot", "machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"]}
+    option = {"kind": "spot", "machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"]}
     section = {
         "project": project,
         "num_hosts": vms,
-        "ladder": [rung],
+        "capacity_options": [option],
         "image": "projects/debian-cloud/global/images/family/debian-12",
     }
     overrides = {"base": str(CONFIG), "run": {"dir": str(run)}, "launch": {"gce": section}}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.experiments import save_interval_simulation as simulation
-from tools.experiments.save_interval_simulation import MULTIPLES, Costs
+from tools.experiments.save_interval_simulation import MULTIPLES, SaveCosts
 from tools.experiments.training_process import ROOT, TrainingProcess, committed_steps, write_result
 
 FOLDER = ROOT / "experiments" / "save_interval"
@@ -97,7 +97,7 @@ def main() -> int:
     return 0 if result["holds"] else 1
 
 
-def _calibrate(folder: Path) -> tuple[Costs, float]:
+def _calibrate(folder: Path) -> tuple[SaveCosts, float]:
     """Measures what a save costs: runs without saves and with one after another, in turns."""
     without = Setting("without", (), folder / "calibrate-without")
     always = Setting("always", ("checkpoint.when.kind=continuous",), folder / "calibrate-always")
@@ -109,10 +109,10 @@ def _calibrate(folder: Path) -> tuple[Costs, float]:
     write_seconds = sum(always.seconds) / always.saves
     stall_seconds = min(max(lost / always.saves, step_seconds), write_seconds)
     print(f"a save: {stall_seconds=:.3f} {write_seconds=:.3f} {step_seconds=:.4f}", flush=True)
-    return Costs(stall_seconds, write_seconds), step_seconds
+    return SaveCosts(stall_seconds, write_seconds), step_seconds
 
 
-def _settings(folder: Path, *, costs: Costs, step_seconds: float) -> list[Setting]:
+def _settings(folder: Path, *, costs: SaveCosts, step_seconds: float) -> list[Setting]:
     best = simulation.daly(costs, mtbf_seconds=MTBF_SECONDS)
     found = []
     for multiple in MULTIPLES:
@@ -128,7 +128,7 @@ def _settings(folder: Path, *, costs: Costs, step_seconds: float) -> list[Settin
     return [*found, Setting("auto", auto, folder / "auto")]
 
 
-def _result(settings: list[Setting], *, costs: Costs, step_seconds: float) -> dict[str, Any]:
+def _result(settings: list[Setting], *, costs: SaveCosts, step_seconds: float) -> dict[str, Any]:
     rows = {row.name: _row(row, costs=costs, step_seconds=step_seconds) for row in settings}
     simulated = simulation.table(costs, mtbf_seconds=MTBF_SECONDS)
     best = max(map("{:g}".format, MULTIPLES), key=lambda name: simulated["daly"][name])
@@ -151,7 +151,7 @@ def _result(settings: list[Setting], *, costs: Costs, step_seconds: float) -> di
     }
 
 
-def _row(setting: Setting, *, costs: Costs, step_seconds: float) -> dict[str, Any]:
+def _row(setting: Setting, *, costs: SaveCosts, step_seconds: float) -> dict[str, Any]:
     """Returns what one setting has done, and what the simulation expects of the same kills."""
     seconds, saves = sum(setting.seconds), max(1, setting.saves)
     interval = seconds / saves

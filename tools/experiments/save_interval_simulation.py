@@ -19,7 +19,7 @@ KILLS = 50
 
 
 @dataclass(frozen=True)
-class Costs:
+class SaveCosts:
     """What a save costs."""
 
     stall_seconds: float
@@ -28,12 +28,12 @@ class Costs:
     """From the snapshot to the commit."""
 
 
-TEXTBOOK = Costs(stall_seconds=300.0, write_seconds=300.0)
+TEXTBOOK = SaveCosts(stall_seconds=300.0, write_seconds=300.0)
 """A save that training waits for."""
 TEXTBOOK_MTBF_SECONDS = 12 * 3600.0
 
 
-def young(costs: Costs, *, mtbf_seconds: float) -> float:
+def young(costs: SaveCosts, *, mtbf_seconds: float) -> float:
     """Returns Young's interval between the beginnings of two saves.
 
     >>> round(young(TEXTBOOK, mtbf_seconds=TEXTBOOK_MTBF_SECONDS) / 3600, 2)
@@ -42,7 +42,7 @@ def young(costs: Costs, *, mtbf_seconds: float) -> float:
     return math.sqrt(2 * costs.stall_seconds * mtbf_seconds)
 
 
-def daly(costs: Costs, *, mtbf_seconds: float) -> float:
+def daly(costs: SaveCosts, *, mtbf_seconds: float) -> float:
     """Returns Daly's exact optimum, the root of 1 - exp(-x) = x - stall / MTBF, by bisection.
 
     >>> round(daly(TEXTBOOK, mtbf_seconds=TEXTBOOK_MTBF_SECONDS) / 3600, 2)
@@ -58,26 +58,28 @@ def daly(costs: Costs, *, mtbf_seconds: float) -> float:
     return mtbf_seconds * low
 
 
-def progress(gap: float, *, interval: float, costs: Costs) -> float:
+def progress(gap: float, *, interval: float, costs: SaveCosts) -> float:
     """Returns the seconds of training that are committed when a kill comes after `gap` seconds."""
     period = max(interval, costs.write_seconds)
     saves = math.floor((gap - costs.write_seconds) / period)
     return 0.0 if saves < 1 else saves * period - (saves - 1) * costs.stall_seconds
 
 
-def useful_share(gaps: Sequence[float], *, interval: float, costs: Costs) -> float:
+def useful_share(gaps: Sequence[float], *, interval: float, costs: SaveCosts) -> float:
     """Returns the share of the training time that is committed, over a row of kills."""
     return sum(progress(gap, interval=interval, costs=costs) for gap in gaps) / sum(gaps)
 
 
-def simulate(interval: float, *, costs: Costs, mtbf_seconds: float, kills: int = KILLS) -> float:
+def simulate(
+    interval: float, *, costs: SaveCosts, mtbf_seconds: float, kills: int = KILLS
+) -> float:
     """Returns the useful share over many seeds."""
     chance = random.Random(0)
     gaps = [chance.expovariate(1 / mtbf_seconds) for _ in range(SEEDS * kills)]
     return useful_share(gaps, interval=interval, costs=costs)
 
 
-def table(costs: Costs, *, mtbf_seconds: float) -> dict[str, dict[str, float]]:
+def table(costs: SaveCosts, *, mtbf_seconds: float) -> dict[str, dict[str, float]]:
     """Returns the simulated useful share at multiples of both intervals."""
     found = {}
     for formula in (young, daly):

@@ -9,7 +9,7 @@ import sys
 import time
 from types import FrameType
 
-from tests.emulators.gce.emulator import DEEDS, GceEmulator
+from tests.emulators.gce.emulator import ACTIONS, GceEmulator
 from tests.emulators.gce.server import API, CONTROL
 
 
@@ -38,7 +38,7 @@ def main() -> None:
         print(f"# gcloud: {over} CLOUDSDK_AUTH_DISABLE_CREDENTIALS=true gcloud compute ...")
         print(f"# what there is: curl {gce.url}{CONTROL}state")
         print(f"""# faults: curl -d '{{"name": "NAME"}}' {gce.url}{CONTROL}preempt""")
-        print(f"# or one of: {', '.join(DEEDS)}", flush=True)
+        print(f"# or one of: {', '.join(ACTIONS)}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 time.sleep(3600)

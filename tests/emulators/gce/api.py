@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.emulators.gce.agenda import Agenda
 from tests.emulators.gce.catalog import Catalog
 from tests.emulators.gce.checks import check_request_id
 from tests.emulators.gce.errors import (
@@ -22,6 +21,7 @@ from tests.emulators.gce.errors import (
 )
 from tests.emulators.gce.fleet import Fleet
 from tests.emulators.gce.operations import Operation, Operations
+from tests.emulators.gce.scheduler import Scheduler
 from tests.emulators.gce.vm import VM_TOKEN
 
 NUMBER = "123456789012"
@@ -29,7 +29,7 @@ NUMBER = "123456789012"
 
 
 @dataclass(frozen=True)
-class Asked:
+class ComputeRequest:
     """One call."""
 
     call: str
@@ -47,7 +47,7 @@ class Asked:
         return f"{NUMBER}-compute@developer.gserviceaccount.com" if is_vm else "me@example.com"
 
     @property
-    def request(self) -> str | None:
+    def request_id(self) -> str | None:
         return self.query.get("requestId")
 
 
@@ -108,7 +108,7 @@ class Counts:
 class Api:
     """The state that calls see and change; with the lock held."""
 
-    agenda: Agenda
+    scheduler: Scheduler
     operations: Operations
     catalog: Catalog
     fleet: Fleet
@@ -136,26 +136,26 @@ class Api:
     def url(self) -> str:
         return f"{self.root}/projects/{self.project}"
 
-    def admit(self, asked: Asked) -> None:
+    def admit(self, request: ComputeRequest) -> None:
         """Refuses what no project answers."""
-        if self.needs_token and not asked.token:
+        if self.needs_token and not request.token:
             raise no_token()
         most = self.most_per_minute
         if most is not None and self.counts.in_this_minute() > most:
             raise by_word("rateLimitExceeded")
-        project = asked.words.get("project", "")
-        is_shared = project in self.catalog.images and asked.call.startswith("images.")
+        project = request.words.get("project", "")
+        is_shared = project in self.catalog.images and request.call.startswith("images.")
         if project not in (self.project, NUMBER) and not is_shared:
             raise not_found(f"projects/{project}")
         if self.is_disabled:
             raise api_disabled(NUMBER)
-        zone, region = asked.words.get("zone"), asked.words.get("region")
+        zone, region = request.words.get("zone"), request.words.get("region")
         if zone is not None and zone not in self.catalog.zones:
             raise not_found(f"projects/{project}/zones/{zone}")
         if region is not None and region not in self.catalog.regions:
             raise not_found(f"projects/{project}/regions/{region}")
-        check_request_id(asked.request)
-        self._refuse_fields(asked.body, "resource")
+        check_request_id(request.request_id)
+        self._refuse_fields(request.body, "resource")
 
     def _refuse_fields(self, found: Any, where: str) -> None:
         if isinstance(found, list):
@@ -173,19 +173,24 @@ class Api:
         if permission in self.denied:
             raise no_permission(permission, what)
 
-    def again(self, asked: Asked) -> Operation | None:
+    def again(self, request: ComputeRequest) -> Operation | None:
         """Returns the operation of the same request, if it came before."""
-        return self.operations.of_request(asked.request)
+        return self.operations.of_request(request.request_id)
 
     def begin(
-        self, asked: Asked, type_: str, scope: str, target: str, *, target_id: str = "0"
+        self, request: ComputeRequest, type_: str, scope: str, target: str, *, target_id: str = "0"
     ) -> Operation:
         return self.operations.begin(
-            type_, scope, target, user=asked.user, request=asked.request, target_id=target_id
+            type_,
+            scope,
+            target,
+            user=request.user,
+            request_id=request.request_id,
+            target_id=target_id,
         )
 
     def reported(self, operation: Operation) -> dict[str, Any]:
         return operation.resource(self.root, self.project)
 
 
-Function = Callable[[Api, Asked], dict[str, Any]]
+Function = Callable[[Api, ComputeRequest], dict[str, Any]]

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from tests.emulators.gce.api import NUMBER, Api, Asked
+from tests.emulators.gce.api import NUMBER, Api, ComputeRequest
 from tests.emulators.gce.catalog import MUCH, SHAPES
 from tests.emulators.gce.checks import check_labels, check_metadata
-from tests.emulators.gce.errors import Refused, not_found
+from tests.emulators.gce.errors import GceError, not_found
 from tests.emulators.gce.filters import page
 from tests.emulators.gce.guest import output_of
 from tests.emulators.gce.operations import Failure, Operation
@@ -24,13 +24,13 @@ METRICS = (
 )
 
 
-def _vm(api: Api, asked: Asked) -> Vm:
-    return api.fleet.find(asked.words["zone"], asked.words["instance"])
+def _vm(api: Api, request: ComputeRequest) -> Vm:
+    return api.fleet.find(request.words["zone"], request.words["instance"])
 
 
 def _listed(api: Api, zone: str | None) -> Iterable[dict[str, Any]]:
     """Yields what lists show, in order of names; a VM that is young may not be there yet."""
-    now, speed = time.monotonic(), api.agenda.speed
+    now, speed = time.monotonic(), api.scheduler.speed
     born, gone = now - api.list_lag / speed, now - api.gone_lag / speed
     found = [vm for vm in api.fleet.vms.values() if vm.born <= born]
     if api.gone_lag:
@@ -65,25 +65,27 @@ def _by_scope(word: str, items: list[dict[str, Any]], zones: Iterable[str]) -> d
     return found
 
 
-def get_instance(api: Api, asked: Asked) -> dict[str, Any]:
-    return _vm(api, asked).resource(api.root)
+def get_instance(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    return _vm(api, request).resource(api.root)
 
 
-def list_instances(api: Api, asked: Asked) -> dict[str, Any]:
-    return _list("instanceList", *page(_listed(api, asked.words["zone"]), asked.query, key=_place))
+def list_instances(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    return _list(
+        "instanceList", *page(_listed(api, request.words["zone"]), request.query, key=_place)
+    )
 
 
-def all_instances(api: Api, asked: Asked) -> dict[str, Any]:
-    items, token = page(_listed(api, None), asked.query, key=_place)
+def all_instances(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    items, token = page(_listed(api, None), request.query, key=_place)
     reported = _list("instanceAggregatedList", [], token)
     return reported | {"items": _by_scope("instances", items, api.catalog.zones)}
 
 
-def delete(api: Api, asked: Asked) -> dict[str, Any]:
-    if before := api.again(asked):
+def delete(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    if before := api.again(request):
         return api.reported(before)
-    vm = _vm(api, asked)
-    operation = api.begin(asked, "delete", f"zones/{vm.zone}", vm.path, target_id=vm.id)
+    vm = _vm(api, request)
+    operation = api.begin(request, "delete", f"zones/{vm.zone}", vm.path, target_id=vm.id)
     if not _fails(api, operation):
         api.fleet.shut_down(vm, "DELETE", operation)
     return api.reported(operation)
@@ -94,15 +96,15 @@ def _fails(api: Api, operation: Operation) -> bool:
     rule = operation.rule
     if rule is None or rule.kind != "error":
         return False
-    api.agenda.after(1.0, api.operations.end, operation, Failure(rule.codes, rule.has_http))
+    api.scheduler.after(1.0, api.operations.end, operation, Failure(rule.codes, rule.has_http))
     return True
 
 
-def stop(api: Api, asked: Asked) -> dict[str, Any]:
-    if before := api.again(asked):
+def stop(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    if before := api.again(request):
         return api.reported(before)
-    vm = _vm(api, asked)
-    operation = api.begin(asked, "stop", f"zones/{vm.zone}", vm.path, target_id=vm.id)
+    vm = _vm(api, request)
+    operation = api.begin(request, "stop", f"zones/{vm.zone}", vm.path, target_id=vm.id)
     if vm.status == TERMINATED:
         api.operations.end(operation)
     elif not _fails(api, operation):
@@ -110,13 +112,13 @@ def stop(api: Api, asked: Asked) -> dict[str, Any]:
     return api.reported(operation)
 
 
-def start(api: Api, asked: Asked) -> dict[str, Any]:
-    if before := api.again(asked):
+def start(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    if before := api.again(request):
         return api.reported(before)
-    vm = _vm(api, asked)
+    vm = _vm(api, request)
     if vm.status not in (TERMINATED, RUNNING):
-        raise Refused(400, "resourceNotReady", f"The resource '{vm.path}' is not ready")
-    operation = api.begin(asked, "start", f"zones/{vm.zone}", vm.path, target_id=vm.id)
+        raise GceError(400, "resourceNotReady", f"The resource '{vm.path}' is not ready")
+    operation = api.begin(request, "start", f"zones/{vm.zone}", vm.path, target_id=vm.id)
     if vm.status == RUNNING:
         api.operations.end(operation)
     elif not _fails(api, operation):
@@ -124,51 +126,51 @@ def start(api: Api, asked: Asked) -> dict[str, Any]:
     return api.reported(operation)
 
 
-def set_metadata(api: Api, asked: Asked) -> dict[str, Any]:
-    if before := api.again(asked):
+def set_metadata(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    if before := api.again(request):
         return api.reported(before)
-    vm, items = _vm(api, asked), asked.body.get("items", [])
+    vm, items = _vm(api, request), request.body.get("items", [])
     check_metadata(items)
-    if asked.body.get("fingerprint") != vm.metadata_fingerprint():
+    if request.body.get("fingerprint") != vm.metadata_fingerprint():
         why = "Supplied fingerprint does not match current metadata fingerprint."
-        raise Refused(412, "conditionNotMet", why)
-    operation = api.begin(asked, "setMetadata", f"zones/{vm.zone}", vm.path, target_id=vm.id)
+        raise GceError(412, "conditionNotMet", why)
+    operation = api.begin(request, "setMetadata", f"zones/{vm.zone}", vm.path, target_id=vm.id)
     if _fails(api, operation):
         return api.reported(operation)
     vm.items = {one["key"]: one.get("value", "") for one in items}
     vm.metadata_version += 1
     if vm.guest is not None:
         vm.guest.attributes(vm.items)
-    api.agenda.after(0.5, api.operations.end, operation)
+    api.scheduler.after(0.5, api.operations.end, operation)
     return api.reported(operation)
 
 
-def set_labels(api: Api, asked: Asked) -> dict[str, Any]:
-    if before := api.again(asked):
+def set_labels(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    if before := api.again(request):
         return api.reported(before)
-    vm, labels = _vm(api, asked), asked.body.get("labels", {})
+    vm, labels = _vm(api, request), request.body.get("labels", {})
     check_labels(labels)
-    if asked.body.get("labelFingerprint") != vm.label_fingerprint():
+    if request.body.get("labelFingerprint") != vm.label_fingerprint():
         why = "Labels fingerprint either invalid or resource labels have changed"
-        raise Refused(412, "conditionNotMet", why)
-    operation = api.begin(asked, "setLabels", f"zones/{vm.zone}", vm.path, target_id=vm.id)
+        raise GceError(412, "conditionNotMet", why)
+    operation = api.begin(request, "setLabels", f"zones/{vm.zone}", vm.path, target_id=vm.id)
     if _fails(api, operation):
         return api.reported(operation)
     vm.labels = dict(labels)
-    api.agenda.after(0.5, api.operations.end, operation)
+    api.scheduler.after(0.5, api.operations.end, operation)
     return api.reported(operation)
 
 
-def serial_port(api: Api, asked: Asked) -> dict[str, Any]:
-    vm = _vm(api, asked)
-    text, start = output_of(vm.folder), int(asked.query.get("start", 0))
+def serial_port(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    vm = _vm(api, request)
+    text, start = output_of(vm.folder), int(request.query.get("start", 0))
     reported = {"kind": "compute#serialPortOutput", "contents": text[start:]}
     return reported | {"start": str(start), "next": str(len(text))}
 
 
-def guest_attributes(api: Api, asked: Asked) -> dict[str, Any]:
-    vm = _vm(api, asked)
-    wanted = asked.query.get("variableKey") or asked.query.get("queryPath", "")
+def guest_attributes(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    vm = _vm(api, request)
+    wanted = request.query.get("variableKey") or request.query.get("queryPath", "")
     at = "instance/guest-attributes/"
     found = []
     if vm.guest is not None:
@@ -185,83 +187,85 @@ def guest_attributes(api: Api, asked: Asked) -> dict[str, Any]:
     return reported | {"queryValue": {"items": items}}
 
 
-def simulate(api: Api, asked: Asked) -> dict[str, Any]:
-    if before := api.again(asked):
+def simulate(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    if before := api.again(request):
         return api.reported(before)
-    vm = _vm(api, asked)
+    vm = _vm(api, request)
     if not vm.shape.is_simulated:  # Words not known.
         why = f"Machine type {vm.shape.name} does not support simulated maintenance events."
-        raise Refused(400, "badRequest", why)
+        raise GceError(400, "badRequest", why)
     words = ("simulateMaintenanceEvent", f"zones/{vm.zone}", vm.path)
-    operation = api.begin(asked, *words, target_id=vm.id)
+    operation = api.begin(request, *words, target_id=vm.id)
     api.fleet.maintain(vm)
-    api.agenda.after(1.0, api.operations.end, operation)
+    api.scheduler.after(1.0, api.operations.end, operation)
     return api.reported(operation)
 
 
-def get_operation(api: Api, asked: Asked) -> dict[str, Any]:
+def get_operation(api: Api, request: ComputeRequest) -> dict[str, Any]:
     return api.reported(
-        api.operations.get(_scope(asked), asked.words["operation"], asked.words["project"])
+        api.operations.get(_scope(request), request.words["operation"], request.words["project"])
     )
 
 
-def wait_operation(api: Api, asked: Asked) -> dict[str, Any]:
-    one = api.operations.get(_scope(asked), asked.words["operation"], asked.words["project"])
-    api.agenda.changed.wait_for(lambda: one.status == "DONE", WAIT_SECONDS / api.agenda.speed)
+def wait_operation(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    one = api.operations.get(_scope(request), request.words["operation"], request.words["project"])
+    api.scheduler.changed.wait_for(lambda: one.status == "DONE", WAIT_SECONDS / api.scheduler.speed)
     return api.reported(one)
 
 
-def list_operations(api: Api, asked: Asked) -> dict[str, Any]:
-    found = [api.reported(one) for one in api.operations.all.values() if one.scope == _scope(asked)]
-    return _list("operationList", *page(found, asked.query))
+def list_operations(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    found = [
+        api.reported(one) for one in api.operations.all.values() if one.scope == _scope(request)
+    ]
+    return _list("operationList", *page(found, request.query))
 
 
-def all_operations(api: Api, asked: Asked) -> dict[str, Any]:
-    items, token = page(map(api.reported, api.operations.all.values()), asked.query)
+def all_operations(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    items, token = page(map(api.reported, api.operations.all.values()), request.query)
     reported = _list("operationAggregatedList", [], token)
     return reported | {"items": _by_scope("operations", items, ())}
 
 
-def _scope(asked: Asked) -> str:
+def _scope(request: ComputeRequest) -> str:
     for word in ("zone", "region"):
-        if word in asked.words:
-            return f"{word}s/{asked.words[word]}"
+        if word in request.words:
+            return f"{word}s/{request.words[word]}"
     return "global"
 
 
-def get_machine(api: Api, asked: Asked) -> dict[str, Any]:
-    zone, name = asked.words["zone"], asked.words["machine"]
+def get_machine(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    zone, name = request.words["zone"], request.words["machine"]
     if name not in api.catalog.zones[zone]:
         raise not_found(f"projects/{api.project}/zones/{zone}/machineTypes/{name}")
     return SHAPES[name].resource(api.url, zone)
 
 
-def list_machines(api: Api, asked: Asked) -> dict[str, Any]:
-    zone = asked.words["zone"]
+def list_machines(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    zone = request.words["zone"]
     found = [SHAPES[name].resource(api.url, zone) for name in sorted(api.catalog.zones[zone])]
-    return _list("machineTypeList", *page(found, asked.query))
+    return _list("machineTypeList", *page(found, request.query))
 
 
-def all_machines(api: Api, asked: Asked) -> dict[str, Any]:
+def all_machines(api: Api, request: ComputeRequest) -> dict[str, Any]:
     found = [
         SHAPES[name].resource(api.url, zone)
         for zone, names in api.catalog.zones.items()
         for name in sorted(names)
     ]
-    items, token = page(found, asked.query)
+    items, token = page(found, request.query)
     reported = _list("machineTypeAggregatedList", [], token)
     return reported | {"items": _by_scope("machineTypes", items, ())}
 
 
-def get_image(api: Api, asked: Asked) -> dict[str, Any]:
-    words = asked.words
+def get_image(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    words = request.words
     return api.catalog.image(
         words["project"], name=words.get("image", ""), family=words.get("family", "")
     )
 
 
-def get_subnetwork(api: Api, asked: Asked) -> dict[str, Any]:
-    region, name = asked.words["region"], asked.words["subnetwork"]
+def get_subnetwork(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    region, name = request.words["region"], request.words["subnetwork"]
     path = f"regions/{region}/subnetworks/{name}"
     if (region, name) not in api.catalog.subnetworks:
         raise not_found(f"projects/{api.project}/{path}")
@@ -283,13 +287,13 @@ def _region(api: Api, name: str) -> dict[str, Any]:
     return reported | {"zones": links, "selfLink": f"{api.url}/regions/{name}"}
 
 
-def get_region(api: Api, asked: Asked) -> dict[str, Any]:
-    return _region(api, asked.words["region"])
+def get_region(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    return _region(api, request.words["region"])
 
 
-def list_regions(api: Api, asked: Asked) -> dict[str, Any]:
+def list_regions(api: Api, request: ComputeRequest) -> dict[str, Any]:
     found = [_region(api, name) for name in api.catalog.regions]
-    return _list("regionList", *page(found, asked.query))
+    return _list("regionList", *page(found, request.query))
 
 
 def _zone(api: Api, name: str) -> dict[str, Any]:
@@ -298,22 +302,22 @@ def _zone(api: Api, name: str) -> dict[str, Any]:
     return reported | {"selfLink": f"{api.url}/zones/{name}"}
 
 
-def get_zone(api: Api, asked: Asked) -> dict[str, Any]:
-    return _zone(api, asked.words["zone"])
+def get_zone(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    return _zone(api, request.words["zone"])
 
 
-def list_zones(api: Api, asked: Asked) -> dict[str, Any]:
-    return _list("zoneList", *page([_zone(api, name) for name in api.catalog.zones], asked.query))
+def list_zones(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    return _list("zoneList", *page([_zone(api, name) for name in api.catalog.zones], request.query))
 
 
-def get_project(api: Api, _: Asked) -> dict[str, Any]:
+def get_project(api: Api, _: ComputeRequest) -> dict[str, Any]:
     reported = {"kind": "compute#project", "id": NUMBER, "name": api.project}
     account = f"{NUMBER}-compute@developer.gserviceaccount.com"
     return reported | {"defaultServiceAccount": account, "quotas": [], "selfLink": api.url}
 
 
-def get_template(api: Api, asked: Asked) -> dict[str, Any]:
-    name = asked.words["template"]
+def get_template(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    name = request.words["template"]
     if name not in api.catalog.templates:
         raise not_found(f"projects/{api.project}/global/instanceTemplates/{name}")
     return api.catalog.templates[name]

@@ -20,7 +20,7 @@ from tests.emulators.gce.catalog import (
     Shape,
     region_of,
 )
-from tests.emulators.gce.errors import Refused, invalid
+from tests.emulators.gce.errors import GceError, invalid
 
 NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,61}[a-z0-9])?")
 LABEL_KEY = re.compile(r"[a-z][-_a-z0-9]{0,62}")
@@ -138,7 +138,7 @@ def _check_disks(
             raise invalid(f"{field}.disks[0]", "", why)
         kind = init.get("diskType", "pd-standard").rpartition("/")[2]
         if shape.is_hyperdisk_only and kind.startswith("pd-"):
-            raise Refused(
+            raise GceError(
                 400,
                 "badRequest",
                 f"[{kind}] features and [instance_type: VIRTUAL_MACHINE, machine type: "
@@ -190,7 +190,7 @@ def _check_scheduling(wanted: dict[str, Any], shape: Shape, field: str) -> None:
     is_terminated = scheduling.get("onHostMaintenance") == "TERMINATE"
     if (shape.gpus or wanted.get("guestAccelerators")) and not is_terminated:
         why = "Instances with guest accelerators do not support live migration."
-        raise Refused(400, "badRequest", why)
+        raise GceError(400, "badRequest", why)
     if model == SPOT:
         _check_spot(scheduling, where)
     elif scheduling.get("preemptible"):

@@ -8,10 +8,10 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.emulators.gce.api import Api, Asked
+from tests.emulators.gce.api import Api, ComputeRequest
 from tests.emulators.gce.catalog import SHAPES, Shape, metric_of, region_of
 from tests.emulators.gce.checks import check_disk_type, check_instance, check_name, model_of
-from tests.emulators.gce.errors import Refused, exists, invalid, not_found
+from tests.emulators.gce.errors import GceError, exists, invalid, not_found
 from tests.emulators.gce.operations import Failure, Operation
 from tests.emulators.gce.vm import GONE, Vm
 
@@ -68,16 +68,16 @@ def _check_quota(api: Api, wanted: dict[str, Any], zone: str, shape: Shape, coun
         limit = api.catalog.limit(region, metric) if metric else float("inf")
         if used.get(metric, 0.0) + number * count > limit:
             why = f"Quota '{metric}' exceeded.  Limit: {limit} in region {region}."
-            raise Refused(403, "quotaExceeded", why)
+            raise GceError(403, "quotaExceeded", why)
 
 
-def insert(api: Api, asked: Asked) -> dict[str, Any]:
-    if before := api.again(asked):
+def insert(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    if before := api.again(request):
         return api.reported(before)
-    zone = asked.words["zone"]
-    wanted = _template(api, asked.query.get("sourceInstanceTemplate"))
-    is_bare = "machineType" in wanted and "machineType" not in asked.body
-    wanted |= asked.body
+    zone = request.words["zone"]
+    wanted = _template(api, request.query.get("sourceInstanceTemplate"))
+    is_bare = "machineType" in wanted and "machineType" not in request.body
+    wanted |= request.body
     name = wanted.pop("name", "")
     check_name(name)
     _allow(api, wanted, zone, name)
@@ -90,14 +90,14 @@ def insert(api: Api, asked: Asked) -> dict[str, Any]:
             why = "Machine type must be in the same zone as the instance."
             raise invalid("resource.machineType", machine, why)
         wanted["machineType"] = found[2]
-    for disk in asked.body.get("disks", []):
+    for disk in request.body.get("disks", []):
         check_disk_type(disk, f"zones/{zone}/diskTypes/")
     shape = check_instance(wanted, zone=zone, project=api.project, catalog=api.catalog)
     path = f"projects/{api.project}/zones/{zone}/instances/{name}"
     if (zone, name) in api.fleet.vms:
         raise exists(path)
     _check_quota(api, wanted, zone, shape, 1)
-    operation = api.begin(asked, "insert", f"zones/{zone}", path)
+    operation = api.begin(request, "insert", f"zones/{zone}", path)
     api.fleet.create(wanted, name=name, zone=zone, shape=shape, operation=operation)
     return api.reported(operation)
 
@@ -139,7 +139,7 @@ class Bulk:
     def _wait_until_deleted(self) -> None:
         self.deleted = sum(one.status == GONE for one in self.vms)
         if self.deleted < len(self.vms):
-            self.api.agenda.after(0.2, self._wait_until_deleted)
+            self.api.scheduler.after(0.2, self._wait_until_deleted)
             return
         self.tell("DONE")
         codes = {code: None for failure in self.failures for code in failure.codes}
@@ -162,18 +162,20 @@ class Bulk:
         }
 
 
-def bulk_insert(api: Api, asked: Asked) -> dict[str, Any]:
-    if before := api.again(asked):
+def bulk_insert(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    if before := api.again(request):
         return api.reported(before)
-    return api.reported(place_many(api, asked, asked.words["zone"], f"zones/{asked.words['zone']}"))
+    return api.reported(
+        place_many(api, request, request.words["zone"], f"zones/{request.words['zone']}")
+    )
 
 
-def bulk_insert_regional(api: Api, asked: Asked) -> dict[str, Any]:
+def bulk_insert_regional(api: Api, request: ComputeRequest) -> dict[str, Any]:
     """Places all in one zone of the region (ANY_SINGLE_ZONE): the first zone with capacity."""
-    if before := api.again(asked):
+    if before := api.again(request):
         return api.reported(before)
-    region = asked.words["region"]
-    policy = asked.body.get("locationPolicy", {})
+    region = request.words["region"]
+    policy = request.body.get("locationPolicy", {})
     preferences = {
         place.rpartition("/")[2]: one.get("preference")
         for place, one in policy.get("locations", {}).items()
@@ -186,15 +188,15 @@ def bulk_insert_regional(api: Api, asked: Asked) -> dict[str, Any]:
     if not zones:
         why = "Every zone of the region is denied."
         raise invalid("resource.locationPolicy", "", why)
-    machine = asked.body.get("instanceProperties", {}).get("machineType", "")
+    machine = request.body.get("instanceProperties", {}).get("machineType", "")
     offered = [zone for zone in zones if machine in api.catalog.zones[zone]] or zones[:1]
     stocked = [zone for zone in offered if not api.fleet.is_short(zone, machine)] or offered
-    return api.reported(place_many(api, asked, stocked[0], f"regions/{region}"))
+    return api.reported(place_many(api, request, stocked[0], f"regions/{region}"))
 
 
-def place_many(api: Api, asked: Asked, zone: str, scope: str) -> Operation:
+def place_many(api: Api, request: ComputeRequest, zone: str, scope: str) -> Operation:
     """Starts to create many in one zone; the operation belongs to the scope."""
-    body = asked.body
+    body = request.body
     count = int(body.get("count", 0))
     least = int(body.get("minCount", count))
     if not MANY[0] <= count <= MANY[1]:
@@ -222,7 +224,7 @@ def place_many(api: Api, asked: Asked, zone: str, scope: str) -> Operation:
         if (zone, name) in api.fleet.vms and not api.conflict_by_operation:
             raise exists(f"{home}/{name}")
     _check_quota(api, wanted, zone, shape, least)
-    operation = api.begin(asked, "bulkInsert", scope, f"projects/{api.project}/{scope}")
+    operation = api.begin(request, "bulkInsert", scope, f"projects/{api.project}/{scope}")
     operation.group = str(uuid.uuid4())
     _create_all(api, Bulk(api, operation, zone, count, least), names, wanted, shape)
     return operation
@@ -242,8 +244,8 @@ def _create_all(
             child.rule = operation.rule
         if (zone, name) in api.fleet.vms:
             failure = Failure(("RESOURCE_ALREADY_EXISTS",), True, {"target": path})
-            api.agenda.after(1.0, api.operations.end, child, failure)
-            api.agenda.after(1.0, bulk.settled, None, failure)
+            api.scheduler.after(1.0, api.operations.end, child, failure)
+            api.scheduler.after(1.0, bulk.settled, None, failure)
             continue
         words = {"name": name, "zone": zone, "shape": shape, "operation": child}
         api.fleet.create(copy.deepcopy(wanted), settled=bulk.settled, **words)

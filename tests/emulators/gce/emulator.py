@@ -17,18 +17,18 @@ from typing import Any
 
 from tests.emulators.gce import keeper
 from tests.emulators.gce.addresses import reserve
-from tests.emulators.gce.agenda import Agenda
 from tests.emulators.gce.api import NUMBER, Api, Counted
 from tests.emulators.gce.catalog import Catalog
 from tests.emulators.gce.fleet import Fleet
 from tests.emulators.gce.guest import MARK, output_of
-from tests.emulators.gce.operations import Operations, Rule
+from tests.emulators.gce.operations import OperationFaultRule, Operations
+from tests.emulators.gce.scheduler import Scheduler
 from tests.emulators.gce.server import ComputeServer
 from tests.emulators.gce.stock import Shortage
 from tests.emulators.gce.vm import Vm
-from tests.emulators.gcs.faults import Fault
+from tests.emulators.gcs.faults import FaultRule
 
-DEEDS = (
+ACTIONS = (
     "preempt",
     "lose_next_in_creation",
     "host_error",
@@ -80,11 +80,11 @@ class GceEmulator:
         self._root_is_ours = root is None
         self.root = root or Path(tempfile.mkdtemp(prefix="gce-"))
         self._net, self._reserved = reserve()
-        self.agenda = Agenda(speed=speed)
+        self.scheduler = Scheduler(speed=speed)
         self.catalog = Catalog()
-        self.operations = Operations(self.agenda)
+        self.operations = Operations(self.scheduler)
         self.fleet = Fleet(
-            agenda=self.agenda,
+            scheduler=self.scheduler,
             operations=self.operations,
             catalog=self.catalog,
             project=project,
@@ -97,7 +97,7 @@ class GceEmulator:
         )
         self.delays = self.fleet.delays
         """Settings that tests may change."""
-        self.api = Api(self.agenda, self.operations, self.catalog, self.fleet, project)
+        self.api = Api(self.scheduler, self.operations, self.catalog, self.fleet, project)
         self.server = ComputeServer(self.api, self, port=port)
         self.url = self.server.url
         self._open = contextlib.ExitStack()
@@ -105,7 +105,7 @@ class GceEmulator:
     def __enter__(self) -> GceEmulator:
         self._open.enter_context(self._keeper())
         self._open.callback(self._end_fleet)
-        self._open.enter_context(self.agenda)
+        self._open.enter_context(self.scheduler)
         self._open.enter_context(self.server)
         return self
 
@@ -130,7 +130,7 @@ class GceEmulator:
                 process.wait(timeout=30)
 
     def _end_fleet(self) -> None:
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.fleet.close()
 
     @property
@@ -141,13 +141,13 @@ class GceEmulator:
     @property
     def bugs(self) -> list[str]:
         """Tracebacks of the emulator's own; tests assert that there are none."""
-        return [*self.server.bugs, *self.agenda.bugs]
+        return [*self.server.bugs, *self.scheduler.bugs]
 
     # Queries.
 
     def vms(self, pattern: str = ".*") -> dict[str, str]:
         """Returns the status of all VMs there are, by name."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             found: dict[str, str] = {}
             for vm in self.fleet.vms.values():  # A name may be taken in two zones.
                 found[f"{vm.zone}/{vm.name}" if vm.name in found else vm.name] = vm.status
@@ -155,7 +155,7 @@ class GceEmulator:
 
     def vm(self, name: str) -> Vm:
         """Returns the VM of this name; KeyError: there is none."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             for vm in self.fleet.vms.values():
                 if vm.name == name:
                     return vm
@@ -163,14 +163,14 @@ class GceEmulator:
 
     def vms_so_far(self) -> list[Vm]:
         """Returns all VMs ever created, oldest first."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             return list(self.fleet.past.values())
 
     def pids(self, name: str | None = None) -> list[int]:
         """Returns the processes of a VM; None: of all, also of those that are gone."""
         if name is None:
             return keeper.marked(f"{MARK}={self.mark}")
-        with self.agenda.changed:
+        with self.scheduler.changed:
             guest = self.vm(name).guest
             return guest.pids() if guest is not None else []
 
@@ -180,7 +180,7 @@ class GceEmulator:
 
     def events(self, pattern: str = "compute\\..*") -> list[tuple[str, str]]:
         """Returns type and target of the operations so far whose type matches."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             found = [
                 (one.type, one.target.rpartition("/")[2]) for one in self.operations.all.values()
             ]
@@ -196,8 +196,8 @@ class GceEmulator:
         while not what():
             if time.monotonic() > until:
                 raise TimeoutError(f"not within {timeout:g} s; VMs: {self.vms()}")
-            with self.agenda.changed:
-                self.agenda.changed.wait(0.05)
+            with self.scheduler.changed:
+                self.scheduler.changed.wait(0.05)
 
     # Faults.
 
@@ -210,12 +210,12 @@ class GceEmulator:
             then its processes get SIGTERM and 30 seconds; False: they die at once.
           seconds: duration of the notice, overriding the VM's setting.
         """
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.fleet.preempt(self.vm(name), notice=notice, seconds=seconds)
 
     def lose_next_in_creation(self, times: int = 1) -> None:
         """Preempts the next VMs before they run."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.fleet.lost_in_creation = times
 
     def host_error(
@@ -225,45 +225,45 @@ class GceEmulator:
 
         is_told: its operation of the error is there at once, not only at the end of that while.
         """
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.fleet.lose_host(
                 self.vm(name), shows_running_seconds=shows_running_seconds, is_told=is_told
             )
 
     def die_silently(self, name: str) -> None:
         """Kills a VM's processes; the API shows it as running forever."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.fleet.die_silently(self.vm(name))
 
     def maintain(self, name: str) -> None:
         """Does what simulateMaintenanceEvent does."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.fleet.maintain(self.vm(name))
 
     def announce_maintenance(
         self, name: str, *, seconds: float, can_reschedule: bool = False
     ) -> None:
         """Announces and runs a maintenance in so many seconds."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.fleet.announce(self.vm(name), seconds=seconds, can_reschedule=can_reschedule)
 
     def stockout(self, *, seconds: float = float("inf"), **rule: Any) -> Shortage:
         """Makes creations fail because of missing capacity; see Shortage for the rules."""
-        until = time.monotonic() + seconds / self.agenda.speed
+        until = time.monotonic() + seconds / self.scheduler.speed
         codes = tuple(rule.pop("codes", Shortage.codes))
         made = Shortage(until=until, codes=codes, **rule)
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.fleet.shortages.append(made)
         return made
 
     def restock(self) -> None:
         """Ends all shortages."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.fleet.shortages.clear()
 
     def quota(self, region: str, metric: str, limit: float, *, as_http: bool | None = None) -> None:
         """Sets a limit; whether want of it is told at once (403) or by the operation."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.catalog.quotas[region, metric] = limit
             if as_http is not None:
                 self.api.quota_as_http = as_http
@@ -277,7 +277,7 @@ class GceEmulator:
         seconds: float | None = None,
         late_seconds: float = 0.3,
         probability: float = 1.0,
-    ) -> Fault:
+    ) -> FaultRule:
         """Makes the next calls fail.
 
         Args:
@@ -289,9 +289,9 @@ class GceEmulator:
           late_seconds: real ones, of a stall.
           probability: of each call.
         """
-        real = None if seconds is None else seconds / self.agenda.speed
+        real = None if seconds is None else seconds / self.scheduler.speed
         return self.server.faults.add(
-            Fault(
+            FaultRule(
                 kind,
                 method=call,
                 times=times,
@@ -301,19 +301,19 @@ class GceEmulator:
             )
         )
 
-    def fail_operation(self, kind: str = "error", **rule: Any) -> Rule:
-        """Makes the next operations fail, hang or be slow; see Rule for the rules."""
+    def fail_operation(self, kind: str = "error", **rule: Any) -> OperationFaultRule:
+        """Makes the next operations fail, hang or be slow; see OperationFaultRule."""
         if "codes" in rule:
             rule["codes"] = tuple(rule["codes"])
-        made = Rule(kind, **rule)
-        with self.agenda.changed:
+        made = OperationFaultRule(kind, **rule)
+        with self.scheduler.changed:
             self.operations.rules.append(made)
         return made
 
     def clear_faults(self) -> None:
         """Ends all faults but those of VMs and their metadata."""
         self.server.faults.clear()
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.operations.rules.clear()
             self.fleet.shortages.clear()
             self.fleet.lost_in_creation = 0
@@ -324,44 +324,44 @@ class GceEmulator:
 
     def deny(self, permission: str) -> None:
         """Takes a permission away, such as compute.instances.create."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.api.denied.add(permission)
 
     def allow(self, permission: str) -> None:
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.api.denied.discard(permission)
 
     def disable_api(self, is_disabled: bool = True) -> None:
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.api.is_disabled = is_disabled
 
     def refuse_field(self, name: str) -> None:
         """Lets the API know no such field, such as preemptionNoticeDuration."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.api.refused_fields.add(name)
 
     def lag_lists(self, seconds: float, *, gone_seconds: float = 0.0) -> None:
         """Lets VMs appear in lists only so long after their birth, and stay after their end."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.api.list_lag, self.api.gone_lag = seconds, gone_seconds
 
     def limit_rate(self, calls_per_minute: int | None) -> None:
         """Refuses calls beyond so many in a minute (a real one), until the next begins."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.api.most_per_minute = calls_per_minute
 
     def add_image(self, project: str, name: str, *, family: str) -> None:
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.catalog.images.setdefault(project, {})[family] = name
 
     def add_subnetwork(self, region: str, name: str) -> None:
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.catalog.subnetworks.add((region, name))
 
     def add_template(self, name: str, properties: dict[str, Any]) -> None:
         """Adds an instance template; its properties are as JSON has them."""
         reported = {"kind": "compute#instanceTemplate", "name": name, "properties": properties}
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.catalog.templates[name] = reported
 
     def fail_metadata(
@@ -374,28 +374,28 @@ class GceEmulator:
         seconds: float = float("inf"),
         flap_seconds: float = 0.0,
     ) -> None:
-        """Lets a VM's metadata server go wrong ("503", "drop", "hang"); see metadata.Fault."""
-        with self.agenda.changed:
+        """Lets a VM's metadata server fail ("503", "drop", "hang"); see MetadataFault."""
+        with self.scheduler.changed:
             guest = self.vm(name).guest
         if guest is None:
             raise ValueError(f"{name}: it has no metadata server now")
-        speed = self.agenda.speed
+        speed = self.scheduler.speed
         words = {"seconds": seconds / speed, "flap_seconds": flap_seconds / speed}
         guest.metadata.fail(kind, key=key, times=times, **words)
 
     def remove_machine(self, zone: str, machine: str) -> None:
         """Takes a machine type out of a zone's offer."""
-        with self.agenda.changed:
+        with self.scheduler.changed:
             self.catalog.zones[zone].discard(machine)
 
-    def control(self, deed: str, words: dict[str, Any]) -> object:
+    def control(self, action: str, words: dict[str, Any]) -> object:
         """Does what was asked for over HTTP."""
-        if deed not in DEEDS:
-            raise ValueError(f"{deed}: not one of {', '.join(DEEDS)}")
-        reported = getattr(self, deed)(**words)
+        if action not in ACTIONS:
+            raise ValueError(f"{action}: not one of {', '.join(ACTIONS)}")
+        reported = getattr(self, action)(**words)
         return (
             dataclasses.asdict(reported)
-            if isinstance(reported, Rule | Shortage | Fault)
+            if isinstance(reported, OperationFaultRule | Shortage | FaultRule)
             else reported
         )
 

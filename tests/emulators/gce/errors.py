@@ -26,7 +26,7 @@ BY_REASON = {
 """What a rule may name rather than a status."""
 
 
-class Refused(Exception):
+class GceError(Exception):
     """An error response."""
 
     def __init__(self, status: int, reason: str, message: str, **more: Any) -> None:
@@ -42,36 +42,36 @@ class Refused(Exception):
         return json.dumps({"error": error | self.more}).encode()
 
 
-def invalid(field: str, value: object, why: str) -> Refused:
-    return Refused(400, "invalid", f"Invalid value for field '{field}': '{value}'. {why}")
+def invalid(field: str, value: object, why: str) -> GceError:
+    return GceError(400, "invalid", f"Invalid value for field '{field}': '{value}'. {why}")
 
 
-def not_found(what: str) -> Refused:
-    return Refused(404, "notFound", f"The resource '{what}' was not found")
+def not_found(what: str) -> GceError:
+    return GceError(404, "notFound", f"The resource '{what}' was not found")
 
 
-def exists(what: str) -> Refused:
-    return Refused(409, "alreadyExists", f"The resource '{what}' already exists")
+def exists(what: str) -> GceError:
+    return GceError(409, "alreadyExists", f"The resource '{what}' already exists")
 
 
-def no_permission(permission: str, what: str) -> Refused:
-    return Refused(403, "forbidden", f"Required '{permission}' permission for '{what}'")
+def no_permission(permission: str, what: str) -> GceError:
+    return GceError(403, "forbidden", f"Required '{permission}' permission for '{what}'")
 
 
-def no_token() -> Refused:
+def no_token() -> GceError:
     why = (
         "Request is missing required authentication credential. Expected OAuth 2 access token, "
         "login cookie or other valid authentication credential."
     )
-    return Refused(401, "required", why)
+    return GceError(401, "required", why)
 
 
-def unknown_field(name: str, where: str) -> Refused:
+def unknown_field(name: str, where: str) -> GceError:
     why = f"Invalid JSON payload received. Unknown name \"{name}\" at '{where}': Cannot find field."
-    return Refused(400, "badRequest", why)
+    return GceError(400, "badRequest", why)
 
 
-def api_disabled(number: str) -> Refused:
+def api_disabled(number: str) -> GceError:
     link = "https://console.developers.google.com/apis/api/compute.googleapis.com/overview"
     message = (
         f"Compute Engine API has not been used in project {number} before or it is disabled. "
@@ -84,10 +84,10 @@ def api_disabled(number: str) -> Refused:
         "domain": "googleapis.com",
         "metadata": {"service": "compute.googleapis.com", "consumer": f"projects/{number}"},
     }
-    return Refused(403, "accessNotConfigured", message, details=[detail])
+    return GceError(403, "accessNotConfigured", message, details=[detail])
 
 
-def by_word(word: str) -> Refused:
+def by_word(word: str) -> GceError:
     """Returns the answer that a rule asks for: a status, or a reason.
 
     >>> by_word("503").reason, by_word("rateLimitExceeded").status
@@ -95,6 +95,6 @@ def by_word(word: str) -> Refused:
     """
     if word in BY_REASON:
         status, message = BY_REASON[word]
-        return Refused(status, word, message)
+        return GceError(status, word, message)
     reasons = {"429": "rateLimitExceeded", "503": "backendError", "500": "internalError"}
-    return Refused(int(word), reasons.get(word, "backendError"), "as the test has asked")
+    return GceError(int(word), reasons.get(word, "backendError"), "requested by the test")

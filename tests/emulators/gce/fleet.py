@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.emulators.gce import keeper
-from tests.emulators.gce.agenda import Agenda
 from tests.emulators.gce.catalog import SPOT, Catalog, Shape, region_of
 from tests.emulators.gce.checks import model_of, seconds_of
 from tests.emulators.gce.errors import not_found
 from tests.emulators.gce.guest import MARK, VM_MARK, Guest
 from tests.emulators.gce.operations import Failure, Operation, Operations
+from tests.emulators.gce.scheduler import Scheduler
 from tests.emulators.gce.stock import Delays, Shortage
 from tests.emulators.gce.vm import (
     GONE,
@@ -43,7 +43,7 @@ class Fleet:
     def __init__(
         self,
         *,
-        agenda: Agenda,
+        scheduler: Scheduler,
         operations: Operations,
         catalog: Catalog,
         project: str,
@@ -54,7 +54,7 @@ class Fleet:
         env: Mapping[str, str],
         is_simulated: bool,
     ) -> None:
-        self.agenda, self.operations, self.catalog = agenda, operations, catalog
+        self.scheduler, self.operations, self.catalog = scheduler, operations, catalog
         self.project, self.number, self.root, self.mark = project, number, root, mark
         self.net, self.env, self.is_simulated = net, env, is_simulated
         self.vms: dict[tuple[str, str], Vm] = {}
@@ -119,7 +119,7 @@ class Fleet:
         self.vms[zone, name] = self.past[ident] = vm
         operation.target_id = ident
         words = (vm, vm.life, operation, failure, settled)
-        self.agenda.after(self.delays.provision, self._stage, *words)
+        self.scheduler.after(self.delays.provision, self._stage, *words)
         return vm
 
     def _obstacle(self, vm: Vm, group: str) -> Failure | None:
@@ -157,7 +157,7 @@ class Fleet:
             self._remove(vm)
             return self._settle(vm, operation, failure, settled)
         life = vm.turn(STAGING)
-        return self.agenda.after(self.delays.stage, self._arrive, vm, life, operation, settled)
+        return self.scheduler.after(self.delays.stage, self._arrive, vm, life, operation, settled)
 
     def _arrive(
         self, vm: Vm, life: int, operation: Operation, settled: Settled | None = None
@@ -194,7 +194,7 @@ class Fleet:
             )
             vm.guest.run("startup-script")
         if limit := seconds_of(vm.scheduling.get("maxRunDuration")):
-            self.agenda.after(limit, self._expire, vm, life)
+            self.scheduler.after(limit, self._expire, vm, life)
 
     def _expire(self, vm: Vm, life: int) -> None:
         if vm.life == life:
@@ -203,7 +203,7 @@ class Fleet:
 
     def start(self, vm: Vm, operation: Operation) -> None:
         life = vm.turn(STAGING)
-        self.agenda.after(self.delays.stage, self._arrive, vm, life, operation)
+        self.scheduler.after(self.delays.stage, self._arrive, vm, life, operation)
 
     def _event(self, type_: str, vm: Vm) -> Operation:
         return self.operations.begin(type_, f"zones/{vm.zone}", vm.path, target_id=vm.id)
@@ -217,7 +217,7 @@ class Fleet:
         if vm.guest is not None and seconds:
             vm.guest.ask_to_end()
         vm.asked_to_end = time.monotonic()
-        until = vm.asked_to_end + seconds / self.agenda.speed
+        until = vm.asked_to_end + seconds / self.scheduler.speed
         self._wait_for_processes(vm, life, until, action, operations)
 
     def _wait_for_processes(
@@ -228,12 +228,12 @@ class Fleet:
                 self.operations.end(one)
             return
         if self._is_alive(vm) and time.monotonic() < until:
-            again = POLL_SECONDS * self.agenda.speed
+            again = POLL_SECONDS * self.scheduler.speed
             words = (vm, life, until, action, operations)
-            self.agenda.after(again, self._wait_for_processes, *words)
+            self.scheduler.after(again, self._wait_for_processes, *words)
             return
         self._kill(vm)
-        self.agenda.after(self.delays.off, self._off, vm, life, action, operations)
+        self.scheduler.after(self.delays.off, self._off, vm, life, action, operations)
 
     def _is_alive(self, vm: Vm) -> bool:
         """Says whether a VM has processes; one look is for all that end at the same time."""
@@ -283,7 +283,7 @@ class Fleet:
             vm.guest.metadata.set(PREEMPTED, "TRUE")
         event = self._event("compute.instances.preempted", vm)
         left = vm.notice_seconds if seconds is None else seconds
-        self.agenda.after(left, self._take, vm, vm.life, event)
+        self.scheduler.after(left, self._take, vm, vm.life, event)
 
     def _take(self, vm: Vm, life: int, event: Operation) -> None:
         if vm.life == life:
@@ -293,7 +293,7 @@ class Fleet:
 
     def announce(self, vm: Vm, *, seconds: float, can_reschedule: bool) -> None:
         """Announces a maintenance, to the VM and in its resource, and does it in its time."""
-        begins = datetime.now(UTC) + timedelta(seconds=seconds / self.agenda.speed)
+        begins = datetime.now(UTC) + timedelta(seconds=seconds / self.scheduler.speed)
         stamps = {
             "windowStartTime": begins.isoformat(),
             "latestWindowStartTime": begins.isoformat(),
@@ -303,9 +303,9 @@ class Fleet:
         vm.upcoming = {"type": "SCHEDULED", **words, **stamps}
         if vm.guest is not None:
             vm.guest.metadata.announce(
-                seconds=seconds / self.agenda.speed, can_reschedule=str(can_reschedule).lower()
+                seconds=seconds / self.scheduler.speed, can_reschedule=str(can_reschedule).lower()
             )
-        self.agenda.after(max(0.0, seconds - self.delays.warning), self._warn, vm, vm.life)
+        self.scheduler.after(max(0.0, seconds - self.delays.warning), self._warn, vm, vm.life)
 
     def _warn(self, vm: Vm, life: int) -> None:
         if vm.life == life:
@@ -318,19 +318,19 @@ class Fleet:
             return self.preempt(vm, notice=True, seconds=None)
         if vm.guest is not None:
             vm.guest.metadata.warn()
-        return self.agenda.after(self.delays.warning, self._maintained, vm, vm.life)
+        return self.scheduler.after(self.delays.warning, self._maintained, vm, vm.life)
 
     def _maintained(self, vm: Vm, life: int) -> None:
         if vm.life != life:
             return
         self.shut_down(vm, "STOP", self._event("compute.instances.terminateOnHostMaintenance", vm))
         if vm.restarts:
-            self.agenda.after(self.delays.standard_off, self._come_back, vm, vm.life)
+            self.scheduler.after(self.delays.standard_off, self._come_back, vm, vm.life)
 
     def _come_back(self, vm: Vm, life: int) -> None:
         """Restarts a VM after it is off, unless its state has changed meanwhile."""
         if vm.status == STOPPING and vm.life == life:
-            self.agenda.after(1.0, self._come_back, vm, life)
+            self.scheduler.after(1.0, self._come_back, vm, life)
         elif vm.status == TERMINATED and vm.life == life + 1:
             self.start(vm, self._event("compute.instances.automaticRestart", vm))
 
@@ -338,7 +338,7 @@ class Fleet:
         """Kills a VM's processes at once; the API's list, at least, knows of it only later."""
         self._kill(vm)
         event = self._event("compute.instances.hostError", vm) if is_told else None
-        self.agenda.after(shows_running_seconds, self._show_host_error, vm, vm.life, event)
+        self.scheduler.after(shows_running_seconds, self._show_host_error, vm, vm.life, event)
 
     def _show_host_error(self, vm: Vm, life: int, event: Operation | None) -> None:
         if vm.life != life:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from tests.emulators.gce.agenda import Agenda
 from tests.emulators.gce.errors import not_found
+from tests.emulators.gce.scheduler import Scheduler
 
 TEXTS = {
     "ZONE_RESOURCE_POOL_EXHAUSTED": (
@@ -48,7 +48,7 @@ class Failure:
     def reported(self) -> dict[str, Any]:
         errors = []
         for code in self.codes:
-            text = TEXTS.get(code, "as the test has asked")
+            text = TEXTS.get(code, "requested by the test")
             errors.append({"code": code, "message": text.format_map(_Blanks(self.words))})
         status, word = next((HTTP[code] for code in self.codes if code in HTTP), UNAVAILABLE)
         http = {"httpErrorStatusCode": status, "httpErrorMessage": word} if self.has_http else {}
@@ -61,7 +61,7 @@ class _Blanks(dict[str, Any]):
 
 
 @dataclass
-class Rule:
+class OperationFaultRule:
     """Fault of the operations that it matches."""
 
     kind: str
@@ -99,9 +99,9 @@ class Operation:
     target: str
     """The target's path from projects on."""
     user: str
-    request: str | None
+    request_id: str | None
     group: str | None
-    rule: Rule | None
+    rule: OperationFaultRule | None
     target_id: str = "0"
     status: str = "PENDING"
     inserted: str = field(default_factory=stamp)
@@ -132,7 +132,7 @@ class Operation:
         for key, value in (
             ("startTime", self.started),
             ("endTime", self.ended),
-            ("clientOperationId", self.request),
+            ("clientOperationId", self.request_id),
             ("operationGroupId", self.group),
             ("warnings", self.warnings),
         ):
@@ -146,15 +146,15 @@ class Operation:
 class Operations:
     """All operations so far, oldest first; use with the lock held."""
 
-    def __init__(self, agenda: Agenda) -> None:
-        self._agenda = agenda
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self.all: dict[str, Operation] = {}
-        self.rules: list[Rule] = []
+        self.rules: list[OperationFaultRule] = []
         self._number = itertools.count(1)
         self._by_request: dict[str, Operation] = {}
 
-    def of_request(self, request: str | None) -> Operation | None:
-        return self._by_request.get(request or "")
+    def of_request(self, request_id: str | None) -> Operation | None:
+        return self._by_request.get(request_id or "")
 
     def get(self, scope: str, name: str, project: str) -> Operation:
         found = self.all.get(name)
@@ -169,7 +169,7 @@ class Operations:
         target: str,
         *,
         user: str = SYSTEM,
-        request: str | None = None,
+        request_id: str | None = None,
         group: str | None = None,
         target_id: str = "0",
     ) -> Operation:
@@ -181,13 +181,13 @@ class Operations:
         word = "systemevent" if user == SYSTEM else "operation"
         name = f"{word}-{int(time.time() * 1000)}-{uuid.uuid4().hex[:12]}-{number:08x}"
         made = Operation(
-            str(10**15 + number), name, type_, scope, target, user, request, group, rule
+            str(10**15 + number), name, type_, scope, target, user, request_id, group, rule
         )
         made.target_id = target_id
         self.all[name] = made
-        if request:
-            self._by_request[request] = made
-        self._agenda.after(0.1, self._start, made)
+        if request_id:
+            self._by_request[request_id] = made
+        self._scheduler.after(0.1, self._start, made)
         return made
 
     def _start(self, one: Operation) -> None:
@@ -199,7 +199,7 @@ class Operations:
         if one.rule is not None and one.rule.kind == "hang":
             return
         if one.rule is not None and one.rule.kind == "slow":
-            self._agenda.after(one.rule.seconds, self._end, one, failure)
+            self._scheduler.after(one.rule.seconds, self._end, one, failure)
             return
         self._end(one, failure)
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tests.emulators.gce import routes
-from tests.emulators.gce.api import Api, Asked
-from tests.emulators.gce.errors import Refused, by_word
-from tests.emulators.gcs.faults import AFTER, Act, Faults
+from tests.emulators.gce.api import Api, ComputeRequest
+from tests.emulators.gce.errors import GceError, by_word
+from tests.emulators.gcs.faults import AFTER, Faults, RequestFault
 from tests.emulators.serving import Quiet, Serving
 
 CONTROL = "/emulator/"
@@ -20,7 +20,7 @@ API = "/compute/v1"
 class Controlled(Protocol):
     """Emulator whose actions are available over HTTP."""
 
-    def control(self, deed: str, words: dict[str, Any]) -> object: ...
+    def control(self, action: str, words: dict[str, Any]) -> object: ...
 
 
 class ComputeServer:
@@ -46,57 +46,59 @@ class ComputeServer:
 
     def answer(
         self, method: str, path: str, query: dict[str, str], body: bytes, token: str
-    ) -> _Answer:
+    ) -> _Response:
         found = routes.find(method, unquote(path))
         if found is None:
-            return _refused(Refused(501, "notImplemented", f"{method} {path}: not emulated"))
+            return _refused(GceError(501, "notImplemented", f"{method} {path}: not emulated"))
         route, words = found
         self.api.counts.call(route.call)
-        act = self.faults.of(route.call, path)
-        if act is not None and act.word == "stall":
-            self.stall(act.late_seconds)
-        is_lost = act is not None and act.word != "stall"
-        if act is not None and is_lost and act.when != AFTER:
-            return _lost(act)
+        fault = self.faults.of(route.call, path)
+        if fault is not None and fault.word == "stall":
+            self.stall(fault.late_seconds)
+        is_lost = fault is not None and fault.word != "stall"
+        if fault is not None and is_lost and fault.when != AFTER:
+            return _lost(fault)
         try:
-            asked = Asked(route.call, words, query, json.loads(body) if body else {}, token)
-            with self.api.agenda.changed:
-                self.api.admit(asked)
+            request = ComputeRequest(
+                route.call, words, query, json.loads(body) if body else {}, token
+            )
+            with self.api.scheduler.changed:
+                self.api.admit(request)
                 if route.permission:
                     what = path.removeprefix(f"{API}/")
                     self.api.need(route.permission, what)
-                reported = route.function(self.api, asked)
-            answer = _Answer(200, json.dumps(reported).encode())
-        except Refused as no:
+                reported = route.function(self.api, request)
+            answer = _Response(200, json.dumps(reported).encode())
+        except GceError as no:
             answer = _refused(no)
         except Exception:  # noqa: BLE001 - else the client would only see its connection end.
             self.bugs.append(f"{method} {path} {query}\n{traceback.format_exc()}")
-            answer = _Answer(501, self.bugs[-1].encode())
-        return _lost(act) if act is not None and is_lost else answer
+            answer = _Response(501, self.bugs[-1].encode())
+        return _lost(fault) if fault is not None and is_lost else answer
 
-    def control(self, method: str, path: str, body: bytes) -> _Answer:
+    def control(self, method: str, path: str, body: bytes) -> _Response:
         """Manual use: runs actions, returns the state."""
-        deed = path.removeprefix(CONTROL) if method == "POST" else "state"
+        action = path.removeprefix(CONTROL) if method == "POST" else "state"
         try:
-            reported = self.controlled.control(deed, json.loads(body) if body else {})
-        except (Refused, KeyError, TypeError, ValueError) as wrong:
-            return _Answer(400, f"{type(wrong).__name__}: {wrong}\n".encode())
-        return _Answer(200, (json.dumps(reported, indent=1, default=str) + "\n").encode())
+            reported = self.controlled.control(action, json.loads(body) if body else {})
+        except (GceError, KeyError, TypeError, ValueError) as wrong:
+            return _Response(400, f"{type(wrong).__name__}: {wrong}\n".encode())
+        return _Response(200, (json.dumps(reported, indent=1, default=str) + "\n").encode())
 
 
-class _Answer:
+class _Response:
     def __init__(self, status: int, body: bytes = b"", *, is_dropped: bool = False) -> None:
         self.status, self.body, self.is_dropped = status, body, is_dropped
 
 
-def _refused(no: Refused) -> _Answer:
-    return _Answer(no.status, no.body())
+def _refused(no: GceError) -> _Response:
+    return _Response(no.status, no.body())
 
 
-def _lost(act: Act) -> _Answer:
-    if act.word == "drop":
-        return _Answer(0, is_dropped=True)
-    return _refused(by_word(act.word))
+def _lost(fault: RequestFault) -> _Response:
+    if fault.word == "drop":
+        return _Response(0, is_dropped=True)
+    return _refused(by_word(fault.word))
 
 
 class _Request(Quiet):
@@ -114,7 +116,7 @@ class _Request(Quiet):
 
     do_POST = do_PUT = do_DELETE = do_PATCH = do_GET
 
-    def send(self, answer: _Answer) -> None:
+    def send(self, answer: _Response) -> None:
         if answer.is_dropped:
             self.close_connection = True
             return

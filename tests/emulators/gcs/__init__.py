@@ -3,7 +3,7 @@
 By hand: `python -m tests.emulators.gcs` prints the environment to set. The state is in memory.
 """
 
-from tests.emulators.gcs.faults import Fault
+from tests.emulators.gcs.faults import FaultRule
 from tests.emulators.gcs.server import GcsServer
 
-__all__ = ["Fault", "GcsServer"]
+__all__ = ["FaultRule", "GcsServer"]

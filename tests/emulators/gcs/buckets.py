@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from tests.emulators.gcs.objects import Objects, Refused, stamp
+from tests.emulators.gcs.objects import GcsError, Objects, stamp
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*[a-z0-9]")
 MULTI = ("ASIA", "EU", "US")
@@ -65,12 +65,12 @@ class Buckets:
                     return self.resource(name)
                 case "PATCH":
                     return self._change(name, query, body)
-            raise Refused(405, "methodNotAllowed", method)
+            raise GcsError(405, "methodNotAllowed", method)
 
     def _need(self, permission: str, name: str, *, what: str = "Storage bucket") -> None:
         self.permissions[permission] += 1
         if permission in self.denied or name in self.taken:
-            raise Refused(
+            raise GcsError(
                 403,
                 "forbidden",
                 f"me@example.com does not have {permission} access to the Google Cloud {what}. "
@@ -80,21 +80,21 @@ class Buckets:
     def _insert(self, query: Mapping[str, str], body: dict[str, Any]) -> dict[str, Any]:
         name = body["name"]
         if "project" not in query:
-            raise Refused(400, "required", "Required parameter: project")
+            raise GcsError(400, "required", "Required parameter: project")
         most = 222 if "." in name else 63
         if not (NAME.fullmatch(name) and 3 <= len(name) <= most) or "goog" in name:
-            raise Refused(400, "invalid", f"Invalid bucket name: '{name}'")
+            raise GcsError(400, "invalid", f"Invalid bucket name: '{name}'")
         if name in self.taken:
             why = "The requested bucket name is not available. The bucket namespace is shared by "
             why += "all users of the system. Please select a different name and try again."
-            raise Refused(409, "conflict", why)
+            raise GcsError(409, "conflict", why)
         self._need("storage.buckets.create", "", what="project")
         if name in self._objects.buckets:
             why = "Your previous request to create the named bucket succeeded and you already own "
-            raise Refused(409, "conflict", why + "it.")
+            raise GcsError(409, "conflict", why + "it.")
         location = str(body.get("location", "US")).upper()
         if location not in MULTI and not REGION.fullmatch(location):
-            raise Refused(400, "invalid", "The specified location constraint is not valid.")
+            raise GcsError(400, "invalid", "The specified location constraint is not valid.")
         kind = "multi-region" if location in MULTI else "region"
         fields = {**body, "location": location, "locationType": kind, "metageneration": "1"}
         _refuse_unfit(merged(DEFAULTS, fields))
@@ -109,11 +109,11 @@ class Buckets:
         before = self.resource(name)
         wanted = query.get("ifMetagenerationMatch")
         if wanted is not None and wanted != before["metageneration"]:
-            raise Refused(412, "conditionNotMet", "At least one of the pre-conditions failed.")
+            raise GcsError(412, "conditionNotMet", "At least one of the pre-conditions failed.")
         after = merged(before, body)
         for field in FIXED:  # Words not known.
             if after.get(field) != before.get(field):
-                raise Refused(400, "invalid", f"{field} can't be changed")
+                raise GcsError(400, "invalid", f"{field} can't be changed")
         _refuse_unfit(after)
         number = str(int(before["metageneration"]) + 1)
         self._objects.facts[name] = after | {"metageneration": number}
@@ -124,13 +124,13 @@ def _refuse_unfit(fields: Mapping[str, Any]) -> None:
     seconds = int(fields["softDeletePolicy"]["retentionDurationSeconds"])
     least, below = SOFT_DAYS
     if seconds and not least * DAY <= seconds < below * DAY:  # Words not known.
-        raise Refused(400, "invalid", "retentionDurationSeconds must be 0, or 7 to 90 days")
+        raise GcsError(400, "invalid", "retentionDurationSeconds must be 0, or 7 to 90 days")
     is_uniform = fields["iamConfiguration"]["uniformBucketLevelAccess"]["enabled"]
     if fields.get("hierarchicalNamespace", {}).get("enabled") and not is_uniform:
         why = "Hierarchical namespace requires uniform bucket-level access."  # Words not known.
-        raise Refused(400, "invalid", why)
+        raise GcsError(400, "invalid", why)
     if fields["iamConfiguration"]["publicAccessPrevention"] not in ("inherited", "enforced"):
-        raise Refused(400, "invalid", "Invalid argument.")
+        raise GcsError(400, "invalid", "Invalid argument.")
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

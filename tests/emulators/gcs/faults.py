@@ -15,7 +15,7 @@ STALL_SECONDS = 0.3
 
 
 @dataclass
-class Fault:
+class FaultRule:
     """Fault of the requests that a rule matches."""
 
     kind: str
@@ -53,14 +53,14 @@ class Fault:
         self.hits += 1
         return True
 
-    def act(self) -> Act:
+    def fault(self) -> RequestFault:
         kind = self.chance.choice(STORM) if self.kind == "storm" else self.kind
         word, _, when = kind.partition(" ")
-        return Act(word, AFTER if when == AFTER else BEFORE, self.late_seconds)
+        return RequestFault(word, AFTER if when == AFTER else BEFORE, self.late_seconds)
 
 
 @dataclass(frozen=True)
-class Act:
+class RequestFault:
     """Fault of one request."""
 
     word: str
@@ -73,10 +73,10 @@ class Faults:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.rules: list[Fault] = []
+        self.rules: list[FaultRule] = []
         self.done: Counter[str] = Counter()
 
-    def add(self, fault: Fault) -> Fault:
+    def add(self, fault: FaultRule) -> FaultRule:
         with self._lock:
             self.rules.append(fault)
         return fault
@@ -85,13 +85,13 @@ class Faults:
         with self._lock:
             self.rules.clear()
 
-    def of(self, method: str, path: str) -> Act | None:
+    def of(self, method: str, path: str) -> RequestFault | None:
         with self._lock:
             for rule in self.rules:
                 if rule.takes(method, path):
-                    act = rule.act()
-                    self.done[f"{act.word} {act.when}"] += 1
-                    return act
+                    fault = rule.fault()
+                    self.done[f"{fault.word} {fault.when}"] += 1
+                    return fault
         return None
 
 

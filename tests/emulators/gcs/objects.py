@@ -28,7 +28,7 @@ PAGE = 1000
 LAST = "\U0010ffff"
 
 
-class Refused(Exception):
+class GcsError(Exception):
     """An error response."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
@@ -110,13 +110,13 @@ class Objects:
     used: set[int] = field(default_factory=set)
 
     def get(self, bucket: str, name: str, query: Mapping[str, str]) -> Stored:
-        """Returns an object; Refused: 404, 304 or 412."""
+        """Returns an object; GcsError: 404, 304 or 412."""
         with self.lock:
             self.refuse_unknown(bucket)
             found = self.now.get((bucket, name))
             wanted = query.get("generation")
             if found is None or (wanted and int(wanted) != found.generation):
-                raise Refused(404, "notFound", f"No such object: {bucket}/{name}")
+                raise GcsError(404, "notFound", f"No such object: {bucket}/{name}")
             check(found, query, reads=True)
             return found
 
@@ -128,7 +128,7 @@ class Objects:
         query: Mapping[str, str],
         fields: Mapping[str, Any],
     ) -> Stored:
-        """Writes a new generation; Refused: 400, 403, 412 or 429."""
+        """Writes a new generation; GcsError: 400, 403, 412 or 429."""
         with self.lock:
             self.refuse_unknown(bucket)
             before = self.now.get((bucket, name))
@@ -138,7 +138,7 @@ class Objects:
             fields = dict(fields)
             for what, made in (("crc32c", crc32c), ("md5Hash", md5)):
                 if fields.pop(what, None) not in (None, made(data)):
-                    raise Refused(400, "invalid", f"Provided {what} does not match the content")
+                    raise GcsError(400, "invalid", f"Provided {what} does not match the content")
             for word in ("name", "bucket", "generation", "size"):
                 fields.pop(word, None)
             fields.setdefault("contentType", "application/octet-stream")
@@ -197,7 +197,7 @@ class Objects:
 
     def refuse_unknown(self, bucket: str) -> None:
         if bucket not in self.buckets:
-            raise Refused(404, "notFound", "The specified bucket does not exist.")
+            raise GcsError(404, "notFound", "The specified bucket does not exist.")
 
     def _generation(self) -> int:
         while True:
@@ -210,7 +210,7 @@ class Objects:
         if before is not None and time.monotonic() - before.born < OFTEN_SECONDS:
             self.too_often[f"{bucket}/{name}"] += 1
             if self.refuses_too_often:
-                raise Refused(429, "rateLimitExceeded", f"{name}: the object is changed too often")
+                raise GcsError(429, "rateLimitExceeded", f"{name}: the object is changed too often")
 
 
 def _page(
@@ -244,15 +244,15 @@ def check(found: Stored | None, query: Mapping[str, str], *, reads: bool) -> Non
     metageneration = found.metageneration if found else 0
     for word, value in (("Generation", generation), ("Metageneration", metageneration)):
         if (wanted := query.get(f"if{word}Match")) is not None and int(wanted) != value:
-            raise Refused(412, "conditionNotMet", "At least one of the pre-conditions failed.")
+            raise GcsError(412, "conditionNotMet", "At least one of the pre-conditions failed.")
         if (other := query.get(f"if{word}NotMatch")) is not None and int(other) == value:
-            raise Refused(304 if reads else 412, "conditionNotMet", "Not modified.")
+            raise GcsError(304 if reads else 412, "conditionNotMet", "Not modified.")
 
 
 def refuse_held(found: Stored | None) -> None:
     if found is not None and found.is_held:
         message = f"Object '{found.bucket}/{found.name}' is under active hold."
-        raise Refused(403, "objectUnderActiveHold", message)
+        raise GcsError(403, "objectUnderActiveHold", message)
 
 
 def stamp() -> str:

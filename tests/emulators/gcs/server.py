@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tests.emulators.gcs.buckets import Buckets
-from tests.emulators.gcs.faults import AFTER, Act, Fault, Faults, damaged
-from tests.emulators.gcs.objects import Objects, Refused, Stored, crc32c, md5
+from tests.emulators.gcs.faults import AFTER, FaultRule, Faults, RequestFault, damaged
+from tests.emulators.gcs.objects import GcsError, Objects, Stored, crc32c, md5
 from tests.emulators.gcs.uploads import Uploads, multipart
 from tests.emulators.serving import Quiet, Serving
 
@@ -27,7 +27,7 @@ _UPLOAD = re.compile(r"(?:/resumable)?/upload/storage/v1/b/([^/]+)/o")
 
 
 @dataclass(frozen=True)
-class Asked:
+class GcsRequest:
     """One request."""
 
     method: str
@@ -43,7 +43,7 @@ class Asked:
 
 
 @dataclass
-class Answer:
+class GcsResponse:
     status: int
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
@@ -90,9 +90,9 @@ class GcsServer:
             "NO_GCE_CHECK": "true",
         }
 
-    def fail(self, kind: str, **rule: Any) -> Fault:
-        """Makes the next requests that a rule matches fail; see Fault."""
-        return self.faults.add(Fault(kind, **rule))
+    def fail(self, kind: str, **rule: Any) -> FaultRule:
+        """Makes the next requests that a rule matches fail; see FaultRule."""
+        return self.faults.add(FaultRule(kind, **rule))
 
     def body(self, name: str, *, bucket: str = "bucket") -> bytes:
         return self.objects.now[bucket, name].data
@@ -101,111 +101,113 @@ class GcsServer:
         with self.objects.lock:
             return [name for name in self.objects.buckets[bucket] if name.startswith(prefix)]
 
-    def answer(self, asked: Asked, act: Act | None) -> Answer:
-        stale = act.late_seconds if act and act.word == "stale" else 0.0
+    def answer(self, request: GcsRequest, fault: RequestFault | None) -> GcsResponse:
+        stale = fault.late_seconds if fault and fault.word == "stale" else 0.0
         try:
-            return self._answer(asked, stale_seconds=stale)
-        except Refused as no:
+            return self._answer(request, stale_seconds=stale)
+        except GcsError as no:
             error = {"code": no.status, "message": no.message, "errors": [{"reason": no.reason}]}
             body = b"" if no.status == 304 else json.dumps({"error": error}).encode()
-            cls = "B" if asked.method == "GET" else "A"
-            return Answer(no.status, body, {"Content-Type": "application/json"}, cls)
+            cls = "B" if request.method == "GET" else "A"
+            return GcsResponse(no.status, body, {"Content-Type": "application/json"}, cls)
         except Exception:  # noqa: BLE001 - else the client would only see its connection end.
-            self.bugs.append(f"{asked.method} {asked.path} {asked.query}\n{traceback.format_exc()}")
-            return Answer(501, self.bugs[-1].encode())
+            self.bugs.append(
+                f"{request.method} {request.path} {request.query}\n{traceback.format_exc()}"
+            )
+            return GcsResponse(501, self.bugs[-1].encode())
 
-    def _answer(self, asked: Asked, *, stale_seconds: float) -> Answer:
-        if found := _UPLOAD.fullmatch(asked.path):
-            return self._upload(asked, found[1])
-        if found := _OBJECT.fullmatch(asked.path):
-            return self._object(asked, found[1], unquote(found[2]), found[3] or "")
-        if found := _LIST.fullmatch(asked.path):
-            return self._list(asked, found[1], stale_seconds=stale_seconds)
-        if found := _BUCKET.fullmatch(asked.path):
-            return self._bucket(asked, found[1])
-        raise Refused(501, "notImplemented", f"{asked.method} {asked.path}")
+    def _answer(self, request: GcsRequest, *, stale_seconds: float) -> GcsResponse:
+        if found := _UPLOAD.fullmatch(request.path):
+            return self._upload(request, found[1])
+        if found := _OBJECT.fullmatch(request.path):
+            return self._object(request, found[1], unquote(found[2]), found[3] or "")
+        if found := _LIST.fullmatch(request.path):
+            return self._list(request, found[1], stale_seconds=stale_seconds)
+        if found := _BUCKET.fullmatch(request.path):
+            return self._bucket(request, found[1])
+        raise GcsError(501, "notImplemented", f"{request.method} {request.path}")
 
-    def _upload(self, asked: Asked, bucket: str) -> Answer:
-        query, fields, data = dict(asked.query), {}, asked.body
+    def _upload(self, request: GcsRequest, bucket: str) -> GcsResponse:
+        query, fields, data = dict(request.query), {}, request.body
         if key := query.get("upload_id"):
-            return self._part(asked, key)
+            return self._part(request, key)
         kind = query.get("uploadType", "media")
         if kind == "resumable":
             fields = json.loads(data) if data else {}
-            fields |= _contents(asked.headers, "X-Upload-Content-Type")
+            fields |= _contents(request.headers, "X-Upload-Content-Type")
             key = self.uploads.begin(bucket, query.get("name") or fields["name"], query, fields)
             place = (
                 f"{self.url}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={key}"
             )
-            return Answer(200, b"", {"Location": place, "X-GUploader-UploadID": key}, "A")
+            return GcsResponse(200, b"", {"Location": place, "X-GUploader-UploadID": key}, "A")
         if kind == "multipart":
-            fields, data, content_type = multipart(data, asked.headers.get("Content-Type", ""))
+            fields, data, content_type = multipart(data, request.headers.get("Content-Type", ""))
             if content_type:
                 fields.setdefault("contentType", content_type)
         else:
-            fields = _contents(asked.headers, "Content-Type")
-        fields |= _hashes(asked.headers)
-        name, data = query.get("name") or fields["name"], asked.as_it_came(data)
+            fields = _contents(request.headers, "Content-Type")
+        fields |= _hashes(request.headers)
+        name, data = query.get("name") or fields["name"], request.as_it_came(data)
         return self._told(self.objects.put(bucket, name, data, query, fields), "A")
 
-    def _part(self, asked: Asked, key: str) -> Answer:
-        if asked.method == "DELETE":
+    def _part(self, request: GcsRequest, key: str) -> GcsResponse:
+        if request.method == "DELETE":
             self.uploads.cancel(key)
-            return Answer(499)
-        body = asked.as_it_came(asked.body)
-        taken = self.uploads.take(key, body, asked.headers.get("Content-Range", ""))
+            return GcsResponse(499)
+        body = request.as_it_came(request.body)
+        taken = self.uploads.take(key, body, request.headers.get("Content-Range", ""))
         if isinstance(taken, Stored):
             return self._told(taken)
         headers = {"Range": f"bytes=0-{taken - 1}"} if taken else {}
-        return Answer(308, b"", headers)
+        return GcsResponse(308, b"", headers)
 
-    def _object(self, asked: Asked, bucket: str, name: str, deed: str) -> Answer:
-        objects, query = self.objects, asked.query
-        if deed:
-            return self._told(self._copied(asked, bucket, name, deed), "A", deed=deed)
-        match asked.method:
+    def _object(self, request: GcsRequest, bucket: str, name: str, action: str) -> GcsResponse:
+        objects, query = self.objects, request.query
+        if action:
+            return self._told(self._copied(request, bucket, name, action), "A", action=action)
+        match request.method:
             case "GET" if query.get("alt") == "media":
-                return _media(objects.get(bucket, name, query), asked.headers)
+                return _media(objects.get(bucket, name, query), request.headers)
             case "GET":
                 return self._told(objects.get(bucket, name, query), "B")
             case "DELETE":
                 objects.delete(bucket, name, query)
-                return Answer(204)
+                return GcsResponse(204)
             case "PATCH" | "PUT":
-                found = objects.patch(bucket, name, query, json.loads(asked.body))
+                found = objects.patch(bucket, name, query, json.loads(request.body))
                 return self._told(found, "A")
-        raise Refused(405, "methodNotAllowed", asked.method)
+        raise GcsError(405, "methodNotAllowed", request.method)
 
-    def _copied(self, asked: Asked, bucket: str, name: str, deed: str) -> Stored:
-        fields = json.loads(asked.body) if asked.body else {}
+    def _copied(self, request: GcsRequest, bucket: str, name: str, action: str) -> Stored:
+        fields = json.loads(request.body) if request.body else {}
         with self.objects.lock:
-            if deed == "compose":
+            if action == "compose":
                 parts = [self._part_of(bucket, part) for part in fields["sourceObjects"]]
                 if not 1 <= len(parts) <= MOST_PARTS:
-                    raise Refused(400, "invalid", f"compose takes 1 to {MOST_PARTS} objects")
+                    raise GcsError(400, "invalid", f"compose takes 1 to {MOST_PARTS} objects")
                 data = b"".join(part.data for part in parts)
                 return self.objects.put(
-                    bucket, name, data, asked.query, fields.get("destination", {})
+                    bucket, name, data, request.query, fields.get("destination", {})
                 )
             source_query = {
                 word.replace("Source", ""): value
-                for word, value in asked.query.items()
+                for word, value in request.query.items()
                 if word.startswith("ifSource")
             }
-            if generation := asked.query.get("sourceGeneration"):
+            if generation := request.query.get("sourceGeneration"):
                 source_query["generation"] = generation
             source = self.objects.get(bucket, name, source_query)
-            if found := re.fullmatch(r"(?:rewriteTo|copyTo)/b/([^/]+)/o/([^/]+)", deed):
+            if found := re.fullmatch(r"(?:rewriteTo|copyTo)/b/([^/]+)/o/([^/]+)", action):
                 wanted = {**source.fields, **fields}
                 to, there = found[1], unquote(found[2])
-                return self.objects.put(to, there, source.data, asked.query, wanted)
-            if found := re.fullmatch(r"moveTo/o/([^/]+)", deed):
+                return self.objects.put(to, there, source.data, request.query, wanted)
+            if found := re.fullmatch(r"moveTo/o/([^/]+)", action):
                 put = self.objects.put(
-                    bucket, unquote(found[1]), source.data, asked.query, source.fields
+                    bucket, unquote(found[1]), source.data, request.query, source.fields
                 )
                 self.objects.delete(bucket, name, {})
                 return put
-        raise Refused(501, "notImplemented", deed)
+        raise GcsError(501, "notImplemented", action)
 
     def _part_of(self, bucket: str, part: dict[str, Any]) -> Stored:
         query = {"generation": str(part["generation"])} if part.get("generation") else {}
@@ -213,22 +215,24 @@ class GcsServer:
             query["ifGenerationMatch"] = str(wanted)
         return self.objects.get(bucket, part["name"], query)
 
-    def _list(self, asked: Asked, bucket: str, *, stale_seconds: float) -> Answer:
-        items, prefixes, token = self.objects.page(bucket, asked.query, stale_seconds=stale_seconds)
+    def _list(self, request: GcsRequest, bucket: str, *, stale_seconds: float) -> GcsResponse:
+        items, prefixes, token = self.objects.page(
+            bucket, request.query, stale_seconds=stale_seconds
+        )
         reported: dict[str, Any] = {"kind": "storage#objects"}
         reported |= {"items": [one.resource(self.url) for one in items]} if items else {}
         reported |= {"prefixes": prefixes} if prefixes else {}
         reported |= {"nextPageToken": token} if token else {}
         return _json(reported, "A")
 
-    def _bucket(self, asked: Asked, bucket: str | None) -> Answer:
-        body = json.loads(asked.body) if asked.body else {}
-        reported = self.buckets.answer(asked.method, bucket, asked.query, body)
+    def _bucket(self, request: GcsRequest, bucket: str | None) -> GcsResponse:
+        body = json.loads(request.body) if request.body else {}
+        reported = self.buckets.answer(request.method, bucket, request.query, body)
         return _json(reported, "A" if bucket is None else "B")
 
-    def _told(self, found: Stored, cls: str = "free", *, deed: str = "") -> Answer:
+    def _told(self, found: Stored, cls: str = "free", *, action: str = "") -> GcsResponse:
         reported = found.resource(self.url)
-        if deed.startswith("rewriteTo"):
+        if action.startswith("rewriteTo"):
             size = str(len(found.data))
             reported = {
                 "kind": "storage#rewriteResponse",
@@ -239,16 +243,18 @@ class GcsServer:
             }
         return _json(reported, cls)
 
-    def control(self, asked: Asked) -> Answer:
+    def control(self, request: GcsRequest) -> GcsResponse:
         """Manual use: sets faults, returns counts."""
-        if asked.method == "POST":
-            self.fail(**json.loads(asked.body))
+        if request.method == "POST":
+            self.fail(**json.loads(request.body))
         reported = {"requests": self.counts, "faults": self.faults.done}
         return _json({**reported, "too_often": self.objects.too_often}, "")
 
 
-def _json(reported: dict[str, Any], cls: str) -> Answer:
-    return Answer(200, json.dumps(reported).encode(), {"Content-Type": "application/json"}, cls)
+def _json(reported: dict[str, Any], cls: str) -> GcsResponse:
+    return GcsResponse(
+        200, json.dumps(reported).encode(), {"Content-Type": "application/json"}, cls
+    )
 
 
 def _contents(headers: Any, word: str) -> dict[str, Any]:
@@ -265,7 +271,7 @@ def _hashes(headers: Any) -> dict[str, Any]:
     return {name: value for name, value in reported.items() if value}
 
 
-def _media(found: Stored, headers: Any) -> Answer:
+def _media(found: Stored, headers: Any) -> GcsResponse:
     reported = {
         "Content-Type": str(found.fields.get("contentType", "")),
         "ETag": found.etag,
@@ -276,16 +282,16 @@ def _media(found: Stored, headers: Any) -> Answer:
         "X-Goog-Stored-Content-Encoding": "identity",
         "X-Goog-Storage-Class": "STANDARD",
     }
-    asked = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))
-    if asked is None or asked[0] == "bytes=-":
-        return Answer(200, found.data, reported, "B")
+    span = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))
+    if span is None or span[0] == "bytes=-":
+        return GcsResponse(200, found.data, reported, "B")
     size = len(found.data)
-    start = int(asked[1]) if asked[1] else max(0, size - int(asked[2]))
-    end = min(size, int(asked[2]) + 1) if asked[1] and asked[2] else size
+    start = int(span[1]) if span[1] else max(0, size - int(span[2]))
+    end = min(size, int(span[2]) + 1) if span[1] and span[2] else size
     if start >= size or start >= end:
-        raise Refused(416, "requestedRangeNotSatisfiable", f"bytes */{size}")
+        raise GcsError(416, "requestedRangeNotSatisfiable", f"bytes */{size}")
     reported["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
-    return Answer(206, found.data[start:end], reported, "B")
+    return GcsResponse(206, found.data[start:end], reported, "B")
 
 
 class _Request(Quiet):
@@ -296,29 +302,29 @@ class _Request(Quiet):
         server, parts = self.emulator, urlsplit(self.path)
         # Not parse_qs: keys are unique, and a + in an offset is sent as %2B.
         query = dict(parse_qsl(parts.query, keep_blank_values=True))
-        asked = Asked(self.command, parts.path, query, self.headers, self.body())
+        request = GcsRequest(self.command, parts.path, query, self.headers, self.body())
         if parts.path.startswith(CONTROL):
-            return self.send(server.control(asked))
+            return self.send(server.control(request))
         if server.log is not None:
             server.log.append(f"{self.command} {self.path}")
         if server.late_seconds:
             time.sleep(server.late_seconds)
-        act = server.faults.of(self.command, self.path)
-        if act and act.word == "stall":
-            time.sleep(act.late_seconds)
-        if act and act.word == "damage" and asked.body and self.command != "GET":
-            asked = dataclasses.replace(asked, is_damaged=True)
-        is_lost = act is not None and (act.word == "drop" or act.word.isdigit())
-        if act and is_lost and act.when != AFTER:
-            return self.lose(act)
-        answer = server.answer(asked, act)
+        fault = server.faults.of(self.command, self.path)
+        if fault and fault.word == "stall":
+            time.sleep(fault.late_seconds)
+        if fault and fault.word == "damage" and request.body and self.command != "GET":
+            request = dataclasses.replace(request, is_damaged=True)
+        is_lost = fault is not None and (fault.word == "drop" or fault.word.isdigit())
+        if fault and is_lost and fault.when != AFTER:
+            return self.lose(fault)
+        answer = server.answer(request, fault)
         server.counts[answer.cls] += 1
         server.counts[f"{self.command} {_kind(parts.path, query)}"] += 1
-        if act and is_lost:
-            return self.lose(act)
-        if act and act.word == "damage" and self.command == "GET":
+        if fault and is_lost:
+            return self.lose(fault)
+        if fault and fault.word == "damage" and self.command == "GET":
             answer.body = damaged(answer.body)
-        return self.send(answer, short=act is not None and act.word == "short")
+        return self.send(answer, short=fault is not None and fault.word == "short")
 
     do_POST = do_PUT = do_DELETE = do_PATCH = do_GET
 
@@ -332,16 +338,18 @@ class _Request(Quiet):
         self.rfile.readline()
         return b"".join(parts)
 
-    def lose(self, act: Act) -> None:
+    def lose(self, fault: RequestFault) -> None:
         self.emulator.counts["lost"] += 1
-        if act.word.isdigit():
-            error = {"code": int(act.word), "message": "as the test has asked", "errors": []}
+        if fault.word.isdigit():
+            error = {"code": int(fault.word), "message": "requested by the test", "errors": []}
             body = json.dumps({"error": error}).encode()
-            return self.send(Answer(int(act.word), body, {"Content-Type": "application/json"}))
+            return self.send(
+                GcsResponse(int(fault.word), body, {"Content-Type": "application/json"})
+            )
         self.close_connection = True
         return None
 
-    def send(self, answer: Answer, *, short: bool = False) -> None:
+    def send(self, answer: GcsResponse, *, short: bool = False) -> None:
         self.send_response(answer.status)
         for name, value in answer.headers.items():
             self.send_header(name, value)

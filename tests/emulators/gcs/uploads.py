@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from tests.emulators.gcs.objects import Objects, Refused, Stored
+from tests.emulators.gcs.objects import GcsError, Objects, Stored
 
 PART_MULTIPLE = 256 * 1024
 
@@ -50,13 +50,13 @@ class Uploads:
         with self._lock:
             session = self._sessions.get(key)
             if session is None:
-                raise Refused(404, "notFound", "no such upload")
+                raise GcsError(404, "notFound", "no such upload")
             if session.done is not None:
                 return session.done
             start, total = _parsed(content_range, len(body), len(session.data))
             if start is not None:
                 if start > len(session.data):
-                    raise Refused(503, "backendError", "a part is missing")
+                    raise GcsError(503, "backendError", "a part is missing")
                 del session.data[start:]
                 session.data += body
             if total is None:
@@ -80,7 +80,7 @@ def _parsed(content_range: str, size: int, have: int) -> tuple[int | None, int |
         return have, have + size
     found = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", content_range)
     if found is None:
-        raise Refused(400, "invalid", f"Content-Range: {content_range}")
+        raise GcsError(400, "invalid", f"Content-Range: {content_range}")
     total = None if found[3] == "*" else int(found[3])
     return (None if found[1] is None else int(found[1])), total
 
@@ -89,11 +89,11 @@ def multipart(body: bytes, content_type: str) -> tuple[dict[str, Any], bytes, st
     """Returns the fields, the data and its type; parts end in CRLF or, as some send it, LF."""
     found = re.search(r"boundary=\"?([^\";]+)", content_type)
     if found is None:
-        raise Refused(400, "invalid", "no boundary")
+        raise GcsError(400, "invalid", "no boundary")
     mark = b"--" + found[1].strip("'").encode()
     parts = body.split(mark)
     if len(parts) < 4:
-        raise Refused(400, "invalid", "expected two parts")
+        raise GcsError(400, "invalid", "expected two parts")
     (_, first), (head, data) = _split(parts[1]), _split(mark.join(parts[2:-1]))
     kind = re.search(rb"(?im)^content-type:\s*(.*?)\r?$", head)
     return json.loads(first), data, kind[1].decode() if kind else ""
@@ -102,6 +102,6 @@ def multipart(body: bytes, content_type: str) -> tuple[dict[str, Any], bytes, st
 def _split(part: bytes) -> tuple[bytes, bytes]:
     found = re.search(rb"\r?\n\r?\n", part)
     if found is None:
-        raise Refused(400, "invalid", "a part without head")
+        raise GcsError(400, "invalid", "a part without head")
     data = part[found.end() :]
     return part[: found.start()], data[:-2] if data.endswith(b"\r\n") else data[:-1]

@@ -165,12 +165,12 @@ def test_donating_the_state_after_the_call_does_not_change_what_is_saved(attempt
     assert_equal(restored, state(8))
 
 
-class Lost(Exception):
+class InjectedError(Exception):
     """The error that a test injects."""
 
 
-def lose():
-    raise Lost
+def inject():
+    raise InjectedError
 
 
 def wait_settled(checkpoints):
@@ -179,7 +179,10 @@ def wait_settled(checkpoints):
 
 
 def test_a_failure_before_the_record_is_raised_at_the_next_check_and_commits_nothing(attempt):
-    with pytest.raises(Lost), attempt.checkpoints(before_commit=lose) as checkpoints:  # noqa: PT012
+    with (  # noqa: PT012
+        pytest.raises(InjectedError),
+        attempt.checkpoints(before_commit=inject) as checkpoints,
+    ):
         checkpoints.save(state(8), progress(8))
         wait_settled(checkpoints)
         checkpoints.check()
@@ -188,7 +191,10 @@ def test_a_failure_before_the_record_is_raised_at_the_next_check_and_commits_not
 
 @pytest.mark.parametrize("end", ["wait", "save", "leave"])
 def test_every_way_to_leave_raises_a_failed_save(attempt, end):
-    with pytest.raises(Lost), attempt.checkpoints(before_commit=lose) as checkpoints:  # noqa: PT012
+    with (  # noqa: PT012
+        pytest.raises(InjectedError),
+        attempt.checkpoints(before_commit=inject) as checkpoints,
+    ):
         checkpoints.save(state(8), progress(8))
         wait_settled(checkpoints)
         if end == "wait":
@@ -221,9 +227,9 @@ def test_a_step_directory_that_vanishes_during_the_save_is_storage_unavailable(a
 
 def test_an_exception_inside_abandons_the_save_in_flight(attempt):
     checkpoints = attempt.checkpoints(before_commit=lambda: wait_until_leaving(checkpoints))
-    with pytest.raises(Lost), checkpoints:  # noqa: PT012
+    with pytest.raises(InjectedError), checkpoints:  # noqa: PT012
         checkpoints.save(state(8), progress(8))
-        lose()
+        inject()
     assert commits(attempt) == []
     assert [type(event) for event in attempt.events] == [SaveStarted]
 
@@ -245,8 +251,8 @@ def test_a_superseded_attempt_neither_commits_nor_prunes(attempt):
 
 def test_files_of_a_failed_save_are_deleted_by_the_next_attempt_and_commits_stay(attempt):
     attempt.save(8)
-    with contextlib.suppress(Lost):
-        attempt.save(16, before_commit=lose)
+    with contextlib.suppress(InjectedError):
+        attempt.save(16, before_commit=inject)
     names = os.listdir(attempt.run_dir.checkpoints)
     assert sorted(names) == ["00000008-0001", "00000016-0001"]
     with attempt.again().checkpoints():

@@ -13,7 +13,7 @@ def assert_set(event):
     assert event.wait(timeout=30), "no call has waited for the save"
 
 
-class Follower(SingleHost):
+class FollowerHost(SingleHost):
     """A host with given messages of the lead; the first save is committed once the gate is open."""
 
     member = HostRank(1, 2)
@@ -28,7 +28,7 @@ class Follower(SingleHost):
 
 
 def test_a_follower_saves_what_host_0_starts_while_its_own_part_is_unfinished(attempt):
-    lead = Follower(
+    lead = FollowerHost(
         save_1=f"{checkpointer.BEGIN}00000008-0001",
         save_2=f"{checkpointer.BEGIN}00000016-0001",
         save_3=checkpointer.NOTHING,

@@ -22,7 +22,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(commit_tracker, "MIN_LATE_SECONDS", 0.3)
 
 
-class Gate:
+class BlockedStorage:
     """Blocks a save like storage that does not answer, until it is opened; then may refuse it."""
 
     def __init__(self):
@@ -35,7 +35,7 @@ class Gate:
 
 
 def test_a_save_waits_for_the_previous_one_only_for_a_limited_time(attempt, impatient):
-    gate = Gate()
+    gate = BlockedStorage()
     with attempt.checkpoints(before_commit=gate) as checkpoints:
         checkpoints.save(state(8), progress(8), may_skip=True)
         checkpoints.save(state(16), progress(16), may_skip=True)
@@ -48,7 +48,7 @@ def test_a_save_waits_for_the_previous_one_only_for_a_limited_time(attempt, impa
 
 
 def test_a_save_that_takes_as_long_as_earlier_ones_is_waited_for(attempt, impatient):
-    gate = Gate()
+    gate = BlockedStorage()
     gate.opened.set()
     with attempt.checkpoints(before_commit=gate) as checkpoints:
         checkpoints.save(state(8), progress(8), may_skip=True)
@@ -64,7 +64,7 @@ def test_a_save_that_takes_as_long_as_earlier_ones_is_waited_for(attempt, impati
 
 
 def test_after_a_refused_save_the_wait_is_short(attempt):
-    gate = Gate()
+    gate = BlockedStorage()
     gate.refuses = True
     gate.opened.set()
     with attempt.checkpoints(before_commit=gate) as checkpoints:
@@ -85,7 +85,7 @@ def test_after_a_refused_save_the_wait_is_short(attempt):
 
 
 def test_a_hanging_save_is_detected_by_a_save_that_does_not_wait(attempt, impatient):
-    gate = Gate()
+    gate = BlockedStorage()
     with attempt.checkpoints(before_commit=gate, timeout_seconds=0.5) as checkpoints:
         checkpoints.save(state(8), progress(8), may_skip=True)
         checkpoints.save(state(16), progress(16), may_skip=True)

@@ -26,11 +26,11 @@ from tests.promises.trainer import ROOT
 from tests.unit.checkpoint import conftest
 from tests.unit.checkpoint.conftest import like, progress, sharding
 from tests.unit.checkpoint.test_checkpointer import (
-    Lost,
+    InjectedError,
     assert_equal,
     commits,
     forgotten_tasks,
-    lose,
+    inject,
 )
 
 
@@ -57,7 +57,7 @@ def saved(attempt):
 
 
 @dataclasses.dataclass
-class Clock:
+class SleepRecorder:
     """Clock whose sleeps return at once and are recorded."""
 
     slept: list = dataclasses.field(default_factory=list)
@@ -74,7 +74,7 @@ class Clock:
 
 def restore(attempt, *, seconds=60, wanted=None):
     checkpoints = attempt.checkpoints()
-    checkpoints._clock = clock = Clock()
+    checkpoints._clock = clock = SleepRecorder()
     found = checkpoints.restore(attempt.log.history(), wanted or like(state(8)), seconds=seconds)
     assert found is not None
     assert checkpoints.committed_step == checkpoints.saved_step == found.commit.step
@@ -178,7 +178,7 @@ def test_a_flipped_bit_that_stock_orbax_restores_is_found_and_its_array_named(sa
 
 def test_a_step_directory_without_a_commit_record_is_ignored(saved):
     """The directory is complete: the save was killed right before its record."""
-    with contextlib.suppress(Lost), saved.checkpoints(before_commit=lose) as checkpoints:
+    with contextlib.suppress(InjectedError), saved.checkpoints(before_commit=inject) as checkpoints:
         checkpoints.save(state(32), progress(32))
         checkpoints.wait()
     assert (saved.run_dir.checkpoints / "00000032-0002" / "MANIFEST.json").exists()
@@ -352,7 +352,7 @@ def test_host_0_combines_all_results_and_requires_proof_of_damage(saved, message
         topic="t",
         seconds=60,
         emit=saved.events.append,
-        clock=Clock(),
+        clock=SleepRecorder(),
     )
     commit = saved.log.history().newest
     decision = checkpoint_restore.ReadResult.decode(

@@ -14,7 +14,7 @@ from tests.unit.checkpoint.test_restore import state
 
 
 @dataclass
-class Counted:
+class SleepClock:
     """A clock that advances only by its sleeps."""
 
     now: float = 0.0
@@ -33,7 +33,7 @@ class Counted:
 
 @pytest.mark.parametrize(("share", "rests"), [(1.0, []), (0.5, [2.0, 4.0]), (0.25, [6.0, 12.0])])
 def test_work_takes_no_more_than_its_share_of_the_time(share, rests):
-    clock = Counted()
+    clock = SleepClock()
     pace = Throttle(share, clock)
     for seconds in (2.0, 4.0):
         with pace.piece():
@@ -43,7 +43,7 @@ def test_work_takes_no_more_than_its_share_of_the_time(share, rests):
 
 
 def test_an_error_is_raised_without_a_pause():
-    clock = Counted()
+    clock = SleepClock()
     with pytest.raises(OSError, match="gone"), Throttle(0.1, clock).piece():
         raise OSError("gone")
     assert clock.slept == []

@@ -12,7 +12,7 @@ from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.faults import ConfigError, PeerLost
 
 
-class Store:
+class FakeKeyValueStore:
     """Stands where JAX's key-value store stands: write-once keys, reads that wait."""
 
     def __init__(self):
@@ -34,7 +34,7 @@ class Store:
 
 
 def hosts(count):
-    store = Store()
+    store = FakeKeyValueStore()
     return [
         jax_coordination.JaxCoordination(HostRank(host, count), store, clock=SystemClock())
         for host in range(count)

@@ -14,7 +14,7 @@ from jaxres.faults import StorageUnavailable
 SECONDS = 0.2
 
 
-class Rows:
+class FaultyRows:
     """Rows, of which some hang and some raise."""
 
     def __init__(self, *, hang=(), fail=None):
@@ -40,19 +40,19 @@ IDS = np.array([7, 2, 9, 4])
     [({9}, 2), ({7}, 0), ({4}, 3), (set(), None), ({2, 4}, None), ({7, 2, 9, 4}, None)],
 )
 def test_one_hanging_row_is_a_bad_record_and_several_are_a_storage_fault(hang, found):
-    rows = Rows(hang=hang, fail={7: ValueError()} if 7 not in hang else None)
+    rows = FaultyRows(hang=hang, fail={7: ValueError()} if 7 not in hang else None)
     assert find_hung_row(rows, IDS, seconds=SECONDS) == found
     rows.free.set()
 
 
 def test_a_hanging_row_without_others_to_compare_is_not_a_bad_record():
-    rows = Rows(hang={9})
+    rows = FaultyRows(hang={9})
     assert find_hung_row(rows, IDS[2:3], seconds=SECONDS) is None
     rows.free.set()
 
 
 def test_each_bad_row_of_a_batch_is_reported_with_its_reason():
-    rows = Rows(fail={2: BadRecord("row 2: no"), 4: KeyError("x")})
+    rows = FaultyRows(fail={2: BadRecord("row 2: no"), 4: KeyError("x")})
     assert find_bad_rows(rows, IDS) == {1: "row 2: no", 3: "KeyError: 'x'"}
 
 
@@ -70,7 +70,7 @@ def test_each_bad_row_of_a_batch_is_reported_with_its_reason():
 def test_errors_of_storage_or_the_machine_are_not_the_fault_of_a_record(error):
     assert not is_record_fault(error)
     with pytest.raises(type(error)):
-        find_bad_rows(Rows(fail={2: error}), IDS)
+        find_bad_rows(FaultyRows(fail={2: error}), IDS)
 
 
 @pytest.mark.parametrize("error", [ValueError(), OSError("no image file"), BadRecord("x")])

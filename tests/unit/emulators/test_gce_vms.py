@@ -293,7 +293,7 @@ def test_the_vms_of_a_killed_emulator_die_with_it(number: int) -> None:
         lines = [process.stdout.readline() for _ in range(7)]
         url = lines[0].strip().partition("=")[2]
         folder = Path(lines[2].strip().rpartition(" ")[2])
-        with Clients(_At(url)) as clients:
+        with Clients(_RemoteEmulator(url)) as clients:
             clients.wait(clients.insert("one", script="echo $GCE_EMULATOR; " + DAEMON))
             log = clients.instances.get_serial_port_output
             mark = ""
@@ -313,7 +313,7 @@ def test_the_vms_of_a_killed_emulator_die_with_it(number: int) -> None:
     assert not folder.exists()
 
 
-class _At:
+class _RemoteEmulator:
     """Where an emulator in another process is."""
 
     def __init__(self, url: str) -> None:

@@ -9,7 +9,7 @@ from jaxres import config as configs
 from jaxres.config import RunConfig
 from tests.promises.trainer import TINY
 
-RUNG = {
+OPTION = {
     "kind": "spot",
     "zones": ["us-central1-a", "us-central1-b"],
     "machine_type": "a2-highgpu-1g",
@@ -20,7 +20,7 @@ IMAGE = "projects/debian-cloud/global/images/family/debian-12"
 
 def config(*, launch: dict[str, Any] | None = None, **gce: Any) -> RunConfig:
     """Returns the config of TINY on two VMs; `gce` and `launch` are further fields."""
-    section = {"project": "p", "num_hosts": 2, "ladder": [RUNG], "image": IMAGE, **gce}
+    section = {"project": "p", "num_hosts": 2, "capacity_options": [OPTION], "image": IMAGE, **gce}
     loaded = configs.load(TINY).config
     fields = loaded.model_dump(mode="json")
     fields["launch"] |= {**(launch or {}), "gce": section}

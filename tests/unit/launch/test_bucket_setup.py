@@ -48,11 +48,11 @@ def init(tmp_path: Path, gcs_bucket: str, capsys: pytest.CaptureFixture[str]) ->
     def run(
         *flags: str, name: str = gcs_bucket, zones: tuple[str, ...] = ("us-central1-a",)
     ) -> str:
-        rung = {"kind": "spot", "machine_type": "a2-highgpu-1g"}
+        option = {"kind": "spot", "machine_type": "a2-highgpu-1g"}
         section = {
             "project": "paying",
             "image": "projects/p/global/images/i",
-            "ladder": [{**rung, "zones": [zone]} for zone in zones],
+            "capacity_options": [{**option, "zones": [zone]} for zone in zones],
         }
         config = {"run": {"dir": f"gs://{name}/runs/a"}, "launch": {"gce": section}}
         path = tmp_path / "config.yaml"
@@ -245,7 +245,7 @@ def test_a_refusal_for_another_reason_names_no_permission(
     name = f"new-{len(service.objects.buckets)}" if method == "POST" else gcs_bucket
     service.objects.facts[gcs_bucket]["versioning"] = {"enabled": True}
     service.fail(str(status), method=method)
-    with pytest.raises(ConfigError, match=rf"\({status}: as the test has asked\)\.$"):
+    with pytest.raises(ConfigError, match=rf"\({status}: requested by the test\)\.$"):
         init("--yes", name=name)
 
 

@@ -1,8 +1,8 @@
-"""Promises of the ladder: the preferred available zone is chosen, and none is retried too soon."""
+"""Capacity options: the preferred available zone is chosen, and none is retried too soon."""
 
 import pytest
 
-from jaxres.config.schema_gce import Rung, SpotRung, StandardRung
+from jaxres.config.schema_gce import CapacityOption, SpotOption, StandardOption
 from jaxres.launch.capacity_options import (
     JITTER,
     NEVER,
@@ -15,9 +15,9 @@ from jaxres.launch.capacity_options import (
 )
 
 A, B = "us-central1-a", "us-east4-a"
-LADDER: tuple[Rung, ...] = (
-    SpotRung(zones=(A, B), machine_type="a2-highgpu-1g"),
-    StandardRung(zones=(A,), machine_type="a2-highgpu-1g"),
+OPTIONS: tuple[CapacityOption, ...] = (
+    SpotOption(zones=(A, B), machine_type="a2-highgpu-1g"),
+    StandardOption(zones=(A,), machine_type="a2-highgpu-1g"),
 )
 HOUR = 3600.0
 STOCKOUT: tuple[CreateErrorKind, ...] = ("stockout",)
@@ -35,22 +35,22 @@ def backoff_after(
     return found[0]
 
 
-def test_zones_are_tried_rung_by_rung() -> None:
-    assert list(zone_choices(LADDER)) == [ZoneChoice(0, A), ZoneChoice(0, B), ZoneChoice(1, A)]
+def test_zones_are_tried_option_by_option() -> None:
+    assert list(zone_choices(OPTIONS)) == [ZoneChoice(0, A), ZoneChoice(0, B), ZoneChoice(1, A)]
     backoffs: tuple[Backoff, ...] = ()
     for expected in (ZoneChoice(0, A), ZoneChoice(0, B), ZoneChoice(1, A)):
-        assert choose(LADDER, backoffs, now=0.0) == expected
+        assert choose(OPTIONS, backoffs, now=0.0) == expected
         backoffs = with_backoff(backoffs, expected, "stockout", now=0.0, longest=HOUR, seed="s")
     soonest = min(c.until for c in backoffs)
-    assert choose(LADDER, backoffs, now=0.0) == soonest, "when to retry"
+    assert choose(OPTIONS, backoffs, now=0.0) == soonest, "when to retry"
     first = min(backoffs, key=lambda c: c.until)
-    assert choose(LADDER, backoffs, now=soonest) == ZoneChoice(first.rung, first.zone)
+    assert choose(OPTIONS, backoffs, now=soonest) == ZoneChoice(first.option, first.zone)
 
 
 def test_a_preferred_zone_is_chosen_again_when_its_backoff_ends() -> None:
     backoffs = with_backoff((), ZoneChoice(0, A), "stockout", now=0.0, longest=HOUR, seed="s")
-    assert choose(LADDER, backoffs, now=1.0) == ZoneChoice(0, B)
-    assert choose(LADDER, backoffs, now=backoffs[0].until) == ZoneChoice(0, A)
+    assert choose(OPTIONS, backoffs, now=1.0) == ZoneChoice(0, B)
+    assert choose(OPTIONS, backoffs, now=backoffs[0].until) == ZoneChoice(0, A)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_a_backoff_depends_on_the_error_with_bounded_jitter(
 def test_a_zone_that_can_never_work_is_never_retried(error: CreateErrorKind) -> None:
     assert backoff_after(error, now=1.7e9).until == NEVER
     backoffs: tuple[Backoff, ...] = ()
-    for site in zone_choices(LADDER):
+    for site in zone_choices(OPTIONS):
         backoffs = with_backoff(backoffs, site, error, now=0.0, longest=HOUR, seed="s")
-    assert choose(LADDER, backoffs, now=1.8e9) == NEVER
+    assert choose(OPTIONS, backoffs, now=1.8e9) == NEVER
 
 
 def test_stockouts_in_a_row_have_growing_backoffs_up_to_the_limit() -> None:
@@ -98,4 +98,4 @@ def test_the_backoff_of_one_zone_does_not_affect_another() -> None:
     first = with_backoff((), ZoneChoice(0, A), "quota", now=0.0, longest=HOUR, seed="s")
     both = with_backoff(first, ZoneChoice(1, A), "stockout", now=0.0, longest=HOUR, seed="s")
     assert first[0] in both
-    assert {(c.rung, c.zone): c.failures for c in both} == {(0, A): 1, (1, A): 1}
+    assert {(c.option, c.zone): c.failures for c in both} == {(0, A): 1, (1, A): 1}

@@ -22,14 +22,14 @@ CREATION = PendingCreate(NAMES, str(uuid.uuid5(uuid.NAMESPACE_URL, "jx")))
 SHORT = ["VM_MIN_COUNT_NOT_REACHED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"]
 
 
-class Service:
+class ComputeFixture:
     """The Compute API of a launcher, and one creation of two VMs."""
 
     def __init__(self, gce: GceEmulator, **fields: Any) -> None:
         section = config(project=gce.project, **fields).launch.gce
         assert section is not None
         self.compute = Compute(section, endpoint=gce.url)
-        self.machine = Machine(section, section.ladder[0], ZONE, {"jaxres-run": "jx"}, {})
+        self.machine = Machine(section, section.capacity_options[0], ZONE, {"jaxres-run": "jx"}, {})
         self.emulator = gce
 
     def create(self, creation: PendingCreate = CREATION) -> str | CreateFailed:
@@ -44,7 +44,7 @@ class Service:
 
 
 def test_vms_are_created_listed_and_deleted(gce: GceEmulator) -> None:
-    service = Service(gce)
+    service = ComputeFixture(gce)
     assert service.outcome(service.create()) is True
     listed = service.compute.list("jx")
     assert set(listed) == set(NAMES)
@@ -68,7 +68,7 @@ def test_a_failed_operation_is_never_a_success(
     gce: GceEmulator, has_http: bool, codes: list[str], kind: str
 ) -> None:
     """Without the HTTP fields the client's own futures report success."""
-    service = Service(gce)
+    service = ComputeFixture(gce)
     gce.fail_operation("error", type="bulkInsert", codes=codes, has_http=has_http)
     found = service.outcome(service.create())
     assert isinstance(found, CreateFailed), f"{found}: a failed operation counts as done"
@@ -76,7 +76,7 @@ def test_a_failed_operation_is_never_a_success(
 
 
 def test_a_repeated_request_creates_vms_once(gce: GceEmulator) -> None:
-    service, successor = Service(gce), Service(gce)
+    service, successor = ComputeFixture(gce), ComputeFixture(gce)
     gce.fail("drop after", call="instances.bulkInsert")
     with pytest.raises(ApiUnavailable):
         service.create()
@@ -91,7 +91,7 @@ def test_a_repeated_request_creates_vms_once(gce: GceEmulator) -> None:
 
 @pytest.mark.parametrize("kind", ["429", "500", "503", "rateLimitExceeded", "drop", "503 after"])
 def test_a_temporary_error_is_unavailability_and_no_response(gce: GceEmulator, kind: str) -> None:
-    service = Service(gce)
+    service = ComputeFixture(gce)
     assert service.outcome(service.create()) is True
     compute = service.compute
     for call in (
@@ -110,7 +110,7 @@ def test_a_temporary_error_is_unavailability_and_no_response(gce: GceEmulator, k
 
 
 def test_a_refusal_is_a_failed_creation(gce: GceEmulator) -> None:
-    service = Service(gce)
+    service = ComputeFixture(gce)
     gce.fail("quotaExceeded", call="instances.bulkInsert")
     refused = service.create()
     assert isinstance(refused, CreateFailed)
@@ -123,7 +123,7 @@ def test_a_refusal_is_a_failed_creation(gce: GceEmulator) -> None:
 
 def test_an_api_without_preemption_notices_gets_the_request_without_one(gce: GceEmulator) -> None:
     gce.refuse_field("preemptionNoticeDuration")
-    service, messages = Service(gce), []
+    service, messages = ComputeFixture(gce), []
     service.compute.set_console(messages.append)
     assert service.outcome(service.create()) is True
     assert len(messages) == 1
@@ -134,8 +134,8 @@ def test_an_api_without_preemption_notices_gets_the_request_without_one(gce: Gce
 
 
 def test_queued_vms_are_requested_one_by_one_and_each_once(gce: GceEmulator) -> None:
-    rung = {"kind": "flex_start", "zones": [ZONE], "machine_type": "a2-highgpu-1g"}
-    service = Service(gce, ladder=[rung], max_run_hours=24.0)
+    option = {"kind": "flex_start", "zones": [ZONE], "machine_type": "a2-highgpu-1g"}
+    service = ComputeFixture(gce, capacity_options=[option], max_run_hours=24.0)
     first = service.create()
     assert service.create() == first
     assert service.outcome(first) is True
@@ -148,16 +148,18 @@ def test_queued_vms_are_requested_one_by_one_and_each_once(gce: GceEmulator) -> 
 
 @pytest.mark.parametrize("kind", ["spot", "flex_start"])
 def test_a_disk_type_is_named_as_each_kind_of_request_requires(gce: GceEmulator, kind: str) -> None:
-    rung = {"kind": kind, "zones": [ZONE], "machine_type": "a3-ultragpu-8g"}
+    option = {"kind": kind, "zones": [ZONE], "machine_type": "a3-ultragpu-8g"}
     gce.quota("us-central1", "PREEMPTIBLE_NVIDIA_H200_GPUS", 16)
-    service = Service(gce, ladder=[rung], max_run_hours=24.0, disk_type="hyperdisk-balanced")
+    service = ComputeFixture(
+        gce, capacity_options=[option], max_run_hours=24.0, disk_type="hyperdisk-balanced"
+    )
     assert service.outcome(service.create()) is True
 
 
 def test_operations_of_the_service_are_known_while_a_vm_is_still_listed(
     gce: GceEmulator,
 ) -> None:
-    service = Service(gce)
+    service = ComputeFixture(gce)
     assert service.outcome(service.create()) is True
     assert service.compute.events(ZONE) == {}
     gce.host_error(NAMES[0], shows_running_seconds=36000, is_told=True)
@@ -179,7 +181,7 @@ def test_an_endpoint_in_the_config_overrides_one_in_the_environment(gce: GceEmul
 
 
 def test_sixty_four_vms_are_one_call(gce: GceEmulator) -> None:
-    service = Service(gce, num_hosts=64)
+    service = ComputeFixture(gce, num_hosts=64)
     gce.quota("us-central1", "PREEMPTIBLE_NVIDIA_A100_GPUS", 64)
     names = tuple(f"jx-{n:04d}" for n in range(64))
     creation = PendingCreate(names, str(uuid.uuid4()))
@@ -189,7 +191,7 @@ def test_sixty_four_vms_are_one_call(gce: GceEmulator) -> None:
 
 
 def test_permissions_removed_during_a_job_are_unavailability(gce: GceEmulator) -> None:
-    service = Service(gce)
+    service = ComputeFixture(gce)
     operation = service.create()
     assert service.outcome(operation) is True
     compute = service.compute
@@ -210,4 +212,4 @@ def test_permissions_removed_during_a_job_are_unavailability(gce: GceEmulator) -
 
 
 def test_an_operation_that_the_service_has_deleted_has_no_known_end(gce: GceEmulator) -> None:
-    assert Service(gce).compute.create_result("operation-0", ZONE) is False
+    assert ComputeFixture(gce).compute.create_result("operation-0", ZONE) is False

@@ -19,7 +19,7 @@ from tests.emulators.gcs import GcsServer
 from tests.promises.trainer import TINY
 
 TABLE = Path(__file__).parents[3] / "docs" / "gce.md"
-RUNG = {"kind": "spot", "machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"]}
+OPTION = {"kind": "spot", "machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"]}
 CREATION = "instances.bulkInsert"
 
 
@@ -69,9 +69,11 @@ def test_the_table_has_exactly_the_permissions_that_are_needed(
     where = {"location": "US-CENTRAL1", "locationType": "region"}
     gcs_server.objects.facts[gcs_bucket] = where
     one, two, three = (f"gs://{gcs_bucket}/{name}" for name in ("one", "two", "three"))
-    short = {**RUNG, "zones": ["us-central1-b"]}
+    short = {**OPTION, "zones": ["us-central1-b"]}
     family = "projects/debian-cloud/global/images/family/debian-12"
-    first = config(tmp_path, one, gce.project, num_hosts=2, image=family, ladder=[short, RUNG])
+    first = config(
+        tmp_path, one, gce.project, num_hosts=2, image=family, capacity_options=[short, OPTION]
+    )
 
     def lose_one() -> None:
         gce.wait_for(lambda: list(gce.vms().values()) == ["RUNNING"] * 2)
@@ -90,12 +92,12 @@ def test_the_table_has_exactly_the_permissions_that_are_needed(
     open_to_all = {"network": "global/networks/default", "accessConfigs": [{}]}
     gce.add_template("t", {"tags": {"items": ["a"]}, "networkInterfaces": [open_to_all]})
     fields = {"template": "t", "image": f"projects/{gce.project}/global/images/mine-1"}
-    second = config(tmp_path, two, gce.project, **fields, ladder=[RUNG])
+    second = config(tmp_path, two, gce.project, **fields, capacity_options=[OPTION])
     run_job(second, two, gce, lambda: gce.wait_for(gce.vms), gce.env)
 
     gce.remove_machine("us-east4-a", "a2-highgpu-1g")
-    absent = {**RUNG, "zones": ["us-east4-a"]}
-    fields = {"image": family, "subnetworks": ["inner"], "ladder": [RUNG, absent]}
+    absent = {**OPTION, "zones": ["us-east4-a"]}
+    fields = {"image": family, "subnetworks": ["inner"], "capacity_options": [OPTION, absent]}
     with pytest.raises(ConfigError, match="us-east4-a has no a2-highgpu-1g"):
         command.main(["up", config(tmp_path, three, gce.project, **fields)], env=gce.env)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxres.launch import preflight
 from jaxres.storage.path import GcsPath
-from tests.unit.launch.gce_config import RUNG, config
+from tests.unit.launch.gce_config import OPTION, config
 
 RUN = GcsPath("bkt", "runs/first")
 EXPECTED = """\
@@ -20,7 +20,7 @@ the first request (its startup script is left out here):
 
 def test_the_plan_has_every_zone_in_order_with_its_price() -> None:
     standard = {"kind": "standard", "zones": ["us-east4-a"], "machine_type": "e2-small"}
-    lines = preflight.lines(config(ladder=[RUNG, standard]), RUN)
+    lines = preflight.lines(config(capacity_options=[OPTION, standard]), RUN)
     text = "".join(f"{line}\n" for line in lines)
     label = lines[1].split("-")[2]
     assert text.startswith(EXPECTED.replace("@", label)), text
@@ -52,9 +52,9 @@ def test_the_plan_shows_the_request_without_its_script() -> None:
     assert text == "\n".join(preflight.lines(config(launch={"max_dollars": 10.0}), RUN))
 
 
-def test_a_queued_rung_shows_the_request_for_one_vm() -> None:
-    flex = {**RUNG, "kind": "flex_start", "wait_minutes": 20}
-    text = "\n".join(preflight.lines(config(ladder=[flex], max_run_hours=24.0), RUN))
+def test_a_queued_option_shows_the_request_for_one_vm() -> None:
+    flex = {**OPTION, "kind": "flex_start", "wait_minutes": 20}
+    text = "\n".join(preflight.lines(config(capacity_options=[flex], max_run_hours=24.0), RUN))
     assert "request_valid_for_duration" in text
     assert "seconds: 1200" in text
     assert "zones/us-central1-a/machineTypes/a2-highgpu-1g" in text

@@ -14,16 +14,16 @@ from jaxres.launch.instance_spec import NOTICE, Machine
 from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.vm_agent import Agent
 from jaxres.storage.path import GcsPath
-from tests.unit.launch.gce_config import RUNG, config
+from tests.unit.launch.gce_config import OPTION, config
 
 RUN = GcsPath("bkt", "runs/first")
 
 
-def notice(rung: dict[str, Any], *, is_refused: bool = False) -> tuple[int, str | None]:
+def notice(option: dict[str, Any], *, is_refused: bool = False) -> tuple[int, str | None]:
     """Returns the seconds in the request, and those in the VM's metadata."""
-    gce = config(ladder=[rung]).launch.gce
+    gce = config(capacity_options=[option]).launch.gce
     assert gce is not None
-    machine = Machine(gce, gce.ladder[0], "us-central1-a", {}, {"a": "b"})
+    machine = Machine(gce, gce.capacity_options[0], "us-central1-a", {}, {"a": "b"})
     found = machine.without_notice(is_refused).properties()
     items = {item["key"]: item["value"] for item in found["metadata"]["items"]}
     assert items.pop("a") == "b"
@@ -33,10 +33,10 @@ def notice(rung: dict[str, Any], *, is_refused: bool = False) -> tuple[int, str 
 
 
 def test_the_metadata_of_a_vm_has_the_notice_of_its_request() -> None:
-    assert notice(RUNG) == (120, "120")
-    assert notice(RUNG, is_refused=True) == (0, None)
-    assert notice(RUNG | {"notice_seconds": 0}) == (0, None)
-    assert notice(RUNG | {"kind": "standard"}) == (0, None)
+    assert notice(OPTION) == (120, "120")
+    assert notice(OPTION, is_refused=True) == (0, None)
+    assert notice(OPTION | {"notice_seconds": 0}) == (0, None)
+    assert notice(OPTION | {"kind": "standard"}) == (0, None)
 
 
 @pytest.mark.parametrize(

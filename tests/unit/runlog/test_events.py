@@ -85,7 +85,7 @@ def test_partial_line_of_a_killed_process_is_skipped(tmp_path):
     assert read_json_lines(tmp_path / "absent") == []
 
 
-class Full:
+class FullDisk:
     """A file on a disk that is full until `has_room` is set."""
 
     def __init__(self, file):
@@ -106,7 +106,7 @@ def test_listeners_get_all_events_on_a_full_disk_and_dropped_ones_are_counted(
     monkeypatch.setattr(event_log, "MAX_WAITING", 4)
     received = []
     with EventLog(tmp_path / "e", clock=Ticking(), listeners=[received.append]) as log:
-        disk = log._lines._sink._file = Full(log._lines._sink._file)
+        disk = log._lines._sink._file = FullDisk(log._lines._sink._file)
         for number in range(10):
             log.emit(Noted(str(number)))
         assert received == [Noted(str(number)) for number in range(10)]
@@ -121,7 +121,7 @@ def test_listeners_get_all_events_on_a_full_disk_and_dropped_ones_are_counted(
 def test_events_that_were_never_written_are_reported_at_the_end(tmp_path):
     received = []
     with EventLog(tmp_path / "e", clock=Ticking(), listeners=[received.append]) as log:
-        log._lines._sink._file = Full(log._lines._sink._file)
+        log._lines._sink._file = FullDisk(log._lines._sink._file)
         log.emit(Noted("one"))
         log.emit(Noted("two"))
     assert received[-1] == Noted("2 events could not be written to the event file")

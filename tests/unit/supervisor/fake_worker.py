@@ -1,16 +1,16 @@
-"""A worker without jax: beats, obeys signals, and ends as its part says. Plain Python, starts fast.
+"""A worker without jax: sends heartbeats, obeys signals, ends as its script says. Starts fast.
 
-    fake_worker.py FOLDER HOST NUM_HOSTS PART --status-fd N
+    fake_worker.py FOLDER HOST NUM_HOSTS SCRIPT --status-fd N
 
-PART is JSON; a key that is absent means that nothing of that kind happens:
-  steps: steps to make before it stands still (default: for ever)
-  enters: phase that it enters when it has made them
-  end: [code, after_steps], said before it is done; `silent`: the end is not said
+SCRIPT is JSON; a key that is absent means that nothing of that kind happens:
+  steps: number of steps to finish before it makes no progress (default: for ever)
+  enters: phase that it enters when they are finished
+  end: [code, after_steps], announced by a message; `silent`: without the message
   saves: [seconds, saving]: how long a save has taken, and whether another one is in flight
-  on_stop: [code, seconds]: how it ends, and after how long, when asked to stop
+  on_stop: [code, seconds]: how it ends, and after how long, when a stop is requested
   on_loss: "abort" or "word": how it ends when a peer is gone or stopped
-  lingers: seconds between its word and its end
-  then: signal number that ends it once it has said its word
+  lingers: seconds between its exit message and its end
+  then: number of the signal that ends it after its exit message
 """
 
 import json
@@ -23,14 +23,14 @@ from pathlib import Path
 LEAVE = signal.SIGRTMIN + 1
 
 
-class Worker:
-    def __init__(self, folder, host, num_hosts, part, status_fd):
+class FakeWorker:
+    def __init__(self, folder, host, num_hosts, script, status_fd):
         self.folder = folder
         self.host = host
         self.num_hosts = num_hosts
-        self.part = part
+        self.script = script
         self.status_fd = status_fd
-        self.asked = set()
+        self.requested = set()
         self.met = False
 
     def run(self):
@@ -39,36 +39,40 @@ class Worker:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
         self.write("pid", os.getpid())
         self.send_status("phase_entered", phase="train")
-        if "saves" in self.part:
-            seconds, saving = self.part["saves"]
+        if "saves" in self.script:
+            seconds, saving = self.script["saves"]
             self.send_status("save_started", step=1)
             self.send_status("save_ended", step=1, seconds=seconds)
             if saving:
                 self.send_status("save_started", step=2)
         step = 0
         while True:
-            if step < self.part.get("steps", 1e9):
+            if step < self.script.get("steps", 1e9):
                 step += 1
                 self.send_status("step_finished", step=step, seconds=0.02)
                 self.write("step", step)
-                if step == self.part.get("steps") and "enters" in self.part:
-                    self.send_status("phase_entered", phase=self.part["enters"])
-            if "end" in self.part and step >= self.part["end"][1]:
-                self.leave(self.part["end"][0], f"part {self.host}")
-            if "on_stop" in self.part and self.asked & {signal.SIGTERM, signal.SIGINT, LEAVE}:
-                code, seconds = self.part["on_stop"]
+                if step == self.script.get("steps") and "enters" in self.script:
+                    self.send_status("phase_entered", phase=self.script["enters"])
+            if "end" in self.script and step >= self.script["end"][1]:
+                self.leave(self.script["end"][0], f"host {self.host}")
+            if "on_stop" in self.script and self.requested & {
+                signal.SIGTERM,
+                signal.SIGINT,
+                LEAVE,
+            }:
+                code, seconds = self.script["on_stop"]
                 self.send_status("phase_entered", phase="settle")
                 time.sleep(seconds)
                 self.leave(code, f"stop {self.host}")
-            if "on_loss" in self.part and self.has_lost_a_peer():
+            if "on_loss" in self.script and self.has_lost_a_peer():
                 time.sleep(0.1)
-                if self.part["on_loss"] == "word":
+                if self.script["on_loss"] == "word":
                     self.leave(79, "a peer is gone")
                 os.abort()
             time.sleep(0.02)
 
     def note(self, number, frame):
-        self.asked.add(number)
+        self.requested.add(number)
         self.write(f"signal-{number}", "")
 
     def write(self, name, word):
@@ -81,11 +85,11 @@ class Worker:
         os.write(self.status_fd, json.dumps({"message": kind} | fields).encode() + b"\n")
 
     def leave(self, code, reason):
-        if "silent" not in self.part:
+        if "silent" not in self.script:
             self.send_status("exit", exit=code, reason=reason, committed=code in (0, 75, 76))
-        time.sleep(self.part.get("lingers", 0))
-        if "then" in self.part:
-            os.kill(os.getpid(), self.part["then"])
+        time.sleep(self.script.get("lingers", 0))
+        if "then" in self.script:
+            os.kill(os.getpid(), self.script["then"])
         os._exit(code)
 
     def has_lost_a_peer(self):
@@ -103,4 +107,6 @@ class Worker:
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    Worker(Path(words[0]), int(words[1]), int(words[2]), json.loads(words[3]), int(words[5])).run()
+    FakeWorker(
+        Path(words[0]), int(words[1]), int(words[2]), json.loads(words[3]), int(words[5])
+    ).run()

@@ -100,10 +100,10 @@ def test_an_invalid_metadata_host_variable_is_rejected(value):
 
 def test_all_keys_are_polled_concurrently_and_a_change_is_reported(server, watch):
     until = time.monotonic() + 10
-    while len(set(server.asked)) < 3:
+    while len(set(server.requests)) < 3:
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert set(server.asked) == {PREEMPTED, EVENT, UPCOMING}
+    assert set(server.requests) == {PREEMPTED, EVENT, UPCOMING}
     assert watch.most_urgent() is None
     server.preempt()
     (event,) = news(watch)
@@ -146,7 +146,7 @@ def test_a_server_without_long_polling_is_polled_at_a_limited_rate(server):
     server.holds = False
     with watching(server) as watcher:
         time.sleep(1.2)
-        assert len(server.asked) <= 3 * 4, server.asked
+        assert len(server.requests) <= 3 * 4, server.requests
         server.preempt()
         news(watcher)
         assert watcher.most_urgent().source == PREEMPTED

@@ -141,7 +141,7 @@ def test_the_first_exit_is_the_root_cause_and_its_consequences_are_not(start, co
     ended, _ = supervisor.ended()
     assert (ended["code"], ended["culprit"]) == (code, 1)
     assert ended["announced"] == (not part)
-    assert ("without an exit message" if part else "part 1") in ended["reason"]
+    assert ("without an exit message" if part else "host 1") in ended["reason"]
 
 
 def test_workers_may_exit_at_different_times_after_a_stop(start):

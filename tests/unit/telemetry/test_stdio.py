@@ -4,7 +4,7 @@ import io
 from jaxres.telemetry.stdio import SafeStream
 
 
-class Full(io.StringIO):
+class FullStream(io.StringIO):
     def write(self, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -13,7 +13,7 @@ class Full(io.StringIO):
 
 
 def test_a_failed_write_is_ignored():
-    stream = SafeStream(Full())
+    stream = SafeStream(FullStream())
     assert stream.write("output") == 6
     stream.flush()
 

@@ -28,7 +28,7 @@ from tests.unit.runlog.example_records import CLAIM
 
 
 @dataclass
-class Follower(SingleHost):
+class FollowerHost(SingleHost):
     """A host that reads fixed messages of host 0."""
 
     messages: dict[str, str]
@@ -211,10 +211,10 @@ def test_a_host_that_reads_other_weights_than_host_0_is_refused(corpus, tmp_path
     parts = parts_of(corpus, tmp_path, kind="run", path=str(source[0]))
     _, origin = started(parts, context_at(tmp_path)[0])
     messages = {"init/step": "8", "init": origin["params"]}
-    assert started(parts, context_at(tmp_path, Follower(messages))[0])[1] == origin
+    assert started(parts, context_at(tmp_path, FollowerHost(messages))[0])[1] == origin
     messages = {"init/step": "4", "init": origin["params"]}
     with pytest.raises(ConfigError, match="other weights than host 0"):
-        started(parts, context_at(tmp_path, Follower(messages))[0])
+        started(parts, context_at(tmp_path, FollowerHost(messages))[0])
 
 
 @pytest.mark.parametrize(

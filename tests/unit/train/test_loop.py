@@ -93,7 +93,7 @@ def test_an_evaluation_in_the_saved_progress_is_not_repeated():
     )
 
 
-class Lost(Exception):
+class InjectedError(Exception):
     """An error that a test injects."""
 
 
@@ -112,7 +112,7 @@ class FakeCheckpoints:
     def _call(self, name):
         self.calls.append(name)
         if name == self.failing:
-            raise Lost
+            raise InjectedError
 
     def check(self):
         self._call("check")
@@ -330,7 +330,7 @@ def test_a_metrics_line_is_of_its_own_step_whatever_is_dispatched_since():
 def test_a_failed_save_is_raised_before_any_step_is_processed():
     run, lines = fake_run(checkpoints=FakeCheckpoints(failing="check"))
     flight, progress = in_flight(4)
-    with pytest.raises(Lost):
+    with pytest.raises(InjectedError):
         process_completed(run, progress, flight, drain=True)
     assert lines == []
 
@@ -355,7 +355,7 @@ def test_a_run_is_committed_only_after_its_last_save():
         True,
         20,
     )
-    with pytest.raises(Lost):
+    with pytest.raises(InjectedError):
         finalized(None, failing="wait")
 
 
@@ -428,7 +428,7 @@ class LateLog(FakeLog):
         return RECORDS[: self.seen.pop(0) if len(self.seen) > 1 else self.seen[0]]
 
 
-class Follower(SingleHost):
+class FollowerHost(SingleHost):
     def broadcast(self, topic, decide, *, seconds):
         return "2"
 
@@ -438,12 +438,12 @@ RECORDS = [Record(seq, 1, 0.0, CLAIM) for seq in (1, 2, 3)]
 
 @pytest.mark.parametrize("seen", [(0, 1, 2), (2,), (3,), (1, 3)])
 def test_a_follower_uses_the_records_that_host_0_has_read(seen):
-    run, _ = fake_run(log=LateLog(*seen), peers=Follower())
+    run, _ = fake_run(log=LateLog(*seen), peers=FollowerHost())
     assert _agreed_history(run, entry=0) == fold(RECORDS[:2])
 
 
 def test_a_follower_that_never_sees_the_records_names_the_storage():
-    run, _ = fake_run(log=LateLog(1), peers=Follower())
+    run, _ = fake_run(log=LateLog(1), peers=FollowerHost())
     with pytest.raises(
         StorageUnavailable, match=r"run/log: host 0 has read 2 records.* only 1 after"
     ):

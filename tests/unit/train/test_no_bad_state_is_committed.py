@@ -58,7 +58,7 @@ class Log:
 
 
 @dataclasses.dataclass
-class Restored:
+class FakeRestored:
     state: dict
     progress: object
     commit: Commit
@@ -112,14 +112,14 @@ class Checkpoints:
     def restore(self, history, shapes, *, seconds):
         if history.newest is None:
             return None
-        return Restored(*self.states[history.newest.path], history.newest)
+        return FakeRestored(*self.states[history.newest.path], history.newest)
 
     def verdict(self):
         return Continue()
 
 
 @dataclasses.dataclass
-class World:
+class SimulatedRun:
     """The faults of a run, by row, and the time of a preemption notice."""
 
     seed: int
@@ -198,7 +198,7 @@ class World:
         self.checkpoints.saved_step = self.log.history().step
         return train(run)
 
-    def judge(self):
+    def check_commits(self):
         """No committed state is spoilt, or was trained on rows that the log leaves out."""
         history = self.log.history()
         left_out = {p for start, stop in history.skips for p in range(start, stop)}
@@ -214,17 +214,17 @@ class World:
 def test_no_committed_state_is_bad_under_random_faults(block):
     met, ends = Counter(), Counter()
     for seed in range(50 * block, 50 * block + 50):
-        world = World(seed)
+        simulated = SimulatedRun(seed)
         for _ in range(20):
-            ended = world.attempt()
-            world.judge()
+            ended = simulated.attempt()
+            simulated.check_commits()
             if ended.result.code != ExitCode.PREEMPTED:
                 break
         ends[ended.result.code] += 1
-        met += world.met
+        met += simulated.met
         if ended.result.code == ExitCode.DONE:
-            trained = world.checkpoints.states[world.log.history().newest.path][0]["params"]
-            masked = {p for p, what in world.faults.items() if what == NAN}
+            trained = simulated.checkpoints.states[simulated.log.history().newest.path][0]["params"]
+            masked = {p for p, what in simulated.faults.items() if what == NAN}
             assert not {int(p) for p in trained} & masked
     assert set(ends) == {ExitCode.DONE, ExitCode.DIVERGED}
     for what in (SPOIL, HIGH, NAN, UNREADABLE, "RolledBack", "BadRecordsSkipped", "UpdateSkipped"):

@@ -1,6 +1,6 @@
 """Promises under random faults of leaders, VMs, the bucket and the service, in any order.
 
-The controllers are the real ones; their environment is simulated (world.py).
+The controllers are the real ones; their environment is simulated (simulated_cloud.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jaxres.launch.observed_state import ObservedState
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
 from tests.tiers import slow_but
-from tests.unit.launch.gce_config import RUNG, config
-from tests.unit.launch.world import Chances, Killed, Service, World
+from tests.unit.launch.gce_config import OPTION, config
+from tests.unit.launch.simulated_cloud import FaultRates, Killed, SimulatedCloud, SimulatedCompute
 
 LONGEST = 6 * 3600.0
 """Longest job; faults end after half an hour."""
@@ -41,16 +41,16 @@ ENDS = (
 
 def job(seed: int, *, steps: int, hosts: int) -> RunConfig:
     draw = random.Random(f"job-{seed}")
-    ladder = [RUNG, {**RUNG, "kind": "standard", "zones": ["us-east4-a"], "dollars_per_hour": 4.0}]
+    standard = {**OPTION, "kind": "standard", "zones": ["us-east4-a"], "dollars_per_hour": 4.0}
     limits = draw.choice([{}, {}, {"max_hours": 0.2}, {"max_dollars": 1.0}])
     made = config(
         launch=limits,
         num_hosts=hosts,
-        ladder=ladder,
+        capacity_options=[OPTION, standard],
         lease_seconds=10.0,
         ready_minutes=5.0,
         repair_minutes=3.0,
-        max_cool_minutes=10,
+        max_backoff_minutes=10,
         stall_minutes=30.0,
     )
     return made.model_copy(update={"train": made.train.model_copy(update={"steps": steps})})
@@ -59,21 +59,21 @@ def job(seed: int, *, steps: int, hosts: int) -> RunConfig:
 class Checker:
     """Checks what must hold at every change of the desired state and at the end."""
 
-    def __init__(self, world: World, config: RunConfig) -> None:
-        self.world, self.config = world, config
+    def __init__(self, cloud: SimulatedCloud, config: RunConfig) -> None:
+        self.cloud, self.config = cloud, config
         self.gce = config.launch.gce
         assert self.gce is not None
         self.ever: set[str] = set()
         self.lines: list[str] = []
 
     def history(self) -> str:
-        return f"seed {self.world.seed}, {self.world.interrupted}:\n" + "\n".join(self.lines[-60:])
+        return f"seed {self.cloud.seed}, {self.cloud.interrupted}:\n" + "\n".join(self.lines[-60:])
 
     def print_line(self, line: str) -> None:
-        self.lines.append(f"{self.world.now:7.1f} {line}")
+        self.lines.append(f"{self.cloud.now:7.1f} {line}")
 
     def check(self, before: DesiredState | None, after: DesiredState) -> None:
-        now = self.world.wall()
+        now = self.cloud.wall()
         self.print_line(
             f"#{after.serial} {after.phase} {[v.name[-4:] for v in after.vms]} {after.reason}"
         )
@@ -108,7 +108,7 @@ class Checker:
         self, before: DesiredState, after: DesiredState, gone: list[VmSpec], now: float
     ) -> None:
         assert self.gce is not None
-        healthy = {vm.name for vm in gone if vm.created} - self.world.excused
+        healthy = {vm.name for vm in gone if vm.created} - self.cloud.excused
         if not after.vms and before.refill_since is not None:
             limit = 60 * self.gce.repair_minutes
             assert not healthy or now - before.refill_since >= limit, f"{healthy}\n{self.history()}"
@@ -116,82 +116,82 @@ class Checker:
             assert not healthy, f"{healthy} were healthy\n{self.history()}"
 
 
-def lead(world: World, config: RunConfig, console: Callable[[str], None]) -> None:
+def lead(cloud: SimulatedCloud, config: RunConfig, console: Callable[[str], None]) -> None:
     """Runs one `up`: waits for the lease, then leads to the end."""
-    paths = world.paths
-    lease = Lease(paths.lease, holder="", seconds=10.0, now=world.monotonic)
+    paths = cloud.paths
+    lease = Lease(paths.lease, holder="", seconds=10.0, now=cloud.monotonic)
     record = StateObject(paths.desired_state)
     while not lease.acquire():
-        if (desired := world.desired()) is not None and desired.phase == "ended":
+        if (desired := cloud.desired()) is not None and desired.phase == "ended":
             return
-        world.sleep(1.0)
+        cloud.sleep(1.0)
     desired = record.read()
     if desired is None:
-        desired = new_state(paths.label, "code", "config", now=world.wall(), after=None)
+        desired = new_state(paths.label, "code", "config", now=cloud.wall(), after=None)
     record.write(desired, epoch=lease.epoch)
-    service = Service(world)
-    arguments = (paths, config, service, lease, record, world, console)
-    Controller(*arguments, boottime=world.monotonic).run()  # pyright: ignore[reportArgumentType]
+    service = SimulatedCompute(cloud)
+    arguments = (paths, config, service, lease, record, cloud, console)
+    Controller(*arguments, boottime=cloud.monotonic).run()  # pyright: ignore[reportArgumentType]
 
 
-def run_leaders(world: World, config: RunConfig, checker: Checker, until: float) -> None:
+def run_leaders(cloud: SimulatedCloud, config: RunConfig, checker: Checker, until: float) -> None:
     """Runs leaders one after another until the job has ended or `until` is reached."""
-    before, world.deadline = world.deadline, until
+    before, cloud.deadline = cloud.deadline, until
     try:
-        while (desired := world.desired()) is None or desired.phase != "ended":
-            assert world.now < LONGEST, f"it never ends\n{checker.history()}"
+        while (desired := cloud.desired()) is None or desired.phase != "ended":
+            assert cloud.now < LONGEST, f"it never ends\n{checker.history()}"
             try:
                 checker.print_line("a leader")
-                lead(world, config, checker.print_line)
+                lead(cloud, config, checker.print_line)
             except Killed:
                 checker.print_line("killed")
-                if world.now > until:
+                if cloud.now > until:
                     return
-                world.advance(world.draw.uniform(0, 20))
+                cloud.advance(cloud.draw.uniform(0, 20))
             except (Fenced, StorageUnavailable) as error:
                 checker.print_line(f"exited: {error}")
-                world.advance(2.0)
+                cloud.advance(2.0)
     finally:
-        world.deadline = before
+        cloud.deadline = before
 
 
-def simulate(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[World, Checker]:
-    """Runs one job in one simulated world to its end."""
+def simulate(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[SimulatedCloud, Checker]:
+    """Runs one job in one simulated cloud to its end."""
     draw = random.Random(f"world-{seed}")
     steps, hosts = draw.choice([5, 40, 100]), draw.choice([1, 2, 4])
-    chances = draw.choice([Chances(), Chances(seconds=300.0, loss=0.1), Chances(crash=0.0)])
+    rates = draw.choice([FaultRates(), FaultRates(seconds=300.0, loss=0.1), FaultRates(crash=0.0)])
     settings = job(seed, steps=steps, hosts=hosts)
-    world = World(seed, steps, LaunchPaths(GcsPath("bkt", f"run-{seed}")), chances)
-    checker = Checker(world, settings)
-    world.check = checker.check
+    cloud = SimulatedCloud(seed, steps, LaunchPaths(GcsPath("bkt", f"run-{seed}")), rates)
+    checker = Checker(cloud, settings)
+    cloud.check = checker.check
 
     def other(until: float) -> None:
         checker.print_line(f"paused until {until:.0f}")
-        run_leaders(world, settings, checker, until)
-        world.advance(max(0.0, until - world.now) if until < LONGEST else 0.0)
+        run_leaders(cloud, settings, checker, until)
+        cloud.advance(max(0.0, until - cloud.now) if until < LONGEST else 0.0)
         checker.print_line("resumes")
 
-    world.other = other
+    cloud.other = other
     if draw.random() < 0.2:
-        request = draw.choice([world.paths.stop, world.paths.down])
-        world.after(draw.uniform(1, 600), lambda: world.put(request.key, b""))
-    world.patch(monkeypatch)
+        request = draw.choice([cloud.paths.stop, cloud.paths.down])
+        cloud.after(draw.uniform(1, 600), lambda: cloud.put(request.key, b""))
+    cloud.patch(monkeypatch)
     monkeypatch.setattr(reconcile, "decide", checker.decide)
-    run_leaders(world, settings, checker, LONGEST)
-    return world, checker
+    run_leaders(cloud, settings, checker, LONGEST)
+    return cloud, checker
 
 
 def checked_exit(seed: int, monkeypatch: pytest.MonkeyPatch) -> ExitCode:
-    world, checker = simulate(seed, monkeypatch)
-    desired = world.desired()
+    cloud, checker = simulate(seed, monkeypatch)
+    desired = cloud.desired()
     assert desired is not None
     assert desired.end is not None
     assert desired.end.exit in ENDS, f"{desired.end}\n{checker.history()}"
     if desired.end.exit == ExitCode.DONE:
-        assert world.step >= world.steps, checker.history()
-    world.advance(LATER)
-    assert world.machines == {}, f"left: {sorted(world.machines)}\n{checker.history()}"
-    counts = {name: len(requests) for name, requests in world.created.items()}
+        assert cloud.step >= cloud.steps, checker.history()
+    cloud.advance(LATER)
+    assert cloud.vms == {}, f"left: {sorted(cloud.vms)}\n{checker.history()}"
+    counts = {name: len(requests) for name, requests in cloud.created.items()}
     assert set(counts.values()) <= {1}, f"requested several times: {counts}\n{checker.history()}"
     return ExitCode(desired.end.exit)
 

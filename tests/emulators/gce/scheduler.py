@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Agenda:
+class Scheduler:
     """Runs scheduled actions; a context manager. Seconds are emulated time."""
 
     def __init__(self, *, speed: float) -> None:
@@ -25,7 +25,7 @@ class Agenda:
         self._wake = threading.Condition(threading.Lock())
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Agenda:
+    def __enter__(self) -> Scheduler:
         self._thread.start()
         return self
 
@@ -35,11 +35,11 @@ class Agenda:
             self._wake.notify()
         self._thread.join()
 
-    def after(self, seconds: float, deed: Callable[..., None], *words: Any) -> None:
+    def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         """Schedules an action in so many emulated seconds."""
         with self._wake:
             due = time.monotonic() + seconds / self.speed
-            heapq.heappush(self._later, (due, next(self._number), deed, words))
+            heapq.heappush(self._later, (due, next(self._number), action, arguments))
             self._wake.notify()
 
     def _run(self) -> None:
@@ -51,10 +51,10 @@ class Agenda:
                     self._wake.wait(self._later[0][0] - time.monotonic() if self._later else None)
                 if self._is_closed:
                     return
-                _, _, deed, words = heapq.heappop(self._later)
+                _, _, action, arguments = heapq.heappop(self._later)
             try:
                 with self.changed:
-                    deed(*words)
+                    action(*arguments)
                     self.changed.notify_all()
             except Exception:  # noqa: BLE001 - later actions must still run.
                 self.bugs.append(traceback.format_exc())

@@ -39,7 +39,7 @@ CRASHES = (
     ExitCode.PEER_LOST,
     ExitCode.STORAGE,
 )
-TROUBLES: tuple[CreateErrorKind, ...] = ("stockout", "quota", "preempted", "passing", "exists")
+CREATE_ERRORS: tuple[CreateErrorKind, ...] = ("stockout", "quota", "preempted", "passing", "exists")
 COMMIT = Commit(step=0, path="", manifest="sha256:0", bytes=3)
 
 
@@ -48,7 +48,7 @@ class Killed(BaseException):
 
 
 @dataclass
-class Machine:
+class SimulatedVm:
     """The true state of a VM, whatever lists and reports have."""
 
     name: str
@@ -59,20 +59,20 @@ class Machine:
     is_alive: bool = True
     """Whether its processes are alive."""
     agent: AgentReport | None = None
-    part: int = 0
+    attempt: int = 0
     """Attempt in which it trains; 0: none."""
-    had: int = 0
+    newest_attempt: int = 0
 
 
 @dataclass
-class Operation:
+class SimulatedOperation:
     names: tuple[str, ...]
     done_at: float
     error: CreateFailed | None
 
 
 @dataclass
-class Chances:
+class FaultRates:
     """Probabilities and numbers of faults; all faults end after `seconds`."""
 
     seconds: float = 1800.0
@@ -91,20 +91,20 @@ class Chances:
 
 
 @dataclass
-class World:
+class SimulatedCloud:
     """The environment of leaders; `check` is called at every change of the desired state."""
 
     seed: int
     steps: int
     paths: LaunchPaths
-    chances: Chances = field(default_factory=Chances)
+    rates: FaultRates = field(default_factory=FaultRates)
     check: Callable[[DesiredState | None, DesiredState], None] = lambda before, after: None
     now: float = 0.0
     objects: dict[str, tuple[bytes, int, dict[str, str]]] = field(default_factory=dict)
-    machines: dict[str, Machine] = field(default_factory=dict)
+    vms: dict[str, SimulatedVm] = field(default_factory=dict)
     events: dict[int, str] = field(default_factory=dict)
     """Newest operation of the service on a VM, by id."""
-    operations: dict[str, Operation] = field(default_factory=dict)
+    operations: dict[str, SimulatedOperation] = field(default_factory=dict)
     refusals: dict[str, CreateFailed] = field(default_factory=dict)
     created: dict[str, set[str]] = field(default_factory=dict)
     """Requests that have requested a VM, by name."""
@@ -118,7 +118,7 @@ class World:
         self._count = itertools.count(1)
         self._events_due: list[tuple[float, int, Callable[[], object]]] = []
         self._outages: dict[str, list[tuple[float, float]]] = {
-            name: [self._span() for _ in range(self.chances.outages)] for name in ("bucket", "gce")
+            name: [self._span() for _ in range(self.rates.outages)] for name in ("bucket", "gce")
         }
         self.step, self._seq = 0, 0
         self.interrupted: list[str] = []
@@ -129,7 +129,7 @@ class World:
         self.after(1.0, self._train)
 
     def _span(self) -> tuple[float, float]:
-        begins = self.draw.uniform(20, self.chances.seconds)
+        begins = self.draw.uniform(20, self.rates.seconds)
         return begins, begins + self.draw.choice([3.0, 12.0, 25.0, 90.0])
 
     @property
@@ -161,8 +161,8 @@ class World:
         self._interrupt("asleep")
 
     @property
-    def is_calm(self) -> bool:
-        return self.now > self.chances.seconds
+    def faults_are_over(self) -> bool:
+        return self.now > self.rates.seconds
 
     def is_unavailable(self, name: str) -> bool:
         return any(begins <= self.now < ends for begins, ends in self._outages[name])
@@ -173,7 +173,7 @@ class World:
             raise Killed
         if where == "log":  # The calling process holds its own lock on the log's cache.
             return
-        few = len(self.interrupted) >= self.chances.interruptions or self.is_calm
+        few = len(self.interrupted) >= self.rates.interruptions or self.faults_are_over
         chance = 0.02 if where in ("create", "desired_state.json") else 0.001
         if few or self.other is None or self.draw.random() > chance:
             return
@@ -184,7 +184,7 @@ class World:
 
     # The bucket, with the functions of `jaxres.storage.gcs_objects`.
 
-    def _bucket(self, where: str) -> None:
+    def _bucket_request(self, where: str) -> None:
         self.advance(0.01)
         self._interrupt(where)
         began = self.now
@@ -194,9 +194,9 @@ class World:
                 raise StorageUnavailable("the bucket has not answered")
             self.advance(pause)
 
-    def put(self, key: str, data: bytes, words: Mapping[str, str] | None = None) -> int:
+    def put(self, key: str, data: bytes, metadata: Mapping[str, str] | None = None) -> int:
         generation = next(self._count)
-        self.objects[key] = data, generation, dict(words or {})
+        self.objects[key] = data, generation, dict(metadata or {})
         return generation
 
     def write(
@@ -205,22 +205,22 @@ class World:
         data: bytes,
         *,
         over: int | None,
-        words: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> int | None:
-        self._bucket(path.name)
-        there = self.objects.get(path.key)
-        if over is not None and over != (0 if there is None else there[1]):
+        self._bucket_request(path.name)
+        stored = self.objects.get(path.key)
+        if over is not None and over != (0 if stored is None else stored[1]):
             return None
         if path == self.paths.desired_state:
             self.check(
-                None if there is None else decode_state(there[0], path), decode_state(data, path)
+                None if stored is None else decode_state(stored[0], path), decode_state(data, path)
             )
-        generation = self.put(path.key, data, words)
+        generation = self.put(path.key, data, metadata)
         self._interrupt("written")
         return generation
 
     def read_at(self, path: GcsPath) -> tuple[bytes, int] | None:
-        self._bucket("log" if path.parent == self.log else path.name)
+        self._bucket_request("log" if path.parent == self.log else path.name)
         found = self.objects.get(path.key)
         return None if found is None else found[:2]
 
@@ -235,7 +235,7 @@ class World:
         return self.read_at(path)
 
     def delete(self, path: GcsPath) -> bool:
-        self._bucket("delete")
+        self._bucket_request("delete")
         return self.objects.pop(path.key, None) is not None
 
     def _in(self, folder: GcsPath) -> Iterator[str]:
@@ -243,11 +243,11 @@ class World:
         return (key.removeprefix(prefix) for key in self.objects if key.startswith(prefix))
 
     def list_names(self, folder: GcsPath, *, after: str = "") -> list[str]:
-        self._bucket("log")
+        self._bucket_request("log")
         return sorted({key.partition("/")[0] for key in self._in(folder) if key >= after})
 
     def list_metadata(self, folder: GcsPath) -> dict[str, tuple[int, dict[str, str]]]:
-        self._bucket("list")
+        self._bucket_request("list")
         return {n: self.objects[f"{folder.key}/{n}"][1:] for n in self._in(folder)}
 
     def delete_tree(self, folder: GcsPath) -> None:
@@ -268,47 +268,47 @@ class World:
 
     # The Compute API, with the methods of `jaxres.launch.gce_api.Compute`.
 
-    def _service(self, where: str) -> None:
+    def _compute_request(self, where: str) -> None:
         self.advance(0.03)
         self._interrupt(where)
         if self.is_unavailable("gce"):
             self.advance(self.draw.uniform(0.01, 15.0))
             raise ApiUnavailable("503")
-        self._flake()
+        self._fail_at_random()
 
-    def _flake(self) -> None:
-        if not self.is_calm and self.draw.random() < self.chances.no_answer:
+    def _fail_at_random(self) -> None:
+        if not self.faults_are_over and self.draw.random() < self.rates.no_answer:
             raise ApiUnavailable("503, at random")
 
     def list(self, run: str) -> dict[str, VmStatus]:
-        self._service("list")
-        observed = [m for m in self.machines.values() if m.listed_from <= self.now]
+        self._compute_request("list")
+        observed = [m for m in self.vms.values() if m.listed_from <= self.now]
         return {m.name: VmStatus(m.name, m.zone, m.status, "10.0.0.1", m.id) for m in observed}
 
     def events_of(self, zone: str) -> dict[int, str]:
-        self._service("events")
+        self._compute_request("events")
         return self.events
 
     def exists(self, name: str, zone: str) -> bool:
-        self._service("get")
-        return name in self.machines
+        self._compute_request("get")
+        return name in self.vms
 
     def create(
         self, creation: PendingCreate, vms: Sequence[VmSpec], machine: object
     ) -> str | CreateFailed:
         del machine
         zone = vms[0].zone
-        way = self.draw.random()
+        fate = self.draw.random()
         try:
-            self._service("create")
-            if way < 0.05 and not self.is_calm:
+            self._compute_request("create")
+            if fate < 0.05 and not self.faults_are_over:
                 raise ApiUnavailable("read timeout")
         except (ApiUnavailable, Killed):
-            if way < 0.5:  # The request is delayed, and arrives late.
+            if fate < 0.5:  # The request is delayed, and arrives late.
                 self.after(self.draw.uniform(0, 15), lambda: self._accept(creation, zone))
             raise
         answer = self._accept(creation, zone)
-        self._flake()
+        self._fail_at_random()
         self._interrupt("create")
         return answer
 
@@ -319,59 +319,59 @@ class World:
         if request in self.refusals:
             return self.refusals[request]
         refused = None
-        if not self.is_calm and self.draw.random() < self.chances.refusal:
-            refused = CreateFailed(self.draw.choice(TROUBLES), "at random")
+        if not self.faults_are_over and self.draw.random() < self.rates.refusal:
+            refused = CreateFailed(self.draw.choice(CREATE_ERRORS), "at random")
             if self.draw.random() < 0.4:
                 return self.refusals.setdefault(request, refused)
         seconds = self.draw.choice([2.0, 10.0, 40.0, 200.0])
-        hangs = not self.is_calm and self.draw.random() < 0.05
+        hangs = not self.faults_are_over and self.draw.random() < 0.05
         ends = self.now + (float("inf") if hangs else seconds)
-        self.operations[request] = Operation(creation.names, ends, refused)
+        self.operations[request] = SimulatedOperation(creation.names, ends, refused)
         for name in creation.names:
             self.created.setdefault(name, set()).add(request)
             if refused is None or self.draw.random() < 0.5:
-                late = self.draw.uniform(0, seconds)
-                self.after(late, lambda name=name: self._boot_vm(name, zone))
+                delay = self.draw.uniform(0, seconds)
+                self.after(delay, lambda name=name: self._boot_vm(name, zone))
             if refused is not None:  # Rolled back before the operation ends.
-                self.after(seconds - 1e-6, lambda name=name: self._vanish(name))
+                self.after(seconds - 1e-6, lambda name=name: self._remove_vm(name))
         return request
 
     def create_result(self, operation: str, zone: str) -> CreateFailed | bool:
-        self._service("operation")
+        self._compute_request("operation")
         found = self.operations[operation]
         return False if self.now < found.done_at else found.error or True
 
     def find_operation(self, creation: PendingCreate, zone: str) -> str | None:
-        self._service("operation")
+        self._compute_request("operation")
         return creation.request_id if creation.request_id in self.operations else None
 
     def delete_vm(self, name: str, zone: str) -> None:
         desired = self.desired()
         assert desired is not None
         assert name not in desired.names, f"{name} is deleted, and it should exist"
-        self._service("delete")
-        if (machine := self.machines.get(name)) is not None:
+        self._compute_request("delete")
+        if (machine := self.vms.get(name)) is not None:
             machine.is_alive, machine.status = False, "STOPPING"
-            self.after(self.draw.uniform(1, 40), lambda: self._vanish(name))
-        self._flake()
+            self.after(self.draw.uniform(1, 40), lambda: self._remove_vm(name))
+        self._fail_at_random()
 
     # VMs and their agents.
 
     def _boot_vm(self, name: str, zone: str) -> None:
-        machine = Machine(name, next(self._count), zone, self.now + self.draw.uniform(0, 8))
-        self.machines[name] = machine
-        if not self.is_calm and self.draw.random() < self.chances.loss:
-            self.after(self.draw.uniform(5, 300), lambda: self._lose(machine))
-        if self.is_calm or self.draw.random() > 0.03:
+        machine = SimulatedVm(name, next(self._count), zone, self.now + self.draw.uniform(0, 8))
+        self.vms[name] = machine
+        if not self.faults_are_over and self.draw.random() < self.rates.loss:
+            self.after(self.draw.uniform(5, 300), lambda: self._lose_vm(machine))
+        if self.faults_are_over or self.draw.random() > 0.03:
             self.after(self.draw.uniform(3, 20), lambda: self._start_agent(machine))
         else:
             self.excused.add(name)
 
-    def _vanish(self, name: str) -> None:
-        if (machine := self.machines.pop(name, None)) is not None:
+    def _remove_vm(self, name: str) -> None:
+        if (machine := self.vms.pop(name, None)) is not None:
             machine.is_alive = False
 
-    def _lose(self, machine: Machine) -> None:
+    def _lose_vm(self, machine: SimulatedVm) -> None:
         if not machine.is_alive:
             return
         self.excused.add(machine.name)
@@ -382,34 +382,34 @@ class World:
         if kind == "notice" and machine.agent is not None:
             self._update_report(machine, notice="is preempted")
             self._finish(machine, ExitCode.PREEMPTED)
-            self.after(self.draw.uniform(10, 120), lambda: self._vanish(machine.name))
+            self.after(self.draw.uniform(10, 120), lambda: self._remove_vm(machine.name))
             return
         machine.is_alive = False
         if kind == "halted":
             machine.status = "TERMINATED"
         if kind in ("halted", "gone"):
-            self.after(self.draw.uniform(0, 60), lambda: self._vanish(machine.name))
+            self.after(self.draw.uniform(0, 60), lambda: self._remove_vm(machine.name))
 
-    def _start_agent(self, machine: Machine) -> None:
+    def _start_agent(self, machine: SimulatedVm) -> None:
         if machine.is_alive:
             machine.agent = AgentReport("ready", f"{next(self._count)}")
-            self._beat(machine)
-            self._follow(machine)
+            self._send_heartbeat(machine)
+            self._follow_desired_state(machine)
 
-    def _update_report(self, machine: Machine, **changes: Any) -> None:
+    def _update_report(self, machine: SimulatedVm, **changes: Any) -> None:
         if machine.agent is not None:
             fields = {**vars(machine.agent), **changes}
             machine.agent = AgentReport(**fields)
 
-    def _beat(self, machine: Machine) -> None:
+    def _send_heartbeat(self, machine: SimulatedVm) -> None:
         if not machine.is_alive or machine.agent is None:
             return None
         if self.is_unavailable("bucket"):
-            return self.after(self.draw.uniform(0.1, 6.0), lambda: self._beat(machine))
+            return self.after(self.draw.uniform(0.1, 6.0), lambda: self._send_heartbeat(machine))
         self.put(self.paths.report(machine.name).key, b"", machine.agent.metadata())
-        return self.after(self.draw.uniform(2.0, 3.5), lambda: self._beat(machine))
+        return self.after(self.draw.uniform(2.0, 3.5), lambda: self._send_heartbeat(machine))
 
-    def _follow(self, machine: Machine) -> None:
+    def _follow_desired_state(self, machine: SimulatedVm) -> None:
         """Starts and ends training as the desired state has it."""
         if not machine.is_alive:
             return
@@ -417,30 +417,30 @@ class World:
             number = desired.attempt
             is_member = machine.name in {m.name for m in desired.hosts}
             is_on = desired.phase == "running" and is_member
-            if machine.part and not (is_on and machine.part == number):
-                machine.part = 0
+            if machine.attempt and not (is_on and machine.attempt == number):
+                machine.attempt = 0
                 self._update_report(machine, state="ready", exit=None)
-            if is_on and not machine.part and machine.had < number:
-                machine.part = machine.had = number
+            if is_on and not machine.attempt and machine.newest_attempt < number:
+                machine.attempt = machine.newest_attempt = number
                 self._update_report(machine, state="running", attempt=number, exit=None)
-        self.after(self.draw.uniform(1.0, 1.2), lambda: self._follow(machine))
+        self.after(self.draw.uniform(1.0, 1.2), lambda: self._follow_desired_state(machine))
 
-    def _finish(self, machine: Machine, code: int) -> None:
+    def _finish(self, machine: SimulatedVm, code: int) -> None:
         """Ends the training process of a VM, and later those of its peers."""
-        number = machine.part
+        number = machine.attempt
         if not number:
             return
-        machine.part = 0
+        machine.attempt = 0
         self._update_report(machine, state="ended", exit=int(code), reason=f"exit {int(code)}")
         follows = (
             code
             if code in (ExitCode.DONE, ExitCode.STOPPED, ExitCode.PREEMPTED)
             else ExitCode.PEER_LOST
         )
-        for peer in [m for m in self.machines.values() if m.part == number]:
+        for peer in [m for m in self.vms.values() if m.attempt == number]:
             self.after(
                 self.draw.uniform(0.5, 9),
-                lambda peer=peer: self._finish(peer, follows) if peer.part == number else None,
+                lambda peer=peer: self._finish(peer, follows) if peer.attempt == number else None,
             )
 
     # Training.
@@ -454,8 +454,8 @@ class World:
         desired = self.desired()
         if desired is None or desired.phase != "running" or self.is_unavailable("bucket"):
             return
-        members = [self.machines.get(m.name) for m in desired.hosts]
-        training = [m for m in members if m is not None and m.part == desired.attempt]
+        members = [self.vms.get(m.name) for m in desired.hosts]
+        training = [m for m in members if m is not None and m.attempt == desired.attempt]
         lost = [m for m in members if m is None or not m.is_alive]
         alive = [m for m in training if m.is_alive]
         if lost and alive:
@@ -463,26 +463,26 @@ class World:
         elif len(training) == len(members):
             self._make_progress(desired, training)
 
-    def _make_progress(self, desired: DesiredState, parts: Sequence[Machine]) -> None:
+    def _make_progress(self, desired: DesiredState, members: Sequence[SimulatedVm]) -> None:
         if self.paths.stop.key in self.objects:
-            self._finish(parts[0], ExitCode.STOPPED)
-        elif not self.is_calm and self.draw.random() < self.chances.crash:
-            culprit = self.draw.choice(parts)
-            self.excused |= {machine.name for machine in parts}
+            self._finish(members[0], ExitCode.STOPPED)
+        elif not self.faults_are_over and self.draw.random() < self.rates.crash:
+            culprit = self.draw.choice(members)
+            self.excused |= {machine.name for machine in members}
             self._finish(culprit, self.draw.choice(CRASHES))
         elif self.step >= self.steps:
-            self._finish(parts[0], ExitCode.DONE)
+            self._finish(members[0], ExitCode.DONE)
         elif self.draw.random() < 0.5:
             self.step += 1
             fields = {**vars(COMMIT), "step": self.step, "path": f"checkpoints/{self.step}"}
             self._append(Commit(**fields))
 
 
-class Service:
+class SimulatedCompute:
     """The part of the world that replaces `Compute`."""
 
-    def __init__(self, world: World) -> None:
-        self.list, self.exists, self.create = world.list, world.exists, world.create
-        self.events = world.events_of
-        self.create_result, self.find_operation = world.create_result, world.find_operation
-        self.delete = world.delete_vm
+    def __init__(self, cloud: SimulatedCloud) -> None:
+        self.list, self.exists, self.create = cloud.list, cloud.exists, cloud.create
+        self.events = cloud.events_of
+        self.create_result, self.find_operation = cloud.create_result, cloud.find_operation
+        self.delete = cloud.delete_vm
