@@ -101,7 +101,7 @@ class ExitRow:
     message_has_remedy: bool = False
     """Whether the error message of this exit states what to do, so that a report adds nothing."""
     needs_operator: bool = False
-    """Whether the same command would exit the same way until a person has acted."""
+    """Whether the same command would exit the same way until an operator has acted."""
     is_graceful: bool = False
     """Whether the run ended as requested or is complete; each host takes its own time for it."""
     is_agreed: bool = False
@@ -390,7 +390,7 @@ def table() -> str:
         "",
         "Printed by `python -m jaxres.exit_codes`; a test compares them. A process that a signal",
         "killed is reported as 128 + the signal's number. *operator*: the same command would exit",
-        "the same way until a person has acted (`jaxres status` exits 3).",
+        "the same way until an operator has acted (`jaxres status` exits 3).",
         "",
         "| code | name | meaning | another attempt | operator | what to do |",
         "|---|---|---|---|---|---|",

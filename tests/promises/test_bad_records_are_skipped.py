@@ -103,10 +103,10 @@ def test_killed_when_a_skip_is_recorded_the_run_ends_alike(
 def test_a_host_that_finds_bad_records_informs_the_others(workspace: Workspace) -> None:
     """Both hosts skip the rows that one of them found, and end as if they had known them."""
     reported = workspace.launched(
-        "told", *OVERRIDES, "train.steps=3", hosts=2, config=FAULTY
+        "reported", *OVERRIDES, "train.steps=3", hosts=2, config=FAULTY
     ).run_dir
     skipped_from_the_start(reported)
-    workspace.launched("told", *OVERRIDES, hosts=2, config=FAULTY)
+    workspace.launched("reported", *OVERRIDES, hosts=2, config=FAULTY)
     trainer = workspace.launched("run", *OVERRIDES, hosts=2, config=FAULTY, env=poison())
     assert_left_out(trainer.run_dir)
     assert digest(trainer.run_dir) == digest(reported)

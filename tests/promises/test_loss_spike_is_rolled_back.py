@@ -151,7 +151,7 @@ LOWER = (f"guards.rollback.rate_factor={FACTOR}", f"guards.rollback.rate_steps={
 @pytest.mark.slow
 def test_the_learning_rate_is_lower_after_a_rollback_also_after_kills(workspace: Workspace) -> None:
     """The run ends like one whose log had the record before it reached those rows."""
-    reported = workspace.finish("told", *OVERRIDES, *LOWER, "train.steps=5", config=FAULTY).run_dir
+    reported = workspace.finish("reported", *OVERRIDES, *LOWER, "train.steps=5", config=FAULTY).run_dir
     seq = len(run_log.read_records(reported.log))
     record = run_log.Rollback(
         onset=ONSET,
@@ -162,7 +162,7 @@ def test_the_learning_rate_is_lower_after_a_rollback_also_after_kills(workspace:
         rate_steps=FOR,
     )
     RunLog(reported.log, attempt=1, last_seq=seq, clock=SystemClock()).append(record)
-    workspace.finish("told", *OVERRIDES, *LOWER, f"train.steps={STEPS}", config=FAULTY)
+    workspace.finish("reported", *OVERRIDES, *LOWER, f"train.steps={STEPS}", config=FAULTY)
     trainer = start(workspace, *LOWER)
     trainer.wait(lambda: finished_a_step_since(trainer), what="a step after the rollback")
     trainer.kill()

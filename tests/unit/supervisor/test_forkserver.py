@@ -23,14 +23,14 @@ def supervisor(folder, code):
         from jaxres.supervisor.forkserver_client import ForkServer
 
         processes.become_subreaper()
-        told = []
+        events = []
         env = dict(os.environ) | {{processes.TAG_VARIABLE: "a.1.2", "OPENBLAS_NUM_THREADS": "1"}}
         other = env | {{processes.TAG_VARIABLE: "b.1.2"}}
         command = [sys.executable, "-m", "jaxres.train.worker", {str(folder)!r}]
         command += ["--attempt", "1", "--parent", str(os.getpid()), "--host", "3"]
         beats, beat = os.pipe()
         run_dir = RunDir(Path({str(folder)!r}))
-        fork_server = ForkServer(run_dir, emit=told.append, clock=SystemClock())
+        fork_server = ForkServer(run_dir, emit=events.append, clock=SystemClock())
 
         def words(pid):
             return Path(f"/proc/{{pid}}/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")
@@ -40,11 +40,11 @@ def supervisor(folder, code):
 
         def ready():
             until = time.monotonic() + 100
-            while not told:
+            while not events:
                 fork_server.ensure_started(env)
                 assert time.monotonic() < until
                 time.sleep(0.01)
-            return told.pop().pid
+            return events.pop().pid
     """
     found = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(given) + textwrap.dedent(code)],
@@ -107,7 +107,7 @@ def test_a_worker_that_cannot_be_forked_is_refused_with_the_reason(tmp_path):
         worker.wait(timeout=60)
         os.kill(*fork_server.pids, signal.SIGKILL)
         assert fork() is None
-        print(json.dumps([event.message for event in told]))
+        print(json.dumps([event.message for event in events]))
         """,
     )
     assert "environment has changed" in reported[0]
@@ -125,7 +125,7 @@ def test_a_fork_server_that_does_not_answer_is_killed_and_forks_no_worker_later(
         gone = not Path(f"/proc/{pid}").exists()
         time.sleep(0.2)
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-        print(json.dumps([gone, children, told[0].message]))
+        print(json.dumps([gone, children, events[0].message]))
         """,
     )
     assert reported[:2] == [True, []]

@@ -32,7 +32,7 @@ class SupervisorProcess:
             needed.mkdir(parents=True, exist_ok=True)
         script = str(HERE / "fake_supervisor.py")
         self.num_hosts = len(parts)
-        with (folder / "said").open("wb") as printed:
+        with (folder / "output").open("wb") as printed:
             self.process = subprocess.Popen(
                 [sys.executable, script, str(folder), json.dumps(parts), json.dumps(limits)],
                 cwd=ROOT,
@@ -67,7 +67,7 @@ class SupervisorProcess:
         return [host for host in hosts if (self.folder / f"signal-{int(number)}-{host}").exists()]
 
     def printed(self):
-        return (self.folder / "said").read_text()
+        return (self.folder / "output").read_text()
 
     def ended(self):
         """Returns how it ended and after how long; checks that no worker is left behind."""
