@@ -85,12 +85,14 @@ def harm(
         return
     before = {name: files.read_whole(folder / name) for name in files.sizes(folder)}
     with tempfile.TemporaryDirectory() as scratch:
+        # A swap takes the other file from two levels up: these must not be those of other tests.
+        step = Path(scratch, "checkpoints", "step")
         for one, data in before.items():
-            Path(scratch, one).parent.mkdir(parents=True, exist_ok=True)
-            Path(scratch, one).write_bytes(data)
-        how(Path(scratch, name), chance)
+            (step / one).parent.mkdir(parents=True, exist_ok=True)
+            (step / one).write_bytes(data)
+        how(step / name, chance)
         for one, data in before.items():
-            if not Path(scratch, one).exists():
+            if not (step / one).exists():
                 files.delete(folder / one)
-            elif (harmed := Path(scratch, one).read_bytes()) != data:
+            elif (harmed := (step / one).read_bytes()) != data:
                 files.replace(folder / one, harmed)
