@@ -103,14 +103,17 @@ def _evaluate(equation: Any, here: Values, there: Values, at: _At) -> Pairs:
         return _evaluate_scan(params, here, there, at)
     inner = params.get("jaxpr", params.get("call_jaxpr"))
     if inner is not None and equation.primitive.name != "while":
-        if isinstance(inner, core.ClosedJaxpr):
-            return _run(inner.jaxpr, inner.consts, here, there, at)
-        return _run(inner, (), here, there, at)
+        return _run(*_opened(inner), here, there, at)
     results, others = _bind(equation, here), _bind(equation, there)
     for result, other in zip(results, others, strict=True):
         if _is_nonfinite(result, masks=at.is_alone) and (at.is_alone or not _is_nonfinite(other)):
             raise _Found(_finding(equation, result, at))
     return results, others
+
+
+def _opened(inner: Any) -> tuple[Any, Values]:
+    """Returns an inner jaxpr and its constants."""
+    return (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())
 
 
 def _bind(equation: Any, values: Values) -> list[Any]:
@@ -122,8 +125,9 @@ def _bind(equation: Any, values: Values) -> list[Any]:
 
 def _evaluate_scan(params: Any, here: Values, there: Values, at: _At) -> Pairs:
     """Evaluates a loop, iteration by iteration: a stack of layers is a loop."""
-    inner, length = params["jaxpr"], params["length"]
-    first, second = params["num_consts"], params["num_consts"] + params["num_carry"]
+    (inner, consts), length = _opened(params["jaxpr"]), params["length"]
+    num_consts, num_carry = _loop_counts(params)
+    first, second = num_consts, num_consts + num_carry
     carries = [list(values[first:second]) for values in (here, there)]
     turns: list[tuple[list[Any], list[Any]]] = []
     order = range(length)
@@ -133,9 +137,9 @@ def _evaluate_scan(params: Any, here: Values, there: Values, at: _At) -> Pairs:
             for values, carry in zip((here, there), carries, strict=True)
         ]
         deeper = _At(at.num_rows, at.is_alone, (*at.layers, f"{index} of {length}"))
-        results = _run(inner.jaxpr, inner.consts, given[0], given[1], deeper)
-        carries = [result[: params["num_carry"]] for result in results]
-        turns.append((results[0][params["num_carry"] :], results[1][params["num_carry"] :]))
+        results = _run(inner, consts, given[0], given[1], deeper)
+        carries = [result[:num_carry] for result in results]
+        turns.append((results[0][num_carry:], results[1][num_carry:]))
     if params["reverse"]:
         turns.reverse()
     stacked = [
@@ -143,6 +147,14 @@ def _evaluate_scan(params: Any, here: Values, there: Values, at: _At) -> Pairs:
         for side in (0, 1)
     ]
     return [*carries[0], *stacked[0]], [*carries[1], *stacked[1]]
+
+
+def _loop_counts(params: Any) -> tuple[int, int]:
+    """Returns the number of constants and of carried values of a loop."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # Since jax 0.12.
+    return len(consts), len(carry)
 
 
 def _is_nonfinite(value: Any, *, masks: bool = False) -> bool:

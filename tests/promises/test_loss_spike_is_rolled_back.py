@@ -151,7 +151,9 @@ LOWER = (f"guards.rollback.rate_factor={FACTOR}", f"guards.rollback.rate_steps={
 @pytest.mark.slow
 def test_the_learning_rate_is_lower_after_a_rollback_also_after_kills(workspace: Workspace) -> None:
     """The run ends like one whose log had the record before it reached those rows."""
-    reported = workspace.finish("reported", *OVERRIDES, *LOWER, "train.steps=5", config=FAULTY).run_dir
+    reported = workspace.finish(
+        "reported", *OVERRIDES, *LOWER, "train.steps=5", config=FAULTY
+    ).run_dir
     seq = len(run_log.read_records(reported.log))
     record = run_log.Rollback(
         onset=ONSET,

@@ -63,10 +63,6 @@ def restore_damaged(attempt, commit):
         gc.collect()
 
 
-forgotten_tasks = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-"""Orbax drops its other reads when one fails, and Python warns that they were never awaited."""
-
-
 def test_a_saved_step_is_restored_bit_for_bit(attempt):
     commit = attempt.save(8)
     assert commit.path == "checkpoints/00000008-0001"
@@ -354,7 +350,6 @@ def test_a_missing_or_shortened_file_of_a_step_is_always_detected(attempt, how):
     restore(attempt, commit, like(state(8)))
 
 
-@forgotten_tasks
 def test_an_index_damaged_in_place_is_unrestorable_for_training_and_for_the_digest(attempt):
     commit, path = attempt.save(8), attempt.step_dir(8) / "state" / "manifest.ocdbt"
     data = path.read_bytes()
@@ -368,7 +363,6 @@ def test_an_index_damaged_in_place_is_unrestorable_for_training_and_for_the_dige
     )
 
 
-@forgotten_tasks
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -13,7 +13,6 @@ from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from tests import damage
 from tests.unit.checkpoint import hosts
-from tests.unit.checkpoint.test_checkpointer import forgotten_tasks
 
 
 @pytest.fixture
@@ -60,7 +59,6 @@ def test_a_step_of_two_hosts_is_verified_when_restored_onto_other_devices(run_di
         restoring.restore(step_dir, commit, wanted, orbax_io.reading_context(host=0))
 
 
-@forgotten_tasks
 def test_no_damage_to_any_file_is_restored(run_dir):
     """Each damage is refused or does not change the restored state."""
     step_dir, commit = newest(run_dir)

@@ -29,7 +29,6 @@ from tests.unit.checkpoint.test_checkpointer import (
     InjectedError,
     assert_equal,
     commits,
-    forgotten_tasks,
     inject,
 )
 
@@ -102,7 +101,6 @@ def test_the_newest_intact_step_is_restored(saved):
     assert saved.log.history().quarantined == ()
 
 
-@forgotten_tasks
 def test_a_damaged_step_is_quarantined_with_evidence_and_the_next_older_one_restored(saved):
     path, step_dir = saved.step_dir(24), saved.step_dir(24)
     damaged = largest(path)
@@ -120,7 +118,6 @@ def test_a_damaged_step_is_quarantined_with_evidence_and_the_next_older_one_rest
     assert {p: p.read_bytes() for p in step_dir.rglob("*") if p.is_file()} == before
 
 
-@forgotten_tasks
 def test_a_quarantined_step_is_never_deleted_and_never_read_again(saved):
     step_dir = saved.step_dir(24)
     shutil.rmtree(step_dir / "state")
@@ -187,7 +184,6 @@ def test_a_step_directory_without_a_commit_record_is_ignored(saved):
     assert saved.log.history().quarantined == ()
 
 
-@forgotten_tasks
 def test_several_damaged_steps_are_skipped_in_one_restore(saved):
     spoil(saved, 24)
     (saved.step_dir(16) / "MANIFEST.json").write_bytes(b"{}")
@@ -196,7 +192,6 @@ def test_several_damaged_steps_are_skipped_in_one_restore(saved):
     assert [decided.step for _, decided in saved.log.history().quarantined] == [16, 24]
 
 
-@forgotten_tasks
 def test_if_no_step_is_intact_all_are_listed_and_left_unchanged(saved):
     for step in (8, 16, 24):
         spoil(saved, step)
