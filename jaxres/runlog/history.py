@@ -60,6 +60,10 @@ class RunHistory:
         """The commits, ascending by step."""
         return tuple(_commit_of(record) for record in self.commits)
 
+    def commits_of(self, attempt: int) -> list[Commit]:
+        """Returns the commits that one attempt has made, ascending by step."""
+        return [_commit_of(record) for record in self.commits if record.attempt == attempt]
+
     @property
     def protected_dirs(self) -> frozenset[str]:
         """Names of the step directories that must not be deleted: committed or quarantined ones."""

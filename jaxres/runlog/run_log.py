@@ -69,7 +69,8 @@ def _refuse_gaps(folder: RunPath, names: Sequence[str], *, first: int) -> None:
         if name != file_name(number):
             raise ConfigError(
                 f"{folder / name}: expected record {file_name(number)} here. A record is missing "
-                "or a file does not belong; restore the folder from a copy. Nothing was changed."
+                "or a file does not belong. Restore the folder from a copy, or rebuild the log: "
+                f"jaxres checkpoints adopt {folder.parent}. Nothing was changed."
             )
 
 

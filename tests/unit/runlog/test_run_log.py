@@ -202,7 +202,7 @@ def test_damaged_record_is_refused_by_name_and_the_run_does_not_start_again(tmp_
     text = str(caught.value)
     assert text.startswith(f"{tmp_path / '00000001.json'}: this record of the run's log is damaged")
     assert why in text
-    assert "does not start again from step 0. Restore the file from a copy." in text
+    assert "does not start again from step 0. Restore the file from a copy" in text
 
 
 @pytest.mark.parametrize(
