@@ -78,7 +78,7 @@ def listed(checkpoints: RunPath) -> list[StepDir]:
 def is_complete(step_dir: RunPath) -> bool:
     """Returns whether a step directory has a manifest and every file of it in its size.
 
-    A manifest that can't be read counts as complete: nobody can say what it was.
+    A manifest that can't be read counts as complete: its step may be a committed one.
 
     Raises:
       StorageUnavailable: storage could not be read.
