@@ -3,7 +3,7 @@
 Leftovers are found in two ways. Every process of an attempt carries a tag in its environment, made
 of the nonce in the attempt's claim, so that a later supervisor finds exactly these processes. And a
 supervisor is a subreaper: orphans become its children, so every descendant that is left after an
-attempt is a leftover.
+attempt is a leftover. This second way is not used by a supervisor that may adopt other processes.
 
 Also here: the kernel's count of out-of-memory kills, and the parent-death signal.
 """
@@ -86,9 +86,30 @@ MAX_REAPED = 100
 """Most zombie processes that one call reaps; the others wait for the next call."""
 
 
-def become_subreaper() -> None:
-    """Makes this process the new parent of every descendant whose own parent exits."""
+def become_subreaper() -> bool:
+    """Makes this process the new parent of every descendant whose own parent exits.
+
+    It does not if it already has children, which a shell has started before it was replaced by this
+    process (`exec`), or if it is process 1 of a container, which adopts every orphan there. Then
+    some of its descendants are not its own, and they must not be killed.
+
+    Returns:
+      Whether all descendants that this process will ever have are its own.
+    """
+    if os.getpid() == 1 or _children():
+        return False
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    return True
+
+
+def _children() -> set[int]:
+    """Returns the pids of this process's children."""
+    children = set[int]()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and read_proc_stat(int(entry.name)).parent == os.getpid():
+                children.add(int(entry.name))
+    return children
 
 
 def tag_env(env: Mapping[str, str], run_dir: RunDir, claim: Claim) -> dict[str, str]:
@@ -118,7 +139,12 @@ def run_dir_id(run_dir: RunDir) -> str:
 
 
 def kill_leftovers(
-    folder: str, claims: Iterable[Claim], *, clock: Clock, keep: Collection[int] = ()
+    folder: str,
+    claims: Iterable[Claim],
+    *,
+    clock: Clock,
+    keep: Collection[int] = (),
+    adopts: bool = False,
 ) -> int:
     """Kills the processes that attempts have left behind on this machine; returns their number.
 
@@ -129,6 +155,8 @@ def kill_leftovers(
       claims: the claims of the attempts.
       clock: the supervisor's clock.
       keep: pids of children that belong to no attempt, which are not killed.
+      adopts: whether every descendant of this process is a leftover too, as `become_subreaper` has
+        returned.
 
     Raises:
       StorageUnavailable: some can't be killed, because they hang in the kernel.
@@ -136,7 +164,7 @@ def kill_leftovers(
     tags = {f"{TAG_VARIABLE}={_tag(folder, claim)}".encode() for claim in claims}
     killed: set[int] = set()
     until = clock.monotonic() + KILL_WAIT_SECONDS
-    while left := _find_leftovers(tags, clock).difference(keep):
+    while left := _find_leftovers(tags, clock, adopts=adopts).difference(keep):
         if clock.monotonic() > until:
             pids = ", ".join(map(str, sorted(left)))
             raise StorageUnavailable(
@@ -155,8 +183,8 @@ def _tag(folder: str, claim: Claim) -> str:
     return f"{claim.nonce}.{folder}"
 
 
-def _find_leftovers(tags: set[bytes], clock: Clock) -> set[int]:
-    """Returns the pids that carry a tag or descend from this process; reaps zombie children."""
+def _find_leftovers(tags: set[bytes], clock: Clock, *, adopts: bool) -> set[int]:
+    """Returns the pids that carry a tag, or descend from this process; reaps zombie children."""
     parents = dict[int, int]()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -175,7 +203,7 @@ def _find_leftovers(tags: set[bytes], clock: Clock) -> set[int]:
         if not unread:
             break
         clock.sleep(EXEC_POLL_SECONDS)
-    return tagged | {pid for pid in parents if _descends(pid, parents)}
+    return tagged | {pid for pid in parents if adopts and _descends(pid, parents)}
 
 
 def _reap_child(pid: int, parent: int) -> None:
