@@ -5,7 +5,8 @@ of the nonce in the attempt's claim, so that a later supervisor finds exactly th
 supervisor is a subreaper: orphans become its children, so every descendant that is left after an
 attempt is a leftover. This second way is not used by a supervisor that may adopt other processes.
 
-Also here: the kernel's count of out-of-memory kills, and the parent-death signal.
+Also here: the kernel's count of out-of-memory kills, the memory of this machine, and the
+parent-death signal.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -56,6 +58,18 @@ def oom_kill_count(root: Path = Path("/")) -> int:
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0
+
+
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Returns the memory of this machine, or the limit of this process's cgroup if it is less."""
+    found = re.search(r"^MemTotal:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+    assert found is not None, "the kernel always reports MemTotal"
+    limits = [int(found[1]) * 1024]
+    for path in _counters(root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # No limit is "max".
+                limits.append(int(path.with_name(name).read_text()))
+    return min(limits)
 
 
 def _counters(root: Path) -> list[Path]:
