@@ -185,10 +185,10 @@ def claim_attempt(
     if threads is not None:
         _refuse_other_threads(claim, threads)
     log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
-    _record_config(config, run_dir, claim, is_first=not run_log.fold(records).starts)
-    last_seq = len(records) + 1
+    # Late records of the attempt before may precede the claim.
+    _record_config(config, run_dir, claim, is_first=not log.history().starts)
     return log, ClaimedAttempt(
-        config, run_dir, log, claim, run_lock, clock, last_seq, job.hosts, None
+        config, run_dir, log, claim, run_lock, clock, log.last_seq, job.hosts, None
     )
 
 
