@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -65,6 +66,29 @@ def typed_errors(path: RunPath) -> Iterator[None]:
                 "rerun the same command when storage works again."
             ) from error
         raise
+
+
+def make_private_dir(folder: Path) -> None:
+    """Creates a folder that only this account can use, or checks that an existing one is such.
+
+    Its parents are not checked.
+
+    Raises:
+      ConfigError: another account can use it, or it is a link or a file.
+    """
+    with typed_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
+        raise ConfigError(
+            f"{folder}: expected a folder of this account (uid {os.geteuid()}) with permissions "
+            f"0700, because it holds machine code; found {stat.filemode(found.st_mode)} of uid "
+            f"{found.st_uid}. Delete it if other accounts may have written to it, else run "
+            f"`chmod 700 {folder}`."
+        )
 
 
 class LocalStore:

@@ -140,8 +140,8 @@ class TrainingProcess:
 
     def wait_compiled_steps_stored(self) -> None:
         """Waits until compiled steps are stored for later attempts."""
-        kept = self.run_dir.compiled
-        self.wait(lambda: any(kept.glob("*.compiled")), what="compiled steps")
+        kinds = ("steps_compiled", "compiled_steps_loaded")
+        self.wait(lambda: any(map(self.events_of, kinds)), what="compiled steps")
 
     def events_of(self, kind: str, host: int = 0) -> list[dict[str, Any]]:
         """Returns the events of a kind of one host of this attempt."""
@@ -321,8 +321,6 @@ class Workspace:
         """Copies a run directory from a disk."""
         copied = self.run_dir(name)
         copy_tree(run_dir.root, copied.root)
-        if self.bucket is not None:
-            shutil.copytree(run_dir.compiled, copied.compiled)
         return copied
 
     def end_all(self) -> None:
