@@ -37,7 +37,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   checkpoints import RUN_DIR|FOLDER|FILE [--step N]     reads exports back, or any such folder:
       [--out DIR] [--json]                              valid? equal to the step? for which config?
   replay RUN_DIR --step N [--explain]                   recomputes a step from the nearest
-      checkpoint; --explain: the first non-finite number, by row, layer and source line
+      [section.field=value ...]                         checkpoint; --explain: the first
+      non-finite number, by row, layer and source line
   doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,
       [--devices N [--hosts H]]                         and what to do; also for N devices elsewhere
 

@@ -42,7 +42,7 @@ from jaxres.supervisor.attempt import ignore_save_health, print_message
 from jaxres.supervisor.failure_report import upload_artifacts
 from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
-from jaxres.supervisor.run_config import resolve_run
+from jaxres.supervisor.run_config import newest_config, resolve_run
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.supervisor import supervise
 from jaxres.supervisor.worker_group import Rendezvous, WorkerGroup, boot_id, single_host, versions
@@ -311,9 +311,13 @@ def print_result(ended: AttemptResult, run_dir: RunDir, claim: Claim) -> None:
 
 
 def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
-    """Whether the last step is committed; prints a message if it is."""
+    """Whether the last step is committed; prints a message if it is.
+
+    False if data or initial weights are read from another path than in the last attempt: a worker
+    compares their content, and a run that has not trained on it does not count as complete.
+    """
     step = run_log.fold(run_log.read_records(run_dir.log)).step
-    if step < config.train.steps:
+    if step < config.train.steps or configs.moved_content(newest_config(run_dir), config):
         return False
     sys.stdout.write(
         f"{run_dir.root}: step {step} of {config.train.steps} is committed already; "
