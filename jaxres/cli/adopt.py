@@ -16,11 +16,11 @@ from jaxres.checkpoint.manifest import CheckpointDamaged
 from jaxres.checkpoint.verify import verify_step
 from jaxres.clock import Clock
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, RunError, Unrestorable
+from jaxres.faults import ConfigError, RunError, Unrestorable, UsageError
 from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Record
-from jaxres.runlog.run_log import AttemptEnded, Commit, Quarantine, RunLog, file_name
+from jaxres.runlog.run_log import AttemptEnded, Commit, Prune, Quarantine, RunLog, file_name
 from jaxres.runlog.step_dirs import LOG_COPY, MANIFEST, StepDir
 from jaxres.storage import files
 from jaxres.supervisor import attempt_runner
@@ -117,9 +117,12 @@ def adopt(run_dir: RunDir, *, yes: bool, clock: Clock, env: Mapping[str, str]) -
     """Rebuilds the log and returns what was done; without `yes`, what would be.
 
     Raises:
+      UsageError: there are no step directories.
       Unrestorable: no complete, valid step has a copy of the log.
       Fenced: the run is live.
     """
+    if not step_dirs.listed(run_dir.checkpoints):
+        raise UsageError(f"{run_dir.checkpoints}: no checkpoints here. Give a run directory.")
     with RunLock(run_dir, clock=clock) as lock:
         candidate, commit = _longest_valid(run_dir)
         stored = files.list_names(run_dir.log)
@@ -163,8 +166,8 @@ def _longest_valid(run_dir: RunDir) -> tuple[Candidate, Commit]:
         evidence.append(f"\n  {candidate.found.name}: {findings.evidence}")
     raise Unrestorable(
         f"{run_dir.checkpoints}: no complete and valid step has a copy of the log ({LOG_COPY}), so "
-        "the log can't be rebuilt. Restore the folder log/ from a copy. Steps of versions before "
-        f"0.2 have no copy. Nothing was changed.{''.join(evidence)}"
+        "the log can't be rebuilt. Restore the folder log/ from a copy. Steps that an older "
+        f"version has saved have no copy. Nothing was changed.{''.join(evidence)}"
     )
 
 
@@ -213,6 +216,7 @@ def _commit(
     """Commits the step by a new attempt, whose claim fences every process of the lost ones.
 
     Complete steps that the log still does not explain are quarantined, which keeps their files.
+    Committed steps whose directories are gone are recorded as pruned: that record was lost.
     """
     log, _ = attempt_runner.claim_attempt(
         resolve_run(run_dir.root, ())[0].config,
@@ -229,6 +233,10 @@ def _commit(
     for found in step_dirs.unexplained(history, step_dirs.unrecorded(run_dir, history)):
         evidence = f"unrecorded when the log was rebuilt from {plan.source}"
         _quarantine(log, _commit_of(run_dir, found), evidence)
+    present = {found.name for found in step_dirs.listed(run_dir.checkpoints)}
+    gone = [c.step for c in log.history().committed if c.path.rpartition("/")[2] not in present]
+    if gone:
+        log.append(Prune(steps=tuple(gone)))
     log.append(AttemptEnded(exit=ExitCode.STOPPED, reason=REASON, committed=True))
 
 

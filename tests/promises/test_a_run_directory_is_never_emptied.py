@@ -85,6 +85,8 @@ def test_a_start_on_a_lost_or_older_log_deletes_nothing_and_adopt_rebuilds_it(
     rebuilt = run_log.read_records(run_dir.log)
     assert rebuilt[: newest.seq - 1] == records[: newest.seq - 1]
     assert run_history(run_dir).newest == newest.body
+    committed = [Path(commit.path).name for commit in run_history(run_dir).committed]
+    assert committed == sorted(before), "pruned steps are committed again"
 
     workspace.finish("run", *MLP)
     assert starts(run_dir)[-1] == newest.body.step
@@ -128,6 +130,9 @@ def test_adopt_refuses_a_live_run_and_checkpoints_without_a_copy(
     assert checkpoints_cli.main(adopt, usage="", env=os.environ) == ExitCode.FENCED
     trainer.kill()
     trainer.wait_exit()
+    nowhere = workspace.run_dir("nowhere").root
+    assert checkpoints_cli.main(["checkpoints", "adopt", str(nowhere)], usage="") == ExitCode.USAGE
+    assert not Path(str(nowhere)).exists(), "it has created the folder"
     for copy in Path(str(run_dir.checkpoints)).glob("*/run_log.jsonl"):
         copy.unlink()
     before = files.list_names(run_dir.log)
