@@ -169,6 +169,8 @@ class RunLog:
         self._lock = threading.Lock()
         self._unconfirmed: bytes | None = None
         """A record whose write storage has not confirmed: the next slot may have it or not."""
+        self._read: tuple[Record, ...] = ()
+        """The records that this process has read from a disk; a record never changes."""
         self.attempt = attempt
 
     @classmethod
@@ -265,16 +267,23 @@ class RunLog:
         return self._folder
 
     def records(self) -> list[Record]:
-        """Reads the whole log.
+        """Returns the whole log; reads only the records that this process has not read yet.
 
         Raises:
           StorageUnavailable: records that this process has seen are missing. A committed step must
             not be treated as deleted because storage does not show its record.
         """
         known = self._last_seq  # Before the list: other threads append.
-        records = read_records(self._folder)
+        if is_remote(self._folder):
+            records = read_records(self._folder)
+        else:
+            before, names = self._read, files.list_names(self._folder)
+            _refuse_gaps(self._folder, names, first=1)
+            new = [_read(self._folder / name) for name in names[len(before) :]]
+            records = [*before[: len(names)], *new]
         if len(records) < known:
             raise StorageUnavailable(f"{self._folder}: records are missing that existed before.")
+        self._read = tuple(records)
         return records
 
     def history(self) -> RunHistory:
