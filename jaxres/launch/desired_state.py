@@ -205,7 +205,7 @@ class StateObject:
             if generation is not None:
                 self.desired, self.generation = new, generation
                 return new
-            current = self._newer_than(known)
+            current = self._newer_than(known, run_id=desired.id)
             if current is None:
                 continue
             self.desired, known = current, current.serial
@@ -216,7 +216,7 @@ class StateObject:
             "this one stops acting, the training continues."
         )
 
-    def _newer_than(self, serial: int) -> DesiredState | None:
+    def _newer_than(self, serial: int, *, run_id: str) -> DesiredState | None:
         """Reads a state that was written since; None: deleted, damaged or an older copy."""
         found = gcs_objects.read_at(self.path)
         self.generation = 0 if found is None else found[1]
@@ -227,7 +227,8 @@ class StateObject:
         except StateDamaged:
             gcs_objects.set_aside(self.path, found[0], generation=found[1])
             return None
-        return current if current.serial > serial else None
+        is_copy = current.id == run_id and current.serial <= serial
+        return None if is_copy else current
 
 
 def encode_state(desired: DesiredState) -> bytes:

@@ -153,7 +153,7 @@ class Lease:
         if found.terms == terms:  # The response to an earlier write was lost.
             self._mine = terms, found.generation, started
             self.renew(only_if_due=False)
-        elif not self._replaced(found, terms):
+        elif not self._rewrite(found, terms):
             self._mine = None
             other = self.other_holder()
             holder = "another launcher" if other is None else other.holder
@@ -162,10 +162,20 @@ class Lease:
                 "stops acting, the training continues. `jaxres launch gce status` shows its state."
             )
 
-    def _replaced(self, found: _Found, terms: LeaseRecord) -> bool:
-        """Writes a lease again that was deleted, damaged or replaced by an older copy."""
-        if found.terms is not None and found.terms.epoch >= terms.epoch:
-            return False
+    def _rewrite(self, found: _Found, terms: LeaseRecord) -> bool:
+        """Writes a lease again that was deleted, damaged or replaced by an older copy.
+
+        Returns False if another launcher holds it. A lease of another launcher with an older epoch
+        may be a copy, or that of a run without a state. The former does not change; until that is
+        certain this lease is not extended.
+        """
+        if found.terms is not None and found.terms.nonce != self._nonce:
+            is_newer = found.terms.epoch >= terms.epoch
+            if is_newer or (self._other is not None and self._other[0] != found.generation):
+                return False
+            self._other = self._other or (found.generation, self._now())
+            if self._now() - self._other[1] < TAKEOVER_TERMS * found.terms.seconds:
+                return True
         self._set_aside(found)
         if not self._write(epoch=terms.epoch, over=found.generation, started=self._now()):
             return False

@@ -305,19 +305,25 @@ def test_a_missing_lease_of_a_job_that_no_launcher_leads_is_taken_at_once(path: 
     assert lease.epoch == 8
 
 
-@pytest.mark.parametrize("change", ["deleted", "damaged", "older copy"])
-def test_a_holder_writes_its_lease_again(path: GcsPath, change: str) -> None:
-    clock, lines = FakeClock(), list[str]()
+def holder_of_epoch_3(path: GcsPath, clock: FakeClock, lines: list[str]) -> tuple[Lease, bytes]:
+    """Returns a launcher that has taken the lease, and a copy of another one's older lease."""
     _, first = taken_over(path, clock)
     older = gcs_objects.read(path)
+    assert older is not None
     first.release()
     holder = Lease(path, holder="b", seconds=TERM, now=clock, console=lines.append)
     assert holder.acquire()
-    if change == "deleted":
-        gcs_objects.delete(path)
-    else:
-        assert older is not None
-        gcs_objects.write(path, b"{" if change == "damaged" else older, over=None)
+    assert holder.epoch == 3
+    return holder, older
+
+
+@pytest.mark.parametrize("data", [None, b"{"])
+def test_a_holder_writes_a_deleted_or_damaged_lease_again(path: GcsPath, data: bytes) -> None:
+    clock, lines = FakeClock(), list[str]()
+    holder, _ = holder_of_epoch_3(path, clock, lines)
+    gcs_objects.delete(path)
+    if data is not None:
+        gcs_objects.write(path, data, over=0)
     (waiter,) = leases(path, clock, 1)
     assert not waiter.acquire(after_epoch=3, may_be_led=True)
     clock.now += TERM / 2
@@ -327,9 +333,47 @@ def test_a_holder_writes_its_lease_again(path: GcsPath, change: str) -> None:
     clock.now += TERM
     assert not waiter.acquire(after_epoch=3, may_be_led=True), "taken from a live holder"
     assert waiter.other == "b"
-    assert (holder.epoch, holder.held()) == (3, False)
+    holder.renew()
+    assert (holder.epoch, holder.held()) == (3, True)
+
+
+def test_a_holder_replaces_an_older_copy_once_no_launcher_can_hold_that(path: GcsPath) -> None:
+    clock, lines = FakeClock(), list[str]()
+    holder, older = holder_of_epoch_3(path, clock, lines)
+    gcs_objects.write(path, older, over=None)
+    clock.now += TERM / 2
+    holder.renew()
+    assert holder.held(), "its term is not over"
+    clock.now += TERM
+    holder.renew()
+    assert not holder.held(), "the other launcher may be alive"
+    clock.now += TERM / 2
     holder.renew()
     assert holder.held()
+    assert lines[-1].endswith("was an older copy; this launcher has written it again")
+
+
+def test_a_holder_leaves_the_lease_of_a_new_run_in_the_same_place_alone(path: GcsPath) -> None:
+    clock, lines = FakeClock(), list[str]()
+    paused, _ = holder_of_epoch_3(path, clock, lines)
+    gcs_objects.delete_tree(path.parent)
+    clock.now += 10 * TERM
+    (new,) = leases(path, clock, 1)
+    assert new.acquire()
+    assert new.epoch == 1, "lower than that of the paused launcher"
+    paused.renew()
+    assert not paused.held()
+    clock.now += TERM / 2
+    new.renew()
+    with pytest.raises(Fenced, match="0 holds the lease of this run now"):
+        paused.renew()
+    assert new.held()
+    record = StateObject(path.with_name("desired_state.json"))
+    known = record.write(DesiredState("jx-run", "c", "d", id="00aa", serial=9), epoch=3)
+    gcs_objects.delete(record.path)
+    StateObject(record.path).write(replace(known, id="11bb", serial=0), epoch=1)
+    with pytest.raises(Fenced):
+        record.write(known, epoch=3)
 
 
 def test_a_state_that_was_deleted_damaged_or_replaced_by_an_older_copy_is_written_again(
