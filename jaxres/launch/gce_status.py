@@ -12,7 +12,7 @@ from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, StorageUnavailable, UsageError
+from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable, UsageError
 from jaxres.launch import job_config, orphaned_vms, reconcile
 from jaxres.launch.capacity_options import NEVER, Backoff
 from jaxres.launch.desired_state import DesiredState, StateObject, VmSpec
@@ -97,7 +97,11 @@ def _job_status(
     gce = config.launch.gce
     assert gce is not None, config
     holder = Lease(paths.lease, holder="", seconds=gce.lease_seconds).other_holder()
-    step = run_log.fold(run_log.read_records(RunDir(paths.run).log)).step
+    try:
+        step = run_log.fold(run_log.read_records(RunDir(paths.run).log)).step
+        committed = f"step {step} of {config.train.steps} is committed"
+    except Unrestorable as error:
+        step, committed = None, str(error)
     reports = {
         n: AgentReport.of(metadata)
         for n, (_, metadata) in gcs_objects.list_metadata(paths.reports).items()
@@ -122,7 +126,7 @@ def _job_status(
     }
     leader = "no launcher (run `launch gce up` again)" if holder is None else holder.holder
     cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
-    lines = [f"{paths.run}: {desired.phase}, step {step} of {config.train.steps} is committed"]
+    lines = [f"{paths.run}: {desired.phase}, {committed}"]
     if desired.end is not None:
         lines.append(f"  end: {desired.end.reason} (exit {desired.end.exit})")
     if desired.phase != "ended":

@@ -184,7 +184,7 @@ def test_down_ends_a_job_whose_lease_is_damaged_or_older_than_its_state(
     job.assert_ended()
 
 
-def test_down_ends_a_job_whose_config_or_run_log_is_damaged(
+def test_status_and_down_need_neither_the_config_nor_the_run_log(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.lead()
@@ -192,6 +192,10 @@ def test_down_ends_a_job_whose_config_or_run_log_is_damaged(
     log = RunDir(job.paths.run).log
     assert isinstance(log, GcsPath)
     gcs_objects.write(log / "00000001.json", b"{", over=0)
+    assert job.run("status", str(job.file)) == ExitCode.DONE
+    printed = capsys.readouterr().out
+    assert f"{job.paths.run}: running, " in printed
+    assert "00000001.json" in printed
     assert job.run("down", str(job.file)) == ExitCode.DONE
     assert "The launcher continues with what it has read before" in capsys.readouterr().out
     job.assert_ended()
