@@ -314,6 +314,14 @@ ALL: tuple[Fault, ...] = (
         "the lease exits",
         done=True,
     ),
+    _row(
+        "launch_state_lost",
+        "cluster",
+        "launch/orphaned_vms.py",
+        "the launcher that leads writes its lease and the desired state again; else `launch gce` "
+        "moves damaged ones aside, finds the VMs by label and deletes those of no desired state",
+        done=True,
+    ),
 )
 
 

@@ -24,8 +24,8 @@ from jaxres.launch.gce_api import TIMEOUT_SECONDS, ApiUnavailable, Compute, crea
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
 
-DIGEST = "0" * 64
-"""Placeholder for the digest of the packed code."""
+DIGEST, RUN_ID = "0" * 64, "x" * 8
+"""Placeholders for the digest of the packed code, and for the id that the first `up` draws."""
 
 
 def show(config: RunConfig, run: GcsPath) -> int:
@@ -38,10 +38,11 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
     """Returns the plan line by line: the capacity options, then the first request in full."""
     gce, paths = config.launch.gce, LaunchPaths(run)
     assert gce is not None, config
-    names: tuple[str, ...] = tuple(f"{paths.label}-{n:04d}" for n in range(gce.num_hosts))
+    desired = new_state(paths.label, DIGEST, DIGEST, now=0, after=None, run_id=RUN_ID)
+    names: tuple[str, ...] = tuple(f"{desired.name_prefix}-{n:04d}" for n in range(gce.num_hosts))
     found = [
         f"project {gce.project}, run {run}: {gce.num_hosts} VMs, all in one zone, all or none:",
-        f"  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
+        f"  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({RUN_ID}: random)",
         "tried in this order:",
     ]
     for number, site in enumerate(zone_choices(gce.capacity_options), start=1):
@@ -57,11 +58,9 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
             f"  {number}. {option.kind:<11} {site.zone:<16} {option.machine_type}{has}; {costs}"
         )
     first = next(zone_choices(gce.capacity_options))
-    name = f"{paths.label}-{0:04d}"
+    name = f"{desired.name_prefix}-{0:04d}"
     vm = VmSpec(name, first.zone, first.option, 0.0)
-    machine = machine_for(
-        paths, config, new_state(paths.label, DIGEST, DIGEST, now=0, after=None), vm
-    )
+    machine = machine_for(paths, config, desired, vm)
     found += ["the first request (its startup script is left out here):"]
     is_queued = isinstance(gce.capacity_options[first.option], FlexStartOption)
     body = machine.instance(name, first.zone) if is_queued else machine.bulk(names)

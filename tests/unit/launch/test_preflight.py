@@ -15,7 +15,7 @@ from tests.unit.launch.gce_config import OPTION, config
 RUN = GcsPath("bkt", "runs/first")
 EXPECTED = """\
 project p, run gs://bkt/runs/first: 2 VMs, all in one zone, all or none:
-  jx-first-@-0000, jx-first-@-0001
+  jx-first-@-xxxxxxxx-0000, jx-first-@-xxxxxxxx-0001 (xxxxxxxx: random)
 tried in this order:
   1. spot        us-central1-a    a2-highgpu-1g, 1 x A100 40 GB; $3.00 an hour for all
   2. spot        us-central1-b    a2-highgpu-1g, 1 x A100 40 GB; $3.00 an hour for all
