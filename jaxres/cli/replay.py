@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxres import config as configs
 from jaxres import data, faults
-from jaxres.config.argparser import Parser
+from jaxres.config.argparser import Parser, path_argument
 from jaxres.data import Batch
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
@@ -22,7 +22,6 @@ from jaxres.runlog import metrics, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.storage import files
-from jaxres.storage.path import parse_path
 
 USAGE = "jaxres replay RUN_DIR --step N [--explain]"
 
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     """Replays the step and prints the result."""
     try:
         parser = Parser(prog="jaxres replay", usage=USAGE)
-        parser.add_argument("run_dir", type=parse_path, metavar="RUN_DIR")
+        parser.add_argument("run_dir", type=path_argument, metavar="RUN_DIR")
         parser.add_argument("--step", type=int, required=True)
         parser.add_argument("--explain", action="store_true")
         options = parser.parse_args(arguments)

@@ -13,7 +13,7 @@ from jaxres.config.schema import GptModel, RunConfig, Section
 from jaxres.config.schema_fields import is_free
 from jaxres.config.schema_training import ConstantSchedule, LossScaleSection, RollbackSection
 from jaxres.faults import ConfigError
-from jaxres.storage.path import RunPath
+from jaxres.storage.path import RunPath, run_root
 
 Change = tuple[str, Any, Any]
 """(dotted key, recorded value, given value); ABSENT on a side without the key."""
@@ -105,8 +105,17 @@ def digest(config: RunConfig) -> str:
 
 
 def run_dir(config: RunConfig, name: str) -> RunPath:
-    """Returns the run directory: the configured one, or runs/<name>-<first 8 of the digest>."""
-    return config.run.dir or Path("runs") / f"{name}-{digest(config)[:8]}"
+    """Returns the run directory: the configured one, or runs/<name>-<first 8 of the digest>.
+
+    Raises:
+      ConfigError: no checkpoint can be saved there, because of the path.
+    """
+    if config.run.dir is not None:
+        return config.run.dir
+    try:
+        return run_root(Path("runs") / f"{name}-{digest(config)[:8]}")
+    except ValueError as error:
+        raise ConfigError(f"run.dir: {error}, or set run.dir=...") from error
 
 
 def diff(recorded: RunConfig, given: RunConfig) -> list[Change]:

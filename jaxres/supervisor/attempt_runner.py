@@ -124,7 +124,7 @@ def run_attempt(
     config = loaded.config
     if is_complete(run_dir, config):
         return ExitCode.DONE
-    clock = SystemClock()
+    known, clock = len(run_log.read_records(run_dir.log)), SystemClock()
     with contextlib.ExitStack() as stack:
         preemption_watcher = None
         if threads is None:  # Otherwise no supervisor could handle a notice.
@@ -135,7 +135,14 @@ def run_attempt(
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         signals.block()  # Until the select loop handles them, so that the result is recorded.
         log, opened = claim_attempt(
-            config, run_dir, job=job, run_lock=run_lock, clock=clock, env=env, threads=threads
+            config,
+            run_dir,
+            job=job,
+            run_lock=run_lock,
+            clock=clock,
+            env=env,
+            known=known,
+            threads=threads,
         )
         opened = dataclasses.replace(opened, preemption_watcher=preemption_watcher)
         ended = consume_stop_file(run_dir, opened.claim)
@@ -157,10 +164,17 @@ def claim_attempt(
     run_lock: RunLock,
     clock: Clock,
     env: Mapping[str, str],
+    known: int,
     threads: int | None = None,
 ) -> tuple[RunLog, ClaimedAttempt]:
-    """Writes the claim of the run's next attempt to the run log, and records its config."""
-    records = run_log.read_records(run_dir.log)
+    """Writes the claim of the run's next attempt to the run log, and records its config.
+
+    `known` is the number of records that this process has read before.
+
+    Raises:
+      StorageUnavailable: there are fewer, so that the run would start again at step 0.
+    """
+    records = run_log.read_records(run_dir.log, known=known)
     claim = new_claim(config, run_log.fold(records), env=env, job=job)
     if threads is not None:
         _refuse_other_threads(claim, threads)

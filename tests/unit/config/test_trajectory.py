@@ -172,8 +172,8 @@ def test_a_run_can_grow_if_its_schedule_keeps_its_horizon(write: Write):
 
 def test_the_default_run_directory_is_named_by_config_and_digest(write: Write):
     bare = config(write)
-    assert run_dir(bare, "x") == Path("runs") / f"x-{digest(bare)[:8]}"
-    assert run_dir(config(write, "run.dir=a/b"), "x") == Path("a/b")
+    assert run_dir(bare, "x") == Path.cwd() / "runs" / f"x-{digest(bare)[:8]}"
+    assert run_dir(config(write, "run.dir=a/b"), "x") == Path.cwd() / "a/b"
 
 
 def refusal(write: Write, *overrides: str) -> str:
