@@ -225,6 +225,7 @@ def _commit(
         run_lock=lock,
         clock=clock,
         env=env,
+        known=plan.num_records,
         attempt=_newest_attempt(run_dir) + 1,
     )
     if plan.commit is not None:

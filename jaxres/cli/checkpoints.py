@@ -12,19 +12,19 @@ from typing import Any
 from jaxres.cli import history as history_cli
 from jaxres.cli import status
 from jaxres.clock import SystemClock
-from jaxres.config.argparser import Parser
+from jaxres.config.argparser import Parser, path_argument
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
 from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Quarantine, Record, RunHistory
 from jaxres.storage import files
-from jaxres.storage.path import is_remote, parse_path
+from jaxres.storage.path import is_remote
 from jaxres.supervisor import run_lock
 
 
 def _local(text: str) -> Path:
-    if is_remote(path := parse_path(text)):
+    if is_remote(path := path_argument(text)):
         raise argparse.ArgumentTypeError(f"{text}: must be a local path")
     return path
 
@@ -35,7 +35,7 @@ def _parser(usage: str) -> argparse.ArgumentParser:
 
     def verb(parent: argparse._SubParsersAction[Parser], name: str) -> argparse.ArgumentParser:
         subparser = parent.add_parser(name)
-        subparser.add_argument("run_dir", type=parse_path, metavar="RUN_DIR")
+        subparser.add_argument("run_dir", type=path_argument, metavar="RUN_DIR")
         return subparser
 
     status_parser = verb(verbs, "status")
@@ -49,7 +49,7 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     verb(checkpoints, "digest").add_argument("--step", type=int)
     verb(checkpoints, "verify").add_argument("--step", type=int)
     diff = verb(checkpoints, "diff")
-    diff.add_argument("other_run_dir", type=parse_path, nargs="?", metavar="OTHER_RUN_DIR")
+    diff.add_argument("other_run_dir", type=path_argument, nargs="?", metavar="OTHER_RUN_DIR")
     diff.add_argument("--step", type=int)
     diff.add_argument("--other-step", type=int)
     diff.add_argument("--json", action="store_true")
@@ -200,7 +200,7 @@ def _digest(run_dir: RunDir, history: RunHistory, *, step: int | None) -> str:
     from jaxres.checkpoint.content_digest import content_digest
 
     commit = _commit(run_dir, history, step=step)
-    step_dir = (run_dir.root / commit.path).absolute()
+    step_dir = run_dir.root / commit.path
     arrays = manifest.read_arrays(step_dir, commit)
     return content_digest(arrays, progress=manifest.read_progress(step_dir, commit)) + "\n"
 
@@ -221,9 +221,7 @@ def _verify(run_dir: RunDir, history: RunHistory, *, step: int | None) -> tuple[
             if d.step == step
         ]
         return f"{run_dir.root}: {what} committed{''.join(evidence)}\n", DAMAGED
-    results = [
-        verify.verify_step(run_dir.root.absolute() / commit.path, commit) for commit in wanted
-    ]
+    results = [verify.verify_step(run_dir.root / commit.path, commit) for commit in wanted]
     is_valid = not any(findings.problems for findings in results)
     return "".join(map(verify.as_text, results)), ExitCode.DONE if is_valid else DAMAGED
 
@@ -246,9 +244,7 @@ def _diff(run_dir: RunDir, history: RunHistory, options: argparse.Namespace) -> 
                 f"{run_dir.root}: step {a.step} would be compared with itself. Give another run "
                 "directory, or --step N --other-step M of this one."
             )
-    differences = diff.diff(
-        *((d.root.absolute() / c.path, c) for d, c in ((run_dir, a), (other_dir, b)))
-    )
+    differences = diff.diff(*((d.root / c.path, c) for d, c in ((run_dir, a), (other_dir, b))))
     text = diff.as_json(differences) if options.json else diff.as_text(differences)
     return text, ExitCode.DONE if differences.is_equal else DIFFERENT
 

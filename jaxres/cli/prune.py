@@ -75,12 +75,19 @@ def prune(
     """
     config = resolve_run(run_dir.root, ())[0].config
     with RunLock(run_dir, clock=clock) as lock:
-        before = run_log.fold(run_log.read_records(run_dir.log))
+        records = run_log.read_records(run_dir.log)
+        before = run_log.fold(records)
         planned = preview(run_dir, before, keep, is_alive=False)
         if not planned.plan.dead and not planned.leftovers:
             return planned
         log, _ = attempt_runner.claim_attempt(
-            config, run_dir, job=WorkerGroup(), run_lock=lock, clock=clock, env=env
+            config,
+            run_dir,
+            job=WorkerGroup(),
+            run_lock=lock,
+            clock=clock,
+            env=env,
+            known=len(records),
         )
         pruned = pruning.prune(log, keep, run_dir=run_dir)
         pruning.delete_all_but(log.history(), run_dir=run_dir, attempt=log.attempt)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxres import data, faults
-from jaxres.config.argparser import Parser
+from jaxres.config.argparser import Parser, path_argument
 from jaxres.data import Batch
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
@@ -21,7 +21,6 @@ from jaxres.runlog import metrics, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.storage import files
-from jaxres.storage.path import parse_path
 from jaxres.supervisor.run_config import resolve_run
 
 USAGE = "jaxres replay RUN_DIR --step N [--explain] [section.field=value ...]"
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     """Replays the step and prints the result."""
     try:
         parser = Parser(prog="jaxres replay", usage=USAGE)
-        parser.add_argument("run_dir", type=parse_path, metavar="RUN_DIR")
+        parser.add_argument("run_dir", type=path_argument, metavar="RUN_DIR")
         parser.add_argument("overrides", nargs="*")
         parser.add_argument("--step", type=int, required=True)
         parser.add_argument("--explain", action="store_true")

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import NoReturn
 
-from jaxres.faults import UsageError
+from jaxres.faults import ConfigError, UsageError
+from jaxres.storage.path import RunPath, normalized, parse_path
+
+
+def path_argument(text: str) -> RunPath:
+    """Returns the normal form of a path among the arguments; raises ConfigError if it is none."""
+    try:
+        return normalized(parse_path(os.path.expanduser(text)))
+    except ValueError as error:
+        raise ConfigError(f"{text!r}: {error}") from error
 
 
 class Parser(argparse.ArgumentParser):

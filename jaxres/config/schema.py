@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
-from jaxres.config.base import Folder, PositiveFloat, Section, content_path, free
+from jaxres.config.base import Folder, PositiveFloat, RunRoot, Section, content_path, free
 from jaxres.config.schema_operations import (
     AlertsSection,
     KeepSection,
@@ -37,11 +37,15 @@ ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 class RunSection(Section):
     """Run directory and seed."""
 
-    dir: Folder | None = free(None)
-    """Run directory, or gs://BUCKET/FOLDER.
+    dir: RunRoot | None = free(None)
+    """Run directory, or gs://BUCKET/FOLDER; `~` is the home folder.
 
     Default: runs/<config name>-<first 8 of the trajectory digest>.
     """
+    must_exist: bool = free(False)
+    """Whether a start is refused (78) if the run directory holds no run.
+
+    Set it after the first start: a disk that is not mounted then starts no second run at step 0."""
     seed: NonNegativeInt = 0
     """Seed of parameters, dropout and data order."""
 

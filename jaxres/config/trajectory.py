@@ -17,7 +17,7 @@ from jaxres.config.schema import GptModel, RunConfig, Section
 from jaxres.config.schema_fields import is_content_path, is_free, iter_fields
 from jaxres.config.schema_training import ConstantSchedule, LossScaleSection, RollbackSection
 from jaxres.faults import ConfigError
-from jaxres.storage.path import RunPath
+from jaxres.storage.path import RunPath, run_root
 
 Change = tuple[str, Any, Any]
 """(dotted key, recorded value, given value); ABSENT on a side without the key."""
@@ -116,11 +116,17 @@ def run_dirs(config: RunConfig, name: str) -> tuple[RunPath, ...]:
 
     It is the configured one, or runs/<name>-<first 8 of the digest>. The first one that holds a run
     is the run's directory; if none does, the last one is.
+
+    Raises:
+      ConfigError: no checkpoint can be saved there, because of the path.
     """
     if config.run.dir is not None:
         return (config.run.dir,)
     digests = (digest(config, with_paths=True), digest(config))
-    return tuple(Path("runs") / f"{name}-{text[:8]}" for text in digests)
+    try:
+        return tuple(run_root(Path("runs") / f"{name}-{text[:8]}") for text in digests)
+    except ValueError as error:
+        raise ConfigError(f"run.dir: {error}, or set run.dir=...") from error
 
 
 def diff(recorded: RunConfig, given: RunConfig) -> list[Change]:

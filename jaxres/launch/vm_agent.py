@@ -204,13 +204,7 @@ class Agent:
             return
         if config is None:
             return  # The bucket is unavailable; the next poll tries again.
-        arguments = [str(self._folder / f"{desired.config}.yaml"), f"run.dir={self._paths.run}"]
-        if (notice := self._preemption(config).notice_seconds) != config.preemption.notice_seconds:
-            arguments += [f"preemption.notice_seconds={notice:g}"]
-        if len(desired.hosts) > 1:
-            coordinator = f"{desired.hosts[0].ip}:{desired.port}"
-            arguments += ["--coordinator", coordinator]
-            arguments += ["--num-hosts", str(len(desired.hosts)), "--host-id", str(host)]
+        arguments = self._arguments(desired, host, config)
         output = self._folder / f"output-{desired.attempt:04d}.txt"
         self._attempt_file.write_text(f"{desired.attempt}\n")
         with output.open("ab") as file:
@@ -225,6 +219,19 @@ class Agent:
             )
         self._local = LocalAttempt(desired.attempt, process, output)
         self._publish("running", desired.attempt)
+
+    def _arguments(self, desired: DesiredState, host: int, config: RunConfig) -> list[str]:
+        """Returns the arguments of `jaxres.train` for one host of the desired attempt."""
+        arguments = [str(self._folder / f"{desired.config}.yaml"), f"run.dir={self._paths.run}"]
+        if (notice := self._preemption(config).notice_seconds) != config.preemption.notice_seconds:
+            arguments += [f"preemption.notice_seconds={notice:g}"]
+        if desired.seq_before:  # The run has begun: never again at step 0.
+            arguments += ["run.must_exist=true"]
+        if len(desired.hosts) > 1:
+            coordinator = f"{desired.hosts[0].ip}:{desired.port}"
+            arguments += ["--coordinator", coordinator]
+            arguments += ["--num-hosts", str(len(desired.hosts)), "--host-id", str(host)]
+        return arguments
 
     @property
     def _attempt_file(self) -> Path:

@@ -53,16 +53,26 @@ __all__ = [
     "newer_claim",
     "read_after",
     "read_records",
+    "refuse_lost",
     "start_of",
     "superseded_message",
 ]
 
 
-def read_records(folder: RunPath) -> list[Record]:
-    """Reads the whole log in order; a gap in the numbers is an error."""
+def read_records(folder: RunPath, *, known: int = 0) -> list[Record]:
+    """Reads the whole log in order; a gap in the numbers is an error.
+
+    Args:
+      folder: the folder of the log.
+      known: number of records that this process has read or written before.
+
+    Raises:
+      StorageUnavailable: there are fewer records: the folder is being deleted, or unmounted.
+    """
     if is_remote(folder):
         return list(_known.newest(folder))
     names = files.list_names(folder)
+    refuse_lost(folder, len(names), known=known)
     _refuse_gaps(folder, names, first=1)
     return [_read(folder / name) for name in names]
 
@@ -126,10 +136,27 @@ def _require(path: RunPath, data: bytes | None) -> bytes:
     return data
 
 
-def claim_of(records: Sequence[Record], *, attempt: int) -> Claim:
-    """Returns the claim that opened an attempt."""
-    bodies = (record.body for record in records if record.attempt == attempt)
-    return next(body for body in bodies if isinstance(body, Claim))
+def refuse_lost(folder: RunPath, count: int, *, known: int) -> None:
+    """Raises StorageUnavailable if a log has fewer records than this process knows of.
+
+    Otherwise a disk that is not mounted any more would look like a run that has not begun.
+    """
+    if count < known:
+        raise StorageUnavailable(
+            f"{folder}: {known} records existed, {count} are left. Was the run directory "
+            "deleted or unmounted? Restore the folder; nothing was changed."
+        )
+
+
+def claim_of(records: Sequence[Record], *, attempt: int, folder: RunPath) -> Claim:
+    """Returns the claim that opened an attempt; raises StorageUnavailable if it is gone."""
+    for record in records:
+        if record.attempt == attempt and isinstance(record.body, Claim):
+            return record.body
+    raise StorageUnavailable(
+        f"{folder}: the claim of attempt {attempt} is missing. Was the run directory moved, "
+        "deleted or unmounted? Restore it, then rerun the same command."
+    )
 
 
 def newer_claim(folder: RunPath, *, attempt: int, after: int) -> tuple[Claim | None, int]:
@@ -278,12 +305,11 @@ class RunLog:
             records = read_records(self._folder)
         else:
             before, names = self._read, files.list_names(self._folder)
+            refuse_lost(self._folder, len(names), known=known)
             _refuse_gaps(self._folder, names, first=1)
-            new = [_read(self._folder / name) for name in names[len(before) :]]
-            records = [*before[: len(names)], *new]
-        if len(records) < known:
-            raise StorageUnavailable(f"{self._folder}: records are missing that existed before.")
-        self._read = tuple(records)
+            records = [*before, *(_read(self._folder / name) for name in names[len(before) :])]
+            self._read = tuple(records)
+        refuse_lost(self._folder, len(records), known=known)
         return records
 
     def history(self) -> RunHistory:

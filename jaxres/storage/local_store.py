@@ -27,6 +27,7 @@ _FORBIDDEN = {
     errno.EROFS,
     errno.EACCES,
     errno.EPERM,
+    errno.EEXIST,
     errno.ENOTDIR,
     errno.EISDIR,
     errno.ENAMETOOLONG,
@@ -187,6 +188,9 @@ class LocalStore:
         """Creates `folder` and its parents, durably."""
         with typed_errors(folder):
             new = [path for path in (folder, *folder.parents) if not path.exists()]
+            for path in new:
+                if path.is_symlink():  # Its disk is not mounted: mkdir would raise EEXIST.
+                    raise FileNotFoundError(errno.ENOENT, "link to nothing", str(path))
             folder.mkdir(parents=True, exist_ok=True)
             for path in new:
                 self.sync_dir(path.parent)
@@ -239,12 +243,17 @@ class LocalStore:
             os.close(descriptor)
 
     def files_below(self, folder: Path) -> dict[str, int]:
-        """Returns relative path -> size of every file below `folder`; raises every OSError."""
+        """Returns relative path -> size of every file below `folder`; raises every OSError.
+
+        Links are followed; a link to nothing is left out, like a file that is missing.
+        """
         sizes: dict[str, int] = {}
-        for root, _, files in os.walk(folder, onerror=_raise if folder.exists() else None):
+        onerror = _raise if folder.exists() else None
+        for root, _, files in os.walk(folder, onerror=onerror, followlinks=True):
             for name in files:
                 path = Path(root, name)
-                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
         return sizes
 
     def cached_files(self, folder: Path) -> list[Path]:
@@ -296,9 +305,15 @@ def _write_temp(path: Path, data: bytes, *, mode: int = 0o666) -> Path:
 
 
 def _remove_trash(folder: Path) -> None:
-    """Deletes a trash folder that another process may be deleting at the same time."""
+    """Deletes a trash folder that another process may be deleting at the same time.
+
+    Of a link only the link is deleted: what it points to may belong to something else.
+    """
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(folder)
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)
+        else:
+            folder.unlink()
 
 
 def _fsync(path: Path, flags: int) -> None:

@@ -124,7 +124,7 @@ def run_attempt(
     config = loaded.config
     if is_complete(run_dir, config):
         return ExitCode.DONE
-    clock = SystemClock()
+    known, clock = len(run_log.read_records(run_dir.log)), SystemClock()
     with contextlib.ExitStack() as stack:
         preemption_watcher = None
         if threads is None:  # Otherwise no supervisor could handle a notice.
@@ -135,7 +135,14 @@ def run_attempt(
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         signals.block()  # Until the select loop handles them, so that the result is recorded.
         log, opened = claim_attempt(
-            config, run_dir, job=job, run_lock=run_lock, clock=clock, env=env, threads=threads
+            config,
+            run_dir,
+            job=job,
+            run_lock=run_lock,
+            clock=clock,
+            env=env,
+            known=known,
+            threads=threads,
         )
         opened = dataclasses.replace(opened, preemption_watcher=preemption_watcher)
         ended = consume_stop_file(run_dir, opened.claim)
@@ -157,6 +164,7 @@ def claim_attempt(
     run_lock: RunLock,
     clock: Clock,
     env: Mapping[str, str],
+    known: int,
     threads: int | None = None,
     attempt: int | None = None,
 ) -> tuple[RunLog, ClaimedAttempt]:
@@ -169,14 +177,16 @@ def claim_attempt(
       run_lock: the lock, held.
       clock: time of the records.
       env: environment of the attempt.
+      known: number of records that this process has read before.
       threads: number of CPU threads of this process if it trains itself.
       attempt: number of the attempt, for a log that is being rebuilt; None: the next one of a log
         that accounts for the checkpoints.
 
     Raises:
+      StorageUnavailable: there are fewer records, so that the run would start again at step 0.
       Unrestorable: the log does not account for the checkpoints; nothing was changed.
     """
-    records = run_log.read_records(run_dir.log)
+    records = run_log.read_records(run_dir.log, known=known)
     if attempt is None:
         step_dirs.require_complete_log(run_dir, run_log.fold(records))
     claim = new_claim(config, run_log.fold(records), env=env, job=job)

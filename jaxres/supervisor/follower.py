@@ -50,7 +50,7 @@ def follow(
         attempt_number, peers = stack.enter_context(joined)
         signals.block()
         records = run_log.read_records(run_dir.log)
-        claim = run_log.claim_of(records, attempt=attempt_number)
+        claim = run_log.claim_of(records, attempt=attempt_number, folder=run_dir.log)
         command = worker_command(run_dir, claim, member)
         ended = supervise(
             {member.host: command},

@@ -202,7 +202,7 @@ def _run_one(run: LoopState, *, without: frozenset[int]) -> AttemptResult:
     assert slots is not None, without
     run.slots, run.claim = slots, None
     try:
-        _refresh_history(run, run_log.read_records(run.run_dir.log))
+        _refresh_history(run, run_log.read_records(run.run_dir.log, known=run.last_seq))
         _kill_leftovers(run, run.run_history.claims)
         if attempt_runner.is_complete(run.run_dir, run.config):
             return AttemptResult(
@@ -227,7 +227,13 @@ def _run_one(run: LoopState, *, without: frozenset[int]) -> AttemptResult:
 
 def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult:
     log, opened = attempt_runner.claim_attempt(
-        run.config, run.run_dir, job=job, run_lock=run.run_lock, clock=run.clock, env=run.env
+        run.config,
+        run.run_dir,
+        job=job,
+        run_lock=run.run_lock,
+        clock=run.clock,
+        env=run.env,
+        known=run.last_seq,
     )
     opened = dataclasses.replace(opened, preemption_watcher=run.preemption_watcher)
     run.claim, run.last_seq = opened.claim, opened.last_seq
@@ -259,11 +265,7 @@ def _refresh_history(run: LoopState, records: Sequence[Record]) -> None:
     run_history = run_log.fold(records)
     if run_history.attempt > run.run_history.attempt and not _is_ours(run_history.claims[-1]):
         raise Fenced(_fenced_reason(run, run_history.claims[-1]))
-    if len(records) < run.last_seq:
-        raise StorageUnavailable(
-            f"{run.run_dir.log}: {run.last_seq} records existed, {len(records)} are left. Restore "
-            "the folder; nothing was changed."
-        )
+    run_log.refuse_lost(run.run_dir.log, len(records), known=run.last_seq)
     run.run_history, run.last_seq = run_history, len(records)
 
 

@@ -184,7 +184,8 @@ def _same_step(
 
     def newest() -> str:
         with _name_source():
-            return str(weights_source.committed(RunDir(section.path), step=None).step)
+            run_dir = weights_source.source_run_dir(section)
+            return str(weights_source.committed(run_dir, step=None).step)
 
     return int(context.peers.broadcast("init/step", newest, seconds=seconds))
 

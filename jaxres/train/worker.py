@@ -157,7 +157,7 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
         record=lambda result: write_now(options.status_fd, exit_message(result)),
     )
     records = run_log.read_records(run_dir.log)
-    claim = run_log.claim_of(records, attempt=options.attempt)
+    claim = run_log.claim_of(records, attempt=options.attempt, folder=run_dir.log)
     log = RunLog.of_attempt(run_dir.log, records, attempt=options.attempt, clock=SystemClock())
     recorded = run_dir.attempt(options.attempt) / "config.yaml"
     config = configs.load_recorded(recorded, ()).config

@@ -179,9 +179,9 @@ def test_a_run_can_grow_if_its_schedule_keeps_its_horizon(write: Write):
 def test_the_default_run_directory_is_named_by_config_and_digest(write: Write):
     bare = config(write)
     *earlier, current = run_dirs(bare, "x")
-    assert current == Path("runs") / f"x-{digest(bare)[:8]}"
-    assert earlier == [Path("runs") / f"x-{digest(bare, with_paths=True)[:8]}"]
-    assert run_dirs(config(write, "run.dir=a/b"), "x") == (Path("a/b"),)
+    assert current == Path.cwd() / "runs" / f"x-{digest(bare)[:8]}"
+    assert earlier == [Path.cwd() / "runs" / f"x-{digest(bare, with_paths=True)[:8]}"]
+    assert run_dirs(config(write, "run.dir=a/b"), "x") == (Path.cwd() / "a/b",)
 
 
 @pytest.mark.parametrize(

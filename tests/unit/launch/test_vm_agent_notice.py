@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.launch import instance_spec
+from jaxres.launch.desired_state import DesiredState
 from jaxres.launch.instance_spec import NOTICE, Machine
 from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.vm_agent import Agent
@@ -77,3 +79,11 @@ def test_an_agent_uses_the_longer_notice_of_config_and_metadata(
         notice_seconds=in_metadata,
     )
     assert agent._preemption(config()).notice_seconds == seconds
+
+
+def test_an_agent_never_starts_a_run_with_records_at_step_0(tmp_path: Path) -> None:
+    agent = Agent(LaunchPaths(RUN), name="jx-0", folder=tmp_path, clock=SystemClock())
+    first = DesiredState(run="jx", code="", config="c", attempt=1)
+    again = dataclasses.replace(first, attempt=2, seq_before=3)
+    assert "run.must_exist=true" not in agent._arguments(first, 0, config())
+    assert "run.must_exist=true" in agent._arguments(again, 0, config())

@@ -93,6 +93,17 @@ def test_value_has_one_canonical_text():
     assert canonical_json({"a": "é", "b": (1.5, None, True)}) == text
 
 
+def test_log_that_is_being_deleted_is_storage_unavailable(tmp_path):
+    folder = tmp_path / "log"
+    log = claimed(folder)
+    log.append(COMMIT)
+    (folder / "00000001.json").unlink()
+    with pytest.raises(StorageUnavailable, match="2 records existed, 1 are left"):
+        log.history()
+    with pytest.raises(StorageUnavailable, match="the claim of attempt 1 is missing"):
+        run_log.claim_of([], attempt=1, folder=folder)
+
+
 def test_log_that_disappears_while_it_is_read_is_storage_unavailable(tmp_path, monkeypatch):
     folder = tmp_path / "log"
     log, lists = claimed(folder), files.list_names
@@ -104,7 +115,7 @@ def test_log_that_disappears_while_it_is_read_is_storage_unavailable(tmp_path, m
         losing.setattr(files, "list_names", list_and_lose)
         with pytest.raises(StorageUnavailable, match="existed a moment ago"):
             log.history()
-    with pytest.raises(StorageUnavailable, match="records are missing"):
+    with pytest.raises(StorageUnavailable, match="1 records existed, 0 are left"):
         log.history()
     (tmp_path / "away").rename(folder)
     assert log.history().attempt == 1
