@@ -10,11 +10,11 @@ from jaxres import config as configs
 from jaxres.clock import Clock
 from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import UsageError
+from jaxres.faults import ConfigError, UsageError
 from jaxres.launch import reconcile
 from jaxres.launch.capacity_options import NEVER, Backoff
 from jaxres.launch.desired_state import DesiredState, StateObject, VmSpec
-from jaxres.launch.gce_api import ApiUnavailable, Compute
+from jaxres.launch.gce_api import ApiUnavailable, Compute, NoCredentials
 from jaxres.launch.lease import Lease
 from jaxres.launch.observed_state import AgentReport
 from jaxres.launch.paths import LaunchPaths
@@ -120,6 +120,8 @@ def logs(
         )
     try:
         output = compute.output(found.name, found.zone)
+    except NoCredentials as error:
+        raise ConfigError(str(error)) from error
     except ApiUnavailable as error:
         raise UsageError(
             f"{name}: nothing is in the bucket yet, and the API does not answer ({error})"

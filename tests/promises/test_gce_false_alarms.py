@@ -11,16 +11,22 @@ from tests.promises.trainer import assert_bit_exact, run_history
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seconds", "pace"), [(10.0, "0.02"), pytest.param(120.0, "0.08", marks=pytest.mark.campaign)]
+    ("kind", "seconds", "pace"),
+    [
+        ("503", 10.0, "0.02"),
+        ("403", 10.0, "0.02"),
+        pytest.param("503", 120.0, "0.08", marks=pytest.mark.campaign),
+        pytest.param("403", 120.0, "0.08", marks=pytest.mark.campaign),
+    ],
 )
 def test_a_control_plane_and_bucket_outage_restarts_nothing(
-    cloud: Cloud, fault_free_pair: RunDir, seconds: float, pace: str
+    cloud: Cloud, fault_free_pair: RunDir, kind: str, seconds: float, pace: str
 ) -> None:
     launcher = cloud.up(cloud.config(num_hosts=2, env={"PACE": pace}))
     cloud.wait_commit(10)
     members = [cloud.member(0), cloud.member(1)]
-    silent = cloud.gce.fail("503", times=25)
-    away = cloud.gcs.fail("503", times=None, seconds=seconds)
+    silent = cloud.gce.fail(kind, times=25)
+    away = cloud.gcs.fail(kind, times=None, seconds=seconds)
     assert launcher.wait_exit(600) == 0, cloud.describe()
     assert silent.times == 0, "the control plane has failed too few times"
     assert away.hits > 5

@@ -44,12 +44,16 @@ def leave(code):
     return SupervisorEnded(exit=code, reason="")
 
 
-def remembered(*bodies):
+def recorded(*bodies):
     records, attempt = [], 0
     for seq, body in enumerate(bodies, start=1):
         attempt = body.attempt if isinstance(body, Claim) else attempt
         records.append(Record(seq, attempt, 0.0, body))
-    return load_history(records)
+    return records
+
+
+def remembered(*bodies):
+    return load_history(recorded(*bodies))
 
 
 def codes(*bodies):
@@ -144,3 +148,22 @@ def test_decisions_are_the_same_for_one_supervisor_and_for_many():
         assert ours == restart_policy.decide(known[:number], 0.0, POLICY)
     assert isinstance(ours, GiveUp)
     assert ours.exit == ExitCode.UNHEALTHY
+
+
+@pytest.mark.parametrize(
+    ("bodies", "expected"),
+    [
+        ((), False),
+        ((claim(1, 0),), True),
+        ((by_hand(1), commit(10)), True),
+        ((by_hand(1), stop(74)), True),
+        ((by_hand(1), stop(75)), True),
+        ((by_hand(1), stop(76)), False),
+        ((by_hand(1), stop(78)), False),
+        ((claim(1, 0), stop(70), claim(2, 0), stop(74)), True),
+        ((claim(1, 0), stop(70), leave(84)), False),
+        ((claim(1, 0), stop(75), leave(75)), True),
+    ],
+)
+def test_an_attempt_is_a_restart_unless_only_an_operator_starts_it(bodies, expected):
+    assert restart_policy.is_restart(recorded(*bodies)) is expected
