@@ -162,7 +162,7 @@ ROWS: tuple[ExitRow, ...] = (
     ExitRow(
         code=ExitCode.STORAGE,
         name="STORAGE",
-        meaning="Storage doesn't answer or is full.",
+        meaning="Storage doesn't answer, is full, or denies access while something runs.",
         severity=Severity.FAILURE,
         tie_break=1,
         restart=RestartRule.STORAGE_BUDGET,
@@ -205,7 +205,7 @@ ROWS: tuple[ExitRow, ...] = (
     ExitRow(
         code=ExitCode.CONFIG,
         name="CONFIG",
-        meaning="A bad key, value or data set, or a path that can't be written.",
+        meaning="A bad key, value or data set, or a path that can't be used at a start.",
         severity=Severity.CONFIG,
         restart=RestartRule.NEVER,
         remedy="fix what the message names, then run {command}",

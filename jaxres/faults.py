@@ -4,6 +4,8 @@
 outside contract: launchers rely on them.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +29,7 @@ class UsageError(RunError):
 
 
 class ConfigError(RunError):
-    """A bad key, value or data set, or a path that can't be written. Home: config/."""
+    """A bad key, value or data set, or a path that can't be used at a start. Home: config/."""
 
     exit_code = ExitCode.CONFIG
 
@@ -36,6 +38,15 @@ class StorageUnavailable(RunError):
     """Storage did not answer or is full. This is no evidence of damage."""
 
     exit_code = ExitCode.STORAGE
+
+
+class StorageRefused(StorageUnavailable):
+    """Storage refuses access: no permission, a read-only mount, or no such bucket.
+
+    At a start an operator has to act, so `by_phase` makes it a ConfigError. While a run, an agent
+    or a launcher works it is an outage like any other: an operator who has removed a permission or
+    a mount restores it, and a cloud grants access again.
+    """
 
 
 class Fenced(RunError):
@@ -72,6 +83,33 @@ class Unrestorable(RunError):
     """Checkpoints exist and none is valid."""
 
     exit_code = ExitCode.UNRESTORABLE
+
+
+def by_phase(error: RunError, *, at_start: bool) -> RunError:
+    """Returns the error as it counts in a phase; only StorageRefused depends on it.
+
+    Args:
+      error: any error whose cause is known.
+      at_start: whether nothing has run since an operator gave the command: no step is computed,
+        and no attempt has ended that is followed by another one without an operator.
+
+    >>> by_phase(StorageRefused("read-only"), at_start=True)
+    ConfigError('read-only')
+    >>> by_phase(StorageRefused("read-only"), at_start=False)
+    StorageUnavailable('read-only')
+    """
+    if not isinstance(error, StorageRefused):
+        return error
+    return (ConfigError if at_start else StorageUnavailable)(str(error))
+
+
+@contextlib.contextmanager
+def refusals(*, at_start: bool) -> Iterator[None]:
+    """Raises a StorageRefused of the block as what it is in this phase; see `by_phase`."""
+    try:
+        yield
+    except StorageRefused as error:
+        raise by_phase(error, at_start=at_start) from error
 
 
 def error_from_exit_code(code: int, reason: str) -> RunError:
@@ -211,7 +249,8 @@ ALL: tuple[Fault, ...] = (
         "loop",
         "checkpoint/checkpointer.py",
         "training continues, the last good checkpoint stays, the next save tries again; the run "
-        "ends after checkpoint.max_failed_saves in a row, or if the last step can't be committed",
+        "ends after checkpoint.max_failed_saves in a row, or if the last step can't be committed; "
+        "refused access counts the same, except at a start (bad_config)",
         exit=ExitCode.STORAGE,
         state_is_good=True,
         done=True,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxres import faults
 from jaxres.cli import history as history_cli
 from jaxres.cli import status
 from jaxres.clock import SystemClock
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
                 text = _digest(run_dir, history, step=options.step)
     except RunError as end:
         sys.stderr.write(f"{end}\n")
-        return end.exit_code
+        return faults.by_phase(end, at_start=True).exit_code
     sys.stdout.write(text)
     return code
 

@@ -24,7 +24,7 @@ from jaxres.data import Dataset
 from jaxres.engine import mesh_plan
 from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, OutOfMemory, RunError
+from jaxres.faults import ConfigError, OutOfMemory, RunError, StorageRefused
 from jaxres.storage import files
 from jaxres.storage.path import is_remote
 from jaxres.supervisor import gce_metadata, preemption
@@ -60,7 +60,8 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     try:
         options = _parse(arguments)
         loaded = configs.load(options.config, options.overrides)
-    except RunError as error:
+    except RunError as raised:
+        error = faults.by_phase(raised, at_start=True)
         sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))
         return error.exit_code
     failed = 0
@@ -323,7 +324,7 @@ def _guarded(
     """Yields the checks; converts a RunError to a failed or warning check."""
     try:
         yield from checks()
-    except ConfigError as error:
+    except (ConfigError, StorageRefused) as error:
         yield Check(bad, name, str(error))
     except RunError as error:
         yield Check(

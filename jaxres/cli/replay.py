@@ -39,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         for line in replay.lines(explain=options.explain):
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
-    except RunError as error:
+    except RunError as raised:
+        error = faults.by_phase(raised, at_start=True)
         sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))
         return error.exit_code
     return ExitCode.DONE

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from jaxres.clock import Clock
 from jaxres.cluster.messages import VERSION, ProtocolError, parse_fields
-from jaxres.faults import ConfigError, StorageUnavailable, UsageError
+from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable, UsageError
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 
@@ -180,8 +180,8 @@ def _read_or_create(path: RunPath, *, clock: Clock) -> bytes:
 def _read(path: RunPath) -> bytes | None:
     try:
         return files.read(path)
-    except ConfigError as error:
-        raise ConfigError(
+    except (ConfigError, StorageRefused) as error:
+        raise type(error)(
             f"{error} Only the owner of the file may read the secret of a run: run all hosts as "
             f"one user, or set the same {VARIABLE} on all of them."
         ) from error

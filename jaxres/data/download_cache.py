@@ -21,9 +21,9 @@ from pathlib import Path
 
 from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema import CustomSource, DataSection, TextSource, TokensSource
-from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.faults import ConfigError, StorageRefused
 from jaxres.storage import gcs_objects
-from jaxres.storage.files import FULL, TransferCorrupted, sync_dir
+from jaxres.storage.files import TransferCorrupted, fault_of, sync_dir
 from jaxres.storage.path import SCHEME, GcsPath, is_remote, parse_path
 
 KEY = "data.source.path"
@@ -60,8 +60,8 @@ def localize(
     """Returns the source with a local path; downloads it first if it is in a bucket.
 
     Raises:
-      ConfigError: the source does not exist, this account may not read it, or it changes during
-        the download.
+      ConfigError: the source does not exist, or it changes during the download.
+      StorageRefused: this account may not read the source or write to the local disk.
       StorageUnavailable: the bucket does not respond, or the local disk is full.
     """
     source = config.source
@@ -77,8 +77,8 @@ def localize(
         )
     except ValueError as error:
         raise ConfigError(f"{KEY}: {source.path} {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{KEY}: {error}") from error
+    except (ConfigError, StorageRefused) as error:
+        raise type(error)(f"{KEY}: {error}") from error
     path = str(downloaded) if isinstance(source, TextSource) else downloaded
     return source.model_copy(update={"path": path})
 
@@ -102,8 +102,7 @@ def _downloaded(
         if not _is_complete(entry, objects):
             _copy(remote, objects, root=root, entry=entry, progress=progress)
     except OSError as error:
-        kind = StorageUnavailable if error.errno in FULL else ConfigError
-        raise kind(
+        raise fault_of(error)(
             f"{remote}: can't be copied to {root} ({error}). Free space there, or set "
             "data.cache_dir to a folder that can be written."
         ) from error

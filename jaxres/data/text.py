@@ -31,8 +31,8 @@ from jaxres.data.token_folder import (
     TokenWriter,
     open_tokens,
 )
-from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.storage.files import FULL, sync_dir
+from jaxres.faults import ConfigError, RunError
+from jaxres.storage.files import fault_of, sync_dir
 
 STDLIB = "{stdlib}"
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -73,8 +73,7 @@ def open_text(
     try:
         return _build(files, entry, progress)
     except OSError as error:
-        kind = StorageUnavailable if error.errno in FULL else ConfigError
-        raise kind(
+        raise fault_of(error)(
             f"data.cache_dir: the tokenised corpus can't be written to {corpora}: {error}. "
             "Free space there, or set data.cache_dir to a folder that can be written."
         ) from error
@@ -145,7 +144,7 @@ def _matches(root: Path, patterns: tuple[str, ...], *, skip: frozenset[str]) -> 
                 f"data.source.include: {pattern!r} is not a valid pattern: {error}"
             ) from error
         except OSError as error:
-            raise ConfigError(f"data.source.path: {root} can't be listed: {error}") from error
+            raise fault_of(error)(f"data.source.path: {root} can't be listed: {error}") from error
 
 
 def _stdlib() -> Path:
@@ -174,7 +173,7 @@ def _list_file(files: dict[str, TextFile], name: str, path: Path, *, skip_dangli
 
 
 def _check_folders(root: Path, exclude: tuple[str, ...]) -> None:
-    """Raises ConfigError if a folder can't be listed, which pathlib's glob ignores."""
+    """Raises a RunError if a folder can't be listed, which pathlib's glob ignores."""
 
     def raise_unreadable(error: OSError) -> None:
         path = Path(error.filename)
@@ -186,8 +185,9 @@ def _check_folders(root: Path, exclude: tuple[str, ...]) -> None:
         pass
 
 
-def _unreadable(path: Path, reason: object) -> ConfigError:
-    return ConfigError(
+def _unreadable(path: Path, reason: OSError | str) -> RunError:
+    kind = fault_of(reason) if isinstance(reason, OSError) else ConfigError
+    return kind(
         f"data.source.path: {path} can't be read: {reason}. "
         "Fix it, or exclude it with data.source.exclude."
     )

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from jaxres.data.batching import Arrays, BadRecord, check_ids
 from jaxres.faults import ConfigError
-from jaxres.storage.files import sync_dir
+from jaxres.storage.files import fault_of, sync_dir
 
 FORMAT_VERSION = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -77,7 +77,7 @@ def open_tokens(folder: Path) -> TokenFolder:
             "meta.json (docs/data.md)."
         ) from error
     except OSError as error:
-        raise ConfigError(f"the token folder {folder} can't be read: {error}") from error
+        raise fault_of(error)(f"the token folder {folder} can't be read: {error}") from error
     return TokenFolder(folder, meta, tokens, offsets)
 
 

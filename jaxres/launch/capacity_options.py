@@ -13,13 +13,22 @@ from typing import Literal
 from jaxres.config.schema_gce import CapacityOption
 
 CreateErrorKind = Literal[
-    "stockout", "quota", "rate_limit", "wrong_zone", "preempted", "exists", "passing", "refused"
+    "stockout",
+    "quota",
+    "rate_limit",
+    "wrong_zone",
+    "preempted",
+    "exists",
+    "passing",
+    "denied",
+    "refused",
 ]
 """Why VMs were not created.
 
 stockout: no capacity now. quota: the project's limit is reached. rate_limit: too many requests.
 wrong_zone: the zone never has the machine type. preempted: preempted during its creation.
 exists: the name is already used. passing: the service failed or did not answer properly.
+denied: no permission now; before the first attempt of a job has ended this counts as refused.
 refused: neither another zone nor a later request would help.
 """
 FIRST_COOL_SECONDS = 300.0
@@ -27,6 +36,9 @@ QUOTA_COOL_SECONDS = 3600.0
 RATE_COOL_SECONDS = 60.0
 """Rate limits are refilled every minute."""
 PASSING_COOL_SECONDS = 15.0
+DENIED_COOL_SECONDS = 60.0
+MAX_DENIALS = 12
+"""Most denials in a row after which a zone is tried again: over more than an hour."""
 JITTER = 0.25
 NEVER = 1e12
 """A time in seconds since the epoch, long after every run; JSON has no infinity."""
@@ -107,6 +119,7 @@ def with_backoff(
         "preempted": PASSING_COOL_SECONDS * min(failures - 1, 8),
         "exists": PASSING_COOL_SECONDS * min(failures - 1, 8),
         "passing": PASSING_COOL_SECONDS * min(failures, 8) * spread,
+        "denied": NEVER if failures > MAX_DENIALS else DENIED_COOL_SECONDS * failures * spread,
         "refused": NEVER,
     }[error]
     others = [c for c in backoffs if (c.option, c.zone) != (site.option, site.zone)]

@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from jaxres import config as configs
+from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
@@ -22,6 +23,7 @@ from jaxres.faults import (
     Fenced,
     PreemptedError,
     StoppedError,
+    StorageUnavailable,
     UsageError,
     format_exit_message,
 )
@@ -248,7 +250,8 @@ def _released_on_error(lease: Lease) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        lease.release()
+        with contextlib.suppress(StorageUnavailable):  # Then the lease expires.
+            lease.release()
         raise
 
 
@@ -256,7 +259,7 @@ def _run_controller(running: Controller) -> int:
     """Controls a job to its end, or until a signal makes this launcher exit."""
     run = running.paths.run
     try:
-        with _released_on_error(running.lease):
+        with _released_on_error(running.lease), faults.refusals(at_start=False):
             end = running.run()
     except (StoppedError, PreemptedError) as left:
         print_line(

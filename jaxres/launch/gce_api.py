@@ -45,6 +45,10 @@ class ApiUnavailable(Exception):
     """The service has not answered or has failed; the same call may succeed later."""
 
 
+class NoCredentials(ApiUnavailable):
+    """The credentials are refused or can't be renewed."""
+
+
 class Compute:
     """Compute API calls of one project."""
 
@@ -54,8 +58,9 @@ class Compute:
         Raises:
           ConfigError: a package is missing, or there are no credentials.
         """
-        self._gce, self.project, self._endpoint = gce, gce.project, endpoint
+        self._gce, self.project = gce, gce.project
         self._clients: dict[str, Any] = {}
+        self._options = _client_options(endpoint)
         self._no_notice = False
         self._console: Callable[[str], None] = lambda _: None
         self.client("InstancesClient")
@@ -67,7 +72,7 @@ class Compute:
     def client(self, kind: str) -> Any:
         """Returns the client of a kind; without credentials if an endpoint is given."""
         if kind not in self._clients:
-            self._clients[kind] = getattr(_library(), kind)(**_client_options(self._endpoint))
+            self._clients[kind] = getattr(_library(), kind)(**self._options)
         return self._clients[kind]
 
     def list(self, run: str) -> dict[str, VmStatus]:
@@ -265,8 +270,7 @@ class Compute:
         """Returns the result of a call.
 
         Raises:
-          ApiUnavailable: the call may succeed the next time.
-          ConfigError: there are no credentials.
+          ApiUnavailable: the call may succeed the next time; NoCredentials if it was not sent.
           GoogleAPICallError: any other error response.
         """
         from google.api_core import exceptions
@@ -276,7 +280,7 @@ class Compute:
         try:
             return request()
         except GoogleAuthError as error:
-            raise ConfigError(_NO_CREDENTIALS.format(error)) from error
+            raise NoCredentials(_NO_CREDENTIALS.format(error)) from error
         except (exceptions.TooManyRequests, exceptions.ServerError) as error:
             raise ApiUnavailable(_brief(error)) from error
         except (exceptions.RetryError, RequestException, ConnectionError, TimeoutError) as error:
@@ -382,8 +386,8 @@ def _kind(codes: set[str], message: str, status: int | None) -> CreateErrorKind:
         return "quota"
     if codes & EXISTS or status == 409:
         return "exists"
-    if codes & FORBIDDEN:
-        return "refused"
+    if codes & FORBIDDEN or status in (401, 403):
+        return "denied"
     if "preempt" in message and "UNSUPPORTED_OPERATION" in codes:
         return "preempted"
     if codes & STOCKOUT or codes == {MIN_COUNT}:

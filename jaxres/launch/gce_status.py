@@ -16,7 +16,7 @@ from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable, UsageEr
 from jaxres.launch import job_config, orphaned_vms, reconcile
 from jaxres.launch.capacity_options import NEVER, Backoff
 from jaxres.launch.desired_state import DesiredState, StateObject, VmSpec
-from jaxres.launch.gce_api import ApiUnavailable, Compute
+from jaxres.launch.gce_api import ApiUnavailable, Compute, NoCredentials
 from jaxres.launch.lease import Lease
 from jaxres.launch.observed_state import AgentReport, VmStatus
 from jaxres.launch.paths import LaunchPaths
@@ -182,6 +182,8 @@ def logs(
         )
     try:
         output = compute.output(found.name, found.zone)
+    except NoCredentials as error:
+        raise ConfigError(str(error)) from error
     except ApiUnavailable as error:
         raise UsageError(
             f"{name}: nothing is in the bucket yet, and the API does not answer ({error})"

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxres import faults
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.engine import mesh_plan
@@ -159,9 +160,10 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
         targets, run_dir, section=config.alerts, clock=clock, report=print_message
     )
     env = alert_sender.scrub_secrets(config.alerts, env)
-    return run_restart_loop(
-        config, run_dir, policy=policy, run_attempt=train, env=env, clock=clock, alerts=alerts
-    )
+    with faults.refusals(at_start=not attempt_runner.follows_an_attempt(run_dir)):
+        return run_restart_loop(
+            config, run_dir, policy=policy, run_attempt=train, env=env, clock=clock, alerts=alerts
+        )
 
 
 def _feasible_hosts(options: Options, config: RunConfig, env: Mapping[str, str]) -> tuple[int, ...]:

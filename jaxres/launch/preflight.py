@@ -20,7 +20,13 @@ from jaxres.launch import bucket_setup, code_package
 from jaxres.launch.capacity_options import zone_choices
 from jaxres.launch.controller import machine_for, new_state
 from jaxres.launch.desired_state import VmSpec
-from jaxres.launch.gce_api import TIMEOUT_SECONDS, ApiUnavailable, Compute, create_failed
+from jaxres.launch.gce_api import (
+    TIMEOUT_SECONDS,
+    ApiUnavailable,
+    Compute,
+    NoCredentials,
+    create_failed,
+)
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
 
@@ -138,10 +144,17 @@ def check(gce: GceSection, compute: Compute, run: GcsPath) -> list[str]:
 
 
 def _with_retries(call: Callable[[], Any]) -> Any:
-    """Returns the response of a call, tried a few times; raises StorageUnavailable if all fail."""
+    """Returns the response of a call, tried a few times.
+
+    Raises:
+      ConfigError: there are no credentials.
+      StorageUnavailable: all tries have failed.
+    """
     for left in reversed(range(TRIES)):
         try:
             return call()
+        except NoCredentials as error:
+            raise ConfigError(str(error)) from error
         except ApiUnavailable as error:
             if not left:
                 raise StorageUnavailable(

@@ -77,7 +77,9 @@ def _choose_zone(desired: DesiredState, observed: ObservedState, gce: GceSection
         causes = "; ".join(f"{c.zone}: {c.error}" for c in desired.backoffs)
         reason = f"no option in launch.gce.capacity_options is available, now or later ({causes}). "
         reason += desired.reason
-        return Transition(replace(desired, end=JobEnd(ExitCode.CONFIG, reason, observed.now)))
+        is_denied = any(c.error == "denied" for c in desired.backoffs)
+        code = ExitCode.NO_PROGRESS if is_denied else ExitCode.CONFIG
+        return Transition(replace(desired, end=JobEnd(code, reason, observed.now)))
     new = replace(desired, placement=desired.placement + 1, refill_since=None)
     new, names = _new_names(new, gce.num_hosts)
     vms = tuple(VmSpec(name, site.zone, site.option, observed.now) for name in names)
@@ -120,8 +122,9 @@ def _await_creation(
         vms_created = tuple(
             replace(vm, created=True) if vm.name in creation.names else vm for vm in desired.vms
         )
+        backoffs = tuple(c for c in desired.backoffs if c.error != "denied")
         return Transition(
-            replace(desired, vms=vms_created, creation=None),
+            replace(desired, vms=vms_created, creation=None, backoffs=backoffs),
             (f"created: {', '.join(creation.names)}",),
         )
     if not isinstance(answer, CreateFailed):
@@ -129,10 +132,12 @@ def _await_creation(
     (first, *_) = (vm for vm in desired.vms if vm.name in creation.names)
     site = ZoneChoice(first.option, first.zone)
     longest = 60.0 * gce.max_backoff_minutes
+    is_start = not desired.history  # Only then does an operator wait for the answer.
+    kind = "refused" if is_start and answer.kind == "denied" else answer.kind
     backoffs = capacity_options.with_backoff(
-        desired.backoffs, site, answer.kind, now=observed.now, longest=longest, seed=desired.run
+        desired.backoffs, site, kind, now=observed.now, longest=longest, seed=desired.run
     )
-    reason = f"{site.zone}: {answer.kind}: {answer.message}"
+    reason = f"{site.zone}: {kind}: {answer.message}"
     new = replace(desired, backoffs=backoffs, creation=None, reason=reason)
     is_refill = len(creation.names) < len(desired.vms)
     since = desired.refill_since if desired.refill_since is not None else observed.now

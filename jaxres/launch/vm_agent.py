@@ -35,6 +35,7 @@ from jaxres.runlog.events import Noted, PreemptionNoticeReceived
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath, is_remote, parse_path
 from jaxres.storage.threads import spawn_thread
+from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.processes import kill_me_with_parent
 
@@ -213,7 +214,7 @@ class Agent:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**env},
+                env={**env, RESTART_VARIABLE: "1" if desired.history else "0"},
                 start_new_session=True,
                 preexec_fn=functools.partial(kill_me_with_parent, os.getpid()),
             )

@@ -81,7 +81,7 @@ class RunDir:
 
     @property
     def tensorboard(self) -> Path:
-        """The folder of TensorBoard's event files, one per attempt."""
+        """The folder of TensorBoard's event files; in a bucket, `tensorboard` has copies."""
         return self.local / "tensorboard"
 
     @property

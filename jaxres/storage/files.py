@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_objects import GcsStore
-from jaxres.storage.local_store import FULL as FULL
 from jaxres.storage.local_store import LocalStore
+from jaxres.storage.local_store import fault_of as fault_of
 from jaxres.storage.local_store import make_private_dir as make_private_dir
 from jaxres.storage.local_store import typed_errors as typed_errors
 from jaxres.storage.path import RunPath, is_remote

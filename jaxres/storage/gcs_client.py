@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxres.clock import SystemClock
-from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from jaxres.storage.path import SCHEME, GcsPath
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
 T = TypeVar("T")
 
 
-class PermissionDenied(ConfigError):
-    """The bucket refuses this account."""
+class PermissionDenied(StorageRefused):
+    """The bucket refuses this account, or there is no account."""
 
 
-class NoBucket(ConfigError):
+class NoBucket(StorageRefused):
     """The bucket does not exist."""
 
 
@@ -95,7 +95,7 @@ def with_retries(path: GcsPath, call: Callable[[], T]) -> T:
 
     Raises:
       StorageUnavailable: the call has not succeeded within RETRY_SECONDS.
-      ConfigError: the bucket does not exist, or denies access.
+      StorageRefused: the bucket does not exist, or denies access.
       GoogleAPICallError: 404, 412 or 416, which the caller handles.
     """
     clock = SystemClock()
@@ -135,7 +135,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def typed_error(error: Exception, path: GcsPath) -> Exception:
-    """Returns the ConfigError for a missing bucket or missing rights, else the error itself."""
+    """Returns the StorageRefused for a missing bucket or missing rights, else the error itself."""
     from google.api_core.exceptions import Forbidden, NotFound, Unauthorized
 
     if isinstance(error, NotFound) and "bucket does not exist" in str(error):

@@ -1,7 +1,8 @@
 """Files and folders on a disk or a mount: the `Store` of local paths.
 
-An OSError that the user can fix (permissions, a read-only mount) is raised as ConfigError (exit
-78), a full or failing disk as StorageUnavailable (exit 74).
+A path that names the wrong thing is raised as ConfigError (exit 78), a full or failing disk as
+StorageUnavailable (exit 74), a denial (permissions, a read-only mount) as StorageRefused: 78 at a
+start, 74 later.
 """
 
 from __future__ import annotations
@@ -19,20 +20,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.faults import ConfigError, RunError, StorageRefused, StorageUnavailable
 from jaxres.storage.path import RunPath
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FORBIDDEN = {
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EEXIST,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-}
+_DENIED = {errno.EROFS, errno.EACCES, errno.EPERM}
+_MISNAMED = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _FAILING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ECONNRESET}
 _TRASH = re.compile(r"\..+\.[0-9a-f]{12}\.trash")
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")
@@ -51,8 +44,8 @@ def typed_errors(path: RunPath) -> Iterator[None]:
                 f"{path}: no space left ({error.strerror}). Nothing committed is lost. "
                 "Free some space there, or move the run directory, then rerun the same command."
             ) from error
-        if error.errno in _FORBIDDEN:
-            raise ConfigError(
+        if error.errno in _DENIED | _MISNAMED:
+            raise fault_of(error)(
                 f"{path}: can't be used ({error.strerror}). "
                 "Choose another path with run.dir=..., or change its permissions."
             ) from error
@@ -90,6 +83,17 @@ def make_private_dir(folder: Path) -> None:
             f"{found.st_uid}. Delete it if other accounts may have written to it, else run "
             f"`chmod 700 {folder}`."
         )
+
+
+def fault_of(error: OSError) -> type[RunError]:
+    """Returns the fault that an OSError is on a path that a config names.
+
+    >>> fault_of(PermissionError(errno.EACCES, "")).__name__, fault_of(FileNotFoundError()).__name__
+    ('StorageRefused', 'ConfigError')
+    """
+    if error.errno in FULL | _FAILING:
+        return StorageUnavailable
+    return StorageRefused if error.errno in _DENIED else ConfigError
 
 
 class LocalStore:

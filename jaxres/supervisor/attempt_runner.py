@@ -37,7 +37,7 @@ from jaxres.runlog.run_log import Claim, RunHistory, RunLog
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import call_with_timeout, write_with_timeout
-from jaxres.supervisor import processes, signals
+from jaxres.supervisor import processes, restart_policy, signals
 from jaxres.supervisor.attempt import ignore_save_health, print_message
 from jaxres.supervisor.failure_report import upload_artifacts
 from jaxres.supervisor.forkserver_client import ForkServer
@@ -51,6 +51,10 @@ from jaxres.telemetry.heartbeat import SaveHealth
 
 RECORD_SECONDS = 10.0
 """Longest wait, at the end, to write the last record or to read a traceback."""
+
+RESTART_VARIABLE = "JAXRES_RESTART"
+"""Set to 1 by what starts a command again without an operator, as the agent of a VM does: storage
+that refuses access before the run log can be read is then an outage."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,16 @@ class ClaimedAttempt:
     """Watches for preemption notices of this machine; None: nothing does."""
 
 
-def run_with_exit_code(command: Callable[[], int]) -> int:
-    """Runs a command; turns every error and signal into an exit code and one message."""
+def run_with_exit_code(command: Callable[[], int], *, at_start: bool = True) -> int:
+    """Runs a command; turns every error and signal into an exit code and one message.
+
+    `at_start`: the phase of the command as long as it has not read the run log.
+    """
     sys.excepthook = _exit_as_bug
     try:
         signals.raise_on_stop()
-        return command()
+        with faults.refusals(at_start=at_start):
+            return command()
     except RunError as error:
         stdio.flush()
         stdio.eprint(faults.format_exit_message(error.exit_code, str(error)))
@@ -126,6 +134,7 @@ def run_attempt(
         return ExitCode.DONE
     known, clock = len(run_log.read_records(run_dir.log)), SystemClock()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
         preemption_watcher = None
         if threads is None:  # Otherwise no supervisor could handle a notice.
             preemption_watcher = stack.enter_context(
@@ -334,6 +343,11 @@ def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
         "nothing to do. For a new run, change run.seed, run.dir or the config.\n"
     )
     return True
+
+
+def follows_an_attempt(run_dir: RunDir) -> bool:
+    """Returns whether the next attempt follows one that ended without an operator's decision."""
+    return restart_policy.is_restart(run_log.read_records(run_dir.log))
 
 
 def _record_config(config: RunConfig, run_dir: RunDir, claim: Claim, *, is_first: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
+from jaxres import faults
 from jaxres.clock import SystemClock
 from jaxres.cluster.detect import Address
 from jaxres.cluster.host_group import HostRank
@@ -15,6 +16,7 @@ from jaxres.storage.path import RunPath
 from jaxres.supervisor import signals
 from jaxres.supervisor.attempt_runner import (
     add_memory_advice,
+    follows_an_attempt,
     is_complete,
     print_result,
     worker_command,
@@ -43,6 +45,7 @@ def follow(
         return ExitCode.DONE
     clock = SystemClock()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
         preemption_watcher = stack.enter_context(
             PreemptionWatcher(config.preemption, env=env, clock=clock)
         )

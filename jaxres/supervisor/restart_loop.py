@@ -202,20 +202,9 @@ def _run_one(run: LoopState, *, without: frozenset[int]) -> AttemptResult:
     assert slots is not None, without
     run.slots, run.claim = slots, None
     try:
-        _refresh_history(run, run_log.read_records(run.run_dir.log, known=run.last_seq))
-        _kill_leftovers(run, run.run_history.claims)
-        if attempt_runner.is_complete(run.run_dir, run.config):
-            return AttemptResult(
-                ExitCode.DONE, "the last step is committed", committed=True, is_recorded=False
-            )
-        num_hosts = len(slots)
-        hosts = worker_group.local_hosts(run.config, run.run_dir, num_hosts=num_hosts, slots=slots)
-        with hosts as job:
-            ended = _run_claimed(run, job)
-        with contextlib.suppress(StorageUnavailable):  # The next attempt tries again.
-            _kill_leftovers(run, [run.claim] if run.claim else [])
-        return ended
-    except RunError as error:
+        return _claim_and_run(run, slots)
+    except RunError as refused:
+        error = faults.by_phase(refused, at_start=not run.outcomes)
         return AttemptResult(
             error.exit_code, str(error), committed=False, is_recorded=False, is_printed=True
         )
@@ -223,6 +212,23 @@ def _run_one(run: LoopState, *, without: frozenset[int]) -> AttemptResult:
         with contextlib.suppress(RunError, OSError):
             read = partial(run_log.read_records, run.run_dir.log)
             _refresh_history(run, call_with_timeout(read, seconds=attempt_runner.RECORD_SECONDS))
+
+
+def _claim_and_run(run: LoopState, slots: tuple[int, ...]) -> AttemptResult:
+    """Runs one attempt, after what earlier ones have left behind is killed."""
+    _refresh_history(run, run_log.read_records(run.run_dir.log, known=run.last_seq))
+    _kill_leftovers(run, run.run_history.claims)
+    if attempt_runner.is_complete(run.run_dir, run.config):
+        return AttemptResult(
+            ExitCode.DONE, "the last step is committed", committed=True, is_recorded=False
+        )
+    num_hosts = len(slots)
+    hosts = worker_group.local_hosts(run.config, run.run_dir, num_hosts=num_hosts, slots=slots)
+    with hosts as job:
+        ended = _run_claimed(run, job)
+    with contextlib.suppress(StorageUnavailable):  # The next attempt tries again.
+        _kill_leftovers(run, [run.claim] if run.claim else [])
+    return ended
 
 
 def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult:

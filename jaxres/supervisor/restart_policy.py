@@ -81,6 +81,22 @@ def load_history(records: Sequence[Record]) -> RestartHistory:
     return RestartHistory(tuple(outcomes), was_killed)
 
 
+def is_restart(records: Sequence[Record]) -> bool:
+    """Returns whether an attempt after these records continues a run without an operator.
+
+    False: the run begins, or its newest end was final, so an operator has started it again.
+    """
+    for record in reversed(records):
+        match record.body:
+            case AttemptEnded() | SupervisorEnded():
+                return not _is_final(record.body)
+            case Claim():  # Its process was killed.
+                return True
+            case _:
+                pass
+    return False
+
+
 def _is_final(end: AttemptEnded | SupervisorEnded) -> bool:
     """Whether only an operator starts the run again after this end."""
     row = exit_row(end.exit)

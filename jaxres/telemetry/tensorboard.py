@@ -1,7 +1,8 @@
 """Observer that writes TensorBoard event files in a background thread.
 
 A failure here is reported once. It never ends training, and training waits at most LAG_SECONDS in
-all. The run's metrics lines are authoritative; these files are a copy.
+all. The run's metrics lines are authoritative; these files are a copy. The files of a run in a
+bucket are written on this machine and copied to the bucket every UPLOAD_SECONDS and at the end.
 """
 
 from __future__ import annotations
@@ -9,22 +10,28 @@ from __future__ import annotations
 import importlib.util
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxres.clock import Clock
-from jaxres.faults import ConfigError
+from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import events
 from jaxres.runlog.events import Emit, Event, Noted
 from jaxres.runlog.metrics import MetricsLine
+from jaxres.storage import files
+from jaxres.storage.path import GcsPath
 from jaxres.storage.threads import make_thread
 
 CAPACITY = 10_000
 """Maximum number of queued points."""
 PERIOD_SECONDS = 1.0
 """Interval between two writes of all queued points; a kill loses at most one interval."""
+UPLOAD_SECONDS = 60.0
+"""Interval between two copies to the bucket: more is lost only with the machine."""
+MAX_FILE_BYTES = 8 * 2**20
+"""Size from which points go to a new file, because each copy sends a whole file."""
 LAG_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 
@@ -38,11 +45,80 @@ class Point:
     values: Mapping[str, float]
 
 
-class TensorBoard:
-    """Owns one attempt's event file and the thread that writes it; a context manager."""
+class EventFiles:
+    """The event files of one attempt; readers order them by their names."""
 
-    def __init__(self, folder: Path, *, attempt: int, emit: Emit, clock: Clock) -> None:
+    def __init__(self, folder: Path, *, attempt: int) -> None:
+        """Creates the first file."""
+        self._folder, self._attempt, self._number = folder, attempt, 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = self._begin()
+
+    def _begin(self) -> Any:
+        # tensorboardX's SummaryWriter is not used: its thread dies at the first error, and a later
+        # add_scalar blocks forever.
+        from tensorboardX.event_file_writer import EventsWriter
+
+        self._size_bytes = 0
+        return EventsWriter(str(self._folder / f"events.{self._attempt:04d}.{self._number:04d}"))
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Writes points; they survive this process."""
+        for point in points:
+            event = _encode(point)
+            self._writer.write_event(event)
+            self._size_bytes += event.ByteSize()
+        self._writer.flush()
+        if self._size_bytes > MAX_FILE_BYTES:
+            self._writer.close()
+            self._number += 1
+            self._writer = self._begin()
+
+    def close(self) -> None:
+        """Closes the newest file."""
+        self._writer.close()
+
+
+class BucketCopy:
+    """Copies files of a folder to a bucket, those of earlier attempts on this machine too."""
+
+    def __init__(self, folder: Path, to: GcsPath) -> None:
+        """Stores the paths; sends no request."""
+        self._folder, self._to = folder, to
+        self._copied: dict[str, int] | None = None
+        """Size of each file in the bucket; None: not known yet."""
+
+    def update(self) -> None:
+        """Copies the files that have grown; raises RunError if the bucket does not accept them."""
+        if self._copied is None:
+            self._copied = files.sizes(self._to)
+        for path in sorted(self._folder.iterdir()):
+            if path.stat().st_size != self._copied.get(path.name):
+                data = path.read_bytes()
+                files.replace(self._to / path.name, data)
+                self._copied[path.name] = len(data)
+
+
+class TensorBoard:
+    """Owns one attempt's event files and the thread that writes them; a context manager."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        attempt: int,
+        emit: Emit,
+        clock: Clock,
+        copy_to: GcsPath | None = None,
+    ) -> None:
         """Checks that tensorboardX is installed; starts and writes nothing before `__enter__`.
+
+        Args:
+          folder: the folder of the event files.
+          attempt: number of the attempt.
+          emit: receives notes about failures.
+          clock: the clock.
+          copy_to: where the files are copied to; None: nowhere.
 
         Raises:
           ConfigError: the package that writes event files is not installed.
@@ -57,6 +133,8 @@ class TensorBoard:
         self._attempt = attempt
         self._emit = emit
         self._clock = clock
+        self._copy = None if copy_to is None else BucketCopy(folder, copy_to)
+        self._is_copy_late = False
         self._points: queue.Queue[Point] = queue.Queue(CAPACITY)
         self._tokens_per_step = 0
         self._num_lost = 0
@@ -123,22 +201,29 @@ class TensorBoard:
                 self._note(f"no further points are written ({error}); metrics.jsonl is unaffected")
 
     def _write(self) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # Readers order the files by name, so a later attempt's must sort after an earlier's.
-        # tensorboardX's SummaryWriter is not used: its thread dies at the first error, and a later
-        # add_scalar blocks forever.
-        writer = EventsWriter(str(self._folder / f"events.{self._attempt:04d}"))
-        ended = False
+        event_files = EventFiles(self._folder, attempt=self._attempt)
+        ended, copied_at = False, self._clock.monotonic()
         while not ended:
             ended = self._stop.wait(PERIOD_SECONDS)
-            count = self._points.qsize()
-            for _ in range(count):
-                writer.write_event(_encode(self._points.get_nowait()))
-            if count:
-                writer.flush()
-        writer.close()
+            if points := [self._points.get_nowait() for _ in range(self._points.qsize())]:
+                event_files.write(points)
+            if ended:
+                event_files.close()
+            if ended or self._clock.monotonic() - copied_at >= UPLOAD_SECONDS:
+                self._update_copy()
+                copied_at = self._clock.monotonic()
+
+    def _update_copy(self) -> None:
+        """Copies to the bucket, or leaves it to the next time."""
+        if self._copy is None:
+            return
+        try:
+            self._copy.update()
+            self._is_copy_late = False
+        except RunError as error:
+            if not (self._is_copy_late or self._abandoned):
+                self._note(f"the bucket has no copy of the newest points ({error})")
+            self._is_copy_late = True
 
     def _note(self, text: str) -> None:
         self._emit(Noted(f"tensorboard ({self._folder}): {text}"))

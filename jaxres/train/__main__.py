@@ -27,7 +27,7 @@ from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.storage import gcs_client
 from jaxres.storage.path import RunPath
 from jaxres.supervisor import attempt_runner
-from jaxres.supervisor.attempt_runner import ClaimedAttempt, hard_exit
+from jaxres.supervisor.attempt_runner import RESTART_VARIABLE, ClaimedAttempt, hard_exit
 from jaxres.supervisor.follower import follow
 from jaxres.supervisor.run_config import parse_target
 from jaxres.supervisor.worker_group import as_leader
@@ -59,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(USAGE + "\n" + configs.describe() + "\n")
         return ExitCode.DONE
     os.environ.update(gcs_client.library_environment(os.environ))
-    return attempt_runner.run_with_exit_code(lambda: _train(arguments))
+    is_restart = os.environ.get(RESTART_VARIABLE) == "1"
+    return attempt_runner.run_with_exit_code(lambda: _train(arguments), at_start=not is_restart)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[RunPath, list[str], bool]:

@@ -25,7 +25,7 @@ from jaxres.config.schema import CustomModel, GptModel, MlpModel
 from jaxres.config.schema_training import FromRun, FromSafetensors, FromSeed
 from jaxres.engine import state as states
 from jaxres.engine.state import TrainState
-from jaxres.faults import ConfigError, Unrestorable, UsageError
+from jaxres.faults import ConfigError, StorageRefused, Unrestorable, UsageError
 from jaxres.runlog.events import Noted, PhaseChanged
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
@@ -81,9 +81,11 @@ def resolve_source(
 
 @contextlib.contextmanager
 def _name_source() -> Iterator[None]:
-    """Turns errors of the source into a ConfigError of init_from.path."""
+    """Names init_from.path in errors of the source, which are a ConfigError."""
     try:
         yield
+    except StorageRefused as error:
+        raise StorageRefused(f"init_from.path: {error}") from error
     except (ConfigError, UsageError, Unrestorable) as error:
         raise ConfigError(f"init_from.path: {error}") from error
 

@@ -29,6 +29,7 @@ from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.events import PhaseChanged, SampleWritten
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
+from jaxres.storage.path import is_remote
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout
 from jaxres.telemetry.tensorboard import TensorBoard
 from jaxres.train import oom_advice
@@ -229,10 +230,12 @@ def _attach_tensorboard(
     """Appends TensorBoard to the observers of host 0, if the config asks for it."""
     if not (config.telemetry.tensorboard and context.peers.member.leads):
         return
+    run_dir = context.run_dir
     board = TensorBoard(
-        context.run_dir.tensorboard,
+        run_dir.tensorboard,
         attempt=context.log.attempt,
         emit=context.emit,
         clock=context.clock,
+        copy_to=run_dir.root / "tensorboard" if is_remote(run_dir.root) else None,
     )
     context.observers.append(stack.enter_context(board))

@@ -53,6 +53,11 @@ class SignalListener:
     def __exit__(self, *_: object) -> None:
         self._closed = True
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step is completed."""
+        return self._stepped
+
     def requested_stop(self) -> ExitCode | None:
         """Returns the requested exit, or None."""
         return self._stop

@@ -37,6 +37,7 @@ from jaxres.runlog.run_log import Claim, RunLog
 from jaxres.storage import files
 from jaxres.storage.path import parse_path
 from jaxres.storage.threads import spawn_thread
+from jaxres.supervisor import restart_policy
 from jaxres.supervisor.processes import kill_me_with_parent, name_process
 from jaxres.telemetry import stdio
 from jaxres.telemetry.console import Console
@@ -68,6 +69,8 @@ def run_worker(
     """
     shown = terminal or sys.stdout
     clock = SystemClock()
+    before = [record for record in log.records() if record.attempt < claim.attempt]
+    is_restart = restart_policy.is_restart(before)
     with contextlib.ExitStack() as stack:
         observers = Observers([requests])
         if status_writer is not None:  # Before the console: the supervisor knows each printed step.
@@ -89,7 +92,9 @@ def run_worker(
             )
             session_result = session.run_session(config, context, stack, member=member)
             result = session_result.result
-        except RunError as end:
+        except RunError as error:
+            at_start = not (is_restart or requests.has_stepped)
+            end = faults.by_phase(error, at_start=at_start)
             if end.exit_code == ExitCode.HUNG:
                 path = run_dir.stacks(claim.attempt, member.host)
                 with contextlib.suppress(OSError), path.open("a") as stacks:

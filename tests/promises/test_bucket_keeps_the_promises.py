@@ -16,10 +16,12 @@ from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from jaxres.storage.path import GcsPath
+from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
 from tests.emulators.gcs import GcsServer
 from tests.promises.trainer import (
     FAULTY,
     MLP,
+    PACED,
     STEPS,
     TrainingProcess,
     Workspace,
@@ -110,6 +112,33 @@ def test_training_continues_while_the_bucket_is_unavailable_and_saving_recovers(
     assert not run_history(trainer.run_dir).quarantined
     assert run_history(trainer.run_dir).attempt == 1
     assert_bit_exact(trainer.run_dir, fault_free)
+
+
+@pytest.mark.slow
+def test_bucket_that_denies_access_for_a_while_ends_nothing(
+    bucket: Workspace, fault_free: RunDir, gcs_server: GcsServer
+) -> None:
+    trainer = bucket.start("run", config=FAULTY, env=PACED)
+    trainer.wait_commit(10)
+    denied = gcs_server.fail("403", times=None)
+    trainer.wait(lambda: trainer.printed().count("ALARM: step ") >= 2, what="two failed saves")
+    gcs_server.faults.clear()
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert denied.hits > 5
+    assert run_history(trainer.run_dir).attempt == 1
+    assert_bit_exact(trainer.run_dir, fault_free)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "exit"), [({}, ExitCode.CONFIG), ({RESTART_VARIABLE: "1"}, ExitCode.STORAGE)]
+)
+def test_denied_access_is_a_config_error_at_a_start_and_an_outage_at_a_restart(
+    bucket: Workspace, gcs_server: GcsServer, env: dict[str, str], exit: ExitCode
+) -> None:
+    gcs_server.fail("403", times=None)
+    trainer = bucket.start("run", config=FAULTY, env=env)
+    trainer.assert_fails(exit, "can't be used", "Storage Object User")
 
 
 def reported(trainer: TrainingProcess) -> int:

@@ -1,4 +1,4 @@
-"""An outage of the control plane and the bucket does not affect running VMs."""
+"""An outage of the control plane and the bucket, or denied access, does not affect running VMs."""
 
 from __future__ import annotations
 
@@ -34,4 +34,24 @@ def test_a_control_plane_and_bucket_outage_restarts_nothing(
     assert sorted(name for _, name in cloud.gce.events("insert")) == sorted(members)
     assert cloud.gce.calls().calls["instances.bulkInsert"] == 1
     assert_bit_exact(cloud.run_dir, fault_free_pair)
+    cloud.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_access_to_the_control_plane_and_the_bucket_denied_for_a_while_ends_nothing(
+    cloud: Cloud, fault_free: RunDir
+) -> None:
+    """Neither the launcher, the agent, the supervisor nor the worker."""
+    launcher = cloud.up(cloud.config(env={"PACE": "0.005"}))
+    cloud.wait_commit(10)
+    denied = [cloud.gce.fail("403", times=5), cloud.gcs.fail("403", times=None)]
+    cloud.wait(lambda: denied[0].times == 0, of="end of the denials by the control plane")
+    cloud.gcs.faults.clear()
+    assert launcher.wait_exit(120) == 0, cloud.describe()
+    assert denied[1].hits > 5
+    printed = launcher.printed()
+    assert "the bucket answers again" in printed
+    assert "the Compute API answers again" in printed
+    assert run_history(cloud.run_dir).attempt == 1
+    assert_bit_exact(cloud.run_dir, fault_free)
     cloud.assert_nothing_is_left()

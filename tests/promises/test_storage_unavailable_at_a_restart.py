@@ -11,10 +11,8 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import Workspace, assert_bit_exact, run_history, starts
+from tests.promises.trainer import DENIED, Workspace, assert_bit_exact, run_history, starts
 
-DENIED = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search")
-"""Command prefix that drops root's right to read unreadable files; empty for other users."""
 HANG_SECONDS = 8
 
 

@@ -1,4 +1,4 @@
-"""Full and read-only disks: exit with a code at the start; later, training continues."""
+"""Disks that are full or deny access: exit with a code at the start; later, training continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded
 from tests.promises.mounts import Namespace
 from tests.promises.trainer import (
+    DENIED,
+    FAULTY,
     MLP,
+    PACED,
     TINY,
     TrainingProcess,
     Workspace,
@@ -109,6 +112,7 @@ def test_disk_full_at_the_start_exits_with_storage_and_blocks_no_later_start(dis
 FULL = ("checkpoint.keep_last=2", "checkpoint.save_every_steps=20")
 LONG = ("train.steps=1000",)
 """A run long enough for a disk to fill up and be emptied meanwhile."""
+QUICK = "restart.storage_backoff_seconds=0.1"
 ALARM = "ALARM: step "
 
 
@@ -331,3 +335,29 @@ def test_disk_unmounted_between_two_attempts_starts_no_new_run(workspace: Worksp
     assert run_history(trainer.run_dir).claims == (), "no second run was started"
     trainer = workspace.start("run", *MLP, *LONG, "run.must_exist=true")
     trainer.assert_fails(ExitCode.CONFIG, str(root), "no run is here", "run.must_exist")
+
+
+@pytest.mark.slow
+def test_access_that_is_denied_for_a_while_ends_neither_worker_nor_supervisor(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
+    """The worker is killed meanwhile, so a restart is denied too."""
+    workspace.through = DENIED if os.geteuid() == 0 else ()
+    trainer = workspace.launch(
+        "run",
+        "restart.storage_backoff_seconds=0.1",
+        hosts=1,
+        config=FAULTY,
+        env=PACED,
+        restart=True,
+    )
+    trainer.wait_commit(10)
+    trainer.run_dir.root.chmod(0)
+    wait_alarm(trainer)
+    trainer.wait(lambda: trainer.printed().count(ALARM) >= 2, what="a second failed save")
+    trainer.kill(target="worker")
+    trainer.wait_printed("storage 2 of 20")
+    assert "Permission denied" in trainer.printed()
+    trainer.run_dir.root.chmod(0o755)
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert_bit_exact(trainer.run_dir, fault_free)

@@ -40,6 +40,8 @@ TINY = Path(__file__).with_name("tiny.yaml")
 FAULTY = Path(__file__).with_name("faulty.yaml")
 PACED = {"PACE": "0.001"}
 """Environment of a FAULTY run with about 20 steps per second, so that tests can interrupt it."""
+DENIED = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search")
+"""Command prefix that drops root's right to use what it has no permission for; others need none."""
 STEPS = 200
 MLP = (
     "model.kind=mlp",

@@ -16,6 +16,7 @@ def test_every_run_error_has_its_own_exit_code_and_a_docstring():
         "UsageError": ExitCode.USAGE,
         "ConfigError": ExitCode.CONFIG,
         "StorageUnavailable": ExitCode.STORAGE,
+        "StorageRefused": ExitCode.STORAGE,
         "Fenced": ExitCode.FENCED,
         "Unrestorable": ExitCode.UNRESTORABLE,
         "OutOfMemory": ExitCode.OUT_OF_MEMORY,

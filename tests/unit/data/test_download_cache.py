@@ -13,7 +13,7 @@ import pytest
 
 from jaxres.config.schema import DataSection, TextSource, TokensSource
 from jaxres.data import dataset, download_cache, open_dataset, write_tokens
-from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from jaxres.storage import files, gcs_client
 from jaxres.storage.path import GcsPath
 from tests.emulators.gcs import GcsServer
@@ -149,7 +149,7 @@ def test_a_truncated_copy_is_downloaded_again(corpus: GcsPath, tmp_path: Path) -
 def test_an_absent_source_is_one_error(gcs_bucket: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.source.path: .*does not exist: the bucket has no"):
         open_dataset(text(GcsPath(gcs_bucket, "nothing"), tmp_path))
-    with pytest.raises(ConfigError, match=r"data.source.path: .*there is no bucket nowhere"):
+    with pytest.raises(StorageRefused, match=r"data.source.path: .*there is no bucket nowhere"):
         open_dataset(text(GcsPath("nowhere", "nothing"), tmp_path))
 
 
@@ -157,7 +157,7 @@ def test_a_source_without_read_permission_is_one_error(
     corpus: GcsPath, tmp_path: Path, gcs_server: GcsServer
 ) -> None:
     gcs_server.fail("403", times=None)
-    with pytest.raises(ConfigError, match=r"data.source.path: .*Storage Object"):
+    with pytest.raises(StorageRefused, match=r"data.source.path: .*Storage Object"):
         open_dataset(text(corpus, tmp_path))
 
 

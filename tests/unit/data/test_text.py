@@ -15,7 +15,7 @@ from jaxres.config.schema import DataSection, TextSource
 from jaxres.data import open_dataset
 from jaxres.data.text import list_files
 from jaxres.data.token_folder import open_tokens
-from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 
 ROOT = Path(__file__).parents[3]
 
@@ -128,8 +128,8 @@ def test_the_standard_library_excludes_packages_and_compiled_files():
     assert (stdlib / "os.py").exists()
 
 
-def error_of(message, path, tmp_path, **source):
-    with pytest.raises(ConfigError, match=message) as caught:
+def error_of(message, path, tmp_path, *, kind=ConfigError, **source):
+    with pytest.raises(kind, match=message) as caught:
         open_dataset(config(path, tmp_path / "cache", **source))
     return str(caught.value)
 
@@ -157,7 +157,8 @@ def test_an_unreadable_file_or_folder_is_reported_by_name(corpus, tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refuse)  # chmod would not stop root.
-        assert "/part0/0.txt" in error_of("can't be read", corpus, tmp_path)
+        refused = error_of("can't be read", corpus, tmp_path, kind=StorageRefused)
+        assert "/part0/0.txt" in refused
     listed = os.scandir
 
     def scandir(path="."):
@@ -167,7 +168,8 @@ def test_an_unreadable_file_or_folder_is_reported_by_name(corpus, tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", scandir)
-        assert str(corpus / "part1") in error_of("can't be read", corpus, tmp_path)
+        refused = error_of("can't be read", corpus, tmp_path, kind=StorageRefused)
+        assert str(corpus / "part1") in refused
         assert len(names(corpus, exclude=("part1/*",))) == 15
 
 

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from google.oauth2.credentials import Credentials
 
+from jaxres.faults import ConfigError
+from jaxres.launch import preflight
 from jaxres.launch.desired_state import PendingCreate, VmSpec
 from jaxres.launch.gce import ENDPOINT, compute_for
 from jaxres.launch.gce_api import ApiUnavailable, Compute
 from jaxres.launch.instance_spec import Machine
 from jaxres.launch.observed_state import CreateFailed
+from jaxres.storage.path import GcsPath
 from tests.emulators.gce import GceEmulator
 from tests.unit.launch.gce_config import config
 
@@ -28,6 +32,7 @@ class ComputeFixture:
     def __init__(self, gce: GceEmulator, **fields: Any) -> None:
         section = config(project=gce.project, **fields).launch.gce
         assert section is not None
+        self.section = section
         self.compute = Compute(section, endpoint=gce.url)
         self.machine = Machine(section, section.capacity_options[0], ZONE, {"jaxres-run": "jx"}, {})
         self.emulator = gce
@@ -107,6 +112,22 @@ def test_a_temporary_error_is_unavailability_and_no_response(gce: GceEmulator, k
         with pytest.raises(ApiUnavailable):
             call()
     assert set(compute.list("jx")) <= set(NAMES)
+
+
+def test_credentials_that_can_not_be_renewed_are_an_outage_of_a_running_launcher(
+    gce: GceEmulator,
+) -> None:
+    credentials = Credentials(
+        None, refresh_token="r", client_id="c", client_secret="s", token_uri=f"{gce.url}/no-token"
+    )
+    service = ComputeFixture(gce)
+    service.compute._clients.clear()
+    service.compute._options["credentials"] = credentials
+    for call in (lambda: service.compute.list("jx"), service.create):
+        with pytest.raises(ApiUnavailable, match="no credentials for Google Cloud"):
+            call()
+    with pytest.raises(ConfigError, match="gcloud auth"):
+        preflight.check(service.section, service.compute, GcsPath("bucket", "run"))
 
 
 def test_a_refusal_is_a_failed_creation(gce: GceEmulator) -> None:

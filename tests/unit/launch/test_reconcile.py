@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import reconcile
+from jaxres.launch import capacity_options, reconcile
+from jaxres.launch.capacity_options import NEVER, Backoff
 from jaxres.launch.controller import longest_wait, new_state
 from jaxres.launch.desired_state import DesiredState, HostAddress, JobEnd, PendingCreate, VmSpec
 from jaxres.launch.observed_state import (
@@ -21,6 +22,7 @@ from jaxres.launch.observed_state import (
 )
 from jaxres.launch.provisioning import ABSENT_SECONDS
 from jaxres.launch.reconcile import LOST_REQUEST_SECONDS, vms_to_delete
+from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.runlog.run_log import Commit, Record
 from tests.unit.launch.gce_config import config
 
@@ -201,6 +203,39 @@ def test_a_refused_creation_deletes_its_names_and_backs_off_from_the_zone(kind: 
     assert [(c.zone, c.error) for c in found.backoffs] == [(ZONE, kind)]
     following = next_state(found, observed(vms={}, reports={}))
     assert {vm.zone for vm in following.vms} == {"us-central1-b"}
+
+
+def denied_until_the_end(desired: DesiredState) -> tuple[int, float, JobEnd]:
+    """Denies every creation; returns how often one was requested, how long, and the job's end."""
+    times, now, denied = 0, NOW, CreateFailed("denied", "no permission")
+    while desired.end is None:
+        assert times < 1000, "it is requested without a limit"
+        if desired.creation is None:
+            now = max([now, *(c.until for c in desired.backoffs if c.until < NEVER)])
+            desired = next_state(desired, observed(vms={}, reports={}, now=now))
+        else:
+            times += 1
+            refused = observed(vms={}, reports={}, now=now, creation=denied)
+            desired = next_state(desired, refused)
+    return times, now - NOW, desired.end
+
+
+def test_a_denied_creation_ends_a_job_at_its_start_and_later_uses_a_budget() -> None:
+    times, _, end = denied_until_the_end(START)
+    zones = times
+    assert (end.exit, zones) == (ExitCode.CONFIG, 2), "once per zone"
+    outcome = AttemptOutcome[str](ExitCode.PREEMPTED, "preempted", 0, 20, None, 1)
+    times, seconds, end = denied_until_the_end(replace(START, history=(outcome,)))
+    assert times == zones * (capacity_options.MAX_DENIALS + 1)
+    assert seconds > 3600
+    assert end.exit == ExitCode.NO_PROGRESS
+    assert "denied" in end.reason
+
+
+def test_a_created_vm_ends_a_series_of_denials() -> None:
+    backoffs = tuple(Backoff(0, ZONE, NOW, 5, kind) for kind in ("denied", "stockout"))
+    found = next_state(replace(CREATING, backoffs=backoffs), observed(creation=True))
+    assert [backoff.error for backoff in found.backoffs] == ["stockout"]
 
 
 def test_a_creation_in_progress_is_waited_for() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.faults import StorageRefused, StorageUnavailable
 from jaxres.runlog.event_log import read_json_lines
 from jaxres.storage import files, gcs_client, gcs_objects, line_writer
 from jaxres.storage.line_writer import open_line_writer
@@ -98,15 +98,15 @@ def test_unreachable_bucket_is_unavailable_and_never_empty(
             access()
 
 
-def test_absent_bucket_and_refused_access_are_config_errors(
+def test_absent_bucket_and_refused_access_are_refusals_of_storage(
     root: GcsPath, gcs_server: GcsServer
 ) -> None:
-    with pytest.raises(ConfigError, match="there is no bucket"):
+    with pytest.raises(StorageRefused, match="there is no bucket"):
         files.read(GcsPath("absent", "a"))
-    with pytest.raises(ConfigError, match="there is no bucket"):
+    with pytest.raises(StorageRefused, match="there is no bucket"):
         files.create(GcsPath("absent", "a"), b"")
     gcs_server.fail("403", times=None)
-    with pytest.raises(ConfigError, match="can't be used"):
+    with pytest.raises(StorageRefused, match="can't be used"):
         files.read(root / "a")
 
 

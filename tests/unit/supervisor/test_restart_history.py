@@ -44,12 +44,16 @@ def leave(code):
     return SupervisorEnded(exit=code, reason="")
 
 
-def remembered(*bodies):
+def recorded(*bodies):
     records, attempt = [], 0
     for seq, body in enumerate(bodies, start=1):
         attempt = body.attempt if isinstance(body, Claim) else attempt
         records.append(Record(seq, attempt, 0.0, body))
-    return load_history(records)
+    return records
+
+
+def remembered(*bodies):
+    return load_history(recorded(*bodies))
 
 
 def codes(*bodies):
@@ -156,3 +160,22 @@ def test_late_record_of_an_older_attempt_is_no_progress_and_no_end():
     ]
     late = [record for record in records if record.seq in (3, 4)]
     assert load_history(records) == load_history([r for r in records if r not in late])
+
+
+@pytest.mark.parametrize(
+    ("bodies", "expected"),
+    [
+        ((), False),
+        ((claim(1, 0),), True),
+        ((by_hand(1), commit(10)), True),
+        ((by_hand(1), stop(74)), True),
+        ((by_hand(1), stop(75)), True),
+        ((by_hand(1), stop(76)), False),
+        ((by_hand(1), stop(78)), False),
+        ((claim(1, 0), stop(70), claim(2, 0), stop(74)), True),
+        ((claim(1, 0), stop(70), leave(84)), False),
+        ((claim(1, 0), stop(75), leave(75)), True),
+    ],
+)
+def test_an_attempt_is_a_restart_unless_only_an_operator_starts_it(bodies, expected):
+    assert restart_policy.is_restart(recorded(*bodies)) is expected

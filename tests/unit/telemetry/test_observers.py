@@ -17,6 +17,7 @@ from jaxres.runlog.event_log import EventLog, read_events, read_json_lines
 from jaxres.runlog.events import Noted, RunEnded
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import RunLog
 from jaxres.telemetry import heartbeat
 from jaxres.telemetry.alert_sender import Alerts
 from jaxres.telemetry.console import Console
@@ -192,7 +193,7 @@ def test_the_supervisor_has_the_heartbeat_before_a_later_observer_receives_the_s
         worker.run_worker(
             config,
             run_dir,
-            None,
+            RunLog(run_dir.log, attempt=1, last_seq=0, clock=SystemClock()),
             CLAIM,
             requests=requests,
             status_writer=status_writer,

@@ -10,6 +10,8 @@ import pytest
 from jaxres.clock import SystemClock
 from jaxres.runlog import events
 from jaxres.runlog.metrics import MetricsLine
+from jaxres.storage import files
+from jaxres.storage.path import GcsPath
 from jaxres.telemetry import tensorboard
 from jaxres.telemetry.tensorboard import TensorBoard
 
@@ -43,8 +45,10 @@ def notes():
 def board(tmp_path, notes, quick):
     """Returns a function that creates the TensorBoard writer of an attempt."""
 
-    def attempt(number=1, folder=tmp_path / "tensorboard"):
-        return TensorBoard(folder, attempt=number, emit=notes.append, clock=SystemClock())
+    def attempt(number=1, folder=tmp_path / "tensorboard", copy_to=None):
+        return TensorBoard(
+            folder, attempt=number, emit=notes.append, clock=SystemClock(), copy_to=copy_to
+        )
 
     return attempt
 
@@ -119,6 +123,59 @@ def test_a_file_truncated_by_a_kill_hides_no_later_points(board, tmp_path):
         train(second, range(3, 6))
     steps = [step for step, _ in curves(tmp_path / "tensorboard")["train/loss"]]
     assert steps == [1, 2, 3, 4, 5]
+
+
+def steps_in_bucket(bucket, tmp_path):
+    """Returns the steps of the loss curve in a bucket, which is what a lost machine leaves."""
+    folder = tmp_path / "of-the-bucket"
+    folder.mkdir(exist_ok=True)
+    for name in files.list_names(bucket):
+        (folder / name).write_bytes(files.read(bucket / name))
+    return [step for step, _ in losses(folder)]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_curves_of_a_run_in_a_bucket_outlive_the_machine(board, tmp_path, gcs_bucket, monkeypatch):
+    bucket = GcsPath(gcs_bucket, "run/tensorboard")
+    monkeypatch.setattr(tensorboard, "UPLOAD_SECONDS", 0.0)
+    with board(1, tmp_path / "first-vm", bucket) as first:
+        train(first, range(1, 5))
+        wait_until(lambda: len(steps_in_bucket(bucket, tmp_path)) == 4)  # It may die here.
+    monkeypatch.setattr(tensorboard, "UPLOAD_SECONDS", 1e9)
+    with board(2, tmp_path / "second-vm", bucket) as second:
+        train(second, range(5, 8))
+    assert steps_in_bucket(bucket, tmp_path) == list(range(1, 8))
+
+
+def test_a_bucket_that_refuses_the_copy_is_reported_once_and_gets_it_later(
+    board, tmp_path, gcs_bucket, gcs_server, notes, monkeypatch
+):
+    bucket = GcsPath(gcs_bucket, "run/tensorboard")
+    monkeypatch.setattr(tensorboard, "UPLOAD_SECONDS", 0.0)
+    denied = gcs_server.fail("403", times=None)
+    with board(copy_to=bucket) as writer:
+        train(writer, range(1, 5))
+        wait_until(lambda: denied.hits > 2)
+        gcs_server.faults.clear()
+    (note,) = notes
+    assert "the bucket has no copy of the newest points" in note.message
+    assert steps_in_bucket(bucket, tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_long_attempt_has_several_files(board, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorboard, "MAX_FILE_BYTES", 1000)
+    with board() as writer:
+        for first in range(1, 100, 20):
+            train(writer, range(first, first + 20))
+            wait_until(writer._points.empty)
+    assert len(list((tmp_path / "tensorboard").iterdir())) > 2
+    assert [step for step, _ in losses(tmp_path / "tensorboard")] == list(range(1, 101))
 
 
 def test_a_failing_writer_is_reported_once_and_does_not_delay_training(board, tmp_path, notes):
