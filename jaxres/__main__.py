@@ -27,6 +27,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   checkpoints pin|unpin RUN_DIR --step N                keeps a step regardless of checkpoint.keep
   checkpoints digest RUN_DIR [--step N]                 the digest of a whole training state
   checkpoints verify RUN_DIR [--step N]                 reads every byte; exit 1 if one has changed
+  checkpoints adopt RUN_DIR [--yes]                     rebuilds a lost or old log/ from the copies
+                                                        in the checkpoints; --yes: does it
   checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if
       [--step N] [--other-step M] [--json]              anything does
   checkpoints export RUN_DIR [--step N] [--out DIR]     the parameters as a safetensors folder, by
@@ -35,7 +37,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   checkpoints import RUN_DIR|FOLDER|FILE [--step N]     reads exports back, or any such folder:
       [--out DIR] [--json]                              valid? equal to the step? for which config?
   replay RUN_DIR --step N [--explain]                   recomputes a step from the nearest
-      checkpoint; --explain: the first non-finite number, by row, layer and source line
+      [section.field=value ...]                         checkpoint; --explain: the first
+      non-finite number, by row, layer and source line
   doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,
       [--devices N [--hosts H]]                         and what to do; also for N devices elsewhere
 

@@ -198,6 +198,15 @@ ALL: tuple[Fault, ...] = (
         done=True,
     ),
     _row(
+        "lost_log",
+        "startup",
+        "runlog/step_dirs.py",
+        "the log is missing or older than the checkpoints: nothing is started or deleted; "
+        "`checkpoints adopt` rebuilds the log from the copies in the checkpoints",
+        exit=ExitCode.UNRESTORABLE,
+        done=True,
+    ),
+    _row(
         "storage_unavailable",
         "loop",
         "checkpoint/checkpointer.py",

@@ -29,6 +29,7 @@ from jaxres.storage import files
 from jaxres.storage.path import is_remote
 from jaxres.supervisor import gce_metadata, preemption
 from jaxres.supervisor.gce_metadata import Response
+from jaxres.supervisor.run_config import find_run_dir
 from jaxres.telemetry.stdio import format_bytes
 from jaxres.train import oom_advice
 
@@ -272,7 +273,7 @@ class Doctor:
             yield Check("warn", "notices", detail)
 
     def _run_dir(self) -> Checks:
-        run_dir = configs.run_dir(self._config, self._loaded.name).absolute()
+        run_dir = find_run_dir(self._loaded).root.absolute()
         if is_remote(run_dir):
             names = files.list_names(run_dir)
             yield Check("pass", "run.dir", f"{run_dir} can be read; it holds {len(names)} names")

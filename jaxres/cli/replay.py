@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxres import config as configs
 from jaxres import data, faults
 from jaxres.config.argparser import Parser
 from jaxres.data import Batch
@@ -23,8 +22,9 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.storage import files
 from jaxres.storage.path import parse_path
+from jaxres.supervisor.run_config import resolve_run
 
-USAGE = "jaxres replay RUN_DIR --step N [--explain]"
+USAGE = "jaxres replay RUN_DIR --step N [--explain] [section.field=value ...]"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,10 +32,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         parser = Parser(prog="jaxres replay", usage=USAGE)
         parser.add_argument("run_dir", type=parse_path, metavar="RUN_DIR")
+        parser.add_argument("overrides", nargs="*")
         parser.add_argument("--step", type=int, required=True)
         parser.add_argument("--explain", action="store_true")
-        options = parser.parse_args(arguments)
-        replay = Replay(RunDir(options.run_dir), step=options.step)
+        options = parser.parse_intermixed_args(arguments)
+        replay = Replay(RunDir(options.run_dir), step=options.step, overrides=options.overrides)
         for line in replay.lines(explain=options.explain):
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
@@ -66,6 +67,8 @@ class Replay:
 
     run_dir: RunDir
     step: int
+    overrides: Sequence[str] = ()
+    """Free keys to change, such as data.source.path if the data have moved."""
 
     def lines(self, *, explain: bool) -> Any:
         """Yields the output lines as they are computed."""
@@ -82,7 +85,7 @@ class Replay:
             )
         from jaxres.train import replay_step  # jax is needed from here on.
 
-        config = configs.load_recorded(self.run_dir.config, ()).config
+        config = resolve_run(self.run_dir.root, self.overrides)[0].config
         replayed = replay_step.replay_step(
             config, self.run_dir, history, commit, step=self.step, explain=explain
         )

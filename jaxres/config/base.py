@@ -34,6 +34,15 @@ def free(default: Any, **constraints: Any) -> Any:
     return Field(default, json_schema_extra={"free": True}, **constraints)
 
 
+def content_path() -> Any:
+    """Declares the path of content whose fingerprint is recorded: a free field without a default.
+
+    The content belongs to the trajectory, its path does not: what is read there is compared with
+    the recorded fingerprint before training continues.
+    """
+    return Field(json_schema_extra={"free": True, "content_path": True})
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, strict types, finite numbers, no unknown keys."""
 

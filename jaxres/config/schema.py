@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
-from jaxres.config.base import Folder, PositiveFloat, Section, free
+from jaxres.config.base import Folder, PositiveFloat, Section, content_path, free
 from jaxres.config.schema_operations import (
     AlertsSection,
     KeepSection,
@@ -50,7 +50,7 @@ class TextSource(Section):
     """Data source: text files, tokenised once into a cached token folder."""
 
     kind: Literal["text"] = "text"
-    path: str
+    path: str = content_path()
     """Folder, file or glob of text files; also gs://BUCKET/FOLDER or one object in a bucket.
 
     `{stdlib}` is replaced by the folder of Python's standard library. Data in a bucket is copied
@@ -65,7 +65,7 @@ class TokensSource(Section):
     """Data source: a folder of tokens, made by another tool."""
 
     kind: Literal["tokens"] = "tokens"
-    path: Folder
+    path: Folder = content_path()
     """Folder in the token format (docs/data.md), or gs://BUCKET/FOLDER.
 
     A folder in a bucket is copied to data.cache_dir first."""

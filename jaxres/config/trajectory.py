@@ -1,4 +1,8 @@
-"""The trajectory of a configuration: its keys, its digest, and comparison with another."""
+"""The trajectory of a configuration: its keys, its digest, and comparison with another.
+
+The digest has two definitions (docs/adr/0025). The first one contains the paths of content whose
+fingerprint is recorded; it only names run directories that exist already.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 
 from jaxres.config.errors import one_line, show
 from jaxres.config.schema import GptModel, RunConfig, Section
-from jaxres.config.schema_fields import is_free
+from jaxres.config.schema_fields import is_content_path, is_free, iter_fields
 from jaxres.config.schema_training import ConstantSchedule, LossScaleSection, RollbackSection
 from jaxres.faults import ConfigError
 from jaxres.storage.path import RunPath
@@ -39,13 +43,13 @@ def loss_scale(config: RunConfig) -> LossScaleSection | None:
     return section if is_scaled else None
 
 
-def trajectory(config: RunConfig) -> dict[str, Any]:
-    """Returns the trajectory keys, nested and plain.
+def trajectory(config: RunConfig, *, with_paths: bool = False) -> dict[str, Any]:
+    """Returns the trajectory keys, nested and plain; `with_paths`: by the first definition.
 
     `train.steps` is left out. If the learning rate depends on it, it is the schedule's horizon. So
     a run of 1000 steps has the trajectory of a run of 2000 whose schedule spans 1000.
     """
-    data = _with_defaults(config)
+    data = _with_defaults(config, with_paths=with_paths)
     if data["guards"]["rollback"] == _rate_after_rollbacks(None):
         data["guards"].pop("rollback")
     spikes = data["guards"]["spikes"]
@@ -56,9 +60,9 @@ def trajectory(config: RunConfig) -> dict[str, Any]:
     return data
 
 
-def _with_defaults(config: RunConfig) -> dict[str, Any]:
+def _with_defaults(config: RunConfig, *, with_paths: bool = False) -> dict[str, Any]:
     """Returns the trajectory keys, with those that older digests lack, for comparison."""
-    data = _not_free(config, config.model_dump(mode="json"))
+    data = _not_free(config, config.model_dump(mode="json"), with_paths=with_paths)
     data["guards"]["rollback"] = _rate_after_rollbacks(config.guards.rollback)
     data["train"].pop("steps")
     scale = loss_scale(config)  # `when` only turns it on.
@@ -80,22 +84,25 @@ def _rate_after_rollbacks(section: RollbackSection | None) -> dict[str, Any]:
     return {"rate_factor": section.rate_factor, "rate_steps": section.rate_steps}
 
 
-def _not_free(section: Section, dumped: dict[str, Any]) -> dict[str, Any]:
+def _not_free(section: Section, dumped: dict[str, Any], *, with_paths: bool) -> dict[str, Any]:
     """Returns the dumped fields that are not free, without sections whose fields are all free."""
     kept: dict[str, Any] = {}
     for key, info in type(section).model_fields.items():
         value, plain = getattr(section, key), dumped[key]
-        below = _not_free(value, plain) if isinstance(value, Section) else plain
+        below = plain
+        if isinstance(value, Section):
+            below = _not_free(value, plain, with_paths=with_paths)
         is_empty_section = isinstance(value, Section) and not below
-        if not is_free(info) and not is_empty_section:
+        is_kept = not is_free(info) or (with_paths and is_content_path(info))
+        if is_kept and not is_empty_section:
             kept[key] = below
     return kept
 
 
-def digest(config: RunConfig) -> str:
+def digest(config: RunConfig, *, with_paths: bool = False) -> str:
     """Returns the SHA-256 (hex) over the trajectory as canonical JSON."""
     text = json.dumps(
-        trajectory(config),
+        trajectory(config, with_paths=with_paths),
         sort_keys=True,
         separators=(",", ":"),
         ensure_ascii=True,
@@ -104,9 +111,16 @@ def digest(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def run_dir(config: RunConfig, name: str) -> RunPath:
-    """Returns the run directory: the configured one, or runs/<name>-<first 8 of the digest>."""
-    return config.run.dir or Path("runs") / f"{name}-{digest(config)[:8]}"
+def run_dirs(config: RunConfig, name: str) -> tuple[RunPath, ...]:
+    """Returns the run directory, after those that earlier definitions of the digest have named.
+
+    It is the configured one, or runs/<name>-<first 8 of the digest>. The first one that holds a run
+    is the run's directory; if none does, the last one is.
+    """
+    if config.run.dir is not None:
+        return (config.run.dir,)
+    digests = (digest(config, with_paths=True), digest(config))
+    return tuple(Path("runs") / f"{name}-{text[:8]}" for text in digests)
 
 
 def diff(recorded: RunConfig, given: RunConfig) -> list[Change]:
@@ -128,6 +142,15 @@ def free_changes(recorded: RunConfig, given: RunConfig) -> list[Change]:
     fixed = {key for key, _, _ in diff(recorded, given)} | {"run.dir"}
     changes = _changes(recorded.model_dump(mode="json"), given.model_dump(mode="json"))
     return [change for change in changes if change[0] not in fixed]
+
+
+def moved_content(recorded: RunConfig, given: RunConfig) -> list[Change]:
+    """Returns the changed paths of content whose fingerprint is recorded; pure.
+
+    The content behind them must be compared before anything is said about the run.
+    """
+    paths = {leaf.key for leaf in iter_fields() if is_content_path(leaf.info)}
+    return [change for change in free_changes(recorded, given) if change[0] in paths]
 
 
 def _changes(

@@ -115,7 +115,10 @@ def _root_and_patterns(source: TextSource) -> tuple[Path, tuple[str, ...]]:
         root = Path(*path.parts[: wild[0]])
         if root.is_dir():
             return root.resolve(), (str(PurePath(*path.parts[wild[0] :])),)
-    raise ConfigError(f"data.source.path: {source.path} does not exist ({path.absolute()})")
+    raise ConfigError(
+        f"data.source.path: {source.path} does not exist ({path.absolute()}). If the data have "
+        "moved, give the new path: a run resumes with it if the content is the same."
+    )
 
 
 def _escape(name: str) -> str:

@@ -220,13 +220,14 @@ class Controller:
         folder = RunDir(self.paths.run).log
         if more := run_log.read_after(folder, len(self._records)):
             self._records += more
-            stop, seq = self._log.last_end, self._log.last_end_seq
-            for record in more:
-                if isinstance(record.body, run_log.AttemptEnded):
-                    stop, seq = record.body, record.seq
-            step = run_log.fold(self._records).step
+            history = run_log.fold(self._records)
+            end = history.last_stop
             self._log = RunLogSummary(
-                step, len(self._records), stop, seq, longest_wait(self._records)
+                history.step,
+                len(self._records),
+                end.body if end and isinstance(end.body, run_log.AttemptEnded) else None,
+                end.seq if end else 0,
+                longest_wait(run_log.in_force(self._records)),
             )
 
     def _creation(self, desired: DesiredState) -> CreateFailed | bool | None:

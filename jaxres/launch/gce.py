@@ -24,7 +24,14 @@ from jaxres.faults import (
     UsageError,
     format_exit_message,
 )
-from jaxres.launch import bucket_setup, controller, gce_status, instance_spec, preflight
+from jaxres.launch import (
+    bucket_setup,
+    code_package,
+    controller,
+    gce_status,
+    instance_spec,
+    preflight,
+)
 from jaxres.launch.controller import Controller
 from jaxres.launch.desired_state import DesiredState, StateObject
 from jaxres.launch.gce_api import Compute
@@ -183,7 +190,7 @@ def _up(target: RunPath, overrides: Sequence[str], *, env: Mapping[str, str], wa
             return ExitCode.DONE
         for warning in preflight.check(_gce(config), compute, run):
             print_line(warning)
-        instance_spec.pack(_gce(config).package)  # Errors appear here, before the lease is taken.
+        code_package.pack(_gce(config).package)  # Errors appear here, before the lease is taken.
     _acquire(lease, run, clock, waits=waits)
     with _released_on_error(lease):
         desired = record.read()
@@ -255,7 +262,7 @@ def _upload_job(
     config: RunConfig, paths: LaunchPaths, before: DesiredState | None, clock: Clock
 ) -> DesiredState:
     """Uploads code and config for the VMs, and returns the desired state of a new job."""
-    code = instance_spec.upload(instance_spec.pack(_gce(config).package), paths.codes, ".tar.gz")
+    code = instance_spec.upload(code_package.pack(_gce(config).package), paths.codes, ".tar.gz")
     text = configs.dump_yaml(config).encode()
     digest = instance_spec.upload(text, paths.configs, ".yaml")
     return controller.new_state(paths.label, code, digest, now=clock.wall(), after=before)
@@ -266,7 +273,7 @@ def _recorded_config(
 ) -> RunConfig:
     """Returns the config that the first `up` has uploaded."""
     path = paths.config(desired.config)
-    if gcs_objects.read(path) is None:
+    if instance_spec.read_uploaded(path, desired.config) is None:
         raise ConfigError(f"{path} is missing; restore it from a copy, or give the config file.")
     return configs.load_recorded(path, overrides).config
 

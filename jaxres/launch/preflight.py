@@ -16,7 +16,7 @@ from jaxres.config.gce_machine_types import quota_of, region_of, shape_of
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.launch import bucket_setup
+from jaxres.launch import bucket_setup, code_package
 from jaxres.launch.capacity_options import zone_choices
 from jaxres.launch.controller import machine_for, new_state
 from jaxres.launch.desired_state import VmSpec
@@ -66,6 +66,7 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
     is_queued = isinstance(gce.capacity_options[first.option], FlexStartOption)
     body = machine.instance(name, first.zone) if is_queued else machine.bulk(names)
     found += [f"  {line}" for line in yaml.dump(_readable(body)).splitlines()]
+    found += [*_code_lines(gce), *_account_lines(gce, run)]
     found += [f"a VM deletes itself after {gce.max_run_hours:g} hours in any case"]
     limits = config.launch
     if limits.max_hours is None and limits.max_dollars is None:
@@ -73,6 +74,43 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
     else:
         found += [f"limits: max_hours={limits.max_hours}, max_dollars={limits.max_dollars}"]
     return [*found, "nothing was created"]
+
+
+def _code_lines(gce: GceSection) -> list[str]:
+    """Returns what is copied to the VMs: jaxres in one line, each file of the package in its own.
+
+    Raises:
+      ConfigError: the package has files that must not be copied.
+    """
+    packed = code_package.list_files(gce.package)
+    users = [file for file in packed if file.name.startswith(f"{code_package.WORK}/")]
+    own_bytes = sum(file.size_bytes for file in packed if file not in users)
+    found = [f"copied to the VMs: jaxres, {len(packed) - len(users)} files, {own_bytes:,} bytes"]
+    if gce.package is not None:
+        total = sum(file.size_bytes for file in users)
+        found += [f"copied from {gce.package}: {len(users)} files, {total:,} bytes"]
+        names = [file.name.removeprefix(f"{code_package.WORK}/") for file in users]
+        found += [f"  {f.size_bytes:>12,}  {n}" for f, n in zip(users, names, strict=True)]
+    return found
+
+
+def _account_lines(gce: GceSection, run: GcsPath) -> list[str]:
+    """Returns which account the VMs use, and what limits the rights of the code that they run."""
+    needed = f"Storage Object User on gs://{run.bucket}"
+    if gce.service_account is not None:
+        account = f"service account: {gce.service_account}; it needs only {needed}"
+    elif gce.template is not None:
+        account = f"service account: that of the template; it needs only {needed}"
+    else:
+        account = (
+            "service account: the project's default one, which may have the role Editor on the "
+            f"whole project. Set launch.gce.service_account to an account with only {needed}"
+        )
+    return [
+        account,
+        "the training runs as root on the VMs: its code and packages have all rights of the "
+        "service account. Give that account no other role, and use the VMs for this job only",
+    ]
 
 
 def _readable(value: Any) -> Any:

@@ -25,8 +25,10 @@ from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
 from jaxres.config.schema_operations import PreemptionSection
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import RunError, StorageUnavailable, UsageError
+from jaxres.faults import ConfigError, RunError, StorageUnavailable, UsageError
+from jaxres.launch.code_package import digest_of
 from jaxres.launch.desired_state import DesiredState, decode_state
+from jaxres.launch.instance_spec import read_uploaded
 from jaxres.launch.observed_state import AgentReport, AgentState
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.events import Noted, PreemptionNoticeReceived
@@ -135,8 +137,7 @@ class Agent:
         with contextlib.ExitStack() as stack:
             while not (self._is_leaving and self._local is None):
                 if (desired := self._read()) is not None:
-                    if self._watcher is None and (config := self._config(desired)) is not None:
-                        section = self._preemption(config)
+                    if self._watcher is None and (section := self._watched(desired)) is not None:
                         watcher = PreemptionWatcher(section, env=env, clock=self._clock)
                         self._watcher = stack.enter_context(watcher)
                     self._follow(desired, env)
@@ -151,14 +152,26 @@ class Agent:
         return None
 
     def _config(self, desired: DesiredState) -> RunConfig | None:
-        """Returns the run's config; None: the bucket has not returned it yet."""
+        """Returns the run's config; None: the bucket has not returned it yet.
+
+        Raises:
+          ConfigError: the object does not have the digest in the desired state, or is no config.
+        """
         path = self._folder / f"{desired.config}.yaml"
         with contextlib.suppress(StorageUnavailable):
-            if not path.exists():
-                if (data := gcs_objects.read(self._paths.config(desired.config))) is None:
+            if not path.exists() or digest_of(path.read_bytes()) != desired.config:
+                data = read_uploaded(self._paths.config(desired.config), desired.config)
+                if data is None:
                     return None
                 path.write_bytes(data)
             return configs.load(path).config
+        return None
+
+    def _watched(self, desired: DesiredState) -> PreemptionSection | None:
+        """Returns the section for the watcher of notices; None: there is no valid config yet."""
+        with contextlib.suppress(ConfigError):  # `_start` reports it.
+            if (config := self._config(desired)) is not None:
+                return self._preemption(config)
         return None
 
     def _preemption(self, config: RunConfig) -> PreemptionSection:
@@ -183,7 +196,13 @@ class Agent:
             self._publish("ended", desired.attempt, exit=128 + signal.SIGKILL, reason=reason)
 
     def _start(self, desired: DesiredState, host: int, env: Mapping[str, str]) -> None:
-        if (config := self._config(desired)) is None:
+        try:
+            config = self._config(desired)
+        except ConfigError as error:
+            self._attempt_file.write_text(f"{desired.attempt}\n")
+            self._publish("ended", desired.attempt, exit=ExitCode.CONFIG, reason=str(error))
+            return
+        if config is None:
             return  # The bucket is unavailable; the next poll tries again.
         arguments = [str(self._folder / f"{desired.config}.yaml"), f"run.dir={self._paths.run}"]
         if (notice := self._preemption(config).notice_seconds) != config.preemption.notice_seconds:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import functools
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -32,6 +33,9 @@ _FORBIDDEN = {
     errno.ELOOP,
 }
 _FAILING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ECONNRESET}
+_TRASH = re.compile(r"\..+\.[0-9a-f]{12}\.trash")
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")
+"""Names of this module only: other names in the same folder belong to users."""
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -167,8 +171,8 @@ class LocalStore:
         """Deletes temporary files of killed writers whose final name exists."""
         with typed_errors(folder):
             for temporary in folder.glob(".*.tmp"):
-                name = temporary.name[1:].rsplit(".", 2)[0]
-                if (folder / name).exists():
+                match = _TEMPORARY.fullmatch(temporary.name)
+                if match is not None and (folder / match[1]).exists():
                     temporary.unlink(missing_ok=True)
 
     def list_names(self, folder: Path, *, after: str = "") -> list[str]:
@@ -200,7 +204,7 @@ class LocalStore:
     def trash(self, folder: Path) -> list[Path]:
         """Returns the trash that a killed `delete_tree` has left in `folder`."""
         with typed_errors(folder):
-            return sorted(folder.glob(".*.trash"))
+            return sorted(path for path in folder.glob(".*") if _TRASH.fullmatch(path.name))
 
     def delete_trash(self, folder: Path) -> None:
         """Deletes the trash in `folder`."""

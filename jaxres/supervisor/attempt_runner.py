@@ -30,7 +30,7 @@ from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
-from jaxres.runlog import run_log
+from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.attempt_result import AttemptResult, stop_record
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunHistory, RunLog
@@ -42,7 +42,7 @@ from jaxres.supervisor.attempt import ignore_save_health, print_message
 from jaxres.supervisor.failure_report import upload_artifacts
 from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
-from jaxres.supervisor.run_config import resolve_run
+from jaxres.supervisor.run_config import newest_config, resolve_run
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.supervisor import supervise
 from jaxres.supervisor.worker_group import Rendezvous, WorkerGroup, boot_id, single_host, versions
@@ -158,17 +158,37 @@ def claim_attempt(
     clock: Clock,
     env: Mapping[str, str],
     threads: int | None = None,
+    attempt: int | None = None,
 ) -> tuple[RunLog, ClaimedAttempt]:
-    """Writes the claim of the run's next attempt to the run log, and records its config."""
+    """Writes the claim of the run's next attempt to the run log, and records its config.
+
+    Args:
+      config: config of the attempt.
+      run_dir: the run directory.
+      job: hosts of the attempt.
+      run_lock: the lock, held.
+      clock: time of the records.
+      env: environment of the attempt.
+      threads: number of CPU threads of this process if it trains itself.
+      attempt: number of the attempt, for a log that is being rebuilt; None: the next one of a log
+        that accounts for the checkpoints.
+
+    Raises:
+      Unrestorable: the log does not account for the checkpoints; nothing was changed.
+    """
     records = run_log.read_records(run_dir.log)
+    if attempt is None:
+        step_dirs.require_complete_log(run_dir, run_log.fold(records))
     claim = new_claim(config, run_log.fold(records), env=env, job=job)
+    if attempt is not None:
+        claim = dataclasses.replace(claim, attempt=attempt)
     if threads is not None:
         _refuse_other_threads(claim, threads)
     log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
-    _record_config(config, run_dir, claim, is_first=not run_log.fold(records).starts)
-    last_seq = len(records) + 1
+    # Late records of the attempt before may precede the claim.
+    _record_config(config, run_dir, claim, is_first=not log.history().starts)
     return log, ClaimedAttempt(
-        config, run_dir, log, claim, run_lock, clock, last_seq, job.hosts, None
+        config, run_dir, log, claim, run_lock, clock, log.last_seq, job.hosts, None
     )
 
 
@@ -291,9 +311,13 @@ def print_result(ended: AttemptResult, run_dir: RunDir, claim: Claim) -> None:
 
 
 def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
-    """Whether the last step is committed; prints a message if it is."""
+    """Whether the last step is committed; prints a message if it is.
+
+    False if data or initial weights are read from another path than in the last attempt: a worker
+    compares their content, and a run that has not trained on it does not count as complete.
+    """
     step = run_log.fold(run_log.read_records(run_dir.log)).step
-    if step < config.train.steps:
+    if step < config.train.steps or configs.moved_content(newest_config(run_dir), config):
         return False
     sys.stdout.write(
         f"{run_dir.root}: step {step} of {config.train.steps} is committed already; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxres import config as configs
-from jaxres.config import Loaded
+from jaxres.config import Loaded, RunConfig
 from jaxres.faults import ConfigError, UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
@@ -50,12 +50,23 @@ def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunD
             )
     else:
         loaded = configs.load(target, overrides)
-        run_dir = RunDir(configs.run_dir(loaded.config, loaded.name))
+        run_dir = find_run_dir(loaded)
     started = run_log.fold(run_log.read_records(run_dir.log)).starts
     if started:
         recorded = configs.load_recorded(_record(run_dir, started[0].attempt), ()).config
         configs.check_same(recorded, loaded.config, run_dir.root, origins=loaded.origins)
     return loaded, run_dir
+
+
+def find_run_dir(loaded: Loaded) -> RunDir:
+    """Returns the run directory of a config; a run keeps the directory that it was started in."""
+    *earlier, current = map(RunDir, configs.run_dirs(loaded.config, loaded.name))
+    return next((run_dir for run_dir in earlier if files.exists(run_dir.log)), current)
+
+
+def newest_config(run_dir: RunDir) -> RunConfig:
+    """Returns the config of the last attempt that trained."""
+    return configs.load_recorded(_newest_config(run_dir)).config
 
 
 def _record(run_dir: RunDir, attempt: int) -> RunPath:

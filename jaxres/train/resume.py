@@ -100,13 +100,7 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
       Unrestorable: steps are committed and none is valid.
     """
     history = _agreed_history(run, entry=entry)
-    # Before the first commit the data may change: a corrected data set can use the same run.
-    if history.newest is not None and history.dataset != run.dataset:
-        raise ConfigError(
-            f"data.source: the rows are not the ones that this run was started with (fingerprint "
-            f"{run.dataset} now, {history.dataset} recorded). Restore the old data, or start a new "
-            "run in another run.dir."
-        )
+    _check_rows(run, history, entry=entry)
     shapes, seconds = to_plain(run.shapes), RESTORE_SHARE * run.barrier_seconds
     restored = run.checkpoints.restore(history, shapes, seconds=seconds)
     if restored is None:
@@ -140,6 +134,32 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
         dispatched_at=now,
     )
     return state, progress, in_flight
+
+
+def check_dataset(fingerprint: str, history: RunHistory) -> None:
+    """Raises ConfigError if the run has committed a step that was trained on other rows.
+
+    Before the first commit the data may change: a corrected data set can use the same run.
+    """
+    if history.newest is not None and history.dataset != fingerprint:
+        raise ConfigError(
+            f"data.source: the rows are not the ones that this run was started with (fingerprint "
+            f"{fingerprint} now, {history.dataset} recorded). Restore the old data, or start a new "
+            "run in another run.dir."
+        )
+
+
+def _check_rows(run: Trainer, history: RunHistory, *, entry: int) -> None:
+    """Raises ConfigError if this host reads other rows than the run has trained on, or host 0."""
+    check_dataset(run.dataset, history)
+    expected = run.peers.broadcast(
+        f"dataset/{entry}", lambda: run.dataset, seconds=run.barrier_seconds
+    )
+    if expected != run.dataset:
+        raise ConfigError(
+            f"data.source: this host reads other rows than host 0 (fingerprint {run.dataset} here, "
+            f"{expected} on host 0). Check that both read the same data."
+        )
 
 
 def _agreed_history(run: Trainer, *, entry: int) -> RunHistory:
