@@ -38,7 +38,7 @@ WALL_CLOCK_MAY = {
     "jaxres/data/download_cache.py:_delete_leftovers": "whether leftovers are a day old",
     "jaxres/engine/executable.py:sources": "whether code is younger than the process that runs it",
     "jaxres/engine/executable.py:keep": "which file is the oldest, to be removed",
-    "jaxres/train/compile_cache.py:_began": "start of the process, compared with times of files",
+    "jaxres/train/compile_cache.py:process_start": "compared with the times of files",
     "jaxres/data/text.py:_list_file": "detects a change of a file",
     "jaxres/data/text.py:_read": "detects a change of a file",
     "jaxres/data/text.py:_remove_leftovers": "a day, over several processes",

@@ -18,6 +18,7 @@ from jaxres.runlog import attempt_history, metrics, run_log
 from jaxres.runlog.attempt_history import AttemptSummary
 from jaxres.runlog.event_log import read_events, read_json_lines
 from jaxres.runlog.events import EVENTS, PhaseChanged, RunBuilt
+from jaxres.runlog.guarantee import guarantee_level
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
@@ -163,6 +164,8 @@ def as_text(status: Status) -> str:
         rows.append(("committed", f"step {history.step}, {_age(age)} ago"))
     else:
         rows.append(("committed", "nothing yet"))
+    if history.starts:
+        rows.append(("guarantee", guarantee_level(history.starts)))
     if history.claims and history.claims[-1].num_hosts > 1:
         rows += [(f"host {host.host}", _host(host)) for host in status.hosts]
     rows += [("incident", _incident(attempt)) for attempt in _incidents(status)]
@@ -248,6 +251,7 @@ def as_json(status: Status) -> str:
         "steps": status.steps,
         "loss": None if status.newest is None else status.newest.loss,
         "committed": committed,
+        "guarantee": guarantee_level(history.starts) if history.starts else None,
         "hosts": [dataclasses.asdict(host) for host in status.hosts],
         "attempts": [dataclasses.asdict(attempt) for attempt in status.recent],
         "supervisor": None if supervision is None else dataclasses.asdict(supervision),

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -107,15 +107,16 @@ def _processor() -> str:
     ).hexdigest()
 
 
-def sources(folder: Path, *, since: float) -> str | None:
+def sources(folder: Path, paths: Iterable[Path] | None = None, *, since: float) -> str | None:
     """Returns the digest of a package's Python files; None if one changed since its import.
 
     Args:
       folder: the package's folder.
+      paths: the files in it; None: all.
       since: wall-clock time before the import; imported files are older.
     """
     total = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(folder.rglob("*.py") if paths is None else paths):
         if path.stat().st_ctime >= since:
             return None
         total.update(b"\0".join([str(path.relative_to(folder)).encode(), path.read_bytes(), b""]))

@@ -39,7 +39,7 @@ from jaxres.train import (
 from jaxres.train.components import Components, Diagnostics, StepSchedule, Trainer
 from jaxres.train.consensus import Consensus, SingleHostConsensus, StepConsensus
 from jaxres.train.context import AttemptContext
-from jaxres.train.reproducibility import numerics_fingerprint
+from jaxres.train.numerics_fingerprint import numerics_fingerprint
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
     None if custom code is a part of the steps, or if this package's source has changed since it was
     imported.
     """
-    own = _sources()
+    own = own_sources()
     if own is None or config.model.kind == "custom":
         return None
     dumped = config.model_dump(mode="json")
@@ -58,16 +58,18 @@ def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
 
 
 @functools.cache
-def _sources() -> str | None:
-    return executable.sources(PACKAGE, since=_began(SystemClock()))
+def own_sources(folder: str = "") -> str | None:
+    """Returns the digest of this package's source, or of one folder of it; None: it has changed."""
+    return executable.sources(PACKAGE / folder, since=process_start(SystemClock()))
 
 
 def remember_sources() -> None:
     """Digests this package's source now, for all processes that are forked from this one."""
-    _sources()
+    for folder in ("", "data", "engine", "models"):
+        own_sources(folder)
 
 
-def _began(clock: Clock) -> float:
+def process_start(clock: Clock) -> float:
     """Returns when this process started, by the wall clock."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     since_boot = float(Path("/proc/uptime").read_text().split()[0])

@@ -10,9 +10,9 @@ from jaxres.engine.state import Progress, TrainState, from_plain, to_plain
 from jaxres.faults import ConfigError, RollbackRun, SkipRows, StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.events import BadRecordsSkipped, PhaseChanged, RolledBack, TrainingStarted
-from jaxres.runlog.run_log import RunHistory, Start, fold, start_of
+from jaxres.runlog.guarantee import guarantee_level
+from jaxres.runlog.run_log import Record, RunHistory, Start, fold
 from jaxres.train.components import InFlight, Trainer
-from jaxres.train.reproducibility import reproducibility_level
 
 POLL_SECONDS = 0.1
 RESTORE_SHARE = 0.9
@@ -109,20 +109,17 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
     else:
         (state, init), progress = (from_plain(restored.state), None), restored.progress
     path = restored.commit.path if restored else None
-    seq = _record_start(
-        run,
-        Start(
-            step=progress.step,
-            path=path,
-            dataset=run.dataset,
-            computation=run.computation,
-            init=init,
-            looks_back_steps=looks_back_steps(run.limits, run.loss_scale),
-        ),
-        entry=entry,
+    start = Start(
+        step=progress.step,
+        path=path,
+        dataset=run.dataset,
+        computation=run.computation,
+        init=init,
+        looks_back_steps=looks_back_steps(run.limits, run.loss_scale),
     )
-    before = [start_of(record).computation for record in history.starts]
-    level = reproducibility_level(before, run.computation)
+    seq = _record_start(run, start, entry=entry)
+    own = Record(seq=seq, attempt=run.log.attempt, time=0.0, body=start)  # Its time is unused.
+    level = guarantee_level([*history.starts, own])
     run.emit(TrainingStarted(progress.step, path, level))
     run.emit(PhaseChanged("train"))
     now = run.clock.monotonic()

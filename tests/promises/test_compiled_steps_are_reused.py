@@ -42,6 +42,7 @@ def test_a_restart_loads_compiled_steps_and_ends_bit_exact(
     workspace.copy(killed, "run")
     trainer = resumed(workspace)
     assert trainer.events_of("compiled_steps_loaded"), trainer.events()
+    assert "guarantee: bitwise" in trainer.printed(), "the program of a loaded step is not known"
     assert_bit_exact(trainer.run_dir, unbroken)
 
 
