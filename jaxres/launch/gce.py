@@ -33,8 +33,8 @@ from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath, RunPath, is_remote, parse_path
-from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.run_config import parse_target, resolve_run
+from jaxres.train import completion
 
 if TYPE_CHECKING:
     from jaxres.config.schema_gce import GceSection
@@ -179,7 +179,7 @@ def _up(target: RunPath, overrides: Sequence[str], *, env: Mapping[str, str], wa
     record = StateObject(paths.desired_state)
     desired = record.read()
     if desired is None or desired.phase == "ended":  # Else VMs exist already.
-        if attempt_runner.is_complete(RunDir(run), config):
+        if completion.is_complete(RunDir(run), config):
             return ExitCode.DONE
         for warning in preflight.check(_gce(config), compute, run):
             print_line(warning)

@@ -105,6 +105,7 @@ def run_attempt(
     overrides: Sequence[str],
     *,
     run: Callable[[ClaimedAttempt], AttemptResult],
+    is_complete: Callable[[RunDir, RunConfig], bool],
     env: Mapping[str, str],
     rendezvous: Rendezvous = single_host,
     threads: int | None = None,
@@ -115,6 +116,7 @@ def run_attempt(
       target: a config file or a run directory.
       overrides: `section.field=value` arguments.
       run: runs the claimed attempt to its end.
+      is_complete: returns whether there is nothing left to train, and prints so.
       env: the attempt's environment.
       rendezvous: the rendezvous of the job's hosts, before anything is claimed.
       threads: number of CPU threads of this process if it trains itself (--inline); None: the
@@ -288,18 +290,6 @@ def print_result(ended: AttemptResult, run_dir: RunDir, claim: Claim) -> None:
         text = "".join([*parts, bug])
     stdio.flush()
     stdio.eprint(text)
-
-
-def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
-    """Whether the last step is committed; prints a message if it is."""
-    step = run_log.fold(run_log.read_records(run_dir.log)).step
-    if step < config.train.steps:
-        return False
-    sys.stdout.write(
-        f"{run_dir.root}: step {step} of {config.train.steps} is committed already; "
-        "nothing to do. For a new run, change run.seed, run.dir or the config.\n"
-    )
-    return True
 
 
 def _record_config(config: RunConfig, run_dir: RunDir, claim: Claim, *, is_first: bool) -> None:

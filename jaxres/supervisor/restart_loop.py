@@ -78,6 +78,8 @@ class LoopState:
     save_monitor: SaveMonitor
     run_attempt: Callable[..., AttemptResult]
     """Runs a claimed attempt."""
+    damaged: str | None
+    """Path of a last step that is damaged, if the run had one when the restart loop began."""
     fork_server: ForkServer | None
     """Forks the workers of every attempt but the first; None: all are fresh processes."""
     env: Mapping[str, str]
@@ -100,6 +102,7 @@ def run_restart_loop(
     *,
     policy: RestartPolicy,
     run_attempt: Callable[..., AttemptResult],
+    damaged: str | None,
     env: Mapping[str, str],
     clock: Clock,
     alerts: Alerts,
@@ -112,25 +115,23 @@ def run_restart_loop(
       policy: when to restart.
       run_attempt: runs a claimed attempt to its end; is given `env`, `wakeup`, `deadline`,
         `on_save_health` and `fork_server`.
+      damaged: path of the last step if that is damaged, so that it is trained again.
       env: the environment of all attempts.
       clock: the supervisor's clock.
-      alerts: receive the events of the loop. Entered once the run lock is held: without it this
-        process may neither write nor send anything.
+      alerts: receive the events of the loop; entered once the run lock is held.
     """
     adopts = processes.become_subreaper()
     with contextlib.ExitStack() as stack:
-        preemption_watcher = stack.enter_context(
-            PreemptionWatcher(config.preemption, env=env, clock=clock)
-        )
+        watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
+        preemption_watcher = stack.enter_context(watcher)
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         stack.enter_context(alerts)
         records = run_log.read_records(run_dir.log)
-        observers = Observers([alerts])
-        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[observers.on_event])
+        listeners = [Observers([alerts]).on_event]
+        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=listeners)
         stack.push(lambda *_: _close_in_time(log))
         run_history, restarts = run_log.fold(records), restart_policy.load_history(records)
-        emit = partial(_emit_in_time, log)
-        fork_server = None
+        emit, fork_server = partial(_emit_in_time, log), None
         if config.restart.fork:
             fork_server = stack.enter_context(ForkServer(run_dir, emit=emit, clock=clock))
         run = LoopState(
@@ -146,6 +147,7 @@ def run_restart_loop(
             emit=emit,
             save_monitor=SaveMonitor(alerts.send, run=run_dir.root.absolute().name),
             run_attempt=run_attempt,
+            damaged=damaged,
             fork_server=fork_server,
             env=env,
             run_history=run_history,
@@ -204,7 +206,9 @@ def _run_one(run: LoopState, *, without: frozenset[int]) -> AttemptResult:
     try:
         _refresh_history(run, run_log.read_records(run.run_dir.log))
         _kill_leftovers(run, run.run_history.claims)
-        if attempt_runner.is_complete(run.run_dir, run.config):
+        newest, steps = run.run_history.newest, run.config.train.steps
+        # It was verified when this command began, or when it was saved.
+        if newest is not None and newest.step >= steps and newest.path != run.damaged:
             return AttemptResult(
                 ExitCode.DONE, "the last step is committed", committed=True, is_recorded=False
             )
