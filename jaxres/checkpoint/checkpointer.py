@@ -15,11 +15,13 @@ an event. Training continues, and the next save tries again, at most
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
+from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import orbax_io
 from jaxres.checkpoint.commit_tracker import CommitTracker, PendingSave, SaveSlot
 from jaxres.checkpoint.finalize import finalize
@@ -361,7 +363,9 @@ class Checkpointer:
             "limit. Nothing committed is lost."
         )
 
-    def restore(self, line: RunHistory, like: Tree, *, seconds: float) -> Restored | None:
+    def restore(
+        self, line: RunHistory, like: Tree, *, seconds: float, last_step: float = math.inf
+    ) -> Restored | None:
         """Restores the newest valid step and quarantines damaged newer ones; None: none exists.
 
         Only then are leftovers of earlier attempts deleted.
@@ -370,6 +374,7 @@ class Checkpointer:
           line: the run history from the log; the same on every host.
           like: nested dict of jax.ShapeDtypeStruct with shardings.
           seconds: time limit for reading one step.
+          last_step: the step at which training ends: no other step will follow it.
 
         Raises:
           Unrestorable: steps were committed, and none is valid; nothing is changed.
@@ -384,7 +389,7 @@ class Checkpointer:
         self._restores += 1
         topic = f"restore/{self._restores}"
         search = NewestValid(
-            read=lambda commit: restore(self._dir_of(commit), commit, like, self._reading),
+            read=lambda commit: self._read(commit, like, last_step=last_step),
             examine=lambda commit: verify_step(self._dir_of(commit), commit),
             peers=self._peers,
             topic=topic,
@@ -403,6 +408,15 @@ class Checkpointer:
     def _sweep(self) -> None:
         if self._peers.member.leads:
             self._commits.sweep()
+
+    def _read(self, commit: Commit, like: Tree, *, last_step: float) -> Restored:
+        """Reads this host's part of a step; host 0 verifies every file of the last step too."""
+        step_dir = self._dir_of(commit)
+        if commit.step >= last_step and self._peers.member.leads:
+            found = verify_step(step_dir, commit)
+            if found.problems:
+                raise manifests.damaged(step_dir, commit.step, found.evidence)
+        return restore(step_dir, commit, like, self._reading)
 
     def _dir_of(self, commit: Commit) -> RunPath:
         return (self._run_dir.root / commit.path).absolute()

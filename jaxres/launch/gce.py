@@ -48,8 +48,8 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
 from jaxres.storage.path import GcsPath, RunPath, is_remote
-from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.run_config import parse_target, resolve_run
+from jaxres.train import completion
 
 if TYPE_CHECKING:
     from jaxres.config.schema_gce import GceSection
@@ -207,7 +207,7 @@ def _up(
     desired = record.read_valid()
     may_be_led = bool(record.damage)
     if desired is None or desired.phase == "ended":
-        if not record.damage and attempt_runner.is_complete(RunDir(run), config):
+        if not record.damage and completion.is_complete(RunDir(run), config):
             return ExitCode.DONE
         for warning in preflight.check(_gce(config), compute, run):
             print_line(warning)

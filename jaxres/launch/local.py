@@ -23,7 +23,7 @@ from jaxres.supervisor.run_config import parse_target, resolve_run
 from jaxres.supervisor.worker_group import local_hosts
 from jaxres.telemetry import alert_sender
 from jaxres.telemetry.stdio import format_bytes
-from jaxres.train import oom_advice
+from jaxres.train import completion, oom_advice
 
 USAGE = """\
 usage: python -m jaxres.launch local CONFIG.yaml|RUN_DIR [section.field=value ...]
@@ -142,11 +142,17 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
         rendezvous = functools.partial(local_hosts, num_hosts=options.max_hosts)
         run = functools.partial(train, env=env)
         return attempt_runner.run_attempt(
-            options.target, options.overrides, run=run, env=env, rendezvous=rendezvous
+            options.target,
+            options.overrides,
+            run=run,
+            is_complete=completion.is_complete,
+            env=env,
+            rendezvous=rendezvous,
         )
     loaded, run_dir = resolve_run(options.target, options.overrides)
     config, clock = loaded.config, SystemClock()
-    if attempt_runner.is_complete(run_dir, config):
+    found = completion.check(run_dir, config)
+    if found.is_complete:
         return ExitCode.DONE
     policy = RestartPolicy(
         config.restart,
@@ -162,7 +168,14 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
     env = alert_sender.scrub_secrets(config.alerts, env)
     with faults.refusals(at_start=not attempt_runner.follows_an_attempt(run_dir)):
         return run_restart_loop(
-            config, run_dir, policy=policy, run_attempt=train, env=env, clock=clock, alerts=alerts
+            config,
+            run_dir,
+            policy=policy,
+            run_attempt=train,
+            unconfirmed=found.unconfirmed,
+            env=env,
+            clock=clock,
+            alerts=alerts,
         )
 
 

@@ -42,7 +42,7 @@ from jaxres.supervisor.attempt import ignore_save_health, print_message
 from jaxres.supervisor.failure_report import upload_artifacts
 from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
-from jaxres.supervisor.run_config import newest_config, resolve_run
+from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.supervisor import supervise
 from jaxres.supervisor.worker_group import Rendezvous, WorkerGroup, boot_id, single_host, versions
@@ -113,6 +113,7 @@ def run_attempt(
     overrides: Sequence[str],
     *,
     run: Callable[[ClaimedAttempt], AttemptResult],
+    is_complete: Callable[[RunDir, RunConfig], bool],
     env: Mapping[str, str],
     rendezvous: Rendezvous = single_host,
     threads: int | None = None,
@@ -123,6 +124,7 @@ def run_attempt(
       target: a config file or a run directory.
       overrides: `section.field=value` arguments.
       run: runs the claimed attempt to its end.
+      is_complete: returns whether there is nothing left to train, and prints so.
       env: the attempt's environment.
       rendezvous: the rendezvous of the job's hosts, before anything is claimed.
       threads: number of CPU threads of this process if it trains itself (--inline); None: the
@@ -327,22 +329,6 @@ def print_result(ended: AttemptResult, run_dir: RunDir, claim: Claim) -> None:
         text = "".join([*parts, bug])
     stdio.flush()
     stdio.eprint(text)
-
-
-def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
-    """Whether the last step is committed; prints a message if it is.
-
-    False if data or initial weights are read from another path than in the last attempt: a worker
-    compares their content, and a run that has not trained on it does not count as complete.
-    """
-    step = run_log.fold(run_log.read_records(run_dir.log)).step
-    if step < config.train.steps or configs.moved_content(newest_config(run_dir), config):
-        return False
-    sys.stdout.write(
-        f"{run_dir.root}: step {step} of {config.train.steps} is committed already; "
-        "nothing to do. For a new run, change run.seed, run.dir or the config.\n"
-    )
-    return True
 
 
 def follows_an_attempt(run_dir: RunDir) -> bool:

@@ -78,6 +78,8 @@ class LoopState:
     save_monitor: SaveMonitor
     run_attempt: Callable[..., AttemptResult]
     """Runs a claimed attempt."""
+    unconfirmed: str | None
+    """Path of the last step if it is committed and does not count yet, or None."""
     fork_server: ForkServer | None
     """Forks the workers of every attempt but the first; None: all are fresh processes."""
     env: Mapping[str, str]
@@ -100,6 +102,7 @@ def run_restart_loop(
     *,
     policy: RestartPolicy,
     run_attempt: Callable[..., AttemptResult],
+    unconfirmed: str | None,
     env: Mapping[str, str],
     clock: Clock,
     alerts: Alerts,
@@ -112,25 +115,23 @@ def run_restart_loop(
       policy: when to restart.
       run_attempt: runs a claimed attempt to its end; is given `env`, `wakeup`, `deadline`,
         `on_save_health` and `fork_server`.
+      unconfirmed: path of the last step if it is damaged or its data has moved: it is trained again.
       env: the environment of all attempts.
       clock: the supervisor's clock.
-      alerts: receive the events of the loop. Entered once the run lock is held: without it this
-        process may neither write nor send anything.
+      alerts: receive the events of the loop; entered once the run lock is held.
     """
     adopts = processes.become_subreaper()
     with contextlib.ExitStack() as stack:
-        preemption_watcher = stack.enter_context(
-            PreemptionWatcher(config.preemption, env=env, clock=clock)
-        )
+        watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
+        preemption_watcher = stack.enter_context(watcher)
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         stack.enter_context(alerts)
         records = run_log.read_records(run_dir.log)
-        observers = Observers([alerts])
-        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[observers.on_event])
+        listeners = [Observers([alerts]).on_event]
+        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=listeners)
         stack.push(lambda *_: _close_in_time(log))
         run_history, restarts = run_log.fold(records), restart_policy.load_history(records)
-        emit = partial(_emit_in_time, log)
-        fork_server = None
+        emit, fork_server = partial(_emit_in_time, log), None
         if config.restart.fork:
             fork_server = stack.enter_context(ForkServer(run_dir, emit=emit, clock=clock))
         run = LoopState(
@@ -146,6 +147,7 @@ def run_restart_loop(
             emit=emit,
             save_monitor=SaveMonitor(alerts.send, run=run_dir.root.absolute().name),
             run_attempt=run_attempt,
+            unconfirmed=unconfirmed,
             fork_server=fork_server,
             env=env,
             run_history=run_history,
@@ -218,7 +220,9 @@ def _claim_and_run(run: LoopState, slots: tuple[int, ...]) -> AttemptResult:
     """Runs one attempt, after what earlier ones have left behind is killed."""
     _refresh_history(run, run_log.read_records(run.run_dir.log, known=run.last_seq))
     _kill_leftovers(run, run.run_history.claims)
-    if attempt_runner.is_complete(run.run_dir, run.config):
+    newest, steps = run.run_history.newest, run.config.train.steps
+    # It was verified when this command began, or when it was saved.
+    if newest is not None and newest.step >= steps and newest.path != run.unconfirmed:
         return AttemptResult(
             ExitCode.DONE, "the last step is committed", committed=True, is_recorded=False
         )

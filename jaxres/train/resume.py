@@ -102,7 +102,7 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
     history = _agreed_history(run, entry=entry)
     _check_rows(run, history, entry=entry)
     shapes, seconds = to_plain(run.shapes), RESTORE_SHARE * run.barrier_seconds
-    restored = run.checkpoints.restore(history, shapes, seconds=seconds)
+    restored = run.checkpoints.restore(history, shapes, seconds=seconds, last_step=run.steps)
     if restored is None:
         run.emit(PhaseChanged("init", "new parameters"))
         (state, init), progress = run.init(history), Progress()
