@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxres import faults
 from jaxres.cli import history as history_cli
 from jaxres.cli import status
 from jaxres.clock import SystemClock
@@ -117,7 +118,7 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
             case _:
                 text = _digest(run_dir, history, step=options.step)
     except RunError as end:
-        sys.stderr.write(f"{end}\n")
+        sys.stderr.write(faults.format_exit_message(end.exit_code, str(end)))
         return end.exit_code
     sys.stdout.write(text)
     return code
@@ -138,7 +139,7 @@ def _prune(
     clock = SystemClock()
     keep = prune_cli.keep_policy(run_dir, options.overrides)
     if options.dry_run:
-        is_alive = run_lock.looks_alive(run_dir, clock=clock)
+        is_alive = run_lock.liveness(run_dir, clock=clock) != "gone"
         preview = prune_cli.preview(run_dir, history, keep, is_alive=is_alive)
     else:
         preview = prune_cli.prune(run_dir, keep, clock=clock, env=env)

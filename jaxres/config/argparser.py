@@ -12,5 +12,5 @@ class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are exceptions."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises UsageError with the message and the usage below it."""
-        raise UsageError(f"{message}\n{self.format_usage()}")
+        """Raises UsageError with the message and the command that prints the usage."""
+        raise UsageError(f"{self.prog}: {message} (usage: `{self.prog} --help`)")

@@ -265,7 +265,7 @@ class TelemetrySection(Section):
     log_every_seconds: PositiveFloat = free(10.0)
     """Seconds between plain progress lines if the output is not a terminal."""
     tensorboard: bool = free(False)
-    """Whether to write RUN_DIR/tensorboard; needs `pip install 'jaxres[tensorboard]'`."""
+    """Whether to write RUN_DIR/tensorboard; needs `pip install -e '.[tensorboard]'`."""
     sample_prompt: str = free("def ")
     """Prompt of the text sample at the end of the run."""
     sample_tokens: NonNegativeInt = free(0)

@@ -39,6 +39,7 @@ from jaxres.supervisor.run_config import parse_target, resolve_run
 if TYPE_CHECKING:
     from jaxres.config.schema_gce import GceSection
 
+COMMAND = "python -m jaxres.launch gce"
 USAGE = """\
 usage: python -m jaxres.launch gce up CONFIG.yaml|gs://RUN [section.field=value ...]
                                       [--dry-run] [--standby]
@@ -65,17 +66,23 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Runs a verb of `launch gce` and returns its exit code."""
     verb, *rest = arguments or ("",)
     if verb not in VERBS:
-        raise UsageError(f"expected one of {', '.join(VERBS)} (got {verb or 'nothing'})\n{USAGE}")
+        raise UsageError(
+            f"launch gce {verb}: expected one of {', '.join(VERBS)} (usage: `{COMMAND} --help`)"
+        )
     flags = [argument for argument in rest if argument.startswith("--")]
     if verb == "up":
         _refuse_unknown(flags, ("--dry-run", "--standby"))
-        target, overrides = parse_target([a for a in rest if a not in flags], usage=USAGE)
+        target, overrides = parse_target(
+            [a for a in rest if a not in flags], command=f"{COMMAND} up"
+        )
         if "--dry-run" in flags:
             return preflight.show(*_config_without_bucket(target, overrides))
         return _up(target, overrides, env=env, waits="--standby" in flags)
     if verb == "init":
         _refuse_unknown(flags, ("--yes",))
-        target, overrides = parse_target([a for a in rest if a not in flags], usage=USAGE)
+        target, overrides = parse_target(
+            [a for a in rest if a not in flags], command=f"{COMMAND} init"
+        )
         return bucket_setup.init_bucket(
             *_config_without_bucket(target, overrides), does="--yes" in flags
         )
@@ -93,7 +100,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
 def _refuse_unknown(flags: Sequence[str], known: Sequence[str]) -> None:
     for flag in flags:
         if flag not in known:
-            raise UsageError(f"{flag}: unknown flag\n{USAGE}")
+            raise UsageError(f"{flag}: unknown flag (usage: `{COMMAND} --help`)")
 
 
 def _run_of(arguments: Sequence[str], flags: Sequence[str]) -> GcsPath:
@@ -101,7 +108,8 @@ def _run_of(arguments: Sequence[str], flags: Sequence[str]) -> GcsPath:
     others = [argument for argument in arguments if argument not in flags]
     if len(others) != 1:
         raise UsageError(
-            f"expected one run directory, got {' '.join(others) or 'nothing'}\n{USAGE}"
+            f"expected one run directory, got {' '.join(others) or 'nothing'} "
+            f"(usage: `{COMMAND} --help`)"
         )
     try:
         run = parse_path(others[0])

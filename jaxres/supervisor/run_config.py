@@ -13,8 +13,10 @@ from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote, parse_path
 
 
-def parse_target(arguments: Sequence[str], *, usage: str) -> tuple[RunPath, list[str]]:
+def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, list[str]]:
     """Returns the config file or run directory among a command's arguments, and the overrides.
+
+    `command` is named in messages, as the command that prints the usage with --help.
 
     Raises:
       UsageError: unknown flags, or not exactly one file or directory.
@@ -22,10 +24,12 @@ def parse_target(arguments: Sequence[str], *, usage: str) -> tuple[RunPath, list
     targets = [argument for argument in arguments if "=" not in argument]
     unknown = [target for target in targets if target.startswith("-")]
     if unknown:
-        raise UsageError(f"{unknown[0]}: unknown flag\n{usage}")
+        raise UsageError(f"{unknown[0]}: unknown flag (usage: `{command} --help`)")
     if len(targets) != 1:
         given = " ".join(targets) or "nothing"
-        raise UsageError(f"expected one config file or run directory, got {given}\n{usage}")
+        raise UsageError(
+            f"expected one config file or run directory, got {given} (usage: `{command} --help`)"
+        )
     try:
         return parse_path(targets[0]), [argument for argument in arguments if "=" in argument]
     except ValueError as error:
