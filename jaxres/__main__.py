@@ -100,15 +100,15 @@ def _train_or_launch(args: Sequence[str]) -> NoReturn:
 
 
 def _run(args: Sequence[str]) -> int:
-    verb = args[0] if args else ""
-    if verb in ("", "-h", "--help"):
+    if not args or args[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return ExitCode.DONE if args else ExitCode.USAGE
+    verb = args[0]
     if verb not in VERBS:
         from jaxres.config.errors import did_you_mean
 
         hint, known = did_you_mean(verb, VERBS), ", ".join(VERBS)
-        raise UsageError(f"{verb}: unknown command{hint}. The commands are {known}.")
+        raise UsageError(f"{verb!r}: unknown command{hint} (commands: {known})")
     from jaxres.storage import gcs_client
 
     os.environ.update(gcs_client.library_environment(os.environ))

@@ -13,30 +13,30 @@ from jaxres import faults
 from jaxres.cli import history as history_cli
 from jaxres.cli import status
 from jaxres.clock import SystemClock
-from jaxres.config.argparser import Parser
+from jaxres.config.argparser import Parser, run_dir_argument
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Quarantine, Record, RunHistory
 from jaxres.storage import files
-from jaxres.storage.path import is_remote, parse_path
+from jaxres.storage.path import is_remote
 from jaxres.supervisor import run_lock
 
 
 def _local(text: str) -> Path:
-    if is_remote(path := parse_path(text)):
+    if is_remote(path := run_dir_argument(text)):
         raise argparse.ArgumentTypeError(f"{text}: must be a local path")
     return path
 
 
 def _parser(usage: str) -> argparse.ArgumentParser:
     parser = Parser(prog="jaxres", usage=usage.removeprefix("usage: "))
-    verbs = parser.add_subparsers(dest="verb", required=True, prog="jaxres")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND", prog="jaxres")
 
     def verb(parent: argparse._SubParsersAction[Parser], name: str) -> argparse.ArgumentParser:
         subparser = parent.add_parser(name)
-        subparser.add_argument("run_dir", type=parse_path, metavar="RUN_DIR")
+        subparser.add_argument("run_dir", type=run_dir_argument, metavar="RUN_DIR")
         return subparser
 
     status_parser = verb(verbs, "status")
@@ -45,12 +45,14 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     history = verb(verbs, "history")
     history.add_argument("--attempts", action="store_true")
     history.add_argument("--json", action="store_true")
-    checkpoints = verbs.add_parser("checkpoints").add_subparsers(dest="sub", required=True)
+    checkpoints = verbs.add_parser("checkpoints").add_subparsers(
+        dest="sub", required=True, metavar="COMMAND"
+    )
     verb(checkpoints, "list").add_argument("--json", action="store_true")
     verb(checkpoints, "digest").add_argument("--step", type=int)
     verb(checkpoints, "verify").add_argument("--step", type=int)
     diff = verb(checkpoints, "diff")
-    diff.add_argument("other_run_dir", type=parse_path, nargs="?", metavar="OTHER_RUN_DIR")
+    diff.add_argument("other_run_dir", type=run_dir_argument, nargs="?", metavar="OTHER_RUN_DIR")
     diff.add_argument("--step", type=int)
     diff.add_argument("--other-step", type=int)
     diff.add_argument("--json", action="store_true")
@@ -125,7 +127,9 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
 
 
 def _read_history(run_dir: RunDir) -> RunHistory:
-    records = run_log.read_records(run_dir.log)
+    records = []
+    if is_remote(run_dir.root) or run_dir.root.is_dir():
+        records = run_log.read_records(run_dir.log)
     if not records:
         raise UsageError(f"{run_dir.root}: no run here (no log/). Give a run directory.")
     return run_log.fold(records)

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxres import config as configs
 from jaxres import data, faults
-from jaxres.config.argparser import Parser
+from jaxres.config.argparser import Parser, run_dir_argument
 from jaxres.data import Batch
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
@@ -22,7 +22,7 @@ from jaxres.runlog import metrics, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.storage import files
-from jaxres.storage.path import parse_path
+from jaxres.storage.path import is_remote
 
 USAGE = "jaxres replay RUN_DIR --step N [--explain]"
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     """Replays the step and prints the result."""
     try:
         parser = Parser(prog="jaxres replay", usage=USAGE)
-        parser.add_argument("run_dir", type=parse_path, metavar="RUN_DIR")
+        parser.add_argument("run_dir", type=run_dir_argument, metavar="RUN_DIR")
         parser.add_argument("--step", type=int, required=True)
         parser.add_argument("--explain", action="store_true")
         options = parser.parse_args(arguments)
@@ -69,8 +69,11 @@ class Replay:
 
     def lines(self, *, explain: bool) -> Any:
         """Yields the output lines as they are computed."""
-        if self.step < 1 or not files.exists(self.run_dir.config):
-            raise UsageError(f"{self.run_dir.root}: no run there, or no step {self.step}.")
+        if self.step < 1:
+            raise UsageError(f"--step {self.step}: the first step of a run is 1")
+        root = self.run_dir.root
+        if not ((is_remote(root) or root.is_dir()) and files.exists(self.run_dir.config)):
+            raise UsageError(f"{root}: no run here (no config.yaml). Give a run directory.")
         history = run_log.fold(run_log.read_records(self.run_dir.log))
         commit = nearest(history, step=self.step, run_dir=self.run_dir)
         recorded = [

@@ -59,20 +59,28 @@ class LastSupervisorEvent:
 def supervision(events: Sequence[Mapping[str, Any]]) -> LastSupervisorEvent | None:
     """Returns the newest decision in a supervisor's event file; None: there is none.
 
-    Missing fields are no error.
+    Fields that are missing or of another type are no error.
     """
     for event in reversed(events):
         decision = DECISIONS.get(str(event.get("event")))
         if decision is not None:
             return LastSupervisorEvent(
                 decision=decision,  # type: ignore[arg-type]
-                attempt=int(event.get("attempt") or 0),
-                exit=int(event.get("exit") or 0),
+                attempt=_whole(event.get("attempt")),
+                exit=_whole(event.get("exit")),
                 reason=str(event.get("reason") or ""),
                 budget=str(event.get("budget") or ""),
-                after_seconds=float(event.get("after_seconds") or 0.0),
+                after_seconds=_number(event.get("after_seconds")),
             )
     return None
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) else 0.0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxres.clock import Clock
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.runlog import attempt_history, metrics, run_log
 from jaxres.runlog.attempt_history import AttemptSummary
-from jaxres.runlog.event_log import read_events, read_json_lines
+from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, PhaseChanged, RunBuilt
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
@@ -80,7 +80,8 @@ def read_status(
     metric_lines = metrics.read_history(run_dir, history)
     trained = history.starts[-1].attempt if history.starts else history.attempt
     events = read_events(run_dir.events(trained, 0))
-    steps = next((e["steps"] for e in reversed(events) if e["event"] == RUN_BUILT), None)
+    built = (event.get("steps") for event in reversed(events) if event["event"] == RUN_BUILT)
+    steps = next((number for number in built if isinstance(number, int)), None)
     recent = attempt_history.read(run_dir, is_alive=liveness != "gone", last=NUM_INCIDENTS)
     last_exit = recent[-1].exit if recent else None
     supervision = run_health.supervision(read_events(run_dir.supervisor_events))
@@ -117,7 +118,7 @@ def _hosts(run_dir: RunDir, history: RunHistory, *, now: float) -> list[HostSnap
         events = read_events(run_dir.events(history.attempt, host))
         steps = [event["step"] for event in events if isinstance(event.get("step"), int)]
         if host == 0:
-            steps += [row["step"] for row in read_json_lines(run_dir.metrics(history.attempt))[-1:]]
+            steps += [line.step for line in metrics.read_attempt(run_dir, history.attempt)[-1:]]
         if events:
             snapshots.append(_snapshot(host, events, step=max(steps, default=None), now=now))
     return snapshots
@@ -129,8 +130,8 @@ def _snapshot(
     phase = next((e for e in reversed(events) if e["event"] == PHASE_CHANGED), events[0])
     return HostSnapshot(
         host=host,
-        phase=phase.get("phase", "start"),
-        detail=phase.get("detail", ""),
+        phase=str(phase.get("phase", "start")),
+        detail=str(phase.get("detail", "")),
         step=step,
         phase_seconds=now - phase["time"],
         age_seconds=now - events[-1]["time"],

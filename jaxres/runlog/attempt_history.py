@@ -15,8 +15,8 @@ from datetime import datetime
 from typing import Any
 
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.runlog import run_log
-from jaxres.runlog.event_log import read_events, read_json_lines
+from jaxres.runlog import metrics, run_log
+from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, PhaseChanged, RunEnded, RunOpened
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, Start, SupervisorEnded
@@ -176,7 +176,7 @@ def read(run_dir: RunDir, *, is_alive: bool, last: int | None = None) -> list[At
     records = run_log.read_records(run_dir.log)
     numbers = [record.attempt for record in records if isinstance(record.body, Claim)]
     numbers = numbers if last is None else numbers[-last:]
-    steps = {n: [row["step"] for row in read_json_lines(run_dir.metrics(n))] for n in numbers}
+    steps = {n: [line.step for line in metrics.read_attempt(run_dir, n)] for n in numbers}
     return fold(
         [record for record in records if record.attempt in set(numbers)],
         events={n: read_events(run_dir.events(n, 0)) for n in numbers},

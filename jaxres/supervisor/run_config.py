@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxres import config as configs
 from jaxres.config import Loaded
@@ -38,7 +39,7 @@ def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, li
 
 def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
     """Returns the config and the run directory; a recorded run must have the same trajectory."""
-    if is_remote(target) or target.is_dir():
+    if is_remote(target) or _is_folder(target):
         run_dir = RunDir(target)
         if files.read(run_dir.config) is None:
             raise UsageError(
@@ -60,6 +61,11 @@ def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunD
         recorded = configs.load_recorded(_record(run_dir, started[0].attempt), ()).config
         configs.check_same(recorded, loaded.config, run_dir.root, origins=loaded.origins)
     return loaded, run_dir
+
+
+def _is_folder(target: Path) -> bool:
+    with files.typed_errors(target):  # A name may be too long.
+        return target.is_dir()
 
 
 def _record(run_dir: RunDir, attempt: int) -> RunPath:
