@@ -24,7 +24,7 @@ WALL_CLOCK_MAY = {
     "jaxres/runlog/event_log.py:EventLog.emit": "stamps an event",
     "jaxres/telemetry/tensorboard.py:TensorBoard._put": "stamps a point",
     "jaxres/supervisor/run_lock.py:RunLock._fields": "stamps a heartbeat",
-    "jaxres/supervisor/run_lock.py:looks_alive": "for output; a claim compares heartbeats",
+    "jaxres/supervisor/run_lock.py:liveness": "for output; a claim compares heartbeats",
     "jaxres/cli/status.py:read_status": "ages, for output",
     "jaxres/launch/gce.py:print_line": "stamps output",
     "jaxres/launch/gce.py:_upload_job": "start of a job, over several machines: hours, cost",

@@ -32,7 +32,7 @@ def _local(text: str) -> Path:
 
 def _parser(usage: str) -> argparse.ArgumentParser:
     parser = Parser(prog="jaxres", usage=usage.removeprefix("usage: "))
-    verbs = parser.add_subparsers(dest="verb", required=True, prog="jaxres")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND", prog="jaxres")
 
     def verb(parent: argparse._SubParsersAction[Parser], name: str) -> argparse.ArgumentParser:
         subparser = parent.add_parser(name)
@@ -45,7 +45,9 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     history = verb(verbs, "history")
     history.add_argument("--attempts", action="store_true")
     history.add_argument("--json", action="store_true")
-    checkpoints = verbs.add_parser("checkpoints").add_subparsers(dest="sub", required=True)
+    checkpoints = verbs.add_parser("checkpoints").add_subparsers(
+        dest="sub", required=True, metavar="COMMAND"
+    )
     verb(checkpoints, "list").add_argument("--json", action="store_true")
     verb(checkpoints, "digest").add_argument("--step", type=int)
     verb(checkpoints, "verify").add_argument("--step", type=int)
@@ -126,14 +128,17 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
             case _:
                 text = _digest(run_dir, history, step=options.step)
     except RunError as end:
-        sys.stderr.write(f"{end}\n")
-        return faults.by_phase(end, at_start=True).exit_code
+        error = faults.by_phase(end, at_start=True)
+        sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))
+        return error.exit_code
     sys.stdout.write(text)
     return code
 
 
 def _read_history(run_dir: RunDir) -> RunHistory:
-    records = run_log.read_records(run_dir.log)
+    records = []
+    if is_remote(run_dir.root) or run_dir.root.is_dir():
+        records = run_log.read_records(run_dir.log)
     if not records:
         step_dirs.require_complete_log(run_dir, run_log.fold(records))
         raise UsageError(f"{run_dir.root}: no run here (no log/). Give a run directory.")
@@ -148,7 +153,7 @@ def _prune(
     clock = SystemClock()
     keep = prune_cli.keep_policy(run_dir, options.overrides)
     if options.dry_run:
-        is_alive = run_lock.looks_alive(run_dir, clock=clock)
+        is_alive = run_lock.liveness(run_dir, clock=clock) != "gone"
         preview = prune_cli.preview(run_dir, history, keep, is_alive=is_alive)
     else:
         preview = prune_cli.prune(run_dir, keep, clock=clock, env=env)

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 USAGE = "jaxres doctor CONFIG.yaml [section.field=value ...] [--devices N [--hosts H]]"
 
+MAX_DEVICES = 100_000
+"""Largest number of devices to plan for; every number up to it is tried."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -89,8 +92,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_intermixed_args(arguments)
     if options.hosts is not None and options.devices is None:
         parser.error("--hosts needs --devices")
-    options.hosts = options.hosts or 1
-    if options.devices is not None and (options.devices < 1 or options.devices % options.hosts):
+    options.hosts = 1 if options.hosts is None else options.hosts
+    for name, number in (("--devices", options.devices), ("--hosts", options.hosts)):
+        if number is not None and not 1 <= number <= MAX_DEVICES:
+            parser.error(f"{name} {number}: expected a number from 1 to {MAX_DEVICES:,}")
+    if options.devices is not None and options.devices % options.hosts:
         parser.error(f"--devices {options.devices} is not a multiple of --hosts {options.hosts}")
     return options
 

@@ -161,7 +161,8 @@ def pin(run_dir: RunDir, step: int) -> str:
     if step not in _steps(run_dir):
         pruning.unpin(run_dir, step)
         raise UsageError(f"{run_dir.root}: step {step} was pruned meanwhile and can't be pinned")
-    return f"step {step} is pinned: it is kept until `checkpoints unpin {run_dir.root}`\n"
+    unpin = f"python -m jaxres checkpoints unpin {run_dir.root} --step {step}"
+    return f"step {step} is pinned: it is kept until `{unpin}`\n"
 
 
 def unpin(run_dir: RunDir, step: int) -> str:

@@ -21,6 +21,7 @@ from jaxres.runlog import metrics, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.storage import files
+from jaxres.storage.path import is_remote
 from jaxres.supervisor.run_config import resolve_run
 
 USAGE = "jaxres replay RUN_DIR --step N [--explain] [section.field=value ...]"
@@ -72,8 +73,11 @@ class Replay:
 
     def lines(self, *, explain: bool) -> Any:
         """Yields the output lines as they are computed."""
-        if self.step < 1 or not files.exists(self.run_dir.config):
-            raise UsageError(f"{self.run_dir.root}: no run there, or no step {self.step}.")
+        if self.step < 1:
+            raise UsageError(f"--step {self.step}: the first step of a run is 1")
+        root = self.run_dir.root
+        if not ((is_remote(root) or root.is_dir()) and files.exists(self.run_dir.config)):
+            raise UsageError(f"{root}: no run here (no config.yaml). Give a run directory.")
         history = run_log.fold(run_log.read_records(self.run_dir.log))
         commit = nearest(history, step=self.step, run_dir=self.run_dir)
         recorded = [

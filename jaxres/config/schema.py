@@ -269,7 +269,7 @@ class TelemetrySection(Section):
     log_every_seconds: PositiveFloat = free(10.0)
     """Seconds between plain progress lines if the output is not a terminal."""
     tensorboard: bool = free(False)
-    """Whether to write RUN_DIR/tensorboard; needs `pip install 'jaxres[tensorboard]'`.
+    """Whether to write RUN_DIR/tensorboard; needs `pip install -e '.[tensorboard]'`.
 
     In a bucket the files are updated every minute and at the end."""
     sample_prompt: str = free("def ")

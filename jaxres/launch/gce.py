@@ -54,6 +54,7 @@ from jaxres.train import completion
 if TYPE_CHECKING:
     from jaxres.config.schema_gce import GceSection
 
+COMMAND = "python -m jaxres.launch gce"
 USAGE = """\
 usage: python -m jaxres.launch gce up CONFIG.yaml|gs://RUN [section.field=value ...]
                                       [--dry-run] [--standby]
@@ -82,17 +83,23 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | Non
     clock = clock or SystemClock()
     verb, *rest = arguments or ("",)
     if verb not in VERBS:
-        raise UsageError(f"expected one of {', '.join(VERBS)} (got {verb or 'nothing'})\n{USAGE}")
+        raise UsageError(
+            f"launch gce {verb}: expected one of {', '.join(VERBS)} (usage: `{COMMAND} --help`)"
+        )
     flags = [argument for argument in rest if argument.startswith("--")]
     if verb == "up":
         _refuse_unknown(flags, ("--dry-run", "--standby"))
-        target, overrides = parse_target([a for a in rest if a not in flags], usage=USAGE)
+        target, overrides = parse_target(
+            [a for a in rest if a not in flags], command=f"{COMMAND} up"
+        )
         if "--dry-run" in flags:
             return preflight.show(*_config_without_bucket(target, overrides))
         return _up(target, overrides, env=env, clock=clock, waits="--standby" in flags)
     if verb == "init":
         _refuse_unknown(flags, ("--yes",))
-        target, overrides = parse_target([a for a in rest if a not in flags], usage=USAGE)
+        target, overrides = parse_target(
+            [a for a in rest if a not in flags], command=f"{COMMAND} init"
+        )
         return bucket_setup.init_bucket(
             *_config_without_bucket(target, overrides), does="--yes" in flags
         )
@@ -114,15 +121,15 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | Non
 def _refuse_unknown(flags: Sequence[str], known: Sequence[str]) -> None:
     for flag in flags:
         if flag not in known:
-            raise UsageError(f"{flag}: unknown flag\n{USAGE}")
+            raise UsageError(f"{flag}: unknown flag (usage: `{COMMAND} --help`)")
 
 
 def _run_of(arguments: Sequence[str]) -> tuple[GcsPath, RunConfig | None]:
     """Returns the run directory that the arguments name, and the config if they name its file."""
-    target, overrides = parse_target(arguments, usage=USAGE)
+    target, overrides = parse_target(arguments, command=COMMAND)
     if is_remote(target):
         if overrides:
-            raise UsageError(f"{overrides[0]}: a run directory takes no overrides\n{USAGE}")
+            raise UsageError(f"{overrides[0]}: a run directory takes no overrides")
         return target, None
     if not target.is_file():
         raise UsageError(

@@ -318,7 +318,7 @@ def _library() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"launch gce: a package is missing ({error.name}). "
-            "Install it with: pip install 'jaxres[gce]'"
+            "Run `pip install -e '.[gce]'` in the checkout of jaxres."
         ) from error
     return compute_v1
 

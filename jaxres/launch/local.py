@@ -25,6 +25,7 @@ from jaxres.telemetry import alert_sender
 from jaxres.telemetry.stdio import format_bytes
 from jaxres.train import completion, oom_advice
 
+COMMAND = "python -m jaxres.launch local"
 USAGE = """\
 usage: python -m jaxres.launch local CONFIG.yaml|RUN_DIR [section.field=value ...]
            --hosts N|A..B [--devices-per-host K] [--no-restart] [--oversubscribe]
@@ -83,9 +84,9 @@ def parse(arguments: Sequence[str]) -> Options:
             values[flag] = value if equals else next(rest, "")
         elif argument not in (NO_RESTART, OVERSUBSCRIBE):
             others.append(argument)
-    target, overrides = parse_target(others, usage=USAGE)
+    target, overrides = parse_target(others, command=COMMAND)
     if "--hosts" not in values:
-        raise UsageError(f"--hosts: how many workers?\n{USAGE}")
+        raise UsageError(f"--hosts: how many workers? (usage: `{COMMAND} --help`)")
     least, most = _range(values["--hosts"])
     devices = values.get("--devices-per-host")
     per_host = None if devices is None else _count("--devices-per-host", devices)
@@ -98,13 +99,14 @@ def _range(value: str) -> tuple[int, int]:
     least = _count("--hosts", first)
     most = _count("--hosts", last) if is_range else least
     if most < least:
-        raise UsageError(f"--hosts {value}: expected the smaller number first\n{USAGE}")
+        raise UsageError(f"--hosts {value}: expected the smaller number first")
     return least, most
 
 
 def _count(flag: str, value: str) -> int:
     if not (value.isascii() and value.isdigit() and int(value) >= 1):
-        raise UsageError(f"{flag} {value}: expected a whole number, at least 1\n{USAGE}")
+        given = value or "without a value"
+        raise UsageError(f"{flag} {given}: expected a whole number, at least 1")
     return int(value)
 
 

@@ -15,8 +15,8 @@ from datetime import datetime
 from typing import Any
 
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.runlog import run_log
-from jaxres.runlog.event_log import read_events, read_json_lines
+from jaxres.runlog import metrics, run_log
+from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, PhaseChanged, RunEnded, RunOpened
 from jaxres.runlog.guarantee import BITWISE, guarantee_level
 from jaxres.runlog.paths import RunDir
@@ -184,7 +184,7 @@ def read(run_dir: RunDir, *, is_alive: bool, last: int | None = None) -> list[At
     numbers = [record.attempt for record in records if isinstance(record.body, Claim)]
     numbers = numbers if last is None else numbers[-last:]
     shown = set(numbers)  # Besides these, a guarantee needs the starts before them.
-    steps = {n: [row["step"] for row in read_json_lines(run_dir.metrics(n))] for n in numbers}
+    steps = {n: [line.step for line in metrics.read_attempt(run_dir, n)] for n in numbers}
     return fold(
         [record for record in records if record.attempt in shown or isinstance(record.body, Start)],
         events={n: read_events(run_dir.events(n, 0)) for n in numbers},

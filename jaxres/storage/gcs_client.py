@@ -75,7 +75,7 @@ def _connect() -> Client:
     except ImportError as error:
         raise ConfigError(
             f"{SCHEME}...: a package is missing ({error.name}). "
-            "Install it with: pip install 'jaxres[gcs]'"
+            "Run `pip install -e '.[gcs]'` in the checkout of jaxres."
         ) from error
     try:
         client = Client(project=None)

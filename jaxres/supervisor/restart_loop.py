@@ -115,7 +115,7 @@ def run_restart_loop(
       policy: when to restart.
       run_attempt: runs a claimed attempt to its end; is given `env`, `wakeup`, `deadline`,
         `on_save_health` and `fork_server`.
-      unconfirmed: path of the last step if it is damaged or its data has moved: it is trained again.
+      unconfirmed: path of the last step if it is committed and does not count yet.
       env: the environment of all attempts.
       clock: the supervisor's clock.
       alerts: receive the events of the loop; entered once the run lock is held.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxres import config as configs
 from jaxres.config import Loaded, RunConfig
@@ -14,8 +15,10 @@ from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote, parse_path, run_root
 
 
-def parse_target(arguments: Sequence[str], *, usage: str) -> tuple[RunPath, list[str]]:
+def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, list[str]]:
     """Returns the config file or run directory among a command's arguments, and the overrides.
+
+    `command` is named in messages, as the command that prints the usage with --help.
 
     Raises:
       UsageError: unknown flags, or not exactly one file or directory.
@@ -24,10 +27,12 @@ def parse_target(arguments: Sequence[str], *, usage: str) -> tuple[RunPath, list
     targets = [argument for argument in arguments if not _is_override(argument)]
     unknown = [target for target in targets if target.startswith("-")]
     if unknown:
-        raise UsageError(f"{unknown[0]}: unknown flag\n{usage}")
+        raise UsageError(f"{unknown[0]}: unknown flag (usage: `{command} --help`)")
     if len(targets) != 1:
         given = " ".join(targets) or "nothing"
-        raise UsageError(f"expected one config file or run directory, got {given}\n{usage}")
+        raise UsageError(
+            f"expected one config file or run directory, got {given} (usage: `{command} --help`)"
+        )
     try:
         return parse_path(os.path.expanduser(targets[0])), overrides
     except ValueError as error:
@@ -42,7 +47,7 @@ def _is_override(argument: str) -> bool:
 
 def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
     """Returns the config and the run directory; a recorded run must have the same trajectory."""
-    if is_remote(target) or target.is_dir():
+    if is_remote(target) or _is_folder(target):
         run_dir = RunDir(recorded_root(target))
         if files.read(run_dir.config) is None:
             raise UsageError(
@@ -89,6 +94,11 @@ def recorded_root(path: RunPath) -> RunPath:
         return run_root(path)
     except ValueError as error:
         raise ConfigError(f"RUN_DIR: {error}") from error
+
+
+def _is_folder(target: Path) -> bool:
+    with files.typed_errors(target):  # A name may be too long.
+        return target.is_dir()
 
 
 def _record(run_dir: RunDir, attempt: int) -> RunPath:

@@ -35,6 +35,7 @@ from jaxres.telemetry import stdio
 from jaxres.train import oom_advice
 from jaxres.train.completion import is_complete
 
+COMMAND = "python -m jaxres.train"
 USAGE = """\
 usage: python -m jaxres.train CONFIG.yaml [section.field=value ...]   start a run, or resume it
        python -m jaxres.train RUN_DIR [section.field=value ...]       resume a recorded run
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> tuple[RunPath, list[str], bool]:
     inline = "--inline" in arguments
     others = [argument for argument in arguments if argument != "--inline"]
-    return *parse_target(others, usage=USAGE), inline
+    return *parse_target(others, command=COMMAND), inline
 
 
 def _train(arguments: Sequence[str]) -> int:

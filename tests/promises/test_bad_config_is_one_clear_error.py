@@ -114,9 +114,9 @@ def test_bad_file_is_named_with_its_line(workspace: Workspace) -> None:
     ("arguments", "says"),
     [
         (["absent.yaml"], ["absent.yaml: no such file"]),
-        ([str(TINY), "--verbose"], ["--verbose: unknown flag", "usage: python -m jaxres.train"]),
+        ([str(TINY), "--verbose"], ["--verbose: unknown flag", "`python -m jaxres.train --help`"]),
         ([str(TINY), "--resume=yes", "-x=1"], ["-x=1", "section.field=value"]),
-        ([], ["expected one config file or run directory", "usage: python -m jaxres.train"]),
+        ([], ["expected one config file or run directory", "`python -m jaxres.train --help`"]),
         ([str(TINY), str(TINY)], ["expected one config file or run directory"]),
         (["tests"], ["tests: no config.yaml here", "not a run directory"]),
     ],

@@ -126,7 +126,7 @@ def _check_local(words, tmp_path):
 
 def _check_target(words, tmp_path):
     """Loads the config with the overrides; a run directory's are those of the quickstart."""
-    target, overrides = parse_target(words, usage="")
+    target, overrides = parse_target(words, command="")
     path = Path(str(target))
     configs.load(path if path.suffix == ".yaml" else ROOT / "configs/quickstart.yaml", overrides)
 
@@ -224,6 +224,11 @@ def _message_texts() -> list[str]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
     return texts
+
+
+def test_no_page_or_message_installs_a_package_that_is_not_registered():
+    texts = [*(page.read_text() for page in PAGES), *_message_texts()]
+    assert [text for text in texts if re.search(r"pip install[^`\n&]*[ '\"]jaxres\b", text)] == []
 
 
 @pytest.mark.parametrize(

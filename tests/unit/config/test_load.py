@@ -315,7 +315,7 @@ def test_an_argument_that_is_no_override_is_a_usage_error(write: Write, override
 
 
 def test_an_absent_file_is_a_usage_error_and_an_unreadable_one_is_not(write: Write):
-    with pytest.raises(UsageError, match=r"^no\.yaml: no such file \(exit 64\)$"):
+    with pytest.raises(UsageError, match=r"^no\.yaml: no such file$"):
         load(write().with_name("no.yaml"))
     with pytest.raises(UsageError, match="is a folder, not a file"):
         load(Path("."))
