@@ -354,6 +354,18 @@ def test_a_holder_replaces_an_older_copy_once_no_launcher_can_hold_that(path: Gc
     assert lines[-1].endswith("was an older copy; this launcher has written it again")
 
 
+def test_a_lost_state_is_not_written_again_by_a_launcher_whose_lease_may_be_over(
+    path: GcsPath,
+) -> None:
+    record = StateObject(path.with_name("desired_state.json"))
+    known = record.write(DesiredState("jx-run", "c", "d"), epoch=1)
+    gcs_objects.delete(record.path)
+    with pytest.raises(StorageUnavailable, match="the lease is renewed before"):
+        record.write(known, epoch=1, held=lambda: False)
+    assert gcs_objects.read(record.path) is None
+    assert record.write(known, epoch=1, held=lambda: True).serial == 2
+
+
 def test_a_holder_that_was_suspended_does_not_replace_a_lease_that_is_lost(path: GcsPath) -> None:
     clock, lines = FakeClock(), list[str]()
     paused, older = holder_of_epoch_3(path, clock, lines)

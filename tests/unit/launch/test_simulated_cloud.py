@@ -136,7 +136,7 @@ def lead(cloud: SimulatedCloud, config: RunConfig, console: Callable[[str], None
         desired = new_state(
             label, "code", "config", now=cloud.wall(), after=None, run_id=run_id, orphans=vms
         )
-    record.write(desired, epoch=lease.epoch)
+    record.write(desired, epoch=lease.epoch, held=lease.held)
     arguments = (paths, config, service, lease, record, cloud, console)
     Controller(*arguments, boottime=cloud.monotonic).run()  # pyright: ignore[reportArgumentType]
 
