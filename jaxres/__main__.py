@@ -37,6 +37,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   replay RUN_DIR --step N [--explain]                   recomputes a step from the nearest
       [section.field=value ...]                         checkpoint; --explain: the first
       non-finite number, by row, layer and source line
+  data verify CONFIG.yaml|RUN_DIR                       reads every byte of the data; exit 1 if
+      [section.field=value ...]                         one has changed, with file and block
   doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,
       [--devices N [--hosts H]]                         and what to do; also for N devices elsewhere
 
@@ -72,10 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from jaxres.launch import __main__ as launch
 
         launch.hard_exit(launch.main(args[1:]))
-    from jaxres.cli import checkpoints as checkpoints_cli
     from jaxres.storage import gcs_client
 
     os.environ.update(gcs_client.library_environment(os.environ))
+    if args[0] == "data":
+        from jaxres.cli import data
+
+        return data.main(args[1:])
+    from jaxres.cli import checkpoints as checkpoints_cli
+
     return checkpoints_cli.main(args, usage=USAGE, env=os.environ)
 
 

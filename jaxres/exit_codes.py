@@ -162,7 +162,7 @@ ROWS: tuple[ExitRow, ...] = (
     ExitRow(
         code=ExitCode.STORAGE,
         name="STORAGE",
-        meaning="Storage doesn't answer or is full.",
+        meaning="Storage doesn't answer, is full, or has damaged a cached copy of the data.",
         severity=Severity.FAILURE,
         tie_break=1,
         restart=RestartRule.STORAGE_BUDGET,

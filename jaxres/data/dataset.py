@@ -55,6 +55,8 @@ def open_dataset(config: DataSection, *, progress: Callable[[str], None] = silen
     else:
         assert not is_remote(source.path), source.path
         corpus = open_tokens(source.path.expanduser())
+        if download_cache.is_in_bucket(config.source):
+            corpus = download_cache.as_cached(corpus)
     return _tokens(corpus, config)
 
 
