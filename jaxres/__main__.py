@@ -27,6 +27,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   checkpoints pin|unpin RUN_DIR --step N                keeps a step regardless of checkpoint.keep
   checkpoints digest RUN_DIR [--step N]                 the digest of a whole training state
   checkpoints verify RUN_DIR [--step N]                 reads every byte; exit 1 if one has changed
+  checkpoints adopt RUN_DIR [--yes]                     rebuilds a lost or old log/ from the copies
+                                                        in the checkpoints; --yes: does it
   checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if
       [--step N] [--other-step M] [--json]              anything does
   checkpoints export RUN_DIR [--step N] [--out DIR]     the parameters as a safetensors folder, by

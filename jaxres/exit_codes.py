@@ -285,7 +285,8 @@ ROWS: tuple[ExitRow, ...] = (
     ExitRow(
         code=ExitCode.UNRESTORABLE,
         name="UNRESTORABLE",
-        meaning="Checkpoints exist and none is valid, or the run log is damaged.",
+        meaning="Checkpoints exist and none is valid, or the run log is lost, damaged or older "
+        "than they are.",
         severity=Severity.UNRESTORABLE,
         restart=RestartRule.NEVER,
         remedy="restore the checkpoint from a copy, or start a new run",

@@ -198,6 +198,15 @@ ALL: tuple[Fault, ...] = (
         done=True,
     ),
     _row(
+        "lost_log",
+        "startup",
+        "runlog/step_dirs.py",
+        "the log is missing or older than the checkpoints: nothing is started or deleted; "
+        "`checkpoints adopt` rebuilds the log from the copies in the checkpoints",
+        exit=ExitCode.UNRESTORABLE,
+        done=True,
+    ),
+    _row(
         "storage_unavailable",
         "loop",
         "checkpoint/checkpointer.py",
@@ -313,6 +322,14 @@ ALL: tuple[Fault, ...] = (
         "launch/lease.py",
         "lease with an epoch; the successor adopts the running attempt; a launcher that has lost "
         "the lease exits",
+        done=True,
+    ),
+    _row(
+        "launch_state_lost",
+        "cluster",
+        "launch/orphaned_vms.py",
+        "the launcher that leads writes its lease and the desired state again; else `launch gce` "
+        "moves damaged ones aside, finds the VMs by label and deletes those of no desired state",
         done=True,
     ),
 )

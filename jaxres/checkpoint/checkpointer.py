@@ -118,7 +118,6 @@ class Checkpointer:
         orbax_io.use_lockfiles_if_needed(self._run_dir.root)
         if self._peers.member.leads:
             files.make_dir(self._run_dir.checkpoints)
-            self._commits.delete_all_but(self._log.history())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -304,7 +303,13 @@ class Checkpointer:
         reports = self._reports(save)
         root = self._run_dir.root.absolute()
         commit = finalize(
-            save.step_dir, save.progress, save.infos, reports, root=root, claim=self._claim
+            save.step_dir,
+            save.progress,
+            save.infos,
+            reports,
+            root=root,
+            claim=self._claim,
+            records=self._log.records(),
         )
         self._before_commit()
         return commit
@@ -359,6 +364,8 @@ class Checkpointer:
     def restore(self, line: RunHistory, like: Tree, *, seconds: float) -> Restored | None:
         """Restores the newest valid step and quarantines damaged newer ones; None: none exists.
 
+        Only then are leftovers of earlier attempts deleted.
+
         Args:
           line: the run history from the log; the same on every host.
           like: nested dict of jax.ShapeDtypeStruct with shardings.
@@ -372,6 +379,7 @@ class Checkpointer:
         if not line.commits and line.quarantined:
             raise all_damaged_error([decided for _, decided in line.quarantined])
         if not line.commits:
+            self._sweep()
             return None
         self._restores += 1
         topic = f"restore/{self._restores}"
@@ -389,7 +397,12 @@ class Checkpointer:
         for quarantine in damaged:
             self._emit(StepQuarantined(quarantine.step, quarantine.path, quarantine.evidence))
         self._commits.committed_step = self._commits.saved_step = restored.commit.step
+        self._sweep()
         return restored
+
+    def _sweep(self) -> None:
+        if self._peers.member.leads:
+            self._commits.sweep()
 
     def _dir_of(self, commit: Commit) -> RunPath:
         return (self._run_dir.root / commit.path).absolute()

@@ -22,6 +22,7 @@ from jaxres.checkpoint.block_digests import ArrayInfo, BlockTable, decode
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.faults import ConfigError, RunError, StorageUnavailable, Unrestorable
 from jaxres.runlog.run_log import Commit
+from jaxres.runlog.step_dirs import MANIFEST as MANIFEST
 from jaxres.storage import files as storage
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.codec import OtherFormat, require_format
@@ -30,7 +31,6 @@ from jaxres.storage.path import RunPath, is_remote
 
 FORMAT = 3
 PROGRESS = "progress.json"
-MANIFEST = "MANIFEST.json"
 DIGESTS = "digests"
 """Folder of the block digests; one file for each process that has written arrays."""
 

@@ -15,7 +15,7 @@ from jaxres.clock import SystemClock
 from jaxres.config.argparser import Parser
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
-from jaxres.runlog import run_log
+from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Quarantine, Record, RunHistory
 from jaxres.storage import files
@@ -56,6 +56,7 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     prune = verb(checkpoints, "prune")
     prune.add_argument("--dry-run", action="store_true")
     prune.add_argument("--json", action="store_true")
+    verb(checkpoints, "adopt").add_argument("--yes", action="store_true")
     verb(checkpoints, "pin").add_argument("--step", type=int, required=True)
     verb(checkpoints, "unpin").add_argument("--step", type=int, required=True)
     export = verb(checkpoints, "export")
@@ -93,6 +94,13 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
             sys.stdout.write(text)
             return code
         run_dir = RunDir(options.run_dir)
+        if getattr(options, "sub", None) == "adopt":
+            from jaxres.cli import adopt
+
+            sys.stdout.write(
+                adopt.adopt(run_dir, yes=options.yes, clock=SystemClock(), env=env or {})
+            )
+            return code
         history = _read_history(run_dir)
         match options.verb, getattr(options, "sub", None):
             case "status", _:
@@ -126,6 +134,7 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
 def _read_history(run_dir: RunDir) -> RunHistory:
     records = run_log.read_records(run_dir.log)
     if not records:
+        step_dirs.require_complete_log(run_dir, run_log.fold(records))
         raise UsageError(f"{run_dir.root}: no run here (no log/). Give a run directory.")
     return run_log.fold(records)
 

@@ -304,11 +304,13 @@ class CompileSection(Section):
     """Caches of compiled programs."""
 
     cache_dir: Path | None = free(Path("~/.cache/jaxres/xla"))
-    """Folder of JAX's persistent compilation cache, shared by runs; null: no cache."""
-    keep_programs: NonNegativeInt = free(8)
-    """Compiled programs kept in RUN_DIR/compiled for restarts; 0: neither kept nor loaded.
+    """Folder of compiled programs on each host, shared by the runs of one account; null: none.
 
-    Each number of hosts or devices takes two."""
+    Its subfolders must be usable by this account only, as compiled programs are machine code."""
+    keep_programs: NonNegativeInt = free(128)
+    """Compiled steps kept in the folder for restarts, of all runs; 0: neither kept nor loaded.
+
+    Each number of hosts or devices takes up to four."""
 
 
 class RunConfig(Section):

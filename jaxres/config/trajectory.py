@@ -114,7 +114,7 @@ def digest(config: RunConfig, *, with_paths: bool = False) -> str:
 def run_dirs(config: RunConfig, name: str) -> tuple[RunPath, ...]:
     """Returns the run directory, after those that earlier definitions of the digest have named.
 
-    It is the configured one, or runs/<name>-<first 8 of the digest>. The first one that holds a run
+    It is the configured one, or runs/<name>-<first 8 of the digest>. The first one that exists
     is the run's directory; if none does, the last one is.
     """
     if config.run.dir is not None:

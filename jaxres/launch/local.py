@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,18 +14,19 @@ from jaxres.engine import mesh_plan
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
 from jaxres.storage.path import RunPath
-from jaxres.supervisor import attempt_runner
+from jaxres.supervisor import attempt_runner, processes
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.restart_loop import run_restart_loop
 from jaxres.supervisor.restart_policy import RestartPolicy
 from jaxres.supervisor.run_config import parse_target, resolve_run
 from jaxres.supervisor.worker_group import local_hosts
 from jaxres.telemetry import alert_sender
+from jaxres.telemetry.stdio import format_bytes
 from jaxres.train import oom_advice
 
 USAGE = """\
 usage: python -m jaxres.launch local CONFIG.yaml|RUN_DIR [section.field=value ...]
-           --hosts N|A..B [--devices-per-host K] [--no-restart]
+           --hosts N|A..B [--devices-per-host K] [--no-restart] [--oversubscribe]
 
 Trains with N workers on this machine, each in the role of one host, under one supervisor. It starts
 the run or resumes it. The loss of a worker ends the attempt; the next attempt resumes from the
@@ -35,9 +37,17 @@ Signals and request files as for `python -m jaxres.train`, for all workers toget
     worker has to be excluded (82, or two consecutive failures that name it).
 --devices-per-host K: virtual CPU devices of each worker (JAX_NUM_CPU_DEVICES).
 --no-restart: one attempt only.
+--oversubscribe: allow more workers, or more virtual devices, than this machine has room for by
+    its cores and its memory.
 """
 FLAGS = ("--hosts", "--devices-per-host")
 NO_RESTART = "--no-restart"
+OVERSUBSCRIBE = "--oversubscribe"
+WORKERS_PER_CORE, DEVICES_PER_CORE = 8, 64
+"""Most workers and virtual devices of one core without --oversubscribe: enough for tests of large
+jobs, few enough that the machine still answers."""
+WORKER_BYTES = 256 * 2**20
+"""Memory that a worker takes at least: the libraries alone."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,8 @@ class Options:
     devices_per_host: int | None
     """Virtual CPU devices of each worker; None: as JAX decides."""
     restart: bool = True
+    oversubscribe: bool = False
+    """Whether there may be more workers than this machine has room for."""
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -68,7 +80,7 @@ def parse(arguments: Sequence[str]) -> Options:
         flag, equals, value = argument.partition("=")
         if flag in FLAGS:
             values[flag] = value if equals else next(rest, "")
-        elif argument != NO_RESTART:
+        elif argument not in (NO_RESTART, OVERSUBSCRIBE):
             others.append(argument)
     target, overrides = parse_target(others, usage=USAGE)
     if "--hosts" not in values:
@@ -76,8 +88,8 @@ def parse(arguments: Sequence[str]) -> Options:
     least, most = _range(values["--hosts"])
     devices = values.get("--devices-per-host")
     per_host = None if devices is None else _count("--devices-per-host", devices)
-    restart = NO_RESTART not in arguments
-    return Options(target, tuple(overrides), least, most, per_host, restart)
+    restart, oversubscribe = NO_RESTART not in arguments, OVERSUBSCRIBE in arguments
+    return Options(target, tuple(overrides), least, most, per_host, restart, oversubscribe)
 
 
 def _range(value: str) -> tuple[int, int]:
@@ -95,8 +107,33 @@ def _count(flag: str, value: str) -> int:
     return int(value)
 
 
+def refuse_too_many(options: Options, *, cores: int, memory_bytes: int) -> None:
+    """Refuses more workers or virtual devices than a machine has room for; pure.
+
+    Raises:
+      UsageError: there are too many, and --oversubscribe is not given.
+    """
+    if options.oversubscribe:
+        return
+    room = max(1, min(WORKERS_PER_CORE * cores, memory_bytes // WORKER_BYTES))
+    machine = f"this machine ({cores} cores, {format_bytes(memory_bytes)} of memory)"
+    if options.max_hosts > room:
+        raise UsageError(
+            f"--hosts {options.max_hosts}: {machine} has room for {room} workers. Give at most "
+            f"{room}, or {OVERSUBSCRIBE} to start more"
+        )
+    devices = options.max_hosts * (options.devices_per_host or 1)
+    if devices > DEVICES_PER_CORE * cores:
+        raise UsageError(
+            f"--devices-per-host {options.devices_per_host}: {devices} virtual devices in all; "
+            f"{machine} has room for {DEVICES_PER_CORE * cores}. Give fewer, or {OVERSUBSCRIBE}"
+        )
+
+
 def launch(options: Options, *, env: Mapping[str, str]) -> int:
     """Trains and returns the exit code of the whole job."""
+    cores = len(os.sched_getaffinity(0))
+    refuse_too_many(options, cores=cores, memory_bytes=processes.memory_bytes())
     if options.devices_per_host is not None:
         env = {**env, "JAX_NUM_CPU_DEVICES": str(options.devices_per_host)}
     train = functools.partial(attempt_runner.run_local_workers, advise=oom_advice.host_advice)

@@ -91,7 +91,7 @@ def _choose_zone(desired: DesiredState, observed: ObservedState, gce: GceSection
 def _new_names(desired: DesiredState, count: int) -> tuple[DesiredState, tuple[str, ...]]:
     """Returns names that were never used before."""
     first = desired.next_name
-    names = tuple(f"{desired.run}-{first + n:04d}" for n in range(count))
+    names = tuple(f"{desired.name_prefix}-{first + n:04d}" for n in range(count))
     return replace(desired, next_name=first + count), names
 
 
@@ -115,7 +115,7 @@ def _await_creation(
     if answer is True or (
         isinstance(answer, CreateFailed)
         and answer.kind == "exists"
-        and all(name in vms for name in creation.names)
+        and all(n in vms and vms[n].run_id == desired.id for n in creation.names)
     ):
         vms_created = tuple(
             replace(vm, created=True) if vm.name in creation.names else vm for vm in desired.vms

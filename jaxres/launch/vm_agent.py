@@ -3,8 +3,6 @@
 The agent decides nothing. It starts the host's supervisor for the running attempt, ends it when
 that attempt is over, and reports. While the bucket is unavailable it continues with the state that
 it read last: the loss of the launcher stops no training.
-
-It also shares compiled steps through the bucket, so that a new VM loads what another has compiled.
 """
 
 from __future__ import annotations
@@ -27,13 +25,14 @@ from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
 from jaxres.config.schema_operations import PreemptionSection
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import RunError, StorageUnavailable, UsageError
+from jaxres.faults import ConfigError, RunError, StorageUnavailable, UsageError
+from jaxres.launch.code_package import digest_of
 from jaxres.launch.desired_state import DesiredState, decode_state
+from jaxres.launch.instance_spec import read_uploaded
 from jaxres.launch.observed_state import AgentReport, AgentState
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.events import Noted, PreemptionNoticeReceived
-from jaxres.runlog.paths import RunDir
-from jaxres.storage import files, gcs_objects
+from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath, is_remote, parse_path
 from jaxres.storage.threads import spawn_thread
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
@@ -130,7 +129,6 @@ class Agent:
         self._watcher: PreemptionWatcher | None = None
         self._is_leaving = False
         self._uploaded_at = -LOG_SECONDS
-        self._compile_cache = CompileCacheSync(paths)
 
     def run(self, env: Mapping[str, str]) -> None:
         """Follows the desired state until SIGTERM is received and the training process exits."""
@@ -139,8 +137,7 @@ class Agent:
         with contextlib.ExitStack() as stack:
             while not (self._is_leaving and self._local is None):
                 if (desired := self._read()) is not None:
-                    if self._watcher is None and (config := self._config(desired)) is not None:
-                        section = self._preemption(config)
+                    if self._watcher is None and (section := self._watched(desired)) is not None:
                         watcher = PreemptionWatcher(section, env=env, clock=self._clock)
                         self._watcher = stack.enter_context(watcher)
                     self._follow(desired, env)
@@ -155,14 +152,26 @@ class Agent:
         return None
 
     def _config(self, desired: DesiredState) -> RunConfig | None:
-        """Returns the run's config; None: the bucket has not returned it yet."""
+        """Returns the run's config; None: the bucket has not returned it yet.
+
+        Raises:
+          ConfigError: the object does not have the digest in the desired state, or is no config.
+        """
         path = self._folder / f"{desired.config}.yaml"
         with contextlib.suppress(StorageUnavailable):
-            if not path.exists():
-                if (data := gcs_objects.read(self._paths.config(desired.config))) is None:
+            if not path.exists() or digest_of(path.read_bytes()) != desired.config:
+                data = read_uploaded(self._paths.config(desired.config), desired.config)
+                if data is None:
                     return None
                 path.write_bytes(data)
             return configs.load(path).config
+        return None
+
+    def _watched(self, desired: DesiredState) -> PreemptionSection | None:
+        """Returns the section for the watcher of notices; None: there is no valid config yet."""
+        with contextlib.suppress(ConfigError):  # `_start` reports it.
+            if (config := self._config(desired)) is not None:
+                return self._preemption(config)
         return None
 
     def _preemption(self, config: RunConfig) -> PreemptionSection:
@@ -187,9 +196,14 @@ class Agent:
             self._publish("ended", desired.attempt, exit=128 + signal.SIGKILL, reason=reason)
 
     def _start(self, desired: DesiredState, host: int, env: Mapping[str, str]) -> None:
-        if (config := self._config(desired)) is None:
+        try:
+            config = self._config(desired)
+        except ConfigError as error:
+            self._attempt_file.write_text(f"{desired.attempt}\n")
+            self._publish("ended", desired.attempt, exit=ExitCode.CONFIG, reason=str(error))
+            return
+        if config is None:
             return  # The bucket is unavailable; the next poll tries again.
-        self._compile_cache.pull(self._paths.run)
         arguments = [str(self._folder / f"{desired.config}.yaml"), f"run.dir={self._paths.run}"]
         if (notice := self._preemption(config).notice_seconds) != config.preemption.notice_seconds:
             arguments += [f"preemption.notice_seconds={notice:g}"]
@@ -239,7 +253,6 @@ class Agent:
         if code is not None or now - self._uploaded_at >= LOG_SECONDS:
             self._uploaded_at = now
             self._upload(local)
-            self._compile_cache.push(self._paths.run)
         if code is not None:
             self._local = None
             exit = 128 - code if code < 0 else code
@@ -309,34 +322,3 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     )
     agent.run(env)
     return ExitCode.DONE
-
-
-MAX_BYTES = 2**30
-
-
-class CompileCacheSync:
-    """Copies compiled steps from and to the bucket; their names are digests of all their inputs."""
-
-    def __init__(self, paths: LaunchPaths) -> None:
-        """Stores the paths; sends no request."""
-        self._folder = paths.compiled
-        self._known: set[str] = set()
-
-    def pull(self, run: GcsPath) -> None:
-        """Downloads files that are missing here; steps are compiled if the bucket fails."""
-        local = RunDir(run).compiled
-        with contextlib.suppress(RunError, OSError):
-            local.mkdir(parents=True, exist_ok=True)
-            for name in gcs_objects.list_names(self._folder):
-                self._known.add(name)
-                if not (local / name).exists() and (data := gcs_objects.read(self._folder / name)):
-                    files.replace(local / name, data)
-
-    def push(self, run: GcsPath) -> None:
-        """Uploads files that are new here."""
-        local = RunDir(run).compiled
-        with contextlib.suppress(RunError, OSError):
-            for name in files.list_names(local):
-                if name not in self._known and (local / name).stat().st_size <= MAX_BYTES:
-                    gcs_objects.write(self._folder / name, (local / name).read_bytes(), over=0)
-                    self._known.add(name)

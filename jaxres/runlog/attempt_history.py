@@ -173,7 +173,7 @@ def phase_seconds(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def read(run_dir: RunDir, *, is_alive: bool, last: int | None = None) -> list[AttemptSummary]:
     """Returns the summaries of a run's attempts, or of the `last` newest ones."""
-    records = run_log.read_records(run_dir.log)
+    records = run_log.in_force(run_log.read_records(run_dir.log))
     numbers = [record.attempt for record in records if isinstance(record.body, Claim)]
     numbers = numbers if last is None else numbers[-last:]
     steps = {n: [row["step"] for row in read_json_lines(run_dir.metrics(n))] for n in numbers}

@@ -99,12 +99,19 @@ def surviving_metrics(run_history: RunHistory, lines: Iterable[MetricsLine]) -> 
 
 
 def read_history(run_dir: RunDir, history: RunHistory) -> list[MetricsLine]:
-    """Reads the metrics of all attempts and returns the lines of the surviving history."""
-    names = [field.name for field in dataclasses.fields(MetricsLine)]
+    """Reads the metrics of all attempts and returns the lines of the surviving history.
+
+    Lines that are not metrics are left out, as a damaged file may have them.
+    """
+    fields_of_line = dataclasses.fields(MetricsLine)
+    names = [field.name for field in fields_of_line]
+    required = {f.name for f in fields_of_line if f.default is dataclasses.MISSING}
     lines: list[MetricsLine] = []
     for attempt in range(1, history.attempt + 1):
         for fields in read_json_lines(run_dir.metrics(attempt)):
             known = {name: fields[name] for name in names if name in fields}
+            if not required <= known.keys():
+                continue
             known["busy_seconds"] = tuple(known.get("busy_seconds", ()))
             lines.append(MetricsLine(**known))
     return surviving_metrics(history, lines)

@@ -174,7 +174,8 @@ class Record:
             raise Unrestorable(
                 f"{path}: this record of the run's log is damaged ({error}). The log decides which "
                 "steps are committed, so nothing is restored, and the run does not start again "
-                "from step 0. Restore the file from a copy. Nothing was changed."
+                "from step 0. Restore the file from a copy, or rebuild the log: jaxres checkpoints "
+                f"adopt {path.parent.parent}. Nothing was changed."
             ) from error
         try:
             del fields[codec.FORMAT]

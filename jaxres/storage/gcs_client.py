@@ -33,6 +33,10 @@ class PermissionDenied(ConfigError):
     """The bucket refuses this account."""
 
 
+class NoBucket(ConfigError):
+    """The bucket does not exist."""
+
+
 _lock = threading.Lock()
 _clients: dict[int, Client] = {}
 
@@ -135,7 +139,7 @@ def typed_error(error: Exception, path: GcsPath) -> Exception:
     from google.api_core.exceptions import Forbidden, NotFound, Unauthorized
 
     if isinstance(error, NotFound) and "bucket does not exist" in str(error):
-        return ConfigError(
+        return NoBucket(
             f"{path}: there is no bucket {path.bucket}. Create it, or choose another path."
         )
     if isinstance(error, Forbidden | Unauthorized):

@@ -11,8 +11,10 @@ import errno
 import fcntl
 import functools
 import os
+import re
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +33,9 @@ _FORBIDDEN = {
     errno.ELOOP,
 }
 _FAILING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ECONNRESET}
+_TRASH = re.compile(r"\..+\.[0-9a-f]{12}\.trash")
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")
+"""Names of this module only: other names in the same folder belong to users."""
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -61,6 +66,29 @@ def typed_errors(path: RunPath) -> Iterator[None]:
                 "rerun the same command when storage works again."
             ) from error
         raise
+
+
+def make_private_dir(folder: Path) -> None:
+    """Creates a folder that only this account can use, or checks that an existing one is such.
+
+    Its parents are not checked.
+
+    Raises:
+      ConfigError: another account can use it, or it is a link or a file.
+    """
+    with typed_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
+        raise ConfigError(
+            f"{folder}: expected a folder of this account (uid {os.geteuid()}) with permissions "
+            f"0700, because it holds machine code; found {stat.filemode(found.st_mode)} of uid "
+            f"{found.st_uid}. Delete it if other accounts may have written to it, else run "
+            f"`chmod 700 {folder}`."
+        )
 
 
 class LocalStore:
@@ -143,8 +171,8 @@ class LocalStore:
         """Deletes temporary files of killed writers whose final name exists."""
         with typed_errors(folder):
             for temporary in folder.glob(".*.tmp"):
-                name = temporary.name[1:].rsplit(".", 2)[0]
-                if (folder / name).exists():
+                match = _TEMPORARY.fullmatch(temporary.name)
+                if match is not None and (folder / match[1]).exists():
                     temporary.unlink(missing_ok=True)
 
     def list_names(self, folder: Path, *, after: str = "") -> list[str]:
@@ -176,7 +204,7 @@ class LocalStore:
     def trash(self, folder: Path) -> list[Path]:
         """Returns the trash that a killed `delete_tree` has left in `folder`."""
         with typed_errors(folder):
-            return sorted(folder.glob(".*.trash"))
+            return sorted(path for path in folder.glob(".*") if _TRASH.fullmatch(path.name))
 
     def delete_trash(self, folder: Path) -> None:
         """Deletes the trash in `folder`."""

@@ -30,7 +30,7 @@ from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
-from jaxres.runlog import run_log
+from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.attempt_result import AttemptResult, stop_record
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunHistory, RunLog
@@ -158,17 +158,37 @@ def claim_attempt(
     clock: Clock,
     env: Mapping[str, str],
     threads: int | None = None,
+    attempt: int | None = None,
 ) -> tuple[RunLog, ClaimedAttempt]:
-    """Writes the claim of the run's next attempt to the run log, and records its config."""
+    """Writes the claim of the run's next attempt to the run log, and records its config.
+
+    Args:
+      config: config of the attempt.
+      run_dir: the run directory.
+      job: hosts of the attempt.
+      run_lock: the lock, held.
+      clock: time of the records.
+      env: environment of the attempt.
+      threads: number of CPU threads of this process if it trains itself.
+      attempt: number of the attempt, for a log that is being rebuilt; None: the next one of a log
+        that accounts for the checkpoints.
+
+    Raises:
+      Unrestorable: the log does not account for the checkpoints; nothing was changed.
+    """
     records = run_log.read_records(run_dir.log)
+    if attempt is None:
+        step_dirs.require_complete_log(run_dir, run_log.fold(records))
     claim = new_claim(config, run_log.fold(records), env=env, job=job)
+    if attempt is not None:
+        claim = dataclasses.replace(claim, attempt=attempt)
     if threads is not None:
         _refuse_other_threads(claim, threads)
     log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
-    _record_config(config, run_dir, claim, is_first=not run_log.fold(records).starts)
-    last_seq = len(records) + 1
+    # Late records of the attempt before may precede the claim.
+    _record_config(config, run_dir, claim, is_first=not log.history().starts)
     return log, ClaimedAttempt(
-        config, run_dir, log, claim, run_lock, clock, last_seq, job.hosts, None
+        config, run_dir, log, claim, run_lock, clock, log.last_seq, job.hosts, None
     )
 
 

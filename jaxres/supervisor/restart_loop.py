@@ -65,6 +65,8 @@ class LoopState:
     run_dir: RunDir
     run_dir_id: str
     """Identity of the run directory, which its processes carry in their tag."""
+    adopts: bool
+    """Whether all descendants of this process are its own, so that those left over are killed."""
     run_lock: RunLock
     clock: Clock
     wakeup: int
@@ -115,7 +117,7 @@ def run_restart_loop(
       alerts: receive the events of the loop. Entered once the run lock is held: without it this
         process may neither write nor send anything.
     """
-    processes.become_subreaper()
+    adopts = processes.become_subreaper()
     with contextlib.ExitStack() as stack:
         preemption_watcher = stack.enter_context(
             PreemptionWatcher(config.preemption, env=env, clock=clock)
@@ -135,6 +137,7 @@ def run_restart_loop(
             config=config,
             run_dir=run_dir,
             run_dir_id=processes.run_dir_id(run_dir),
+            adopts=adopts,
             run_lock=run_lock,
             clock=clock,
             wakeup=stack.enter_context(signals.wakeup_fd()),
@@ -276,7 +279,9 @@ def _fenced_reason(run: LoopState, claim: Claim) -> str:
 def _kill_leftovers(run: LoopState, claims: Sequence[Claim]) -> None:
     """Kills the processes that attempts have left behind."""
     keep = set() if run.fork_server is None else run.fork_server.pids
-    if num_killed := processes.kill_leftovers(run.run_dir_id, claims, clock=run.clock, keep=keep):
+    if num_killed := processes.kill_leftovers(
+        run.run_dir_id, claims, clock=run.clock, keep=keep, adopts=run.adopts
+    ):
         print_message(f"{num_killed} process(es) that an attempt had left behind were killed")
 
 

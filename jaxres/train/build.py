@@ -57,15 +57,14 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     Raises:
       ConfigError: devices, data and settings are incompatible.
     """
-    if config.compilation.cache_dir is not None:
-        compile_cache.use_compilation_cache(str(config.compilation.cache_dir.expanduser()))
+    compile_cache.configure_jax(config.compilation, context.emit)
     parts = _parts(config, context.emit)
     laid = _lay_out(parts, context)
     context.emit(_built(parts, laid))
     init = init_params.build(
         config.init_from, parts, context
     )  # Fails before minutes of compilation.
-    step, evaluation = jitted_steps.load_or_compile(parts, context)
+    step, evaluation, program = jitted_steps.load_or_compile(parts, context)
     # The first collective of a job has a time limit of half a minute, and one host may compile for
     # minutes while another finds the program in its cache.
     context.peers.barrier("compiled", seconds=config.deadlines.compile_seconds)
@@ -100,7 +99,9 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         row_origins=_row_origins(parts),
         evaluate=evaluation,
         dataset=parts.dataset.fingerprint,
-        computation=numerics_fingerprint(config, context.claim, parts.mesh, parts.plan, step),
+        computation=numerics_fingerprint(
+            config, context.claim, parts.mesh, parts.plan, step, program=program
+        ),
         on_step=on_step,
         consensus=_consensus(context, checkpoints, parts.mesh, is_due),
         peers=context.peers,

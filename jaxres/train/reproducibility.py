@@ -49,7 +49,7 @@ def reproducibility_level(before: Sequence[Mapping[str, str]], now: Mapping[str,
 
 
 def numerics_fingerprint(
-    config: RunConfig, claim: Claim, mesh: Mesh, plan: MeshPlan, step: Any
+    config: RunConfig, claim: Claim, mesh: Mesh, plan: MeshPlan, step: Any, *, program: str
 ) -> dict[str, str]:
     """Returns what affects bits besides the config's trajectory; equal fingerprints, equal bits.
 

@@ -158,7 +158,7 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
     )
     records = run_log.read_records(run_dir.log)
     claim = run_log.claim_of(records, attempt=options.attempt)
-    log = RunLog(run_dir.log, attempt=options.attempt, last_seq=len(records), clock=SystemClock())
+    log = RunLog.of_attempt(run_dir.log, records, attempt=options.attempt, clock=SystemClock())
     recorded = run_dir.attempt(options.attempt) / "config.yaml"
     config = configs.load_recorded(recorded, ()).config
     with SignalListener(alone=False) as requests, StatusWriter(options.status_fd) as status_writer:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -254,11 +255,17 @@ def test_no_step_is_deleted_because_storage_hides_its_record(attempt, monkeypatc
     with attempt.checkpoints(keep_last=3) as checkpoints:
         try_save(checkpoints, 8)
         try_save(checkpoints, 16)
-        records = run_log.read_records(attempt.run_dir.log)
-        with monkeypatch.context() as away:
-            away.setattr(run_log, "read_records", lambda folder: records[:left])
-            away.setattr(files, "free_bytes", lambda folder: 0)
+        log = attempt.run_dir.log
+        away = log.with_name("away")
+        log.rename(away)
+        log.mkdir()
+        for record in sorted(away.iterdir())[:left]:
+            (log / record.name).write_bytes(record.read_bytes())
+        with monkeypatch.context() as full:
+            full.setattr(files, "free_bytes", lambda folder: 0)
             try_save(checkpoints, 24)
+        shutil.rmtree(log)
+        away.rename(log)
         assert step_dirs(attempt) == ["00000008-0001", "00000016-0001"]
         assert any(
             isinstance(e, Noted) and "records are missing" in e.message for e in attempt.events

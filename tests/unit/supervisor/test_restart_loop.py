@@ -56,6 +56,7 @@ def run(tmp_path, monkeypatch):
         run = LoopState(
             config=None,  # type: ignore[arg-type]
             run_dir=run_dir,
+            adopts=False,
             run_dir_id="",
             run_lock=owner,
             clock=clock,
