@@ -44,6 +44,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   replay RUN_DIR --step N [--explain]                   recomputes a step from the nearest
       [section.field=value ...]                         checkpoint; --explain: the first
       non-finite number, by row, layer and source line
+  data verify CONFIG.yaml|RUN_DIR                       reads every byte of the data; exit 1 if
+      [section.field=value ...]                         one has changed, with file and block
   doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,
       [--devices N [--hosts H]]                         and what to do; also for N devices elsewhere
 
@@ -53,7 +55,7 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
 
 TRACEBACK = "JAXRES_TRACEBACK"
 """Environment variable: any value makes a command print the traceback of an unexpected error."""
-VERBS = ("train", "launch", "status", "history", "checkpoints", "replay", "doctor")
+VERBS = ("train", "launch", "status", "history", "checkpoints", "data", "replay", "doctor")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,6 +125,10 @@ def _run(args: Sequence[str]) -> int:
         from jaxres.cli import doctor
 
         return doctor.main(args[1:], env=os.environ)
+    if verb == "data":
+        from jaxres.cli import data
+
+        return data.main(args[1:])
     from jaxres.cli import checkpoints as checkpoints_cli
 
     return checkpoints_cli.main(args, usage=USAGE, env=os.environ)

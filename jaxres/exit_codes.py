@@ -162,7 +162,8 @@ ROWS: tuple[ExitRow, ...] = (
     ExitRow(
         code=ExitCode.STORAGE,
         name="STORAGE",
-        meaning="Storage doesn't answer, is full, or denies access while something runs.",
+        meaning="Storage doesn't answer, is full, denies access while something runs, or has "
+        "damaged a cached copy of the data.",
         severity=Severity.FAILURE,
         tie_break=1,
         restart=RestartRule.STORAGE_BUDGET,

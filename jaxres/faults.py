@@ -265,6 +265,16 @@ ALL: tuple[Fault, ...] = (
         done=True,
     ),
     _row(
+        "damaged_data",
+        "process",
+        "data/token_digests.py",
+        "a block of tokens or offsets differs from its digest when it is first read: a cached "
+        "corpus is moved aside and built again by the next attempt, a copy from a bucket is "
+        "copied again; a token folder of the user ends the run (78)",
+        exit=ExitCode.STORAGE,
+        done=True,
+    ),
+    _row(
         "out_of_memory",
         "process",
         "train/oom_advice.py",

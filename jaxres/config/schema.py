@@ -83,6 +83,8 @@ class CustomSource(Section):
     """Function `package.module:build` that returns an object with __len__ and __getitem__."""
     args: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it.
     """Keyword arguments of the target."""
+    path_args: tuple[str, ...] = free(())
+    """Arguments, such as paths, whose content the object's `fingerprint` covers: they are free."""
 
 
 Source = Annotated[TextSource | TokensSource | CustomSource, Field(discriminator="kind")]

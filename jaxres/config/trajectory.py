@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxres.config.errors import one_line, show
-from jaxres.config.schema import GptModel, RunConfig, Section
+from jaxres.config.schema import CustomSource, GptModel, RunConfig, Section
 from jaxres.config.schema_fields import is_content_path, is_free, iter_fields
 from jaxres.config.schema_training import ConstantSchedule, LossScaleSection, RollbackSection
 from jaxres.faults import ConfigError
@@ -63,6 +63,8 @@ def trajectory(config: RunConfig, *, with_paths: bool = False) -> dict[str, Any]
 def _with_defaults(config: RunConfig, *, with_paths: bool = False) -> dict[str, Any]:
     """Returns the trajectory keys, with those that older digests lack, for comparison."""
     data = _not_free(config, config.model_dump(mode="json"), with_paths=with_paths)
+    for name in () if with_paths else _path_args(config):
+        data["data"]["source"]["args"].pop(name, None)
     data["guards"]["rollback"] = _rate_after_rollbacks(config.guards.rollback)
     data["train"].pop("steps")
     scale = loss_scale(config)  # `when` only turns it on.
@@ -75,6 +77,12 @@ def _with_defaults(config: RunConfig, *, with_paths: bool = False) -> dict[str, 
     if horizon is not None:
         schedule["horizon_steps"] = horizon
     return data
+
+
+def _path_args(config: RunConfig) -> tuple[str, ...]:
+    """Returns the arguments of a custom source that its own fingerprint covers."""
+    source = config.data.source
+    return source.path_args if isinstance(source, CustomSource) else ()
 
 
 def _rate_after_rollbacks(section: RollbackSection | None) -> dict[str, Any]:
@@ -114,7 +122,7 @@ def digest(config: RunConfig, *, with_paths: bool = False) -> str:
 def run_dirs(config: RunConfig, name: str) -> tuple[RunPath, ...]:
     """Returns the run directory, after those that earlier definitions of the digest have named.
 
-    It is the configured one, or runs/<name>-<first 8 of the digest>. The first one that holds a run
+    It is the configured one, or runs/<name>-<first 8 of the digest>. The first one that exists
     is the run's directory; if none does, the last one is.
 
     Raises:
@@ -132,7 +140,8 @@ def run_dirs(config: RunConfig, name: str) -> tuple[RunPath, ...]:
 def diff(recorded: RunConfig, given: RunConfig) -> list[Change]:
     """Returns the trajectory keys in which the two differ, under the names that the user writes."""
     changes = _changes(_with_defaults(recorded), _with_defaults(given))
-    return [_as_written(change, recorded, given) for change in changes]
+    covered = {f"data.source.args.{name}" for name in _path_args(given)}
+    return [_as_written(change, recorded, given) for change in changes if change[0] not in covered]
 
 
 def _as_written(change: Change, recorded: RunConfig, given: RunConfig) -> Change:
@@ -156,6 +165,7 @@ def moved_content(recorded: RunConfig, given: RunConfig) -> list[Change]:
     The content behind them must be compared before anything is said about the run.
     """
     paths = {leaf.key for leaf in iter_fields() if is_content_path(leaf.info)}
+    paths |= {f"data.source.args.{name}" for name in _path_args(given)}
     return [change for change in free_changes(recorded, given) if change[0] in paths]
 
 

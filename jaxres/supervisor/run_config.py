@@ -80,7 +80,7 @@ def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunD
 def find_run_dir(loaded: Loaded) -> RunDir:
     """Returns the run directory of a config; a run keeps the directory that it was started in."""
     *earlier, current = map(RunDir, configs.run_dirs(loaded.config, loaded.name))
-    return next((run_dir for run_dir in earlier if files.exists(run_dir.log)), current)
+    return next((run_dir for run_dir in earlier if files.exists(run_dir.root)), current)
 
 
 def newest_config(run_dir: RunDir) -> RunConfig:

@@ -97,6 +97,8 @@ def test_every_command_in_the_docs_is_accepted_by_its_parser(
     elif words[0] == "doctor":
         options = doctor._parse(words[1:])
         configs.load(options.config, options.overrides)
+    elif words[:2] == ["data", "verify"]:
+        _check_target(words[2:], tmp_path)
     elif words[0] == "replay":
         monkeypatch.setattr(replay.Replay, "lines", lambda self, *, explain: iter(()))
         assert replay.main(words[1:]) == 0
@@ -153,7 +155,7 @@ def test_a_command_with_an_unknown_flag_is_not_accepted():
 
 def test_there_are_commands_of_every_kind():
     kinds = {tuple(command[:2]) for _, command in COMMANDS}
-    wanted = ("train", "launch", "status", "history", "checkpoints", "replay", "doctor")
+    wanted = ("train", "launch", "status", "history", "checkpoints", "replay", "doctor", "data")
     assert {("jaxres", verb) for verb in wanted} <= kinds
 
 

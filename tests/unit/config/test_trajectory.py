@@ -309,3 +309,22 @@ def test_a_loss_scale_belongs_to_the_trajectory_if_the_loss_is_scaled(write: Wri
     never = config(write, "model.compute_dtype=float16", "train.loss_scale.when=never")
     assert loss_scale(never) is None
     assert digest(never) != digest(half)
+
+
+def test_arguments_that_the_sources_own_fingerprint_covers_are_free_and_reported_as_moved(
+    write: Write,
+):
+    one, other, many = (
+        config(
+            write,
+            f"data.source={{kind: custom, target: 'a:b', args: {{path: {place}, n: {n}}}, "
+            "path_args: [path]}",
+        )
+        for place, n in (("here", 1), ("there", 1), ("here", 2))
+    )
+    assert digest(one) == digest(other) != digest(many)
+    assert moved_content(one, other) == [("data.source.args.path", "here", "there")]
+    assert [key for key, _, _ in diff(one, many)] == ["data.source.args.n"]
+    before = config(write, "data.source={kind: custom, target: 'a:b', args: {path: here, n: 1}}")
+    check_same(before, other, "runs/x")  # The list may be added to a run that has started.
+    assert digest(before, with_paths=True) == digest(one, with_paths=True)

@@ -120,7 +120,7 @@ def test_a_run_is_found_in_the_default_directory_of_the_first_digest(tmp_path, m
     first, current = configs.run_dirs(loaded.config, loaded.name)
     assert attempt_runner.resolve_run(quickstart, [])[1].root == current
     current.joinpath("log").mkdir(parents=True)
-    first.joinpath("log").mkdir(parents=True)
+    first.mkdir()  # Its log may be lost; the start reports that.
     assert attempt_runner.resolve_run(quickstart, [])[1].root == first
     moved = ["data.source.path={stdlib}/email"]
     assert attempt_runner.resolve_run(quickstart, moved)[1].root == current
