@@ -25,6 +25,7 @@ from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
+from jaxres.config.gce_machine_types import num_gpus
 from jaxres.config.schema_operations import PreemptionSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, StorageUnavailable, UsageError
@@ -36,6 +37,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage import files, gcs_objects
 from jaxres.storage.path import GcsPath, is_remote, parse_path
 from jaxres.storage.threads import spawn_thread
+from jaxres.supervisor.attempt_runner import MIN_DEVICES
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.processes import kill_me_with_parent
 
@@ -47,6 +49,13 @@ LOG_BYTES = 2**20
 """Size of the end of the output that is uploaded."""
 END_GRACE_SECONDS = 6.0
 """Time until a training process that should end at once is killed."""
+DEVICE_VARIABLES = (
+    MIN_DEVICES,
+    "JAX_PLATFORMS",
+    "JAX_NUM_CPU_DEVICES",
+    "CUDA_VISIBLE_DEVICES",
+)
+"""Variables of `launch.gce.env` that decide which devices the training has."""
 STOPPED_BYTES = 64 * 2**10
 """Size of the end of the output in which the exit line is searched."""
 
@@ -205,12 +214,27 @@ class Agent:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**env},
+                env=self._training_env(env, config, desired),
                 start_new_session=True,
                 preexec_fn=functools.partial(kill_me_with_parent, os.getpid()),
             )
         self._local = LocalAttempt(desired.attempt, process, output)
         self._publish("running", desired.attempt)
+
+    def _training_env(
+        self, env: Mapping[str, str], config: RunConfig, desired: DesiredState
+    ) -> dict[str, str]:
+        """Returns the environment of the training, with the number of GPUs that this VM must have.
+
+        It is left out if `launch.gce.env` chooses devices itself.
+        """
+        gce = config.launch.gce
+        if gce is None or any(name in env for name in DEVICE_VARIABLES):
+            return dict(env)
+        options = [vm.option for vm in desired.vms if vm.name == self._name]
+        types = [gce.capacity_options[option].machine_type for option in options]
+        counts = [count for kind in types if (count := num_gpus(kind)) is not None]
+        return {**env, MIN_DEVICES: str(counts[0])} if counts else dict(env)
 
     @property
     def _attempt_file(self) -> Path:

@@ -350,3 +350,18 @@ def test_the_wait_between_commits_is_that_of_one_attempt() -> None:
     commit = Commit(step=1, path="", manifest="", bytes=0)
     records = [Record(n, attempt, at, commit) for n, attempt, at in WAITS]
     assert [longest_wait(records[:n]) for n in range(5)] == [None, None, 10.0, 10.0, 30.0]
+
+
+@pytest.mark.parametrize("codes", [(82,), (82, 79), (82, 82), (79, 82)])
+def test_every_vm_whose_host_is_unhealthy_is_replaced_at_once(codes: tuple[int, ...]) -> None:
+    names = NAMES[: len(codes)]
+    desired = replace(RUNNING, vms=RUNNING.vms[: len(codes)], hosts=RUNNING.hosts[: len(codes)])
+    reports = {
+        name: AgentReport("ended", "b", 3, exit, "7 of 8")
+        for name, exit in zip(names, codes, strict=True)
+    }
+    found = next_state(desired, observed(reports=reports, vms=listed(*names)))
+    unhealthy = {name for name, code in zip(names, codes, strict=True) if code == 82}
+    assert {vm.name for vm in found.deleting} == unhealthy
+    assert found.names.isdisjoint(unhealthy)
+    assert (found.phase, found.end, found.not_before) == ("placing", None, NOW)
