@@ -79,6 +79,12 @@ class OutOfMemory(RunError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
+class UnhealthyHost(RunError):
+    """Devices of a host are missing or faulty, so it does not train; the message names the host."""
+
+    exit_code = ExitCode.UNHEALTHY
+
+
 class Unrestorable(RunError):
     """Checkpoints exist and none is valid."""
 
@@ -289,6 +295,15 @@ ALL: tuple[Fault, ...] = (
         "engine/health.py",
         "save if the state is good, stop, exclude the host",
         exit=ExitCode.UNHEALTHY,
+    ),
+    _row(
+        "missing_device",
+        "process",
+        "train/device_check.py",
+        "a host has fewer devices than are known to belong to it: it does not train; "
+        "`launch local` excludes it, `launch gce` replaces its VM at once",
+        exit=ExitCode.UNHEALTHY,
+        done=True,
     ),
     _row(
         "straggler",

@@ -23,6 +23,7 @@ from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
+from jaxres.config.gce_machine_types import num_gpus
 from jaxres.config.schema_operations import PreemptionSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, StorageUnavailable, UsageError
@@ -35,7 +36,7 @@ from jaxres.runlog.events import Noted, PreemptionNoticeReceived
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath, is_remote, parse_path
 from jaxres.storage.threads import spawn_thread
-from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
+from jaxres.supervisor.attempt_runner import MIN_DEVICES, RESTART_VARIABLE
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.processes import kill_me_with_parent
 
@@ -47,6 +48,13 @@ LOG_BYTES = 2**20
 """Size of the end of the output that is uploaded."""
 END_GRACE_SECONDS = 6.0
 """Time until a training process that should end at once is killed."""
+DEVICE_VARIABLES = (
+    MIN_DEVICES,
+    "JAX_PLATFORMS",
+    "JAX_NUM_CPU_DEVICES",
+    "CUDA_VISIBLE_DEVICES",
+)
+"""Variables of `launch.gce.env` that decide which devices the training has."""
 STOPPED_BYTES = 64 * 2**10
 """Size of the end of the output in which the exit line is searched."""
 
@@ -208,13 +216,14 @@ class Agent:
         arguments = self._arguments(desired, host, config)
         output = self._folder / f"output-{desired.attempt:04d}.txt"
         self._attempt_file.write_text(f"{desired.attempt}\n")
+        restart = "1" if desired.history else "0"
         with output.open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "jaxres.train", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**env, RESTART_VARIABLE: "1" if desired.history else "0"},
+                env=self._training_env({**env, RESTART_VARIABLE: restart}, config, desired),
                 start_new_session=True,
                 preexec_fn=functools.partial(kill_me_with_parent, os.getpid()),
             )
@@ -233,6 +242,21 @@ class Agent:
             arguments += ["--coordinator", coordinator]
             arguments += ["--num-hosts", str(len(desired.hosts)), "--host-id", str(host)]
         return arguments
+
+    def _training_env(
+        self, env: Mapping[str, str], config: RunConfig, desired: DesiredState
+    ) -> dict[str, str]:
+        """Returns the environment of the training, with the number of GPUs that this VM must have.
+
+        It is left out if `launch.gce.env` chooses devices itself.
+        """
+        gce = config.launch.gce
+        if gce is None or any(name in env for name in DEVICE_VARIABLES):
+            return dict(env)
+        options = [vm.option for vm in desired.vms if vm.name == self._name]
+        types = [gce.capacity_options[option].machine_type for option in options]
+        counts = [count for kind in types if (count := num_gpus(kind)) is not None]
+        return {**env, MIN_DEVICES: str(counts[0])} if counts else dict(env)
 
     @property
     def _attempt_file(self) -> Path:

@@ -42,6 +42,7 @@ from jaxres.supervisor.attempt import ignore_save_health, print_message
 from jaxres.supervisor.failure_report import upload_artifacts
 from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.proc_stat import read_proc_stat
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.supervisor import supervise
@@ -49,6 +50,8 @@ from jaxres.supervisor.worker_group import Rendezvous, WorkerGroup, boot_id, sin
 from jaxres.telemetry import stdio
 from jaxres.telemetry.heartbeat import SaveHealth
 
+MIN_DEVICES = "JAXRES_MIN_DEVICES"
+"""Environment variable with the number of devices that each host must have."""
 RECORD_SECONDS = 10.0
 """Longest wait, at the end, to write the last record or to read a traceback."""
 
@@ -251,7 +254,7 @@ def run_local_workers(
     claim = opened.claim
     hosts = [HostRank(host, claim.num_hosts) for host in opened.hosts]
     ended = supervise(
-        {member.host: worker_command(opened.run_dir, claim, member) for member in hosts},
+        {h.host: worker_command(opened.run_dir, claim, h, env=env) for h in hosts},
         run_dir=opened.run_dir,
         attempt=claim.attempt,
         last_seq=opened.last_seq,
@@ -280,10 +283,14 @@ def add_memory_advice(
     return ended
 
 
-def worker_command(run_dir: RunDir, claim: Claim, member: HostRank) -> list[str]:
-    """Returns the argv of one host's worker."""
+def worker_command(
+    run_dir: RunDir, claim: Claim, member: HostRank, *, env: Mapping[str, str] | None = None
+) -> list[str]:
+    """Returns the argv of one host's worker; `env` has the number of devices that it must have."""
     command = [sys.executable, "-m", "jaxres.train.worker", str(run_dir.root)]
     command += ["--attempt", str(claim.attempt), "--parent", str(os.getpid())]
+    if (least := (env or {}).get(MIN_DEVICES, "")).isdecimal():
+        command += ["--min-devices", least]
     if member == ALONE:
         return command
     rank = ["--host", str(member.host), "--num-hosts", str(member.num_hosts)]
@@ -388,6 +395,7 @@ def new_claim(
             "xla_flags": env.get("XLA_FLAGS", ""),
         },
         trajectory=configs.digest(config),
+        started=read_proc_stat().start_ticks,
         slots=job.slots,
     )
 

@@ -55,7 +55,7 @@ def follow(
         signals.block()
         records = run_log.read_records(run_dir.log)
         claim = run_log.claim_of(records, attempt=attempt_number, folder=run_dir.log)
-        command = worker_command(run_dir, claim, member)
+        command = worker_command(run_dir, claim, member, env=env)
         ended = supervise(
             {member.host: command},
             run_dir=run_dir,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +26,13 @@ from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.engine.sharding_report import Layout
 from jaxres.engine.state import TrainState
 from jaxres.models import Model
-from jaxres.runlog.events import Emit, Noted, PhaseChanged, RunBuilt
+from jaxres.runlog.events import Noted, PhaseChanged, RunBuilt
 from jaxres.runlog.metrics import MetricsLine, MetricsLog
 from jaxres.storage import files
 from jaxres.train import (
     compile_cache,
     data_loader,
+    device_check,
     init_params,
     jitted_steps,
     oom_advice,
@@ -58,7 +60,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
       ConfigError: devices, data and settings are incompatible.
     """
     compile_cache.configure_jax(config.compilation, context.emit)
-    parts = _parts(config, context.emit)
+    parts = _parts(config, context)
     laid = _lay_out(parts, context)
     context.emit(_built(parts, laid))
     init = init_params.build(
@@ -99,6 +101,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         row_origins=_row_origins(parts),
         evaluate=evaluation,
         dataset=parts.dataset.fingerprint,
+        devices=meshes.devices_by_host(parts.mesh),
         computation=numerics_fingerprint(
             config, context.claim, parts.mesh, parts.plan, step, program=program
         ),
@@ -163,14 +166,27 @@ def _consensus(
     return StepConsensus(context.requests, checkpoints.verdict, mesh=mesh, is_due=is_due)
 
 
-def _parts(config: RunConfig, emit: Emit) -> Components:
+def _parts(config: RunConfig, context: AttemptContext) -> Components:
+    emit = context.emit
     emit(PhaseChanged("data", "opening the data set"))
     dataset = data.open_dataset(config.data, progress=lambda what: emit(PhaseChanged("data", what)))
     emit(PhaseChanged("build", "devices, model, optimizer"))
+    _check_devices(config, context)
     plan, mesh, slow = devices_here(config)
     if slow is not None:
         emit(Noted(slow))
     return assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
+
+
+def _check_devices(config: RunConfig, context: AttemptContext) -> None:
+    """Raises if this host has fewer devices than are known to belong to it."""
+    host = context.peers.member.host
+    sizes = tuple(config.mesh.sizes()[axis] for axis in mesh_plan.AXES)
+    expected, why = device_check.expected_devices(
+        context.log.history(), context.claim, host, given=context.min_devices, mesh=sizes
+    )
+    found, name = jax.local_device_count(), socket.gethostname()
+    device_check.check(found, expected, why, host=host, name=name)
 
 
 def devices_here(config: RunConfig) -> tuple[MeshPlan, Mesh, str | None]:

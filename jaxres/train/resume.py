@@ -115,6 +115,7 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
         dataset=run.dataset,
         computation=run.computation,
         init=init,
+        devices=run.devices,
         looks_back_steps=looks_back_steps(run.limits, run.loss_scale),
     )
     seq = _record_start(run, start, entry=entry)

@@ -408,3 +408,18 @@ def test_a_new_run_in_the_same_place_has_other_names_and_first_deletes_what_is_l
     ended = replace(new, phase="ended", next_name=5)
     again = new_state("jx", "code2", "config", now=NOW, after=ended, run_id="22cc")
     assert (again.id, again.next_name) == ("11bb", 5), "the names would not continue"
+
+
+@pytest.mark.parametrize("codes", [(82,), (82, 79), (82, 82), (79, 82)])
+def test_every_vm_whose_host_is_unhealthy_is_replaced_at_once(codes: tuple[int, ...]) -> None:
+    names = NAMES[: len(codes)]
+    desired = replace(RUNNING, vms=RUNNING.vms[: len(codes)], hosts=RUNNING.hosts[: len(codes)])
+    reports = {
+        name: AgentReport("ended", "b", 3, exit, "7 of 8")
+        for name, exit in zip(names, codes, strict=True)
+    }
+    found = next_state(desired, observed(reports=reports, vms=listed(*names)))
+    unhealthy = {name for name, code in zip(names, codes, strict=True) if code == 82}
+    assert {vm.name for vm in found.deleting} == unhealthy
+    assert found.names.isdisjoint(unhealthy)
+    assert (found.phase, found.end, found.not_before) == ("placing", None, NOW)
