@@ -127,7 +127,9 @@ class Controller:
                 if not self.lease.held():
                     return None
                 with self._count_wait():
-                    desired = self.state_object.write(following.desired, epoch=self.lease.epoch)
+                    desired = self.state_object.write(
+                        following.desired, epoch=self.lease.epoch, held=self.lease.held
+                    )
             for message in following.messages:
                 self.console(message)
             self._report_availability("the bucket", True)

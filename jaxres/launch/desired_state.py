@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -188,13 +189,17 @@ class StateObject:
         self.desired, self.generation, self.damage = None, 0, ""
         return aside
 
-    def write(self, desired: DesiredState, *, epoch: int) -> DesiredState:
+    def write(
+        self, desired: DesiredState, *, epoch: int, held: Callable[[], bool] = lambda: True
+    ) -> DesiredState:
         """Writes the object unless another launcher has written since the read; the serial grows.
 
-        An object that was deleted, damaged or replaced by an older copy since is written again.
+        An object that was deleted, damaged or replaced by an older copy since is written again,
+        provided that `held` returns that the lease is held: the first try may have been suspended.
 
         Raises:
           Fenced: another launcher has written in the meantime.
+          StorageUnavailable: the object is lost, and it is unknown whether the lease is held.
         """
         known = max(desired.serial, 0 if self.desired is None else self.desired.serial)
         for _ in range(WRITES):
@@ -207,6 +212,10 @@ class StateObject:
                 return new
             current = self._newer_than(known, run_id=desired.id)
             if current is None:
+                if not held():
+                    raise StorageUnavailable(
+                        f"{self.path}: is lost; the lease is renewed before it is written again"
+                    )
                 continue
             self.desired, known = current, current.serial
             if current.epoch != epoch:

@@ -236,7 +236,7 @@ def _up(
         else:
             config = job_config.adopt(config, desired, paths, print_line)
             print_line(f"{run}: resuming ({desired.phase}, attempt {desired.attempt})")
-        record.write(desired, epoch=lease.epoch)
+        record.write(desired, epoch=lease.epoch, held=lease.held)
     return _run_controller(Controller(paths, config, compute, lease, record, clock, print_line))
 
 
@@ -364,7 +364,7 @@ def _request_end(
                 print_line(
                     "no launcher holds the lease of this run; this one takes it and ends the job"
                 )
-                record.write(desired, epoch=lease.epoch)
+                record.write(desired, epoch=lease.epoch, held=lease.held)
             code = _run_controller(
                 Controller(paths, config, compute, lease, record, clock, print_line)
             )

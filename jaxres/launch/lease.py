@@ -153,7 +153,7 @@ class Lease:
         if found.terms == terms:  # The response to an earlier write was lost.
             self._mine = terms, found.generation, started
             self.renew(only_if_due=False)
-        elif not self._rewrite(found, terms):
+        elif not self._rewrite(found, terms, started=started):
             self._mine = None
             other = self.other_holder()
             holder = "another launcher" if other is None else other.holder
@@ -162,13 +162,16 @@ class Lease:
                 "stops acting, the training continues. `jaxres launch gce status` shows its state."
             )
 
-    def _rewrite(self, found: _Found, terms: LeaseRecord) -> bool:
+    def _rewrite(self, found: _Found, terms: LeaseRecord, *, started: float) -> bool:
         """Writes a lease again that was deleted, damaged or replaced by an older copy.
 
-        Returns False if another launcher holds it. A lease of another launcher with an older epoch
-        may be a copy, or that of a run without a state. The former does not change; until that is
-        certain this lease is not extended.
+        Returns False if another launcher holds it, or may have held it since this one, which was
+        suspended. A lease of another launcher with an older epoch may be a copy, or that of a run
+        without a state. The former does not change; until that is certain this lease is not
+        extended.
         """
+        if self._other is None and self._now() - started >= TAKEOVER_TERMS * terms.seconds:
+            return False
         if found.terms is not None and found.terms.nonce != self._nonce:
             is_newer = found.terms.epoch >= terms.epoch
             if is_newer or (self._other is not None and self._other[0] != found.generation):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -353,11 +354,36 @@ def test_a_holder_replaces_an_older_copy_once_no_launcher_can_hold_that(path: Gc
     assert lines[-1].endswith("was an older copy; this launcher has written it again")
 
 
+def test_a_lost_state_is_not_written_again_by_a_launcher_whose_lease_may_be_over(
+    path: GcsPath,
+) -> None:
+    record = StateObject(path.with_name("desired_state.json"))
+    known = record.write(DesiredState("jx-run", "c", "d"), epoch=1)
+    gcs_objects.delete(record.path)
+    with pytest.raises(StorageUnavailable, match="the lease is renewed before"):
+        record.write(known, epoch=1, held=lambda: False)
+    assert gcs_objects.read(record.path) is None
+    assert record.write(known, epoch=1, held=lambda: True).serial == 2
+
+
+def test_a_holder_that_was_suspended_does_not_replace_a_lease_that_is_lost(path: GcsPath) -> None:
+    clock, lines = FakeClock(), list[str]()
+    paused, older = holder_of_epoch_3(path, clock, lines)
+    clock.now += TAKEOVER_TERMS * TERM  # Another launcher may have led and ended the job.
+    for data in (None, b"{", older):
+        gcs_objects.delete(path)
+        if data is not None:
+            gcs_objects.write(path, data, over=0)
+        with pytest.raises(Fenced):
+            copy.copy(paused).renew()
+    assert lines == []
+
+
 def test_a_holder_leaves_the_lease_of_a_new_run_in_the_same_place_alone(path: GcsPath) -> None:
     clock, lines = FakeClock(), list[str]()
     paused, _ = holder_of_epoch_3(path, clock, lines)
     gcs_objects.delete_tree(path.parent)
-    clock.now += 10 * TERM
+    clock.now += TERM
     (new,) = leases(path, clock, 1)
     assert new.acquire()
     assert new.epoch == 1, "lower than that of the paused launcher"

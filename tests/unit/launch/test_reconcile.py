@@ -387,13 +387,14 @@ def test_the_wait_between_commits_is_that_of_one_attempt() -> None:
     assert [longest_wait(records[:n]) for n in range(5)] == [None, None, 10.0, 10.0, 30.0]
 
 
-def test_a_vm_of_another_run_with_the_same_name_is_not_adopted() -> None:
+def test_a_vm_of_another_run_or_other_code_with_the_same_name_is_not_adopted() -> None:
     exists = CreateFailed("exists", "The resource already exists")
     assert all(vm.created for vm in next_state(CREATING, observed(creation=exists)).vms)
-    others = {name: replace(vm, run_id="00aa") for name, vm in listed(*NAMES).items()}
-    found = next_state(CREATING, observed(creation=exists, vms=others))
-    assert not [vm for vm in found.vms if vm.created or vm.name in NAMES], "adopted"
-    assert {vm.name for vm in found.deleting} == set(NAMES)
+    for labels in ({"run_id": "00aa"}, {"code": "0ld"}):
+        others = {name: replace(vm, **labels) for name, vm in listed(*NAMES).items()}
+        found = next_state(CREATING, observed(creation=exists, vms=others))
+        assert not [vm for vm in found.vms if vm.created or vm.name in NAMES], "adopted"
+        assert {vm.name for vm in found.deleting} == set(NAMES)
 
 
 def test_a_new_run_in_the_same_place_has_other_names_and_first_deletes_what_is_left() -> None:
