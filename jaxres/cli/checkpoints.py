@@ -139,8 +139,9 @@ def _read_history(run_dir: RunDir) -> RunHistory:
     records = []
     if is_remote(run_dir.root) or run_dir.root.is_dir():
         records = run_log.read_records(run_dir.log)
+        if not records:
+            step_dirs.require_complete_log(run_dir, run_log.fold(records))
     if not records:
-        step_dirs.require_complete_log(run_dir, run_log.fold(records))
         raise UsageError(f"{run_dir.root}: no run here (no log/). Give a run directory.")
     return run_log.fold(records)
 

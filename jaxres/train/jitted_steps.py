@@ -15,6 +15,7 @@ from jaxres.engine import evaluate, optimizer, sharding_report
 from jaxres.engine import mesh as meshes
 from jaxres.engine import step as steps
 from jaxres.engine.executable import Signature
+from jaxres.faults import ConfigError
 from jaxres.runlog.events import Noted
 from jaxres.train import compile_cache, oom_advice
 from jaxres.train.compile_cache import StepToCompile
@@ -50,7 +51,19 @@ def traced_step(parts: Components, *, facts: Any = None) -> Any:
     )
     signature = _step_signature(parts, facts=facts)
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=signature.results)
-    return jitted.trace(*signature.arguments)
+    traced = jitted.trace(*signature.arguments)
+    _refuse_ordered_effects(traced, num_devices=parts.mesh.size)
+    return traced
+
+
+def _refuse_ordered_effects(traced: Any, *, num_devices: int) -> None:
+    """Raises ConfigError for effects that JAX can't lower for several devices."""
+    ordered = [effect for effect in traced.jaxpr.effects if "Ordered" in type(effect).__name__]
+    if ordered and num_devices > 1:
+        raise ConfigError(
+            "model: its loss has a callback with ordered=True, as in jax.debug.print(...), which "
+            f"JAX supports on one device only; here are {num_devices}. Use ordered=False."
+        )
 
 
 def _step_signature(parts: Components, *, facts: Any) -> Signature:
