@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.config import dump_yaml, load, load_recorded, run_dir
+from jaxres.config import dump_yaml, load, load_recorded, run_dirs
 from jaxres.config.schema import GptModel, MlpModel
 from jaxres.config.schema_training import AdamwOptimizer, LinearSchedule, SgdOptimizer
 from jaxres.exit_codes import ExitCode
@@ -260,7 +260,7 @@ def test_a_run_directory_where_nothing_can_be_saved_is_one_line(
 def test_a_config_file_whose_name_can_be_no_run_directory_is_refused(write: Write):
     loaded = load(write(name="a[1].yaml"))
     with pytest.raises(ConfigError, match=r"run.dir: 'a\[1\]-.*has one of .* or set run.dir="):
-        run_dir(loaded.config, loaded.name)
+        run_dirs(loaded.config, loaded.name)
     assert load(Path("a[1].yaml"), ["run.dir=b"]).config.run.dir == Path.cwd() / "b"
 
 

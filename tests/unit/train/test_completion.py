@@ -23,7 +23,9 @@ NOTHING_TO_DO = "step 8 of 8 is committed already; nothing to do: its checkpoint
 @pytest.fixture
 def run_dir(tmp_path):
     """A run whose newest committed step is 8."""
-    return RunDir(shutil.copytree(GOLDEN, tmp_path / "run"))
+    run_dir = RunDir(shutil.copytree(GOLDEN, tmp_path / "run"))
+    files.create(run_dir.config, configs.dump_yaml(config()).encode())
+    return run_dir
 
 
 def config(*overrides, steps=8):
@@ -48,7 +50,7 @@ def largest(step_dir):
 @pytest.mark.parametrize("name", [largest(GOLDEN / PATH), "_CHECKPOINT_METADATA", "MANIFEST.json"])
 def test_damage_of_the_last_step_is_named_and_the_run_is_not_complete(run_dir, capsys, name, harm):
     damage.harm(run_dir.root / PATH, name, harm, random.Random(0))
-    assert completion.check(run_dir, config()) == Completion(is_complete=False, damaged=PATH)
+    assert completion.check(run_dir, config()) == Completion(is_complete=False, unconfirmed=PATH)
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "step 8 of 8 is committed already, but its checkpoint is damaged: " in printed.err

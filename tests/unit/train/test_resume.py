@@ -15,6 +15,8 @@ from jaxres.storage import files
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.worker_group import WorkerGroup
 from jaxres.train import __main__ as train_command
+from jaxres.train import completion
+from jaxres.train.completion import Completion
 
 
 def quickstart(tmp_path, *overrides):
@@ -41,19 +43,14 @@ def test_an_attempt_whose_claim_is_fenced_writes_no_config(tmp_path, monkeypatch
     winner = attempt_runner.new_claim(
         resolved[0].config, run_log.fold([]), env={}, job=WorkerGroup()
     )
-    read = run_log.read_records
+    new_claim = attempt_runner.new_claim
 
-    reads = []
-
-    def read_then_lose(folder, *, known=0):
-        records = read(folder, known=known)
-        reads.append(folder)
-        if len(reads) == 3:  # The others check whether the run is done, and count the records.
-            RunLog.claim(folder, winner, after=records, clock=SystemClock())
-        return records
+    def lose_then_claim(*args, **kwargs):
+        RunLog.claim(resolved[1].log, winner, after=[], clock=SystemClock())
+        return new_claim(*args, **kwargs)
 
     monkeypatch.setattr(attempt_runner, "resolve_run", lambda *_: resolved)
-    monkeypatch.setattr(run_log, "read_records", read_then_lose)
+    monkeypatch.setattr(attempt_runner, "new_claim", lose_then_claim)
     with pytest.raises(Fenced):
         train_command._train([str(tmp_path)])
     written = [p for p in resolved[1].root.rglob("*") if p.is_file()]
@@ -107,10 +104,11 @@ def resume_config(run_dir, *overrides):
 def test_moved_data_resume_the_run_which_is_complete_only_once_they_are_compared(started, capsys):
     moved = resume_config(started, "data.source.path=/elsewhere")
     commit_last_step(started)
-    assert attempt_runner.is_complete(started, resume_config(started))
-    assert "nothing to do" in capsys.readouterr().out
-    assert not attempt_runner.is_complete(started, moved), "other data would count as trained on"
-    assert capsys.readouterr().out == ""
+    files.make_dir(started.checkpoints)
+    assert completion.check(started, moved) == Completion(False, unconfirmed="checkpoints/x")
+    assert capsys.readouterr() == ("", ""), "other data would count as trained on"
+    completion.check(started, resume_config(started))
+    assert "its checkpoint is damaged" in capsys.readouterr().err, "the same data: it is verified"
 
 
 def test_a_run_is_found_in_the_default_directory_of_the_first_digest(tmp_path, monkeypatch):
