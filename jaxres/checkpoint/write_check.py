@@ -34,7 +34,7 @@ def check(run_dir: RunDir, *, attempt: int, host: int) -> None:
       StorageUnavailable: storage failed.
     """
     files.make_dir(run_dir.checkpoints)
-    folder = run_dir.checkpoints / f".write-check-{attempt:04d}-host{host:03d}.trash"
+    folder = run_dir.checkpoints / f".write-check.{attempt:08x}{host:04x}.trash"
     try:
         if not is_remote(folder):
             with files.typed_errors(folder):

@@ -153,12 +153,14 @@ def make(run_dir, *names, complete=False):
 
 def history(*commits, attempts=1):
     """A run history with these committed step directories: name -> step and attempt."""
-    claims = [dataclasses.replace(CLAIM, attempt=n + 1) for n in range(attempts)]
-    bodies = [(claim.attempt, claim) for claim in claims]
-    for name in commits:
-        found = step_dirs.parse_name(name)
-        path = f"checkpoints/{name}"
-        bodies.append((found.attempt, Commit(step=found.step, path=path, manifest="", bytes=4)))
+    bodies = []
+    for attempt in range(1, attempts + 1):
+        bodies.append((attempt, dataclasses.replace(CLAIM, attempt=attempt)))
+        for found in map(step_dirs.parse_name, commits):
+            path = f"checkpoints/{found.name}"
+            if found.attempt == attempt:
+                commit = Commit(step=found.step, path=path, manifest="", bytes=4)
+                bodies.append((attempt, commit))
     return fold([Record(seq, attempt, 0.0, body) for seq, (attempt, body) in enumerate(bodies, 1)])
 
 

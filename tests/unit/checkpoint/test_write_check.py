@@ -10,7 +10,7 @@ import pytest
 
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.checkpoint.write_check import check
-from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from jaxres.storage.path import GcsPath
@@ -35,7 +35,7 @@ def test_the_check_passes_and_leaves_nothing(tmp_path: Path, name: str) -> None:
 
 def test_what_a_killed_check_leaves_is_swept(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    (run_dir.checkpoints / ".write-check-0001-host000.trash").mkdir(parents=True)
+    (run_dir.checkpoints / ".write-check.000000010000.trash").mkdir(parents=True)
     files.delete_trash(run_dir.checkpoints)
     assert os.listdir(run_dir.checkpoints) == []
 
@@ -55,7 +55,7 @@ def test_a_folder_of_checkpoints_that_is_read_only_is_refused(
     namespace.mount(tmp_path / "checkpoints", size_bytes=2**20)
     check(run_dir, attempt=1, host=0)
     namespace.remount(tmp_path / "checkpoints", "ro")
-    with pytest.raises(ConfigError, match=r"checkpoints.*Read-only file system"):
+    with pytest.raises(StorageRefused, match=r"checkpoints.*Read-only file system"):
         check(run_dir, attempt=1, host=0)
 
 

@@ -148,7 +148,7 @@ def test_of_a_link_only_the_link_is_deleted(tmp_path, target):
     steps = tmp_path / "steps"
     steps.mkdir()
     (steps / "1").symlink_to(tmp_path / target)
-    (steps / ".2.abc.trash").symlink_to(tmp_path / target)
+    (steps / ".2.aabbccddeeff.trash").symlink_to(tmp_path / target)
     files.delete_tree(steps / "1")
     files.delete_trash(steps)
     assert list(steps.iterdir()) == []

@@ -58,7 +58,7 @@ def run(tmp_path, monkeypatch):
             config=None,  # type: ignore[arg-type]
             run_dir=run_dir,
             adopts=False,
-            damaged=None,
+            unconfirmed=None,
             run_dir_id="",
             run_lock=owner,
             clock=clock,

@@ -50,7 +50,7 @@ def test_a_run_directory_of_any_name_can_be_given(
     folder.mkdir()
     (folder / "config.yaml").write_text(TINY.read_text())
     monkeypatch.chdir(tmp_path)
-    given, overrides = parse_target([f"./{name}", "run.seed=3"], usage="")
+    given, overrides = parse_target([f"./{name}", "run.seed=3"], command="jaxres train")
     loaded, run_dir = resolve_run(given, overrides)
     assert (run_dir.root, loaded.config.run.seed) == (folder, 3)
     monkeypatch.chdir(ROOT)
@@ -64,4 +64,4 @@ def test_a_run_directory_where_nothing_can_be_saved_is_refused(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"RUN_DIR: 'a\[b\]' has one of"):
         resolve_run(tmp_path / "a[b]", [])
     with pytest.raises(UsageError, match="must be a local path or gs://"):
-        parse_target(["s3://bucket/run"], usage="")
+        parse_target(["s3://bucket/run"], command="jaxres train")
