@@ -63,9 +63,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     parts = _parts(config, context)
     laid = _lay_out(parts, context)
     context.emit(_built(parts, laid))
-    init = init_params.build(
-        config.init_from, parts, context
-    )  # Fails before minutes of compilation.
+    init = init_params.build(config.init_from, parts, context)  # Fails before the compilation.
     step, evaluation, program = jitted_steps.load_or_compile(parts, context)
     # The first collective of a job has a time limit of half a minute, and one host may compile for
     # minutes while another finds the program in its cache.
