@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
-from jaxres.exit_codes import ExitCode
+from jaxres import faults
+from jaxres.exit_codes import SIGNAL_BASE, ExitCode, exit_name
+from jaxres.faults import RunError, UsageError
 
 USAGE = """\
 usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
@@ -18,7 +23,7 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
       replaces and deletes; status, logs, stop, down, init (`jaxres launch gce --help`)
   status RUN_DIR [--json] [--watch]                     progress, recent events, what to do next;
       exit 0: running, restarting or done; 1: down, the same command resumes it; 3: needs a person.
-      --watch: checks for 3 s that it is alive, in case the clocks of two machines differ
+      --watch: checks for 3 s (in a bucket 15 s) that it is alive, whatever its time stamps
   history RUN_DIR [--json]                              the metrics of every step, over all attempts
   history RUN_DIR --attempts [--json]                   why each attempt ended, and its progress
   checkpoints list RUN_DIR [--json]                     the committed steps
@@ -27,6 +32,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   checkpoints pin|unpin RUN_DIR --step N                keeps a step regardless of checkpoint.keep
   checkpoints digest RUN_DIR [--step N]                 the digest of a whole training state
   checkpoints verify RUN_DIR [--step N]                 reads every byte; exit 1 if one has changed
+  checkpoints adopt RUN_DIR [--yes]                     rebuilds a lost or old log/ from the copies
+                                                        in the checkpoints; --yes: does it
   checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if
       [--step N] [--other-step M] [--json]              anything does
   checkpoints export RUN_DIR [--step N] [--out DIR]     the parameters as a safetensors folder, by
@@ -35,7 +42,10 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   checkpoints import RUN_DIR|FOLDER|FILE [--step N]     reads exports back, or any such folder:
       [--out DIR] [--json]                              valid? equal to the step? for which config?
   replay RUN_DIR --step N [--explain]                   recomputes a step from the nearest
-      checkpoint; --explain: the first non-finite number, by row, layer and source line
+      [section.field=value ...]                         checkpoint; --explain: the first
+      non-finite number, by row, layer and source line
+  data verify CONFIG.yaml|RUN_DIR                       reads every byte of the data; exit 1 if
+      [section.field=value ...]                         one has changed, with file and block
   doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,
       [--devices N [--hosts H]]                         and what to do; also for N devices elsewhere
 
@@ -43,38 +53,84 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
 """
 
 
+TRACEBACK = "JAXRES_TRACEBACK"
+"""Environment variable: any value makes a command print the traceback of an unexpected error."""
+VERBS = ("train", "launch", "status", "history", "checkpoints", "data", "replay", "doctor")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code."""
+    """Runs a command and returns its exit code.
+
+    An error of a command that does not train is one message, never a traceback.
+    """
     args = list(sys.argv[1:] if arguments is None else arguments)
+    if args[:1] == ["train"] or args[:1] == ["launch"]:
+        _train_or_launch(args)
+    try:
+        code = _run(args)
+        sys.stdout.flush()
+        return code
+    except RunError as end:
+        sys.stderr.write(faults.format_exit_message(end.exit_code, str(end)))
+        return end.exit_code
+    except BrokenPipeError:  # The reader of the output has exited, as in `jaxres history | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit.
+        return SIGNAL_BASE + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return SIGNAL_BASE + signal.SIGINT
+    except Exception as error:  # noqa: BLE001 - the edge of every command that does not train.
+        return _report_bug(args, error)
+
+
+def _report_bug(args: Sequence[str], error: Exception) -> int:
+    from jaxres.config.errors import one_line
+
+    if os.environ.get(TRACEBACK):
+        traceback.print_exc()
+    what = one_line(f"jaxres {' '.join(args[:2])}: {type(error).__name__}: {error}")
+    hint = f"This is a bug in jaxres; set {TRACEBACK}=1 for the traceback"
+    sys.stderr.write(f"{what}. {hint} (exit {exit_name(ExitCode.BUG)})\n")
+    return ExitCode.BUG
+
+
+def _train_or_launch(args: Sequence[str]) -> NoReturn:
+    from jaxres.supervisor import signals
+
+    signals.block()
+    if args[0] == "train":
+        from jaxres.train import __main__ as command
+    else:
+        from jaxres.launch import __main__ as command
+    command.hard_exit(command.main(args[1:]))
+
+
+def _run(args: Sequence[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return ExitCode.DONE if args else ExitCode.USAGE
-    if args[0] == "train":
-        from jaxres.supervisor import signals
+    verb = args[0]
+    if verb not in VERBS:
+        from jaxres.config.errors import did_you_mean
 
-        signals.block()
-        from jaxres.train import __main__ as train
-
-        train.hard_exit(train.main(args[1:]))
-    if args[0] == "replay":
-        from jaxres.cli import replay
-
-        return replay.main(args[1:])
-    if args[0] == "doctor":
-        from jaxres.cli import doctor
-
-        return doctor.main(args[1:], env=os.environ)
-    if args[0] == "launch":
-        from jaxres.supervisor import signals
-
-        signals.block()
-        from jaxres.launch import __main__ as launch
-
-        launch.hard_exit(launch.main(args[1:]))
-    from jaxres.cli import checkpoints as checkpoints_cli
+        hint, known = did_you_mean(verb, VERBS), ", ".join(VERBS)
+        raise UsageError(f"{verb!r}: unknown command{hint} (commands: {known})")
     from jaxres.storage import gcs_client
 
     os.environ.update(gcs_client.library_environment(os.environ))
+    if verb == "replay":
+        from jaxres.cli import replay
+
+        return replay.main(args[1:])
+    if verb == "doctor":
+        from jaxres.cli import doctor
+
+        return doctor.main(args[1:], env=os.environ)
+    if verb == "data":
+        from jaxres.cli import data
+
+        return data.main(args[1:])
+    from jaxres.cli import checkpoints as checkpoints_cli
+
     return checkpoints_cli.main(args, usage=USAGE, env=os.environ)
 
 

@@ -162,7 +162,8 @@ ROWS: tuple[ExitRow, ...] = (
     ExitRow(
         code=ExitCode.STORAGE,
         name="STORAGE",
-        meaning="Storage doesn't answer, is full, or denies access while something runs.",
+        meaning="Storage doesn't answer, is full, denies access while something runs, or has "
+        "damaged a cached copy of the data.",
         severity=Severity.FAILURE,
         tie_break=1,
         restart=RestartRule.STORAGE_BUDGET,
@@ -285,7 +286,8 @@ ROWS: tuple[ExitRow, ...] = (
     ExitRow(
         code=ExitCode.UNRESTORABLE,
         name="UNRESTORABLE",
-        meaning="Checkpoints exist and none is valid, or the run log is damaged.",
+        meaning="Checkpoints exist and none is valid, or the run log is lost, damaged or older "
+        "than they are.",
         severity=Severity.UNRESTORABLE,
         restart=RestartRule.NEVER,
         remedy="restore the checkpoint from a copy, or start a new run",

@@ -79,6 +79,12 @@ class OutOfMemory(RunError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
+class UnhealthyHost(RunError):
+    """Devices of a host are missing or faulty, so it does not train; the message names the host."""
+
+    exit_code = ExitCode.UNHEALTHY
+
+
 class Unrestorable(RunError):
     """Checkpoints exist and none is valid."""
 
@@ -236,6 +242,15 @@ ALL: tuple[Fault, ...] = (
         done=True,
     ),
     _row(
+        "lost_log",
+        "startup",
+        "runlog/step_dirs.py",
+        "the log is missing or older than the checkpoints: nothing is started or deleted; "
+        "`checkpoints adopt` rebuilds the log from the copies in the checkpoints",
+        exit=ExitCode.UNRESTORABLE,
+        done=True,
+    ),
+    _row(
         "storage_unavailable",
         "loop",
         "checkpoint/checkpointer.py",
@@ -256,6 +271,16 @@ ALL: tuple[Fault, ...] = (
         done=True,
     ),
     _row(
+        "damaged_data",
+        "process",
+        "data/token_digests.py",
+        "a block of tokens or offsets differs from its digest when it is first read: a cached "
+        "corpus is moved aside and built again by the next attempt, a copy from a bucket is "
+        "copied again; a token folder of the user ends the run (78)",
+        exit=ExitCode.STORAGE,
+        done=True,
+    ),
+    _row(
         "out_of_memory",
         "process",
         "train/oom_advice.py",
@@ -270,6 +295,15 @@ ALL: tuple[Fault, ...] = (
         "engine/health.py",
         "save if the state is good, stop, exclude the host",
         exit=ExitCode.UNHEALTHY,
+    ),
+    _row(
+        "missing_device",
+        "process",
+        "train/device_check.py",
+        "a host has fewer devices than are known to belong to it: it does not train; "
+        "`launch local` excludes it, `launch gce` replaces its VM at once",
+        exit=ExitCode.UNHEALTHY,
+        done=True,
     ),
     _row(
         "straggler",
@@ -342,6 +376,14 @@ ALL: tuple[Fault, ...] = (
         "launch/lease.py",
         "lease with an epoch; the successor adopts the running attempt; a launcher that has lost "
         "the lease exits",
+        done=True,
+    ),
+    _row(
+        "launch_state_lost",
+        "cluster",
+        "launch/orphaned_vms.py",
+        "the launcher that leads writes its lease and the desired state again; else `launch gce` "
+        "moves damaged ones aside, finds the VMs by label and deletes those of no desired state",
         done=True,
     ),
 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
@@ -18,6 +21,30 @@ def flip_bit(path: Path, chance: random.Random) -> None:
     data = bytearray(path.read_bytes())
     data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
     path.write_bytes(data)
+
+
+def flip_bit_at(path: Path, byte: int, bit: int = 0) -> None:
+    """Flips one bit in place; the size and the time of the file stay the same."""
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(byte)
+        (old,) = file.read(1)
+        file.seek(byte)
+        file.write(bytes([old ^ 1 << bit]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def change_meta(folder: Path, **fields: Any) -> None:
+    """Changes fields of a token folder's meta.json; None removes one."""
+    meta = json.loads((folder / "meta.json").read_text()) | fields
+    kept = {name: value for name, value in meta.items() if value is not None}
+    (folder / "meta.json").write_text(json.dumps(kept))
+
+
+def remove_digests(folder: Path) -> None:
+    """Makes a token folder one of the format without digests."""
+    (folder / "digests.npy").unlink()
+    change_meta(folder, block_bytes=None, checksum=None)
 
 
 def flip_byte(path: Path, chance: random.Random) -> None:

@@ -15,11 +15,13 @@ an event. Training continues, and the next save tries again, at most
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
+from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import orbax_io
 from jaxres.checkpoint.commit_tracker import CommitTracker, PendingSave, SaveSlot
 from jaxres.checkpoint.finalize import finalize
@@ -118,7 +120,6 @@ class Checkpointer:
         orbax_io.use_lockfiles_if_needed(self._run_dir.root)
         if self._peers.member.leads:
             files.make_dir(self._run_dir.checkpoints)
-            self._commits.delete_all_but(self._log.history())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -304,7 +305,13 @@ class Checkpointer:
         reports = self._reports(save)
         root = self._run_dir.root.absolute()
         commit = finalize(
-            save.step_dir, save.progress, save.infos, reports, root=root, claim=self._claim
+            save.step_dir,
+            save.progress,
+            save.infos,
+            reports,
+            root=root,
+            claim=self._claim,
+            records=self._log.records(),
         )
         self._before_commit()
         return commit
@@ -356,13 +363,18 @@ class Checkpointer:
             "limit. Nothing committed is lost."
         )
 
-    def restore(self, line: RunHistory, like: Tree, *, seconds: float) -> Restored | None:
+    def restore(
+        self, line: RunHistory, like: Tree, *, seconds: float, last_step: float = math.inf
+    ) -> Restored | None:
         """Restores the newest valid step and quarantines damaged newer ones; None: none exists.
+
+        Only then are leftovers of earlier attempts deleted.
 
         Args:
           line: the run history from the log; the same on every host.
           like: nested dict of jax.ShapeDtypeStruct with shardings.
           seconds: time limit for reading one step.
+          last_step: the step at which training ends: no other step will follow it.
 
         Raises:
           Unrestorable: steps were committed, and none is valid; nothing is changed.
@@ -372,11 +384,12 @@ class Checkpointer:
         if not line.commits and line.quarantined:
             raise all_damaged_error([decided for _, decided in line.quarantined])
         if not line.commits:
+            self._sweep()
             return None
         self._restores += 1
         topic = f"restore/{self._restores}"
         search = NewestValid(
-            read=lambda commit: restore(self._dir_of(commit), commit, like, self._reading),
+            read=lambda commit: self._read(commit, like, last_step=last_step),
             examine=lambda commit: verify_step(self._dir_of(commit), commit),
             peers=self._peers,
             topic=topic,
@@ -389,7 +402,21 @@ class Checkpointer:
         for quarantine in damaged:
             self._emit(StepQuarantined(quarantine.step, quarantine.path, quarantine.evidence))
         self._commits.committed_step = self._commits.saved_step = restored.commit.step
+        self._sweep()
         return restored
+
+    def _sweep(self) -> None:
+        if self._peers.member.leads:
+            self._commits.sweep()
+
+    def _read(self, commit: Commit, like: Tree, *, last_step: float) -> Restored:
+        """Reads this host's part of a step; host 0 verifies every file of the last step too."""
+        step_dir = self._dir_of(commit)
+        if commit.step >= last_step and self._peers.member.leads:
+            found = verify_step(step_dir, commit)
+            if found.problems:
+                raise manifests.damaged(step_dir, commit.step, found.evidence)
+        return restore(step_dir, commit, like, self._reading)
 
     def _dir_of(self, commit: Commit) -> RunPath:
         return (self._run_dir.root / commit.path).absolute()

@@ -2,7 +2,7 @@
 
 After a durable write the tracker appends the commit record, applies retention and deletes leftover
 step directories. Claims, commits and prunes are recorded in the run log only: a step directory that
-no record names is a leftover, even if it is complete.
+no record names is not committed, even if it is complete.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from jaxres.checkpoint import pruning, retention
+from jaxres.checkpoint import pruning
 from jaxres.checkpoint.block_digests import ArrayInfo
 from jaxres.checkpoint.orbax_io import OrbaxSave
 from jaxres.clock import Clock
@@ -20,9 +20,10 @@ from jaxres.cluster.host_group import HostGroup
 from jaxres.config.schema import CheckpointSection
 from jaxres.engine.state import Progress
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable
+from jaxres.runlog import step_dirs
 from jaxres.runlog.events import Emit, Noted, SaveCommitted, SaveFailed, StepsPruned
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Commit, RunHistory, RunLog
+from jaxres.runlog.run_log import Commit, RunLog
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
 
@@ -103,7 +104,7 @@ class CommitTracker:
         Raises:
           StorageUnavailable: files of a failed save of this step can't be deleted yet.
         """
-        names = retention.step_names(step, attempt=self._log.attempt)
+        names = step_dirs.step_names(step, attempt=self._log.attempt)
         name = next(name for name in names if name not in self.names | self._tried)
         step_dir = self._run_dir.checkpoints / name
         if self._run_dir.is_remote:
@@ -116,10 +117,15 @@ class CommitTracker:
         return name
 
     def rewind(self, step: int) -> None:
-        """Makes an older step the newest committed one, after a rollback record."""
+        """Makes an older step the newest committed one, after a rollback record.
+
+        Also deletes the abandoned save, so that a killed attempt leaves one complete step at most.
+        """
         self._unsure = None
         self.committed_step = self.saved_step = step
         self.failures, self.why = 0, ""
+        if self._peers.member.leads:
+            self.sweep()
 
     def mark(self, step: int) -> None:
         """Notes that a step is committed, once its record is in the log."""
@@ -163,15 +169,13 @@ class CommitTracker:
         try:
             if self._run_dir.is_remote:
                 self.confirm()  # A late record must not name a step that was deleted.
-            self.delete_all_but(self._log.history())
+            pruning.delete_all_but(
+                self._log.history(), run_dir=self._run_dir, attempt=self._log.attempt
+            )
         except (StorageUnavailable, ConfigError, Unrestorable, OSError) as error:
             self._emit(
                 Noted(f"leftover steps could not be deleted; the next save tries again: {error}")
             )
-
-    def delete_all_but(self, line: RunHistory) -> None:
-        """Deletes step directories of this and earlier attempts that are not in the history."""
-        pruning.delete_all_but(line, run_dir=self._run_dir, attempt=self._log.attempt)
 
 
 MIN_LATE_SECONDS = 5.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import (
@@ -26,7 +27,8 @@ from jaxres.checkpoint.readback import HostReport, file_info, read_back
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.engine.state import Progress
 from jaxres.faults import StorageUnavailable
-from jaxres.runlog.run_log import Claim, Commit
+from jaxres.runlog.run_log import Claim, Commit, Record
+from jaxres.runlog.step_dirs import LOG_COPY
 from jaxres.storage import files
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.path import RunPath, relative
@@ -43,8 +45,9 @@ def finalize(
     *,
     root: RunPath,
     claim: Claim,
+    records: Sequence[Record],
 ) -> Commit:
-    """Writes progress.json and the manifest; returns the commit record of the durable step.
+    """Writes progress.json, a copy of the log and the manifest; returns the step's commit record.
 
     Args:
       step_dir: absolute path of the step directory; Orbax has finished writing it.
@@ -53,6 +56,7 @@ def finalize(
       reports: every process's report on its own files.
       root: absolute path of the run directory.
       claim: claim of this attempt.
+      records: the run log so far; `checkpoints adopt` rebuilds a lost log from this copy.
 
     Raises:
       StorageUnavailable: storage has failed, or returns other data than were written.
@@ -64,17 +68,14 @@ def finalize(
     with files.typed_errors(step_dir):
         digests = _array_digests(step_dir, arrays)
         files.replace(step_dir / PROGRESS, canonical_json(facts))
-        rows = [
-            [path, arrays[path].dtype, list(arrays[path].shape), digests[path]]
-            for path in sorted(arrays)
-        ]
+        files.replace(step_dir / LOG_COPY, b"".join(r.encode() + b"\n" for r in records))
         manifest = Manifest(
             step=progress.step,
             attempt=claim.attempt,
             files=_files(step_dir, reports),
             arrays=arrays,
             digests=digests,
-            digest=digest_of_rows(rows, progress=facts),
+            digest=digest_of_rows(_rows(arrays, digests), progress=facts),
             versions=claim.versions,
             fingerprint=claim.fingerprint,
             trajectory=claim.trajectory,
@@ -94,6 +95,14 @@ def finalize(
         heldout_loss=progress.heldout_loss,
         evaluated_step=progress.evaluated_step,
     )
+
+
+def _rows(arrays: Mapping[str, ArrayInfo], digests: Mapping[str, str]) -> list[list[Any]]:
+    """Returns the rows of the content digest, in their order."""
+    return [
+        [path, arrays[path].dtype, list(arrays[path].shape), digests[path]]
+        for path in sorted(arrays)
+    ]
 
 
 def _files(step_dir: RunPath, reports: Sequence[HostReport]) -> dict[str, FileInfo]:

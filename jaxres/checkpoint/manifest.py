@@ -22,6 +22,7 @@ from jaxres.checkpoint.block_digests import ArrayInfo, BlockTable, decode
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.faults import ConfigError, RunError, StorageUnavailable, Unrestorable
 from jaxres.runlog.run_log import Commit
+from jaxres.runlog.step_dirs import MANIFEST as MANIFEST
 from jaxres.storage import files as storage
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.codec import OtherFormat, require_format
@@ -30,7 +31,6 @@ from jaxres.storage.path import RunPath, is_remote
 
 FORMAT = 3
 PROGRESS = "progress.json"
-MANIFEST = "MANIFEST.json"
 DIGESTS = "digests"
 """Folder of the block digests; one file for each process that has written arrays."""
 
@@ -188,8 +188,8 @@ def _bytes_of(step_dir: RunPath, step: int, name: str) -> bytes:
 def refuse_if_unavailable(step_dir: RunPath, step: int, *, name: str = MANIFEST) -> None:
     """Raises StorageUnavailable if a file is missing because storage is unavailable.
 
-    On a disk: the folder of all steps can't be listed. In a bucket: the listing of the step, which
-    is consistent, contains the file.
+    On a disk: the folder of all steps can't be listed, or a link leads nowhere. In a bucket: the
+    listing of the step, which is consistent, contains the file.
     """
     if is_remote(step_dir):
         if name in storage.sizes(step_dir):
@@ -198,6 +198,12 @@ def refuse_if_unavailable(step_dir: RunPath, step: int, *, name: str = MANIFEST)
                 "was judged damaged; rerun the same command."
             )
         return
+    for path in (step_dir / name, *(step_dir / name).parents):
+        if path.is_symlink() and not path.exists():
+            raise StorageUnavailable(
+                f"{path}: is a link to {os.readlink(path)}, which is not there. Nothing was judged "
+                "damaged. Is it mounted? Restore it, then rerun the same command."
+            )
     try:
         os.listdir(step_dir.parent)
     except OSError as error:

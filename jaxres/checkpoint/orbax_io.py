@@ -138,6 +138,10 @@ def require_free_space(folder: RunPath, state_bytes: int) -> None:
         )
 
 
+_MISSING_FILE = ("NOT_FOUND", "No ArrayMetadata found", "directory does not exist")
+"""Texts of TensorStore's and Orbax's ValueErrors about a file of the save that does not exist."""
+
+
 class OrbaxSave:
     """A save that Orbax has started.
 
@@ -219,6 +223,7 @@ def _raise_typed(error: Exception, step_dir: RunPath) -> NoReturn:
     """
     of_bucket = _reads_metadata(error) or (isinstance(error, ValueError) and SCHEME in str(error))
     is_storages = isinstance(error, OSError) or manifests.is_storage_fault(error)
+    is_storages = is_storages or _misses_files(error, step_dir)
     if not (is_storages or (is_remote(step_dir) and of_bucket)):
         raise error
     why = str(error).partition("\n")[0]  # JAX's error about a barrier has ten lines.
@@ -228,6 +233,14 @@ def _raise_typed(error: Exception, step_dir: RunPath) -> NoReturn:
         f"{step_dir}: could not be saved ({why}). Nothing committed is lost. Free some space or "
         "fix the storage."
     ) from error
+
+
+def _misses_files(error: Exception, step_dir: RunPath) -> bool:
+    """Returns whether files that this save has written are gone: the run directory was deleted."""
+    is_gone = not files.is_dir(step_dir.parent)
+    return is_gone or (
+        isinstance(error, ValueError) and any(text in str(error) for text in _MISSING_FILE)
+    )
 
 
 def _reads_metadata(error: Exception) -> bool:

@@ -1,7 +1,7 @@
 """Pins, and the two phases of pruning: first a prune record, then the deletion of directories.
 
-A kill between the phases leaves directories that no record names; the next sweep deletes them. Only
-the lock holder of a run prunes; any process may pin.
+A kill between the phases leaves directories of steps that are no longer committed; the next sweep
+deletes them. Only the lock holder of a run prunes; any process may pin.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def prune(log: RunLog, keep: KeepSection, *, run_dir: RunDir) -> tuple[int, ...]
 
 def leftovers(line: RunHistory, *, run_dir: RunDir) -> list[RunPath]:
     """Returns the leftover directories, complete or half deleted, of a run that is not locked."""
-    names = retention.leftovers(run_dir.checkpoints, keep=line.protected_dirs, attempt=line.attempt)
+    names = retention.leftovers(run_dir, line, attempt=line.attempt)
     trash = files.trash(run_dir.checkpoints)
     return [*(run_dir.checkpoints / name for name in names), *trash]
 
 
 def delete_all_but(line: RunHistory, *, run_dir: RunDir, attempt: int) -> list[str]:
-    """Deletes step directories of this and earlier attempts that are not in the history."""
-    return retention.sweep(run_dir.checkpoints, keep=line.protected_dirs, attempt=attempt)
+    """Deletes the leftover step directories (`retention.leftovers`)."""
+    return retention.sweep(run_dir, line, attempt=attempt)

@@ -8,38 +8,20 @@ directory is deleted.
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxres.config.schema_operations import KeepSection
+from jaxres.runlog import step_dirs
+from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
+from jaxres.runlog.step_dirs import StepDir
 from jaxres.storage import files
-from jaxres.storage.path import RunPath
 
 DAY_SECONDS = 86400.0
 FIRST_MONDAY = 4 * DAY_SECONDS
 """The epoch began on a Thursday."""
-_STEP_DIR = re.compile(r"\d{8,}-(\d{4,})(-\d+)?(\..*)?")
-"""<step>-<attempt>, a number if an attempt saves a step again, a suffix while Orbax writes."""
-
-
-def step_names(step: int, *, attempt: int) -> Iterator[str]:
-    """Yields the possible names of a step directory; an attempt may save a step repeatedly.
-
-    >>> [name for name, _ in zip(step_names(8, attempt=2), range(2))]
-    ['00000008-0002', '00000008-0002-2']
-    """
-    name = step_name(step, attempt=attempt)
-    yield name
-    yield from (f"{name}-{number}" for number in itertools.count(2))
-
-
-def step_name(step: int, *, attempt: int) -> str:
-    """Returns the first name of a step directory; no two attempts share it."""
-    return f"{step:08d}-{attempt:04d}"
 
 
 @dataclass(frozen=True)
@@ -185,28 +167,39 @@ def steps_of(line: RunHistory) -> list[CommittedStep]:
     ]
 
 
-def leftovers(checkpoints: RunPath, *, keep: Collection[str], attempt: int) -> list[str]:
+def leftovers(run_dir: RunDir, history: RunHistory, *, attempt: int) -> list[str]:
     """Returns the names of leftover step directories: pruned steps, and remains of killed saves.
 
-    Directories of later attempts are excluded, so that a process that was suspended here and has
-    been superseded deletes no newer step. Names that no save produces are excluded too.
+    Excluded are names that no save produces, and directories of later attempts, so that a process
+    that was suspended here and has been superseded deletes no newer step. A complete step of an
+    earlier attempt that the log has never recorded is a leftover only once this attempt has
+    committed that step or a newer one: the log may be an old copy that lacks its record.
 
     Args:
-      checkpoints: the folder of step directories.
-      keep: names of the committed steps, from the log as read after this attempt's claim.
+      run_dir: the run directory.
+      history: the run's history, read after this attempt's claim.
       attempt: number of this attempt, which has no save in flight.
     """
-    return [
-        name
-        for name in files.list_names(checkpoints)
-        if name not in keep and (match := _STEP_DIR.fullmatch(name)) and int(match[1]) <= attempt
-    ]
+    recorded = {path.rpartition("/")[2] for path in history.paths}
+    own = [commit.step for commit in history.commits_of(attempt)]
+
+    def is_leftover(found: StepDir) -> bool:
+        if found.name in history.protected_dirs or found.attempt > attempt:
+            return False
+        return (
+            found.attempt == attempt
+            or found.name in recorded
+            or found.step <= max(own, default=-1)
+            or not step_dirs.is_complete(run_dir.checkpoints / found.name)
+        )
+
+    return [found.name for found in step_dirs.listed(run_dir.checkpoints) if is_leftover(found)]
 
 
-def sweep(checkpoints: RunPath, *, keep: Collection[str], attempt: int) -> list[str]:
+def sweep(run_dir: RunDir, history: RunHistory, *, attempt: int) -> list[str]:
     """Deletes the leftover step directories and returns their names."""
-    names = leftovers(checkpoints, keep=keep, attempt=attempt)
+    names = leftovers(run_dir, history, attempt=attempt)
     for name in names:
-        files.delete_tree(checkpoints / name)
-    files.delete_trash(checkpoints)
+        files.delete_tree(run_dir.checkpoints / name)
+    files.delete_trash(run_dir.checkpoints)
     return names

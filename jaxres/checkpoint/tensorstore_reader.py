@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxres.checkpoint.block_digests import ArrayInfo, Box
 from jaxres.checkpoint.content_digest import blocks
+from jaxres.faults import ConfigError
 from jaxres.storage.path import RunPath, is_remote
 
 ARRAYS = "state"
@@ -27,7 +28,7 @@ class ArrayReader:
     def __init__(self, step_dir: RunPath, arrays: Mapping[str, ArrayInfo]) -> None:
         import tensorstore
 
-        self._base = _base(step_dir / ARRAYS)
+        self._folder = step_dir / ARRAYS
         self._arrays = arrays
         self._tensorstore: Any = tensorstore
         self._context = tensorstore.Context()
@@ -62,14 +63,7 @@ class ArrayReader:
         return self._open[path]
 
     def _opened(self, path: str) -> Any:
-        spec = {
-            "driver": "zarr3",
-            "kvstore": {
-                "driver": "ocdbt",
-                "base": self._base,
-                "path": f"{path.replace('/', '.')}/",
-            },
-        }
+        spec = array_spec(self._folder, path)
         stored = self._tensorstore.open(spec, read=True, context=self._context).result()
         info = ArrayInfo(stored.dtype.numpy_dtype.name, tuple(stored.shape))
         if info != self._arrays[path]:
@@ -77,8 +71,22 @@ class ArrayReader:
         return stored
 
 
+def array_spec(folder: RunPath, path: str) -> dict[str, Any]:
+    """Returns TensorStore's spec of an array in a folder, in the format that Orbax writes."""
+    store = {"driver": "ocdbt", "base": _base(folder), "path": f"{path.replace('/', '.')}/"}
+    return {"driver": "zarr3", "kvstore": store}
+
+
 def _base(folder: RunPath) -> dict[str, str]:
-    """Returns TensorStore's key-value store spec of a folder."""
+    """Returns TensorStore's key-value store spec of a folder.
+
+    Raises:
+      ConfigError: TensorStore would open another folder, so that a whole step looks damaged.
+    """
     if is_remote(folder):
         return {"driver": "gcs", "bucket": folder.bucket, "path": f"{folder.key}/"}
+    if "\\" in str(folder):
+        raise ConfigError(
+            f"{folder}: TensorStore takes a backslash in a path for a slash. Rename the folder."
+        )
     return {"driver": "file", "path": f"{folder}/"}

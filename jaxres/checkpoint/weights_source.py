@@ -24,7 +24,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
 from jaxres.storage import files
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.path import is_remote
+from jaxres.storage.path import is_remote, normalized, run_root
 
 PARAMS = "params/"
 ABOUT = "jaxres.json"
@@ -67,7 +67,7 @@ def from_run(run_dir: RunDir, model: GptModel | MlpModel | CustomModel, commit: 
       Unrestorable: the step is damaged; `read` raises it too.
       StorageUnavailable: storage could not be read.
     """
-    step_dir = (run_dir.root / commit.path).absolute()
+    step_dir = run_dir.root / commit.path
     manifest = manifests.read(step_dir, commit)
     tensors = {path: info for path, info in manifest.arrays.items() if path.startswith(PARAMS)}
 
@@ -170,6 +170,14 @@ def committed(run_dir: RunDir, *, step: int | None) -> Commit:
     raise ConfigError(f"{run_dir.root}: {what} committed (committed: {steps}).")
 
 
+def source_run_dir(section: FromRun) -> RunDir:
+    """Returns the run directory of the weights; raises ConfigError if its path can't be one."""
+    try:
+        return RunDir(run_root(section.path))
+    except ValueError as error:
+        raise ConfigError(f"{section.path}: {error}") from error
+
+
 def open_source(
     section: FromRun | FromSafetensors,
     *,
@@ -190,7 +198,9 @@ def open_source(
     """
     if isinstance(section, FromSafetensors):
         assert not is_remote(section.path), "config/cross_checks.py refuses buckets"
-        return from_safetensors(section.path)
-    run_dir = RunDir(section.path)
+        place = normalized(section.path)
+        assert isinstance(place, Path)
+        return from_safetensors(place)
+    run_dir = source_run_dir(section)
     commit = committed(run_dir, step=step)
     return from_run(run_dir, model_of(run_dir), commit)

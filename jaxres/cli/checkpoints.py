@@ -13,30 +13,30 @@ from jaxres import faults
 from jaxres.cli import history as history_cli
 from jaxres.cli import status
 from jaxres.clock import SystemClock
-from jaxres.config.argparser import Parser
+from jaxres.config.argparser import Parser, path_argument
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
-from jaxres.runlog import run_log
+from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Quarantine, Record, RunHistory
 from jaxres.storage import files
-from jaxres.storage.path import is_remote, parse_path
+from jaxres.storage.path import is_remote
 from jaxres.supervisor import run_lock
 
 
 def _local(text: str) -> Path:
-    if is_remote(path := parse_path(text)):
+    if is_remote(path := path_argument(text)):
         raise argparse.ArgumentTypeError(f"{text}: must be a local path")
     return path
 
 
 def _parser(usage: str) -> argparse.ArgumentParser:
     parser = Parser(prog="jaxres", usage=usage.removeprefix("usage: "))
-    verbs = parser.add_subparsers(dest="verb", required=True, prog="jaxres")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND", prog="jaxres")
 
     def verb(parent: argparse._SubParsersAction[Parser], name: str) -> argparse.ArgumentParser:
         subparser = parent.add_parser(name)
-        subparser.add_argument("run_dir", type=parse_path, metavar="RUN_DIR")
+        subparser.add_argument("run_dir", type=path_argument, metavar="RUN_DIR")
         return subparser
 
     status_parser = verb(verbs, "status")
@@ -45,18 +45,21 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     history = verb(verbs, "history")
     history.add_argument("--attempts", action="store_true")
     history.add_argument("--json", action="store_true")
-    checkpoints = verbs.add_parser("checkpoints").add_subparsers(dest="sub", required=True)
+    checkpoints = verbs.add_parser("checkpoints").add_subparsers(
+        dest="sub", required=True, metavar="COMMAND"
+    )
     verb(checkpoints, "list").add_argument("--json", action="store_true")
     verb(checkpoints, "digest").add_argument("--step", type=int)
     verb(checkpoints, "verify").add_argument("--step", type=int)
     diff = verb(checkpoints, "diff")
-    diff.add_argument("other_run_dir", type=parse_path, nargs="?", metavar="OTHER_RUN_DIR")
+    diff.add_argument("other_run_dir", type=path_argument, nargs="?", metavar="OTHER_RUN_DIR")
     diff.add_argument("--step", type=int)
     diff.add_argument("--other-step", type=int)
     diff.add_argument("--json", action="store_true")
     prune = verb(checkpoints, "prune")
     prune.add_argument("--dry-run", action="store_true")
     prune.add_argument("--json", action="store_true")
+    verb(checkpoints, "adopt").add_argument("--yes", action="store_true")
     verb(checkpoints, "pin").add_argument("--step", type=int, required=True)
     verb(checkpoints, "unpin").add_argument("--step", type=int, required=True)
     export = verb(checkpoints, "export")
@@ -94,6 +97,13 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
             sys.stdout.write(text)
             return code
         run_dir = RunDir(options.run_dir)
+        if getattr(options, "sub", None) == "adopt":
+            from jaxres.cli import adopt
+
+            sys.stdout.write(
+                adopt.adopt(run_dir, yes=options.yes, clock=SystemClock(), env=env or {})
+            )
+            return code
         history = _read_history(run_dir)
         match options.verb, getattr(options, "sub", None):
             case "status", _:
@@ -118,14 +128,19 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
             case _:
                 text = _digest(run_dir, history, step=options.step)
     except RunError as end:
-        sys.stderr.write(f"{end}\n")
-        return faults.by_phase(end, at_start=True).exit_code
+        error = faults.by_phase(end, at_start=True)
+        sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))
+        return error.exit_code
     sys.stdout.write(text)
     return code
 
 
 def _read_history(run_dir: RunDir) -> RunHistory:
-    records = run_log.read_records(run_dir.log)
+    records = []
+    if is_remote(run_dir.root) or run_dir.root.is_dir():
+        records = run_log.read_records(run_dir.log)
+        if not records:
+            step_dirs.require_complete_log(run_dir, run_log.fold(records))
     if not records:
         raise UsageError(f"{run_dir.root}: no run here (no log/). Give a run directory.")
     return run_log.fold(records)
@@ -139,7 +154,7 @@ def _prune(
     clock = SystemClock()
     keep = prune_cli.keep_policy(run_dir, options.overrides)
     if options.dry_run:
-        is_alive = run_lock.looks_alive(run_dir, clock=clock)
+        is_alive = run_lock.liveness(run_dir, clock=clock) != "gone"
         preview = prune_cli.preview(run_dir, history, keep, is_alive=is_alive)
     else:
         preview = prune_cli.prune(run_dir, keep, clock=clock, env=env)
@@ -192,7 +207,7 @@ def _digest(run_dir: RunDir, history: RunHistory, *, step: int | None) -> str:
     from jaxres.checkpoint.content_digest import content_digest
 
     commit = _commit(run_dir, history, step=step)
-    step_dir = (run_dir.root / commit.path).absolute()
+    step_dir = run_dir.root / commit.path
     arrays = manifest.read_arrays(step_dir, commit)
     return content_digest(arrays, progress=manifest.read_progress(step_dir, commit)) + "\n"
 
@@ -213,9 +228,7 @@ def _verify(run_dir: RunDir, history: RunHistory, *, step: int | None) -> tuple[
             if d.step == step
         ]
         return f"{run_dir.root}: {what} committed{''.join(evidence)}\n", DAMAGED
-    results = [
-        verify.verify_step(run_dir.root.absolute() / commit.path, commit) for commit in wanted
-    ]
+    results = [verify.verify_step(run_dir.root / commit.path, commit) for commit in wanted]
     is_valid = not any(findings.problems for findings in results)
     return "".join(map(verify.as_text, results)), ExitCode.DONE if is_valid else DAMAGED
 
@@ -238,9 +251,7 @@ def _diff(run_dir: RunDir, history: RunHistory, options: argparse.Namespace) -> 
                 f"{run_dir.root}: step {a.step} would be compared with itself. Give another run "
                 "directory, or --step N --other-step M of this one."
             )
-    differences = diff.diff(
-        *((d.root.absolute() / c.path, c) for d, c in ((run_dir, a), (other_dir, b)))
-    )
+    differences = diff.diff(*((d.root / c.path, c) for d, c in ((run_dir, a), (other_dir, b))))
     text = diff.as_json(differences) if options.json else diff.as_text(differences)
     return text, ExitCode.DONE if differences.is_equal else DIFFERENT
 

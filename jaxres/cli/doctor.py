@@ -29,6 +29,7 @@ from jaxres.storage import files
 from jaxres.storage.path import is_remote
 from jaxres.supervisor import gce_metadata, preemption
 from jaxres.supervisor.gce_metadata import Response
+from jaxres.supervisor.run_config import find_run_dir
 from jaxres.telemetry.stdio import format_bytes
 from jaxres.train import oom_advice
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from jaxres.engine.sharding_report import Layout
 
 USAGE = "jaxres doctor CONFIG.yaml [section.field=value ...] [--devices N [--hosts H]]"
+
+MAX_DEVICES = 100_000
+"""Largest number of devices to plan for; every number up to it is tried."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_intermixed_args(arguments)
     if options.hosts is not None and options.devices is None:
         parser.error("--hosts needs --devices")
-    options.hosts = options.hosts or 1
-    if options.devices is not None and (options.devices < 1 or options.devices % options.hosts):
+    options.hosts = 1 if options.hosts is None else options.hosts
+    for name, number in (("--devices", options.devices), ("--hosts", options.hosts)):
+        if number is not None and not 1 <= number <= MAX_DEVICES:
+            parser.error(f"{name} {number}: expected a number from 1 to {MAX_DEVICES:,}")
+    if options.devices is not None and options.devices % options.hosts:
         parser.error(f"--devices {options.devices} is not a multiple of --hosts {options.hosts}")
     return options
 
@@ -273,7 +280,7 @@ class Doctor:
             yield Check("warn", "notices", detail)
 
     def _run_dir(self) -> Checks:
-        run_dir = configs.run_dir(self._config, self._loaded.name).absolute()
+        run_dir = find_run_dir(self._loaded).root.absolute()
         if is_remote(run_dir):
             names = files.list_names(run_dir)
             yield Check("pass", "run.dir", f"{run_dir} can be read; it holds {len(names)} names")

@@ -29,7 +29,7 @@ def steps_text(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
 
 def attempts_text(run_dir: RunDir, _: RunHistory, *, as_json: bool) -> str:
     """Returns every attempt with its cause, steps and seconds by phase: text, or JSON."""
-    is_alive = run_lock.looks_alive(run_dir, clock=SystemClock())
+    is_alive = run_lock.liveness(run_dir, clock=SystemClock()) != "gone"
     attempts = attempt_history.read(run_dir, is_alive=is_alive)
     return attempt_history.as_json(attempts) if as_json else attempt_history.as_text(attempts)
 

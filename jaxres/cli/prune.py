@@ -75,12 +75,19 @@ def prune(
     """
     config = resolve_run(run_dir.root, ())[0].config
     with RunLock(run_dir, clock=clock) as lock:
-        before = run_log.fold(run_log.read_records(run_dir.log))
+        records = run_log.read_records(run_dir.log)
+        before = run_log.fold(records)
         planned = preview(run_dir, before, keep, is_alive=False)
         if not planned.plan.dead and not planned.leftovers:
             return planned
         log, _ = attempt_runner.claim_attempt(
-            config, run_dir, job=WorkerGroup(), run_lock=lock, clock=clock, env=env
+            config,
+            run_dir,
+            job=WorkerGroup(),
+            run_lock=lock,
+            clock=clock,
+            env=env,
+            known=len(records),
         )
         pruned = pruning.prune(log, keep, run_dir=run_dir)
         pruning.delete_all_but(log.history(), run_dir=run_dir, attempt=log.attempt)
@@ -154,7 +161,8 @@ def pin(run_dir: RunDir, step: int) -> str:
     if step not in _steps(run_dir):
         pruning.unpin(run_dir, step)
         raise UsageError(f"{run_dir.root}: step {step} was pruned meanwhile and can't be pinned")
-    return f"step {step} is pinned: it is kept until `checkpoints unpin {run_dir.root}`\n"
+    unpin = f"python -m jaxres checkpoints unpin {run_dir.root} --step {step}"
+    return f"step {step} is pinned: it is kept until `{unpin}`\n"
 
 
 def unpin(run_dir: RunDir, step: int) -> str:

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxres import config as configs
 from jaxres import data, faults
-from jaxres.config.argparser import Parser
+from jaxres.config.argparser import Parser, path_argument
 from jaxres.data import Batch
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
@@ -22,20 +21,22 @@ from jaxres.runlog import metrics, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.storage import files
-from jaxres.storage.path import parse_path
+from jaxres.storage.path import is_remote
+from jaxres.supervisor.run_config import resolve_run
 
-USAGE = "jaxres replay RUN_DIR --step N [--explain]"
+USAGE = "jaxres replay RUN_DIR --step N [--explain] [section.field=value ...]"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Replays the step and prints the result."""
     try:
         parser = Parser(prog="jaxres replay", usage=USAGE)
-        parser.add_argument("run_dir", type=parse_path, metavar="RUN_DIR")
+        parser.add_argument("run_dir", type=path_argument, metavar="RUN_DIR")
+        parser.add_argument("overrides", nargs="*")
         parser.add_argument("--step", type=int, required=True)
         parser.add_argument("--explain", action="store_true")
-        options = parser.parse_args(arguments)
-        replay = Replay(RunDir(options.run_dir), step=options.step)
+        options = parser.parse_intermixed_args(arguments)
+        replay = Replay(RunDir(options.run_dir), step=options.step, overrides=options.overrides)
         for line in replay.lines(explain=options.explain):
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
@@ -67,11 +68,16 @@ class Replay:
 
     run_dir: RunDir
     step: int
+    overrides: Sequence[str] = ()
+    """Free keys to change, such as data.source.path if the data have moved."""
 
     def lines(self, *, explain: bool) -> Any:
         """Yields the output lines as they are computed."""
-        if self.step < 1 or not files.exists(self.run_dir.config):
-            raise UsageError(f"{self.run_dir.root}: no run there, or no step {self.step}.")
+        if self.step < 1:
+            raise UsageError(f"--step {self.step}: the first step of a run is 1")
+        root = self.run_dir.root
+        if not ((is_remote(root) or root.is_dir()) and files.exists(self.run_dir.config)):
+            raise UsageError(f"{root}: no run here (no config.yaml). Give a run directory.")
         history = run_log.fold(run_log.read_records(self.run_dir.log))
         commit = nearest(history, step=self.step, run_dir=self.run_dir)
         recorded = [
@@ -83,7 +89,7 @@ class Replay:
             )
         from jaxres.train import replay_step  # jax is needed from here on.
 
-        config = configs.load_recorded(self.run_dir.config, ()).config
+        config = resolve_run(self.run_dir.root, self.overrides)[0].config
         replayed = replay_step.replay_step(
             config, self.run_dir, history, commit, step=self.step, explain=explain
         )

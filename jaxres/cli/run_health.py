@@ -17,19 +17,21 @@ from jaxres.runlog.events import (
     SupervisionEnded,
     SupervisionStarted,
 )
+from jaxres.supervisor.run_lock import Liveness
 
-RunState = Literal["running", "restarting", "done", "down", "needs a person"]
+RunState = Literal["running", "restarting", "suspended", "done", "down", "needs a person"]
 CODES: Mapping[RunState, int] = {
     "running": 0,
     "restarting": 0,
     "done": 0,
     "down": 1,
+    "suspended": 3,
     "needs a person": 3,
 }
 """Exit code of `jaxres status` by state.
 
 1: the run is down, and the same command resumes it. 3: the same command would fail the same way, or
-the supervisor has given up; an operator must act first.
+the supervisor has given up or is suspended; an operator must act first.
 """
 
 DECISIONS: Mapping[str, str] = {
@@ -57,20 +59,28 @@ class LastSupervisorEvent:
 def supervision(events: Sequence[Mapping[str, Any]]) -> LastSupervisorEvent | None:
     """Returns the newest decision in a supervisor's event file; None: there is none.
 
-    Missing fields are no error.
+    Fields that are missing or of another type are no error.
     """
     for event in reversed(events):
         decision = DECISIONS.get(str(event.get("event")))
         if decision is not None:
             return LastSupervisorEvent(
                 decision=decision,  # type: ignore[arg-type]
-                attempt=int(event.get("attempt") or 0),
-                exit=int(event.get("exit") or 0),
+                attempt=_whole(event.get("attempt")),
+                exit=_whole(event.get("exit")),
                 reason=str(event.get("reason") or ""),
                 budget=str(event.get("budget") or ""),
-                after_seconds=float(event.get("after_seconds") or 0.0),
+                after_seconds=_number(event.get("after_seconds")),
             )
     return None
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) else 0.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,8 @@ class RunHealth:
 
 def outlook(
     *,
-    is_alive: bool,
+    liveness: Liveness,
+    pid: int | None,
     is_done: bool,
     attempt: int,
     last_exit: int | None,
@@ -103,7 +114,8 @@ def outlook(
     """Returns the health of a run.
 
     Args:
-      is_alive: whether the run lock is held by a live process.
+      liveness: what the heartbeat of the lock holder shows.
+      pid: process of the lock holder; None: there is no heartbeat.
       is_done: whether the last step of the run is committed.
       attempt: number of the newest attempt.
       last_exit: exit code of the newest attempt; None: not recorded, or the attempt still runs.
@@ -118,7 +130,13 @@ def outlook(
     is_final = is_newest and supervision is not None and supervision.decision in final_decisions
     # The heartbeat of a lock holder that has just exited looks recent for some seconds.
     is_over = last_exit is not None and (last_exit == ExitCode.DONE or is_final)
-    if is_alive and not is_over:
+    if liveness == "suspended" and not is_over:
+        return RunHealth(
+            "suspended",
+            f"`kill -CONT {pid}` continues it; {command} takes the run over",
+            f"none: its supervisor (pid {pid}) exists, but writes no heartbeat",
+        )
+    if liveness == "alive" and not is_over:
         return _alive(last_exit, attempt, supervision, root, is_supervised=is_supervised)
     if is_done:
         return RunHealth("done", remedy(ExitCode.DONE), "")

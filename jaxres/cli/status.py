@@ -16,8 +16,9 @@ from jaxres.clock import Clock
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.runlog import attempt_history, metrics, run_log
 from jaxres.runlog.attempt_history import AttemptSummary
-from jaxres.runlog.event_log import read_events, read_json_lines
+from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, PhaseChanged, RunBuilt
+from jaxres.runlog.guarantee import guarantee_level
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
@@ -26,8 +27,6 @@ from jaxres.supervisor import run_lock
 RUN_BUILT, PHASE_CHANGED = EVENTS.tag(RunBuilt), EVENTS.tag(PhaseChanged)
 NUM_INCIDENTS = 5
 """Number of recent attempts shown."""
-WATCH_SECONDS = 3.0
-"""Time for which --watch observes the heartbeat, which advances every second."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Status:
     history: RunHistory
     is_alive: bool
     watched: bool
-    """Whether the lock holder's heartbeat was observed; otherwise its age determines liveness."""
+    """Whether --watch was given: the heartbeat was observed, whatever its time stamp."""
     heartbeat: Mapping[str, Any] | None
     now: float
     newest: MetricsLine | None
@@ -74,22 +73,22 @@ def read_status(
       run_dir: directory of the run, whose processes may be on another machine.
       history: the run history.
       clock: clock of this machine.
-      watch: observe for WATCH_SECONDS whether the lock holder's heartbeat advances, instead of
-        comparing its time stamp, which may come from another machine's clock.
+      watch: observe whether the lock holder's heartbeat advances, instead of comparing its time
+        stamp, which may come from another machine's clock.
     """
-    if watch:
-        is_alive = run_lock.heartbeat_advances(run_dir, clock=clock, seconds=WATCH_SECONDS)
-    else:
-        is_alive = run_lock.looks_alive(run_dir, clock=clock)
+    liveness = run_lock.liveness(run_dir, clock=clock, watch=watch)
+    heartbeat = run_lock.read(run_dir)
     metric_lines = metrics.read_history(run_dir, history)
     trained = history.starts[-1].attempt if history.starts else history.attempt
     events = read_events(run_dir.events(trained, 0))
-    steps = next((e["steps"] for e in reversed(events) if e["event"] == RUN_BUILT), None)
-    recent = attempt_history.read(run_dir, is_alive=is_alive, last=NUM_INCIDENTS)
+    built = (event.get("steps") for event in reversed(events) if event["event"] == RUN_BUILT)
+    steps = next((number for number in built if isinstance(number, int)), None)
+    recent = attempt_history.read(run_dir, is_alive=liveness != "gone", last=NUM_INCIDENTS)
     last_exit = recent[-1].exit if recent else None
     supervision = run_health.supervision(read_events(run_dir.supervisor_events))
     health = run_health.outlook(
-        is_alive=is_alive,
+        liveness=liveness,
+        pid=None if heartbeat is None else heartbeat["pid"],
         is_done=last_exit == ExitCode.DONE or (steps is not None and history.step >= steps),
         attempt=history.attempt,
         last_exit=last_exit,
@@ -101,9 +100,9 @@ def read_status(
     return Status(
         run_dir=run_dir,
         history=history,
-        is_alive=is_alive and health.state in ("running", "restarting"),
+        is_alive=health.state in ("running", "restarting"),
         watched=watch,
-        heartbeat=run_lock.read(run_dir),
+        heartbeat=heartbeat,
         now=clock.wall(),
         newest=metric_lines[-1] if metric_lines else None,
         steps=steps,
@@ -120,7 +119,7 @@ def _hosts(run_dir: RunDir, history: RunHistory, *, now: float) -> list[HostSnap
         events = read_events(run_dir.events(history.attempt, host))
         steps = [event["step"] for event in events if isinstance(event.get("step"), int)]
         if host == 0:
-            steps += [row["step"] for row in read_json_lines(run_dir.metrics(history.attempt))[-1:]]
+            steps += [line.step for line in metrics.read_attempt(run_dir, history.attempt)[-1:]]
         if events:
             snapshots.append(_snapshot(host, events, step=max(steps, default=None), now=now))
     return snapshots
@@ -132,8 +131,8 @@ def _snapshot(
     phase = next((e for e in reversed(events) if e["event"] == PHASE_CHANGED), events[0])
     return HostSnapshot(
         host=host,
-        phase=phase.get("phase", "start"),
-        detail=phase.get("detail", ""),
+        phase=str(phase.get("phase", "start")),
+        detail=str(phase.get("detail", "")),
         step=step,
         phase_seconds=now - phase["time"],
         age_seconds=now - events[-1]["time"],
@@ -163,6 +162,8 @@ def as_text(status: Status) -> str:
         rows.append(("committed", f"step {history.step}, {_age(age)} ago"))
     else:
         rows.append(("committed", "nothing yet"))
+    if history.starts:
+        rows.append(("guarantee", guarantee_level(history.starts)))
     if history.claims and history.claims[-1].num_hosts > 1:
         rows += [(f"host {host.host}", _host(host)) for host in status.hosts]
     rows += [("incident", _incident(attempt)) for attempt in _incidents(status)]
@@ -215,6 +216,8 @@ def _ending(status: Status) -> list[tuple[str, str]]:
     if not status.is_alive:
         is_newest = stop is not None and stop.attempt == status.history.attempt
         unknown = "no exit record: the process was killed or the machine went down"
+        if status.outlook.state == "suspended":
+            unknown = "no: the process exists on this machine, suspended or waiting for storage"
         rows.append(("ended", _format_exit(stop) if stop is not None and is_newest else unknown))
     if status.outlook.restarts:
         rows.append(("restarts", status.outlook.restarts))
@@ -248,6 +251,7 @@ def as_json(status: Status) -> str:
         "steps": status.steps,
         "loss": None if status.newest is None else status.newest.loss,
         "committed": committed,
+        "guarantee": guarantee_level(history.starts) if history.starts else None,
         "hosts": [dataclasses.asdict(host) for host in status.hosts],
         "attempts": [dataclasses.asdict(attempt) for attempt in status.recent],
         "supervisor": None if supervision is None else dataclasses.asdict(supervision),

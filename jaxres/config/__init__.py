@@ -15,7 +15,8 @@ from jaxres.config.trajectory import (
     free_changes,
     horizon_steps,
     loss_scale,
-    run_dir,
+    moved_content,
+    run_dirs,
     trajectory,
 )
 
@@ -34,6 +35,7 @@ __all__ = [
     "load",
     "load_recorded",
     "loss_scale",
-    "run_dir",
+    "moved_content",
+    "run_dirs",
     "trajectory",
 ]

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import os
+from typing import Any, NoReturn
 
-from jaxres.faults import UsageError
+from jaxres.faults import ConfigError, UsageError
+from jaxres.storage.path import RunPath, normalized, parse_path
+
+
+def path_argument(text: str) -> RunPath:
+    """Returns the normal form of a path among the arguments; raises ConfigError if it is none."""
+    try:
+        return normalized(parse_path(os.path.expanduser(text)))
+    except ValueError as error:
+        raise ConfigError(f"{text!r}: {error}") from error
 
 
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are exceptions."""
 
+    def __init__(self, **options: Any) -> None:
+        """Takes the options of argparse; a shortened flag is an unknown flag."""
+        super().__init__(**{"allow_abbrev": False, **options})
+
     def error(self, message: str) -> NoReturn:
-        """Raises UsageError with the message and the usage below it."""
-        raise UsageError(f"{message}\n{self.format_usage()}")
+        """Raises UsageError with the message and the command that prints the usage."""
+        raise UsageError(f"{self.prog}: {message} (usage: `{self.prog} --help`)")

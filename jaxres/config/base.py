@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from jaxres.storage.path import RunPath, is_path, parse_path
+from jaxres.storage.path import RunPath, is_path, parse_path, run_root
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -29,9 +29,31 @@ Folder = Annotated[RunPath, PlainValidator(_parse_folder), PlainSerializer(str, 
 """A local path, or a folder in a bucket."""
 
 
+def _parse_run_root(value: Any) -> RunPath:
+    try:
+        return run_root(_parse_folder(value))
+    except ValueError as error:
+        raise PydanticCustomError("place", "{message}", {"message": str(error)}) from error
+
+
+RunRoot = Annotated[
+    RunPath, PlainValidator(_parse_run_root), PlainSerializer(str, when_used="json")
+]
+"""The normal form of a run directory's path."""
+
+
 def free(default: Any, **constraints: Any) -> Any:
     """Declares a field that may change at any restart because it does not change the trajectory."""
     return Field(default, json_schema_extra={"free": True}, **constraints)
+
+
+def content_path() -> Any:
+    """Declares the path of content whose fingerprint is recorded: a free field without a default.
+
+    The content belongs to the trajectory, its path does not: what is read there is compared with
+    the recorded fingerprint before training continues.
+    """
+    return Field(json_schema_extra={"free": True, "content_path": True})
 
 
 class Section(BaseModel):

@@ -67,6 +67,16 @@ SHAPES = (
 )
 
 
+def num_gpus(machine_type: str) -> int | None:
+    """Returns the number of GPUs of a machine type; None: it has none, or is unknown.
+
+    >>> num_gpus("a3-highgpu-8g"), num_gpus("n2-standard-8")
+    (8, None)
+    """
+    shape = shape_of(machine_type)
+    return None if shape is None else shape.num_gpus(machine_type)
+
+
 def quota_of(machine_type: str, kind: str) -> tuple[str, int] | None:
     """Returns the GPU quota that a VM uses and how much of it; None: no GPUs, or unknown.
 

@@ -39,7 +39,7 @@ def read_file(path: RunPath, *, named_by: str = "") -> tuple[Node, list[Problem]
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         kind = "is a folder, not a file" if isinstance(error, IsADirectoryError) else "no such file"
         if not named_by:
-            raise UsageError(f"{path}: {kind} (exit 64)") from error
+            raise UsageError(f"{path}: {kind}") from error
         return Node({}, str(path)), [Problem("base", f"{path}: {kind}", named_by)]
     except (OSError, UnicodeDecodeError, ValueError) as error:
         return Node({}, str(path)), [Problem("", f"can't be read: {error}", named_by or str(path))]
@@ -93,7 +93,7 @@ def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
     if invalid:
         lines = [
             f"{COMMAND_LINE} ({one_line(shorten(argument))}): no such flag; "
-            "settings are given as section.field=value (exit 64)"
+            "settings are given as section.field=value"
             for argument in invalid
         ]
         raise UsageError("\n".join(lines))

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
-from jaxres.config.base import Folder, PositiveFloat, Section, free
+from jaxres.config.base import Folder, PositiveFloat, RunRoot, Section, content_path, free
 from jaxres.config.schema_operations import (
     AlertsSection,
     KeepSection,
@@ -37,11 +37,15 @@ ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 class RunSection(Section):
     """Run directory and seed."""
 
-    dir: Folder | None = free(None)
-    """Run directory, or gs://BUCKET/FOLDER.
+    dir: RunRoot | None = free(None)
+    """Run directory, or gs://BUCKET/FOLDER; `~` is the home folder.
 
     Default: runs/<config name>-<first 8 of the trajectory digest>.
     """
+    must_exist: bool = free(False)
+    """Whether a start is refused (78) if the run directory holds no run.
+
+    Set it after the first start: a disk that is not mounted then starts no second run at step 0."""
     seed: NonNegativeInt = 0
     """Seed of parameters, dropout and data order."""
 
@@ -50,7 +54,7 @@ class TextSource(Section):
     """Data source: text files, tokenised once into a cached token folder."""
 
     kind: Literal["text"] = "text"
-    path: str
+    path: str = content_path()
     """Folder, file or glob of text files; also gs://BUCKET/FOLDER or one object in a bucket.
 
     `{stdlib}` is replaced by the folder of Python's standard library. Data in a bucket is copied
@@ -65,7 +69,7 @@ class TokensSource(Section):
     """Data source: a folder of tokens, made by another tool."""
 
     kind: Literal["tokens"] = "tokens"
-    path: Folder
+    path: Folder = content_path()
     """Folder in the token format (docs/data.md), or gs://BUCKET/FOLDER.
 
     A folder in a bucket is copied to data.cache_dir first."""
@@ -79,6 +83,8 @@ class CustomSource(Section):
     """Function `package.module:build` that returns an object with __len__ and __getitem__."""
     args: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it.
     """Keyword arguments of the target."""
+    path_args: tuple[str, ...] = free(())
+    """Arguments, such as paths, whose content the object's `fingerprint` covers: they are free."""
 
 
 Source = Annotated[TextSource | TokensSource | CustomSource, Field(discriminator="kind")]
@@ -265,7 +271,7 @@ class TelemetrySection(Section):
     log_every_seconds: PositiveFloat = free(10.0)
     """Seconds between plain progress lines if the output is not a terminal."""
     tensorboard: bool = free(False)
-    """Whether to write RUN_DIR/tensorboard; needs `pip install 'jaxres[tensorboard]'`.
+    """Whether to write RUN_DIR/tensorboard; needs `pip install -e '.[tensorboard]'`.
 
     In a bucket the files are updated every minute and at the end."""
     sample_prompt: str = free("def ")
@@ -306,11 +312,13 @@ class CompileSection(Section):
     """Caches of compiled programs."""
 
     cache_dir: Path | None = free(Path("~/.cache/jaxres/xla"))
-    """Folder of JAX's persistent compilation cache, shared by runs; null: no cache."""
-    keep_programs: NonNegativeInt = free(8)
-    """Compiled programs kept in RUN_DIR/compiled for restarts; 0: neither kept nor loaded.
+    """Folder of compiled programs on each host, shared by the runs of one account; null: none.
 
-    Each number of hosts or devices takes two."""
+    Its subfolders must be usable by this account only, as compiled programs are machine code."""
+    keep_programs: NonNegativeInt = free(128)
+    """Compiled steps kept in the folder for restarts, of all runs; 0: neither kept nor loaded.
+
+    Each number of hosts or devices takes up to four."""
 
 
 class RunConfig(Section):

@@ -73,6 +73,12 @@ def is_free(info: FieldInfo) -> bool:
     return isinstance(extra, dict) and extra.get("free") is True
 
 
+def is_content_path(info: FieldInfo) -> bool:
+    """Returns whether the field was declared with `content_path()`."""
+    extra = info.json_schema_extra
+    return isinstance(extra, dict) and extra.get("content_path") is True
+
+
 def slot_of(info: FieldInfo) -> FieldSpec:
     """Returns the description of a field."""
     plain = tuple(_plain_types(info.annotation))

@@ -123,7 +123,8 @@ class GceSection(Section):
     """Folder of your own code, which is copied to every VM together with jaxres.
 
     It is the working directory, and its Python modules can be named as targets. Every attempt runs
-    the code of the first `up`."""
+    the code of the first `up`. Files that git ignores, or that the folder's .jaxresignore names,
+    are not copied; secrets and links out of it are refused. `up --dry-run` lists the files."""
     env: dict[VariableName, str] = free({})
     """Additional environment variables of the training, such as NCCL's; never secrets.
 

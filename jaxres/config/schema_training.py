@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from jaxres.config.base import Folder, Fraction, NonNegativeFloat, PositiveFloat, Section, free
+from jaxres.config.base import (
+    Folder,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    Section,
+    content_path,
+    free,
+)
 
 
 class SpikesSection(Section):
@@ -96,7 +104,7 @@ class FromSeed(Section):
 class FromWeights(Section):
     """Fields of every kind of initial parameters that are read from other weights."""
 
-    path: Folder
+    path: Folder = content_path()
     """Folder or file of the parameters."""
     allow_missing: tuple[str, ...] = ()
     """Patterns of arrays (`params/head`, `params/blocks/*`) that the source may lack."""
@@ -114,7 +122,7 @@ class FromRun(FromWeights):
     """Initial parameters: from a committed step of another run."""
 
     kind: Literal["run"] = "run"
-    path: Folder
+    path: Folder = content_path()
     """Run directory that has the parameters; also gs://BUCKET/FOLDER."""
     at_step: PositiveInt | None = None
     """Committed step to take; null: the newest one at the first start."""
@@ -124,7 +132,7 @@ class FromSafetensors(FromWeights):
     """Initial parameters: from safetensors files."""
 
     kind: Literal["safetensors"] = "safetensors"
-    path: Folder
+    path: Folder = content_path()
     """One safetensors file, or a folder with one, or with several and their index."""
 
 

@@ -1,4 +1,8 @@
-"""The trajectory of a configuration: its keys, its digest, and comparison with another."""
+"""The trajectory of a configuration: its keys, its digest, and comparison with another.
+
+The digest has two definitions (docs/adr/0025). The first one contains the paths of content whose
+fingerprint is recorded; it only names run directories that exist already.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxres.config.errors import one_line, show
-from jaxres.config.schema import GptModel, RunConfig, Section
-from jaxres.config.schema_fields import is_free
+from jaxres.config.schema import CustomSource, GptModel, RunConfig, Section
+from jaxres.config.schema_fields import is_content_path, is_free, iter_fields
 from jaxres.config.schema_training import ConstantSchedule, LossScaleSection, RollbackSection
 from jaxres.faults import ConfigError
-from jaxres.storage.path import RunPath
+from jaxres.storage.path import RunPath, run_root
 
 Change = tuple[str, Any, Any]
 """(dotted key, recorded value, given value); ABSENT on a side without the key."""
@@ -39,13 +43,13 @@ def loss_scale(config: RunConfig) -> LossScaleSection | None:
     return section if is_scaled else None
 
 
-def trajectory(config: RunConfig) -> dict[str, Any]:
-    """Returns the trajectory keys, nested and plain.
+def trajectory(config: RunConfig, *, with_paths: bool = False) -> dict[str, Any]:
+    """Returns the trajectory keys, nested and plain; `with_paths`: by the first definition.
 
     `train.steps` is left out. If the learning rate depends on it, it is the schedule's horizon. So
     a run of 1000 steps has the trajectory of a run of 2000 whose schedule spans 1000.
     """
-    data = _with_defaults(config)
+    data = _with_defaults(config, with_paths=with_paths)
     if data["guards"]["rollback"] == _rate_after_rollbacks(None):
         data["guards"].pop("rollback")
     spikes = data["guards"]["spikes"]
@@ -56,9 +60,11 @@ def trajectory(config: RunConfig) -> dict[str, Any]:
     return data
 
 
-def _with_defaults(config: RunConfig) -> dict[str, Any]:
+def _with_defaults(config: RunConfig, *, with_paths: bool = False) -> dict[str, Any]:
     """Returns the trajectory keys, with those that older digests lack, for comparison."""
-    data = _not_free(config, config.model_dump(mode="json"))
+    data = _not_free(config, config.model_dump(mode="json"), with_paths=with_paths)
+    for name in () if with_paths else _path_args(config):
+        data["data"]["source"]["args"].pop(name, None)
     data["guards"]["rollback"] = _rate_after_rollbacks(config.guards.rollback)
     data["train"].pop("steps")
     scale = loss_scale(config)  # `when` only turns it on.
@@ -73,6 +79,12 @@ def _with_defaults(config: RunConfig) -> dict[str, Any]:
     return data
 
 
+def _path_args(config: RunConfig) -> tuple[str, ...]:
+    """Returns the arguments of a custom source that its own fingerprint covers."""
+    source = config.data.source
+    return source.path_args if isinstance(source, CustomSource) else ()
+
+
 def _rate_after_rollbacks(section: RollbackSection | None) -> dict[str, Any]:
     """Returns the section's trajectory keys; the defaults if no rate is lowered."""
     if section is None or section.rate_factor == 1.0:
@@ -80,22 +92,25 @@ def _rate_after_rollbacks(section: RollbackSection | None) -> dict[str, Any]:
     return {"rate_factor": section.rate_factor, "rate_steps": section.rate_steps}
 
 
-def _not_free(section: Section, dumped: dict[str, Any]) -> dict[str, Any]:
+def _not_free(section: Section, dumped: dict[str, Any], *, with_paths: bool) -> dict[str, Any]:
     """Returns the dumped fields that are not free, without sections whose fields are all free."""
     kept: dict[str, Any] = {}
     for key, info in type(section).model_fields.items():
         value, plain = getattr(section, key), dumped[key]
-        below = _not_free(value, plain) if isinstance(value, Section) else plain
+        below = plain
+        if isinstance(value, Section):
+            below = _not_free(value, plain, with_paths=with_paths)
         is_empty_section = isinstance(value, Section) and not below
-        if not is_free(info) and not is_empty_section:
+        is_kept = not is_free(info) or (with_paths and is_content_path(info))
+        if is_kept and not is_empty_section:
             kept[key] = below
     return kept
 
 
-def digest(config: RunConfig) -> str:
+def digest(config: RunConfig, *, with_paths: bool = False) -> str:
     """Returns the SHA-256 (hex) over the trajectory as canonical JSON."""
     text = json.dumps(
-        trajectory(config),
+        trajectory(config, with_paths=with_paths),
         sort_keys=True,
         separators=(",", ":"),
         ensure_ascii=True,
@@ -104,15 +119,29 @@ def digest(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def run_dir(config: RunConfig, name: str) -> RunPath:
-    """Returns the run directory: the configured one, or runs/<name>-<first 8 of the digest>."""
-    return config.run.dir or Path("runs") / f"{name}-{digest(config)[:8]}"
+def run_dirs(config: RunConfig, name: str) -> tuple[RunPath, ...]:
+    """Returns the run directory, after those that earlier definitions of the digest have named.
+
+    It is the configured one, or runs/<name>-<first 8 of the digest>. The first one that exists
+    is the run's directory; if none does, the last one is.
+
+    Raises:
+      ConfigError: no checkpoint can be saved there, because of the path.
+    """
+    if config.run.dir is not None:
+        return (config.run.dir,)
+    digests = (digest(config, with_paths=True), digest(config))
+    try:
+        return tuple(run_root(Path("runs") / f"{name}-{text[:8]}") for text in digests)
+    except ValueError as error:
+        raise ConfigError(f"run.dir: {error}, or set run.dir=...") from error
 
 
 def diff(recorded: RunConfig, given: RunConfig) -> list[Change]:
     """Returns the trajectory keys in which the two differ, under the names that the user writes."""
     changes = _changes(_with_defaults(recorded), _with_defaults(given))
-    return [_as_written(change, recorded, given) for change in changes]
+    covered = {f"data.source.args.{name}" for name in _path_args(given)}
+    return [_as_written(change, recorded, given) for change in changes if change[0] not in covered]
 
 
 def _as_written(change: Change, recorded: RunConfig, given: RunConfig) -> Change:
@@ -128,6 +157,16 @@ def free_changes(recorded: RunConfig, given: RunConfig) -> list[Change]:
     fixed = {key for key, _, _ in diff(recorded, given)} | {"run.dir"}
     changes = _changes(recorded.model_dump(mode="json"), given.model_dump(mode="json"))
     return [change for change in changes if change[0] not in fixed]
+
+
+def moved_content(recorded: RunConfig, given: RunConfig) -> list[Change]:
+    """Returns the changed paths of content whose fingerprint is recorded; pure.
+
+    The content behind them must be compared before anything is said about the run.
+    """
+    paths = {leaf.key for leaf in iter_fields() if is_content_path(leaf.info)}
+    paths |= {f"data.source.args.{name}" for name in _path_args(given)}
+    return [change for change in free_changes(recorded, given) if change[0] in paths]
 
 
 def _changes(

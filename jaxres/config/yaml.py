@@ -93,6 +93,9 @@ def dump(data: dict[str, Any]) -> str:
 def _node(node: yaml.Node, path: tuple[str, ...], where: Where, problems: list[Problem]) -> Node:
     """Converts a parsed node; a mapping's value becomes a dict of nodes, all others are plain."""
     location = where(node.start_mark.line)
+    if not isinstance(node, yaml.ScalarNode) and node.tag not in (_TAG + "map", _TAG + "seq"):
+        problems.append(Problem(".".join(path), f"the tag {node.tag} is not supported", location))
+        return Node(None, location)
     if isinstance(node, yaml.MappingNode):
         return Node(_mapping(node, path, where, problems), location)
     if isinstance(node, yaml.SequenceNode):
@@ -112,7 +115,8 @@ def _mapping(
     for key_node, value_node in node.value:
         location = where(key_node.start_mark.line)
         if key_node.tag != _TAG + "str":
-            text = f"a key must be text (got {shorten(str(key_node.value))}); put it in quotes"
+            shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or section"
+            text = f"a key must be text (got {shorten(shown)}); put it in quotes"
             problems.append(Problem(".".join(path), text, location))
             continue
         key = key_node.value

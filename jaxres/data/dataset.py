@@ -18,6 +18,7 @@ from jaxres.data.custom import (
 )
 from jaxres.data.text import open_text
 from jaxres.data.token_folder import TokenFolder, open_tokens, split_tokens
+from jaxres.faults import ConfigError
 from jaxres.storage.path import is_remote
 
 
@@ -55,6 +56,8 @@ def open_dataset(config: DataSection, *, progress: Callable[[str], None] = silen
     else:
         assert not is_remote(source.path), source.path
         corpus = open_tokens(source.path.expanduser())
+        if download_cache.is_in_bucket(config.source):
+            corpus = download_cache.as_cached(corpus)
     return _tokens(corpus, config)
 
 
@@ -76,6 +79,12 @@ def _tokens(corpus: TokenFolder, config: DataSection) -> Dataset:
 
 def _custom(source: CustomSource, config: DataSection) -> Dataset:
     items = build_items(source)
+    if source.path_args and not isinstance(getattr(items, "fingerprint", None), str):
+        raise ConfigError(
+            f"data.source.path_args: {source.target} returned a {type(items).__name__} without "
+            "`fingerprint` (str), so nothing tells whether other paths have the same content. Add "
+            "the attribute, or leave path_args out."
+        )
     train, heldout = split_items(
         items, source, seq_len=config.seq_len, heldout_fraction=config.heldout_fraction
     )

@@ -8,6 +8,8 @@ therefore download the same data set concurrently: an entry that exists is compl
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import hashlib
 import os
 import shutil
@@ -15,14 +17,15 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema import CustomSource, DataSection, TextSource, TokensSource
+from jaxres.data.token_folder import CacheDamaged, TokenFolder, TokensDamaged, file_id
 from jaxres.faults import ConfigError, StorageRefused
-from jaxres.storage import gcs_objects
+from jaxres.storage import files, gcs_objects
 from jaxres.storage.files import TransferCorrupted, fault_of, sync_dir
 from jaxres.storage.path import SCHEME, GcsPath, is_remote, parse_path
 
@@ -30,6 +33,7 @@ KEY = "data.source.path"
 THREADS = 8
 TRIES = 4
 """Attempts to download an object whose bytes are corrupted in transfer."""
+READ_BYTES = 4 * 2**20
 REPORT_BYTES = 64 * 2**20
 LEFTOVER_SECONDS = 24 * 3600.0
 
@@ -54,6 +58,36 @@ class _DownloadProgress:
                 self.progress(f"Copied {of} from the bucket")
 
 
+def is_in_bucket(source: TextSource | TokensSource | CustomSource) -> bool:
+    """Returns whether a data set is copied from a bucket before it is read."""
+    return not isinstance(source, CustomSource) and str(source.path).startswith(SCHEME)
+
+
+def as_cached(corpus: TokenFolder) -> TokenFolder:
+    """Returns the open copy of a token folder, which is removed if one of its blocks is damaged."""
+    entry = corpus.folder
+
+    def on_damage(error: TokensDamaged) -> CacheDamaged:
+        with contextlib.suppress(FileNotFoundError):  # Another process may have removed it.
+            if file_id(entry / "tokens.bin") == corpus.tokens_id:
+                discard(entry)
+        return CacheDamaged(
+            f"{error.what}. This copy of data in a bucket is removed; the next start copies it "
+            "again. If this happens again, the disk or the memory of this machine is faulty."
+        )
+
+    return replace(corpus, on_damage=on_damage)
+
+
+def discard(entry: Path) -> None:
+    """Removes a damaged copy, and its files from the downloaded objects."""
+    damaged = {file_id(path) for path in entry.rglob("*") if path.is_file()}
+    for path in (entry.parent / "objects").iterdir():
+        if file_id(path) in damaged:
+            path.unlink(missing_ok=True)
+    _remove(entry)
+
+
 def localize(
     config: DataSection, *, progress: Callable[[str], None], clock: Clock | None = None
 ) -> TextSource | TokensSource | CustomSource:
@@ -65,7 +99,7 @@ def localize(
       StorageUnavailable: the bucket does not respond, or the local disk is full.
     """
     source = config.source
-    if isinstance(source, CustomSource) or not str(source.path).startswith(SCHEME):
+    if isinstance(source, CustomSource) or not is_in_bucket(source):
         return source
     exclude = source.exclude if isinstance(source, TextSource) else ()
     try:
@@ -92,21 +126,82 @@ def _downloaded(
     clock: Clock,
 ) -> Path:
     """Returns a folder, or one file in it, with the current content of the bucket."""
-    objects = _objects(remote, exclude)
-    is_file = list(objects) == [""]
-    if is_file:
-        objects, remote = {remote.name: objects[""]}, remote.parent
-    entry = root / _key(remote, objects)
+    listed = _list(remote, exclude, root=root)
+    entry = listed.entry
     try:
         _delete_leftovers(root, clock)
-        if not _is_complete(entry, objects):
-            _copy(remote, objects, root=root, entry=entry, progress=progress)
+        if not _is_complete(entry, listed.objects):
+            _copy(listed.remote, listed.objects, root=root, entry=entry, progress=progress)
     except OSError as error:
         raise fault_of(error)(
             f"{remote}: can't be copied to {root} ({error}). Free space there, or set "
             "data.cache_dir to a folder that can be written."
         ) from error
-    return entry / next(iter(objects)) if is_file else entry
+    return listed.path
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A data set in a bucket as it is now, and the place of its copy."""
+
+    remote: GcsPath
+    """Its folder."""
+    objects: Mapping[str, gcs_objects.Stat]
+    entry: Path
+    """The copy of the folder."""
+    path: Path
+    """The copy of the data set: the folder, or the one file in it."""
+
+
+def _list(remote: GcsPath, exclude: Sequence[str], *, root: Path) -> _Listed:
+    objects = _objects(remote, exclude)
+    if list(objects) != [""]:
+        entry = root / _key(remote, objects)
+        return _Listed(remote, objects, entry, entry)
+    objects, remote = {remote.name: objects[""]}, remote.parent
+    entry = root / _key(remote, objects)
+    return _Listed(remote, objects, entry, entry / next(iter(objects)))
+
+
+def verify_copy(config: DataSection) -> tuple[TextSource | TokensSource | None, list[str]]:
+    """Returns the source with the path of its copy, and what is wrong with the copy.
+
+    Reads every byte of it, but none of the bucket. The source is None if there is no copy.
+    """
+    source = config.source
+    assert not isinstance(source, CustomSource), source
+    remote = parse_path(str(source.path))
+    assert is_remote(remote), remote
+    exclude = source.exclude if isinstance(source, TextSource) else ()
+    root = config.cache_dir.expanduser().absolute() / "staged"
+    listed = _list(remote, exclude, root=root)
+    if not listed.entry.is_dir():
+        return None, [f"{root}: no copy of {remote} as it is now; a run copies it at its start"]
+    problems = []
+    for name, stat in listed.objects.items():
+        found = _crc32c(listed.entry / name)
+        if found != stat.crc32c:
+            problems.append(
+                f"{listed.entry / name}: its checksum is {found}, that of {listed.remote / name} "
+                f"is {stat.crc32c}. Remove {root}; the next start copies the data again"
+            )
+    path = str(listed.path) if isinstance(source, TextSource) else listed.path
+    return source.model_copy(update={"path": path}), problems
+
+
+def _crc32c(path: Path) -> str:
+    """Returns the checksum of a file as a bucket writes it; "absent" if there is no file."""
+    import google_crc32c
+
+    checksum = google_crc32c.Checksum()
+    try:
+        files.drop_page_cache(path)
+        with path.open("rb") as file:
+            while chunk := file.read(READ_BYTES):
+                checksum.update(chunk)
+    except FileNotFoundError:
+        return "absent"
+    return base64.b64encode(checksum.digest()).decode()
 
 
 def _objects(remote: GcsPath, exclude: Sequence[str]) -> dict[str, gcs_objects.Stat]:

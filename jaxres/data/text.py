@@ -2,13 +2,15 @@
 
 The name of a cache entry is a hash of the listing (names, sizes, times); the fingerprint inside
 depends on the contents only. An entry is built in a temporary folder and renamed, so that an entry
-that exists is complete even if several processes build it or are killed.
+that exists is complete even if several processes build it or are killed. A damaged entry is renamed
+too, so that the next attempt builds it again.
 
 The byte tokenizer has one token per byte, and one more token that ends a document.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -21,14 +23,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
 import numpy as np
+import xxhash
 
 from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema import TextSource
 from jaxres.data.token_folder import (
     FORMAT_VERSION,
+    CacheDamaged,
     TokenFolder,
     TokensDamaged,
     TokenWriter,
+    file_id,
     open_tokens,
 )
 from jaxres.faults import ConfigError, RunError
@@ -62,21 +67,65 @@ def open_text(
 ) -> TokenFolder:
     """Opens the source's token folder; builds it first if the cache has no valid one."""
     files = list_files(source)
-    corpora = cache_dir.expanduser() / "corpora"
-    entry = corpora / _cache_key(files)
+    entry = cache_entry(files, cache_dir=cache_dir)
+    corpora = entry.parent
     _remove_leftovers(corpora, clock or SystemClock())
     if entry.exists():
         try:
-            return open_tokens(entry)
+            return _as_cached(open_cached(entry), entry)
         except TokensDamaged as error:
             progress(f"The cached corpus is damaged and will be rebuilt: {error}")
     try:
-        return _build(files, entry, progress)
+        return _as_cached(_build(files, entry, progress), entry)
     except OSError as error:
         raise fault_of(error)(
             f"data.cache_dir: the tokenised corpus can't be written to {corpora}: {error}. "
             "Free space there, or set data.cache_dir to a folder that can be written."
         ) from error
+
+
+def cache_entry(files: list[TextFile], *, cache_dir: Path) -> Path:
+    """Returns the folder of the tokenised corpus, which may not exist yet."""
+    return cache_dir.expanduser() / "corpora" / _cache_key(files)
+
+
+def open_cached(entry: Path) -> TokenFolder:
+    """Opens a cached corpus; raises TokensDamaged also if it has other properties than ours."""
+    corpus = open_tokens(entry)
+    if (corpus.meta.vocab_size, corpus.meta.tokenizer) != (VOCAB_SIZE, NAME):
+        raise TokensDamaged(
+            f"{entry / 'meta.json'}: vocab_size {corpus.meta.vocab_size} and tokenizer "
+            f"{corpus.meta.tokenizer!r}; the tokenizer {NAME} has {VOCAB_SIZE}"
+        )
+    return corpus
+
+
+def fingerprint_of(files: list[TextFile]) -> str:
+    """Returns the fingerprint of the corpus that the files make now; reads all of them."""
+    digest, offsets = xxhash.xxh3_128(), [0]
+    for file in files:
+        offsets.append(offsets[-1] + file.size_bytes + 1)
+        for chunk in _read(file):
+            digest.update(np.frombuffer(chunk, np.uint8).astype("<u2").data)
+        digest.update(np.array([END_OF_DOCUMENT], "<u2").data)
+    digest.update(np.array(offsets, "<i8").data)
+    return digest.hexdigest()
+
+
+def _as_cached(corpus: TokenFolder, entry: Path) -> TokenFolder:
+    """Returns the open corpus, which moves its entry aside if one of its blocks is damaged."""
+    opened = corpus.tokens_id
+
+    def on_damage(error: TokensDamaged) -> CacheDamaged:
+        with contextlib.suppress(FileNotFoundError):  # Another process may have moved it.
+            if file_id(entry / "tokens.bin") == opened:
+                move_aside(entry)
+        return CacheDamaged(
+            f"{error.what}. This cached corpus is moved aside; the next start builds it again "
+            "from data.source.path. If this happens again, the disk or the memory is faulty."
+        )
+
+    return replace(corpus, on_damage=on_damage)
 
 
 def list_files(source: TextSource) -> list[TextFile]:
@@ -114,7 +163,10 @@ def _root_and_patterns(source: TextSource) -> tuple[Path, tuple[str, ...]]:
         root = Path(*path.parts[: wild[0]])
         if root.is_dir():
             return root.resolve(), (str(PurePath(*path.parts[wild[0] :])),)
-    raise ConfigError(f"data.source.path: {source.path} does not exist ({path.absolute()})")
+    raise ConfigError(
+        f"data.source.path: {source.path} does not exist ({path.absolute()}). If the data have "
+        "moved, give the new path: a run resumes with it if the content is the same."
+    )
 
 
 def _escape(name: str) -> str:
@@ -271,12 +323,18 @@ def _install(building: Path, entry: Path) -> None:
         else:
             return sync_dir(entry.parent)
         try:
-            open_tokens(entry)
+            open_cached(entry)
         except TokensDamaged:
             _remove(entry)
         else:
             return None
     raise ConfigError(f"data.cache_dir: other processes keep damaging {entry}; remove it")
+
+
+def move_aside(entry: Path) -> None:
+    """Renames a damaged entry; it is deleted after a day."""
+    os.utime(entry)
+    entry.rename(entry.parent / f".damaged-{entry.name}-{os.getpid()}-{uuid.uuid4().hex}")
 
 
 def _remove(entry: Path) -> None:
@@ -291,9 +349,10 @@ def _remove(entry: Path) -> None:
 
 def _remove_leftovers(corpora: Path, clock: Clock) -> None:
     """Removes temporary folders of processes that were killed at least a day ago."""
-    for pattern in (".building-*", ".removed-*"):
+    for pattern in (".building-*", ".removed-*", ".damaged-*"):
         for folder in corpora.glob(pattern):
-            # A running process writes continuously, so its newest file is recent.
+            # A running process writes continuously, so its newest file is recent. The time of a
+            # damaged folder is when it was moved aside.
             try:
                 times = [path.stat().st_mtime for path in (folder, *folder.glob("*"))]
             except OSError:

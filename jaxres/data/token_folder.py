@@ -1,4 +1,4 @@
-"""Token folders (tokens.bin, offsets.npy, meta.json), and rows as fixed windows over them.
+"""Token folders (tokens.bin, offsets.npy, digests.npy, meta.json); rows as windows over them.
 
 docs/data.md describes the format. Dims: B rows of a call, T = seq_len, W = T + 1.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,10 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from jaxres.data.batching import Arrays, BadRecord, check_ids
-from jaxres.faults import ConfigError
+from jaxres.data.token_digests import BLOCK_BYTES, BlockHasher, CheckedBlocks, num_blocks
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError, RunError
+from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.files import fault_of, sync_dir
 
 FORMAT_VERSION = 1
@@ -27,8 +30,25 @@ MAX_VOCAB_SIZE = 2**31 - 1
 NUM_OFFSETS_CHECKED = 1024
 
 
+OFFSETS_READ_BYTES = 16 * 2**20
+"""Largest size of the offsets whose blocks are all checked when the folder is opened."""
+CHECKSUM = "checksum"
+"""Field of meta.json: xxh3-128 of the canonical JSON of all others; absent if written by hand."""
+
+
 class TokensDamaged(ConfigError):
-    """The files of a token folder are inconsistent."""
+    """The files of a token folder are inconsistent, or differ from their digests."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        """Args: what is wrong and where; what to do, which a cached folder replaces."""
+        super().__init__(f"{what}. {remedy}" if remedy else what)
+        self.what = what
+
+
+class CacheDamaged(RunError):
+    """A cached copy of the data was damaged and is removed; the next attempt makes it again."""
+
+    exit_code = ExitCode.STORAGE
 
 
 @dataclass(frozen=True)
@@ -43,6 +63,8 @@ class Meta:
     tokenizer: str
     fingerprint: str
     """xxh3-128 of the bytes of all tokens, followed by those of all offsets."""
+    block_bytes: int | None = None
+    """Size of the blocks of digests.npy; None: there are no digests."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +75,49 @@ class TokenFolder:
     meta: Meta
     tokens: NDArray[Any]
     offsets: NDArray[np.int64]
+    token_blocks: CheckedBlocks | None = None
+    """None: the folder has no digests."""
+    offset_blocks: CheckedBlocks | None = None
+    tokens_id: tuple[int, int] = (0, 0)
+    """Device and inode of the open tokens.bin."""
+    on_damage: Callable[[TokensDamaged], RunError] = field(default=lambda error: error)
+    """Called when a block is damaged; returns the error to raise."""
+
+    def check_tokens(self, starts_B: NDArray[np.int64], stops_B: NDArray[np.int64]) -> None:
+        """Raises if a block of some ranges of tokens differs from its digest."""
+        self._check(self.token_blocks, "tokens.bin", starts_B, stops_B)
+
+    def check_offsets(self, starts_B: NDArray[np.int64], stops_B: NDArray[np.int64]) -> None:
+        """Raises if a block of some ranges of offsets differs from its digest.
+
+        A binary search ends between two offsets that it has read. If both are checked, damaged ones
+        elsewhere have not changed its result.
+        """
+        self._check(self.offset_blocks, "offsets.npy", starts_B, stops_B)
+
+    def _check(
+        self,
+        blocks: CheckedBlocks | None,
+        name: str,
+        starts_B: NDArray[np.int64],
+        stops_B: NDArray[np.int64],
+    ) -> None:
+        wrong = None if blocks is None else blocks.first_damaged(starts_B, stops_B)
+        if blocks is None or wrong is None:
+            return
+        raise self.on_damage(
+            TokensDamaged(
+                blocks.describe(wrong, self.folder / name),
+                "Restore the folder from a copy, or write it again. `jaxres data verify "
+                "CONFIG.yaml` lists every damaged block.",
+            )
+        )
+
+
+def file_id(path: Path) -> tuple[int, int]:
+    """Returns the device and inode of a file: another file at the same path has other ones."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def open_tokens(folder: Path) -> TokenFolder:
@@ -64,6 +129,7 @@ def open_tokens(folder: Path) -> TokenFolder:
         meta = _read_meta(folder)
         dtype = DTYPES[meta.dtype]
         size_bytes = (folder / "tokens.bin").stat().st_size
+        tokens_id = file_id(folder / "tokens.bin")
         if size_bytes != meta.num_tokens * dtype.itemsize:
             raise TokensDamaged(
                 f"{folder / 'tokens.bin'} has {size_bytes:,} bytes, but meta.json says "
@@ -71,6 +137,7 @@ def open_tokens(folder: Path) -> TokenFolder:
             )
         tokens = np.memmap(folder / "tokens.bin", dtype, mode="r").view(np.ndarray)
         offsets = _open_offsets(folder / "offsets.npy", meta)
+        blocks = _open_digests(folder / "digests.npy", meta, tokens, offsets)
     except FileNotFoundError as error:
         raise TokensDamaged(
             f"{error.filename} does not exist. A token folder has tokens.bin, offsets.npy and "
@@ -78,7 +145,13 @@ def open_tokens(folder: Path) -> TokenFolder:
         ) from error
     except OSError as error:
         raise fault_of(error)(f"the token folder {folder} can't be read: {error}") from error
-    return TokenFolder(folder, meta, tokens, offsets)
+    corpus = TokenFolder(folder, meta, tokens, offsets, *blocks, tokens_id=tokens_id)
+    last = len(offsets) - 1
+    if offsets.nbytes <= OFFSETS_READ_BYTES:
+        corpus.check_offsets(np.array([0]), np.array([last + 1]))
+    else:
+        corpus.check_offsets(np.array([0, last]), np.array([1, last + 1]))
+    return corpus
 
 
 def _read_meta(folder: Path) -> Meta:
@@ -87,14 +160,15 @@ def _read_meta(folder: Path) -> Meta:
         fields = json.loads(path.read_bytes())
     except ValueError as error:
         raise TokensDamaged(f"{path} is not JSON: {error}") from error
-    if not isinstance(fields, Mapping):
+    if not isinstance(fields, dict):
         raise TokensDamaged(f"{path} is not a JSON object")
     for name, kind in Meta.__annotations__.items():
-        if type(fields.get(name)).__name__ != kind:
+        found = type(fields.get(name)).__name__.replace("NoneType", "None")
+        if found not in kind.split(" | "):
             raise TokensDamaged(
                 f"{path}: {name} is {fields.get(name)!r}; it must be of type {kind}"
             )
-    meta = Meta(**{name: fields[name] for name in Meta.__annotations__})
+    meta = Meta(**{name: fields[name] for name in Meta.__annotations__ if name in fields})
     if meta.format != FORMAT_VERSION:
         raise TokensDamaged(f"{path}: format {meta.format}; this version reads {FORMAT_VERSION}")
     if meta.dtype not in DTYPES:
@@ -103,7 +177,19 @@ def _read_meta(folder: Path) -> Meta:
         raise TokensDamaged(f"{path}: vocab_size {meta.vocab_size} is not in 1..{MAX_VOCAB_SIZE}")
     if meta.num_tokens < 1 or meta.num_documents < 1:
         raise TokensDamaged(f"{path}: no tokens or no documents")
+    if meta.block_bytes is not None and meta.block_bytes < 1:
+        raise TokensDamaged(f"{path}: block_bytes {meta.block_bytes} is not at least 1")
+    checksum = fields.pop(CHECKSUM, None)
+    if checksum is not None and checksum != _checksum(fields):
+        raise TokensDamaged(
+            f"{path}: its {CHECKSUM} does not match its other fields. Restore it from a copy; if "
+            f"you have changed a field yourself, remove the line {CHECKSUM}."
+        )
     return meta
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(canonical_json(fields))
 
 
 def _open_offsets(path: Path, meta: Meta) -> NDArray[np.int64]:
@@ -124,6 +210,30 @@ def _open_offsets(path: Path, meta: Meta) -> NDArray[np.int64]:
             f"it goes from {offsets[0]:,} to {offsets[-1]:,}"
         )
     return offsets
+
+
+def _open_digests(
+    path: Path, meta: Meta, tokens: NDArray[Any], offsets: NDArray[np.int64]
+) -> tuple[CheckedBlocks, CheckedBlocks] | tuple[None, None]:
+    """Returns the blocks of tokens and of offsets; None if the folder has no digests."""
+    size = meta.block_bytes
+    if size is None:
+        return None, None
+    try:
+        digests = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+    except (ValueError, EOFError) as error:
+        raise TokensDamaged(f"{path} can't be read: {error}") from error
+    cut = num_blocks(tokens.nbytes, size)
+    count = cut + num_blocks(offsets.nbytes, size)
+    if digests.dtype != np.dtype("<u8") or digests.shape != (count,):
+        raise TokensDamaged(
+            f"{path} is {digests.dtype}{list(digests.shape)}; with blocks of {size:,} bytes it "
+            f"must be uint64[{count}]"
+        )
+    return (
+        CheckedBlocks(tokens, digests[:cut], block_bytes=size),
+        CheckedBlocks(offsets, digests[cut:], block_bytes=size),
+    )
 
 
 @dataclass(frozen=True)
@@ -166,6 +276,7 @@ class TokenRows:
     def _tokens(self, ids: NDArray[np.int64], starts_B: NDArray[np.int64]) -> NDArray[np.int32]:
         """Returns the tokens of the windows; raises BadRecord if one is not below vocab_size."""
         width, vocab_size = self.seq_len + 1, self.corpus.meta.vocab_size
+        self.corpus.check_tokens(starts_B, starts_B + width)
         tokens_BW = np.empty((len(ids), width), self.corpus.tokens.dtype)
         for window, start in zip(tokens_BW, starts_B.tolist(), strict=True):
             window[:] = self.corpus.tokens[start : start + width]
@@ -185,7 +296,10 @@ class TokenRows:
         firsts_B = np.searchsorted(offsets, starts_B, side="right")
         lasts_B = np.searchsorted(offsets, starts_B + self.seq_len, side="right")
         # Includes two offsets before the window, because a search ends next to a wrong offset.
-        rows, indices = _ranges(np.maximum(firsts_B - 2, 0), np.minimum(lasts_B + 1, len(offsets)))
+        befores_B = np.maximum(np.minimum(firsts_B, lasts_B) - 2, 0)
+        stops_B = np.minimum(np.maximum(firsts_B, lasts_B) + 1, len(offsets))
+        self.corpus.check_offsets(befores_B, stops_B)
+        rows, indices = _ranges(befores_B, stops_B)
         near = offsets[indices]
         falls = (near[1:] < near[:-1]) & (rows[1:] == rows[:-1])
         if falls.any() or (firsts_B > lasts_B).any():
@@ -237,9 +351,11 @@ def _heldout_start(corpus: TokenFolder, fraction: float) -> int:
         return total
     ideal = round(total * (1 - fraction))
     after = int(np.searchsorted(corpus.offsets, np.int64(ideal), side="right"))
+    last = min(after, len(corpus.offsets) - 1)
+    corpus.check_offsets(np.array([max(after - 1, 0)]), np.array([last + 1]))
     near = {
         int(corpus.offsets[after - 1]),
-        int(corpus.offsets[min(after, len(corpus.offsets) - 1)]),
+        int(corpus.offsets[last]),
     }
     inner = near - {0, total}
     if not inner:
@@ -269,6 +385,7 @@ class TokenWriter:
         self._offsets = [0]
         self._num_tokens = 0
         self._hash = xxhash.xxh3_128()
+        self._blocks = BlockHasher()
         self._file = (folder / "tokens.bin").open("wb")
 
     def __enter__(self) -> TokenWriter:
@@ -304,6 +421,7 @@ class TokenWriter:
         encoded = values.astype(DTYPES[self._dtype])
         self._file.write(encoded.data)
         self._hash.update(encoded.data)
+        self._blocks.update(encoded)
         self._num_tokens += len(encoded)
 
     def end_document(self) -> None:
@@ -315,10 +433,14 @@ class TokenWriter:
         if offsets[-1] != self._num_tokens or self._num_tokens == 0:
             raise ValueError("there are no tokens, or the last document was not ended")
         self._hash.update(offsets.data)
-        with (self._folder / "offsets.npy").open("wb") as file:
-            np.save(file, offsets, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
+        offset_blocks = BlockHasher()
+        offset_blocks.update(offsets)
+        digests = np.concatenate([self._blocks.finish(), offset_blocks.finish()])
+        for name, items in (("offsets.npy", offsets), ("digests.npy", digests)):
+            with (self._folder / name).open("wb") as file:
+                np.save(file, items, allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
         meta = Meta(
             format=FORMAT_VERSION,
             dtype=self._dtype,
@@ -327,9 +449,11 @@ class TokenWriter:
             num_documents=len(offsets) - 1,
             tokenizer=self._tokenizer,
             fingerprint=self._hash.hexdigest(),
+            block_bytes=BLOCK_BYTES,
         )
+        fields = asdict(meta)
         with (self._folder / "meta.json").open("w") as file:
-            file.write(json.dumps(asdict(meta), indent=2) + "\n")
+            file.write(json.dumps(fields | {CHECKSUM: _checksum(fields)}, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
         sync_dir(self._folder)

@@ -3,8 +3,8 @@
 The key is a digest of all inputs of the compilation: programs with different inputs have different
 keys. A file holds a digest of its content, one line of JSON, and the executable as serialised by
 XLA. Nothing is pickled: the caller provides the trees and shardings of arguments and results, which
-are known without tracing. The digest detects damage, not an attack: an executable is machine code,
-so an account that can write to the folder can run code.
+are known without tracing. The digest detects damage, not an attack. An executable is machine code,
+so files are read and written only in a folder that no other account can use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from jaxlib import xla_client
 from jaxres.faults import RunError
 from jaxres.storage import files
 
-MAGIC = b"jaxres compiled 2\n"
+MAGIC = b"jaxres compiled 3\n"
 SUFFIX = ".compiled"
 DECIDING = ("XLA_", "JAX_", "NPROC", "LIBTPU_INIT_ARGS", "TF_XLA_", "TF_CUDNN_", "NVIDIA_TF32_")
 """Prefixes of environment variables that XLA reads; equal on every host."""
@@ -107,15 +107,16 @@ def _processor() -> str:
     ).hexdigest()
 
 
-def sources(folder: Path, *, since: float) -> str | None:
+def sources(folder: Path, paths: Iterable[Path] | None = None, *, since: float) -> str | None:
     """Returns the digest of a package's Python files; None if one changed since its import.
 
     Args:
       folder: the package's folder.
+      paths: the files in it; None: all.
       since: wall-clock time before the import; imported files are older.
     """
     total = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(folder.rglob("*.py") if paths is None else paths):
         if path.stat().st_ctime >= since:
             return None
         total.update(b"\0".join([str(path.relative_to(folder)).encode(), path.read_bytes(), b""]))
@@ -132,12 +133,13 @@ def can_be_kept() -> bool:
     return {field.name for field in fields(pxla.UnloadedMeshExecutable)} == FIELDS
 
 
-def dump(program: Any, signature: Signature) -> bytes:
+def dump(program: Any, signature: Signature, facts: Mapping[str, str]) -> bytes:
     """Returns the content of a program's file.
 
     Args:
       program: a jax.stages.Compiled.
       signature: arguments and results that it was traced with.
+      facts: what `facts_of` returns.
 
     Raises:
       Unusable: XLA can't turn the program into bytes, or `load` could not call it.
@@ -151,7 +153,8 @@ def dump(program: Any, signature: Signature) -> bytes:
         executable = program.runtime_executable().serialize()
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         raise Unusable(f"XLA can't serialise it: {error}") from error
-    content = json.dumps(description).encode() + b"\n" + executable
+    line = json.dumps({**description, "facts": dict(facts)}).encode()
+    content = line + b"\n" + executable
     return MAGIC + hashlib.sha256(content).digest() + content
 
 
@@ -211,6 +214,11 @@ def load(data: bytes, signature: Signature, devices: Sequence[Any]) -> Any:
         raise Unusable(f"it can't be loaded here: {first[:200]}") from error
 
 
+def facts_of(data: bytes) -> dict[str, str]:
+    """Returns the facts that `dump` has stored in the content of a file; `load` has checked it."""
+    return json.loads(data[len(MAGIC) + 32 :].partition(b"\n")[0])["facts"]
+
+
 def _compiled(
     description: Mapping[str, Any], executable: bytes, signature: Signature, devices: Sequence[Any]
 ) -> Any:
@@ -263,9 +271,9 @@ def keep(folder: Path, key: str, data: bytes, *, most: int) -> None:
     """Writes the file of a key, then removes the oldest files if there are more than `most`.
 
     Raises:
-      RunError: storage refuses the write.
+      RunError: storage refuses the write, or other accounts can use the folder.
     """
-    files.make_dir(folder)
+    files.make_private_dir(folder)
     files.replace(file_of(folder, key), data)
     with files.typed_errors(folder):
         names = [name for name in files.list_names(folder) if name.endswith(SUFFIX)]
@@ -281,9 +289,10 @@ def read(folder: Path, key: str) -> bytes | None:
     """Returns the content of a key's file, or None if there is no file.
 
     Raises:
-      Unusable: storage refuses the read.
+      Unusable: storage refuses the read, or other accounts can use the folder.
     """
     try:
+        files.make_private_dir(folder)
         return files.read(file_of(folder, key))
     except (RunError, OSError) as error:
         raise Unusable(str(error)) from error

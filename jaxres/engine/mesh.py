@@ -49,6 +49,12 @@ def format_devices(mesh: Mesh) -> str:
     return text if hosts == 1 else f"{text} on {hosts} hosts"
 
 
+def devices_by_host(mesh: Mesh) -> tuple[int, ...]:
+    """Returns the number of devices of each host."""
+    hosts = [device.process_index for device in mesh.devices.flat]
+    return tuple(hosts.count(host) for host in range(max(hosts) + 1))
+
+
 def abstract(plan: MeshPlan) -> Any:
     """Returns a mesh without devices, which suffices to compute shardings and to lower."""
     return AbstractMesh(plan.sizes, AXES, axis_types=AUTO)

@@ -38,8 +38,10 @@ def _launch(arguments: Sequence[str]) -> int:
         return gce.main(arguments[1:], env=os.environ)
     if arguments[:1] != ["local"]:
         given = f"got {arguments[0]}" if arguments else "got nothing"
-        usage = f"{local.USAGE}\n{gce.USAGE}"
-        raise UsageError(f"expected where to launch: local or gce ({given})\n{usage}")
+        raise UsageError(
+            f"expected where to launch: local or gce ({given}; usage: `python -m jaxres.launch "
+            "--help`)"
+        )
     return local.launch(local.parse(arguments[1:]), env=os.environ)
 
 

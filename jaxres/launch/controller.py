@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxres.clock import Clock, boot_seconds
 from jaxres.config import RunConfig
-from jaxres.faults import Fenced, StorageUnavailable
+from jaxres.faults import Fenced, StorageUnavailable, Unrestorable
 from jaxres.launch import instance_spec, reconcile
 from jaxres.launch.desired_state import DesiredState, JobEnd, PendingCreate, StateObject, VmSpec
-from jaxres.launch.gce_api import RUN_LABEL, ApiUnavailable, Compute
+from jaxres.launch.gce_api import CODE_LABEL, ID_LABEL, RUN_LABEL, ApiUnavailable, Compute
 from jaxres.launch.instance_spec import Machine
 from jaxres.launch.lease import Lease
 from jaxres.launch.observed_state import (
@@ -48,6 +48,8 @@ MAX_CREATE_RETRY_SECONDS = 30.0
 CLEANUP_SECONDS = 300.0
 """Longest time that a launcher without the lease spends on deleting what it had requested."""
 MANAGED_LABEL = "jaxres-managed"
+CODE_DIGITS = 32
+"""Digits of the digest of the code in a label, which may have at most 63."""
 
 
 @dataclass
@@ -90,6 +92,8 @@ class Controller:
     """Earliest retry of a creation that was not answered."""
     _boot_wall: float | None = None
     """Wall clock at the boot of this machine, as computed once."""
+    _log_is_damaged: bool = False
+    """Whether a record of the run log can't be used and that has been printed."""
     _unavailable: set[str] = field(default_factory=set)
     """Services that do not answer and have been printed."""
 
@@ -123,7 +127,9 @@ class Controller:
                 if not self.lease.held():
                     return None
                 with self._count_wait():
-                    desired = self.state_object.write(following.desired, epoch=self.lease.epoch)
+                    desired = self.state_object.write(
+                        following.desired, epoch=self.lease.epoch, held=self.lease.held
+                    )
             for message in following.messages:
                 self.console(message)
             self._report_availability("the bucket", True)
@@ -218,15 +224,23 @@ class Controller:
 
     def _read_log(self) -> None:
         folder = RunDir(self.paths.run).log
-        if more := run_log.read_after(folder, len(self._records)):
+        try:
+            more = run_log.read_after(folder, len(self._records))
+        except Unrestorable as error:  # The hosts decide what follows; VMs must still be ended.
+            if not self._log_is_damaged:
+                self.console(f"{error} The launcher continues with what it has read before")
+            self._log_is_damaged = True
+            return
+        if more:
             self._records += more
-            stop, seq = self._log.last_end, self._log.last_end_seq
-            for record in more:
-                if isinstance(record.body, run_log.AttemptEnded):
-                    stop, seq = record.body, record.seq
-            step = run_log.fold(self._records).step
+            history = run_log.fold(self._records)
+            end = history.last_stop
             self._log = RunLogSummary(
-                step, len(self._records), stop, seq, longest_wait(self._records)
+                history.step,
+                len(self._records),
+                end.body if end and isinstance(end.body, run_log.AttemptEnded) else None,
+                end.seq if end else 0,
+                longest_wait(run_log.in_force(self._records)),
             )
 
     def _creation(self, desired: DesiredState) -> CreateFailed | bool | None:
@@ -305,12 +319,15 @@ class Controller:
                 return
             if vm.name not in intended and vm.name not in self._unknown_vms:
                 self._unknown_vms.add(vm.name)
-                self.console(
-                    f"{vm.name}: not in the desired state (created by a launcher that lost the "
-                    "lease); deleting"
-                )
+                cause = "created by a launcher that lost the lease"
+                if listed is not None and listed.run_id != self._run_id():
+                    cause = "created for an earlier run in the same place"
+                self.console(f"{vm.name}: not in the desired state ({cause}); deleting")
             self.compute.delete(vm.name, vm.zone)
             self._deleted_at[vm.name] = now
+
+    def _run_id(self) -> str:
+        return "" if self.state_object.desired is None else self.state_object.desired.id
 
     def _holds_lease(self) -> bool:
         """Returns whether the lease is certainly held now."""
@@ -366,10 +383,15 @@ class Controller:
     def _cleanup(self, desired: DesiredState) -> None:
         """Deletes the requests, which would end the next `up`, and the reports of deleted VMs."""
         with contextlib.suppress(StorageUnavailable):
-            for path in (self.paths.stop, self.paths.down):
-                gcs_objects.delete(path)
-            gcs_objects.delete_tree(self.paths.reports)
+            delete_requests(self.paths)
             self.lease.release()
+
+
+def delete_requests(paths: LaunchPaths) -> None:
+    """Deletes the requests, which would end the next `up`, and the reports of deleted VMs."""
+    for path in (paths.stop, paths.down):
+        gcs_objects.delete(path)
+    gcs_objects.delete_tree(paths.reports)
 
 
 def longest_wait(records: Sequence[run_log.Record]) -> float | None:
@@ -394,7 +416,12 @@ def machine_for(
         gce,
         gce.capacity_options[vm.option],
         vm.zone,
-        labels={RUN_LABEL: desired.run, MANAGED_LABEL: "1"},
+        labels={
+            RUN_LABEL: desired.run,
+            MANAGED_LABEL: "1",
+            ID_LABEL: desired.id,
+            CODE_LABEL: desired.code[:CODE_DIGITS],
+        },
         metadata={"startup-script": text, "jaxres-run": str(paths.run)},
     )
 
@@ -404,16 +431,37 @@ def _zone(desired: DesiredState, names: tuple[str, ...]) -> str:
 
 
 def new_state(
-    run: str, code: str, config: str, *, now: float, after: DesiredState | None
+    run: str,
+    code: str,
+    config: str,
+    *,
+    now: float,
+    after: DesiredState | None,
+    run_id: str = "",
+    orphans: Iterable[VmStatus] = (),
 ) -> DesiredState:
     """Returns the desired state of a new job, or of one that is started again after an end.
 
     Counters continue: names and attempts are never used twice, and costs are kept.
+
+    Args:
+      run: label of the VMs.
+      code: digest of the code.
+      config: digest of the config.
+      now: seconds since the epoch.
+      after: state of the job that has ended; None: there is none.
+      run_id: random id of a new run, so that its VMs have other names than those of a deleted one.
+      orphans: VMs with the label of the run; they are deleted before others are requested.
     """
+    deleting = tuple(
+        VmSpec(vm.name, vm.zone, 0, 0.0, created=True, deleting_since=now) for vm in orphans
+    )
+    new = DesiredState(run, code, config, id=run_id, started_at=now, deleting=deleting)
     if after is None:
-        return DesiredState(run, code, config, started_at=now)
+        return new
     return replace(
-        DesiredState(run, code, config, started_at=now),
+        new,
+        id=after.id,
         placement=after.placement,
         next_name=after.next_name,
         attempt=after.attempt,

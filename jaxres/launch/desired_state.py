@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -73,11 +74,13 @@ class DesiredState:
     """Everything that the launcher remembers of a job."""
 
     run: str
-    """Label of all VMs of the run, and prefix of their names."""
+    """Label of all VMs of the run directory, and beginning of their names."""
     code: str
     """Digest of the code that every attempt runs."""
     config: str
     """Digest of the resolved config that all agents and controllers use."""
+    id: str = ""
+    """Random id of the run, part of the names of its VMs; empty: written before there were ids."""
     epoch: int = 0
     """Epoch of the lease under which this was written."""
     serial: int = 0
@@ -123,6 +126,11 @@ class DesiredState:
         return dataclasses.replace(self, history=(*self.history, outcome)[-MAX_HISTORY:])
 
     @property
+    def name_prefix(self) -> str:
+        """Beginning of the names of the run's VMs; of a new run in the same place it differs."""
+        return f"{self.run}-{self.id}" if self.id else self.run
+
+    @property
     def names(self) -> frozenset[str]:
         """Names of the VMs that should exist."""
         return frozenset(vm.name for vm in self.vms)
@@ -136,6 +144,10 @@ class Transition:
     messages: tuple[str, ...] = ()
 
 
+class StateDamaged(StorageUnavailable):
+    """The object is not a desired state."""
+
+
 @dataclass
 class StateObject:
     """The desired state in the bucket, and its generation when it was read or written last."""
@@ -143,38 +155,89 @@ class StateObject:
     path: GcsPath
     desired: DesiredState | None = None
     generation: int = field(default=0)
+    damage: str = ""
+    """Why the object can't be used, at the last `read_valid`; empty: it can, or there is none."""
 
     def read(self) -> DesiredState | None:
-        """Reads the object; None: there is none yet."""
+        """Reads the object; None: there is none yet.
+
+        Raises:
+          StateDamaged: it is not a desired state.
+        """
         found = gcs_objects.read_at(self.path)
-        if found is None:
-            self.desired, self.generation = None, 0
-        else:
-            self.desired, self.generation = decode_state(found[0], self.path), found[1]
+        self.desired, self.generation = None, 0 if found is None else found[1]
+        if found is not None:
+            self.desired = decode_state(found[0], self.path)
         return self.desired
 
-    def write(self, desired: DesiredState, *, epoch: int) -> DesiredState:
+    def read_valid(self) -> DesiredState | None:
+        """Reads the object; None: there is none, or it is damaged, see `damage`."""
+        try:
+            self.damage = ""
+            return self.read()
+        except StateDamaged as error:
+            self.damage = str(error)
+            return None
+
+    def set_aside(self) -> GcsPath | None:
+        """Moves a damaged object to another name; only the holder of the lease may call this."""
+        found = gcs_objects.read_at(self.path)
+        if found is None or found[1] != self.generation:
+            return None
+        aside = gcs_objects.set_aside(self.path, found[0], generation=found[1])
+        gcs_objects.delete(self.path)
+        self.desired, self.generation, self.damage = None, 0, ""
+        return aside
+
+    def write(
+        self, desired: DesiredState, *, epoch: int, held: Callable[[], bool] = lambda: True
+    ) -> DesiredState:
         """Writes the object unless another launcher has written since the read; the serial grows.
+
+        An object that was deleted, damaged or replaced by an older copy since is written again,
+        provided that `held` returns that the lease is held: the first try may have been suspended.
 
         Raises:
           Fenced: another launcher has written in the meantime.
+          StorageUnavailable: the object is lost, and it is unknown whether the lease is held.
         """
+        known = max(desired.serial, 0 if self.desired is None else self.desired.serial)
         for _ in range(WRITES):
             if self.desired is not None and self.desired.epoch > epoch:
                 break  # It was read after another launcher had taken over.
-            serial = 0 if self.desired is None else self.desired.serial
-            new = dataclasses.replace(desired, epoch=epoch, serial=serial + 1)
+            new = dataclasses.replace(desired, epoch=epoch, serial=known + 1)
             generation = gcs_objects.write(self.path, encode_state(new), over=self.generation)
             if generation is not None:
                 self.desired, self.generation = new, generation
                 return new
-            current = self.read()
-            if current is None or current.epoch != epoch:
+            current = self._newer_than(known, run_id=desired.id)
+            if current is None:
+                if not held():
+                    raise StorageUnavailable(
+                        f"{self.path}: is lost; the lease is renewed before it is written again"
+                    )
+                continue
+            self.desired, known = current, current.serial
+            if current.epoch != epoch:
                 break  # Else the response to an earlier write of this launcher was lost.
         raise Fenced(
             f"{self.path.parent.parent}: another launcher holds the lease of this run now; "
             "this one stops acting, the training continues."
         )
+
+    def _newer_than(self, serial: int, *, run_id: str) -> DesiredState | None:
+        """Reads a state that was written since; None: deleted, damaged or an older copy."""
+        found = gcs_objects.read_at(self.path)
+        self.generation = 0 if found is None else found[1]
+        if found is None:
+            return None
+        try:
+            current = decode_state(found[0], self.path)
+        except StateDamaged:
+            gcs_objects.set_aside(self.path, found[0], generation=found[1])
+            return None
+        is_copy = current.id == run_id and current.serial <= serial
+        return None if is_copy else current
 
 
 def encode_state(desired: DesiredState) -> bytes:
@@ -187,7 +250,7 @@ def decode_state(data: bytes, path: GcsPath) -> DesiredState:
 
     Raises:
       ConfigError: it was written in another format.
-      StorageUnavailable: it can't be read.
+      StateDamaged: it is not a desired state.
     """
     try:
         fields: dict[str, Any] = json.loads(data)
@@ -196,7 +259,8 @@ def decode_state(data: bytes, path: GcsPath) -> DesiredState:
     except codec.OtherFormat as error:
         raise ConfigError(f"{path}: {error}.") from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise StorageUnavailable(
-            f"{path}: is not readable as a desired state ({error}). If a newer jaxres "
-            "wrote it, use that one."
+        raise StateDamaged(
+            f"{path}: is not readable as a desired state ({error}). `launch gce down CONFIG.yaml` "
+            "finds the job's VMs by their label and deletes them; `launch gce up CONFIG.yaml` "
+            "starts it again. Both move the object aside"
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -26,28 +27,41 @@ from jaxres.faults import (
     UsageError,
     format_exit_message,
 )
-from jaxres.launch import bucket_setup, controller, gce_status, instance_spec, preflight
+from jaxres.launch import (
+    bucket_setup,
+    code_package,
+    controller,
+    gce_status,
+    instance_spec,
+    job_config,
+    orphaned_vms,
+    preflight,
+    reconcile,
+)
 from jaxres.launch.controller import Controller
 from jaxres.launch.desired_state import DesiredState, StateObject
 from jaxres.launch.gce_api import Compute
 from jaxres.launch.lease import Lease
+from jaxres.launch.observed_state import VmStatus
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
-from jaxres.storage.path import GcsPath, RunPath, is_remote, parse_path
-from jaxres.supervisor import attempt_runner
+from jaxres.storage.gcs_client import NoBucket
+from jaxres.storage.path import GcsPath, RunPath, is_remote
 from jaxres.supervisor.run_config import parse_target, resolve_run
+from jaxres.train import completion
 
 if TYPE_CHECKING:
     from jaxres.config.schema_gce import GceSection
 
+COMMAND = "python -m jaxres.launch gce"
 USAGE = """\
 usage: python -m jaxres.launch gce up CONFIG.yaml|gs://RUN [section.field=value ...]
                                       [--dry-run] [--standby]
-       python -m jaxres.launch gce status gs://RUN [--json]
-       python -m jaxres.launch gce logs gs://RUN [--vm NAME] [--attempt N]
-       python -m jaxres.launch gce stop gs://RUN       save, then end; no VM is left
-       python -m jaxres.launch gce down gs://RUN       end now; no VM is left
+       python -m jaxres.launch gce status gs://RUN|CONFIG.yaml [--json]
+       python -m jaxres.launch gce logs gs://RUN|CONFIG.yaml [--vm NAME] [--attempt N]
+       python -m jaxres.launch gce stop gs://RUN|CONFIG.yaml   save, then end; no VM is left
+       python -m jaxres.launch gce down gs://RUN|CONFIG.yaml   end now; no VM is left
        python -m jaxres.launch gce init CONFIG.yaml [--yes]
 
 up: creates VMs by launch.gce.capacity_options, trains on them, replaces lost ones, and ends when
@@ -56,6 +70,7 @@ up: creates VMs by launch.gce.capacity_options, trains on them, replaces lost on
     holds the lease.
 --dry-run: prints what would be created, and its price; creates nothing.
 --standby: waits while another launcher holds the lease, and takes over when that one is lost.
+status, stop, down: with CONFIG.yaml they find VMs of run.dir by label if its folder is gone.
 init: shows how it would create or change the run's bucket; does so with --yes.
 """
 VERBS = ("up", "status", "logs", "stop", "down", "init")
@@ -63,55 +78,66 @@ ENDPOINT = "JAXRES_GCE_ENDPOINT"
 WATCH_SECONDS = 1.0
 
 
-def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
-    """Runs a verb of `launch gce` and returns its exit code."""
+def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | None = None) -> int:
+    """Runs a verb of `launch gce` and returns its exit code; `clock` is SystemClock if None."""
+    clock = clock or SystemClock()
     verb, *rest = arguments or ("",)
     if verb not in VERBS:
-        raise UsageError(f"expected one of {', '.join(VERBS)} (got {verb or 'nothing'})\n{USAGE}")
+        raise UsageError(
+            f"launch gce {verb}: expected one of {', '.join(VERBS)} (usage: `{COMMAND} --help`)"
+        )
     flags = [argument for argument in rest if argument.startswith("--")]
     if verb == "up":
         _refuse_unknown(flags, ("--dry-run", "--standby"))
-        target, overrides = parse_target([a for a in rest if a not in flags], usage=USAGE)
+        target, overrides = parse_target(
+            [a for a in rest if a not in flags], command=f"{COMMAND} up"
+        )
         if "--dry-run" in flags:
             return preflight.show(*_config_without_bucket(target, overrides))
-        return _up(target, overrides, env=env, waits="--standby" in flags)
+        return _up(target, overrides, env=env, clock=clock, waits="--standby" in flags)
     if verb == "init":
         _refuse_unknown(flags, ("--yes",))
-        target, overrides = parse_target([a for a in rest if a not in flags], usage=USAGE)
+        target, overrides = parse_target(
+            [a for a in rest if a not in flags], command=f"{COMMAND} init"
+        )
         return bucket_setup.init_bucket(
             *_config_without_bucket(target, overrides), does="--yes" in flags
         )
-    if verb == "status":
-        _refuse_unknown(flags, ("--json",))
-        return gce_status.show_status(
-            _run_of(rest, flags), as_json="--json" in flags, clock=SystemClock()
-        )
     if verb == "logs":
         return _logs(rest, env=env)
-    _refuse_unknown(flags, ())
-    return _request_end(verb, _run_of(rest, flags), env=env)
+    _refuse_unknown(flags, ("--json",) if verb == "status" else ())
+    run, given = _run_of([a for a in rest if a not in flags])
+    if verb == "status":
+        return gce_status.show_status(
+            run,
+            given,
+            as_json="--json" in flags,
+            clock=clock,
+            compute_for=lambda config: compute_for(config, env),
+        )
+    return _request_end(verb, run, given, env=env, clock=clock)
 
 
 def _refuse_unknown(flags: Sequence[str], known: Sequence[str]) -> None:
     for flag in flags:
         if flag not in known:
-            raise UsageError(f"{flag}: unknown flag\n{USAGE}")
+            raise UsageError(f"{flag}: unknown flag (usage: `{COMMAND} --help`)")
 
 
-def _run_of(arguments: Sequence[str], flags: Sequence[str]) -> GcsPath:
-    """Returns the run directory that the arguments name."""
-    others = [argument for argument in arguments if argument not in flags]
-    if len(others) != 1:
+def _run_of(arguments: Sequence[str]) -> tuple[GcsPath, RunConfig | None]:
+    """Returns the run directory that the arguments name, and the config if they name its file."""
+    target, overrides = parse_target(arguments, command=COMMAND)
+    if is_remote(target):
+        if overrides:
+            raise UsageError(f"{overrides[0]}: a run directory takes no overrides")
+        return target, None
+    if not target.is_file():
         raise UsageError(
-            f"expected one run directory, got {' '.join(others) or 'nothing'}\n{USAGE}"
+            f"{target}: runs of `launch gce` are in buckets; give gs://BUCKET/FOLDER, or the "
+            "config file"
         )
-    try:
-        run = parse_path(others[0])
-    except ValueError as error:
-        raise UsageError(f"{others[0]}: {error}") from error
-    if not is_remote(run):
-        raise UsageError(f"{run}: runs of `launch gce` are in buckets; give gs://BUCKET/FOLDER")
-    return run
+    config, run = _config_without_bucket(target, overrides)
+    return run, config
 
 
 def _config(target: RunPath, overrides: Sequence[str]) -> tuple[RunConfig, GcsPath]:
@@ -126,7 +152,7 @@ def _config(target: RunPath, overrides: Sequence[str]) -> tuple[RunConfig, GcsPa
             raise UsageError(
                 f"{target}: no job of `launch gce` was started here. Give the config file first."
             )
-        return _recorded_config(LaunchPaths(target), desired, overrides), target
+        return job_config.recorded(LaunchPaths(target), desired.config, overrides), target
     loaded, run_dir = resolve_run(target, overrides)
     return _require_gce(target, loaded.config, run_dir.root)
 
@@ -173,30 +199,56 @@ def print_line(message: str) -> None:
     sys.stdout.flush()
 
 
-def _up(target: RunPath, overrides: Sequence[str], *, env: Mapping[str, str], waits: bool) -> int:
+def _up(
+    target: RunPath,
+    overrides: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    clock: Clock,
+    waits: bool,
+) -> int:
     config, run = _config(target, overrides)
-    compute, paths, clock = compute_for(config, env), LaunchPaths(run), SystemClock()
+    compute, paths = compute_for(config, env), LaunchPaths(run)
     compute.set_console(print_line)
-    lease = Lease(paths.lease, holder=_holder(), seconds=_gce(config).lease_seconds)
     record = StateObject(paths.desired_state)
-    desired = record.read()
-    if desired is None or desired.phase == "ended":  # Else VMs exist already.
-        if attempt_runner.is_complete(RunDir(run), config):
+    desired = record.read_valid()
+    may_be_led = bool(record.damage)
+    if desired is None or desired.phase == "ended":
+        if not record.damage and completion.is_complete(RunDir(run), config):
             return ExitCode.DONE
         for warning in preflight.check(_gce(config), compute, run):
             print_line(warning)
-        instance_spec.pack(_gce(config).package)  # Errors appear here, before the lease is taken.
-    _acquire(lease, run, clock, waits=waits)
+        code_package.list_files(_gce(config).package)  # Errors appear before the lease is taken.
+        may_be_led |= bool(orphaned_vms.list_all(compute, paths.label))
+    else:  # VMs exist already.
+        may_be_led = True
+    lease = _lease(paths, config)
+    _acquire(lease, run, clock, waits=waits, desired=desired, may_be_led=may_be_led)
     with _released_on_error(lease):
-        desired = record.read()
+        desired = record.read_valid()
+        _set_aside_damaged(record)
         if desired is None or desired.phase == "ended":
-            desired = _upload_job(config, paths, desired, clock)
+            vms = list(orphaned_vms.list_all(compute, paths.label).values())
+            for vm in vms:
+                print_line(f"{orphaned_vms.describe(vm)}: left by an earlier run here; deleting")
+            desired = _upload_job(config, paths, desired, clock, vms)
             print_line(f"{run}: {_gce(config).num_hosts} VMs are requested")
         else:
-            config = _adopt_config(config, desired, paths)
+            config = job_config.adopt(config, desired, paths, print_line)
             print_line(f"{run}: resuming ({desired.phase}, attempt {desired.attempt})")
-        record.write(desired, epoch=lease.epoch)
+        record.write(desired, epoch=lease.epoch, held=lease.held)
     return _run_controller(Controller(paths, config, compute, lease, record, clock, print_line))
+
+
+def _lease(paths: LaunchPaths, config: RunConfig) -> Lease:
+    seconds = _gce(config).lease_seconds
+    return Lease(paths.lease, holder=_holder(), seconds=seconds, console=print_line)
+
+
+def _set_aside_damaged(record: StateObject) -> None:
+    """Moves a damaged desired state to another name and prints that; it is never deleted."""
+    if (damage := record.damage) and (aside := record.set_aside()) is not None:
+        print_line(f"{damage}; moved to {aside.name}")
 
 
 @contextlib.contextmanager
@@ -230,91 +282,160 @@ def _holder() -> str:
     return f"{socket.gethostname()} (pid {os.getpid()})"
 
 
-def _acquire(lease: Lease, run: GcsPath, clock: Clock, *, waits: bool) -> None:
+def _acquire(
+    lease: Lease,
+    run: GcsPath,
+    clock: Clock,
+    *,
+    waits: bool,
+    desired: DesiredState | None,
+    may_be_led: bool,
+) -> None:
     """Takes the lease as soon as its holder no longer renews it.
 
     Raises:
       Fenced: another launcher holds and renews it.
     """
+    epoch = 0 if desired is None else desired.epoch
     first = None
-    while not lease.acquire():
-        other = lease.other_holder()
-        if other is None:
+    while not lease.acquire(after_epoch=epoch, may_be_led=may_be_led):
+        if lease.other_generation is None:
             continue
         if first is None:
             first = lease.other_generation
             print_line(
-                f"{other.holder} holds the launcher lease; checking whether it is still active"
+                f"{lease.other} holds the launcher lease; checking whether it is still active"
             )
         elif lease.other_generation != first and not waits:
             raise Fenced(
-                f"{run}: {other.holder} holds the lease of this run. Let that launcher continue, "
+                f"{run}: {lease.other} holds the lease of this run. Let that launcher continue, "
                 "stop it (training continues), or wait for its end with --standby."
             )
         clock.sleep(WATCH_SECONDS)
 
 
 def _upload_job(
-    config: RunConfig, paths: LaunchPaths, before: DesiredState | None, clock: Clock
+    config: RunConfig,
+    paths: LaunchPaths,
+    before: DesiredState | None,
+    clock: Clock,
+    orphans: Sequence[VmStatus],
 ) -> DesiredState:
     """Uploads code and config for the VMs, and returns the desired state of a new job."""
-    code = instance_spec.upload(instance_spec.pack(_gce(config).package), paths.codes, ".tar.gz")
+    code = instance_spec.upload(code_package.pack(_gce(config).package), paths.codes, ".tar.gz")
     text = configs.dump_yaml(config).encode()
     digest = instance_spec.upload(text, paths.configs, ".yaml")
-    return controller.new_state(paths.label, code, digest, now=clock.wall(), after=before)
+    return controller.new_state(
+        paths.label,
+        code,
+        digest,
+        now=clock.wall(),
+        after=before,
+        run_id=secrets.token_hex(4),
+        orphans=orphans,
+    )
 
 
-def _recorded_config(
-    paths: LaunchPaths, desired: DesiredState, overrides: Sequence[str]
-) -> RunConfig:
-    """Returns the config that the first `up` has uploaded."""
-    path = paths.config(desired.config)
-    if gcs_objects.read(path) is None:
-        raise ConfigError(f"{path} is missing; restore it from a copy, or give the config file.")
-    return configs.load_recorded(path, overrides).config
-
-
-def _adopt_config(config: RunConfig, desired: DesiredState, paths: LaunchPaths) -> RunConfig:
-    """Returns the config of the running job, which may differ from the given one."""
-    recorded = _recorded_config(paths, desired, ())
-    if configs.dump_yaml(recorded) != configs.dump_yaml(config):
-        print_line(
-            "the job runs with the config of its first `up`; changes apply after `launch gce stop`"
-        )
-    return recorded
-
-
-def _request_end(verb: str, run: GcsPath, *, env: Mapping[str, str]) -> int:
+def _request_end(
+    verb: str, run: GcsPath, given: RunConfig | None, *, env: Mapping[str, str], clock: Clock
+) -> int:
     """Requests the end of a job and waits; takes the lease and ends it if no launcher holds it."""
-    paths, clock = LaunchPaths(run), SystemClock()
+    paths = LaunchPaths(run)
     record = StateObject(paths.desired_state)
-    desired = record.read()
-    if desired is None:
-        raise UsageError(f"{run}: no job of `launch gce` was started here; there is nothing to end")
-    if desired.phase == "ended":
-        sys.stdout.write(f"{run}: has ended; no VM is left\n")
-        return ExitCode.DONE
-    config = _recorded_config(paths, desired, ())
-    lease = Lease(paths.lease, holder=_holder(), seconds=_gce(config).lease_seconds)
+    try:
+        desired = record.read_valid()
+    except NoBucket as error:
+        if given is None:
+            raise
+        return _delete_without_bucket(paths, given, error, env=env, clock=clock)
+    config = job_config.any_config(paths, desired, given)
+    if desired is None or desired.phase == "ended":
+        return _end_orphans(verb, paths, record, config, env=env, clock=clock)
+    lease = _lease(paths, config)
     gcs_objects.write(paths.stop if verb == "stop" else paths.down, b"", over=None)
     print_line(f"{run}: end requested; waiting until no VM is left")
-    while (desired := record.read()) is not None and desired.phase != "ended":
-        if not lease.acquire():
+    while (desired := record.read_valid()) is not None and desired.phase != "ended":
+        if not lease.acquire(after_epoch=desired.epoch, may_be_led=True):
             clock.sleep(WATCH_SECONDS)
-        elif (desired := record.read()) is not None and desired.phase != "ended":
+        elif (desired := record.read_valid()) is not None and desired.phase != "ended":
             with _released_on_error(lease):
                 compute = compute_for(config, env)
                 compute.set_console(print_line)
                 print_line(
                     "no launcher holds the lease of this run; this one takes it and ends the job"
                 )
-                record.write(desired, epoch=lease.epoch)
+                record.write(desired, epoch=lease.epoch, held=lease.held)
             code = _run_controller(
                 Controller(paths, config, compute, lease, record, clock, print_line)
             )
             return ExitCode.DONE if code == ExitCode.STOPPED else code
     lease.release()
+    if desired is None:  # It was deleted or damaged meanwhile.
+        return _end_orphans(verb, paths, record, config, env=env, clock=clock)
     sys.stdout.write(f"{run}: has ended; no VM is left\n")
+    return ExitCode.DONE
+
+
+def _end_orphans(
+    verb: str,
+    paths: LaunchPaths,
+    record: StateObject,
+    config: RunConfig,
+    *,
+    env: Mapping[str, str],
+    clock: Clock,
+) -> int:
+    """Deletes the VMs of a job that has ended, or whose desired state is missing or damaged."""
+    run, compute, desired = paths.run, compute_for(config, env), record.desired
+    vms = orphaned_vms.list_all(compute, paths.label)
+    if not vms and desired is not None:
+        sys.stdout.write(f"{run}: has ended; no VM is left\n")
+        return ExitCode.DONE
+    if not vms and not record.damage:
+        raise UsageError(
+            f"{run}: no job of `launch gce` was started here, and no VM in the project "
+            f"{compute.project} has its label {paths.label}; there is nothing to end"
+        )
+    print_line(f"{run}: {record.damage or _no_owner(desired)}; VMs with its label: {len(vms)}")
+    gcs_objects.write(paths.stop if verb == "stop" else paths.down, b"", over=None)
+    lease = _lease(paths, config)
+    _acquire(lease, run, clock, waits=True, desired=desired, may_be_led=desired is None)
+    with _released_on_error(lease):
+        if (current := record.read_valid()) is None or current.phase == "ended":
+            _set_aside_damaged(record)
+            if verb == "stop":
+                limit = config.deadlines.save_seconds + reconcile.SETTLE_SECONDS
+                orphaned_vms.await_exits(
+                    paths, vms, limit_seconds=limit, clock=clock, each_cycle=lease.renew
+                )
+            orphaned_vms.delete_all(
+                compute, paths.label, clock=clock, console=print_line, each_cycle=lease.renew
+            )
+            controller.delete_requests(paths)
+    lease.release()
+    if current is not None and current.phase != "ended":  # Another launcher has started a job.
+        return _request_end(verb, run, config, env=env, clock=clock)
+    sys.stdout.write(f"{run}: no VM is left\n")
+    return ExitCode.DONE
+
+
+def _no_owner(desired: DesiredState | None) -> str:
+    return "there is no desired state" if desired is None else "the job has ended"
+
+
+def _delete_without_bucket(
+    paths: LaunchPaths,
+    config: RunConfig,
+    error: NoBucket,
+    *,
+    env: Mapping[str, str],
+    clock: Clock,
+) -> int:
+    """Deletes the VMs with a run's label; without a bucket no launcher leads the job."""
+    print_line(f"{error} VMs are searched by their label {paths.label}")
+    compute = compute_for(config, env)
+    orphaned_vms.delete_all(compute, paths.label, clock=clock, console=print_line)
+    sys.stdout.write(f"{paths.run}: no VM is left\n")
     return ExitCode.DONE
 
 
@@ -325,9 +446,10 @@ def _logs(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     parser.add_argument("--vm")
     parser.add_argument("--attempt", type=int)
     options = parser.parse_args(list(arguments))
-    run = _run_of([options.run], ())
-    desired = StateObject(LaunchPaths(run).desired_state).read()
+    run, given = _run_of([options.run])
+    paths = LaunchPaths(run)
+    desired = StateObject(paths.desired_state).read()
     if desired is None:
         raise UsageError(f"{run}: no job of `launch gce` was started here")
-    compute = compute_for(_recorded_config(LaunchPaths(run), desired, ()), env)
+    compute = compute_for(job_config.any_config(paths, desired, given), env)
     return gce_status.logs(run, desired, compute, vm=options.vm, attempt=options.attempt)

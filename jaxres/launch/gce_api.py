@@ -35,7 +35,7 @@ from jaxres.launch.capacity_options import CreateErrorKind
 
 TIMEOUT_SECONDS = 15.0
 T = TypeVar("T")
-RUN_LABEL = "jaxres-run"
+RUN_LABEL, ID_LABEL, CODE_LABEL = "jaxres-run", "jaxres-id", "jaxres-code"
 UNREACHABLE = "UNREACHABLE"
 MAX_EVENTS = 500
 """Most operations of a zone that are read, newest first; one page."""
@@ -318,7 +318,7 @@ def _library() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"launch gce: a package is missing ({error.name}). "
-            "Install it with: pip install 'jaxres[gce]'"
+            "Run `pip install -e '.[gce]'` in the checkout of jaxres."
         ) from error
     return compute_v1
 
@@ -347,7 +347,8 @@ def _client_options(endpoint: str | None) -> dict[str, Any]:
 def _observed(vm: compute_v1.Instance) -> VmStatus:
     interfaces = vm.network_interfaces
     ip = interfaces[0].network_i_p if interfaces else ""
-    return VmStatus(vm.name, vm.zone.rpartition("/")[2], vm.status, ip, vm.id)
+    run_id, code = vm.labels.get(ID_LABEL, ""), vm.labels.get(CODE_LABEL, "")
+    return VmStatus(vm.name, vm.zone.rpartition("/")[2], vm.status, ip, vm.id, run_id, code)
 
 
 STOCKOUT = {

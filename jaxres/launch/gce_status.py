@@ -5,65 +5,128 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
-from jaxres import config as configs
 from jaxres.clock import Clock
+from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, UsageError
-from jaxres.launch import reconcile
+from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable, UsageError
+from jaxres.launch import job_config, orphaned_vms, reconcile
 from jaxres.launch.capacity_options import NEVER, Backoff
 from jaxres.launch.desired_state import DesiredState, StateObject, VmSpec
 from jaxres.launch.gce_api import ApiUnavailable, Compute, NoCredentials
 from jaxres.launch.lease import Lease
-from jaxres.launch.observed_state import AgentReport
+from jaxres.launch.observed_state import AgentReport, VmStatus
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files, gcs_objects
+from jaxres.storage.gcs_client import NoBucket
 from jaxres.storage.path import GcsPath
 
 
-def show_status(run: GcsPath, *, as_json: bool, clock: Clock) -> int:
-    """Prints the state of the job."""
+def show_status(
+    run: GcsPath,
+    given: RunConfig | None,
+    *,
+    as_json: bool,
+    clock: Clock,
+    compute_for: Callable[[RunConfig], Compute],
+) -> int:
+    """Prints the state of the job; changes nothing.
+
+    Args:
+      run: the run directory.
+      given: the config whose file was given, if any; needed if the run's folder is gone.
+      as_json: whether to print a JSON object.
+      clock: the clock.
+      compute_for: returns the Compute API of a config.
+    """
     paths = LaunchPaths(run)
-    desired = StateObject(paths.desired_state).read()
+    record = StateObject(paths.desired_state)
+    try:
+        desired = record.read_valid()
+    except NoBucket as error:
+        if given is None:
+            raise
+        desired, record.damage = None, str(error)
+        config = given
+    else:
+        config = job_config.any_config(paths, desired, given)
+    orphans, problem = _orphans(config, paths, desired, compute_for)
     if desired is None:
-        raise UsageError(f"{run}: no job of `launch gce` was started here")
-    config = configs.load_recorded(paths.config(desired.config), ()).config
+        if not record.damage and orphans == []:
+            raise UsageError(
+                f"{run}: no job of `launch gce` was started here, and no VM has its label "
+                f"{paths.label}"
+            )
+        fields: dict[str, Any] = {"run": str(run), "phase": None}
+        lines = [f"{run}: {record.damage or 'there is no desired state here'}"]
+    else:
+        fields, lines = _job_status(paths, desired, config, now=clock.wall())
+    fields["orphaned_vms"] = None if orphans is None else [dataclasses.asdict(v) for v in orphans]
+    if problem:
+        lines.append(f"  VMs with the label {paths.label} can't be listed: {problem}")
+    if orphans:
+        lines += [f"  {orphaned_vms.describe(vm)}: no desired state has it" for vm in orphans]
+        lines.append("  `launch gce down CONFIG.yaml` deletes them, or the launcher that leads")
+    sys.stdout.write(json.dumps(fields) + "\n" if as_json else "".join(f"{n}\n" for n in lines))
+    return ExitCode.DONE
+
+
+def _orphans(
+    config: RunConfig,
+    paths: LaunchPaths,
+    desired: DesiredState | None,
+    compute_for: Callable[[RunConfig], Compute],
+) -> tuple[list[VmStatus] | None, str]:
+    """Returns VMs that no desired state has; None: unknown, and why the API can't be asked."""
+    try:
+        listed = orphaned_vms.list_all(compute_for(config), paths.label)
+    except (ConfigError, StorageUnavailable) as error:
+        return None, str(error)
+    return orphaned_vms.orphans_of(listed.values(), desired), ""
+
+
+def _job_status(
+    paths: LaunchPaths, desired: DesiredState, config: RunConfig, *, now: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the state of the job as the fields of a JSON object, and as lines."""
     gce = config.launch.gce
     assert gce is not None, config
     holder = Lease(paths.lease, holder="", seconds=gce.lease_seconds).other_holder()
-    step = run_log.fold(run_log.read_records(RunDir(run).log)).step
+    try:
+        step = run_log.fold(run_log.read_records(RunDir(paths.run).log)).step
+        committed = f"step {step} of {config.train.steps} is committed"
+    except Unrestorable as error:
+        step, committed = None, str(error)
     reports = {
         n: AgentReport.of(metadata)
         for n, (_, metadata) in gcs_objects.list_metadata(paths.reports).items()
     }
-    now = clock.wall()
     spent = reconcile.dollars(desired, gce, now=now)
     hours = reconcile.vm_hours(desired, now=now)
     has_prices = all(option.dollars_per_hour is not None for option in gce.capacity_options)
-    if as_json:
-        fields = {
-            "run": str(run),
-            "phase": desired.phase,
-            "attempt": desired.attempt,
-            "step": step,
-            "steps": config.train.steps,
-            "leader": None if holder is None else holder.holder,
-            "vms": [dataclasses.asdict(vm) for vm in desired.vms],
-            "reports": {n: r and dataclasses.asdict(r) for n, r in reports.items()},
-            "deleting": [vm.name for vm in desired.deleting],
-            "dollars": spent if has_prices else None,
-            "vm_hours": hours,
-            "end": desired.end and dataclasses.asdict(desired.end),
-            "reason": desired.reason,
-        }
-        sys.stdout.write(json.dumps(fields) + "\n")
-        return ExitCode.DONE
+    fields = {
+        "run": str(paths.run),
+        "phase": desired.phase,
+        "attempt": desired.attempt,
+        "step": step,
+        "steps": config.train.steps,
+        "leader": None if holder is None else holder.holder,
+        "vms": [dataclasses.asdict(vm) for vm in desired.vms],
+        "reports": {n: r and dataclasses.asdict(r) for n, r in reports.items()},
+        "deleting": [vm.name for vm in desired.deleting],
+        "dollars": spent if has_prices else None,
+        "vm_hours": hours,
+        "end": desired.end and dataclasses.asdict(desired.end),
+        "reason": desired.reason,
+    }
     leader = "no launcher (run `launch gce up` again)" if holder is None else holder.holder
     cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
-    lines = [f"{run}: {desired.phase}, step {step} of {config.train.steps} is committed"]
+    lines = [f"{paths.run}: {desired.phase}, {committed}"]
     if desired.end is not None:
         lines.append(f"  end: {desired.end.reason} (exit {desired.end.exit})")
     if desired.phase != "ended":
@@ -74,8 +137,7 @@ def show_status(run: GcsPath, *, as_json: bool, clock: Clock) -> int:
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
     if desired.reason and desired.phase != "ended":
         lines.append(f"  last: {desired.reason}")
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return ExitCode.DONE
+    return fields, lines
 
 
 def _vm_line(vm: VmSpec, gce: GceSection, report: AgentReport | None) -> str:

@@ -1,4 +1,4 @@
-"""Specification of a job's VMs: the Compute API bodies, the packed code, and the startup script.
+"""Specification of a job's VMs: the Compute API bodies, the uploaded objects, the startup script.
 
 Code and config are uploaded under their digests, so every attempt runs the same ones. The startup
 script of a VM downloads the code of the run and starts its agent.
@@ -6,19 +6,13 @@ script of a VM downloads the code of the run and starts its agent.
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import io
 import re
 import shlex
-import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import jaxres
 from jaxres.config.gce_machine_types import region_of, shape_of
 from jaxres.config.schema_gce import (
     CapacityOption,
@@ -30,6 +24,7 @@ from jaxres.config.schema_gce import (
     StandardOption,
 )
 from jaxres.faults import ConfigError
+from jaxres.launch.code_package import CODE, WORK, digest_of
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
 
@@ -153,54 +148,29 @@ class Machine:
         return [{"subnetwork": name} for name in full]
 
 
-CODE, WORK = "code", "work"
-"""Folders of the packed code: jaxres itself, and the user's folder."""
-EXCLUDED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "runs", ".mypy_cache"}
-MAX_BYTES = 100 * 2**20
+def upload(data: bytes, folder: GcsPath, suffix: str) -> str:
+    """Uploads bytes under their digest unless the same object exists; returns the digest."""
+    digest = digest_of(data)
+    path = folder / f"{digest}{suffix}"
+    if gcs_objects.write(path, data, over=0) is None and gcs_objects.read(path) != data:
+        gcs_objects.write(path, data, over=None)  # It was changed since its upload.
+    return digest
 
 
-def pack(package: Path | None) -> bytes:
-    """Returns jaxres' own code and the user's folder as a compressed tar file.
-
-    Equal folders give equal bytes: the file has no times and no owners, and names are sorted.
+def read_uploaded(path: GcsPath, digest: str) -> bytes | None:
+    """Returns what `upload` has written; None: there is no such object.
 
     Raises:
-      ConfigError: there is no such folder, or it is too large.
+      ConfigError: the object has other bytes than those of its digest.
     """
-    raw = io.BytesIO()
-    with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for name, path in _files(package):
-            if raw.tell() + path.stat().st_size > MAX_BYTES:
-                raise ConfigError(
-                    f"launch.gce.package={package}: more than {MAX_BYTES // 2**20} MiB. Give a "
-                    "folder with code only; data belongs in the bucket."
-                )
-            info = tarfile.TarInfo(name)
-            data = path.read_bytes()
-            info.size, info.mode = len(data), 0o755 if path.stat().st_mode & 0o100 else 0o644
-            tar.addfile(info, io.BytesIO(data))
-    return gzip.compress(raw.getvalue(), mtime=0)
-
-
-def _files(package: Path | None) -> Iterator[tuple[str, Path]]:
-    own = Path(jaxres.__file__).parent
-    for path in sorted(own.rglob("*.py")):
-        yield f"{CODE}/jaxres/{path.relative_to(own).as_posix()}", path
-    if package is None:
-        return
-    if not package.is_dir():
-        raise ConfigError(f"launch.gce.package={package}: there is no such folder.")
-    for path in sorted(package.rglob("*")):
-        parts = path.relative_to(package).parts
-        if path.is_file() and not EXCLUDED & set(parts) and path.suffix != ".pyc":
-            yield f"{WORK}/{path.relative_to(package).as_posix()}", path
-
-
-def upload(data: bytes, folder: GcsPath, suffix: str) -> str:
-    """Uploads bytes under their digest unless the object exists; returns the digest."""
-    digest = hashlib.sha256(data).hexdigest()
-    gcs_objects.write(folder / f"{digest}{suffix}", data, over=0)
-    return digest
+    data = gcs_objects.read(path)
+    if data is not None and (found := digest_of(data)) != digest:
+        raise ConfigError(
+            f"{path}: its bytes have the digest {found[:12]}..., not {digest[:12]}...: it was "
+            "changed after `launch gce up` had uploaded it. Run `launch gce down CONFIG.yaml`, "
+            "find out which account has changed it, then run `launch gce up CONFIG.yaml`."
+        )
+    return data
 
 
 SCRIPT = r"""#!/bin/bash
@@ -225,7 +195,9 @@ fetch() {
   local token
   token=$(metadata_value instance/service-accounts/default/token |
     sed -n 's/.*"access_token" *: *"\([^"]*\)".*/\1/p')
-  curl -sf -H "Authorization: Bearer $token" -o "$base/code.tar.gz" "$storage$object" &&
+  # The token is passed on standard input: arguments are visible to all processes.
+  printf 'header = "Authorization: Bearer %s"\n' "$token" |
+    curl -sf --config - -o "$base/code.tar.gz" "$storage$object" &&
     echo "$digest  $base/code.tar.gz" | sha256sum -c --status
 }
 

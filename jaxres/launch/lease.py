@@ -6,6 +6,9 @@ waiting launcher takes the lease when it has not changed for 1.5 terms, measured
 clock. So clocks of two machines are never compared and no wall clock is used. The epoch grows with
 every change of the holder and is part of everything that a holder writes. (Gray & Cheriton,
 Leases, SOSP 1989; Lamport's fencing by a growing number.)
+
+A holder writes its lease again if it was deleted, damaged or replaced by an older copy. A damaged
+lease is kept beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxres.clock import boot_seconds
-from jaxres.faults import ConfigError, Fenced, StorageUnavailable
+from jaxres.faults import ConfigError, Fenced
 from jaxres.storage import codec, gcs_objects
 from jaxres.storage.path import GcsPath
 
@@ -51,6 +54,7 @@ class Lease:
         holder: str,
         seconds: float,
         now: Callable[[], float] = boot_seconds,
+        console: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Stores the settings; sends no request.
 
@@ -59,13 +63,16 @@ class Lease:
           holder: description of this launcher, for the operator.
           seconds: the term.
           now: a clock in seconds that keeps running while the machine is suspended.
+          console: prints that a damaged lease was found.
         """
         self._path, self._holder, self._seconds, self._now = path, holder, seconds, now
+        self._console = console
         self._nonce = secrets.token_hex(8)
         self._mine: tuple[LeaseRecord, int, float] | None = None
         """Record written last, its generation, and the time before the write."""
         self._other: tuple[int, float] | None = None
         """Generation of another launcher's lease, and since when it is unchanged."""
+        self._other_name = ""
 
     @property
     def epoch(self) -> int:
@@ -78,28 +85,52 @@ class Lease:
         """Generation of another launcher's lease when `acquire` read it last; None: none."""
         return None if self._other is None else self._other[0]
 
-    def other_holder(self) -> LeaseRecord | None:
-        """Returns the lease of another launcher; None: the lease is free or held by this one."""
-        found = self._read()
-        if found is None or found[0].released or found[0].nonce == self._nonce:
-            return None
-        return found[0]
+    @property
+    def other(self) -> str:
+        """Who may hold the lease that `acquire` waits for, for the operator."""
+        return self._other_name
 
-    def acquire(self) -> bool:
+    def other_holder(self) -> LeaseRecord | None:
+        """Returns the lease of another launcher; None: no valid lease, or held by this one."""
+        terms = self._read().terms
+        return None if terms is None or terms.released or terms.nonce == self._nonce else terms
+
+    def acquire(self, *, after_epoch: int = 0, may_be_led: bool = False) -> bool:
         """Takes the lease if it is free or has expired; False: another launcher may still hold it.
 
         Call this repeatedly: between the calls it measures how long another's lease is unchanged.
+        A damaged lease, and a missing or an older one if `may_be_led`, is waited for like one of an
+        unknown launcher: its holder writes it again within a third of its term.
+
+        Args:
+          after_epoch: epoch of the desired state; that of the new lease is above it.
+          may_be_led: whether a launcher may lead the job now.
         """
-        found, started = self._read(), self._now()
-        if found is None:
-            return self._write(epoch=1, over=0, started=started)
-        terms, generation = found
-        if not terms.released and terms.nonce != self._nonce:
-            if self._other is None or self._other[0] != generation:
-                self._other = generation, self._now()
-            if self._now() - self._other[1] < TAKEOVER_TERMS * terms.seconds:
+        found = self._read()
+        terms = found.terms
+        is_free = terms is None or terms.released or terms.nonce == self._nonce
+        is_stale = may_be_led and (terms is None or terms.epoch < after_epoch)
+        if found.problem or is_stale or not is_free:
+            if self._other is None or self._other[0] != found.generation:
+                self._other = found.generation, self._now()
+            self._other_name = self._describe(found)
+            seconds = self._seconds if terms is None else terms.seconds
+            if self._now() - self._other[1] < TAKEOVER_TERMS * seconds:
                 return False
-        return self._write(epoch=terms.epoch + 1, over=generation, started=self._now())
+        self._set_aside(found)
+        epoch = max(after_epoch, 0 if terms is None else terms.epoch) + 1
+        return self._write(epoch=epoch, over=found.generation, started=self._now())
+
+    def _describe(self, found: _Found) -> str:
+        if found.terms is not None:
+            return found.terms.holder
+        return f"an unknown launcher ({self._path} is {found.problem or 'missing'})"
+
+    def _set_aside(self, found: _Found) -> None:
+        """Keeps a copy of a damaged lease before it is overwritten."""
+        if found.problem:
+            aside = gcs_objects.set_aside(self._path, found.data, generation=found.generation)
+            self._console(f"{self._path} is {found.problem}; moved to {aside.name}")
 
     def held(self) -> bool:
         """Returns whether this launcher certainly holds the lease now."""
@@ -119,10 +150,10 @@ class Lease:
         if self._write(epoch=terms.epoch, over=generation, started=self._now()):
             return
         found = self._read()
-        if found is not None and found[0] == terms:  # The response to an earlier write was lost.
-            self._mine = terms, found[1], started
+        if found.terms == terms:  # The response to an earlier write was lost.
+            self._mine = terms, found.generation, started
             self.renew(only_if_due=False)
-        else:
+        elif not self._rewrite(found, terms, started=started):
             self._mine = None
             other = self.other_holder()
             holder = "another launcher" if other is None else other.holder
@@ -130,6 +161,30 @@ class Lease:
                 f"{self._path.parent.parent}: {holder} holds the lease of this run now; this one "
                 "stops acting, the training continues. `jaxres launch gce status` shows its state."
             )
+
+    def _rewrite(self, found: _Found, terms: LeaseRecord, *, started: float) -> bool:
+        """Writes a lease again that was deleted, damaged or replaced by an older copy.
+
+        Returns False if another launcher holds it, or may have held it since this one, which was
+        suspended. A lease of another launcher with an older epoch may be a copy, or that of a run
+        without a state. The former does not change; until that is certain this lease is not
+        extended.
+        """
+        if self._other is None and self._now() - started >= TAKEOVER_TERMS * terms.seconds:
+            return False
+        if found.terms is not None and found.terms.nonce != self._nonce:
+            is_newer = found.terms.epoch >= terms.epoch
+            if is_newer or (self._other is not None and self._other[0] != found.generation):
+                return False
+            self._other = self._other or (found.generation, self._now())
+            if self._now() - self._other[1] < TAKEOVER_TERMS * found.terms.seconds:
+                return True
+        self._set_aside(found)
+        if not self._write(epoch=terms.epoch, over=found.generation, started=self._now()):
+            return False
+        state = found.problem or ("missing" if found.terms is None else "an older copy")
+        self._console(f"{self._path} was {state}; this launcher has written it again")
+        return True
 
     def release(self) -> None:
         """Marks the lease as free, so that the next launcher takes it at once."""
@@ -148,9 +203,27 @@ class Lease:
         self._mine, self._other = (terms, generation, started), None
         return True
 
-    def _read(self) -> tuple[LeaseRecord, int] | None:
+    def _read(self) -> _Found:
         found = gcs_objects.read_at(self._path)
-        return None if found is None else (_decode(found[0], self._path), found[1])
+        if found is None:
+            return _Found(0)
+        try:
+            return _Found(found[1], _decode(found[0], self._path), found[0])
+        except ValueError as error:
+            return _Found(found[1], None, found[0], f"damaged ({error})")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The lease object as it was read."""
+
+    generation: int
+    """0: there is no object."""
+    terms: LeaseRecord | None = None
+    """None: there is no object, or it is damaged."""
+    data: bytes = b""
+    problem: str = ""
+    """Why the object is no lease; empty: it is one, or there is none."""
 
 
 def _encode(terms: LeaseRecord) -> bytes:
@@ -158,13 +231,17 @@ def _encode(terms: LeaseRecord) -> bytes:
 
 
 def _decode(data: bytes, path: GcsPath) -> LeaseRecord:
+    """Parses a lease.
+
+    Raises:
+      ConfigError: it was written in another format.
+      ValueError: it is damaged.
+    """
     try:
         fields: dict[str, Any] = json.loads(data)
         codec.require_format(fields, number=FORMAT)
         return codec.decode(LeaseRecord, fields, ignore_unknown=True)
     except codec.OtherFormat as error:
         raise ConfigError(f"{path}: {error}.") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise StorageUnavailable(
-            f"{path}: is not a lease ({error}). If no launcher runs, delete it."
-        ) from error
+    except (TypeError, AttributeError) as error:
+        raise ValueError(str(error)) from error

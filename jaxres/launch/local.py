@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +15,20 @@ from jaxres.engine import mesh_plan
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
 from jaxres.storage.path import RunPath
-from jaxres.supervisor import attempt_runner
+from jaxres.supervisor import attempt_runner, processes
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.restart_loop import run_restart_loop
 from jaxres.supervisor.restart_policy import RestartPolicy
 from jaxres.supervisor.run_config import parse_target, resolve_run
 from jaxres.supervisor.worker_group import local_hosts
 from jaxres.telemetry import alert_sender
-from jaxres.train import oom_advice
+from jaxres.telemetry.stdio import format_bytes
+from jaxres.train import completion, oom_advice
 
+COMMAND = "python -m jaxres.launch local"
 USAGE = """\
 usage: python -m jaxres.launch local CONFIG.yaml|RUN_DIR [section.field=value ...]
-           --hosts N|A..B [--devices-per-host K] [--no-restart]
+           --hosts N|A..B [--devices-per-host K] [--no-restart] [--oversubscribe]
 
 Trains with N workers on this machine, each in the role of one host, under one supervisor. It starts
 the run or resumes it. The loss of a worker ends the attempt; the next attempt resumes from the
@@ -36,9 +39,17 @@ Signals and request files as for `python -m jaxres.train`, for all workers toget
     worker has to be excluded (82, or two consecutive failures that name it).
 --devices-per-host K: virtual CPU devices of each worker (JAX_NUM_CPU_DEVICES).
 --no-restart: one attempt only.
+--oversubscribe: allow more workers, or more virtual devices, than this machine has room for by
+    its cores and its memory.
 """
 FLAGS = ("--hosts", "--devices-per-host")
 NO_RESTART = "--no-restart"
+OVERSUBSCRIBE = "--oversubscribe"
+WORKERS_PER_CORE, DEVICES_PER_CORE = 8, 64
+"""Most workers and virtual devices of one core without --oversubscribe: enough for tests of large
+jobs, few enough that the machine still answers."""
+WORKER_BYTES = 256 * 2**20
+"""Memory that a worker takes at least: the libraries alone."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,8 @@ class Options:
     devices_per_host: int | None
     """Virtual CPU devices of each worker; None: as JAX decides."""
     restart: bool = True
+    oversubscribe: bool = False
+    """Whether there may be more workers than this machine has room for."""
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -69,16 +82,16 @@ def parse(arguments: Sequence[str]) -> Options:
         flag, equals, value = argument.partition("=")
         if flag in FLAGS:
             values[flag] = value if equals else next(rest, "")
-        elif argument != NO_RESTART:
+        elif argument not in (NO_RESTART, OVERSUBSCRIBE):
             others.append(argument)
-    target, overrides = parse_target(others, usage=USAGE)
+    target, overrides = parse_target(others, command=COMMAND)
     if "--hosts" not in values:
-        raise UsageError(f"--hosts: how many workers?\n{USAGE}")
+        raise UsageError(f"--hosts: how many workers? (usage: `{COMMAND} --help`)")
     least, most = _range(values["--hosts"])
     devices = values.get("--devices-per-host")
     per_host = None if devices is None else _count("--devices-per-host", devices)
-    restart = NO_RESTART not in arguments
-    return Options(target, tuple(overrides), least, most, per_host, restart)
+    restart, oversubscribe = NO_RESTART not in arguments, OVERSUBSCRIBE in arguments
+    return Options(target, tuple(overrides), least, most, per_host, restart, oversubscribe)
 
 
 def _range(value: str) -> tuple[int, int]:
@@ -86,18 +99,44 @@ def _range(value: str) -> tuple[int, int]:
     least = _count("--hosts", first)
     most = _count("--hosts", last) if is_range else least
     if most < least:
-        raise UsageError(f"--hosts {value}: expected the smaller number first\n{USAGE}")
+        raise UsageError(f"--hosts {value}: expected the smaller number first")
     return least, most
 
 
 def _count(flag: str, value: str) -> int:
     if not (value.isascii() and value.isdigit() and int(value) >= 1):
-        raise UsageError(f"{flag} {value}: expected a whole number, at least 1\n{USAGE}")
+        given = value or "without a value"
+        raise UsageError(f"{flag} {given}: expected a whole number, at least 1")
     return int(value)
+
+
+def refuse_too_many(options: Options, *, cores: int, memory_bytes: int) -> None:
+    """Refuses more workers or virtual devices than a machine has room for; pure.
+
+    Raises:
+      UsageError: there are too many, and --oversubscribe is not given.
+    """
+    if options.oversubscribe:
+        return
+    room = max(1, min(WORKERS_PER_CORE * cores, memory_bytes // WORKER_BYTES))
+    machine = f"this machine ({cores} cores, {format_bytes(memory_bytes)} of memory)"
+    if options.max_hosts > room:
+        raise UsageError(
+            f"--hosts {options.max_hosts}: {machine} has room for {room} workers. Give at most "
+            f"{room}, or {OVERSUBSCRIBE} to start more"
+        )
+    devices = options.max_hosts * (options.devices_per_host or 1)
+    if devices > DEVICES_PER_CORE * cores:
+        raise UsageError(
+            f"--devices-per-host {options.devices_per_host}: {devices} virtual devices in all; "
+            f"{machine} has room for {DEVICES_PER_CORE * cores}. Give fewer, or {OVERSUBSCRIBE}"
+        )
 
 
 def launch(options: Options, *, env: Mapping[str, str]) -> int:
     """Trains and returns the exit code of the whole job."""
+    cores = len(os.sched_getaffinity(0))
+    refuse_too_many(options, cores=cores, memory_bytes=processes.memory_bytes())
     if options.devices_per_host is not None:
         env = {**env, "JAX_NUM_CPU_DEVICES": str(options.devices_per_host)}
     train = functools.partial(attempt_runner.run_local_workers, advise=oom_advice.host_advice)
@@ -105,11 +144,17 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
         rendezvous = functools.partial(local_hosts, num_hosts=options.max_hosts)
         run = functools.partial(train, env=env)
         return attempt_runner.run_attempt(
-            options.target, options.overrides, run=run, env=env, rendezvous=rendezvous
+            options.target,
+            options.overrides,
+            run=run,
+            is_complete=completion.is_complete,
+            env=env,
+            rendezvous=rendezvous,
         )
     loaded, run_dir = resolve_run(options.target, options.overrides)
     config, clock = loaded.config, SystemClock()
-    if attempt_runner.is_complete(run_dir, config):
+    found = completion.check(run_dir, config)
+    if found.is_complete:
         return ExitCode.DONE
     policy = RestartPolicy(
         config.restart,
@@ -125,7 +170,14 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
     env = alert_sender.scrub_secrets(config.alerts, env)
     with faults.refusals(at_start=not attempt_runner.follows_an_attempt(run_dir)):
         return run_restart_loop(
-            config, run_dir, policy=policy, run_attempt=train, env=env, clock=clock, alerts=alerts
+            config,
+            run_dir,
+            policy=policy,
+            run_attempt=train,
+            unconfirmed=found.unconfirmed,
+            env=env,
+            clock=clock,
+            alerts=alerts,
         )
 
 

@@ -102,6 +102,10 @@ class VmStatus:
     ip: str = ""
     id: int = 0
     """Unique id of the VM; its name may have been used by a deleted run."""
+    run_id: str = ""
+    """Id of the run that created it, from its label; see DesiredState.id."""
+    code: str = ""
+    """Beginning of the digest of its code, from its label."""
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,6 @@ class LaunchPaths:
         return self.configs / f"{digest}.yaml"
 
     @property
-    def compiled(self) -> GcsPath:
-        """Folder of compiled steps, by key."""
-        return self.root / "compiled"
-
-    @property
     def outputs(self) -> GcsPath:
         """Folder of the output of training processes, by attempt."""
         return self.root / "output"

@@ -16,7 +16,7 @@ from jaxres.config.gce_machine_types import quota_of, region_of, shape_of
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.launch import bucket_setup
+from jaxres.launch import bucket_setup, code_package
 from jaxres.launch.capacity_options import zone_choices
 from jaxres.launch.controller import machine_for, new_state
 from jaxres.launch.desired_state import VmSpec
@@ -30,8 +30,8 @@ from jaxres.launch.gce_api import (
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
 
-DIGEST = "0" * 64
-"""Placeholder for the digest of the packed code."""
+DIGEST, RUN_ID = "0" * 64, "x" * 8
+"""Placeholders for the digest of the packed code, and for the id that the first `up` draws."""
 
 
 def show(config: RunConfig, run: GcsPath) -> int:
@@ -44,10 +44,11 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
     """Returns the plan line by line: the capacity options, then the first request in full."""
     gce, paths = config.launch.gce, LaunchPaths(run)
     assert gce is not None, config
-    names: tuple[str, ...] = tuple(f"{paths.label}-{n:04d}" for n in range(gce.num_hosts))
+    desired = new_state(paths.label, DIGEST, DIGEST, now=0, after=None, run_id=RUN_ID)
+    names: tuple[str, ...] = tuple(f"{desired.name_prefix}-{n:04d}" for n in range(gce.num_hosts))
     found = [
         f"project {gce.project}, run {run}: {gce.num_hosts} VMs, all in one zone, all or none:",
-        f"  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
+        f"  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({RUN_ID}: random)",
         "tried in this order:",
     ]
     for number, site in enumerate(zone_choices(gce.capacity_options), start=1):
@@ -63,15 +64,14 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
             f"  {number}. {option.kind:<11} {site.zone:<16} {option.machine_type}{has}; {costs}"
         )
     first = next(zone_choices(gce.capacity_options))
-    name = f"{paths.label}-{0:04d}"
+    name = f"{desired.name_prefix}-{0:04d}"
     vm = VmSpec(name, first.zone, first.option, 0.0)
-    machine = machine_for(
-        paths, config, new_state(paths.label, DIGEST, DIGEST, now=0, after=None), vm
-    )
+    machine = machine_for(paths, config, desired, vm)
     found += ["the first request (its startup script is left out here):"]
     is_queued = isinstance(gce.capacity_options[first.option], FlexStartOption)
     body = machine.instance(name, first.zone) if is_queued else machine.bulk(names)
     found += [f"  {line}" for line in yaml.dump(_readable(body)).splitlines()]
+    found += [*_code_lines(gce), *_account_lines(gce, run)]
     found += [f"a VM deletes itself after {gce.max_run_hours:g} hours in any case"]
     limits = config.launch
     if limits.max_hours is None and limits.max_dollars is None:
@@ -79,6 +79,43 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
     else:
         found += [f"limits: max_hours={limits.max_hours}, max_dollars={limits.max_dollars}"]
     return [*found, "nothing was created"]
+
+
+def _code_lines(gce: GceSection) -> list[str]:
+    """Returns what is copied to the VMs: jaxres in one line, each file of the package in its own.
+
+    Raises:
+      ConfigError: the package has files that must not be copied.
+    """
+    packed = code_package.list_files(gce.package)
+    users = [file for file in packed if file.name.startswith(f"{code_package.WORK}/")]
+    own_bytes = sum(file.size_bytes for file in packed if file not in users)
+    found = [f"copied to the VMs: jaxres, {len(packed) - len(users)} files, {own_bytes:,} bytes"]
+    if gce.package is not None:
+        total = sum(file.size_bytes for file in users)
+        found += [f"copied from {gce.package}: {len(users)} files, {total:,} bytes"]
+        names = [file.name.removeprefix(f"{code_package.WORK}/") for file in users]
+        found += [f"  {f.size_bytes:>12,}  {n}" for f, n in zip(users, names, strict=True)]
+    return found
+
+
+def _account_lines(gce: GceSection, run: GcsPath) -> list[str]:
+    """Returns which account the VMs use, and what limits the rights of the code that they run."""
+    needed = f"Storage Object User on gs://{run.bucket}"
+    if gce.service_account is not None:
+        account = f"service account: {gce.service_account}; it needs only {needed}"
+    elif gce.template is not None:
+        account = f"service account: that of the template; it needs only {needed}"
+    else:
+        account = (
+            "service account: the project's default one, which may have the role Editor on the "
+            f"whole project. Set launch.gce.service_account to an account with only {needed}"
+        )
+    return [
+        account,
+        "the training runs as root on the VMs: its code and packages have all rights of the "
+        "service account. Give that account no other role, and use the VMs for this job only",
+    ]
 
 
 def _readable(value: Any) -> Any:

@@ -23,7 +23,14 @@ from jaxres.launch.desired_state import (
     Transition,
     VmSpec,
 )
-from jaxres.launch.observed_state import EVENTS, HALTED, HOST_ERROR, CreateFailed, ObservedState
+from jaxres.launch.observed_state import (
+    EVENTS,
+    HALTED,
+    HOST_ERROR,
+    CreateFailed,
+    ObservedState,
+    VmStatus,
+)
 
 NAMESPACE = uuid.UUID("5a3c9c1e-7a51-4f0b-9d7e-6a617872e573")
 ABSENT_SECONDS = 15.0
@@ -93,7 +100,7 @@ def _choose_zone(desired: DesiredState, observed: ObservedState, gce: GceSection
 def _new_names(desired: DesiredState, count: int) -> tuple[DesiredState, tuple[str, ...]]:
     """Returns names that were never used before."""
     first = desired.next_name
-    names = tuple(f"{desired.run}-{first + n:04d}" for n in range(count))
+    names = tuple(f"{desired.name_prefix}-{first + n:04d}" for n in range(count))
     return replace(desired, next_name=first + count), names
 
 
@@ -117,7 +124,7 @@ def _await_creation(
     if answer is True or (
         isinstance(answer, CreateFailed)
         and answer.kind == "exists"
-        and all(name in vms for name in creation.names)
+        and all(n in vms and _is_of(vms[n], desired) for n in creation.names)
     ):
         vms_created = tuple(
             replace(vm, created=True) if vm.name in creation.names else vm for vm in desired.vms
@@ -145,6 +152,11 @@ def _await_creation(
         lost = [vm for vm in desired.vms if vm.name in creation.names]
         return Transition(_renamed(new, lost, now=observed.now), (reason,))
     return Transition(release_all(new, now=observed.now), (reason,))
+
+
+def _is_of(vm: VmStatus, desired: DesiredState) -> bool:
+    """Returns whether a VM was created for this run, with the code that the run has now."""
+    return vm.run_id == desired.id and desired.code.startswith(vm.code)
 
 
 def create_timed_out(

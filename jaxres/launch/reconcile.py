@@ -182,9 +182,9 @@ def while_running(desired: DesiredState, observed: ObservedState, config: RunCon
     is_settled = bool(lost) or len(codes) == len(desired.hosts)
     if not is_settled and (observed.ended_seconds or 0.0) < _settle_seconds(codes, config):
         return Transition(desired)
-    return _after_attempt(
-        desired, _attempt_outcome(desired, codes, ended, lost, observed, config), observed, config
-    )
+    outcome = _attempt_outcome(desired, codes, ended, lost, observed, config)
+    unhealthy = [name for name, code in codes.items() if code == ExitCode.UNHEALTHY]
+    return _after_attempt(desired, outcome, observed, config, unhealthy=unhealthy)
 
 
 def _settle_seconds(codes: Mapping[str, int], config: RunConfig) -> float:
@@ -227,7 +227,7 @@ def _attempt_outcome(
             f"{reason} (a VM that was judged lost still held the run lock)",
         )
     is_one_of_many = len(desired.hosts) > 1 and [*codes.values()].count(codes[name]) == 1
-    culprit = name if is_one_of_many else None
+    culprit = name if is_one_of_many or code == ExitCode.UNHEALTHY else None
     return _outcome(desired, code, reason, observed, culprit=culprit)
 
 
@@ -268,9 +268,17 @@ def _check_stall(desired: DesiredState, observed: ObservedState, gce: GceSection
 
 
 def _after_attempt(
-    desired: DesiredState, outcome: AttemptOutcome[str], observed: ObservedState, config: RunConfig
+    desired: DesiredState,
+    outcome: AttemptOutcome[str],
+    observed: ObservedState,
+    config: RunConfig,
+    *,
+    unhealthy: Sequence[str],
 ) -> Transition:
-    """Decides what follows the end of an attempt: the end of the job, or another attempt."""
+    """Decides what follows the end of an attempt: the end of the job, or another attempt.
+
+    Every VM whose host has reported itself unhealthy is replaced, also if it is the only one.
+    """
     gce = config.launch.gce
     assert gce is not None, config
     desired = replace(
@@ -290,9 +298,9 @@ def _after_attempt(
         )
     desired = replace(desired, not_before=observed.now + decision.after_seconds)
     lost = lost_vms(desired.vms, observed, gce, notices=True)
-    if (culprit := _to_replace(desired.history)) in desired.names:
-        assert culprit is not None, outcome
-        lost[culprit] = f"is replaced: {outcome.reason}"
+    for name in {*unhealthy, _to_replace(desired.history)}:
+        if name in desired.names:
+            lost[name] = f"is replaced: {outcome.reason}"
     message = f"{message}; {decision.reason}"
     if not lost:
         return Transition(desired, (message,))
@@ -311,10 +319,5 @@ def _restart(
 
 
 def _to_replace(history: Sequence[AttemptOutcome[str]]) -> str | None:
-    """Returns the VM whose host is unhealthy, or that two consecutive failures name."""
-    last = history[-1]
-    if last.culprit is None:
-        return None
-    if last.code == ExitCode.UNHEALTHY:
-        return last.culprit
-    return last.culprit if is_named_twice(history) else None
+    """Returns the VM that two consecutive failures name; None: they name none."""
+    return history[-1].culprit if is_named_twice(history) else None

@@ -3,8 +3,6 @@
 The agent decides nothing. It starts the host's supervisor for the running attempt, ends it when
 that attempt is over, and reports. While the bucket is unavailable it continues with the state that
 it read last: the loss of the launcher stops no training.
-
-It also shares compiled steps through the bucket, so that a new VM loads what another has compiled.
 """
 
 from __future__ import annotations
@@ -25,18 +23,20 @@ from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
+from jaxres.config.gce_machine_types import num_gpus
 from jaxres.config.schema_operations import PreemptionSection
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import RunError, StorageUnavailable, UsageError
+from jaxres.faults import ConfigError, RunError, StorageUnavailable, UsageError
+from jaxres.launch.code_package import digest_of
 from jaxres.launch.desired_state import DesiredState, decode_state
+from jaxres.launch.instance_spec import read_uploaded
 from jaxres.launch.observed_state import AgentReport, AgentState
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.events import Noted, PreemptionNoticeReceived
-from jaxres.runlog.paths import RunDir
-from jaxres.storage import files, gcs_objects
+from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath, is_remote, parse_path
 from jaxres.storage.threads import spawn_thread
-from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
+from jaxres.supervisor.attempt_runner import MIN_DEVICES, RESTART_VARIABLE
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.processes import kill_me_with_parent
 
@@ -48,6 +48,13 @@ LOG_BYTES = 2**20
 """Size of the end of the output that is uploaded."""
 END_GRACE_SECONDS = 6.0
 """Time until a training process that should end at once is killed."""
+DEVICE_VARIABLES = (
+    MIN_DEVICES,
+    "JAX_PLATFORMS",
+    "JAX_NUM_CPU_DEVICES",
+    "CUDA_VISIBLE_DEVICES",
+)
+"""Variables of `launch.gce.env` that decide which devices the training has."""
 STOPPED_BYTES = 64 * 2**10
 """Size of the end of the output in which the exit line is searched."""
 
@@ -131,7 +138,6 @@ class Agent:
         self._watcher: PreemptionWatcher | None = None
         self._is_leaving = False
         self._uploaded_at = -LOG_SECONDS
-        self._compile_cache = CompileCacheSync(paths)
 
     def run(self, env: Mapping[str, str]) -> None:
         """Follows the desired state until SIGTERM is received and the training process exits."""
@@ -140,8 +146,7 @@ class Agent:
         with contextlib.ExitStack() as stack:
             while not (self._is_leaving and self._local is None):
                 if (desired := self._read()) is not None:
-                    if self._watcher is None and (config := self._config(desired)) is not None:
-                        section = self._preemption(config)
+                    if self._watcher is None and (section := self._watched(desired)) is not None:
                         watcher = PreemptionWatcher(section, env=env, clock=self._clock)
                         self._watcher = stack.enter_context(watcher)
                     self._follow(desired, env)
@@ -156,14 +161,26 @@ class Agent:
         return None
 
     def _config(self, desired: DesiredState) -> RunConfig | None:
-        """Returns the run's config; None: the bucket has not returned it yet."""
+        """Returns the run's config; None: the bucket has not returned it yet.
+
+        Raises:
+          ConfigError: the object does not have the digest in the desired state, or is no config.
+        """
         path = self._folder / f"{desired.config}.yaml"
         with contextlib.suppress(StorageUnavailable):
-            if not path.exists():
-                if (data := gcs_objects.read(self._paths.config(desired.config))) is None:
+            if not path.exists() or digest_of(path.read_bytes()) != desired.config:
+                data = read_uploaded(self._paths.config(desired.config), desired.config)
+                if data is None:
                     return None
                 path.write_bytes(data)
             return configs.load(path).config
+        return None
+
+    def _watched(self, desired: DesiredState) -> PreemptionSection | None:
+        """Returns the section for the watcher of notices; None: there is no valid config yet."""
+        with contextlib.suppress(ConfigError):  # `_start` reports it.
+            if (config := self._config(desired)) is not None:
+                return self._preemption(config)
         return None
 
     def _preemption(self, config: RunConfig) -> PreemptionSection:
@@ -188,30 +205,58 @@ class Agent:
             self._publish("ended", desired.attempt, exit=128 + signal.SIGKILL, reason=reason)
 
     def _start(self, desired: DesiredState, host: int, env: Mapping[str, str]) -> None:
-        if (config := self._config(desired)) is None:
+        try:
+            config = self._config(desired)
+        except ConfigError as error:
+            self._attempt_file.write_text(f"{desired.attempt}\n")
+            self._publish("ended", desired.attempt, exit=ExitCode.CONFIG, reason=str(error))
+            return
+        if config is None:
             return  # The bucket is unavailable; the next poll tries again.
-        self._compile_cache.pull(self._paths.run)
-        arguments = [str(self._folder / f"{desired.config}.yaml"), f"run.dir={self._paths.run}"]
-        if (notice := self._preemption(config).notice_seconds) != config.preemption.notice_seconds:
-            arguments += [f"preemption.notice_seconds={notice:g}"]
-        if len(desired.hosts) > 1:
-            coordinator = f"{desired.hosts[0].ip}:{desired.port}"
-            arguments += ["--coordinator", coordinator]
-            arguments += ["--num-hosts", str(len(desired.hosts)), "--host-id", str(host)]
+        arguments = self._arguments(desired, host, config)
         output = self._folder / f"output-{desired.attempt:04d}.txt"
         self._attempt_file.write_text(f"{desired.attempt}\n")
+        restart = "1" if desired.history else "0"
         with output.open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "jaxres.train", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**env, RESTART_VARIABLE: "1" if desired.history else "0"},
+                env=self._training_env({**env, RESTART_VARIABLE: restart}, config, desired),
                 start_new_session=True,
                 preexec_fn=functools.partial(kill_me_with_parent, os.getpid()),
             )
         self._local = LocalAttempt(desired.attempt, process, output)
         self._publish("running", desired.attempt)
+
+    def _arguments(self, desired: DesiredState, host: int, config: RunConfig) -> list[str]:
+        """Returns the arguments of `jaxres.train` for one host of the desired attempt."""
+        arguments = [str(self._folder / f"{desired.config}.yaml"), f"run.dir={self._paths.run}"]
+        if (notice := self._preemption(config).notice_seconds) != config.preemption.notice_seconds:
+            arguments += [f"preemption.notice_seconds={notice:g}"]
+        if desired.seq_before:  # The run has begun: never again at step 0.
+            arguments += ["run.must_exist=true"]
+        if len(desired.hosts) > 1:
+            coordinator = f"{desired.hosts[0].ip}:{desired.port}"
+            arguments += ["--coordinator", coordinator]
+            arguments += ["--num-hosts", str(len(desired.hosts)), "--host-id", str(host)]
+        return arguments
+
+    def _training_env(
+        self, env: Mapping[str, str], config: RunConfig, desired: DesiredState
+    ) -> dict[str, str]:
+        """Returns the environment of the training, with the number of GPUs that this VM must have.
+
+        It is left out if `launch.gce.env` chooses devices itself.
+        """
+        gce = config.launch.gce
+        if gce is None or any(name in env for name in DEVICE_VARIABLES):
+            return dict(env)
+        options = [vm.option for vm in desired.vms if vm.name == self._name]
+        types = [gce.capacity_options[option].machine_type for option in options]
+        counts = [count for kind in types if (count := num_gpus(kind)) is not None]
+        return {**env, MIN_DEVICES: str(counts[0])} if counts else dict(env)
 
     @property
     def _attempt_file(self) -> Path:
@@ -240,7 +285,6 @@ class Agent:
         if code is not None or now - self._uploaded_at >= LOG_SECONDS:
             self._uploaded_at = now
             self._upload(local)
-            self._compile_cache.push(self._paths.run)
         if code is not None:
             self._local = None
             exit = 128 - code if code < 0 else code
@@ -310,34 +354,3 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     )
     agent.run(env)
     return ExitCode.DONE
-
-
-MAX_BYTES = 2**30
-
-
-class CompileCacheSync:
-    """Copies compiled steps from and to the bucket; their names are digests of all their inputs."""
-
-    def __init__(self, paths: LaunchPaths) -> None:
-        """Stores the paths; sends no request."""
-        self._folder = paths.compiled
-        self._known: set[str] = set()
-
-    def pull(self, run: GcsPath) -> None:
-        """Downloads files that are missing here; steps are compiled if the bucket fails."""
-        local = RunDir(run).compiled
-        with contextlib.suppress(RunError, OSError):
-            local.mkdir(parents=True, exist_ok=True)
-            for name in gcs_objects.list_names(self._folder):
-                self._known.add(name)
-                if not (local / name).exists() and (data := gcs_objects.read(self._folder / name)):
-                    files.replace(local / name, data)
-
-    def push(self, run: GcsPath) -> None:
-        """Uploads files that are new here."""
-        local = RunDir(run).compiled
-        with contextlib.suppress(RunError, OSError):
-            for name in files.list_names(local):
-                if name not in self._known and (local / name).stat().st_size <= MAX_BYTES:
-                    gcs_objects.write(self._folder / name, (local / name).read_bytes(), over=0)
-                    self._known.add(name)

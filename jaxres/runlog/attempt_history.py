@@ -15,9 +15,10 @@ from datetime import datetime
 from typing import Any
 
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.runlog import run_log
-from jaxres.runlog.event_log import read_events, read_json_lines
+from jaxres.runlog import metrics, run_log
+from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, PhaseChanged, RunEnded, RunOpened
+from jaxres.runlog.guarantee import BITWISE, guarantee_level
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, Start, SupervisorEnded
 
@@ -60,6 +61,8 @@ class AttemptSummary:
     """Seconds by phase on host 0."""
     forked: bool | None = None
     """Whether host 0's worker came from the fork server; None: unknown."""
+    guarantee: str | None = None
+    """Guarantee level of its newest start; None: it did not start."""
 
 
 def fold(
@@ -78,6 +81,7 @@ def fold(
       is_alive: whether the owner of the newest attempt is alive.
     """
     claims = [record for record in records if isinstance(record.body, Claim)]
+    starts = [record for record in records if isinstance(record.body, Start)]
     newest = claims[-1].attempt if claims else 0
     return [
         _attempt(
@@ -89,6 +93,7 @@ def fold(
             ],
             events=events.get(claim.attempt, ()),
             finished=finished.get(claim.attempt),
+            starts=[start for start in starts if start.attempt <= claim.attempt],
             is_running=is_alive and claim.attempt == newest,
         )
         for claim in claims
@@ -101,6 +106,7 @@ def _attempt(
     *,
     events: Sequence[Mapping[str, Any]],
     finished: int | None,
+    starts: Sequence[Record],
     is_running: bool,
 ) -> AttemptSummary:
     assert isinstance(claim.body, Claim), claim
@@ -132,6 +138,7 @@ def _attempt(
         steps_kept=0 if committed is None or start is None else max(0, committed - start),
         phase_seconds=phase_seconds(events),
         forked=next((e.get("forked") for e in events if e.get("event") == RUN_OPENED), None),
+        guarantee=None if start is None else guarantee_level(starts),
     )
 
 
@@ -173,12 +180,13 @@ def phase_seconds(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def read(run_dir: RunDir, *, is_alive: bool, last: int | None = None) -> list[AttemptSummary]:
     """Returns the summaries of a run's attempts, or of the `last` newest ones."""
-    records = run_log.read_records(run_dir.log)
+    records = run_log.in_force(run_log.read_records(run_dir.log))
     numbers = [record.attempt for record in records if isinstance(record.body, Claim)]
     numbers = numbers if last is None else numbers[-last:]
-    steps = {n: [row["step"] for row in read_json_lines(run_dir.metrics(n))] for n in numbers}
+    shown = set(numbers)  # Besides these, a guarantee needs the starts before them.
+    steps = {n: [line.step for line in metrics.read_attempt(run_dir, n)] for n in numbers}
     return fold(
-        [record for record in records if record.attempt in set(numbers)],
+        [record for record in records if record.attempt in shown or isinstance(record.body, Start)],
         events={n: read_events(run_dir.events(n, 0)) for n in numbers},
         finished={n: max(finished) for n, finished in steps.items() if finished},
         is_alive=is_alive,
@@ -212,6 +220,8 @@ def _row(summary: AttemptSummary) -> str:
     )
     if summary.reason and summary.exit != ExitCode.DONE:
         row += f"{'':>8}{summary.reason.splitlines()[0]}\n"
+    if summary.guarantee not in (None, BITWISE):
+        row += f"{'':>8}guarantee: {summary.guarantee}\n"
     if summary.phase_seconds:
         longest = sorted(summary.phase_seconds.items(), key=lambda item: -item[1])
         prefix = "forked: " if summary.forked else ""

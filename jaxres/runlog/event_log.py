@@ -61,18 +61,32 @@ def finite_or_none(value: Any) -> Any:
 
 
 def read_events(path: RunPath) -> list[dict[str, Any]]:
-    """Reads one host's events, without partial lines of a killed process."""
-    return read_json_lines(path)
+    """Reads one host's events, without partial lines of a killed process.
+
+    A line without a name or a time is no event.
+    """
+    return [row for row in read_json_lines(path) if _is_event(row)]
+
+
+def _is_event(row: dict[str, Any]) -> bool:
+    times = (row.get("time"), row.get("monotonic", 0.0))
+    is_timed = all(isinstance(time, int | float) and math.isfinite(time) for time in times)
+    return is_timed and isinstance(row.get("event"), str)
 
 
 def read_json_lines(path: RunPath) -> list[dict[str, Any]]:
-    """Reads a file of JSON lines, without partial lines; [] if it does not exist."""
+    """Reads the objects of a file of JSON lines; [] if it does not exist.
+
+    A partial line, and one that is no JSON object, is left out.
+    """
     rows: list[dict[str, Any]] = []
     for line in read_lines(path).splitlines():
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(row, dict):
+            rows.append(row)
     return rows
 
 

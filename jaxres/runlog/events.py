@@ -52,7 +52,7 @@ class RunBuilt:
 
 @dataclass(frozen=True)
 class CompiledStepsLoaded:
-    """The compiled steps of an earlier attempt were loaded."""
+    """The compiled steps of an earlier attempt or run were loaded."""
 
     names: tuple[str, ...]
     seconds: float
@@ -60,10 +60,10 @@ class CompiledStepsLoaded:
 
 @dataclass(frozen=True)
 class StepsCompiled:
-    """The steps were compiled, or loaded from the cache that runs share."""
+    """The steps were traced, then loaded by their text or compiled."""
 
     reason: str
-    """Why the compiled steps of the run could not be loaded."""
+    """Why no compiled steps could be loaded without a trace."""
     seconds: float
 
 

@@ -32,7 +32,7 @@ class RunHistory:
     quarantined: tuple[tuple[Record, Quarantine], ...] = ()
     """Commit records of damaged steps, each with its Quarantine, ascending by step."""
     paths: frozenset[str] = frozenset()
-    """Paths of all steps that were ever committed; they are never reused."""
+    """Paths of all commit records, ignored ones too; they are never reused."""
     skips: tuple[tuple[int, int], ...] = ()
     bad_rows: tuple[tuple[int, int], ...] = ()
     """The skips of bad records, which are skipped in every later epoch too."""
@@ -59,6 +59,10 @@ class RunHistory:
     def committed(self) -> tuple[Commit, ...]:
         """The commits, ascending by step."""
         return tuple(_commit_of(record) for record in self.commits)
+
+    def commits_of(self, attempt: int) -> list[Commit]:
+        """Returns the commits that one attempt has made, ascending by step."""
+        return [_commit_of(record) for record in self.commits if record.attempt == attempt]
 
     @property
     def protected_dirs(self) -> frozenset[str]:
@@ -105,13 +109,28 @@ def start_of(record: Record) -> Start:
     return record.body
 
 
+def in_force(records: Sequence[Record]) -> list[Record]:
+    """Returns the records without the late ones: those that follow the claim of a newer attempt.
+
+    Attempts write no record after a newer claim that they have read. But a bucket may execute a
+    request long after its sender has ended.
+    """
+    newest, kept = 0, list[Record]()
+    for record in records:
+        if record.attempt >= newest:
+            kept.append(record)
+        if isinstance(record.body, Claim):
+            newest = max(newest, record.attempt)
+    return kept
+
+
 def fold(records: Sequence[Record]) -> RunHistory:
     """Returns the run history of the records; pure, and their only interpretation."""
     claims: list[Claim] = []
     starts: list[Record] = []
     commits: dict[int, Record] = {}
     quarantined: list[tuple[Record, Quarantine]] = []
-    paths: set[str] = set()
+    paths = {record.body.path for record in records if isinstance(record.body, Commit)}
     skips: list[tuple[int, int]] = []
     bad_rows: list[tuple[int, int]] = []
     num_skips = 0
@@ -120,17 +139,16 @@ def fold(records: Sequence[Record]) -> RunHistory:
     looks_back: int | None = None
     good_through: dict[int, int] = {}
     """Step of a commit -> newest step that no rollback after that commit can reach."""
-    for record in records:
+    for record in in_force(records):
         match record.body:
             case Claim():
                 claims.append(record.body)
             case Start(looks_back_steps=looks_back):
                 starts.append(record)
-            case Commit(step=step, path=path):
+            case Commit(step=step):
                 commits[step] = record
                 if looks_back is not None:
                     good_through[step] = max(0, step - looks_back)
-                paths.add(path)
             case Quarantine(step=step, path=path):
                 if step in commits and _commit_of(commits[step]).path == path:
                     quarantined.append((commits.pop(step), record.body))

@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from jaxres.runlog.event_log import finite_or_none, read_json_lines
@@ -100,11 +101,36 @@ def surviving_metrics(run_history: RunHistory, lines: Iterable[MetricsLine]) -> 
 
 def read_history(run_dir: RunDir, history: RunHistory) -> list[MetricsLine]:
     """Reads the metrics of all attempts and returns the lines of the surviving history."""
-    names = [field.name for field in dataclasses.fields(MetricsLine)]
     lines: list[MetricsLine] = []
     for attempt in range(1, history.attempt + 1):
-        for fields in read_json_lines(run_dir.metrics(attempt)):
-            known = {name: fields[name] for name in names if name in fields}
-            known["busy_seconds"] = tuple(known.get("busy_seconds", ()))
-            lines.append(MetricsLine(**known))
+        lines += read_attempt(run_dir, attempt)
     return surviving_metrics(history, lines)
+
+
+def read_attempt(run_dir: RunDir, attempt: int) -> list[MetricsLine]:
+    """Reads the metrics of an attempt; a line that is no metrics line is left out."""
+    lines = map(_decoded, read_json_lines(run_dir.metrics(attempt)))
+    return [line for line in lines if line is not None]
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("seq", "step", "attempt", "tokens"), (int,)),
+    **dict.fromkeys(("loss", "grad_norm", "learning_rate", "loss_scale"), (int, float, NoneType)),
+    "step_seconds": (int, float),
+    "skipped": (bool,),
+    "samples": (str,),
+    "busy_seconds": (list,),
+}
+_REQUIRED = {f.name for f in dataclasses.fields(MetricsLine) if f.default is dataclasses.MISSING}
+
+
+def _decoded(fields: dict[str, Any]) -> MetricsLine | None:
+    known = {name: fields[name] for name in _TYPES if name in fields}
+    if not known.keys() >= _REQUIRED:
+        return None
+    if any(type(value) not in _TYPES[name] for name, value in known.items()):
+        return None
+    busy = known.get("busy_seconds", [])
+    if not all(isinstance(seconds, int | float) for seconds in busy):
+        return None
+    return MetricsLine(**{**known, "busy_seconds": tuple(busy)})

@@ -80,11 +80,6 @@ class RunDir:
         return self.local / "exports"
 
     @property
-    def compiled(self) -> Path:
-        """The folder of compiled steps, by key; created again if it is missing."""
-        return self.local / "compiled"
-
-    @property
     def tensorboard(self) -> Path:
         """The folder of TensorBoard's event files; in a bucket, `tensorboard` has copies."""
         return self.local / "tensorboard"

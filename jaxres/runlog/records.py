@@ -30,6 +30,8 @@ class Claim:
     versions: dict[str, str]
     fingerprint: dict[str, str]
     trajectory: str
+    started: int = 0
+    """When that process started, in clock ticks since the boot; 0: unknown."""
     slots: tuple[int, ...] | None = None
     """The slot of each host of the attempt, by host number; None: the attempt is not restarted."""
 
@@ -46,6 +48,8 @@ class Start:
     """Other inputs that change bits: devices, mesh, microbatches, threads, versions."""
     init: dict[str, str] | None = None
     """Digest, path and, for those of a run, step of the initial weights (`init_from`)."""
+    devices: tuple[int, ...] | None = None
+    """Number of devices of each host, by host number; None: unknown."""
     looks_back_steps: int | None = None
     """Largest distance from a step that triggers a rollback to its onset, by the guards' settings.
     A commit that is this much older than the newest one is known to be good. None: unknown."""
@@ -174,7 +178,8 @@ class Record:
             raise Unrestorable(
                 f"{path}: this record of the run's log is damaged ({error}). The log decides which "
                 "steps are committed, so nothing is restored, and the run does not start again "
-                "from step 0. Restore the file from a copy. Nothing was changed."
+                "from step 0. Restore the file from a copy, or rebuild the log: jaxres checkpoints "
+                f"adopt {path.parent.parent}. Nothing was changed."
             ) from error
         try:
             del fields[codec.FORMAT]

@@ -1,7 +1,9 @@
 """The run log: numbered records, each created only if absent, folded into the run history.
 
-Home of: zombie. A process that finds another attempt's record in the slot it wanted is fenced, and
-has written nothing. So there is one linearisation point, however long a process was paused.
+Home of: zombie. A process that finds a newer attempt's record in the slot it wanted is fenced, and
+has written nothing. So there is one linearisation point, however long a process was paused. A late
+record of an older attempt fences no newer one: it is skipped. If it precedes the newer claim it is
+part of the history; if it follows, `fold` ignores it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 
 from jaxres.clock import Clock
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable, Unrestorable
-from jaxres.runlog.history import RunHistory, fold, start_of
+from jaxres.runlog.history import RunHistory, fold, in_force, start_of
 from jaxres.runlog.records import (
     AttemptEnded,
     Body,
@@ -47,19 +49,30 @@ __all__ = [
     "claim_of",
     "file_name",
     "fold",
+    "in_force",
     "newer_claim",
     "read_after",
     "read_records",
+    "refuse_lost",
     "start_of",
     "superseded_message",
 ]
 
 
-def read_records(folder: RunPath) -> list[Record]:
-    """Reads the whole log in order; a gap in the numbers is an error."""
+def read_records(folder: RunPath, *, known: int = 0) -> list[Record]:
+    """Reads the whole log in order; a gap in the numbers is an error.
+
+    Args:
+      folder: the folder of the log.
+      known: number of records that this process has read or written before.
+
+    Raises:
+      StorageUnavailable: there are fewer records: the folder is being deleted, or unmounted.
+    """
     if is_remote(folder):
         return list(_known.newest(folder))
     names = files.list_names(folder)
+    refuse_lost(folder, len(names), known=known)
     _refuse_gaps(folder, names, first=1)
     return [_read(folder / name) for name in names]
 
@@ -69,7 +82,8 @@ def _refuse_gaps(folder: RunPath, names: Sequence[str], *, first: int) -> None:
         if name != file_name(number):
             raise ConfigError(
                 f"{folder / name}: expected record {file_name(number)} here. A record is missing "
-                "or a file does not belong; restore the folder from a copy. Nothing was changed."
+                "or a file does not belong. Restore the folder from a copy, or rebuild the log: "
+                f"jaxres checkpoints adopt {folder.parent}. Nothing was changed."
             )
 
 
@@ -122,10 +136,27 @@ def _require(path: RunPath, data: bytes | None) -> bytes:
     return data
 
 
-def claim_of(records: Sequence[Record], *, attempt: int) -> Claim:
-    """Returns the claim that opened an attempt."""
-    bodies = (record.body for record in records if record.attempt == attempt)
-    return next(body for body in bodies if isinstance(body, Claim))
+def refuse_lost(folder: RunPath, count: int, *, known: int) -> None:
+    """Raises StorageUnavailable if a log has fewer records than this process knows of.
+
+    Otherwise a disk that is not mounted any more would look like a run that has not begun.
+    """
+    if count < known:
+        raise StorageUnavailable(
+            f"{folder}: {known} records existed, {count} are left. Was the run directory "
+            "deleted or unmounted? Restore the folder; nothing was changed."
+        )
+
+
+def claim_of(records: Sequence[Record], *, attempt: int, folder: RunPath) -> Claim:
+    """Returns the claim that opened an attempt; raises StorageUnavailable if it is gone."""
+    for record in records:
+        if record.attempt == attempt and isinstance(record.body, Claim):
+            return record.body
+    raise StorageUnavailable(
+        f"{folder}: the claim of attempt {attempt} is missing. Was the run directory moved, "
+        "deleted or unmounted? Restore it, then rerun the same command."
+    )
 
 
 def newer_claim(folder: RunPath, *, attempt: int, after: int) -> tuple[Claim | None, int]:
@@ -165,16 +196,18 @@ class RunLog:
         self._lock = threading.Lock()
         self._unconfirmed: bytes | None = None
         """A record whose write storage has not confirmed: the next slot may have it or not."""
+        self._read: tuple[Record, ...] = ()
+        """The records that this process has read from a disk; a record never changes."""
         self.attempt = attempt
 
     @classmethod
     def claim(
         cls, folder: RunPath, claim: Claim, *, after: Sequence[Record], clock: Clock
     ) -> RunLog:
-        """Claims the run for `claim.attempt`, in the slot right after the records `after`.
+        """Claims the run for `claim.attempt`, in the first free slot after the records `after`.
 
         Raises:
-          Fenced: another process has written this slot first.
+          Fenced: another process has claimed the run since these records were read.
         """
         files.make_dir(folder)
         log = cls(folder, attempt=claim.attempt, last_seq=len(after), clock=clock)
@@ -182,14 +215,30 @@ class RunLog:
         files.delete_temporaries(folder)
         return log
 
+    @classmethod
+    def of_attempt(
+        cls, folder: RunPath, records: Sequence[Record], *, attempt: int, clock: Clock
+    ) -> RunLog:
+        """Returns the log for another process of an attempt that is claimed in the records.
+
+        It begins right after the claim, so that a newer claim in the records fences it.
+        """
+        claims = (r.seq for r in records if r.attempt == attempt and isinstance(r.body, Claim))
+        return cls(folder, attempt=attempt, last_seq=next(claims), clock=clock)
+
+    @property
+    def last_seq(self) -> int:
+        """Number of the newest record of this attempt that this process knows."""
+        return self._last_seq
+
     def append(self, body: Body) -> Record:
         """Writes the next record durably.
 
         The supervisor and its worker both write for their attempt: each skips slots that the other
-        one has written.
+        one has written, and slots with late records of older attempts.
 
         Raises:
-          Fenced: another attempt owns the log; nothing was written.
+          Fenced: a newer attempt owns the log; nothing was written.
         """
         with self._lock:
             self._settle_unconfirmed()
@@ -207,7 +256,8 @@ class RunLog:
 
     def _raise_if_fenced(self, path: RunPath, body: Body) -> None:
         winner = _read(path)
-        if isinstance(body, Claim) or winner.attempt != self.attempt:
+        is_other_claim = isinstance(body, Claim) and isinstance(winner.body, Claim)
+        if is_other_claim or winner.attempt > self.attempt:
             raise _fenced(path, winner)
 
     def confirm_pending(self) -> bool:
@@ -244,16 +294,22 @@ class RunLog:
         return self._folder
 
     def records(self) -> list[Record]:
-        """Reads the whole log.
+        """Returns the whole log; reads only the records that this process has not read yet.
 
         Raises:
           StorageUnavailable: records that this process has seen are missing. A committed step must
             not be treated as deleted because storage does not show its record.
         """
         known = self._last_seq  # Before the list: other threads append.
-        records = read_records(self._folder)
-        if len(records) < known:
-            raise StorageUnavailable(f"{self._folder}: records are missing that existed before.")
+        if is_remote(self._folder):
+            records = read_records(self._folder)
+        else:
+            before, names = self._read, files.list_names(self._folder)
+            refuse_lost(self._folder, len(names), known=known)
+            _refuse_gaps(self._folder, names, first=1)
+            records = [*before, *(_read(self._folder / name) for name in names[len(before) :])]
+            self._read = tuple(records)
+        refuse_lost(self._folder, len(records), known=known)
         return records
 
     def history(self) -> RunHistory:

@@ -32,7 +32,10 @@ def decode_checksummed(data: bytes, *, number: int) -> dict[str, Any]:
       OtherFormat: the object has another format, and its digest is not wrong.
       ValueError: the data is not an object, or its digest is missing or wrong.
     """
-    fields = json.loads(data)
+    try:
+        fields = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(fields, dict):
         raise ValueError("not an object")
     digest = fields.pop(DIGEST, None)

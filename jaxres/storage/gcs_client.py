@@ -33,6 +33,10 @@ class PermissionDenied(StorageRefused):
     """The bucket refuses this account, or there is no account."""
 
 
+class NoBucket(StorageRefused):
+    """The bucket does not exist."""
+
+
 _lock = threading.Lock()
 _clients: dict[int, Client] = {}
 
@@ -71,7 +75,7 @@ def _connect() -> Client:
     except ImportError as error:
         raise ConfigError(
             f"{SCHEME}...: a package is missing ({error.name}). "
-            "Install it with: pip install 'jaxres[gcs]'"
+            "Run `pip install -e '.[gcs]'` in the checkout of jaxres."
         ) from error
     try:
         client = Client(project=None)
@@ -135,7 +139,7 @@ def typed_error(error: Exception, path: GcsPath) -> Exception:
     from google.api_core.exceptions import Forbidden, NotFound, Unauthorized
 
     if isinstance(error, NotFound) and "bucket does not exist" in str(error):
-        return StorageRefused(
+        return NoBucket(
             f"{path}: there is no bucket {path.bucket}. Create it, or choose another path."
         )
     if isinstance(error, Forbidden | Unauthorized):

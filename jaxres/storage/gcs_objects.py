@@ -159,6 +159,13 @@ def write(
         return current.generation if current is not None and current.nonce == nonce else None
 
 
+def set_aside(path: GcsPath, data: bytes, *, generation: int) -> GcsPath:
+    """Copies what one generation of a damaged object had to a name beside it, for the operator."""
+    aside = path.with_name(f"{path.name}.damaged-{generation}")
+    write(aside, data, over=0)
+    return aside
+
+
 def delete(path: GcsPath) -> bool:
     """Deletes an object; False: it did not exist."""
     with _on_not_found(absent := []):

@@ -12,8 +12,10 @@ import errno
 import fcntl
 import functools
 import os
+import re
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,8 +25,11 @@ from jaxres.storage.path import RunPath
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EROFS, errno.EACCES, errno.EPERM}
-_MISNAMED = {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+_MISNAMED = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _FAILING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ECONNRESET}
+_TRASH = re.compile(r"\..+\.[0-9a-f]{12}\.trash")
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")
+"""Names of this module only: other names in the same folder belong to users."""
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -55,6 +60,29 @@ def typed_errors(path: RunPath) -> Iterator[None]:
                 "rerun the same command when storage works again."
             ) from error
         raise
+
+
+def make_private_dir(folder: Path) -> None:
+    """Creates a folder that only this account can use, or checks that an existing one is such.
+
+    Its parents are not checked.
+
+    Raises:
+      ConfigError: another account can use it, or it is a link or a file.
+    """
+    with typed_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
+        raise ConfigError(
+            f"{folder}: expected a folder of this account (uid {os.geteuid()}) with permissions "
+            f"0700, because it holds machine code; found {stat.filemode(found.st_mode)} of uid "
+            f"{found.st_uid}. Delete it if other accounts may have written to it, else run "
+            f"`chmod 700 {folder}`."
+        )
 
 
 def fault_of(error: OSError) -> type[RunError]:
@@ -148,8 +176,8 @@ class LocalStore:
         """Deletes temporary files of killed writers whose final name exists."""
         with typed_errors(folder):
             for temporary in folder.glob(".*.tmp"):
-                name = temporary.name[1:].rsplit(".", 2)[0]
-                if (folder / name).exists():
+                match = _TEMPORARY.fullmatch(temporary.name)
+                if match is not None and (folder / match[1]).exists():
                     temporary.unlink(missing_ok=True)
 
     def list_names(self, folder: Path, *, after: str = "") -> list[str]:
@@ -164,6 +192,9 @@ class LocalStore:
         """Creates `folder` and its parents, durably."""
         with typed_errors(folder):
             new = [path for path in (folder, *folder.parents) if not path.exists()]
+            for path in new:
+                if path.is_symlink():  # Its disk is not mounted: mkdir would raise EEXIST.
+                    raise FileNotFoundError(errno.ENOENT, "link to nothing", str(path))
             folder.mkdir(parents=True, exist_ok=True)
             for path in new:
                 self.sync_dir(path.parent)
@@ -181,7 +212,7 @@ class LocalStore:
     def trash(self, folder: Path) -> list[Path]:
         """Returns the trash that a killed `delete_tree` has left in `folder`."""
         with typed_errors(folder):
-            return sorted(folder.glob(".*.trash"))
+            return sorted(path for path in folder.glob(".*") if _TRASH.fullmatch(path.name))
 
     def delete_trash(self, folder: Path) -> None:
         """Deletes the trash in `folder`."""
@@ -216,12 +247,17 @@ class LocalStore:
             os.close(descriptor)
 
     def files_below(self, folder: Path) -> dict[str, int]:
-        """Returns relative path -> size of every file below `folder`; raises every OSError."""
+        """Returns relative path -> size of every file below `folder`; raises every OSError.
+
+        Links are followed; a link to nothing is left out, like a file that is missing.
+        """
         sizes: dict[str, int] = {}
-        for root, _, files in os.walk(folder, onerror=_raise if folder.exists() else None):
+        onerror = _raise if folder.exists() else None
+        for root, _, files in os.walk(folder, onerror=onerror, followlinks=True):
             for name in files:
                 path = Path(root, name)
-                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
         return sizes
 
     def cached_files(self, folder: Path) -> list[Path]:
@@ -273,9 +309,15 @@ def _write_temp(path: Path, data: bytes, *, mode: int = 0o666) -> Path:
 
 
 def _remove_trash(folder: Path) -> None:
-    """Deletes a trash folder that another process may be deleting at the same time."""
+    """Deletes a trash folder that another process may be deleting at the same time.
+
+    Of a link only the link is deleted: what it points to may belong to something else.
+    """
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(folder)
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)
+        else:
+            folder.unlink()
 
 
 def _fsync(path: Path, flags: int) -> None:

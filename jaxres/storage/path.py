@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,11 @@ SCHEME = "gs://"
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f#?*\[\]]")
 """Characters that Google advises against in names."""
+_OTHER_SCHEME = re.compile(r"(?!gs://)[A-Za-z][A-Za-z0-9+.-]*:/{1,2}")
+_NOT_FOR_ORBAX = re.compile(r"[\x00-\x1f\x7f*?\[\]\\]")
+"""Orbax takes `*?[]` for patterns, and TensorStore takes a backslash for a slash."""
+_BUCKET_ROOTS = ("gs", "s3", "az", "hf")
+"""Top-level folders that epath, with which Orbax opens files, takes for buckets."""
 
 
 @dataclass(frozen=True, order=True)
@@ -69,6 +75,8 @@ def parse_path(text: str) -> RunPath:
     (GcsPath(bucket='bucket', key='runs/a'), PosixPath('runs/a'))
     """
     if not text.startswith(SCHEME):
+        if not text or "\0" in text or _OTHER_SCHEME.match(text):
+            raise ValueError("must be a local path or gs://BUCKET/FOLDER")
         return Path(text)
     bucket, _, key = text.removeprefix(SCHEME).partition("/")
     key = key.rstrip("/")
@@ -76,6 +84,60 @@ def parse_path(text: str) -> RunPath:
     if not _BUCKET.fullmatch(bucket) or {"", ".", ".."} & set(parts) or _FORBIDDEN.search(key):
         raise ValueError("must be gs://BUCKET/FOLDER, without empty parts and without *?[]#")
     return GcsPath(bucket, key)
+
+
+def normalized(path: RunPath) -> RunPath:
+    """Returns the normal form: absolute, `~` expanded, without `..` and repeated slashes.
+
+    Each `..` is resolved as the operating system does it, so through symbolic links. The part of
+    the path after the last `..` keeps its links: what they point to may change.
+
+    Raises:
+      ValueError: the path is relative and the current directory does not exist any more.
+
+    >>> normalized(Path("//data/../data/./run"))
+    PosixPath('/data/run')
+    """
+    if is_remote(path):
+        return path
+    try:
+        whole = Path(os.path.expanduser(path)).absolute()
+    except FileNotFoundError as error:
+        raise ValueError(
+            "is relative, and the current directory does not exist any more"
+        ) from error
+    parts = whole.parts[1:]  # The first one may be `//`, which TensorStore refuses.
+    after = len(parts) - parts[::-1].index("..") if ".." in parts else 0
+    return Path(os.path.realpath(Path("/", *parts[:after])), *parts[after:])
+
+
+def run_root(path: RunPath) -> RunPath:
+    """Returns the normal form of a run directory's path.
+
+    Raises:
+      ValueError: no checkpoint can be saved there, whatever the storage.
+    """
+    root = normalized(path)
+    if is_remote(root):
+        return root
+    wrong = next((part for part in root.parts[1:] if _NOT_FOR_ORBAX.search(part)), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong!r} has one of * ? [ ] \\ or a control character: rename it")
+    if not _is_text(root):
+        raise ValueError(f"{str(root)!a} is not UTF-8 text: rename it")
+    if root.parts[1:2] and root.parts[1] in _BUCKET_ROOTS:
+        raise ValueError(f"Orbax takes /{root.parts[1]} for a bucket: choose another")
+    if wrong := {f"{scheme}:" for scheme in _BUCKET_ROOTS} & set(root.parts):
+        raise ValueError(f"Orbax takes the folder {wrong.pop()} for a bucket: rename it")
+    return root
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def relative(path: RunPath, root: RunPath) -> str:

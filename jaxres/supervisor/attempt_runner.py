@@ -30,7 +30,7 @@ from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
-from jaxres.runlog import run_log
+from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.attempt_result import AttemptResult, stop_record
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunHistory, RunLog
@@ -42,6 +42,7 @@ from jaxres.supervisor.attempt import ignore_save_health, print_message
 from jaxres.supervisor.failure_report import upload_artifacts
 from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.proc_stat import read_proc_stat
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.supervisor import supervise
@@ -49,6 +50,8 @@ from jaxres.supervisor.worker_group import Rendezvous, WorkerGroup, boot_id, sin
 from jaxres.telemetry import stdio
 from jaxres.telemetry.heartbeat import SaveHealth
 
+MIN_DEVICES = "JAXRES_MIN_DEVICES"
+"""Environment variable with the number of devices that each host must have."""
 RECORD_SECONDS = 10.0
 """Longest wait, at the end, to write the last record or to read a traceback."""
 
@@ -113,6 +116,7 @@ def run_attempt(
     overrides: Sequence[str],
     *,
     run: Callable[[ClaimedAttempt], AttemptResult],
+    is_complete: Callable[[RunDir, RunConfig], bool],
     env: Mapping[str, str],
     rendezvous: Rendezvous = single_host,
     threads: int | None = None,
@@ -123,6 +127,7 @@ def run_attempt(
       target: a config file or a run directory.
       overrides: `section.field=value` arguments.
       run: runs the claimed attempt to its end.
+      is_complete: returns whether there is nothing left to train, and prints so.
       env: the attempt's environment.
       rendezvous: the rendezvous of the job's hosts, before anything is claimed.
       threads: number of CPU threads of this process if it trains itself (--inline); None: the
@@ -132,7 +137,7 @@ def run_attempt(
     config = loaded.config
     if is_complete(run_dir, config):
         return ExitCode.DONE
-    clock = SystemClock()
+    known, clock = len(run_log.read_records(run_dir.log)), SystemClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
         preemption_watcher = None
@@ -144,7 +149,14 @@ def run_attempt(
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         signals.block()  # Until the select loop handles them, so that the result is recorded.
         log, opened = claim_attempt(
-            config, run_dir, job=job, run_lock=run_lock, clock=clock, env=env, threads=threads
+            config,
+            run_dir,
+            job=job,
+            run_lock=run_lock,
+            clock=clock,
+            env=env,
+            known=known,
+            threads=threads,
         )
         opened = dataclasses.replace(opened, preemption_watcher=preemption_watcher)
         ended = consume_stop_file(run_dir, opened.claim)
@@ -166,18 +178,41 @@ def claim_attempt(
     run_lock: RunLock,
     clock: Clock,
     env: Mapping[str, str],
+    known: int,
     threads: int | None = None,
+    attempt: int | None = None,
 ) -> tuple[RunLog, ClaimedAttempt]:
-    """Writes the claim of the run's next attempt to the run log, and records its config."""
-    records = run_log.read_records(run_dir.log)
+    """Writes the claim of the run's next attempt to the run log, and records its config.
+
+    Args:
+      config: config of the attempt.
+      run_dir: the run directory.
+      job: hosts of the attempt.
+      run_lock: the lock, held.
+      clock: time of the records.
+      env: environment of the attempt.
+      known: number of records that this process has read before.
+      threads: number of CPU threads of this process if it trains itself.
+      attempt: number of the attempt, for a log that is being rebuilt; None: the next one of a log
+        that accounts for the checkpoints.
+
+    Raises:
+      StorageUnavailable: there are fewer records, so that the run would start again at step 0.
+      Unrestorable: the log does not account for the checkpoints; nothing was changed.
+    """
+    records = run_log.read_records(run_dir.log, known=known)
+    if attempt is None:
+        step_dirs.require_complete_log(run_dir, run_log.fold(records))
     claim = new_claim(config, run_log.fold(records), env=env, job=job)
+    if attempt is not None:
+        claim = dataclasses.replace(claim, attempt=attempt)
     if threads is not None:
         _refuse_other_threads(claim, threads)
     log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
-    _record_config(config, run_dir, claim, is_first=not run_log.fold(records).starts)
-    last_seq = len(records) + 1
+    # Late records of the attempt before may precede the claim.
+    _record_config(config, run_dir, claim, is_first=not log.history().starts)
     return log, ClaimedAttempt(
-        config, run_dir, log, claim, run_lock, clock, last_seq, job.hosts, None
+        config, run_dir, log, claim, run_lock, clock, log.last_seq, job.hosts, None
     )
 
 
@@ -219,7 +254,7 @@ def run_local_workers(
     claim = opened.claim
     hosts = [HostRank(host, claim.num_hosts) for host in opened.hosts]
     ended = supervise(
-        {member.host: worker_command(opened.run_dir, claim, member) for member in hosts},
+        {h.host: worker_command(opened.run_dir, claim, h, env=env) for h in hosts},
         run_dir=opened.run_dir,
         attempt=claim.attempt,
         last_seq=opened.last_seq,
@@ -248,10 +283,14 @@ def add_memory_advice(
     return ended
 
 
-def worker_command(run_dir: RunDir, claim: Claim, member: HostRank) -> list[str]:
-    """Returns the argv of one host's worker."""
+def worker_command(
+    run_dir: RunDir, claim: Claim, member: HostRank, *, env: Mapping[str, str] | None = None
+) -> list[str]:
+    """Returns the argv of one host's worker; `env` has the number of devices that it must have."""
     command = [sys.executable, "-m", "jaxres.train.worker", str(run_dir.root)]
     command += ["--attempt", str(claim.attempt), "--parent", str(os.getpid())]
+    if (least := (env or {}).get(MIN_DEVICES, "")).isdecimal():
+        command += ["--min-devices", least]
     if member == ALONE:
         return command
     rank = ["--host", str(member.host), "--num-hosts", str(member.num_hosts)]
@@ -297,18 +336,6 @@ def print_result(ended: AttemptResult, run_dir: RunDir, claim: Claim) -> None:
         text = "".join([*parts, bug])
     stdio.flush()
     stdio.eprint(text)
-
-
-def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
-    """Whether the last step is committed; prints a message if it is."""
-    step = run_log.fold(run_log.read_records(run_dir.log)).step
-    if step < config.train.steps:
-        return False
-    sys.stdout.write(
-        f"{run_dir.root}: step {step} of {config.train.steps} is committed already; "
-        "nothing to do. For a new run, change run.seed, run.dir or the config.\n"
-    )
-    return True
 
 
 def follows_an_attempt(run_dir: RunDir) -> bool:
@@ -368,6 +395,7 @@ def new_claim(
             "xla_flags": env.get("XLA_FLAGS", ""),
         },
         trajectory=configs.digest(config),
+        started=read_proc_stat().start_ticks,
         slots=job.slots,
     )
 

@@ -12,12 +12,12 @@ from jaxres.cluster.host_group import HostRank
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import RunPath
 from jaxres.supervisor import signals
 from jaxres.supervisor.attempt_runner import (
     add_memory_advice,
     follows_an_attempt,
-    is_complete,
     print_result,
     worker_command,
 )
@@ -37,6 +37,7 @@ def follow(
     secret: str,
     env: Mapping[str, str],
     advise: Callable[[RunConfig, str], str],
+    is_complete: Callable[[RunDir, RunConfig], bool],
 ) -> int:
     """Connects to the supervisor of host 0 and runs this host's worker; returns the exit code."""
     loaded, run_dir = resolve_run(target, overrides)
@@ -53,8 +54,8 @@ def follow(
         attempt_number, peers = stack.enter_context(joined)
         signals.block()
         records = run_log.read_records(run_dir.log)
-        claim = run_log.claim_of(records, attempt=attempt_number)
-        command = worker_command(run_dir, claim, member)
+        claim = run_log.claim_of(records, attempt=attempt_number, folder=run_dir.log)
+        command = worker_command(run_dir, claim, member, env=env)
         ended = supervise(
             {member.host: command},
             run_dir=run_dir,

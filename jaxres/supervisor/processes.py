@@ -3,9 +3,10 @@
 Leftovers are found in two ways. Every process of an attempt carries a tag in its environment, made
 of the nonce in the attempt's claim, so that a later supervisor finds exactly these processes. And a
 supervisor is a subreaper: orphans become its children, so every descendant that is left after an
-attempt is a leftover.
+attempt is a leftover. This second way is not used by a supervisor that may adopt other processes.
 
-Also here: the kernel's count of out-of-memory kills, and the parent-death signal.
+Also here: the kernel's count of out-of-memory kills, the memory of this machine, and the
+parent-death signal.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -58,6 +60,18 @@ def oom_kill_count(root: Path = Path("/")) -> int:
     return 0
 
 
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Returns the memory of this machine, or the limit of this process's cgroup if it is less."""
+    found = re.search(r"^MemTotal:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+    assert found is not None, "the kernel always reports MemTotal"
+    limits = [int(found[1]) * 1024]
+    for path in _counters(root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # No limit is "max".
+                limits.append(int(path.with_name(name).read_text()))
+    return min(limits)
+
+
 def _counters(root: Path) -> list[Path]:
     """Returns the files that may hold the counter, for version 1 or 2 of cgroups."""
     cgroups = root / "sys/fs/cgroup"
@@ -86,9 +100,30 @@ MAX_REAPED = 100
 """Most zombie processes that one call reaps; the others wait for the next call."""
 
 
-def become_subreaper() -> None:
-    """Makes this process the new parent of every descendant whose own parent exits."""
+def become_subreaper() -> bool:
+    """Makes this process the new parent of every descendant whose own parent exits.
+
+    It does not if it already has children, which a shell has started before it was replaced by this
+    process (`exec`), or if it is process 1 of a container, which adopts every orphan there. Then
+    some of its descendants are not its own, and they must not be killed.
+
+    Returns:
+      Whether all descendants that this process will ever have are its own.
+    """
+    if os.getpid() == 1 or _children():
+        return False
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    return True
+
+
+def _children() -> set[int]:
+    """Returns the pids of this process's children."""
+    children = set[int]()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and read_proc_stat(int(entry.name)).parent == os.getpid():
+                children.add(int(entry.name))
+    return children
 
 
 def tag_env(env: Mapping[str, str], run_dir: RunDir, claim: Claim) -> dict[str, str]:
@@ -118,7 +153,12 @@ def run_dir_id(run_dir: RunDir) -> str:
 
 
 def kill_leftovers(
-    folder: str, claims: Iterable[Claim], *, clock: Clock, keep: Collection[int] = ()
+    folder: str,
+    claims: Iterable[Claim],
+    *,
+    clock: Clock,
+    keep: Collection[int] = (),
+    adopts: bool = False,
 ) -> int:
     """Kills the processes that attempts have left behind on this machine; returns their number.
 
@@ -129,6 +169,8 @@ def kill_leftovers(
       claims: the claims of the attempts.
       clock: the supervisor's clock.
       keep: pids of children that belong to no attempt, which are not killed.
+      adopts: whether every descendant of this process is a leftover too, as `become_subreaper` has
+        returned.
 
     Raises:
       StorageUnavailable: some can't be killed, because they hang in the kernel.
@@ -136,7 +178,7 @@ def kill_leftovers(
     tags = {f"{TAG_VARIABLE}={_tag(folder, claim)}".encode() for claim in claims}
     killed: set[int] = set()
     until = clock.monotonic() + KILL_WAIT_SECONDS
-    while left := _find_leftovers(tags, clock).difference(keep):
+    while left := _find_leftovers(tags, clock, adopts=adopts).difference(keep):
         if clock.monotonic() > until:
             pids = ", ".join(map(str, sorted(left)))
             raise StorageUnavailable(
@@ -155,8 +197,8 @@ def _tag(folder: str, claim: Claim) -> str:
     return f"{claim.nonce}.{folder}"
 
 
-def _find_leftovers(tags: set[bytes], clock: Clock) -> set[int]:
-    """Returns the pids that carry a tag or descend from this process; reaps zombie children."""
+def _find_leftovers(tags: set[bytes], clock: Clock, *, adopts: bool) -> set[int]:
+    """Returns the pids that carry a tag, or descend from this process; reaps zombie children."""
     parents = dict[int, int]()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -175,7 +217,7 @@ def _find_leftovers(tags: set[bytes], clock: Clock) -> set[int]:
         if not unread:
             break
         clock.sleep(EXEC_POLL_SECONDS)
-    return tagged | {pid for pid in parents if _descends(pid, parents)}
+    return tagged | {pid for pid in parents if adopts and _descends(pid, parents)}
 
 
 def _reap_child(pid: int, parent: int) -> None:

@@ -65,6 +65,8 @@ class LoopState:
     run_dir: RunDir
     run_dir_id: str
     """Identity of the run directory, which its processes carry in their tag."""
+    adopts: bool
+    """Whether all descendants of this process are its own, so that those left over are killed."""
     run_lock: RunLock
     clock: Clock
     wakeup: int
@@ -76,6 +78,8 @@ class LoopState:
     save_monitor: SaveMonitor
     run_attempt: Callable[..., AttemptResult]
     """Runs a claimed attempt."""
+    unconfirmed: str | None
+    """Path of the last step if it is committed and does not count yet, or None."""
     fork_server: ForkServer | None
     """Forks the workers of every attempt but the first; None: all are fresh processes."""
     env: Mapping[str, str]
@@ -98,6 +102,7 @@ def run_restart_loop(
     *,
     policy: RestartPolicy,
     run_attempt: Callable[..., AttemptResult],
+    unconfirmed: str | None,
     env: Mapping[str, str],
     clock: Clock,
     alerts: Alerts,
@@ -110,31 +115,30 @@ def run_restart_loop(
       policy: when to restart.
       run_attempt: runs a claimed attempt to its end; is given `env`, `wakeup`, `deadline`,
         `on_save_health` and `fork_server`.
+      unconfirmed: path of the last step if it is committed and does not count yet.
       env: the environment of all attempts.
       clock: the supervisor's clock.
-      alerts: receive the events of the loop. Entered once the run lock is held: without it this
-        process may neither write nor send anything.
+      alerts: receive the events of the loop; entered once the run lock is held.
     """
-    processes.become_subreaper()
+    adopts = processes.become_subreaper()
     with contextlib.ExitStack() as stack:
-        preemption_watcher = stack.enter_context(
-            PreemptionWatcher(config.preemption, env=env, clock=clock)
-        )
+        watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
+        preemption_watcher = stack.enter_context(watcher)
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         stack.enter_context(alerts)
         records = run_log.read_records(run_dir.log)
-        observers = Observers([alerts])
-        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[observers.on_event])
+        listeners = [Observers([alerts]).on_event]
+        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=listeners)
         stack.push(lambda *_: _close_in_time(log))
         run_history, restarts = run_log.fold(records), restart_policy.load_history(records)
-        emit = partial(_emit_in_time, log)
-        fork_server = None
+        emit, fork_server = partial(_emit_in_time, log), None
         if config.restart.fork:
             fork_server = stack.enter_context(ForkServer(run_dir, emit=emit, clock=clock))
         run = LoopState(
             config=config,
             run_dir=run_dir,
             run_dir_id=processes.run_dir_id(run_dir),
+            adopts=adopts,
             run_lock=run_lock,
             clock=clock,
             wakeup=stack.enter_context(signals.wakeup_fd()),
@@ -143,6 +147,7 @@ def run_restart_loop(
             emit=emit,
             save_monitor=SaveMonitor(alerts.send, run=run_dir.root.absolute().name),
             run_attempt=run_attempt,
+            unconfirmed=unconfirmed,
             fork_server=fork_server,
             env=env,
             run_history=run_history,
@@ -213,9 +218,11 @@ def _run_one(run: LoopState, *, without: frozenset[int]) -> AttemptResult:
 
 def _claim_and_run(run: LoopState, slots: tuple[int, ...]) -> AttemptResult:
     """Runs one attempt, after what earlier ones have left behind is killed."""
-    _refresh_history(run, run_log.read_records(run.run_dir.log))
+    _refresh_history(run, run_log.read_records(run.run_dir.log, known=run.last_seq))
     _kill_leftovers(run, run.run_history.claims)
-    if attempt_runner.is_complete(run.run_dir, run.config):
+    newest, steps = run.run_history.newest, run.config.train.steps
+    # It was verified when this command began, or when it was saved.
+    if newest is not None and newest.step >= steps and newest.path != run.unconfirmed:
         return AttemptResult(
             ExitCode.DONE, "the last step is committed", committed=True, is_recorded=False
         )
@@ -230,7 +237,13 @@ def _claim_and_run(run: LoopState, slots: tuple[int, ...]) -> AttemptResult:
 
 def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult:
     log, opened = attempt_runner.claim_attempt(
-        run.config, run.run_dir, job=job, run_lock=run.run_lock, clock=run.clock, env=run.env
+        run.config,
+        run.run_dir,
+        job=job,
+        run_lock=run.run_lock,
+        clock=run.clock,
+        env=run.env,
+        known=run.last_seq,
     )
     opened = dataclasses.replace(opened, preemption_watcher=run.preemption_watcher)
     run.claim, run.last_seq = opened.claim, opened.last_seq
@@ -262,11 +275,7 @@ def _refresh_history(run: LoopState, records: Sequence[Record]) -> None:
     run_history = run_log.fold(records)
     if run_history.attempt > run.run_history.attempt and not _is_ours(run_history.claims[-1]):
         raise Fenced(_fenced_reason(run, run_history.claims[-1]))
-    if len(records) < run.last_seq:
-        raise StorageUnavailable(
-            f"{run.run_dir.log}: {run.last_seq} records existed, {len(records)} are left. Restore "
-            "the folder; nothing was changed."
-        )
+    run_log.refuse_lost(run.run_dir.log, len(records), known=run.last_seq)
     run.run_history, run.last_seq = run_history, len(records)
 
 
@@ -282,7 +291,9 @@ def _fenced_reason(run: LoopState, claim: Claim) -> str:
 def _kill_leftovers(run: LoopState, claims: Sequence[Claim]) -> None:
     """Kills the processes that attempts have left behind."""
     keep = set() if run.fork_server is None else run.fork_server.pids
-    if num_killed := processes.kill_leftovers(run.run_dir_id, claims, clock=run.clock, keep=keep):
+    if num_killed := processes.kill_leftovers(
+        run.run_dir_id, claims, clock=run.clock, keep=keep, adopts=run.adopts
+    ):
         print_message(f"{num_killed} process(es) that an attempt had left behind were killed")
 
 

@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from jaxres.config.schema import LaunchSection, RestartSection
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice, since_progress
-from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, SupervisorEnded
+from jaxres.runlog.run_log import (
+    AttemptEnded,
+    Claim,
+    Commit,
+    Record,
+    SupervisorEnded,
+    in_force,
+)
 
 KILLED = 128 + signal.SIGKILL
 NO_EXIT_RECORD = "no exit record: it was killed with its supervisor, or the machine went down"
@@ -50,7 +57,7 @@ def load_history(records: Sequence[Record]) -> RestartHistory:
     outcomes: list[AttemptOutcome[int]] = []
     attempt: _OpenAttempt | None = None
     step, was_killed = 0, False
-    for record in records:
+    for record in in_force(records):
         match record.body:
             case Claim():
                 outcomes += _killed_outcome(attempt, step)

@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxres import config as configs
-from jaxres.config import Loaded
+from jaxres.config import Loaded, RunConfig
 from jaxres.faults import ConfigError, UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
-from jaxres.storage.path import RunPath, is_remote, parse_path
+from jaxres.storage.path import RunPath, is_remote, parse_path, run_root
 
 
-def parse_target(arguments: Sequence[str], *, usage: str) -> tuple[RunPath, list[str]]:
+def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, list[str]]:
     """Returns the config file or run directory among a command's arguments, and the overrides.
+
+    `command` is named in messages, as the command that prints the usage with --help.
 
     Raises:
       UsageError: unknown flags, or not exactly one file or directory.
     """
-    targets = [argument for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if _is_override(argument)]
+    targets = [argument for argument in arguments if not _is_override(argument)]
     unknown = [target for target in targets if target.startswith("-")]
     if unknown:
-        raise UsageError(f"{unknown[0]}: unknown flag\n{usage}")
+        raise UsageError(f"{unknown[0]}: unknown flag (usage: `{command} --help`)")
     if len(targets) != 1:
         given = " ".join(targets) or "nothing"
-        raise UsageError(f"expected one config file or run directory, got {given}\n{usage}")
+        raise UsageError(
+            f"expected one config file or run directory, got {given} (usage: `{command} --help`)"
+        )
     try:
-        return parse_path(targets[0]), [argument for argument in arguments if "=" in argument]
+        return parse_path(os.path.expanduser(targets[0])), overrides
     except ValueError as error:
         raise UsageError(f"{targets[0]}: {error}") from error
 
 
+def _is_override(argument: str) -> bool:
+    """Whether an argument is `section.field=value`, and not a path that contains `=`."""
+    name, equals, _ = argument.partition("=")
+    return bool(equals) and "/" not in name
+
+
 def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunDir]:
     """Returns the config and the run directory; a recorded run must have the same trajectory."""
-    if is_remote(target) or target.is_dir():
-        run_dir = RunDir(target)
+    if is_remote(target) or _is_folder(target):
+        run_dir = RunDir(recorded_root(target))
         if files.read(run_dir.config) is None:
             raise UsageError(
                 f"{target}: no config.yaml here, so this is not a run directory. Give a config "
@@ -43,19 +56,49 @@ def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunD
             )
         loaded = configs.load_recorded(_newest_config(run_dir), overrides)
         configured_dir = loaded.config.run.dir
-        if configured_dir is not None and configured_dir.absolute() != target.absolute():
+        if configured_dir is not None and configured_dir != run_dir.root:
             raise ConfigError(
                 f"run.dir={configured_dir}: the run directory is given already, as {target}. Leave "
                 "run.dir out, or give the config file instead of the directory."
             )
     else:
         loaded = configs.load(target, overrides)
-        run_dir = RunDir(configs.run_dir(loaded.config, loaded.name))
-    started = run_log.fold(run_log.read_records(run_dir.log)).starts
+        run_dir = find_run_dir(loaded)
+    records = run_log.read_records(run_dir.log)
+    if loaded.config.run.must_exist and not records:
+        raise ConfigError(
+            f"{run_dir.root}: no run is here, and run.must_exist is true. Is the disk mounted? "
+            "Mount it, or start the run with run.must_exist=false."
+        )
+    started = run_log.fold(records).starts
     if started:
         recorded = configs.load_recorded(_record(run_dir, started[0].attempt), ()).config
         configs.check_same(recorded, loaded.config, run_dir.root, origins=loaded.origins)
     return loaded, run_dir
+
+
+def find_run_dir(loaded: Loaded) -> RunDir:
+    """Returns the run directory of a config; a run keeps the directory that it was started in."""
+    *earlier, current = map(RunDir, configs.run_dirs(loaded.config, loaded.name))
+    return next((run_dir for run_dir in earlier if files.exists(run_dir.root)), current)
+
+
+def newest_config(run_dir: RunDir) -> RunConfig:
+    """Returns the config of the last attempt that trained."""
+    return configs.load_recorded(_newest_config(run_dir)).config
+
+
+def recorded_root(path: RunPath) -> RunPath:
+    """Returns the normal form of the path of a run directory that was given as an argument."""
+    try:
+        return run_root(path)
+    except ValueError as error:
+        raise ConfigError(f"RUN_DIR: {error}") from error
+
+
+def _is_folder(target: Path) -> bool:
+    with files.typed_errors(target):  # A name may be too long.
+        return target.is_dir()
 
 
 def _record(run_dir: RunDir, attempt: int) -> RunPath:

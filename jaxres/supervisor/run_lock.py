@@ -6,10 +6,12 @@ alive and the other process is refused. If it does not change for three heartbea
 continues to its claim, and the run log fences the old holder. The run log alone decides; lock and
 heartbeat only keep healthy holders from being fenced.
 
-In a bucket there is no file lock, and the heartbeat is written every five seconds. So a holder
-marks its heartbeat as released when it exits, and a holder on this same machine whose process is
-gone is known to be dead. The first heartbeat replaces exactly the object generation that was read:
-of several processes that start at once, one gets the lock.
+A holder marks its heartbeat as released when it exits. The heartbeat also has an id of the holder's
+process, so that on the same machine it is known whether that process still exists.
+
+In a bucket there is no file lock, and the heartbeat is written every five seconds. The first
+heartbeat replaces exactly the object generation that was read: of several processes that start at
+once, one gets the lock.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ import os
 import secrets
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxres.clock import Clock
 from jaxres.faults import Fenced, RunError
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files, gcs_objects
 from jaxres.storage.path import is_remote
+from jaxres.storage.timeouts import CallTimeout, call_with_timeout
 from jaxres.supervisor.proc_stat import read_proc_stat
 
 HEARTBEAT_SECONDS = 1.0
@@ -38,6 +41,14 @@ BUCKET_HEARTBEAT_SECONDS = 5.0
 MISSED_HEARTBEATS = 3
 POLL_SECONDS = 0.1
 HEARTBEAT_BYTES = 511
+RELEASE_SECONDS = 1.0
+"""Longest wait for storage at the exit; without the mark, the heartbeat only looks recent."""
+MAX_TIME = 1e11
+"""Largest time stamp of a heartbeat that is taken for one, in seconds since 1970."""
+
+Liveness = Literal["alive", "suspended", "gone"]
+"""What a heartbeat shows of the lock holder: it advances; its process exists on this machine, but
+writes no heartbeat (suspended, or it hangs in storage); neither."""
 
 
 class RunLock:
@@ -51,6 +62,7 @@ class RunLock:
         self._run_dir = run_dir
         self._clock = clock
         self._nonce = secrets.token_hex(8)
+        self._process = _process_id(os.getpid())
         self._count = 0
         self._locked = False
         self._is_abandoned = False
@@ -83,6 +95,13 @@ class RunLock:
         if kind is None and self._generation is not None and not self._is_abandoned:
             with contextlib.suppress(RunError):  # The next process then waits for three heartbeats.
                 self._write_to_bucket({**self._fields(), "released": True}, over=self._generation)
+        if len(self._files) > 1 and not self._is_abandoned:  # It has written a heartbeat.
+            try:
+                call_with_timeout(self._release, seconds=RELEASE_SECONDS)
+            except CallTimeout:
+                self.abandon()
+            except (RunError, OSError):  # The heartbeat looks recent for some seconds.
+                pass
         while self._files and not self._is_abandoned:
             os.close(self._files.pop())
 
@@ -101,10 +120,19 @@ class RunLock:
                 self._heartbeat_at = self._clock.monotonic()
                 self._write_to_bucket(fields, over=None)
             return
-        # In place and of constant size, so that a full disk does not stop the heartbeat.
+        self._write_to_disk(fields)
+
+    def _write_to_disk(self, fields: dict[str, Any]) -> None:
+        """Writes in place and at constant size: a full disk does not stop the heartbeat."""
         line = json.dumps(fields).encode().ljust(HEARTBEAT_BYTES) + b"\n"
         with files.typed_errors(self._run_dir.owner):
             os.pwrite(self._heartbeat_file(), line, 0)
+
+    def _release(self) -> None:
+        """Marks the heartbeat as released, with its count unchanged; never a successor's."""
+        newest = read(self._run_dir)
+        if newest is not None and newest["nonce"] == self._nonce:
+            self._write_to_disk({**self._fields(), "released": True})
 
     def _take_over_in_bucket(self) -> None:
         """Replaces the heartbeat of a dead or released holder by this process's first one."""
@@ -126,17 +154,20 @@ class RunLock:
             "count": self._count,
             "locked": self._locked,
             "time": self._clock.wall(),
+            "process": self._process,
         }
 
     def _write_to_bucket(self, fields: dict[str, Any], *, over: int | None) -> None:
         assert is_remote(self._run_dir.owner)
-        data = json.dumps(fields | {"process": _process_id(os.getpid())}).encode()
+        data = json.dumps(fields).encode()
         self._generation = gcs_objects.write(self._run_dir.owner, data, over=over)
 
     def _heartbeat_file(self) -> int:
         assert not is_remote(self._run_dir.owner)
         if len(self._files) == 1:
             self._files.append(os.open(self._run_dir.owner, os.O_RDWR | os.O_CREAT, 0o644))
+            if os.fstat(self._files[1]).st_size > HEARTBEAT_BYTES + 1:  # No heartbeat of jaxres.
+                os.ftruncate(self._files[1], HEARTBEAT_BYTES + 1)
         return self._files[1]
 
     def _lock(self) -> bool:
@@ -185,13 +216,17 @@ def _process_id(pid: int) -> str | None:
 
 def _is_released(owner: dict[str, Any] | None) -> bool:
     """Whether the run surely has no lock holder, so that no heartbeat has to be awaited."""
-    if owner is None or owner.get("released"):
-        return True
-    recorded, pid = owner.get("process"), owner["pid"]
-    own = _process_id(os.getpid())
-    if recorded is None or own is None or recorded.split("/")[:2] != own.split("/")[:2]:
-        return False  # On another machine, or in another container.
-    return _process_id(pid) != recorded
+    return owner is None or bool(owner.get("released")) or _process_exists(owner) is False
+
+
+def _process_exists(owner: dict[str, Any]) -> bool | None:
+    """Whether the lock holder's process exists; None: unknown, on another machine or container."""
+    recorded, own = owner.get("process"), _process_id(os.getpid())
+    if not isinstance(recorded, str) or own is None:
+        return None
+    if recorded.split("/")[:2] != own.split("/")[:2]:
+        return None
+    return _process_id(owner["pid"]) == recorded
 
 
 def _heartbeat_id(owner: dict[str, Any] | None) -> tuple[Any, Any] | None:
@@ -204,25 +239,52 @@ def _was_unlocked(owner: dict[str, Any] | None) -> bool:
 
 
 def read(run_dir: RunDir) -> dict[str, Any] | None:
-    """Returns the newest heartbeat: host, pid, nonce, count, locked, time; None: there is none."""
+    """Returns the newest heartbeat: host, pid, nonce, count, locked, time, process.
+
+    None: there is no file, or its content is no heartbeat.
+    """
     return _decode(files.read(run_dir.owner))
 
 
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "host": (str,),
+    "pid": (int,),
+    "nonce": (str,),
+    "count": (int,),
+    "locked": (bool,),
+    "time": (int, float),
+}
+
+
 def _decode(data: bytes | None) -> dict[str, Any] | None:
-    if not data:
-        return None
     try:
-        return json.loads(data)
-    except ValueError:
+        fields = json.loads(data or b"null")
+    except (ValueError, RecursionError):
         return None
+    if not isinstance(fields, dict):
+        return None
+    if any(type(fields.get(name)) not in types for name, types in _FIELDS.items()):
+        return None
+    return fields if 0 <= fields["time"] < MAX_TIME else None  # False for NaN.
 
 
-def looks_alive(run_dir: RunDir, *, clock: Clock) -> bool:
-    """Whether the last heartbeat is younger than three intervals; for display, as clocks differ."""
+def liveness(run_dir: RunDir, *, clock: Clock, watch: bool = False) -> Liveness:
+    """Returns what the heartbeat shows of the lock holder; for display.
+
+    A recent time stamp proves life; clocks differ, so an old one of a process that exists, or one
+    of the future, proves nothing: then the heartbeat is watched for three intervals, as it always
+    is with `watch`.
+    """
     owner = read(run_dir)
-    if owner is None or owner.get("released"):
-        return False
-    return clock.wall() - owner["time"] < MISSED_HEARTBEATS * heartbeat_interval_seconds(run_dir)
+    if owner is None or _is_released(owner):
+        return "gone"
+    limit = MISSED_HEARTBEATS * heartbeat_interval_seconds(run_dir)
+    age, exists = clock.wall() - owner["time"], _process_exists(owner)
+    if not watch and abs(age) < limit:
+        return "alive"
+    if (watch or exists or age < 0) and heartbeat_advances(run_dir, clock=clock, seconds=limit):
+        return "alive"
+    return "suspended" if exists else "gone"
 
 
 def heartbeat_advances(run_dir: RunDir, *, clock: Clock, seconds: float) -> bool:

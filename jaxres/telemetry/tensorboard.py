@@ -126,8 +126,8 @@ class TensorBoard:
         if not _is_installed():
             raise ConfigError(
                 "telemetry.tensorboard: the package tensorboardX, which writes event files, is not "
-                "installed. Install it with `pip install 'jaxres[tensorboard]'`, or set "
-                "telemetry.tensorboard=false."
+                "installed. Run `pip install -e '.[tensorboard]'` in the checkout of jaxres, or "
+                "set telemetry.tensorboard=false."
             )
         self._folder = folder
         self._attempt = attempt

@@ -33,7 +33,9 @@ from jaxres.supervisor.run_config import parse_target
 from jaxres.supervisor.worker_group import as_leader
 from jaxres.telemetry import stdio
 from jaxres.train import oom_advice
+from jaxres.train.completion import is_complete
 
+COMMAND = "python -m jaxres.train"
 USAGE = """\
 usage: python -m jaxres.train CONFIG.yaml [section.field=value ...]   start a run, or resume it
        python -m jaxres.train RUN_DIR [section.field=value ...]       resume a recorded run
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> tuple[RunPath, list[str], bool]:
     inline = "--inline" in arguments
     others = [argument for argument in arguments if argument != "--inline"]
-    return *parse_target(others, usage=USAGE), inline
+    return *parse_target(others, command=COMMAND), inline
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -81,15 +83,18 @@ def _train(arguments: Sequence[str]) -> int:
                 "--inline has no supervisor, so it runs on one host only: omit one of the two."
             )
         threads = len(os.sched_getaffinity(0))
-        return attempt_runner.run_attempt(target, overrides, run=_inline, env=env, threads=threads)
+        return attempt_runner.run_attempt(
+            target, overrides, run=_inline, is_complete=is_complete, env=env, threads=threads
+        )
     run = functools.partial(attempt_runner.run_local_workers, env=env, advise=advise)
+    run_attempt = functools.partial(
+        attempt_runner.run_attempt, target, overrides, run=run, is_complete=is_complete, env=env
+    )
     if address is None:
-        return attempt_runner.run_attempt(target, overrides, run=run, env=env)
+        return run_attempt()
     if member.leads:
         rendezvous = functools.partial(as_leader, member=member, address=address, secret=secret)
-        return attempt_runner.run_attempt(
-            target, overrides, run=run, env=env, rendezvous=rendezvous
-        )
+        return run_attempt(rendezvous=rendezvous)
     return follow(
         target,
         overrides,
@@ -98,6 +103,7 @@ def _train(arguments: Sequence[str]) -> int:
         secret=secret,
         env=env,
         advise=advise,
+        is_complete=is_complete,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +26,13 @@ from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.engine.sharding_report import Layout
 from jaxres.engine.state import TrainState
 from jaxres.models import Model
-from jaxres.runlog.events import Emit, Noted, PhaseChanged, RunBuilt
+from jaxres.runlog.events import Noted, PhaseChanged, RunBuilt
 from jaxres.runlog.metrics import MetricsLine, MetricsLog
 from jaxres.storage import files
 from jaxres.train import (
     compile_cache,
     data_loader,
+    device_check,
     init_params,
     jitted_steps,
     oom_advice,
@@ -39,7 +41,7 @@ from jaxres.train import (
 from jaxres.train.components import Components, Diagnostics, StepSchedule, Trainer
 from jaxres.train.consensus import Consensus, SingleHostConsensus, StepConsensus
 from jaxres.train.context import AttemptContext
-from jaxres.train.reproducibility import numerics_fingerprint
+from jaxres.train.numerics_fingerprint import numerics_fingerprint
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,12 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     Raises:
       ConfigError: devices, data and settings are incompatible.
     """
-    if config.compilation.cache_dir is not None:
-        compile_cache.use_compilation_cache(str(config.compilation.cache_dir.expanduser()))
-    parts = _parts(config, context.emit)
+    compile_cache.configure_jax(config.compilation, context.emit)
+    parts = _parts(config, context)
     laid = _lay_out(parts, context)
     context.emit(_built(parts, laid))
-    init = init_params.build(
-        config.init_from, parts, context
-    )  # Fails before minutes of compilation.
-    step, evaluation = jitted_steps.load_or_compile(parts, context)
+    init = init_params.build(config.init_from, parts, context)  # Fails before the compilation.
+    step, evaluation, program = jitted_steps.load_or_compile(parts, context)
     # The first collective of a job has a time limit of half a minute, and one host may compile for
     # minutes while another finds the program in its cache.
     context.peers.barrier("compiled", seconds=config.deadlines.compile_seconds)
@@ -100,7 +99,10 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         row_origins=_row_origins(parts),
         evaluate=evaluation,
         dataset=parts.dataset.fingerprint,
-        computation=numerics_fingerprint(config, context.claim, parts.mesh, parts.plan, step),
+        devices=meshes.devices_by_host(parts.mesh),
+        computation=numerics_fingerprint(
+            config, context.claim, parts.mesh, parts.plan, step, program=program
+        ),
         on_step=on_step,
         consensus=_consensus(context, checkpoints, parts.mesh, is_due),
         peers=context.peers,
@@ -162,14 +164,27 @@ def _consensus(
     return StepConsensus(context.requests, checkpoints.verdict, mesh=mesh, is_due=is_due)
 
 
-def _parts(config: RunConfig, emit: Emit) -> Components:
+def _parts(config: RunConfig, context: AttemptContext) -> Components:
+    emit = context.emit
     emit(PhaseChanged("data", "opening the data set"))
     dataset = data.open_dataset(config.data, progress=lambda what: emit(PhaseChanged("data", what)))
     emit(PhaseChanged("build", "devices, model, optimizer"))
+    _check_devices(config, context)
     plan, mesh, slow = devices_here(config)
     if slow is not None:
         emit(Noted(slow))
     return assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
+
+
+def _check_devices(config: RunConfig, context: AttemptContext) -> None:
+    """Raises if this host has fewer devices than are known to belong to it."""
+    host = context.peers.member.host
+    sizes = tuple(config.mesh.sizes()[axis] for axis in mesh_plan.AXES)
+    expected, why = device_check.expected_devices(
+        context.log.history(), context.claim, host, given=context.min_devices, mesh=sizes
+    )
+    found, name = jax.local_device_count(), socket.gethostname()
+    device_check.check(found, expected, why, host=host, name=name)
 
 
 def devices_here(config: RunConfig) -> tuple[MeshPlan, Mesh, str | None]:

@@ -1,8 +1,8 @@
 """Cache of compiled programs: loads the compiled steps of an earlier attempt, else compiles them.
 
-All hosts load the programs that host 0 has stored in the run directory, or none does. A compiled
-program is stored at once: in the run directory, and in a cache that runs share. No error of the
-cache ends a run.
+A program is stored as soon as it is compiled, in a folder that only this account can use, by every
+host for its machine. All hosts load programs of the same compilation, or none does: of two
+compilations of the same program, each may choose other kernels. No error of the cache ends a run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
+from jaxres.config.schema import CompileSection
 from jaxres.engine import executable
 from jaxres.engine.executable import Signature, Unusable
 from jaxres.faults import RunError
-from jaxres.runlog.events import CompiledStepsLoaded, Noted, PhaseChanged, StepsCompiled
+from jaxres.runlog.events import CompiledStepsLoaded, Emit, Noted, PhaseChanged, StepsCompiled
+from jaxres.storage import files
 from jaxres.train.context import AttemptContext
 
 PACKAGE = Path(__file__).parents[1]
@@ -34,8 +37,6 @@ SECTIONS_NOT_COMPILED = (
     *("hosts", "launch", "restart", "telemetry"),
 )
 """Sections of the config that no compiled step depends on."""
-MAX_CACHED_PROGRAMS = 64
-"""Largest number of programs in the cache that runs share."""
 Trace = Callable[[], Any]
 """Returns a jax.stages.Traced."""
 
@@ -46,7 +47,7 @@ def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
     None if custom code is a part of the steps, or if this package's source has changed since it was
     imported.
     """
-    own = _sources()
+    own = own_sources()
     if own is None or config.model.kind == "custom":
         return None
     dumped = config.model_dump(mode="json")
@@ -57,26 +58,50 @@ def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
 
 
 @functools.cache
-def _sources() -> str | None:
-    return executable.sources(PACKAGE, since=_began(SystemClock()))
+def own_sources(folder: str = "") -> str | None:
+    """Returns the digest of this package's source, or of one folder of it; None: it has changed."""
+    return executable.sources(PACKAGE / folder, since=process_start(SystemClock()))
 
 
 def remember_sources() -> None:
     """Digests this package's source now, for all processes that are forked from this one."""
-    _sources()
+    for folder in ("", "data", "engine", "models"):
+        own_sources(folder)
 
 
-def _began(clock: Clock) -> float:
+def process_start(clock: Clock) -> float:
     """Returns when this process started, by the wall clock."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     since_boot = float(Path("/proc/uptime").read_text().split()[0])
     return clock.wall() - (since_boot - ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def use_compilation_cache(folder: str) -> None:
-    """Makes JAX cache compiled programs in `folder`, including ones that compile fast."""
-    jax.config.update("jax_compilation_cache_dir", folder)
+def use_compilation_cache(folder: Path) -> None:
+    """Makes JAX cache compiled programs in `folder`, including ones that compile fast.
+
+    Raises:
+      ConfigError: other accounts can use the folder.
+    """
+    files.make_private_dir(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def configure_jax(section: CompileSection, emit: Emit) -> None:
+    """Makes JAX use its cache for programs besides the steps, unless others can use the folder."""
+    if section.cache_dir is None:
+        return
+    try:
+        use_compilation_cache(section.cache_dir.expanduser() / "jax")
+    except RunError as error:
+        emit(Noted(f"JAX's compilation cache is not used: {error}"))
+
+
+def programs_folder(section: CompileSection) -> Path | None:
+    """Returns the folder of compiled steps; None: no steps are stored."""
+    if section.cache_dir is None or not section.keep_programs:
+        return None
+    return section.cache_dir.expanduser() / "programs"
 
 
 @dataclass(frozen=True)
@@ -109,21 +134,39 @@ class Program:
         return self._trace().lower()
 
     @functools.cached_property
+    def text(self) -> str:
+        """Digest of the lowered text, which has all constants and no file names."""
+        return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()
+
+    @functools.cached_property
     def text_key(self) -> str:
-        """The key in the shared cache: lowered text and call signature, equal for all runs.
+        """The key made of lowered text and call signature.
 
         An argument that is None is not in the text, but is a part of the call signature.
         """
-        text = hashlib.sha256(self.lowered.as_text().encode()).hexdigest()
         call = [str(self.lowered.in_tree), str(self.lowered.out_tree)]
-        return executable.key({**self._here, "text": text, "call": call})
+        return executable.key({**self._here, "text": self.text, "call": call})
 
     @functools.cached_property
     def key(self) -> str:
-        """The key in the run directory."""
+        """The key that needs no trace, where there is one."""
         if self._made_of is None:
             return self.text_key
         return executable.key({**self._here, "made_of": self._made_of, "name": self.name})
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A compiled step and where it comes from."""
+
+    call: Any
+    """The jax.stages.Compiled."""
+    text: str
+    """Digest of the lowered text."""
+    compilation: str
+    """Random name of the compilation, the same on all hosts."""
+    data: bytes | None = None
+    """Content of its file; None: it can't be stored."""
 
 
 def get(
@@ -132,19 +175,17 @@ def get(
     *,
     devices: Sequence[Any],
     made_of: Mapping[str, Any] | None,
-    most: int,
-    cache_dir: Path | None,
+    section: CompileSection,
     seconds: float,
-) -> dict[str, Any]:
-    """Returns the compiled programs by name.
+) -> dict[str, CompiledStep]:
+    """Returns the compiled steps by name.
 
     Args:
       steps: the steps to compile, by name.
-      context: context of the attempt, whose run directory stores the programs.
+      context: context of the attempt.
       devices: devices of the mesh, in its order.
       made_of: what determines the lowered text; None: only the text itself does.
-      most: how many programs the run directory keeps; 0: none, and none is loaded.
-      cache_dir: cache that runs share; None: no such cache.
+      section: where programs are stored, and how many.
       seconds: how long the hosts wait for each other.
     """
     begun = context.clock.monotonic()
@@ -152,102 +193,131 @@ def get(
     context.emit(PhaseChanged("compile", "looking for compiled steps of an earlier attempt"))
     here = executable.here(devices, environment=os.environ)
     programs = [Program(name, step, here, made_of) for name, step in steps.items()]
-    found, why = None, "compilation.keep_programs=0"
-    if most:
-        found, why = _loaded(context, programs, devices)
-        found, why = _agreed(context, programs, found, why, seconds=seconds)
+    folder = programs_folder(section)
+    if folder is None:
+        why, compiled = "compilation.keep_programs=0, or compilation.cache_dir=null", {}
+        for program in programs:
+            context.emit(PhaseChanged("compile", f"{program.name} step"))
+            compiled[program.name] = CompiledStep(program.lowered.compile(), program.text, "")
+        context.emit(StepsCompiled(why, context.clock.monotonic() - begun))
+        return compiled
+    cache = _Cache(context, folder, devices, most=section.keep_programs, seconds=seconds)
+    found, why = cache.load({program.key: program for program in programs}, "steps")
     if found is not None:
         context.emit(CompiledStepsLoaded(tuple(found), context.clock.monotonic() - begun))
         return found
-    compiled: dict[str, Any] = {}
-    for program in programs:
-        context.emit(PhaseChanged("compile", f"{program.name} step"))
-        if most:
-            compiled[program.name] = _kept(
-                context, program, devices, most=most, cache_dir=cache_dir
-            )
-        else:
-            compiled[program.name] = program.lowered.compile()
+    compiled = {program.name: cache.load_by_text_or_compile(program) for program in programs}
+    cache.store(programs, compiled)
     context.emit(StepsCompiled(why, context.clock.monotonic() - begun))
     return compiled
 
 
-def _loaded(
-    context: AttemptContext, programs: Sequence[Program], devices: Sequence[Any]
-) -> tuple[dict[str, Any] | None, str]:
-    """Returns the programs in the run directory, or None and the reason."""
-    folder, found = context.run_dir.compiled, dict[str, Any]()
-    for program in programs:
+class _Cache:
+    """The folder of compiled steps of this account on this machine, in agreement of all hosts."""
+
+    def __init__(
+        self,
+        context: AttemptContext,
+        folder: Path,
+        devices: Sequence[Any],
+        *,
+        most: int,
+        seconds: float,
+    ) -> None:
+        self._context, self._folder, self._devices = context, folder, devices
+        self._most, self._seconds = most, seconds
+
+    def load(
+        self, programs: Mapping[str, Program], topic: str
+    ) -> tuple[dict[str, CompiledStep] | None, str]:
+        """Returns the programs under their keys if every host has them of the same compilation.
+
+        Otherwise returns None and the reason.
+        """
+        found, why = self._load_here(programs)
+        names = ["none"]
+        if found is not None:
+            steps = zip(programs, found.values(), strict=True)
+            names = [f"{key}:{step.compilation}" for key, step in steps]
+        own, peers = "+".join(names), self._context.peers
+        peers.publish(topic, own)
+        peers.barrier(topic, seconds=self._seconds)
+        without = [text for text in peers.poll(topic) if not text.endswith(f": {own}")]
+        if found is not None and without:
+            return None, f"{without[0].partition(':')[0]} could not load the same"
+        return found, why
+
+    def _load_here(
+        self, programs: Mapping[str, Program]
+    ) -> tuple[dict[str, CompiledStep] | None, str]:
+        found = dict[str, CompiledStep]()
+        for key, program in programs.items():
+            try:
+                data = executable.read(self._folder, key)
+                if data is None:
+                    return None, "none is stored for these devices, libraries and settings"
+                call = executable.load(data, program.signature, self._devices)
+            except Unusable as error:
+                why = f"{executable.file_of(self._folder, key)}: {error}"
+                self._context.emit(Noted(f"the steps are compiled again: {why}"))
+                return None, why
+            found[program.name] = CompiledStep(call, **executable.facts_of(data), data=data)
+        return found, ""
+
+    def load_by_text_or_compile(self, program: Program) -> CompiledStep:
+        """Returns a program of the same lowered text, or compiles it; `store` stores it."""
+        context, name = self._context, program.name
+        context.emit(PhaseChanged("compile", f"{name} step"))
+        # On another host the keys may differ, so only a single host may leave this out.
+        if program.key != program.text_key or not context.peers.member.is_alone:
+            found, _ = self.load({program.text_key: program}, f"text/{name}")
+            if found is not None:
+                return found[name]
+        compilation = context.peers.broadcast(
+            f"compilation/{name}", lambda: secrets.token_hex(8), seconds=self._seconds
+        )
+        with _without_jax_cache():
+            call = program.lowered.compile()
+        facts, data = {"text": program.text, "compilation": compilation}, None
         try:
-            data = executable.read(folder, program.key)
-            if data is None:
-                return None, "none is stored for these devices, libraries and settings"
-            found[program.name] = executable.load(data, program.signature, devices)
+            data = executable.dump(call, program.signature, facts)
         except Unusable as error:
-            why = f"{executable.file_of(folder, program.key)}: {error}"
-            context.emit(Noted(f"the steps are compiled again: {why}"))
-            return None, why
-    return found, ""
+            context.emit(Noted(f"the compiled {name} step is not stored: {error}"))
+        return CompiledStep(call, **facts, data=data)
 
+    def store(self, programs: Sequence[Program], compiled: Mapping[str, CompiledStep]) -> None:
+        """Stores the programs under both keys.
 
-def _agreed(
-    context: AttemptContext,
-    programs: Sequence[Program],
-    found: dict[str, Any] | None,
-    why: str,
-    *,
-    seconds: float,
-) -> tuple[dict[str, Any] | None, str]:
-    """Returns what was found if every host found the same; other programs may give other bits."""
-    keys = "+".join(program.key for program in programs)
-    context.peers.publish("steps", "none" if found is None else keys)
-    context.peers.barrier("steps", seconds=seconds)
-    without = [text for text in context.peers.poll("steps") if not text.endswith(f": {keys}")]
-    if found is not None and without:
-        return None, f"{without[0].partition(':')[0]} could not load the same"
-    return found, why
+        Host 0 writes first; another host writes only what it does not find, on its own disk.
+        """
+        peers = self._context.peers
+        if not peers.member.leads:
+            peers.barrier("stored", seconds=self._seconds)
+        for program in programs:
+            step = compiled[program.name]
+            if step.data is None:
+                continue
+            try:
+                for key in {program.key, program.text_key}:
+                    if peers.member.leads or not self._has(key, step.compilation):
+                        executable.keep(self._folder, key, step.data, most=self._most)
+            except (Unusable, RunError, OSError) as error:
+                note = f"the compiled {program.name} step is not stored: {error}"
+                self._context.emit(Noted(note))
+        if peers.member.leads:
+            peers.barrier("stored", seconds=self._seconds)
 
-
-def _kept(
-    context: AttemptContext,
-    program: Program,
-    devices: Sequence[Any],
-    *,
-    most: int,
-    cache_dir: Path | None,
-) -> Any:
-    """Returns a program from the shared cache, or compiles it; stores it for later attempts."""
-    shared = None if cache_dir is None else cache_dir.expanduser() / "steps"
-    data, compiled = _shared(shared, program, devices)
-    try:
-        if compiled is None:
-            with _own_files():
-                compiled = program.lowered.compile()
-            data = executable.dump(compiled, program.signature)
-            if shared is not None:
-                executable.keep(shared, program.text_key, data, most=MAX_CACHED_PROGRAMS)
-        assert data is not None
-        if context.peers.member.leads:
-            executable.keep(context.run_dir.compiled, program.key, data, most=most)
-    except (Unusable, RunError, OSError) as error:
-        context.emit(Noted(f"the compiled {program.name} step is not stored: {error}"))
-    return compiled
-
-
-def _shared(
-    folder: Path | None, program: Program, devices: Sequence[Any]
-) -> tuple[bytes | None, Any]:
-    """Returns a program from the shared cache, serialized and loaded, or two Nones."""
-    if folder is not None:
-        with contextlib.suppress(Unusable):
-            data = executable.read(folder, program.text_key)
-            if data is not None:
-                return data, executable.load(data, program.signature, devices)
-    return None, None
+    def _has(self, key: str, compilation: str) -> bool:
+        """Returns whether the file of a key is of a compilation."""
+        data = executable.read(self._folder, key)
+        try:
+            return data is not None and executable.facts_of(data)["compilation"] == compilation
+        except (ValueError, KeyError, TypeError):
+            return False  # A file of another format, or a damaged one.
 
 
 @contextlib.contextmanager
-def _own_files() -> Iterator[None]:
+def _without_jax_cache() -> Iterator[None]:
     """Turns JAX's own compilation cache off: a program loaded from it can't be serialized again.
 
     jax 0.10.2 on CPU: such a program is serialized without an error, and fails at its first call

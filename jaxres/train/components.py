@@ -199,6 +199,8 @@ class Trainer:
     clock: Clock
     loss_scale: LossScaleSection | None = None
     """Loss scaling of the step; None: none."""
+    devices: tuple[int, ...] | None = None
+    """Number of devices of each host, for the record of the start; None: unknown."""
 
 
 @dataclass

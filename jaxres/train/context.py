@@ -26,3 +26,5 @@ class AttemptContext:
     """Receives every event, and every completed step before its metrics line is written."""
     requests: SignalListener
     peers: HostGroup
+    min_devices: int = 0
+    """Number of devices that this host must have, as given by JAXRES_MIN_DEVICES."""

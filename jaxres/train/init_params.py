@@ -1,8 +1,8 @@
 """Initial parameters: from the seed, or from other weights (init_from).
 
 Other weights are part of the trajectory by their content: the start record has their digest, and
-a restart before the first commit must find the same digest. They are not read once a step is
-committed.
+a restart before the first commit must find the same digest. Once a step is committed they are read
+only if init_from.path has changed, to compare their digest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from jaxres.faults import ConfigError, StorageRefused, Unrestorable, UsageError
 from jaxres.runlog.events import Noted, PhaseChanged
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
-from jaxres.supervisor.run_config import resolve_run
+from jaxres.storage import files
+from jaxres.supervisor.run_config import newest_config, resolve_run
 from jaxres.train.components import Components
 from jaxres.train.context import AttemptContext
 
@@ -119,6 +120,8 @@ def build(
         return lambda line: (parts.init(), None)
     history = context.log.history()
     if history.newest is not None:
+        if context.peers.member.leads:
+            _check_moved_weights(section, parts, context, history)
         return _not_needed
     step, seconds = None, parts.config.deadlines.compile_seconds
     if isinstance(section, FromRun):
@@ -140,6 +143,40 @@ def _not_needed(history: RunHistory) -> tuple[TrainState, dict[str, str]]:
     raise AssertionError("a step is committed, so it is restored")
 
 
+def _check_moved_weights(
+    section: FromRun | FromSafetensors,
+    parts: Components,
+    context: AttemptContext,
+    history: RunHistory,
+) -> None:
+    """Raises ConfigError if other weights are behind a changed path; they may be gone."""
+    init, recorded = history.init, newest_config(context.run_dir)
+    moved = [key for key, _, _ in configs.moved_content(recorded, parts.config)]
+    if init is None or "init_from.path" not in moved:
+        return
+    if not (files.exists(section.path) or files.list_names(section.path)):
+        context.emit(
+            Noted(
+                f"init_from.path: {section.path} does not exist. It is not needed: the run has "
+                f"committed steps, and started from {init['path']} ({init['params']})"
+            )
+        )
+        return
+    step = int(init["step"]) if isinstance(section, FromRun) else None
+    source = resolve_source(section, parts.config.model, parts.shapes, step=step)
+    rows = [array_row(path, array) for path, array in _arrays_taken(source, context)]
+    _check_recorded(source, weights_source.params_digest(rows), history)
+
+
+def _arrays_taken(source: InitSource, context: AttemptContext) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields path and values of each array that is taken from the source, one at a time."""
+    for path, taken in source.binding.taken.items():
+        context.emit(PhaseChanged("init", path))
+        with _name_source():
+            array = weights_mapping.assemble(source.weights, taken, dtype="float32")
+        yield path, array
+
+
 def _same_step(
     section: FromRun, history: RunHistory, context: AttemptContext, seconds: float
 ) -> int:
@@ -149,7 +186,8 @@ def _same_step(
 
     def newest() -> str:
         with _name_source():
-            return str(weights_source.committed(RunDir(section.path), step=None).step)
+            run_dir = weights_source.source_run_dir(section)
+            return str(weights_source.committed(run_dir, step=None).step)
 
     return int(context.peers.broadcast("init/step", newest, seconds=seconds))
 
@@ -165,10 +203,7 @@ def _load_params(
     shapes = _flat(parts.shapes.params)
     arrays = dict(_fresh_arrays(source.binding.fresh, parts))
     rows = []
-    for path, taken in source.binding.taken.items():
-        context.emit(PhaseChanged("init", path))
-        with _name_source():
-            array = weights_mapping.assemble(source.weights, taken, dtype="float32")
+    for path, array in _arrays_taken(source, context):
         rows.append(array_row(path, array))
         arrays[path] = _place(array, shapes[path].sharding)
     treedef = jax.tree.structure(parts.shapes.params)
@@ -220,6 +255,12 @@ def _check_same_weights(
             "on host 0)."
             " Check that both read the same storage."
         )
+    _check_recorded(source, digest, history)
+
+
+def _check_recorded(source: InitSource, digest: str, history: RunHistory) -> None:
+    """Raises ConfigError if the weights are not those that the run was started with."""
+    where = f"init_from.path: {source.weights.where}"
     if history.init is not None and history.init["params"] != digest:
         raise ConfigError(
             f"{where}: these are not the weights that this run was started with ({digest} now, "

@@ -15,6 +15,7 @@ from jaxres.engine import evaluate, optimizer, sharding_report
 from jaxres.engine import mesh as meshes
 from jaxres.engine import step as steps
 from jaxres.engine.executable import Signature
+from jaxres.faults import ConfigError
 from jaxres.runlog.events import Noted
 from jaxres.train import compile_cache, oom_advice
 from jaxres.train.compile_cache import StepToCompile
@@ -50,7 +51,19 @@ def traced_step(parts: Components, *, facts: Any = None) -> Any:
     )
     signature = _step_signature(parts, facts=facts)
     jitted = jax.jit(train_step, donate_argnums=0, out_shardings=signature.results)
-    return jitted.trace(*signature.arguments)
+    traced = jitted.trace(*signature.arguments)
+    _refuse_ordered_effects(traced, num_devices=parts.mesh.size)
+    return traced
+
+
+def _refuse_ordered_effects(traced: Any, *, num_devices: int) -> None:
+    """Raises ConfigError for effects that JAX can't lower for several devices."""
+    ordered = [effect for effect in traced.jaxpr.effects if "Ordered" in type(effect).__name__]
+    if ordered and num_devices > 1:
+        raise ConfigError(
+            "model: its loss has a callback with ordered=True, as in jax.debug.print(...), which "
+            f"JAX supports on one device only; here are {num_devices}. Use ordered=False."
+        )
 
 
 def _step_signature(parts: Components, *, facts: Any) -> Signature:
@@ -65,10 +78,11 @@ def _step_signature(parts: Components, *, facts: Any) -> Signature:
 
 def load_or_compile(
     parts: Components, context: AttemptContext
-) -> tuple[Any, Callable[[Any, evaluate.Listener], float | None]]:
-    """Returns the compiled train step, and a function that evaluates parameters.
+) -> tuple[Any, Callable[[Any, evaluate.Listener], float | None], str]:
+    """Returns the compiled train step, a function that evaluates parameters, and a digest.
 
-    Both are loaded from the compile cache, or compiled before the first step.
+    The digest is that of the train step's lowered text. The steps are loaded from the compile
+    cache, or compiled, before the first step.
     """
     config, mesh = parts.config, parts.mesh
     facts = None if context.peers.member.is_alone else facts_shape(mesh)
@@ -92,25 +106,25 @@ def load_or_compile(
         context,
         devices=list(mesh.devices.flat),
         made_of=made_of,
-        most=config.compilation.keep_programs,
-        cache_dir=config.compilation.cache_dir,
+        section=config.compilation,
         seconds=config.deadlines.compile_seconds,
     )
-    step = compiled["training"]
+    step = compiled["training"].call
     large = oom_advice.warn_device_memory(
         config, sharding_report.step_bytes(step), sharding_report.device_limit(mesh)
     )
     if large is not None:
         context.emit(Noted(large))
     if not parts.evaluates:
-        return step, _no_evaluation
-    return step, evaluate.make(
-        compiled["evaluation"],
+        return step, _no_evaluation, compiled["training"].text
+    evaluation = evaluate.make(
+        compiled["evaluation"].call,
         parts.dataset.heldout,
         rows_per_batch=rows,
         limit=config.evaluation.batches * parts.plan.microbatches,
         mesh=mesh,
     )
+    return step, evaluation, compiled["training"].text
 
 
 def traced_evaluation(parts: Components, *, facts: Any, rows: int) -> Any:

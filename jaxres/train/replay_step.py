@@ -28,6 +28,7 @@ from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.train import build, jitted_steps
 from jaxres.train.components import Components
 from jaxres.train.nonfinite_trace import NonFinite, first_nonfinite
+from jaxres.train.resume import check_dataset
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def replay_step(
 ) -> ReplayResult:
     """Recomputes the steps from a committed one up to `step`; with `explain` traces that step."""
     dataset = data.open_dataset(config.data)
+    check_dataset(dataset.fingerprint, history)
     plan, mesh, _ = build.devices_here(config)
     parts = build.assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
     state, progress = _begin(parts, run_dir, commit)

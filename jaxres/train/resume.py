@@ -10,9 +10,9 @@ from jaxres.engine.state import Progress, TrainState, from_plain, to_plain
 from jaxres.faults import ConfigError, RollbackRun, SkipRows, StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.events import BadRecordsSkipped, PhaseChanged, RolledBack, TrainingStarted
-from jaxres.runlog.run_log import RunHistory, Start, fold, start_of
+from jaxres.runlog.guarantee import guarantee_level
+from jaxres.runlog.run_log import Record, RunHistory, Start, fold
 from jaxres.train.components import InFlight, Trainer
-from jaxres.train.reproducibility import reproducibility_level
 
 POLL_SECONDS = 0.1
 RESTORE_SHARE = 0.9
@@ -100,35 +100,27 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
       Unrestorable: steps are committed and none is valid.
     """
     history = _agreed_history(run, entry=entry)
-    # Before the first commit the data may change: a corrected data set can use the same run.
-    if history.newest is not None and history.dataset != run.dataset:
-        raise ConfigError(
-            f"data.source: the rows are not the ones that this run was started with (fingerprint "
-            f"{run.dataset} now, {history.dataset} recorded). Restore the old data, or start a new "
-            "run in another run.dir."
-        )
+    _check_rows(run, history, entry=entry)
     shapes, seconds = to_plain(run.shapes), RESTORE_SHARE * run.barrier_seconds
-    restored = run.checkpoints.restore(history, shapes, seconds=seconds)
+    restored = run.checkpoints.restore(history, shapes, seconds=seconds, last_step=run.steps)
     if restored is None:
         run.emit(PhaseChanged("init", "new parameters"))
         (state, init), progress = run.init(history), Progress()
     else:
         (state, init), progress = (from_plain(restored.state), None), restored.progress
     path = restored.commit.path if restored else None
-    seq = _record_start(
-        run,
-        Start(
-            step=progress.step,
-            path=path,
-            dataset=run.dataset,
-            computation=run.computation,
-            init=init,
-            looks_back_steps=looks_back_steps(run.limits, run.loss_scale),
-        ),
-        entry=entry,
+    start = Start(
+        step=progress.step,
+        path=path,
+        dataset=run.dataset,
+        computation=run.computation,
+        init=init,
+        devices=run.devices,
+        looks_back_steps=looks_back_steps(run.limits, run.loss_scale),
     )
-    before = [start_of(record).computation for record in history.starts]
-    level = reproducibility_level(before, run.computation)
+    seq = _record_start(run, start, entry=entry)
+    own = Record(seq=seq, attempt=run.log.attempt, time=0.0, body=start)  # Its time is unused.
+    level = guarantee_level([*history.starts, own])
     run.emit(TrainingStarted(progress.step, path, level))
     run.emit(PhaseChanged("train"))
     now = run.clock.monotonic()
@@ -143,6 +135,32 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
         dispatched_at=now,
     )
     return state, progress, in_flight
+
+
+def check_dataset(fingerprint: str, history: RunHistory) -> None:
+    """Raises ConfigError if the run has committed a step that was trained on other rows.
+
+    Before the first commit the data may change: a corrected data set can use the same run.
+    """
+    if history.newest is not None and history.dataset != fingerprint:
+        raise ConfigError(
+            f"data.source: the rows are not the ones that this run was started with (fingerprint "
+            f"{fingerprint} now, {history.dataset} recorded). Restore the old data, or start a new "
+            "run in another run.dir."
+        )
+
+
+def _check_rows(run: Trainer, history: RunHistory, *, entry: int) -> None:
+    """Raises ConfigError if this host reads other rows than the run has trained on, or host 0."""
+    check_dataset(run.dataset, history)
+    expected = run.peers.broadcast(
+        f"dataset/{entry}", lambda: run.dataset, seconds=run.barrier_seconds
+    )
+    if expected != run.dataset:
+        raise ConfigError(
+            f"data.source: this host reads other rows than host 0 (fingerprint {run.dataset} here, "
+            f"{expected} on host 0). Check that both read the same data."
+        )
 
 
 def _agreed_history(run: Trainer, *, entry: int) -> RunHistory:

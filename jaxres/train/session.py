@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxres.checkpoint import write_check
 from jaxres.cluster.host_group import HostGroup, HostRank
 from jaxres.cluster.jax_coordination import first_line, is_peer_lost, join
 from jaxres.config import RunConfig
@@ -21,7 +22,7 @@ from jaxres.config.schema import TelemetrySection
 from jaxres.data import Dataset
 from jaxres.engine import mesh as meshes
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import OutOfMemory, PeerLost
+from jaxres.faults import OutOfMemory, PeerLost, StorageUnavailable
 from jaxres.models import Model, Params
 from jaxres.runlog import metrics
 from jaxres.runlog.attempt_result import AttemptResult
@@ -29,6 +30,7 @@ from jaxres.runlog.events import PhaseChanged, SampleWritten
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import is_remote
+from jaxres.storage.timeouts import CallTimeout, call_with_timeout
 from jaxres.telemetry.tensorboard import TensorBoard
 from jaxres.train import oom_advice
 from jaxres.train.build import BuiltTrainer, build
@@ -36,6 +38,8 @@ from jaxres.train.context import AttemptContext
 from jaxres.train.loop import LoopResult, train
 
 CURVE_POINTS = 100
+STORAGE_SHARE = 0.9
+"""Share of the start deadline: hanging storage is reported before the watchdog's hang."""
 
 
 def loss_curve(history: Sequence[MetricsLine], *, width: int = 76, height: int = 14) -> str:
@@ -149,6 +153,7 @@ def run_session(
     """
     try:
         context = _join_cluster(config, context, member)
+        _check_storage(config, context)
         _attach_tensorboard(config, context, stack)
         built = build(config, context, stack)
         ended = train(built.run)
@@ -169,6 +174,30 @@ def _join_cluster(config: RunConfig, context: AttemptContext, member: HostRank) 
     context.emit(PhaseChanged("join", f"{member.num_hosts} hosts at {member.coordinator}"))
     job = join(member, heartbeat_seconds=config.hosts.heartbeat_seconds, clock=context.clock)
     return dataclasses.replace(context, peers=job)
+
+
+def _check_storage(config: RunConfig, context: AttemptContext) -> None:
+    """Writes a tiny array into the run directory and reads it back, as saves will do.
+
+    In a bucket only until the first commit, because each of the requests delays the restart.
+
+    Raises:
+      ConfigError: no checkpoint can be saved there.
+      StorageUnavailable: storage failed, or did not answer.
+    """
+    run_dir, log = context.run_dir, context.log
+    if run_dir.is_remote and log.history().newest is not None:
+        return
+    seconds = STORAGE_SHARE * config.deadlines.start_seconds
+    host = context.peers.member.host
+    try:
+        call_with_timeout(
+            lambda: write_check.check(run_dir, attempt=log.attempt, host=host), seconds=seconds
+        )
+    except CallTimeout as error:
+        raise StorageUnavailable(
+            f"{run_dir.checkpoints}: {error}. Is the mount or the network down?"
+        ) from error
 
 
 def _summary(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
 import functools
 import os
@@ -60,15 +61,14 @@ def run_worker(
     status_writer: StatusWriter | None = None,
     member: HostRank = ALONE,
     terminal: TextIO | None = None,
+    min_devices: int = 0,
     forked: bool = False,
 ) -> AttemptResult:
     """Trains as one host of the attempt that `claim` has opened, and returns how it ended.
 
-    Console output goes to `terminal`, by default standard output. `forked`: this process is a fork
-    of the fork server.
+    Console output goes to `terminal`, by default standard output. `forked`: by the fork server.
     """
-    shown = terminal or sys.stdout
-    clock = SystemClock()
+    shown, clock = terminal or sys.stdout, SystemClock()
     before = [record for record in log.records() if record.attempt < claim.attempt]
     is_restart = restart_policy.is_restart(before)
     with contextlib.ExitStack() as stack:
@@ -90,6 +90,7 @@ def run_worker(
             context = AttemptContext(
                 run_dir, log, claim, events.emit, clock, observers, requests, SingleHost()
             )
+            context = dataclasses.replace(context, min_devices=min_devices)
             session_result = session.run_session(config, context, stack, member=member)
             result = session_result.result
         except RunError as error:
@@ -144,6 +145,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host", type=int, default=0)
     parser.add_argument("--num-hosts", type=int, default=1)
     parser.add_argument("--coordinator")
+    parser.add_argument("--min-devices", type=int, default=0)
     return parser.parse_args(arguments)
 
 
@@ -162,8 +164,8 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
         record=lambda result: write_now(options.status_fd, exit_message(result)),
     )
     records = run_log.read_records(run_dir.log)
-    claim = run_log.claim_of(records, attempt=options.attempt)
-    log = RunLog(run_dir.log, attempt=options.attempt, last_seq=len(records), clock=SystemClock())
+    claim = run_log.claim_of(records, attempt=options.attempt, folder=run_dir.log)
+    log = RunLog.of_attempt(run_dir.log, records, attempt=options.attempt, clock=SystemClock())
     recorded = run_dir.attempt(options.attempt) / "config.yaml"
     config = configs.load_recorded(recorded, ()).config
     with SignalListener(alone=False) as requests, StatusWriter(options.status_fd) as status_writer:
@@ -177,6 +179,7 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
                 status_writer=status_writer,
                 member=member,
                 terminal=terminal,
+                min_devices=options.min_devices,
                 forked=forked,
             )
         except SystemExit as error:

@@ -38,6 +38,18 @@ def nan_at(*, call: int, vocab_size: int, seq_len: int) -> SimpleNamespace:
     return SimpleNamespace(init=init, loss=loss)
 
 
+def printing(*, ordered: bool, vocab_size: int, seq_len: int) -> SimpleNamespace:
+    """A bias per token; the loss prints itself."""
+    model = nan_at(call=0, vocab_size=vocab_size, seq_len=seq_len)
+
+    def loss(params: dict[str, Any], batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
+        nats_B, weight_B = model.loss(params, batch, key)
+        jax.debug.print("loss {nats}", nats=jnp.sum(nats_B), ordered=ordered)
+        return nats_B, weight_B
+
+    return SimpleNamespace(init=model.init, loss=loss)
+
+
 def poisoned(*, items: list[int], where: str, vocab_size: int, seq_len: int) -> SimpleNamespace:
     """A bias per token; some items of the FAULTY rows have a NaN `loss`, or only a NaN
     `gradient`.

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
 from tests.promises.preloaded import Lockless
-from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, digest, run_history, starts
+from tests.promises.trainer import (
+    FAULTY,
+    MLP,
+    ROOT,
+    TINY,
+    Workspace,
+    assert_bit_exact,
+    digest,
+    run_history,
+    starts,
+)
 
 PACED = {"PACE": "0.004"}
 
@@ -37,3 +50,26 @@ def test_a_disk_a_mount_without_locks_and_a_bucket_give_the_same_digests(
         for commit in run_history(run_dir).committed:
             if commit.step in {one.step for one in run_history(fault_free).committed}:
                 assert digest(run_dir, commit.step) == digest(fault_free, commit.step)
+
+
+@pytest.mark.slow
+def test_a_run_directory_of_any_path_gives_the_same_bits(
+    workspace: Workspace, unbroken: RunDir
+) -> None:
+    """Relative, with `..` through a link, a leading dash, spaces and other characters."""
+    (workspace.root / "disk" / "far").mkdir(parents=True)
+    (workspace.root / "link").symlink_to("disk/far")
+    name = "-a b='ünï~'"
+    run_dir = RunDir(workspace.root / "disk" / name)
+    near = os.path.relpath(workspace.root, ROOT)
+    arguments = [str(TINY), *MLP, f"run.dir={near}/link/..//{name}"]
+    arguments += [f"data.cache_dir={workspace.caches}"]
+    trainer = workspace.command(run_dir, arguments)
+    trainer.wait_commit(60)
+    trainer.kill()
+    assert trainer.wait_exit() == -9, trainer.printed()
+    again = workspace.command(run_dir, [f"{near}/link/../{name}"])
+    assert again.wait_exit() == 0, again.printed()
+    assert starts(run_dir)[-1] >= 60
+    assert_bit_exact(run_dir, unbroken)
+    assert digest(RunDir(workspace.root / "link" / ".." / name)) == digest(unbroken)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
+from jaxres.cli import replay
 from jaxres.data.token_folder import write_tokens
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
@@ -112,9 +114,9 @@ def test_bad_file_is_named_with_its_line(workspace: Workspace) -> None:
     ("arguments", "says"),
     [
         (["absent.yaml"], ["absent.yaml: no such file"]),
-        ([str(TINY), "--verbose"], ["--verbose: unknown flag", "usage: python -m jaxres.train"]),
+        ([str(TINY), "--verbose"], ["--verbose: unknown flag", "`python -m jaxres.train --help`"]),
         ([str(TINY), "--resume=yes", "-x=1"], ["-x=1", "section.field=value"]),
-        ([], ["expected one config file or run directory", "usage: python -m jaxres.train"]),
+        ([], ["expected one config file or run directory", "`python -m jaxres.train --help`"]),
         ([str(TINY), str(TINY)], ["expected one config file or run directory"]),
         (["tests"], ["tests: no config.yaml here", "not a run directory"]),
     ],
@@ -264,7 +266,9 @@ def test_more_steps_and_other_free_keys_are_allowed_and_kept(
 
 
 @pytest.mark.slow
-def test_another_dataset_is_rejected_and_the_run_can_resume(workspace: Workspace) -> None:
+def test_another_dataset_is_rejected_and_the_run_can_resume(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
     corpus = workspace.root / "corpus"
     corpus.mkdir()
     for i in range(4):
@@ -284,9 +288,29 @@ def test_another_dataset_is_rejected_and_the_run_can_resume(workspace: Workspace
     assert (after.starts, after.commits) == (before.starts, before.commits)
 
     (corpus / "0.txt").write_text("something to learn from\n" * 100)
-    workspace.finish("run", *arguments)
+    moved = (*arguments, f"data.source.path={corpus.rename(workspace.root / 'moved')}")
+    workspace.finish("run", *moved)
     assert starts(trainer.run_dir)[-1] >= 60
     assert run_history(trainer.run_dir).step == STEPS
+
+    # A run that is complete is so for its own data only.
+    other = workspace.root / "other"
+    shutil.copytree(workspace.root / "moved", other)
+    (other / "0.txt").write_text("something else to learn from\n" * 100)
+    workspace.start("run", *arguments, f"data.source.path={other}").assert_fails(
+        ExitCode.CONFIG, "data.source", "rows are not the ones"
+    )
+    assert (
+        replay.main([str(trainer.run_dir.root), "--step", "70", f"data.source.path={other}"])
+        == ExitCode.CONFIG
+    )
+    assert "rows are not the ones" in capsys.readouterr().err
+    final = digest(trainer.run_dir)
+    copy = shutil.copytree(workspace.root / "moved", workspace.root / "copy")
+    workspace.finish("run", *arguments, f"data.source.path={copy}")
+    assert (run_history(trainer.run_dir).step, digest(trainer.run_dir)) == (STEPS, final)
+    again = workspace.finish("run", *arguments, f"data.source.path={copy}")
+    assert f"step {STEPS} of {STEPS} is committed already" in again.printed()
 
 
 def test_run_directory_alone_resumes_also_after_it_was_moved(

@@ -1,5 +1,5 @@
 """Unreadable rows are recorded as skips in the run log, and the run ends as if they had been known
-from the start.
+from the start. Damage of a cached corpus is no bad record: the cache is built again.
 """
 
 from __future__ import annotations
@@ -8,13 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from jaxres import config as configs
 from jaxres.clock import SystemClock
-from jaxres.data import sample_ids_at
+from jaxres.data import open_dataset, sample_ids_at
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, Skip
-from tests.promises.trainer import FAULTY, Workspace, digest, history, run_history
+from tests.damage import flip_bit_at
+from tests.promises.trainer import (
+    FAULTY,
+    MLP,
+    TINY,
+    Workspace,
+    assert_bit_exact,
+    digest,
+    history,
+    run_history,
+)
 
 ROWS, STEPS = 24, 24
 POSITIONS = {100: "raise", 110: "range", 300: "hang"}
@@ -147,3 +158,40 @@ def test_a_permanently_bad_record_is_read_and_counted_once(workspace: Workspace)
 
 def poison_only(index: int) -> dict[str, str]:
     return {"POISON": f"{index}:raise"}
+
+
+def damaged_cache(cache: Path) -> Path:
+    """Builds the corpus of the config, and flips one bit of it at the same size and time."""
+    open_dataset(configs.load(TINY, [f"data.cache_dir={cache}"]).config.data)
+    (entry,) = (cache / "corpora").iterdir()
+    flip_bit_at(entry / "tokens.bin", 2 * 65_536 + 8)
+    return entry
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_a_cached_corpus_changes_no_bit_of_the_run(
+    workspace: Workspace, unbroken: RunDir
+) -> None:
+    cache = workspace.root / "cache"
+    entry = damaged_cache(cache)
+    arguments = (*MLP, f"data.cache_dir={cache}")
+    failed = workspace.start("run", *arguments)
+    failed.assert_fails(ExitCode.STORAGE, "tokens.bin: block 2 ", "builds it again")
+    assert not entry.exists()
+    history = run_history(failed.run_dir)
+    assert not history.bad_rows, "damage was taken for a bad record"
+    workspace.finish("run", *arguments)
+    assert entry.exists()
+    assert_bit_exact(failed.run_dir, unbroken)
+
+
+@pytest.mark.slow
+def test_launch_builds_a_damaged_cache_again_by_itself(
+    workspace: Workspace, unbroken: RunDir
+) -> None:
+    cache = workspace.root / "cache"
+    damaged_cache(cache)
+    arguments = (*MLP, f"data.cache_dir={cache}", "restart.storage_backoff_seconds=0.1")
+    launched = workspace.launched("run", *arguments, hosts=1, restart=True)
+    assert len(run_history(launched.run_dir).claims) == 2
+    assert_bit_exact(launched.run_dir, unbroken)

@@ -184,7 +184,7 @@ def test_request_files_work_in_a_bucket(bucket: Workspace, fault_free: RunDir) -
 def test_corpus_in_a_bucket_gives_the_same_run_as_one_on_a_disk(
     bucket: Workspace, workspace: Workspace, hosts: int
 ) -> None:
-    """All hosts copy the corpus at the same time; another text is another trajectory."""
+    """All hosts copy the corpus at the same time; another text is refused."""
     folder = Path(email.__file__).parent
     there = GcsPath(bucket.run_dir("x").root.bucket, "corpora/email")
     for path in folder.glob("*.py"):

@@ -146,6 +146,47 @@ def test_if_no_step_is_intact_all_are_named_and_a_copy_repairs_the_run(
     assert digest(run_dir) == digest(unbroken)
 
 
+UNREAD = "_CHECKPOINT_METADATA"
+"""A file that no restore reads."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("any_workspace", "verb", "of"),
+    [
+        ("local", ("jaxres.train",), values),
+        ("local", ("jaxres.train",), lambda _: UNREAD),
+        ("local", ("jaxres.launch", "local"), values),
+        ("bucket", ("jaxres.train",), values),
+    ],
+    ids=["train", "train, a file that is not read", "launch local", "train in a bucket"],
+    indirect=["any_workspace"],
+)
+def test_a_finished_run_whose_last_step_is_damaged_trains_the_missing_steps_again(
+    any_workspace: Workspace, unbroken: RunDir, verb: tuple[str, ...], of: Callable[[dict], str]
+) -> None:
+    run_dir = any_workspace.copy(unbroken, "finished")
+    last, older = newest(run_dir)[:2]
+    step_dir = run_dir.root / last.path
+    damage.harm(step_dir, name := of(files.sizes(step_dir)), damage.flip_bit, random.Random(0))
+    evidence = snapshot(step_dir)
+    hosts = ["--hosts", "1"] if verb != ("jaxres.train",) else []
+
+    trainer = any_workspace.command(run_dir, [str(run_dir.root), *hosts], verb=verb)
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert "is committed already, but its checkpoint is damaged: " in trainer.printed()
+    assert starts(run_dir) == [0, older.step]
+    ((_, decided),) = run_history(run_dir).quarantined
+    assert (decided.step, decided.path, name in decided.evidence) == (last.step, last.path, True)
+    assert snapshot(step_dir) == evidence, "it is kept"
+    assert_bit_exact(run_dir, unbroken)
+
+    again = any_workspace.command(run_dir, [str(run_dir.root), *hosts], verb=verb)
+    assert again.wait_exit() == 0, again.printed()
+    assert "nothing to do: its checkpoint is valid" in again.printed()
+    assert starts(run_dir) == [0, older.step]
+
+
 @pytest.mark.parametrize(
     ("any_workspace", "kind"),
     [("local", "claim"), ("local", "start"), ("local", "commit"), ("bucket", "commit")],

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxres import faults
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
 from jaxres.launch import gce
@@ -26,7 +27,8 @@ def assert_fails(
         gce.main(
             ["up", str(cloud.config(**config)), *arguments], env=cloud.env if env is None else env
         )
-    assert raised.value.exit_code == ExitCode.CONFIG, raised.value
+    error = faults.by_phase(raised.value, at_start=True)  # As the command does.
+    assert error.exit_code == ExitCode.CONFIG, error
     assert cloud.gce.vms() == {}
     cloud.gcs.faults.clear()
     if cloud.run.bucket in bucket_names(cloud):

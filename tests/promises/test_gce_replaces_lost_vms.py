@@ -7,7 +7,6 @@ import signal
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from tests.promises.cloud import OPTION, SPOT, Cloud
@@ -38,8 +37,6 @@ def test_a_preempted_vm_is_replaced_and_no_finished_step_is_lost(
     assert first.code == ExitCode.PREEMPTED, first
     assert starts(cloud.run_dir)[1] == first.step_after >= 20
     assert f"attempt 2 on {kept}, " in launcher.printed(), "the other VM was not kept"
-    reported = [event["event"] for event in read_events(cloud.run_dir.events(2, 1))]
-    assert "compiled_steps_loaded" in reported, "the new VM has compiled what the one before it had"
     printed = gcs_objects.read(cloud.launch_paths.output(1, taken)) or b""
     assert b"this VM is being preempted, in 120 s" in printed, "the notice that was asked for"
     assert_bit_exact(cloud.run_dir, fault_free_pair)

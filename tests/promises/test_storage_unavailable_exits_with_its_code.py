@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -291,6 +292,49 @@ def test_training_continues_while_storage_is_unmounted(disk: Disk, unbroken_long
     assert trainer.wait_exit() == 0, trainer.printed()
     assert_bit_exact(disk.run_dir, unbroken_long)
     assert assert_lines_are_complete(trainer) == list(range(1, 1001))
+
+
+@pytest.mark.slow
+def test_checkpoints_that_cannot_be_written_are_found_before_the_first_step(disk: Disk) -> None:
+    """And not by twenty saves that fail."""
+    checkpoints = disk.inside / "run" / "checkpoints"
+    disk.run_dir.checkpoints.mkdir(parents=True)
+    disk.namespace.mount(checkpoints, size_bytes=8 * MIB)
+    disk.namespace.remount(checkpoints, "ro")
+    trainer = disk.start("train.steps=40")
+    trainer.assert_fails(ExitCode.CONFIG, str(checkpoints), "Read-only file system", "permissions")
+    assert trainer.steps() == []
+    assert not trainer.entered("build"), "nothing was computed"
+
+
+@pytest.mark.slow
+def test_run_directory_deleted_while_training_exits_with_storage(workspace: Workspace) -> None:
+    trainer = workspace.start("run", *MLP, *LONG, "checkpoint.max_failed_saves=3")
+    trainer.wait_commit(20)
+    root = trainer.run_dir.root
+    assert isinstance(root, Path)
+    shutil.rmtree(root, ignore_errors=True)
+    trainer.assert_fails(ExitCode.STORAGE, str(root), "Was the run directory")
+    assert not (root / "log").exists(), "no second run was started"
+
+
+@pytest.mark.slow
+def test_disk_unmounted_between_two_attempts_starts_no_new_run(workspace: Workspace) -> None:
+    limits = ("restart.max_storage_attempts=1", "restart.storage_backoff_seconds=0")
+    trainer = workspace.launch("run", *MLP, *LONG, *limits, hosts=1, restart=True)
+    trainer.wait_commit(20)
+    root = trainer.run_dir.root
+    assert isinstance(root, Path)
+    worker = trainer.worker()
+    assert worker is not None
+    root.rename(root.with_name("unmounted"))
+    root.mkdir()
+    os.kill(worker, signal.SIGKILL)
+    assert trainer.wait_exit() != 0
+    assert "records existed, 0 are left" in trainer.printed()
+    assert run_history(trainer.run_dir).claims == (), "no second run was started"
+    trainer = workspace.start("run", *MLP, *LONG, "run.must_exist=true")
+    trainer.assert_fails(ExitCode.CONFIG, str(root), "no run is here", "run.must_exist")
 
 
 @pytest.mark.slow

@@ -328,7 +328,7 @@ def test_the_successor_of_a_killed_supervisor_cleans_up_and_resumes(
         assert second.wait_exit() == 0, second.printed()
         assert not left & set(members(first.run_dir)), "left behind"
         loaded = [bool(second.events_of("compiled_steps_loaded", host)) for host in (0, 1)]
-        assert loaded == [True, True], "the lead's file serves every host"
+        assert loaded == [True, True], "on one machine, one file serves every host"
     finally:
         for pid in others:  # Without a mark and a successor, no process finds it.
             with contextlib.suppress(ProcessLookupError):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import start_of
 from tests.promises.trainer import (
     MLP,
     TrainingProcess,
@@ -87,3 +89,14 @@ def test_back_on_the_original_mesh_the_run_ends_bit_exact(workspace: Workspace, 
     assert again.wait_exit() == 0, again.printed()
     assert starts(again.run_dir)[1] >= 100
     assert_bit_exact(again.run_dir, workspace.run_dir("unbroken"))
+
+
+@pytest.mark.slow
+def test_a_host_with_fewer_devices_than_it_must_have_is_unhealthy(workspace: Workspace) -> None:
+    env = {"JAX_NUM_CPU_DEVICES": "2", "JAXRES_MIN_DEVICES": "4"}
+    refused = workspace.start("few", *MLP, env=env)
+    refused.assert_fails(ExitCode.UNHEALTHY, "4 devices expected, 2 found (JAXRES_MIN_DEVICES)")
+    run = workspace.start("few", *MLP, "train.steps=1", env={"JAX_NUM_CPU_DEVICES": "2"})
+    assert run.wait_exit() == 0, run.printed()
+    (start,) = run_history(run.run_dir).starts
+    assert start_of(start).devices == (2,)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.faults import RunError
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events, read_json_lines
 from jaxres.runlog.paths import RunDir
@@ -141,8 +142,8 @@ class TrainingProcess:
 
     def wait_compiled_steps_stored(self) -> None:
         """Waits until compiled steps are stored for later attempts."""
-        kept = self.run_dir.compiled
-        self.wait(lambda: any(kept.glob("*.compiled")), what="compiled steps")
+        kinds = ("steps_compiled", "compiled_steps_loaded")
+        self.wait(lambda: any(map(self.events_of, kinds)), what="compiled steps")
 
     def events_of(self, kind: str, host: int = 0) -> list[dict[str, Any]]:
         """Returns the events of a kind of one host of this attempt."""
@@ -252,7 +253,9 @@ class Workspace:
         env: dict[str, str] | None = None,
     ) -> TrainingProcess:
         """Starts `python -m jaxres.train`, or another module, with these arguments."""
-        attempt = run_history(run_dir).attempt + 1
+        attempt = 1
+        with contextlib.suppress(RunError):  # A test may have damaged the log.
+            attempt += run_history(run_dir).attempt
         output = self.root / f"{run_dir.root.name}-{attempt}-{len(self.trainers)}.txt"
         # Not in a preexec function: jax forbids forks once it has a backend.
         pinned = ("taskset", "--cpu-list", ",".join(map(str, sorted(cores)))) if cores else ()
@@ -320,8 +323,6 @@ class Workspace:
         """Copies a run directory from a disk."""
         copied = self.run_dir(name)
         copy_tree(run_dir.root, copied.root)
-        if self.bucket is not None:
-            shutil.copytree(run_dir.compiled, copied.compiled)
         return copied
 
     def end_all(self) -> None:
@@ -361,7 +362,7 @@ def copy_tree(folder: paths.RunPath, to: paths.RunPath) -> None:
 
     def one(path: Path) -> None:
         there = to / path.as_posix()
-        is_lines = path.suffix == ".jsonl"
+        is_lines = path.suffix == ".jsonl" and path.parts[0] != "checkpoints"
         files.replace(there / "00000001" if is_lines else there, (folder / path).read_bytes())
 
     with ThreadPoolExecutor(16) as pool:

@@ -97,6 +97,8 @@ def test_every_command_in_the_docs_is_accepted_by_its_parser(
     elif words[0] == "doctor":
         options = doctor._parse(words[1:])
         configs.load(options.config, options.overrides)
+    elif words[:2] == ["data", "verify"]:
+        _check_target(words[2:], tmp_path)
     elif words[0] == "replay":
         monkeypatch.setattr(replay.Replay, "lines", lambda self, *, explain: iter(()))
         assert replay.main(words[1:]) == 0
@@ -126,7 +128,7 @@ def _check_local(words, tmp_path):
 
 def _check_target(words, tmp_path):
     """Loads the config with the overrides; a run directory's are those of the quickstart."""
-    target, overrides = parse_target(words, usage="")
+    target, overrides = parse_target(words, command="")
     path = Path(str(target))
     configs.load(path if path.suffix == ".yaml" else ROOT / "configs/quickstart.yaml", overrides)
 
@@ -153,7 +155,7 @@ def test_a_command_with_an_unknown_flag_is_not_accepted():
 
 def test_there_are_commands_of_every_kind():
     kinds = {tuple(command[:2]) for _, command in COMMANDS}
-    wanted = ("train", "launch", "status", "history", "checkpoints", "replay", "doctor")
+    wanted = ("train", "launch", "status", "history", "checkpoints", "replay", "doctor", "data")
     assert {("jaxres", verb) for verb in wanted} <= kinds
 
 
@@ -224,6 +226,11 @@ def _message_texts() -> list[str]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
     return texts
+
+
+def test_no_page_or_message_installs_a_package_that_is_not_registered():
+    texts = [*(page.read_text() for page in PAGES), *_message_texts()]
+    assert [text for text in texts if re.search(r"pip install[^`\n&]*[ '\"]jaxres\b", text)] == []
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
     python tools/bench/restart.py [--repeats 3] [CONFIG] [section.field=value ...]
 
 Caches are warm, the kinds interleaved: `new` is a new process that traces and takes the steps from
-the cache, `kept` one that loads them from the run, `forked` is forked from the fork server and
+JAX's cache, `kept` one that loads them from ours, `forked` is forked from the fork server and
 loads them. `floor` is a bare script that imports, builds, takes the same steps from JAX's own
 cache, restores with Orbax and runs one step, measured from its start. Waits
 (restart.backoff_seconds) are set to 0.
@@ -135,7 +135,7 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     from jaxres.train import build, compile_cache, jitted_steps
 
     config = configs.load_recorded(run_dir.attempt(1) / "config.yaml", ()).config
-    compile_cache.use_compilation_cache(str(caches / "floor"))
+    compile_cache.use_compilation_cache(caches / "floor")
     (corpus,) = (caches / "corpora").iterdir()
     rows = dataset._tokens(open_tokens(corpus), config.data)
     plan, mesh, _ = build.devices_here(config)

@@ -245,15 +245,27 @@ def test_a_superseded_attempt_neither_commits_nor_prunes(attempt):
     assert attempt.step_dir(8).exists()
 
 
-def test_files_of_a_failed_save_are_deleted_by_the_next_attempt_and_commits_stay(attempt):
+def test_a_complete_step_without_a_record_is_deleted_once_it_is_committed_again(attempt):
     attempt.save(8)
     with contextlib.suppress(InjectedError):
         attempt.save(16, before_commit=inject)
     names = os.listdir(attempt.run_dir.checkpoints)
     assert sorted(names) == ["00000008-0001", "00000016-0001"]
-    with attempt.again().checkpoints():
-        pass
-    assert os.listdir(attempt.run_dir.checkpoints) == ["00000008-0001"]
+    attempt.again().save(16)
+    names = os.listdir(attempt.run_dir.checkpoints)
+    assert sorted(names) == ["00000008-0001", "00000016-0002"]
+
+
+def test_parts_of_a_killed_save_are_deleted_by_the_next_attempt_after_its_restore(attempt):
+    commit = attempt.save(8)
+    part = attempt.run_dir.checkpoints / "00000016-0001.orbax-checkpoint-tmp"
+    part.mkdir()
+    with attempt.again().checkpoints() as checkpoints:
+        assert part.exists(), "nothing is deleted before a valid step is known"
+        wanted = like(state(8))
+        checkpoints.restore(attempt.log.history(), wanted, seconds=60)
+        assert not part.exists()
+    assert attempt.log.history().newest == commit
 
 
 @dataclasses.dataclass
@@ -267,6 +279,9 @@ class WatchedLog:
     @property
     def attempt(self):
         return self.log.attempt
+
+    def records(self):
+        return self.log.records()
 
     def history(self):
         return self.log.history()

@@ -172,7 +172,7 @@ def test_states_that_cannot_be_compared_are_refused_with_the_usual_exit_codes(
     assert run_diff(root)[0] == 64
     assert "compared with itself" in run_diff(root)[2]
     code, _, err = run_diff(root, "--other-step", 9)
-    assert (code, err) == (64, f"{root}: step 9 is not committed (committed: 8)\n")
+    assert (code, err) == (64, f"{root}: step 9 is not committed (committed: 8) (exit 64 USAGE)\n")
     assert run_diff(root, tmp_path / "none")[0] == 64
     next((attempt.step_dir(8) / "state" / "d").iterdir()).unlink()
     assert run_diff(root, root)[0] == 85

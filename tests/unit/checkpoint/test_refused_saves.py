@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import os
+import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -254,14 +256,21 @@ def test_no_step_is_deleted_because_storage_hides_its_record(attempt, monkeypatc
     with attempt.checkpoints(keep_last=3) as checkpoints:
         try_save(checkpoints, 8)
         try_save(checkpoints, 16)
-        records = run_log.read_records(attempt.run_dir.log)
-        with monkeypatch.context() as away:
-            away.setattr(run_log, "read_records", lambda folder: records[:left])
-            away.setattr(files, "free_bytes", lambda folder: 0)
+        log = attempt.run_dir.log
+        away = log.with_name("away")
+        log.rename(away)
+        log.mkdir()
+        for record in sorted(away.iterdir())[:left]:
+            (log / record.name).write_bytes(record.read_bytes())
+        with monkeypatch.context() as full:
+            full.setattr(files, "free_bytes", lambda folder: 0)
             try_save(checkpoints, 24)
+        shutil.rmtree(log)
+        away.rename(log)
         assert step_dirs(attempt) == ["00000008-0001", "00000016-0001"]
         assert any(
-            isinstance(e, Noted) and "records are missing" in e.message for e in attempt.events
+            isinstance(e, Noted) and f"records existed, {left} are left" in e.message
+            for e in attempt.events
         )
         try_save(checkpoints, 24)
     assert commits(attempt) == [8, 16, 24]
@@ -382,3 +391,50 @@ def test_a_step_is_committed_on_a_follower_when_host_0_reports_it(attempt, messa
         assert checkpoints.committed_step == (8 if committed else 0)
         assert checkpoints.last_error == ("" if committed else "host 0: full")
     assert commits(attempt) == [], "only the lead writes the log"
+
+
+class EndedSave:
+    """A save that Orbax has ended with an error."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def ended(self, *, timeout):
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "No ArrayMetadata found for process_index=0 in the checkpoint directory: /run/state.",
+        "Checkpoint directory does not exist: /run/state.",
+        "NOT_FOUND: Error opening zarr3 driver: Metadata at params.w/zarr.json does not exist",
+    ],
+)
+def test_files_of_a_save_that_are_gone_are_a_failure_of_storage(tmp_path, text):
+    """As orbax-checkpoint 0.12.8 raises them when the run directory is deleted during a save."""
+    with pytest.raises(StorageUnavailable, match="could not be saved"):
+        orbax_io.wait_save(EndedSave(ValueError(text)), tmp_path / "8", timeout=1)
+
+
+def test_any_error_of_a_save_in_a_deleted_folder_is_a_failure_of_storage(tmp_path):
+    with pytest.raises(StorageUnavailable, match="could not be saved"):
+        orbax_io.wait_save(EndedSave(KeyError("w")), tmp_path / "gone" / "8", timeout=1)
+    with pytest.raises(KeyError):
+        orbax_io.wait_save(EndedSave(KeyError("w")), tmp_path / "8", timeout=1)
+
+
+@pytest.mark.slow
+def test_a_run_directory_deleted_during_a_save_fails_the_save_and_is_no_bug(tmp_path):
+    for number in range(12):
+        attempt = claimed(RunDir(tmp_path / str(number)))
+        with attempt.checkpoints() as checkpoints:
+            try_save(checkpoints, 8)
+            checkpoints.save(state(16), progress(16))
+            time.sleep(0.004 * number)
+            shutil.rmtree(attempt.run_dir.root, ignore_errors=True)
+            checkpoints.wait()
+            shutil.rmtree(attempt.run_dir.root, ignore_errors=True)
+            try_save(checkpoints, 24)
+            assert checkpoints.saved_step == checkpoints.committed_step < 24
+        assert failed(attempt)[-1].step == 24

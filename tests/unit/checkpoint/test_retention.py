@@ -1,10 +1,15 @@
 import dataclasses
+import json
 import random
 
 import pytest
 
-from jaxres.checkpoint.retention import DAY_SECONDS, CommittedStep, plan, step_name, sweep
+from jaxres.checkpoint.retention import DAY_SECONDS, CommittedStep, plan, sweep
 from jaxres.config.schema_operations import KeepSection
+from jaxres.runlog import step_dirs
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Commit, Record, fold
+from tests.unit.runlog.example_records import CLAIM
 
 HOUR = 3600.0
 MONDAY = 4 * DAY_SECONDS
@@ -132,40 +137,83 @@ def test_over_120_days_of_commits_the_set_stays_small_and_the_newest_stay(seed):
         assert len(there) <= 2 * 9 + 3 + 7 + 8 + 2 + 2
 
 
-def test_names_contain_step_and_attempt_and_sort_by_step():
-    assert step_name(12, attempt=3) == "00000012-0003"
-    assert step_name(123456789, attempt=12345) == "123456789-12345"
-
-
 def present(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_directories_that_are_not_in_the_history_are_deleted(tmp_path):
-    for name in (
-        "00000008-0001",
-        "00000016-0001",
-        "00000024-0002.orbax-checkpoint-tmp",
-        "00000024-0002",
-        ".00000004-0001.aabb.trash",
-    ):
-        (tmp_path / name / "state").mkdir(parents=True)
-    swept = sweep(tmp_path, keep={"00000016-0001"}, attempt=2)
-    assert present(tmp_path) == ["00000016-0001"]
-    assert swept == ["00000008-0001", "00000024-0002", "00000024-0002.orbax-checkpoint-tmp"]
+def make(run_dir, *names, complete=False):
+    """Makes step directories with a file; complete ones have a manifest of it."""
+    for name in names:
+        (run_dir.checkpoints / name).mkdir(parents=True)
+        (run_dir.checkpoints / name / "data").write_bytes(b"1234")
+        if complete:
+            manifest = json.dumps({"files": {"data": {"size": 4}}})
+            (run_dir.checkpoints / name / "MANIFEST.json").write_text(manifest)
+
+
+def history(*commits, attempts=1):
+    """A run history with these committed step directories: name -> step and attempt."""
+    bodies = []
+    for attempt in range(1, attempts + 1):
+        bodies.append((attempt, dataclasses.replace(CLAIM, attempt=attempt)))
+        for found in map(step_dirs.parse_name, commits):
+            path = f"checkpoints/{found.name}"
+            if found.attempt == attempt:
+                commit = Commit(step=found.step, path=path, manifest="", bytes=4)
+                bodies.append((attempt, commit))
+    return fold([Record(seq, attempt, 0.0, body) for seq, (attempt, body) in enumerate(bodies, 1)])
+
+
+def test_directories_of_killed_saves_are_deleted(tmp_path):
+    run_dir = RunDir(tmp_path)
+    names = ["00000008-0001", "00000024-0002.orbax-checkpoint-tmp", "00000024-0002"]
+    make(run_dir, *names, "00000016-0001", ".00000004-0001.aabbccddeeff.trash")
+    swept = sweep(run_dir, history("00000016-0001", attempts=2), attempt=2)
+    assert present(run_dir.checkpoints) == ["00000016-0001"]
+    assert sorted(swept) == sorted(names)
 
 
 def test_a_superseded_process_deletes_no_directory_of_its_successors(tmp_path):
-    for name in ("00000024-0003", "00000032-0003.orbax-checkpoint-tmp", "00000024-0002"):
-        (tmp_path / name).mkdir()
-    sweep(tmp_path, keep=(), attempt=2)
-    assert present(tmp_path) == ["00000024-0003", "00000032-0003.orbax-checkpoint-tmp"]
+    run_dir, later = RunDir(tmp_path), ["00000024-0003", "00000032-0003.orbax-checkpoint-tmp"]
+    make(run_dir, *later, "00000024-0002")
+    sweep(run_dir, history(attempts=2), attempt=2)
+    assert present(run_dir.checkpoints) == later
 
 
-def test_files_with_other_names_are_never_deleted(tmp_path):
-    for name in ("best", "00000008-0001-copy", "8-1"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "README").write_text("mine")
-    before = present(tmp_path)
-    assert sweep(tmp_path, keep=(), attempt=2) == []
-    assert present(tmp_path) == before
+def test_a_complete_step_without_a_record_stays_until_its_step_is_committed_again(tmp_path):
+    run_dir = RunDir(tmp_path)
+    make(run_dir, "00000024-0001", complete=True)
+    assert sweep(run_dir, history("00000032-0001", attempts=2), attempt=2) == []
+    assert sweep(run_dir, history("00000016-0002", attempts=2), attempt=2) == []
+    again = history("00000016-0002", "00000024-0002", attempts=2)
+    assert sweep(run_dir, again, attempt=2) == ["00000024-0001"]
+
+
+def test_complete_steps_of_the_attempt_itself_and_of_pruned_steps_are_deleted(tmp_path):
+    run_dir = RunDir(tmp_path)
+    make(run_dir, "00000008-0001", "00000024-0002", complete=True)
+    before = history("00000008-0001", attempts=2)
+    pruned = dataclasses.replace(before, commits=())
+    assert sweep(run_dir, pruned, attempt=2) == ["00000008-0001", "00000024-0002"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "best",
+        "00000008-0001-copy",
+        "8-1",
+        "00000008-0001.backup",
+        "00000008-0001.orbax-checkpoint-tmp.mine",
+        "00000008-0001 (copy)",
+        ".mine.trash",
+        ".00000008-0001.trash",
+    ],
+)
+def test_names_that_no_save_produces_are_never_deleted(tmp_path, name):
+    run_dir = RunDir(tmp_path)
+    make(run_dir, name)
+    (run_dir.checkpoints / "README").write_text("mine")
+    before = present(run_dir.checkpoints)
+    assert sweep(run_dir, history(attempts=2), attempt=2) == []
+    assert present(run_dir.checkpoints) == before

@@ -50,6 +50,30 @@ def run_command(*arguments):
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.parametrize("part", ["", "state", "progress.json"])
+def test_a_part_behind_a_link_is_verified_and_is_never_damaged_while_it_is_away(
+    run_dir, tmp_path, part
+):
+    step_dir, commit = commit_at(run_dir, 16)
+    disk, linked = tmp_path / "disk", step_dir / part if part else step_dir
+    disk.mkdir()
+    linked.rename(disk / "moved")
+    linked.symlink_to(disk / "moved")
+    assert verify.verify_step(step_dir, commit).problems == ()
+    assert manifests.read(step_dir, commit).step == 16
+    disk.rename(tmp_path / "unmounted")
+    with pytest.raises(StorageUnavailable, match=r"is a link to .* Is it mounted"):
+        verify.verify_step(step_dir, commit)
+
+
+@pytest.mark.parametrize("command", ["verify", "digest"])
+def test_dots_in_a_path_change_no_result(command):
+    around = GOLDEN.parent / "log" / ".." / GOLDEN.name
+    found = run_command(command, around)
+    assert found == run_command(command, GOLDEN)
+    assert found[0] == 0
+
+
 def test_an_intact_step_is_verified_and_holds_what_was_saved(run_dir):
     for step in (8, 16):
         step_dir, commit = commit_at(run_dir, step)

@@ -70,6 +70,17 @@ def test_failed_checks_are_named_and_the_others_still_run(run_doctor, tmp_path: 
     assert "feasible: 1, 2, 4, 5, 10, 20 devices" in out
 
 
+PRINTING = "model={kind: custom, target: 'tests.promises.bad_models:printing', args: {ordered: %s}}"
+
+
+def test_a_loss_that_prints_is_refused_only_if_it_is_ordered_on_several_devices(run_doctor) -> None:
+    code, out, _ = run_doctor(PRINTING % "true")
+    assert (code, ("fail", "step") in lines(out)) == (78, True)
+    assert "a callback with ordered=True" in out
+    code, out, _ = run_doctor(PRINTING % "false")
+    assert ("pass", "step") in lines(out)
+
+
 def test_missing_weights_fail(run_doctor) -> None:
     code, out, _ = run_doctor("init_from={kind: run, path: /nowhere}", "--devices", "2")
     assert (code, lines(out)[-1]) == (0, ("warn", "init_from")), "the other machines may have them"

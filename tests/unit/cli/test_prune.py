@@ -161,11 +161,14 @@ def test_other_arguments_are_rejected(run_dir, capsys, argument, message):
 def test_a_pin_keeps_a_step_until_it_is_removed(run_dir, capsys):
     assert run_command("pin", run_dir.root, "--step", 20) == 0
     assert run_command("list", run_dir.root, "--json") == 0
-    rows = [json.loads(row) for row in capsys.readouterr().out.splitlines()[1:]]
+    advice, *lines = capsys.readouterr().out.splitlines()
+    rows = [json.loads(line) for line in lines]
     assert [row["step"] for row in rows if row["pinned"]] == [20]
     assert run_command("prune", run_dir.root) == 0
     assert committed(run_dir) == [20, 30, 40, 50]
-    assert run_command("unpin", run_dir.root, "--step", 20) == 0
+    words = advice.partition("`python -m jaxres checkpoints ")[2].rstrip("`").split()
+    assert words == ["unpin", str(run_dir.root), "--step", "20"]
+    assert run_command(*words) == 0
     assert run_command("prune", run_dir.root) == 0
     assert committed(run_dir) == [30, 40, 50]
     assert present(run_dir) == names(30, 40, 50)

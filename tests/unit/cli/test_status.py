@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, RunLog, Start
+from jaxres.supervisor.run_lock import RunLock
 from tests.unit.runlog.example_records import CLAIM
 
 
@@ -260,8 +262,7 @@ def test_a_lock_holder_with_another_clock_is_alive_if_its_heartbeat_advances(tmp
     assert read_status(run_dir, clock, watch=True).is_alive
     assert read_status(run_dir, clock, watch=True).outlook.code == 0
     still = FakeClock()
-    write_heartbeat(run_dir, FakeClock(still.now + 3600), host="far")
-    assert read_status(run_dir, still).is_alive, "by its time stamp"
+    write_heartbeat(run_dir, still, host="far")
     assert not read_status(run_dir, still, watch=True).is_alive
     assert still.now - FakeClock().now < 4
 
@@ -280,3 +281,29 @@ def test_a_run_that_has_just_exited_is_over_although_its_heartbeat_is_recent(tmp
     assert read_status(run_dir, clock).outlook.state == "done"
     assert status_rows(run_dir, clock)["alive"].startswith("no: ")
     assert status_rows(run_dir, clock)["ended"].startswith("exit 0 DONE")
+
+
+def test_a_run_whose_supervisor_is_suspended_is_neither_running_nor_killed(tmp_path):
+    clock = FakeClock()
+    run_dir, _ = claimed(tmp_path, clock)
+    with RunLock(run_dir, clock=clock):
+        clock.now += 100
+        found = read_status(run_dir, clock)
+        rows = status_rows(run_dir, clock)
+        assert (found.outlook.state, found.outlook.code, found.is_alive) == ("suspended", 3, False)
+        assert found.recent[-1].cause == "running"
+        assert f"kill -CONT {os.getpid()}" in rows["next"]
+        assert rows["ended"].startswith("no: the process exists on this machine")
+    assert read_status(run_dir, clock).outlook.state == "down"
+
+
+@pytest.mark.parametrize("exit", [ExitCode.STOPPED, ExitCode.DIVERGED, ExitCode.BUG])
+def test_a_run_is_not_alive_once_its_process_has_exited(tmp_path, exit: ExitCode):
+    clock = FakeClock()
+    run_dir = RunDir(tmp_path)
+    with RunLock(run_dir, clock=clock):
+        log = RunLog.claim(run_dir.log, CLAIM, after=[], clock=clock)
+        assert read_status(run_dir, clock).outlook.state == "running"
+        log.append(AttemptEnded(exit=exit, reason="why", committed=False))
+    assert not read_status(run_dir, clock).is_alive
+    assert read_status(run_dir, clock).outlook.code == (3 if exit == ExitCode.DIVERGED else 1)

@@ -13,7 +13,8 @@ from jaxres.config import (
     load,
     load_recorded,
     loss_scale,
-    run_dir,
+    moved_content,
+    run_dirs,
     trajectory,
 )
 from jaxres.config.schema_fields import is_free, iter_fields
@@ -32,7 +33,7 @@ def test_the_trajectory_has_the_keys_not_declared_free(write: Write):
     assert keys == {
         "run": {"seed": 0},
         "data": {
-            "source": {"kind": "text", "path": "{stdlib}", "include": ["**/*"], "exclude": []},
+            "source": {"kind": "text", "include": ["**/*"], "exclude": []},
             "tokenizer": {"kind": "bytes"},
             "seq_len": 256,
             "heldout_fraction": 0.02,
@@ -69,6 +70,10 @@ def test_the_digest_of_a_known_config_never_changes(write: Write):
     overrides = ["model.kind=mlp", "optimizer.schedule.kind=linear"]
     # A change here makes every existing run a new one: that is a breaking change.
     assert digest(config(write, *overrides)) == (
+        "abf1b3e7d4acb078d2cbe121ce09776787626150be62fe9ebd3b3111834342fa"
+    )
+    # Runs of the first definition are found by this digest.
+    assert digest(config(write, *overrides), with_paths=True) == (
         "f8eeee48a00c773b9bf24f5b91881c2ddd527a9426f99c3b3690bd1527c1fa85"
     )
 
@@ -137,6 +142,7 @@ def test_every_key_is_free_or_in_the_trajectory(write: Write):
     dumped = dump_yaml(config(write))
     free = {leaf.key for leaf in iter_fields() if is_free(leaf.info)}
     assert {"run.dir", "mesh.data", "checkpoint.keep_last", "model.attention"} <= free
+    assert {"data.source.path", "init_from.path"} <= free
     assert not {"run.seed", "model.d_model", "train.steps", "optimizer.b1"} & free
     assert "d_model" in dumped
 
@@ -172,8 +178,54 @@ def test_a_run_can_grow_if_its_schedule_keeps_its_horizon(write: Write):
 
 def test_the_default_run_directory_is_named_by_config_and_digest(write: Write):
     bare = config(write)
-    assert run_dir(bare, "x") == Path("runs") / f"x-{digest(bare)[:8]}"
-    assert run_dir(config(write, "run.dir=a/b"), "x") == Path("a/b")
+    *earlier, current = run_dirs(bare, "x")
+    assert current == Path.cwd() / "runs" / f"x-{digest(bare)[:8]}"
+    assert earlier == [Path.cwd() / "runs" / f"x-{digest(bare, with_paths=True)[:8]}"]
+    assert run_dirs(config(write, "run.dir=a/b"), "x") == (Path.cwd() / "a/b",)
+
+
+@pytest.mark.parametrize(
+    ("section", "path"),
+    [
+        ("data.source={kind: text, path: %s}", "data.source.path"),
+        ("data.source={kind: tokens, path: %s}", "data.source.path"),
+        ("init_from={kind: run, path: %s}", "init_from.path"),
+        ("init_from={kind: safetensors, path: %s}", "init_from.path"),
+    ],
+)
+def test_a_path_whose_content_has_a_fingerprint_is_free_and_reported_as_moved(
+    write: Write, section: str, path: str
+):
+    one, other = (config(write, section % place) for place in ("here", "there"))
+    assert digest(one) == digest(other)
+    assert run_dirs(one, "x")[-1] == run_dirs(other, "x")[-1]
+    check_same(one, other, "runs/x")
+    assert moved_content(one, other) == [(path, "here", "there")]
+    assert moved_content(one, one) == []
+    assert digest(one, with_paths=True) != digest(other, with_paths=True)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.source.include=[a]",
+        "data.source.exclude=[a]",
+        "data.source={kind: tokens, path: '{stdlib}'}",
+        "data.source={kind: custom, target: 'a:b', args: {path: x}}",
+        "init_from={kind: run, path: a, at_step: 3}",
+    ],
+)
+def test_what_is_read_of_a_path_and_how_stays_in_the_trajectory(write: Write, override: str):
+    assert digest(config(write, override)) != digest(config(write))
+
+
+def test_arguments_of_a_custom_source_have_no_fingerprint_of_ours_and_stay(write: Write):
+    one, other = (
+        config(write, f"data.source={{kind: custom, target: 'a:b', args: {{path: {place}}}}}")
+        for place in ("here", "there")
+    )
+    assert [key for key, _, _ in diff(one, other)] == ["data.source.args.path"]
+    assert moved_content(one, other) == []
 
 
 def refusal(write: Write, *overrides: str) -> str:
@@ -222,9 +274,9 @@ def test_initial_weights_belong_to_the_trajectory_and_the_default_keeps_old_dige
     plain = config(write)
     assert digest(config(write, "init_from.kind=seed")) == digest(plain)
     assert "init_from" not in trajectory(plain)
-    one, other = (config(write, f"init_from={{kind: run, path: {x}}}") for x in ("a", "b"))
+    one, other = (config(write, f"init_from={{kind: run, path: x, at_step: {n}}}") for n in (1, 2))
     assert len({digest(plain), digest(one), digest(other)}) == 3, "each has its own run directory"
-    assert [key for key, _, _ in diff(one, other)] == ["init_from.path"]
+    assert [key for key, _, _ in diff(one, other)] == ["init_from.at_step"]
     assert [key for key, _, _ in diff(plain, one)] == ["init_from"]
 
 
@@ -257,3 +309,22 @@ def test_a_loss_scale_belongs_to_the_trajectory_if_the_loss_is_scaled(write: Wri
     never = config(write, "model.compute_dtype=float16", "train.loss_scale.when=never")
     assert loss_scale(never) is None
     assert digest(never) != digest(half)
+
+
+def test_arguments_that_the_sources_own_fingerprint_covers_are_free_and_reported_as_moved(
+    write: Write,
+):
+    one, other, many = (
+        config(
+            write,
+            f"data.source={{kind: custom, target: 'a:b', args: {{path: {place}, n: {n}}}, "
+            "path_args: [path]}",
+        )
+        for place, n in (("here", 1), ("there", 1), ("here", 2))
+    )
+    assert digest(one) == digest(other) != digest(many)
+    assert moved_content(one, other) == [("data.source.args.path", "here", "there")]
+    assert [key for key, _, _ in diff(one, many)] == ["data.source.args.n"]
+    before = config(write, "data.source={kind: custom, target: 'a:b', args: {path: here, n: 1}}")
+    check_same(before, other, "runs/x")  # The list may be added to a run that has started.
+    assert digest(before, with_paths=True) == digest(one, with_paths=True)

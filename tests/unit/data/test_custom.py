@@ -82,6 +82,18 @@ def test_token_ids_become_the_arrays_of_a_token_row(source):
     assert (dataset.fingerprint, dataset.vocab_size, dataset.tokens_per_row) == ("mine-1", 60, 5)
 
 
+def test_arguments_are_free_only_with_a_fingerprint_of_the_objects_own(source):
+    for target, is_free in (("user_rows:documents", True), ("user_rows:images", False)):
+        made = source(target)
+        free = made.source.model_copy(update={"path_args": ("count",)})
+        config = made.model_copy(update={"source": free})
+        if is_free:
+            assert open_dataset(config).fingerprint == "mine-1"
+            continue
+        with pytest.raises(ConfigError, match=r"data\.source\.path_args: .*without `fingerprint`"):
+            open_dataset(config)
+
+
 def test_the_fingerprint_depends_on_arguments_length_and_content(source):
     prints = [
         open_dataset(source("user_rows:images", **args)).fingerprint

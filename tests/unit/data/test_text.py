@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from jaxres.config.schema import DataSection, TextSource
-from jaxres.data import open_dataset
+from jaxres.data import CacheDamaged, open_dataset, text
 from jaxres.data.text import list_files
 from jaxres.data.token_folder import open_tokens
+from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
+from tests.damage import change_meta, flip_bit_at, remove_digests
 
 ROOT = Path(__file__).parents[3]
 
@@ -212,6 +214,68 @@ def test_a_damaged_cache_entry_is_rebuilt(corpus, tmp_path, name):
     assert again.fingerprint == whole.fingerprint
     assert list((tmp_path / "cache" / "corpora").iterdir()) == [entry]
     assert open_tokens(entry).meta.fingerprint == whole.fingerprint
+
+
+def test_damage_in_a_cached_corpus_ends_the_attempt_and_the_next_one_builds_it_again(
+    corpus, tmp_path
+):
+    whole = open_dataset(config(corpus, tmp_path / "cache"))
+    ids = np.arange(len(whole.train))
+    expected = whole.train.rows(ids)["tokens_BT"]
+    (entry,) = (tmp_path / "cache" / "corpora").iterdir()
+    flip_bit_at(entry / "tokens.bin", 40)
+    damaged = open_dataset(config(corpus, tmp_path / "cache"))
+    for _ in range(2):  # The memory maps stay, so a second batch finds it as well.
+        with pytest.raises(CacheDamaged, match=r"tokens\.bin: block 0 .*builds it again") as caught:
+            damaged.train.rows(ids)
+    assert caught.value.exit_code == ExitCode.STORAGE, "it is restarted"
+    (aside,) = (tmp_path / "cache" / "corpora").iterdir()
+    assert aside.name.startswith(f".damaged-{entry.name}")
+
+    messages = []
+    again = open_dataset(config(corpus, tmp_path / "cache"), progress=messages.append)
+    assert "Tokenising" in messages[0]
+    assert again.fingerprint == whole.fingerprint
+    assert np.array_equal(again.train.rows(ids)["tokens_BT"], expected)
+    with pytest.raises(CacheDamaged):  # A process that still has the damaged one open
+        damaged.train.rows(ids)
+    assert open_tokens(entry).meta == again.train.corpus.meta, "leaves the new one alone"
+    assert aside.exists()
+    old = time.time() - 25 * 3600
+    for path in (*aside.iterdir(), aside):
+        os.utime(path, (old, old))
+    open_dataset(config(corpus, tmp_path / "cache"))
+    assert not aside.exists()
+
+
+def test_a_damaged_token_in_a_cached_corpus_is_not_taken_for_a_bad_record(corpus, tmp_path):
+    open_dataset(config(corpus, tmp_path / "cache"))
+    (entry,) = (tmp_path / "cache" / "corpora").iterdir()
+    flip_bit_at(entry / "tokens.bin", 41, bit=7)  # The token is out of range now.
+    with pytest.raises(CacheDamaged):
+        open_dataset(config(corpus, tmp_path / "cache")).train.rows(np.array([0, 1, 2]))
+
+
+def test_a_cached_corpus_of_another_tokenizer_is_rebuilt(corpus, tmp_path):
+    open_dataset(config(corpus, tmp_path / "cache"))
+    (entry,) = (tmp_path / "cache" / "corpora").iterdir()
+    change_meta(entry, vocab_size=1257, checksum=None)
+    assert open_dataset(config(corpus, tmp_path / "cache")).vocab_size == 257
+
+
+def test_a_cached_corpus_without_digests_is_used_as_before(corpus, tmp_path):
+    whole = open_dataset(config(corpus, tmp_path / "cache"))
+    (entry,) = (tmp_path / "cache" / "corpora").iterdir()
+    remove_digests(entry)
+    messages = []
+    again = open_dataset(config(corpus, tmp_path / "cache"), progress=messages.append)
+    assert (messages, again.fingerprint) == ([], whole.fingerprint)
+
+
+def test_the_fingerprint_of_the_files_is_that_of_the_corpus(corpus, tmp_path):
+    dataset = open_dataset(config(corpus, tmp_path / "cache"))
+    files = list_files(TextSource(path=str(corpus)))
+    assert text.fingerprint_of(files) == dataset.fingerprint
 
 
 BUILDER = """

@@ -1,4 +1,3 @@
-import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -6,9 +5,19 @@ import numpy as np
 import pytest
 
 from jaxres.config.schema import DataSection, TokensSource
-from jaxres.data import BadRecord, TokensDamaged, batch_at, open_dataset, write_tokens
+from jaxres.data import (
+    BadRecord,
+    TokensDamaged,
+    batch_at,
+    open_dataset,
+    token_digests,
+    token_folder,
+    write_tokens,
+)
+from jaxres.data.token_digests import CheckedBlocks
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
+from tests.damage import change_meta, flip_bit_at, remove_digests
 
 
 def documents(seed, *, count=40, longest=90, vocab_size=1000):
@@ -136,6 +145,7 @@ def test_a_change_of_batch_size_continues_with_the_next_row(folder):
 
 
 def test_a_token_beyond_the_vocabulary_is_reported_with_its_row(folder):
+    remove_digests(folder)
     path = folder / "tokens.bin"
     tokens = np.memmap(path, "<u2", mode="r+")
     tokens[5 * 16 + 3] = 1000
@@ -152,17 +162,13 @@ def test_a_token_beyond_the_vocabulary_is_reported_with_its_row(folder):
 def test_document_offsets_out_of_order_are_reported_with_their_row(tmp_path):
     docs = [np.arange(9)] * 5000
     write_tokens(tmp_path / "set", docs, vocab_size=9, tokenizer="mine")
+    remove_digests(tmp_path / "set")
     offsets = np.load(tmp_path / "set" / "offsets.npy", mmap_mode="r+")
     offsets[2501] = 7  # In the middle, which opening does not check.
     offsets.flush()
     rows = opened(tmp_path / "set").train
     with pytest.raises(BadRecord, match=r"offsets.npy: row"):
         rows.rows(np.arange(len(rows)))
-
-
-def damage_meta(folder, **fields):
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps(meta | fields))
 
 
 def truncate(path):
@@ -178,10 +184,15 @@ DAMAGES = {
     "meta.json is not JSON": lambda f: (f / "meta.json").write_text("{"),
     "offsets.npy is float64": lambda f: np.save(f / "offsets.npy", np.zeros(3)),
     "offsets.npy must rise": lambda f: np.save(f / "offsets.npy", np.arange(41)),
-    "num_documents is '7'": lambda f: damage_meta(f, num_documents="7"),
-    "vocab_size 0 is not": lambda f: damage_meta(f, vocab_size=0),
-    "format 9": lambda f: damage_meta(f, format=9),
-    "dtype 'int8'": lambda f: damage_meta(f, dtype="int8"),
+    "num_documents is '7'": lambda f: change_meta(f, num_documents="7"),
+    "vocab_size 0 is not": lambda f: change_meta(f, vocab_size=0),
+    "format 9": lambda f: change_meta(f, format=9),
+    "digests.npy does not exist": lambda f: (f / "digests.npy").unlink(),
+    "digests.npy can't be read": lambda f: truncate(f / "digests.npy"),
+    "digests.npy is uint64": lambda f: np.save(f / "digests.npy", np.zeros(1, "<u8")),
+    "block_bytes 0 is not": lambda f: change_meta(f, block_bytes=0),
+    "its checksum does not match": lambda f: change_meta(f, vocab_size=1001),
+    "dtype 'int8'": lambda f: change_meta(f, dtype="int8"),
 }
 
 
@@ -195,11 +206,12 @@ def test_inconsistent_files_are_rejected_at_open(folder, message):
 
 def test_a_terabyte_opens_without_being_read(tmp_path):
     write_tokens(tmp_path / "set", [np.arange(9)] * 2, vocab_size=9, tokenizer="mine")
+    remove_digests(tmp_path / "set")
     num_tokens = 2**39
     with (tmp_path / "set" / "tokens.bin").open("r+b") as file:
         file.truncate(2 * num_tokens)  # Sparse: takes no space.
     np.save(tmp_path / "set" / "offsets.npy", np.array([0, num_tokens - 10**6, num_tokens]))
-    damage_meta(tmp_path / "set", num_tokens=num_tokens)
+    change_meta(tmp_path / "set", num_tokens=num_tokens)
     dataset = opened(tmp_path / "set", heldout_fraction=0.01)
     assert len(dataset.train) == (num_tokens - 10**6 - 1) // 16
     batch = batch_at(dataset.train, seed=0, global_batch_size=24)(10**9)
@@ -251,3 +263,108 @@ def test_a_folder_written_by_hand_as_documented_opens(tmp_path):
     ours, theirs = (opened(f, seq_len=1) for f in (tmp_path / "set", tmp_path))
     assert ours.fingerprint == theirs.fingerprint
     assert len(ours.train) == len(theirs.train) == 2
+
+
+SMALL = 256
+"""Bytes of a block in the tests of damage, so that a small folder has many."""
+
+
+@pytest.fixture
+def blocks(tmp_path, monkeypatch):
+    """A folder of 400 documents in many blocks of tokens and of offsets."""
+    for module in (token_digests, token_folder):
+        monkeypatch.setattr(module, "BLOCK_BYTES", SMALL)
+    write_tokens(tmp_path / "set", documents(0, count=400), vocab_size=1000, tokenizer="mine")
+    return tmp_path / "set"
+
+
+def test_a_flipped_bit_in_any_block_is_found_when_a_row_first_reads_it(blocks):
+    path = blocks / "tokens.bin"
+    for block in range(0, path.stat().st_size // SMALL, 7):
+        byte = block * SMALL + 2 * (block % 100)
+        flip_bit_at(
+            path, byte
+        )  # Every token stays below vocab_size, or is found by its digest first.
+        rows = opened(blocks, heldout_fraction=0.0).train
+        row = byte // 2 // 16
+        elsewhere = [i for i in range(len(rows)) if abs(i * 32 - byte) > 2 * SMALL]
+        assert len(rows.rows(np.array(elsewhere))["tokens_BT"]) == len(elsewhere)
+        with pytest.raises(TokensDamaged, match=rf"tokens\.bin: block {block} \(bytes") as caught:
+            rows.rows(np.array([row]))
+        assert caught.value.exit_code == ExitCode.CONFIG
+        assert "jaxres data verify" in str(caught.value)
+        flip_bit_at(path, byte)
+    assert len(opened(blocks).train.rows(np.arange(3))["tokens_BT"]) == 3
+
+
+@pytest.mark.parametrize("read_bytes", [0, 2**20])
+def test_a_flipped_bit_in_any_offset_changes_no_row_unseen(blocks, monkeypatch, read_bytes):
+    monkeypatch.setattr(token_folder, "OFFSETS_READ_BYTES", read_bytes)
+    whole = opened(blocks)
+    ids = np.arange(len(whole.train))
+    expected = whole.train.rows(ids)
+    path = blocks / "offsets.npy"
+    start = path.stat().st_size - whole.train.corpus.offsets.nbytes
+    found = 0
+    for index in range(1, 401, 5):
+        for bit in (0, 9, 62):
+            byte = start + 8 * index + bit // 8
+            flip_bit_at(path, byte, bit % 8)
+            try:
+                dataset = opened(blocks)
+                rows = dataset.train.rows(ids[: len(dataset.train)])
+            except TokensDamaged:
+                found += 1
+            else:
+                assert len(dataset.train) == len(whole.train)
+                assert all(np.array_equal(rows[key], expected[key]) for key in expected)
+            flip_bit_at(path, byte, bit % 8)
+    assert found > 180, "most offsets lie in training rows"
+    assert found == 240 or not read_bytes, "all are read when the folder is opened"
+
+
+def test_the_offsets_at_the_cut_are_checked_when_it_is_made(blocks, monkeypatch):
+    monkeypatch.setattr(token_folder, "OFFSETS_READ_BYTES", 0)
+    whole = opened(blocks)
+    offsets = whole.train.corpus.offsets
+    index = int(np.searchsorted(offsets, whole.heldout.start))
+    start = (blocks / "offsets.npy").stat().st_size - offsets.nbytes
+    flip_bit_at(blocks / "offsets.npy", start + 8 * index, 1)
+    with pytest.raises(TokensDamaged, match=r"offsets\.npy: block"):
+        opened(blocks)
+
+
+def test_a_block_is_read_for_its_digest_once(blocks, monkeypatch):
+    rows = opened(blocks, heldout_fraction=0.0).train
+    rows.rows(np.arange(len(rows)))
+    monkeypatch.setattr(CheckedBlocks, "digest_of", lambda self, block: 0)
+    rows.rows(np.arange(len(rows)))
+    with pytest.raises(TokensDamaged):
+        opened(blocks)
+
+
+def test_a_row_of_many_blocks_is_checked_in_all_of_them(blocks):
+    flip_bit_at(blocks / "tokens.bin", 5 * SMALL)
+    rows = opened(blocks, seq_len=8 * SMALL, heldout_fraction=0.0).train
+    with pytest.raises(TokensDamaged, match=r"block 5"):
+        rows.rows(np.array([0]))
+
+
+def test_a_folder_without_digests_opens_and_is_not_checked(folder):
+    remove_digests(folder)
+    flip_bit_at(folder / "tokens.bin", 0)
+    assert len(opened(folder).train.rows(np.array([0]))["tokens_BT"]) == 1
+
+
+@pytest.mark.parametrize("sizes", [[1], [SMALL // 2], [7, 300, 1], [SMALL], [5 * SMALL, 3]])
+def test_digests_of_a_stream_do_not_depend_on_how_it_is_cut(sizes, monkeypatch):
+    monkeypatch.setattr(token_digests, "BLOCK_BYTES", SMALL)
+    data = np.random.default_rng(0).integers(0, 256, sum(sizes) * 2, dtype=np.uint8)
+    stream = token_digests.BlockHasher()
+    for part in np.split(data, np.cumsum([2 * n for n in sizes])[:-1]):
+        stream.update(part.view("<u2"))
+    digests = stream.finish()
+    assert CheckedBlocks(data.view("<u2"), digests, block_bytes=SMALL).all_damaged() == []
+    data[-1] ^= 1
+    last = len(digests) - 1
+    assert CheckedBlocks(data.view("<u2"), digests, block_bytes=SMALL).all_damaged() == [last]

@@ -15,6 +15,7 @@ from jax.experimental import serialize_executable
 
 from jaxres.engine import executable
 from jaxres.engine.executable import Signature, Unusable
+from jaxres.faults import ConfigError
 from jaxres.train import compile_cache
 from jaxres.train.compile_cache import Program, StepToCompile
 
@@ -24,6 +25,7 @@ X = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 SHAPE = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=HERE)
 SIGNATURE = Signature(({"x": SHAPE}, None), results=({"x": HERE}, HERE))
+FACTS = {"text": "1f", "compilation": "2e"}
 
 
 def function(arrays, unused=None):
@@ -44,12 +46,12 @@ def file_with(content):
 
 
 def dumped():
-    return executable.dump(compiled(), SIGNATURE)
+    return executable.dump(compiled(), SIGNATURE, FACTS)
 
 
 def test_a_loaded_program_computes_the_same_bits_and_is_like_the_compiled_one():
     fresh = compiled()
-    loaded = executable.load(executable.dump(fresh, SIGNATURE), SIGNATURE, devices())
+    loaded = executable.load(executable.dump(fresh, SIGNATURE, {}), SIGNATURE, devices())
     arguments = [{"x": jax.device_put(X, HERE)} for _ in range(2)]
     one, other = (
         program(argument, None)
@@ -63,6 +65,7 @@ def test_a_loaded_program_computes_the_same_bits_and_is_like_the_compiled_one():
     assert loaded.in_tree == fresh.in_tree
     assert loaded.donate_argnums == fresh.donate_argnums
     assert loaded.in_avals == fresh.in_avals
+    assert executable.facts_of(dumped()) == FACTS
     with pytest.raises(TypeError, match="float32"):
         loaded({"x": jax.device_put(X[:2], HERE)}, None)
 
@@ -132,14 +135,14 @@ def test_a_program_that_does_not_match_its_signature_is_not_cached():
     placed = Signature(SIGNATURE.arguments, ({"x": HERE}, second))
     for other in (called, placed):
         with pytest.raises(Unusable, match="signature"):
-            executable.dump(compiled(), other)
+            executable.dump(compiled(), other, FACTS)
 
     def with_callback(arrays, unused):
         jax.debug.callback(lambda: None)
         return function(arrays)
 
     with pytest.raises(Unusable, match=r"it has .*host_callbacks"):
-        executable.dump(compiled(with_callback), SIGNATURE)
+        executable.dump(compiled(with_callback), SIGNATURE, FACTS)
 
 
 def test_a_jax_with_other_internals_caches_no_program_and_uses_its_own_cache(monkeypatch):
@@ -147,7 +150,7 @@ def test_a_jax_with_other_internals_caches_no_program_and_uses_its_own_cache(mon
     monkeypatch.setattr(executable, "FIELDS", executable.FIELDS | {"another"})
     with pytest.raises(Unusable, match="has other fields of compiled programs"):
         dumped()
-    with compile_cache._own_files():
+    with compile_cache._without_jax_cache():
         assert jax.config.values["jax_enable_compilation_cache"]
 
 
@@ -195,6 +198,43 @@ def test_the_newest_files_are_kept(tmp_path):
         "2.compiled",
         "3.compiled",
     ]
+
+
+def set_mode(folder):
+    folder.chmod(0o750)
+
+
+def replace_by_link(folder):
+    folder.rename(folder.with_name("moved"))
+    folder.symlink_to(folder.with_name("moved"))
+
+
+def replace_by_file(folder):
+    (folder / "1.compiled").unlink()
+    folder.rmdir()
+    folder.write_text("")
+
+
+@pytest.mark.parametrize("change", [set_mode, replace_by_link, replace_by_file])
+def test_a_folder_that_others_can_use_is_neither_read_nor_written(tmp_path, change):
+    folder = tmp_path / "programs"
+    executable.keep(folder, "1", b"content", most=2)
+    assert (executable.read(folder, "1"), folder.stat().st_mode & 0o777) == (b"content", 0o700)
+    change(folder)
+    with pytest.raises(Unusable, match="expected a folder of this account"):
+        executable.read(folder, "1")
+    with pytest.raises(ConfigError, match="machine code"):
+        executable.keep(folder, "2", b"content", most=2)
+    with pytest.raises(ConfigError, match="machine code"):
+        compile_cache.use_compilation_cache(folder)
+    assert jax.config.values["jax_compilation_cache_dir"] != str(folder)
+
+
+def test_a_folder_of_another_account_is_not_used(tmp_path, monkeypatch):
+    executable.keep(tmp_path / "programs", "1", b"content", most=2)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(Unusable, match="expected a folder of this account"):
+        executable.read(tmp_path / "programs", "1")
 
 
 def test_programs_of_one_text_that_are_called_differently_have_different_keys():

@@ -6,6 +6,7 @@ call a controller may be killed, or paused while another one leads.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import random
@@ -16,7 +17,13 @@ from typing import Any
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import StorageUnavailable
 from jaxres.launch.capacity_options import CreateErrorKind
-from jaxres.launch.desired_state import DesiredState, PendingCreate, VmSpec, decode_state
+from jaxres.launch.desired_state import (
+    DesiredState,
+    PendingCreate,
+    StateDamaged,
+    VmSpec,
+    decode_state,
+)
 from jaxres.launch.gce_api import ApiUnavailable
 from jaxres.launch.observed_state import HOST_ERROR, AgentReport, CreateFailed, VmStatus
 from jaxres.launch.paths import LaunchPaths
@@ -112,6 +119,10 @@ class SimulatedCloud:
     """VMs that may be replaced because they have failed."""
     other: Callable[[float], None] | None = None
     """Runs another leader until a time, while the calling one is paused."""
+    damages: list[str] = field(default_factory=list)
+    """What was done to the lease and the desired state."""
+    _past: list[tuple[str, bytes]] = field(default_factory=list)
+    """All contents of the lease and the desired state so far, by key."""
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
@@ -194,8 +205,23 @@ class SimulatedCloud:
                 raise StorageUnavailable("the bucket has not answered")
             self.advance(pause)
 
+    def damage(self) -> None:
+        """Deletes the lease or the desired state, makes it unreadable, or restores an older one."""
+        path = self.draw.choice([self.paths.lease, self.paths.desired_state])
+        older = [data for key, data in self._past if key == path.key]
+        kind = self.draw.choice(["deleted", "damaged", "an older copy"])
+        if path.key not in self.objects or self.faults_are_over:
+            return
+        self.damages.append(f"{self.now:.0f}: {path.name} is {kind}")
+        if kind == "deleted":
+            del self.objects[path.key]
+        else:
+            self.put(path.key, b"{" if kind == "damaged" else self.draw.choice(older))
+
     def put(self, key: str, data: bytes, metadata: Mapping[str, str] | None = None) -> int:
         generation = next(self._count)
+        if key in (self.paths.lease.key, self.paths.desired_state.key):
+            self._past.append((key, data))
         self.objects[key] = data, generation, dict(metadata or {})
         return generation
 
@@ -212,9 +238,7 @@ class SimulatedCloud:
         if over is not None and over != (0 if stored is None else stored[1]):
             return None
         if path == self.paths.desired_state:
-            self.check(
-                None if stored is None else decode_state(stored[0], path), decode_state(data, path)
-            )
+            self.check(self.desired(), decode_state(data, path))
         generation = self.put(path.key, data, metadata)
         self._interrupt("written")
         return generation
@@ -264,7 +288,9 @@ class SimulatedCloud:
 
     def desired(self) -> DesiredState | None:
         found = self.objects.get(self.paths.desired_state.key)
-        return None if found is None else decode_state(found[0], self.paths.desired_state)
+        with contextlib.suppress(StateDamaged):
+            return None if found is None else decode_state(found[0], self.paths.desired_state)
+        return None
 
     # The Compute API, with the methods of `jaxres.launch.gce_api.Compute`.
 
@@ -282,8 +308,14 @@ class SimulatedCloud:
 
     def list(self, run: str) -> dict[str, VmStatus]:
         self._compute_request("list")
+        return self.vms_listed()
+
+    def vms_listed(self) -> dict[str, VmStatus]:
         observed = [m for m in self.vms.values() if m.listed_from <= self.now]
-        return {m.name: VmStatus(m.name, m.zone, m.status, "10.0.0.1", m.id) for m in observed}
+        return {
+            m.name: VmStatus(m.name, m.zone, m.status, "10.0.0.1", m.id, m.name.split("-")[-2])
+            for m in observed
+        }
 
     def events_of(self, zone: str) -> dict[int, str]:
         self._compute_request("events")
@@ -347,8 +379,9 @@ class SimulatedCloud:
 
     def delete_vm(self, name: str, zone: str) -> None:
         desired = self.desired()
-        assert desired is not None
-        assert name not in desired.names, f"{name} is deleted, and it should exist"
+        if not self.damages:
+            assert desired is not None
+            assert name not in desired.names, f"{name} is deleted, and it should exist"
         self._compute_request("delete")
         if (machine := self.vms.get(name)) is not None:
             machine.is_alive, machine.status = False, "STOPPING"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from jaxres.faults import ConfigError
-from jaxres.launch import instance_spec
+from jaxres.launch import code_package, instance_spec
+from jaxres.storage import gcs_objects
+from jaxres.storage.path import GcsPath
 
 
 def fill(folder: Path, *, reverse: bool = False) -> Path:
@@ -37,8 +40,8 @@ def test_equal_folders_give_equal_bytes(tmp_path: Path) -> None:
     (other / "pkg" / "__pycache__" / "x.pyc").write_bytes(b"1")
     (other / ".git").mkdir()
     (other / ".git" / "HEAD").write_text("ref")
-    data = instance_spec.pack(one)
-    assert instance_spec.pack(other) == data
+    data = code_package.pack(one)
+    assert code_package.pack(other) == data
     members = work(data)
     assert set(members) == {
         f"work/{n}" for n in ("train.py", "pkg/__init__.py", "pkg/é.txt", "run.sh")
@@ -46,29 +49,25 @@ def test_equal_folders_give_equal_bytes(tmp_path: Path) -> None:
     assert members["work/run.sh"].mode == 0o755
     assert members["work/train.py"].mode == 0o644
     (other / "train.py").write_text("a = 2\n")
-    assert instance_spec.pack(other) != data
+    assert code_package.pack(other) != data
 
 
 def test_the_packed_code_contains_jaxres_itself(tmp_path: Path) -> None:
-    with tarfile.open(fileobj=io.BytesIO(instance_spec.pack(None))) as tar:
+    with tarfile.open(fileobj=io.BytesIO(code_package.pack(None))) as tar:
         names = tar.getnames()
     assert "code/jaxres/launch/vm_agent.py" in names
     assert names == sorted(names)
     assert not [n for n in names if "__pycache__" in n or n.startswith("work/")]
 
 
-def test_links_pipes_and_devices_neither_block_nor_are_packed(tmp_path: Path) -> None:
+def test_links_inside_pipes_and_loops_neither_block_nor_are_refused(tmp_path: Path) -> None:
     folder = fill(tmp_path / "package")
     os.mkfifo(folder / "pipe")
-    (folder / "zero").symlink_to("/dev/zero")
-    (folder / "nowhere").symlink_to("/nowhere")
     (folder / "loop").symlink_to("loop")
     (folder / "pkg" / "up").symlink_to("..")
     (folder / "link.py").symlink_to("train.py")
-    members = work(instance_spec.pack(folder))
-    assert set(members) - set(work(instance_spec.pack(fill(tmp_path / "plain")))) == {
-        "work/link.py"
-    }
+    members = work(code_package.pack(folder))
+    assert set(members) - set(work(code_package.pack(fill(tmp_path / "plain")))) == {"work/link.py"}
     assert members["work/link.py"].isfile(), "what it points at, not the link"
 
 
@@ -77,30 +76,135 @@ def test_a_folder_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path)
     with (folder / "weights.bin").open("wb") as file:
         file.truncate(2**40)
     with pytest.raises(ConfigError, match=r"launch\.gce\.package=.*more than 100 MiB.*code only"):
-        instance_spec.pack(folder)
+        code_package.pack(folder)
 
 
 def test_many_files_that_are_too_large_together_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instance_spec, "MAX_BYTES", 4 * 2**20)
+    monkeypatch.setattr(code_package, "MAX_BYTES", 4 * 2**20)
     folder = fill(tmp_path / "package")
     for n in range(8):
         (folder / f"{n}.bin").write_bytes(bytes(2**20))
     with pytest.raises(ConfigError, match="more than 4 MiB"):
-        instance_spec.pack(folder)
+        code_package.pack(folder)
 
 
 def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such folder"):
-        instance_spec.pack(tmp_path / "absent")
+        code_package.pack(tmp_path / "absent")
     with pytest.raises(ConfigError, match="there is no such folder"):
-        instance_spec.pack(Path(__file__))
+        code_package.pack(Path(__file__))
 
 
-def test_nothing_of_another_folder_is_packed(tmp_path: Path) -> None:
+def names(folder: Path) -> set[str]:
+    """Returns the files of the user's folder that would be packed."""
+    files = code_package.list_files(folder)
+    return {f.name.removeprefix("work/") for f in files if f.name.startswith("work/")}
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ConfigError) as raised:
+        code_package.list_files(folder)
+    assert "list them in" in str(raised.value), raised.value
+    assert f"{folder / '.jaxresignore'}" in str(raised.value)
+    return str(raised.value)
+
+
+def test_links_out_of_the_folder_are_refused_by_name(tmp_path: Path) -> None:
     folder = fill(tmp_path / "package")
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("s")
-    (folder / "out").symlink_to(tmp_path / "outside")
-    assert not [name for name in work(instance_spec.pack(folder)) if "secret" in name]
+    targets = {"file": tmp_path / "outside/secret", "folder": tmp_path / "outside"}
+    for name, target in (targets | {"zero": Path("/dev/zero"), "absent": Path("/nowhere")}).items():
+        (folder / "pkg" / name).symlink_to(target)
+    text = refusal(folder)
+    for name in ("file", "folder", "zero", "absent"):
+        assert f"\n  pkg/{name} (a link out of the folder, to /" in text, text
+    (folder / ".jaxresignore").write_text("# not code\npkg/file\npkg/folder\nzero\nabs*\n")
+    assert names(folder) == {"train.py", "pkg/__init__.py", "pkg/é.txt", "run.sh"}
+
+
+SECRETS = {
+    ".env": "TOKEN=1",
+    "conf/.env.production": "TOKEN=1",
+    "tls/server.pem": "x",
+    "id_rsa": "x",
+    "pkg/ID_ED25519": "x",
+    "app.key": "x",
+    "credentials-prod.json": "{}",
+    "account.json": '{"type": "service_account", "private_key": "x"}',
+    ".netrc": "machine a",
+    ".aws/config": "x",
+    "home/.ssh/known_hosts": "x",
+    ".config/gcloud/active_config": "x",
+    "deploy_key": "-----BEGIN OPENSSH PRIVATE KEY-----\nx",
+}
+
+
+def test_files_that_look_like_secrets_are_refused_by_name_with_the_remedy(tmp_path: Path) -> None:
+    folder = fill(tmp_path / "package")
+    for name, text in SECRETS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "environment.py").write_text("# a .env file, -----BEGIN RSA PRIVATE KEY-----")
+    (folder / "settings.json").write_text('{"key": "x"}')
+    text = refusal(folder)
+    for name in SECRETS:
+        assert f"\n  {name} (" in text, f"{name} would be copied:\n{text}"
+    assert "environment.py" not in text
+    assert "settings.json" not in text
+    (folder / ".jaxresignore").write_text("\n".join(SECRETS))
+    assert not names(folder) & SECRETS.keys()
+    assert {"environment.py", "settings.json", "train.py"} <= names(folder)
+    assert ".jaxresignore" not in names(folder)
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
+
+
+def test_of_a_git_work_tree_what_git_ignores_is_not_copied(tmp_path: Path) -> None:
+    folder = fill(tmp_path / "tree" / "package")
+    git(tmp_path / "tree", "init", "-q")
+    (tmp_path / "tree" / ".gitignore").write_text(".env\n*.bin\n")
+    (folder / ".gitignore").write_text("data/\n")
+    for name in (".env", "w.bin", "data/rows.txt", "new.py", "gone.py", "tracked.bin"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("x")
+    git(tmp_path / "tree", "add", "-f", "package/train.py", "package/gone.py")
+    git(tmp_path / "tree", "add", "-f", "package/tracked.bin")
+    (folder / "gone.py").unlink()
+    assert names(folder) == {
+        *("train.py", "pkg/__init__.py", "pkg/é.txt", "run.sh"),
+        *("new.py", "tracked.bin", ".gitignore"),
+    }
+    (folder / "settings").symlink_to(".env")
+    assert "settings (a link to .env, which is not copied)" in refusal(folder)
+
+
+def test_a_folder_that_git_ignores_or_can_not_list_is_refused(tmp_path: Path) -> None:
+    folder = fill(tmp_path / "tree" / "package")
+    git(tmp_path / "tree", "init", "-q")
+    (tmp_path / "tree" / ".gitignore").write_text("package\n")
+    with pytest.raises(ConfigError, match="git ignores every file in it"):
+        code_package.list_files(folder)
+    (tmp_path / "tree" / ".git" / "config").write_text("[damaged")
+    with pytest.raises(ConfigError, match=r"git can't list its files .*config"):
+        code_package.list_files(folder)
+
+
+def test_an_object_that_was_changed_after_its_upload_is_refused_and_replaced(
+    gcs_bucket: str,
+) -> None:
+    folder = GcsPath(gcs_bucket, "run/launch/config")
+    digest = instance_spec.upload(b"train: {}", folder, ".yaml")
+    path = folder / f"{digest}.yaml"
+    assert instance_spec.read_uploaded(path, digest) == b"train: {}"
+    gcs_objects.write(path, b"model: {kind: custom}", over=None)
+    with pytest.raises(ConfigError, match=rf"{digest}\.yaml: its bytes have the digest"):
+        instance_spec.read_uploaded(path, digest)
+    assert instance_spec.upload(b"train: {}", folder, ".yaml") == digest
+    assert instance_spec.read_uploaded(path, digest) == b"train: {}"

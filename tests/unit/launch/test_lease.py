@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -257,13 +258,168 @@ def test_jumps_of_the_wall_clock_change_nothing(
     assert waiter.acquire()
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b'{"format": 2, "holder": 1}'])
-def test_invalid_data_is_reported_and_is_not_taken_for_a_free_lease(
+DAMAGED = [b"", b"{", b"[]", b"null", b'{"format": 2, "holder": 1}']
+
+
+@pytest.mark.parametrize("data", DAMAGED)
+def test_a_damaged_lease_is_moved_aside_once_no_launcher_can_hold_it(
     path: GcsPath, data: bytes
 ) -> None:
-    gcs_objects.write(path, data, over=0)
-    with pytest.raises(StorageUnavailable, match=r"lease\.json: is not a lease.*delete it"):
-        Lease(path, holder="", seconds=TERM, now=FakeClock()).acquire()
+    generation = gcs_objects.write(path, data, over=0)
+    clock, lines = FakeClock(), list[str]()
+    lease = Lease(path, holder="b", seconds=TERM, now=clock, console=lines.append)
+    assert lease.other_holder() is None
+    assert not lease.acquire(), "taken for a free lease"
+    assert lease.other.startswith(f"an unknown launcher ({path} is damaged (")
+    clock.now += TAKEOVER_TERMS * TERM - 1
+    assert not lease.acquire()
+    assert lines == []
+    clock.now += 1
+    assert lease.acquire(after_epoch=4)
+    assert lease.epoch == 5
+    aside = path.with_name(f"lease.json.damaged-{generation}")
+    assert gcs_objects.read(aside) == data
+    assert len(lines) == 1
+    assert f"{path} is damaged" in lines[0]
+    assert lines[0].endswith(f"moved to {aside.name}")
+    lease.renew(only_if_due=False)
+
+
+def test_a_lease_that_is_missing_or_older_than_the_state_is_waited_for(path: GcsPath) -> None:
+    clock = FakeClock()
+    for released in (b"false", b"true"):
+        (lease,) = leases(path, clock, 1)
+        assert not lease.acquire(after_epoch=7, may_be_led=True)
+        older = b'{"format":2,"holder":"a","epoch":3,"seconds":60.0,"nonce":"n","released":%b}'
+        gcs_objects.write(path, older % released, over=None)
+        clock.now += TAKEOVER_TERMS * TERM
+        assert not lease.acquire(after_epoch=7, may_be_led=True), "it has changed meanwhile"
+        clock.now += TAKEOVER_TERMS * TERM
+        assert lease.acquire(after_epoch=7, may_be_led=True)
+        assert lease.epoch == 8, "its writes of the state would be refused"
+        gcs_objects.delete(path)
+
+
+def test_a_missing_lease_of_a_job_that_no_launcher_leads_is_taken_at_once(path: GcsPath) -> None:
+    (lease,) = leases(path, FakeClock(), 1)
+    assert lease.acquire(after_epoch=7)
+    assert lease.epoch == 8
+
+
+def holder_of_epoch_3(path: GcsPath, clock: FakeClock, lines: list[str]) -> tuple[Lease, bytes]:
+    """Returns a launcher that has taken the lease, and a copy of another one's older lease."""
+    _, first = taken_over(path, clock)
+    older = gcs_objects.read(path)
+    assert older is not None
+    first.release()
+    holder = Lease(path, holder="b", seconds=TERM, now=clock, console=lines.append)
+    assert holder.acquire()
+    assert holder.epoch == 3
+    return holder, older
+
+
+@pytest.mark.parametrize("data", [None, b"{"])
+def test_a_holder_writes_a_deleted_or_damaged_lease_again(path: GcsPath, data: bytes) -> None:
+    clock, lines = FakeClock(), list[str]()
+    holder, _ = holder_of_epoch_3(path, clock, lines)
+    gcs_objects.delete(path)
+    if data is not None:
+        gcs_objects.write(path, data, over=0)
+    (waiter,) = leases(path, clock, 1)
+    assert not waiter.acquire(after_epoch=3, may_be_led=True)
+    clock.now += TERM / 2
+    holder.renew()
+    assert holder.held()
+    assert lines[-1].endswith("; this launcher has written it again")
+    clock.now += TERM
+    assert not waiter.acquire(after_epoch=3, may_be_led=True), "taken from a live holder"
+    assert waiter.other == "b"
+    holder.renew()
+    assert (holder.epoch, holder.held()) == (3, True)
+
+
+def test_a_holder_replaces_an_older_copy_once_no_launcher_can_hold_that(path: GcsPath) -> None:
+    clock, lines = FakeClock(), list[str]()
+    holder, older = holder_of_epoch_3(path, clock, lines)
+    gcs_objects.write(path, older, over=None)
+    clock.now += TERM / 2
+    holder.renew()
+    assert holder.held(), "its term is not over"
+    clock.now += TERM
+    holder.renew()
+    assert not holder.held(), "the other launcher may be alive"
+    clock.now += TERM / 2
+    holder.renew()
+    assert holder.held()
+    assert lines[-1].endswith("was an older copy; this launcher has written it again")
+
+
+def test_a_lost_state_is_not_written_again_by_a_launcher_whose_lease_may_be_over(
+    path: GcsPath,
+) -> None:
+    record = StateObject(path.with_name("desired_state.json"))
+    known = record.write(DesiredState("jx-run", "c", "d"), epoch=1)
+    gcs_objects.delete(record.path)
+    with pytest.raises(StorageUnavailable, match="the lease is renewed before"):
+        record.write(known, epoch=1, held=lambda: False)
+    assert gcs_objects.read(record.path) is None
+    assert record.write(known, epoch=1, held=lambda: True).serial == 2
+
+
+def test_a_holder_that_was_suspended_does_not_replace_a_lease_that_is_lost(path: GcsPath) -> None:
+    clock, lines = FakeClock(), list[str]()
+    paused, older = holder_of_epoch_3(path, clock, lines)
+    clock.now += TAKEOVER_TERMS * TERM  # Another launcher may have led and ended the job.
+    for data in (None, b"{", older):
+        gcs_objects.delete(path)
+        if data is not None:
+            gcs_objects.write(path, data, over=0)
+        with pytest.raises(Fenced):
+            copy.copy(paused).renew()
+    assert lines == []
+
+
+def test_a_holder_leaves_the_lease_of_a_new_run_in_the_same_place_alone(path: GcsPath) -> None:
+    clock, lines = FakeClock(), list[str]()
+    paused, _ = holder_of_epoch_3(path, clock, lines)
+    gcs_objects.delete_tree(path.parent)
+    clock.now += TERM
+    (new,) = leases(path, clock, 1)
+    assert new.acquire()
+    assert new.epoch == 1, "lower than that of the paused launcher"
+    paused.renew()
+    assert not paused.held()
+    clock.now += TERM / 2
+    new.renew()
+    with pytest.raises(Fenced, match="0 holds the lease of this run now"):
+        paused.renew()
+    assert new.held()
+    record = StateObject(path.with_name("desired_state.json"))
+    known = record.write(DesiredState("jx-run", "c", "d", id="00aa", serial=9), epoch=3)
+    gcs_objects.delete(record.path)
+    StateObject(record.path).write(replace(known, id="11bb", serial=0), epoch=1)
+    with pytest.raises(Fenced):
+        record.write(known, epoch=3)
+
+
+def test_a_state_that_was_deleted_damaged_or_replaced_by_an_older_copy_is_written_again(
+    path: GcsPath,
+) -> None:
+    record = StateObject(path.with_name("desired_state.json"))
+    record.write(DesiredState("jx-run", "c", "d"), epoch=1)
+    older = gcs_objects.read(record.path)
+    assert older is not None
+    known = record.write(DesiredState("jx-run", "c", "d", attempt=1), epoch=2)
+    for number, data in enumerate([None, b"{", older], start=2):
+        if data is None:
+            gcs_objects.delete(record.path)
+        else:
+            gcs_objects.write(record.path, data, over=None)
+        known = record.write(replace(known, attempt=number), epoch=2)
+        assert known.serial == number + 1, "the serial does not grow"
+        assert StateObject(record.path).read() == known
+    damaged = [n for n in gcs_objects.list_names(path.parent) if "damaged" in n]
+    assert [gcs_objects.read(path.parent / name) for name in damaged] == [b"{"]
 
 
 def test_a_lease_of_a_newer_version_is_respected(path: GcsPath) -> None:

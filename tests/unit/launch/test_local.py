@@ -1,5 +1,6 @@
 """Promises of `launch local`: arguments are parsed strictly, and every worker gets its rank."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ from tests.unit.runlog.example_records import CLAIM
         ),
         ("c.yaml --hosts 2..4", Options(Path("c.yaml"), (), 2, 4, None)),
         ("c.yaml --no-restart --hosts 2", Options(Path("c.yaml"), (), 2, 2, None, restart=False)),
+        (
+            "c.yaml --hosts 99 --oversubscribe",
+            Options(Path("c.yaml"), (), 99, 99, None, oversubscribe=True),
+        ),
     ],
 )
 def test_arguments_are_parsed(arguments, options):
@@ -49,11 +54,11 @@ def test_arguments_are_parsed(arguments, options):
         ("c.yaml --hosts 2 --inline", "--inline: unknown flag"),
     ],
 )
-def test_invalid_arguments_are_refused_with_the_usage(arguments, named):
+def test_invalid_arguments_are_refused_in_one_line(arguments, named):
     with pytest.raises(UsageError) as refused:
         local.parse(arguments.split())
     assert named in str(refused.value)
-    assert local.USAGE in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("arguments", [[], ["slurm"], ["--hosts", "2"]])
@@ -65,6 +70,38 @@ def test_an_unknown_target_is_refused(arguments):
 def test_help_exits_with_0(capsys):
     assert launch.main(["local", "--help"]) == ExitCode.DONE
     assert "virtual CPU devices" in capsys.readouterr().out
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("flags", "cores", "memory", "named"),
+    [
+        ("--hosts 16", 2, 4 * GIB, None),
+        ("--hosts 17", 2, 64 * GIB, "--hosts 17: this machine (2 cores, 64.0 GiB of memory) has"),
+        ("--hosts 5", 64, GIB, "has room for 4 workers. Give at most 4, or --oversubscribe"),
+        ("--hosts 1", 1, GIB // 8, None),
+        ("--hosts 1..9999999", 2, 4 * GIB, "--hosts 9999999"),
+        ("--hosts 9999999 --oversubscribe", 2, 4 * GIB, None),
+        ("--hosts 2 --devices-per-host 64", 2, 4 * GIB, None),
+        ("--hosts 2 --devices-per-host 65", 2, 4 * GIB, "--devices-per-host 65: 130 virtual"),
+        ("--hosts 2 --devices-per-host 65 --oversubscribe", 2, 4 * GIB, None),
+    ],
+)
+def test_workers_that_the_machine_has_no_room_for_are_refused(flags, cores, memory, named):
+    options = local.parse(["c.yaml", *flags.split()])
+    if named is None:
+        local.refuse_too_many(options, cores=cores, memory_bytes=memory)
+        return
+    with pytest.raises(UsageError, match=re.escape(named)):
+        local.refuse_too_many(options, cores=cores, memory_bytes=memory)
+
+
+def test_a_job_that_would_fill_this_machine_starts_nothing():
+    many = Options(Path("absent.yaml"), (), 9999999, 9999999, None)
+    with pytest.raises(UsageError, match="has room for"):  # Before the config is even read.
+        local.launch(many, env={})
 
 
 def test_every_worker_gets_its_rank_and_a_single_one_no_arguments():

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxres.faults import ConfigError
 from jaxres.launch import preflight
 from jaxres.storage.path import GcsPath
 from tests.unit.launch.gce_config import OPTION, config
@@ -9,7 +15,7 @@ from tests.unit.launch.gce_config import OPTION, config
 RUN = GcsPath("bkt", "runs/first")
 EXPECTED = """\
 project p, run gs://bkt/runs/first: 2 VMs, all in one zone, all or none:
-  jx-first-@-0000, jx-first-@-0001
+  jx-first-@-xxxxxxxx-0000, jx-first-@-xxxxxxxx-0001 (xxxxxxxx: random)
 tried in this order:
   1. spot        us-central1-a    a2-highgpu-1g, 1 x A100 40 GB; $3.00 an hour for all
   2. spot        us-central1-b    a2-highgpu-1g, 1 x A100 40 GB; $3.00 an hour for all
@@ -59,3 +65,45 @@ def test_a_queued_option_shows_the_request_for_one_vm() -> None:
     assert "seconds: 1200" in text
     assert "zones/us-central1-a/machineTypes/a2-highgpu-1g" in text
     assert "provisioning_model: FLEX_START" in text
+
+
+def test_the_plan_lists_every_file_that_is_copied_with_its_size(tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "model.py").write_text("a = 1\n")
+    (tmp_path / "rows.txt").write_bytes(bytes(1234567))
+    lines = preflight.lines(config(package=str(tmp_path)), RUN)
+    at = lines.index(f"copied from {tmp_path}: 2 files, 1,234,573 bytes")
+    assert lines[at - 1].startswith("copied to the VMs: jaxres, ")
+    assert lines[at + 1 : at + 3] == ["             6  pkg/model.py", "     1,234,567  rows.txt"]
+    (tmp_path / ".env").write_text("TOKEN=1")
+    with pytest.raises(ConfigError, match=r"\.env \(by its name, a secret\)"):
+        preflight.lines(config(package=str(tmp_path)), RUN)
+
+
+@pytest.mark.parametrize(
+    ("gce", "expected"),
+    [
+        (
+            {},
+            "service account: the project's default one, which may have the role Editor on the "
+            "whole project. Set launch.gce.service_account to an account with only Storage Object "
+            "User on gs://bkt",
+        ),
+        (
+            {"service_account": "a@p.iam.gserviceaccount.com"},
+            "service account: a@p.iam.gserviceaccount.com; it needs only Storage Object User on "
+            "gs://bkt",
+        ),
+        (
+            {"template": "t", "image": None},
+            "service account: that of the template; it needs only Storage Object User on gs://bkt",
+        ),
+    ],
+)
+def test_the_plan_names_the_account_and_that_the_training_runs_as_root(
+    gce: dict[str, Any], expected: str
+) -> None:
+    lines = preflight.lines(config(**gce), RUN)
+    assert expected in lines
+    (root,) = (line for line in lines if "as root" in line)
+    assert "Give that account no other role" in root

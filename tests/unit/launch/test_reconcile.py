@@ -10,7 +10,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.launch import capacity_options, reconcile
 from jaxres.launch.capacity_options import NEVER, Backoff
-from jaxres.launch.controller import longest_wait
+from jaxres.launch.controller import longest_wait, new_state
 from jaxres.launch.desired_state import DesiredState, HostAddress, JobEnd, PendingCreate, VmSpec
 from jaxres.launch.observed_state import (
     HOST_ERROR,
@@ -385,3 +385,41 @@ def test_the_wait_between_commits_is_that_of_one_attempt() -> None:
     commit = Commit(step=1, path="", manifest="", bytes=0)
     records = [Record(n, attempt, at, commit) for n, attempt, at in WAITS]
     assert [longest_wait(records[:n]) for n in range(5)] == [None, None, 10.0, 10.0, 30.0]
+
+
+def test_a_vm_of_another_run_or_other_code_with_the_same_name_is_not_adopted() -> None:
+    exists = CreateFailed("exists", "The resource already exists")
+    assert all(vm.created for vm in next_state(CREATING, observed(creation=exists)).vms)
+    for labels in ({"run_id": "00aa"}, {"code": "0ld"}):
+        others = {name: replace(vm, **labels) for name, vm in listed(*NAMES).items()}
+        found = next_state(CREATING, observed(creation=exists, vms=others))
+        assert not [vm for vm in found.vms if vm.created or vm.name in NAMES], "adopted"
+        assert {vm.name for vm in found.deleting} == set(NAMES)
+
+
+def test_a_new_run_in_the_same_place_has_other_names_and_first_deletes_what_is_left() -> None:
+    left = replace(listed(*NAMES)[NAMES[0]], run_id="00aa")
+    new = new_state("jx", "code", "config", now=NOW, after=None, run_id="11bb", orphans=[left])
+    waiting = next_state(new, observed(vms={left.name: left}, reports={}, now=NOW + 1))
+    assert (waiting.vms, [vm.name for vm in waiting.deleting]) == ((), [left.name])
+    assert vms_to_delete(waiting, observed(vms={left.name: left}))[0].name == left.name
+    gone = observed(vms={}, reports={}, not_found=frozenset({left.name}))
+    assert [vm.name for vm in next_state(waiting, gone).vms] == ["jx-11bb-0000", "jx-11bb-0001"]
+    ended = replace(new, phase="ended", next_name=5)
+    again = new_state("jx", "code2", "config", now=NOW, after=ended, run_id="22cc")
+    assert (again.id, again.next_name) == ("11bb", 5), "the names would not continue"
+
+
+@pytest.mark.parametrize("codes", [(82,), (82, 79), (82, 82), (79, 82)])
+def test_every_vm_whose_host_is_unhealthy_is_replaced_at_once(codes: tuple[int, ...]) -> None:
+    names = NAMES[: len(codes)]
+    desired = replace(RUNNING, vms=RUNNING.vms[: len(codes)], hosts=RUNNING.hosts[: len(codes)])
+    reports = {
+        name: AgentReport("ended", "b", 3, exit, "7 of 8")
+        for name, exit in zip(names, codes, strict=True)
+    }
+    found = next_state(desired, observed(reports=reports, vms=listed(*names)))
+    unhealthy = {name for name, code in zip(names, codes, strict=True) if code == 82}
+    assert {vm.name for vm in found.deleting} == unhealthy
+    assert found.names.isdisjoint(unhealthy)
+    assert (found.phase, found.end, found.not_before) == ("placing", None, NOW)

@@ -118,18 +118,25 @@ class Checker:
 
 def lead(cloud: SimulatedCloud, config: RunConfig, console: Callable[[str], None]) -> None:
     """Runs one `up`: waits for the lease, then leads to the end."""
-    paths = cloud.paths
-    lease = Lease(paths.lease, holder="", seconds=10.0, now=cloud.monotonic)
+    paths, service = cloud.paths, SimulatedCompute(cloud)
+    lease = Lease(paths.lease, holder="", seconds=10.0, now=cloud.monotonic, console=console)
     record = StateObject(paths.desired_state)
-    while not lease.acquire():
+    epoch = 0 if (desired := record.read_valid()) is None else desired.epoch
+    may_be_led = desired is not None or bool(record.damage or cloud.vms)
+    while not lease.acquire(after_epoch=epoch, may_be_led=may_be_led):
         if (desired := cloud.desired()) is not None and desired.phase == "ended":
             return
         cloud.sleep(1.0)
-    desired = record.read()
+    desired = record.read_valid()
+    if record.damage:
+        record.set_aside()
     if desired is None:
-        desired = new_state(paths.label, "code", "config", now=cloud.wall(), after=None)
-    record.write(desired, epoch=lease.epoch)
-    service = SimulatedCompute(cloud)
+        vms, label = list(cloud.vms_listed().values()), paths.label
+        run_id = f"{len(cloud.damages):04d}{cloud.draw.randrange(10**6):06d}"
+        desired = new_state(
+            label, "code", "config", now=cloud.wall(), after=None, run_id=run_id, orphans=vms
+        )
+    record.write(desired, epoch=lease.epoch, held=lease.held)
     arguments = (paths, config, service, lease, record, cloud, console)
     Controller(*arguments, boottime=cloud.monotonic).run()  # pyright: ignore[reportArgumentType]
 
@@ -202,6 +209,44 @@ def test_no_vm_is_left_or_lost_under_random_faults(
 ) -> None:
     ends = [checked_exit(seed, monkeypatch) for seed in range(first, first + 20)]
     assert ExitCode.DONE in ends
+
+
+def check_under_damage(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Runs one job whose lease and desired state are damaged; returns how often they were."""
+    settings = job(seed, steps=40, hosts=2)
+    cloud = SimulatedCloud(seed, 40, LaunchPaths(GcsPath("bkt", f"run-{seed}")))
+    checker = Checker(cloud, settings)
+    draw = random.Random(f"damage-{seed}")
+    for _ in range(6):
+        cloud.after(draw.uniform(5, 900), cloud.damage)
+
+    def other(until: float) -> None:
+        run_leaders(cloud, settings, checker, until)
+        cloud.advance(max(0.0, until - cloud.now) if until < LONGEST else 0.0)
+
+    cloud.other = other
+    cloud.patch(monkeypatch)
+    run_leaders(cloud, settings, checker, LONGEST)
+    cloud.advance(LATER)
+    assert cloud.vms == {}, f"left: {sorted(cloud.vms)}\n{cloud.damages}\n{checker.history()}"
+    if not any("desired_state.json is an older copy" in line for line in cloud.damages):
+        counts = {name: len(requests) for name, requests in cloud.created.items()}
+        assert set(counts.values()) <= {1}, f"{counts}\n{cloud.damages}\n{checker.history()}"
+    return len(cloud.damages)
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        pytest.param(0, 6, marks=pytest.mark.slow),
+        *(pytest.param(n, n + 50, marks=pytest.mark.campaign) for n in range(6, 206, 50)),
+    ],
+)
+def test_no_vm_is_left_and_no_launcher_is_locked_out_whatever_the_launch_state(
+    first: int, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease and the desired state are deleted, made unreadable, or replaced by older copies."""
+    assert sum(check_under_damage(seed, monkeypatch) for seed in range(first, last)) > last - first
 
 
 @pytest.mark.campaign

@@ -111,3 +111,21 @@ def test_equal_configs_give_equal_scripts() -> None:
 def test_an_invalid_name_of_a_variable_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="env"):
         config(env={name: "1"})
+
+
+def test_the_token_of_a_vm_is_on_no_command_line(tmp_path: Path) -> None:
+    """curl is a script here that records its arguments and its standard input."""
+    script = rendered(RUNTIMES["bare"].model_dump(mode="json"))
+    head, _, _ = script.partition("name=$(metadata_value instance/name)\n")
+    fake = tmp_path / "curl"
+    fake.write_text(
+        '#!/bin/bash\nprintf \'%s\\n\' "$*" >> "$HOME/arguments"\n'
+        'case "$*" in *token) echo \'{"access_token": "se-cret.1"}\' ;;\n'
+        '*) cat > "$HOME/input" ;; esac\n'
+    )
+    fake.chmod(0o755)
+    env = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run(["bash", "-c", f"{head}fetch || true"], check=True, timeout=10, env=env)
+    assert (tmp_path / "input").read_text() == 'header = "Authorization: Bearer se-cret.1"\n'
+    assert "se-cret" not in (tmp_path / "arguments").read_text()
+    assert "/storage/v1/b/bkt/o/" in (tmp_path / "arguments").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.launch import instance_spec
+from jaxres.launch.desired_state import DesiredState, VmSpec
 from jaxres.launch.instance_spec import NOTICE, Machine
 from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.vm_agent import Agent
@@ -77,3 +79,34 @@ def test_an_agent_uses_the_longer_notice_of_config_and_metadata(
         notice_seconds=in_metadata,
     )
     assert agent._preemption(config()).notice_seconds == seconds
+
+
+def test_an_agent_never_starts_a_run_with_records_at_step_0(tmp_path: Path) -> None:
+    agent = Agent(LaunchPaths(RUN), name="jx-0", folder=tmp_path, clock=SystemClock())
+    first = DesiredState(run="jx", code="", config="c", attempt=1)
+    again = replace(first, attempt=2, seq_before=3)
+    assert "run.must_exist=true" not in agent._arguments(first, 0, config())
+    assert "run.must_exist=true" in agent._arguments(again, 0, config())
+
+
+@pytest.mark.parametrize(
+    ("machine_type", "env", "expected"),
+    [
+        ("a3-highgpu-8g", {}, "8"),
+        ("a2-highgpu-1g", {}, "1"),
+        ("e2-small", {}, None),
+        ("a3-highgpu-8g", {"JAX_PLATFORMS": "cpu"}, None),
+        ("a3-highgpu-8g", {"CUDA_VISIBLE_DEVICES": "0,1"}, None),
+        ("a3-highgpu-8g", {"JAXRES_MIN_DEVICES": "4"}, "4"),
+    ],
+)
+def test_a_training_expects_the_gpus_of_the_machine_type_of_its_vm(
+    tmp_path: Path, machine_type: str, env: dict[str, str], expected: str | None
+) -> None:
+    agent = Agent(LaunchPaths(RUN), name="jx-0", folder=tmp_path, clock=SystemClock())
+    desired = DesiredState("jx", "code", "config", started_at=0.0)
+    vms = (VmSpec("jx-1", "us-central1-a", 0, 0.0), VmSpec("jx-0", "us-central1-a", 1, 0.0))
+    desired = replace(desired, vms=vms)
+    options = [OPTION, OPTION | {"machine_type": machine_type}]
+    found = agent._training_env(env, config(capacity_options=options), desired)
+    assert found == env | ({} if expected is None else {"JAXRES_MIN_DEVICES": expected})

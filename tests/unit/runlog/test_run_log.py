@@ -93,6 +93,17 @@ def test_value_has_one_canonical_text():
     assert canonical_json({"a": "é", "b": (1.5, None, True)}) == text
 
 
+def test_log_that_is_being_deleted_is_storage_unavailable(tmp_path):
+    folder = tmp_path / "log"
+    log = claimed(folder)
+    log.append(COMMIT)
+    (folder / "00000001.json").unlink()
+    with pytest.raises(StorageUnavailable, match="2 records existed, 1 are left"):
+        log.history()
+    with pytest.raises(StorageUnavailable, match="the claim of attempt 1 is missing"):
+        run_log.claim_of([], attempt=1, folder=folder)
+
+
 def test_log_that_disappears_while_it_is_read_is_storage_unavailable(tmp_path, monkeypatch):
     folder = tmp_path / "log"
     log, lists = claimed(folder), files.list_names
@@ -104,7 +115,7 @@ def test_log_that_disappears_while_it_is_read_is_storage_unavailable(tmp_path, m
         losing.setattr(files, "list_names", list_and_lose)
         with pytest.raises(StorageUnavailable, match="existed a moment ago"):
             log.history()
-    with pytest.raises(StorageUnavailable, match="records are missing"):
+    with pytest.raises(StorageUnavailable, match="1 records existed, 0 are left"):
         log.history()
     (tmp_path / "away").rename(folder)
     assert log.history().attempt == 1
@@ -202,7 +213,7 @@ def test_damaged_record_is_refused_by_name_and_the_run_does_not_start_again(tmp_
     text = str(caught.value)
     assert text.startswith(f"{tmp_path / '00000001.json'}: this record of the run's log is damaged")
     assert why in text
-    assert "does not start again from step 0. Restore the file from a copy." in text
+    assert "does not start again from step 0. Restore the file from a copy" in text
 
 
 @pytest.mark.parametrize(
@@ -352,6 +363,55 @@ def test_older_attempt_is_fenced_and_writes_nothing(tmp_path):
         assert end.value.exit_code == ExitCode.FENCED
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     assert new.append(COMMIT).seq == 4
+
+
+def test_late_record_of_the_attempt_before_fences_no_claim(tmp_path):
+    old = claimed(tmp_path)
+    read = run_log.read_records(tmp_path)
+    old.append(COMMIT)
+    claim = dataclasses.replace(CLAIM, attempt=2)
+    new = RunLog.claim(tmp_path, claim, after=read, clock=StoppedClock())
+    assert (new.last_seq, new.history().newest) == (3, COMMIT), "it precedes the claim"
+    with pytest.raises(Fenced):
+        old.append(COMMIT)
+    assert new.append(COMMIT).seq == 4
+
+
+def test_worker_that_starts_after_a_newer_claim_is_fenced(tmp_path):
+    """Its supervisor has claimed attempt 1; it reads the log only after the claim of attempt 2."""
+    claimed(tmp_path)
+    new = claimed(tmp_path, attempt=2)
+    new.append(COMMIT)
+    read = run_log.read_records(tmp_path)
+    old = RunLog.of_attempt(tmp_path, read, attempt=1, clock=StoppedClock())
+    with pytest.raises(Fenced, match=r"attempt 2 .* owns this run"):
+        old.append(Prune(steps=(8,)))
+    assert run_log.read_records(tmp_path) == read
+
+
+LATE = [
+    dataclasses.replace(COMMIT, step=16, path="checkpoints/late"),
+    Start(step=0, path=None, dataset="other", computation={}),
+    Rollback(onset=3, target=0, rows=((0, 9),), reason="late"),
+    Skip(rows=((0, 9),), reason="late"),
+    Prune(steps=(8,)),
+    Quarantine(step=8, path="checkpoints/x", evidence="late"),
+    AttemptEnded(exit=81, reason="late", committed=False),
+]
+
+
+@pytest.mark.parametrize("late", LATE, ids=lambda body: type(body).__name__)
+def test_record_of_an_older_attempt_after_a_newer_claim_is_ignored(tmp_path, late):
+    old = claimed(tmp_path)
+    old.append(COMMIT)
+    new = claimed(tmp_path, attempt=2)
+    before = new.history()
+    files.create(tmp_path / "00000004.json", record(4, late).encode())
+    paths = before.paths | ({late.path} if isinstance(late, Commit) else set())
+    assert new.history() == dataclasses.replace(before, paths=paths), "a name is never used again"
+    assert new.append(COMMIT).seq == 5, "it fences nothing"
+    with pytest.raises(Fenced):
+        old.append(COMMIT)
 
 
 def test_second_claim_is_fenced(tmp_path):

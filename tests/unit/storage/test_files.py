@@ -139,6 +139,29 @@ def appended(path: Path, *lines: bytes) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.parametrize("target", ["folder", "file", "nothing"])
+def test_of_a_link_only_the_link_is_deleted(tmp_path, target):
+    """A step that was moved to another disk may be pruned, and blocks no later start."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "kept").touch()
+    (tmp_path / "file").touch()
+    steps = tmp_path / "steps"
+    steps.mkdir()
+    (steps / "1").symlink_to(tmp_path / target)
+    (steps / ".2.aabbccddeeff.trash").symlink_to(tmp_path / target)
+    files.delete_tree(steps / "1")
+    files.delete_trash(steps)
+    assert list(steps.iterdir()) == []
+    assert (tmp_path / "folder" / "kept").exists()
+    assert (tmp_path / "file").exists()
+
+
+def test_a_folder_below_a_link_to_nothing_is_storage_unavailable(tmp_path):
+    (tmp_path / "disk").symlink_to("/nowhere/disk")
+    with pytest.raises(StorageUnavailable, match="unmounted"):
+        files.make_dir(tmp_path / "disk" / "run")
+
+
 def test_lines_are_appended_to_existing_lines(tmp_path):
     assert appended(tmp_path / "sub" / "a", b"one", b"two") == b"one\ntwo\n"
     assert appended(tmp_path / "sub" / "a", b"three") == b"one\ntwo\nthree\n"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 NONCE = uuid.uuid4().hex
 """Unique, so that test sessions on one machine kill no process of each other."""
 CLAIM = dataclasses.replace(example_records.CLAIM, nonce=NONCE)
+MARK = f"{CLAIM.nonce}.1.2"
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; print(flush=True); time.sleep(600)"]
 
 
@@ -39,14 +41,20 @@ def sleeper():
         process.stdout.close()
 
 
-def supervisor(code):
-    """Runs code in a process of its own: `end` ends whatever descends from it."""
+def supervisor(code, *, shell=None):
+    """Runs code in a process of its own: `end` ends whatever descends from it.
+
+    `shell`: commands of a shell that then execs that process.
+    """
     given = "from jaxres.supervisor import processes; from jaxres.clock import SystemClock; "
     given += "from tests.unit.runlog import example_records; "
     given += "import dataclasses, os, signal, subprocess, sys, time; "
     given += f"CLAIM = dataclasses.replace(example_records.CLAIM, nonce={NONCE!r}); "
+    command = [sys.executable, "-c", given + code]
+    if shell is not None:
+        command = ["sh", "-c", f'{shell}; exec "$@"', "sh", *command]
     found = subprocess.run(
-        [sys.executable, "-c", given + code],
+        command,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -58,7 +66,7 @@ def supervisor(code):
 
 
 def test_exactly_the_processes_with_the_tag_are_killed(sleeper):
-    marked = sleeper(f"{CLAIM.nonce}.1.2")
+    marked = sleeper(MARK)
     others = [
         sleeper(f"{CLAIM.nonce}.1.3"),  # A copy of the run directory has the same claims.
         sleeper(f"other{CLAIM.nonce}.1.2"),
@@ -100,15 +108,15 @@ class ExecEnds(SystemClock):
 
 
 def test_process_in_the_middle_of_its_exec_is_found_when_the_exec_has_ended():
-    mark = f"{CLAIM.nonce}.1.2"
     words = [sys.executable, "-I", "-S", "-c", MID_EXEC, "-" * 8192]
-    environment = os.environ | {processes.TAG_VARIABLE: mark}
+    environment = os.environ | {processes.TAG_VARIABLE: MARK}
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as started:
         try:
             assert started.stdout.readline() == b"\n"
             assert not Path(f"/proc/{started.pid}/environ").read_bytes(), "its exec has ended"
-            tags = f"{{b'{processes.TAG_VARIABLE}={mark}'}}"
-            look = f"print({started.pid} in processes._find_leftovers({tags}, ExecEnds()))"
+            tags = f"{{b'{processes.TAG_VARIABLE}={MARK}'}}"
+            look = f"_find_leftovers({tags}, ExecEnds(), adopts=False)"
+            look = f"print({started.pid} in processes.{look})"
             assert supervisor(MID_EXEC_CLOCK.format(pid=started.pid) + look) == "True"
         finally:
             started.kill()
@@ -117,12 +125,22 @@ def test_process_in_the_middle_of_its_exec_is_found_when_the_exec_has_ended():
 def test_orphans_without_a_tag_are_killed_while_their_supervisor_lives():
     orphan = "['sh', '-c', 'env -i setsid sleep 600 > /dev/null & echo $!']"
     code = (
-        f"processes.become_subreaper(); pid = subprocess.check_output({orphan}).decode().strip(); "
+        "mine = processes.become_subreaper(); "
+        f"pid = subprocess.check_output({orphan}).decode().strip(); "
     )
-    code += "print(pid, processes.kill_leftovers('1.2', [], clock=SystemClock()))"
+    code += "print(pid, processes.kill_leftovers('1.2', [], clock=SystemClock(), adopts=mine))"
     pid, number = supervisor(code).split()
     assert number == "1"
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_jobs_of_a_shell_that_execs_the_supervisor_are_not_killed():
+    mark = f"env=os.environ | {{processes.TAG_VARIABLE: {MARK!r}}}"
+    code = f"mine = processes.become_subreaper(); subprocess.Popen(['sleep', '600'], {mark}); "
+    code += "print(processes.kill_leftovers('1.2', [CLAIM], clock=SystemClock(), adopts=mine))"
+    job, num_killed = supervisor(code, shell="sleep 600 >/dev/null 2>&1 & echo $!").splitlines()
+    os.kill(int(job), signal.SIGKILL)  # Raises if it was killed before.
+    assert num_killed == "1"
 
 
 def test_zombie_orphans_are_reaped_and_workers_are_not():
@@ -142,3 +160,8 @@ def test_a_moved_run_keeps_its_identity_and_a_copy_has_its_own(tmp_path):
     assert processes.run_dir_id(RunDir(moved)) == known
     (tmp_path / "copy").mkdir()
     assert processes.run_dir_id(RunDir(tmp_path / "copy")) != known
+
+
+def test_process_1_of_a_container_adopts_orphans_that_are_not_its_own(monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert not processes.become_subreaper()

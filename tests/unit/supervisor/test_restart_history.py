@@ -150,6 +150,18 @@ def test_decisions_are_the_same_for_one_supervisor_and_for_many():
     assert ours.exit == ExitCode.UNHEALTHY
 
 
+def test_late_record_of_an_older_attempt_is_no_progress_and_no_end():
+    records = [
+        Record(1, 1, 0.0, claim(1, 0)),
+        Record(2, 2, 0.0, claim(2, 0)),
+        Record(3, 1, 0.0, commit(10)),
+        Record(4, 1, 0.0, leave(ExitCode.DONE)),
+        Record(5, 2, 0.0, stop(ExitCode.BUG)),
+    ]
+    late = [record for record in records if record.seq in (3, 4)]
+    assert load_history(records) == load_history([r for r in records if r not in late])
+
+
 @pytest.mark.parametrize(
     ("bodies", "expected"),
     [

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import socket
 
@@ -15,7 +16,7 @@ from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
-from jaxres.supervisor import restart_loop, run_dir_watcher
+from jaxres.supervisor import restart_loop, run_dir_watcher, worker_group
 from jaxres.supervisor import run_lock as owners
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.restart_loop import LoopState
@@ -56,6 +57,8 @@ def run(tmp_path, monkeypatch):
         run = LoopState(
             config=None,  # type: ignore[arg-type]
             run_dir=run_dir,
+            adopts=False,
+            unconfirmed=None,
             run_dir_id="",
             run_lock=owner,
             clock=clock,
@@ -157,3 +160,10 @@ def test_the_time_limit_ends_a_restart_delay(run):
     limits = LaunchSection(max_hours=0.1 / 3600)
     run.policy = dataclasses.replace(run.policy, launch=limits, began=run.clock.monotonic())
     assert restart_loop._wait_backoff(run, 20).code == ExitCode.STOPPED
+
+
+def test_a_run_directory_emptied_between_two_attempts_is_not_started_again_at_step_0(run):
+    shutil.rmtree(run.run_dir.log)
+    with pytest.raises(StorageUnavailable, match="1 records existed, 0 are left"):
+        restart_loop._run_claimed(run, worker_group.WorkerGroup())
+    assert not run.run_dir.log.exists()

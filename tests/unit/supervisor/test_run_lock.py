@@ -108,7 +108,20 @@ def test_without_file_locks_the_heartbeat_decides(run_dir, monkeypatch):
             assert clock.now >= MISSED_HEARTBEATS * HEARTBEAT_SECONDS
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"x" * 512])
+HEARTBEAT = {"host": "h", "pid": 7, "nonce": "n", "count": 1, "locked": True, "time": 1000.0}
+ODD = [
+    *(b"", b"{", b"x" * 512, b"x" * 700, b"[]", b"7", b"null", b"\xff\xfe", b"[" * 100_000, b"{}"),
+    *(
+        json.dumps(HEARTBEAT | odd).encode()
+        for odd in (
+            *({"time": "now"}, {"time": None}, {"time": float("nan")}, {"time": 1e300}),
+            *({"time": -1}, {"pid": "7"}, {"pid": True}, {"host": 1}, {"nonce": None}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("data", ODD, ids=[str(data[:40]) + str(len(data)) for data in ODD])
 def test_an_unreadable_heartbeat_is_no_lock_holder(run_dir, data):
     run_dir.root.mkdir()
     run_dir.owner.write_bytes(data)
@@ -152,10 +165,67 @@ def test_only_one_of_two_processes_that_find_a_bucket_free_locks_it(gcs_bucket):
         assert owners.read(run_dir)["nonce"] == successor._nonce
 
 
-def test_a_live_holder_is_shown_as_alive(run_dir):
+@pytest.mark.parametrize("data", ODD, ids=[str(data[:40]) + str(len(data)) for data in ODD])
+def test_an_odd_heartbeat_shows_no_live_holder(run_dir, data):
+    run_dir.root.mkdir()
+    run_dir.owner.write_bytes(data)
+    assert owners.liveness(run_dir, clock=FakeClock()) == "gone"
+
+
+def write_foreign_heartbeat(run_dir, **fields):
+    run_dir.root.mkdir(exist_ok=True)
+    run_dir.owner.write_text(json.dumps(HEARTBEAT | fields))
+
+
+def test_a_holder_is_shown_as_alive_until_it_has_exited(run_dir):
     clock = FakeClock()
-    assert not owners.looks_alive(run_dir, clock=clock)
+    assert owners.liveness(run_dir, clock=clock) == "gone"
     with RunLock(run_dir, clock=clock):
-        assert owners.looks_alive(run_dir, clock=clock)
-        clock.now += MISSED_HEARTBEATS * HEARTBEAT_SECONDS + 1
-        assert not owners.looks_alive(run_dir, clock=clock)
+        assert owners.liveness(run_dir, clock=clock) == "alive"
+    assert owners.liveness(run_dir, clock=clock) == "gone", "it has exited in this same second"
+    assert clock.now == 0
+
+
+def test_a_holder_that_exits_does_not_mark_the_heartbeat_of_its_successor(run_dir, monkeypatch):
+    without_lock(monkeypatch)
+    clock = FakeClock()
+    first = RunLock(run_dir, clock=clock).__enter__()
+    with RunLock(run_dir, clock=FakeClock()) as second:
+        first.__exit__()
+        assert owners.read(run_dir)["nonce"] == second._nonce
+        assert "released" not in owners.read(run_dir)
+
+
+def test_a_holder_that_exits_is_not_taken_for_one_that_is_alive(run_dir, monkeypatch):
+    """Its mark is no heartbeat: another start that watches the heartbeat goes on."""
+    without_lock(monkeypatch)
+    first = RunLock(run_dir, clock=FakeClock()).__enter__()
+    meanwhile = iter([first.__exit__])
+    with RunLock(run_dir, clock=FakeClock(lambda: next(meanwhile, lambda: None)())) as second:
+        assert owners.read(run_dir)["nonce"] == second._nonce
+
+
+def test_a_process_that_exists_and_writes_no_heartbeat_is_suspended(run_dir):
+    with RunLock(run_dir, clock=FakeClock()) as holder:
+        clock = FakeClock()
+        clock.now += 3600
+        assert owners.liveness(run_dir, clock=clock) == "suspended"
+        clock.meanwhile = holder.heartbeat
+        assert owners.liveness(run_dir, clock=clock) == "alive", "one of the clocks is wrong"
+
+
+def test_a_killed_process_of_this_machine_is_gone_at_once(run_dir):
+    boot, namespace, _, _ = owners._process_id(os.getpid()).split("/")
+    write_foreign_heartbeat(run_dir, process=f"{boot}/{namespace}/{os.getpid()}/1")
+    assert owners.liveness(run_dir, clock=FakeClock()) == "gone", "its pid has been used again"
+
+
+@pytest.mark.parametrize("ahead", [60.0, 1e9])
+def test_a_heartbeat_of_the_future_is_no_proof_of_life(run_dir, ahead):
+    write_foreign_heartbeat(run_dir, time=1000.0 + ahead)
+    assert owners.liveness(run_dir, clock=FakeClock()) == "gone"
+
+    def advance():
+        write_foreign_heartbeat(run_dir, time=1000.0 + ahead, count=2)
+
+    assert owners.liveness(run_dir, clock=FakeClock(advance)) == "alive"

@@ -272,4 +272,4 @@ hard_exit(main(sys.argv[1:]))
         check=False,
     )
     assert ended.returncode == 78, ended.stderr
-    assert "pip install 'jaxres[tensorboard]'" in ended.stderr
+    assert "pip install -e '.[tensorboard]'" in ended.stderr

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxres import config as configs
 from jaxres import data
 from jaxres.checkpoint import weights_export, weights_source
 from jaxres.cli import checkpoints as checkpoints_cli
@@ -18,7 +19,7 @@ from jaxres.engine import mesh as meshes
 from jaxres.engine import mesh_plan
 from jaxres.faults import ConfigError
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import RunHistory, RunLog, Start
+from jaxres.runlog.run_log import Commit, RunHistory, RunLog, Start
 from jaxres.telemetry.observers import Observers
 from jaxres.train import build, init_params
 from jaxres.train.context import AttemptContext
@@ -215,6 +216,37 @@ def test_a_host_that_reads_other_weights_than_host_0_is_refused(corpus, tmp_path
     messages = {"init/step": "4", "init": origin["params"]}
     with pytest.raises(ConfigError, match="other weights than host 0"):
         started(parts, context_at(tmp_path, FollowerHost(messages))[0])
+
+
+def test_after_the_first_commit_moved_weights_are_compared_and_may_be_gone(
+    corpus, tmp_path, source
+):
+    folder = next((source[0] / "exports").iterdir())
+    first = parts_of(corpus, tmp_path, kind="safetensors", path=str(folder))
+    context, events = context_at(tmp_path)
+    _, origin = started(first, context)
+    run_dir = context.run_dir
+    run_dir.attempt(1).mkdir(parents=True, exist_ok=True)
+    (run_dir.attempt(1) / "config.yaml").write_text(configs.dump_yaml(first.config))
+    context.log.append(Start(step=0, path=None, dataset="d", computation={}, init=origin))
+    context.log.append(Commit(step=8, path="checkpoints/x", manifest="m", bytes=1))
+
+    def resumed(path):
+        events.clear()
+        parts = parts_of(corpus, tmp_path, kind="safetensors", path=str(path))
+        init_params.build(parts.config.init_from, parts, context)
+        return " ".join(map(str, events))
+
+    assert resumed(folder) == "", "the weights are not read"
+    shutil.copytree(folder, tmp_path / "moved")
+    assert "params/" in resumed(tmp_path / "moved")
+    assert f"started from {folder}" in resumed(tmp_path / "gone")
+
+    other = tmp_path / "moved" / "model.safetensors"
+    other.write_bytes(other.read_bytes()[:-1] + b"\x3f")
+    (tmp_path / "moved" / "jaxres.json").unlink()
+    with pytest.raises(ConfigError, match="not the weights that this run was started with"):
+        resumed(tmp_path / "moved")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jaxres.engine.guards import Guard
 from jaxres.engine.state import Progress, TrainState
 from jaxres.engine.step import MetricsLayout
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import Continue, StopRun, StorageUnavailable, fault
+from jaxres.faults import ConfigError, Continue, StopRun, StorageUnavailable, fault
 from jaxres.runlog.events import UpdateSkipped
 from jaxres.runlog.run_log import Record, fold
 from jaxres.train.components import (
@@ -27,7 +27,7 @@ from jaxres.train.components import (
 )
 from jaxres.train.consensus import SingleHostConsensus
 from jaxres.train.loop import LAG, finalize, process_completed
-from jaxres.train.resume import _agreed_history
+from jaxres.train.resume import _agreed_history, _check_rows
 from jaxres.train.stop_requests import SignalListener
 from tests.unit.runlog.example_records import CLAIM
 
@@ -448,3 +448,11 @@ def test_a_follower_that_never_sees_the_records_names_the_storage():
         StorageUnavailable, match=r"run/log: host 0 has read 2 records.* only 1 after"
     ):
         _agreed_history(run, entry=0)
+
+
+def test_a_host_that_reads_other_rows_than_host_0_never_starts():
+    same, _ = fake_run(peers=FollowerHost(), dataset="2")
+    _check_rows(same, fold(RECORDS), entry=0)
+    run, _ = fake_run(peers=FollowerHost(), dataset="d")
+    with pytest.raises(ConfigError, match=r"data\.source: .*other rows than host 0.*d here, 2 on"):
+        _check_rows(run, fold(RECORDS), entry=0)

@@ -109,7 +109,7 @@ class Checkpoints:
     def rewind(self, step):
         self.saved_step, self.refused_from = step, math.inf
 
-    def restore(self, history, shapes, *, seconds):
+    def restore(self, history, shapes, *, seconds, last_step):
         if history.newest is None:
             return None
         return FakeRestored(*self.states[history.newest.path], history.newest)

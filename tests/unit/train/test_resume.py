@@ -10,11 +10,13 @@ from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced
 from jaxres.runlog import run_log
-from jaxres.runlog.run_log import RunLog, Start
+from jaxres.runlog.run_log import Commit, RunLog, Start
 from jaxres.storage import files
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.worker_group import WorkerGroup
 from jaxres.train import __main__ as train_command
+from jaxres.train import completion
+from jaxres.train.completion import Completion
 
 
 def quickstart(tmp_path, *overrides):
@@ -41,19 +43,14 @@ def test_an_attempt_whose_claim_is_fenced_writes_no_config(tmp_path, monkeypatch
     winner = attempt_runner.new_claim(
         resolved[0].config, run_log.fold([]), env={}, job=WorkerGroup()
     )
-    read = run_log.read_records
+    new_claim = attempt_runner.new_claim
 
-    reads = []
-
-    def read_then_lose(folder):
-        records = read(folder)
-        reads.append(folder)
-        if len(reads) == 2:  # The first read checks whether the run is done.
-            RunLog.claim(folder, winner, after=records, clock=SystemClock())
-        return records
+    def lose_then_claim(*args, **kwargs):
+        RunLog.claim(resolved[1].log, winner, after=[], clock=SystemClock())
+        return new_claim(*args, **kwargs)
 
     monkeypatch.setattr(attempt_runner, "resolve_run", lambda *_: resolved)
-    monkeypatch.setattr(run_log, "read_records", read_then_lose)
+    monkeypatch.setattr(attempt_runner, "new_claim", lose_then_claim)
     with pytest.raises(Fenced):
         train_command._train([str(tmp_path)])
     written = [p for p in resolved[1].root.rglob("*") if p.is_file()]
@@ -87,6 +84,44 @@ def test_an_edited_or_deleted_config_does_not_change_the_run(tmp_path, started):
     started.config.unlink()
     with pytest.raises(ConfigError, match="another trajectory"):
         quickstart(tmp_path, "run.seed=2")
+
+
+def commit_last_step(run_dir):
+    """Commits the last step of the run without its files."""
+    records = run_log.read_records(run_dir.log)
+    claim = attempt_runner.new_claim(
+        resume_config(run_dir), run_log.fold(records), env={}, job=WorkerGroup()
+    )
+    log = RunLog.claim(run_dir.log, claim, after=records, clock=SystemClock())
+    steps = resume_config(run_dir).train.steps
+    log.append(Commit(step=steps, path="checkpoints/x", manifest="m", bytes=1))
+
+
+def resume_config(run_dir, *overrides):
+    return attempt_runner.resolve_run(run_dir.root, overrides)[0].config
+
+
+def test_moved_data_resume_the_run_which_is_complete_only_once_they_are_compared(started, capsys):
+    moved = resume_config(started, "data.source.path=/elsewhere")
+    commit_last_step(started)
+    files.make_dir(started.checkpoints)
+    assert completion.check(started, moved) == Completion(False, unconfirmed="checkpoints/x")
+    assert capsys.readouterr() == ("", ""), "other data would count as trained on"
+    completion.check(started, resume_config(started))
+    assert "its checkpoint is damaged" in capsys.readouterr().err, "the same data: it is verified"
+
+
+def test_a_run_is_found_in_the_default_directory_of_the_first_digest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    quickstart = configs_dir() / "quickstart.yaml"
+    loaded = configs.load(quickstart)
+    first, current = configs.run_dirs(loaded.config, loaded.name)
+    assert attempt_runner.resolve_run(quickstart, [])[1].root == current
+    current.joinpath("log").mkdir(parents=True)
+    first.mkdir()  # Its log may be lost; the start reports that.
+    assert attempt_runner.resolve_run(quickstart, [])[1].root == first
+    moved = ["data.source.path={stdlib}/email"]
+    assert attempt_runner.resolve_run(quickstart, moved)[1].root == current
 
 
 def test_a_started_run_without_any_record_of_its_config_is_refused(tmp_path, started):

@@ -1,0 +1,123 @@
+"""Verifies the data of a config: reads every byte of the token folder, and of its source.
+
+A run checks a block when it first reads it; this checks all of them, and the fingerprint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from jaxres.config.schema import CustomSource, DataSection, TextSource
+from jaxres.data import download_cache, text
+from jaxres.data.token_digests import CheckedBlocks
+from jaxres.data.token_folder import TokenFolder, TokensDamaged, open_tokens
+from jaxres.faults import UsageError
+from jaxres.storage import files
+from jaxres.storage.path import is_remote
+
+CHUNK_ITEMS = 2**20
+NAMED = 20
+"""Number of damaged blocks of a file that are listed; of the others the number is given."""
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Result of a complete verification of a data set."""
+
+    problems: tuple[str, ...]
+    """What is wrong, each with its file and block."""
+    verified: str = ""
+    """What was read, for a line of text."""
+    fingerprint: str | None = None
+    """The fingerprint that the tokens have; None: there is no token folder."""
+
+
+def verify_data(config: DataSection) -> DataReport:
+    """Verifies the token folder of a config, its copy of a bucket, and the text it was made from.
+
+    Raises:
+      ConfigError: the source can't be listed.
+      UsageError: the source is custom.
+      StorageUnavailable: the bucket does not respond.
+    """
+    if isinstance(config.source, CustomSource):
+        raise UsageError(
+            "data.source.kind=custom: jaxres has neither a copy nor digests of this data set, so "
+            "there is nothing to verify"
+        )
+    source, problems = config.source, list[str]()
+    if download_cache.is_in_bucket(config.source):
+        copied, problems = download_cache.verify_copy(config)
+        if copied is None:
+            return DataReport(tuple(problems))
+        source = copied
+    if not isinstance(source, TextSource):
+        assert not is_remote(source.path), source.path
+        return _of_folder(source.path.expanduser(), problems)
+    listed = text.list_files(source)
+    entry = text.cache_entry(listed, cache_dir=config.cache_dir)
+    if not entry.exists():
+        problems.append(f"{entry}: no cached corpus; a run builds it at its start")
+        return DataReport(tuple(problems))
+    report = _of_folder(entry, problems, is_cached=True)
+    now = text.fingerprint_of(listed)
+    if report.fingerprint in (None, now):
+        return report
+    problem = (
+        f"data.source.path: {source.path}: the files have the fingerprint {now} now, the cached "
+        f"corpus has {report.fingerprint}"
+    )
+    return replace(report, problems=(*report.problems, problem))
+
+
+def _of_folder(folder: Path, problems: list[str], *, is_cached: bool = False) -> DataReport:
+    try:
+        corpus = text.open_cached(folder) if is_cached else open_tokens(folder)
+    except TokensDamaged as damage:
+        return DataReport((*problems, str(damage)))
+    found = _damaged_blocks(corpus)
+    fingerprint = _fingerprint(corpus)
+    if fingerprint != corpus.meta.fingerprint:
+        found.append(
+            f"{folder}: the tokens and offsets have the fingerprint {fingerprint}, meta.json "
+            f"records {corpus.meta.fingerprint}"
+        )
+    if found and is_cached:
+        found.append(f"Remove {folder}; the next start builds it again from data.source.path")
+    if corpus.token_blocks is None or corpus.offset_blocks is None:
+        checked = "no block digests, so a run does not check what it reads"
+    else:
+        checked = f"{len(corpus.token_blocks) + len(corpus.offset_blocks):,} blocks"
+    size_bytes = corpus.tokens.nbytes + corpus.offsets.nbytes
+    verified = f"{folder}: {size_bytes:,} bytes, {checked}, fingerprint {fingerprint}"
+    return DataReport((*problems, *found), verified, fingerprint)
+
+
+def _damaged_blocks(corpus: TokenFolder) -> list[str]:
+    named = (("tokens.bin", corpus.token_blocks), ("offsets.npy", corpus.offset_blocks))
+    return [
+        line
+        for name, blocks in named
+        if blocks is not None
+        for line in _describe(blocks, corpus.folder / name)
+    ]
+
+
+def _describe(blocks: CheckedBlocks, path: Path) -> list[str]:
+    files.drop_page_cache(path)
+    damaged = blocks.all_damaged()
+    lines = [blocks.describe(block, path) for block in damaged[:NAMED]]
+    more = len(damaged) - NAMED
+    return [*lines, *([f"{path}: and {more:,} more blocks"] if more > 0 else [])]
+
+
+def _fingerprint(corpus: TokenFolder) -> str:
+    digest = xxhash.xxh3_128()
+    for items in (corpus.tokens, corpus.offsets):
+        for start in range(0, len(items), CHUNK_ITEMS):
+            digest.update(np.ascontiguousarray(items[start : start + CHUNK_ITEMS]).data)
+    return digest.hexdigest()

@@ -1,0 +1,129 @@
+"""Orphaned VMs: VMs with the label of a run directory that no desired state has. No jax.
+
+Home of: launch_state_lost. They remain if the run's folder, or its desired state, was deleted or
+damaged while VMs ran. The label follows from the name of the run directory, so the Compute API
+finds them without the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+
+from jaxres.clock import Clock
+from jaxres.faults import StorageUnavailable
+from jaxres.launch.desired_state import DesiredState
+from jaxres.launch.gce_api import ApiUnavailable, Compute
+from jaxres.launch.observed_state import AgentReport, VmStatus
+from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.provisioning import ABSENT_SECONDS
+from jaxres.storage import gcs_objects
+
+TRIES = 5
+CYCLE_SECONDS = 1.0
+RETRY_SECONDS = 30.0
+"""Time until the deletion of a VM that is still listed is requested again."""
+MAX_SECONDS = 1800.0
+"""Longest wait until no VM is listed."""
+REPORT_SECONDS = 10.0
+"""Longest wait for the first report of an agent."""
+
+
+def list_all(compute: Compute, label: str) -> dict[str, VmStatus]:
+    """Returns all VMs with a run's label, by name.
+
+    Raises:
+      StorageUnavailable: the Compute API does not answer.
+    """
+    for left in reversed(range(TRIES)):
+        try:
+            return compute.list(label)
+        except ApiUnavailable as error:
+            if not left:
+                raise StorageUnavailable(
+                    f"the VMs with the label {label} can't be listed ({error}); rerun the same "
+                    "command"
+                ) from error
+    raise AssertionError
+
+
+def orphans_of(vms: Iterable[VmStatus], desired: DesiredState | None) -> list[VmStatus]:
+    """Returns the VMs that a job's desired state does not have, sorted by name."""
+    known: Container[str] = ()
+    if desired is not None:
+        known = desired.names | {vm.name for vm in desired.deleting}
+    return sorted((vm for vm in vms if vm.name not in known), key=lambda vm: vm.name)
+
+
+def describe(vm: VmStatus) -> str:
+    """Returns a line about a VM for the operator."""
+    run_id, code = vm.run_id or "unknown", vm.code[:12] or "unknown"
+    return f"{vm.name}: {vm.status} in {vm.zone} (run id {run_id}, code {code})"
+
+
+def await_exits(
+    paths: LaunchPaths,
+    names: Iterable[str],
+    *,
+    limit_seconds: float,
+    clock: Clock,
+    each_cycle: Callable[[], None],
+) -> None:
+    """Waits until no agent on these VMs reports a training process, or until the limit."""
+    began = clock.monotonic()
+    left = set(names)
+    while left and (waited := clock.monotonic() - began) < limit_seconds:
+        each_cycle()
+        listed = gcs_objects.list_metadata(paths.reports)
+        reports = {n: AgentReport.of(listed[n][1]) for n in left if n in listed}
+        silent = left - reports.keys() if waited < REPORT_SECONDS else set[str]()
+        left = silent | {n for n, r in reports.items() if r is not None and r.state == "running"}
+        clock.sleep(CYCLE_SECONDS)
+
+
+def delete_all(
+    compute: Compute,
+    label: str,
+    *,
+    clock: Clock,
+    console: Callable[[str], None],
+    each_cycle: Callable[[], None] = lambda: None,
+) -> None:
+    """Deletes all VMs with a run's label; returns once lists have had none for ABSENT_SECONDS.
+
+    Lists lag, and a creation may finish late.
+
+    Args:
+      compute: the Compute API.
+      label: the label.
+      clock: the clock.
+      console: prints which VMs are deleted, and that the API does not answer.
+      each_cycle: called before each list; renews the lease.
+
+    Raises:
+      StorageUnavailable: VMs are still listed after MAX_SECONDS.
+    """
+    began = clock.monotonic()
+    requested: dict[str, float] = {}
+    seen_at, problem = began, ""
+    while (now := clock.monotonic()) - seen_at < ABSENT_SECONDS:
+        if now - began > MAX_SECONDS:
+            left = ", ".join(requested) or "unknown VMs"
+            raise StorageUnavailable(
+                f"{left}: not known to be deleted after {MAX_SECONDS:.0f} s {problem}; rerun the "
+                "same command"
+            )
+        each_cycle()
+        try:
+            for vm in compute.list(label).values():
+                seen_at = now
+                if now - requested.get(vm.name, -RETRY_SECONDS) >= RETRY_SECONDS:
+                    if vm.name not in requested:
+                        console(f"{describe(vm)}: deleting")
+                    requested[vm.name] = now
+                    compute.delete(vm.name, vm.zone)
+        except ApiUnavailable as error:
+            seen_at = now
+            if not problem:
+                console(f"the Compute API does not answer; trying again ({error})")
+            problem = f"({error})"
+        clock.sleep(CYCLE_SECONDS)

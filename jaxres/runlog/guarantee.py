@@ -1,0 +1,115 @@
+"""Guarantee level of a run: whether it is bitwise equal to an uninterrupted run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jaxres.runlog.history import start_of
+from jaxres.runlog.records import Record
+
+BITWISE = "bitwise on this topology"
+UNKNOWN = "unknown"
+"""Value of a digest that can't be computed, such as that of code that changed after its import."""
+PROGRAM, MODEL_CODE, DATA_CODE = "program", "model code", "data code"
+CODE = (PROGRAM, MODEL_CODE, DATA_CODE)
+"""Digests of the lowered train step, and of the source of model and data, in Start.computation."""
+LOWERING = ("devices", "mesh", "microbatches", "attention", "remat", "jax", "jaxlib")
+"""Entries of Start.computation on which the lowered text of the same code depends."""
+
+
+def guarantee_level(starts: Sequence[Record]) -> str:
+    """Returns the level of the newest start and, if it is not bitwise, what differs since when.
+
+    `none`: the code has changed. `unknown`: an older version of jaxres has recorded no digest of
+    the code. `statistical`: the same computation, with other rounding. Programs are compared where
+    the devices and JAX are the same; elsewhere the source of the model is.
+
+    Args:
+      starts: the start records of the run, oldest first.
+    """
+    now = start_of(starts[-1]).computation
+    earlier = [(record, start_of(record).computation) for record in starts[:-1]]
+    changes = _changes(now, earlier)
+    unrecorded = sorted({record.attempt for record, was in earlier if _lacks_code(was)})
+    if _lacks_code(now):
+        unrecorded.append(starts[-1].attempt)
+    if any(name in CODE for name, _ in changes):
+        return f"none: {_text(changes, starts)}"
+    if unrecorded:
+        attempts = f"attempt {unrecorded[0]}"
+        if len(unrecorded) > 1:
+            attempts = f"{len(unrecorded)} attempts ({unrecorded[0]} to {unrecorded[-1]})"
+        text = f"unknown: the code of {attempts} is not recorded"
+        return f"{text}; {_text(changes, starts)}" if changes else text
+    if changes:
+        return f"statistical: {_text(changes, starts)}"
+    if " gpu " in now.get("devices", "") and "deterministic_ops=true" not in now.get(
+        "xla_flags", ""
+    ):
+        return (
+            "statistical: GPU kernels may add in any order; for bitwise set "
+            "XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+        )
+    return BITWISE
+
+
+def _lacks_code(computation: Mapping[str, str]) -> bool:
+    return any(computation.get(name, UNKNOWN) == UNKNOWN for name in CODE)
+
+
+def _changes(
+    now: Mapping[str, str], earlier: Sequence[tuple[Record, Mapping[str, str]]]
+) -> dict[tuple[str, int], list[str]]:
+    """Returns the earlier values that differ from now, by entry and number of the first start."""
+    names = {*now, *(name for _, was in earlier for name in was)}
+    changes: dict[tuple[str, int], list[str]] = {}
+    for name in sorted(names):
+        values = [was.get(name, _missing(name)) for _, was in earlier]
+        values.append(now.get(name, _missing(name)))
+        differing = [
+            value
+            for value, (_, was) in zip(values, earlier, strict=False)
+            if value != values[-1] and _is_comparable(name, was, now)
+        ]
+        if differing:
+            first = _first_change(name, values, [*(was for _, was in earlier), now])
+            changes[name, first] = list(dict.fromkeys(differing))
+    return changes
+
+
+def _first_change(
+    name: str, values: Sequence[str], computations: Sequence[Mapping[str, str]]
+) -> int:
+    """Returns the number of the first start with another value than one before it."""
+    seen: dict[tuple[str | None, ...], str] = {}
+    for number, (value, computation) in enumerate(zip(values, computations, strict=True)):
+        group = tuple(map(computation.get, LOWERING)) if name == PROGRAM else ()
+        if value != UNKNOWN and seen.setdefault(group, value) != value:
+            return number
+    raise AssertionError(f"{name} has not changed")
+
+
+def _missing(name: str) -> str:
+    return UNKNOWN if name in CODE else "not recorded"
+
+
+def _is_comparable(name: str, was: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Returns whether different values of an entry say that something has changed."""
+    if name in CODE and UNKNOWN in (was.get(name, UNKNOWN), now.get(name, UNKNOWN)):
+        return False
+    same = all(was.get(key) == now.get(key) for key in LOWERING)
+    return {PROGRAM: same, MODEL_CODE: not same}.get(name, True)
+
+
+def _text(changes: Mapping[tuple[str, int], Sequence[str]], starts: Sequence[Record]) -> str:
+    """Returns the changes as text, those with the same first start together."""
+    now = start_of(starts[-1]).computation
+    groups: dict[int, list[str]] = {}
+    for (name, first), was in sorted(changes.items(), key=lambda item: item[0][1]):
+        value = f"{' and '.join(was)} -> {now.get(name, 'not recorded')}"
+        groups.setdefault(first, []).append(f"{name} {value}")
+    return "; ".join(
+        f"{', '.join(texts)} since step {start_of(starts[first]).step} "
+        f"(attempt {starts[first].attempt})"
+        for first, texts in groups.items()
+    )

@@ -1,0 +1,76 @@
+"""Decides whether a run is complete: its last step is committed and valid. No jax.
+
+A step is verified before it is committed. Storage may damage it later, and then no restart would
+notice: a complete run is not restored. So the command that finds nothing left to train reads the
+whole checkpoint once. If it is damaged, an attempt follows: it restores an older step, quarantines
+the damaged one, and trains the missing steps again (checkpoint/restore.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from jaxres import config as configs
+from jaxres.config import RunConfig
+from jaxres.faults import StorageUnavailable
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.storage.timeouts import CallTimeout, call_with_timeout
+from jaxres.supervisor.run_config import newest_config
+from jaxres.telemetry import stdio
+
+SLOWEST_BYTES_PER_SECOND = 10e6
+"""Speed of the slowest storage that is not taken for hanging."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Whether there is nothing left to train."""
+
+    is_complete: bool
+    unconfirmed: str | None = None
+    """Path of the last step if it is committed and does not count yet: it is damaged, or the data
+    or initial weights are read from another path than before."""
+
+
+def check(run_dir: RunDir, config: RunConfig) -> Completion:
+    """Returns whether the run is complete, and prints a message about its last step.
+
+    Raises:
+      StorageUnavailable: the last step can't be read, so it is not known to be valid.
+    """
+    newest = run_log.fold(run_log.read_records(run_dir.log)).newest
+    if newest is None or newest.step < config.train.steps:
+        return Completion(is_complete=False)
+    if configs.moved_content(newest_config(run_dir), config):
+        # A worker compares the content: a run that has not trained on it is not complete.
+        return Completion(is_complete=False, unconfirmed=newest.path)
+    from jaxres.checkpoint.verify import verify_step  # TensorStore: slow to import.
+
+    what = f"{run_dir.root}: step {newest.step} of {config.train.steps} is committed already"
+    step_dir = (run_dir.root / newest.path).absolute()
+    seconds = config.deadlines.restore_seconds + newest.bytes / SLOWEST_BYTES_PER_SECOND
+    try:
+        report = call_with_timeout(lambda: verify_step(step_dir, newest), seconds=seconds)
+    except CallTimeout as error:
+        raise StorageUnavailable(
+            f"{what}, but it could not be read within {seconds:.0f} s: storage does not answer. "
+            "Nothing was judged damaged; rerun the same command when it answers."
+        ) from error
+    if report.problems:
+        stdio.eprint(
+            f"{what}, but its checkpoint is damaged: {report.evidence}. An older step is restored, "
+            "and the missing steps are trained again.\n"
+        )
+        return Completion(is_complete=False, unconfirmed=newest.path)
+    sys.stdout.write(
+        f"{what}; nothing to do: its checkpoint is valid. For a new run, change run.seed, run.dir "
+        "or the config.\n"
+    )
+    return Completion(is_complete=True)
+
+
+def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
+    """Returns whether there is nothing left to train; as `check`."""
+    return check(run_dir, config).is_complete

@@ -1,0 +1,79 @@
+"""Finds out whether devices of this host are missing. Pure, no jax.
+
+Home of: missing_device. A device that fails is often gone at the next start: JAX then finds fewer,
+or only the CPU, and the run would be refused as if its config were wrong, or go on slowly. The
+number that is expected is known in three cases only, so that a run that is resumed on purpose on
+another machine raises no false alarm:
+- JAXRES_MIN_DEVICES is set. The agent of a VM sets it to the number of GPUs of the machine type.
+- An earlier attempt of the same supervisor process had more.
+- The mesh has fixed sizes, and the run has trained with this mesh before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxres.engine.mesh_plan import AXES
+from jaxres.faults import UnhealthyHost
+from jaxres.runlog.run_log import Claim, RunHistory, start_of
+from jaxres.supervisor.attempt_runner import MIN_DEVICES
+
+
+def expected_devices(
+    history: RunHistory, claim: Claim, host: int, *, given: int, mesh: Sequence[int]
+) -> tuple[int, str]:
+    """Returns how many devices a host must have, and why; 0: any number is right.
+
+    Args:
+      history: the run history, which contains the claim.
+      claim: the claim of this attempt.
+      host: the number of the host in this attempt.
+      given: the number in JAXRES_MIN_DEVICES; 0: it is not set.
+      mesh: the sizes of the mesh axes by the config; -1: all remaining devices.
+    """
+    expected = [(given, MIN_DEVICES)]
+    claims = {each.attempt: each for each in history.claims}
+    for record in history.starts:
+        devices, earlier = start_of(record).devices, claims[record.attempt]
+        if devices is None or earlier.attempt == claim.attempt:
+            continue
+        slots = earlier.slots or range(earlier.num_hosts)
+        slot = host if claim.slots is None else claim.slots[host]
+        if _process(earlier) == _process(claim) and claim.started and slot in slots:
+            count = devices[list(slots).index(slot)]
+            expected.append((count, f"as in attempt {earlier.attempt} of the same supervisor"))
+        wanted = _product(mesh)
+        if sum(devices) == wanted and start_of(record).computation.get("mesh") == _text(mesh):
+            why = f"the mesh needs {wanted} devices, as in attempt {earlier.attempt}"
+            expected.append((wanted // claim.num_hosts, why))
+    return max(expected, key=lambda pair: pair[0])
+
+
+def check(found: int, expected: int, why: str, *, host: int, name: str) -> None:
+    """Raises if a host has fewer devices than are expected.
+
+    Raises:
+      UnhealthyHost: devices are missing.
+    """
+    if found < expected:
+        raise UnhealthyHost(
+            f"host {host} ({name}): {expected} devices expected, {found} found ({why}). Check the "
+            "devices of this host (nvidia-smi, dmesg). To go on with fewer, start the same command "
+            f"again, with another mesh if its sizes are fixed, and without {MIN_DEVICES}"
+        )
+
+
+def _process(claim: Claim) -> tuple[str, int, int]:
+    """Returns what identifies the supervisor process of a claim."""
+    return claim.boot_id, claim.pid, claim.started
+
+
+def _product(mesh: Sequence[int]) -> int:
+    """Returns the number of devices of a mesh; negative: one size is open."""
+    data, fsdp, tensor = mesh
+    return data * fsdp * tensor
+
+
+def _text(mesh: Sequence[int]) -> str:
+    """Returns the mesh as Start.computation has it."""
+    return " ".join(f"{axis}={size}" for axis, size in zip(AXES, mesh, strict=True))

@@ -1,0 +1,80 @@
+"""Fingerprint of everything that affects the bits of a run besides the config's trajectory."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxres.clock import SystemClock
+from jaxres.config import RunConfig
+from jaxres.engine import executable
+from jaxres.engine import mesh as meshes
+from jaxres.engine.mesh_plan import MeshPlan
+from jaxres.runlog.guarantee import DATA_CODE, MODEL_CODE, PROGRAM, UNKNOWN
+from jaxres.runlog.run_log import Claim
+from jaxres.train import compile_cache
+
+
+def numerics_fingerprint(
+    config: RunConfig, claim: Claim, mesh: Mesh, plan: MeshPlan, step: Any, *, program: str
+) -> dict[str, str]:
+    """Returns what affects bits besides the config's trajectory; equal fingerprints, equal bits.
+
+    Not in it: what a host callback of custom code computes, and what custom code reads from files.
+
+    Args:
+      config: config of the run.
+      claim: claim of the attempt.
+      mesh: mesh of the devices.
+      plan: how the devices share the work.
+      step: the compiled train step. On a GPU the compiler chooses kernels by timing them, so only
+        the executable itself identifies them.
+      program: digest of the lowered train step.
+    """
+    fingerprint = {
+        "devices": meshes.format_devices(mesh),
+        "mesh": " ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh.axis_names),
+        "microbatches": str(plan.microbatches),
+        "threads": str(claim.threads),
+        PROGRAM: program[:16],
+        MODEL_CODE: _code_digest(("engine", "models"), config.model),
+        DATA_CODE: _code_digest(("data",), config.data.source),
+    }
+    if config.model.kind == "gpt":
+        fingerprint |= {"attention": config.model.attention, "remat": config.model.remat}
+    if mesh.devices.flat[0].platform != "cpu":
+        fingerprint["executable"] = str(step.runtime_executable().fingerprint)
+    return fingerprint | dict(claim.fingerprint) | dict(claim.versions)
+
+
+def _code_digest(folders: Sequence[str], section: Any) -> str:
+    """Returns a digest of the source of some folders of this package, and of a custom target.
+
+    Args:
+      folders: names of folders of this package.
+      section: a section of the config; with `kind: custom`, the module of its target is included
+        and, if that is in a package, the other modules in its folder.
+    """
+    digests = [compile_cache.own_sources(folder) for folder in folders]
+    if section.kind == "custom":
+        digests.append(_module_digest(section.target.partition(":")[0]))
+    known = [digest for digest in digests if digest is not None]
+    if len(known) < len(digests):
+        return UNKNOWN
+    return hashlib.sha256("".join(known).encode()).hexdigest()[:16]
+
+
+def _module_digest(name: str) -> str | None:
+    """Returns a digest of an imported module's source; None: it has none, or it has changed."""
+    module = sys.modules[name]
+    source = getattr(module, "__file__", None)
+    if source is None or not source.endswith(".py"):
+        return None
+    path = Path(source)
+    paths = sorted(path.parent.glob("*.py")) if module.__package__ else [path]
+    return executable.sources(path.parent, paths, since=compile_cache.process_start(SystemClock()))

@@ -1,0 +1,74 @@
+"""A start with changed code is named on the console, in status and in history, and not bitwise."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+
+import pytest
+
+from jaxres.cli import history, status
+from jaxres.clock import SystemClock
+from jaxres.exit_codes import ExitCode
+from tests.promises.trainer import TrainingProcess, Workspace, run_history
+
+MODEL = """
+import jax, jax.numpy as jnp
+
+class Bigram:
+    def init(self, key):
+        return {"table": 0.02 * jax.random.normal(key, (256, 256))}
+
+    def loss(self, params, batch, key):
+        log_p = jax.nn.log_softmax(params["table"][batch["tokens_BT"]] * SCALE)
+        nll = -jnp.take_along_axis(log_p, batch["targets_BT"][..., None], -1)[..., 0]
+        return (nll * batch["weights_BT"]).sum(1), batch["weights_BT"].sum(1)
+
+def build(vocab_size, seq_len):
+    return Bigram()
+"""
+
+
+def trained(workspace: Workspace, *, scale: str, comment: str = "") -> TrainingProcess:
+    """Trains a few steps with the model's code as given."""
+    (workspace.root / "bigram.py").write_text(MODEL.replace("SCALE", scale) + comment)
+    trainer = workspace.start(
+        "run",
+        *("model={kind: custom, target: 'bigram:build'}", "telemetry.sample_tokens=0"),
+        *("train.steps=1000000", "evaluation.every_steps=0"),
+        env={"PYTHONPATH": str(workspace.root)},
+    )
+    trainer.wait_step(max(trainer.steps(), default=run_history(trainer.run_dir).step) + 2)
+    trainer.process.send_signal(signal.SIGTERM)
+    assert trainer.wait_exit() == ExitCode.PREEMPTED, trainer.printed()
+    return trainer
+
+
+def guarantee(trainer: TrainingProcess) -> str:
+    (started,) = trainer.events_of("training_started")
+    assert f"guarantee: {started['guarantee']}" in trainer.printed()
+    return started["guarantee"]
+
+
+@pytest.mark.slow
+def test_a_model_changed_between_two_attempts_is_named_with_its_first_step(
+    workspace: Workspace,
+) -> None:
+    first = trained(workspace, scale="1.0")
+    assert guarantee(first) == "bitwise on this topology"
+    same = trained(workspace, scale="1.0", comment="# The computation is the same.\n")
+    assert guarantee(same) == "bitwise on this topology"
+    step = run_history(same.run_dir).step
+    changed = trained(workspace, scale="1.5")
+    expected = rf"none: program \w{{16}} -> \w{{16}} since step {step} \(attempt 3\)"
+    assert re.fullmatch(expected, guarantee(changed)), "other code goes on as if it were the same"
+    again = trained(workspace, scale="1.5")
+    assert guarantee(again) == guarantee(changed)
+    found = run_history(again.run_dir)
+    text = status.as_text(status.read_status(again.run_dir, found, clock=SystemClock()))
+    assert f"guarantee  {guarantee(changed)}\n" in text
+    attempts = history.attempts_text(again.run_dir, found, as_json=True).splitlines()
+    levels = [json.loads(line)["guarantee"] for line in attempts]
+    assert levels == [guarantee(t) for t in (first, same, changed, again)]
+    assert f"guarantee: {levels[2]}" in history.attempts_text(again.run_dir, found, as_json=False)

@@ -1,0 +1,71 @@
+"""Plans of `checkpoints adopt`: which records are written, kept and moved aside. Pure."""
+
+import dataclasses
+
+import pytest
+
+from jaxres.cli.adopt import Candidate, plan_rebuild
+from jaxres.faults import ConfigError
+from jaxres.runlog import step_dirs
+from jaxres.runlog.run_log import AttemptEnded, Commit, Prune, Record, file_name
+from tests.unit.runlog.example_records import CLAIM
+
+BODIES = [
+    CLAIM,
+    Commit(step=8, path="checkpoints/00000008-0001", manifest="sha256:0", bytes=4),
+    Commit(step=16, path="checkpoints/00000016-0001", manifest="sha256:1", bytes=4),
+]
+STEP = Commit(step=24, path="checkpoints/00000024-0001", manifest="sha256:2", bytes=4)
+
+
+def encoded(bodies, *, first=1):
+    records = [Record(seq, 1, 0.0, body) for seq, body in enumerate(bodies, first)]
+    return [record.encode() for record in records]
+
+
+def log_of(*bodies):
+    return {file_name(n): data for n, data in enumerate(encoded(bodies), 1)}
+
+
+COPY = Candidate(step_dirs.parse_name("00000024-0001"), tuple(encoded(BODIES)))
+WHOLE = log_of(*BODIES)
+
+
+def test_an_empty_log_gets_every_record_of_the_copy_and_the_step():
+    plan = plan_rebuild({}, COPY, STEP)
+    assert plan.write == WHOLE
+    assert plan.commit == STEP
+    assert not plan.move_aside
+
+
+def test_an_older_log_gets_the_records_that_it_lacks():
+    plan = plan_rebuild(log_of(*BODIES[:2]), COPY, STEP)
+    assert list(plan.write) == [file_name(3)]
+    assert plan.num_records == 3
+
+
+def test_a_damaged_record_is_moved_aside_and_written_again():
+    plan = plan_rebuild({**WHOLE, file_name(2): b"{damaged"}, COPY, STEP)
+    assert plan.move_aside == (file_name(2),)
+    assert plan.write == {file_name(2): WHOLE[file_name(2)]}
+
+
+def test_records_that_follow_those_of_the_copy_are_kept():
+    log = log_of(*BODIES, STEP, Prune(steps=(8,)))
+    plan = plan_rebuild({k: v for k, v in log.items() if k != file_name(1)}, COPY, STEP)
+    assert list(plan.write) == [file_name(1)]
+    assert plan.num_records == 5
+    assert plan.commit is None, "the log records the step already"
+
+
+def test_records_after_a_gap_and_other_files_are_moved_aside():
+    late = encoded([AttemptEnded(exit=0, reason="", committed=True)], first=5)[0]
+    plan = plan_rebuild({**WHOLE, file_name(5): late, "notes.txt": b"mine"}, COPY, STEP)
+    assert plan.move_aside == (file_name(5), "notes.txt")
+    assert not plan.write
+
+
+def test_a_log_of_another_run_is_refused():
+    other = log_of(dataclasses.replace(CLAIM, nonce="other"))
+    with pytest.raises(ConfigError, match="belong to different runs"):
+        plan_rebuild(other, COPY, STEP)

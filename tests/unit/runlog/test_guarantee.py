@@ -1,0 +1,82 @@
+"""The guarantee is bitwise only if code and environment are the same in all attempts."""
+
+import pytest
+
+from jaxres.runlog.guarantee import BITWISE, guarantee_level
+from jaxres.runlog.records import Record, Start
+
+SAME = {
+    "devices": "1 x cpu cpu",
+    "jax": "0.10.2",
+    "program": "p1",
+    "model code": "m1",
+    "data code": "d1",
+}
+OLD = {"devices": "1 x cpu cpu", "jax": "0.10.2"}
+"""As recorded before the code was."""
+
+
+def level(*computations):
+    starts = [
+        Record(
+            seq=10 * number,
+            attempt=number,
+            time=0.0,
+            body=Start(step=20 * (number - 1), path=None, dataset="d", computation=computation),
+        )
+        for number, computation in enumerate(computations, start=1)
+    ]
+    return guarantee_level(starts)
+
+
+def test_equal_code_and_environment_are_bitwise():
+    assert level(SAME) == level(SAME, SAME, SAME) == BITWISE
+
+
+@pytest.mark.parametrize("name", ["program", "data code"])
+def test_changed_code_guarantees_nothing_from_its_first_start_on(name):
+    other = SAME | {name: "x2"}
+    expected = f"none: {name} {SAME[name]} -> x2 since step 40 (attempt 3)"
+    assert level(SAME, SAME, other) == expected
+    assert level(SAME, SAME, other, other) == expected
+    assert level(SAME, other, SAME) == f"none: {name} x2 -> {SAME[name]} since step 20 (attempt 2)"
+
+
+def test_another_environment_is_statistical():
+    other = SAME | {"jax": "0.12.0", "program": "p2"}
+    expected = "statistical: jax 0.10.2 -> 0.12.0 since step 20 (attempt 2)"
+    assert level(SAME, other) == level(SAME, other, other) == expected
+    returned = level(SAME, other, SAME | {"threads": "2"})
+    assert returned == (
+        "statistical: jax 0.12.0 -> 0.10.2 since step 20 (attempt 2); "
+        "threads not recorded -> 2 since step 40 (attempt 3)"
+    )
+
+
+def test_with_other_devices_the_source_of_the_model_is_compared():
+    """The lowered program has the number of devices in it."""
+    fewer = SAME | {"devices": "2 x cpu cpu", "program": "p2"}
+    text = "statistical: devices 1 x cpu cpu -> 2 x cpu cpu since step 20 (attempt 2)"
+    assert level(SAME, fewer) == text
+    changed = level(SAME, fewer | {"model code": "m2"})
+    assert changed.startswith("none: devices")
+    assert "model code m1 -> m2" in changed
+    assert level(SAME, SAME | {"model code": "m2"}) == BITWISE, "such as another comment"
+
+
+def test_code_that_is_not_recorded_is_unknown():
+    assert level(OLD, SAME) == "unknown: the code of attempt 1 is not recorded"
+    assert level(OLD, OLD, SAME, SAME) == "unknown: the code of 2 attempts (1 to 2) is not recorded"
+    assert level(SAME, SAME | {"data code": "unknown"}).startswith("unknown: the code of attempt 2")
+    assert level(OLD, SAME | {"jax": "0.12.0"}) == (
+        "unknown: the code of attempt 1 is not recorded; "
+        "jax 0.10.2 -> 0.12.0 since step 20 (attempt 2)"
+    )
+    changed = level(OLD, SAME, SAME | {"program": "p2"})
+    assert changed == "none: program p1 -> p2 since step 40 (attempt 3)"
+
+
+def test_a_gpu_is_bitwise_only_with_deterministic_kernels():
+    gpu = SAME | {"devices": "1 x gpu H100"}
+    assert level(gpu).startswith("statistical: GPU kernels")
+    assert level(gpu | {"xla_flags": "--xla_gpu_deterministic_ops=true"}) == BITWISE

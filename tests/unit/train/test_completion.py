@@ -1,0 +1,81 @@
+"""A complete run is done if its last checkpoint is valid; unreadable storage proves nothing."""
+
+import os
+import random
+import shutil
+
+import pytest
+
+from jaxres import config as configs
+from jaxres.faults import StorageUnavailable
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
+from jaxres.train import completion
+from jaxres.train.completion import Completion
+from tests import damage
+from tests.promises.trainer import ROOT, TINY
+
+GOLDEN = ROOT / "tests" / "golden" / "checkpoint-3"
+PATH = "checkpoints/00000008-0001"
+NOTHING_TO_DO = "step 8 of 8 is committed already; nothing to do: its checkpoint is valid."
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run whose newest committed step is 8."""
+    run_dir = RunDir(shutil.copytree(GOLDEN, tmp_path / "run"))
+    files.create(run_dir.config, configs.dump_yaml(config()).encode())
+    return run_dir
+
+
+def config(*overrides, steps=8):
+    return configs.load(TINY, (f"train.steps={steps}", *overrides)).config
+
+
+def test_a_run_is_complete_if_its_last_step_is_committed_and_valid(run_dir, capsys):
+    assert completion.check(run_dir, config(steps=9)) == Completion(is_complete=False)
+    assert capsys.readouterr() == ("", "")
+    assert completion.check(run_dir, config()) == Completion(is_complete=True)
+    assert NOTHING_TO_DO in capsys.readouterr().out
+    assert completion.is_complete(RunDir(run_dir.root / "new"), config()) is False
+
+
+def largest(step_dir):
+    """Returns the name of the file that has most values."""
+    sizes = files.sizes(step_dir)
+    return max(sizes, key=lambda name: (name.startswith("state/"), sizes[name]))
+
+
+@pytest.mark.parametrize("harm", [damage.flip_bit, damage.delete])
+@pytest.mark.parametrize("name", [largest(GOLDEN / PATH), "_CHECKPOINT_METADATA", "MANIFEST.json"])
+def test_damage_of_the_last_step_is_named_and_the_run_is_not_complete(run_dir, capsys, name, harm):
+    damage.harm(run_dir.root / PATH, name, harm, random.Random(0))
+    assert completion.check(run_dir, config()) == Completion(is_complete=False, unconfirmed=PATH)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "step 8 of 8 is committed already, but its checkpoint is damaged: " in printed.err
+    assert name in printed.err
+
+
+def fails(step_dir):
+    """Reading the first page of a process's memory fails with EIO in the kernel."""
+    values = step_dir / largest(step_dir)
+    values.unlink()
+    values.symlink_to("/proc/self/mem")
+
+
+def hangs(step_dir):
+    """Opening a FIFO waits for its writer."""
+    (step_dir / "MANIFEST.json").unlink()
+    os.mkfifo(step_dir / "MANIFEST.json")
+
+
+@pytest.mark.parametrize(("outage", "named"), [(fails, "Input/output"), (hangs, "does not answer")])
+def test_a_last_step_that_cannot_be_read_is_neither_valid_nor_damaged(
+    run_dir, capsys, outage, named
+):
+    outage(run_dir.root / PATH)
+    with pytest.raises(StorageUnavailable, match=named) as refused:
+        completion.check(run_dir, config("deadlines.restore_seconds=0.1"))
+    assert "judged damaged" in str(refused.value)
+    assert capsys.readouterr() == ("", "")

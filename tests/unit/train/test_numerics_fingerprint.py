@@ -1,0 +1,53 @@
+"""The source of custom code is in the fingerprint of a start."""
+
+import importlib
+import time
+
+import pytest
+
+from jaxres.config.schema import CustomSource, TextSource
+from jaxres.runlog.guarantee import UNKNOWN
+from jaxres.train import compile_cache
+from jaxres.train.numerics_fingerprint import _code_digest
+
+
+@pytest.fixture
+def digest(tmp_path, monkeypatch):
+    """Returns a function that digests the code of data from a target, imported after a time."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def digest(target, *, imported_after=10.0):
+        importlib.import_module(target.partition(":")[0])
+        after = time.time() + imported_after
+        monkeypatch.setattr(compile_cache, "process_start", lambda clock: after)
+        return _code_digest(("data",), CustomSource(target=target))
+
+    return digest
+
+
+def test_a_change_of_a_custom_module_changes_the_digest(tmp_path, digest):
+    module = tmp_path / "rows_of_mine.py"
+    module.write_text("ROWS = 1\n")
+    first = digest("rows_of_mine:build")
+    assert first == digest("rows_of_mine:build")
+    (tmp_path / "another.py").write_text("")
+    assert first == digest("rows_of_mine:build"), "another module of the folder is no part of it"
+    module.write_text("ROWS = 2\n")
+    assert first != digest("rows_of_mine:build"), "changed data code is not in the record"
+    assert first != _code_digest(("data",), TextSource(path="x"))
+
+
+def test_a_change_beside_a_module_in_a_package_changes_the_digest(tmp_path, digest):
+    package = tmp_path / "data_of_mine"
+    package.mkdir()
+    for name in ("__init__", "rows", "reader"):
+        (package / f"{name}.py").write_text("A = 1\n")
+    first = digest("data_of_mine.rows:build")
+    (package / "reader.py").write_text("A = 2\n")
+    assert first != digest("data_of_mine.rows:build")
+
+
+def test_a_module_that_is_younger_than_the_process_has_no_digest(tmp_path, digest):
+    (tmp_path / "new_rows.py").write_text("")
+    assert digest("new_rows:build", imported_after=-10.0) == UNKNOWN
+    assert digest("math:floor") == UNKNOWN, "a module without source"
