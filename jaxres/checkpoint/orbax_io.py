@@ -22,7 +22,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_store
 
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import ArrayInfo
-from jaxres.checkpoint.snapshot import Snapshot, take_snapshot
+from jaxres.checkpoint.snapshot import MIN_SLICE_BYTES, Snapshot, spreads_replicas, take_snapshot
 from jaxres.checkpoint.tensorstore_reader import ARRAYS
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.faults import ConfigError, StorageUnavailable
@@ -48,7 +48,8 @@ def save_context(*, timeout_seconds: float, is_remote: bool = False) -> ocp.Cont
     """
     settings = ocp.Context()
     settings.array.saving.use_compression = False
-    settings.array.saving.use_replica_parallel = False
+    settings.array.saving.use_replica_parallel = spreads_replicas()
+    settings.array.saving.min_slice_bytes_for_replica_parallel = MIN_SLICE_BYTES
     settings.async_options.timeout_secs = math.ceil(timeout_seconds)
     if is_remote:
         settings.file_options.skip_sync_file_validations = True

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from orbax.checkpoint._src.serialization import replica_slices
 
 from jaxres.checkpoint.block_digests import (
     ArrayInfo,
@@ -30,6 +31,8 @@ from jaxres.faults import RunError
 from jaxres.storage import files
 from jaxres.storage.path import parse_path
 
+MIN_SLICE_BYTES = 16 * 1024
+"""Smallest part of a replicated array that a device writes: the smallest block of a digest."""
 HASH_THREADS = 2
 """Two threads copy and hash blocks at several GB/s, faster than the arrays are written."""
 
@@ -142,15 +145,28 @@ def digests_name(process: int) -> str:
     return f"process_{process}.json"
 
 
-def pieces(array: jax.Array) -> dict[Box, np.ndarray]:
-    """Returns box -> items of the pieces of an array that this process writes; no copy on a CPU.
+def spreads_replicas() -> bool:
+    """Returns whether the devices that hold the same items of an array write a part each.
 
-    Over all processes each item occurs once.
+    Otherwise host 0 would write every byte of a run with data parallelism only. On one host all
+    parts go through the same link to storage.
     """
+    return jax.process_count() > 1
+
+
+def pieces(array: jax.Array) -> dict[Box, np.ndarray]:
+    """Returns box -> items of the pieces of an array that this process writes.
+
+    Over all processes each item occurs once. Orbax itself decides which they are.
+    """
+    found = replica_slices.get_replica_slices(
+        array,
+        replica_id=0,
+        use_replica_parallel=spreads_replicas(),
+        min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES,
+    )
     return {
-        box_of(shard.index, array.shape): np.asarray(shard.data)
-        for shard in array.addressable_shards
-        if shard.replica_id == 0
+        box_of(part.index, array.shape): np.asarray(part.data()) for part in found.replica_slices
     }
 
 

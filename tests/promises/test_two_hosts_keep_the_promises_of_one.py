@@ -8,12 +8,14 @@ import signal
 
 import pytest
 
+from jaxres.checkpoint.readback import writer_of
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests import damage
 from tests.promises.trainer import (
     FAULTY,
+    MLP,
     TrainingProcess,
     Workspace,
     assert_bit_exact,
@@ -67,3 +69,19 @@ def test_two_hosts_skip_damage_keep_one_owner_and_fence_a_zombie(
     assert files.list_names(run_dir.log) == records
     assert digest(run_dir) == final
     assert_bit_exact(run_dir, fault_free_pair)
+
+
+@pytest.mark.slow
+def test_each_of_two_hosts_writes_its_share_of_replicated_arrays(workspace: Workspace) -> None:
+    """With data parallelism only, every host holds every array."""
+    arguments = (*MLP, "model.d_model=256")
+    run_dir = workspace.launched("run", *arguments, "train.steps=20", hosts=2).run_dir
+    (commit,) = run_history(run_dir).committed
+    sizes = files.sizes(run_dir.root / commit.path)
+    shares = [sum(n for f, n in sizes.items() if writer_of(f) == host) for host in (0, 1)]
+    assert min(shares) > 0.4 * sum(shares), shares
+    assert sum(shares) > 0.9 * sum(sizes.values())
+    saved = digest(run_dir, 20)
+    workspace.finish("run", *arguments, "train.steps=40")
+    assert starts(run_dir) == [0, 20]
+    assert digest(run_dir, 20) == saved
