@@ -12,6 +12,7 @@ from typing import NoReturn
 from jaxres import faults
 from jaxres.exit_codes import SIGNAL_BASE, ExitCode, exit_name
 from jaxres.faults import RunError, UsageError
+from jaxres.telemetry import stdio
 
 USAGE = """\
 usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
@@ -67,11 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args[:1] == ["train"] or args[:1] == ["launch"]:
         _train_or_launch(args)
     try:
-        code = _run(args)
-        sys.stdout.flush()
+        with stdio.escaping():
+            code = _run(args)
+            sys.stdout.flush()
         return code
     except RunError as end:
-        sys.stderr.write(faults.format_exit_message(end.exit_code, str(end)))
+        stdio.eprint(faults.format_exit_message(end.exit_code, str(end)))
         return end.exit_code
     except BrokenPipeError:  # The reader of the output has exited, as in `jaxres history | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit.
@@ -89,7 +91,7 @@ def _report_bug(args: Sequence[str], error: Exception) -> int:
         traceback.print_exc()
     what = one_line(f"jaxres {' '.join(args[:2])}: {type(error).__name__}: {error}")
     hint = f"This is a bug in jaxres; set {TRACEBACK}=1 for the traceback"
-    sys.stderr.write(f"{what}. {hint} (exit {exit_name(ExitCode.BUG)})\n")
+    stdio.eprint(f"{what}. {hint} (exit {exit_name(ExitCode.BUG)})\n")
     return ExitCode.BUG
 
 

@@ -46,5 +46,5 @@ def _launch(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    stdio.install_safe_stdio()
+    stdio.install_safe_stdio(escapes=True)
     hard_exit(main(sys.argv[1:]))

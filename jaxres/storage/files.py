@@ -45,7 +45,7 @@ class Store(Protocol[P_contra]):
 
     def create(self, path: P_contra, data: bytes, *, mode: int = 0o666) -> bool: ...
 
-    def replace(self, path: P_contra, data: bytes) -> None: ...
+    def replace(self, path: P_contra, data: bytes, *, mode: int = 0o666) -> None: ...
 
     def move(self, path: P_contra, to: P_contra) -> None: ...
 
@@ -131,9 +131,9 @@ def create(path: RunPath, data: bytes, *, mode: int = 0o666) -> bool:
     return store_of(path).create(path, data, mode=mode)
 
 
-def replace(path: RunPath, data: bytes) -> None:
-    """Writes `data` to `path` atomically, whether it exists or not."""
-    store_of(path).replace(path, data)
+def replace(path: RunPath, data: bytes, *, mode: int = 0o666) -> None:
+    """Writes `data` to `path` atomically, whether it exists or not; `mode` as in `create`."""
+    store_of(path).replace(path, data, mode=mode)
 
 
 def move(path: RunPath, to: RunPath) -> None:

@@ -362,8 +362,8 @@ class GcsStore:
         """Writes an object with the precondition that there is none; ignores `mode`."""
         return write(path, data, over=0) is not None
 
-    def replace(self, path: GcsPath, data: bytes) -> None:
-        """Writes an object over any generation."""
+    def replace(self, path: GcsPath, data: bytes, *, mode: int = 0o666) -> None:
+        """Writes an object over any generation; a bucket has no file permissions."""
         write(path, data, over=None)
 
     def move(self, path: GcsPath, to: GcsPath) -> None:

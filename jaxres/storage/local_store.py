@@ -151,10 +151,10 @@ class LocalStore:
             self.sync_dir(path.parent)
             return True
 
-    def replace(self, path: Path, data: bytes) -> None:
+    def replace(self, path: Path, data: bytes, *, mode: int = 0o666) -> None:
         """Writes `data` to `path` atomically: write, fsync, rename."""
         with typed_errors(path):
-            temporary = _write_temp(path, data)
+            temporary = _write_temp(path, data, mode=mode)
             temporary.replace(path)
             self.sync_dir(path.parent)
 

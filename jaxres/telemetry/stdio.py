@@ -1,21 +1,55 @@
-"""Standard output and error that ignore write errors.
+"""Standard output and error: write errors are ignored, control characters are escaped.
 
 Every write to a closed terminal, or to a file on a full disk, fails. Such an error must not end a
 run, which may be saving its last step.
+
+Texts of other hosts, of records, logs and file names may hold control characters, which a terminal
+executes: it would show another text, or set its title or clipboard. jaxres prints none itself, so
+all of them are escaped where its texts leave the process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from typing import TextIO
 
 
-class SafeStream:
-    """A text stream that drops output if the wrapped stream raises an OSError."""
+def _escapes() -> dict[int, str]:
+    controls = [*range(0x20), *range(0x7F, 0xA0)]  # C0, DEL and C1.
+    lines = [0x2028, 0x2029]
+    bidi = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+    kept = {ord("\n"), ord("\t")}
+    return {n: ascii(chr(n))[1:-1] for n in [*controls, *lines, *bidi] if n not in kept}
 
-    def __init__(self, stream: TextIO) -> None:
+
+_ESCAPES = _escapes()
+
+
+def escaped(text: str) -> str:
+    r"""Returns a text without control characters, except newlines and tabs, as Python escapes.
+
+    >>> escaped("a\x1b]52;c;aGk=\x07\tb\r\u202e\n")
+    'a\\x1b]52;c;aGk=\\x07\tb\\r\\u202e\n'
+    """
+    return text.translate(_ESCAPES)
+
+
+class SafeStream:
+    """A text stream that escapes control characters and drops output on an OSError."""
+
+    def __init__(self, stream: TextIO, *, escapes: bool = True, drops: bool = True) -> None:
+        """Wraps a stream.
+
+        Args:
+          stream: the stream to write to.
+          escapes: whether control characters are escaped; not where custom code prints.
+          drops: whether output is dropped on an OSError, which is raised otherwise.
+        """
         self._stream = stream
+        self._escapes = escapes
+        self._dropped = (OSError,) if drops else ()
 
     @property
     def encoding(self) -> str:
@@ -24,13 +58,13 @@ class SafeStream:
 
     def write(self, text: str, /) -> int:
         """Writes the text; drops it on an error."""
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
+        with contextlib.suppress(*self._dropped):
+            self._stream.write(escaped(text) if self._escapes else text)
         return len(text)
 
     def flush(self) -> None:
         """Flushes the wrapped stream."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*self._dropped):
             self._stream.flush()
 
     def isatty(self) -> bool:
@@ -42,9 +76,26 @@ class SafeStream:
         return self._stream.fileno()
 
 
-def install_safe_stdio() -> None:
-    """Replaces this process's standard output and error by streams that ignore write errors."""
-    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)  # type: ignore[assignment]
+def install_safe_stdio(*, escapes: bool) -> None:
+    """Replaces this process's standard output and error by safe streams.
+
+    Args:
+      escapes: whether control characters are escaped; false where custom code prints as well.
+    """
+    streams = (SafeStream(stream, escapes=escapes) for stream in (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = streams  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def escaping() -> Iterator[None]:
+    """Escapes control characters in all that the block prints; write errors are raised."""
+    before = sys.stdout, sys.stderr
+    streams = (SafeStream(stream, drops=False) for stream in before)
+    sys.stdout, sys.stderr = streams  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def eprint(text: str) -> None:

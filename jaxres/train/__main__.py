@@ -135,5 +135,5 @@ def _inline(opened: ClaimedAttempt) -> AttemptResult:
 
 
 if __name__ == "__main__":
-    stdio.install_safe_stdio()
+    stdio.install_safe_stdio(escapes="--inline" not in sys.argv)
     hard_exit(main(sys.argv[1:]))

@@ -139,7 +139,7 @@ def _reseed() -> None:
 
 
 if __name__ == "__main__":
-    stdio.install_safe_stdio()
+    stdio.install_safe_stdio(escapes=False)
     code = main(sys.argv[1:])
     stdio.flush()
     os._exit(code)

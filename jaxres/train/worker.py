@@ -270,7 +270,7 @@ def install_crash_handlers(
 
 
 if __name__ == "__main__":
-    stdio.install_safe_stdio()
+    stdio.install_safe_stdio(escapes=False)
     code = main(sys.argv[1:])
     stdio.flush()
     # Not sys.exit: after a failed save Orbax's threads would delay the exit for minutes.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from jaxres import config as configs
 from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
 from jaxres.runlog.paths import RunDir
@@ -65,3 +67,28 @@ def test_a_run_directory_where_nothing_can_be_saved_is_refused(tmp_path: Path) -
         resolve_run(tmp_path / "a[b]", [])
     with pytest.raises(UsageError, match="must be a local path or gs://"):
         parse_target(["s3://bucket/run"], command="jaxres train")
+
+
+@pytest.mark.parametrize(
+    ("source", "mode"),
+    [
+        ("{kind: custom, target: 'a:b', args: {token: hidden}}", 0o600),
+        ("{kind: custom, target: 'a:b'}", 0o644),
+        ("{kind: text, path: '{stdlib}'}", 0o644),
+    ],
+)
+def test_a_recorded_config_with_arguments_of_custom_data_is_private(
+    tmp_path: Path, source: str, mode: int
+) -> None:
+    run_dir, clock = RunDir(tmp_path), SystemClock()
+    config = configs.load(TINY, [f"run.dir={tmp_path}", f"data.source={source}"]).config
+    before = os.umask(0o022)
+    try:
+        with RunLock(run_dir, clock=clock) as lock:
+            attempt_runner.claim_attempt(
+                config, run_dir, job=WorkerGroup(), run_lock=lock, clock=clock, env={}, known=0
+            )
+    finally:
+        os.umask(before)
+    written = sorted(tmp_path.rglob("config.yaml"))
+    assert [path.stat().st_mode & 0o777 for path in written] == [mode, mode]

@@ -1,7 +1,14 @@
+import dataclasses
 import errno
 import io
+import sys
 
-from jaxres.telemetry.stdio import SafeStream
+from jaxres import __main__
+from jaxres.clock import SystemClock
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import AttemptEnded, RunLog
+from jaxres.telemetry.stdio import SafeStream, eprint, escaped
+from tests.unit.runlog.example_records import CLAIM
 
 
 class FullStream(io.StringIO):
@@ -23,3 +30,41 @@ def test_output_is_written_and_other_attributes_are_those_of_the_wrapped_stream(
     SafeStream(wrapped).write("output")
     assert wrapped.getvalue() == "output"
     assert SafeStream(wrapped).isatty() is False
+
+
+HOSTILE = "a\x1b]52;c;aGk=\x07\x9b31m\rb\u202egpj.exe\u2066\n\tc\x7f"
+SHOWN = "a\\x1b]52;c;aGk=\\x07\\x9b31m\\rb\\u202egpj.exe\\u2066\n\tc\\x7f"
+
+
+def test_control_characters_are_escaped_and_newlines_and_tabs_are_kept():
+    wrapped = io.StringIO()
+    SafeStream(wrapped).write(HOSTILE)
+    assert wrapped.getvalue() == SHOWN
+    SafeStream(wrapped, escapes=False).write("\x1b[0m")
+    assert wrapped.getvalue() == f"{SHOWN}\x1b[0m", "custom code may print colours"
+
+
+def test_every_printable_character_is_kept():
+    text = "".join(chr(n) for n in range(0xA0, 0xD800) if chr(n).isprintable())
+    assert escaped(text) == text
+
+
+def test_messages_on_standard_error_are_escaped(capsys):
+    eprint(HOSTILE)
+    assert capsys.readouterr().err == SHOWN
+
+
+def test_commands_escape_what_a_record_holds(tmp_path, capsys):
+    """The owner of a shared run directory may be hostile to who looks at it."""
+    run_dir = RunDir(tmp_path / "run")
+    claim = dataclasses.replace(CLAIM, host=HOSTILE)
+    log = RunLog.claim(run_dir.log, claim, after=[], clock=SystemClock())
+    log.append(AttemptEnded(exit=70, reason=HOSTILE, committed=False))
+    before = sys.stdout, sys.stderr
+    for command in (["status"], ["history", "--attempts"], ["checkpoints", "verify"]):
+        __main__.main([*command, str(run_dir.root)])
+        printed = "".join(capsys.readouterr())
+        assert not set(printed) & set("\x1b\x07\x9b\r\u202e\x7f"), (command, printed)
+    __main__.main(["status", str(run_dir.root), "--json"])
+    assert capsys.readouterr().out.isascii()
+    assert (sys.stdout, sys.stderr) == before
