@@ -103,6 +103,7 @@ def _train_or_launch(args: Sequence[str]) -> NoReturn:
         from jaxres.train import __main__ as command
     else:
         from jaxres.launch import __main__ as command
+    stdio.install_safe_stdio(escapes="--inline" not in args)  # There custom code prints as well.
     command.hard_exit(command.main(args[1:]))
 
 

@@ -21,7 +21,7 @@ from jaxres.runlog.events import Event
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.storage.threads import make_thread
 from jaxres.telemetry import throughput
-from jaxres.telemetry.stdio import format_bytes
+from jaxres.telemetry.stdio import escaped, format_bytes
 
 WINDOW_STEPS = 50
 WIDE_COLUMNS = 140
@@ -86,7 +86,7 @@ class Console:
     def print(self, text: str) -> None:
         """Prints a line above the live progress."""
         with self._lock:
-            self._terminal.print(Text(text))
+            self._terminal.print(Text(escaped(text)))
 
     def on_event(self, event: Event) -> None:
         """Prints the events that matter to an operator."""

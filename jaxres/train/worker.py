@@ -199,7 +199,7 @@ def _redirect_output(run_dir: RunDir, attempt: int, member: HostRank) -> TextIO:
     with files.typed_errors(path), path.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    return stdio.SafeStream(terminal)  # type: ignore[return-value]
+    return stdio.SafeStream(terminal, escapes=False)  # type: ignore[return-value]
 
 
 def _dump_stacks_on_signal(stacks: IO[str]) -> None:

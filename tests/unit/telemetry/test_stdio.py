@@ -3,10 +3,13 @@ import errno
 import io
 import sys
 
+from rich.console import Console as Terminal
+
 from jaxres import __main__
 from jaxres.clock import SystemClock
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, RunLog
+from jaxres.telemetry.console import Console
 from jaxres.telemetry.stdio import SafeStream, eprint, escaped
 from tests.unit.runlog.example_records import CLAIM
 
@@ -68,3 +71,13 @@ def test_commands_escape_what_a_record_holds(tmp_path, capsys):
     __main__.main(["status", str(run_dir.root), "--json"])
     assert capsys.readouterr().out.isascii()
     assert (sys.stdout, sys.stderr) == before
+
+
+def test_the_console_escapes_messages_and_keeps_its_own_live_progress():
+    terminal = io.StringIO()
+    shown = Terminal(file=SafeStream(terminal, escapes=False), force_terminal=True, width=100)
+    with Console(attempt=1, log_every_seconds=1.0, clock=SystemClock(), terminal=shown) as console:
+        console.print(HOSTILE)
+    assert "]52;c;aGk=\x07" not in terminal.getvalue()
+    assert SHOWN.splitlines()[0] in terminal.getvalue()
+    assert "\x1b[" in terminal.getvalue(), "no live progress"
