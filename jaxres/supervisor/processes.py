@@ -3,7 +3,7 @@
 Leftovers are found in two ways. Every process of an attempt carries a tag in its environment, made
 of the nonce in the attempt's claim, so that a later supervisor finds exactly these processes. And a
 supervisor is a subreaper: orphans become its children, so every descendant that is left after an
-attempt is a leftover. This second way is not used by a supervisor that may adopt other processes.
+attempt is a leftover. This second way is not used where it may adopt processes of others.
 
 Also here: the kernel's count of out-of-memory kills, the memory of this machine, and the
 parent-death signal.
@@ -103,17 +103,15 @@ MAX_REAPED = 100
 def become_subreaper() -> bool:
     """Makes this process the new parent of every descendant whose own parent exits.
 
-    It does not if it already has children, which a shell has started before it was replaced by this
-    process (`exec`), or if it is process 1 of a container, which adopts every orphan there. Then
-    some of its descendants are not its own, and they must not be killed.
-
     Returns:
-      Whether all descendants that this process will ever have are its own.
+      Whether all descendants that this process will ever have are its own. They are not if it
+      already has children, which a shell has started before it was replaced by this process
+      (`exec`), or if it is process 1 of a container, which adopts every orphan there. Such
+      descendants must not be killed.
     """
-    if os.getpid() == 1 or _children():
-        return False
+    owns_descendants = os.getpid() != 1 and not _children()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    return True
+    return owns_descendants
 
 
 def _children() -> set[int]:

@@ -100,12 +100,21 @@ def _command(order: dict[str, Any], answer: int, output: int) -> NoReturn:
     os.close(output)
     spares = [Spare(answer) for _ in range(order["spares"])]
     subprocess.Popen = _popen(spares)  # type: ignore[misc, assignment]
+    _hide_children({spare.pid for spare in spares})
     _become(order["command"], order["env"])
     with socket.socket(fileno=answer) as asked:
         asked.send(str(os.getpid()).encode())
         if asked.recv(64) != b"go":
             os._exit(1)
     _run(order["command"])
+
+
+def _hide_children(pids: set[int]) -> None:
+    """Lets a supervisor take this process for one that has no children yet."""
+    from jaxres.supervisor import processes
+
+    children = processes._children
+    processes._children = lambda: children() - pids
 
 
 class Spare:

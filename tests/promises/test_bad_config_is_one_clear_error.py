@@ -13,6 +13,7 @@ from jaxres.cli import replay
 from jaxres.data.token_folder import write_tokens
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
+from tests import damage
 from tests.promises.trainer import (
     MLP,
     STEPS,
@@ -183,6 +184,10 @@ def test_damaged_token_folder_is_rejected_until_it_is_fixed(workspace: Workspace
     wrong = np.frombuffer(tokens, "<u2").copy()
     wrong[150] = 77
     (folder / "tokens.bin").write_bytes(wrong.tobytes())
+    workspace.start("run", *arguments, "guards.bad_records=null").assert_fails(
+        ExitCode.CONFIG, str(folder / "tokens.bin"), "block 0", "Restore the folder from a copy"
+    )
+    damage.remove_digests(folder)  # As of a version that wrote none.
     workspace.start("run", *arguments, "guards.bad_records=null").assert_fails(
         ExitCode.CONFIG,
         str(folder / "tokens.bin"),

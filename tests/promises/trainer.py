@@ -24,6 +24,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events, read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, RunHistory
+from jaxres.runlog.step_dirs import LOG_COPY
 from jaxres.storage import files
 from jaxres.storage import path as paths
 from jaxres.storage.path import GcsPath
@@ -362,7 +363,7 @@ def copy_tree(folder: paths.RunPath, to: paths.RunPath) -> None:
 
     def one(path: Path) -> None:
         there = to / path.as_posix()
-        is_lines = path.suffix == ".jsonl" and path.parts[0] != "checkpoints"
+        is_lines = path.suffix == ".jsonl" and path.name != LOG_COPY
         files.replace(there / "00000001" if is_lines else there, (folder / path).read_bytes())
 
     with ThreadPoolExecutor(16) as pool:

@@ -143,6 +143,16 @@ def test_jobs_of_a_shell_that_execs_the_supervisor_are_not_killed():
     assert num_killed == "1"
 
 
+def test_a_supervisor_that_a_shell_has_become_adopts_too_so_that_workers_can_be_forked():
+    orphan = "['sh', '-c', 'env -i setsid sleep 600 > /dev/null & echo $!']"
+    code = "from jaxres.supervisor.proc_stat import read_proc_stat; processes.become_subreaper(); "
+    code += f"pid = int(subprocess.check_output({orphan})); "
+    code += "print(read_proc_stat(pid).parent == os.getpid()); os.kill(pid, signal.SIGKILL)"
+    job, is_adopted = supervisor(code, shell="sleep 600 >/dev/null 2>&1 & echo $!").splitlines()
+    os.kill(int(job), signal.SIGKILL)
+    assert is_adopted == "True"
+
+
 def test_zombie_orphans_are_reaped_and_workers_are_not():
     code = "processes.become_subreaper(); "
     code += "subprocess.run(['sh', '-c', 'sleep 0.1 & sleep 0.1 & exit 0']); "
