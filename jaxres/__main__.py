@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -98,13 +99,17 @@ def _report_bug(args: Sequence[str], error: Exception) -> int:
 def _train_or_launch(args: Sequence[str]) -> NoReturn:
     from jaxres.supervisor import signals
 
-    signals.block()
+    signals.block()  # Before all other imports: a signal during them waits for `main`.
+    from jaxres.supervisor.attempt_runner import hard_exit
+
     if args[0] == "train":
-        from jaxres.train import __main__ as command
+        from jaxres.train import __main__ as train
+
+        main = functools.partial(train.main, is_command=True)
     else:
-        from jaxres.launch import __main__ as command
+        from jaxres.launch.__main__ import main
     stdio.install_safe_stdio(escapes="--inline" not in args)  # There custom code prints as well.
-    command.hard_exit(command.main(args[1:]))
+    hard_exit(main(args[1:]))
 
 
 def _run(args: Sequence[str]) -> int:

@@ -121,6 +121,7 @@ def run_attempt(
     env: Mapping[str, str],
     rendezvous: Rendezvous = single_host,
     threads: int | None = None,
+    hold_signals: Callable[[], object] = signals.block,
 ) -> int:
     """Claims an attempt, runs it and records its result; returns the exit code.
 
@@ -133,6 +134,7 @@ def run_attempt(
       rendezvous: the rendezvous of the job's hosts, before anything is claimed.
       threads: number of CPU threads of this process if it trains itself (--inline); None: the
         workers are processes of their own, and get the run's number.
+      hold_signals: from now on keeps the signals for `run`, so that the result is recorded.
     """
     loaded, run_dir = resolve_run(target, overrides)
     config = loaded.config
@@ -148,7 +150,7 @@ def run_attempt(
             )
         job = stack.enter_context(rendezvous(config, run_dir))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
-        signals.block()  # Until the select loop handles them, so that the result is recorded.
+        hold_signals()
         log, opened = claim_attempt(
             config,
             run_dir,
@@ -163,8 +165,10 @@ def run_attempt(
         ended = consume_stop_file(run_dir, opened.claim)
         if ended is not None:
             job.cancel(ended.code, ended.reason)
-        else:
+        elif threads is None:
             ended = _announce_and_run(opened, job, run)
+        else:
+            ended = run(opened)
         record_stop_with_timeout(log, ended, run_dir=run_dir, run_lock=run_lock)
     if ended.is_printed:
         print_result(ended, run_dir, opened.claim)

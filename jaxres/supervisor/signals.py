@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 
 from jaxres.exit_codes import STOP_SIGNALS, ExitCode
-from jaxres.faults import PreemptedError, StoppedError
+from jaxres.faults import PreemptedError, StoppedError, UsageError
 
 NON_STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
 
@@ -29,12 +31,35 @@ def block() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, *NON_STOP_SIGNALS))
 
 
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """Restores handlers, mask, wake-up pipe and exception hook, for a command in a notebook."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    hook, mask = sys.excepthook, signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, *NON_STOP_SIGNALS)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        sys.excepthook = hook
+
+
 def raise_on_stop() -> None:
     """Makes stop signals raise in the main thread; for the time before the run begins.
 
     Raises:
+      UsageError: this is not the main thread.
       PreemptedError, StoppedError: later, at any point of the main thread.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "jaxres must be called in the main thread of a process: only there Python handles "
+            "signals. In another thread start it as a command, for example by subprocess.run."
+        )
     for number in STOP_SIGNALS:
         if number in handled():
             signal.signal(number, _raise)

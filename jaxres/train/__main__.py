@@ -11,11 +11,13 @@ from jaxres.supervisor import signals
 if __name__ == "__main__":
     signals.block()  # Before all other imports: a signal during them waits for `main`.
 
+import contextlib
 import dataclasses
 import functools
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxres import config as configs
 from jaxres.cluster import authentication
@@ -35,6 +37,9 @@ from jaxres.telemetry import stdio
 from jaxres.train import oom_advice
 from jaxres.train.completion import is_complete
 
+if TYPE_CHECKING:
+    from jaxres.train.stop_requests import InlineSignals
+
 COMMAND = "python -m jaxres.train"
 USAGE = """\
 usage: python -m jaxres.train CONFIG.yaml [section.field=value ...]   start a run, or resume it
@@ -43,7 +48,8 @@ usage: python -m jaxres.train CONFIG.yaml [section.field=value ...]   start a ru
 The same command starts a run and resumes it, also after kill -9, from the newest committed step.
 Ctrl-C or `touch RUN_DIR/stop`: save and stop (76); SIGTERM: save and stop (75); a second one exits
 at once. `touch RUN_DIR/save`: one extra checkpoint. `kill -USR1`: stacks of all threads.
---inline: train in this process, for debuggers and notebooks; no deadlines.
+--inline: train in this process, for debuggers and notebooks; no deadlines. In a notebook call
+jaxres.train.__main__.main([...]): an interrupt saves and returns 76, a second one interrupts.
 
 On several hosts start the same command on each, with a run directory that all of them share:
 --coordinator HOST:PORT   address on which host 0 listens for the others (JAXRES_COORDINATOR)
@@ -55,14 +61,27 @@ other by the secret in RUN_DIR/secret, or by JAXRES_SECRET, which must be equal 
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code."""
+def main(arguments: Sequence[str], *, is_command: bool = False) -> int:
+    """Runs the command and returns its exit code.
+
+    In the process of another program, such as a notebook's kernel, nothing exits it, and signal
+    handlers, signal mask and exception hook are as before when this returns.
+
+    Args:
+      arguments: those of the command line.
+      is_command: whether this is the command's own process.
+
+    Raises:
+      KeyboardInterrupt: a second Ctrl-C with --inline, unless `is_command`.
+    """
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(USAGE + "\n" + configs.describe() + "\n")
         return ExitCode.DONE
     os.environ.update(gcs_client.library_environment(os.environ))
     is_restart = os.environ.get(RESTART_VARIABLE) == "1"
-    return attempt_runner.run_with_exit_code(lambda: _train(arguments), at_start=not is_restart)
+    command = functools.partial(_train, arguments, is_command=is_command)
+    with contextlib.nullcontext() if is_command else signals.restored():
+        return attempt_runner.run_with_exit_code(command, at_start=not is_restart)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[RunPath, list[str], bool]:
@@ -71,7 +90,7 @@ def _parse(arguments: Sequence[str]) -> tuple[RunPath, list[str], bool]:
     return *parse_target(others, command=COMMAND), inline
 
 
-def _train(arguments: Sequence[str]) -> int:
+def _train(arguments: Sequence[str], *, is_command: bool) -> int:
     env, advise = dict(os.environ), oom_advice.host_advice
     secret = env.pop(authentication.VARIABLE, "")  # Workers don't need it.
     flags, others = split_flags(arguments)
@@ -82,10 +101,19 @@ def _train(arguments: Sequence[str]) -> int:
             raise UsageError(
                 "--inline has no supervisor, so it runs on one host only: omit one of the two."
             )
-        threads = len(os.sched_getaffinity(0))
-        return attempt_runner.run_attempt(
-            target, overrides, run=_inline, is_complete=is_complete, env=env, threads=threads
-        )
+        from jaxres.train.stop_requests import InlineSignals
+
+        with contextlib.ExitStack() as stack:
+            received = InlineSignals(is_command=is_command)
+            return attempt_runner.run_attempt(
+                target,
+                overrides,
+                run=functools.partial(_inline, received=received),
+                is_complete=is_complete,
+                env=env,
+                threads=len(os.sched_getaffinity(0)),
+                hold_signals=lambda: stack.enter_context(received),
+            )
     run = functools.partial(attempt_runner.run_local_workers, env=env, advise=advise)
     run_attempt = functools.partial(
         attempt_runner.run_attempt, target, overrides, run=run, is_complete=is_complete, env=env
@@ -107,26 +135,29 @@ def _train(arguments: Sequence[str]) -> int:
     )
 
 
-def _inline(opened: ClaimedAttempt) -> AttemptResult:
+def _inline(opened: ClaimedAttempt, *, received: InlineSignals) -> AttemptResult:
     """Trains in this process, for debuggers and notebooks."""
     run_dir, log, claim = opened.run_dir, opened.log, opened.claim
     os.environ["NPROC"] = str(claim.threads)
     from jaxres.train import worker
-    from jaxres.train.stop_requests import SignalListener
 
-    with SignalListener(alone=True) as requests:
-        worker.install_crash_handlers(
-            run_dir,
-            claim.attempt,
-            ALONE,
-            record=lambda result: attempt_runner.record_stop(log, result),
-            print_error=stdio.eprint,
-        )
-        early = "before the first finished step"
-        requests.on_early_exit(
-            lambda exit: attempt_runner.record_stop(log, AttemptResult(exit, early))
-        )
-        result = worker.run_worker(opened.config, run_dir, log, claim, requests=requests)
+    def record(exit: ExitCode, reason: str) -> None:
+        attempt_runner.record_stop(log, AttemptResult(exit, reason))
+
+    with worker.crash_stacks(run_dir, claim.attempt, ALONE) as stacks:
+        received.on_attempt(stacks, lambda exit: record(exit, "before the first finished step"))
+        try:
+            result = worker.run_worker(
+                opened.config, run_dir, log, claim, requests=received.requests
+            )
+        except KeyboardInterrupt:
+            record(ExitCode.STOPPED, "interrupted a second time")
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - recorded, as a worker does.
+            result, text = worker.describe_crash(error, run_dir, claim.attempt, ALONE)
+            stdio.flush()
+            stdio.eprint(text)
+            return result
     return dataclasses.replace(
         result,
         is_recorded=result.code != ExitCode.FENCED,
@@ -136,4 +167,4 @@ def _inline(opened: ClaimedAttempt) -> AttemptResult:
 
 if __name__ == "__main__":
     stdio.install_safe_stdio(escapes="--inline" not in sys.argv)
-    hard_exit(main(sys.argv[1:]))
+    hard_exit(main(sys.argv[1:], is_command=True))

@@ -21,7 +21,7 @@ from jaxres.engine import mesh as meshes
 from jaxres.engine.guards import most_severe
 from jaxres.exit_codes import STOP_REQUESTS, ExitCode
 from jaxres.faults import Continue, StopRun, Verdict, fault
-from jaxres.train.stop_requests import SignalListener
+from jaxres.train.stop_requests import StopRequests
 
 FACTS = ("stop", "save", "storage", "busy_seconds", "no_batch")
 """Names of the columns of the array of flags; see HostFlags."""
@@ -112,7 +112,7 @@ class SingleHostConsensus:
 
     def __init__(
         self,
-        requests: SignalListener,
+        requests: StopRequests,
         storage: Callable[[], Verdict],
         *,
         is_due: Callable[[], bool] = never,
@@ -155,7 +155,7 @@ class StepConsensus:
 
     def __init__(
         self,
-        requests: SignalListener,
+        requests: StopRequests,
         storage: Callable[[], Verdict],
         *,
         mesh: Mesh,

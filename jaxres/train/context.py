@@ -10,7 +10,7 @@ from jaxres.runlog.events import Emit
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunLog
 from jaxres.telemetry.observers import Observers
-from jaxres.train.stop_requests import SignalListener
+from jaxres.train.stop_requests import StopRequests
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class AttemptContext:
     clock: Clock
     observers: Observers
     """Receives every event, and every completed step before its metrics line is written."""
-    requests: SignalListener
+    requests: StopRequests
     peers: HostGroup
     min_devices: int = 0
     """Number of devices that this host must have, as given by JAXRES_MIN_DEVICES."""

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import IO, TextIO
 
@@ -45,7 +45,7 @@ from jaxres.telemetry.console import Console
 from jaxres.telemetry.heartbeat import StatusWriter, exit_message, write_now
 from jaxres.telemetry.observers import Observers
 from jaxres.train.context import AttemptContext
-from jaxres.train.stop_requests import SignalListener
+from jaxres.train.stop_requests import StopRequests, worker_signals
 
 NAME_PREFIX = "jaxres-host"
 """Beginning of a worker's process name; the host's number follows."""
@@ -57,7 +57,7 @@ def run_worker(
     log: RunLog,
     claim: Claim,
     *,
-    requests: SignalListener,
+    requests: StopRequests,
     status_writer: StatusWriter | None = None,
     member: HostRank = ALONE,
     terminal: TextIO | None = None,
@@ -157,10 +157,12 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
     run_dir = RunDir(options.run_dir)
     member = HostRank(options.host, options.num_hosts, options.coordinator)
     terminal = None if member.is_alone else _redirect_output(run_dir, options.attempt, member)
+    stacks = contextlib.ExitStack().enter_context(crash_stacks(run_dir, options.attempt, member))
     install_crash_handlers(
         run_dir,
         options.attempt,
         member,
+        stacks=stacks,
         record=lambda result: write_now(options.status_fd, exit_message(result)),
     )
     records = run_log.read_records(run_dir.log)
@@ -168,7 +170,7 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
     log = RunLog.of_attempt(run_dir.log, records, attempt=options.attempt, clock=SystemClock())
     recorded = run_dir.attempt(options.attempt) / "config.yaml"
     config = configs.load_recorded(recorded, ()).config
-    with SignalListener(alone=False) as requests, StatusWriter(options.status_fd) as status_writer:
+    with worker_signals() as requests, StatusWriter(options.status_fd) as status_writer:
         try:
             result = run_worker(
                 config,
@@ -209,13 +211,51 @@ def _dump_stacks_on_signal(stacks: IO[str]) -> None:
         faulthandler.dump_traceback(stacks, all_threads=True)
 
 
+@contextlib.contextmanager
+def crash_stacks(run_dir: RunDir, attempt: int, member: HostRank) -> Iterator[IO[str]]:
+    """The attempt's file of stacks, to which a crash of the interpreter writes too."""
+    files.make_dir(run_dir.local_attempt(attempt))
+    was_enabled = faulthandler.is_enabled()
+    with run_dir.stacks(attempt, member.host).open("a") as stacks:
+        faulthandler.enable(stacks, all_threads=True)
+        try:
+            yield stacks
+        finally:
+            faulthandler.disable()
+            if was_enabled:
+                faulthandler.enable(sys.__stderr__)
+
+
+def describe_crash(
+    error: BaseException, run_dir: RunDir, attempt: int, member: HostRank
+) -> tuple[AttemptResult, str]:
+    """Writes the traceback of an uncaught exception to the attempt's folder.
+
+    Returns:
+      The result of the attempt, and the error message.
+    """
+    if isinstance(error, RunError):  # Raised before the run, or after it.
+        text = faults.format_exit_message(error.exit_code, str(error))
+        return AttemptResult(error.exit_code, str(error)), text
+    text = "".join(traceback.format_exception(error))
+    lines = traceback.format_exception_only(error)  # Notes come last.
+    reason = next(line for line in lines if not line.startswith(" ")).strip()
+    path = run_dir.traceback(attempt, member.host)
+    try:
+        path.write_text(text)  # The supervisor prints the file.
+    except OSError:
+        stdio.eprint(text)
+    text += f"this is a bug, in jaxres or in custom code (exit {exit_name(ExitCode.BUG)})\n"
+    return AttemptResult(ExitCode.BUG, f"{reason} (traceback: {path})"), text
+
+
 def install_crash_handlers(
     run_dir: RunDir,
     attempt: int,
     member: HostRank,
     *,
+    stacks: IO[str],
     record: Callable[[AttemptResult], object],
-    print_error: Callable[[str], object] | None = None,
 ) -> None:
     """Installs handlers that write stacks and tracebacks into the attempt's folder.
 
@@ -228,12 +268,9 @@ def install_crash_handlers(
       run_dir: the run directory.
       attempt: number of the attempt.
       member: rank of this host.
+      stacks: file for the stacks.
       record: receives the result of an uncaught exception.
-      print_error: prints the error message; None: the supervisor does.
     """
-    files.make_dir(run_dir.local_attempt(attempt))
-    stacks: IO[str] = run_dir.stacks(attempt, member.host).open("a")
-    faulthandler.enable(stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # In every thread that follows.
     spawn_thread(
         "stacks",
@@ -245,23 +282,8 @@ def install_crash_handlers(
     def exit_with_error(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, RunError):  # Raised before the run, or after it.
-            result = AttemptResult(error.exit_code, str(error))
-            text = faults.format_exit_message(error.exit_code, str(error))
-        else:
-            text = "".join(traceback.format_exception(kind, error, trace))
-            lines = traceback.format_exception_only(kind, error)  # Notes come last.
-            reason = next(line for line in lines if not line.startswith(" ")).strip()
-            path = run_dir.traceback(attempt, member.host)
-            try:
-                path.write_text(text)  # The supervisor prints the file.
-            except OSError:
-                stdio.eprint(text)
-            result = AttemptResult(ExitCode.BUG, f"{reason} (traceback: {path})")
-            text += f"this is a bug, in jaxres or in custom code (exit {exit_name(ExitCode.BUG)})\n"
+        result, _ = describe_crash(error, run_dir, attempt, member)
         stdio.flush()
-        if print_error is not None:
-            print_error(text)
         with contextlib.suppress(OSError):
             record(result)
         os._exit(result.code)

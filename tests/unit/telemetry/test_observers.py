@@ -26,7 +26,7 @@ from jaxres.telemetry.observers import Observer, Observers
 from jaxres.telemetry.tensorboard import TensorBoard
 from jaxres.train import build, save_scheduler, session, worker
 from jaxres.train.save_scheduler import SaveScheduler
-from jaxres.train.stop_requests import SignalListener
+from jaxres.train.stop_requests import StopRequests
 from tests.unit.runlog.example_records import CLAIM
 
 LINE = MetricsLine(
@@ -110,7 +110,7 @@ def test_an_event_that_an_observer_emits_reaches_all_of_them(tmp_path):
 
 @pytest.mark.parametrize(
     "component",
-    [SignalListener, StatusWriter, Console, TensorBoard, SaveScheduler, Alerts, Observers],
+    [StopRequests, StatusWriter, Console, TensorBoard, SaveScheduler, Alerts, Observers],
 )
 def test_every_observer_has_the_methods_of_the_protocol(component):
     # Pyright checks the types where the package passes each component to Observers.
@@ -188,7 +188,7 @@ def test_the_supervisor_has_the_heartbeat_before_a_later_observer_receives_the_s
     run_dir = RunDir(tmp_path)
     run_dir.attempt(1).mkdir(parents=True)
     config = types.SimpleNamespace(telemetry=types.SimpleNamespace(log_every_seconds=10.0))
-    requests, shown = SignalListener(alone=False), io.StringIO()
+    requests, shown = StopRequests(), io.StringIO()
     with StatusWriter(writing) as status_writer:
         worker.run_worker(
             config,

@@ -28,7 +28,7 @@ from jaxres.train.components import (
 from jaxres.train.consensus import SingleHostConsensus
 from jaxres.train.loop import LAG, finalize, process_completed
 from jaxres.train.resume import _agreed_history, _check_rows
-from jaxres.train.stop_requests import SignalListener
+from jaxres.train.stop_requests import StopRequests
 from tests.unit.runlog.example_records import CLAIM
 
 SCHEDULE = StepSchedule(steps=20, save_every_steps=8, evaluate_every_steps=5)
@@ -187,9 +187,7 @@ def fake_run(**parts):
         dataset="d",
         computation={},
         on_step=lines.append,
-        consensus=SingleHostConsensus(
-            parts.pop("requests", SignalListener(alone=False)), checkpoints.verdict
-        ),
+        consensus=SingleHostConsensus(parts.pop("requests", StopRequests()), checkpoints.verdict),
         peers=SingleHost(),
         barrier_seconds=1.0,
         emit=lambda event: None,
@@ -408,7 +406,7 @@ def test_a_state_that_is_not_good_is_never_saved_at_the_end():
 
 def test_too_many_failed_saves_stop_the_run_and_a_requested_stop_outranks_them():
     full = StopRun(fault("storage_unavailable"), "20 saves in a row have failed")
-    requests = SignalListener(alone=False)
+    requests = StopRequests()
     run, _ = fake_run(checkpoints=FakeCheckpoints(stop=full), requests=requests)
     flight, progress = in_flight(4)
     assert process_completed(run, progress, flight, drain=False)[1] == full

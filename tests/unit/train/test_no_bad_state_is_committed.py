@@ -27,7 +27,7 @@ from jaxres.runlog.run_log import Commit, Record
 from jaxres.train.components import BadRows, DataLoader, StepSchedule
 from jaxres.train.consensus import SingleHostConsensus
 from jaxres.train.loop import train
-from jaxres.train.stop_requests import SignalListener
+from jaxres.train.stop_requests import StopRequests
 from tests.unit.train.test_loop import fake_run
 
 STEPS, ROWS = 60, 4
@@ -170,7 +170,7 @@ class SimulatedRun:
         )
 
     def attempt(self):
-        requests = SignalListener(alone=False)
+        requests = StopRequests()
 
         def on_step(line):
             if self.chance.random() < 0.02:

@@ -1,0 +1,55 @@
+"""A program that calls jaxres's `main` several times, as the cells of a notebook do.
+
+`python -m tests.promises.notebook CALLS ARGUMENT...`: for each of that many calls prints one line,
+`CALL n: returned CODE` or `CALL n: KeyboardInterrupt`; ends with 1 if a call has changed signal
+handlers, signal mask, wake-up pipe, exception hook or threads. FAULT is set for the first call.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from jaxres.train.__main__ import main
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def state() -> dict[str, Any]:
+    """Returns what a command must leave as it was."""
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    ours = [thread.name for thread in threading.enumerate() if "jaxres" in thread.name]
+    return {
+        "handlers": [str(signal.getsignal(number)) for number in NUMBERS],
+        "mask": sorted(map(str, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+        "wakeup": wakeup,
+        "hook": str(sys.excepthook),
+        "threads": sorted(ours),
+    }
+
+
+def run(calls: int, arguments: list[str]) -> int:
+    """Returns 1 if a call has changed the state of this process."""
+    threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()  # It blocks no signal.
+    for number in range(1, calls + 1):
+        before = state()
+        try:
+            end = f"returned {int(main(arguments))}"
+        except KeyboardInterrupt:
+            end = "KeyboardInterrupt"
+        os.environ.pop("FAULT", None)
+        print(f"CALL {number}: {end}", flush=True)
+        if (after := state()) != before:
+            print(json.dumps([before, after], indent=1))
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = run(int(sys.argv[1]), sys.argv[2:])
+    sys.stdout.flush()
+    os._exit(code)
