@@ -145,9 +145,8 @@ def run_attempt(
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
         preemption_watcher = None
         if threads is None:  # Otherwise no supervisor could handle a notice.
-            preemption_watcher = stack.enter_context(
-                PreemptionWatcher(config.preemption, env=env, clock=clock)
-            )
+            watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
+            preemption_watcher = stack.enter_context(watcher)
         job = stack.enter_context(rendezvous(config, run_dir))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         hold_signals()
