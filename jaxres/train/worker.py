@@ -222,7 +222,7 @@ def crash_stacks(run_dir: RunDir, attempt: int, member: HostRank) -> Iterator[IO
             yield stacks
         finally:
             faulthandler.disable()
-            if was_enabled:
+            if was_enabled and sys.__stderr__ is not None:
                 faulthandler.enable(sys.__stderr__)
 
 

@@ -45,7 +45,7 @@ from jaxres.train.build import BuiltTrainer, build
 from jaxres.train.components import StepSchedule, Trainer
 from jaxres.train.context import AttemptContext
 from jaxres.train.loop import LAG, train
-from jaxres.train.stop_requests import SignalListener
+from jaxres.train.stop_requests import StopRequests
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
@@ -95,7 +95,7 @@ def built(config: RunConfig, *, live: bool) -> Iterator[BuiltTrainer]:
         events = stack.enter_context(
             EventLog(run_dir.events(1, 0), clock=clock, listeners=[observers.on_event])
         )
-        requests = SignalListener(alone=False)
+        requests = StopRequests()
         context = AttemptContext(
             run_dir, log, claim, events.emit, clock, observers, requests, SingleHost()
         )
