@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -35,6 +36,17 @@ MIN_SLICE_BYTES = 16 * 1024
 """Smallest part of a replicated array that a device writes: the smallest block of a digest."""
 HASH_THREADS = 2
 """Two threads copy and hash blocks at several GB/s, faster than the arrays are written."""
+
+
+@dataclass(frozen=True)
+class BackgroundWrite:
+    """Runs once it is awaited; Orbax leaves it alone if the save fails before."""
+
+    write: Callable[[], Coroutine[Any, Any, None]]
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        """Runs the write."""
+        return self.write().__await__()
 
 
 class Snapshot:
@@ -68,7 +80,7 @@ class Snapshot:
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Returns the background task, which hashes the pieces and writes the digest file."""
-        return self._write(directory)
+        return BackgroundWrite(lambda: self._write(directory))
 
     async def load(self, directory: Any) -> Awaitable[None]:
         """Not supported: jaxres/checkpoint/manifest.py reads the files without Orbax."""

@@ -183,9 +183,10 @@ class Connection:
 def listen(address: Address, *, backlog: int, clock: Clock) -> socket.socket:
     """Returns a listening socket that no other process shares.
 
-    For an IP address it listens on that address only. It listens on all interfaces for a name,
-    which a machine often resolves to 127.0.1.1 for itself, and for an address that this machine
-    does not have, such as that of a service or a gateway.
+    It listens only on the given IP address, or on the first address of the given name that this
+    machine has. It listens on all interfaces if it has none of them, such as for the address of a
+    service or a gateway, and for a name that means a loopback address here: many machines resolve
+    their own name to 127.0.1.1.
 
     Raises:
       ConfigError: another program has the port.
@@ -208,19 +209,28 @@ def listen(address: Address, *, backlog: int, clock: Clock) -> socket.socket:
 
 
 def _listen(address: Address, backlog: int) -> socket.socket:
-    host = {"localhost": "127.0.0.1"}.get(address.host, address.host)
-    try:
-        literal = ipaddress.ip_address(host)
-    except ValueError:
-        return _listen_at("", address.port, backlog)
-    if literal.is_unspecified:
-        return _listen_at("", address.port, backlog)
-    try:
-        return _listen_at(host, address.port, backlog)
-    except OSError as error:
-        if literal.is_loopback or error.errno == errno.EADDRINUSE:
-            raise
-        return _listen_at("", address.port, backlog)
+    for host in _addresses(address.host):
+        try:
+            return _listen_at(host, address.port, backlog)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+    return _listen_at("", address.port, backlog)
+
+
+def _addresses(host: str) -> list[str]:
+    """Returns the IP addresses at which to listen if this machine has one of them."""
+    with contextlib.suppress(ValueError):
+        return [] if ipaddress.ip_address(host).is_unspecified else [host]
+    if host == "localhost":
+        return ["127.0.0.1"]
+    with contextlib.suppress(OSError, UnicodeError):
+        found = [
+            str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        ]
+        if not any(ipaddress.ip_address(literal).is_loopback for literal in found):
+            return found
+    return []
 
 
 def _listen_at(host: str, port: int, backlog: int) -> socket.socket:

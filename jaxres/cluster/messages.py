@@ -18,17 +18,26 @@ import pydantic_core
 
 from jaxres.storage.codec import TaggedCodec
 
-VERSION = 2
+VERSION = 3
 MAX_BYTES = 65536
 """Longest line; a heartbeat with the steps of 4,096 hosts fits."""
-MAX_FIELDS_BYTES = 16384
+MAX_VERSIONS, MAX_KEY_LENGTH, MAX_SHOWN_KEYS = 64, 512, 32
+MAX_KEYS = 512
+"""Most config keys of one message; a config with more is compared as a whole only."""
 
 HostId = Annotated[int, pydantic.Field(ge=0, lt=10**9)]
 """The range of --host-id; large, so that an error message can name a mistyped value."""
 HostCount = Annotated[int, pydantic.Field(ge=1, lt=10**9)]
 Count = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
 Code = Annotated[int, pydantic.Field(ge=-255, le=255)]
-Seconds = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, pydantic.Field(ge=0, le=10**9, allow_inf_nan=False)]
+Name = Annotated[str, pydantic.Field(max_length=256)]
+"""A name of a machine or a library, a version, a number that is used once."""
+Path = Annotated[str, pydantic.Field(max_length=8192)]
+Key = Annotated[str, pydantic.Field(max_length=MAX_KEY_LENGTH)]
+"""A dotted config key."""
+KeyDigest = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{16}$")]
+Text = Annotated[str, pydantic.Field(max_length=MAX_BYTES)]
 
 
 class ProtocolError(ValueError):
@@ -42,19 +51,22 @@ class Hello:
     host: HostId
     num_hosts: HostCount
     """Number of hosts of the job, as this host was started."""
-    name: str
+    name: Name
     """The machine's host name."""
     pid: Count
-    nonce: str
+    nonce: Name
     """Random, one per process: distinguishes a duplicate host from one that reconnects."""
-    versions: dict[str, str]
-    python: str
-    trajectory: str
+    versions: Annotated[dict[Name, Name], pydantic.Field(max_length=MAX_VERSIONS)]
+    python: Name
+    trajectory: Name
     """Digest of the config's trajectory."""
-    run_dir: str
+    run_dir: Path
     """Absolute path on this host."""
-    fields: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Keys and values of the trajectory, so that a message can name a difference; may be empty."""
+    key_digests: Annotated[dict[Key, KeyDigest], pydantic.Field(max_length=MAX_KEYS)] = (
+        dataclasses.field(default_factory=dict)
+    )
+    """Config key -> keyed digest of its value, so that a message can name a difference; may be
+    empty. No value of a config is ever sent: it may be a token."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +86,9 @@ class AttemptAnnounced:
     """The attempt that host 0 has claimed."""
 
     attempt: Count
-    nonce: str
+    nonce: Name
     """Nonce of the claim."""
-    coordinator: str
+    coordinator: Key
     """host:port of JAX's service, with a new port for each attempt."""
 
 
@@ -97,7 +109,9 @@ class Goodbye:
     """The sender exits with this code; if it is host 0, the receiver does too."""
 
     code: Code
-    reason: str
+    reason: Text
+    keys: Annotated[tuple[Key, ...], pydantic.Field(max_length=MAX_SHOWN_KEYS)] = ()
+    """Config keys in which hosts differ: the receiver shows its own values of them."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,7 @@ class Heartbeat:
 
     step: Count = 0
     """Newest finished step; 0: none yet."""
-    phase: str = "start"
+    phase: Name = "start"
 
 
 @dataclass(frozen=True)
@@ -121,7 +135,7 @@ class StopMessage:
     """A host was asked to stop by a signal or a preemption notice."""
 
     code: Code
-    reason: str
+    reason: Text
     step: Count = 0
     """Newest finished step; from step 1 on, the workers agree on the stop inside the step."""
 
@@ -131,7 +145,7 @@ class WorkerExited:
     """How a host's worker ended."""
 
     code: Code
-    reason: str
+    reason: Text
     committed: bool
     announced: bool
     """Whether the worker itself sent its exit before it ended."""
@@ -144,7 +158,7 @@ class JobResult:
 
     code: Code
     culprit: HostId | None
-    reason: str
+    reason: Text
     step: Count
     committed: bool = False
     is_hang: bool = False
@@ -246,22 +260,3 @@ def decode(line: bytes) -> Message:
 def _schema(kind: type[Any]) -> pydantic.TypeAdapter[Any]:
     """Returns the validator of a message's types and numeric ranges."""
     return pydantic.TypeAdapter(kind)
-
-
-def fields_of(trajectory: dict[str, Any]) -> dict[str, str]:
-    """Returns a nested config as dotted keys and short texts; {} if the result is too large.
-
-    >>> fields_of({"train": {"lr": 0.1}, "seed": 3})
-    {'train.lr': '0.1', 'seed': '3'}
-    """
-    texts: dict[str, str] = {}
-
-    def walk(section: dict[str, Any], prefix: str) -> None:
-        for key, value in section.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{key}.")
-            else:
-                texts[prefix + key] = json.dumps(value)[:80]
-
-    walk(trajectory, "")
-    return texts if len(json.dumps(texts)) <= MAX_FIELDS_BYTES else {}

@@ -10,8 +10,8 @@ shared. Only then may workers start. The connections stay open for the whole att
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from jaxres import faults
@@ -19,15 +19,18 @@ from jaxres.clock import Clock
 from jaxres.cluster.authentication import Secret, other_secret_message
 from jaxres.cluster.compatibility import (
     differences,
+    differing_keys,
     host_label,
     host_list,
     mismatch_message,
     not_shared_message,
+    own_values_message,
     shorten,
 )
 from jaxres.cluster.connection import Connection, connect, listen
 from jaxres.cluster.detect import Address
 from jaxres.cluster.messages import (
+    MAX_SHOWN_KEYS,
     Admitted,
     AllJoined,
     AttemptAnnounced,
@@ -67,6 +70,8 @@ class RendezvousSettings:
     address: Address
     """The coordinator's address: host 0 listens there."""
     secret: Secret
+    values: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """This host's config values by key, for messages on this host; they are never sent."""
     join_seconds: float
     """Longest wait until all hosts have joined."""
     heartbeat_seconds: float
@@ -135,7 +140,7 @@ class RendezvousLeader:
             elif mismatch_until is None:
                 mismatch_until = min(self._until, now + MISMATCH_GRACE_SECONDS)
             if mismatch_until is not None and (not absent or now >= mismatch_until):
-                raise self._abort(ConfigError(mismatch_message(self._hello, self._joined())))
+                raise self._mismatch()
             if now >= self._until:
                 raise self._abort(PeerLost(self._absent_message(absent)))
             self._on_message(self.peers.next(POLL_SECONDS))
@@ -183,6 +188,16 @@ class RendezvousLeader:
         self.peers.set_silence_limit(None)
         self.peers.send(StartWorkers())
         return self.peers
+
+    def _mismatch(self) -> RunError:
+        """Sends each host the error without values; returns the one with this host's values."""
+        joined = self._joined()
+        keys = [key for hello in joined for key in differing_keys(self._hello, hello)]
+        reason = mismatch_message(self._hello, joined)
+        unique = tuple(dict.fromkeys(keys))[:MAX_SHOWN_KEYS]
+        self.peers.send(Goodbye(ExitCode.CONFIG, reason, unique))
+        self._is_error_sent = True
+        return ConfigError(mismatch_message(self._hello, joined, self._settings.values))
 
     def _absent(self) -> list[int]:
         return [host for host in range(1, self._hello.num_hosts) if host not in self._hellos]
@@ -240,7 +255,8 @@ class RendezvousLeader:
         holder = self._holder(hello)
         if texts:
             reason = f"{self._address}: another job uses this address: {shorten(texts)}"
-            self._acceptor.reject(connection, Goodbye(ExitCode.CONFIG, reason))
+            keys = tuple(differing_keys(self._hello, hello))[:MAX_SHOWN_KEYS]
+            self._acceptor.reject(connection, Goodbye(ExitCode.CONFIG, reason, keys))
         elif holder is not None:
             reason = (
                 f"{self._address}: this job is already running, and its host {hello.host} is "
@@ -339,8 +355,8 @@ class RendezvousFollower:
                 case (_, AttemptAnnounced() as announcement):
                     self.peers.set_silence_limit(None)
                     return announcement
-                case (_, Goodbye(code, reason)):
-                    raise self._leader_error(code, reason)
+                case (_, Goodbye() as goodbye):
+                    raise self._leader_error(goodbye)
                 case (_, Disconnected(reason)):
                     return self._on_leader_lost(reason)
                 case _:
@@ -362,9 +378,10 @@ class RendezvousFollower:
             raise PeerLost(reason)
         self._last_error = reason
 
-    def _leader_error(self, code: int, reason: str) -> RunError:
+    def _leader_error(self, goodbye: Goodbye) -> RunError:
         self._is_error_sent = True
-        return faults.error_from_exit_code(code, reason)
+        own_values = own_values_message(goodbye.keys, self._settings.values)
+        return faults.error_from_exit_code(goodbye.code, goodbye.reason + own_values)
 
     def confirm(
         self,
@@ -404,8 +421,8 @@ class RendezvousFollower:
         received = self.peers.next(seconds)
         self.peers.send_heartbeat(Heartbeat())
         match received:
-            case (_, Goodbye(code, reason)):
-                raise self._leader_error(code, reason)
+            case (_, Goodbye() as goodbye):
+                raise self._leader_error(goodbye)
             case (_, Disconnected(reason)):
                 raise PeerLost(reason)
             case (_, StartWorkers()):

@@ -22,10 +22,11 @@ from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
 from jaxres.cluster import connection
 from jaxres.cluster.authentication import load_secret
+from jaxres.cluster.compatibility import key_digests, values_of
 from jaxres.cluster.connection import reserve_port
 from jaxres.cluster.detect import Address
 from jaxres.cluster.host_group import HostRank
-from jaxres.cluster.messages import AttemptAnnounced, Goodbye, Hello, fields_of
+from jaxres.cluster.messages import AttemptAnnounced, Goodbye, Hello
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.cluster.rendezvous import (
     VISIBLE_SECONDS,
@@ -153,10 +154,13 @@ def _settings(
     secret: str,
     clock: Clock,
 ) -> RendezvousSettings:
+    values = values_of(configs.trajectory(config))
+    key = load_secret(run_dir.secret, given=secret, clock=clock)
     return RendezvousSettings(
-        hello=_hello(config, run_dir, member),
+        hello=_hello(config, run_dir, member, key_digests(values, key)),
         address=address,
-        secret=load_secret(run_dir.secret, given=secret, clock=clock),
+        secret=key,
+        values=values,
         join_seconds=config.hosts.join_seconds,
         heartbeat_seconds=config.hosts.heartbeat_seconds,
         clock=clock,
@@ -175,7 +179,7 @@ def _can_read_claim(run_dir: RunDir, attempt: int, nonce: str) -> bool:
     return is_claimed and files.read(recorded) is not None
 
 
-def _hello(config: RunConfig, run_dir: RunDir, member: HostRank) -> Hello:
+def _hello(config: RunConfig, run_dir: RunDir, member: HostRank, digests: dict[str, str]) -> Hello:
     return Hello(
         host=member.host,
         num_hosts=member.num_hosts,
@@ -186,7 +190,7 @@ def _hello(config: RunConfig, run_dir: RunDir, member: HostRank) -> Hello:
         python=platform.python_version(),
         trajectory=configs.digest(config),
         run_dir=str(run_dir.root.absolute()),
-        fields=fields_of(configs.trajectory(config)),
+        key_digests=digests,
     )
 
 

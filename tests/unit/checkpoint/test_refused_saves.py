@@ -1,7 +1,9 @@
 """Saves on storage that fails: Orbax on a small disk, and file operations that raise."""
 
+import asyncio
 import contextlib
 import errno
+import inspect
 import os
 import shutil
 import threading
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from jaxres.checkpoint import checkpointer, orbax_io, retention
+from jaxres.checkpoint.snapshot import Snapshot
+from jaxres.checkpoint.throttle import Throttle
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import Continue, StopRun, StorageUnavailable
@@ -438,3 +442,9 @@ def test_a_run_directory_deleted_during_a_save_fails_the_save_and_is_no_bug(tmp_
             try_save(checkpoints, 24)
             assert checkpoints.saved_step == checkpoints.committed_step < 24
         assert failed(attempt)[-1].step == 24
+
+
+def test_a_write_of_digests_that_orbax_never_begins_is_no_coroutine():
+    """Such a coroutine would warn, at any later time, that it was never awaited."""
+    snapshot = Snapshot({}, process=0, is_own=True, pace=Throttle())
+    assert not inspect.iscoroutine(asyncio.run(snapshot.save(None)))

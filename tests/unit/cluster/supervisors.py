@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 
 from jaxres.clock import SystemClock
 from jaxres.cluster.authentication import Secret
+from jaxres.cluster.compatibility import key_digests
 from jaxres.cluster.detect import Address
 from jaxres.cluster.messages import (
     AttemptAnnounced,
@@ -44,7 +45,7 @@ def hello(host, *, num_hosts=2, **changes):
             python="3.11.4",
             trajectory="9f3c9f3c9f3c",
             run_dir="/runs/a",
-            fields={"data.seq_len": "128"},
+            key_digests=key_digests({"data.seq_len": "128"}, SECRET),
         ),
         **changes,
     )
@@ -64,7 +65,7 @@ def proof(role, accepting, connecting, *, key=KEY):
 
 def line(**fields):
     """Returns a line of the handshake."""
-    return json.dumps({"jaxres": 2, **fields}).encode() + b"\n"
+    return json.dumps({"jaxres": 3, **fields}).encode() + b"\n"
 
 
 def read_line(connected):
@@ -85,7 +86,7 @@ def prove(connected, *, key=KEY):
     other = read_line(connected)["challenge"]
     connected.sendall(line(proof=proof("connecting", other, own, key=key)))
     answer = read_line(connected)
-    assert answer == {"jaxres": 2, "proof": proof("accepting", other, own, key=key)}, answer
+    assert answer == {"jaxres": 3, "proof": proof("accepting", other, own, key=key)}, answer
 
 
 def settings(address, own, **changes):

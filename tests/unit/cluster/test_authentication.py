@@ -109,7 +109,7 @@ def is_challenge(fields):
     return set(fields) == {"jaxres", "challenge"}
 
 
-REFUSED = {"jaxres": 2, "refused": "the two sides hold different secrets"}
+REFUSED = {"jaxres": 3, "refused": "the two sides hold different secrets"}
 
 
 def sends_garbage(connected):
@@ -125,7 +125,7 @@ def sends_goodbye_without_a_proof(connected):
 
 
 def sends_a_long_line(connected):
-    connected.sendall(b'{"jaxres": 2, "challenge": "' + b"0" * MAX_LINE_BYTES)
+    connected.sendall(b'{"jaxres": 3, "challenge": "' + b"0" * MAX_LINE_BYTES)
 
 
 def proves_without_a_challenge(connected):
@@ -350,12 +350,13 @@ def test_refusals_are_reported_at_a_bounded_rate(address):
 @pytest.mark.parametrize(
     "line",
     [
-        b'{"jaxres": 2, "message": "stop_requested", "code": 75, "reason": "", "step": -1}',
-        b'{"jaxres": 2, "message": "admitted", "seconds_left": NaN}',
-        b'{"jaxres": 2, "message": "admitted", "seconds_left": 1e999}',
-        b'{"jaxres": 2, "message": "heartbeat", "step": -1}',
-        b'{"jaxres": 2, "message": "leader_heartbeat", "steps": [99999999999999999999999]}',
-        b'{"jaxres": 2, "message": "goodbye", "code": 100000, "reason": ""}',
+        b'{"jaxres": 3, "message": "stop_requested", "code": 75, "reason": "", "step": -1}',
+        b'{"jaxres": 3, "message": "admitted", "seconds_left": NaN}',
+        b'{"jaxres": 3, "message": "admitted", "seconds_left": 1e999}',
+        b'{"jaxres": 3, "message": "admitted", "seconds_left": 1e18}',
+        b'{"jaxres": 3, "message": "heartbeat", "step": -1}',
+        b'{"jaxres": 3, "message": "leader_heartbeat", "steps": [99999999999999999999999]}',
+        b'{"jaxres": 3, "message": "goodbye", "code": 100000, "reason": ""}',
     ],
 )
 def test_a_number_out_of_range_is_a_protocol_error(line):
@@ -363,8 +364,22 @@ def test_a_number_out_of_range_is_a_protocol_error(line):
         decode(line)
 
 
-@pytest.mark.parametrize("changes", [{"host": -1}, {"host": 10**9}, {"num_hosts": 0}])
-def test_a_host_out_of_range_is_a_protocol_error(changes):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host": -1},
+        {"host": 10**9},
+        {"num_hosts": 0},
+        {"name": "n" * 257},
+        {"run_dir": "d" * 8193},
+        {"versions": {f"{number}": "1" for number in range(65)}},
+        {"versions": {"jax": "1" * 257}},
+        {"key_digests": {"k" * 513: "0" * 16}},
+        {"key_digests": {"key": "a value"}},
+        {"key_digests": {f"{number}": "0" * 16 for number in range(513)}},
+    ],
+)
+def test_a_hello_out_of_range_is_a_protocol_error(changes):
     with pytest.raises(ProtocolError):
         decode(encode(replace(hello(1), **changes)))
 

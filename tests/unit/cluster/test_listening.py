@@ -57,8 +57,36 @@ def test_a_leader_behind_the_address_of_a_service_listens_on_all_interfaces(addr
     assert announced == ATTEMPT
 
 
+@pytest.mark.parametrize(
+    ("resolved", "listens_at"),
+    [
+        (["10.9.8.7"], ["10.9.8.7"]),
+        (["fd00::1", "10.9.8.7"], ["fd00::1", "10.9.8.7"]),
+        (["127.0.1.1"], []),
+        (["::1", "10.9.8.7"], []),
+        (OSError("unknown name"), []),
+    ],
+)
+def test_a_name_means_its_addresses_unless_it_is_a_loopback_name(monkeypatch, resolved, listens_at):
+    def getaddrinfo(host, port, **_):
+        assert host == "node0.example"
+        if isinstance(resolved, OSError):
+            raise resolved
+        return [(0, 0, 0, "", (address, 0)) for address in resolved]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert connection._addresses("node0.example") == listens_at
+
+
+def test_a_leader_with_the_name_of_one_address_listens_only_there(address, monkeypatch):
+    monkeypatch.setattr(connection, "_addresses", lambda host: ["192.0.2.1", "127.0.0.1"])
+    named = Address("node0.example", address.port)
+    with leader(named), socket.create_server(("127.0.0.2", address.port)) as elsewhere:
+        assert elsewhere.getsockname()[1] == address.port
+
+
 @pytest.mark.parametrize("seen_from_a_follower", ["127.0.0.1", "::1", "localhost"])
-def test_a_leader_with_a_host_name_listens_on_all_interfaces(address, seen_from_a_follower):
+def test_a_leader_with_an_unknown_name_listens_on_all_interfaces(address, seen_from_a_follower):
     _, announced = together(
         partial(begin, Address("node0.example", address.port)),
         partial(follow, Address(seen_from_a_follower, address.port), hello(1)),

@@ -1,5 +1,6 @@
 """Connections of supervisors: a dead peer is lost at once, a suspended process blames no peer."""
 
+import json
 import select
 import signal
 import socket
@@ -9,10 +10,13 @@ import time
 import pytest
 
 from jaxres.clock import Awake
+from jaxres.cluster.authentication import Secret
+from jaxres.cluster.compatibility import MAX_KEYS_BYTES, key_digests, values_of
 from jaxres.cluster.connection import MAX_UNSENT_BYTES, Connection
 from jaxres.cluster.detect import Address
 from jaxres.cluster.messages import (
     MAX_BYTES,
+    MAX_KEYS,
     ClaimVisible,
     Disconnected,
     Goodbye,
@@ -25,12 +29,12 @@ from jaxres.cluster.messages import (
     WorkerExited,
     decode,
     encode,
-    fields_of,
 )
 from jaxres.cluster.peer_connections import PeerLinks
 from tests.unit.cluster.supervisors import (
     ATTEMPT,
     CLOCK,
+    SECRET,
     follower_process,
     free_address,
     hello,
@@ -133,7 +137,7 @@ def test_close_waits_until_a_slow_reader_has_received_the_last_message():
         b"x\n",
         b"{}\n",
         b"x" * (MAX_BYTES + 1),
-        b'{"jaxres": 2, "message": "heartbeat", "step": "x"}\n',
+        b'{"jaxres": 3, "message": "heartbeat", "step": "x"}\n',
     ],
 )
 def test_a_peer_that_sends_invalid_data_is_lost(pair, data):
@@ -300,11 +304,11 @@ def test_no_message_exceeds_the_maximum_size(text, length):
         b"null",
         b"[]",
         b"{",
-        b'{"jaxres": 2}',
-        b'{"jaxres": 2, "message": "disconnected", "reason": "x"}',
-        b'{"jaxres": 2, "message": "claim_visible"}',
-        b'{"jaxres": 2, "message": ["claim_visible"]}',
-        b'{"jaxres": 2, "Seen": {"seen": true}}',
+        b'{"jaxres": 3}',
+        b'{"jaxres": 3, "message": "disconnected", "reason": "x"}',
+        b'{"jaxres": 3, "message": "claim_visible"}',
+        b'{"jaxres": 3, "message": ["claim_visible"]}',
+        b'{"jaxres": 3, "Seen": {"seen": true}}',
         b"[" * 60000,
         b"\xff\xfe",
     ],
@@ -316,12 +320,31 @@ def test_a_line_that_is_no_message_is_a_protocol_error(line):
 
 def test_a_field_of_a_later_version_is_ignored():
     assert decode(
-        b'{"jaxres": 2, "message": "claim_visible", "visible": true, "why": 3}'
+        b'{"jaxres": 3, "message": "claim_visible", "visible": true, "why": 3}'
     ) == ClaimVisible(True)
 
 
-def test_a_huge_config_is_compared_by_digest_only():
-    assert fields_of({"model": {str(n): "x" * 80 for n in range(1000)}}) == {}
+@pytest.mark.parametrize(
+    "section",
+    [{str(n): 1 for n in range(1000)}, {"x" * 600: 1}, {f"{n:0100}": 1 for n in range(400)}],
+    ids=["many", "long", "large"],
+)
+def test_a_huge_config_is_compared_as_a_whole_only(section):
+    assert key_digests(values_of({"model": section}), SECRET) == {}
+
+
+def test_digests_of_values_are_keyed_and_differ_between_keys():
+    values = {"data.args.token": '"abc"', "data.args.other": '"abc"'}
+    found = key_digests(values, SECRET)
+    assert set(found) == set(values)
+    assert len(set(found.values())) == 2
+    assert set(found.values()).isdisjoint(key_digests(values, Secret(b"o" * 32, "")).values())
+
+
+def test_the_largest_hello_fits_a_line():
+    keys = {f"{n:030}": f"{n:016x}" for n in range(MAX_KEYS)}
+    assert len(json.dumps(list(keys))) > MAX_KEYS_BYTES
+    assert decode(encode(hello(1, key_digests=keys))).key_digests == keys
 
 
 def test_an_address_is_printed_as_given():

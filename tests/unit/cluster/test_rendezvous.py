@@ -8,11 +8,12 @@ from functools import partial
 
 import pytest
 
-from jaxres.cluster import peer_connections, rendezvous
+from jaxres.cluster import connection, peer_connections, rendezvous
+from jaxres.cluster.compatibility import key_digests
 from jaxres.cluster.connection import connect
 from jaxres.cluster.detect import Address
 from jaxres.cluster.messages import MAX_BYTES, Disconnected, JobResult, encode
-from jaxres.cluster.rendezvous import RendezvousFollower
+from jaxres.cluster.rendezvous import RendezvousFollower, RendezvousLeader
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, PeerLost, PreemptedError, RunError, StoppedError
 from tests.unit.cluster.supervisors import (
@@ -91,11 +92,7 @@ def test_an_absent_host_is_named_to_all_that_joined(address):
         ({"versions": {"jax": "0.10.2"}}, ["version of jaxres: (absent) there"]),
         ({"python": "3.12.0"}, ["Python 3.12.0 there, 3.11.4"]),
         (
-            {"trajectory": "3c", "fields": {"data.seq_len": "256"}},
-            ["data.seq_len: 256 there, 128 on host 0"],
-        ),
-        (
-            {"trajectory": "3c", "fields": {}},
+            {"trajectory": "3c", "key_digests": {}},
             ["a different trajectory (3c there, 9f3c9f3c on host 0)"],
         ),
     ],
@@ -108,6 +105,28 @@ def test_an_incompatible_host_ends_all_with_one_message(address, other, texts, m
     assert_all_end(ends, ConfigError, who, *texts)
 
 
+def test_each_host_shows_its_own_value_of_a_key_and_sends_none(address, monkeypatch):
+    monkeypatch.setattr(rendezvous, "MISMATCH_GRACE_SECONDS", 0.1)
+    ours, theirs = {"data.args.token": '"secret 1"'}, {"data.args.token": '"secret 2"'}
+    sent = []
+    monkeypatch.setattr(connection, "encode", lambda m: sent.append(encode(m)) or sent[-1])
+
+    def begin_with(values, **limits):
+        own = hello(0, key_digests=key_digests(values, SECRET))
+        with RendezvousLeader(settings(address, own, values=values, **limits)) as leader:
+            leader.wait_for_all()
+
+    other = hello(1, trajectory="3c", key_digests=key_digests(theirs, SECRET))
+    leads, follows = together(
+        partial(begin_with, ours), partial(follow, address, other, values=theirs)
+    )
+    assert 'data.args.token: "secret 1" on host 0, another value there' in str(leads)
+    assert "data.args.token has another value" in str(follows)
+    assert str(follows).endswith('On this host: data.args.token: "secret 2"')
+    assert len(sent) >= 3
+    assert not [line for line in sent if b"secret" in line]
+
+
 def test_another_patch_release_of_python_may_join(address):
     _, announced = together(
         partial(begin, address), partial(follow, address, hello(1, python="3.11.9"))
@@ -118,7 +137,7 @@ def test_another_patch_release_of_python_may_join(address):
 def test_compatible_hosts_also_end_if_one_is_incompatible(address):
     ends = together(
         partial(begin, address, num_hosts=3),
-        partial(follow, address, hello(1, num_hosts=3, trajectory="a", fields={})),
+        partial(follow, address, hello(1, num_hosts=3, trajectory="a", key_digests={})),
         partial(follow, address, hello(2, num_hosts=3)),
     )
     assert_all_end(ends, ConfigError, "host 1 (node1")
@@ -182,11 +201,11 @@ def test_a_host_that_died_during_the_rendezvous_may_join_again(address):
     [
         b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
         b"\x16\x03\x01" * 100,
-        b'{"jaxres": 2, "message": "hello", "host": "x"}\n',
-        b'{"jaxres": 2, "message": "hello", "host": ' + b"[" * 60000 + b"\n",
-        b'{"jaxres": 2, "message": "claim_visible", "visible": true}\n',
+        b'{"jaxres": 3, "message": "hello", "host": "x"}\n',
+        b'{"jaxres": 3, "message": "hello", "host": ' + b"[" * 60000 + b"\n",
+        b'{"jaxres": 3, "message": "claim_visible", "visible": true}\n',
         b"x" * (MAX_BYTES + 2),
-        b'{"jaxres": 2, "message": "hello", "name": "' + b"x" * (10 * MAX_BYTES),
+        b'{"jaxres": 3, "message": "hello", "name": "' + b"x" * (10 * MAX_BYTES),
         b"\n\n\n",
         b"",
     ],
@@ -295,7 +314,7 @@ def test_another_service_at_the_address_is_named(address, banner):
 
 
 def test_another_version_of_the_protocol_is_reported_on_both_sides(address, capsys):
-    other = line(challenge="0" * 64).replace(b'"jaxres": 2', b'"jaxres": 3', 1)
+    other = line(challenge="0" * 64).replace(b'"jaxres": 3', b'"jaxres": 4', 1)
 
     def unknown_client():
         with dial(address) as connected:
@@ -430,7 +449,7 @@ def test_late_and_duplicate_hosts_are_rejected_at_once(address):
             partial(follow, address, hello(1, nonce="other"), join_seconds=5),
             partial(follow, address, hello(5, nonce="other"), join_seconds=5),
             partial(follow, address, hello(0, nonce="other"), join_seconds=5),
-            partial(follow, address, hello(1, nonce="o", trajectory="a", fields={})),
+            partial(follow, address, hello(1, nonce="o", trajectory="a", key_digests={})),
         )
         done.set()
         return ends
