@@ -48,6 +48,12 @@ class RunSection(Section):
     Set it after the first start: a disk that is not mounted then starts no second run at step 0."""
     seed: NonNegativeInt = 0
     """Seed of parameters, dropout and data order."""
+    determinism: Literal["fast", "bitwise"] = free("fast")
+    """`bitwise`: on a GPU only kernels whose results are equal bit for bit in every execution.
+
+    Adds `--xla_gpu_deterministic_ops=true` to XLA_FLAGS, which also picks kernels without timing
+    them, so that a replaced machine of the same kind picks the same ones. Slower; docs/gpu.md has
+    the cost. Without effect on a CPU."""
 
 
 class TextSource(Section):

@@ -13,8 +13,36 @@ UNKNOWN = "unknown"
 PROGRAM, MODEL_CODE, DATA_CODE = "program", "model code", "data code"
 CODE = (PROGRAM, MODEL_CODE, DATA_CODE)
 """Digests of the lowered train step, and of the source of model and data, in Start.computation."""
+DETERMINISTIC_OPS = "--xla_gpu_deterministic_ops"
+"""XLA's flag for kernels with equal bits in every execution. It also stops the timing of kernels,
+so that equal machines choose equal ones (openxla.org/xla/determinism)."""
 LOWERING = ("devices", "mesh", "microbatches", "attention", "remat", "jax", "jaxlib")
 """Entries of Start.computation on which the lowered text of the same code depends."""
+
+
+def xla_flags(given: str, *, determinism: str) -> str:
+    """Returns XLA_FLAGS for the setting `run.determinism`.
+
+    Args:
+      given: the value in the environment, or "".
+      determinism: the setting. `fast` leaves the value as it is.
+
+    >>> xla_flags("--xla_dump_to=d", determinism="bitwise")
+    '--xla_dump_to=d --xla_gpu_deterministic_ops=true'
+    """
+    if determinism == "fast" or _is_deterministic(given):
+        return given
+    return f"{given} {DETERMINISTIC_OPS}=true".lstrip()
+
+
+def _is_deterministic(flags: str) -> bool:
+    """Returns what XLA takes from flags: of equal ones the last, and without a value it is on."""
+    values = [
+        flag.removeprefix(DETERMINISTIC_OPS).removeprefix("=").lower()
+        for flag in flags.split()
+        if flag.partition("=")[0] == DETERMINISTIC_OPS
+    ]
+    return values[-1:] in (["true"], ["1"], [""])
 
 
 def guarantee_level(starts: Sequence[Record]) -> str:
@@ -43,12 +71,9 @@ def guarantee_level(starts: Sequence[Record]) -> str:
         return f"{text}; {_text(changes, starts)}" if changes else text
     if changes:
         return f"statistical: {_text(changes, starts)}"
-    if " gpu " in now.get("devices", "") and "deterministic_ops=true" not in now.get(
-        "xla_flags", ""
-    ):
+    if " gpu " in now.get("devices", "") and not _is_deterministic(now.get("xla_flags", "")):
         return (
-            "statistical: GPU kernels may add in any order; for bitwise set "
-            "XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+            "statistical: GPU kernels may add in any order; for bitwise set run.determinism=bitwise"
         )
     return BITWISE
 

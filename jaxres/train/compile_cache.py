@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import xla_bridge  # No public function checks without creating a backend.
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxres import config as configs
@@ -26,8 +27,9 @@ from jaxres.config import RunConfig
 from jaxres.config.schema import CompileSection
 from jaxres.engine import executable
 from jaxres.engine.executable import Signature, Unusable
-from jaxres.faults import RunError
+from jaxres.faults import ConfigError, RunError
 from jaxres.runlog.events import CompiledStepsLoaded, Emit, Noted, PhaseChanged, StepsCompiled
+from jaxres.runlog.guarantee import xla_flags
 from jaxres.storage import files
 from jaxres.train.context import AttemptContext
 
@@ -85,6 +87,28 @@ def use_compilation_cache(folder: Path) -> None:
     files.make_private_dir(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def xla_flags_here() -> str:
+    """Returns the XLA_FLAGS of this process."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
+def set_determinism(determinism: str) -> None:
+    """Adds what `run.determinism` needs to XLA_FLAGS, which XLA reads when it is used first.
+
+    Raises:
+      ConfigError: XLA was used before, as in a notebook, without the flags.
+    """
+    flags = xla_flags(xla_flags_here(), determinism=determinism)
+    if flags == xla_flags_here():
+        return
+    if xla_bridge.backends_are_initialized():
+        raise ConfigError(
+            f"run.determinism is {determinism}, and this process has used JAX without it. Restart "
+            f"the process (the notebook's kernel), or set XLA_FLAGS={flags!r} before JAX is used."
+        )
+    os.environ["XLA_FLAGS"] = flags
 
 
 def configure_jax(section: CompileSection, emit: Emit) -> None:

@@ -49,7 +49,8 @@ def numerics_fingerprint(
         fingerprint |= {"attention": config.model.attention, "remat": config.model.remat}
     if mesh.devices.flat[0].platform != "cpu":
         fingerprint["executable"] = str(step.runtime_executable().fingerprint)
-    return fingerprint | dict(claim.fingerprint) | dict(claim.versions)
+    flags = {"xla_flags": compile_cache.xla_flags_here()}
+    return fingerprint | dict(claim.fingerprint) | dict(claim.versions) | flags
 
 
 def _code_digest(folders: Sequence[str], section: Any) -> str:

@@ -25,7 +25,7 @@ from jaxres.engine.step import StepMetrics
 from jaxres.models import Model
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
-from jaxres.train import build, jitted_steps
+from jaxres.train import build, compile_cache, jitted_steps
 from jaxres.train.components import Components
 from jaxres.train.nonfinite_trace import NonFinite, first_nonfinite
 from jaxres.train.resume import check_dataset
@@ -51,6 +51,7 @@ def replay_step(
     explain: bool,
 ) -> ReplayResult:
     """Recomputes the steps from a committed one up to `step`; with `explain` traces that step."""
+    compile_cache.set_determinism(config.run.determinism)
     dataset = data.open_dataset(config.data)
     check_dataset(dataset.fingerprint, history)
     plan, mesh, _ = build.devices_here(config)

@@ -32,7 +32,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import is_remote
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout
 from jaxres.telemetry.tensorboard import TensorBoard
-from jaxres.train import oom_advice
+from jaxres.train import compile_cache, oom_advice
 from jaxres.train.build import BuiltTrainer, build
 from jaxres.train.context import AttemptContext
 from jaxres.train.loop import LoopResult, train
@@ -152,6 +152,7 @@ def run_session(
       RunError: the attempt failed for a known cause.
     """
     try:
+        compile_cache.set_determinism(config.run.determinism)
         context = _join_cluster(config, context, member)
         _check_storage(config, context)
         _attach_tensorboard(config, context, stack)

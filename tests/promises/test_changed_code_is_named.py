@@ -11,6 +11,7 @@ import pytest
 from jaxres.cli import history, status
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
+from jaxres.runlog.history import start_of
 from tests.promises.trainer import TrainingProcess, Workspace, run_history
 
 MODEL = """
@@ -72,3 +73,15 @@ def test_a_model_changed_between_two_attempts_is_named_with_its_first_step(
     levels = [json.loads(line)["guarantee"] for line in attempts]
     assert levels == [guarantee(t) for t in (first, same, changed, again)]
     assert f"guarantee: {levels[2]}" in history.attempts_text(again.run_dir, found, as_json=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inline", [False, True])
+def test_bitwise_determinism_reaches_xla(workspace: Workspace, inline: bool) -> None:
+    """XLA ends a process whose XLA_FLAGS it does not know, so training means that it knows it."""
+    arguments = ["train.steps=2", "run.determinism=bitwise", *(["--inline"] if inline else [])]
+    trainer = workspace.start("run", *arguments)
+    assert trainer.wait_exit() == 0, trainer.printed()
+    (start,) = run_history(trainer.run_dir).starts
+    assert start_of(start).computation["xla_flags"] == "--xla_gpu_deterministic_ops=true"
+    assert guarantee(trainer) == "bitwise on this topology"

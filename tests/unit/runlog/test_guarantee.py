@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxres.runlog.guarantee import BITWISE, guarantee_level
+from jaxres.runlog.guarantee import BITWISE, guarantee_level, xla_flags
 from jaxres.runlog.records import Record, Start
 
 SAME = {
@@ -80,3 +80,24 @@ def test_a_gpu_is_bitwise_only_with_deterministic_kernels():
     gpu = SAME | {"devices": "1 x gpu H100"}
     assert level(gpu).startswith("statistical: GPU kernels")
     assert level(gpu | {"xla_flags": "--xla_gpu_deterministic_ops=true"}) == BITWISE
+    off = "--xla_gpu_deterministic_ops=true --xla_gpu_deterministic_ops=false"
+    assert level(gpu | {"xla_flags": off}).startswith("statistical: GPU kernels")
+
+
+@pytest.mark.parametrize(
+    ("given", "determinism", "flags"),
+    [
+        ("", "fast", ""),
+        ("--xla_a=1", "fast", "--xla_a=1"),
+        ("", "bitwise", "--xla_gpu_deterministic_ops=true"),
+        ("--xla_a=1", "bitwise", "--xla_a=1 --xla_gpu_deterministic_ops=true"),
+        ("--xla_gpu_deterministic_ops", "bitwise", "--xla_gpu_deterministic_ops"),
+        (
+            "--xla_gpu_deterministic_ops=false",
+            "bitwise",
+            "--xla_gpu_deterministic_ops=false --xla_gpu_deterministic_ops=true",
+        ),
+    ],
+)
+def test_bitwise_determinism_adds_the_flag_that_xla_takes(given, determinism, flags):
+    assert xla_flags(given, determinism=determinism) == flags

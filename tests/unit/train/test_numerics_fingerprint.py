@@ -1,6 +1,9 @@
 """The source of custom code is in the fingerprint of a start."""
 
 import importlib
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -51,3 +54,35 @@ def test_a_module_that_is_younger_than_the_process_has_no_digest(tmp_path, diges
     (tmp_path / "new_rows.py").write_text("")
     assert digest("new_rows:build", imported_after=-10.0) == UNKNOWN
     assert digest("math:floor") == UNKNOWN, "a module without source"
+
+
+def determinism(code, **env):
+    """Runs code in a process that has imported all that a worker needs, and used no device."""
+    head = "import jax, os; from jaxres.train import compile_cache, session; "
+    return subprocess.run(
+        [sys.executable, "-c", head + code],
+        env={**os.environ, "XLA_FLAGS": "", **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_xla_reads_its_flags_after_the_imports_so_that_determinism_takes_effect():
+    unknown = "os.environ['XLA_FLAGS'] = '--xla_no_such_flag=1'; jax.devices()"
+    ended = determinism(unknown)
+    assert ended.returncode != 0
+    assert "Unknown flag in XLA_FLAGS" in ended.stderr
+    known = "compile_cache.set_determinism('bitwise'); jax.devices(); "
+    ended = determinism(known + "print(compile_cache.xla_flags_here())")
+    assert ended.stdout == "--xla_gpu_deterministic_ops=true\n", ended.stderr
+
+
+def test_determinism_that_comes_too_late_is_a_config_error():
+    ended = determinism(
+        "jax.devices(); set_determinism = compile_cache.set_determinism; set_determinism('fast'); "
+        "os.environ['XLA_FLAGS'] = '--xla_gpu_deterministic_ops=true'; set_determinism('bitwise'); "
+        "os.environ['XLA_FLAGS'] = ''; print('late'); set_determinism('bitwise')"
+    )
+    assert ended.stdout == "late\n", ended.stderr
+    assert "ConfigError: run.determinism is bitwise, and this process has used JAX" in ended.stderr
