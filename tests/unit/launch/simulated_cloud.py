@@ -365,7 +365,7 @@ class SimulatedCloud:
                 delay = self.draw.uniform(0, seconds)
                 self.after(delay, lambda name=name: self._boot_vm(name, zone))
             if refused is not None:  # Rolled back before the operation ends.
-                self.after(seconds - 1e-6, lambda name=name: self._remove_vm(name))
+                self.after(seconds - 1e-6, lambda name=name: self._roll_back(name))
         return request
 
     def create_result(self, operation: str, zone: str) -> CreateFailed | bool:
@@ -399,6 +399,12 @@ class SimulatedCloud:
             self.after(self.draw.uniform(3, 20), lambda: self._start_agent(machine))
         else:
             self.excused.add(name)
+
+    def _roll_back(self, name: str) -> None:
+        """Removes a VM of a creation that fails; the launcher may have seen it in a list before."""
+        if name in self.vms:
+            self.excused.add(name)
+        self._remove_vm(name)
 
     def _remove_vm(self, name: str) -> None:
         if (machine := self.vms.pop(name, None)) is not None:
