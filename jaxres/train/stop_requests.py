@@ -119,6 +119,7 @@ class InlineSignals:
         self.requests = StopRequests()
         self._is_command = is_command
         self._interrupts = 0
+        self._may_interrupt = False
         self._on_early_exit: Callable[[ExitCode], None] | None = None
         self._stacks: IO[str] | None = None
         self._exits = contextlib.ExitStack()
@@ -156,12 +157,19 @@ class InlineSignals:
         if (requested := self.requests.requested_stop()) is not None:
             self._exit_early(requested, "stop")
 
+    def allow_interrupts(self) -> None:
+        """Lets a second interrupt raise from now on.
+
+        Not before all modules are imported: a module that is imported half breaks every later call.
+        """
+        self._may_interrupt = True
+
     def _on_signal(self, number: int, frame: object) -> None:
         """Raises at a second interrupt; the thread does all else."""
         if self._is_command or number not in (signal.SIGINT, signal.SIGTERM):
             return
         self._interrupts += 1
-        if self._interrupts > 1:
+        if self._interrupts > 1 and self._may_interrupt:
             raise KeyboardInterrupt
 
     def _receive(self, read_end: int) -> None:

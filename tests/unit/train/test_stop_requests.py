@@ -139,6 +139,7 @@ def test_in_a_notebook_a_stop_is_a_flag_and_a_second_one_an_interrupt_and_all_is
         + """
 try:
     with InlineSignals(is_command=False) as received:
+        received.allow_interrupts()
         received.requests.on_step(None)
         os.kill(me, signal.SIGINT)
         wait(lambda: received.requests.requested_stop() is not None)
@@ -154,6 +155,27 @@ os.kill(me, signal.SIGINT)
     )
     assert (code, out) == (0, "STOPPED\ninterrupted\nhandled\n"), err
     assert "saving after the current step" in err
+
+
+def test_in_a_notebook_no_import_is_interrupted():
+    code, out, err = run(
+        NOTEBOOK
+        + """
+with InlineSignals(is_command=False) as received:
+    received.on_attempt(sys.stderr, lambda exit: None)
+    for _ in range(3):
+        os.kill(me, signal.SIGINT)
+        time.sleep(0.01)
+    print("imported")
+    received.allow_interrupts()
+    try:
+        os.kill(me, signal.SIGINT)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+    )
+    assert (code, out) == (0, "imported\ninterrupted\n"), err
 
 
 def test_in_a_notebook_a_stop_before_the_first_step_exits_nothing():
