@@ -147,8 +147,7 @@ def _inline(opened: ClaimedAttempt, *, received: InlineSignals) -> AttemptResult
     with worker.crash_stacks(run_dir, claim.attempt, ALONE) as stacks:
         received.on_attempt(stacks, lambda exit: record(exit, "before the first finished step"))
         try:
-            from jaxres.train import session  # noqa: F401
-
+            worker.import_all()
             received.allow_interrupts()
             result = worker.run_worker(
                 opened.config, run_dir, log, claim, requests=received.requests

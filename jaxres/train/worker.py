@@ -111,6 +111,11 @@ def run_worker(
     return result
 
 
+def import_all() -> None:
+    """Imports all modules that `run_worker` needs, jax among them."""
+    from jaxres.train import session  # noqa: F401
+
+
 def _console(config: RunConfig, claim: Claim, clock: SystemClock, terminal: TextIO) -> Console:
     return Console(
         attempt=claim.attempt,
