@@ -144,7 +144,7 @@ def _inline(opened: ClaimedAttempt, *, received: InlineSignals) -> AttemptResult
     def record(exit: ExitCode, reason: str) -> None:
         attempt_runner.record_stop(log, AttemptResult(exit, reason))
 
-    with worker.crash_stacks(run_dir, claim.attempt, ALONE) as stacks:
+    with worker.inline_stacks(run_dir, claim.attempt) as stacks:
         received.on_attempt(stacks, lambda exit: record(exit, "before the first finished step"))
         try:
             worker.import_all()

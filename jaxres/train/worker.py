@@ -162,12 +162,11 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
     run_dir = RunDir(options.run_dir)
     member = HostRank(options.host, options.num_hosts, options.coordinator)
     terminal = None if member.is_alone else _redirect_output(run_dir, options.attempt, member)
-    stacks = contextlib.ExitStack().enter_context(crash_stacks(run_dir, options.attempt, member))
     install_crash_handlers(
         run_dir,
         options.attempt,
         member,
-        stacks=stacks,
+        stacks=open_stacks(run_dir, options.attempt, member),
         record=lambda result: write_now(options.status_fd, exit_message(result)),
     )
     records = run_log.read_records(run_dir.log)
@@ -216,13 +215,19 @@ def _dump_stacks_on_signal(stacks: IO[str]) -> None:
         faulthandler.dump_traceback(stacks, all_threads=True)
 
 
-@contextlib.contextmanager
-def crash_stacks(run_dir: RunDir, attempt: int, member: HostRank) -> Iterator[IO[str]]:
-    """The attempt's file of stacks, to which a crash of the interpreter writes too."""
+def open_stacks(run_dir: RunDir, attempt: int, member: HostRank) -> IO[str]:
+    """Opens the attempt's file of stacks, to which a crash of the interpreter writes too."""
     files.make_dir(run_dir.local_attempt(attempt))
+    stacks = run_dir.stacks(attempt, member.host).open("a")
+    faulthandler.enable(stacks, all_threads=True)
+    return stacks
+
+
+@contextlib.contextmanager
+def inline_stacks(run_dir: RunDir, attempt: int) -> Iterator[IO[str]]:
+    """Opens the file of stacks; afterwards a crash of the process is reported as before."""
     was_enabled = faulthandler.is_enabled()
-    with run_dir.stacks(attempt, member.host).open("a") as stacks:
-        faulthandler.enable(stacks, all_threads=True)
+    with open_stacks(run_dir, attempt, ALONE) as stacks:
         try:
             yield stacks
         finally:

@@ -1,0 +1,68 @@
+"""The GPU check tells every failure, and goes on where it stopped."""
+
+import json
+from pathlib import Path
+
+from tools.gpu import check
+from tools.gpu.check import Part, main
+
+PARTS = [
+    Part(name, "tests.unit.gpu_parts", minutes, f"what {name} asks")
+    for name, minutes in [("fails", 1), ("leaves", 1), ("hangs", 0.01), ("fine", 1)]
+]
+
+
+def results(out):
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    return {line["name"]: line for line in lines}
+
+
+def test_a_part_that_fails_hangs_or_leaves_a_process_is_told_and_stops_no_other(tmp_path, capsys):
+    assert main(["--out", str(tmp_path)], PARTS) == 1
+    found = results(tmp_path)
+    assert {name: one["status"] for name, one in found.items()} == {
+        "fails": "failed",
+        "leaves": "failed",
+        "hangs": "timed out",
+        "fine": "passed",
+    }
+    assert found["fails"]["error"].endswith("AssertionError: on purpose")
+    assert found["leaves"]["error"] == "left 1 process(es) behind"
+    left = Path(f"/proc/{found['leaves']['figures']['pid']}/cmdline")
+    assert not left.exists() or not left.read_bytes(), "it is at most a zombie"
+    assert found["hangs"]["error"] == "after 1 s: hangs"
+    table = (tmp_path / "results.md").read_text()
+    assert "| fine | what fine asks | passed, 0 s | speed 1.5; device a/b |" in table
+    assert "fails: failed" in capsys.readouterr().out
+
+
+def test_a_second_start_goes_on_with_what_has_not_passed(tmp_path, capsys):
+    assert main(["--out", str(tmp_path), "--only", "fine"], PARTS) == 0
+    before = (tmp_path / "results.jsonl").read_text()
+    assert main(["--out", str(tmp_path), "--only", "fine"], PARTS) == 0
+    assert (tmp_path / "results.jsonl").read_text() == before
+    assert "fine: passed before" in capsys.readouterr().out
+    assert main(["--out", str(tmp_path), "--only", "fine", "--again"], PARTS) == 0
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
+    assert main(["--out", str(tmp_path), "--minutes", "0", "--only", "fails"], PARTS) == 1
+    assert results(tmp_path)["fails"]["status"] == "no time left"
+    assert (
+        "| hangs | what hangs asks | not measured yet |  |" in (tmp_path / "results.md").read_text()
+    )
+
+
+def test_missing_packages_and_unknown_parts_are_named(tmp_path, capsys, monkeypatch):
+    assert main(["--out", str(tmp_path), "--only", "fine", "no"], PARTS) == 64
+    assert "--only no: no such part (parts: fails, leaves, hangs, fine)" in capsys.readouterr().err
+    monkeypatch.setitem(check.NEEDED, "no_such_module", "no-such-package")
+    assert main(["--out", str(tmp_path)], PARTS) == 64
+    assert "missing packages: no-such-package" in capsys.readouterr().err
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_every_part_is_a_function_with_a_question():
+    names = [part.name for part in check.PARTS]
+    assert len(set(names)) == len(names)
+    for part in check.PARTS:
+        source = check.ROOT / f"{part.module.replace('.', '/')}.py"
+        assert f"\ndef {part.name}(folder: Path)" in source.read_text()

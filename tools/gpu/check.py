@@ -1,0 +1,268 @@
+"""Measures and checks jaxres on this machine's GPU: one command, one process for each part.
+
+    python tools/gpu/check.py [--minutes 25] [--out build/gpu] [--only PART ...] [--again]
+                              [--wheels FOLDER] [--rehearse]
+
+Needs a checkout and an installed jax, flax, optax, orbax-checkpoint and tensorstore. Packages that
+are missing are named; pure-Python ones are taken from wheels in a folder (--wheels). The parts run
+in order of worth, each with a time limit. One that fails or hangs stops no other. After each part
+OUT/results.jsonl gets a line, OUT/results.md the table, OUT/PART.txt has its output. Started again,
+the command goes on with the parts that have not passed (--again: with all). `--rehearse` runs every
+part at a tiny size on the CPU. Exits with 1 if a part has not passed. See docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = {
+    **{name: name for name in ("jax", "flax", "optax", "tensorstore", "numpy", "ml_dtypes")},
+    **{name: name for name in ("jaxtyping", "pydantic", "rich", "plotext", "xxhash")},
+    "orbax.checkpoint": "orbax-checkpoint",
+    "yaml": "PyYAML",
+}
+"""Module -> package."""
+PASSED, FAILED, TIMED_OUT, NO_TIME = "passed", "failed", "timed out", "no time left"
+TAG = "JAXRES_GPU_CHECK"
+"""Environment variable of all processes of a part, by which what it leaves is found."""
+REHEARSE_SECONDS = 90.0
+TAIL_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the check: the function of its name in a module."""
+
+    name: str
+    module: str
+    minutes: float
+    """Longest time on a GPU."""
+    question: str
+
+
+PARTS = (
+    Part("environment", "tools.gpu.machine", 2, "what the machine is, and how fast it copies"),
+    Part("quickstart", "tools.gpu.training", 3, "the quickstart trains"),
+    Part("resume_bitwise", "tools.gpu.recovery", 4, "with bitwise kernels killed equals unbroken"),
+    Part("resume_fast", "tools.gpu.recovery", 4, "without them: how often bits differ"),
+    Part("speed_124m", "tools.gpu.training", 3, "tokens/s and MFU of a 124M model"),
+    Part("speed_1b", "tools.gpu.training", 4, "tokens/s and MFU of a 1B model, sequence 2048"),
+    Part("step_path", "tools.gpu.training", 3, "jaxres's loop against a bare one"),
+    Part("restart", "tools.gpu.recovery", 4, "seconds from SIGKILL to the next step"),
+    Part("saves", "tools.gpu.training", 4, "what a save costs"),
+    Part("attention", "tools.gpu.kernels", 2, "cuDNN's attention against XLA's"),
+    Part("determinism_cost", "tools.gpu.training", 3, "step time with bitwise kernels"),
+    Part("out_of_memory", "tools.gpu.recovery", 2, "too large a batch ends as 86 with advice"),
+    Part("hang", "tools.gpu.recovery", 2, "a stuck step ends as 80 and leaves no process"),
+    Part("memory", "tools.gpu.kernels", 2, "the estimate of memory against what is used"),
+    Part("health", "tools.gpu.machine", 1, "temperature, ECC, throttling"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a part ended."""
+
+    name: str
+    status: str
+    seconds: float
+    figures: dict[str, object]
+    error: str = ""
+
+
+def main(arguments: Sequence[str], parts: Sequence[Part] = PARTS) -> int:
+    """Runs the parts; returns the exit code."""
+    options = _parse(arguments)
+    out = options.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    path = [str(ROOT), *_unpacked(options.wheels, out)]
+    if missing := _missing(path):
+        print(
+            f"missing packages: {', '.join(missing)}. Install them, or put their wheels into a "
+            "folder and give it by --wheels.",
+            file=sys.stderr,
+        )
+        return 64
+    unknown = set(options.only) - {part.name for part in parts}
+    if unknown:
+        names = ", ".join(part.name for part in parts)
+        print(
+            f"--only {', '.join(sorted(unknown))}: no such part (parts: {names})", file=sys.stderr
+        )
+        return 64
+    ends_at = time.monotonic() + 60 * options.minutes
+    results = {} if options.again else _read(out)
+    asked = [part for part in parts if not options.only or part.name in options.only]
+    due = [part for part in asked if not _has_passed(results.get(part.name))]
+
+    def run(part: Part) -> Result:
+        longest = REHEARSE_SECONDS if options.rehearse else 60 * part.minutes
+        limit = min(ends_at - time.monotonic(), longest)
+        if limit <= 0:
+            return Result(part.name, NO_TIME, 0.0, {})
+        return _run(part, out, path, limit=limit, rehearse=options.rehearse)
+
+    for part in asked:
+        if part not in due:
+            print(f"{part.name}: passed before", flush=True)
+    with ThreadPoolExecutor(2 if options.rehearse else 1) as pool:
+        for result in pool.map(run, due):
+            results[result.name] = result
+            with (out / "results.jsonl").open("a") as file:
+                file.write(json.dumps(dataclasses.asdict(result)) + "\n")
+            (out / "results.md").write_text(table(parts, results))
+            print(
+                f"{result.name}: {result.status} ({result.seconds:.0f} s) {result.error}",
+                flush=True,
+            )
+    return int(not all(_has_passed(results[part.name]) for part in asked))
+
+
+def _has_passed(result: Result | None) -> bool:
+    return result is not None and result.status == PASSED
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tools/gpu/check.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"))
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--wheels", type=Path)
+    parser.add_argument("--rehearse", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def _unpacked(wheels: Path | None, out: Path) -> list[str]:
+    """Returns the folders of unpacked wheels."""
+    found = []
+    for wheel in sorted(wheels.glob("*.whl")) if wheels is not None else []:
+        folder = out / "wheels" / wheel.stem
+        if not folder.exists():
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(folder)
+        found.append(str(folder))
+    return found
+
+
+def _missing(path: Sequence[str]) -> list[str]:
+    """Returns the packages that can't be found."""
+    sys.path[:0] = [folder for folder in path if folder not in sys.path]
+    return [package for module, package in NEEDED.items() if not _is_there(module)]
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _read(out: Path) -> dict[str, Result]:
+    """Returns the last result of each part of an earlier start."""
+    lines = (out / "results.jsonl").read_text().splitlines() if _has_results(out) else []
+    found = [Result(**json.loads(line)) for line in lines]
+    return {result.name: result for result in found}
+
+
+def _has_results(out: Path) -> bool:
+    return (out / "results.jsonl").exists()
+
+
+def _run(part: Part, out: Path, path: Sequence[str], *, limit: float, rehearse: bool) -> Result:
+    """Runs a part in a process of its own, and kills what it leaves."""
+    folder = out / part.name
+    figures, output = out / f"{part.name}.json", out / f"{part.name}.txt"
+    figures.unlink(missing_ok=True)
+    command = [sys.executable, str(Path(__file__).with_name("run_part.py"))]
+    command += [part.module, part.name, str(folder), str(figures)]
+    mark = f"{part.name}-{os.getpid()}-{time.monotonic_ns()}"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), TAG: mark}
+    if rehearse:
+        env |= {"JAX_PLATFORMS": "cpu", "REHEARSE": "1"}
+    started = time.monotonic()
+    with output.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            left = _kill_marked(mark)
+            process.wait()
+    seconds = time.monotonic() - started
+    tail = output.read_text(errors="replace")[-TAIL_CHARACTERS:].strip()
+    found = json.loads(figures.read_text()) if figures.exists() else {}
+    if code is None:
+        return Result(part.name, TIMED_OUT, seconds, found, f"after {limit:.0f} s: {tail}")
+    if code != 0 or not figures.exists():
+        return Result(part.name, FAILED, seconds, found, f"exit {code}: {tail}")
+    if left:
+        return Result(part.name, FAILED, seconds, found, f"left {left} process(es) behind")
+    return Result(part.name, PASSED, seconds, found)
+
+
+def _kill_marked(mark: str) -> int:
+    """Kills all processes with this mark in their environment; returns how many there were."""
+    wanted, killed = f"{TAG}={mark}".encode(), set[int]()
+    for _ in range(100):
+        found = set[int]()
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                is_marked = wanted in (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if is_marked:
+                found.add(int(entry.name))
+        if not found:
+            break
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        killed |= found
+        time.sleep(0.05)
+    return len(killed)
+
+
+def table(parts: Sequence[Part], results: dict[str, Result]) -> str:
+    """Returns the results as a Markdown table."""
+    rows = ["| part | question | result | figures |", "|---|---|---|---|"]
+    for part in parts:
+        result = results.get(part.name)
+        status = (
+            "not measured yet" if result is None else f"{result.status}, {result.seconds:.0f} s"
+        )
+        figures = {} if result is None else result.figures
+        cell = "; ".join(f"{name} {_text(value)}" for name, value in figures.items())
+        rows.append(f"| {part.name} | {part.question} | {status} | {cell} |")
+    return "\n".join(rows) + "\n"
+
+
+def _text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,66 @@
+"""Training runs of the parts: real commands, and what they have recorded."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxres.runlog.event_log import read_events, read_json_lines
+from jaxres.runlog.paths import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
+REHEARSED = os.environ.get("REHEARSE") == "1"
+"""Whether the sizes are tiny and the device is a CPU."""
+NO_GPU = "not measured: no GPU"
+WARM_STEPS = 5
+"""Steps at the start whose time is not counted."""
+SMALL = ("model.num_layers=1", "model.d_model=64", "model.num_heads=2", "data.seq_len=64")
+"""Overrides of the quickstart for a rehearsal."""
+
+
+def sized(gpu: int, cpu: int) -> int:
+    """Returns the first number, or the second in a rehearsal."""
+    return cpu if REHEARSED else gpu
+
+
+def quickstart(folder: Path, *overrides: str) -> list[str]:
+    """Returns the arguments of the quickstart with its data and caches in a folder."""
+    caches = [f"data.cache_dir={folder / 'data'}", f"compilation.cache_dir={folder / 'xla'}"]
+    small = SMALL if REHEARSED else ()
+    return [str(ROOT / "configs/quickstart.yaml"), *caches, *small, *overrides]
+
+
+def command(arguments: Sequence[str], *, module: str = "jaxres.train") -> list[str]:
+    """Returns the argv of a command."""
+    return [sys.executable, "-m", module, *arguments]
+
+
+def train(arguments: Sequence[str], *, exit: int = 0) -> str:
+    """Runs a command to its end and returns its output; raises unless it exits with `exit`."""
+    ended = subprocess.run(
+        command(arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    print(ended.stdout, flush=True)
+    assert ended.returncode == exit, f"exit {ended.returncode}, expected {exit}"
+    return ended.stdout
+
+
+def digest(run_dir: RunDir) -> str:
+    """Returns the digest of the newest checkpoint."""
+    arguments = command(["checkpoints", "digest", str(run_dir.root)], module="jaxres")
+    return subprocess.run(arguments, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def event(run_dir: RunDir, attempt: int, kind: str) -> dict[str, object]:
+    """Returns the first event of a kind of an attempt."""
+    return next(e for e in read_events(run_dir.events(attempt, 0)) if e["event"] == kind)
+
+
+def step_seconds(run_dir: RunDir, attempt: int = 1) -> float:
+    """Returns the median time of a step after the first ones."""
+    rows = read_json_lines(run_dir.metrics(attempt))[WARM_STEPS:]
+    return statistics.median(row["step_seconds"] for row in rows)

@@ -1,0 +1,144 @@
+"""Parts about speed: whole runs, the loop, saves, deterministic kernels."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jaxres import config as configs
+from jaxres.data.token_folder import write_tokens
+from jaxres.runlog.paths import RunDir
+from jaxres.telemetry.throughput import peak_flops
+from tools.bench import step
+from tools.gpu import runs
+from tools.gpu.runs import NO_GPU, REHEARSED, ROOT, event, sized, step_seconds, train
+
+Figures = dict[str, object]
+VOCAB = 50304
+OUT_OF_MEMORY = "exit 86"
+LOOPS = {
+    "small": (),
+    "medium": ("model.num_layers=12", "model.d_model=768", "model.num_heads=12"),
+    "large": (
+        *("model.num_layers=16", "model.d_model=1536", "model.num_heads=12", "data.seq_len=1024"),
+    ),
+}
+"""Models whose step takes about 5, 20 and 100 ms on a GPU of 2023."""
+
+
+def run(name: str, *arguments: str) -> str:
+    """Runs a benchmark of tools/bench and returns its output."""
+    command = [sys.executable, str(ROOT / "tools/bench" / name), *arguments]
+    ended = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    print(ended.stdout, flush=True)
+    assert ended.returncode == 0 or "FAIL: the ratio" in ended.stdout, "the benchmark has failed"
+    return ended.stdout
+
+
+def quickstart(folder: Path) -> Figures:
+    """Trains the quickstart to its end."""
+    run_dir = RunDir(folder / "run")
+    steps = sized(280, 8)
+    train(runs.quickstart(folder, f"run.dir={run_dir.root}", f"train.steps={steps}"))
+    return {"steps": steps, "step_ms": 1e3 * step_seconds(run_dir)} | _utilization(run_dir)
+
+
+def _utilization(run_dir: RunDir) -> Figures:
+    built, seconds = event(run_dir, 1, "run_built"), step_seconds(run_dir)
+    tokens_per_step, flops = built["tokens_per_step"], built["flops_per_token"]
+    assert isinstance(tokens_per_step, int)
+    assert isinstance(flops, float | int)
+    rate = tokens_per_step / seconds
+    peak = peak_flops(str(built["devices"]).partition(" x ")[2])
+    return {"tokens_per_s": rate, "MFU": NO_GPU if peak is None else rate * flops / peak}
+
+
+def speed_124m(folder: Path) -> Figures:
+    """Trains GPT-2's size on random tokens, with the largest batch that fits."""
+    return _speed(folder, "gpt2-124m", 1024, [(64, "none"), (32, "none"), (32, "block")])
+
+
+def speed_1b(folder: Path) -> Figures:
+    """Trains the 1B model on random tokens at sequence 2048, with the largest batch that fits."""
+    tries = [(16, "none"), (8, "none"), (16, "block"), (8, "block"), (4, "block")]
+    found = _speed(folder, "llama-1b", 2048, tries)
+    mfu = found["MFU"]
+    return found | {"reaches_50_percent": mfu >= 0.5 if isinstance(mfu, float) else NO_GPU}
+
+
+def _speed(folder: Path, name: str, length: int, tries: list[tuple[int, str]]) -> Figures:
+    """Returns the figures of the first of the tries (rows, remat) that fits."""
+    tokens = folder / "tokens"
+    chance = np.random.default_rng(0)
+    documents = [chance.integers(0, VOCAB, length * sized(256, 8)) for _ in range(8)]
+    write_tokens(tokens, documents, vocab_size=VOCAB, tokenizer="random")
+    small = ("model.num_layers=1", "model.d_model=32", "model.num_heads=2", "model.d_ff=64")
+    small += ("model.num_kv_heads=2",) if name.startswith("llama") else ()
+    for rows, remat in [(2, "block")] if REHEARSED else tries:
+        run_dir = RunDir(folder / f"run-{rows}-{remat}")
+        arguments = [
+            str(ROOT / "configs" / f"{name}.yaml"),
+            *(f"data.source.path={tokens}", f"data.seq_len={sized(length, 32)}"),
+            *(f"run.dir={run_dir.root}", f"compilation.cache_dir={folder / 'xla'}"),
+            *(f"train.global_batch_size={rows}", "train.microbatches=1", f"model.remat={remat}"),
+            *(f"train.steps={sized(40, 8)}", f"model.vocab_size={VOCAB}", "mesh.fsdp=1"),
+            *("evaluation.every_steps=0", "checkpoint.save_every_steps=1000000"),
+            "telemetry.sample_tokens=0",
+            *(small if REHEARSED else ()),
+        ]
+        try:
+            train(arguments)
+        except AssertionError as error:
+            if OUT_OF_MEMORY not in str(error):
+                raise
+            continue
+        figures = {"rows": rows, "remat": remat, "step_ms": 1e3 * step_seconds(run_dir)}
+        return figures | _utilization(run_dir)
+    raise AssertionError(f"none of these fits into memory: {tries}")
+
+
+def step_path(folder: Path) -> Figures:
+    """Returns the ratio of jaxres's loop to a bare one, for steps of three lengths."""
+    del folder
+    figures: Figures = {}
+    for name, overrides in list(LOOPS.items())[: sized(len(LOOPS), 1)]:
+        arguments = [*step.SMALL, "run.dir=bench", *overrides]
+        config = configs.load(step.CONFIG, arguments).config
+        with step.built(config, live=False) as parts:
+            pairs = step.take_turns(
+                parts.run, blocks=sized(10, 3), steps=sized(25, 4), save_every=step.NEVER
+            )
+        figures[f"{name} bare ms"] = 1e3 * statistics.median(bare.wall for _, bare in pairs)
+        ratios = [ours.wall / bare.wall for ours, bare in pairs]
+        figures[f"{name} ratio"] = statistics.median(ratios)
+    return figures
+
+
+def saves(folder: Path) -> Figures:
+    """Runs the benchmark of checkpoints; its table is in the part's output."""
+    size = ("--layers=12", "--width=768", "--rounds=3")
+    tiny = ("--layers=1", "--width=48", "--rounds=1")
+    text = run("checkpoint.py", *(tiny if REHEARSED else size))
+    lines = [line.strip() for line in text.splitlines() if "ratio" in line or " x " in line]
+    del folder
+    return {"lines": " / ".join(lines[:12])}
+
+
+def determinism_cost(folder: Path) -> Figures:
+    """Returns the step time with bitwise kernels, divided by the one without."""
+    seconds = {}
+    for how in ("fast", "bitwise"):
+        run_dir = RunDir(folder / how)
+        arguments = [f"run.dir={run_dir.root}", f"run.determinism={how}"]
+        arguments += [f"train.steps={sized(60, 8)}", *(() if REHEARSED else LOOPS["medium"])]
+        train(runs.quickstart(folder, *arguments))
+        seconds[how] = step_seconds(run_dir)
+    fast, bitwise = seconds["fast"], seconds["bitwise"]
+    ratio: object = NO_GPU if REHEARSED else bitwise / fast
+    return {"fast ms": 1e3 * fast, "bitwise ms": 1e3 * bitwise, "ratio": ratio}
