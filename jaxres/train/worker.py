@@ -121,7 +121,18 @@ def _console(config: RunConfig, claim: Claim, clock: SystemClock, terminal: Text
         attempt=claim.attempt,
         log_every_seconds=config.telemetry.log_every_seconds,
         clock=clock,
-        terminal=Terminal(file=terminal, highlight=False, soft_wrap=True),
+        terminal=_terminal(terminal),
+    )
+
+
+def _terminal(stream: TextIO) -> Terminal:
+    """Returns a terminal of rich; in a notebook one of plain lines, as for a file."""
+    terminal = Terminal(file=stream, highlight=False, soft_wrap=True)
+    if not terminal.is_jupyter:
+        return terminal
+    # In a notebook rich would leave out `stream`, which calls itself a terminal and is none.
+    return Terminal(
+        file=stream, highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=False
     )
 
 
