@@ -39,7 +39,7 @@ NEEDED = {
 PASSED, FAILED, TIMED_OUT, NO_TIME = "passed", "failed", "timed out", "no time left"
 TAG = "JAXRES_GPU_CHECK"
 """Environment variable of all processes of a part, by which what it leaves is found."""
-REHEARSE_SECONDS = 90.0
+REHEARSE_SECONDS = 180.0
 TAIL_CHARACTERS = 2000
 
 

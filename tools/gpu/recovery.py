@@ -11,6 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from tools.bench import restart as restart_bench
 from tools.gpu.runs import NO_GPU, REHEARSED, ROOT, command, digest, event, quickstart, sized, train
@@ -58,38 +59,41 @@ def resume_fast(folder: Path) -> Figures:
 
 def _resume(folder: Path, determinism: str) -> Figures:
     """Compares an unbroken run with a killed one, whose steps are compiled again each time."""
-    shared = (f"train.steps={sized(200, 12)}", f"checkpoint.save_every_steps={sized(20, 3)}")
+    shared = (f"train.steps={sized(300, 20)}", f"checkpoint.save_every_steps={sized(20, 4)}")
     shared += ("evaluation.every_steps=0", "telemetry.sample_tokens=0")
     shared += (f"run.determinism={determinism}", "compilation.keep_programs=0")
     unbroken, killed = RunDir(folder / "unbroken"), RunDir(folder / "killed")
     train(quickstart(folder, f"run.dir={unbroken.root}", *shared))
-    chance, kills = random.Random(0), 0
+    chance, committed = random.Random(0), list[int]()
     for attempt in range(1, sized(4, 2)):
         own = [*quickstart(folder, f"run.dir={killed.root}", *shared)]
         own += [f"compilation.cache_dir={folder / f'xla{attempt}'}"]
         process = subprocess.Popen(command(own), cwd=ROOT)
-        _wait_for_steps(killed, attempt, chance.randrange(sized(30, 4), sized(60, 6)))
+        _wait_for_commit(killed, after=max(committed, default=0))
+        time.sleep(chance.uniform(0, 0.2))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        kills += 1
+        committed.append(_committed(killed))
     train(quickstart(folder, f"run.dir={killed.root}", *shared))
     losses = [_losses(run_dir) for run_dir in (unbroken, killed)]
     different = sum(a != b for a, b in zip(*losses, strict=True))
     return {
-        "kills": kills,
+        "killed_after_commits_of": " ".join(map(str, committed)),
         "steps": len(losses[0]),
         "equal_digest": digest(unbroken) == digest(killed),
         "different_losses": different,
-        "guarantee": event(killed, kills + 1, "training_started")["guarantee"],
+        "guarantee": event(killed, len(committed) + 1, "training_started")["guarantee"],
     }
 
 
-def _wait_for_steps(run_dir: RunDir, attempt: int, steps: int) -> None:
+def _committed(run_dir: RunDir) -> int:
+    return run_log.fold(run_log.read_records(run_dir.log)).step
+
+
+def _wait_for_commit(run_dir: RunDir, *, after: int) -> None:
     until = time.monotonic() + 120
-    path = run_dir.metrics(attempt)
-    assert isinstance(path, Path)
-    while not path.exists() or path.read_bytes().count(b"\n") < steps:
-        assert time.monotonic() < until, f"no {steps} steps in attempt {attempt}"
+    while not run_dir.root.exists() or _committed(run_dir) <= after:
+        assert time.monotonic() < until, f"no commit after step {after}"
         time.sleep(0.005)
 
 
