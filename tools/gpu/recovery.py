@@ -13,6 +13,7 @@ from pathlib import Path
 
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
 from tools.bench import restart as restart_bench
 from tools.gpu.runs import NO_GPU, REHEARSED, ROOT, command, digest, event, quickstart, sized, train
 
@@ -92,7 +93,7 @@ def _committed(run_dir: RunDir) -> int:
 
 def _wait_for_commit(run_dir: RunDir, *, after: int) -> None:
     until = time.monotonic() + 120
-    while not run_dir.root.exists() or _committed(run_dir) <= after:
+    while not files.exists(run_dir.root) or _committed(run_dir) <= after:
         assert time.monotonic() < until, f"no commit after step {after}"
         time.sleep(0.005)
 
