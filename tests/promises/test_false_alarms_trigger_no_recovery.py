@@ -28,10 +28,11 @@ def mount(workspace: Workspace, tmp_path: Path) -> Mount:
     return Mount.over(workspace.run_dir("run").root, built_in=tmp_path)
 
 
+SHORT = pytest.param(1, 11, marks=pytest.mark.slow)
 LONG = [pytest.param(hosts, 60, marks=pytest.mark.campaign) for hosts in (1, 2)]
 
 
-@pytest.mark.parametrize(("hosts", "seconds"), [(1, 11), *LONG])
+@pytest.mark.parametrize(("hosts", "seconds"), [SHORT, *LONG])
 def test_storage_that_hangs_longer_than_the_step_limit_restarts_nothing(
     workspace: Workspace, request: pytest.FixtureRequest, mount: Mount, hosts: int, seconds: int
 ) -> None:

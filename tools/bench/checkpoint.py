@@ -1,6 +1,6 @@
 """Benchmark of checkpoints against stock Orbax and the machine's limits, in turns, in one run.
 
-    python tools/bench/checkpoint.py [--layers 12] [--width 768] [--rounds 5] [--devices 1]
+    python tools/bench/checkpoint.py [--layers 12] [--width 768] [--rounds 5] [--devices 8]
 
 The state is that of the built-in decoder (float32 weights and two moments; 1.2 GB by default).
 Prints how long a save delays training (the call and the step after it, which donates the state),
@@ -200,15 +200,18 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument(
+        "--devices", type=int, default=0, help="virtual CPU devices; 0: this machine's"
+    )
     options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", options.devices)
+    if options.devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", options.devices)
     make = make_state(layers=options.layers, width=options.width)
     host = [np.asarray(leaf) for leaf in jax.tree.leaves(make())]
     size = sum(array.nbytes for array in host)
     warm = [np.empty_like(array) for array in host]
-    print(f"state: {size / 1e9:.2f} GB in {len(host)} arrays on {options.devices} device(s)")
+    print(f"state: {size / 1e9:.2f} GB in {len(host)} arrays on {jax.device_count()} device(s)")
     own = orbax_io.save_context(timeout_seconds=TIMEOUT_SECONDS)
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)

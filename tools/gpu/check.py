@@ -14,10 +14,13 @@ part at a tiny size on the CPU. Exits with 1 if a part has not passed. See docs/
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,7 +92,11 @@ def main(arguments: Sequence[str], parts: Sequence[Part] = PARTS) -> int:
     options = _parse(arguments)
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    path = [str(ROOT), *_unpacked(options.wheels, out)]
+    if not (options.rehearse or parts is not PARTS or shutil.which("nvidia-smi")):
+        print("no GPU here (no nvidia-smi): give --rehearse for a run on the CPU", file=sys.stderr)
+        return 64
+    given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    path = [str(ROOT), *_unpacked(options.wheels, out), *_own_metadata(out), *given]
     if missing := _missing(path):
         print(
             f"missing packages: {', '.join(missing)}. Install them, or put their wheels into a "
@@ -163,6 +170,18 @@ def _unpacked(wheels: Path | None, out: Path) -> list[str]:
     return found
 
 
+def _own_metadata(out: Path) -> list[str]:
+    """Returns a folder with the version of jaxres, which a checkout that is not installed lacks."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("jaxres")
+        return []
+    folder = out / "metadata"
+    about = folder / "jaxres-0.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxres\nVersion: 0\n")
+    return [str(folder)]
+
+
 def _missing(path: Sequence[str]) -> list[str]:
     """Returns the packages that can't be found."""
     sys.path[:0] = [folder for folder in path if folder not in sys.path]
@@ -179,8 +198,12 @@ def _is_there(module: str) -> bool:
 def _read(out: Path) -> dict[str, Result]:
     """Returns the last result of each part of an earlier start."""
     lines = (out / "results.jsonl").read_text().splitlines() if _has_results(out) else []
-    found = [Result(**json.loads(line)) for line in lines]
-    return {result.name: result for result in found}
+    found: dict[str, Result] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):  # A line may be cut off.
+            result = Result(**json.loads(line))
+            found[result.name] = result
+    return found
 
 
 def _has_results(out: Path) -> bool:
