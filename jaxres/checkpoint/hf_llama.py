@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxres.config.schema import GptModel
-from jaxres.data import text as byte_tokens
+from jaxres.data import tokenizer as byte_tokens
 from jaxres.faults import ConfigError
 
 BLOCKS = "params/blocks/"

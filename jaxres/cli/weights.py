@@ -10,9 +10,10 @@ from typing import Any
 from jaxres.checkpoint import hf_llama, weights_export, weights_source
 from jaxres.checkpoint.weights_export import ExportedParams
 from jaxres.config import RunConfig
-from jaxres.config.schema import GptModel, TextSource
+from jaxres.config.schema import GptModel
+from jaxres.config.schema_data import TextSource
 from jaxres.config.yaml import dump
-from jaxres.data import text as text_data
+from jaxres.data import tokenizer as text_data
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Unrestorable, UsageError
 from jaxres.runlog.paths import RunDir

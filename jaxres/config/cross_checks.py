@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.gce_machine_types import region_of, shape_of
-from jaxres.config.schema import (
+from jaxres.config.schema import CustomModel, GptModel, RunConfig
+from jaxres.config.schema_data import (
     BytesTokenizer,
-    CustomModel,
     CustomSource,
-    GptModel,
-    MlpModel,
-    RunConfig,
+    FilesSource,
+    NanogptSource,
     TextSource,
+    TokensSource,
 )
 from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection
 from jaxres.config.schema_operations import KINDS, PagerdutyTarget, variable
@@ -40,6 +40,7 @@ def check(config: RunConfig) -> list[Problem]:
         *_mesh(config),
         *_time_limits(config),
         *_features(config),
+        *_data(config),
         *_alerts(config),
         *_gce(config),
     ]
@@ -92,9 +93,10 @@ def _model(config: RunConfig) -> Iterator[Problem]:
                 "use auto or xla",
                 others=("model.compute_dtype",),
             )
-    if isinstance(model, CustomModel) or not isinstance(source, TextSource):
+    if isinstance(model, CustomModel):
         return
-    is_bytes = isinstance(config.data.tokenizer, BytesTokenizer)
+    is_text = not isinstance(source, CustomSource | TokensSource | NanogptSource)
+    is_bytes = is_text and isinstance(config.data.tokenizer, BytesTokenizer)
     if is_bytes and model.vocab_size is not None and model.vocab_size < BYTES_VOCAB:
         yield Problem(
             "model.vocab_size",
@@ -180,33 +182,57 @@ def _features(config: RunConfig) -> Iterator[Problem]:
             "set evaluation.every_steps, or checkpoint.keep.best to 0",
             others=("evaluation.every_steps",),
         )
-    if config.telemetry.sample_tokens:
-        fits = isinstance(source, TextSource) and isinstance(model, GptModel | MlpModel)
-        if not fits:
-            yield Problem(
-                "telemetry.sample_tokens",
-                "a text sample needs a text source and a gpt or mlp model "
-                f"(here {source.kind} and {model.kind}); set it to 0",
-                others=("data.source.kind", "model.kind"),
-            )
-    if isinstance(source, TextSource) and not source.path:
-        yield Problem("data.source.path", "is empty; name a folder, file or glob")
-    if isinstance(source, TextSource) and source.path.startswith(SCHEME):
-        try:
-            parse_path(source.path)
-        except ValueError as error:
-            yield Problem("data.source.path", f"{error}; data.source.include takes patterns")
+    is_custom = isinstance(source, CustomSource) or isinstance(model, CustomModel)
+    if config.telemetry.sample_tokens and is_custom:
+        yield Problem(
+            "telemetry.sample_tokens",
+            "a text sample needs data with a tokenizer and a gpt or mlp model "
+            f"(here {source.kind} and {model.kind}); set it to 0",
+            others=("data.source.kind", "model.kind"),
+        )
     start = config.init_from
     if isinstance(start, FromSafetensors) and is_remote(start.path):
         text = "must be on this machine; copy the folder here, or start from the run (kind: run)"
         yield Problem("init_from.path", text)
-    if isinstance(source, TextSource) and not source.include:
-        yield Problem("data.source.include", "is empty, so no file is taken; leave it out for all")
     for key, part in (("data.source", source), ("model", model)):
         if isinstance(part, CustomModel | CustomSource):
             taken = {"vocab_size", "seq_len"} if isinstance(part, CustomModel) else set()
             for name in sorted(taken & set(part.args)):
                 yield Problem(f"{key}.args.{name}", "is passed by jaxres itself; remove it")
+
+
+def _data(config: RunConfig) -> Iterator[Problem]:
+    source, tokenizer = config.data.source, config.data.tokenizer
+    is_library = not isinstance(tokenizer, BytesTokenizer)
+    if isinstance(source, CustomSource):
+        if is_library:
+            text = "a custom source has its own tokens; leave data.tokenizer out"
+            yield Problem("data.tokenizer.kind", text, others=("data.source.kind",))
+        return
+    path = str(source.path)
+    if not path:
+        yield Problem("data.source.path", "is empty; name a folder, file or glob")
+    if path.startswith(SCHEME):
+        try:
+            parse_path(path)
+        except ValueError as error:
+            yield Problem("data.source.path", f"{error}; data.source.include takes patterns")
+    if isinstance(source, FilesSource) and not source.include:
+        yield Problem("data.source.include", "is empty, so no file is taken; leave it out for all")
+    if isinstance(source, TextSource) and source.encoding == "binary" and is_library:
+        text = f"binary files need the bytes tokenizer, not {tokenizer.kind}; use utf-8"
+        yield Problem("data.source.encoding", text, others=("data.tokenizer.kind",))
+    if isinstance(source, NanogptSource):
+        end, size = source.end_of_document, source.vocab_size
+        if end is not None and end >= size:
+            yield Problem(
+                "data.source.end_of_document",
+                f"{end} is not below data.source.vocab_size={size}; give the tokenizer's, or null",
+                others=("data.source.vocab_size",),
+            )
+        if source.dtype == "uint16" and size > 2**16:
+            text = f"{size} tokens do not fit uint16 (65536); use uint32"
+            yield Problem("data.source.dtype", text, others=("data.source.vocab_size",))
 
 
 def _alerts(config: RunConfig) -> Iterator[Problem]:

@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
-from jaxres.config.base import Folder, PositiveFloat, RunRoot, Section, content_path, free
+from jaxres.config.base import PositiveFloat, RunRoot, Section, free
+from jaxres.config.schema_data import DataSection, ImportPath
 from jaxres.config.schema_operations import (
     AlertsSection,
     KeepSection,
@@ -30,8 +31,6 @@ from jaxres.config.schema_training import (
     LossScaleSection,
     Optimizer,
 )
-
-ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 class RunSection(Section):
@@ -54,72 +53,6 @@ class RunSection(Section):
     Adds `--xla_gpu_deterministic_ops=true` to XLA_FLAGS, which also picks kernels without timing
     them, so that a replaced machine of the same kind picks the same ones. Slower; docs/gpu.md has
     the cost. Without effect on a CPU."""
-
-
-class TextSource(Section):
-    """Data source: text files, tokenised once into a cached token folder."""
-
-    kind: Literal["text"] = "text"
-    path: str = content_path()
-    """Folder, file or glob of text files; also gs://BUCKET/FOLDER or one object in a bucket.
-
-    `{stdlib}` is replaced by the folder of Python's standard library. Data in a bucket is copied
-    to data.cache_dir first."""
-    include: tuple[str, ...] = ("**/*",)
-    """Patterns of files below the folder, as in pathlib's glob."""
-    exclude: tuple[str, ...] = ()
-    """Patterns of relative paths to exclude; `*` also matches `/`, as in fnmatch."""
-
-
-class TokensSource(Section):
-    """Data source: a folder of tokens, made by another tool."""
-
-    kind: Literal["tokens"] = "tokens"
-    path: Folder = content_path()
-    """Folder in the token format (docs/data.md), or gs://BUCKET/FOLDER.
-
-    A folder in a bucket is copied to data.cache_dir first."""
-
-
-class CustomSource(Section):
-    """Data source: an object that the user's code returns."""
-
-    kind: Literal["custom"] = "custom"
-    target: ImportPath
-    """Function `package.module:build` that returns an object with __len__ and __getitem__."""
-    args: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it.
-    """Keyword arguments of the target."""
-    path_args: tuple[str, ...] = free(())
-    """Arguments, such as paths, whose content the object's `fingerprint` covers: they are free."""
-
-
-Source = Annotated[TextSource | TokensSource | CustomSource, Field(discriminator="kind")]
-
-
-class BytesTokenizer(Section):
-    """Tokenizer whose tokens are the bytes of the text."""
-
-    kind: Literal["bytes"] = "bytes"
-    """One token per byte (0..255), and token 256 at the end of every document."""
-
-
-class DataSection(Section):
-    """Data set: source, tokenizer, row length and held-out part."""
-
-    source: Source
-    """Source of the training text or rows."""
-    tokenizer: BytesTokenizer = BytesTokenizer()
-    """Tokenizer of text sources. Only `bytes` exists."""
-    seq_len: PositiveInt = 256
-    """Tokens per row."""
-    heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Share of the corpus, at its end, that is used for evaluation and never for training."""
-    cache_dir: Path = free(Path("~/.cache/jaxres"))
-    """Cache of tokenised corpora and of copies from a bucket; `~` is the home folder."""
-    prefetch_batches: PositiveInt = free(8)
-    """Batches that are read ahead in the background; refilled when half of them are used."""
-    timeout_seconds: PositiveFloat = free(300.0)
-    """Longest wait for one batch before the attempt fails."""
 
 
 class GptModel(Section):

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxres.config.errors import one_line, show
-from jaxres.config.schema import CustomSource, GptModel, RunConfig, Section
+from jaxres.config.schema import GptModel, RunConfig, Section
+from jaxres.config.schema_data import CustomSource
 from jaxres.config.schema_fields import is_content_path, is_free, iter_fields
 from jaxres.config.schema_training import ConstantSchedule, LossScaleSection, RollbackSection
 from jaxres.faults import ConfigError

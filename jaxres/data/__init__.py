@@ -14,7 +14,8 @@ from jaxres.data.batching import Arrays, BadRecord, Batch, Rows, batch_at
 from jaxres.data.dataset import Dataset, open_dataset
 from jaxres.data.prefetch import DataThreadDied, DataTimeout, Prefetch
 from jaxres.data.shuffle import Skips, positions_at, sample_digest, sample_ids_at, skip_ranges
-from jaxres.data.token_folder import CacheDamaged, TokensDamaged, TokenWriter, write_tokens
+from jaxres.data.token_folder import CacheDamaged, TokensDamaged
+from jaxres.data.token_writer import TokenWriter, write_tokens
 
 __all__ = [
     "Arrays",

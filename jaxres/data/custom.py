@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from jaxres.config.schema import CustomSource
+from jaxres.config.schema_data import CustomSource
 from jaxres.data.batching import Arrays, BadRecord, check_ids
 from jaxres.faults import ConfigError
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxres.config.schema import CustomSource, DataSection, TextSource
+from jaxres.config.schema_data import (
+    CustomSource,
+    DataSection,
+    HuggingfaceTokenizer,
+    TokensSource,
+)
 from jaxres.data import download_cache
-from jaxres.data import text as text_data
+from jaxres.data import tokenizer as tokenizers
 from jaxres.data.batching import Rows
+from jaxres.data.corpus import describe_corpus, open_corpus
 from jaxres.data.custom import (
     build_items,
     fingerprint_of,
@@ -16,8 +22,8 @@ from jaxres.data.custom import (
     tokens_per_row_of,
     vocab_size_of,
 )
-from jaxres.data.text import open_text
 from jaxres.data.token_folder import TokenFolder, open_tokens, split_tokens
+from jaxres.data.tokenizer import LIBRARY, Tokenizer, open_tokenizer
 from jaxres.faults import ConfigError
 from jaxres.storage.path import is_remote
 
@@ -34,9 +40,8 @@ class Dataset:
     train: Rows
     heldout: Rows
     """Held-out rows, which share no token or item with `train`; empty if the fraction is 0."""
-    encode: Callable[[str], list[int]] | None
-    """Text -> token ids; None if the tokenizer is unknown."""
-    decode: Callable[[Sequence[int]], str] | None
+    tokenizer: Tokenizer | None
+    """None: it is not known."""
 
 
 def silent(message: str) -> None:
@@ -51,29 +56,43 @@ def open_dataset(config: DataSection, *, progress: Callable[[str], None] = silen
     source = download_cache.localize(config, progress=progress)
     if isinstance(source, CustomSource):
         return _custom(source, config)
-    if isinstance(source, TextSource):
-        corpus = open_text(source, cache_dir=config.cache_dir, progress=progress)
-    else:
-        assert not is_remote(source.path), source.path
-        corpus = open_tokens(source.path.expanduser())
-        if download_cache.is_in_bucket(config.source):
-            corpus = download_cache.as_cached(corpus)
-    return _tokens(corpus, config)
+    if not isinstance(source, TokensSource):
+        corpus = describe_corpus(source, config.tokenizer, cache_dir=config.cache_dir)
+        opened = open_corpus(corpus, progress=progress)
+        return _tokens(opened, corpus.tokenizer or _tokenizer(opened, config), config)
+    assert not is_remote(source.path), source.path
+    opened = open_tokens(source.path.expanduser())
+    if download_cache.is_in_bucket(config.source):
+        opened = download_cache.as_cached(opened)
+    return _tokens(opened, _tokenizer(opened, config), config)
 
 
-def _tokens(corpus: TokenFolder, config: DataSection) -> Dataset:
+def _tokenizer(opened: TokenFolder, config: DataSection) -> Tokenizer | None:
+    """Returns the tokenizer of a source of token ids: the configured one, or the folder's own."""
+    name = opened.meta.tokenizer
+    if not isinstance(config.tokenizer, HuggingfaceTokenizer):
+        return tokenizers.of_folder(opened.folder, name)
+    tokenizer = open_tokenizer(config.tokenizer)
+    if name.startswith(LIBRARY) and name != tokenizer.name:
+        raise ConfigError(
+            f"data.tokenizer.path: {config.tokenizer.path} is {tokenizer.name}, but the tokens of "
+            f"{opened.folder} were made with {name}. Give that tokenizer, or leave data.tokenizer "
+            "out: the folder has its own."
+        )
+    return tokenizer
+
+
+def _tokens(opened: TokenFolder, tokenizer: Tokenizer | None, config: DataSection) -> Dataset:
     train, heldout = split_tokens(
-        corpus, seq_len=config.seq_len, heldout_fraction=config.heldout_fraction
+        opened, seq_len=config.seq_len, heldout_fraction=config.heldout_fraction
     )
-    is_bytes = corpus.meta.tokenizer == text_data.NAME
     return Dataset(
-        fingerprint=corpus.meta.fingerprint,
-        vocab_size=corpus.meta.vocab_size,
+        fingerprint=opened.meta.fingerprint,
+        vocab_size=opened.meta.vocab_size,
         tokens_per_row=config.seq_len,
         train=train,
         heldout=heldout,
-        encode=text_data.encode if is_bytes else None,
-        decode=text_data.decode if is_bytes else None,
+        tokenizer=tokenizer,
     )
 
 
@@ -94,6 +113,5 @@ def _custom(source: CustomSource, config: DataSection) -> Dataset:
         tokens_per_row=tokens_per_row_of(items, default=config.seq_len),
         train=train,
         heldout=heldout,
-        encode=None,
-        decode=None,
+        tokenizer=None,
     )

@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from jaxres.clock import Clock, SystemClock
-from jaxres.config.schema import CustomSource, DataSection, TextSource, TokensSource
+from jaxres.config.schema_data import CustomSource, DataSection, FilesSource, Source, TokensSource
 from jaxres.data.token_folder import CacheDamaged, TokenFolder, TokensDamaged, file_id
 from jaxres.faults import ConfigError, StorageRefused
 from jaxres.storage import files, gcs_objects
@@ -58,7 +58,7 @@ class _DownloadProgress:
                 self.progress(f"Copied {of} from the bucket")
 
 
-def is_in_bucket(source: TextSource | TokensSource | CustomSource) -> bool:
+def is_in_bucket(source: Source) -> bool:
     """Returns whether a data set is copied from a bucket before it is read."""
     return not isinstance(source, CustomSource) and str(source.path).startswith(SCHEME)
 
@@ -90,7 +90,7 @@ def discard(entry: Path) -> None:
 
 def localize(
     config: DataSection, *, progress: Callable[[str], None], clock: Clock | None = None
-) -> TextSource | TokensSource | CustomSource:
+) -> Source:
     """Returns the source with a local path; downloads it first if it is in a bucket.
 
     Raises:
@@ -101,7 +101,7 @@ def localize(
     source = config.source
     if isinstance(source, CustomSource) or not is_in_bucket(source):
         return source
-    exclude = source.exclude if isinstance(source, TextSource) else ()
+    exclude = source.exclude if isinstance(source, FilesSource) else ()
     try:
         remote = parse_path(str(source.path))
         assert is_remote(remote), remote
@@ -113,7 +113,7 @@ def localize(
         raise ConfigError(f"{KEY}: {source.path} {error}") from error
     except (ConfigError, StorageRefused) as error:
         raise type(error)(f"{KEY}: {error}") from error
-    path = str(downloaded) if isinstance(source, TextSource) else downloaded
+    path = downloaded if isinstance(source, TokensSource) else str(downloaded)
     return source.model_copy(update={"path": path})
 
 
@@ -163,7 +163,7 @@ def _list(remote: GcsPath, exclude: Sequence[str], *, root: Path) -> _Listed:
     return _Listed(remote, objects, entry, entry / next(iter(objects)))
 
 
-def verify_copy(config: DataSection) -> tuple[TextSource | TokensSource | None, list[str]]:
+def verify_copy(config: DataSection) -> tuple[Source | None, list[str]]:
     """Returns the source with the path of its copy, and what is wrong with the copy.
 
     Reads every byte of it, but none of the bucket. The source is None if there is no copy.
@@ -172,7 +172,7 @@ def verify_copy(config: DataSection) -> tuple[TextSource | TokensSource | None, 
     assert not isinstance(source, CustomSource), source
     remote = parse_path(str(source.path))
     assert is_remote(remote), remote
-    exclude = source.exclude if isinstance(source, TextSource) else ()
+    exclude = source.exclude if isinstance(source, FilesSource) else ()
     root = config.cache_dir.expanduser().absolute() / "staged"
     listed = _list(remote, exclude, root=root)
     if not listed.entry.is_dir():
@@ -185,7 +185,7 @@ def verify_copy(config: DataSection) -> tuple[TextSource | TokensSource | None, 
                 f"{listed.entry / name}: its checksum is {found}, that of {listed.remote / name} "
                 f"is {stat.crc32c}. Remove {root}; the next start copies the data again"
             )
-    path = str(listed.path) if isinstance(source, TextSource) else listed.path
+    path = listed.path if isinstance(source, TokensSource) else str(listed.path)
     return source.model_copy(update={"path": path}), problems
 
 

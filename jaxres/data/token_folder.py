@@ -6,23 +6,21 @@ docs/data.md describes the format. Dims: B rows of a call, T = seq_len, W = T + 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from jaxres.data.batching import Arrays, BadRecord, check_ids
-from jaxres.data.token_digests import BLOCK_BYTES, BlockHasher, CheckedBlocks, num_blocks
+from jaxres.data.token_digests import CheckedBlocks, num_blocks
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.files import fault_of, sync_dir
+from jaxres.storage.files import fault_of
 
 FORMAT_VERSION = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -114,6 +112,11 @@ class TokenFolder:
         )
 
 
+def token_type(vocab_size: int) -> str:
+    """Returns the type of the tokens of a folder."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
 def file_id(path: Path) -> tuple[int, int]:
     """Returns the device and inode of a file: another file at the same path has other ones."""
     status = path.stat()
@@ -180,7 +183,7 @@ def _read_meta(folder: Path) -> Meta:
     if meta.block_bytes is not None and meta.block_bytes < 1:
         raise TokensDamaged(f"{path}: block_bytes {meta.block_bytes} is not at least 1")
     checksum = fields.pop(CHECKSUM, None)
-    if checksum is not None and checksum != _checksum(fields):
+    if checksum is not None and checksum != checksum_of(fields):
         raise TokensDamaged(
             f"{path}: its {CHECKSUM} does not match its other fields. Restore it from a copy; if "
             f"you have changed a field yourself, remove the line {CHECKSUM}."
@@ -188,7 +191,7 @@ def _read_meta(folder: Path) -> Meta:
     return meta
 
 
-def _checksum(fields: Mapping[str, Any]) -> str:
+def checksum_of(fields: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(canonical_json(fields))
 
 
@@ -330,7 +333,10 @@ def _ranges(
 def split_tokens(
     corpus: TokenFolder, *, seq_len: int, heldout_fraction: float
 ) -> tuple[TokenRows, TokenRows]:
-    """Returns training and held-out rows, split at the document boundary nearest to the share."""
+    """Returns training and held-out rows, split at the document boundary nearest to the share.
+
+    One document is cut inside.
+    """
     cut = _heldout_start(corpus, heldout_fraction)
     total = corpus.meta.num_tokens
     train = TokenRows(corpus, seq_len, 0, cut)
@@ -358,112 +364,6 @@ def _heldout_start(corpus: TokenFolder, fraction: float) -> int:
         int(corpus.offsets[last]),
     }
     inner = near - {0, total}
-    if not inner:
-        raise ConfigError(
-            f"{corpus.folder}: a held-out part needs at least one document on each side of "
-            f"the cut, and there are {corpus.meta.num_documents}. Set data.heldout_fraction to "
-            "0, or split the text into several files."
-        )
+    if not inner:  # There is one document.
+        return min(max(ideal, 1), total - 1)
     return min(inner, key=lambda boundary: (abs(boundary - ideal), boundary))
-
-
-class TokenWriter:
-    """Writes a token folder as a stream; it is complete once the context exits without an error.
-
-    meta.json is written last and all files are fsynced, so an incomplete folder never opens.
-    """
-
-    def __init__(self, folder: Path, *, vocab_size: int, tokenizer: str) -> None:
-        """Creates the folder, which must not exist."""
-        if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
-            raise ValueError(f"vocab_size {vocab_size} is not in 1..{MAX_VOCAB_SIZE}")
-        folder.mkdir(parents=True)
-        self._folder = folder
-        self._vocab_size = vocab_size
-        self._tokenizer = tokenizer
-        self._dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-        self._offsets = [0]
-        self._num_tokens = 0
-        self._hash = xxhash.xxh3_128()
-        self._blocks = BlockHasher()
-        self._file = (folder / "tokens.bin").open("wb")
-
-    def __enter__(self) -> TokenWriter:
-        """Returns the writer."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Closes tokens.bin; completes the folder unless an error occurred."""
-        with self._file as file:
-            if error is None:
-                file.flush()
-                os.fsync(file.fileno())
-        if error is None:
-            self._finish()
-
-    def write(self, tokens: ArrayLike) -> None:
-        """Appends tokens, 1-D integers, to the current document."""
-        values = np.asarray(tokens)
-        if values.size == 0:
-            return
-        if values.ndim != 1 or values.dtype.kind not in "iu":
-            raise ValueError(f"tokens are {values.dtype}{list(values.shape)}, not 1-D integers")
-        if values.min() < 0 or values.max() >= self._vocab_size:
-            raise ValueError(
-                f"document {len(self._offsets) - 1} has tokens {values.min()}..{values.max()}; "
-                f"vocab_size is {self._vocab_size}"
-            )
-        encoded = values.astype(DTYPES[self._dtype])
-        self._file.write(encoded.data)
-        self._hash.update(encoded.data)
-        self._blocks.update(encoded)
-        self._num_tokens += len(encoded)
-
-    def end_document(self) -> None:
-        """Ends the current document; the next token begins another."""
-        self._offsets.append(self._num_tokens)
-
-    def _finish(self) -> None:
-        offsets = np.array(self._offsets, "<i8")
-        if offsets[-1] != self._num_tokens or self._num_tokens == 0:
-            raise ValueError("there are no tokens, or the last document was not ended")
-        self._hash.update(offsets.data)
-        offset_blocks = BlockHasher()
-        offset_blocks.update(offsets)
-        digests = np.concatenate([self._blocks.finish(), offset_blocks.finish()])
-        for name, items in (("offsets.npy", offsets), ("digests.npy", digests)):
-            with (self._folder / name).open("wb") as file:
-                np.save(file, items, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-        meta = Meta(
-            format=FORMAT_VERSION,
-            dtype=self._dtype,
-            vocab_size=self._vocab_size,
-            num_tokens=self._num_tokens,
-            num_documents=len(offsets) - 1,
-            tokenizer=self._tokenizer,
-            fingerprint=self._hash.hexdigest(),
-            block_bytes=BLOCK_BYTES,
-        )
-        fields = asdict(meta)
-        with (self._folder / "meta.json").open("w") as file:
-            file.write(json.dumps(fields | {CHECKSUM: _checksum(fields)}, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        sync_dir(self._folder)
-
-
-def write_tokens(
-    folder: Path, documents: Iterable[ArrayLike], *, vocab_size: int, tokenizer: str
-) -> None:
-    """Writes documents, each a sequence of token ids, as a new token folder."""
-    with TokenWriter(folder, vocab_size=vocab_size, tokenizer=tokenizer) as writer:
-        for document in documents:
-            writer.write(document)
-            writer.end_document()

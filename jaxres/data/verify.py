@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from jaxres.config.schema import CustomSource, DataSection, TextSource
-from jaxres.data import download_cache, text
+from jaxres.config.schema_data import CustomSource, DataSection, TokensSource
+from jaxres.data import download_cache
+from jaxres.data.corpus import Corpus, describe_corpus, fingerprint_of, open_cached
 from jaxres.data.token_digests import CheckedBlocks
 from jaxres.data.token_folder import TokenFolder, TokensDamaged, open_tokens
 from jaxres.faults import UsageError
@@ -55,16 +56,16 @@ def verify_data(config: DataSection) -> DataReport:
         if copied is None:
             return DataReport(tuple(problems))
         source = copied
-    if not isinstance(source, TextSource):
+    if isinstance(source, TokensSource):
         assert not is_remote(source.path), source.path
         return _of_folder(source.path.expanduser(), problems)
-    listed = text.list_files(source)
-    entry = text.cache_entry(listed, cache_dir=config.cache_dir)
-    if not entry.exists():
-        problems.append(f"{entry}: no cached corpus; a run builds it at its start")
+    assert not isinstance(source, CustomSource), source
+    corpus = describe_corpus(source, config.tokenizer, cache_dir=config.cache_dir)
+    if not corpus.entry.exists():
+        problems.append(f"{corpus.entry}: no cached corpus; a run builds it at its start")
         return DataReport(tuple(problems))
-    report = _of_folder(entry, problems, is_cached=True)
-    now = text.fingerprint_of(listed)
+    report = _of_folder(corpus.entry, problems, cached=corpus)
+    now = fingerprint_of(corpus)
     if report.fingerprint in (None, now):
         return report
     problem = (
@@ -74,9 +75,9 @@ def verify_data(config: DataSection) -> DataReport:
     return replace(report, problems=(*report.problems, problem))
 
 
-def _of_folder(folder: Path, problems: list[str], *, is_cached: bool = False) -> DataReport:
+def _of_folder(folder: Path, problems: list[str], *, cached: Corpus | None = None) -> DataReport:
     try:
-        corpus = text.open_cached(folder) if is_cached else open_tokens(folder)
+        corpus = open_cached(cached) if cached else open_tokens(folder)
     except TokensDamaged as damage:
         return DataReport((*problems, str(damage)))
     found = _damaged_blocks(corpus)
@@ -86,7 +87,7 @@ def _of_folder(folder: Path, problems: list[str], *, is_cached: bool = False) ->
             f"{folder}: the tokens and offsets have the fingerprint {fingerprint}, meta.json "
             f"records {corpus.meta.fingerprint}"
         )
-    if found and is_cached:
+    if found and cached:
         found.append(f"Remove {folder}; the next start builds it again from data.source.path")
     if corpus.token_blocks is None or corpus.offset_blocks is None:
         checked = "no block digests, so a run does not check what it reads"

@@ -28,7 +28,7 @@ from jaxres.clock import Clock, SystemClock
 from jaxres.cluster.host_group import ALONE, HostRank
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
-from jaxres.config.schema import CustomSource
+from jaxres.config.schema_data import CustomSource
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import run_log, step_dirs

@@ -25,6 +25,7 @@ from jaxres.engine.guards import Guard
 from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.engine.sharding_report import Layout
 from jaxres.engine.state import TrainState
+from jaxres.faults import ConfigError
 from jaxres.models import Model
 from jaxres.runlog.events import Noted, PhaseChanged, RunBuilt
 from jaxres.runlog.metrics import MetricsLine, MetricsLog
@@ -168,6 +169,11 @@ def _parts(config: RunConfig, context: AttemptContext) -> Components:
     emit = context.emit
     emit(PhaseChanged("data", "opening the data set"))
     dataset = data.open_dataset(config.data, progress=lambda what: emit(PhaseChanged("data", what)))
+    if config.telemetry.sample_tokens and dataset.tokenizer is None:
+        raise ConfigError(
+            "telemetry.sample_tokens: the tokenizer of these token ids is not known, so a sample "
+            "can't be text. Set data.tokenizer, or telemetry.sample_tokens to 0."
+        )
     emit(PhaseChanged("build", "devices, model, optimizer"))
     _check_devices(config, context)
     plan, mesh, slow = devices_here(config)

@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxres import data
-from jaxres.config.schema import DataSection, TrainSection
+from jaxres.config.schema import TrainSection
+from jaxres.config.schema_data import DataSection
 from jaxres.data import Batch, Dataset, DataTimeout
 from jaxres.engine import mesh as meshes
 from jaxres.engine.mesh import LocalRows

@@ -68,11 +68,10 @@ def sample(
 ) -> str:
     """Returns text with which the model continues the prompt (temperature 0.8, seeded)."""
     assert model.logits is not None
-    assert dataset.encode is not None
-    assert dataset.decode is not None
-    prompt = list(dataset.encode(section.sample_prompt))[-(seq_len // 2) :] or [0]
+    assert dataset.tokenizer is not None
+    prompt = list(dataset.tokenizer.encode(section.sample_prompt))[-(seq_len // 2) :] or [0]
     tokens = _continue(model.logits, params, prompt, section.sample_tokens, seq_len, seed)
-    return dataset.decode(tokens)
+    return dataset.tokenizer.decode(tokens)
 
 
 def _continue(

@@ -137,7 +137,7 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     config = configs.load_recorded(run_dir.attempt(1) / "config.yaml", ()).config
     compile_cache.use_compilation_cache(caches / "floor")
     (corpus,) = (caches / "corpora").iterdir()
-    rows = dataset._tokens(open_tokens(corpus), config.data)
+    rows = dataset._tokens(open_tokens(corpus), None, config.data)
     plan, mesh, _ = build.devices_here(config)
     parts = build.assemble(config, rows, plan=plan, mesh=mesh, platform=jax.default_backend())
     step = jitted_steps.traced_step(parts).lower().compile()

@@ -78,8 +78,8 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
         ),
         (
             ["telemetry.sample_tokens=5", CUSTOM],
-            "telemetry.sample_tokens: a text sample needs a text source and a gpt or mlp model "
-            "(here custom and gpt); set it to 0",
+            "telemetry.sample_tokens: a text sample needs data with a tokenizer and a gpt or mlp "
+            "model (here custom and gpt); set it to 0",
         ),
         (
             ["model={kind: custom, target: 'a.b:c', args: {seq_len: 3}}"],

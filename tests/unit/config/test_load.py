@@ -156,8 +156,8 @@ def test_all_problems_are_reported_at_once_with_their_locations(write: Write):
 
 def test_a_missing_key_is_reported_with_the_way_to_set_it(write: Write):
     assert lines(write("")) == [
-        "x.yaml: data.source.kind: missing; choose text, tokens or custom in the file or as "
-        "data.source.kind=...",
+        "x.yaml: data.source.kind: missing; choose text, jsonl, parquet, huggingface, "
+        "nanogpt, tokens or custom in the file or as data.source.kind=...",
         "x.yaml: train.steps: missing; give it in the file or as train.steps=...",
     ]
     assert lines(write("train: 3"), "data.source.kind=tokens") == [
@@ -199,7 +199,7 @@ def test_a_missing_key_is_reported_with_the_way_to_set_it(write: Write):
         ("optimizer.kind=adam", "must be adamw, lion or sgd (got \"adam\"); did you mean 'adamw'?"),
         ("optimizer.kind=3", "must be adamw, lion or sgd (got 3)"),
         ("optimizer.schedule.kind=cos", 'must be cosine, linear or constant (got "cos")'),
-        ("data.tokenizer.kind=bpe", 'must be bytes (got "bpe")'),
+        ("data.tokenizer.kind=bpe", 'must be bytes or huggingface (got "bpe")'),
         ("data.source.include=x", 'must be a list (got "x")'),
         ("data.source.include=[3]", "must be text (in quotes, where it looks like something else)"),
     ],

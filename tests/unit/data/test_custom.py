@@ -4,7 +4,7 @@ import types
 import numpy as np
 import pytest
 
-from jaxres.config.schema import CustomSource, DataSection
+from jaxres.config.schema_data import CustomSource, DataSection
 from jaxres.data import BadRecord, batch_at, open_dataset
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
@@ -67,7 +67,7 @@ def test_dicts_are_stacked_and_the_last_items_are_held_out(source):
     assert heldout["image"][:, 0, 0].tolist() == [45, 46, 47, 48, 49]
     with pytest.raises(IndexError, match="45 rows"):
         dataset.train.rows(np.array([45]))
-    assert (dataset.vocab_size, dataset.tokens_per_row, dataset.decode) == (None, 8, None)
+    assert (dataset.vocab_size, dataset.tokens_per_row, dataset.tokenizer) == (None, 8, None)
 
 
 def test_token_ids_become_the_arrays_of_a_token_row(source):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.config.schema import DataSection, TextSource, TokensSource
+from jaxres.config.schema_data import DataSection, TextSource, TokensSource
 from jaxres.data import dataset, download_cache, open_dataset, write_tokens
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from jaxres.storage import files, gcs_client
@@ -101,7 +101,7 @@ def test_an_object_corrupted_in_transfer_is_downloaded_again(
 KILLED = """
 import sys
 from pathlib import Path
-from jaxres.config.schema import DataSection, TextSource
+from jaxres.config.schema_data import DataSection, TextSource
 from jaxres.data import open_dataset
 section = DataSection(source=TextSource(path=sys.argv[1]), cache_dir=Path(sys.argv[2]), seq_len=16)
 print("began", flush=True)

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxres.config.schema import DataSection, TextSource
-from jaxres.data import CacheDamaged, open_dataset, text
-from jaxres.data.text import list_files
+from jaxres.config.schema_data import DataSection, TextSource
+from jaxres.data import CacheDamaged, open_dataset
+from jaxres.data.corpus import LEFTOVER_SECONDS, describe_corpus, fingerprint_of
+from jaxres.data.source_files import list_files
 from jaxres.data.token_folder import open_tokens
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
@@ -42,9 +43,9 @@ def corpus(tmp_path):
     for i in range(20):
         file = folder / f"part{i % 3}" / f"{i}.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(rng.randbytes(rng.randrange(200)))
+        file.write_text("".join(rng.choices("ab é\n", k=rng.randrange(200))))
     (folder / "empty.md").touch()
-    (folder / "not utf-8.md").write_bytes(b"\xff\xfe\x00caf\xe9")
+    (folder / "readme.md").write_text("café")
     return folder
 
 
@@ -57,7 +58,7 @@ def test_every_byte_is_a_token_and_256_ends_each_file(corpus, tmp_path):
     assert tokens[-1] == 256
     assert dataset.vocab_size == 257
     assert dataset.tokens_per_row == 8
-    assert dataset.decode([*dataset.encode("def é"), 256]) == "def é\n"
+    assert dataset.tokenizer.decode([*dataset.tokenizer.encode("def é"), 256]) == "def é\n"
 
 
 def test_the_second_open_reads_the_cache(corpus, tmp_path):
@@ -112,10 +113,10 @@ def test_documents_are_ordered_by_a_hash_of_their_names(tmp_path):
 
 def test_folder_file_and_glob_select_their_files(corpus):
     assert len(names(corpus)) == 22
-    assert names(corpus, include=("*.md",)) == ["empty.md", "not utf-8.md"]
+    assert names(corpus, include=("*.md",)) == ["empty.md", "readme.md"]
     assert len(names(corpus, exclude=("part1/*", "*.md"))) == 13
-    assert names(corpus / "not utf-8.md") == ["not utf-8.md"]
-    assert names(corpus / "*.md") == ["empty.md", "not utf-8.md"]
+    assert names(corpus / "readme.md") == ["readme.md"]
+    assert names(corpus / "*.md") == ["empty.md", "readme.md"]
     assert names(corpus / "part*" / "[01].txt") == ["part0/0.txt", "part1/1.txt"]
     (corpus / "[x].txt").write_text("x")
     assert names(corpus / "[x].txt") == ["[x].txt"]
@@ -273,27 +274,28 @@ def test_a_cached_corpus_without_digests_is_used_as_before(corpus, tmp_path):
 
 
 def test_the_fingerprint_of_the_files_is_that_of_the_corpus(corpus, tmp_path):
-    dataset = open_dataset(config(corpus, tmp_path / "cache"))
-    files = list_files(TextSource(path=str(corpus)))
-    assert text.fingerprint_of(files) == dataset.fingerprint
+    section = config(corpus, tmp_path / "cache")
+    dataset = open_dataset(section)
+    listed = describe_corpus(section.source, section.tokenizer, cache_dir=section.cache_dir)
+    assert fingerprint_of(listed) == dataset.fingerprint
 
 
 BUILDER = """
 import sys, time
 from pathlib import Path
-from jaxres.config.schema import DataSection, TextSource
-from jaxres.data import open_dataset, text
+from jaxres.config.schema_data import DataSection, TextSource
+from jaxres.data import open_dataset, token_stream
 
 path, cache, mode = sys.argv[1:]
 print("ready", flush=True)
 sys.stdin.readline()
 if mode == "slow":  # Blocks inside the build, after the first file.
-    read = text._read
-    def slow(file):
-        yield from read(file)
+    read = token_stream.read_pieces
+    def slow(*arguments):
+        yield from read(*arguments)
         print("reading", flush=True)
         time.sleep(60)
-    text._read = slow
+    token_stream.read_pieces = slow
 source = TextSource(path=path)
 config = DataSection(source=source, seq_len=8, heldout_fraction=0.2, cache_dir=Path(cache))
 dataset = open_dataset(config, progress=print)
@@ -348,11 +350,10 @@ def test_a_killed_build_does_not_affect_the_next_one(corpus, tmp_path):
     dataset = open_dataset(config(corpus, cache))
     fresh = open_dataset(config(corpus, tmp_path / "fresh"))
     assert dataset.fingerprint == fresh.fingerprint
-    # Recent leftovers may belong to a running build; old ones are removed at the next open.
-    assert left.exists()
-    old = time.time() - 25 * 3600
-    for path in (*left.iterdir(), left):
-        os.utime(path, (old, old))
+    assert not left.exists()
+    left.mkdir()
+    old = time.time() - LEFTOVER_SECONDS - 60
+    os.utime(left, (old, old))
     open_dataset(config(corpus, cache))
     assert not left.exists()
 

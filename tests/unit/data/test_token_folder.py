@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxres.config.schema import DataSection, TokensSource
+from jaxres.config.schema_data import DataSection, TokensSource
 from jaxres.data import (
     BadRecord,
     TokensDamaged,
@@ -12,6 +12,7 @@ from jaxres.data import (
     open_dataset,
     token_digests,
     token_folder,
+    token_writer,
     write_tokens,
 )
 from jaxres.data.token_digests import CheckedBlocks
@@ -218,10 +219,10 @@ def test_a_terabyte_opens_without_being_read(tmp_path):
     assert batch.arrays["tokens_BT"].shape == (24, 16)
 
 
-def test_a_single_document_can_not_be_split(tmp_path):
+def test_a_single_document_is_cut_inside(tmp_path):
     write_tokens(tmp_path / "set", [np.arange(100), []], vocab_size=100, tokenizer="mine")
-    with pytest.raises(ConfigError, match=r"Set data\.heldout_fraction to 0"):
-        opened(tmp_path / "set")
+    data = opened(tmp_path / "set", seq_len=8)
+    assert (data.train.stop, data.heldout.start, data.heldout.stop) == (80, 80, 100)
 
 
 @pytest.mark.parametrize(("seq_len", "part"), [(90, "training"), (20, "held-out")])
@@ -272,7 +273,7 @@ SMALL = 256
 @pytest.fixture
 def blocks(tmp_path, monkeypatch):
     """A folder of 400 documents in many blocks of tokens and of offsets."""
-    for module in (token_digests, token_folder):
+    for module in (token_digests, token_writer):
         monkeypatch.setattr(module, "BLOCK_BYTES", SMALL)
     write_tokens(tmp_path / "set", documents(0, count=400), vocab_size=1000, tokenizer="mine")
     return tmp_path / "set"

@@ -10,14 +10,8 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema import (
-    DataSection,
-    GptModel,
-    MeshSection,
-    RunConfig,
-    TextSource,
-    TrainSection,
-)
+from jaxres.config.schema import GptModel, MeshSection, RunConfig, TrainSection
+from jaxres.config.schema_data import DataSection, TextSource
 from jaxres.config.schema_training import AdamwOptimizer
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, sharding_report, state

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jaxres.config.schema import CustomSource, TextSource
+from jaxres.config.schema_data import CustomSource, TextSource
 from jaxres.runlog.guarantee import UNKNOWN
 from jaxres.train import compile_cache
 from jaxres.train.numerics_fingerprint import _code_digest

@@ -1,0 +1,144 @@
+"""Schema of the data set: sources, tokenizers, row length and held-out part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, PositiveInt
+
+from jaxres.config.base import Folder, PositiveFloat, Section, content_path, free
+
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+
+
+class FilesSource(Section):
+    """Fields of every source whose documents are read from files and tokenised once."""
+
+    path: str = content_path()
+    """Folder, file or glob; also gs://BUCKET/FOLDER or one object in a bucket.
+
+    `{stdlib}` is replaced by the folder of Python's standard library. Data in a bucket is copied
+    to data.cache_dir first."""
+    include: tuple[str, ...] = ("**/*",)
+    """Patterns of files below the folder, as in pathlib's glob."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of relative paths to exclude; `*` also matches `/`, as in fnmatch."""
+
+
+class TextSource(FilesSource):
+    """Data source: text files; each file is a document."""
+
+    kind: Literal["text"] = "text"
+    encoding: Literal["utf-8", "binary"] = free("utf-8")
+    """utf-8: refuse other files (78); binary: any bytes, for the bytes tokenizer only."""
+
+
+class JsonlSource(FilesSource):
+    """Data source: JSON Lines; each line is a document."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    include: tuple[str, ...] = ("**/*.jsonl", "**/*.jsonl.gz", "**/*.jsonl.zst")
+    """Patterns of files below the folder. Files ending in .gz and .zst are decompressed."""
+    field: str = "text"
+    """Key of a line's object that has the text."""
+
+
+class ParquetSource(FilesSource):
+    """Data source: Parquet files; each row is a document."""
+
+    kind: Literal["parquet"] = "parquet"
+    include: tuple[str, ...] = ("**/*.parquet",)
+    """Patterns of files below the folder."""
+    column: str = "text"
+    """Column that has the text."""
+
+
+class HuggingfaceSource(Section):
+    """Data source: a folder that `datasets` has written with `save_to_disk`; rows are documents."""
+
+    kind: Literal["huggingface"] = "huggingface"
+    path: str = content_path()
+    """Folder of one split; also gs://BUCKET/FOLDER, which is copied to data.cache_dir first."""
+    column: str = "text"
+    """Column that has the text."""
+
+
+class NanogptSource(FilesSource):
+    """Data source: `.bin` files of token ids, as of nanoGPT; also with llm.c's header."""
+
+    kind: Literal["nanogpt"] = "nanogpt"
+    include: tuple[str, ...] = ("**/*.bin",)
+    """Patterns of files below the folder."""
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """Type of the ids, little-endian. Files with a header say it themselves."""
+    vocab_size: PositiveInt = 50257
+    """Number of token ids. Default: GPT-2's."""
+    end_of_document: int | None = Field(50256, ge=0)
+    """Token that ends a document; null: each file is one document. Default: GPT-2's."""
+
+
+class TokensSource(Section):
+    """Data source: a folder of tokens, made by another tool."""
+
+    kind: Literal["tokens"] = "tokens"
+    path: Folder = content_path()
+    """Folder in the token format (docs/data.md), or gs://BUCKET/FOLDER.
+
+    A folder in a bucket is copied to data.cache_dir first."""
+
+
+class CustomSource(Section):
+    """Data source: an object that the user's code returns."""
+
+    kind: Literal["custom"] = "custom"
+    target: ImportPath
+    """Function `package.module:build` that returns an object with __len__ and __getitem__."""
+    args: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it.
+    """Keyword arguments of the target."""
+    path_args: tuple[str, ...] = free(())
+    """Arguments, such as paths, whose content the object's `fingerprint` covers: they are free."""
+
+
+DocumentSource = TextSource | JsonlSource | ParquetSource | HuggingfaceSource | NanogptSource
+"""Sources that are tokenised, or copied, into a cached token folder."""
+Source = Annotated[DocumentSource | TokensSource | CustomSource, Field(discriminator="kind")]
+
+
+class BytesTokenizer(Section):
+    """Tokenizer whose tokens are the bytes of the text."""
+
+    kind: Literal["bytes"] = "bytes"
+    """One token per byte (0..255), and token 256 at the end of every document."""
+
+
+class HuggingfaceTokenizer(Section):
+    """Tokenizer of the library `tokenizers`."""
+
+    kind: Literal["huggingface"] = "huggingface"
+    path: Path = content_path()
+    """The file tokenizer.json, or a folder that has one."""
+    end_of_document: str | None = None
+    """Token that ends every document. Default: eos_token of tokenizer_config.json beside it."""
+
+
+Tokenizer = Annotated[BytesTokenizer | HuggingfaceTokenizer, Field(discriminator="kind")]
+
+
+class DataSection(Section):
+    """Data set: source, tokenizer, row length and held-out part."""
+
+    source: Source
+    """Source of the training text or rows."""
+    tokenizer: Tokenizer = BytesTokenizer()
+    """Tokenizer of text. Sources of token ids need none; it then only decodes samples."""
+    seq_len: PositiveInt = 256
+    """Tokens per row."""
+    heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    """Share of the corpus, at its end, that is used for evaluation and never for training."""
+    cache_dir: Path = free(Path("~/.cache/jaxres"))
+    """Cache of tokenised corpora and of copies from a bucket; `~` is the home folder."""
+    prefetch_batches: PositiveInt = free(8)
+    """Batches that are read ahead in the background; refilled when half of them are used."""
+    timeout_seconds: PositiveFloat = free(300.0)
+    """Longest wait for one batch before the attempt fails."""

@@ -1,0 +1,402 @@
+"""The corpus: a source's documents, tokenised once into a cached token folder.
+
+The name of a cache entry is a hash of the listing (names, sizes, times) and of the tokenizer; the
+fingerprint inside depends on the tokens only. An entry is built in a temporary folder, by one
+process at a time, and renamed, so that an entry that exists is complete. A process that is killed
+leaves its folder, and the next one continues there. A damaged entry is renamed too, so that the
+next attempt builds it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from jaxres.clock import Clock, SystemClock
+from jaxres.config.schema_data import DocumentSource, NanogptSource, TextSource
+from jaxres.config.schema_data import Tokenizer as TokenizerSection
+from jaxres.data.source_files import SourceFile, list_files
+from jaxres.data.token_folder import (
+    DTYPES,
+    FORMAT_VERSION,
+    CacheDamaged,
+    TokenFolder,
+    TokensDamaged,
+    file_id,
+    open_tokens,
+    token_type,
+)
+from jaxres.data.token_stream import Position, token_blocks
+from jaxres.data.token_writer import PARTIAL_OFFSETS, TokenWriter, Written
+from jaxres.data.tokenizer import FILE_NAME, LibraryTokenizer, Tokenizer, open_tokenizer
+from jaxres.faults import ConfigError
+from jaxres.storage.checksummed_json import (
+    canonical_json,
+    decode_checksummed,
+    encode_checksummed,
+)
+from jaxres.storage.files import fault_of, sync_dir
+
+LEFTOVER_SECONDS = 7 * 24 * 3600.0
+"""Age at which the folder of a killed build, which another start could continue, is removed."""
+ASIDE_SECONDS = 24 * 3600.0
+"""Age at which a damaged entry that was moved aside is removed."""
+SYNC_SECONDS = 20.0
+REPORT_SECONDS = 10.0
+LONG_BUILD_SECONDS = 600.0
+WAIT_SECONDS = 0.2
+NUM_INSTALL_TRIES = 10
+JOURNAL = "build.json"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What is tokenised, and where the result is kept."""
+
+    source: DocumentSource
+    files: list[SourceFile]
+    tokenizer: Tokenizer | None
+    """None: the files have token ids."""
+    vocab_size: int
+    entry: Path
+    """Folder of the tokenised corpus, which may not exist yet."""
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The field `tokenizer` of meta.json."""
+        return "ids" if self.tokenizer is None else self.tokenizer.name
+
+
+def describe_corpus(
+    source: DocumentSource, tokenizer: TokenizerSection, *, cache_dir: Path
+) -> Corpus:
+    """Lists the files of a source, and opens its tokenizer."""
+    files = list_files(source)
+    if isinstance(source, NanogptSource):
+        opened, vocab_size = None, source.vocab_size
+    else:
+        opened = open_tokenizer(tokenizer)
+        vocab_size = opened.vocab_size
+    name = "ids" if opened is None else opened.name
+    entry = cache_dir.expanduser() / "corpora" / _cache_key(source, files, name)
+    return Corpus(source, files, opened, vocab_size, entry)
+
+
+def _cache_key(source: DocumentSource, files: list[SourceFile], tokenizer: str) -> str:
+    """Returns the name of the cache entry.
+
+    It depends on the absolute paths: if all times are equal, as in container images, the listings
+    of two corpora may otherwise be the same.
+    """
+    parts = [f"format {FORMAT_VERSION} tokenizer {tokenizer}".encode()]
+    if not isinstance(source, TextSource):
+        omitted = {"path", "include", "exclude"}
+        parts.append(canonical_json(source.model_dump(mode="json", exclude=omitted)))
+    for file in sorted(files, key=lambda file: file.name):
+        stamp = f"{file.size_bytes} {file.mtime_ns}".encode()
+        parts += [os.fsencode(file.name), os.fsencode(file.path), stamp]
+    return hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
+
+
+def open_corpus(
+    corpus: Corpus, *, progress: Callable[[str], None], clock: Clock | None = None
+) -> TokenFolder:
+    """Opens the token folder of a corpus; builds it first if the cache has no valid one.
+
+    Raises:
+      ConfigError: a file can't be tokenised, or it changes meanwhile.
+      StorageUnavailable: the disk is full.
+    """
+    clock, corpora = clock or SystemClock(), corpus.entry.parent
+    _remove_leftovers(corpora, clock)
+    if corpus.entry.exists():
+        try:
+            return _as_cached(open_cached(corpus), corpus.entry)
+        except TokensDamaged as error:
+            progress(f"The cached corpus is damaged and will be rebuilt: {error}")
+    try:
+        return _as_cached(_build(corpus, progress, clock), corpus.entry)
+    except OSError as error:
+        raise fault_of(error)(
+            f"data.cache_dir: the tokenised corpus can't be written to {corpora}: {error}. "
+            "Free space there, or set data.cache_dir to a folder that can be written."
+        ) from error
+
+
+def open_cached(corpus: Corpus, folder: Path | None = None) -> TokenFolder:
+    """Opens a cached corpus; raises TokensDamaged also if it has other properties than ours."""
+    folder = folder or corpus.entry
+    opened = open_tokens(folder)
+    expected = (corpus.vocab_size, corpus.tokenizer_name)
+    if (opened.meta.vocab_size, opened.meta.tokenizer) != expected:
+        raise TokensDamaged(
+            f"{folder / 'meta.json'}: vocab_size {opened.meta.vocab_size} and tokenizer "
+            f"{opened.meta.tokenizer!r}; the tokenizer {expected[1]} has {expected[0]}"
+        )
+    return opened
+
+
+def fingerprint_of(corpus: Corpus) -> str:
+    """Returns the fingerprint of the corpus that the files make now; tokenises all of them."""
+    dtype = DTYPES[token_type(corpus.vocab_size)]
+    digest, offsets, num_tokens = xxhash.xxh3_128(), [np.zeros(1, "<i8")], 0
+    for block in token_blocks(corpus.files, corpus.source, corpus.tokenizer):
+        digest.update(block.tokens.astype(dtype).data)
+        offsets.append((block.ends + num_tokens + 1).astype("<i8"))
+        num_tokens += len(block.tokens)
+    digest.update(np.concatenate(offsets).data)
+    return digest.hexdigest()
+
+
+def _as_cached(opened: TokenFolder, entry: Path) -> TokenFolder:
+    """Returns the open corpus, which moves its entry aside if one of its blocks is damaged."""
+    tokens_id = opened.tokens_id
+
+    def on_damage(error: TokensDamaged) -> CacheDamaged:
+        with contextlib.suppress(FileNotFoundError):  # Another process may have moved it.
+            if file_id(entry / "tokens.bin") == tokens_id:
+                move_aside(entry)
+        return CacheDamaged(
+            f"{error.what}. This cached corpus is moved aside; the next start builds it again "
+            "from data.source.path. If this happens again, the disk or the memory is faulty."
+        )
+
+    return replace(opened, on_damage=on_damage)
+
+
+def _build(corpus: Corpus, progress: Callable[[str], None], clock: Clock) -> TokenFolder:
+    """Builds the entry, unless another process does so first."""
+    entry = corpus.entry
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    building, lock = _lock(entry, progress, clock)
+    try:
+        with contextlib.suppress(TokensDamaged):
+            if entry.exists():
+                return open_cached(corpus)
+        try:
+            _tokenise(corpus, building, progress, clock)
+            # Open before the rename: the memory maps stay valid even if the entry is removed later.
+            opened = open_cached(corpus, building)
+        except Exception as error:
+            if isinstance(error, ConfigError) or not (building / JOURNAL).exists():
+                shutil.rmtree(building, ignore_errors=True)  # Nothing could continue this build.
+            raise
+        _install(building, corpus)
+    finally:
+        with contextlib.suppress(OSError):
+            building.rmdir()  # Only if it is empty.
+        os.close(lock)
+    progress(f"Tokenised {opened.meta.num_tokens:,} tokens")
+    return replace(opened, folder=entry)
+
+
+def _lock(entry: Path, progress: Callable[[str], None], clock: Clock) -> tuple[Path, int]:
+    """Waits until no other process builds this entry.
+
+    Returns the folder in which to build it, and its descriptor, which holds the lock. On file
+    systems without locks each process has its own folder.
+    """
+    building = entry.parent / f".building-{entry.name}"
+    reported = clock.monotonic() - REPORT_SECONDS
+    while True:
+        building.mkdir(exist_ok=True)
+        lock = os.open(building, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):  # Its owner has renamed or removed it.
+                if file_id(building) == (os.fstat(lock).st_dev, os.fstat(lock).st_ino):
+                    return building, lock
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                private = building.with_name(f"{building.name}-{os.getpid()}-{uuid.uuid4().hex}")
+                private.mkdir()
+                return private, lock
+            if not isinstance(error, BlockingIOError):
+                os.close(lock)
+                raise
+        os.close(lock)
+        if clock.monotonic() - reported >= REPORT_SECONDS:
+            reported = clock.monotonic()
+            progress(f"Another process tokenises this corpus into {entry}; waiting for it")
+        clock.sleep(WAIT_SECONDS)
+
+
+def _tokenise(
+    corpus: Corpus, building: Path, progress: Callable[[str], None], clock: Clock
+) -> None:
+    """Writes the whole corpus to a folder; continues what a killed process has left there."""
+    with contextlib.suppress(TokensDamaged):
+        open_cached(corpus, building)
+        return _remove_progress(building)
+    total_bytes = sum(file.size_bytes for file in corpus.files)
+    progress(
+        f"Tokenising {len(corpus.files):,} files, {total_bytes / 1e6:,.1f} MB, into {corpus.entry}"
+    )
+    writer, at = _open_writer(corpus, building, progress)
+    report = _Report(total_bytes, progress, clock)
+    num_empty, synced = at.num_empty, clock.monotonic()
+    with writer:
+        blocks = token_blocks(corpus.files, corpus.source, corpus.tokenizer, start=at)
+        for block in blocks:
+            writer.write_documents(block.tokens, block.ends)
+            num_empty = block.position.num_empty
+            report.at(block.num_bytes)
+            if clock.monotonic() - synced >= SYNC_SECONDS:
+                _write_journal(building, block.position, writer.sync())
+                synced = clock.monotonic()
+        if not writer.num_documents:
+            raise ConfigError(f"data.source.path: {corpus.source.path}: every document is empty")
+        _write_tokenizer(corpus.tokenizer, building)
+    if num_empty:
+        progress(f"{num_empty:,} documents without text are left out")
+    return _remove_progress(building)
+
+
+def _remove_progress(building: Path) -> None:
+    """Removes what only an incomplete folder needs."""
+    for name in (JOURNAL, f"{JOURNAL}.new", PARTIAL_OFFSETS):
+        (building / name).unlink(missing_ok=True)
+
+
+def _open_writer(
+    corpus: Corpus, building: Path, progress: Callable[[str], None]
+) -> tuple[TokenWriter, Position]:
+    """Returns a writer, and the position in the files at which it continues."""
+    new = {"vocab_size": corpus.vocab_size, "tokenizer": corpus.tokenizer_name}
+    try:
+        fields = decode_checksummed((building / JOURNAL).read_bytes(), number=FORMAT_VERSION)
+        at, written = Position(**fields["position"]), Written(**fields["written"])
+        writer = TokenWriter(building, **new, resume=written)
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError) as error:
+        progress(f"What an interrupted start has tokenised can't be used: {error!r}")
+    else:
+        progress(f"Continues after the {written.num_tokens:,} tokens of an interrupted start")
+        return writer, at
+    for path in building.iterdir():
+        path.unlink()
+    return TokenWriter(building, **new), Position()
+
+
+def _write_journal(building: Path, position: Position, written: Written) -> None:
+    new = building / f"{JOURNAL}.new"
+    with new.open("wb") as file:
+        fields = {"format": FORMAT_VERSION, "position": vars(position), "written": vars(written)}
+        file.write(encode_checksummed(fields))
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(building / JOURNAL)
+    sync_dir(building)
+
+
+def _write_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> None:
+    """Writes the files from which `tokenizer.of_folder` opens the tokenizer."""
+    if not isinstance(tokenizer, LibraryTokenizer):
+        return
+    settings = {"eos_token": tokenizer.end_of_document_text}
+    files = {FILE_NAME: tokenizer.file, "tokenizer_config.json": json.dumps(settings).encode()}
+    for name, data in files.items():
+        with (folder / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class _Report:
+    """Reports how far a build is, and how long it will take."""
+
+    def __init__(self, total_bytes: int, progress: Callable[[str], None], clock: Clock) -> None:
+        self._total_bytes = total_bytes
+        self._progress = progress
+        self._clock = clock
+        self._begin = self._last = clock.monotonic()
+        self._first_bytes: int | None = None
+        self._is_hinted = False
+
+    def at(self, num_bytes: int) -> None:
+        """Reports at most every few seconds; `num_bytes` of the files are tokenised."""
+        now = self._clock.monotonic()
+        if self._first_bytes is None:
+            self._first_bytes, self._begin = num_bytes, now
+        if now - self._last < REPORT_SECONDS:
+            return
+        self._last = now
+        rate = (num_bytes - self._first_bytes) / max(now - self._begin, 1e-9)
+        left = (self._total_bytes - num_bytes) / rate if rate else 0.0
+        self._progress(
+            f"Tokenised {num_bytes / 1e6:,.0f} of {self._total_bytes / 1e6:,.0f} MB, "
+            f"about {left / 60:.0f} minutes left"
+        )
+        if left > LONG_BUILD_SECONDS and not self._is_hinted:
+            self._is_hinted = True
+            self._progress(
+                "To do this once, on a machine without GPUs: jaxres data build CONFIG.yaml --out "
+                "FOLDER, then data.source.kind=tokens with that folder"
+            )
+
+
+def _install(building: Path, corpus: Corpus) -> None:
+    """Renames a complete folder to its entry, unless another process has created a valid one."""
+    entry = corpus.entry
+    for _ in range(NUM_INSTALL_TRIES):
+        try:
+            building.rename(entry)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return sync_dir(entry.parent)
+        try:
+            open_cached(corpus)
+        except TokensDamaged:
+            _remove(entry)
+        else:
+            shutil.rmtree(building, ignore_errors=True)
+            return None
+    raise ConfigError(f"data.cache_dir: other processes keep damaging {entry}; remove it")
+
+
+def move_aside(entry: Path) -> None:
+    """Renames a damaged entry; it is deleted after a day."""
+    os.utime(entry)
+    entry.rename(entry.parent / f".damaged-{entry.name}-{os.getpid()}-{uuid.uuid4().hex}")
+
+
+def _remove(entry: Path) -> None:
+    """Removes an entry in one step, so that no process sees a part of it."""
+    removed = entry.parent / f".removed-{entry.name}-{os.getpid()}-{uuid.uuid4().hex}"
+    try:
+        entry.rename(removed)
+    except FileNotFoundError:
+        return  # Another process removed it first.
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _remove_leftovers(corpora: Path, clock: Clock) -> None:
+    """Removes temporary folders that no process has written for long."""
+    limits = {".building-*": LEFTOVER_SECONDS}
+    limits |= {".removed-*": ASIDE_SECONDS, ".damaged-*": ASIDE_SECONDS}
+    for pattern, seconds in limits.items():
+        for folder in corpora.glob(pattern):
+            # A running process writes continuously, so its newest file is recent. The time of a
+            # damaged folder is when it was moved aside.
+            try:
+                times = [path.stat().st_mtime for path in (folder, *folder.glob("*"))]
+            except OSError:
+                continue  # It was renamed or removed in the meantime.
+            if clock.wall() - max(times) > seconds:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,422 @@
+"""Reads the documents of a source's files: text, JSON Lines, Parquet, Arrow, token ids.
+
+A file is read as a sequence of pieces, in bounded memory. Where a piece ends depends on the content
+only, so a build that was killed continues after the last piece that it has written.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import gzip
+import importlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxres.config.schema_data import (
+    DocumentSource,
+    HuggingfaceSource,
+    JsonlSource,
+    NanogptSource,
+    ParquetSource,
+    TextSource,
+)
+from jaxres.data.source_files import SourceFile, unreadable
+from jaxres.faults import ConfigError
+
+PIECE_CHARS = 2**20
+"""Longest text that is tokenised as one; a longer document is cut after the end of a line."""
+CHUNK_BYTES = 4 * 2**20
+MAX_LINE_BYTES = 2**30
+ROWS_PER_READ = 256
+HEADER_BYTES = 1024
+HEADERS = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+"""First int32 of llm.c's files -> type of their ids (karpathy/llm.c, dev/data/data_common.py)."""
+
+KINDS_BY_NAME = {
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".jsonl.zst": "jsonl",
+    ".ndjson": "jsonl",
+    ".arrow": "huggingface",
+    ".bin": "nanogpt",
+}
+CONTENTS = {
+    b"PAR1": ("Parquet", "parquet"),
+    b"ARROW1": ("Arrow", "huggingface"),
+    b"\xff\xff\xff\xff": ("an Arrow stream", "huggingface"),
+    b"\x1f\x8b": ("compressed with gzip", None),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", None),
+    b"PK\x03\x04": ("a zip archive", None),
+    b"\x93NUMPY": ("a NumPy array", None),
+    b"\x89PNG": ("a PNG image", None),
+    b"\xff\xd8\xff": ("a JPEG image", None),
+    b"%PDF": ("PDF", None),
+}
+"""First bytes of a file -> what it is, and the kind of source that reads it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document's text."""
+
+    text: str | bytes
+    ends_document: bool
+
+
+@dataclass(frozen=True)
+class TokenPiece:
+    """Token ids of one or more documents, with their end-of-document tokens."""
+
+    tokens: NDArray[Any]
+    ends: NDArray[np.int64]
+    """Indices, in ascending order, after whose token a document ends."""
+
+
+def read_pieces(
+    file: SourceFile, source: DocumentSource, raw: BinaryIO
+) -> Iterator[Piece] | Iterator[TokenPiece]:
+    """Yields the pieces of an open file.
+
+    Raises:
+      ConfigError: the file is of another kind, damaged, or lacks the field or column.
+    """
+    if isinstance(source, TextSource):
+        return _text(file, raw, is_binary=source.encoding == "binary")
+    if isinstance(source, NanogptSource):
+        return _token_ids(file, source, raw)
+    if isinstance(source, JsonlSource):
+        texts = _jsonl(file, source.field, raw)
+    elif isinstance(source, ParquetSource):
+        texts = _parquet(file, source.column, raw)
+    else:
+        assert isinstance(source, HuggingfaceSource), source
+        texts = _arrow(file, source.column, raw)
+    return (piece for text in texts for piece in _cut([text]))
+
+
+def check_text_name(file: SourceFile, source: DocumentSource) -> None:
+    """Raises ConfigError if the name of a text file is that of another kind."""
+    if isinstance(source, TextSource) and source.encoding != "binary":
+        name = file.name.lower()
+        for suffix, kind in KINDS_BY_NAME.items():
+            if name.endswith(suffix):
+                raise _wrong_kind(file, f"named as a {suffix} file", kind)
+
+
+def check_unchanged(file: SourceFile, raw: BinaryIO) -> None:
+    """Raises ConfigError if an open file differs from the listing."""
+    status = os.fstat(raw.fileno())
+    if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+        raise ConfigError(
+            f"data.source.path: {file.path} changed while it was read. Start again when it no "
+            "longer changes, or exclude it with data.source.exclude."
+        )
+
+
+def _wrong_kind(file: SourceFile, what: str, kind: str | None, remedy: str = "") -> ConfigError:
+    remedy = f"Set data.source.kind={kind} (docs/data.md)" if kind else remedy or "Convert it"
+    return ConfigError(
+        f"data.source.path: {file.path} is {what}, not of data.source.kind's format. {remedy}, or "
+        "leave the file out with data.source.exclude."
+    )
+
+
+def _check_start(file: SourceFile, raw: BinaryIO, *, but: str | None = None) -> None:
+    """Raises ConfigError if the first bytes are those of another kind of file than `but`."""
+    first = raw.read(16)
+    raw.seek(0)
+    for magic, (what, kind) in CONTENTS.items():
+        if first.startswith(magic) and (kind is None or kind != but):
+            raise _wrong_kind(file, what, kind)
+
+
+def _text(file: SourceFile, raw: BinaryIO, *, is_binary: bool) -> Iterator[Piece]:
+    if is_binary:
+        while chunk := raw.read(CHUNK_BYTES):
+            yield Piece(chunk, ends_document=False)
+        yield Piece(b"", ends_document=True)
+        return
+    _check_start(file, raw)
+    yield from _cut(_utf8(file, raw))
+
+
+def _utf8(file: SourceFile, raw: BinaryIO) -> Iterator[str]:
+    """Yields the text of a file; raises ConfigError at NUL bytes and invalid UTF-8."""
+    decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
+    while True:
+        # Limited by the listed size, so that a file that keeps growing ends too.
+        chunk = raw.read(CHUNK_BYTES) if at <= file.size_bytes else b""
+        try:
+            text = decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            wrong = error.object[error.start]
+            what = f"not UTF-8 (byte 0x{wrong:02x} near {at + error.start:,})"
+            remedy = (
+                "Convert it (iconv -f latin1 -t utf-8), or set data.source.encoding=binary to "
+                "train on its bytes"
+            )
+            raise _wrong_kind(file, what, None, remedy) from error
+        if "\0" in text:
+            remedy = "If its bytes are to be trained on, set data.source.encoding=binary"
+            raise _wrong_kind(file, "binary (it has NUL bytes)", None, remedy)
+        yield text
+        if not chunk:
+            return
+        at += len(chunk)
+
+
+def _cut(texts: Iterable[str]) -> Iterator[Piece]:
+    """Yields the pieces of one document, whose text comes in parts of any length."""
+    rest = ""
+    for text in texts:
+        rest += text
+        while len(rest) > PIECE_CHARS:
+            end = _piece_end(rest)
+            yield Piece(rest[:end], ends_document=False)
+            rest = rest[end:]
+    yield Piece(rest, ends_document=True)
+
+
+def _piece_end(text: str) -> int:
+    """Returns the index of the last line, within a piece, that begins with no white space."""
+    end = text.rfind("\n", 0, PIECE_CHARS)
+    while end > 0 and text[end + 1].isspace():
+        end = text.rfind("\n", 0, end)
+    return end + 1 if end > 0 else PIECE_CHARS
+
+
+def _jsonl(file: SourceFile, field: str, raw: BinaryIO) -> Iterator[str]:
+    name = file.name.lower()
+    if not name.endswith((".gz", ".zst")):
+        _check_start(file, raw)
+    lines = _decompressed(file, raw)
+    number = 0
+    while line := lines.readline(MAX_LINE_BYTES):
+        number += 1
+        where = f"data.source.path: {file.path}, line {number}"
+        if len(line) == MAX_LINE_BYTES:
+            raise ConfigError(f"{where} is longer than {MAX_LINE_BYTES:,} bytes")
+        line = line.removeprefix(codecs.BOM_UTF8).strip()
+        if line:
+            yield _field(line, field, where)
+
+
+def _field(line: bytes, field: str, where: str) -> str:
+    """Returns the text of a line; an empty one for null."""
+    fix = "Fix the line, or exclude the file with data.source.exclude."
+    try:
+        item = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}. {fix}") from error
+    if not isinstance(item, dict):
+        raise ConfigError(
+            f"{where} is a JSON {type(item).__name__}, not an object; a file of JSON Lines has "
+            f"one object a line. {fix}"
+        )
+    if field not in item:
+        raise ConfigError(
+            f"{where} has no {field!r}; its keys are {', '.join(map(repr, list(item)[:20]))}. Set "
+            "data.source.field to the key that has the text."
+        )
+    text = item[field]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: {field!r} is a {type(text).__name__}, not a string. {fix}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: {field!r} is not valid Unicode: {error}. {fix}") from error
+    return text
+
+
+def _decompressed(file: SourceFile, raw: BinaryIO) -> io.BufferedReader:
+    """Returns the lines of a file, whose name tells whether it is compressed."""
+    name = file.name.lower()
+    if name.endswith(".gz"):
+        return io.BufferedReader(_Checked(file, gzip.GzipFile(fileobj=raw).read))
+    if name.endswith(".zst"):
+        zstandard = _library("zstandard", "a .zst file")
+        return io.BufferedReader(_Checked(file, _ZstdFrames(zstandard, raw).read))
+    return io.BufferedReader(_Checked(file, raw.read))
+
+
+class _Checked(io.RawIOBase):
+    """A stream whose errors of decompression name the file."""
+
+    def __init__(self, file: SourceFile, read: Callable[[int], bytes]) -> None:
+        self._file = file
+        self._read = read
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._read(len(buffer))
+        except OSError as error:
+            if error.errno is not None:
+                raise unreadable(self._file.path, error) from error
+            raise self._damaged(error) from error
+        except Exception as error:
+            raise self._damaged(error) from error
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _damaged(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"data.source.path: {self._file.path} can't be decompressed: {error}. It is truncated, "
+            "damaged, or of another format than its name says. Copy it again, or exclude it with "
+            "data.source.exclude."
+        )
+
+
+class _ZstdFrames:
+    """The content of a .zst file; zstandard's own reader takes a truncated frame for its end."""
+
+    def __init__(self, zstandard: Any, raw: BinaryIO) -> None:
+        self._zstandard = zstandard
+        self._raw = raw
+        self._frame: Any = None
+        self._compressed = b""
+        self._content = b""
+
+    def read(self, size: int) -> bytes:
+        """Returns up to `size` bytes; none: the end."""
+        while not self._content:
+            data = self._compressed or self._raw.read(CHUNK_BYTES // 16)
+            self._compressed = b""
+            if not data:
+                if self._frame is not None:
+                    raise EOFError("the file ends within a frame")
+                return b""
+            if self._frame is None:
+                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
+            self._content = self._frame.decompress(data)
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+        taken, self._content = self._content[:size], self._content[size:]
+        return taken
+
+
+def _parquet(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str]:
+    parquet = _library("pyarrow.parquet", "data.source.kind=parquet")
+    _check_start(file, raw, but="parquet")
+    with _arrow_errors(file):
+        opened = parquet.ParquetFile(raw, pre_buffer=False)
+        _check_column(file, opened.schema_arrow, column)
+        for rows in opened.iter_batches(batch_size=ROWS_PER_READ, columns=[column]):
+            yield from _strings(file, rows.column(0), column)
+
+
+def _arrow(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str]:
+    ipc = _library("pyarrow.ipc", "data.source.kind=huggingface")
+    with _arrow_errors(file):
+        opened = ipc.open_stream(raw)
+        _check_column(file, opened.schema, column)
+        for rows in opened:
+            for start in range(0, len(rows), ROWS_PER_READ):
+                part = rows.column(column).slice(start, ROWS_PER_READ)
+                yield from _strings(file, part, column)
+
+
+def _check_column(file: SourceFile, schema: Any, column: str) -> None:
+    where = f"data.source.path: {file.path}"
+    if column not in schema.names:
+        raise ConfigError(
+            f"{where} has no column {column!r}; its columns are {', '.join(schema.names)}. Set "
+            "data.source.column to the one that has the text."
+        )
+    types = importlib.import_module("pyarrow.types")
+    kind = schema.field(column).type
+    checks = (types.is_string, types.is_large_string, types.is_string_view)
+    if not any(check(kind) for check in checks):
+        raise ConfigError(f"{where}: column {column!r} is of type {kind}, not string")
+
+
+def _strings(file: SourceFile, values: Any, column: str) -> Iterator[str]:
+    """Yields the texts of a column; an empty one for null."""
+    try:
+        for text in values.to_pylist():
+            yield text or ""
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"data.source.path: {file.path}: column {column!r} has a text that is not UTF-8: "
+            f"{error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _arrow_errors(file: SourceFile) -> Iterator[None]:
+    """Names the file in errors of pyarrow."""
+    pyarrow = importlib.import_module("pyarrow")
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise unreadable(file.path, error) from error
+        raise ConfigError(
+            f"data.source.path: {file.path} can't be read: {error}. It is truncated, damaged or "
+            "of another kind. Copy it again, or exclude it with data.source.exclude."
+        ) from error
+
+
+def _token_ids(file: SourceFile, source: NanogptSource, raw: BinaryIO) -> Iterator[TokenPiece]:
+    where = f"data.source.path: {file.path}"
+    _check_start(file, raw)
+    dtype, begin = np.dtype(source.dtype).newbyteorder("<"), 0
+    header = raw.read(HEADER_BYTES)
+    fields = np.frombuffer(header, "<u4") if len(header) == HEADER_BYTES else np.zeros(3, "<u4")
+    if int(fields[0]) in HEADERS:
+        dtype, begin = HEADERS[int(fields[0])], HEADER_BYTES
+        declared = int(fields[2]) * dtype.itemsize + begin
+        if declared != file.size_bytes:
+            raise ConfigError(
+                f"{where} has {file.size_bytes:,} bytes, and its header says {declared:,}. It is "
+                "truncated or damaged; copy it again."
+            )
+    if (file.size_bytes - begin) % dtype.itemsize:
+        raise ConfigError(f"{where} has {file.size_bytes:,} bytes: no whole number of {dtype}")
+    raw.seek(begin)
+    num_read = 0
+    while chunk := raw.read(CHUNK_BYTES):
+        while len(chunk) % dtype.itemsize and (more := raw.read(1)):
+            chunk += more
+        ids = np.frombuffer(chunk, dtype)
+        if ids.max() >= source.vocab_size:
+            at = int(np.argmax(ids >= source.vocab_size))
+            raise ConfigError(
+                f"{where}: token {num_read + at:,} is {ids[at]}, but data.source.vocab_size is "
+                f"{source.vocab_size}. Set the tokenizer's, or data.source.dtype if the ids have "
+                "another type."
+            )
+        num_read += len(ids)
+        is_last = begin + num_read * dtype.itemsize >= file.size_bytes
+        yield TokenPiece(ids, _ends(ids, source.end_of_document, is_last=is_last))
+
+
+def _ends(ids: NDArray[Any], token: int | None, *, is_last: bool) -> NDArray[np.int64]:
+    """Returns the indices at which a document ends; the end of the file ends one too."""
+    ends = np.flatnonzero(ids == token) if token is not None else np.empty(0, np.int64)
+    if is_last and (not len(ends) or ends[-1] != len(ids) - 1):
+        ends = np.append(ends, len(ids) - 1)
+    return ends
+
+
+def _library(name: str, what: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ConfigError(
+            f"{what} needs the package {package}: pip install 'jaxres[data]'"
+        ) from error

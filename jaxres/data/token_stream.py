@@ -1,0 +1,165 @@
+"""Tokenises the documents of files in order, in bounded memory, from any position on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxres.config.schema_data import DocumentSource, TextSource
+from jaxres.data.documents import (
+    Piece,
+    TokenPiece,
+    check_text_name,
+    check_unchanged,
+    read_pieces,
+)
+from jaxres.data.source_files import SourceFile, unreadable
+from jaxres.data.tokenizer import Tokenizer
+
+BATCH_CHARS = 2**20
+BATCH_PIECES = 4096
+NUM_AHEAD = 2
+"""Batches that are tokenised while the next pieces are read."""
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class Position:
+    """The end of the pieces that are tokenised."""
+
+    file: int = 0
+    """Index of the file."""
+    piece: int = 0
+    """Number of its pieces that are tokenised."""
+    num_empty: int = 0
+    """Number of documents without text before, which are left out."""
+
+
+@dataclass(frozen=True)
+class TokenBlock:
+    """Consecutive tokens of the corpus."""
+
+    tokens: NDArray[Any]
+    ends: NDArray[np.int64]
+    """Indices, in ascending order, after whose token a document ends."""
+    position: Position
+    """Position after the block."""
+    num_bytes: int
+    """Bytes of the files that are read."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    pieces: Sequence[Piece] | TokenPiece
+    position: Position
+    num_bytes: int
+
+
+def token_blocks(
+    files: Sequence[SourceFile],
+    source: DocumentSource,
+    tokenizer: Tokenizer | None,
+    *,
+    start: Position | None = None,
+) -> Iterator[TokenBlock]:
+    """Yields the tokens of all documents from a position on.
+
+    Args:
+      files: the listing of the source.
+      source: where the documents are in the files.
+      tokenizer: None: the files have token ids.
+      start: position after a block of an earlier call; None: the first document.
+    """
+
+    def encode(batch: _Batch) -> TokenBlock:
+        if isinstance(batch.pieces, TokenPiece):
+            tokens, ends = batch.pieces.tokens, batch.pieces.ends
+        else:
+            assert tokenizer is not None
+            tokens, ends = _encode(batch.pieces, tokenizer)
+        return TokenBlock(tokens, ends, batch.position, batch.num_bytes)
+
+    return _ahead(encode, _batches(files, source, start or Position()))
+
+
+def _encode(
+    pieces: Sequence[Piece], tokenizer: Tokenizer
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    parts, ends, count = [np.empty(0, np.uint32)], list[int](), 0
+    end = np.array([tokenizer.end_of_document], np.uint32)
+    encoded = tokenizer.encode_all([piece.text for piece in pieces])
+    for piece, tokens in zip(pieces, encoded, strict=True):
+        parts.append(tokens)
+        count += len(tokens)
+        if piece.ends_document:
+            parts.append(end)
+            ends.append(count)
+            count += 1
+    return np.concatenate(parts), np.array(ends, np.int64)
+
+
+def _ahead(function: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
+    """Yields the results in order; a thread computes some of them ahead."""
+    waiting: deque[Future[B]] = deque()
+    with ThreadPoolExecutor(1, "jaxres-tokenise") as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) > NUM_AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _batches(
+    files: Sequence[SourceFile], source: DocumentSource, start: Position
+) -> Iterator[_Batch]:
+    """Groups pieces; a batch ends where its size says, so that its position is well defined."""
+    keeps_empty = isinstance(source, TextSource)
+    pieces, num_chars, position, num_bytes = list[Piece](), 0, start, 0
+    for piece, index, count, num_bytes in _pieces(files, source, start):
+        if isinstance(piece, TokenPiece):
+            yield _Batch(piece, Position(index, count), num_bytes)
+            continue
+        is_empty = not keeps_empty and not piece.text
+        position = Position(index, count, position.num_empty + is_empty)
+        if is_empty:
+            continue
+        pieces.append(piece)
+        num_chars += len(piece.text)
+        if num_chars >= BATCH_CHARS or len(pieces) >= BATCH_PIECES:
+            yield _Batch(pieces, position, num_bytes)
+            pieces, num_chars = [], 0
+    if pieces or position.num_empty:
+        yield _Batch(pieces, position, num_bytes)
+
+
+def _pieces(
+    files: Sequence[SourceFile], source: DocumentSource, start: Position
+) -> Iterator[tuple[Piece | TokenPiece, int, int, int]]:
+    """Yields each piece, its file's index, its number in the file from 1, and the bytes read."""
+    for file in files:
+        check_text_name(file, source)
+    before = sum(file.size_bytes for file in files[: start.file])
+    for index, file in enumerate(files[start.file :], start.file):
+        skipped = start.piece if index == start.file else 0
+        try:
+            with file.path.open("rb", buffering=0) as raw:
+                pieces = islice(read_pieces(file, source, raw), skipped, None)
+                for count, piece in enumerate(pieces, skipped + 1):
+                    yield piece, index, count, before + min(raw.tell(), file.size_bytes)
+                check_unchanged(file, raw)
+        except OSError as error:
+            raise unreadable(file.path, error) from error
+        before += file.size_bytes

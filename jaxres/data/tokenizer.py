@@ -1,0 +1,235 @@
+"""Tokenizers: bytes, and those of the library `tokenizers` (Hugging Face)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from jaxres.config.schema_data import HuggingfaceTokenizer
+from jaxres.config.schema_data import Tokenizer as TokenizerSection
+from jaxres.faults import ConfigError
+from jaxres.storage.files import fault_of
+
+END_OF_DOCUMENT = 256
+VOCAB_SIZE = 257
+BYTES = "bytes"
+"""Name of the bytes tokenizer in meta.json."""
+LIBRARY = "huggingface:"
+"""Begin of the name of a tokenizer of the library."""
+FILE_NAME = "tokenizer.json"
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def name(self) -> str:
+        """Name in meta.json; equal names mean equal tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids: one more than the largest."""
+        ...
+
+    @property
+    def end_of_document(self) -> int:
+        """Token that ends every document."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text, without the end of a document, as a prompt needs."""
+        ...
+
+    def encode_all(self, texts: Sequence[str | bytes]) -> list[NDArray[Any]]:
+        """Returns the tokens of several texts, computed on all cores if that is worth it."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens; unknown tokens are left out or become U+FFFD."""
+        ...
+
+
+@dataclass(frozen=True)
+class BytesTokenizer:
+    r"""One token for each byte, and one more token that ends a document.
+
+    Tokens beyond the vocabulary, which an embedding's padding rows can produce, are \ufffd, as are
+    bytes that are not UTF-8. The end of a document is a newline.
+
+    >>> BytesTokenizer().encode("é!")
+    [195, 169, 33]
+    >>> BytesTokenizer().decode([97, END_OF_DOCUMENT, 255, 300])
+    'a\n\ufffd\ufffd'
+    """
+
+    name: str = BYTES
+    vocab_size: int = VOCAB_SIZE
+    end_of_document: int = END_OF_DOCUMENT
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the text's UTF-8 bytes."""
+        return list(text.encode())
+
+    def encode_all(self, texts: Sequence[str | bytes]) -> list[NDArray[Any]]:
+        """Returns the UTF-8 bytes of each text."""
+        encoded = (text.encode() if isinstance(text, str) else text for text in texts)
+        return [np.frombuffer(data, np.uint8) for data in encoded]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of the bytes."""
+        return b"".join(_byte(token) for token in tokens).decode(errors="replace")
+
+
+def _byte(token: int) -> bytes:
+    """Returns the byte of a token; for other tokens 0xff, which is never valid UTF-8."""
+    if token == END_OF_DOCUMENT:
+        return b"\n"
+    return bytes([token]) if 0 <= token < END_OF_DOCUMENT else b"\xff"
+
+
+@dataclass(frozen=True)
+class LibraryTokenizer:
+    """A tokenizer of the library `tokenizers`, without its padding, truncation and template.
+
+    The special tokens that its template would add, such as one at the beginning, are not added: a
+    document is its text's tokens and then `end_of_document`.
+    """
+
+    name: str
+    vocab_size: int
+    end_of_document: int
+    end_of_document_text: str
+    file: bytes
+    """Contents of tokenizer.json."""
+    library: Any
+    """The `tokenizers.Tokenizer`."""
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text."""
+        return self.library.encode(text, add_special_tokens=False).ids
+
+    def encode_all(self, texts: Sequence[str | bytes]) -> list[NDArray[Any]]:
+        """Returns the tokens of each text; the library uses all cores."""
+        encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(item.ids, np.uint32) for item in encoded]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens; the end of a document is a newline."""
+        parts, begin = list[str](), 0
+        ends = [i for i, token in enumerate(tokens) if token == self.end_of_document]
+        for end in [*ends, len(tokens)]:
+            known = [token for token in tokens[begin:end] if token < self.vocab_size]
+            parts.append(self.library.decode(known, skip_special_tokens=False))
+            begin = end + 1
+        return "\n".join(parts)
+
+
+def open_tokenizer(section: TokenizerSection) -> Tokenizer:
+    """Returns the tokenizer of a config.
+
+    Raises:
+      ConfigError: its file or library is missing, or it has no token that ends a document.
+    """
+    if not isinstance(section, HuggingfaceTokenizer):
+        return BytesTokenizer()
+    path = section.path.expanduser()
+    folder, file = (path, path / FILE_NAME) if path.is_dir() else (path.parent, path)
+    data = _read(file)
+    if data is None:
+        raise ConfigError(
+            f"data.tokenizer.path: {file} does not exist. Give the file tokenizer.json, or the "
+            "folder that has it. If it has moved, give the new path."
+        )
+    eos = section.end_of_document or _eos_token(folder / "tokenizer_config.json")
+    return parse_tokenizer(data, where=f"data.tokenizer.path: {file}", end_of_document=eos)
+
+
+def of_folder(folder: Path, name: str) -> Tokenizer | None:
+    """Returns the tokenizer that made a token folder; None: it is not known.
+
+    Raises:
+      ConfigError: the folder's tokenizer.json is not the one that made its tokens.
+    """
+    if name == BYTES:
+        return BytesTokenizer()
+    data = _read(folder / FILE_NAME)
+    if data is None or not name.startswith(LIBRARY):
+        return None
+    eos = _eos_token(folder / "tokenizer_config.json")
+    tokenizer = parse_tokenizer(data, where=str(folder / FILE_NAME), end_of_document=eos)
+    if tokenizer.name != name:
+        raise ConfigError(
+            f"{folder / FILE_NAME} is {tokenizer.name}, but the tokens beside it were made with "
+            f"{name}. Put the original tokenizer.json and tokenizer_config.json back, or remove "
+            "both: training does not need them."
+        )
+    return tokenizer
+
+
+def parse_tokenizer(data: bytes, *, where: str, end_of_document: str | None) -> LibraryTokenizer:
+    """Returns the tokenizer of the contents of tokenizer.json; `where` begins its errors."""
+    try:
+        from tokenizers import Tokenizer as Library
+    except ImportError as error:
+        raise ConfigError(
+            "data.tokenizer.kind=huggingface needs the package `tokenizers`: "
+            "pip install 'jaxres[data]'"
+        ) from error
+    try:
+        library = Library.from_buffer(data)
+    except Exception as error:
+        raise ConfigError(f"{where} is not a tokenizer.json: {error}") from error
+    library.no_padding()
+    library.no_truncation()
+    ids = library.get_vocab(with_added_tokens=True)
+    if not end_of_document:
+        special = [token.content for token in library.get_added_tokens_decoder().values()]
+        raise ConfigError(
+            f"{where}: nothing tells which token ends a document (no eos_token in "
+            "tokenizer_config.json beside it). Set data.tokenizer.end_of_document to one of its "
+            f"special tokens: {', '.join(special) or 'it has none; add one'}."
+        )
+    if end_of_document not in ids:
+        raise ConfigError(
+            f"{where} has no token {end_of_document!r}, which data.tokenizer.end_of_document or "
+            "tokenizer_config.json names."
+        )
+    digest = xxhash.xxh3_128_hexdigest(data + b"\0" + end_of_document.encode())
+    return LibraryTokenizer(
+        name=f"{LIBRARY}{digest}",
+        vocab_size=max(ids.values()) + 1,
+        end_of_document=ids[end_of_document],
+        end_of_document_text=end_of_document,
+        file=data,
+        library=library,
+    )
+
+
+def _eos_token(path: Path) -> str | None:
+    """Returns eos_token of a tokenizer_config.json, a text or an object; None: there is none."""
+    data = _read(path)
+    if data is None:
+        return None
+    try:
+        token = json.loads(data).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"data.tokenizer.path: {path} is not a JSON object: {error}") from error
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise fault_of(error)(f"data.tokenizer.path: {path} can't be read: {error}") from error

@@ -1,0 +1,218 @@
+"""Documents of every kind of source become the same tokens; files of another kind are refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from jaxres.config.schema_data import (
+    DataSection,
+    HuggingfaceSource,
+    JsonlSource,
+    NanogptSource,
+    ParquetSource,
+    Source,
+    TextSource,
+)
+from jaxres.data import documents, open_dataset
+from jaxres.faults import ConfigError
+
+TEXTS = ["a café", "zwei\n\nLines\n", "x" * 3000, "\N{GRINNING FACE}", "end"]
+
+
+def opened(source: Source, cache: Path) -> Any:
+    return open_dataset(DataSection(source=source, seq_len=4, cache_dir=cache, heldout_fraction=0))
+
+
+def texts_of(source: Source, cache: Path) -> list[str]:
+    corpus = opened(source, cache).train.corpus
+    parts = [corpus.tokens[a:b] for a, b in zip(corpus.offsets, corpus.offsets[1:], strict=False)]
+    assert all(part[-1] == 256 for part in parts)
+    return [bytes(part[:-1].astype(np.uint8)).decode() for part in parts]
+
+
+def lines(texts: list[Any], field: str = "text") -> bytes:
+    return "".join(json.dumps({"n": 1, field: text}) + "\n" for text in texts).encode()
+
+
+def test_json_lines_are_read_plain_and_compressed(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    content = lines(TEXTS)
+    (data / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + content + b"\n")
+    (data / "b.jsonl.gz").write_bytes(gzip.compress(content[:40]) + gzip.compress(content[40:]))
+    frame = zstandard.ZstdCompressor().compress
+    (data / "c.jsonl.zst").write_bytes(frame(content[:40]) + frame(content[40:]))
+    (data / "notes.txt").write_text("not read")
+    found = texts_of(JsonlSource(path=str(data)), tmp_path / "cache")
+    assert found == TEXTS * 3
+
+
+def table(texts: list[str | None]) -> pyarrow.Table:
+    return pyarrow.table({"id": range(len(texts)), "body": texts})
+
+
+def test_parquet_is_read_row_by_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table([*TEXTS, None, ""]), path, row_group_size=2)
+    source = ParquetSource(path=str(path), column="body")
+    assert texts_of(source, tmp_path / "cache") == TEXTS
+
+
+def saved(folder: Path, texts: list[str]) -> None:
+    """Writes what `datasets` 5.2 writes with save_to_disk."""
+    folder.mkdir(parents=True)
+    name = "data-00000-of-00001.arrow"
+    with pyarrow.ipc.new_stream(folder / name, table(texts).schema) as writer:
+        writer.write_table(table(texts), max_chunksize=2)
+    (folder / "cache-1234.arrow").write_bytes(b"not part of the data set")
+    state = {"_data_files": [{"filename": name}], "_fingerprint": "0", "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_a_saved_hugging_face_data_set_is_read(tmp_path: Path) -> None:
+    saved(tmp_path / "set" / "train", TEXTS)
+    source = HuggingfaceSource(path=str(tmp_path / "set" / "train"), column="body")
+    assert texts_of(source, tmp_path / "cache") == TEXTS
+    with pytest.raises(ConfigError, match=r"no state\.json.* Give one of its splits: train"):
+        opened(HuggingfaceSource(path=str(tmp_path / "set")), tmp_path / "cache")
+
+
+def test_token_ids_of_nanogpt_and_llm_c_are_read(tmp_path: Path) -> None:
+    ids = np.array([5, 6, 50256, 7, 50256, 8, 9], "<u2")
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(ids)
+    (tmp_path / "nano.bin").write_bytes(ids.tobytes())
+    (tmp_path / "llmc.bin").write_bytes(header.tobytes() + ids.tobytes())
+    for name in ("nano", "llmc"):
+        corpus = opened(
+            NanogptSource(path=str(tmp_path / f"{name}.bin")), tmp_path / "cache"
+        ).train.corpus
+        assert corpus.tokens.tolist() == ids.tolist()
+        assert corpus.offsets.tolist() == [0, 3, 5, 7]
+        assert (corpus.meta.vocab_size, corpus.meta.tokenizer) == (50257, "ids")
+
+
+def test_where_a_document_is_cut_depends_on_its_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PIECE_CHARS", 10)
+    text = "ab\ncd\n ef\nghijklmnopqrstuvwxyz\n\nend"
+    whole = [piece.text for piece in documents._cut([text])]
+    assert whole == ["ab\ncd\n ef\n", "ghijklmnop", "qrstuvwxyz", "\n\nend"]
+    assert [piece.text for piece in documents._cut(list(text))] == whole
+
+
+WRONG: list[tuple[str, bytes, str]] = [
+    ("a.parquet", b"x", "named as a .parquet file.*data.source.kind=parquet"),
+    ("a.jsonl", b"{}", "data.source.kind=jsonl"),
+    ("a.json.gz", gzip.compress(b"x"), "compressed with gzip"),
+    ("a.bin", b"x", "data.source.kind=nanogpt"),
+    ("a.arrow", b"x", "data.source.kind=huggingface"),
+    ("renamed", b"PAR1 x", "is Parquet.*data.source.kind=parquet"),
+    ("image", b"\x89PNG\r\n", "a PNG image"),
+    ("nul.txt", b"abc\0def", "NUL bytes.*encoding=binary"),
+    ("latin1.txt", b"caf\xe9 au lait", "not UTF-8 .byte 0xe9 near 3.*iconv"),
+    ("cut.txt", "é".encode()[:1], "not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), WRONG)
+def test_text_of_another_kind_is_refused_before_anything_is_trained_on(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "good.txt").write_text("good")
+    (data / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        opened(TextSource(path=str(data)), tmp_path / "cache")
+    assert str(data / name) in str(caught.value)
+    assert list((tmp_path / "cache" / "corpora").iterdir()) == []
+    dataset = opened(TextSource(path=str(data), encoding="binary"), tmp_path / "cache")
+    assert dataset.train.corpus.meta.num_tokens == len(content) + 1 + 5
+
+
+def cut_parquet(path: Path) -> None:
+    pyarrow.parquet.write_table(table(["text"] * 1000), path)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def cut_header(path: Path) -> None:
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, 100
+    path.write_bytes(header.tobytes() + bytes(50))
+
+
+BAD: dict[str, tuple[type[Any], dict[str, Any], str, bytes | Callable[[Path], None], str]] = {
+    "not JSON": (JsonlSource, {}, "a.jsonl", lines(["x"]) + b'{"text": ', "line 2 is not JSON"),
+    "an array": (JsonlSource, {}, "a.jsonl", b'[{"text": "x"}]', "line 1 is a JSON list"),
+    "no field": (JsonlSource, {}, "a.jsonl", lines(["x"], "body"), r"no 'text'; .*'n', 'body'"),
+    "a number": (JsonlSource, {}, "a.jsonl", b'{"text": 3}', "'text' is a int, not a string"),
+    "surrogate": (JsonlSource, {}, "a.jsonl", b'{"text": "\\ud800"}', "not valid Unicode"),
+    "cut gz": (
+        JsonlSource,
+        {},
+        "a.jsonl.gz",
+        gzip.compress(lines(TEXTS))[:-9],
+        "a.jsonl.gz can't be decompressed",
+    ),
+    "cut zst": (
+        JsonlSource,
+        {},
+        "a.jsonl.zst",
+        zstandard.compress(lines(TEXTS))[:-9],
+        "ends within a frame",
+    ),
+    "not zst": (JsonlSource, {}, "a.jsonl.zst", lines(TEXTS), "can't be decompressed"),
+    "Parquet as JSON": (JsonlSource, {"include": ("*",)}, "a", b"PAR1", "kind=parquet"),
+    "all empty": (JsonlSource, {}, "a.jsonl", lines(["", None]), "every document is empty"),
+    "cut Parquet": (ParquetSource, {}, "a.parquet", cut_parquet, "a.parquet can't be read"),
+    "no column": (
+        ParquetSource,
+        {"column": "text"},
+        "a.parquet",
+        lambda path: pyarrow.parquet.write_table(table(["x"]), path),
+        "no column 'text'; its columns are id, body",
+    ),
+    "numbers": (
+        ParquetSource,
+        {"column": "id"},
+        "a.parquet",
+        lambda path: pyarrow.parquet.write_table(table(["x"]), path),
+        "'id' is of type int64, not string",
+    ),
+    "odd": (NanogptSource, {}, "a.bin", b"123", "no whole number of uint16"),
+    "id too large": (
+        NanogptSource,
+        {},
+        "a.bin",
+        np.array([1, 60000], "<u2").tobytes(),
+        "token 1 is 60000, but data.source.vocab_size is 50257",
+    ),
+    "cut header": (NanogptSource, {}, "a.bin", cut_header, "its header says 1,224"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_damaged_file_is_one_error_that_names_it(tmp_path: Path, name: str) -> None:
+    kind, options, file, content, message = BAD[name]
+    data = tmp_path / "data"
+    data.mkdir()
+    if callable(content):
+        content(data / file)
+    else:
+        (data / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        opened(kind(path=str(data), **options), tmp_path / "cache")
+    assert str(data) in str(caught.value)
+    assert list((tmp_path / "cache" / "corpora").iterdir()) == []
