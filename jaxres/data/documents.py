@@ -418,5 +418,6 @@ def _library(name: str, what: str) -> Any:
     except ImportError as error:
         package = name.partition(".")[0]
         raise ConfigError(
-            f"{what} needs the package {package}: pip install 'jaxres[data]'"
+            f"{what} needs the package {package}. Run `pip install -e '.[data]'` in the checkout "
+            "of jaxres."
         ) from error

@@ -180,8 +180,8 @@ def parse_tokenizer(data: bytes, *, where: str, end_of_document: str | None) -> 
         from tokenizers import Tokenizer as Library
     except ImportError as error:
         raise ConfigError(
-            "data.tokenizer.kind=huggingface needs the package `tokenizers`: "
-            "pip install 'jaxres[data]'"
+            "data.tokenizer.kind=huggingface needs the package `tokenizers`. Run "
+            "`pip install -e '.[data]'` in the checkout of jaxres."
         ) from error
     try:
         library = Library.from_buffer(data)

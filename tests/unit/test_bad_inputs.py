@@ -292,7 +292,10 @@ VALUES = [
     bad_value("model.kind=custom", "model.target: missing"),
     bad_value("model.num_heads=3", "gpt has it"),
     bad_value("data.seq_len=0", "must be greater than 0"),
-    bad_value("data.source.kind=foo", "must be text, tokens or custom"),
+    bad_value(
+        "data.source.kind=foo",
+        "must be text, jsonl, parquet, huggingface, nanogpt, tokens or custom",
+    ),
     bad_value("data.source.include=x", "must be a list"),
     bad_value("data.heldout_fraction=1", "must be less than 1"),
     bad_value("mesh.data=0", "must be at least 1, or -1"),
