@@ -13,11 +13,12 @@ from jaxres.config import RunConfig
 from jaxres.config.schema import GptModel
 from jaxres.config.schema_data import TextSource
 from jaxres.config.yaml import dump
-from jaxres.data import tokenizer as text_data
+from jaxres.data import tokenizer
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Unrestorable, UsageError
+from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Commit
+from jaxres.runlog.run_log import Commit, Start
 from jaxres.storage import files as storage
 from jaxres.supervisor.run_config import resolve_run
 
@@ -43,6 +44,9 @@ def export(options: argparse.Namespace) -> str:
     names = _names(options.names, config)
     source = weights_source.from_run(run_dir, config.model, commit)
     params = weights_export.of_run(source).cast(options.dtype)
+    beside = {}
+    if names == "llama":
+        beside = _extra_files(run_dir, config, params, dtype=options.dtype)
     out = options.out or run_dir.exports / f"{source.step:08d}-{names}-{options.dtype}"
     try:
         digest = weights_export.write(
@@ -52,7 +56,7 @@ def export(options: argparse.Namespace) -> str:
             max_shard_bytes=limit,
             facts=weights_source.facts_of(config.model),
             about={"step": source.step, "dtype": options.dtype},
-            beside=_extra_files(config, params, dtype=options.dtype) if names == "llama" else {},
+            beside=beside,
         )
     except Unrestorable:
         _committed(run_dir, step=commit.step)  # A live run may have pruned it meanwhile.
@@ -83,19 +87,45 @@ def _names(names: str | None, config: RunConfig) -> str:
     return names or ("llama" if is_gpt else "jaxres")
 
 
-def _extra_files(config: RunConfig, params: ExportedParams, *, dtype: str) -> dict[str, bytes]:
+def _extra_files(
+    run_dir: RunDir, config: RunConfig, params: ExportedParams, *, dtype: str
+) -> dict[str, bytes]:
     """Returns config.json, and the tokenizer files if the run has a tokenizer."""
     assert isinstance(config.model, GptModel)
-    seq_len, has_tokenizer = config.data.seq_len, isinstance(config.data.source, TextSource)
+    seq_len = config.data.seq_len
+    eos, files = _tokenizer_files(run_dir, config, seq_len=seq_len)
     fields = hf_llama.write_config(
         config.model,
         {path: info.shape for path, info in params.infos.items()},
         dtype=dtype,
         seq_len=seq_len,
-        eos=text_data.END_OF_DOCUMENT if has_tokenizer else None,
+        eos=eos,
     )
-    files = hf_llama.bytes_tokenizer(seq_len=seq_len) if has_tokenizer else {}
     return {"config.json": json.dumps(fields, indent=1).encode(), **files}
+
+
+def _tokenizer_files(
+    run_dir: RunDir, config: RunConfig, *, seq_len: int
+) -> tuple[int | None, dict[str, bytes]]:
+    """Returns the token that ends a document, and the tokenizer's files; None: unknown."""
+    starts = run_log.fold(run_log.read_records(run_dir.log)).starts
+    names = [start.body.tokenizer for start in starts if isinstance(start.body, Start)]
+    name = names[-1]
+    if name is None and isinstance(config.data.source, TextSource):
+        name = tokenizer.BYTES  # A run from before the field.
+    if name == tokenizer.BYTES:
+        return tokenizer.END_OF_DOCUMENT, hf_llama.bytes_tokenizer(seq_len=seq_len)
+    if name is None or not name.startswith(tokenizer.LIBRARY):
+        return None, {}
+    folder = run_dir.tokenizer(name)
+    names = (tokenizer.FILE_NAME, tokenizer.SETTINGS)
+    files = {name: storage.read_whole(folder / name) for name in names}
+    settings = json.loads(files[tokenizer.SETTINGS])
+    added = json.loads(files[tokenizer.FILE_NAME])["added_tokens"]
+    ids = {token["content"]: token["id"] for token in added}
+    settings.setdefault("model_max_length", seq_len)
+    files[tokenizer.SETTINGS] = json.dumps(settings, indent=1).encode()
+    return ids.get(settings["eos_token"]), files
 
 
 def import_(options: argparse.Namespace) -> tuple[str, int]:

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import uuid
@@ -40,7 +39,7 @@ from jaxres.data.token_folder import (
 )
 from jaxres.data.token_stream import Position, token_blocks
 from jaxres.data.token_writer import PARTIAL_OFFSETS, TokenWriter, Written
-from jaxres.data.tokenizer import FILE_NAME, LibraryTokenizer, Tokenizer, open_tokenizer
+from jaxres.data.tokenizer import Tokenizer, open_tokenizer
 from jaxres.faults import ConfigError
 from jaxres.storage.checksummed_json import (
     canonical_json,
@@ -305,11 +304,7 @@ def _write_journal(building: Path, position: Position, written: Written) -> None
 
 def _write_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> None:
     """Writes the files from which `tokenizer.of_folder` opens the tokenizer."""
-    if not isinstance(tokenizer, LibraryTokenizer):
-        return
-    settings = {"eos_token": tokenizer.end_of_document_text}
-    files = {FILE_NAME: tokenizer.file, "tokenizer_config.json": json.dumps(settings).encode()}
-    for name, data in files.items():
+    for name, data in () if tokenizer is None else tokenizer.files.items():
         with (folder / name).open("wb") as file:
             file.write(data)
             file.flush()

@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -32,9 +33,11 @@ from jaxres.data.source_files import SourceFile, unreadable
 from jaxres.faults import ConfigError
 
 PIECE_CHARS = 2**20
-"""Longest text that is tokenised as one; a longer document is cut after the end of a line."""
+"""Longest text that is tokenised as one; a longer document is cut before a line end."""
 CHUNK_BYTES = 4 * 2**20
 MAX_LINE_BYTES = 2**30
+NEAR_CHARS = 2**16
+_WORD_END = re.compile(r"\w(?=\n)")
 ROWS_PER_READ = 256
 HEADER_BYTES = 1024
 HEADERS = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
@@ -187,11 +190,14 @@ def _cut(texts: Iterable[str]) -> Iterator[Piece]:
 
 
 def _piece_end(text: str) -> int:
-    """Returns the index of the last line, within a piece, that begins with no white space."""
-    end = text.rfind("\n", 0, PIECE_CHARS)
-    while end > 0 and text[end + 1].isspace():
-        end = text.rfind("\n", 0, end)
-    return end + 1 if end > 0 else PIECE_CHARS
+    """Returns the index of the last line end, within a piece, that follows a letter or digit.
+
+    The usual pre-tokenizers (of GPT-2 and later) begin a new word there, so that the tokens are
+    those of the uncut text.
+    """
+    begin = max(0, PIECE_CHARS - NEAR_CHARS)
+    ends = [found.end() for found in _WORD_END.finditer(text, begin, PIECE_CHARS)]
+    return ends[-1] if ends else PIECE_CHARS
 
 
 def _jsonl(file: SourceFile, field: str, raw: BinaryIO) -> Iterator[str]:

@@ -75,7 +75,11 @@ class TokenWriter:
             self._file = (folder / "tokens.bin").open("wb")
         else:
             self._file = (folder / "tokens.bin").open("r+b")
-            self._read_back(resume)
+            try:
+                self._read_back(resume)
+            except BaseException:
+                self._file.close()
+                raise
 
     def _read_back(self, written: Written) -> None:
         """Reads the tokens and offsets that are durable; cuts off what was written after them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,11 @@ BYTES = "bytes"
 LIBRARY = "huggingface:"
 """Begin of the name of a tokenizer of the library."""
 FILE_NAME = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+DEFAULT_SETTINGS = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "clean_up_tokenization_spaces": False,
+}
 
 
 class Tokenizer(Protocol):
@@ -42,6 +47,11 @@ class Tokenizer(Protocol):
     @property
     def end_of_document(self) -> int:
         """Token that ends every document."""
+        ...
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """Files that Hugging Face's libraries open it from; none for the bytes tokenizer."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -73,6 +83,11 @@ class BytesTokenizer:
     name: str = BYTES
     vocab_size: int = VOCAB_SIZE
     end_of_document: int = END_OF_DOCUMENT
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """None."""
+        return {}
 
     def encode(self, text: str) -> list[int]:
         """Returns the text's UTF-8 bytes."""
@@ -106,9 +121,8 @@ class LibraryTokenizer:
     name: str
     vocab_size: int
     end_of_document: int
-    end_of_document_text: str
-    file: bytes
-    """Contents of tokenizer.json."""
+    files: Mapping[str, bytes]
+    """tokenizer.json, and tokenizer_config.json with the end of a document as eos_token."""
     library: Any
     """The `tokenizers.Tokenizer`."""
 
@@ -148,8 +162,12 @@ def open_tokenizer(section: TokenizerSection) -> Tokenizer:
             f"data.tokenizer.path: {file} does not exist. Give the file tokenizer.json, or the "
             "folder that has it. If it has moved, give the new path."
         )
-    eos = section.end_of_document or _eos_token(folder / "tokenizer_config.json")
-    return parse_tokenizer(data, where=f"data.tokenizer.path: {file}", end_of_document=eos)
+    return parse_tokenizer(
+        data,
+        _settings(folder / SETTINGS),
+        where=f"data.tokenizer.path: {file}",
+        end_of_document=section.end_of_document,
+    )
 
 
 def of_folder(folder: Path, name: str) -> Tokenizer | None:
@@ -163,8 +181,7 @@ def of_folder(folder: Path, name: str) -> Tokenizer | None:
     data = _read(folder / FILE_NAME)
     if data is None or not name.startswith(LIBRARY):
         return None
-    eos = _eos_token(folder / "tokenizer_config.json")
-    tokenizer = parse_tokenizer(data, where=str(folder / FILE_NAME), end_of_document=eos)
+    tokenizer = parse_tokenizer(data, _settings(folder / SETTINGS), where=str(folder / FILE_NAME))
     if tokenizer.name != name:
         raise ConfigError(
             f"{folder / FILE_NAME} is {tokenizer.name}, but the tokens beside it were made with "
@@ -174,8 +191,24 @@ def of_folder(folder: Path, name: str) -> Tokenizer | None:
     return tokenizer
 
 
-def parse_tokenizer(data: bytes, *, where: str, end_of_document: str | None) -> LibraryTokenizer:
-    """Returns the tokenizer of the contents of tokenizer.json; `where` begins its errors."""
+def parse_tokenizer(
+    data: bytes,
+    settings: Mapping[str, Any],
+    *,
+    where: str,
+    end_of_document: str | None = None,
+) -> LibraryTokenizer:
+    """Returns a tokenizer of the library.
+
+    Args:
+      data: contents of tokenizer.json.
+      settings: fields of tokenizer_config.json.
+      where: begin of error messages.
+      end_of_document: None: eos_token of the settings.
+
+    Raises:
+      ConfigError: it can't be used.
+    """
     try:
         from tokenizers import Tokenizer as Library
     except ImportError as error:
@@ -190,7 +223,10 @@ def parse_tokenizer(data: bytes, *, where: str, end_of_document: str | None) -> 
     library.no_padding()
     library.no_truncation()
     ids = library.get_vocab(with_added_tokens=True)
-    if not end_of_document:
+    if end_of_document is None:
+        token = settings.get("eos_token")
+        end_of_document = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(end_of_document, str):
         special = [token.content for token in library.get_added_tokens_decoder().values()]
         raise ConfigError(
             f"{where}: nothing tells which token ends a document (no eos_token in "
@@ -202,28 +238,27 @@ def parse_tokenizer(data: bytes, *, where: str, end_of_document: str | None) -> 
             f"{where} has no token {end_of_document!r}, which data.tokenizer.end_of_document or "
             "tokenizer_config.json names."
         )
+    settings = {**DEFAULT_SETTINGS, **settings, "eos_token": end_of_document}
     digest = xxhash.xxh3_128_hexdigest(data + b"\0" + end_of_document.encode())
     return LibraryTokenizer(
         name=f"{LIBRARY}{digest}",
         vocab_size=max(ids.values()) + 1,
         end_of_document=ids[end_of_document],
-        end_of_document_text=end_of_document,
-        file=data,
+        files={FILE_NAME: data, SETTINGS: json.dumps(settings, indent=1).encode()},
         library=library,
     )
 
 
-def _eos_token(path: Path) -> str | None:
-    """Returns eos_token of a tokenizer_config.json, a text or an object; None: there is none."""
+def _settings(path: Path) -> dict[str, Any]:
+    """Returns the fields of a tokenizer_config.json; none if it does not exist."""
     data = _read(path)
-    if data is None:
-        return None
     try:
-        token = json.loads(data).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"data.tokenizer.path: {path} is not a JSON object: {error}") from error
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
+        fields = {} if data is None else json.loads(data)
+    except ValueError as error:
+        raise ConfigError(f"data.tokenizer.path: {path} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"data.tokenizer.path: {path} is not a JSON object")
+    return fields
 
 
 def _read(path: Path) -> bytes | None:

@@ -74,6 +74,10 @@ class RunDir:
         """The folder of pins: a file named after a step keeps that step."""
         return self.root / "pins"
 
+    def tokenizer(self, name: str) -> RunPath:
+        """The folder of a tokenizer's files; its name in the start records has their digest."""
+        return self.root / "tokenizers" / name.partition(":")[2]
+
     @property
     def exports(self) -> Path:
         """The folder of exported parameters."""

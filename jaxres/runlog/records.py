@@ -53,6 +53,8 @@ class Start:
     looks_back_steps: int | None = None
     """Largest distance from a step that triggers a rollback to its onset, by the guards' settings.
     A commit that is this much older than the newest one is known to be good. None: unknown."""
+    tokenizer: str | None = None
+    """Name of the tokenizer, whose files are in RunDir.tokenizer; None: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.config import RunConfig
 from jaxres.config.schema_training import GuardsSection
 from jaxres.data import Dataset
+from jaxres.data.tokenizer import Tokenizer
 from jaxres.engine import divergence, mesh_plan, optimizer, sharding_report
 from jaxres.engine import mesh as meshes
 from jaxres.engine import state as states
@@ -100,6 +101,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         row_origins=_row_origins(parts),
         evaluate=evaluation,
         dataset=parts.dataset.fingerprint,
+        tokenizer=_keep_tokenizer(parts.dataset.tokenizer, context),
         devices=meshes.devices_by_host(parts.mesh),
         computation=numerics_fingerprint(
             config, context.claim, parts.mesh, parts.plan, step, program=program
@@ -236,6 +238,18 @@ def state_shapes(
     )
     tx = optimizer.build(config.optimizer, decay_mask=optimizer.matrices(model.axes))
     return _initializer(model, tx, mesh, config)[0], model
+
+
+def _keep_tokenizer(tokenizer: Tokenizer | None, context: AttemptContext) -> str | None:
+    """Writes the tokenizer's files to the run directory, for exports; returns its name."""
+    if tokenizer is None:
+        return None
+    folder = context.run_dir.tokenizer(tokenizer.name)
+    if context.peers.member.leads and tokenizer.files:
+        files.make_dir(folder)
+        for name, content in tokenizer.files.items():
+            files.create(folder / name, content)
+    return tokenizer.name
 
 
 def _lay_out(parts: Components, context: AttemptContext) -> Layout:

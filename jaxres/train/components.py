@@ -188,6 +188,9 @@ class Trainer:
     evaluate: Callable[[Params, Consensus], float | None]
     """Params -> held-out loss; None: stopped between two batches, on all hosts."""
     dataset: str
+    """Fingerprint of the data set."""
+    tokenizer: str | None
+    """Name of its tokenizer; None: unknown."""
     computation: dict[str, str]
     on_step: Callable[[MetricsLine], None]
     """Receives every completed step, in order."""

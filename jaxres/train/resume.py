@@ -117,6 +117,7 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
         init=init,
         devices=run.devices,
         looks_back_steps=looks_back_steps(run.limits, run.loss_scale),
+        tokenizer=run.tokenizer,
     )
     seq = _record_start(run, start, entry=entry)
     own = Record(seq=seq, attempt=run.log.attempt, time=0.0, body=start)  # Its time is unused.

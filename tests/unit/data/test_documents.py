@@ -108,7 +108,7 @@ def test_where_a_document_is_cut_depends_on_its_text_only(monkeypatch: pytest.Mo
     monkeypatch.setattr(documents, "PIECE_CHARS", 10)
     text = "ab\ncd\n ef\nghijklmnopqrstuvwxyz\n\nend"
     whole = [piece.text for piece in documents._cut([text])]
-    assert whole == ["ab\ncd\n ef\n", "ghijklmnop", "qrstuvwxyz", "\n\nend"]
+    assert whole == ["ab\ncd\n ef", "\nghijklmno", "pqrstuvwxy", "z\n\nend"]
     assert [piece.text for piece in documents._cut(list(text))] == whole
 
 

@@ -255,7 +255,7 @@ def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> 
     for a, b in zip(
         jax.tree.leaves(louder.opt["mu"]), jax.tree.leaves(clipped.opt["mu"]), strict=True
     ):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-9)  # Both are scaled to the same norm.
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-8)  # Both are scaled to the same norm.
 
 
 @pytest.mark.slow

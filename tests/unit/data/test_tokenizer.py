@@ -1,0 +1,221 @@
+"""A Hugging Face tokenizer tokenises whole documents, once, and its identity is checked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from jaxres.config.schema_data import (
+    BytesTokenizer,
+    DataSection,
+    HuggingfaceTokenizer,
+    JsonlSource,
+    TextSource,
+    TokensSource,
+)
+from jaxres.data import Dataset, documents, open_dataset
+from jaxres.faults import ConfigError
+from tests import bpe
+
+TEXTS = ["def f(x):\n    return x\n", "import json\n\n\nclass A: ...\n" * 40, "é\u4e2d"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bpe.train(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number}.txt").write_text(text)
+    return folder
+
+
+def section(corpus: Path, tokenizer: Path, **fields: object) -> DataSection:
+    return DataSection(
+        source=TextSource(path=str(corpus)),
+        tokenizer=HuggingfaceTokenizer(path=tokenizer, **fields),  # type: ignore[arg-type]
+        seq_len=4,
+        heldout_fraction=0,
+        cache_dir=corpus.parent / "cache",
+    )
+
+
+def documents_of(dataset: Dataset) -> list[list[int]]:
+    corpus = dataset.train.corpus  # type: ignore[attr-defined]
+    bounds = zip(corpus.offsets, corpus.offsets[1:], strict=False)
+    return [corpus.tokens[start:stop].tolist() for start, stop in bounds]
+
+
+def test_a_document_is_its_tokens_and_the_end_without_template_padding_or_truncation(
+    corpus: Path, trained: Path
+) -> None:
+    dataset = open_dataset(section(corpus, trained))
+    library = Tokenizer.from_file(str(trained / "tokenizer.json"))
+    assert len(library.encode(TEXTS[1]).ids) == 5, "it truncates"
+    library.no_truncation()
+    library.no_padding()
+    end = library.token_to_id(bpe.END)
+    expected = [[*library.encode(text, add_special_tokens=False).ids, end] for text in TEXTS]
+    assert sorted(documents_of(dataset)) == sorted(expected)
+    assert dataset.vocab_size == library.get_vocab_size()
+    tokenizer = dataset.tokenizer
+    assert tokenizer is not None
+    tokens = tokenizer.encode(TEXTS[2])
+    assert tokenizer.decode([*tokens, end, *tokens, 10_000]) == f"{TEXTS[2]}\n{TEXTS[2]}"
+
+
+def test_a_changed_tokenizer_makes_another_corpus(corpus: Path, tmp_path: Path) -> None:
+    one = bpe.train(tmp_path / "tokenizer", vocab_size=300)
+    before = open_dataset(section(corpus, one))
+    again = open_dataset(section(corpus, one / "tokenizer.json"))
+    assert before.fingerprint == again.fingerprint
+    bpe.train(one, vocab_size=320)
+    after = open_dataset(section(corpus, one))
+    assert before.fingerprint != after.fingerprint
+    assert len(list((tmp_path / "cache" / "corpora").iterdir())) == 2
+
+
+def test_a_built_folder_has_its_tokenizer_and_refuses_another(
+    corpus: Path, trained: Path, tmp_path: Path
+) -> None:
+    built = open_dataset(section(corpus, trained))
+    (entry,) = (tmp_path / "cache" / "corpora").iterdir()
+    source = TokensSource(path=entry)
+    own = open_dataset(DataSection(source=source, seq_len=4, heldout_fraction=0))
+    assert own.tokenizer == built.tokenizer or own.tokenizer.name == built.tokenizer.name  # type: ignore[union-attr]
+    other = HuggingfaceTokenizer(path=bpe.train(tmp_path / "other", vocab_size=310))
+    with pytest.raises(ConfigError, match="were made with huggingface:"):
+        open_dataset(DataSection(source=source, tokenizer=other, seq_len=4))
+    (entry / "tokenizer.json").write_bytes((tmp_path / "other" / "tokenizer.json").read_bytes())
+    with pytest.raises(ConfigError, match="Put the original tokenizer"):
+        open_dataset(DataSection(source=source, seq_len=4))
+    assert json.loads((entry / "tokenizer_config.json").read_text())["chat_template"]
+
+
+def test_an_unusable_tokenizer_is_one_error_that_names_it(
+    corpus: Path, trained: Path, tmp_path: Path
+) -> None:
+    def error(tokenizer: Path, **fields: object) -> str:
+        with pytest.raises(ConfigError) as caught:
+            open_dataset(section(corpus, tokenizer, **fields))
+        return str(caught.value)
+
+    assert "does not exist. Give the file tokenizer.json" in error(tmp_path / "none")
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    assert f"{bad} is not a tokenizer.json" in error(bad)
+    alone = tmp_path / "alone" / "tokenizer.json"
+    alone.parent.mkdir()
+    alone.write_bytes((trained / "tokenizer.json").read_bytes())
+    assert "special tokens: <|endoftext|>, <s>, <pad>" in error(alone)
+    assert "has no token '</s>'" in error(alone, end_of_document="</s>")
+    assert open_dataset(section(corpus, alone, end_of_document="<s>")).vocab_size == 400
+    (alone.parent / "tokenizer_config.json").write_text("[1]")
+    assert "is not a JSON object" in error(alone)
+
+
+def test_a_long_document_has_the_same_tokens_in_pieces(
+    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(path.read_text() for path in bpe.SOURCES)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    found = []
+    for number, chars in enumerate((documents.PIECE_CHARS, 4096)):
+        monkeypatch.setattr(documents, "PIECE_CHARS", chars)
+        config = DataSection(
+            source=JsonlSource(path=str(tmp_path / "a.jsonl")),
+            tokenizer=HuggingfaceTokenizer(path=trained),
+            seq_len=4,
+            cache_dir=tmp_path / str(number),
+        )
+        found.append(open_dataset(config).fingerprint)
+    assert found[0] == found[1]
+
+
+KILLED_BUILD = """
+import os, signal, sys
+from pathlib import Path
+from jaxres.config.schema_data import *
+from jaxres.data import corpus, open_dataset, token_stream
+
+path, tokenizer, cache, kill_at = sys.argv[1:]
+corpus.SYNC_SECONDS = 0.0
+token_stream.BATCH_CHARS = 2000
+left = int(kill_at)
+write = corpus._write_journal
+def count(*arguments):
+    global left
+    write(*arguments)
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+corpus._write_journal = count
+section = DataSection(
+    source=JsonlSource(path=path),
+    tokenizer=HuggingfaceTokenizer(path=Path(tokenizer)),
+    seq_len=8,
+    cache_dir=Path(cache),
+)
+print(open_dataset(section, progress=print).fingerprint)
+"""
+
+
+def test_a_killed_build_continues_where_it_was(tmp_path: Path, trained: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("a", "b", "c"):
+        texts = ["word " * int(n) for n in rng.integers(0, 900, 30)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+
+    def build(cache: str, kill_at: int) -> subprocess.CompletedProcess[str]:
+        arguments = [str(tmp_path), str(trained), str(tmp_path / cache), str(kill_at)]
+        command = [sys.executable, "-c", KILLED_BUILD, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    whole = build("whole", 0)
+    assert whole.returncode == 0, whole.stderr
+    for kill_at in (5, 9):
+        killed = build("cache", kill_at)
+        assert killed.returncode == -9, killed.stdout + killed.stderr
+    finished = build("cache", 0)
+    assert "tokens of an interrupted start" in finished.stdout, finished.stdout
+    assert finished.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
+    entries = [next((tmp_path / name / "corpora").iterdir()) for name in ("whole", "cache")]
+    files = [{path.name: path.read_bytes() for path in entry.iterdir()} for entry in entries]
+    assert files[0] == files[1]
+    assert len(list((tmp_path / "cache" / "corpora").iterdir())) == 1
+
+
+def test_a_damaged_part_of_a_killed_build_is_not_used(tmp_path: Path, trained: Path) -> None:
+    lines = "".join(json.dumps({"text": f"text {n} " * 100}) + "\n" for n in range(90))
+    (tmp_path / "a.jsonl").write_text(lines)
+    config = DataSection(
+        source=JsonlSource(path=str(tmp_path)), seq_len=8, cache_dir=tmp_path / "whole"
+    )
+    whole = open_dataset(config).fingerprint
+    code = KILLED_BUILD.replace("tokenizer=HuggingfaceTokenizer(path=Path(tokenizer)),", "")
+    arguments = [str(tmp_path), str(trained), str(tmp_path / "cache")]
+    killed = subprocess.run([sys.executable, "-c", code, *arguments, "3"], check=False)
+    assert killed.returncode == -9
+    (building,) = (tmp_path / "cache" / "corpora").iterdir()
+    with (building / "tokens.bin").open("r+b") as file:
+        file.seek(100)
+        file.write(b"\x07")
+    printed: list[str] = []
+    config = config.model_copy(update={"cache_dir": tmp_path / "cache"})
+    assert open_dataset(config, progress=printed.append).fingerprint == whole
+    assert any("can't be used" in line for line in printed), printed
+
+
+def test_the_default_tokenizer_is_bytes() -> None:
+    assert DataSection(source=TextSource(path="x")).tokenizer == BytesTokenizer()
