@@ -1,0 +1,194 @@
+"""The kind of source changes no bit, and a run on any of them resumes exactly after SIGKILL."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer
+
+from jaxres.__main__ import main
+from jaxres.data import write_tokens
+from jaxres.data.source_files import _name_hash
+from jaxres.runlog.paths import RunDir
+from tests import bpe
+from tests.promises.trainer import (
+    MLP,
+    TrainingProcess,
+    Workspace,
+    assert_bit_exact,
+    starts,
+)
+
+NUM_DOCUMENTS = 40
+MODEL = tuple(one for one in MLP if not one.startswith("train.steps"))
+HOSTS = (1, pytest.param(2, marks=pytest.mark.campaign))
+EXPORTED = ("model.kind=gpt", "model.num_layers=1", "model.d_model=32", "model.num_heads=2")
+
+
+def documents() -> list[str]:
+    rng = random.Random(0)
+    words = "".join(path.read_text() for path in bpe.SOURCES).split()
+    return [" ".join(rng.choices(words, k=rng.randrange(5, 300))) for _ in range(NUM_DOCUMENTS)]
+
+
+def text(folder: Path, texts: Sequence[str]) -> None:
+    names = sorted((f"{n}.txt" for n in range(len(texts))), key=_name_hash)
+    for name, content in zip(names, texts, strict=True):
+        (folder / name).write_text(content)
+
+
+def jsonl(folder: Path, texts: Sequence[str]) -> None:
+    lines = "".join(json.dumps({"text": one}) + "\n" for one in texts)
+    (folder / "all.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+
+
+def parquet(folder: Path, texts: Sequence[str]) -> None:
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, folder / "all.parquet", row_group_size=7)
+
+
+def huggingface(folder: Path, texts: Sequence[str]) -> None:
+    table = pyarrow.table({"text": texts})
+    with pyarrow.ipc.new_stream(folder / "data-0.arrow", table.schema) as writer:
+        writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
+
+
+def ids(texts: Sequence[str]) -> list[list[int]]:
+    return [[*one.encode(), 256] for one in texts]
+
+
+def nanogpt(folder: Path, texts: Sequence[str]) -> None:
+    np.concatenate(ids(texts)).astype("<u2").tofile(folder / "train.bin")
+
+
+def tokens(folder: Path, texts: Sequence[str]) -> None:
+    write_tokens(folder, ids(texts), vocab_size=257, tokenizer="bytes")
+
+
+KINDS: dict[str, tuple[Callable[[Path, Sequence[str]], None], tuple[str, ...]]] = {
+    "text": (text, ()),
+    "jsonl": (jsonl, ()),
+    "parquet": (parquet, ()),
+    "huggingface": (huggingface, ()),
+    "nanogpt": (nanogpt, ("data.source.vocab_size=257", "data.source.end_of_document=256")),
+    "tokens": (tokens, ()),
+}
+
+
+def source(kind: str, folder: Path) -> list[str]:
+    """Writes the documents; returns the overrides that train on them."""
+    write, overrides = KINDS[kind]
+    folder.mkdir()
+    write(folder, documents())
+    return [f"data.source.kind={kind}", f"data.source.path={folder}", *overrides]
+
+
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "own.yaml"
+    path.write_text("data: {seq_len: 64, heldout_fraction: 0.1}\ntelemetry: {log_every_seconds: 1}")
+    return path
+
+
+def kill_and_resume(
+    workspace: Workspace,
+    name: str,
+    overrides: Sequence[str],
+    *,
+    path: Path,
+    hosts: int = 1,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> RunDir:
+    """Trains, kills at a random commit, and trains to the end."""
+
+    def start() -> TrainingProcess:
+        if hosts == 1:
+            return workspace.start(name, *overrides, config=path)
+        return workspace.launch(name, *overrides, config=path, hosts=hosts)
+
+    first = start()
+    first.wait_commit(random.randrange(1, 60))
+    first.kill()
+    assert first.wait_exit() == -9, first.printed()
+    meanwhile()
+    again = start()
+    assert again.wait_exit() == 0, again.printed()
+    begun, resumed = starts(again.run_dir)
+    assert (begun, resumed > 0) == (0, True), "it was not killed between a commit and its end"
+    return again.run_dir
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.slow
+def test_the_same_documents_of_any_kind_give_the_same_run_also_after_a_kill(
+    workspace: Workspace, tmp_path: Path, hosts: int
+) -> None:
+    path, runs = config(tmp_path), {}
+    for kind in KINDS:
+        overrides = [*MODEL, "train.steps=100", *source(kind, tmp_path / f"{kind}-data")]
+        if not runs:
+            name = f"unbroken{hosts}"
+            if hosts == 1:
+                workspace.finish(name, *overrides, config=path)
+            else:
+                workspace.launched(name, *overrides, config=path, hosts=hosts)
+            runs["unbroken"] = workspace.run_dir(name)
+        runs[kind] = kill_and_resume(workspace, kind, overrides, path=path, hosts=hosts)
+    for kind in KINDS:
+        assert_bit_exact(runs[kind], runs["unbroken"])
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.slow
+def test_a_hugging_face_tokenizer_goes_the_whole_way(
+    workspace: Workspace, tmp_path: Path, hosts: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokenised, trained, killed, resumed, sampled as text, exported, and opened again."""
+    path = config(tmp_path)
+    trained = bpe.train(tmp_path / "tokenizer")
+    overrides = [
+        *(*MODEL, "train.steps=100", *EXPORTED),
+        *source("jsonl", tmp_path / "data"),
+        "data.tokenizer.kind=huggingface",
+        f"data.tokenizer.path={trained}",
+        "telemetry.sample_tokens=20",
+        "telemetry.sample_prompt=return",
+    ]
+    unbroken = workspace.run_dir("unbroken")
+    if hosts == 1:
+        workspace.finish("unbroken", *overrides, config=path)
+    else:
+        workspace.launched("unbroken", *overrides, config=path, hosts=hosts)
+
+    def change_the_tokenizer() -> None:
+        original = (trained / "tokenizer.json").read_bytes()
+        bpe.train(trained, vocab_size=390)
+        refused = workspace.start("killed", *overrides, config=path)
+        refused.assert_fails(78, "the rows are not the ones that this run was started with")
+        (trained / "tokenizer.json").write_bytes(original)
+
+    run_dir = kill_and_resume(
+        workspace, "killed", overrides, path=path, hosts=hosts, meanwhile=change_the_tokenizer
+    )
+    assert_bit_exact(run_dir, unbroken)
+    assert "return" in workspace.trainers[-1].printed()
+
+    out = tmp_path / "export"
+    assert main(["checkpoints", "export", str(run_dir.root), "--out", str(out)]) == 0
+    library = Tokenizer.from_file(str(out / "tokenizer.json"))
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    fields = json.loads((out / "config.json").read_text())
+    assert settings["eos_token"] == bpe.END
+    assert settings["chat_template"], "the user's own settings are kept"
+    assert fields["eos_token_id"] == library.token_to_id(bpe.END)
+    assert library.to_str() == Tokenizer.from_file(str(trained / "tokenizer.json")).to_str()
+    capsys.readouterr()
