@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,9 +23,11 @@ from jaxres.runlog.paths import RunDir
 from tests import bpe
 from tests.promises.trainer import (
     MLP,
+    ROOT,
     TrainingProcess,
     Workspace,
     assert_bit_exact,
+    run_history,
     starts,
 )
 
@@ -145,6 +148,40 @@ def test_the_same_documents_of_any_kind_give_the_same_run_also_after_a_kill(
         runs[kind] = kill_and_resume(workspace, kind, overrides, path=path, hosts=hosts)
     for kind in KINDS:
         assert_bit_exact(runs[kind], runs["unbroken"])
+
+
+PAGE = (ROOT / "docs" / "data.md").read_text().partition("\n## What a run reads")[0]
+SMALL = ("model.kind=mlp", "train.steps=2", "evaluation.every_steps=0", "data.seq_len=16")
+
+
+@pytest.mark.slow
+def test_every_command_that_trains_on_own_files_works_as_the_docs_say(
+    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (yaml,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "my.yaml").write_text(yaml.replace("path: texts", f"path: {tmp_path / 'texts'}"))
+    folders = {"texts": text, "dump": jsonl, "tables": parquet, "saved/train": huggingface}
+    for name, write in folders.items():
+        (tmp_path / name).mkdir(parents=True)
+        write(tmp_path / name, documents())
+    np.tile(np.arange(500), 4).astype("<u2").tofile(tmp_path / "train.bin")
+    bpe.train(tmp_path / "tokenizer")
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    commands = [line.split() for block in blocks for line in block.splitlines()]
+    assert len(commands) == 15
+    for number, (*words,) in enumerate(commands):
+        given = [re.sub(r"(path=|--out=)", rf"\1{tmp_path}/", word) for word in words]
+        given = [str(tmp_path / word) if word in ("my.yaml", "built") else word for word in given]
+        cache = f"data.cache_dir={tmp_path / 'cache'}"
+        if words[0] == "jaxres":
+            assert main([*given[1:], cache, "data.seq_len=16"]) == 0
+            assert capsys.readouterr().out
+        else:
+            run_dir = workspace.run_dir(str(number))
+            here = [f"run.dir={run_dir.root}", cache, *SMALL]
+            trainer = workspace.command(run_dir, [*given[3:], *here])
+            assert trainer.wait_exit() == 0, f"{words}\n{trainer.printed()}"
+            assert run_history(run_dir).step == 2
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
