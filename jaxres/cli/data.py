@@ -1,44 +1,160 @@
-"""`jaxres data verify CONFIG.yaml|RUN_DIR`: verifies every byte of a data set. Needs no jax."""
+"""`jaxres data`: builds, shows, counts and verifies a data set. Needs no jax."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
 from jaxres import config as configs
-from jaxres import faults
+from jaxres import data, faults
+from jaxres.config import RunConfig
+from jaxres.config.argparser import Parser, path_argument
+from jaxres.config.schema_data import CustomSource, DataSection, TokensSource
+from jaxres.data import download_cache
+from jaxres.data.corpus import describe_corpus, open_corpus
+from jaxres.data.inspect import show_rows, statistics
+from jaxres.data.token_folder import TokenFolder
 from jaxres.data.verify import DataReport, verify_data
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.run_log import RunHistory
-from jaxres.storage.path import is_remote
+from jaxres.storage import gcs_objects
+from jaxres.storage.path import RunPath, is_remote
 from jaxres.supervisor.run_config import parse_target, resolve_run
 
-USAGE = "usage: jaxres data verify CONFIG.yaml|RUN_DIR [section.field=value ...]"
+USAGE = """jaxres data COMMAND CONFIG.yaml|RUN_DIR [section.field=value ...]
+  build    tokenises the corpus, or continues to, and prints its folder; [--out FOLDER|gs://...]
+  show     prints rows as the model gets them; [--rows N] [--at POSITION]
+  inspect  counts documents, tokens, lengths and duplicates; [--json]
+  verify   reads every byte, and compares it with its digests
+"""
 DAMAGED = 1
 """Exit code of `data verify` if the data are damaged, absent, or not those of the run."""
+MAX_POSITION = 10**15
+UPLOADED_LAST = "meta.json"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints what was verified, or each problem; returns the exit code."""
+    """Runs one command; returns the exit code."""
+    if list(arguments) in (["--help"], ["-h"]):
+        sys.stdout.write(f"usage: {USAGE}")
+        return ExitCode.DONE
     try:
-        if arguments[:1] != ["verify"]:
-            if arguments[:1] in (["--help"], ["-h"]):
-                sys.stdout.write(f"{USAGE}\n")
-                return ExitCode.DONE
-            given = " ".join(arguments[:1]) or "nothing"
-            raise UsageError(f"jaxres data: expected verify, got {given} ({USAGE})")
-        target, overrides = parse_target(arguments[1:], command="jaxres data")
-        if is_remote(target) or target.is_dir():
-            loaded, run_dir = resolve_run(target, overrides)
-            history = run_log.fold(run_log.read_records(run_dir.log))
-        else:
-            loaded, history = configs.load(target, overrides), RunHistory()
-        problems, text = as_text(verify_data(loaded.config.data), history)
-    except RunError as error:
+        options, rest = _parser().parse_known_args(arguments)
+        config, history = _load(rest)
+        if options.command == "verify":
+            return _verify(config.data, history)
+        {"build": _build, "show": _show, "inspect": _inspect}[options.command](config, options)
+    except RunError as raised:
+        error = faults.by_phase(raised, at_start=True)
         sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))
         return error.exit_code
+    return ExitCode.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="jaxres data", usage=USAGE)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", prog="jaxres data"
+    )
+    commands.add_parser("build").add_argument("--out", type=path_argument)
+    show = commands.add_parser("show")
+    show.add_argument("--rows", type=_position, default=3)
+    show.add_argument("--at", type=_position, default=0)
+    commands.add_parser("inspect").add_argument("--json", action="store_true")
+    commands.add_parser("verify")
+    return parser
+
+
+def _position(text: str) -> int:
+    if not (text.isdecimal() and int(text) <= MAX_POSITION):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 0 to {MAX_POSITION:,}")
+    return int(text)
+
+
+def _load(arguments: Sequence[str]) -> tuple[RunConfig, RunHistory]:
+    """Returns the config, and the history of the run; an empty one if a config file is given."""
+    target, overrides = parse_target(arguments, command="jaxres data")
+    if is_remote(target) or target.is_dir():
+        loaded, run_dir = resolve_run(target, overrides)
+        return loaded.config, run_log.fold(run_log.read_records(run_dir.log))
+    return configs.load(target, overrides).config, RunHistory()
+
+
+def _progress(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+
+
+def _build(config: RunConfig, options: argparse.Namespace) -> None:
+    section, out = config.data, options.out
+    source = download_cache.localize(section, progress=_progress)
+    if isinstance(source, CustomSource | TokensSource):
+        raise UsageError(
+            f"data.source.kind={source.kind}: there is nothing to tokenise. `data build` takes "
+            "text, jsonl, parquet, huggingface and nanogpt."
+        )
+    corpus = describe_corpus(source, section.tokenizer, cache_dir=section.cache_dir)
+    if isinstance(out, Path):
+        if out.exists():
+            raise UsageError(f"--out {out}: exists already. Give a new folder, or remove it.")
+        corpus = replace(corpus, entry=out.absolute())
+    built = open_corpus(corpus, progress=_progress)
+    if out is not None and is_remote(out):
+        _upload(built, out)
+    _print_built(built, out if out is not None else built.folder)
+
+
+def _upload(built: TokenFolder, out: RunPath) -> None:
+    """Uploads a token folder; meta.json last, so that an incomplete folder does not open."""
+    assert is_remote(out), out
+    paths = sorted(built.folder.iterdir(), key=lambda path: (path.name == UPLOADED_LAST, path.name))
+    for path in paths:
+        _progress(f"Uploading {path.name}, {path.stat().st_size / 1e6:,.1f} MB, to {out}")
+        gcs_objects.upload(path, out / path.name)
+
+
+def _print_built(built: TokenFolder, place: RunPath) -> None:
+    meta = built.meta
+    sys.stdout.write(
+        f"{place}: {meta.num_tokens:,} tokens, {meta.num_documents:,} documents, fingerprint "
+        f"{meta.fingerprint}\nto train on it: data.source.kind=tokens data.source.path={place}\n"
+    )
+
+
+def _show(config: RunConfig, options: argparse.Namespace) -> None:
+    dataset = data.open_dataset(config.data, progress=_progress)
+    rows = show_rows(dataset, seed=config.run.seed, count=options.rows, position=options.at)
+    for text in rows:
+        sys.stdout.write(text)
+
+
+def _inspect(config: RunConfig, options: argparse.Namespace) -> None:
+    dataset = data.open_dataset(config.data, progress=_progress)
+    found = statistics(dataset, progress=_progress)
+    rows = {"train": len(dataset.train), "heldout": len(dataset.heldout)}
+    if options.json:
+        fields = asdict(found) | {"rows": rows, "fingerprint": dataset.fingerprint}
+        sys.stdout.write(f"{json.dumps(fields)}\n")
+        return
+    lengths = ", ".join(f"{name} {length:,}" for name, length in found.lengths.items())
+    steps = rows["train"] / config.train.global_batch_size
+    sys.stdout.write(
+        f"documents: {found.num_documents:,}, of which {found.num_duplicates:,} equal an earlier "
+        f"one\ntokens: {found.num_tokens:,}; {found.num_tokens_used:,} of {found.vocab_size:,} ids "
+        f"are used\ntokens a document: {lengths}\n"
+        f"rows of {config.data.seq_len} tokens: {rows['train']:,} to train on, {rows['heldout']:,} "
+        f"held out; an epoch takes {steps:,.1f} steps, the run has {config.train.steps:,}\n"
+        f"fingerprint: {dataset.fingerprint}\n"
+    )
+
+
+def _verify(section: DataSection, history: RunHistory) -> int:
+    problems, text = as_text(verify_data(section), history)
     sys.stdout.write(text)
     return DAMAGED if problems else ExitCode.DONE
 

@@ -260,7 +260,7 @@ def _tokenise(
             raise ConfigError(f"data.source.path: {corpus.source.path}: every document is empty")
         _write_tokenizer(corpus.tokenizer, building)
     if num_empty:
-        progress(f"{num_empty:,} documents without text are left out")
+        progress(f"Documents without text, which are left out: {num_empty:,}")
     return _remove_progress(building)
 
 

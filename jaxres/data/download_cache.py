@@ -8,7 +8,6 @@ therefore download the same data set concurrently: an entry that exists is compl
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import os
@@ -33,7 +32,6 @@ KEY = "data.source.path"
 THREADS = 8
 TRIES = 4
 """Attempts to download an object whose bytes are corrupted in transfer."""
-READ_BYTES = 4 * 2**20
 REPORT_BYTES = 64 * 2**20
 LEFTOVER_SECONDS = 24 * 3600.0
 
@@ -204,17 +202,11 @@ def verify_copy(config: DataSection) -> tuple[Source | None, list[str]]:
 
 def crc32c(path: Path) -> str:
     """Returns the checksum of a file as a bucket writes it; "absent" if there is no file."""
-    import google_crc32c
-
-    checksum = google_crc32c.Checksum()
     try:
         files.drop_page_cache(path)
-        with path.open("rb") as file:
-            while chunk := file.read(READ_BYTES):
-                checksum.update(chunk)
+        return gcs_objects.crc32c(path)
     except FileNotFoundError:
         return "absent"
-    return base64.b64encode(checksum.digest()).decode()
 
 
 def list_objects(remote: GcsPath, exclude: Sequence[str]) -> dict[str, gcs_objects.Stat]:

@@ -52,8 +52,8 @@ class ReadPool:
 
     def run(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Returns what a call returns for each item; raises the first error in their order."""
-        if len(items) == 1:
-            return [call(items[0])]
+        if len(items) < 2:
+            return [call(item) for item in items]
         with self._starting:
             if not self._is_started:
                 self._is_started = True
@@ -197,9 +197,9 @@ class RemoteItems:
             guesses_B = lows_B[open_B] + (shares_B * widths_B).astype(np.int64)
             guesses_B = np.clip(guesses_B, lows_B[open_B] + 1, highs_B[open_B] - 1)
             blocks = self._block_of(guesses_B)
-            self._load(blocks)
+            loaded = self._load(blocks)
             for i, block in zip(open_B.tolist(), blocks.tolist(), strict=True):
-                items, begin = self._block(block), self._first(block)
+                items, begin = loaded[block], self._first(block)
                 found = int(items.searchsorted(values_B[i], side="right"))
                 if found < len(items):
                     highs_B[i], ceilings_B[i] = begin + found, float(items[found])
@@ -228,35 +228,30 @@ class RemoteItems:
         if start >= stop:
             return np.empty(0, self.dtype)
         first, last = self._block_of(np.array([start, stop - 1])).tolist()
-        self._load(range(first, last + 1))
-        items = np.concatenate([self._block(block) for block in range(first, last + 1)])
+        loaded = self._load(range(first, last + 1))
+        items = np.concatenate([loaded[block] for block in range(first, last + 1)])
         return items[start - self._first(first) : stop - self._first(first)]
 
     def _at(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         indices = np.where(indices < 0, indices + len(self), indices)
         blocks, of = np.unique(self._block_of(indices), return_inverse=True)
-        self._load(blocks)
+        loaded = self._load(blocks)
         found = np.empty(len(indices), self.dtype)
         for number, block in enumerate(blocks.tolist()):
             chosen = of == number
-            found[chosen] = self._block(block)[indices[chosen] - self._first(block)]
+            found[chosen] = loaded[block][indices[chosen] - self._first(block)]
         return found
 
-    def _load(self, blocks: Iterable[int] | NDArray[np.int64]) -> None:
-        """Brings blocks into memory, several at a time."""
+    def _load(self, blocks: Iterable[int] | NDArray[np.int64]) -> dict[int, NDArray[Any]]:
+        """Returns the items of blocks; those that are not in memory are read concurrently."""
         wanted = sorted({int(block) for block in blocks})
         with self._lock:
-            missing = [block for block in wanted if block not in self._memory]
-            for block in wanted:
-                if block in self._memory:
-                    self._memory.move_to_end(block)
-        if missing:
-            self._pool.run(self._keep, missing)
-
-    def _block(self, block: int) -> NDArray[Any]:
-        with self._lock:
-            items = self._memory.get(block)
-        return self._keep(block) if items is None else items
+            loaded = {block: self._memory[block] for block in wanted if block in self._memory}
+            for block in loaded:
+                self._memory.move_to_end(block)
+        missing = [block for block in wanted if block not in loaded]
+        loaded |= zip(missing, self._pool.run(self._keep, missing), strict=True)
+        return loaded
 
     def _keep(self, block: int) -> NDArray[Any]:
         items = np.frombuffer(self._checked(block), self.dtype)

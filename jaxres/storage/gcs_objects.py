@@ -7,6 +7,7 @@ with the checksum of the object. A bucket that does not answer is never treated 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import secrets
@@ -159,6 +160,48 @@ def write(
         return current.generation if current is not None and current.nonce == nonce else None
 
 
+def upload(file: Path, path: GcsPath) -> None:
+    """Uploads a file of any size to a name that no object has; its checksum is compared.
+
+    An object with the same bytes counts as uploaded.
+
+    Raises:
+      ConfigError: the name has other bytes.
+      StorageUnavailable: the bucket does not respond.
+    """
+    from google.api_core.exceptions import PreconditionFailed
+
+    def put() -> None:
+        blob = _blob(path)
+        blob.chunk_size = CHUNK_BYTES
+        blob.upload_from_filename(
+            str(file),
+            content_type="application/octet-stream",
+            if_generation_match=0,
+            checksum="crc32c",
+            timeout=gcs_client.TIMEOUT_SECONDS,
+        )
+
+    found = stat(path)
+    if found is None:
+        with contextlib.suppress(PreconditionFailed):
+            gcs_client.with_retries(path, put)
+        found = stat(path)
+    if found is None or (found.size, found.crc32c) != (file.stat().st_size, crc32c(file)):
+        raise ConfigError(f"{path}: exists already, with other content. Give another folder.")
+
+
+def crc32c(file: Path) -> str:
+    """Returns the checksum of a file as a bucket writes it."""
+    import google_crc32c
+
+    checksum = google_crc32c.Checksum()
+    with file.open("rb") as opened:
+        while chunk := opened.read(CHUNK_BYTES):
+            checksum.update(chunk)
+    return base64.b64encode(checksum.digest()).decode()
+
+
 def set_aside(path: GcsPath, data: bytes, *, generation: int) -> GcsPath:
     """Copies what one generation of a damaged object had to a name beside it, for the operator."""
     aside = path.with_name(f"{path.name}.damaged-{generation}")
@@ -286,8 +329,6 @@ def iter_generation(path: GcsPath, generation: Stat) -> Iterator[bytes]:
       TransferCorrupted: the bytes do not match the checksum; a retry may succeed.
       ConfigError: the object was replaced or deleted meanwhile.
     """
-    import base64
-
     import google_crc32c
 
     checksum = google_crc32c.Checksum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,9 +23,11 @@ from jaxres.runlog.paths import RunDir
 from tests import bpe
 from tests.promises.trainer import (
     MLP,
+    ROOT,
     TrainingProcess,
     Workspace,
     assert_bit_exact,
+    run_history,
     starts,
 )
 
@@ -127,24 +130,61 @@ def kill_and_resume(
     return again.run_dir
 
 
-@pytest.mark.parametrize("hosts", HOSTS)
-@pytest.mark.slow
+CASES = (
+    (1, ("parquet",)),
+    pytest.param(1, tuple(KINDS), marks=pytest.mark.slow),
+    pytest.param(2, tuple(KINDS), marks=[pytest.mark.slow, pytest.mark.campaign]),
+)
+
+
+@pytest.mark.parametrize(("hosts", "kinds"), CASES, ids=["one", "all", "all-two-hosts"])
 def test_the_same_documents_of_any_kind_give_the_same_run_also_after_a_kill(
-    workspace: Workspace, tmp_path: Path, hosts: int
+    workspace: Workspace, tmp_path: Path, hosts: int, kinds: Sequence[str]
 ) -> None:
-    path, runs = config(tmp_path), {}
-    for kind in KINDS:
-        overrides = [*MODEL, "train.steps=100", *source(kind, tmp_path / f"{kind}-data")]
-        if not runs:
-            name = f"unbroken{hosts}"
-            if hosts == 1:
-                workspace.finish(name, *overrides, config=path)
-            else:
-                workspace.launched(name, *overrides, config=path, hosts=hosts)
-            runs["unbroken"] = workspace.run_dir(name)
-        runs[kind] = kill_and_resume(workspace, kind, overrides, path=path, hosts=hosts)
-    for kind in KINDS:
-        assert_bit_exact(runs[kind], runs["unbroken"])
+    path, common = config(tmp_path), (*MODEL, "train.steps=100")
+    overrides = [*common, *source("text", tmp_path / "files")]
+    if hosts == 1:
+        workspace.finish("unbroken", *overrides, config=path)
+    else:
+        workspace.launched("unbroken", *overrides, config=path, hosts=hosts)
+    for kind in kinds:
+        overrides = [*common, *source(kind, tmp_path / f"{kind}-data")]
+        run_dir = kill_and_resume(workspace, kind, overrides, path=path, hosts=hosts)
+        assert_bit_exact(run_dir, workspace.run_dir("unbroken"))
+
+
+PAGE = (ROOT / "docs" / "data.md").read_text().partition("\n## What a run reads")[0]
+SMALL = ("model.kind=mlp", "train.steps=2", "evaluation.every_steps=0", "data.seq_len=16")
+
+
+@pytest.mark.slow
+def test_every_command_that_trains_on_own_files_works_as_the_docs_say(
+    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (yaml,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "my.yaml").write_text(yaml.replace("path: texts", f"path: {tmp_path / 'texts'}"))
+    folders = {"texts": text, "dump": jsonl, "tables": parquet, "saved/train": huggingface}
+    for name, write in folders.items():
+        (tmp_path / name).mkdir(parents=True)
+        write(tmp_path / name, documents())
+    np.tile(np.arange(500), 4).astype("<u2").tofile(tmp_path / "train.bin")
+    bpe.train(tmp_path / "tokenizer")
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    commands = [line.split() for block in blocks for line in block.splitlines()]
+    assert len(commands) == 15
+    for number, (*words,) in enumerate(commands):
+        given = [re.sub(r"(path=|--out=)", rf"\1{tmp_path}/", word) for word in words]
+        given = [str(tmp_path / word) if word in ("my.yaml", "built") else word for word in given]
+        cache = f"data.cache_dir={tmp_path / 'cache'}"
+        if words[0] == "jaxres":
+            assert main([*given[1:], cache, "data.seq_len=16"]) == 0
+            assert capsys.readouterr().out
+        else:
+            run_dir = workspace.run_dir(str(number))
+            here = [f"run.dir={run_dir.root}", cache, *SMALL]
+            trainer = workspace.command(run_dir, [*given[3:], *here])
+            assert trainer.wait_exit() == 0, f"{words}\n{trainer.printed()}"
+            assert run_history(run_dir).step == 2
 
 
 @pytest.mark.parametrize("hosts", HOSTS)

@@ -15,6 +15,7 @@ import pytest
 from jaxres import __main__ as jaxres_command
 from jaxres import config as configs
 from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli import data as data_command
 from jaxres.cli import doctor, replay
 from jaxres.cluster import detect
 from jaxres.config.schema import CustomModel
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*DOCS, ROOT / "tests/promises/README.md"]
 PLACEHOLDERS: dict[str, str] = {
+    "my.yaml": "configs/quickstart.yaml",
     "CONFIG.yaml": "configs/quickstart.yaml",
     "CONFIG": "configs/quickstart.yaml",
 }
@@ -97,8 +99,8 @@ def test_every_command_in_the_docs_is_accepted_by_its_parser(
     elif words[0] == "doctor":
         options = doctor._parse(words[1:])
         configs.load(options.config, options.overrides)
-    elif words[:2] == ["data", "verify"]:
-        _check_target(words[2:], tmp_path)
+    elif words[0] == "data":
+        _check_target(data_command._parser().parse_known_args(words[1:])[1], tmp_path)
     elif words[0] == "replay":
         monkeypatch.setattr(replay.Replay, "lines", lambda self, *, explain: iter(()))
         assert replay.main(words[1:]) == 0

@@ -1,0 +1,105 @@
+"""Prints rows as the model gets them, and statistics of a corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from jaxres.data.batching import Arrays
+from jaxres.data.dataset import Dataset
+from jaxres.data.shuffle import sample_ids_at
+from jaxres.data.token_folder import TokenRows
+from jaxres.faults import UsageError
+
+QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
+DOCUMENTS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class CorpusStatistics:
+    """Counts of a token folder."""
+
+    num_documents: int
+    num_tokens: int
+    lengths: dict[str, int]
+    """Name of a quantile -> tokens of a document, with the end of the document."""
+    num_duplicates: int
+    """Documents that equal an earlier one."""
+    num_tokens_used: int
+    """Number of different token ids."""
+    vocab_size: int
+
+
+def show_rows(dataset: Dataset, *, seed: int, count: int, position: int) -> Iterator[str]:
+    """Yields a description of each of some rows, in the order in which a run trains on them."""
+    num_rows = len(dataset.train)
+    for at in range(position, position + count):
+        ids, _ = sample_ids_at(at, 1, num_rows=num_rows, seed=seed)
+        arrays = dataset.train.rows(ids)
+        where = f"position {at:,}: row {ids[0]:,} of {num_rows:,}"
+        lines = _token_row(arrays, dataset) if "tokens_BT" in arrays else _other_row(arrays)
+        yield "\n".join([where, *(f"  {line}" for line in lines)]) + "\n"
+
+
+def _token_row(arrays: Arrays, dataset: Dataset) -> Iterator[str]:
+    """Yields a line for each document in a row: segment, tokens, weight, text."""
+    tokens_T, segments_T = arrays["tokens_BT"][0], arrays["segment_ids_BT"][0]
+    weights_T = arrays["weights_BT"][0]
+    for segment in np.unique(segments_T).tolist():
+        inside_T = segments_T == segment
+        tokens = tokens_T[inside_T].tolist()
+        if dataset.tokenizer is None:
+            content = " ".join(map(str, tokens))
+        else:
+            content = repr(dataset.tokenizer.decode(tokens))
+        weight = f"{weights_T[inside_T].sum():g} of {len(tokens):,} weighted"
+        yield f"segment {segment}, {weight}: {content}"
+
+
+def _other_row(arrays: Arrays) -> Iterator[str]:
+    for name, values in arrays.items():
+        with np.printoptions(threshold=20, edgeitems=3):
+            text = " ".join(str(values[0]).split())
+        yield f"{name} {values.dtype}{list(values.shape[1:])}: {text}"
+
+
+def statistics(dataset: Dataset, *, progress: Callable[[str], None]) -> CorpusStatistics:
+    """Reads every token of a corpus.
+
+    Raises:
+      UsageError: the data set is not a token folder.
+    """
+    if not isinstance(dataset.train, TokenRows):
+        raise UsageError("data.source.kind=custom: jaxres can't count the documents of this data")
+    corpus = dataset.train.corpus
+    offsets = corpus.offsets
+    corpus.check_offsets(np.array([0]), np.array([len(offsets)]))
+    used = np.zeros(corpus.meta.vocab_size, np.bool_)
+    seen, num_duplicates = set[int](), 0
+    for first in range(0, len(offsets) - 1, DOCUMENTS_AT_ONCE):
+        bounds = np.asarray(offsets[first : first + DOCUMENTS_AT_ONCE + 1])
+        corpus.check_tokens(bounds[:1], bounds[-1:])
+        tokens = np.asarray(corpus.tokens[bounds[0] : bounds[-1]])
+        used[tokens[tokens < len(used)]] = True
+        for start, stop in zip(bounds - bounds[0], bounds[1:] - bounds[0], strict=False):
+            digest = xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens[start:stop]).data)
+            num_duplicates += digest in seen
+            seen.add(digest)
+        progress(f"{first + len(bounds) - 1:,} of {len(offsets) - 1:,} documents")
+    return CorpusStatistics(
+        num_documents=len(offsets) - 1,
+        num_tokens=corpus.meta.num_tokens,
+        lengths=_lengths(np.diff(offsets[:])),
+        num_duplicates=num_duplicates,
+        num_tokens_used=int(used.sum()),
+        vocab_size=len(used),
+    )
+
+
+def _lengths(lengths: NDArray[np.int64]) -> dict[str, int]:
+    found = np.quantile(lengths, list(QUANTILES.values()), method="lower")
+    return dict(zip(QUANTILES, found.tolist(), strict=True))

@@ -1,0 +1,123 @@
+"""`jaxres data` builds a corpus once, shows rows as the model gets them, and counts documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxres.cli import data as data_command
+from jaxres.config.schema_data import DataSection, TokensSource
+from jaxres.data import open_dataset
+from jaxres.exit_codes import ExitCode
+from jaxres.storage.path import GcsPath
+
+TEXTS = ["hello world", "hello world", "a second one", ""]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "a.jsonl").write_text(lines)
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        f"data:\n  source: {{kind: jsonl, path: {tmp_path}}}\n  seq_len: 4\n"
+        f"  cache_dir: {tmp_path / 'cache'}\n  heldout_fraction: 0\n"
+        "model: {kind: mlp}\ntrain: {steps: 30, global_batch_size: 2}\n"
+    )
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = data_command.main(arguments)
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_rows_are_shown_in_the_order_of_the_run(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "show", config, "data.seq_len=5", "--rows", "7", "--at", "7")
+    assert code == 0
+    rows = [line for line in out.splitlines() if line.startswith("position")]
+    assert rows[0].startswith("position 7: row ")
+    assert sorted(int(row.split()[3]) for row in rows) == list(range(7)), "one epoch"
+    assert "segment 1, 1 of 2 weighted: 'd\\n'\n  segment 2, 3 of 3 weighted: 'hel'" in out, out
+
+
+def test_documents_tokens_lengths_and_duplicates_are_counted(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, "inspect", config, "--json")
+    assert (code, "without text, which are left out: 1" in err) == (0, True)
+    found = json.loads(out)
+    sizes = [len(text) + 1 for text in TEXTS if text]
+    assert (found["num_documents"], found["num_duplicates"]) == (3, 1)
+    assert found["num_tokens"] == sum(sizes)
+    assert (found["lengths"]["shortest"], found["lengths"]["longest"]) == (12, 13)
+    assert found["num_tokens_used"] == len(set("".join(TEXTS))) + 1
+    assert found["rows"] == {"train": 9, "heldout": 0}
+    code, out, _ = run(capsys, "inspect", config)
+    assert "documents: 3, of which 1 equal an earlier one" in out
+    assert "an epoch takes 4.5 steps, the run has 30" in out
+
+
+def test_a_built_folder_trains_like_its_source(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "built"
+    code, printed, _ = run(capsys, "build", config, "--out", str(out))
+    assert (code, f"data.source.path={out}" in printed) == (0, True)
+    built = open_dataset(DataSection(source=TokensSource(path=out), seq_len=4, heldout_fraction=0))
+    code, printed, _ = run(capsys, "build", config)
+    assert built.fingerprint in printed
+    ids = np.arange(len(built.train))
+    assert built.train.rows(ids)["weights_BT"].sum() > 0
+    code, _, err = run(capsys, "build", config, "--out", str(out))
+    assert (code, "exists already" in err) == (ExitCode.USAGE, True)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".building")]
+
+
+def test_a_folder_is_built_into_a_bucket(
+    config: str, gcs_bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = f"gs://{gcs_bucket}/corpora/one"
+    for _ in range(2):  # Again after an interruption.
+        code, printed, err = run(capsys, "build", config, "--out", out)
+        assert (code, out in printed) == (0, True), err
+    source = TokensSource(path=GcsPath(gcs_bucket, "corpora/one"))
+    section = DataSection(source=source, seq_len=4, heldout_fraction=0, cache_dir=tmp_path / "new")
+    assert open_dataset(section).fingerprint in printed
+    (tmp_path / "a.jsonl").write_text('{"text": "another"}')
+    code, _, err = run(capsys, "build", config, "--out", out)
+    assert (code, "exists already, with other content" in err) == (ExitCode.CONFIG, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["show", "--rows", "x"], ExitCode.USAGE, "'x': expected a number from 0"),
+        (["show", "--at", "9" * 20], ExitCode.USAGE, "expected a number from 0"),
+        (["count"], ExitCode.USAGE, "choose from"),
+        (
+            ["build", "data.source.kind=tokens", "data.source.path=/x"],
+            ExitCode.USAGE,
+            "nothing to tokenise",
+        ),
+        (["inspect", "data.source.field=body"], ExitCode.CONFIG, "line 1 has no 'body'"),
+        (["inspect", "data.source.include=[no]"], ExitCode.CONFIG, "matches no file"),
+    ],
+)
+def test_bad_input_is_one_clear_error(
+    config: str,
+    arguments: list[str],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verb, *rest = arguments
+    found, out, err = run(capsys, verb, config, *rest)
+    assert (found, out, message in err) == (code, "", True), err
+    assert message in err.splitlines()[-1], err
