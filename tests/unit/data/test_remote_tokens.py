@@ -275,8 +275,8 @@ def test_a_folder_without_digests_is_copied(there: GcsPath, here: Path, tmp_path
 def test_the_first_batch_of_a_large_folder_reads_only_its_blocks(
     gcs_bucket: str, tmp_path: Path, server: GcsServer
 ) -> None:
-    """20 GB of tokens, and offsets that are too long to be copied."""
-    folder, size_bytes, num_documents = GcsPath(gcs_bucket, "large"), 20 * 10**9, 4_000_000
+    """5 GB of tokens, and offsets that are too long to be copied."""
+    folder, size_bytes, num_documents = GcsPath(gcs_bucket, "large"), 5 * 10**9, 2_200_000
     offsets = np.linspace(0, size_bytes // 2, num_documents + 1).astype("<i8")
     digest_of_zeros = remote_items.xxhash.xxh3_64_intdigest
     num_blocks = -(-size_bytes // BLOCK)
