@@ -17,6 +17,7 @@ from jaxres.data import (
     CacheDamaged,
     Dataset,
     TokensDamaged,
+    bad_records,
     batch_at,
     open_dataset,
     remote_items,
@@ -236,6 +237,17 @@ def test_a_read_waits_for_a_bucket_that_is_away_up_to_a_limit(
     server.fail(kind, path="tokens.bin", times=None)
     with pytest.raises(StorageUnavailable):
         row_of(short)
+
+
+def test_the_only_row_that_waits_for_the_bucket_is_no_bad_record(
+    there: GcsPath, tmp_path: Path, server: GcsServer
+) -> None:
+    """The other rows are in the cache."""
+    rows = opened(there, tmp_path).train
+    ids = np.array([0, 1, len(rows) - 1])
+    rows.rows(ids[:2])
+    server.fail("stall", path="tokens.bin.*alt=media", late_seconds=0.3, times=None)
+    assert bad_records.find_hung_row(rows, ids, seconds=0.05) is None
 
 
 def test_the_cache_is_bounded_and_forgets_what_was_not_used_for_longest(tmp_path: Path) -> None:
