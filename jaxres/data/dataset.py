@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from jaxres.config.schema_data import (
+    HELDOUT,
     CustomSource,
     DataSection,
     HuggingfaceTokenizer,
@@ -42,6 +45,8 @@ class Dataset:
     """Held-out rows, which share no token or item with `train`; empty if the fraction is 0."""
     tokenizer: Tokenizer | None
     """None: it is not known."""
+    validation: Mapping[str, Rows] = field(default_factory=dict)
+    """Name -> rows to evaluate on; first the held-out part, if there is one."""
 
 
 def silent(message: str) -> None:
@@ -49,10 +54,42 @@ def silent(message: str) -> None:
 
 
 def open_dataset(config: DataSection, *, progress: Callable[[str], None] = silent) -> Dataset:
-    """Opens the config's source; the first time, tokenises a text corpus.
+    """Opens the config's sources; the first time, tokenises those that are text.
 
-    Raises ConfigError if the source can't be used.
+    Raises ConfigError if a source can't be used.
     """
+    dataset = _open(config, progress)
+    sets = {HELDOUT: dataset.heldout} if len(dataset.heldout) else {}
+    for part in config.validation:
+        alone = config.model_copy(update={"source": part.source, "heldout_fraction": 0.0})
+        where = f"data.validation[{part.name}]"
+        try:
+            opened = _open(alone, lambda what, where=where: progress(f"{where}: {what}"))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        _check_validation(opened, dataset, where)
+        sets[part.name] = opened.train
+        if opened.fingerprint == dataset.fingerprint:
+            progress(f"WARNING: {where} is the training data itself")
+    return replace(dataset, validation=sets)
+
+
+def _check_validation(opened: Dataset, dataset: Dataset, where: str) -> None:
+    """Raises ConfigError if the model can't compute the rows of a validation set."""
+    if (opened.vocab_size or 0) > (dataset.vocab_size or 0):
+        raise ConfigError(
+            f"{where} has a vocabulary of {opened.vocab_size} tokens, the training data of "
+            f"{dataset.vocab_size}. Tokenise both with the same tokenizer."
+        )
+    specs = []
+    for rows in (opened.train, dataset.train):
+        row = rows.rows(np.zeros(1, np.int64))
+        specs.append({name: f"{row[name].dtype}{list(row[name].shape[1:])}" for name in row})
+    if specs[0] != specs[1]:
+        raise ConfigError(f"{where} has rows of {specs[0]}, the training data of {specs[1]}")
+
+
+def _open(config: DataSection, progress: Callable[[str], None]) -> Dataset:
     source = download_cache.localize(config, progress=progress)
     if isinstance(source, CustomSource):
         return _custom(source, config)

@@ -17,6 +17,7 @@ from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.config import RunConfig
 from jaxres.config.schema_training import GuardsSection
 from jaxres.data import Dataset
+from jaxres.data.text_bytes import bytes_per_target
 from jaxres.data.tokenizer import Tokenizer
 from jaxres.engine import divergence, mesh_plan, optimizer, sharding_report
 from jaxres.engine import mesh as meshes
@@ -100,6 +101,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         metrics_layout=steps.MetricsLayout.of(parts.shapes, num_rows=parts.rows_per_batch),
         row_origins=_row_origins(parts),
         evaluate=evaluation,
+        text_bytes=_text_bytes(parts) if context.peers.member.leads else {},
         dataset=parts.dataset.fingerprint,
         tokenizer=_keep_tokenizer(parts.dataset.tokenizer, context),
         devices=meshes.devices_by_host(parts.mesh),
@@ -238,6 +240,19 @@ def state_shapes(
     )
     tx = optimizer.build(config.optimizer, decay_mask=optimizer.matrices(model.axes))
     return _initializer(model, tx, mesh, config)[0], model
+
+
+def _text_bytes(parts: Components) -> dict[str, float]:
+    """Returns the text bytes a target of each validation set whose text is known."""
+    tokenizer, num_rows = parts.dataset.tokenizer, parts.rows_per_batch
+    if tokenizer is None or not parts.evaluates:
+        return {}
+    num_rows *= parts.config.evaluation.batches
+    found = {
+        name: bytes_per_target(rows, tokenizer, num_rows=num_rows)
+        for name, rows in parts.dataset.validation.items()
+    }
+    return {name: count for name, count in found.items() if count is not None}
 
 
 def _keep_tokenizer(tokenizer: Tokenizer | None, context: AttemptContext) -> str | None:

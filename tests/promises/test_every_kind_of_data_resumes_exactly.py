@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -32,7 +33,7 @@ from tests.promises.trainer import (
 )
 
 NUM_DOCUMENTS = 40
-MODEL = tuple(one for one in MLP if not one.startswith("train.steps"))
+MODEL = tuple(one for one in MLP if not one.startswith(("train.steps", "evaluation")))
 HOSTS = (1, pytest.param(2, marks=pytest.mark.campaign))
 EXPORTED = ("model.kind=gpt", "model.num_layers=1", "model.d_model=32", "model.num_heads=2")
 
@@ -187,6 +188,12 @@ def test_every_command_that_trains_on_own_files_works_as_the_docs_say(
             assert run_history(run_dir).step == 2
 
 
+def last_evaluation(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["status", str(run_dir.root), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["evaluation"]
+
+
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.slow
 def test_a_hugging_face_tokenizer_goes_the_whole_way(
@@ -195,12 +202,17 @@ def test_a_hugging_face_tokenizer_goes_the_whole_way(
     """Tokenised, trained, killed, resumed, sampled as text, exported, and opened again."""
     path = config(tmp_path)
     trained = bpe.train(tmp_path / "tokenizer")
+    valid = tmp_path / "valid"
+    valid.mkdir()
+    text(valid, documents()[:5])
     overrides = [
         *(*MODEL, "train.steps=100", *EXPORTED),
         *source("jsonl", tmp_path / "data"),
         "data.tokenizer.kind=huggingface",
         f"data.tokenizer.path={trained}",
         "telemetry.sample_tokens=20",
+        "evaluation.every_steps=50",
+        f"data.validation=[{{name: own, source: {{kind: text, path: {valid}}}}}]",
         "telemetry.sample_prompt=return",
     ]
     unbroken = workspace.run_dir("unbroken")
@@ -220,6 +232,12 @@ def test_a_hugging_face_tokenizer_goes_the_whole_way(
         workspace, "killed", overrides, path=path, hosts=hosts, meanwhile=change_the_tokenizer
     )
     assert_bit_exact(run_dir, unbroken)
+    evaluations = [last_evaluation(one, capsys) for one in (run_dir, unbroken)]
+    assert evaluations[0] == evaluations[1]
+    assert evaluations[0]["step"] == 100
+    assert set(evaluations[0]["losses"]) == set(evaluations[0]["bits_per_byte"])
+    assert set(evaluations[0]["losses"]) == {"heldout", "own"}
+    assert 0 < evaluations[0]["bits_per_byte"]["own"] < 8, "better than knowing nothing"
     assert "return" in workspace.trainers[-1].printed()
 
     out = tmp_path / "export"

@@ -74,7 +74,7 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
         (
             ["evaluation.every_steps=5", "data.heldout_fraction=0"],
             "evaluation.every_steps: there is nothing to evaluate on: data.heldout_fraction is 0; "
-            "give a share such as 0.02, or set evaluation.every_steps to 0",
+            "give a share such as 0.02, or data.validation, or set evaluation.every_steps to 0",
         ),
         (
             ["telemetry.sample_tokens=5", CUSTOM],
