@@ -39,9 +39,9 @@ WALL_CLOCK_MAY = {
     "jaxres/engine/executable.py:sources": "whether code is younger than the process that runs it",
     "jaxres/engine/executable.py:keep": "which file is the oldest, to be removed",
     "jaxres/train/compile_cache.py:process_start": "compared with the times of files",
-    "jaxres/data/text.py:_list_file": "detects a change of a file",
-    "jaxres/data/text.py:_read": "detects a change of a file",
-    "jaxres/data/text.py:_remove_leftovers": "a day, over several processes",
+    "jaxres/data/source_files.py:_list_file": "detects a change of a file",
+    "jaxres/data/documents.py:check_unchanged": "detects a change of a file",
+    "jaxres/data/corpus.py:_remove_leftovers": "a day, over several processes",
 }
 """Functions that may read the wall clock, and their purpose: a decision by it fails at a jump."""
 ENVIRONMENT = ("__main__.py", "compile_cache.py", "forkserver.py")

@@ -24,14 +24,13 @@ from jaxres.train.consensus import facts_shape
 from jaxres.train.context import AttemptContext
 
 
-def traced_step(parts: Components, *, facts: Any = None) -> Any:
+def traced_step(parts: Components, *, facts: Any = None, donates: bool = True) -> Any:
     """Jits the train step and returns its trace, which can be lowered for absent devices too.
-
-    The jitted step donates the state.
 
     Args:
       parts: components of the run.
       facts: shape of the flags that the hosts exchange in each step; None with a single host.
+      donates: whether the step donates the state, as every run does.
     """
     config = parts.config
     rate = optimizer.learning_rate(
@@ -50,7 +49,8 @@ def traced_step(parts: Components, *, facts: Any = None) -> Any:
         replicate=meshes.replicate(parts.mesh),
     )
     signature = _step_signature(parts, facts=facts)
-    jitted = jax.jit(train_step, donate_argnums=0, out_shardings=signature.results)
+    donated = 0 if donates else ()
+    jitted = jax.jit(train_step, donate_argnums=donated, out_shardings=signature.results)
     traced = jitted.trace(*signature.arguments)
     _refuse_ordered_effects(traced, num_devices=parts.mesh.size)
     return traced

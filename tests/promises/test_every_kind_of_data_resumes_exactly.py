@@ -130,24 +130,27 @@ def kill_and_resume(
     return again.run_dir
 
 
-@pytest.mark.parametrize("hosts", HOSTS)
-@pytest.mark.slow
+CASES = (
+    (1, ("parquet",)),
+    pytest.param(1, tuple(KINDS), marks=pytest.mark.slow),
+    pytest.param(2, tuple(KINDS), marks=[pytest.mark.slow, pytest.mark.campaign]),
+)
+
+
+@pytest.mark.parametrize(("hosts", "kinds"), CASES, ids=["one", "all", "all-two-hosts"])
 def test_the_same_documents_of_any_kind_give_the_same_run_also_after_a_kill(
-    workspace: Workspace, tmp_path: Path, hosts: int
+    workspace: Workspace, tmp_path: Path, hosts: int, kinds: Sequence[str]
 ) -> None:
-    path, runs = config(tmp_path), {}
-    for kind in KINDS:
-        overrides = [*MODEL, "train.steps=100", *source(kind, tmp_path / f"{kind}-data")]
-        if not runs:
-            name = f"unbroken{hosts}"
-            if hosts == 1:
-                workspace.finish(name, *overrides, config=path)
-            else:
-                workspace.launched(name, *overrides, config=path, hosts=hosts)
-            runs["unbroken"] = workspace.run_dir(name)
-        runs[kind] = kill_and_resume(workspace, kind, overrides, path=path, hosts=hosts)
-    for kind in KINDS:
-        assert_bit_exact(runs[kind], runs["unbroken"])
+    path, common = config(tmp_path), (*MODEL, "train.steps=100")
+    overrides = [*common, *source("text", tmp_path / "files")]
+    if hosts == 1:
+        workspace.finish("unbroken", *overrides, config=path)
+    else:
+        workspace.launched("unbroken", *overrides, config=path, hosts=hosts)
+    for kind in kinds:
+        overrides = [*common, *source(kind, tmp_path / f"{kind}-data")]
+        run_dir = kill_and_resume(workspace, kind, overrides, path=path, hosts=hosts)
+        assert_bit_exact(run_dir, workspace.run_dir("unbroken"))
 
 
 PAGE = (ROOT / "docs" / "data.md").read_text().partition("\n## What a run reads")[0]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tools.gpu.runs import every
 
 
 def fine(folder: Path) -> dict[str, Any]:
@@ -18,6 +21,12 @@ def fine(folder: Path) -> dict[str, Any]:
 def fails(folder: Path) -> dict[str, Any]:
     """Raises."""
     raise AssertionError("on purpose")
+
+
+def partly(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields a figure of its own type, then those of two measurements, one of which fails."""
+    yield {"where": folder / "x"}
+    yield from every(bad=lambda: fails(folder), good=lambda: {"speed": 2.0})
 
 
 def hangs(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,11 @@
 """The GPU check tells every failure, and goes on where it stopped."""
 
 import json
+import os
+import signal
 from pathlib import Path
+
+import pytest
 
 from tools.gpu import check
 from tools.gpu.check import Part, main
@@ -35,6 +39,36 @@ def test_a_part_that_fails_hangs_or_leaves_a_process_is_told_and_stops_no_other(
     table = (tmp_path / "results.md").read_text()
     assert "| fine | what fine asks | passed, 0 s | speed 1.5; device a/b |" in table
     assert "fails: failed" in capsys.readouterr().out
+
+
+def test_what_a_part_has_measured_is_kept_if_it_fails_later(tmp_path):
+    assert main(["--out", str(tmp_path)], [Part("partly", "tests.unit.gpu_parts", 1, "")]) == 1
+    found = results(tmp_path)["partly"]
+    assert found["status"] == "failed"
+    assert found["error"].endswith("AssertionError: failed: bad")
+    assert found["figures"] == {
+        "where": str(tmp_path / "partly/x"),
+        "bad": "failed: AssertionError: on purpose",
+        "speed": 2.0,
+    }
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # It is not awaited.
+def test_a_process_that_does_not_end_after_sigkill_does_not_hang_the_check(tmp_path, monkeypatch):
+    """The signals go nowhere, as for a process that is stuck in a driver."""
+    kill, unkillable = os.kill, set()
+    monkeypatch.setattr(check.os, "kill", lambda pid, number: unkillable.add(pid))
+    monkeypatch.setattr(check, "KILL_ROUNDS", 1)
+    monkeypatch.setattr(check, "KILLED_SECONDS", 0.1)
+    try:
+        assert main(["--out", str(tmp_path), "--only", "hangs"], PARTS) == 1
+    finally:
+        for pid in unkillable:
+            kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    (pid,) = unkillable
+    error = results(tmp_path)["hangs"]["error"]
+    assert f"process {pid} has not ended 0 s after SIGKILL" in error
 
 
 def test_a_second_start_goes_on_with_what_has_not_passed(tmp_path, capsys):

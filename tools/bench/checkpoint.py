@@ -81,7 +81,7 @@ step = jax.jit(lambda state: jax.tree.map(lambda x: x + x.dtype.type(1), state),
 """Stand-in for a training step: reads and writes all of the state, which it donates."""
 
 
-compute = jax.jit(lambda x: jax.lax.fori_loop(0, 4, lambda _, y: (y @ y) / SIDE, x))
+compute = jax.jit(lambda x: jax.lax.fori_loop(0, 4, lambda _, y: (y @ y) / len(x), x))
 """Stand-in for a training step that computes: a few milliseconds on two cores."""
 
 
@@ -115,10 +115,15 @@ class Saving:
         shutil.rmtree(target, ignore_errors=True)
         return called - begun, stepped - called, ended - begun
 
-    def beside_steps(self, make: Callable[[], Any]) -> tuple[float, float]:
-        """Returns seconds of a save, and how much slower the concurrent steps are."""
+    def beside_steps(self, make: Callable[[], Any], side: int = SIDE) -> tuple[float, float]:
+        """Returns seconds of a save, and how much slower the concurrent steps are.
+
+        Args:
+          make: creates the state.
+          side: rows of the matrix that a step multiplies.
+        """
         state = jax.block_until_ready(make())
-        small = jax.block_until_ready(compute(jax.numpy.ones((SIDE, SIDE))))
+        small = jax.block_until_ready(compute(jax.numpy.ones((side, side))))
         alone = statistics.mean(
             seconds(lambda: jax.block_until_ready(compute(small))) for _ in range(100)
         )
@@ -238,7 +243,7 @@ def main() -> int:
                 writes.append(written)
                 idle.append(stepped)
         _print_saves(found, copies=copies, writes=writes, idle=idle)
-        _restores(folder, make, own, size=size, rounds=options.rounds)
+        _print_restores(restores(folder, make, rounds=options.rounds), size=size)
         _print_curve(folder, make, rounds=options.rounds)
     return 0
 
@@ -281,10 +286,14 @@ def _print_curve(folder: Path, make: Callable[[], Any], *, rounds: int) -> None:
         print(f"  {share:<4} {seconds:.2f} s, {slower:.3f} x")
 
 
-def _restores(
-    folder: Path, make: Callable[[], Any], context: ocp.Context, *, size: int, rounds: int
-) -> None:
-    """Times restores of one committed step, verified and not, in turns, and the jax-free verify."""
+def restores(
+    folder: Path, make: Callable[[], Any], *, rounds: int
+) -> list[tuple[float, float, float]]:
+    """Restores one committed step in turns: unverified, verified; and verifies it without jax.
+
+    Returns:
+      The seconds of the three, for every round.
+    """
     state = make()
     run_dir = RunDir(folder / "restore")
     log = RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock())
@@ -318,6 +327,10 @@ def _restores(
         checked = seconds(lambda: verify.verify_step(step_dir, commit))
         if round_number:
             rows.append((bare, verified, checked))
+    return rows
+
+
+def _print_restores(rows: list[tuple[float, float, float]], *, size: int) -> None:
     ratio = statistics.median(row[1] / row[0] for row in rows)
     bare, verified, checked = (statistics.median(row[i] for row in rows) for i in range(3))
     print(

@@ -35,14 +35,26 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {
     **{name: name for name in ("jax", "flax", "optax", "tensorstore", "numpy", "ml_dtypes")},
     **{name: name for name in ("jaxtyping", "pydantic", "rich", "plotext", "xxhash")},
+    "annotated_types": "annotated-types",
+    "markdown_it": "markdown-it-py",
     "orbax.checkpoint": "orbax-checkpoint",
+    "pydantic_core": "pydantic-core",
+    "pygments": "Pygments",
+    "typing_extensions": "typing-extensions",
+    "typing_inspection": "typing-inspection",
     "yaml": "PyYAML",
 }
-"""Module -> package."""
+"""Module -> package; what pydantic and rich import too, since only the files are looked for."""
 PASSED, FAILED, TIMED_OUT, NO_TIME = "passed", "failed", "timed out", "no time left"
 TAG = "JAXRES_GPU_CHECK"
 """Environment variable of all processes of a part, by which what it leaves is found."""
 REHEARSE_SECONDS = 180.0
+QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""XLA_FLAGS of a rehearsal."""
+KILL_ROUNDS = 100
+"""Searches for processes to kill, 0.05 s apart."""
+KILLED_SECONDS = 10.0
+"""Longest wait for a killed process: one that is stuck in the driver never ends."""
 TAIL_CHARACTERS = 2000
 
 
@@ -66,12 +78,14 @@ PARTS = (
     Part("speed_1b", "tools.gpu.training", 4, "tokens/s and MFU of a 1B model, sequence 2048"),
     Part("step_path", "tools.gpu.training", 3, "jaxres's loop against a bare one"),
     Part("restart", "tools.gpu.recovery", 4, "seconds from SIGKILL to the next step"),
-    Part("saves", "tools.gpu.training", 4, "what a save costs"),
+    Part("saves", "tools.gpu.saves", 4, "what a save costs"),
     Part("attention", "tools.gpu.kernels", 2, "cuDNN's attention against XLA's"),
     Part("determinism_cost", "tools.gpu.training", 3, "step time with bitwise kernels"),
     Part("out_of_memory", "tools.gpu.recovery", 2, "too large a batch ends as 86 with advice"),
     Part("hang", "tools.gpu.recovery", 2, "a stuck step ends as 80 and leaves no process"),
-    Part("memory", "tools.gpu.kernels", 2, "the estimate of memory against what is used"),
+    Part("memory", "tools.gpu.steps", 2, "the estimate of memory against what is used"),
+    Part("variants", "tools.gpu.steps", 3, "float16, remat, microbatches, donation"),
+    Part("bit_flip", "tools.gpu.recovery", 2, "replay finds a step with a flipped bit"),
     Part("health", "tools.gpu.machine", 1, "temperature, ECC, throttling"),
 )
 
@@ -92,8 +106,11 @@ def main(arguments: Sequence[str], parts: Sequence[Part] = PARTS) -> int:
     options = _parse(arguments)
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    if not (options.rehearse or parts is not PARTS or shutil.which("nvidia-smi")):
-        print("no GPU here (no nvidia-smi): give --rehearse for a run on the CPU", file=sys.stderr)
+    if not (options.rehearse or parts is not PARTS or _has_gpu()):
+        print(
+            "no GPU here (no nvidia-smi, no /dev/nvidia0): give --rehearse for a run on the CPU",
+            file=sys.stderr,
+        )
         return 64
     given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     path = [str(ROOT), *_unpacked(options.wheels, out), *_own_metadata(out), *given]
@@ -137,6 +154,10 @@ def main(arguments: Sequence[str], parts: Sequence[Part] = PARTS) -> int:
                 flush=True,
             )
     return int(not all(_has_passed(results[part.name]) for part in asked))
+
+
+def _has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
 
 
 def _has_passed(result: Result | None) -> bool:
@@ -220,7 +241,9 @@ def _run(part: Part, out: Path, path: Sequence[str], *, limit: float, rehearse: 
     mark = f"{part.name}-{os.getpid()}-{time.monotonic_ns()}"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), TAG: mark}
     if rehearse:
-        env |= {"JAX_PLATFORMS": "cpu", "REHEARSE": "1"}
+        env |= {"JAX_PLATFORMS": "cpu", "REHEARSE": "1", "XLA_FLAGS": QUICK_COMPILATION}
+    else:  # Without it JAX uses the CPU if CUDA can't be loaded.
+        env.setdefault("JAX_PLATFORMS", "cuda,cpu")
     started = time.monotonic()
     with output.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
@@ -230,12 +253,12 @@ def _run(part: Part, out: Path, path: Sequence[str], *, limit: float, rehearse: 
             code = None
         finally:
             left = _kill_marked(mark)
-            process.wait()
+            stuck = _stuck(process)
     seconds = time.monotonic() - started
     tail = output.read_text(errors="replace")[-TAIL_CHARACTERS:].strip()
     found = json.loads(figures.read_text()) if figures.exists() else {}
     if code is None:
-        return Result(part.name, TIMED_OUT, seconds, found, f"after {limit:.0f} s: {tail}")
+        return Result(part.name, TIMED_OUT, seconds, found, f"after {limit:.0f} s{stuck}: {tail}")
     if code != 0 or not figures.exists():
         return Result(part.name, FAILED, seconds, found, f"exit {code}: {tail}")
     if left:
@@ -243,10 +266,19 @@ def _run(part: Part, out: Path, path: Sequence[str], *, limit: float, rehearse: 
     return Result(part.name, PASSED, seconds, found)
 
 
+def _stuck(process: subprocess.Popen[bytes]) -> str:
+    """Waits for a process that has ended or was killed; returns a text if it does not end."""
+    try:
+        process.wait(KILLED_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f", process {process.pid} has not ended {KILLED_SECONDS:.0f} s after SIGKILL"
+    return ""
+
+
 def _kill_marked(mark: str) -> int:
     """Kills all processes with this mark in their environment; returns how many there were."""
     wanted, killed = f"{TAG}={mark}".encode(), set[int]()
-    for _ in range(100):
+    for _ in range(KILL_ROUNDS):
         found = set[int]()
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():

@@ -1,4 +1,8 @@
-"""Runs one part of tools/gpu/check.py: `run_part.py MODULE PART FOLDER FIGURES.json`."""
+"""Runs one part of tools/gpu/check.py: `run_part.py MODULE PART FOLDER FIGURES.json`.
+
+A part is a function of a folder that returns figures, or yields some after each measurement: what
+it has yielded is kept if it fails or hangs later.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,21 @@ import importlib
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 
 def main(module: str, part: str, folder: Path, figures: Path) -> None:
-    """Calls MODULE.PART(FOLDER) and writes what it returns."""
+    """Calls MODULE.PART(FOLDER) and writes what it returns or yields."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    found = getattr(importlib.import_module(module), part)(folder)
-    figures.write_text(json.dumps(found))
+    made = getattr(importlib.import_module(module), part)(folder)
+    found: dict[str, object] = {}
+    for some in [made] if isinstance(made, Mapping) else made:
+        found |= some
+        written = figures.with_suffix(".new")
+        written.write_text(json.dumps(found, default=str))
+        written.replace(figures)
     shutil.rmtree(folder, ignore_errors=True)
 
 

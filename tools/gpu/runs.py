@@ -6,12 +6,16 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jaxres.runlog.event_log import read_events, read_json_lines
 from jaxres.runlog.paths import RunDir
 
+Figures = dict[str, object]
+"""Name -> number, text or flag."""
 ROOT = Path(__file__).resolve().parents[2]
 REHEARSED = os.environ.get("REHEARSE") == "1"
 """Whether the sizes are tiny and the device is a CPU."""
@@ -25,6 +29,30 @@ SMALL = ("model.num_layers=1", "model.d_model=64", "model.num_heads=2", "data.se
 def sized(gpu: int, cpu: int) -> int:
     """Returns the first number, or the second in a rehearsal."""
     return cpu if REHEARSED else gpu
+
+
+def seconds(act: Callable[[], object]) -> float:
+    """Returns the seconds that a call takes."""
+    begun = time.perf_counter()
+    act()
+    return time.perf_counter() - begun
+
+
+def every(**measurements: Callable[[], Figures]) -> Iterator[Figures]:
+    """Yields the figures of each measurement; one that fails stops no other.
+
+    Raises:
+      AssertionError: at the end, if any has failed.
+    """
+    failed = []
+    for name, measure in measurements.items():
+        try:
+            yield measure()
+        except Exception as error:  # noqa: BLE001  It is a figure, and raised at the end.
+            traceback.print_exc()
+            failed.append(name)
+            yield {name: f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    assert not failed, f"failed: {', '.join(failed)}"
 
 
 def quickstart(folder: Path, *overrides: str) -> list[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import statistics
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
 from jaxres import config as configs
@@ -14,10 +17,19 @@ from jaxres.data.token_writer import write_tokens
 from jaxres.runlog.paths import RunDir
 from jaxres.telemetry.throughput import peak_flops
 from tools.bench import step
-from tools.gpu import runs
-from tools.gpu.runs import NO_GPU, REHEARSED, ROOT, event, sized, step_seconds, train
+from tools.gpu import runs, trace
+from tools.gpu.runs import (
+    NO_GPU,
+    REHEARSED,
+    ROOT,
+    WARM_STEPS,
+    Figures,
+    event,
+    sized,
+    step_seconds,
+    train,
+)
 
-Figures = dict[str, object]
 VOCAB = 50304
 OUT_OF_MEMORY = "exit 86"
 LOOPS = {
@@ -28,17 +40,6 @@ LOOPS = {
     ),
 }
 """Models whose step takes about 5, 20 and 100 ms on a GPU of 2023."""
-
-
-def run(name: str, *arguments: str) -> str:
-    """Runs a benchmark of tools/bench and returns its output."""
-    command = [sys.executable, str(ROOT / "tools/bench" / name), *arguments]
-    ended = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    print(ended.stdout, flush=True)
-    assert ended.returncode == 0 or "FAIL: the ratio" in ended.stdout, "the benchmark has failed"
-    return ended.stdout
 
 
 def quickstart(folder: Path) -> Figures:
@@ -59,21 +60,61 @@ def _utilization(run_dir: RunDir) -> Figures:
     return {"tokens_per_s": rate, "MFU": NO_GPU if peak is None else rate * flops / peak}
 
 
-def speed_124m(folder: Path) -> Figures:
+def speed_124m(folder: Path) -> Iterator[Figures]:
     """Trains GPT-2's size on random tokens, with the largest batch that fits."""
-    return _speed(folder, "gpt2-124m", 1024, [(64, "none"), (32, "none"), (32, "block")])
+    tries = [(64, "none"), (32, "none"), (32, "block")]
+    found, arguments = _speed(folder, "gpt2-124m", 1024, tries)
+    yield found
+    yield _profile(folder, arguments)
 
 
-def speed_1b(folder: Path) -> Figures:
+def speed_1b(folder: Path) -> Iterator[Figures]:
     """Trains the 1B model on random tokens at sequence 2048, with the largest batch that fits."""
     tries = [(16, "none"), (8, "none"), (16, "block"), (8, "block"), (4, "block")]
-    found = _speed(folder, "llama-1b", 2048, tries)
+    found, arguments = _speed(folder, "llama-1b", 2048, tries)
     mfu = found["MFU"]
-    return found | {"reaches_50_percent": mfu >= 0.5 if isinstance(mfu, float) else NO_GPU}
+    yield found | {"reaches_50_percent": mfu >= 0.5 if isinstance(mfu, float) else NO_GPU}
+    yield _profile(folder, arguments)
 
 
-def _speed(folder: Path, name: str, length: int, tries: list[tuple[int, str]]) -> Figures:
-    """Returns the figures of the first of the tries (rows, remat) that fits."""
+def _profile(folder: Path, arguments: list[str]) -> Figures:
+    """Returns the summary of a profile of some steps of jaxres's loop, in this process."""
+    config = configs.load(Path(arguments[0]), arguments[1:]).config
+    warm, steps = WARM_STEPS, sized(10, 3)
+    with step.built(config, live=False) as parts:
+        watched = _Watched(parts.run.step, folder / "profile", first=warm, last=warm + steps)
+        step.train(step.short(parts.run, steps=warm + steps + 1, step=watched))
+    assert watched.profiler is not None
+    return watched.profiler.summary(steps=steps)
+
+
+@dataclass
+class _Watched:
+    """Replaces a run's step: profiles the calls from `first` to before `last`."""
+
+    step: Callable[..., Any]
+    folder: Path
+    first: int
+    last: int
+    calls: int = 0
+    profiler: trace.Profiler | None = None
+
+    def __call__(self, state: Any, *arguments: Any) -> Any:
+        if self.calls == self.first:
+            jax.block_until_ready(state)
+            self.profiler = trace.Profiler(self.folder)
+        if self.calls == self.last and self.profiler is not None:
+            jax.block_until_ready(state)
+            self.profiler.stop()
+        self.calls += 1
+        return self.step(state, *arguments)
+
+
+def _speed(
+    folder: Path, name: str, length: int, tries: list[tuple[int, str]]
+) -> tuple[Figures, list[str]]:
+    """Returns the figures of the first of the tries (rows, remat) that fits, and its arguments."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     tokens = folder / "tokens"
     chance = np.random.default_rng(0)
     documents = [chance.integers(0, VOCAB, length * sized(256, 8)) for _ in range(8)]
@@ -99,7 +140,7 @@ def _speed(folder: Path, name: str, length: int, tries: list[tuple[int, str]]) -
                 raise
             continue
         figures = {"rows": rows, "remat": remat, "step_ms": 1e3 * step_seconds(run_dir)}
-        return figures | _utilization(run_dir)
+        return figures | _utilization(run_dir), arguments
     raise AssertionError(f"none of these fits into memory: {tries}")
 
 
@@ -118,16 +159,6 @@ def step_path(folder: Path) -> Figures:
         ratios = [ours.wall / bare.wall for ours, bare in pairs]
         figures[f"{name} ratio"] = statistics.median(ratios)
     return figures
-
-
-def saves(folder: Path) -> Figures:
-    """Runs the benchmark of checkpoints; its table is in the part's output."""
-    size = ("--layers=12", "--width=768", "--rounds=3")
-    tiny = ("--layers=1", "--width=48", "--rounds=1")
-    text = run("checkpoint.py", *(tiny if REHEARSED else size))
-    lines = [line.strip() for line in text.splitlines() if "ratio" in line or " x " in line]
-    del folder
-    return {"lines": " / ".join(lines[:12])}
 
 
 def determinism_cost(folder: Path) -> Figures:
