@@ -208,6 +208,11 @@ def _data(config: RunConfig) -> Iterator[Problem]:
         if is_library:
             text = "a custom source has its own tokens; leave data.tokenizer out"
             yield Problem("data.tokenizer.kind", text, others=("data.source.kind",))
+        if config.data.packing != "concat":
+            text = (
+                f"{config.data.packing} packs documents, and a custom source has rows; leave it out"
+            )
+            yield Problem("data.packing", text, others=("data.source.kind",))
         return
     path = str(source.path)
     if not path:

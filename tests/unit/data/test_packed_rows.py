@@ -1,5 +1,7 @@
 import json
+import shutil
 from itertools import pairwise
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -7,15 +9,27 @@ import numpy as np
 import pytest
 
 from jaxres.config.schema import GptModel
-from jaxres.data import BadRecord, TokensDamaged, packed_rows, packing, write_tokens
+from jaxres.config.schema_data import DataSection, TokensSource
+from jaxres.data import (
+    BadRecord,
+    TokensDamaged,
+    open_dataset,
+    packed_rows,
+    packing,
+    write_tokens,
+)
+from jaxres.data.dataset import PLAN_MARK
+from jaxres.data.inspect import show_rows
 from jaxres.data.packed_rows import open_packed_rows
 from jaxres.data.token_folder import open_tokens
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
 from jaxres.models import gpt
+from jaxres.train.resume import check_dataset
 from tests.damage import flip_bit_at, remove_digests
 
 T = 16
+KINDS = ("concat", "best_fit", "pad")
 
 
 @pytest.fixture
@@ -195,6 +209,59 @@ def test_a_token_beyond_the_vocabulary_is_reported_with_its_row(corpus):
     rows.rows(np.array([0, 1]))
     with pytest.raises(BadRecord, match=rf"row 3, token {first + 1} of the file is 60000"):
         rows.rows(np.array([2, 3]))
+
+
+def section(corpus, kind, **fields):
+    fields = {"seq_len": T, "heldout_fraction": 0.2, "cache_dir": corpus.parent / "cache"} | fields
+    return DataSection(source=TokensSource(path=corpus), packing=kind, **fields)
+
+
+def test_the_fingerprint_has_the_plan_and_that_of_concat_is_the_tokens_alone(corpus):
+    tokens = open_tokens(corpus).meta.fingerprint
+    prints = {kind: open_dataset(section(corpus, kind)).fingerprint for kind in KINDS}
+    assert prints["concat"] == tokens
+    assert len(set(prints.values())) == 3
+    assert all(prints[kind].startswith(f"{tokens}{PLAN_MARK}") for kind in ("best_fit", "pad"))
+    for fields in ({"seq_len": 8}, {"heldout_fraction": 0.5}):
+        other = open_dataset(section(corpus, "best_fit", **fields)).fingerprint
+        assert other not in prints.values()
+    again = section(corpus, "best_fit", cache_dir=corpus.parent / "elsewhere")
+    assert open_dataset(again).fingerprint == prints["best_fit"], "the place does not matter"
+
+
+def test_a_plan_of_another_rule_is_other_data(corpus, monkeypatch):
+    before = open_dataset(section(corpus, "best_fit")).fingerprint
+    shutil.rmtree(corpus.parent / "cache")
+    monkeypatch.setattr(packed_rows, "plan_rows", other_rule)
+    after = open_dataset(section(corpus, "best_fit")).fingerprint
+    history = SimpleNamespace(newest=10, dataset=before)
+    check_dataset(before, history)
+    with pytest.raises(ConfigError, match=r"data\.packing: .* other rows") as caught:
+        check_dataset(after, history)
+    assert caught.value.exit_code == ExitCode.CONFIG
+
+
+def test_the_parts_share_no_token_and_padding_is_not_counted_as_tokens(corpus):
+    full = open_dataset(section(corpus, "concat"))
+    assert (full.padding, full.tokens_of(10)) == (None, 10 * T)
+    for kind in ("best_fit", "pad"):
+        dataset = open_dataset(section(corpus, kind))
+        train, heldout = (
+            rows.rows(np.arange(len(rows))) for rows in (dataset.train, dataset.heldout)
+        )
+        assert train["targets_BT"].max() < full.heldout.start
+        assert heldout["tokens_BT"][heldout["segment_ids_BT"] > 0].min() >= full.heldout.start
+        num_tokens = int((train["segment_ids_BT"] > 0).sum())
+        assert dataset.tokens_of(len(dataset.train)) == num_tokens
+        shown = "".join(show_rows(dataset, seed=0, count=len(dataset.train), position=0))
+        assert "segment 0" not in shown
+        assert shown.count("padding: ") == int((train["segment_ids_BT"] == 0).any(axis=1).sum())
+
+
+def test_a_part_without_targets_is_refused(tmp_path):
+    write_tokens(tmp_path / "set", [[1, 2, 3]] * 4 + [[1]], vocab_size=9, tokenizer="mine")
+    with pytest.raises(ConfigError, match=r"the held-out part has .* no document of two tokens"):
+        open_dataset(section(tmp_path / "set", "pad", heldout_fraction=0.05))
 
 
 @pytest.mark.slow
