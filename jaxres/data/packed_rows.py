@@ -32,7 +32,9 @@ from jaxres.storage.checksummed_json import (
 )
 
 PLAN_FORMAT = 1
-"""Format of the two files, and version of the rule by which the rows are planned."""
+"""Format of the two files, and version of the rule by which the rows are planned.
+
+Another rule needs another number, and the plans of runs that exist then have another digest."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ def open_packed_rows(
             problem = "it differs from its digest"
         except (ValueError, EOFError, FileNotFoundError) as error:
             problem = str(error)
+        except OSError as error:
+            raise files.fault_of(error)(f"the packing plan can't be read: {error}") from error
         progress(
             f"The packing plan {folder / key}.npy can't be used, so it is made again: {problem}"
         )
@@ -204,4 +208,3 @@ def _write(folder: Path, key: str, fields: dict[str, Any], pieces_3P: NDArray[np
     files.make_dir(folder)
     files.replace(folder / f"{key}.npy", buffer.getvalue())
     files.replace(folder / f"{key}.json", encode_checksummed(fields | {"versions": versions}))
-    files.delete_temporaries(folder)

@@ -151,6 +151,18 @@ def test_a_damaged_plan_is_found_and_made_again_as_it_was(corpus, damage):
     assert packed(corpus, progress=pytest.fail).digest == first.digest
 
 
+def test_the_plan_of_a_known_corpus_never_changes(tmp_path):
+    docs = [np.arange(7 * i * i % 53) for i in range(60)]
+    write_tokens(tmp_path / "set", docs, vocab_size=53, tokenizer="mine")
+    # A change here refuses the restart of every run that packs: that is a breaking change.
+    expected = {
+        "best_fit": "30a0f25ac97d1c7bf403831b339bf9cf",
+        "pad": "f09d2f37d575960f1206f509b5b7ef2d",
+    }
+    found = {kind: packed(tmp_path / "set", kind=kind).digest for kind in expected}
+    assert found == expected, "the rule changed"
+
+
 def other_rule(*args, packing, **options):
     del packing
     return packing_plan(*args, packing="pad", **options)
