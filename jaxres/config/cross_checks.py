@@ -207,6 +207,9 @@ def _features(config: RunConfig) -> Iterator[Problem]:
 
 def _data(config: RunConfig) -> Iterator[Problem]:
     yield from _source("data.source", config.data.source, config.data.tokenizer)
+    if isinstance(config.data.source, CustomSource) and config.data.packing != "concat":
+        text = f"{config.data.packing} packs documents, and a custom source has rows; leave it out"
+        yield Problem("data.packing", text, others=("data.source.kind",))
     seen = {HELDOUT}
     for number, part in enumerate(config.data.validation):
         key = f"data.validation[{number}]"

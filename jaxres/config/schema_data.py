@@ -147,6 +147,12 @@ class DataSection(Section):
     """Tokenizer of text. Sources of token ids need none; it then only decodes samples."""
     seq_len: PositiveInt = 256
     """Tokens per row."""
+    packing: Literal["concat", "best_fit", "pad"] = "concat"
+    """How documents become rows.
+
+    concat: rows are windows of the documents one after another, and cut documents anywhere.
+    best_fit: whole documents together in rows, with little padding; only longer ones are cut.
+    pad: one document a row, then padding. Not for custom sources."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Share of the corpus, at its end, that is used for evaluation and never for training."""
     validation: tuple[ValidationSet, ...] = free(())

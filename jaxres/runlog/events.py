@@ -48,6 +48,8 @@ class RunBuilt:
     """Parameters, optimizer state and key."""
     save_bytes_per_host: int = 0
     """Host memory that a save takes at most, until it is committed."""
+    padding: float | None = None
+    """Share of the positions of the training rows that have no token; None: the rows are full."""
 
 
 @dataclass(frozen=True)

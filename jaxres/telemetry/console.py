@@ -282,10 +282,11 @@ def _evaluated(event: events.Evaluated) -> str:
 
 
 def _parts(built: events.RunBuilt) -> str:
+    padding = "" if built.padding is None else f", {built.padding:.1%} padding"
     return (
         f"{built.model}, {built.params / 1e6:.2f} M parameters, "
         f"{built.flops_per_token / 1e6:.1f} MFLOP a token, on {built.devices} · "
-        f"{built.rows:,} rows, {built.tokens_per_epoch / 1e6:.1f} M tokens an epoch · "
+        f"{built.rows:,} rows, {built.tokens_per_epoch / 1e6:.1f} M tokens an epoch{padding} · "
         f"{built.steps:,} steps · state {format_bytes(built.state_bytes_per_device)} a device, "
         f"a save takes up to {format_bytes(built.save_bytes_per_host)} of a host's memory"
     )

@@ -55,8 +55,8 @@ class Components:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one step consumes."""
-        return self.rows_per_batch * self.dataset.tokens_per_row
+        """Tokens that one step consumes, on average; without padding."""
+        return self.dataset.tokens_of(self.rows_per_batch)
 
     @property
     def evaluates(self) -> bool:
@@ -133,6 +133,7 @@ class DataLoader:
     """Run history (with the rows to leave out) -> batches; closes the stream opened before."""
     num_rows: int
     tokens_per_step: int
+    """On average; without padding."""
 
 
 RECENT_STEPS = 16

@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,31 @@ def test_the_same_documents_of_any_kind_give_the_same_run_also_after_a_kill(
         overrides = [*common, *source(kind, tmp_path / f"{kind}-data")]
         run_dir = kill_and_resume(workspace, kind, overrides, path=path, hosts=hosts)
         assert_bit_exact(run_dir, workspace.run_dir("unbroken"))
+
+
+@pytest.mark.slow
+def test_a_run_on_packed_rows_resumes_exactly_and_refuses_another_packing(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    path = config(tmp_path)
+    overrides = [
+        *(*MODEL, "train.steps=100", "data.packing=best_fit"),
+        *(*source("tokens", tmp_path / "tokens-data"), f"data.cache_dir={tmp_path / 'cache'}"),
+    ]
+    workspace.finish("unbroken", *overrides, config=path)
+    unbroken = workspace.run_dir("unbroken")
+
+    def lose_the_plans() -> None:
+        refused = workspace.start("killed", *overrides, "data.packing=pad", config=path)
+        refused.assert_fails(78, 'data.packing: recorded "best_fit", given "pad"')
+        shutil.rmtree(tmp_path / "cache")
+
+    run_dir = kill_and_resume(workspace, "killed", overrides, path=path, meanwhile=lose_the_plans)
+    assert_bit_exact(run_dir, unbroken)
+    assert re.search(r"tokens an epoch, \d+\.\d% padding", workspace.trainers[-1].printed())
+    tokens, _, plan = (run_history(run_dir).dataset or "").partition("+")
+    assert tokens
+    assert plan
 
 
 PAGE = (ROOT / "docs" / "data.md").read_text().partition("\n## What a run reads")[0]

@@ -85,6 +85,10 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
             ["model={kind: custom, target: 'a.b:c', args: {seq_len: 3}}"],
             "model.args.seq_len: is passed by jaxres itself; remove it",
         ),
+        (
+            ["data.packing=pad", CUSTOM],
+            "data.packing: pad packs documents, and a custom source has rows; leave it out",
+        ),
         (["data.source.path="], "data.source.path: is empty; name a folder, file or glob"),
         (
             ["data.source.include=[]"],
