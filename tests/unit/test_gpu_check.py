@@ -97,6 +97,15 @@ def test_missing_packages_and_unknown_parts_are_named(tmp_path, capsys, monkeypa
     assert not (tmp_path / "results.jsonl").exists()
 
 
+@pytest.mark.slow  # It imports jax in a new process.
+def test_a_machine_whose_gpu_jax_does_not_use_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check, "_has_gpu", lambda: True)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert main(["--out", str(tmp_path)]) == 64
+    assert "JAX does not use this machine's GPU: its platform is cpu" in capsys.readouterr().err
+    assert not (tmp_path / "results.jsonl").exists()
+
+
 def test_every_part_is_a_function_with_a_question():
     names = [part.name for part in check.PARTS]
     assert len(set(names)) == len(names)

@@ -51,6 +51,7 @@ TAG = "JAXRES_GPU_CHECK"
 REHEARSE_SECONDS = 180.0
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """XLA_FLAGS of a rehearsal."""
+BACKEND_SECONDS = 120.0
 KILL_ROUNDS = 100
 """Searches for processes to kill, 0.05 s apart."""
 KILLED_SECONDS = 10.0
@@ -128,6 +129,9 @@ def main(arguments: Sequence[str], parts: Sequence[Part] = PARTS) -> int:
             f"--only {', '.join(sorted(unknown))}: no such part (parts: {names})", file=sys.stderr
         )
         return 64
+    if not (options.rehearse or parts is not PARTS) and (why := _no_backend(path)):
+        print(f"JAX does not use this machine's GPU: {why}", file=sys.stderr)
+        return 64
     ends_at = time.monotonic() + 60 * options.minutes
     results = {} if options.again else _read(out)
     asked = [part for part in parts if not options.only or part.name in options.only]
@@ -158,6 +162,33 @@ def main(arguments: Sequence[str], parts: Sequence[Part] = PARTS) -> int:
 
 def _has_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
+
+
+def _no_backend(path: Sequence[str]) -> str:
+    """Returns why JAX has no GPU in a new process; empty if it has one.
+
+    It skips a platform of JAX_PLATFORMS whose devices it does not see, and computes on the CPU.
+    """
+    command = [sys.executable, "-c", "import jax; print(jax.devices()[0].platform)"]
+    try:
+        ended = subprocess.run(
+            command,
+            env=_environment(path),
+            capture_output=True,
+            text=True,
+            timeout=BACKEND_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"importing it has taken more than {BACKEND_SECONDS:.0f} s"
+    platform = (ended.stdout.split() or [""])[-1]
+    said = ended.stderr.strip()[-TAIL_CHARACTERS:]
+    return "" if platform == "gpu" else f"its platform is {platform or 'unknown'}. {said}"
+
+
+def _environment(path: Sequence[str]) -> dict[str, str]:
+    """Returns the environment of a part on a GPU; an error of CUDA is then one of JAX."""
+    return {"JAX_PLATFORMS": "cuda,cpu", **os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _has_passed(result: Result | None) -> bool:
@@ -239,11 +270,9 @@ def _run(part: Part, out: Path, path: Sequence[str], *, limit: float, rehearse: 
     command = [sys.executable, str(Path(__file__).with_name("run_part.py"))]
     command += [part.module, part.name, str(folder), str(figures)]
     mark = f"{part.name}-{os.getpid()}-{time.monotonic_ns()}"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), TAG: mark}
+    env = _environment(path) | {TAG: mark}
     if rehearse:
         env |= {"JAX_PLATFORMS": "cpu", "REHEARSE": "1", "XLA_FLAGS": QUICK_COMPILATION}
-    else:  # Without it JAX uses the CPU if CUDA can't be loaded.
-        env.setdefault("JAX_PLATFORMS", "cuda,cpu")
     started = time.monotonic()
     with output.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
