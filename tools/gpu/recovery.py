@@ -35,6 +35,12 @@ KILLED_SECONDS = 10.0
 COMMIT_SECONDS = 120.0
 RELEASE_SECONDS = 20.0
 NOISE_MIB = 64
+TOO_LARGE = (
+    *("data.seq_len=1024", "train.global_batch_size=256", "model.num_layers=48"),
+    *("model.d_model=1024", "model.compute_dtype=bfloat16"),
+    *("evaluation.every_steps=0", "telemetry.sample_tokens=0"),
+)
+"""A layer's arrays have less than 2**31 items, which kernels may refuse; all take 400 GB."""
 STUCK = """
 import time
 import jax
@@ -235,11 +241,7 @@ def out_of_memory(folder: Path) -> Figures:
         arguments = [str(ROOT / "tests/promises/faulty.yaml"), f"run.dir={folder / 'run'}"]
         arguments += [f"compilation.cache_dir={folder / 'xla'}"]
     else:
-        # A layer's arrays have less than 2**31 items, which kernels may refuse. All take 400 GB.
-        arguments = quickstart(folder, f"run.dir={folder / 'run'}", "data.seq_len=1024")
-        arguments += ["train.global_batch_size=256", "model.num_layers=48", "model.d_model=1024"]
-        arguments += ["model.compute_dtype=bfloat16"]
-        arguments += ["evaluation.every_steps=0", "telemetry.sample_tokens=0"]
+        arguments = quickstart(folder, f"run.dir={folder / 'run'}", *TOO_LARGE)
     text = train(arguments, exit=86)
     advice = [name for name in ("microbatches", "remat", "fsdp") if name in text]
     assert advice, "no advice in the message"
