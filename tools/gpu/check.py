@@ -7,8 +7,9 @@ Needs a checkout and an installed jax, flax, optax, orbax-checkpoint and tensors
 are missing are named; pure-Python ones are taken from wheels in a folder (--wheels). The parts run
 in order of worth, each with a time limit. One that fails or hangs stops no other. After each part
 OUT/results.jsonl gets a line, OUT/results.md the table, OUT/PART.txt has its output. Started again,
-the command goes on with the parts that have not passed (--again: with all). `--rehearse` runs every
-part at a tiny size on the CPU. Exits with 1 if a part has not passed. See docs/gpu.md.
+the command goes on with the parts that have not passed, those that have never run first (--again:
+with all). `--rehearse` runs every part at a tiny size on the CPU. Exits with 1 if a part has not
+passed. See docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,7 @@ def main(arguments: Sequence[str], parts: Sequence[Part] = PARTS) -> int:
     ends_at = time.monotonic() + 60 * options.minutes
     results = {} if options.again else _read(out)
     asked = [part for part in parts if not options.only or part.name in options.only]
-    due = [part for part in asked if not _has_passed(results.get(part.name))]
+    due = _due(asked, results)
 
     def run(part: Part) -> Result:
         longest = REHEARSE_SECONDS if options.rehearse else 60 * part.minutes
@@ -189,6 +190,13 @@ def _no_backend(path: Sequence[str]) -> str:
 def _environment(path: Sequence[str]) -> dict[str, str]:
     """Returns the environment of a part on a GPU; an error of CUDA is then one of JAX."""
     return {"JAX_PLATFORMS": "cuda,cpu", **os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _due(asked: Sequence[Part], results: Mapping[str, Result]) -> list[Part]:
+    """Returns the parts that have not passed; those that have never run are first."""
+    due = [part for part in asked if not _has_passed(results.get(part.name))]
+    ran = {name for name, result in results.items() if result.status != NO_TIME}
+    return sorted(due, key=lambda part: part.name in ran)
 
 
 def _has_passed(result: Result | None) -> bool:
