@@ -16,6 +16,7 @@ from jaxres.config.argparser import Parser, path_argument
 from jaxres.config.schema_data import CustomSource, DataSection, TokensSource
 from jaxres.data import download_cache
 from jaxres.data.corpus import describe_corpus, open_corpus
+from jaxres.data.dataset import PLAN_MARK, Dataset
 from jaxres.data.inspect import show_rows, statistics
 from jaxres.data.token_folder import TokenFolder
 from jaxres.data.verify import DataReport, verify_data
@@ -139,6 +140,7 @@ def _inspect(config: RunConfig, options: argparse.Namespace) -> None:
     rows = {"train": len(dataset.train), "heldout": len(dataset.heldout)}
     if options.json:
         fields = asdict(found) | {"rows": rows, "fingerprint": dataset.fingerprint}
+        fields["padding"] = dataset.padding or 0.0
         sys.stdout.write(f"{json.dumps(fields)}\n")
         return
     lengths = ", ".join(f"{name} {length:,}" for name, length in found.lengths.items())
@@ -148,9 +150,14 @@ def _inspect(config: RunConfig, options: argparse.Namespace) -> None:
         f"one\ntokens: {found.num_tokens:,}; {found.num_tokens_used:,} of {found.vocab_size:,} ids "
         f"are used\ntokens a document: {lengths}\n"
         f"rows of {config.data.seq_len} tokens: {rows['train']:,} to train on, {rows['heldout']:,} "
-        f"held out; an epoch takes {steps:,.1f} steps, the run has {config.train.steps:,}\n"
+        f"held out{_padding(dataset)}; an epoch takes {steps:,.1f} steps, the run has "
+        f"{config.train.steps:,}\n"
         f"fingerprint: {dataset.fingerprint}\n"
     )
+
+
+def _padding(dataset: Dataset) -> str:
+    return "" if dataset.padding is None else f", {dataset.padding:.1%} of the positions padding"
 
 
 def _verify(section: DataSection, history: RunHistory) -> int:
@@ -162,9 +169,10 @@ def _verify(section: DataSection, history: RunHistory) -> int:
 def as_text(report: DataReport, history: RunHistory) -> tuple[int, str]:
     """Returns the number of problems, and the lines to print."""
     problems = list(report.problems)
-    if history.newest is not None and report.fingerprint not in (None, history.dataset):
+    recorded = (history.dataset or "").partition(PLAN_MARK)[0]
+    if history.newest is not None and report.fingerprint not in (None, recorded):
         problems.append(
-            f"the run was started with the fingerprint {history.dataset}: these are other data"
+            f"the run was started with the fingerprint {recorded}: these are other data"
         )
     if problems:
         return len(problems), "".join(f"not valid: {problem}\n" for problem in problems)

@@ -13,11 +13,12 @@ from typing import Any
 from jaxres.cli import run_health
 from jaxres.cli.run_health import LastSupervisorEvent, RunHealth
 from jaxres.clock import Clock
+from jaxres.config.schema_data import HELDOUT
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.runlog import attempt_history, metrics, run_log
 from jaxres.runlog.attempt_history import AttemptSummary
 from jaxres.runlog.event_log import read_events
-from jaxres.runlog.events import EVENTS, PhaseChanged, RunBuilt
+from jaxres.runlog.events import EVENTS, Evaluated, PhaseChanged, RunBuilt
 from jaxres.runlog.guarantee import guarantee_level
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
@@ -25,6 +26,7 @@ from jaxres.runlog.run_log import RunHistory
 from jaxres.supervisor import run_lock
 
 RUN_BUILT, PHASE_CHANGED = EVENTS.tag(RunBuilt), EVENTS.tag(PhaseChanged)
+EVALUATED = EVENTS.tag(Evaluated)
 NUM_INCIDENTS = 5
 """Number of recent attempts shown."""
 
@@ -58,6 +60,8 @@ class Status:
     newest: MetricsLine | None
     steps: int | None
     """Number of steps of the whole run; None: unknown."""
+    evaluation: Mapping[str, Any] | None
+    """The newest evaluation of the last attempt that trained: step, losses, bits_per_byte."""
     hosts: Sequence[HostSnapshot]
     recent: Sequence[AttemptSummary]
     supervision: LastSupervisorEvent | None
@@ -83,6 +87,7 @@ def read_status(
     events = read_events(run_dir.events(trained, 0))
     built = (event.get("steps") for event in reversed(events) if event["event"] == RUN_BUILT)
     steps = next((number for number in built if isinstance(number, int)), None)
+    evaluated = [event for event in events if event["event"] == EVALUATED]
     recent = attempt_history.read(run_dir, is_alive=liveness != "gone", last=NUM_INCIDENTS)
     last_exit = recent[-1].exit if recent else None
     supervision = run_health.supervision(read_events(run_dir.supervisor_events))
@@ -106,11 +111,21 @@ def read_status(
         now=clock.wall(),
         newest=metric_lines[-1] if metric_lines else None,
         steps=steps,
+        evaluation=_evaluation(evaluated[-1]) if evaluated else None,
         hosts=_hosts(run_dir, history, now=clock.wall()),
         recent=recent,
         supervision=supervision,
         outlook=health,
     )
+
+
+def _evaluation(event: Mapping[str, Any]) -> dict[str, Any]:
+    losses = event.get("losses") or {HELDOUT: event.get("loss")}
+    return {
+        "step": event.get("step"),
+        "losses": losses,
+        "bits_per_byte": event.get("bits_per_byte") or {},
+    }
 
 
 def _hosts(run_dir: RunDir, history: RunHistory, *, now: float) -> list[HostSnapshot]:
@@ -157,6 +172,9 @@ def as_text(status: Status) -> str:
         rows.append(
             ("step", f"{newest.step} of {steps}, loss {newest.loss}, {newest.tokens:,} tokens")
         )
+    if status.evaluation is not None:
+        losses = [f"{name} {loss}" for name, loss in status.evaluation["losses"].items()]
+        rows.append(("evaluated", f"step {status.evaluation['step']}, loss: {', '.join(losses)}"))
     if history.commits:
         age = status.now - history.commits[-1].time
         rows.append(("committed", f"step {history.step}, {_age(age)} ago"))
@@ -250,6 +268,7 @@ def as_json(status: Status) -> str:
         "step": None if status.newest is None else status.newest.step,
         "steps": status.steps,
         "loss": None if status.newest is None else status.newest.loss,
+        "evaluation": status.evaluation,
         "committed": committed,
         "guarantee": guarantee_level(history.starts) if history.starts else None,
         "hosts": [dataclasses.asdict(host) for host in status.hosts],

@@ -13,11 +13,14 @@ from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.gce_machine_types import region_of, shape_of
 from jaxres.config.schema import CustomModel, GptModel, RunConfig
 from jaxres.config.schema_data import (
+    HELDOUT,
     BytesTokenizer,
     CustomSource,
     FilesSource,
     NanogptSource,
+    Source,
     TextSource,
+    Tokenizer,
     TokensSource,
 )
 from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection
@@ -168,11 +171,12 @@ def _time_limits(config: RunConfig) -> Iterator[Problem]:
 
 def _features(config: RunConfig) -> Iterator[Problem]:
     source, model = config.data.source, config.model
-    if config.evaluation.every_steps and not config.data.heldout_fraction:
+    has_rows = config.data.heldout_fraction or config.data.validation
+    if config.evaluation.every_steps and not has_rows:
         yield Problem(
             "evaluation.every_steps",
-            "there is nothing to evaluate on: data.heldout_fraction is 0; "
-            "give a share such as 0.02, or set evaluation.every_steps to 0",
+            "there is nothing to evaluate on: data.heldout_fraction is 0; give a share such as "
+            "0.02, or data.validation, or set evaluation.every_steps to 0",
             others=("data.heldout_fraction",),
         )
     if config.checkpoint.keep.best and not config.evaluation.every_steps:
@@ -202,37 +206,50 @@ def _features(config: RunConfig) -> Iterator[Problem]:
 
 
 def _data(config: RunConfig) -> Iterator[Problem]:
-    source, tokenizer = config.data.source, config.data.tokenizer
+    yield from _source("data.source", config.data.source, config.data.tokenizer)
+    if isinstance(config.data.source, CustomSource) and config.data.packing != "concat":
+        text = f"{config.data.packing} packs documents, and a custom source has rows; leave it out"
+        yield Problem("data.packing", text, others=("data.source.kind",))
+    seen = {HELDOUT}
+    for number, part in enumerate(config.data.validation):
+        key = f"data.validation[{number}]"
+        if part.name in seen:
+            yield Problem(f"{key}.name", f"{part.name} is taken; give each set its own name")
+        seen.add(part.name)
+        yield from _source(f"{key}.source", part.source, config.data.tokenizer)
+
+
+def _source(key: str, source: Source, tokenizer: Tokenizer) -> Iterator[Problem]:
     is_library = not isinstance(tokenizer, BytesTokenizer)
     if isinstance(source, CustomSource):
         if is_library:
             text = "a custom source has its own tokens; leave data.tokenizer out"
-            yield Problem("data.tokenizer.kind", text, others=("data.source.kind",))
+            yield Problem("data.tokenizer.kind", text, others=(f"{key}.kind",))
         return
     path = str(source.path)
     if not path:
-        yield Problem("data.source.path", "is empty; name a folder, file or glob")
+        yield Problem(f"{key}.path", "is empty; name a folder, file or glob")
     if path.startswith(SCHEME):
         try:
             parse_path(path)
         except ValueError as error:
-            yield Problem("data.source.path", f"{error}; data.source.include takes patterns")
+            yield Problem(f"{key}.path", f"{error}; {key}.include takes patterns")
     if isinstance(source, FilesSource) and not source.include:
-        yield Problem("data.source.include", "is empty, so no file is taken; leave it out for all")
+        yield Problem(f"{key}.include", "is empty, so no file is taken; leave it out for all")
     if isinstance(source, TextSource) and source.encoding == "binary" and is_library:
         text = f"binary files need the bytes tokenizer, not {tokenizer.kind}; use utf-8"
-        yield Problem("data.source.encoding", text, others=("data.tokenizer.kind",))
+        yield Problem(f"{key}.encoding", text, others=("data.tokenizer.kind",))
     if isinstance(source, NanogptSource):
         end, size = source.end_of_document, source.vocab_size
         if end is not None and end >= size:
             yield Problem(
-                "data.source.end_of_document",
-                f"{end} is not below data.source.vocab_size={size}; give the tokenizer's, or null",
-                others=("data.source.vocab_size",),
+                f"{key}.end_of_document",
+                f"{end} is not below {key}.vocab_size={size}; give the tokenizer's, or null",
+                others=(f"{key}.vocab_size",),
             )
         if source.dtype == "uint16" and size > 2**16:
             text = f"{size} tokens do not fit uint16 (65536); use uint32"
-            yield Problem("data.source.dtype", text, others=("data.source.vocab_size",))
+            yield Problem(f"{key}.dtype", text, others=(f"{key}.vocab_size",))
 
 
 def _alerts(config: RunConfig) -> Iterator[Problem]:

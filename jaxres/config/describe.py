@@ -32,6 +32,8 @@ _NAMES = {
     "NoneType": "null",
 }
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+SOURCE_OF_LIST = f"{ITEMS}.source."
+"""Part of the keys of a data source in a list, which are those of data.source."""
 HEAD = """\
 Settings, given in the file as sections or on the command line as section.field=value.
 Those marked (free) may change whenever a run is restarted; all others belong to its trajectory.
@@ -61,7 +63,7 @@ def _ordered() -> Iterator[LeafField]:
 
     for leaf in sorted(iter_fields(), key=position):
         innermost = leaf.under[-1:] if leaf.under else ()
-        if (leaf.key, innermost) in seen:
+        if (leaf.key, innermost) in seen or SOURCE_OF_LIST in leaf.key:
             continue
         seen.add((leaf.key, innermost))
         yield LeafField(leaf.key, leaf.info, leaf.section, innermost)
@@ -120,7 +122,8 @@ def _type(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:
     if parts:
         return " or ".join(dict.fromkeys(_type(part) for part in parts))
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return "{kind: ...}"
+        names = [] if "kind" in annotation.model_fields else list(annotation.model_fields)
+        return "{kind: ...}" if not names else f"{{{': ..., '.join(names)}: ...}}"
     bounds = [
         f"{sign} {getattr(item, name):g}"
         for item in metadata

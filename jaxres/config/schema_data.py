@@ -11,6 +11,10 @@ from jaxres.config.base import Folder, PositiveFloat, Section, content_path, fre
 
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
+HELDOUT = "heldout"
+"""Name of the held-out part of the training data among the validation sets."""
+NAME_PATTERN = r"^[A-Za-z0-9_-]{1,40}$"
+
 
 class FilesSource(Section):
     """Fields of every source whose documents are read from files and tokenised once."""
@@ -126,6 +130,15 @@ class HuggingfaceTokenizer(Section):
 Tokenizer = Annotated[BytesTokenizer | HuggingfaceTokenizer, Field(discriminator="kind")]
 
 
+class ValidationSet(Section):
+    """A data set of which nothing is trained on."""
+
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    """Name in the console, the metrics and TensorBoard."""
+    source: Source
+    """Source of the rows; text has the tokenizer of the training data."""
+
+
 class DataSection(Section):
     """Data set: source, tokenizer, row length and held-out part."""
 
@@ -135,8 +148,16 @@ class DataSection(Section):
     """Tokenizer of text. Sources of token ids need none; it then only decodes samples."""
     seq_len: PositiveInt = 256
     """Tokens per row."""
+    packing: Literal["concat", "best_fit", "pad"] = "concat"
+    """How documents become rows.
+
+    concat: rows are windows of the documents one after another, and cut documents anywhere.
+    best_fit: whole documents together in rows, with little padding; only longer ones are cut.
+    pad: one document a row, then padding. Not for custom sources."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Share of the corpus, at its end, that is used for evaluation and never for training."""
+    validation: tuple[ValidationSet, ...] = free(())
+    """Data sets that are evaluated besides the held-out part, each by itself."""
     cache_dir: Path = free(Path("~/.cache/jaxres"))
     """Cache of tokenised corpora and of data from a bucket; `~` is the home folder."""
     bucket_cache_gb: PositiveFloat = free(20.0)

@@ -84,7 +84,8 @@ def slot_of(info: FieldInfo) -> FieldSpec:
     plain = tuple(_plain_types(info.annotation))
     items = _sections_of_list(plain)
     if items:
-        return FieldSpec(sections=items, by_kind=True, is_list=True)
+        by_kind = all("kind" in section.model_fields for section in items)
+        return FieldSpec(sections=items, by_kind=by_kind, is_list=True)
     sections = tuple(t for t in plain if isinstance(t, type) and issubclass(t, Section))
     if not sections:
         is_open = any(typing.get_origin(t) is dict for t in plain)

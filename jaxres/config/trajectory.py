@@ -56,6 +56,8 @@ def trajectory(config: RunConfig, *, with_paths: bool = False) -> dict[str, Any]
     spikes = data["guards"]["spikes"]
     if spikes is not None and spikes["mode"] == "act":
         spikes.pop("mode")
+    if data["data"]["packing"] == "concat":
+        data["data"].pop("packing")
     if data["train"]["loss_scale"] is None:
         data["train"].pop("loss_scale")
     return data

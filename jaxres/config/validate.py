@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.schema import RunConfig
+from jaxres.config.schema_data import NAME_PATTERN
 from jaxres.config.schema_fields import ROOT, FieldSpec, LeafField, iter_fields, kind_of, kinds
 from jaxres.config.schema_operations import NOT_A_NAME
 
@@ -98,6 +99,8 @@ def _explain(details: ErrorDetails, data: dict[str, Any]) -> Problem:
         return Problem(key, f"must be {relation} {context[name]:g}{got}")
     if what == "string_type" and Path in (slot.child(key.rpartition(".")[2]) or slot).types:
         what = "path_type"
+    if what == "string_pattern_mismatch" and context["pattern"] == NAME_PATTERN:
+        return Problem(key, f"must be 1 to 40 letters, digits, - or _{got}")
     if what in _MUST_BE:
         return Problem(key, f"must be {_MUST_BE[what]}{got}")
     if what == "literal_error":
@@ -121,7 +124,7 @@ def _locate(loc: tuple[int | str, ...], data: Any) -> tuple[str, FieldSpec, str 
         part = rest.pop(0)
         key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
         if isinstance(part, int) and slot.is_list and isinstance(data, list):
-            data, kind = data[part], str(rest.pop(0)) if rest else None
+            data, kind = data[part], str(rest.pop(0)) if rest and slot.by_kind else None
             continue
         data = data.get(part) if isinstance(data, dict) else None
         child = slot.child(str(part)) if slot.sections else None

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxres.data.batching import BadRecord, Rows
-from jaxres.data.token_folder import TokenRows
+from jaxres.data.token_folder import TokenFolder
 from jaxres.faults import RunError
 from jaxres.storage.threads import spawn_thread
 
@@ -58,7 +58,8 @@ def find_hung_row(rows: Rows, ids: NDArray[np.int64], *, seconds: float) -> int 
     Also None if the rows are read from a bucket: while it does not answer, all rows hang that are
     not in the local cache, and that may be one.
     """
-    if isinstance(rows, TokenRows) and rows.corpus.source is not None:
+    corpus = getattr(rows, "corpus", None)  # Of TokenRows and PackedRows.
+    if isinstance(corpus, TokenFolder) and corpus.source is not None:
         return None
     hung = _first_to_hang(rows, ids, range(len(ids)), seconds=seconds)
     if hung is None or len(ids) == 1:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from jaxres.data.batching import Arrays
 from jaxres.data.dataset import Dataset
+from jaxres.data.packed_rows import PackedRows
 from jaxres.data.shuffle import sample_ids_at
 from jaxres.data.token_folder import TokenRows
 from jaxres.faults import UsageError
@@ -49,7 +50,8 @@ def _token_row(arrays: Arrays, dataset: Dataset) -> Iterator[str]:
     """Yields a line for each document in a row: segment, tokens, weight, text."""
     tokens_T, segments_T = arrays["tokens_BT"][0], arrays["segment_ids_BT"][0]
     weights_T = arrays["weights_BT"][0]
-    for segment in np.unique(segments_T).tolist():
+    num_padded = int((segments_T == 0).sum())
+    for segment in np.unique(segments_T[segments_T > 0]).tolist():
         inside_T = segments_T == segment
         tokens = tokens_T[inside_T].tolist()
         if dataset.tokenizer is None:
@@ -58,6 +60,8 @@ def _token_row(arrays: Arrays, dataset: Dataset) -> Iterator[str]:
             content = repr(dataset.tokenizer.decode(tokens))
         weight = f"{weights_T[inside_T].sum():g} of {len(tokens):,} weighted"
         yield f"segment {segment}, {weight}: {content}"
+    if num_padded:
+        yield f"padding: {num_padded:,} positions"
 
 
 def _other_row(arrays: Arrays) -> Iterator[str]:
@@ -73,7 +77,7 @@ def statistics(dataset: Dataset, *, progress: Callable[[str], None]) -> CorpusSt
     Raises:
       UsageError: the data set is not a token folder.
     """
-    if not isinstance(dataset.train, TokenRows):
+    if not isinstance(dataset.train, TokenRows | PackedRows):
         raise UsageError("data.source.kind=custom: jaxres can't count the documents of this data")
     corpus = dataset.train.corpus
     offsets = corpus.offsets

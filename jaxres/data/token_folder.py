@@ -408,11 +408,8 @@ def _ranges(
 def split_tokens(
     corpus: TokenFolder, *, seq_len: int, heldout_fraction: float
 ) -> tuple[TokenRows, TokenRows]:
-    """Returns training and held-out rows, split at the document boundary nearest to the share.
-
-    One document is cut inside.
-    """
-    cut = _heldout_start(corpus, heldout_fraction)
+    """Returns training and held-out rows, split where `heldout_start` says."""
+    cut = heldout_start(corpus, heldout_fraction)
     total = corpus.meta.num_tokens
     train = TokenRows(corpus, seq_len, 0, cut)
     heldout = TokenRows(corpus, seq_len, cut, total)
@@ -427,7 +424,11 @@ def split_tokens(
     return train, heldout
 
 
-def _heldout_start(corpus: TokenFolder, fraction: float) -> int:
+def heldout_start(corpus: TokenFolder, fraction: float) -> int:
+    """Returns the first held-out token: at the document boundary nearest to the share.
+
+    One document is cut inside.
+    """
     total = corpus.meta.num_tokens
     if fraction == 0:
         return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -51,16 +51,25 @@ def batches(
 
 
 def make(
-    eval_step: Compiled, heldout: Rows, *, rows_per_batch: int, limit: int, mesh: Mesh
-) -> Callable[[Params, Listener], float | None]:
-    """Returns a function from params to the mean held-out loss over the weights.
+    eval_step: Compiled, sets: Mapping[str, Rows], *, rows_per_batch: int, limit: int, mesh: Mesh
+) -> Callable[[Params, Listener], dict[str, float] | None]:
+    """Returns a function from params to the mean loss over the weights of each set.
 
     If a stop is requested, all hosts stop between the same two batches and the result is None.
     """
 
     local = meshes.local_rows(mesh, rows_per_batch)
 
-    def evaluate(params: Params, hosts: Listener) -> float | None:
+    def evaluate(params: Params, hosts: Listener) -> dict[str, float] | None:
+        losses = {}
+        for name, rows in sets.items():
+            loss = mean_loss(params, rows, hosts)
+            if loss is None:
+                return None
+            losses[name] = loss
+        return losses
+
+    def mean_loss(params: Params, heldout: Rows, hosts: Listener) -> float | None:
         sums = np.zeros(NUM_SUMS, np.float64)
         rows = batches(heldout, rows_per_batch=rows_per_batch, limit=limit, local=local)
         for arrays, mask_B in rows:

@@ -56,7 +56,9 @@ class EventLog:
 
 
 def finite_or_none(value: Any) -> Any:
-    """Returns None for a float that JSON can't represent, else the value."""
+    """Returns None for a float that JSON can't represent, also in a dict, else the value."""
+    if isinstance(value, dict):
+        return {name: finite_or_none(item) for name, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -6,8 +6,8 @@ phase changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxres.storage.codec import TaggedCodec
@@ -48,6 +48,8 @@ class RunBuilt:
     """Parameters, optimizer state and key."""
     save_bytes_per_host: int = 0
     """Host memory that a save takes at most, until it is committed."""
+    padding: float | None = None
+    """Share of the positions of the training rows that have no token; None: the rows are full."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,17 @@ class TrainingStarted:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The loss on held-out data was computed at a step."""
+    """The losses on data that is not trained on were computed at a step."""
 
     step: int
     loss: float
+    """Loss of the first set: the held-out part, if there is one."""
     best_loss: float
     best_step: int
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """Name of each set -> its loss."""
+    bits_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """Name of each set whose text is known -> its loss in bits a byte of text."""
 
 
 @dataclass(frozen=True)

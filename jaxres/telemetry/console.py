@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from jaxres.clock import Clock
+from jaxres.config.schema_data import HELDOUT
 from jaxres.runlog import events
 from jaxres.runlog.events import Event
 from jaxres.runlog.metrics import MetricsLine
@@ -103,11 +104,8 @@ class Console:
                     self._committed = step
                     begin = f"resuming from step {step} ({path})" if path else "starting at step 0"
                     self.print(f"{begin} · guarantee: {guarantee}")
-                case events.Evaluated(step, loss, best_loss, best_step):
-                    self.print(
-                        f"step {step}: held-out loss {loss:.4f} "
-                        f"(best {best_loss:.4f} at step {best_step})"
-                    )
+                case events.Evaluated():
+                    self.print(_evaluated(event))
                 case events.GuardWarned(_, reason):
                     self.print(f"WARNING: {reason}")
                 case events.RolledBack():
@@ -268,11 +266,27 @@ def _left_out(event: events.BadRecordsSkipped) -> str:
     )
 
 
+def _evaluated(event: events.Evaluated) -> str:
+    """Returns the losses of all sets; the best one is that of the first."""
+    names = list(event.losses) or [HELDOUT]
+    texts = []
+    for name in names:
+        what = "held-out" if name == HELDOUT else name
+        loss = event.losses.get(name, event.loss)
+        bits = event.bits_per_byte.get(name)
+        texts.append(
+            f"{what} loss {loss:.4f}" + ("" if bits is None else f", {bits:.3f} bits/byte")
+        )
+    texts[0] += f" (best {event.best_loss:.4f} at step {event.best_step})"
+    return f"step {event.step}: {'; '.join(texts)}"
+
+
 def _parts(built: events.RunBuilt) -> str:
+    padding = "" if built.padding is None else f", {built.padding:.1%} padding"
     return (
         f"{built.model}, {built.params / 1e6:.2f} M parameters, "
         f"{built.flops_per_token / 1e6:.1f} MFLOP a token, on {built.devices} · "
-        f"{built.rows:,} rows, {built.tokens_per_epoch / 1e6:.1f} M tokens an epoch · "
+        f"{built.rows:,} rows, {built.tokens_per_epoch / 1e6:.1f} M tokens an epoch{padding} · "
         f"{built.steps:,} steps · state {format_bytes(built.state_bytes_per_device)} a device, "
         f"a save takes up to {format_bytes(built.save_bytes_per_host)} of a host's memory"
     )

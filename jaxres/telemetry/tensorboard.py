@@ -163,8 +163,10 @@ class TensorBoard:
                 self._tokens_per_step = tokens_per_step
             case events.TrainingStarted(step=step):
                 self._put(step + 1, {})
-            case events.Evaluated(step=step, loss=loss):
-                self._put(step, {"heldout/loss": loss})
+            case events.Evaluated(step=step, loss=loss, losses=losses, bits_per_byte=bits):
+                values = {f"{name}/loss": value for name, value in losses.items()}
+                values |= {f"{name}/bits_per_byte": value for name, value in bits.items()}
+                self._put(step, values or {"heldout/loss": loss})
             case _:
                 pass
 

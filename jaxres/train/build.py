@@ -17,6 +17,7 @@ from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.config import RunConfig
 from jaxres.config.schema_training import GuardsSection
 from jaxres.data import Dataset
+from jaxres.data.text_bytes import bytes_per_target
 from jaxres.data.tokenizer import Tokenizer
 from jaxres.engine import divergence, mesh_plan, optimizer, sharding_report
 from jaxres.engine import mesh as meshes
@@ -100,6 +101,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         metrics_layout=steps.MetricsLayout.of(parts.shapes, num_rows=parts.rows_per_batch),
         row_origins=_row_origins(parts),
         evaluate=evaluation,
+        text_bytes=_text_bytes(parts) if context.peers.member.leads else {},
         dataset=parts.dataset.fingerprint,
         tokenizer=_keep_tokenizer(parts.dataset.tokenizer, context),
         devices=meshes.devices_by_host(parts.mesh),
@@ -240,6 +242,19 @@ def state_shapes(
     return _initializer(model, tx, mesh, config)[0], model
 
 
+def _text_bytes(parts: Components) -> dict[str, float]:
+    """Returns the text bytes a target of each validation set whose text is known."""
+    tokenizer, num_rows = parts.dataset.tokenizer, parts.rows_per_batch
+    if tokenizer is None or not parts.evaluates:
+        return {}
+    num_rows *= parts.config.evaluation.batches
+    found = {
+        name: bytes_per_target(rows, tokenizer, num_rows=num_rows)
+        for name, rows in parts.dataset.validation.items()
+    }
+    return {name: count for name, count in found.items() if count is not None}
+
+
 def _keep_tokenizer(tokenizer: Tokenizer | None, context: AttemptContext) -> str | None:
     """Writes the tokenizer's files to the run directory, for exports; returns its name."""
     if tokenizer is None:
@@ -309,7 +324,8 @@ def _built(parts: Components, laid: Layout) -> RunBuilt:
         params=models.num_params(parts.shapes.params),
         devices=f"{parts.mesh.devices.size} x {parts.mesh.devices.flat[0].device_kind}",
         rows=len(parts.dataset.train),
-        tokens_per_epoch=len(parts.dataset.train) * parts.dataset.tokens_per_row,
+        tokens_per_epoch=parts.dataset.tokens_of(len(parts.dataset.train)),
+        padding=parts.dataset.padding,
         steps=parts.config.train.steps,
         tokens_per_step=parts.tokens_per_step,
         flops_per_token=parts.model.flops_per_token,

@@ -55,13 +55,13 @@ class Components:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one step consumes."""
-        return self.rows_per_batch * self.dataset.tokens_per_row
+        """Tokens that one step consumes, on average; without padding."""
+        return self.dataset.tokens_of(self.rows_per_batch)
 
     @property
     def evaluates(self) -> bool:
-        """Whether the config asks for evaluation and held-out rows exist."""
-        return bool(self.config.evaluation.every_steps and len(self.dataset.heldout))
+        """Whether the config asks for evaluation and there are rows for it."""
+        return bool(self.config.evaluation.every_steps and self.dataset.validation)
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,7 @@ class DataLoader:
     """Run history (with the rows to leave out) -> batches; closes the stream opened before."""
     num_rows: int
     tokens_per_step: int
+    """On average; without padding."""
 
 
 RECENT_STEPS = 16
@@ -185,8 +186,10 @@ class Trainer:
     """Layout of the metrics vector that the step returns."""
     row_origins: Sequence[tuple[int, int]]
     """Host and microbatch of every row of a batch."""
-    evaluate: Callable[[Params, Consensus], float | None]
-    """Params -> held-out loss; None: stopped between two batches, on all hosts."""
+    evaluate: Callable[[Params, Consensus], Mapping[str, float] | None]
+    """Params -> loss of each validation set; None: stopped between two batches, on all hosts."""
+    text_bytes: Mapping[str, float]
+    """Validation set -> text bytes a target; sets whose text is unknown are missing."""
     dataset: str
     """Fingerprint of the data set."""
     tokenizer: str | None

@@ -78,7 +78,7 @@ def open_data_loader(
     return DataLoader(
         open=open_at,
         num_rows=len(dataset.train),
-        tokens_per_step=global_batch_size * dataset.tokens_per_row,
+        tokens_per_step=dataset.tokens_of(global_batch_size),
     )
 
 

@@ -78,7 +78,7 @@ def _step_signature(parts: Components, *, facts: Any) -> Signature:
 
 def load_or_compile(
     parts: Components, context: AttemptContext
-) -> tuple[Any, Callable[[Any, evaluate.Listener], float | None], str]:
+) -> tuple[Any, Callable[[Any, evaluate.Listener], dict[str, float] | None], str]:
     """Returns the compiled train step, a function that evaluates parameters, and a digest.
 
     The digest is that of the train step's lowered text. The steps are loaded from the compile
@@ -119,7 +119,7 @@ def load_or_compile(
         return step, _no_evaluation, compiled["training"].text
     evaluation = evaluate.make(
         compiled["evaluation"].call,
-        parts.dataset.heldout,
+        parts.dataset.validation,
         rows_per_batch=rows,
         limit=config.evaluation.batches * parts.plan.microbatches,
         mesh=mesh,
@@ -157,5 +157,5 @@ def _batch_shapes(parts: Components, *, rows: int) -> dict[str, jax.ShapeDtypeSt
     }
 
 
-def _no_evaluation(params: Any, hosts: Any) -> float | None:
+def _no_evaluation(params: Any, hosts: Any) -> dict[str, float] | None:
     raise AssertionError("the schedule has no evaluation")

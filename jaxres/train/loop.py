@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.data import sample_digest
+from jaxres.data.text_bytes import bits_per_byte
 from jaxres.engine.divergence import bounded_rollbacks, bounded_skips
 from jaxres.engine.guards import StepObservation, judge_step, most_severe
 from jaxres.engine.state import Progress, TrainState, to_plain
@@ -226,15 +227,24 @@ def _emit_skipped(run: Trainer, step: int, measured: StepMetrics, ids: np.ndarra
 
 
 def evaluate(run: Trainer, state: TrainState, progress: Progress) -> Progress:
-    """Measures the held-out loss, before the save of the same step, so that a resume has it."""
+    """Measures the validation losses, before the save of the same step, so that a resume has them.
+
+    The best step is that of the first set, which is the held-out part if there is one.
+    """
     run.emit(PhaseChanged("evaluate"))
-    loss = run.evaluate(state.params, run.consensus)
+    losses = run.evaluate(state.params, run.consensus)
     run.emit(PhaseChanged("train"))
-    if loss is None:
+    if losses is None:
         return progress
+    loss = next(iter(losses.values()))
     progress = progress.evaluated(loss)
     best = loss if progress.best_loss is None else progress.best_loss
-    run.emit(Evaluated(progress.step, loss, best, progress.best_step))
+    bits = {
+        name: bits_per_byte(losses[name], run.text_bytes[name])
+        for name in losses
+        if name in run.text_bytes
+    }
+    run.emit(Evaluated(progress.step, loss, best, progress.best_step, losses, bits))
     return progress
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from jaxres.cluster.host_group import MESSAGE_SECONDS
+from jaxres.data.dataset import PLAN_MARK
 from jaxres.engine.divergence import looks_back_steps
 from jaxres.engine.state import Progress, TrainState, from_plain, to_plain
 from jaxres.faults import ConfigError, RollbackRun, SkipRows, StorageUnavailable
@@ -143,12 +144,24 @@ def check_dataset(fingerprint: str, history: RunHistory) -> None:
 
     Before the first commit the data may change: a corrected data set can use the same run.
     """
-    if history.newest is not None and history.dataset != fingerprint:
+    recorded = history.dataset or ""
+    if history.newest is None or recorded == fingerprint:
+        return
+    (tokens, _, plan), (known, _, known_plan) = (
+        text.partition(PLAN_MARK) for text in (fingerprint, recorded)
+    )
+    if tokens == known and plan and known_plan:
         raise ConfigError(
-            f"data.source: the rows are not the ones that this run was started with (fingerprint "
-            f"{fingerprint} now, {history.dataset} recorded). Restore the old data, or start a new "
-            "run in another run.dir."
+            "data.packing: the same documents are packed into other rows than those that this run "
+            f"was started with (plan {plan} now, {known_plan} recorded). Restore "
+            "data.cache_dir/packings from a copy or use the version of jaxres that started the "
+            "run, or start a new run in another run.dir."
         )
+    raise ConfigError(
+        f"data.source: the rows are not the ones that this run was started with (fingerprint "
+        f"{fingerprint} now, {recorded} recorded). Restore the old data, or start a new "
+        "run in another run.dir."
+    )
 
 
 def _check_rows(run: Trainer, history: RunHistory, *, entry: int) -> None:

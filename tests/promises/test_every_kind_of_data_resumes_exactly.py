@@ -6,8 +6,10 @@ import gzip
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -32,7 +34,7 @@ from tests.promises.trainer import (
 )
 
 NUM_DOCUMENTS = 40
-MODEL = tuple(one for one in MLP if not one.startswith("train.steps"))
+MODEL = tuple(one for one in MLP if not one.startswith(("train.steps", "evaluation")))
 HOSTS = (1, pytest.param(2, marks=pytest.mark.campaign))
 EXPORTED = ("model.kind=gpt", "model.num_layers=1", "model.d_model=32", "model.num_heads=2")
 
@@ -153,6 +155,31 @@ def test_the_same_documents_of_any_kind_give_the_same_run_also_after_a_kill(
         assert_bit_exact(run_dir, workspace.run_dir("unbroken"))
 
 
+@pytest.mark.slow
+def test_a_run_on_packed_rows_resumes_exactly_and_refuses_another_packing(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    path = config(tmp_path)
+    overrides = [
+        *(*MODEL, "train.steps=100", "data.packing=best_fit"),
+        *(*source("tokens", tmp_path / "tokens-data"), f"data.cache_dir={tmp_path / 'cache'}"),
+    ]
+    workspace.finish("unbroken", *overrides, config=path)
+    unbroken = workspace.run_dir("unbroken")
+
+    def lose_the_plans() -> None:
+        refused = workspace.start("killed", *overrides, "data.packing=pad", config=path)
+        refused.assert_fails(78, 'data.packing: recorded "best_fit", given "pad"')
+        shutil.rmtree(tmp_path / "cache")
+
+    run_dir = kill_and_resume(workspace, "killed", overrides, path=path, meanwhile=lose_the_plans)
+    assert_bit_exact(run_dir, unbroken)
+    assert re.search(r"tokens an epoch, \d+\.\d% padding", workspace.trainers[-1].printed())
+    tokens, _, plan = (run_history(run_dir).dataset or "").partition("+")
+    assert tokens
+    assert plan
+
+
 PAGE = (ROOT / "docs" / "data.md").read_text().partition("\n## What a run reads")[0]
 SMALL = ("model.kind=mlp", "train.steps=2", "evaluation.every_steps=0", "data.seq_len=16")
 
@@ -187,6 +214,12 @@ def test_every_command_that_trains_on_own_files_works_as_the_docs_say(
             assert run_history(run_dir).step == 2
 
 
+def last_evaluation(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["status", str(run_dir.root), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["evaluation"]
+
+
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.slow
 def test_a_hugging_face_tokenizer_goes_the_whole_way(
@@ -195,12 +228,17 @@ def test_a_hugging_face_tokenizer_goes_the_whole_way(
     """Tokenised, trained, killed, resumed, sampled as text, exported, and opened again."""
     path = config(tmp_path)
     trained = bpe.train(tmp_path / "tokenizer")
+    valid = tmp_path / "valid"
+    valid.mkdir()
+    text(valid, documents()[:5])
     overrides = [
         *(*MODEL, "train.steps=100", *EXPORTED),
         *source("jsonl", tmp_path / "data"),
         "data.tokenizer.kind=huggingface",
         f"data.tokenizer.path={trained}",
         "telemetry.sample_tokens=20",
+        "evaluation.every_steps=50",
+        f"data.validation=[{{name: own, source: {{kind: text, path: {valid}}}}}]",
         "telemetry.sample_prompt=return",
     ]
     unbroken = workspace.run_dir("unbroken")
@@ -220,6 +258,12 @@ def test_a_hugging_face_tokenizer_goes_the_whole_way(
         workspace, "killed", overrides, path=path, hosts=hosts, meanwhile=change_the_tokenizer
     )
     assert_bit_exact(run_dir, unbroken)
+    evaluations = [last_evaluation(one, capsys) for one in (run_dir, unbroken)]
+    assert evaluations[0] == evaluations[1]
+    assert evaluations[0]["step"] == 100
+    assert set(evaluations[0]["losses"]) == set(evaluations[0]["bits_per_byte"])
+    assert set(evaluations[0]["losses"]) == {"heldout", "own"}
+    assert 0 < evaluations[0]["bits_per_byte"]["own"] < 8, "better than knowing nothing"
     assert "return" in workspace.trainers[-1].printed()
 
     out = tmp_path / "export"

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*DOCS, ROOT / "tests/promises/README.md"]
 PLACEHOLDERS: dict[str, str] = {
-    "my.yaml": "configs/quickstart.yaml",
+    "my.yaml": "tests/promises/tiny.yaml",
     "CONFIG.yaml": "configs/quickstart.yaml",
     "CONFIG": "configs/quickstart.yaml",
 }

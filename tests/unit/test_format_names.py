@@ -157,6 +157,7 @@ def status_names() -> dict[str, Any]:
         now=2.5,
         newest=example(metrics.MetricsLine),
         steps=7,
+        evaluation=status._evaluation({"step": 7, "losses": {}, "bits_per_byte": {}, "loss": 1.5}),
         hosts=[example(status.HostSnapshot)],
         recent=[example(attempt_history.AttemptSummary)],
         supervision=example(run_health.LastSupervisorEvent),

@@ -88,12 +88,31 @@ def test_a_second_start_goes_on_with_what_has_not_passed(tmp_path, capsys):
     )
 
 
+def test_a_second_start_takes_first_what_has_never_run(tmp_path, capsys):
+    two = [part for part in PARTS if part.name in ("fails", "fine")]
+    assert main(["--out", str(tmp_path), "--only", "fails"], two) == 1
+    assert main(["--out", str(tmp_path), "--minutes", "0", "--only", "fine"], two) == 1
+    capsys.readouterr()
+    assert main(["--out", str(tmp_path)], two) == 1
+    out = capsys.readouterr().out
+    assert out.index("fine: passed") < out.index("fails: failed")
+
+
 def test_missing_packages_and_unknown_parts_are_named(tmp_path, capsys, monkeypatch):
     assert main(["--out", str(tmp_path), "--only", "fine", "no"], PARTS) == 64
     assert "--only no: no such part (parts: fails, leaves, hangs, fine)" in capsys.readouterr().err
     monkeypatch.setitem(check.NEEDED, "no_such_module", "no-such-package")
     assert main(["--out", str(tmp_path)], PARTS) == 64
     assert "missing packages: no-such-package" in capsys.readouterr().err
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+@pytest.mark.slow  # It imports jax in a new process.
+def test_a_machine_whose_gpu_jax_does_not_use_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check, "_has_gpu", lambda: True)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert main(["--out", str(tmp_path)]) == 64
+    assert "JAX does not use this machine's GPU: its platform is cpu" in capsys.readouterr().err
     assert not (tmp_path / "results.jsonl").exists()
 
 

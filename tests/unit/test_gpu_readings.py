@@ -4,15 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from tools.gpu import kernels, machine, nvml, recovery, trace
+from jaxres import config as configs
+from jaxres.engine import mesh_plan
+from tools.gpu import kernels, machine, nvml, recovery, steps, trace, training
 from tools.gpu.check import ROOT
 
+SPEEDS = [(name, *one) for name, tries in training.TRIES.items() for one in tries]
 FAKE_NVML = """
 #include <stdlib.h>
 #include <string.h>
@@ -151,6 +155,29 @@ def test_the_reference_of_attention_is_computed_without_tf32():
     assert "dot_general" in text
     assert text.count("dot_general") == text.count("precision=(Precision.HIGHEST")
     assert jnp.isnan(kernels._error([jnp.ones(2), jnp.array([0, jnp.nan])], [jnp.ones(2)] * 2))
+
+
+@pytest.mark.parametrize(("name", "rows", "remat"), SPEEDS)
+def test_a_measurement_of_speed_computes_all_its_rows_at_once(tmp_path, name, rows, remat):
+    path, *overrides = training.speed_arguments(tmp_path, name, rows=rows, remat=remat)
+    config = configs.load(Path(path), [*overrides, f"run.dir={tmp_path}"]).config
+    plan = mesh_plan.plan(config.mesh, config.train, config.model, num_devices=1, num_hosts=1)
+    assert (plan.microbatches, plan.rows_per_device) == (1, rows)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *training.LOOPS.values(),
+        *((*steps.MODEL, *own) for own in steps.VARIANTS.values()),
+        recovery.TOO_LARGE,
+    ],
+)
+def test_the_sizes_for_a_gpu_are_valid_and_fit_one_device(tmp_path, overrides):
+    loaded = configs.load(ROOT / "configs/quickstart.yaml", [*overrides, f"run.dir={tmp_path}"])
+    config = loaded.config
+    plan = mesh_plan.plan(config.mesh, config.train, config.model, num_devices=1, num_hosts=1)
+    assert plan.microbatches == config.train.microbatches
 
 
 def plane(name, **lines):

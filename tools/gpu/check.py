@@ -7,8 +7,9 @@ Needs a checkout and an installed jax, flax, optax, orbax-checkpoint and tensors
 are missing are named; pure-Python ones are taken from wheels in a folder (--wheels). The parts run
 in order of worth, each with a time limit. One that fails or hangs stops no other. After each part
 OUT/results.jsonl gets a line, OUT/results.md the table, OUT/PART.txt has its output. Started again,
-the command goes on with the parts that have not passed (--again: with all). `--rehearse` runs every
-part at a tiny size on the CPU. Exits with 1 if a part has not passed. See docs/gpu.md.
+the command goes on with the parts that have not passed, those that have never run first (--again:
+with all). `--rehearse` runs every part at a tiny size on the CPU. Exits with 1 if a part has not
+passed. See docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,7 @@ TAG = "JAXRES_GPU_CHECK"
 REHEARSE_SECONDS = 180.0
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """XLA_FLAGS of a rehearsal."""
+BACKEND_SECONDS = 120.0
 KILL_ROUNDS = 100
 """Searches for processes to kill, 0.05 s apart."""
 KILLED_SECONDS = 10.0
@@ -75,16 +77,16 @@ PARTS = (
     Part("resume_bitwise", "tools.gpu.recovery", 4, "with bitwise kernels killed equals unbroken"),
     Part("resume_fast", "tools.gpu.recovery", 4, "without them: how often bits differ"),
     Part("speed_124m", "tools.gpu.training", 3, "tokens/s and MFU of a 124M model"),
-    Part("speed_1b", "tools.gpu.training", 4, "tokens/s and MFU of a 1B model, sequence 2048"),
-    Part("step_path", "tools.gpu.training", 3, "jaxres's loop against a bare one"),
+    Part("speed_1b", "tools.gpu.training", 6, "tokens/s and MFU of a 1B model, sequence 2048"),
+    Part("step_path", "tools.gpu.training", 4, "jaxres's loop against a bare one"),
     Part("restart", "tools.gpu.recovery", 4, "seconds from SIGKILL to the next step"),
     Part("saves", "tools.gpu.saves", 4, "what a save costs"),
     Part("attention", "tools.gpu.kernels", 2, "cuDNN's attention against XLA's"),
     Part("determinism_cost", "tools.gpu.training", 3, "step time with bitwise kernels"),
-    Part("out_of_memory", "tools.gpu.recovery", 2, "too large a batch ends as 86 with advice"),
-    Part("hang", "tools.gpu.recovery", 2, "a stuck step ends as 80 and leaves no process"),
+    Part("out_of_memory", "tools.gpu.recovery", 3, "too large a batch ends as 86 with advice"),
+    Part("hang", "tools.gpu.recovery", 3, "a stuck step ends as 80 and leaves no process"),
     Part("memory", "tools.gpu.steps", 2, "the estimate of memory against what is used"),
-    Part("variants", "tools.gpu.steps", 3, "float16, remat, microbatches, donation"),
+    Part("variants", "tools.gpu.steps", 4, "float16, remat, microbatches, donation"),
     Part("bit_flip", "tools.gpu.recovery", 2, "replay finds a step with a flipped bit"),
     Part("health", "tools.gpu.machine", 1, "temperature, ECC, throttling"),
 )
@@ -128,10 +130,13 @@ def main(arguments: Sequence[str], parts: Sequence[Part] = PARTS) -> int:
             f"--only {', '.join(sorted(unknown))}: no such part (parts: {names})", file=sys.stderr
         )
         return 64
+    if not (options.rehearse or parts is not PARTS) and (why := _no_backend(path)):
+        print(f"JAX does not use this machine's GPU: {why}", file=sys.stderr)
+        return 64
     ends_at = time.monotonic() + 60 * options.minutes
     results = {} if options.again else _read(out)
     asked = [part for part in parts if not options.only or part.name in options.only]
-    due = [part for part in asked if not _has_passed(results.get(part.name))]
+    due = _due(asked, results)
 
     def run(part: Part) -> Result:
         longest = REHEARSE_SECONDS if options.rehearse else 60 * part.minutes
@@ -158,6 +163,40 @@ def main(arguments: Sequence[str], parts: Sequence[Part] = PARTS) -> int:
 
 def _has_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
+
+
+def _no_backend(path: Sequence[str]) -> str:
+    """Returns why JAX has no GPU in a new process; empty if it has one.
+
+    It skips a platform of JAX_PLATFORMS whose devices it does not see, and computes on the CPU.
+    """
+    command = [sys.executable, "-c", "import jax; print(jax.devices()[0].platform)"]
+    try:
+        ended = subprocess.run(
+            command,
+            env=_environment(path),
+            capture_output=True,
+            text=True,
+            timeout=BACKEND_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"importing it has taken more than {BACKEND_SECONDS:.0f} s"
+    platform = (ended.stdout.split() or [""])[-1]
+    said = ended.stderr.strip()[-TAIL_CHARACTERS:]
+    return "" if platform == "gpu" else f"its platform is {platform or 'unknown'}. {said}"
+
+
+def _environment(path: Sequence[str]) -> dict[str, str]:
+    """Returns the environment of a part on a GPU; an error of CUDA is then one of JAX."""
+    return {"JAX_PLATFORMS": "cuda,cpu", **os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _due(asked: Sequence[Part], results: Mapping[str, Result]) -> list[Part]:
+    """Returns the parts that have not passed; those that have never run are first."""
+    due = [part for part in asked if not _has_passed(results.get(part.name))]
+    ran = {name for name, result in results.items() if result.status != NO_TIME}
+    return sorted(due, key=lambda part: part.name in ran)
 
 
 def _has_passed(result: Result | None) -> bool:
@@ -239,11 +278,9 @@ def _run(part: Part, out: Path, path: Sequence[str], *, limit: float, rehearse: 
     command = [sys.executable, str(Path(__file__).with_name("run_part.py"))]
     command += [part.module, part.name, str(folder), str(figures)]
     mark = f"{part.name}-{os.getpid()}-{time.monotonic_ns()}"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), TAG: mark}
+    env = _environment(path) | {TAG: mark}
     if rehearse:
         env |= {"JAX_PLATFORMS": "cpu", "REHEARSE": "1", "XLA_FLAGS": QUICK_COMPILATION}
-    else:  # Without it JAX uses the CPU if CUDA can't be loaded.
-        env.setdefault("JAX_PLATFORMS", "cuda,cpu")
     started = time.monotonic()
     with output.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)

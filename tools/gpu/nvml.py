@@ -6,12 +6,15 @@ numbers are those of nvml.h (https://docs.nvidia.com/deploy/nvml-api).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
+PATHS = (LIBRARY, f"/usr/local/nvidia/lib64/{LIBRARY}", f"/usr/lib/x86_64-linux-gnu/{LIBRARY}")
+"""Where the loader looks, and where containers have it."""
 CORRECTED, UNCORRECTED = 0, 1
 VOLATILE, AGGREGATE = 0, 1
 """ECC errors since the driver was loaded, and of the device's life."""
@@ -83,9 +86,8 @@ READINGS = (
 
 def readings(index: int = 0) -> dict[str, object]:
     """Returns the readings of a GPU; where there is none the value is a text that says why."""
-    try:
-        library = ctypes.CDLL(LIBRARY)
-    except OSError:
+    library = _library()
+    if library is None:
         return {"nvml": f"not measured: no {LIBRARY}"}
     if (code := library.nvmlInit_v2()) != 0:
         return {"nvml": f"not measured: nvmlInit_v2: {_error(library, code)}"}
@@ -121,6 +123,13 @@ def reason_names(bits: int) -> str:
     known = [name for bit, name in REASONS.items() if bits & bit]
     rest = bits & ~sum(REASONS)
     return " + ".join([*known, *([hex(rest)] if rest else [])]) or "none"
+
+
+def _library() -> ctypes.CDLL | None:
+    for path in PATHS:
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(path)
+    return None
 
 
 def _read(library: ctypes.CDLL, device: ctypes.c_void_p, reading: Reading) -> dict[str, object]:

@@ -69,12 +69,16 @@ def command(arguments: Sequence[str], *, module: str = "jaxres.train") -> list[s
 
 def train(arguments: Sequence[str], *, exit: int = 0) -> str:
     """Runs a command to its end and returns its output; raises unless it exits with `exit`."""
-    ended = subprocess.run(
+    lines = []
+    with subprocess.Popen(
         command(arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    print(ended.stdout, flush=True)
-    assert ended.returncode == exit, f"exit {ended.returncode}, expected {exit}"
-    return ended.stdout
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:  # At once, since a part may be killed at its limit.
+            print(line, end="", flush=True)
+            lines.append(line)
+    assert process.returncode == exit, f"exit {process.returncode}, expected {exit}"
+    return "".join(lines)
 
 
 def digest(run_dir: RunDir) -> str:

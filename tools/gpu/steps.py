@@ -29,6 +29,7 @@ VARIANTS = {
     "microbatches": ("train.microbatches=4",),
     "no_donation": (),
     "remat": ("model.remat=block",),
+    "xla_attention": ("model.attention=xla",),
     "float32": ("model.compute_dtype=float32",),
     "plain_again": (),
 }

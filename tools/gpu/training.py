@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from tools.gpu.runs import (
     WARM_STEPS,
     Figures,
     event,
+    every,
     sized,
     step_seconds,
     train,
@@ -32,11 +34,18 @@ from tools.gpu.runs import (
 
 VOCAB = 50304
 OUT_OF_MEMORY = "exit 86"
+LENGTHS = {"gpt2-124m": 1024, "llama-1b": 2048}
+TRIES = {
+    "gpt2-124m": ((64, "none"), (32, "none"), (32, "block")),
+    "llama-1b": ((16, "none"), (8, "none"), (16, "block"), (8, "block"), (4, "block")),
+}
+"""Rows and rematerialization, in the order in which they are tried."""
 LOOPS = {
     "small": (),
     "medium": ("model.num_layers=12", "model.d_model=768", "model.num_heads=12"),
     "large": (
-        *("model.num_layers=16", "model.d_model=1536", "model.num_heads=12", "data.seq_len=1024"),
+        *("model.num_layers=12", "model.d_model=1536", "model.num_heads=12", "data.seq_len=1024"),
+        "model.compute_dtype=bfloat16",
     ),
 }
 """Models whose step takes about 5, 20 and 100 ms on a GPU of 2023."""
@@ -62,16 +71,14 @@ def _utilization(run_dir: RunDir) -> Figures:
 
 def speed_124m(folder: Path) -> Iterator[Figures]:
     """Trains GPT-2's size on random tokens, with the largest batch that fits."""
-    tries = [(64, "none"), (32, "none"), (32, "block")]
-    found, arguments = _speed(folder, "gpt2-124m", 1024, tries)
+    found, arguments = _speed(folder, "gpt2-124m")
     yield found
     yield _profile(folder, arguments)
 
 
 def speed_1b(folder: Path) -> Iterator[Figures]:
     """Trains the 1B model on random tokens at sequence 2048, with the largest batch that fits."""
-    tries = [(16, "none"), (8, "none"), (16, "block"), (8, "block"), (4, "block")]
-    found, arguments = _speed(folder, "llama-1b", 2048, tries)
+    found, arguments = _speed(folder, "llama-1b")
     mfu = found["MFU"]
     yield found | {"reaches_50_percent": mfu >= 0.5 if isinstance(mfu, float) else NO_GPU}
     yield _profile(folder, arguments)
@@ -83,9 +90,14 @@ def _profile(folder: Path, arguments: list[str]) -> Figures:
     warm, steps = WARM_STEPS, sized(10, 3)
     with step.built(config, live=False) as parts:
         watched = _Watched(parts.run.step, folder / "profile", first=warm, last=warm + steps)
-        step.train(step.short(parts.run, steps=warm + steps + 1, step=watched))
+        with contextlib.suppress(_ProfileEnded):
+            step.train(step.short(parts.run, steps=warm + steps + 1, step=watched))
     assert watched.profiler is not None
     return watched.profiler.summary(steps=steps)
+
+
+class _ProfileEnded(Exception):
+    """Ends the loop before its last step, which would save gigabytes."""
 
 
 @dataclass
@@ -106,33 +118,22 @@ class _Watched:
         if self.calls == self.last and self.profiler is not None:
             jax.block_until_ready(state)
             self.profiler.stop()
+            raise _ProfileEnded
         self.calls += 1
         return self.step(state, *arguments)
 
 
-def _speed(
-    folder: Path, name: str, length: int, tries: list[tuple[int, str]]
-) -> tuple[Figures, list[str]]:
-    """Returns the figures of the first of the tries (rows, remat) that fits, and its arguments."""
+def _speed(folder: Path, name: str) -> tuple[Figures, list[str]]:
+    """Returns the figures of the first try (rows, remat) that fits, and its arguments."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    tokens = folder / "tokens"
+    length = LENGTHS[name]
     chance = np.random.default_rng(0)
     documents = [chance.integers(0, VOCAB, length * sized(256, 8)) for _ in range(8)]
-    write_tokens(tokens, documents, vocab_size=VOCAB, tokenizer="random")
-    small = ("model.num_layers=1", "model.d_model=32", "model.num_heads=2", "model.d_ff=64")
-    small += ("model.num_kv_heads=2",) if name.startswith("llama") else ()
-    for rows, remat in [(2, "block")] if REHEARSED else tries:
+    write_tokens(folder / "tokens", documents, vocab_size=VOCAB, tokenizer="random")
+    for rows, remat in [(2, "block")] if REHEARSED else TRIES[name]:
         run_dir = RunDir(folder / f"run-{rows}-{remat}")
-        arguments = [
-            str(ROOT / "configs" / f"{name}.yaml"),
-            *(f"data.source.path={tokens}", f"data.seq_len={sized(length, 32)}"),
-            *(f"run.dir={run_dir.root}", f"compilation.cache_dir={folder / 'xla'}"),
-            *(f"train.global_batch_size={rows}", "train.microbatches=1", f"model.remat={remat}"),
-            *(f"train.steps={sized(40, 8)}", f"model.vocab_size={VOCAB}", "mesh.fsdp=1"),
-            *("evaluation.every_steps=0", "checkpoint.save_every_steps=1000000"),
-            "telemetry.sample_tokens=0",
-            *(small if REHEARSED else ()),
-        ]
+        arguments = speed_arguments(folder, name, rows=rows, remat=remat)
+        arguments.append(f"run.dir={run_dir.root}")
         try:
             train(arguments)
         except AssertionError as error:
@@ -141,24 +142,44 @@ def _speed(
             continue
         figures = {"rows": rows, "remat": remat, "step_ms": 1e3 * step_seconds(run_dir)}
         return figures | _utilization(run_dir), arguments
-    raise AssertionError(f"none of these fits into memory: {tries}")
+    raise AssertionError(f"none of these fits into memory: {TRIES[name]}")
 
 
-def step_path(folder: Path) -> Figures:
-    """Returns the ratio of jaxres's loop to a bare one, for steps of three lengths."""
+def speed_arguments(folder: Path, name: str, *, rows: int, remat: str) -> list[str]:
+    """Returns a config and its overrides: `rows` rows at once, on one device, without saves."""
+    small = ("model.num_layers=1", "model.d_model=32", "model.num_heads=2", "model.d_ff=64")
+    small += ("model.num_kv_heads=2",) if name.startswith("llama") else ()
+    return [
+        str(ROOT / "configs" / f"{name}.yaml"),
+        *(f"data.source.path={folder / 'tokens'}", f"data.seq_len={sized(LENGTHS[name], 32)}"),
+        f"compilation.cache_dir={folder / 'xla'}",
+        *(f"train.global_batch_size={rows}", "train.microbatches=1", f"model.remat={remat}"),
+        *(f"train.steps={sized(40, 8)}", f"model.vocab_size={VOCAB}", "mesh.fsdp=1"),
+        "train.max_rows_per_device=null",  # It would make microbatches of the rows.
+        *("evaluation.every_steps=0", "checkpoint.save_every_steps=1000000"),
+        "telemetry.sample_tokens=0",
+        *(small if REHEARSED else ()),
+    ]
+
+
+def step_path(folder: Path) -> Iterator[Figures]:
+    """Yields the ratio of jaxres's loop to a bare one, for steps of three lengths."""
     del folder
-    figures: Figures = {}
-    for name, overrides in list(LOOPS.items())[: sized(len(LOOPS), 1)]:
-        arguments = [*step.SMALL, "run.dir=bench", *overrides]
-        config = configs.load(step.CONFIG, arguments).config
-        with step.built(config, live=False) as parts:
-            pairs = step.take_turns(
-                parts.run, blocks=sized(10, 3), steps=sized(25, 4), save_every=step.NEVER
-            )
-        figures[f"{name} bare ms"] = 1e3 * statistics.median(bare.wall for _, bare in pairs)
-        ratios = [ours.wall / bare.wall for ours, bare in pairs]
-        figures[f"{name} ratio"] = statistics.median(ratios)
-    return figures
+    names = list(LOOPS)[: sized(len(LOOPS), 1)]
+    yield from every(**{name: lambda name=name: _step_path(name) for name in names})
+
+
+def _step_path(name: str) -> Figures:
+    config = configs.load(step.CONFIG, [*step.SMALL, "run.dir=bench", *LOOPS[name]]).config
+    with step.built(config, live=False) as parts:
+        pairs = step.take_turns(
+            parts.run, blocks=sized(8, 3), steps=sized(20, 4), save_every=step.NEVER
+        )
+    ratios = [ours.wall / bare.wall for ours, bare in pairs]
+    return {
+        f"{name} bare ms": 1e3 * statistics.median(bare.wall for _, bare in pairs),
+        f"{name} ratio": statistics.median(ratios),
+    }
 
 
 def determinism_cost(folder: Path) -> Figures:
@@ -167,6 +188,7 @@ def determinism_cost(folder: Path) -> Figures:
     for how in ("fast", "bitwise"):
         run_dir = RunDir(folder / how)
         arguments = [f"run.dir={run_dir.root}", f"run.determinism={how}"]
+        arguments += ["evaluation.every_steps=0", "telemetry.sample_tokens=0"]
         arguments += [f"train.steps={sized(60, 8)}", *(() if REHEARSED else LOOPS["medium"])]
         train(runs.quickstart(folder, *arguments))
         seconds[how] = step_seconds(run_dir)

@@ -74,7 +74,7 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
         (
             ["evaluation.every_steps=5", "data.heldout_fraction=0"],
             "evaluation.every_steps: there is nothing to evaluate on: data.heldout_fraction is 0; "
-            "give a share such as 0.02, or set evaluation.every_steps to 0",
+            "give a share such as 0.02, or data.validation, or set evaluation.every_steps to 0",
         ),
         (
             ["telemetry.sample_tokens=5", CUSTOM],
@@ -84,6 +84,10 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
         (
             ["model={kind: custom, target: 'a.b:c', args: {seq_len: 3}}"],
             "model.args.seq_len: is passed by jaxres itself; remove it",
+        ),
+        (
+            ["data.packing=pad", CUSTOM],
+            "data.packing: pad packs documents, and a custom source has rows; leave it out",
         ),
         (["data.source.path="], "data.source.path: is empty; name a folder, file or glob"),
         (

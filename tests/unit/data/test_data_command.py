@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from jaxres.cli import data as data_command
 from jaxres.config.schema_data import DataSection, TokensSource
 from jaxres.data import open_dataset
+from jaxres.data.verify import DataReport
 from jaxres.exit_codes import ExitCode
 from jaxres.storage.path import GcsPath
 
@@ -62,6 +64,28 @@ def test_documents_tokens_lengths_and_duplicates_are_counted(
     code, out, _ = run(capsys, "inspect", config)
     assert "documents: 3, of which 1 equal an earlier one" in out
     assert "an epoch takes 4.5 steps, the run has 30" in out
+
+
+def test_packed_rows_are_shown_with_their_padding(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = (config, "data.seq_len=15", "data.packing=pad", f"data.cache_dir={tmp_path / 'c'}")
+    code, out, err = run(capsys, "inspect", *fields)
+    assert code == 0, err
+    sizes = [len(text) + 1 for text in TEXTS if text]
+    assert f"{1 - sum(sizes) / 45:.1%} of the positions padding" in out
+    assert f"{len(sizes)} to train on" in out
+    assert "+" in out.partition("fingerprint: ")[2], "the fingerprint has the plan"
+    assert json.loads(run(capsys, "inspect", *fields, "--json")[1])["padding"] > 0
+    code, out, err = run(capsys, "show", *fields, "--rows", "3")
+    assert (code, out.count("  segment 1, "), out.count("  padding: ")) == (0, 3, 3), err
+
+
+def test_the_data_of_a_run_on_packed_rows_are_compared_without_their_plan() -> None:
+    report = DataReport((), "all blocks", "abc")
+    for recorded, problems in (("abc", 0), ("abc+plan", 0), ("other+plan", 1)):
+        history = SimpleNamespace(newest=3, dataset=recorded)
+        assert data_command.as_text(report, history)[0] == problems  # pyright: ignore[reportArgumentType]
 
 
 def test_a_built_folder_trains_like_its_source(

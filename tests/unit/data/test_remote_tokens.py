@@ -71,7 +71,7 @@ def without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_items, "PAUSE_SECONDS", 0.01)
 
 
-def opened(path: GcsPath | Path, cache: Path, **fields: float) -> Dataset:
+def opened(path: GcsPath | Path, cache: Path, **fields: float | str) -> Dataset:
     source = TokensSource(path=path)
     section = DataSection(source=source, seq_len=64, heldout_fraction=0.1, cache_dir=cache)
     return open_dataset(section.model_copy(update=fields))
@@ -122,6 +122,10 @@ def test_rows_equal_those_of_the_folder_and_a_block_is_fetched_once(
     assert reads_of_tokens(server) == num_blocks
     before = len([row for row in server.log or () if "alt=media" in row])
     assert_same_rows(opened(there, tmp_path / "cache"), expected)
+    assert_same_rows(
+        opened(there, tmp_path / "cache", packing="best_fit"),
+        opened(here, tmp_path, packing="best_fit"),
+    )
     after = [row for row in server.log or () if "alt=media" in row][before:]
     assert all("offsets.npy" in row for row in after), "a cached block was fetched"
 

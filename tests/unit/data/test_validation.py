@@ -1,0 +1,91 @@
+"""Validation sets are rows of other sources, with the training data's tokenizer."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxres.config.schema_data import (
+    DataSection,
+    HuggingfaceTokenizer,
+    JsonlSource,
+    NanogptSource,
+    TextSource,
+    ValidationSet,
+)
+from jaxres.data import Dataset, open_dataset
+from jaxres.data.text_bytes import bits_per_byte, bytes_per_target
+from jaxres.faults import ConfigError
+from tests import bpe
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in (("train", "train on this text " * 60), ("valid", "é valid. " * 30)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(text)
+        (tmp_path / name / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    np.arange(1000).astype("<u2").tofile(tmp_path / "ids.bin")
+    return tmp_path
+
+
+def opened(folder: Path, *sets: ValidationSet, messages: list[str] | None = None) -> Dataset:
+    section = DataSection(
+        source=TextSource(path=str(folder / "train" / "a.txt")),
+        validation=sets,
+        seq_len=8,
+        cache_dir=folder / "cache",
+    )
+    return open_dataset(section, progress=([] if messages is None else messages).append)
+
+
+def test_each_set_has_its_own_rows_and_the_held_out_part_is_the_first(folder: Path) -> None:
+    valid = JsonlSource(path=str(folder / "valid"))
+    dataset = opened(folder, ValidationSet(name="valid", source=valid))
+    assert list(dataset.validation) == ["heldout", "valid"] or len(dataset.heldout) == 0
+    rows = dataset.validation["valid"]
+    alone = DataSection(source=valid, seq_len=8, heldout_fraction=0, cache_dir=folder / "cache")
+    expected = open_dataset(alone).train
+    ids = np.arange(len(expected))
+    assert len(rows) == len(expected) > 3
+    assert np.array_equal(rows.rows(ids)["tokens_BT"], expected.rows(ids)["tokens_BT"])
+
+
+def test_training_data_among_the_validation_sets_is_told(folder: Path) -> None:
+    messages: list[str] = []
+    same = TextSource(path=str(folder / "train" / "a.txt"))
+    opened(folder, ValidationSet(name="same", source=same), messages=messages)
+    assert "WARNING: data.validation[same] is the training data itself" in messages
+
+
+def test_a_set_that_the_model_can_not_compute_is_refused(folder: Path) -> None:
+    ids = NanogptSource(path=str(folder / "ids.bin"))
+    with pytest.raises(ConfigError, match=r"validation\[ids\] has a vocabulary of 50257"):
+        opened(folder, ValidationSet(name="ids", source=ids))
+    missing = JsonlSource(path=str(folder / "valid"), field="body")
+    with pytest.raises(ConfigError, match=r"data.validation\[v\]: data.source.path: .* no 'body'"):
+        opened(folder, ValidationSet(name="v", source=missing))
+
+
+def test_bits_per_byte_do_not_depend_on_the_tokenizer(folder: Path) -> None:
+    """A model that knows nothing but the number of bytes has 8 bits a byte with any tokenizer."""
+    source = JsonlSource(path=str(folder / "valid"))
+    for tokenizer in (None, HuggingfaceTokenizer(path=bpe.train(folder / "tokenizer"))):
+        fields = {} if tokenizer is None else {"tokenizer": tokenizer}
+        section = DataSection(
+            source=source, seq_len=8, heldout_fraction=0, cache_dir=folder / "cache", **fields
+        )
+        dataset = open_dataset(section)
+        assert dataset.tokenizer is not None
+        count = bytes_per_target(dataset.train, dataset.tokenizer, num_rows=1000)
+        assert count is not None
+        loss = 8 * math.log(2) * count  # nats a target
+        assert bits_per_byte(loss, count) == pytest.approx(8, rel=1e-12)
+        corpus = dataset.train.corpus  # type: ignore[attr-defined]
+        num_bytes = len(("é valid. " * 30).encode())
+        exact = num_bytes / (corpus.meta.num_tokens - 1)
+        assert count == pytest.approx(exact, rel=0.1)  # Less the first byte and an incomplete row.
