@@ -42,6 +42,7 @@ WALL_CLOCK_MAY = {
     "jaxres/data/source_files.py:_list_file": "detects a change of a file",
     "jaxres/data/documents.py:check_unchanged": "detects a change of a file",
     "jaxres/data/corpus.py:_remove_leftovers": "a day, over several processes",
+    "jaxres/data/block_cache.py:_files_below": "which block was used last, over several processes",
 }
 """Functions that may read the wall clock, and their purpose: a decision by it fails at a jump."""
 ENVIRONMENT = ("__main__.py", "compile_cache.py", "forkserver.py")

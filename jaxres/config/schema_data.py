@@ -89,7 +89,8 @@ class TokensSource(Section):
     path: Folder = content_path()
     """Folder in the token format (docs/data.md), or gs://BUCKET/FOLDER.
 
-    A folder in a bucket is copied to data.cache_dir first."""
+    Blocks of a folder in a bucket are read when a row needs them; without digests it is copied to
+    data.cache_dir first."""
 
 
 class CustomSource(Section):
@@ -158,7 +159,9 @@ class DataSection(Section):
     validation: tuple[ValidationSet, ...] = free(())
     """Data sets that are evaluated besides the held-out part, each by itself."""
     cache_dir: Path = free(Path("~/.cache/jaxres"))
-    """Cache of tokenised corpora and of copies from a bucket; `~` is the home folder."""
+    """Cache of tokenised corpora and of data from a bucket; `~` is the home folder."""
+    bucket_cache_gb: PositiveFloat = free(20.0)
+    """Size of the blocks of token folders in a bucket that are kept in data.cache_dir/blocks."""
     prefetch_batches: PositiveInt = free(8)
     """Batches that are read ahead in the background; refilled when half of them are used."""
     timeout_seconds: PositiveFloat = free(300.0)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxres.data.batching import BadRecord, Rows
+from jaxres.data.token_folder import TokenFolder
 from jaxres.faults import RunError
 from jaxres.storage.threads import spawn_thread
 
@@ -54,7 +55,12 @@ def find_hung_row(rows: Rows, ids: NDArray[np.int64], *, seconds: float) -> int 
 
     None: no row hangs, or several do, or there is no other row to compare with. A read hangs if it
     takes longer than `seconds`; errors of reads are ignored. Hung threads are abandoned.
+    Also None if the rows are read from a bucket: while it does not answer, all rows hang that are
+    not in the local cache, and that may be one.
     """
+    corpus = getattr(rows, "corpus", None)  # Of TokenRows and PackedRows.
+    if isinstance(corpus, TokenFolder) and corpus.source is not None:
+        return None
     hung = _first_to_hang(rows, ids, range(len(ids)), seconds=seconds)
     if hung is None or len(ids) == 1:
         return None

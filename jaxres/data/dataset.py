@@ -15,7 +15,7 @@ from jaxres.config.schema_data import (
     HuggingfaceTokenizer,
     TokensSource,
 )
-from jaxres.data import download_cache
+from jaxres.data import download_cache, remote_tokens
 from jaxres.data import tokenizer as tokenizers
 from jaxres.data.batching import Rows
 from jaxres.data.corpus import describe_corpus, open_corpus
@@ -105,6 +105,10 @@ def _check_validation(opened: Dataset, dataset: Dataset, where: str) -> None:
 
 
 def _open(config: DataSection, progress: Callable[[str], None]) -> Dataset:
+    if isinstance(config.source, TokensSource) and is_remote(config.source.path):
+        opened = remote_tokens.open_in_bucket(config, config.source.path, progress=progress)
+        if opened is not None:
+            return _tokens(opened, _tokenizer(opened, config), config, progress)
     source = download_cache.localize(config, progress=progress)
     if isinstance(source, CustomSource):
         return _custom(source, config)
@@ -129,8 +133,8 @@ def _tokenizer(opened: TokenFolder, config: DataSection) -> Tokenizer | None:
     if name.startswith(LIBRARY) and name != tokenizer.name:
         raise ConfigError(
             f"data.tokenizer.path: {config.tokenizer.path} is {tokenizer.name}, but the tokens of "
-            f"{opened.folder} were made with {name}. Give that tokenizer, or leave data.tokenizer "
-            "out: the folder has its own."
+            f"{opened.source or opened.folder} were made with {name}. Give that tokenizer, or "
+            "leave data.tokenizer out: the folder has its own."
         )
     return tokenizer
 

@@ -125,17 +125,30 @@ def _downloaded(
 ) -> Path:
     """Returns a folder, or one file in it, with the current content of the bucket."""
     listed = _list(remote, exclude, root=root)
-    entry = listed.entry
+    copy_objects(listed.remote, listed.objects, root=root, progress=progress, clock=clock)
+    return listed.path
+
+
+def copy_objects(
+    remote: GcsPath,
+    objects: Mapping[str, gcs_objects.Stat],
+    *,
+    root: Path,
+    progress: Callable[[str], None],
+    clock: Clock,
+) -> Path:
+    """Returns a folder that has a copy of some objects of a folder in a bucket."""
+    entry = root / _key(remote, objects)
     try:
         _delete_leftovers(root, clock)
-        if not _is_complete(entry, listed.objects):
-            _copy(listed.remote, listed.objects, root=root, entry=entry, progress=progress)
+        if not _is_complete(entry, objects):
+            _copy(remote, objects, root=root, entry=entry, progress=progress)
     except OSError as error:
         raise fault_of(error)(
             f"{remote}: can't be copied to {root} ({error}). Free space there, or set "
             "data.cache_dir to a folder that can be written."
         ) from error
-    return listed.path
+    return entry
 
 
 @dataclass(frozen=True)
@@ -152,7 +165,7 @@ class _Listed:
 
 
 def _list(remote: GcsPath, exclude: Sequence[str], *, root: Path) -> _Listed:
-    objects = _objects(remote, exclude)
+    objects = list_objects(remote, exclude)
     if list(objects) != [""]:
         entry = root / _key(remote, objects)
         return _Listed(remote, objects, entry, entry)
@@ -177,7 +190,7 @@ def verify_copy(config: DataSection) -> tuple[Source | None, list[str]]:
         return None, [f"{root}: no copy of {remote} as it is now; a run copies it at its start"]
     problems = []
     for name, stat in listed.objects.items():
-        found = _crc32c(listed.entry / name)
+        found = crc32c(listed.entry / name)
         if found != stat.crc32c:
             problems.append(
                 f"{listed.entry / name}: its checksum is {found}, that of {listed.remote / name} "
@@ -187,7 +200,7 @@ def verify_copy(config: DataSection) -> tuple[Source | None, list[str]]:
     return source.model_copy(update={"path": path}), problems
 
 
-def _crc32c(path: Path) -> str:
+def crc32c(path: Path) -> str:
     """Returns the checksum of a file as a bucket writes it; "absent" if there is no file."""
     try:
         files.drop_page_cache(path)
@@ -196,7 +209,7 @@ def _crc32c(path: Path) -> str:
         return "absent"
 
 
-def _objects(remote: GcsPath, exclude: Sequence[str]) -> dict[str, gcs_objects.Stat]:
+def list_objects(remote: GcsPath, exclude: Sequence[str]) -> dict[str, gcs_objects.Stat]:
     """Returns relative name -> stat of each object; the only name is "" if the path is one."""
     listed = gcs_objects.list_stats(remote)
     if not listed:

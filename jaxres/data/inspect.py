@@ -97,7 +97,7 @@ def statistics(dataset: Dataset, *, progress: Callable[[str], None]) -> CorpusSt
     return CorpusStatistics(
         num_documents=len(offsets) - 1,
         num_tokens=corpus.meta.num_tokens,
-        lengths=_lengths(np.diff(offsets)),
+        lengths=_lengths(np.diff(offsets[:])),
         num_duplicates=num_duplicates,
         num_tokens_used=int(used.sum()),
         vocab_size=len(used),

@@ -91,7 +91,7 @@ class PackedRows:
         if tokens.max() >= vocab_size:
             index = int(np.flatnonzero(tokens >= vocab_size)[0])
             raise BadRecord(
-                f"{self.corpus.folder / 'tokens.bin'}: row {row}, token {start + index} of the "
+                f"{self.corpus.path('tokens.bin')}: row {row}, token {start + index} of the "
                 f"file is {tokens[index]}, but vocab_size is {vocab_size}. Rewrite the folder, or "
                 "fix vocab_size in meta.json."
             )
@@ -153,11 +153,11 @@ def open_packed_rows(
 
 def _offsets(corpus: TokenFolder) -> NDArray[np.int64]:
     """Returns the checked offsets of all documents."""
-    offsets = corpus.offsets
+    offsets = corpus.offsets[:]
     corpus.check_offsets(np.array([0]), np.array([len(offsets)]))
     if (offsets[1:] < offsets[:-1]).any():
         raise TokensDamaged(
-            f"{corpus.folder / 'offsets.npy'}: the documents do not begin in ascending order",
+            f"{corpus.path('offsets.npy')}: the documents do not begin in ascending order",
             "Rewrite the folder.",
         )
     return offsets

@@ -77,7 +77,8 @@ class CheckedBlocks:
         self._counting = threading.Lock()
         assert len(digests) == num_blocks(len(self._bytes), block_bytes)
 
-    def __len__(self) -> int:
+    @property
+    def num_blocks(self) -> int:
         """Number of blocks."""
         return len(self._digests)
 

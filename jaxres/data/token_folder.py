@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -21,12 +21,13 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.files import fault_of
+from jaxres.storage.path import RunPath
 
 FORMAT_VERSION = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MAX_VOCAB_SIZE = 2**31 - 1
 NUM_OFFSETS_CHECKED = 1024
-
+OFFSET_BYTES = 8
 
 OFFSETS_READ_BYTES = 16 * 2**20
 """Largest size of the offsets whose blocks are all checked when the folder is opened."""
@@ -65,21 +66,70 @@ class Meta:
     """Size of the blocks of digests.npy; None: there are no digests."""
 
 
+class Items(Protocol):
+    """The items of a file: a memory map, or `RemoteItems`."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of an item."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of items."""
+        ...
+
+    def __getitem__(self, key: Any, /) -> Any:
+        """Returns an item, a slice, or the items at an array of indices."""
+        ...
+
+    def searchsorted(self, values: Any, /, side: Any) -> Any:
+        """Returns how many of the ascending items are at most each value, with side="right"."""
+        ...
+
+
+class Blocks(Protocol):
+    """The blocks of a file's items: `CheckedBlocks`, or `RemoteItems`."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        ...
+
+    def first_damaged(self, starts_B: NDArray[np.int64], stops_B: NDArray[np.int64]) -> int | None:
+        """Checks the blocks of some ranges of items; returns the first damaged one."""
+        ...
+
+    def describe(self, block: int, path: Path) -> str:
+        """Returns what is wrong with a damaged block."""
+        ...
+
+
 @dataclass(frozen=True)
 class TokenFolder:
-    """An open token folder; its arrays are memory maps."""
+    """An open token folder; its arrays are memory maps, or are read from a bucket."""
 
     folder: Path
     meta: Meta
-    tokens: NDArray[Any]
-    offsets: NDArray[np.int64]
-    token_blocks: CheckedBlocks | None = None
+    tokens: Items
+    offsets: Items
+    token_blocks: Blocks | None = None
     """None: the folder has no digests."""
-    offset_blocks: CheckedBlocks | None = None
+    offset_blocks: Blocks | None = None
     tokens_id: tuple[int, int] = (0, 0)
     """Device and inode of the open tokens.bin."""
     on_damage: Callable[[TokensDamaged], RunError] = field(default=lambda error: error)
     """Called when a block is damaged; returns the error to raise."""
+    source: RunPath | None = None
+    """The folder in a bucket whose objects are read where they are; `folder` has its small ones."""
+
+    def path(self, name: str) -> RunPath:
+        """Returns the path of a file, for messages."""
+        return (self.source or self.folder) / name
 
     def check_tokens(self, starts_B: NDArray[np.int64], stops_B: NDArray[np.int64]) -> None:
         """Raises if a block of some ranges of tokens differs from its digest."""
@@ -95,7 +145,7 @@ class TokenFolder:
 
     def _check(
         self,
-        blocks: CheckedBlocks | None,
+        blocks: Blocks | None,
         name: str,
         starts_B: NDArray[np.int64],
         stops_B: NDArray[np.int64],
@@ -129,18 +179,14 @@ def open_tokens(folder: Path) -> TokenFolder:
     Raises TokensDamaged if the sizes disagree; values are checked when their row is read.
     """
     try:
-        meta = _read_meta(folder)
+        meta = read_meta(folder)
         dtype = DTYPES[meta.dtype]
         size_bytes = (folder / "tokens.bin").stat().st_size
         tokens_id = file_id(folder / "tokens.bin")
-        if size_bytes != meta.num_tokens * dtype.itemsize:
-            raise TokensDamaged(
-                f"{folder / 'tokens.bin'} has {size_bytes:,} bytes, but meta.json says "
-                f"{meta.num_tokens:,} tokens of {meta.dtype}. Rewrite the folder."
-            )
+        check_size(size_bytes, meta, folder / "tokens.bin")
         tokens = np.memmap(folder / "tokens.bin", dtype, mode="r").view(np.ndarray)
-        offsets = _open_offsets(folder / "offsets.npy", meta)
-        blocks = _open_digests(folder / "digests.npy", meta, tokens, offsets)
+        offsets = open_offsets(folder / "offsets.npy", meta)
+        blocks = _open_blocks(folder / "digests.npy", meta, tokens, offsets)
     except FileNotFoundError as error:
         raise TokensDamaged(
             f"{error.filename} does not exist. A token folder has tokens.bin, offsets.npy and "
@@ -157,7 +203,8 @@ def open_tokens(folder: Path) -> TokenFolder:
     return corpus
 
 
-def _read_meta(folder: Path) -> Meta:
+def read_meta(folder: Path) -> Meta:
+    """Returns the contents of meta.json; raises TokensDamaged if a field is wrong."""
     path = folder / "meta.json"
     try:
         fields = json.loads(path.read_bytes())
@@ -191,20 +238,41 @@ def _read_meta(folder: Path) -> Meta:
     return meta
 
 
+def check_size(size_bytes: int, meta: Meta, path: RunPath) -> None:
+    """Raises TokensDamaged if tokens.bin has another size than meta.json says."""
+    if size_bytes != meta.num_tokens * DTYPES[meta.dtype].itemsize:
+        raise TokensDamaged(
+            f"{path} has {size_bytes:,} bytes, but meta.json says "
+            f"{meta.num_tokens:,} tokens of {meta.dtype}. Rewrite the folder."
+        )
+
+
 def checksum_of(fields: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(canonical_json(fields))
 
 
-def _open_offsets(path: Path, meta: Meta) -> NDArray[np.int64]:
+def open_offsets(path: Path, meta: Meta) -> NDArray[np.int64]:
+    """Returns the memory map of a local offsets.npy; raises TokensDamaged if its ends are wrong."""
     try:
         offsets = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
     except (ValueError, EOFError) as error:
         raise TokensDamaged(f"{path} can't be read: {error}") from error
-    if offsets.dtype != np.dtype("<i8") or offsets.shape != (meta.num_documents + 1,):
+    check_shape(offsets.dtype, offsets.shape, meta, path)
+    check_ends(offsets, meta, path)
+    return offsets
+
+
+def check_shape(dtype: np.dtype[Any], shape: tuple[int, ...], meta: Meta, path: RunPath) -> None:
+    """Raises TokensDamaged if the header of offsets.npy does not fit meta.json."""
+    if dtype != np.dtype("<i8") or shape != (meta.num_documents + 1,):
         raise TokensDamaged(
-            f"{path} is {offsets.dtype}{list(offsets.shape)}; with {meta.num_documents:,} "
+            f"{path} is {dtype}{list(shape)}; with {meta.num_documents:,} "
             f"documents in meta.json it must be int64[{meta.num_documents + 1}]"
         )
+
+
+def check_ends(offsets: Items, meta: Meta, path: RunPath) -> None:
+    """Raises TokensDamaged if the first or the last offsets are wrong."""
     ends = (offsets[:NUM_OFFSETS_CHECKED], offsets[-NUM_OFFSETS_CHECKED:])
     sorted_ends = all((end[1:] >= end[:-1]).all() for end in ends)
     if offsets[0] != 0 or offsets[-1] != meta.num_tokens or not sorted_ends:
@@ -212,31 +280,38 @@ def _open_offsets(path: Path, meta: Meta) -> NDArray[np.int64]:
             f"{path} must rise from 0 to {meta.num_tokens:,}, the number of tokens; "
             f"it goes from {offsets[0]:,} to {offsets[-1]:,}"
         )
-    return offsets
 
 
-def _open_digests(
+def _open_blocks(
     path: Path, meta: Meta, tokens: NDArray[Any], offsets: NDArray[np.int64]
 ) -> tuple[CheckedBlocks, CheckedBlocks] | tuple[None, None]:
     """Returns the blocks of tokens and of offsets; None if the folder has no digests."""
     size = meta.block_bytes
     if size is None:
         return None, None
+    of_tokens, of_offsets = open_digests(path, meta)
+    return (
+        CheckedBlocks(tokens, of_tokens, block_bytes=size),
+        CheckedBlocks(offsets, of_offsets, block_bytes=size),
+    )
+
+
+def open_digests(path: Path, meta: Meta) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Returns the digests of the blocks of tokens, and of those of offsets."""
+    size = meta.block_bytes
+    assert size is not None, path
     try:
         digests = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
     except (ValueError, EOFError) as error:
         raise TokensDamaged(f"{path} can't be read: {error}") from error
-    cut = num_blocks(tokens.nbytes, size)
-    count = cut + num_blocks(offsets.nbytes, size)
+    cut = num_blocks(meta.num_tokens * DTYPES[meta.dtype].itemsize, size)
+    count = cut + num_blocks((meta.num_documents + 1) * OFFSET_BYTES, size)
     if digests.dtype != np.dtype("<u8") or digests.shape != (count,):
         raise TokensDamaged(
             f"{path} is {digests.dtype}{list(digests.shape)}; with blocks of {size:,} bytes it "
             f"must be uint64[{count}]"
         )
-    return (
-        CheckedBlocks(tokens, digests[:cut], block_bytes=size),
-        CheckedBlocks(offsets, digests[cut:], block_bytes=size),
-    )
+    return digests[:cut], digests[cut:]
 
 
 @dataclass(frozen=True)
@@ -286,7 +361,7 @@ class TokenRows:
         if tokens_BW.size and tokens_BW.max() >= vocab_size:
             i, index = np.argwhere(tokens_BW >= vocab_size)[0].tolist()
             raise BadRecord(
-                f"{self.corpus.folder / 'tokens.bin'}: row {ids[i]}, token {starts_B[i] + index} "
+                f"{self.corpus.path('tokens.bin')}: row {ids[i]}, token {starts_B[i] + index} "
                 f"of the file is {tokens_BW[i, index]}, but vocab_size is {vocab_size}. "
                 "Rewrite the folder, or fix vocab_size in meta.json."
             )
@@ -296,8 +371,8 @@ class TokenRows:
         """Returns the positions in each window, except its first token, where a document begins."""
         begins_BW = np.zeros((len(ids), self.seq_len + 1), np.bool_)
         offsets = self.corpus.offsets
-        firsts_B = np.searchsorted(offsets, starts_B, side="right")
-        lasts_B = np.searchsorted(offsets, starts_B + self.seq_len, side="right")
+        firsts_B = offsets.searchsorted(starts_B, side="right")
+        lasts_B = offsets.searchsorted(starts_B + self.seq_len, side="right")
         # Includes two offsets before the window, because a search ends next to a wrong offset.
         befores_B = np.maximum(np.minimum(firsts_B, lasts_B) - 2, 0)
         stops_B = np.minimum(np.maximum(firsts_B, lasts_B) + 1, len(offsets))
@@ -308,7 +383,7 @@ class TokenRows:
         if falls.any() or (firsts_B > lasts_B).any():
             i = min([*rows[1:][falls], *np.flatnonzero(firsts_B > lasts_B)])
             raise BadRecord(
-                f"{self.corpus.folder / 'offsets.npy'}: row {ids[i]}, documents {firsts_B[i]} to "
+                f"{self.corpus.path('offsets.npy')}: row {ids[i]}, documents {firsts_B[i]} to "
                 f"{lasts_B[i]} do not begin in ascending order. Rewrite the folder."
             )
         rows, indices = _ranges(firsts_B, lasts_B)
@@ -341,9 +416,10 @@ def split_tokens(
     for name, rows in (("training", train), ("held-out", heldout)):
         if len(rows) == 0 and rows.start < rows.stop:
             raise ConfigError(
-                f"{corpus.folder}: the {name} part has {rows.stop - rows.start:,} of {total:,} "
-                f"tokens, and a row takes {seq_len + 1}. Lower data.seq_len, change "
-                f"data.heldout_fraction ({heldout_fraction}; 0: none), or use more data."
+                f"{corpus.source or corpus.folder}: the {name} part has "
+                f"{rows.stop - rows.start:,} of {total:,} tokens, and a row takes "
+                f"{seq_len + 1}. Lower data.seq_len, change data.heldout_fraction "
+                f"({heldout_fraction}; 0: none), or use more data."
             )
     return train, heldout
 
@@ -357,7 +433,7 @@ def heldout_start(corpus: TokenFolder, fraction: float) -> int:
     if fraction == 0:
         return total
     ideal = round(total * (1 - fraction))
-    after = int(np.searchsorted(corpus.offsets, np.int64(ideal), side="right"))
+    after = int(corpus.offsets.searchsorted(np.int64(ideal), side="right"))
     last = min(after, len(corpus.offsets) - 1)
     corpus.check_offsets(np.array([max(after - 1, 0)]), np.array([last + 1]))
     near = {

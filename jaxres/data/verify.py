@@ -5,17 +5,21 @@ A run checks a block when it first reads it; this checks all of them, and the fi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from jaxres.config.schema_data import CustomSource, DataSection, TokensSource
-from jaxres.data import download_cache
+from jaxres.data import download_cache, remote_tokens
 from jaxres.data.corpus import Corpus, describe_corpus, fingerprint_of, open_cached
+from jaxres.data.remote_items import RemoteItems
 from jaxres.data.token_digests import CheckedBlocks
-from jaxres.data.token_folder import TokenFolder, TokensDamaged, open_tokens
+from jaxres.data.token_folder import CacheDamaged, Items, TokenFolder, TokensDamaged, open_tokens
 from jaxres.faults import UsageError
 from jaxres.storage import files
 from jaxres.storage.path import is_remote
@@ -51,6 +55,13 @@ def verify_data(config: DataSection) -> DataReport:
             "there is nothing to verify"
         )
     source, problems = config.source, list[str]()
+    if isinstance(source, TokensSource) and is_remote(source.path):
+        try:
+            opened = remote_tokens.open_in_bucket(config, source.path, progress=lambda _: None)
+        except (TokensDamaged, CacheDamaged) as damage:
+            return DataReport((str(damage),))
+        if opened is not None:
+            return _of_bucket(opened)
     if download_cache.is_in_bucket(config.source):
         copied, problems = download_cache.verify_copy(config)
         if copied is None:
@@ -81,18 +92,15 @@ def _of_folder(folder: Path, problems: list[str], *, cached: Corpus | None = Non
     except TokensDamaged as damage:
         return DataReport((*problems, str(damage)))
     found = _damaged_blocks(corpus)
-    fingerprint = _fingerprint(corpus)
+    fingerprint = _fingerprint(corpus.tokens, corpus.offsets)
     if fingerprint != corpus.meta.fingerprint:
-        found.append(
-            f"{folder}: the tokens and offsets have the fingerprint {fingerprint}, meta.json "
-            f"records {corpus.meta.fingerprint}"
-        )
+        found.append(_other_fingerprint(corpus, fingerprint))
     if found and cached:
         found.append(f"Remove {folder}; the next start builds it again from data.source.path")
     if corpus.token_blocks is None or corpus.offset_blocks is None:
         checked = "no block digests, so a run does not check what it reads"
     else:
-        checked = f"{len(corpus.token_blocks) + len(corpus.offset_blocks):,} blocks"
+        checked = f"{corpus.token_blocks.num_blocks + corpus.offset_blocks.num_blocks:,} blocks"
     size_bytes = corpus.tokens.nbytes + corpus.offsets.nbytes
     verified = f"{folder}: {size_bytes:,} bytes, {checked}, fingerprint {fingerprint}"
     return DataReport((*problems, *found), verified, fingerprint)
@@ -103,7 +111,7 @@ def _damaged_blocks(corpus: TokenFolder) -> list[str]:
     return [
         line
         for name, blocks in named
-        if blocks is not None
+        if isinstance(blocks, CheckedBlocks)
         for line in _describe(blocks, corpus.folder / name)
     ]
 
@@ -112,13 +120,49 @@ def _describe(blocks: CheckedBlocks, path: Path) -> list[str]:
     files.drop_page_cache(path)
     damaged = blocks.all_damaged()
     lines = [blocks.describe(block, path) for block in damaged[:NAMED]]
-    more = len(damaged) - NAMED
-    return [*lines, *([f"{path}: and {more:,} more blocks"] if more > 0 else [])]
+    return [*lines, *_more(len(damaged), str(path))]
 
 
-def _fingerprint(corpus: TokenFolder) -> str:
+def _fingerprint(tokens: Items, offsets: Items) -> str:
     digest = xxhash.xxh3_128()
-    for items in (corpus.tokens, corpus.offsets):
-        for start in range(0, len(items), CHUNK_ITEMS):
-            digest.update(np.ascontiguousarray(items[start : start + CHUNK_ITEMS]).data)
+    for items in (tokens, offsets):
+        for chunk in _chunks(items):
+            digest.update(chunk.data)
     return digest.hexdigest()
+
+
+def _chunks(items: Items) -> Iterator[NDArray[Any]]:
+    for start in range(0, len(items), CHUNK_ITEMS):
+        yield np.ascontiguousarray(items[start : start + CHUNK_ITEMS])
+
+
+def _of_bucket(corpus: TokenFolder) -> DataReport:
+    """Reads every block from the bucket once."""
+    digest, damaged, num_blocks, size_bytes = xxhash.xxh3_128(), list[str](), 0, 0
+    for items in (corpus.tokens, corpus.offsets):
+        if isinstance(items, RemoteItems):
+            num_blocks += items.num_blocks
+            for data, wrong in items.scan():
+                digest.update(data.data)
+                damaged += wrong
+        else:  # Opening has compared its blocks with the digests.
+            for chunk in _chunks(items):
+                digest.update(chunk.data)
+        size_bytes += items.nbytes
+    problems = [*damaged[:NAMED], *_more(len(damaged), str(corpus.source))]
+    fingerprint, recorded = digest.hexdigest(), corpus.meta.fingerprint
+    if fingerprint != recorded:
+        problems.append(_other_fingerprint(corpus, fingerprint))
+    verified = f"{corpus.source}: {size_bytes:,} bytes, {num_blocks:,} blocks of them in the bucket"
+    return DataReport(tuple(problems), f"{verified}, fingerprint {fingerprint}", fingerprint)
+
+
+def _more(count: int, where: str) -> list[str]:
+    return [f"{where}: and {count - NAMED:,} more blocks"] if count > NAMED else []
+
+
+def _other_fingerprint(corpus: TokenFolder, fingerprint: str) -> str:
+    return (
+        f"{corpus.source or corpus.folder}: the tokens and offsets have the fingerprint "
+        f"{fingerprint}, meta.json records {corpus.meta.fingerprint}"
+    )

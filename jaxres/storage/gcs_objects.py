@@ -333,7 +333,8 @@ def iter_generation(path: GcsPath, generation: Stat) -> Iterator[bytes]:
 
     checksum = google_crc32c.Checksum()
     for start in range(0, generation.size, CHUNK_BYTES):
-        data = gcs_client.with_retries(path, lambda start=start: _range(path, generation, start))
+        stop = min(start + CHUNK_BYTES, generation.size)
+        data = read_range(path, generation, start=start, stop=stop)
         checksum.update(data)
         yield data
     if base64.b64encode(checksum.digest()).decode() != generation.crc32c:
@@ -343,13 +344,22 @@ def iter_generation(path: GcsPath, generation: Stat) -> Iterator[bytes]:
         )
 
 
-def _range(path: GcsPath, generation: Stat, start: int) -> bytes:
+def read_range(path: GcsPath, generation: Stat, *, start: int, stop: int) -> bytes:
+    """Returns a part of one generation of an object; the caller checks its content.
+
+    Raises:
+      ConfigError: the object was replaced or deleted meanwhile.
+    """
+    return gcs_client.with_retries(path, lambda: _range(path, generation, start, stop))
+
+
+def _range(path: GcsPath, generation: Stat, start: int, stop: int) -> bytes:
     from google.api_core.exceptions import NotFound, PreconditionFailed
 
     try:
         return _blob(path).download_as_bytes(
             start=start,
-            end=min(start + CHUNK_BYTES, generation.size) - 1,
+            end=stop - 1,
             raw_download=True,
             checksum=None,
             if_generation_match=generation.generation,

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from jaxres.checkpoint.commit_tracker import MIN_LATE_SECONDS
+from jaxres.data import write_tokens
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
+from tests.damage import flip_bit_at
 from tests.emulators.gcs import GcsServer
 from tests.promises.trainer import (
     FAULTY,
@@ -198,3 +200,43 @@ def test_corpus_in_a_bucket_gives_the_same_run_as_one_on_a_disk(
     files.replace(there / "utils.py", b"another text\n")
     again = workspace.launch("first", *arguments, *own, "train.steps=40", hosts=hosts)
     again.assert_fails(ExitCode.CONFIG, "data.source: the rows are not the ones")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [8, pytest.param(60, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.campaign)])
+def test_tokens_in_a_bucket_give_the_same_run_as_on_a_disk(
+    workspace: Workspace, gcs_server: GcsServer, gcs_bucket: str, hosts: int, seconds: int
+) -> None:
+    """With latency, a cache of few blocks, a kill, damage in the cache, and an outage."""
+    here, there = workspace.root / "tokens", GcsPath(gcs_bucket, "tokens")
+    texts = [path.read_bytes() for path in sorted(Path(email.__file__).parent.glob("*.py"))]
+    write_tokens(here, [[*text, 256] for text in texts], vocab_size=257, tokenizer="bytes")
+    for path in here.iterdir():
+        files.replace(there / path.name, path.read_bytes())
+    cache = workspace.root / "cache"
+    arguments = (*MLP, "data.source={kind: tokens}", "train.steps=100")
+    own = (f"data.source.path={there}", f"data.cache_dir={cache}", "data.bucket_cache_gb=0.0004")
+    on_disk = workspace.launched("disk", *arguments, f"data.source.path={here}", hosts=hosts)
+
+    gcs_server.late_seconds = 0.05
+    try:
+        first = workspace.launch("bucket", *arguments, *own, hosts=hosts)
+        first.wait_commit(30)
+        first.kill()
+        first.wait_exit()
+        kept = [path for path in (cache / "blocks").glob("*/*/*") if path.name[0] != "."]
+        assert 0 < len(kept) <= 7 + hosts, "the cache is not bounded"
+        for path in kept:
+            flip_bit_at(path, path.stat().st_size // 2)
+        away = gcs_server.fail("503", path="tokens.bin.*alt=media", times=None, seconds=seconds)
+        again = workspace.launch("bucket", *arguments, *own, hosts=hosts)
+        assert again.wait_exit() == 0, again.printed()
+    finally:
+        gcs_server.late_seconds = 0.0
+    assert away.hits > 3
+    assert run_history(again.run_dir).attempt == 2
+    assert not list((cache / "staged").glob("*/tokens.bin"))
+    assert not run_history(again.run_dir).bad_rows
+    assert starts(again.run_dir)[-1] >= 30
+    assert_bit_exact(again.run_dir, on_disk.run_dir)

@@ -20,6 +20,8 @@ def main() -> None:
         print(f"# then run.dir=gs://{options.bucket}/my-run; faults, and how often was asked:")
         storm = """-d '{"kind": "503", "probability": 0.2, "times": null, "seconds": 60}'"""
         print(f"# curl {storm} {server.url}{CONTROL}faults; curl {server.url}{CONTROL}counts")
+        limits = """-d '{"late_seconds": 0.05, "bytes_per_second": 1e8}'"""
+        print(f"# curl {limits} {server.url}{CONTROL}limits")
         print("", end="", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:

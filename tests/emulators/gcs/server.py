@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import threading
 import time
 import traceback
 from collections import Counter
@@ -14,12 +15,13 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tests.emulators.gcs.buckets import Buckets
 from tests.emulators.gcs.faults import AFTER, FaultRule, Faults, RequestFault, damaged
-from tests.emulators.gcs.objects import GcsError, Objects, Stored, crc32c, md5
+from tests.emulators.gcs.objects import GcsError, Objects, Stored
 from tests.emulators.gcs.uploads import Uploads, multipart
 from tests.emulators.serving import Quiet, Serving
 
 CONTROL = "/emulator/"
 MOST_PARTS = 32
+SEND_BYTES = 2**16
 _OBJECT = re.compile(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)(?:/(.+))?")
 _LIST = re.compile(r"/storage/v1/b/([^/]+)/o")
 _BUCKET = re.compile(r"/storage/v1/b(?:/([^/]+))?")
@@ -51,6 +53,26 @@ class GcsResponse:
     """Operation class of the price list: A, B or free."""
 
 
+class Bandwidth:
+    """Limits the bytes that all connections together send in a second."""
+
+    def __init__(self) -> None:
+        self.bytes_per_second: float | None = None
+        self.sent_bytes = 0
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait(self, num_bytes: int) -> None:
+        """Waits until this many bytes may be sent."""
+        with self._lock:
+            self.sent_bytes += num_bytes
+            if not self.bytes_per_second:
+                return
+            self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self.bytes_per_second
+            seconds = self._free_at - time.monotonic()
+        time.sleep(seconds)
+
+
 class GcsServer:
     """Serves until closed; a context manager."""
 
@@ -63,6 +85,7 @@ class GcsServer:
         self.faults = Faults()
         self.late_seconds = late_seconds
         """Latency of every request."""
+        self.bandwidth = Bandwidth()
         self.counts: Counter[str] = Counter()
         """Completed requests by class and by method and kind."""
         self.bugs: list[str] = []
@@ -244,10 +267,15 @@ class GcsServer:
         return _json(reported, cls)
 
     def control(self, request: GcsRequest) -> GcsResponse:
-        """Manual use: sets faults, returns counts."""
-        if request.method == "POST":
+        """Manual use: sets faults and limits, returns counts."""
+        if request.method == "POST" and request.path == f"{CONTROL}limits":
+            limits = json.loads(request.body)
+            self.late_seconds = limits.get("late_seconds", self.late_seconds)
+            self.bandwidth.bytes_per_second = limits.get("bytes_per_second")
+        elif request.method == "POST":
             self.fail(**json.loads(request.body))
         reported = {"requests": self.counts, "faults": self.faults.done}
+        reported["sent_bytes"] = self.bandwidth.sent_bytes
         return _json({**reported, "too_often": self.objects.too_often}, "")
 
 
@@ -277,7 +305,7 @@ def _media(found: Stored, headers: Any) -> GcsResponse:
         "ETag": found.etag,
         "X-Goog-Generation": str(found.generation),
         "X-Goog-Metageneration": str(found.metageneration),
-        "X-Goog-Hash": f"crc32c={crc32c(found.data)},md5={md5(found.data)}",
+        "X-Goog-Hash": f"crc32c={found.crc32c},md5={found.md5}",
         "X-Goog-Stored-Content-Length": str(len(found.data)),
         "X-Goog-Stored-Content-Encoding": "identity",
         "X-Goog-Storage-Class": "STANDARD",
@@ -359,7 +387,10 @@ class _Request(Quiet):
         body = answer.body if answer.status not in (204, 304) else b""
         if short and body:
             body, self.close_connection = body[: len(body) // 2], True
-        self.wfile.write(body)
+        for start in range(0, len(body), SEND_BYTES):
+            part = body[start : start + SEND_BYTES]
+            self.emulator.bandwidth.wait(len(part))
+            self.wfile.write(part)
 
 
 def _kind(path: str, query: dict[str, str]) -> str:

@@ -138,8 +138,8 @@ def test_all_problems_are_reported_at_once_with_their_locations(write: Write):
         "command line (run=3): run: is a section (got 3); set its fields, as in run.dir=...",
         "x.yaml:12: model: is a section (got null); set its fields, as in model.kind=...",
         "x.yaml:3: data.seq_lne: unknown key; did you mean 'seq_len'? (keys here: source, "
-        "tokenizer, seq_len, packing, heldout_fraction, validation, cache_dir, prefetch_batches, "
-        "timeout_seconds)",
+        "tokenizer, seq_len, packing, heldout_fraction, validation, cache_dir, bucket_cache_gb, "
+        "prefetch_batches, timeout_seconds)",
         "x.yaml:11: optimizer.b1: must be at most 1 (got 2)",
         "x.yaml:10: optimizer.momentum: unknown key for kind adamw; sgd has it (keys here: "
         "learning_rate, weight_decay, clip_norm, schedule, kind, b1, b2, eps)",

@@ -10,7 +10,13 @@ import pytest
 from jaxres.cli import data as data_command
 from jaxres.clock import SystemClock
 from jaxres.config.schema_data import DataSection, TokensSource
-from jaxres.data import CacheDamaged, open_dataset, write_tokens
+from jaxres.data import (
+    CacheDamaged,
+    open_dataset,
+    token_digests,
+    token_writer,
+    write_tokens,
+)
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.run_log import Commit, RunLog, Start
 from jaxres.storage import files
@@ -156,7 +162,12 @@ def test_the_copy_of_data_in_a_bucket_is_verified(
     assert (code, f"{copy}: its checksum is" in printed) == (1, True), printed
 
 
-def test_a_damaged_copy_of_a_token_folder_is_copied_again(gcs_bucket: str, tmp_path: Path) -> None:
+def test_a_damaged_copy_of_a_token_folder_is_copied_again(
+    gcs_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one whose blocks are too small to be fetched one by one."""
+    for module in (token_digests, token_writer):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
     write_tokens(tmp_path / "set", [range(900)] * 100, vocab_size=900, tokenizer="mine")
     there = GcsPath(gcs_bucket, "corpora/set")
     for path in (tmp_path / "set").iterdir():

@@ -232,3 +232,24 @@ def test_region_and_namespace_of_a_bucket_cannot_be_changed(server: GcsServer, b
     for name in ("ab", "x" * 64, "my-google"):
         with pytest.raises(exceptions.BadRequest, match="Invalid bucket name"):
             client.create_bucket(name, project="p")
+
+
+def test_a_limited_bandwidth_is_shared_by_all_connections(bucket: Any, server: GcsServer) -> None:
+    def control(**limits: float | None) -> None:
+        urllib.request.urlopen(f"{server.url}/emulator/limits", json.dumps(limits).encode()).close()
+
+    bucket.blob("x").upload_from_string(bytes(20_000))
+    control(bytes_per_second=1e6)
+    try:
+        begun, before = time.monotonic(), server.bandwidth.sent_bytes
+        readers = [
+            threading.Thread(target=lambda: bucket.blob("x").download_as_bytes()) for _ in range(4)
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        assert server.bandwidth.sent_bytes - before >= 80_000
+        assert time.monotonic() - begun >= 0.08
+    finally:
+        control(bytes_per_second=None)
