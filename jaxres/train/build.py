@@ -64,8 +64,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     """
     compile_cache.configure_jax(config.compilation, context.emit)
     parts = _parts(config, context)
-    laid = _lay_out(parts, context)
-    context.emit(_built(parts, laid))
+    context.emit(_built(parts, _lay_out(parts, context)))
     init = init_params.build(config.init_from, parts, context)  # Fails before the compilation.
     step, evaluation, program = jitted_steps.load_or_compile(parts, context)
     # The first collective of a job has a time limit of half a minute, and one host may compile for
@@ -101,7 +100,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         metrics_layout=steps.MetricsLayout.of(parts.shapes, num_rows=parts.rows_per_batch),
         row_origins=_row_origins(parts),
         evaluate=evaluation,
-        text_bytes=_text_bytes(parts) if context.peers.member.leads else {},
+        text_bytes=_text_bytes(parts, context),
         dataset=parts.dataset.fingerprint,
         tokenizer=_keep_tokenizer(parts.dataset.tokenizer, context),
         devices=meshes.devices_by_host(parts.mesh),
@@ -242,10 +241,10 @@ def state_shapes(
     return _initializer(model, tx, mesh, config)[0], model
 
 
-def _text_bytes(parts: Components) -> dict[str, float]:
-    """Returns the text bytes a target of each validation set whose text is known."""
+def _text_bytes(parts: Components, context: AttemptContext) -> dict[str, float]:
+    """Returns the text bytes a target of each validation set whose text is known, on host 0."""
     tokenizer, num_rows = parts.dataset.tokenizer, parts.rows_per_batch
-    if tokenizer is None or not parts.evaluates:
+    if tokenizer is None or not parts.evaluates or not context.peers.member.leads:
         return {}
     num_rows *= parts.config.evaluation.batches
     found = {
