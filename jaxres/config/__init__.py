@@ -18,6 +18,7 @@ from jaxres.config.trajectory import (
     moved_content,
     run_dirs,
     trajectory,
+    with_absolute_paths,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "moved_content",
     "run_dirs",
     "trajectory",
+    "with_absolute_paths",
 ]

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxres.config.errors import one_line, show
 from jaxres.config.schema import GptModel, RunConfig, Section
@@ -18,7 +18,9 @@ from jaxres.config.schema_data import CustomSource
 from jaxres.config.schema_fields import is_content_path, is_free, iter_fields
 from jaxres.config.schema_training import ConstantSchedule, LossScaleSection, RollbackSection
 from jaxres.faults import ConfigError
-from jaxres.storage.path import RunPath, run_root
+from jaxres.storage.path import SCHEME, RunPath, run_root
+
+S = TypeVar("S", bound=Section)
 
 Change = tuple[str, Any, Any]
 """(dotted key, recorded value, given value); ABSENT on a side without the key."""
@@ -155,10 +157,39 @@ def _as_written(change: Change, recorded: RunConfig, given: RunConfig) -> Change
     return change
 
 
+def with_absolute_paths(section: S) -> S:
+    """Returns the section with relative paths of content below the working directory made absolute.
+
+    A run may be resumed from another working directory. Paths that begin with `~` or have
+    `{stdlib}` mean the same place everywhere, and stay as they are.
+    """
+    changed: dict[str, Any] = {}
+    for key, info in type(section).model_fields.items():
+        value = getattr(section, key)
+        if is_content_path(info):
+            changed[key] = _absolute(value)
+        elif isinstance(value, Section):
+            changed[key] = with_absolute_paths(value)
+        elif isinstance(value, tuple):
+            changed[key] = tuple(
+                with_absolute_paths(item) if isinstance(item, Section) else item for item in value
+            )
+    return section.model_copy(update=changed)
+
+
+def _absolute(path: RunPath | str) -> RunPath | str:
+    text = str(path)
+    if text.startswith((SCHEME, "~", "/")) or "{" in text:
+        return path
+    absolute = Path.cwd() / text
+    return str(absolute) if isinstance(path, str) else absolute
+
+
 def free_changes(recorded: RunConfig, given: RunConfig) -> list[Change]:
     """Returns the free keys in which the two differ, except run.dir."""
     fixed = {key for key, _, _ in diff(recorded, given)} | {"run.dir"}
-    changes = _changes(recorded.model_dump(mode="json"), given.model_dump(mode="json"))
+    old, new = with_absolute_paths(recorded), with_absolute_paths(given)
+    changes = _changes(old.model_dump(mode="json"), new.model_dump(mode="json"))
     return [change for change in changes if change[0] not in fixed]
 
 

@@ -349,7 +349,7 @@ def follows_an_attempt(run_dir: RunDir) -> bool:
 
 def _record_config(config: RunConfig, run_dir: RunDir, claim: Claim, *, is_first: bool) -> None:
     """Writes the resolved config; called after the claim, so only the lock holder writes it."""
-    text = configs.dump_yaml(config).encode()
+    text = configs.dump_yaml(configs.with_absolute_paths(config)).encode()
     source = config.data.source
     # Arguments of a custom source may hold a token. Other configs stay readable: hosts may run as
     # different users (docs/security.md).

@@ -16,6 +16,7 @@ from jaxres.config import (
     moved_content,
     run_dirs,
     trajectory,
+    with_absolute_paths,
 )
 from jaxres.config.schema_fields import is_free, iter_fields
 from jaxres.exit_codes import ExitCode
@@ -201,9 +202,30 @@ def test_a_path_whose_content_has_a_fingerprint_is_free_and_reported_as_moved(
     assert digest(one) == digest(other)
     assert run_dirs(one, "x")[-1] == run_dirs(other, "x")[-1]
     check_same(one, other, "runs/x")
-    assert moved_content(one, other) == [(path, "here", "there")]
+    places = [str(Path.cwd() / place) for place in ("here", "there")]
+    assert moved_content(one, other) == [(path, *places)]
     assert moved_content(one, one) == []
+    assert moved_content(one, config(write, section % places[0])) == []
     assert digest(one, with_paths=True) != digest(other, with_paths=True)
+
+
+def test_recorded_paths_of_content_do_not_depend_on_the_working_directory(write: Write):
+    given = config(
+        write,
+        "data.source={kind: jsonl, path: here/*.jsonl}",
+        "data.tokenizer={kind: huggingface, path: there}",
+        "data.validation=[{name: one, source: {kind: tokens, path: there}}]",
+        "init_from={kind: run, path: ~/run}",
+    )
+    recorded = with_absolute_paths(given)
+    assert recorded.data.source.path == str(Path.cwd() / "here/*.jsonl")
+    assert recorded.data.tokenizer.path == Path.cwd() / "there"
+    assert recorded.data.validation[0].source.path == Path.cwd() / "there"
+    for same in ("{stdlib}/json", "~/text", "gs://bucket/text", "/text"):
+        source = f"data.source={{kind: text, path: '{same}'}}"
+        assert with_absolute_paths(config(write, source)).data.source.path == same
+    assert free_changes(recorded, given) == []
+    assert digest(recorded) == digest(given)
 
 
 @pytest.mark.parametrize(

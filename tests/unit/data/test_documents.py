@@ -126,7 +126,7 @@ WRONG: list[tuple[str, bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), WRONG)
+@pytest.mark.parametrize(("name", "content", "message"), WRONG, ids=[one[0] for one in WRONG])
 def test_text_of_another_kind_is_refused_before_anything_is_trained_on(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
