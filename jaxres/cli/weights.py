@@ -18,7 +18,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Unrestorable, UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Commit, Start
+from jaxres.runlog.run_log import Commit
 from jaxres.storage import files as storage
 from jaxres.supervisor.run_config import resolve_run
 
@@ -108,9 +108,7 @@ def _tokenizer_files(
     run_dir: RunDir, config: RunConfig, *, seq_len: int
 ) -> tuple[int | None, dict[str, bytes]]:
     """Returns the token that ends a document, and the tokenizer's files; None: unknown."""
-    starts = run_log.fold(run_log.read_records(run_dir.log)).starts
-    names = [start.body.tokenizer for start in starts if isinstance(start.body, Start)]
-    name = names[-1]
+    name = run_log.recorded_tokenizer(run_log.read_records(run_dir.log))
     if name is None and isinstance(config.data.source, TextSource):
         name = tokenizer.BYTES  # A run from before the field.
     if name == tokenizer.BYTES:

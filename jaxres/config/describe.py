@@ -32,8 +32,6 @@ _NAMES = {
     "NoneType": "null",
 }
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-SOURCE_OF_LIST = f"{ITEMS}.source."
-"""Part of the keys of a data source in a list, which are those of data.source."""
 HEAD = """\
 Settings, given in the file as sections or on the command line as section.field=value.
 Those marked (free) may change whenever a run is restarted; all others belong to its trajectory.
@@ -63,7 +61,7 @@ def _ordered() -> Iterator[LeafField]:
 
     for leaf in sorted(iter_fields(), key=position):
         innermost = leaf.under[-1:] if leaf.under else ()
-        if (leaf.key, innermost) in seen or SOURCE_OF_LIST in leaf.key:
+        if (leaf.key, innermost) in seen:
             continue
         seen.add((leaf.key, innermost))
         yield LeafField(leaf.key, leaf.info, leaf.section, innermost)

@@ -133,8 +133,12 @@ class LeafField:
 
 @functools.cache
 def iter_fields() -> tuple[LeafField, ...]:
-    """Returns every value of every kind, in schema order; a `kind` with a choice is left out."""
-    return tuple(_leaves(ROOT, (), ()))
+    """Returns every value of every kind, in schema order; a `kind` with a choice is left out.
+
+    The keys of a data source in a list are left out too: they are those of data.source.
+    """
+    leaves = _leaves(ROOT, (), ())
+    return tuple(leaf for leaf in leaves if f"{ITEMS}.source." not in leaf.key)
 
 
 def _leaves(

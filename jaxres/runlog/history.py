@@ -109,6 +109,12 @@ def start_of(record: Record) -> Start:
     return record.body
 
 
+def recorded_tokenizer(records: Sequence[Record]) -> str | None:
+    """Returns the name of the tokenizer with which the run trains; None: unknown."""
+    starts = fold(records).starts
+    return start_of(starts[-1]).tokenizer if starts else None
+
+
 def in_force(records: Sequence[Record]) -> list[Record]:
     """Returns the records without the late ones: those that follow the claim of a newer attempt.
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from jaxres.clock import Clock
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable, Unrestorable
-from jaxres.runlog.history import RunHistory, fold, in_force, start_of
+from jaxres.runlog.history import RunHistory, fold, in_force, recorded_tokenizer, start_of
 from jaxres.runlog.records import (
     AttemptEnded,
     Body,
@@ -53,6 +53,7 @@ __all__ = [
     "newer_claim",
     "read_after",
     "read_records",
+    "recorded_tokenizer",
     "refuse_lost",
     "start_of",
     "superseded_message",

@@ -16,24 +16,28 @@ import jax
 import numpy as np
 
 from jaxres import config as configs
-from jaxres.checkpoint import weights_mapping, weights_source
+from jaxres.checkpoint import hf_llama, weights_mapping, weights_source
 from jaxres.checkpoint.content_digest import array_row
 from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.checkpoint.weights_mapping import WeightMapping
 from jaxres.checkpoint.weights_source import PARAMS, Weights
 from jaxres.config.schema import CustomModel, GptModel, MlpModel
 from jaxres.config.schema_training import FromRun, FromSafetensors, FromSeed
+from jaxres.data.tokenizer import FILE_NAME, Tokenizer
 from jaxres.engine import state as states
 from jaxres.engine.state import TrainState
 from jaxres.faults import ConfigError, StorageRefused, Unrestorable, UsageError
+from jaxres.runlog import run_log
 from jaxres.runlog.events import Noted, PhaseChanged
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import RunHistory
+from jaxres.runlog.run_log import RunHistory, recorded_tokenizer
 from jaxres.storage import files
 from jaxres.supervisor.run_config import newest_config, resolve_run
 from jaxres.train.components import Components
 from jaxres.train.context import AttemptContext
 
+TOKENIZER = "tokenizer"
+"""Name in init_from.allow_changed."""
 Init = Callable[[RunHistory], tuple[TrainState, dict[str, str] | None]]
 
 
@@ -127,6 +131,7 @@ def build(
     if isinstance(section, FromRun):
         step = section.at_step or _same_step(section, history, context, seconds)
     source = resolve_source(section, parts.config.model, parts.shapes, step=step)
+    _check_tokenizer(section, parts.dataset.tokenizer)
 
     def init(history: RunHistory) -> tuple[TrainState, dict[str, str]]:
         state, digest = _load_params(source, parts, context)
@@ -137,6 +142,26 @@ def build(
         return state, origin | ({} if step is None else {"step": str(step)})
 
     return init
+
+
+def _check_tokenizer(section: FromRun | FromSafetensors, tokenizer: Tokenizer | None) -> None:
+    """Raises ConfigError if the weights are known to be of a model with another tokenizer."""
+    if tokenizer is None or TOKENIZER in section.allow_changed:
+        return
+    if isinstance(section, FromRun):
+        name = recorded_tokenizer(run_log.read_records(RunDir(section.path).log))
+        is_other = name not in (None, tokenizer.name)
+    else:
+        folder = section.path if files.is_dir(section.path) else section.path.parent
+        there = files.read(folder / FILE_NAME)
+        own = tokenizer.files or hf_llama.bytes_tokenizer(seq_len=1)
+        is_other = there is not None and there != own[FILE_NAME]
+    if is_other:
+        raise ConfigError(
+            f"init_from.path: the model of {section.path} has another tokenizer than the data "
+            f"({tokenizer.name}), so its embedding is of other tokens. Set data.tokenizer to its "
+            f"tokenizer, or accept that: init_from.allow_changed=[{TOKENIZER}]."
+        )
 
 
 def _not_needed(history: RunHistory) -> tuple[TrainState, dict[str, str]]:

@@ -1,5 +1,6 @@
 """init_from takes the exact weights, on any mesh; the same at every start and on all hosts."""
 
+import dataclasses
 import json
 import shutil
 from dataclasses import dataclass, field
@@ -15,14 +16,18 @@ from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.config import RunConfig
+from jaxres.config.schema_data import HuggingfaceTokenizer
+from jaxres.data.tokenizer import open_tokenizer
 from jaxres.engine import mesh as meshes
 from jaxres.engine import mesh_plan
 from jaxres.faults import ConfigError
+from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory, RunLog, Start
 from jaxres.telemetry.observers import Observers
 from jaxres.train import build, init_params
 from jaxres.train.context import AttemptContext
+from tests import bpe
 from tests.unit.checkpoint import llama_run
 from tests.unit.checkpoint.llama_run import flat, random_params, run_of
 from tests.unit.runlog.example_records import CLAIM
@@ -280,3 +285,29 @@ def test_a_damaged_source_is_a_config_error_of_this_run(corpus, tmp_path, source
     parts = parts_of(corpus, tmp_path, kind="run", path=str(root))
     with pytest.raises(ConfigError, match=r"init_from\.path: .*progress\.json is missing"):
         init_params.build(parts.config.init_from, parts, context_at(tmp_path)[0])
+
+
+def test_weights_of_another_tokenizer_are_refused_or_accepted_by_name(corpus, tmp_path, source):
+    root, _ = source
+    (export,) = (root / "exports").iterdir()
+    other = open_tokenizer(HuggingfaceTokenizer(path=bpe.train(tmp_path / "tokenizer")))
+    copied = shutil.copytree(root, tmp_path / "copy")
+    start = Start(step=8, path=None, dataset="d", computation={}, tokenizer=other.name)
+    records = run_log.read_records(RunDir(copied).log)
+    RunLog.claim(RunDir(copied).log, CLAIM, after=records, clock=SystemClock()).append(start)
+    cases = [
+        ({"kind": "safetensors", "path": str(export)}, other),
+        ({"kind": "run", "path": str(copied)}, None),
+    ]
+    for where, tokenizer in cases:
+        for allowed in ((), ("tokenizer",)):
+            parts = parts_of(corpus, tmp_path, **where, allow_changed=allowed)
+            if tokenizer is not None:
+                dataset = dataclasses.replace(parts.dataset, tokenizer=tokenizer)
+                parts = dataclasses.replace(parts, dataset=dataset)
+            context, _ = context_at(tmp_path)
+            if allowed:
+                started(parts, context)
+                continue
+            with pytest.raises(ConfigError, match="another tokenizer than the data"):
+                started(parts, context)
