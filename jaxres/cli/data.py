@@ -105,6 +105,9 @@ def _build(config: RunConfig, options: argparse.Namespace) -> None:
             raise UsageError(f"--out {out}: exists already. Give a new folder, or remove it.")
         corpus = replace(corpus, entry=out.absolute())
     built = open_corpus(corpus, progress=_progress)
+    if section.packing != "concat":  # The plan of the rows too.
+        same = TokensSource(path=built.folder)
+        data.open_dataset(section.model_copy(update={"source": same}), progress=_progress)
     if out is not None and is_remote(out):
         _upload(built, out)
     _print_built(built, out if out is not None else built.folder)

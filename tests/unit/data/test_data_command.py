@@ -104,6 +104,17 @@ def test_a_built_folder_trains_like_its_source(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".building")]
 
 
+def test_the_plan_of_packed_rows_is_built_too(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = [config, "data.packing=best_fit"]
+    code, _, err = run(capsys, "build", *packed)
+    assert (code, "Packing 3 documents into rows (best_fit)" in err) == (0, True)
+    assert len(list((tmp_path / "cache" / "packings").glob("*.npy"))) > 0
+    code, out, err = run(capsys, "show", *packed)
+    assert (code, "Packing" in err) == (0, False), err
+
+
 def test_a_folder_is_built_into_a_bucket(
     config: str, gcs_bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
