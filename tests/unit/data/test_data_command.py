@@ -111,7 +111,7 @@ def test_the_plan_of_packed_rows_is_built_too(
     code, _, err = run(capsys, "build", *packed)
     assert (code, "Packing 3 documents into rows (best_fit)" in err) == (0, True)
     assert len(list((tmp_path / "cache" / "packings").glob("*.npy"))) > 0
-    code, out, err = run(capsys, "show", *packed)
+    code, _, err = run(capsys, "show", *packed)
     assert (code, "Packing" in err) == (0, False), err
 
 
