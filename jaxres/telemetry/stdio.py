@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import TextIO
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
 
 
 def _escapes() -> dict[int, str]:
@@ -74,6 +74,19 @@ class SafeStream:
     def fileno(self) -> int:
         """Returns the file descriptor of the wrapped stream."""
         return self._stream.fileno()
+
+    def writelines(self, lines: Iterable[str], /) -> None:
+        """Writes several texts."""
+        for line in lines:
+            self.write(line)
+
+    def close(self) -> None:
+        """Flushes only: libraries that close what they log to must not end the process's output."""
+        self.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what else custom code and libraries use of a stream, such as `buffer`."""
+        return getattr(self._stream, name)
 
 
 def install_safe_stdio(*, escapes: bool) -> None:

@@ -39,6 +39,19 @@ HOSTILE = "a\x1b]52;c;aGk=\x07\x9b31m\rb\u202egpj.exe\u2066\n\tc\x7f"
 SHOWN = "a\\x1b]52;c;aGk=\\x07\\x9b31m\\rb\\u202egpj.exe\\u2066\n\tc\\x7f"
 
 
+def test_a_library_that_closes_what_it_logs_to_ends_no_output():
+    """absl's log handler does so at the exit of the process."""
+    wrapped = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    stream = SafeStream(wrapped)
+    stream.writelines(["a\n", "\x1b[2J\n"])
+    stream.close()
+    stream.write("b\n")
+    stream.flush()
+    assert wrapped.buffer.getvalue() == b"a\n\\x1b[2J\nb\n"
+    assert stream.buffer is wrapped.buffer
+    assert not stream.closed
+
+
 def test_control_characters_are_escaped_and_newlines_and_tabs_are_kept():
     wrapped = io.StringIO()
     SafeStream(wrapped).write(HOSTILE)
