@@ -258,7 +258,11 @@ def test_a_folder_with_bad_tokens_is_never_completed(tmp_path, bad):
 
 def test_a_folder_written_by_hand_as_documented_opens(tmp_path):
     text = (Path(__file__).parents[3] / "docs/data.md").read_text()
-    code = text.split("```python\n")[1].split("```")[0]
+    (code,) = (
+        block.split("```")[0]
+        for block in text.split("```python\n")[1:]
+        if "tokens.bin" in block.split("```")[0]
+    )
     exec(code, {"folder": tmp_path, "documents": [[1, 2, 3], [4, 5]], "vocab_size": 10})
     write_tokens(tmp_path / "set", [[1, 2, 3], [4, 5]], vocab_size=10, tokenizer="mine")
     ours, theirs = (opened(f, seq_len=1) for f in (tmp_path / "set", tmp_path))
