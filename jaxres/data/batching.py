@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxres.data.shuffle import Skips, batches_at
+from jaxres.data.order import Order, Skips, batches_at
 from jaxres.faults import ConfigError
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -52,8 +52,8 @@ class Batch:
 
 def batch_at(
     rows: Rows,
+    order: Order,
     *,
-    seed: int,
     global_batch_size: int,
     skips: Skips = (),
     local: NDArray[np.int64] | None = None,
@@ -63,7 +63,6 @@ def batch_at(
     A batch may span epochs, so a data set may have fewer rows than a batch, but at least one. Only
     the rows at the indices `local` of the global batch are read; None: all.
     """
-    num_rows = len(rows)
     num_batches = max(1, AHEAD_ROWS // global_batch_size)
     ahead: dict[int, tuple[NDArray[np.int64], int]] = {}
 
@@ -72,12 +71,7 @@ def batch_at(
         cached = ahead.get(cursor)
         if cached is None:
             computed = batches_at(
-                cursor,
-                global_batch_size,
-                num_batches=num_batches,
-                num_rows=num_rows,
-                seed=seed,
-                skips=skips,
+                order, cursor, global_batch_size, num_batches=num_batches, skips=skips
             )
             ahead, cached = computed, computed[cursor]
         ids, next_cursor = cached

@@ -26,8 +26,10 @@ from jaxres.data.custom import (
     tokens_per_row_of,
     vocab_size_of,
 )
+from jaxres.data.order import Order
 from jaxres.data.packed_rows import open_packed_rows
 from jaxres.data.packing import Packing
+from jaxres.data.shuffle import Permutation
 from jaxres.data.token_folder import TokenFolder, heldout_start, open_tokens, split_tokens
 from jaxres.data.tokenizer import LIBRARY, Tokenizer, open_tokenizer
 from jaxres.faults import ConfigError
@@ -58,6 +60,10 @@ class Dataset:
     """Name -> rows to evaluate on; first the held-out part, if there is one."""
     padding: float | None = None
     """Share of the positions of the training rows that have no token; None: the rows are full."""
+
+    def order(self, *, seed: int) -> Order:
+        """Returns the order in which a run with this seed trains on the rows."""
+        return Permutation(len(self.train), seed)
 
     def tokens_of(self, num_rows: int) -> int:
         """Returns how many tokens some training rows have on average, without padding."""

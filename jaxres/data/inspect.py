@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from jaxres.data.batching import Arrays
 from jaxres.data.dataset import Dataset
+from jaxres.data.order import sample_ids_at
 from jaxres.data.packed_rows import PackedRows
-from jaxres.data.shuffle import sample_ids_at
 from jaxres.data.token_folder import TokenRows
 from jaxres.faults import UsageError
 
@@ -37,9 +37,9 @@ class CorpusStatistics:
 
 def show_rows(dataset: Dataset, *, seed: int, count: int, position: int) -> Iterator[str]:
     """Yields a description of each of some rows, in the order in which a run trains on them."""
-    num_rows = len(dataset.train)
+    num_rows, order = len(dataset.train), dataset.order(seed=seed)
     for at in range(position, position + count):
-        ids, _ = sample_ids_at(at, 1, num_rows=num_rows, seed=seed)
+        ids, _ = sample_ids_at(order, at, 1)
         arrays = dataset.train.rows(ids)
         where = f"position {at:,}: row {ids[0]:,} of {num_rows:,}"
         lines = _token_row(arrays, dataset) if "tokens_BT" in arrays else _other_row(arrays)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxres import data
 from jaxres.config.schema import TrainSection
 from jaxres.config.schema_data import DataSection
-from jaxres.data import Batch, Dataset, DataTimeout
+from jaxres.data import Batch, Dataset, DataTimeout, Order
 from jaxres.engine import mesh as meshes
 from jaxres.engine.mesh import LocalRows
 from jaxres.runlog.events import PhaseChanged
@@ -42,6 +42,7 @@ def open_data_loader(
     """
     global_batch_size = train.global_batch_size
     local = meshes.local_rows(mesh, global_batch_size)
+    order = dataset.order(seed=seed)
     reading = stack.enter_context(contextlib.ExitStack())
 
     def place(batch: Batch) -> PlacedBatch:
@@ -50,15 +51,11 @@ def open_data_loader(
     def open_at(history: RunHistory) -> BatchAt:
         reading.close()  # Batches that were read ahead may have rows to leave out from now on.
         skips = data.skip_ranges(
-            history.skips,
-            history.bad_rows,
-            num_rows=len(dataset.train),
-            seed=seed,
-            num_served=train.steps * global_batch_size,
+            order, history.skips, history.bad_rows, num_served=train.steps * global_batch_size
         )
         batch_at = data.batch_at(
             dataset.train,
-            seed=seed,
+            order,
             global_batch_size=global_batch_size,
             skips=skips,
             local=local.rows,
@@ -72,7 +69,7 @@ def open_data_loader(
         source = _Source(reading.enter_context(prefetch), context)
         if not leaves_out:
             return source.at
-        rows = _Rows(dataset, mesh, local, skips, seed=seed)
+        rows = _Rows(dataset, order, mesh, local, skips)
         return _IsolatingSource(source, rows, PROBE_SHARE * section.timeout_seconds).at
 
     return DataLoader(
@@ -115,20 +112,14 @@ class _Rows:
     """The rows behind the batches of one segment."""
 
     dataset: Dataset
+    order: Order
     mesh: Mesh
     local: LocalRows
     skips: data.Skips
-    seed: int
 
     def ids_at(self, cursor: int) -> tuple[np.ndarray, int]:
         """Returns the ids of a whole batch, and the cursor after it."""
-        return data.sample_ids_at(
-            cursor,
-            self.local.num_rows,
-            num_rows=len(self.dataset.train),
-            seed=self.seed,
-            skips=self.skips,
-        )
+        return data.sample_ids_at(self.order, cursor, self.local.num_rows, skips=self.skips)
 
     def local_ids(self, cursor: int) -> np.ndarray:
         """Returns the ids of this host's share of a batch."""

@@ -59,17 +59,12 @@ def replay_step(
     state, progress = _begin(parts, run_dir, commit)
     function = jitted_steps.traced_step(parts).lower().compile()
     factors = optimizer.factors(config.guards.rollback, mesh)
+    order, rows = dataset.order(seed=config.run.seed), parts.rows_per_batch
     batch_at = data.batch_at(
         dataset.train,
-        seed=config.run.seed,
-        global_batch_size=parts.rows_per_batch,
-        skips=data.skip_ranges(
-            history.skips,
-            history.bad_rows,
-            num_rows=len(dataset.train),
-            seed=config.run.seed,
-            num_served=step * parts.rows_per_batch,
-        ),
+        order,
+        global_batch_size=rows,
+        skips=data.skip_ranges(order, history.skips, history.bad_rows, num_served=step * rows),
     )
     cursor, explained = progress.cursor, list[str]()
     form = steps.MetricsLayout.of(parts.shapes, num_rows=parts.rows_per_batch)

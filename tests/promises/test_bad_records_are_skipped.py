@@ -10,7 +10,7 @@ import pytest
 
 from jaxres import config as configs
 from jaxres.clock import SystemClock
-from jaxres.data import open_dataset, sample_ids_at
+from jaxres.data import Permutation, open_dataset, sample_ids_at
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
@@ -40,7 +40,7 @@ OVERRIDES = (
 
 
 def item(position: int) -> int:
-    return int(sample_ids_at(position, 1, num_rows=1800, seed=0)[0][0])
+    return int(sample_ids_at(Permutation(1800, seed=0), position, 1)[0][0])
 
 
 def poison(**others: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.data import sample_ids_at
+from jaxres.data import Permutation, sample_ids_at
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events, read_json_lines
@@ -22,7 +22,9 @@ from tests.promises.trainer import FAULTY, TrainingProcess, Workspace, digest, h
 
 ROWS = 24
 ONSET, LAST, TARGET, STEPS = 23, 25, 20, 40
-HARD = [int(row) for row in sample_ids_at(ROWS * (ONSET - 1), 3 * ROWS, num_rows=1800, seed=0)[0]]
+HARD = [
+    int(row) for row in sample_ids_at(Permutation(1800, seed=0), ROWS * (ONSET - 1), 3 * ROWS)[0]
+]
 LEFT_OUT = (ROWS * (ONSET - 1), ROWS * LAST)
 OVERRIDES = (
     "model.target=tests.promises.bad_models:hard",
@@ -182,7 +184,7 @@ def test_the_learning_rate_is_lower_after_a_rollback_also_after_kills(workspace:
 def test_a_checkpoint_older_than_any_spike_is_kept(workspace: Workspace) -> None:
     """Both newest commits are within the spike when it is detected; an older one is kept."""
     patience, in_a_row = 4, 1
-    rows = sample_ids_at(ROWS * (ONSET - 1), patience * ROWS, num_rows=1800, seed=0)[0]
+    rows = sample_ids_at(Permutation(1800, seed=0), ROWS * (ONSET - 1), patience * ROWS)[0]
     trainer = workspace.start(
         "run",
         *OVERRIDES,
@@ -229,5 +231,5 @@ def test_a_rollback_policy_of_warn_only_warns_and_continues(workspace: Workspace
 def more_hard() -> list[int]:
     """Rows that follow soon after the excluded ones."""
     return [
-        int(row) for row in sample_ids_at(ROWS * (LAST + 4), 3 * ROWS, num_rows=1800, seed=0)[0]
+        int(row) for row in sample_ids_at(Permutation(1800, seed=0), ROWS * (LAST + 4), 3 * ROWS)[0]
     ]

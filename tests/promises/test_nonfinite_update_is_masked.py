@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxres.checkpoint import manifest
-from jaxres.data import sample_ids_at
+from jaxres.data import Permutation, sample_ids_at
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import FAULTY, Workspace, history, run_history
@@ -20,7 +20,8 @@ STEPS = 16
 BAD_ROWS = {5: 3, 6: 20, 11: 12}
 """Step -> row of its batch with a planted sample; with two hosts, each has some."""
 ITEMS = [
-    int(sample_ids_at(24 * (n - 1), 24, num_rows=1800, seed=0)[0][BAD_ROWS[n]]) for n in BAD_ROWS
+    int(sample_ids_at(Permutation(1800, seed=0), 24 * (n - 1), 24)[0][BAD_ROWS[n]])
+    for n in BAD_ROWS
 ]
 
 
@@ -107,7 +108,7 @@ def assert_diagnosed(run_dir: RunDir) -> None:
     assert steps[31]["metrics"]["loss"] == "nan"
     assert steps[31]["bad_rows"] == list(range(24))
     assert steps[31]["rows"] == [30 * 24, 31 * 24]
-    ids = sample_ids_at(30 * 24, 24, num_rows=1800, seed=0)[0]
+    ids = sample_ids_at(Permutation(1800, seed=0), 30 * 24, 24)[0]
     assert steps[31]["samples"] == ids.tolist()
     assert [step for step, _ in report["guards"]["skips"]["skipped"]] == list(range(31, 38))
     with np.load(folder / "state-host000.npz") as state:

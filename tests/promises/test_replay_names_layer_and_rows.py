@@ -6,12 +6,12 @@ import json
 import subprocess
 import sys
 
-from jaxres.data import sample_ids_at
+from jaxres.data import Permutation, sample_ids_at
 from jaxres.exit_codes import ExitCode
 from tests.promises.trainer import FAULTY, ROOT, Workspace, history, snapshot
 
 BAD_STEP, ROW = 15, 7
-ITEM = int(sample_ids_at(24 * (BAD_STEP - 1), 24, num_rows=1800, seed=0)[0][ROW])
+ITEM = int(sample_ids_at(Permutation(1800, seed=0), 24 * (BAD_STEP - 1), 24)[0][ROW])
 
 
 def test_replay_of_a_masked_step_names_the_first_bad_layer_line_and_row(

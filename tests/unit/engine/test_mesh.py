@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxres.config.schema import MeshSection
-from jaxres.data import batch_at
+from jaxres.data import Permutation, batch_at
 from jaxres.engine import evaluate
 from jaxres.engine import mesh as meshes
 
@@ -104,10 +104,11 @@ def test_rows_that_are_not_adjacent_are_placed_correctly() -> None:
 
 
 def test_one_of_several_hosts_reads_its_rows_and_has_the_ids_of_all() -> None:
-    whole = batch_at(Echo(), seed=4, global_batch_size=24)
+    order = Permutation(len(Echo()), seed=4)
+    whole = batch_at(Echo(), order, global_batch_size=24)
     for cursor, host in itertools.product((0, 24, 10**6), range(4)):
         local = meshes.rows_of([(slice(host * 6, host * 6 + 6),)], 24)
-        own = batch_at(Echo(), seed=4, global_batch_size=24, local=local.rows)(cursor)
+        own = batch_at(Echo(), order, global_batch_size=24, local=local.rows)(cursor)
         everything = whole(cursor)
         assert np.array_equal(own.ids, everything.ids)
         assert own.next_cursor == everything.next_cursor
