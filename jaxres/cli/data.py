@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from jaxres import config as configs
 from jaxres import data, faults
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, path_argument
-from jaxres.config.schema_data import CustomSource, DataSection, TokensSource
-from jaxres.data import download_cache
+from jaxres.config.schema_data import CustomSource, DataSection, MixtureSource, TokensSource
+from jaxres.data import Rows, download_cache
 from jaxres.data.corpus import describe_corpus, open_corpus
 from jaxres.data.dataset import PLAN_MARK, Dataset
 from jaxres.data.inspect import show_rows, statistics
+from jaxres.data.mixture import MixedRows, Mixture
 from jaxres.data.token_folder import TokenFolder
 from jaxres.data.verify import DataReport, verify_data
 from jaxres.exit_codes import ExitCode
@@ -92,7 +94,18 @@ def _progress(message: str) -> None:
 
 
 def _build(config: RunConfig, options: argparse.Namespace) -> None:
-    section, out = config.data, options.out
+    if not isinstance(config.data.source, MixtureSource):
+        _build_one(config.data, options.out)
+        return
+    if options.out is not None:
+        raise UsageError("--out: takes one source; build each source of a mixture by itself")
+    for part in config.data.source.sources:
+        if not isinstance(part.source, CustomSource | TokensSource):
+            _progress(f"source {part.name}:")
+            _build_one(config.data.model_copy(update={"source": part.source}), None)
+
+
+def _build_one(section: DataSection, out: RunPath | None) -> None:
     source = download_cache.localize(section, progress=_progress)
     if isinstance(source, CustomSource | TokensSource):
         raise UsageError(
@@ -132,30 +145,66 @@ def _print_built(built: TokenFolder, place: RunPath) -> None:
 
 def _show(config: RunConfig, options: argparse.Namespace) -> None:
     dataset = data.open_dataset(config.data, progress=_progress)
-    rows = show_rows(dataset, seed=config.run.seed, count=options.rows, position=options.at)
-    for text in rows:
+    order = dataset.order(seed=config.run.seed, rows_per_step=config.train.global_batch_size)
+    for text in show_rows(dataset, order, count=options.rows, position=options.at):
         sys.stdout.write(text)
 
 
 def _inspect(config: RunConfig, options: argparse.Namespace) -> None:
     dataset = data.open_dataset(config.data, progress=_progress)
-    found = statistics(dataset, progress=_progress)
-    rows = {"train": len(dataset.train), "heldout": len(dataset.heldout)}
+    if isinstance(dataset.train, MixedRows):
+        _inspect_mixture(config, dataset, dataset.train, as_json=options.json)
+        return
+    heldout = len(dataset.heldout)
+    fields = _count(dataset.train, heldout) | {"fingerprint": dataset.fingerprint}
+    fields["padding"] = dataset.padding or 0.0
     if options.json:
-        fields = asdict(found) | {"rows": rows, "fingerprint": dataset.fingerprint}
-        fields["padding"] = dataset.padding or 0.0
         sys.stdout.write(f"{json.dumps(fields)}\n")
         return
-    lengths = ", ".join(f"{name} {length:,}" for name, length in found.lengths.items())
-    steps = rows["train"] / config.train.global_batch_size
+    steps = len(dataset.train) / config.train.global_batch_size
     sys.stdout.write(
-        f"documents: {found.num_documents:,}, of which {found.num_duplicates:,} equal an earlier "
-        f"one\ntokens: {found.num_tokens:,}; {found.num_tokens_used:,} of {found.vocab_size:,} ids "
-        f"are used\ntokens a document: {lengths}\n"
-        f"rows of {config.data.seq_len} tokens: {rows['train']:,} to train on, {rows['heldout']:,} "
-        f"held out{_padding(dataset)}; an epoch takes {steps:,.1f} steps, the run has "
-        f"{config.train.steps:,}\n"
-        f"fingerprint: {dataset.fingerprint}\n"
+        f"{_counts_text(fields)}rows of {config.data.seq_len} tokens: {len(dataset.train):,} to "
+        f"train on, {heldout:,} held out{_padding(dataset)}; an epoch takes {steps:,.1f} steps, "
+        f"the run has {config.train.steps:,}\nfingerprint: {dataset.fingerprint}\n"
+    )
+
+
+def _inspect_mixture(
+    config: RunConfig, dataset: Dataset, rows: MixedRows, *, as_json: bool
+) -> None:
+    batch, steps = config.train.global_batch_size, config.train.steps
+    order = dataset.order(seed=config.run.seed, rows_per_step=batch)
+    assert isinstance(order, Mixture)
+    served = dict(zip(rows.parts, order.rows_by_part(steps * batch), strict=True))
+    found: dict[str, dict[str, Any]] = {
+        name: _count(part, len(dataset.validation.get(name, ()))) | {"served": served[name]}
+        for name, part in rows.parts.items()
+    }
+    if as_json:
+        sys.stdout.write(f"{json.dumps({'sources': found, 'fingerprint': dataset.fingerprint})}\n")
+        return
+    for name, fields in found.items():
+        own = fields["rows"]["train"]
+        sys.stdout.write(
+            f"source {name}\n{_counts_text(fields)}rows of {config.data.seq_len} tokens: {own:,} "
+            f"to train on, {fields['rows']['heldout']:,} held out; the run trains on "
+            f"{served[name]:,}, {served[name] / own:,.2f} epochs, "
+            f"{served[name] / (steps * batch):.2%} of its rows\n\n"
+        )
+    sys.stdout.write(f"fingerprint: {dataset.fingerprint}\n")
+
+
+def _count(rows: Rows, heldout: int) -> dict[str, Any]:
+    found = asdict(statistics(rows, progress=_progress))
+    return found | {"rows": {"train": len(rows), "heldout": heldout}}
+
+
+def _counts_text(fields: Mapping[str, Any]) -> str:
+    lengths = ", ".join(f"{name} {length:,}" for name, length in fields["lengths"].items())
+    return (
+        f"documents: {fields['num_documents']:,}, of which {fields['num_duplicates']:,} equal an "
+        f"earlier one\ntokens: {fields['num_tokens']:,}; {fields['num_tokens_used']:,} of "
+        f"{fields['vocab_size']:,} ids are used\ntokens a document: {lengths}\n"
     )
 
 

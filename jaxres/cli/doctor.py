@@ -149,6 +149,8 @@ class Doctor:
     def _data(self) -> Checks:
         dataset = data.open_dataset(self._config.data)
         self._dataset = dataset
+        train = self._config.train
+        dataset.order(seed=self._config.run.seed, rows_per_step=train.global_batch_size)
         yield Check(
             "pass",
             "data",

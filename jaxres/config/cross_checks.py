@@ -17,11 +17,13 @@ from jaxres.config.schema_data import (
     BytesTokenizer,
     CustomSource,
     FilesSource,
+    MixtureSource,
     NanogptSource,
-    Source,
+    SingleSource,
     TextSource,
     Tokenizer,
     TokensSource,
+    single_sources,
 )
 from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection
 from jaxres.config.schema_operations import KINDS, PagerdutyTarget, variable
@@ -30,6 +32,8 @@ from jaxres.storage.path import SCHEME, is_remote, parse_path
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_STEP = 2**31 - 1
+SMALLEST_SHARE = 1 / 65_536
+"""Smallest share of a source in a mixture: one row of a block (jaxres/data/mixture.py)."""
 BYTES_VOCAB = 257
 """256 byte values and the end of a document."""
 
@@ -86,7 +90,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def _model(config: RunConfig) -> Iterator[Problem]:
-    model, source = config.model, config.data.source
+    model, sources = config.model, single_sources(config.data.source).values()
     if isinstance(model, GptModel):
         yield from _heads(model)
         if model.attention == "cudnn" and model.compute_dtype != "bfloat16":
@@ -98,7 +102,7 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             )
     if isinstance(model, CustomModel):
         return
-    is_text = not isinstance(source, CustomSource | TokensSource | NanogptSource)
+    is_text = any(not isinstance(x, CustomSource | TokensSource | NanogptSource) for x in sources)
     is_bytes = is_text and isinstance(config.data.tokenizer, BytesTokenizer)
     if is_bytes and model.vocab_size is not None and model.vocab_size < BYTES_VOCAB:
         yield Problem(
@@ -186,7 +190,10 @@ def _features(config: RunConfig) -> Iterator[Problem]:
             "set evaluation.every_steps, or checkpoint.keep.best to 0",
             others=("evaluation.every_steps",),
         )
-    is_custom = isinstance(source, CustomSource) or isinstance(model, CustomModel)
+    sources = single_sources(source)
+    is_custom = isinstance(model, CustomModel) or any(
+        isinstance(part, CustomSource) for part in sources.values()
+    )
     if config.telemetry.sample_tokens and is_custom:
         yield Problem(
             "telemetry.sample_tokens",
@@ -198,7 +205,7 @@ def _features(config: RunConfig) -> Iterator[Problem]:
     if isinstance(start, FromSafetensors) and is_remote(start.path):
         text = "must be on this machine; copy the folder here, or start from the run (kind: run)"
         yield Problem("init_from.path", text)
-    for key, part in (("data.source", source), ("model", model)):
+    for key, part in (*sources.items(), ("model", model)):
         if isinstance(part, CustomModel | CustomSource):
             taken = {"vocab_size", "seq_len"} if isinstance(part, CustomModel) else set()
             for name in sorted(taken & set(part.args)):
@@ -206,11 +213,15 @@ def _features(config: RunConfig) -> Iterator[Problem]:
 
 
 def _data(config: RunConfig) -> Iterator[Problem]:
-    yield from _source("data.source", config.data.source, config.data.tokenizer)
-    if isinstance(config.data.source, CustomSource) and config.data.packing != "concat":
-        text = f"{config.data.packing} packs documents, and a custom source has rows; leave it out"
-        yield Problem("data.packing", text, others=("data.source.kind",))
+    for key, source in single_sources(config.data.source).items():
+        yield from _source(key, source, config.data.tokenizer)
+        if isinstance(source, CustomSource) and config.data.packing != "concat":
+            text = f"{config.data.packing} packs documents, a custom source has rows; leave it out"
+            yield Problem("data.packing", text, others=(f"{key}.kind",))
     seen = {HELDOUT}
+    if isinstance(config.data.source, MixtureSource):
+        yield from _mixture(config.data.source)
+        seen |= {part.name for part in config.data.source.sources}
     for number, part in enumerate(config.data.validation):
         key = f"data.validation[{number}]"
         if part.name in seen:
@@ -219,7 +230,46 @@ def _data(config: RunConfig) -> Iterator[Problem]:
         yield from _source(f"{key}.source", part.source, config.data.tokenizer)
 
 
-def _source(key: str, source: Source, tokenizer: Tokenizer) -> Iterator[Problem]:
+def _mixture(mixture: MixtureSource) -> Iterator[Problem]:
+    names = [part.name for part in mixture.sources]
+    for number, name in enumerate(names):
+        if name in (*names[:number], HELDOUT):
+            key = f"data.source.sources[{number}].name"
+            yield Problem(key, f"{name} is taken; give each source its own name")
+    shares = {"data.source.sources": {part.name: part.weight for part in mixture.sources}}
+    last = 0
+    for number, change in enumerate(mixture.schedule):
+        key = f"data.source.schedule[{number}]"
+        if change.after_step <= last:
+            yield Problem(
+                f"{key}.after_step", f"must be more than {last}, that of the change before"
+            )
+        last = change.after_step
+        if set(change.weights) != set(names):
+            text = f"must have exactly the names of the sources: {', '.join(names)} (0: no rows)"
+            yield Problem(f"{key}.weights", text)
+        shares[f"{key}.weights"] = change.weights
+    for key, weights in shares.items():
+        total = sum(weights.values())
+        if not 0 < total < math.inf:
+            yield Problem(key, "the weights must have a sum above 0; give one source a weight")
+            continue
+        for name, weight in weights.items():
+            if 0 < weight / total < SMALLEST_SHARE:
+                text = (
+                    f"{name}: {weight:g} is less than 1/{1 / SMALLEST_SHARE:.0f} of the sum; use 0"
+                )
+                yield Problem(key, text)
+    for number, name in enumerate(names):
+        if not any(weights.get(name, 0.0) for weights in shares.values()):
+            text = f"{name} never has a weight above 0; give it one, or leave the source out"
+            yield Problem(f"data.source.sources[{number}].weight", text)
+    if all(part.epochs is not None for part in mixture.sources):
+        text = "every source has `epochs`, so the rows end; leave it out for one source"
+        yield Problem("data.source.sources", text)
+
+
+def _source(key: str, source: SingleSource, tokenizer: Tokenizer) -> Iterator[Problem]:
     is_library = not isinstance(tokenizer, BytesTokenizer)
     if isinstance(source, CustomSource):
         if is_library:

@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, PositiveInt
 
-from jaxres.config.base import Folder, PositiveFloat, Section, content_path, free
+from jaxres.config.base import (
+    Folder,
+    NonNegativeFloat,
+    PositiveFloat,
+    Section,
+    content_path,
+    free,
+)
 
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
@@ -107,7 +114,53 @@ class CustomSource(Section):
 
 DocumentSource = TextSource | JsonlSource | ParquetSource | HuggingfaceSource | NanogptSource
 """Sources that are tokenised, or copied, into a cached token folder."""
-Source = Annotated[DocumentSource | TokensSource | CustomSource, Field(discriminator="kind")]
+SingleSource = DocumentSource | TokensSource | CustomSource
+"""Sources that are no mixture."""
+
+
+class WeightedSource(Section):
+    """One source of a mixture."""
+
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    """Name of the source; its rows are shuffled by it, so it belongs to the trajectory."""
+    weight: NonNegativeFloat
+    """Share of the rows, relative to the other weights; 0: none before the schedule gives some."""
+    epochs: PositiveInt | None = None
+    """How often each row is trained on; then the other sources take its share. null: no limit."""
+    source: Annotated[SingleSource, Field(discriminator="kind")]
+    """Source of the rows; text has the tokenizer of data.tokenizer."""
+
+
+class WeightChange(Section):
+    """New weights of a mixture, from a step on."""
+
+    after_step: PositiveInt
+    """The last step with the weights before. Counted in rows of the stream, skipped ones too."""
+    weights: dict[str, NonNegativeFloat]
+    """Weight of every source, by its name."""
+
+
+class MixtureSource(Section):
+    """Data source: rows of several sources, in shares that may change at stated steps."""
+
+    kind: Literal["mixture"] = "mixture"
+    sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)]
+    """The sources, each with a name and a weight."""
+    schedule: tuple[WeightChange, ...] = ()
+    """Changes of the weights, by ascending steps."""
+
+
+Source = Annotated[SingleSource | MixtureSource, Field(discriminator="kind")]
+
+
+def single_sources(source: Source) -> dict[str, SingleSource]:
+    """Returns the sources of a data set by their keys in the config: itself, or a mixture's."""
+    if not isinstance(source, MixtureSource):
+        return {"data.source": source}
+    return {
+        f"data.source.sources[{number}].source": part.source
+        for number, part in enumerate(source.sources)
+    }
 
 
 class BytesTokenizer(Section):
@@ -135,7 +188,7 @@ class ValidationSet(Section):
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     """Name in the console, the metrics and TensorBoard."""
-    source: Source
+    source: Annotated[SingleSource, Field(discriminator="kind")]
     """Source of the rows; text has the tokenizer of the training data."""
 
 
@@ -143,7 +196,7 @@ class DataSection(Section):
     """Data set: source, tokenizer, row length and held-out part."""
 
     source: Source
-    """Source of the training text or rows."""
+    """Source of the training text or rows; with `kind: mixture`, several."""
     tokenizer: Tokenizer = BytesTokenizer()
     """Tokenizer of text. Sources of token ids need none; it then only decodes samples."""
     seq_len: PositiveInt = 256

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxres.config.errors import one_line, show
 from jaxres.config.schema import GptModel, RunConfig, Section
-from jaxres.config.schema_data import CustomSource
+from jaxres.config.schema_data import CustomSource, MixtureSource, Source, single_sources
 from jaxres.config.schema_fields import is_content_path, is_free, iter_fields
 from jaxres.config.schema_training import ConstantSchedule, LossScaleSection, RollbackSection
 from jaxres.faults import ConfigError
@@ -28,6 +29,7 @@ Change = tuple[str, Any, Any]
 ABSENT = "(absent)"
 HORIZON = "optimizer.schedule.horizon_steps"
 STEPS = "train.steps"
+MIXTURE_PART = re.compile(r"^data\.source\.sources\[\d+\]\.source\.")
 
 
 def horizon_steps(config: RunConfig) -> int | None:
@@ -68,8 +70,8 @@ def trajectory(config: RunConfig, *, with_paths: bool = False) -> dict[str, Any]
 def _with_defaults(config: RunConfig, *, with_paths: bool = False) -> dict[str, Any]:
     """Returns the trajectory keys, with those that older digests lack, for comparison."""
     data = _not_free(config, config.model_dump(mode="json"), with_paths=with_paths)
-    for name in () if with_paths else _path_args(config):
-        data["data"]["source"]["args"].pop(name, None)
+    if not with_paths:
+        _drop_path_args(data["data"]["source"], config.data.source)
     data["guards"]["rollback"] = _rate_after_rollbacks(config.guards.rollback)
     data["train"].pop("steps")
     scale = loss_scale(config)  # `when` only turns it on.
@@ -84,10 +86,24 @@ def _with_defaults(config: RunConfig, *, with_paths: bool = False) -> dict[str, 
     return data
 
 
-def _path_args(config: RunConfig) -> tuple[str, ...]:
-    """Returns the arguments of a custom source that its own fingerprint covers."""
-    source = config.data.source
-    return source.path_args if isinstance(source, CustomSource) else ()
+def _drop_path_args(dumped: dict[str, Any], source: Source) -> None:
+    """Drops the arguments of custom sources that their own fingerprints cover."""
+    if isinstance(source, MixtureSource):
+        for part, dumped_part in zip(source.sources, dumped["sources"], strict=True):
+            _drop_path_args(dumped_part["source"], part.source)
+    elif isinstance(source, CustomSource):
+        for name in source.path_args:
+            dumped["args"].pop(name, None)
+
+
+def _path_args(config: RunConfig) -> set[str]:
+    """Returns the keys of the arguments of custom sources that their own fingerprints cover."""
+    return {
+        f"{key}.args.{name}"
+        for key, source in single_sources(config.data.source).items()
+        if isinstance(source, CustomSource)
+        for name in source.path_args
+    }
 
 
 def _rate_after_rollbacks(section: RollbackSection | None) -> dict[str, Any]:
@@ -105,6 +121,13 @@ def _not_free(section: Section, dumped: dict[str, Any], *, with_paths: bool) -> 
         below = plain
         if isinstance(value, Section):
             below = _not_free(value, plain, with_paths=with_paths)
+        elif isinstance(value, tuple):
+            below = [
+                _not_free(item, dumped, with_paths=with_paths)
+                if isinstance(item, Section)
+                else dumped
+                for item, dumped in zip(value, plain, strict=True)
+            ]
         is_empty_section = isinstance(value, Section) and not below
         is_kept = not is_free(info) or (with_paths and is_content_path(info))
         if is_kept and not is_empty_section:
@@ -145,7 +168,7 @@ def run_dirs(config: RunConfig, name: str) -> tuple[RunPath, ...]:
 def diff(recorded: RunConfig, given: RunConfig) -> list[Change]:
     """Returns the trajectory keys in which the two differ, under the names that the user writes."""
     changes = _changes(_with_defaults(recorded), _with_defaults(given))
-    covered = {f"data.source.args.{name}" for name in _path_args(given)}
+    covered = _path_args(given)
     return [_as_written(change, recorded, given) for change in changes if change[0] not in covered]
 
 
@@ -198,9 +221,15 @@ def moved_content(recorded: RunConfig, given: RunConfig) -> list[Change]:
 
     The content behind them must be compared before anything is said about the run.
     """
-    paths = {leaf.key for leaf in iter_fields() if is_content_path(leaf.info)}
-    paths |= {f"data.source.args.{name}" for name in _path_args(given)}
-    return [change for change in free_changes(recorded, given) if change[0] in paths]
+    paths, args = (
+        {leaf.key for leaf in iter_fields() if is_content_path(leaf.info)},
+        _path_args(given),
+    )
+    return [
+        change
+        for change in free_changes(recorded, given)
+        if change[0] in args or MIXTURE_PART.sub("data.source.", change[0]) in paths
+    ]
 
 
 def _changes(
@@ -218,9 +247,16 @@ def _changes(
             continue
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             changes += _changes(a, b, f"{prefix}{key}.")
+        elif _are_sections(a) and _are_sections(b) and len(a) == len(b):
+            for number, (one, other) in enumerate(zip(a, b, strict=True)):
+                changes += _changes(one, other, f"{prefix}{key}[{number}].")
         else:
             changes.append((f"{prefix}{key}", a, b))
     return changes
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
 def check_same(
@@ -257,7 +293,9 @@ def check_same(
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str:
-    location = origins.get(key, "default" if origins else "")
+    # The items of a list are given together.
+    default = origins.get(key.partition("[")[0], "default" if origins else "")
+    location = origins.get(key, default)
     return "command line" if location.startswith("command line") else location
 
 

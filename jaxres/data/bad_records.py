@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxres.data.batching import BadRecord, Rows
+from jaxres.data.mixture import MixedRows
 from jaxres.data.token_folder import TokenFolder
 from jaxres.faults import RunError
 from jaxres.storage.threads import spawn_thread
@@ -58,14 +59,20 @@ def find_hung_row(rows: Rows, ids: NDArray[np.int64], *, seconds: float) -> int 
     Also None if the rows are read from a bucket: while it does not answer, all rows hang that are
     not in the local cache, and that may be one.
     """
-    corpus = getattr(rows, "corpus", None)  # Of TokenRows and PackedRows.
-    if isinstance(corpus, TokenFolder) and corpus.source is not None:
+    if _is_in_bucket(rows):
         return None
     hung = _first_to_hang(rows, ids, range(len(ids)), seconds=seconds)
     if hung is None or len(ids) == 1:
         return None
     others = [index for index in range(len(ids)) if index != hung]
     return hung if _first_to_hang(rows, ids, others, seconds=seconds) is None else None
+
+
+def _is_in_bucket(rows: Rows) -> bool:
+    if isinstance(rows, MixedRows):
+        return any(map(_is_in_bucket, rows.parts.values()))
+    corpus = getattr(rows, "corpus", None)  # Of TokenRows and PackedRows.
+    return isinstance(corpus, TokenFolder) and corpus.source is not None
 
 
 def _first_to_hang(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -13,11 +14,12 @@ from jaxres.config.schema_data import (
     CustomSource,
     DataSection,
     HuggingfaceTokenizer,
+    MixtureSource,
     TokensSource,
 )
 from jaxres.data import download_cache, remote_tokens
 from jaxres.data import tokenizer as tokenizers
-from jaxres.data.batching import Rows
+from jaxres.data.batching import BadRecord, Rows
 from jaxres.data.corpus import describe_corpus, open_corpus
 from jaxres.data.custom import (
     build_items,
@@ -26,6 +28,7 @@ from jaxres.data.custom import (
     tokens_per_row_of,
     vocab_size_of,
 )
+from jaxres.data.mixture import MixedRows, Part, mix, mixture_fingerprint
 from jaxres.data.order import Order
 from jaxres.data.packed_rows import open_packed_rows
 from jaxres.data.packing import Packing
@@ -36,6 +39,8 @@ from jaxres.faults import ConfigError
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.path import is_remote
 
+NUM_TRIED = 8
+"""Rows that are tried, to learn the shapes of a source's rows."""
 PLAN_MARK = "+"
 """Separates, in a fingerprint, that of the tokens from the digest of the packing plans."""
 
@@ -57,13 +62,28 @@ class Dataset:
     tokenizer: Tokenizer | None
     """None: it is not known."""
     validation: Mapping[str, Rows] = field(default_factory=dict)
-    """Name -> rows to evaluate on; first the held-out part, if there is one."""
+    """Name -> rows to evaluate on; first the held-out part, or that of each source of a mixture."""
     padding: float | None = None
     """Share of the positions of the training rows that have no token; None: the rows are full."""
 
-    def order(self, *, seed: int) -> Order:
-        """Returns the order in which a run with this seed trains on the rows."""
-        return Permutation(len(self.train), seed)
+    mixture: MixtureSource | None = None
+    """Shares of the sources, whose rows are `MixedRows`; None: it is one source."""
+
+    def order(self, *, seed: int, rows_per_step: int) -> Order:
+        """Returns the order in which a run with this seed trains on the rows.
+
+        Raises:
+          ConfigError: all sources of a mixture are used up at some step.
+        """
+        if self.mixture is None:
+            return Permutation(len(self.train), seed)
+        assert isinstance(self.train, MixedRows)
+        parts = [
+            Part(Permutation(len(rows), seed, name=part.name), part.weight, part.epochs)
+            for part, rows in zip(self.mixture.sources, self.train.parts.values(), strict=True)
+        ]
+        changes = [(change.after_step, change.weights) for change in self.mixture.schedule]
+        return mix(parts, changes, seed=seed, rows_per_step=rows_per_step)
 
     def tokens_of(self, num_rows: int) -> int:
         """Returns how many tokens some training rows have on average, without padding."""
@@ -80,14 +100,13 @@ def open_dataset(config: DataSection, *, progress: Callable[[str], None] = silen
     Raises ConfigError if a source can't be used.
     """
     dataset = _open(config, progress)
-    sets = {HELDOUT: dataset.heldout} if len(dataset.heldout) else {}
+    sets = dict(dataset.validation)
+    if len(dataset.heldout) and not dataset.mixture:
+        sets[HELDOUT] = dataset.heldout
     for part in config.validation:
         alone = config.model_copy(update={"source": part.source, "heldout_fraction": 0.0})
         where = f"data.validation[{part.name}]"
-        try:
-            opened = _open(alone, lambda what, where=where: progress(f"{where}: {what}"))
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+        opened = _open_part(alone, where, progress)
         _check_validation(opened, dataset, where)
         sets[part.name] = opened.train
         if opened.fingerprint == dataset.fingerprint:
@@ -102,15 +121,80 @@ def _check_validation(opened: Dataset, dataset: Dataset, where: str) -> None:
             f"{where} has a vocabulary of {opened.vocab_size} tokens, the training data of "
             f"{dataset.vocab_size}. Tokenise both with the same tokenizer."
         )
-    specs = []
-    for rows in (opened.train, dataset.train):
-        row = rows.rows(np.zeros(1, np.int64))
-        specs.append({name: f"{row[name].dtype}{list(row[name].shape[1:])}" for name in row})
-    if specs[0] != specs[1]:
+    specs = [_spec(rows) for rows in (opened.train, dataset.train)]
+    if None not in specs and specs[0] != specs[1]:
         raise ConfigError(f"{where} has rows of {specs[0]}, the training data of {specs[1]}")
 
 
+def _spec(rows: Rows) -> dict[str, str] | None:
+    """Returns the dtype and shape of each array of a row; None: the first rows can't be read."""
+    for row in range(min(len(rows), NUM_TRIED)):
+        with contextlib.suppress(BadRecord):
+            arrays = rows.rows(np.array([row]))
+            return {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in sorted(arrays.items())}
+    return None
+
+
+def _open_part(config: DataSection, where: str, progress: Callable[[str], None]) -> Dataset:
+    """Opens a source of several; `where` names it in messages."""
+    try:
+        return _open(config, lambda what: progress(f"{where}: {what}"))
+    except ConfigError as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def _mixture(
+    source: MixtureSource, config: DataSection, progress: Callable[[str], None]
+) -> Dataset:
+    parts = {
+        part.name: _open_part(
+            config.model_copy(update={"source": part.source}),
+            f"data.source.sources[{part.name}]",
+            progress,
+        )
+        for part in source.sources
+    }
+    first, *others = parts
+    for name in others:
+        _check_alike(parts[first], first, parts[name], name)
+    weights = np.array([part.weight for part in source.sources])
+    shares = weights / weights.sum()
+    padding = float(shares @ [part.padding or 0.0 for part in parts.values()])
+    return Dataset(
+        fingerprint=mixture_fingerprint({name: part.fingerprint for name, part in parts.items()}),
+        vocab_size=parts[first].vocab_size,
+        tokens_per_row=parts[first].tokens_per_row,
+        train=MixedRows({name: part.train for name, part in parts.items()}),
+        heldout=MixedRows({name: part.heldout for name, part in parts.items()}),
+        tokenizer=next((part.tokenizer for part in parts.values() if part.tokenizer), None),
+        validation={name: part.heldout for name, part in parts.items() if len(part.heldout)},
+        padding=padding or None,
+        mixture=source,
+    )
+
+
+def _check_alike(one: Dataset, name: str, other: Dataset, other_name: str) -> None:
+    """Raises ConfigError if rows of two sources can't be in one batch, or have other tokens."""
+    specs = (_spec(one.train), _spec(other.train))
+    tokenizers = [part.tokenizer.name for part in (one, other) if part.tokenizer]
+    compared = {
+        "rows of": specs if None not in specs else (),
+        "a vocabulary of": (one.vocab_size, other.vocab_size),
+        "the tokenizer": tokenizers if len(tokenizers) == 2 else (),
+        "tokens a row:": (one.tokens_per_row, other.tokens_per_row),
+    }
+    for what, values in compared.items():
+        if values and values[0] != values[1]:
+            raise ConfigError(
+                f"data.source.sources: {name} has {what} {values[0]}, {other_name} has {what} "
+                f"{values[1]}. A mixture needs equal rows of the same tokens: build both with the "
+                "same tokenizer (`jaxres data build`)."
+            )
+
+
 def _open(config: DataSection, progress: Callable[[str], None]) -> Dataset:
+    if isinstance(config.source, MixtureSource):
+        return _mixture(config.source, config, progress)
     if isinstance(config.source, TokensSource) and is_remote(config.source.path):
         opened = remote_tokens.open_in_bucket(config, config.source.path, progress=progress)
         if opened is not None:
@@ -136,7 +220,7 @@ def _tokenizer(opened: TokenFolder, config: DataSection) -> Tokenizer | None:
     if not isinstance(config.tokenizer, HuggingfaceTokenizer):
         return tokenizers.of_folder(opened.folder, name)
     tokenizer = open_tokenizer(config.tokenizer)
-    if name.startswith(LIBRARY) and name != tokenizer.name:
+    if name.startswith((tokenizers.BYTES, LIBRARY)) and name != tokenizer.name:
         raise ConfigError(
             f"data.tokenizer.path: {config.tokenizer.path} is {tokenizer.name}, but the tokens of "
             f"{opened.source or opened.folder} were made with {name}. Give that tokenizer, or "

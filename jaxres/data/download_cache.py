@@ -21,7 +21,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from jaxres.clock import Clock, SystemClock
-from jaxres.config.schema_data import CustomSource, DataSection, FilesSource, Source, TokensSource
+from jaxres.config.schema_data import (
+    CustomSource,
+    DataSection,
+    FilesSource,
+    MixtureSource,
+    SingleSource,
+    Source,
+    TokensSource,
+)
 from jaxres.data.token_folder import CacheDamaged, TokenFolder, TokensDamaged, file_id
 from jaxres.faults import ConfigError, StorageRefused
 from jaxres.storage import files, gcs_objects
@@ -58,7 +66,8 @@ class _DownloadProgress:
 
 def is_in_bucket(source: Source) -> bool:
     """Returns whether a data set is copied from a bucket before it is read."""
-    return not isinstance(source, CustomSource) and str(source.path).startswith(SCHEME)
+    has_path = not isinstance(source, CustomSource | MixtureSource)
+    return has_path and str(source.path).startswith(SCHEME)
 
 
 def as_cached(corpus: TokenFolder) -> TokenFolder:
@@ -88,7 +97,7 @@ def discard(entry: Path) -> None:
 
 def localize(
     config: DataSection, *, progress: Callable[[str], None], clock: Clock | None = None
-) -> Source:
+) -> SingleSource:
     """Returns the source with a local path; downloads it first if it is in a bucket.
 
     Raises:
@@ -97,6 +106,7 @@ def localize(
       StorageUnavailable: the bucket does not respond, or the local disk is full.
     """
     source = config.source
+    assert not isinstance(source, MixtureSource), source
     if isinstance(source, CustomSource) or not is_in_bucket(source):
         return source
     exclude = source.exclude if isinstance(source, FilesSource) else ()
@@ -180,7 +190,7 @@ def verify_copy(config: DataSection) -> tuple[Source | None, list[str]]:
     Reads every byte of it, but none of the bucket. The source is None if there is no copy.
     """
     source = config.source
-    assert not isinstance(source, CustomSource), source
+    assert not isinstance(source, CustomSource | MixtureSource), source
     remote = parse_path(str(source.path))
     assert is_remote(remote), remote
     exclude = source.exclude if isinstance(source, FilesSource) else ()

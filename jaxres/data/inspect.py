@@ -9,9 +9,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from jaxres.data.batching import Arrays
+from jaxres.data.batching import Arrays, Rows
 from jaxres.data.dataset import Dataset
-from jaxres.data.order import sample_ids_at
+from jaxres.data.mixture import describe_row
+from jaxres.data.order import Order, sample_ids_at
 from jaxres.data.packed_rows import PackedRows
 from jaxres.data.token_folder import TokenRows
 from jaxres.faults import UsageError
@@ -35,13 +36,12 @@ class CorpusStatistics:
     vocab_size: int
 
 
-def show_rows(dataset: Dataset, *, seed: int, count: int, position: int) -> Iterator[str]:
+def show_rows(dataset: Dataset, order: Order, *, count: int, position: int) -> Iterator[str]:
     """Yields a description of each of some rows, in the order in which a run trains on them."""
-    num_rows, order = len(dataset.train), dataset.order(seed=seed)
     for at in range(position, position + count):
         ids, _ = sample_ids_at(order, at, 1)
         arrays = dataset.train.rows(ids)
-        where = f"position {at:,}: row {ids[0]:,} of {num_rows:,}"
+        where = f"position {at:,}: {describe_row(dataset.train, int(ids[0]))}"
         lines = _token_row(arrays, dataset) if "tokens_BT" in arrays else _other_row(arrays)
         yield "\n".join([where, *(f"  {line}" for line in lines)]) + "\n"
 
@@ -71,15 +71,15 @@ def _other_row(arrays: Arrays) -> Iterator[str]:
         yield f"{name} {values.dtype}{list(values.shape[1:])}: {text}"
 
 
-def statistics(dataset: Dataset, *, progress: Callable[[str], None]) -> CorpusStatistics:
-    """Reads every token of a corpus.
+def statistics(rows: Rows, *, progress: Callable[[str], None]) -> CorpusStatistics:
+    """Reads every token of the corpus that some rows are from.
 
     Raises:
       UsageError: the data set is not a token folder.
     """
-    if not isinstance(dataset.train, TokenRows | PackedRows):
+    if not isinstance(rows, TokenRows | PackedRows):
         raise UsageError("data.source.kind=custom: jaxres can't count the documents of this data")
-    corpus = dataset.train.corpus
+    corpus = rows.corpus
     offsets = corpus.offsets
     corpus.check_offsets(np.array([0]), np.array([len(offsets)]))
     used = np.zeros(corpus.meta.vocab_size, np.bool_)

@@ -133,8 +133,8 @@ def _inverse_feistel(
     a, b = np.uint64(radix_a), np.uint64(radix_b)
     left, right = values // b, values % b
     for k in reversed(range(0, NUM_ROUNDS, 2)):
-        right = (right + b - _hash(left ^ keys_BK[:, k + 1]) % b) % b
-        left = (left + a - _hash(right ^ keys_BK[:, k]) % a) % a
+        right = (right + b - hash_uint64(left ^ keys_BK[:, k + 1]) % b) % b
+        left = (left + a - hash_uint64(right ^ keys_BK[:, k]) % a) % a
     return left * b + right
 
 
@@ -145,12 +145,12 @@ def _feistel(
     a, b = np.uint64(radix_a), np.uint64(radix_b)
     left, right = values // b, values % b
     for k in range(0, NUM_ROUNDS, 2):
-        left = (left + _hash(right ^ keys_BK[:, k]) % a) % a
-        right = (right + _hash(left ^ keys_BK[:, k + 1]) % b) % b
+        left = (left + hash_uint64(right ^ keys_BK[:, k]) % a) % a
+        right = (right + hash_uint64(left ^ keys_BK[:, k + 1]) % b) % b
     return left * b + right
 
 
-def _hash(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def hash_uint64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Hashes 64-bit integers (the finaliser of splitmix64, Steele et al., OOPSLA 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

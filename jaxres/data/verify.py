@@ -14,9 +14,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from jaxres.config.schema_data import CustomSource, DataSection, TokensSource
+from jaxres.config.schema_data import (
+    CustomSource,
+    DataSection,
+    MixtureSource,
+    TokensSource,
+)
 from jaxres.data import download_cache, remote_tokens
 from jaxres.data.corpus import Corpus, describe_corpus, fingerprint_of, open_cached
+from jaxres.data.mixture import mixture_fingerprint
 from jaxres.data.remote_items import RemoteItems
 from jaxres.data.token_digests import CheckedBlocks
 from jaxres.data.token_folder import CacheDamaged, Items, TokenFolder, TokensDamaged, open_tokens
@@ -49,6 +55,8 @@ def verify_data(config: DataSection) -> DataReport:
       UsageError: the source is custom.
       StorageUnavailable: the bucket does not respond.
     """
+    if isinstance(config.source, MixtureSource):
+        return _of_mixture(config, config.source)
     if isinstance(config.source, CustomSource):
         raise UsageError(
             "data.source.kind=custom: jaxres has neither a copy nor digests of this data set, so "
@@ -70,7 +78,7 @@ def verify_data(config: DataSection) -> DataReport:
     if isinstance(source, TokensSource):
         assert not is_remote(source.path), source.path
         return _of_folder(source.path.expanduser(), problems)
-    assert not isinstance(source, CustomSource), source
+    assert not isinstance(source, CustomSource | MixtureSource), source
     corpus = describe_corpus(source, config.tokenizer, cache_dir=config.cache_dir)
     if not corpus.entry.exists():
         problems.append(f"{corpus.entry}: no cached corpus; a run builds it at its start")
@@ -84,6 +92,24 @@ def verify_data(config: DataSection) -> DataReport:
         f"corpus has {report.fingerprint}"
     )
     return replace(report, problems=(*report.problems, problem))
+
+
+def _of_mixture(config: DataSection, mixture: MixtureSource) -> DataReport:
+    """Verifies each source; custom ones are left out."""
+    problems, verified, fingerprints = list[str](), list[str](), dict[str, str]()
+    for part in mixture.sources:
+        if isinstance(part.source, CustomSource):
+            verified.append(f"{part.name}: kind=custom, not verified")
+            continue
+        report = verify_data(config.model_copy(update={"source": part.source}))
+        problems += [f"{part.name}: {text}" for text in report.problems]
+        verified.append(f"{part.name}: {report.verified}")
+        if report.fingerprint is not None:
+            fingerprints[part.name] = report.fingerprint
+    # With packing, the fingerprint of a source also covers the plans of its rows.
+    is_known = config.packing == "concat" and len(fingerprints) == len(mixture.sources)
+    fingerprint = mixture_fingerprint(fingerprints) if is_known else None
+    return DataReport(tuple(problems), "\n".join(verified), fingerprint)
 
 
 def _of_folder(folder: Path, problems: list[str], *, cached: Corpus | None = None) -> DataReport:

@@ -28,7 +28,7 @@ from jaxres.clock import Clock, SystemClock
 from jaxres.cluster.host_group import ALONE, HostRank
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
-from jaxres.config.schema_data import CustomSource
+from jaxres.config.schema_data import CustomSource, single_sources
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import run_log, step_dirs
@@ -350,10 +350,10 @@ def follows_an_attempt(run_dir: RunDir) -> bool:
 def _record_config(config: RunConfig, run_dir: RunDir, claim: Claim, *, is_first: bool) -> None:
     """Writes the resolved config; called after the claim, so only the lock holder writes it."""
     text = configs.dump_yaml(configs.with_absolute_paths(config)).encode()
-    source = config.data.source
     # Arguments of a custom source may hold a token. Other configs stay readable: hosts may run as
     # different users (docs/security.md).
-    mode = 0o600 if isinstance(source, CustomSource) and source.args else 0o666
+    custom = [x for x in single_sources(config.data.source).values() if isinstance(x, CustomSource)]
+    mode = 0o600 if any(source.args for source in custom) else 0o666
     if is_first:
         files.replace(run_dir.config, text, mode=mode)
     files.make_dir(run_dir.attempt(claim.attempt))

@@ -42,7 +42,7 @@ def open_data_loader(
     """
     global_batch_size = train.global_batch_size
     local = meshes.local_rows(mesh, global_batch_size)
-    order = dataset.order(seed=seed)
+    order = dataset.order(seed=seed, rows_per_step=global_batch_size)
     reading = stack.enter_context(contextlib.ExitStack())
 
     def place(batch: Batch) -> PlacedBatch:
@@ -188,5 +188,5 @@ class _IsolatingSource:
         context.emit(PhaseChanged("train"))
         if index is None:
             return {}
-        row = self._rows.local_ids(cursor)[index]
-        return {index: f"row {row} can't be read within data.timeout_seconds, other rows can"}
+        row = data.describe_row(self._rows.dataset.train, self._rows.local_ids(cursor)[index])
+        return {index: f"{row} can't be read within data.timeout_seconds, other rows can"}

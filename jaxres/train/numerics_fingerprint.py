@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
+from jaxres.config.schema_data import single_sources
 from jaxres.engine import executable
 from jaxres.engine import mesh as meshes
 from jaxres.engine.mesh_plan import MeshPlan
@@ -42,8 +43,8 @@ def numerics_fingerprint(
         "microbatches": str(plan.microbatches),
         "threads": str(claim.threads),
         PROGRAM: program[:16],
-        MODEL_CODE: _code_digest(("engine", "models"), config.model),
-        DATA_CODE: _code_digest(("data",), config.data.source),
+        MODEL_CODE: _code_digest(("engine", "models"), [config.model]),
+        DATA_CODE: _code_digest(("data",), single_sources(config.data.source).values()),
     }
     if config.model.kind == "gpt":
         fingerprint |= {"attention": config.model.attention, "remat": config.model.remat}
@@ -53,17 +54,18 @@ def numerics_fingerprint(
     return fingerprint | dict(claim.fingerprint) | dict(claim.versions) | flags
 
 
-def _code_digest(folders: Sequence[str], section: Any) -> str:
-    """Returns a digest of the source of some folders of this package, and of a custom target.
+def _code_digest(folders: Sequence[str], sections: Iterable[Any]) -> str:
+    """Returns a digest of the source of some folders of this package, and of custom targets.
 
     Args:
       folders: names of folders of this package.
-      section: a section of the config; with `kind: custom`, the module of its target is included
+      sections: sections of the config; with `kind: custom`, the module of its target is included
         and, if that is in a package, the other modules in its folder.
     """
     digests = [compile_cache.own_sources(folder) for folder in folders]
-    if section.kind == "custom":
-        digests.append(_module_digest(section.target.partition(":")[0]))
+    for section in sections:
+        if section.kind == "custom":
+            digests.append(_module_digest(section.target.partition(":")[0]))
     known = [digest for digest in digests if digest is not None]
     if len(known) < len(digests):
         return UNKNOWN

@@ -59,7 +59,8 @@ def replay_step(
     state, progress = _begin(parts, run_dir, commit)
     function = jitted_steps.traced_step(parts).lower().compile()
     factors = optimizer.factors(config.guards.rollback, mesh)
-    order, rows = dataset.order(seed=config.run.seed), parts.rows_per_batch
+    rows = parts.rows_per_batch
+    order = dataset.order(seed=config.run.seed, rows_per_step=rows)
     batch_at = data.batch_at(
         dataset.train,
         order,

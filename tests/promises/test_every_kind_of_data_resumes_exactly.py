@@ -16,14 +16,18 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
+import yaml
 from tokenizers import Tokenizer
 
 from jaxres.__main__ import main
-from jaxres.data import write_tokens
+from jaxres.data import Permutation, write_tokens
 from jaxres.data.source_files import _name_hash
+from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Skip
 from tests import bpe
 from tests.promises.trainer import (
+    FAULTY,
     MLP,
     ROOT,
     TrainingProcess,
@@ -111,23 +115,25 @@ def kill_and_resume(
     *,
     path: Path,
     hosts: int = 1,
+    last: int = 60,
+    env: dict[str, str] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> RunDir:
     """Trains, kills at a random commit, and trains to the end."""
 
     def start() -> TrainingProcess:
         if hosts == 1:
-            return workspace.start(name, *overrides, config=path)
-        return workspace.launch(name, *overrides, config=path, hosts=hosts)
+            return workspace.start(name, *overrides, config=path, env=env)
+        return workspace.launch(name, *overrides, config=path, hosts=hosts, env=env)
 
     first = start()
-    first.wait_commit(random.randrange(1, 60))
+    first.wait_commit(random.randrange(1, last))
     first.kill()
     assert first.wait_exit() == -9, first.printed()
     meanwhile()
     again = start()
     assert again.wait_exit() == 0, again.printed()
-    begun, resumed = starts(again.run_dir)
+    begun, *_, resumed = starts(again.run_dir)
     assert (begun, resumed > 0) == (0, True), "it was not killed between a commit and its end"
     return again.run_dir
 
@@ -180,6 +186,44 @@ def test_a_run_on_packed_rows_resumes_exactly_and_refuses_another_packing(
     assert plan
 
 
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.slow
+def test_a_mixture_resumes_exactly_and_leaves_out_the_bad_records_of_a_source(
+    workspace: Workspace, tmp_path: Path, hosts: int
+) -> None:
+    """Two sources: one has an item that can't be read, one is used up; the weights change."""
+    files = tmp_path / "files"
+    files.mkdir()
+    np.random.default_rng(0).integers(0, 64, 2500).astype("<u2").tofile(files / "train.bin")
+    few = {"kind": "nanogpt", "path": str(files), "vocab_size": 64, "end_of_document": None}
+    many = {"kind": "custom", "target": "tests.promises.faulty:rows"}
+    parts = [
+        {"name": "many", "weight": 0.5, "source": many},
+        {"name": "few", "weight": 0.5, "epochs": 3, "source": few},
+    ]
+    schedule = [{"after_step": 10, "weights": {"many": 0.8, "few": 0.2}}]
+    path = tmp_path / "mixture.yaml"
+    section = yaml.safe_load(FAULTY.read_text())
+    section["data"]["source"] = {"kind": "mixture", "sources": parts, "schedule": schedule}
+    path.write_text(yaml.safe_dump(section))
+    # Of "many", the row that a batch between step 10 and step 20 has.
+    bad = int(Permutation(1800, seed=0, name="many").ids(np.array([200]))[0])
+    env = {"POISON": f"{bad}:raise", "PACE": "0.002"}
+    unbroken = workspace.run_dir("unbroken")
+    if hosts == 1:
+        workspace.finish("unbroken", config=path, env=env)
+    else:
+        workspace.launched("unbroken", config=path, env=env, hosts=hosts)
+    run_dir = kill_and_resume(workspace, "killed", (), path=path, hosts=hosts, env=env, last=50)
+    assert_bit_exact(run_dir, unbroken)
+    for one in (run_dir, unbroken):
+        bodies = [record.body for record in run_log.read_records(one.log)]
+        (skip,) = (body for body in bodies if isinstance(body, Skip))
+        ((start, stop),) = skip.rows
+        assert (stop - start, f"item {bad}" in skip.reason) == (1, True)
+        assert 10 * 24 < start < 20 * 24
+
+
 PAGE = (ROOT / "docs" / "data.md").read_text().partition("\n## What a run reads")[0]
 SMALL = ("model.kind=mlp", "train.steps=2", "evaluation.every_steps=0", "data.seq_len=16")
 
@@ -188,8 +232,10 @@ SMALL = ("model.kind=mlp", "train.steps=2", "evaluation.every_steps=0", "data.se
 def test_every_command_that_trains_on_own_files_works_as_the_docs_say(
     workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (yaml,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "my.yaml").write_text(yaml.replace("path: texts", f"path: {tmp_path / 'texts'}"))
+    (settings,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "my.yaml").write_text(
+        settings.replace("path: texts", f"path: {tmp_path / 'texts'}")
+    )
     folders = {"texts": text, "dump": jsonl, "tables": parquet, "saved/train": huggingface}
     for name, write in folders.items():
         (tmp_path / name).mkdir(parents=True)

@@ -121,7 +121,9 @@ def measure(case: Case, there: GcsPath, folder: Path, *, mib: int, kib: int) -> 
     begun = time.monotonic()
     dataset = open_dataset(section)
     opened, before = time.monotonic() - begun, control("counts")
-    at = batch_at(dataset.train, dataset.order(seed=0), global_batch_size=case.rows)
+    at = batch_at(
+        dataset.train, dataset.order(seed=0, rows_per_step=case.rows), global_batch_size=case.rows
+    )
     waits, num_batches, first, num_counted, counted_from = [], 0, 0.0, 0, 0.0
     with Prefetch(at, depth=8, timeout_seconds=60) as prefetch:
         cursor = 0

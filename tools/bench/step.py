@@ -222,7 +222,11 @@ def pipeline_tokens_per_second(config: RunConfig) -> float:
     rows = config.train.global_batch_size
     mesh = meshes.build(config.mesh, devices=jax.devices())
     with data.Prefetch(
-        data.batch_at(dataset.train, dataset.order(seed=config.run.seed), global_batch_size=rows),
+        data.batch_at(
+            dataset.train,
+            dataset.order(seed=config.run.seed, rows_per_step=rows),
+            global_batch_size=rows,
+        ),
         depth=config.data.prefetch_batches,
         timeout_seconds=config.data.timeout_seconds,
         place=lambda batch: (batch, meshes.place_batch(mesh, batch.arrays)),

@@ -5,6 +5,59 @@ from jaxres.faults import ConfigError
 
 from .conftest import MINIMAL, Write
 
+TEXT = "source: {kind: text, path: x}"
+ONE = f"{{name: a, weight: 1, {TEXT}}}"
+MIXTURES = (
+    (
+        f"{ONE}, {ONE}",
+        "",
+        "data.source.sources[1].name: a is taken; give each source its own name",
+    ),
+    (
+        f"{{name: heldout, weight: 1, {TEXT}}}",
+        "",
+        "data.source.sources[0].name: heldout is taken; give each source its own name",
+    ),
+    (
+        f"{ONE}, {{name: b, weight: 0, {TEXT}}}",
+        "",
+        "data.source.sources[1].weight: b never has a weight above 0; give it one, or leave the "
+        "source out",
+    ),
+    (
+        f"{{name: a, weight: 0, {TEXT}}}",
+        ", schedule: [{after_step: 5, weights: {a: 1}}]",
+        "data.source.sources: the weights must have a sum above 0; give one source a weight",
+    ),
+    (
+        f"{ONE}, {{name: b, weight: 1.0e-6, {TEXT}}}",
+        "",
+        "data.source.sources: b: 1e-06 is less than 1/65536 of the sum; use 0",
+    ),
+    (
+        f"{{name: a, weight: 1, epochs: 2, {TEXT}}}",
+        "",
+        "data.source.sources: every source has `epochs`, so the rows end; leave it out for one "
+        "source",
+    ),
+    (
+        ONE,
+        ", schedule: [{after_step: 5, weights: {b: 1}}]",
+        "data.source.schedule[0].weights: must have exactly the names of the sources: a (0: no "
+        "rows)",
+    ),
+    (
+        ONE,
+        ", schedule: [{after_step: 5, weights: {a: 1}}, {after_step: 5, weights: {a: 2}}]",
+        "data.source.schedule[1].after_step: must be more than 5, that of the change before",
+    ),
+    (
+        "{name: a, weight: 1, source: {kind: nanogpt, path: x, vocab_size: 9}}",
+        "",
+        "data.source.sources[0].source.end_of_document: 50256 is not below "
+        "data.source.sources[0].source.vocab_size=9; give the tokenizer's, or null",
+    ),
+)
 CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
 
 
@@ -67,6 +120,10 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
             "model.attention: cudnn needs model.compute_dtype=bfloat16 (it is float32); "
             "use auto or xla",
         ),
+        *(
+            ([f"data.source={{kind: mixture, sources: [{sources}]{more}}}"], line)
+            for sources, more, line in MIXTURES
+        ),
         (
             ["train.reduction=invariant"],
             "train.reduction: invariant is not built yet; use fast",
@@ -87,7 +144,7 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
         ),
         (
             ["data.packing=pad", CUSTOM],
-            "data.packing: pad packs documents, and a custom source has rows; leave it out",
+            "data.packing: pad packs documents, a custom source has rows; leave it out",
         ),
         (["data.source.path="], "data.source.path: is empty; name a folder, file or glob"),
         (

@@ -1,3 +1,4 @@
+import re
 import textwrap
 from pathlib import Path
 
@@ -207,6 +208,31 @@ def test_a_path_whose_content_has_a_fingerprint_is_free_and_reported_as_moved(
     assert moved_content(one, one) == []
     assert moved_content(one, config(write, section % places[0])) == []
     assert digest(one, with_paths=True) != digest(other, with_paths=True)
+
+
+MIXTURE = """data.source={kind: mixture, sources: [
+  {name: web, weight: %s, source: {kind: text, path: %s}},
+  {name: own, weight: 1, source: {kind: custom, target: 'a.b:c', args: {at: %s, n: %s},
+                                  path_args: [at]}}]}"""
+
+
+def test_the_paths_of_a_mixture_are_free_and_its_weights_are_not(write: Write):
+    bare = ("telemetry.sample_tokens=0",)
+    one = config(write, MIXTURE % (1, "here", "x", 5), *bare)
+    moved = config(write, MIXTURE % (1, "there", "y", 5), *bare)
+    assert digest(one) == digest(moved)
+    part = "data.source.sources[%d].source."
+    path = (part % 0 + "path", str(Path.cwd() / "here"), str(Path.cwd() / "there"))
+    assert moved_content(one, moved) == [path, (part % 1 + "args.at", "x", "y")]
+    check_same(one, moved, "runs/x")
+    for other, key in (
+        ((2, "here", "x", 5), "sources[0].weight: recorded 1.0, given 2.0"),
+        ((1, "here", "x", 6), "sources[1].source.args.n: recorded 5, given 6"),
+    ):
+        given = config(write, MIXTURE % other, *bare)
+        assert digest(given) != digest(one)
+        with pytest.raises(ConfigError, match=re.escape(key)):
+            check_same(one, given, "runs/x")
 
 
 def test_recorded_paths_of_content_do_not_depend_on_the_working_directory(write: Write):

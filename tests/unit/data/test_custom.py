@@ -59,7 +59,7 @@ def source(monkeypatch):
 def test_dicts_are_stacked_and_the_last_items_are_held_out(source):
     dataset = open_dataset(source("user_rows:images"))
     assert (len(dataset.train), len(dataset.heldout)) == (45, 5)
-    batch = batch_at(dataset.train, dataset.order(seed=0), global_batch_size=4)(43)
+    batch = batch_at(dataset.train, dataset.order(seed=0, rows_per_step=4), global_batch_size=4)(43)
     assert batch.arrays["image"].shape == (4, 2, 3)
     assert batch.arrays["image"][:, 0, 0].tolist() == batch.ids.tolist()
     assert batch.arrays["label"].tolist() == [i % 7 for i in batch.ids]

@@ -56,7 +56,9 @@ def first_batch(folder: Path) -> tuple[Dataset, Any]:
     """Opens the set and computes its first batch; both keep the memory maps alive."""
     config = DataSection(source=TokensSource(path=folder), seq_len=SEQ_LEN, heldout_fraction=0.01)
     dataset = open_dataset(config)
-    return dataset, batch_at(dataset.train, dataset.order(seed=0), global_batch_size=ROWS)(0)
+    return dataset, batch_at(
+        dataset.train, dataset.order(seed=0, rows_per_step=ROWS), global_batch_size=ROWS
+    )(0)
 
 
 def mapped_bytes(folder: Path, name: str) -> int:

@@ -113,7 +113,7 @@ def test_without_a_heldout_fraction_all_rows_are_training_rows(tmp_path):
 def test_a_batch_larger_than_the_data_set_spans_epochs(tmp_path):
     write_tokens(tmp_path / "set", [np.arange(33)], vocab_size=33, tokenizer="mine")
     dataset = opened(tmp_path / "set", heldout_fraction=0.0)
-    batch = batch_at(dataset.train, dataset.order(seed=0), global_batch_size=5)(1)
+    batch = batch_at(dataset.train, dataset.order(seed=0, rows_per_step=4), global_batch_size=5)(1)
     assert (batch.cursor, batch.next_cursor) == (1, 6)
     assert batch.arrays["tokens_BT"].shape == (5, 16)
 
@@ -121,7 +121,7 @@ def test_a_batch_larger_than_the_data_set_spans_epochs(tmp_path):
 def test_a_batch_depends_on_its_cursor_and_not_on_earlier_reads(folder):
     args = {"global_batch_size": 6, "skips": [(4, 9), (30, 31)]}
     walk, cursor = [], 0
-    order = opened(folder).order(seed=3)
+    order = opened(folder).order(seed=3, rows_per_step=6)
     at = batch_at(opened(folder).train, order, **args)
     for _ in range(12):
         walk.append(at(cursor))
@@ -135,7 +135,7 @@ def test_a_batch_depends_on_its_cursor_and_not_on_earlier_reads(folder):
 
 
 def test_a_change_of_batch_size_continues_with_the_next_row(folder):
-    rows, order = opened(folder).train, opened(folder).order(seed=0)
+    rows, order = opened(folder).train, opened(folder).order(seed=0, rows_per_step=4)
     big = batch_at(rows, order, global_batch_size=12)
     small = batch_at(rows, order, global_batch_size=4)
     first = big(0)
@@ -216,7 +216,9 @@ def test_a_terabyte_opens_without_being_read(tmp_path):
     change_meta(tmp_path / "set", num_tokens=num_tokens)
     dataset = opened(tmp_path / "set", heldout_fraction=0.01)
     assert len(dataset.train) == (num_tokens - 10**6 - 1) // 16
-    batch = batch_at(dataset.train, dataset.order(seed=0), global_batch_size=24)(10**9)
+    batch = batch_at(dataset.train, dataset.order(seed=0, rows_per_step=4), global_batch_size=24)(
+        10**9
+    )
     assert batch.arrays["tokens_BT"].shape == (24, 16)
 
 

@@ -23,7 +23,7 @@ def digest(tmp_path, monkeypatch):
         importlib.import_module(target.partition(":")[0])
         after = time.time() + imported_after
         monkeypatch.setattr(compile_cache, "process_start", lambda clock: after)
-        return _code_digest(("data",), CustomSource(target=target))
+        return _code_digest(("data",), [CustomSource(target=target)])
 
     return digest
 
@@ -37,7 +37,7 @@ def test_a_change_of_a_custom_module_changes_the_digest(tmp_path, digest):
     assert first == digest("rows_of_mine:build"), "another module of the folder is no part of it"
     module.write_text("ROWS = 2\n")
     assert first != digest("rows_of_mine:build"), "changed data code is not in the record"
-    assert first != _code_digest(("data",), TextSource(path="x"))
+    assert first != _code_digest(("data",), [TextSource(path="x")])
 
 
 def test_a_change_beside_a_module_in_a_package_changes_the_digest(tmp_path, digest):
