@@ -3,28 +3,69 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from jaxres.clock import SystemClock
 from jaxres.runlog import attempt_history, metrics
+from jaxres.runlog.event_log import read_events
+from jaxres.runlog.events import EVENTS, Evaluated
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
 from jaxres.supervisor import run_lock
 
+EVALUATED = EVENTS.tag(Evaluated)
+
 
 def steps_text(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
-    """Returns one line for each step of the run's history: a table, or JSON lines."""
+    """Returns one line for each step of the run's history: a table, or JSON lines.
+
+    A step with an evaluation has the loss of each validation set.
+    """
     metric_lines = metrics.read_history(run_dir, history)
+    evaluated = _evaluations(run_dir, {m.attempt for m in metric_lines})
     if as_json:
-        rows = [{k: v for k, v in m.fields().items() if k != "seq"} for m in metric_lines]
+        rows = [
+            {k: v for k, v in m.fields().items() if k != "seq"}
+            | evaluated.get((m.attempt, m.step), {})
+            for m in metric_lines
+        ]
         return "".join(json.dumps(row) + "\n" for row in rows)
     head = (
-        f"{'step':>8} {'attempt':>7} {'loss':>10} {'grad norm':>10} {'rate':>10} {'tokens':>14}\n"
+        f"{'step':>8} {'attempt':>7} {'loss':>10} {'grad norm':>10} {'rate':>10} {'tokens':>14}"
+        f"{'  evaluated' if evaluated else ''}\n"
     )
     return head + "".join(
         f"{m.step:>8} {m.attempt:>7} {_cell(m.loss)} {_cell(m.grad_norm)} "
-        f"{_cell(m.learning_rate)} {m.tokens:>14,}\n"
+        f"{_cell(m.learning_rate)} {m.tokens:>14,}"
+        f"{_losses(evaluated.get((m.attempt, m.step)))}\n"
         for m in metric_lines
     )
+
+
+def _evaluations(
+    run_dir: RunDir, attempts: Collection[int]
+) -> dict[tuple[int, int], dict[str, Any]]:
+    """Returns (attempt, step) -> the fields of its evaluation."""
+    return {
+        (attempt, event.get("step", 0)): {
+            name: event[name]
+            for name in ("losses", "bits_per_byte", "epochs")
+            if isinstance(event.get(name), dict) and event[name]
+        }
+        for attempt in attempts
+        for event in read_events(run_dir.events(attempt, 0))
+        if event["event"] == EVALUATED
+    }
+
+
+def _losses(evaluation: Mapping[str, Any] | None) -> str:
+    losses = {} if evaluation is None else evaluation.get("losses", {})
+    text = ", ".join(
+        f"{name} {_cell(loss if isinstance(loss, float) else None).strip()}"
+        for name, loss in losses.items()
+    )
+    return f"  {text}" if text else ""
 
 
 def attempts_text(run_dir: RunDir, _: RunHistory, *, as_json: bool) -> str:

@@ -61,7 +61,7 @@ class Status:
     steps: int | None
     """Number of steps of the whole run; None: unknown."""
     evaluation: Mapping[str, Any] | None
-    """The newest evaluation of the last attempt that trained: step, losses, bits_per_byte."""
+    """Newest evaluation of the last attempt that trained: step, losses, bits_per_byte, epochs."""
     hosts: Sequence[HostSnapshot]
     recent: Sequence[AttemptSummary]
     supervision: LastSupervisorEvent | None
@@ -125,6 +125,7 @@ def _evaluation(event: Mapping[str, Any]) -> dict[str, Any]:
         "step": event.get("step"),
         "losses": losses,
         "bits_per_byte": event.get("bits_per_byte") or {},
+        "epochs": event.get("epochs") or {},
     }
 
 
@@ -175,6 +176,9 @@ def as_text(status: Status) -> str:
     if status.evaluation is not None:
         losses = [f"{name} {loss}" for name, loss in status.evaluation["losses"].items()]
         rows.append(("evaluated", f"step {status.evaluation['step']}, loss: {', '.join(losses)}"))
+        epochs = [f"{name} {count:.2f}" for name, count in status.evaluation["epochs"].items()]
+        if epochs:
+            rows.append(("epochs", f"at step {status.evaluation['step']}: {', '.join(epochs)}"))
     if history.commits:
         age = status.now - history.commits[-1].time
         rows.append(("committed", f"step {history.step}, {_age(age)} ago"))

@@ -12,7 +12,7 @@ they remain valid when the batch size or the number of hosts changes.
 from jaxres.data.bad_records import describe, find_bad_rows, find_hung_row, is_record_fault
 from jaxres.data.batching import Arrays, BadRecord, Batch, Rows, batch_at
 from jaxres.data.dataset import Dataset, open_dataset
-from jaxres.data.mixture import describe_row
+from jaxres.data.mixture import Mixture, describe_row
 from jaxres.data.order import Order, Skips, positions_at, sample_digest, sample_ids_at, skip_ranges
 from jaxres.data.prefetch import DataThreadDied, DataTimeout, Prefetch
 from jaxres.data.shuffle import Permutation
@@ -27,6 +27,7 @@ __all__ = [
     "DataThreadDied",
     "DataTimeout",
     "Dataset",
+    "Mixture",
     "Order",
     "Permutation",
     "Prefetch",

@@ -111,6 +111,14 @@ class Mixture:
         phase = next(phase for phase in reversed(self.phases) if phase.start <= position)
         return _rows_by_part(phase, position, self.seed)
 
+    def epochs(self, position: int) -> dict[str, float]:
+        """Returns how many epochs each source has at positions before this one, by name."""
+        rows = self.rows_by_part(position)
+        return {
+            part.order.name: count / part.order.num_rows
+            for part, count in zip(self.parts, rows, strict=True)
+        }
+
     def _ranks(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the source of each position, and how many rows it has before."""
         starts = np.array([phase.start for phase in self.phases])

@@ -91,6 +91,8 @@ class Evaluated:
     """Name of each set -> its loss."""
     bits_per_byte: Mapping[str, float] = field(default_factory=dict)
     """Name of each set whose text is known -> its loss in bits a byte of text."""
+    epochs: Mapping[str, float] = field(default_factory=dict)
+    """Name of each source of a mixture -> epochs of it that were trained on."""
 
 
 @dataclass(frozen=True)

@@ -163,9 +163,11 @@ class TensorBoard:
                 self._tokens_per_step = tokens_per_step
             case events.TrainingStarted(step=step):
                 self._put(step + 1, {})
-            case events.Evaluated(step=step, loss=loss, losses=losses, bits_per_byte=bits):
+            case events.Evaluated(step=step, loss=loss, losses=losses):
                 values = {f"{name}/loss": value for name, value in losses.items()}
+                bits, epochs = event.bits_per_byte, event.epochs
                 values |= {f"{name}/bits_per_byte": value for name, value in bits.items()}
+                values |= {f"{name}/epochs": value for name, value in epochs.items()}
                 self._put(step, values or {"heldout/loss": loss})
             case _:
                 pass

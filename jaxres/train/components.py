@@ -134,6 +134,8 @@ class DataLoader:
     num_rows: int
     tokens_per_step: int
     """On average; without padding."""
+    epochs: Callable[[int], Mapping[str, float]] = lambda cursor: {}
+    """Cursor -> epochs of each source of a mixture before it, by name; empty for one source."""
 
 
 RECENT_STEPS = 16

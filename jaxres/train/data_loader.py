@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxres import data
 from jaxres.config.schema import TrainSection
 from jaxres.config.schema_data import DataSection
-from jaxres.data import Batch, Dataset, DataTimeout, Order
+from jaxres.data import Batch, Dataset, DataTimeout, Mixture, Order
 from jaxres.engine import mesh as meshes
 from jaxres.engine.mesh import LocalRows
 from jaxres.runlog.events import PhaseChanged
@@ -76,6 +76,7 @@ def open_data_loader(
         open=open_at,
         num_rows=len(dataset.train),
         tokens_per_step=dataset.tokens_of(global_batch_size),
+        epochs=order.epochs if isinstance(order, Mixture) else lambda cursor: {},
     )
 
 

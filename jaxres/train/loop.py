@@ -244,7 +244,8 @@ def evaluate(run: Trainer, state: TrainState, progress: Progress) -> Progress:
         for name in losses
         if name in run.text_bytes
     }
-    run.emit(Evaluated(progress.step, loss, best, progress.best_step, losses, bits))
+    epochs = run.data_loader.epochs(progress.cursor)
+    run.emit(Evaluated(progress.step, loss, best, progress.best_step, losses, bits, epochs))
     return progress
 
 

@@ -266,6 +266,15 @@ def last_evaluation(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> dict
     return json.loads(capsys.readouterr().out)["evaluation"]
 
 
+def evaluated_steps(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> list[int]:
+    """Returns the steps to which `jaxres history` says the loss of each set."""
+    assert main(["history", str(run_dir.root), "--json"]) == 0
+    lines = map(json.loads, capsys.readouterr().out.splitlines())
+    assert main(["history", str(run_dir.root)]) == 0
+    assert capsys.readouterr().out.count("  heldout ") == 2
+    return [line["step"] for line in lines if set(line.get("losses", ())) == {"heldout", "own"}]
+
+
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.slow
 def test_a_hugging_face_tokenizer_goes_the_whole_way(
@@ -307,6 +316,7 @@ def test_a_hugging_face_tokenizer_goes_the_whole_way(
     evaluations = [last_evaluation(one, capsys) for one in (run_dir, unbroken)]
     assert evaluations[0] == evaluations[1]
     assert evaluations[0]["step"] == 100
+    assert evaluated_steps(run_dir, capsys) == [50, 100]
     assert set(evaluations[0]["losses"]) == set(evaluations[0]["bits_per_byte"])
     assert set(evaluations[0]["losses"]) == {"heldout", "own"}
     assert 0 < evaluations[0]["bits_per_byte"]["own"] < 8, "better than knowing nothing"
