@@ -232,6 +232,10 @@ def _data(config: RunConfig) -> Iterator[Problem]:
 
 def _mixture(mixture: MixtureSource) -> Iterator[Problem]:
     names = [part.name for part in mixture.sources]
+    if not names:
+        text = "is empty; give at least one source, with its name, weight and source (docs/data.md)"
+        yield Problem("data.source.sources", text)
+        return
     for number, name in enumerate(names):
         if name in (*names[:number], HELDOUT):
             key = f"data.source.sources[{number}].name"

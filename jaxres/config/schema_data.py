@@ -144,7 +144,7 @@ class MixtureSource(Section):
     """Data source: rows of several sources, in shares that may change at stated steps."""
 
     kind: Literal["mixture"] = "mixture"
-    sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)]
+    sources: tuple[WeightedSource, ...] = ()
     """The sources, each with a name and a weight."""
     schedule: tuple[WeightChange, ...] = ()
     """Changes of the weights, by ascending steps."""

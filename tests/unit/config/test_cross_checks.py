@@ -9,6 +9,12 @@ TEXT = "source: {kind: text, path: x}"
 ONE = f"{{name: a, weight: 1, {TEXT}}}"
 MIXTURES = (
     (
+        "",
+        "",
+        "data.source.sources: is empty; give at least one source, with its name, weight and "
+        "source (docs/data.md)",
+    ),
+    (
         f"{ONE}, {ONE}",
         "",
         "data.source.sources[1].name: a is taken; give each source its own name",
