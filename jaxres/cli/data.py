@@ -16,9 +16,10 @@ from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, path_argument
 from jaxres.config.schema_data import CustomSource, DataSection, MixtureSource, TokensSource
 from jaxres.data import Rows, download_cache
-from jaxres.data.corpus import describe_corpus, open_corpus
+from jaxres.data.corpus import describe, describe_corpus, open_corpus
 from jaxres.data.dataset import PLAN_MARK, Dataset
-from jaxres.data.inspect import show_rows, statistics
+from jaxres.data.images import IMAGES, ImageRows
+from jaxres.data.inspect import image_statistics, show_rows, statistics
 from jaxres.data.mixture import MixedRows, Mixture
 from jaxres.data.token_folder import TokenFolder
 from jaxres.data.verify import DataReport, verify_data
@@ -136,10 +137,10 @@ def _upload(built: TokenFolder, out: RunPath) -> None:
 
 
 def _print_built(built: TokenFolder, place: RunPath) -> None:
-    meta = built.meta
+    kind = IMAGES if built.meta.tokenizer == IMAGES else "tokens"
     sys.stdout.write(
-        f"{place}: {meta.num_tokens:,} tokens, {meta.num_documents:,} documents, fingerprint "
-        f"{meta.fingerprint}\nto train on it: data.source.kind=tokens data.source.path={place}\n"
+        f"{place}: {describe(built.meta)}, fingerprint {built.meta.fingerprint}\n"
+        f"to train on it: data.source.kind={kind} data.source.path={place}\n"
     )
 
 
@@ -163,9 +164,9 @@ def _inspect(config: RunConfig, options: argparse.Namespace) -> None:
         return
     steps = len(dataset.train) / config.train.global_batch_size
     sys.stdout.write(
-        f"{_counts_text(fields)}rows of {config.data.seq_len} tokens: {len(dataset.train):,} to "
-        f"train on, {heldout:,} held out{_padding(dataset)}; an epoch takes {steps:,.1f} steps, "
-        f"the run has {config.train.steps:,}\nfingerprint: {dataset.fingerprint}\n"
+        f"{_counts_text(fields)}rows{_row_size(dataset)}: {len(dataset.train):,} to train on, "
+        f"{heldout:,} held out{_padding(dataset)}; an epoch takes {steps:,.1f} steps, the run has "
+        f"{config.train.steps:,}\nfingerprint: {dataset.fingerprint}\n"
     )
 
 
@@ -186,7 +187,7 @@ def _inspect_mixture(
     for name, fields in found.items():
         own = fields["rows"]["train"]
         sys.stdout.write(
-            f"source {name}\n{_counts_text(fields)}rows of {config.data.seq_len} tokens: {own:,} "
+            f"source {name}\n{_counts_text(fields)}rows{_row_size(dataset)}: {own:,} "
             f"to train on, {fields['rows']['heldout']:,} held out; the run trains on "
             f"{served[name]:,}, {served[name] / own:,.2f} epochs, "
             f"{served[name] / (steps * batch):.2%} of its rows\n\n"
@@ -195,17 +196,31 @@ def _inspect_mixture(
 
 
 def _count(rows: Rows, heldout: int) -> dict[str, Any]:
-    found = asdict(statistics(rows, progress=_progress))
+    if isinstance(rows, ImageRows):
+        found = asdict(image_statistics(rows, progress=_progress))
+    else:
+        found = asdict(statistics(rows, progress=_progress))
     return found | {"rows": {"train": len(rows), "heldout": heldout}}
 
 
 def _counts_text(fields: Mapping[str, Any]) -> str:
     lengths = ", ".join(f"{name} {length:,}" for name, length in fields["lengths"].items())
+    if "labels" in fields:
+        labels = ", ".join(f"{label}: {count:,}" for label, count in fields["labels"].items())
+        return (
+            f"images: {fields['num_images']:,}, of which {fields['num_duplicates']:,} equal an "
+            f"earlier one, {fields['num_contradictions']:,} of them with another label\n"
+            f"images of each label: {labels}\nbytes an image: {lengths}\n"
+        )
     return (
         f"documents: {fields['num_documents']:,}, of which {fields['num_duplicates']:,} equal an "
         f"earlier one\ntokens: {fields['num_tokens']:,}; {fields['num_tokens_used']:,} of "
         f"{fields['vocab_size']:,} ids are used\ntokens a document: {lengths}\n"
     )
+
+
+def _row_size(dataset: Dataset) -> str:
+    return "" if dataset.tokens_per_row == 1 else f" of {dataset.tokens_per_row} tokens"
 
 
 def _padding(dataset: Dataset) -> str:

@@ -17,6 +17,7 @@ from jaxres.config.schema_data import (
     BytesTokenizer,
     CustomSource,
     FilesSource,
+    ImagesSource,
     MixtureSource,
     NanogptSource,
     SingleSource,
@@ -102,7 +103,8 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             )
     if isinstance(model, CustomModel):
         return
-    is_text = any(not isinstance(x, CustomSource | TokensSource | NanogptSource) for x in sources)
+    has_ids = CustomSource | TokensSource | NanogptSource | ImagesSource
+    is_text = any(not isinstance(part, has_ids) for part in sources)
     is_bytes = is_text and isinstance(config.data.tokenizer, BytesTokenizer)
     if is_bytes and model.vocab_size is not None and model.vocab_size < BYTES_VOCAB:
         yield Problem(
@@ -192,7 +194,7 @@ def _features(config: RunConfig) -> Iterator[Problem]:
         )
     sources = single_sources(source)
     is_custom = isinstance(model, CustomModel) or any(
-        isinstance(part, CustomSource) for part in sources.values()
+        isinstance(part, CustomSource | ImagesSource) for part in sources.values()
     )
     if config.telemetry.sample_tokens and is_custom:
         yield Problem(
@@ -215,9 +217,15 @@ def _features(config: RunConfig) -> Iterator[Problem]:
 def _data(config: RunConfig) -> Iterator[Problem]:
     for key, source in single_sources(config.data.source).items():
         yield from _source(key, source, config.data.tokenizer)
-        if isinstance(source, CustomSource) and config.data.packing != "concat":
-            text = f"{config.data.packing} packs documents, a custom source has rows; leave it out"
+        has_rows = isinstance(source, CustomSource | ImagesSource)
+        if has_rows and config.data.packing != "concat":
+            text = f"{config.data.packing} packs documents, not {source.kind} rows; leave it out"
             yield Problem("data.packing", text, others=(f"{key}.kind",))
+        if isinstance(source, ImagesSource) and not isinstance(config.model, CustomModel):
+            text = (
+                f"{config.model.kind} reads tokens; images need a model of yours (docs/models.md)"
+            )
+            yield Problem("model.kind", text, others=(f"{key}.kind",))
     seen = {HELDOUT}
     if isinstance(config.data.source, MixtureSource):
         yield from _mixture(config.data.source)

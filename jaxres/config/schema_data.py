@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, PositiveInt
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from jaxres.config.base import (
     Folder,
@@ -89,6 +89,29 @@ class NanogptSource(FilesSource):
     """Token that ends a document; null: each file is one document. Default: GPT-2's."""
 
 
+class ImagesSource(FilesSource):
+    """Data source: images with labels, for custom models."""
+
+    kind: Literal["images"] = "images"
+    include: tuple[str, ...] = tuple(
+        f"**/*.{ending}"
+        for lower in ("jpg", "jpeg", "png", "webp", "bmp", "parquet")
+        for ending in (lower, lower.upper())
+    )
+    """Patterns of files below the folder: images in a folder for each class, or Parquet files."""
+    image_column: str = "image"
+    """Column of Parquet files that has the encoded images: bytes, or {bytes, path}."""
+    label_column: str = "label"
+    """Column of Parquet files that has the labels, whole numbers."""
+    size: PositiveInt = 224
+    """Width and height, in pixels, of what the model gets."""
+    augment: Literal["none", "crop_flip"] = "none"
+    """none: the middle of the image. crop_flip: a random crop, half of them mirrored; another one
+    in every epoch. Held-out images are never augmented."""
+    seed: NonNegativeInt = 0
+    """Seed of the random crops."""
+
+
 class TokensSource(Section):
     """Data source: a folder of tokens, made by another tool."""
 
@@ -112,7 +135,9 @@ class CustomSource(Section):
     """Arguments, such as paths, whose content the object's `fingerprint` covers: they are free."""
 
 
-DocumentSource = TextSource | JsonlSource | ParquetSource | HuggingfaceSource | NanogptSource
+DocumentSource = (
+    TextSource | JsonlSource | ParquetSource | HuggingfaceSource | NanogptSource | ImagesSource
+)
 """Sources that are tokenised, or copied, into a cached token folder."""
 SingleSource = DocumentSource | TokensSource | CustomSource
 """Sources that are no mixture."""

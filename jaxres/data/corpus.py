@@ -24,13 +24,15 @@ import numpy as np
 import xxhash
 
 from jaxres.clock import Clock, SystemClock
-from jaxres.config.schema_data import DocumentSource, NanogptSource, TextSource
+from jaxres.config.schema_data import DocumentSource, ImagesSource, NanogptSource, TextSource
 from jaxres.config.schema_data import Tokenizer as TokenizerSection
+from jaxres.data.images import IMAGES, pillow, with_labels
 from jaxres.data.source_files import SourceFile, list_files
 from jaxres.data.token_folder import (
     DTYPES,
     FORMAT_VERSION,
     CacheDamaged,
+    Meta,
     TokenFolder,
     TokensDamaged,
     file_id,
@@ -58,6 +60,9 @@ LONG_BUILD_SECONDS = 600.0
 WAIT_SECONDS = 0.2
 NUM_INSTALL_TRIES = 10
 JOURNAL = "build.json"
+NUM_BYTES = 256
+ROW_KEYS = ("size", "augment", "seed")
+"""Keys of a source of images that only say how rows are made from them."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -76,7 +81,15 @@ class Corpus:
     @property
     def tokenizer_name(self) -> str:
         """The field `tokenizer` of meta.json."""
+        if isinstance(self.source, ImagesSource):
+            return IMAGES
         return "ids" if self.tokenizer is None else self.tokenizer.name
+
+    @property
+    def dtype(self) -> str:
+        """Type of the tokens."""
+        is_bytes = isinstance(self.source, ImagesSource)
+        return "uint8" if is_bytes else token_type(self.vocab_size)
 
 
 def describe_corpus(
@@ -86,6 +99,9 @@ def describe_corpus(
     files = list_files(source)
     if isinstance(source, NanogptSource):
         opened, vocab_size = None, source.vocab_size
+    elif isinstance(source, ImagesSource):
+        pillow("Image")
+        files, opened, vocab_size = with_labels(files), None, NUM_BYTES
     else:
         opened = open_tokenizer(tokenizer)
         vocab_size = opened.vocab_size
@@ -102,7 +118,7 @@ def _cache_key(source: DocumentSource, files: list[SourceFile], tokenizer: str) 
     """
     parts = [f"format {FORMAT_VERSION} tokenizer {tokenizer}".encode()]
     if not isinstance(source, TextSource):
-        omitted = {"path", "include", "exclude"}
+        omitted = {"path", "include", "exclude", *ROW_KEYS}
         parts.append(canonical_json(source.model_dump(mode="json", exclude=omitted)))
     for file in sorted(files, key=lambda file: file.name):
         stamp = f"{file.size_bytes} {file.mtime_ns}".encode()
@@ -148,9 +164,16 @@ def open_cached(corpus: Corpus, folder: Path | None = None) -> TokenFolder:
     return opened
 
 
+def describe(meta: Meta) -> str:
+    """Returns what a token folder has, for a line of text."""
+    if meta.tokenizer == IMAGES:
+        return f"{meta.num_documents:,} images, {meta.num_tokens / 1e6:,.1f} MB"
+    return f"{meta.num_tokens:,} tokens, {meta.num_documents:,} documents"
+
+
 def fingerprint_of(corpus: Corpus) -> str:
     """Returns the fingerprint of the corpus that the files make now; tokenises all of them."""
-    dtype = DTYPES[token_type(corpus.vocab_size)]
+    dtype = DTYPES[corpus.dtype]
     digest, offsets, num_tokens = xxhash.xxh3_128(), [np.zeros(1, "<i8")], 0
     for block in token_blocks(corpus.files, corpus.source, corpus.tokenizer):
         digest.update(block.tokens.astype(dtype).data)
@@ -198,7 +221,7 @@ def _build(corpus: Corpus, progress: Callable[[str], None], clock: Clock) -> Tok
         with contextlib.suppress(OSError):
             building.rmdir()  # Only if it is empty.
         os.close(lock)
-    progress(f"Tokenised {opened.meta.num_tokens:,} tokens")
+    progress(describe(opened.meta))
     return replace(opened, folder=entry)
 
 
@@ -241,8 +264,9 @@ def _tokenise(
         open_cached(corpus, building)
         return _remove_progress(building)
     total_bytes = sum(file.size_bytes for file in corpus.files)
+    verb = "Copying" if isinstance(corpus.source, ImagesSource) else "Tokenising"
     progress(
-        f"Tokenising {len(corpus.files):,} files, {total_bytes / 1e6:,.1f} MB, into {corpus.entry}"
+        f"{verb} {len(corpus.files):,} files, {total_bytes / 1e6:,.1f} MB, into {corpus.entry}"
     )
     writer, at = _open_writer(corpus, building, progress)
     report = _Report(total_bytes, progress, clock)
@@ -274,7 +298,11 @@ def _open_writer(
     corpus: Corpus, building: Path, progress: Callable[[str], None]
 ) -> tuple[TokenWriter, Position]:
     """Returns a writer, and the position in the files at which it continues."""
-    new = {"vocab_size": corpus.vocab_size, "tokenizer": corpus.tokenizer_name}
+    new = {
+        "vocab_size": corpus.vocab_size,
+        "tokenizer": corpus.tokenizer_name,
+        "dtype": corpus.dtype,
+    }
     try:
         fields = decode_checksummed((building / JOURNAL).read_bytes(), number=FORMAT_VERSION)
         at, written = Position(**fields["position"]), Written(**fields["written"])
@@ -333,14 +361,14 @@ class _Report:
         rate = (num_bytes - self._first_bytes) / max(now - self._begin, 1e-9)
         left = (self._total_bytes - num_bytes) / rate if rate else 0.0
         self._progress(
-            f"Tokenised {num_bytes / 1e6:,.0f} of {self._total_bytes / 1e6:,.0f} MB, "
+            f"Read {num_bytes / 1e6:,.0f} of {self._total_bytes / 1e6:,.0f} MB, "
             f"about {left / 60:.0f} minutes left"
         )
         if left > LONG_BUILD_SECONDS and not self._is_hinted:
             self._is_hinted = True
             self._progress(
                 "To do this once, on a machine without GPUs: jaxres data build CONFIG.yaml --out "
-                "FOLDER, then data.source.kind=tokens with that folder"
+                "FOLDER, which prints how to train on that folder"
             )
 
 

@@ -14,6 +14,7 @@ from jaxres.config.schema_data import (
     CustomSource,
     DataSection,
     HuggingfaceTokenizer,
+    ImagesSource,
     MixtureSource,
     TokensSource,
 )
@@ -28,11 +29,13 @@ from jaxres.data.custom import (
     tokens_per_row_of,
     vocab_size_of,
 )
+from jaxres.data.images import IMAGES, ImageRows, split_images
 from jaxres.data.mixture import MixedRows, Part, mix, mixture_fingerprint
 from jaxres.data.order import Order
 from jaxres.data.packed_rows import open_packed_rows
 from jaxres.data.packing import Packing
 from jaxres.data.shuffle import Permutation
+from jaxres.data.source_files import token_folder_of
 from jaxres.data.token_folder import TokenFolder, heldout_start, open_tokens, split_tokens
 from jaxres.data.tokenizer import LIBRARY, Tokenizer, open_tokenizer
 from jaxres.faults import ConfigError
@@ -76,10 +79,10 @@ class Dataset:
           ConfigError: all sources of a mixture are used up at some step.
         """
         if self.mixture is None:
-            return Permutation(len(self.train), seed)
+            return _permutation(self.train, seed)
         assert isinstance(self.train, MixedRows)
         parts = [
-            Part(Permutation(len(rows), seed, name=part.name), part.weight, part.epochs)
+            Part(_permutation(rows, seed, name=part.name), part.weight, part.epochs)
             for part, rows in zip(self.mixture.sources, self.train.parts.values(), strict=True)
         ]
         changes = [(change.after_step, change.weights) for change in self.mixture.schedule]
@@ -88,6 +91,11 @@ class Dataset:
     def tokens_of(self, num_rows: int) -> int:
         """Returns how many tokens some training rows have on average, without padding."""
         return round(num_rows * self.tokens_per_row * (1 - (self.padding or 0.0)))
+
+
+def _permutation(rows: Rows, seed: int, name: str = "") -> Permutation:
+    varies = isinstance(rows, ImageRows) and rows.varies_by_epoch
+    return Permutation(len(rows), seed, name, epoch_in_ids=varies)
 
 
 def silent(message: str) -> None:
@@ -195,23 +203,56 @@ def _check_alike(one: Dataset, name: str, other: Dataset, other_name: str) -> No
 def _open(config: DataSection, progress: Callable[[str], None]) -> Dataset:
     if isinstance(config.source, MixtureSource):
         return _mixture(config.source, config, progress)
-    if isinstance(config.source, TokensSource) and is_remote(config.source.path):
-        opened = remote_tokens.open_in_bucket(config, config.source.path, progress=progress)
+    place = token_folder_of(config.source)
+    if place is not None and is_remote(place):
+        opened = remote_tokens.open_in_bucket(config, place, progress=progress)
         if opened is not None:
-            return _tokens(opened, _tokenizer(opened, config), config, progress)
+            return _of_folder(opened, config, progress)
     source = download_cache.localize(config, progress=progress)
     if isinstance(source, CustomSource):
         return _custom(source, config)
-    if not isinstance(source, TokensSource):
+    place = token_folder_of(source)
+    if place is None:
+        assert not isinstance(source, TokensSource)
         corpus = describe_corpus(source, config.tokenizer, cache_dir=config.cache_dir)
         opened = open_corpus(corpus, progress=progress)
-        tokenizer = corpus.tokenizer or _tokenizer(opened, config)
-        return _tokens(opened, tokenizer, config, progress)
-    assert not is_remote(source.path), source.path
-    opened = open_tokens(source.path.expanduser())
+        return _of_folder(opened, config, progress, tokenizer=corpus.tokenizer)
+    assert not is_remote(place), place
+    opened = open_tokens(place.expanduser())
     if download_cache.is_in_bucket(config.source):
         opened = download_cache.as_cached(opened)
-    return _tokens(opened, _tokenizer(opened, config), config, progress)
+    return _of_folder(opened, config, progress)
+
+
+def _of_folder(
+    opened: TokenFolder,
+    config: DataSection,
+    progress: Callable[[str], None],
+    *,
+    tokenizer: Tokenizer | None = None,
+) -> Dataset:
+    has_images = opened.meta.tokenizer == IMAGES
+    if has_images != isinstance(config.source, ImagesSource):
+        kinds = ("images", "tokens") if has_images else ("tokens", "images")
+        raise ConfigError(
+            f"data.source.kind={config.source.kind}: {opened.source or opened.folder} has "
+            f"{kinds[0]}. Set data.source.kind={kinds[0]}."
+        )
+    if isinstance(config.source, ImagesSource):
+        return _images(opened, config.source, config)
+    return _tokens(opened, tokenizer or _tokenizer(opened, config), config, progress)
+
+
+def _images(opened: TokenFolder, source: ImagesSource, config: DataSection) -> Dataset:
+    train, heldout = split_images(opened, source, heldout_fraction=config.heldout_fraction)
+    return Dataset(
+        fingerprint=opened.meta.fingerprint,
+        vocab_size=None,
+        tokens_per_row=1,
+        train=train,
+        heldout=heldout,
+        tokenizer=None,
+    )
 
 
 def _tokenizer(opened: TokenFolder, config: DataSection) -> Tokenizer | None:

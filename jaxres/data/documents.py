@@ -24,11 +24,13 @@ from numpy.typing import NDArray
 from jaxres.config.schema_data import (
     DocumentSource,
     HuggingfaceSource,
+    ImagesSource,
     JsonlSource,
     NanogptSource,
     ParquetSource,
     TextSource,
 )
+from jaxres.data import images
 from jaxres.data.source_files import SourceFile, unreadable
 from jaxres.faults import ConfigError
 
@@ -40,6 +42,8 @@ NEAR_CHARS = 2**16
 _WORD_END = re.compile(r"\w(?=\n)")
 ROWS_PER_READ = 256
 HEADER_BYTES = 1024
+IMAGES_PER_READ = 16
+IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 HEADERS = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 """First int32 of llm.c's files -> type of their ids (karpathy/llm.c, dev/data/data_common.py)."""
 
@@ -60,8 +64,8 @@ CONTENTS = {
     b"\x28\xb5\x2f\xfd": ("compressed with zstd", None),
     b"PK\x03\x04": ("a zip archive", None),
     b"\x93NUMPY": ("a NumPy array", None),
-    b"\x89PNG": ("a PNG image", None),
-    b"\xff\xd8\xff": ("a JPEG image", None),
+    b"\x89PNG": ("a PNG image", "images"),
+    b"\xff\xd8\xff": ("a JPEG image", "images"),
     b"%PDF": ("PDF", None),
 }
 """First bytes of a file -> what it is, and the kind of source that reads it."""
@@ -96,6 +100,8 @@ def read_pieces(
         return _text(file, raw, is_binary=source.encoding == "binary")
     if isinstance(source, NanogptSource):
         return _token_ids(file, source, raw)
+    if isinstance(source, ImagesSource):
+        return _images(file, source, raw)
     if isinstance(source, JsonlSource):
         texts = _jsonl(file, source.field, raw)
     elif isinstance(source, ParquetSource):
@@ -333,6 +339,54 @@ def _arrow(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str]:
             for start in range(0, len(rows), ROWS_PER_READ):
                 part = rows.column(column).slice(start, ROWS_PER_READ)
                 yield from _strings(file, part, column)
+
+
+def _images(file: SourceFile, source: ImagesSource, raw: BinaryIO) -> Iterator[TokenPiece]:
+    if file.label is not None:
+        content = raw.read(file.size_bytes + 1)  # One more, so that a file that grows is noticed.
+        _check_image(content, f"data.source.path: {file.path}")
+        yield _image(file.label, content)
+        return
+    parquet = _library("pyarrow.parquet", "data.source.kind=images of Parquet files")
+    _check_start(file, raw, but="parquet")
+    with _arrow_errors(file):
+        opened = parquet.ParquetFile(raw, pre_buffer=False)
+        names = [source.image_column, source.label_column]
+        for name, key in zip(names, ("image_column", "label_column"), strict=True):
+            if name not in opened.schema_arrow.names:
+                raise ConfigError(
+                    f"data.source.path: {file.path} has no column {name!r}; its columns are "
+                    f"{', '.join(opened.schema_arrow.names)}. Set data.source.{key}."
+                )
+        row = 0
+        for part in opened.iter_batches(batch_size=IMAGES_PER_READ, columns=names):
+            values = zip(*(part.column(name).to_pylist() for name in names), strict=True)
+            for image, label in values:
+                row += 1
+                where = f"data.source.path: {file.path}, row {row}"
+                content = image.get("bytes") if isinstance(image, dict) else image
+                if not isinstance(content, bytes) or not isinstance(label, int):
+                    raise ConfigError(
+                        f"{where} has {type(content).__name__} in column {names[0]!r} and "
+                        f"{type(label).__name__} in {names[1]!r}; it needs the bytes of an image "
+                        "file and a whole number"
+                    )
+                _check_image(content, where)
+                yield _image(label, content)
+
+
+def _check_image(content: bytes, where: str) -> None:
+    is_webp = content.startswith(b"RIFF") and content[8:12] == b"WEBP"
+    if not is_webp and not content.startswith(IMAGE_STARTS):
+        raise ConfigError(
+            f"{where} is no JPEG, PNG, WebP, GIF, BMP or TIFF image: it begins with "
+            f"{content[:8]!r}. Replace it, or leave it out with data.source.exclude."
+        )
+
+
+def _image(label: int, content: bytes) -> TokenPiece:
+    document = images.document(label, content)
+    return TokenPiece(document, np.array([len(document) - 1]))
 
 
 def _check_column(file: SourceFile, schema: Any, column: str) -> None:

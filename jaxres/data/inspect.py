@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from jaxres.data.batching import Arrays, Rows
 from jaxres.data.dataset import Dataset
+from jaxres.data.images import LABEL_BYTES, ImageRows, label_of
 from jaxres.data.mixture import describe_row
 from jaxres.data.order import Order, sample_ids_at
 from jaxres.data.packed_rows import PackedRows
@@ -19,6 +21,7 @@ from jaxres.faults import UsageError
 
 QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 DOCUMENTS_AT_ONCE = 4096
+IMAGES_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ def _other_row(arrays: Arrays) -> Iterator[str]:
     for name, values in arrays.items():
         with np.printoptions(threshold=20, edgeitems=3):
             text = " ".join(str(values[0]).split())
+        if values[0].ndim >= 3:  # Of an image, numbers say nothing.
+            text = f"mean {values[0].mean():.4g}, from {values[0].min()} to {values[0].max()}"
         yield f"{name} {values.dtype}{list(values.shape[1:])}: {text}"
 
 
@@ -101,6 +106,45 @@ def statistics(rows: Rows, *, progress: Callable[[str], None]) -> CorpusStatisti
         num_duplicates=num_duplicates,
         num_tokens_used=int(used.sum()),
         vocab_size=len(used),
+    )
+
+
+@dataclass(frozen=True)
+class ImageStatistics:
+    """Counts of the images of a folder."""
+
+    num_images: int
+    labels: dict[int, int]
+    """Label -> number of its images."""
+    lengths: dict[str, int]
+    """Name of a quantile -> bytes of a file."""
+    num_duplicates: int
+    """Files that equal an earlier one."""
+    num_contradictions: int
+    """Those of them with another label than the first."""
+
+
+def image_statistics(rows: ImageRows, *, progress: Callable[[str], None]) -> ImageStatistics:
+    """Reads every image file, without decoding it."""
+    total = rows.corpus.meta.num_documents
+    labels, first, sizes = Counter[int](), dict[int, int](), list[int]()
+    num_duplicates = num_contradictions = 0
+    for begin in range(0, total, IMAGES_AT_ONCE):
+        numbers = np.arange(begin, min(begin + IMAGES_AT_ONCE, total))
+        for document in rows.read(numbers):
+            label, content = label_of(document), document[LABEL_BYTES:]
+            labels[label] += 1
+            sizes.append(len(content))
+            digest = xxhash.xxh3_64_intdigest(np.ascontiguousarray(content).data)
+            num_duplicates += digest in first
+            num_contradictions += first.setdefault(digest, label) != label
+        progress(f"{begin + len(numbers):,} of {total:,} images")
+    return ImageStatistics(
+        num_images=total,
+        labels=dict(sorted(labels.items())),
+        lengths=_lengths(np.array(sizes)),
+        num_duplicates=num_duplicates,
+        num_contradictions=num_contradictions,
     )
 
 

@@ -277,4 +277,5 @@ def describe_row(rows: Rows, row_id: int) -> str:
         own, which = divmod(row_id, len(rows.parts))
         name = list(rows.parts)[which]
         return f"{name}, {describe_row(rows.parts[name], own)}"
-    return f"row {row_id:,} of {len(rows):,}"
+    epoch, row = divmod(row_id, len(rows))
+    return f"row {row:,} of {len(rows):,}" + (f", epoch {epoch}" if epoch else "")

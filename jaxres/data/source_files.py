@@ -11,9 +11,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
-from jaxres.config.schema_data import DocumentSource, HuggingfaceSource
+from jaxres.config.schema_data import (
+    DocumentSource,
+    HuggingfaceSource,
+    ImagesSource,
+    Source,
+    TokensSource,
+)
 from jaxres.faults import ConfigError, RunError
 from jaxres.storage.files import fault_of
+from jaxres.storage.path import SCHEME, RunPath, parse_path
 
 STDLIB = "{stdlib}"
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -28,6 +35,23 @@ class SourceFile:
     path: Path
     size_bytes: int
     mtime_ns: int
+    label: int | None = None
+    """Label of an image file."""
+
+
+def token_folder_of(source: Source) -> RunPath | None:
+    """Returns the token folder that is the source, or that may be, if it is in a bucket.
+
+    None: it has to be built. The path of `images` may be that of a folder that is built already.
+    """
+    if isinstance(source, TokensSource):
+        return source.path
+    if not isinstance(source, ImagesSource):
+        return None
+    if source.path.startswith(SCHEME):
+        return parse_path(source.path)
+    folder = Path(source.path)
+    return folder if (folder.expanduser() / "meta.json").exists() else None
 
 
 def list_files(source: DocumentSource) -> list[SourceFile]:

@@ -24,7 +24,7 @@ from jaxres.storage.files import fault_of
 from jaxres.storage.path import RunPath
 
 FORMAT_VERSION = 1
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MAX_VOCAB_SIZE = 2**31 - 1
 NUM_OFFSETS_CHECKED = 1024
 OFFSET_BYTES = 8
@@ -163,7 +163,7 @@ class TokenFolder:
 
 
 def token_type(vocab_size: int) -> str:
-    """Returns the type of the tokens of a folder."""
+    """Returns the type of the tokens of a folder; uint8 is that of bytes of files only."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 

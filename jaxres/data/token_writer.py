@@ -49,9 +49,22 @@ class TokenWriter:
     """
 
     def __init__(
-        self, folder: Path, *, vocab_size: int, tokenizer: str, resume: Written | None = None
+        self,
+        folder: Path,
+        *,
+        vocab_size: int,
+        tokenizer: str,
+        dtype: str | None = None,
+        resume: Written | None = None,
     ) -> None:
         """Creates the folder, or continues one whose writer was killed after `sync`.
+
+        Args:
+          folder: the folder to write.
+          vocab_size: number of token ids.
+          tokenizer: name of the tokenizer.
+          dtype: type of the tokens; None: the usual one for this many ids.
+          resume: what an earlier writer has made durable.
 
         Raises:
           FileExistsError: the folder exists and has files.
@@ -62,7 +75,7 @@ class TokenWriter:
         self._folder = folder
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
-        self._dtype = token_type(vocab_size)
+        self._dtype = dtype or token_type(vocab_size)
         self._offsets = array("q", [0])
         self._num_synced = 1
         self._num_tokens = 0

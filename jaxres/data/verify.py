@@ -24,6 +24,7 @@ from jaxres.data import download_cache, remote_tokens
 from jaxres.data.corpus import Corpus, describe_corpus, fingerprint_of, open_cached
 from jaxres.data.mixture import mixture_fingerprint
 from jaxres.data.remote_items import RemoteItems
+from jaxres.data.source_files import token_folder_of
 from jaxres.data.token_digests import CheckedBlocks
 from jaxres.data.token_folder import CacheDamaged, Items, TokenFolder, TokensDamaged, open_tokens
 from jaxres.faults import UsageError
@@ -63,9 +64,10 @@ def verify_data(config: DataSection) -> DataReport:
             "there is nothing to verify"
         )
     source, problems = config.source, list[str]()
-    if isinstance(source, TokensSource) and is_remote(source.path):
+    place = token_folder_of(source)
+    if place is not None and is_remote(place):
         try:
-            opened = remote_tokens.open_in_bucket(config, source.path, progress=lambda _: None)
+            opened = remote_tokens.open_in_bucket(config, place, progress=lambda _: None)
         except (TokensDamaged, CacheDamaged) as damage:
             return DataReport((str(damage),))
         if opened is not None:
@@ -75,10 +77,11 @@ def verify_data(config: DataSection) -> DataReport:
         if copied is None:
             return DataReport(tuple(problems))
         source = copied
-    if isinstance(source, TokensSource):
-        assert not is_remote(source.path), source.path
-        return _of_folder(source.path.expanduser(), problems)
-    assert not isinstance(source, CustomSource | MixtureSource), source
+    place = token_folder_of(source)
+    if place is not None:
+        assert not is_remote(place), place
+        return _of_folder(place.expanduser(), problems)
+    assert not isinstance(source, CustomSource | MixtureSource | TokensSource), source
     corpus = describe_corpus(source, config.tokenizer, cache_dir=config.cache_dir)
     if not corpus.entry.exists():
         problems.append(f"{corpus.entry}: no cached corpus; a run builds it at its start")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -48,6 +49,8 @@ def numerics_fingerprint(
     }
     if config.model.kind == "gpt":
         fingerprint |= {"attention": config.model.attention, "remat": config.model.remat}
+    if any(part.kind == "images" for part in single_sources(config.data.source).values()):
+        fingerprint["pillow"] = importlib.metadata.version("pillow")
     if mesh.devices.flat[0].platform != "cpu":
         fingerprint["executable"] = str(step.runtime_executable().fingerprint)
     flags = {"xla_flags": compile_cache.xla_flags_here()}

@@ -316,7 +316,7 @@ def test_a_hugging_face_tokenizer_goes_the_whole_way(
     evaluations = [last_evaluation(one, capsys) for one in (run_dir, unbroken)]
     assert evaluations[0] == evaluations[1]
     assert evaluations[0]["step"] == 100
-    assert evaluated_steps(run_dir, capsys) == [50, 100]
+    assert evaluated_steps(unbroken, capsys) == [50, 100]
     assert set(evaluations[0]["losses"]) == set(evaluations[0]["bits_per_byte"])
     assert set(evaluations[0]["losses"]) == {"heldout", "own"}
     assert 0 < evaluations[0]["bits_per_byte"]["own"] < 8, "better than knowing nothing"

@@ -403,13 +403,14 @@ def history(run_dir: RunDir) -> list[dict[str, Any]]:
     return [json.loads(row) for row in _verb(["history", str(run_dir.root), "--json"]).splitlines()]
 
 
-WALL_CLOCK_FACTS = ("attempt", "step_seconds", "busy_seconds")
+MAY_DIFFER = ("attempt", "step_seconds", "busy_seconds", "losses", "bits_per_byte", "epochs")
+"""Times, and what only the events have: those of a killed host's last seconds may be lost."""
 
 
 def trajectory(run_dir: RunDir) -> list[dict[str, Any]]:
     """Returns the history without the fields in which an interrupted run may differ."""
     return [
-        {name: value for name, value in row.items() if name not in WALL_CLOCK_FACTS}
+        {name: value for name, value in row.items() if name not in MAY_DIFFER}
         for row in history(run_dir)
     ]
 

@@ -150,7 +150,7 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
         ),
         (
             ["data.packing=pad", CUSTOM],
-            "data.packing: pad packs documents, a custom source has rows; leave it out",
+            "data.packing: pad packs documents, not custom rows; leave it out",
         ),
         (["data.source.path="], "data.source.path: is empty; name a folder, file or glob"),
         (

@@ -1,0 +1,226 @@
+"""Rows of images: encoded files in a token folder, decoded and augmented when a row is read.
+
+A document of the folder is the label, LABEL_BYTES little-endian bytes, and then the file as it is
+(dtype uint8, tokenizer IMAGES). Pillow decodes it and releases the GIL meanwhile, so threads
+suffice. What a row looks like depends on its id, on data.source and on Pillow's version only: a
+random crop follows from the source's seed, the image's number and the epoch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxres.config.schema_data import ImagesSource
+from jaxres.data.batching import Arrays, BadRecord
+from jaxres.data.shuffle import Permutation
+from jaxres.data.source_files import SourceFile
+from jaxres.data.token_folder import TokenFolder
+from jaxres.faults import ConfigError
+
+IMAGES = "images"
+"""The field `tokenizer` of meta.json."""
+LABEL_BYTES = 4
+MAX_THREADS = 16
+SCALE = (0.08, 1.0)
+RATIO = (3 / 4, 4 / 3)
+NUM_TRIES = 10
+"""Of a random crop, as in torchvision's RandomResizedCrop."""
+CENTRE = 7 / 8
+"""Share of the shorter side that an image without augmentation shows: 224 of 256 pixels."""
+
+
+def with_labels(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """Returns image files with the label of their class, the first folder of their name.
+
+    Labels are the positions of the classes' names in ascending order. Parquet files have their own.
+    """
+    images = [file for file in files if not is_table(file)]
+    names = sorted({file.name.partition("/")[0] for file in images if "/" in file.name})
+    labels = {name: label for label, name in enumerate(names)}
+    for file in images:
+        if "/" not in file.name:
+            raise ConfigError(
+                f"data.source.path: {file.path} is in no folder of a class. A folder of images has "
+                "a folder for each class (docs/data.md); leave the file out with "
+                "data.source.exclude."
+            )
+    if images and len(images) < len(files):
+        raise ConfigError(
+            f"data.source.path: {images[0].path} is an image, and other files are Parquet. Give "
+            "one of both with data.source.include."
+        )
+    return [
+        file if is_table(file) else replace(file, label=labels[file.name.partition("/")[0]])
+        for file in files
+    ]
+
+
+def is_table(file: SourceFile) -> bool:
+    """Returns whether a file has many images, with their labels."""
+    return file.name.lower().endswith(".parquet")
+
+
+def document(label: int, content: bytes) -> NDArray[np.uint8]:
+    """Returns an image as a document of a token folder."""
+    return np.frombuffer(label.to_bytes(LABEL_BYTES, "little", signed=True) + content, np.uint8)
+
+
+def label_of(document: NDArray[np.uint8]) -> int:
+    """Returns the label of an image."""
+    return int.from_bytes(document[:LABEL_BYTES].tobytes(), "little", signed=True)
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Images [start, stop) of a folder, in an order of their own: files of a class are adjacent.
+
+    Row: image uint8[size, size, 3] and label int32[].
+    """
+
+    corpus: TokenFolder
+    size: int
+    augment: bool
+    seed: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return self.stop - self.start
+
+    @property
+    def varies_by_epoch(self) -> bool:
+        """Whether an id is epoch * number of rows + row."""
+        return self.augment
+
+    def rows(self, ids: NDArray[np.int64]) -> Arrays:
+        """Returns image uint8 [B, size, size, 3] and label int32 [B]; raises BadRecord."""
+        epochs, rows = np.divmod(np.asarray(ids, np.int64), len(self))
+        if len(ids) and (epochs.min() < 0 or (epochs.max() > 0 and not self.augment)):
+            raise IndexError(f"row ids {ids.min()}..{ids.max()} of {len(self)} rows")
+        numbers = self.numbers(rows)
+        contents = self.read(numbers)
+        images = np.empty((len(ids), self.size, self.size, 3), np.uint8)
+
+        def decode(index: int) -> None:
+            number, epoch = int(numbers[index]), int(epochs[index])
+            images[index] = self._decoded(number, epoch, contents[index][LABEL_BYTES:].tobytes())
+
+        with ThreadPoolExecutor(num_threads(len(ids)), "jaxres-images") as pool:
+            list(pool.map(decode, range(len(ids))))
+        return {"image": images, "label": np.array([label_of(one) for one in contents], np.int32)}
+
+    def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the numbers in the folder of the images of some rows."""
+        order = Permutation(self.corpus.meta.num_documents, seed=0, name="images")
+        ranks, where = np.unique(rows + self.start, return_inverse=True)
+        return order.ids(ranks)[where] if len(ranks) else ranks
+
+    def read(self, numbers: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
+        """Returns the documents of some images."""
+        corpus = self.corpus
+        corpus.check_offsets(numbers, numbers + 2)
+        starts, stops = corpus.offsets[numbers], corpus.offsets[numbers + 1]
+        corpus.check_tokens(starts, stops)
+        spans = zip(starts.tolist(), stops.tolist(), strict=True)
+        return [np.asarray(corpus.tokens[start:stop]) for start, stop in spans]
+
+    def _decoded(self, number: int, epoch: int, content: bytes) -> NDArray[np.uint8]:
+        try:
+            picture = open_picture(content)
+            box, flip = centre(*picture.size), False
+            if self.augment:
+                box, flip = random_crop(*picture.size, key=(self.seed, number, epoch))
+            resized = picture.resize((self.size, self.size), 2, box=box)  # 2: bilinear.
+        except MemoryError:
+            raise
+        except Exception as error:
+            path = self.corpus.path("tokens.bin")
+            raise BadRecord(f"{path}: image {number} can't be decoded: {error}") from error
+        pixels = np.asarray(resized)
+        return pixels[:, ::-1] if flip else pixels
+
+
+def open_picture(content: bytes) -> Any:
+    """Returns a decoded file as an upright Pillow image with three channels."""
+    library = pillow("Image")
+    picture = library.open(io.BytesIO(content))
+    return pillow("ImageOps").exif_transpose(picture).convert("RGB")
+
+
+def pillow(module: str) -> Any:
+    """Returns a module of Pillow; raises ConfigError if it is not installed."""
+    try:
+        return importlib.import_module(f"PIL.{module}")
+    except ImportError as error:
+        raise ConfigError(
+            "data.source.kind=images needs the package pillow. Run `pip install -e '.[data]'` in "
+            "the checkout of jaxres."
+        ) from error
+
+
+def num_threads(num_rows: int) -> int:
+    """Returns how many threads decode a batch."""
+    return max(1, min(num_rows, len(os.sched_getaffinity(0)), MAX_THREADS))
+
+
+Box = tuple[float, float, float, float]
+"""Left, upper, right and lower edge in pixels."""
+
+
+def centre(width: int, height: int) -> Box:
+    """Returns the middle square of an image.
+
+    >>> centre(256, 512)
+    (16.0, 144.0, 240.0, 368.0)
+    """
+    side = min(width, height) * CENTRE
+    left, upper = (width - side) / 2, (height - side) / 2
+    return (left, upper, left + side, upper + side)
+
+
+def random_crop(width: int, height: int, *, key: Sequence[int]) -> tuple[Box, bool]:
+    """Returns a crop of random area and shape, and whether to flip it; a function of the key.
+
+    As torchvision's RandomResizedCrop and RandomHorizontalFlip, with other random numbers.
+    """
+    # The raw stream of a bit generator is the same in every version of NumPy.
+    raw = np.random.Philox(np.random.SeedSequence(list(key))).random_raw(1 + 4 * NUM_TRIES)
+    values = iter((np.asarray(raw, np.uint64) >> np.uint64(11)) / 2.0**53)
+    flip = bool(next(values) < 0.5)
+    for _ in range(NUM_TRIES):
+        area, shape, across, down = (float(next(values)) for _ in range(4))
+        pixels = width * height * (SCALE[0] + area * (SCALE[1] - SCALE[0]))
+        low, high = map(math.log, RATIO)
+        ratio = math.exp(low + shape * (high - low))
+        w, h = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, upper = int(across * (width - w + 1)), int(down * (height - h + 1))
+            return (left, upper, left + w, upper + h), flip
+    return centre(width, height), flip
+
+
+def split_images(
+    corpus: TokenFolder, source: ImagesSource, *, heldout_fraction: float
+) -> tuple[ImageRows, ImageRows]:
+    """Returns training and held-out rows; those of all classes are in both."""
+    total = corpus.meta.num_documents
+    num_heldout = max(1, round(total * heldout_fraction)) if heldout_fraction else 0
+    if num_heldout >= total:
+        raise ConfigError(
+            f"{corpus.path('tokens.bin')}: {total} images, and data.heldout_fraction "
+            f"{heldout_fraction} leaves none to train on"
+        )
+    cut = total - num_heldout
+    train = ImageRows(corpus, source.size, source.augment != "none", source.seed, 0, cut)
+    return train, replace(train, augment=False, start=cut, stop=total)
