@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import random
 import re
@@ -17,6 +18,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 import yaml
+from PIL import Image
 from tokenizers import Tokenizer
 
 from jaxres.__main__ import main
@@ -33,6 +35,7 @@ from tests.promises.trainer import (
     TrainingProcess,
     Workspace,
     assert_bit_exact,
+    history,
     run_history,
     starts,
 )
@@ -224,7 +227,12 @@ def test_a_mixture_resumes_exactly_and_leaves_out_the_bad_records_of_a_source(
         assert 10 * 24 < start < 20 * 24
 
 
-PAGE = (ROOT / "docs" / "data.md").read_text().partition("\n## What a run reads")[0]
+PAGE, _, IMAGES = (
+    (ROOT / "docs" / "data.md")
+    .read_text()
+    .partition("\n## What a run reads")[0]
+    .partition("\n## Train on your own images")
+)
 SMALL = ("model.kind=mlp", "train.steps=2", "evaluation.every_steps=0", "data.seq_len=16")
 
 
@@ -258,6 +266,66 @@ def test_every_command_that_trains_on_own_files_works_as_the_docs_say(
             trainer = workspace.command(run_dir, [*given[3:], *here])
             assert trainer.wait_exit() == 0, f"{words}\n{trainer.printed()}"
             assert run_history(run_dir).step == 2
+
+
+def photos(folder: Path) -> list[bytes]:
+    """Writes 30 images of each of two classes, told apart by their color."""
+    rng, contents = np.random.default_rng(0), []
+    for name, color in (("cat", (200, 40, 40)), ("dog", (40, 40, 200))):
+        (folder / name).mkdir(parents=True)
+        for number in range(30):
+            pixels = np.clip(rng.normal(color, 60, (30, 40, 3)), 0, 255).astype(np.uint8)
+            file = io.BytesIO()
+            Image.fromarray(pixels).save(file, "JPEG")
+            (folder / name / f"{number}.jpg").write_bytes(file.getvalue())
+            contents.append(file.getvalue())
+    return contents
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.slow
+def test_a_run_on_images_as_in_the_docs_resumes_exactly(
+    workspace: Workspace, tmp_path: Path, hosts: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Random crops over several epochs; from a folder, from Parquet, and from a built folder."""
+    (module,) = re.findall(r"```python\n(.*?)```", IMAGES, re.DOTALL)
+    (settings,) = re.findall(r"```yaml\n(.*?)```", IMAGES, re.DOTALL)
+    (tmp_path / "pictures.py").write_text(module)
+    path = tmp_path / "images.yaml"
+    cached = f"\n  cache_dir: {tmp_path / 'cache'}"
+    path.write_text(
+        settings.replace("path: photos", f"path: {tmp_path / 'photos'}").replace(
+            "heldout_fraction: 0.1", f"heldout_fraction: 0.1{cached}"
+        )
+    )
+    contents = photos(tmp_path / "photos")
+    overrides, env = ("checkpoint.save_every_steps=5",), {"PYTHONPATH": str(tmp_path)}
+    unbroken = workspace.run_dir("unbroken")
+    if hosts == 1:
+        workspace.finish("unbroken", *overrides, config=path, env=env)
+    else:
+        workspace.launched("unbroken", *overrides, config=path, env=env, hosts=hosts)
+    run_dir = kill_and_resume(
+        workspace, "killed", overrides, path=path, hosts=hosts, env=env, last=80
+    )
+    assert_bit_exact(run_dir, unbroken)
+    losses = [row["loss"] for row in history(run_dir)]
+    assert np.mean(losses[-10:]) < np.mean(losses[:10]) / 2, "it does not learn"
+    if hosts > 1:
+        return
+    built = tmp_path / "built"
+    assert main(["data", "inspect", str(path)]) == 0
+    assert "images of each label: 0: 30, 1: 30" in capsys.readouterr().out
+    assert main(["data", "build", str(path), "--out", str(built)]) == 0
+    assert f"data.source.kind=images data.source.path={built}" in capsys.readouterr().out
+    moved = [*overrides, f"data.source.path={built}"]
+    assert workspace.start("killed", *moved, config=path, env=env).wait_exit() == 0
+    assert run_history(run_dir).step == 100
+    (tmp_path / "shards").mkdir()
+    table = pyarrow.table({"image": contents, "label": [0] * 30 + [1] * 30})
+    pyarrow.parquet.write_table(table, tmp_path / "shards" / "all.parquet")
+    shards = [f"data.source.path={tmp_path / 'shards'}", "data.source.label_column=label"]
+    workspace.finish("shards", *shards, config=path, env=env)
 
 
 def last_evaluation(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
