@@ -106,9 +106,10 @@ class ImagesSource(FilesSource):
     size: PositiveInt = 224
     """Width and height, in pixels, of what the model gets."""
     augment: Literal["none", "crop_flip"] = "none"
-    """none: the middle of the image. crop_flip: a random crop, half of them mirrored; another one
-    in every epoch. Held-out images are never augmented."""
-    seed: NonNegativeInt = 0
+    """none: the middle; crop_flip: a random crop, half of them mirrored, another in each epoch.
+
+    Held-out images are never augmented."""
+    augment_seed: NonNegativeInt = 0
     """Seed of the random crops."""
 
 

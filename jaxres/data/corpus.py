@@ -61,7 +61,7 @@ WAIT_SECONDS = 0.2
 NUM_INSTALL_TRIES = 10
 JOURNAL = "build.json"
 NUM_BYTES = 256
-ROW_KEYS = ("size", "augment", "seed")
+ROW_KEYS = ("size", "augment", "augment_seed")
 """Keys of a source of images that only say how rows are made from them."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 

@@ -222,5 +222,5 @@ def split_images(
             f"{heldout_fraction} leaves none to train on"
         )
     cut = total - num_heldout
-    train = ImageRows(corpus, source.size, source.augment != "none", source.seed, 0, cut)
+    train = ImageRows(corpus, source.size, source.augment != "none", source.augment_seed, 0, cut)
     return train, replace(train, augment=False, start=cut, stop=total)

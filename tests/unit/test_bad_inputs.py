@@ -294,7 +294,7 @@ VALUES = [
     bad_value("data.seq_len=0", "must be greater than 0"),
     bad_value(
         "data.source.kind=foo",
-        "must be text, jsonl, parquet, huggingface, nanogpt, tokens, custom or mixture",
+        "must be text, jsonl, parquet, huggingface, nanogpt, images, tokens, custom or mixture",
     ),
     bad_value("data.source.include=x", "must be a list"),
     bad_value("data.heldout_fraction=1", "must be less than 1"),

@@ -29,6 +29,7 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rg
 PAGES = [*DOCS, ROOT / "tests/promises/README.md"]
 PLACEHOLDERS: dict[str, str] = {
     "my.yaml": "tests/promises/tiny.yaml",
+    "images.yaml": "tests/promises/images.yaml",
     "CONFIG.yaml": "configs/quickstart.yaml",
     "CONFIG": "configs/quickstart.yaml",
 }

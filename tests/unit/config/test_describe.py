@@ -31,8 +31,8 @@ def test_help_lists_type_default_and_whether_a_key_is_free():
         '    data.cache_dir: path; default "~/.cache/jaxres" (free)\n',
         '    model.attention: auto | xla | cudnn; default "auto" (free)\n',
         "  with optimizer.kind=adamw (default); or lion, sgd:\n",
-        "  with data.source.kind=custom; or text, jsonl, parquet, huggingface, nanogpt, tokens, "
-        "mixture:\n",
+        "  with data.source.kind=custom; or text, jsonl, parquet, huggingface, nanogpt, "
+        "images, tokens, mixture:\n",
     ):
         assert line in text
 

@@ -158,7 +158,7 @@ def test_all_problems_are_reported_at_once_with_their_locations(write: Write):
 def test_a_missing_key_is_reported_with_the_way_to_set_it(write: Write):
     assert lines(write("")) == [
         "x.yaml: data.source.kind: missing; choose text, jsonl, parquet, huggingface, "
-        "nanogpt, tokens, custom or mixture in the file or as data.source.kind=...",
+        "nanogpt, images, tokens, custom or mixture in the file or as data.source.kind=...",
         "x.yaml: train.steps: missing; give it in the file or as train.steps=...",
     ]
     assert lines(write("train: 3"), "data.source.kind=tokens") == [

@@ -108,7 +108,7 @@ def test_a_row_depends_on_its_id_alone_and_changes_with_the_epoch(folder, monkey
     epochs = [dataset.train.rows(np.arange(27) + 27 * epoch)["image"] for epoch in range(3)]
     assert (epochs[0] != epochs[1]).reshape(27, -1).any(1).all()
     assert (epochs[1] != epochs[2]).reshape(27, -1).any(1).all()
-    other = open_dataset(section(folder, augment="crop_flip", seed=1))
+    other = open_dataset(section(folder, augment="crop_flip", augment_seed=1))
     assert (other.train.rows(np.arange(27))["image"] != epochs[0]).any()
     assert other.fingerprint == dataset.fingerprint
     plain = open_dataset(section(folder))
@@ -209,7 +209,7 @@ def test_what_is_no_image_or_has_no_class_is_refused_with_what_to_do(folder, tmp
 
 def test_a_changed_image_or_class_changes_the_fingerprint_and_other_settings_do_not(folder):
     first = open_dataset(section(folder)).fingerprint
-    config = section(folder, augment="crop_flip", seed=3)
+    config = section(folder, augment="crop_flip", augment_seed=3)
     assert open_dataset(config).fingerprint == first
     (folder / "dog").rename(folder / "fox")
     (folder / "eel").rename(folder / "dog")
