@@ -16,6 +16,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from jaxres.data.read_ahead import ReadAhead
+
 BLOCK_BYTES = 64 * 2**10
 """Bytes of a block. A row reads its whole block once, so a larger one is slower at first."""
 
@@ -75,6 +77,7 @@ class CheckedBlocks:
         self._is_checked = np.zeros(len(digests), np.bool_)
         self._num_left = len(digests)
         self._counting = threading.Lock()
+        self._ahead = ReadAhead(items)
         assert len(digests) == num_blocks(len(self._bytes), block_bytes)
 
     @property
@@ -93,11 +96,11 @@ class CheckedBlocks:
         lasts_B = (stops_B * self._itemsize - 1) // self._block_bytes
         if self._is_checked[firsts_B].all() and self._is_checked[lasts_B].all():
             firsts_B, lasts_B = (ends[lasts_B - firsts_B > 1] for ends in (firsts_B, lasts_B))
-        for first, last in zip(firsts_B.tolist(), lasts_B.tolist(), strict=True):
-            for block in range(first, last + 1):
-                if not self._is_checked[block] and not self._check(block):
-                    return block
-        return None
+        spans = zip(firsts_B.tolist(), lasts_B.tolist(), strict=True)
+        blocks = dict.fromkeys(block for first, last in spans for block in range(first, last + 1))
+        unchecked = [block for block in blocks if not self._is_checked[block]]
+        self._ahead.request(map(self.bounds, unchecked))
+        return next((block for block in unchecked if not self._check(block)), None)
 
     def _check(self, block: int) -> bool:
         if self.digest_of(block) != self._digests[block]:

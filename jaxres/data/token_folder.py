@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from jaxres.data.batching import Arrays, BadRecord, check_ids
+from jaxres.data.read_ahead import ReadAhead
 from jaxres.data.token_digests import CheckedBlocks, num_blocks
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
@@ -127,12 +129,23 @@ class TokenFolder:
     source: RunPath | None = None
     """The folder in a bucket whose objects are read where they are; `folder` has its small ones."""
 
+    @cached_property
+    def _ahead(self) -> ReadAhead | None:
+        return ReadAhead(self.tokens) if isinstance(self.tokens, np.ndarray) else None
+
     def path(self, name: str) -> RunPath:
         """Returns the path of a file, for messages."""
         return (self.source or self.folder) / name
 
     def check_tokens(self, starts_B: NDArray[np.int64], stops_B: NDArray[np.int64]) -> None:
-        """Raises if a block of some ranges of tokens differs from its digest."""
+        """Raises if a block of some ranges of tokens differs from its digest.
+
+        Also requests the ranges from the disk, all at once.
+        """
+        if self._ahead is not None:
+            size = self.tokens.dtype.itemsize
+            spans = zip((starts_B * size).tolist(), (stops_B * size).tolist(), strict=True)
+            self._ahead.request(spans)
         self._check(self.token_blocks, "tokens.bin", starts_B, stops_B)
 
     def check_offsets(self, starts_B: NDArray[np.int64], stops_B: NDArray[np.int64]) -> None:
