@@ -103,6 +103,8 @@ class ImagesSource(FilesSource):
     """Column of Parquet files that has the encoded images: bytes, or {bytes, path}."""
     label_column: str = "label"
     """Column of Parquet files that has the labels, whole numbers."""
+    classes: tuple[str, ...] = ()
+    """Names of the folders in the order of their labels, 0, 1, ...; empty: their own order."""
     size: PositiveInt = 224
     """Width and height, in pixels, of what the model gets."""
     augment: Literal["none", "crop_flip"] = "none"

@@ -26,7 +26,7 @@ import xxhash
 from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema_data import DocumentSource, ImagesSource, NanogptSource, TextSource
 from jaxres.config.schema_data import Tokenizer as TokenizerSection
-from jaxres.data.images import IMAGES, pillow, with_labels
+from jaxres.data.images import CLASSES, IMAGES, pillow, with_labels
 from jaxres.data.source_files import SourceFile, list_files
 from jaxres.data.token_folder import (
     DTYPES,
@@ -77,6 +77,8 @@ class Corpus:
     vocab_size: int
     entry: Path
     """Folder of the tokenised corpus, which may not exist yet."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes of images, by label."""
 
     @property
     def tokenizer_name(self) -> str:
@@ -96,18 +98,19 @@ def describe_corpus(
     source: DocumentSource, tokenizer: TokenizerSection, *, cache_dir: Path
 ) -> Corpus:
     """Lists the files of a source, and opens its tokenizer."""
-    files = list_files(source)
+    files, classes = list_files(source), ()
     if isinstance(source, NanogptSource):
         opened, vocab_size = None, source.vocab_size
     elif isinstance(source, ImagesSource):
         pillow("Image")
-        files, opened, vocab_size = with_labels(files), None, NUM_BYTES
+        files, classes = with_labels(files, source.classes)
+        opened, vocab_size = None, NUM_BYTES
     else:
         opened = open_tokenizer(tokenizer)
         vocab_size = opened.vocab_size
     name = "ids" if opened is None else opened.name
     entry = cache_dir.expanduser() / "corpora" / _cache_key(source, files, name)
-    return Corpus(source, files, opened, vocab_size, entry)
+    return Corpus(source, files, opened, vocab_size, entry, classes)
 
 
 def _cache_key(source: DocumentSource, files: list[SourceFile], tokenizer: str) -> str:
@@ -282,7 +285,7 @@ def _tokenise(
                 synced = clock.monotonic()
         if not writer.num_documents:
             raise ConfigError(f"data.source.path: {corpus.source.path}: every document is empty")
-        _write_tokenizer(corpus.tokenizer, building)
+        _write_files(corpus, building)
     if num_empty:
         progress(f"Documents without text, which are left out: {num_empty:,}")
     return _remove_progress(building)
@@ -330,9 +333,12 @@ def _write_journal(building: Path, position: Position, written: Written) -> None
     sync_dir(building)
 
 
-def _write_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Writes the files from which `tokenizer.of_folder` opens the tokenizer."""
-    for name, data in () if tokenizer is None else tokenizer.files.items():
+def _write_files(corpus: Corpus, folder: Path) -> None:
+    """Writes the files of the tokenizer, or the names of the classes."""
+    written = {} if corpus.tokenizer is None else dict(corpus.tokenizer.files)
+    if corpus.classes:
+        written[CLASSES] = canonical_json(list(corpus.classes))
+    for name, data in written.items():
         with (folder / name).open("wb") as file:
             file.write(data)
             file.flush()

@@ -47,6 +47,8 @@ class CustomRows:
     spec: Spec
     start: int
     stop: int
+    varies_by_epoch: bool = False
+    """Whether an id is epoch * len(self) + row, and the object's item_at is called."""
 
     def __len__(self) -> int:
         """Number of items of this part."""
@@ -54,20 +56,24 @@ class CustomRows:
 
     def rows(self, ids: NDArray[np.int64]) -> Arrays:
         """Returns the items' arrays, stacked; token ids become the arrays of a token row."""
-        check_ids(ids, len(self))
-        items = [self._row(self.start + i) for i in np.asarray(ids).tolist()]
+        ids = np.asarray(ids)
+        epochs, rows = np.divmod(ids, len(self)) if self.varies_by_epoch else (ids * 0, ids)
+        check_ids(rows, len(self))
+        at = zip((self.start + rows).tolist(), epochs.tolist(), strict=True)
+        items = [self._row(index, epoch) for index, epoch in at]
         return {
             key: np.array([item[key] for item in items], dtype).reshape(len(items), *shape)
             for key, (shape, dtype) in self.spec.items()
         }
 
-    def _row(self, index: int) -> Row:
+    def _row(self, index: int, epoch: int) -> Row:
         row = read_item(
             self.items,
             index,
             target=self.target,
             seq_len=self.seq_len,
             vocab_size=self.vocab_size,
+            epoch=epoch if self.varies_by_epoch else None,
         )
         if spec_of(row) != self.spec:
             raise BadRecord(
@@ -105,12 +111,22 @@ def build_items(source: CustomSource) -> Items:
 
 
 def read_item(
-    items: Items, index: int, *, target: str, seq_len: int, vocab_size: int | None
+    items: Items,
+    index: int,
+    *,
+    target: str,
+    seq_len: int,
+    vocab_size: int | None,
+    epoch: int | None = None,
 ) -> Row:
-    """Returns one item as named arrays; raises BadRecord if it is not a valid row."""
+    """Returns one item as named arrays, of an epoch if one is given.
+
+    Raises BadRecord if it is not a valid row.
+    """
     where = f"data.source.target {target}: item {index}"
+    read: Any = items
     try:
-        item = items[index]
+        item = items[index] if epoch is None else read.item_at(index, epoch)
     except Exception as error:
         error.add_note(f"(while reading item {index} of data.source.target {target})")
         raise
@@ -188,12 +204,13 @@ def split_items(
     first = read_item(items, 0, target=source.target, seq_len=seq_len, vocab_size=vocab_size)
     cut = num_items - num_heldout
 
-    def part(start: int, stop: int) -> CustomRows:
+    def part(start: int, stop: int, *, varies: bool) -> CustomRows:
         return CustomRows(
-            items, source.target, seq_len, vocab_size, spec_of(first), start=start, stop=stop
+            items, source.target, seq_len, vocab_size, spec_of(first), start, stop, varies
         )
 
-    return part(0, cut), part(cut, num_items)
+    varies = callable(getattr(items, "item_at", None))
+    return part(0, cut, varies=varies), part(cut, num_items, varies=False)
 
 
 def vocab_size_of(items: Items) -> int | None:

@@ -23,13 +23,14 @@ from jaxres.data import tokenizer as tokenizers
 from jaxres.data.batching import BadRecord, Rows
 from jaxres.data.corpus import describe_corpus, open_corpus
 from jaxres.data.custom import (
+    CustomRows,
     build_items,
     fingerprint_of,
     split_items,
     tokens_per_row_of,
     vocab_size_of,
 )
-from jaxres.data.images import IMAGES, ImageRows, split_images
+from jaxres.data.images import IMAGES, ImageRows, classes_of, split_images
 from jaxres.data.mixture import MixedRows, Part, mix, mixture_fingerprint
 from jaxres.data.order import Order
 from jaxres.data.packed_rows import open_packed_rows
@@ -69,6 +70,8 @@ class Dataset:
     padding: float | None = None
     """Share of the positions of the training rows that have no token; None: the rows are full."""
 
+    classes: tuple[str, ...] = ()
+    """Names of the classes of images, by label; none: they are not known."""
     mixture: MixtureSource | None = None
     """Shares of the sources, whose rows are `MixedRows`; None: it is one source."""
 
@@ -94,7 +97,7 @@ class Dataset:
 
 
 def _permutation(rows: Rows, seed: int, name: str = "") -> Permutation:
-    varies = isinstance(rows, ImageRows) and rows.varies_by_epoch
+    varies = isinstance(rows, ImageRows | CustomRows) and rows.varies_by_epoch
     return Permutation(len(rows), seed, name, epoch_in_ids=varies)
 
 
@@ -116,10 +119,17 @@ def open_dataset(config: DataSection, *, progress: Callable[[str], None] = silen
         where = f"data.validation[{part.name}]"
         opened = _open_part(alone, where, progress)
         _check_validation(opened, dataset, where)
-        sets[part.name] = opened.train
+        sets[part.name] = _not_augmented(opened.train)
         if opened.fingerprint == dataset.fingerprint:
             progress(f"WARNING: {where} is the training data itself")
     return replace(dataset, validation=sets)
+
+
+def _not_augmented(rows: Rows) -> Rows:
+    """Returns the rows as they are evaluated: the same each time."""
+    if isinstance(rows, CustomRows):
+        return replace(rows, varies_by_epoch=False)
+    return replace(rows, augment=False) if isinstance(rows, ImageRows) else rows
 
 
 def _check_validation(opened: Dataset, dataset: Dataset, where: str) -> None:
@@ -128,6 +138,12 @@ def _check_validation(opened: Dataset, dataset: Dataset, where: str) -> None:
         raise ConfigError(
             f"{where} has a vocabulary of {opened.vocab_size} tokens, the training data of "
             f"{dataset.vocab_size}. Tokenise both with the same tokenizer."
+        )
+    if opened.classes and dataset.classes and opened.classes != dataset.classes:
+        raise ConfigError(
+            f"{where} has the classes {', '.join(opened.classes[:10])}, the training data "
+            f"{', '.join(dataset.classes[:10])}: their labels mean others. Give both the same list "
+            "in `classes`."
         )
     specs = [_spec(rows) for rows in (opened.train, dataset.train)]
     if None not in specs and specs[0] != specs[1]:
@@ -174,6 +190,7 @@ def _mixture(
         tokens_per_row=parts[first].tokens_per_row,
         train=MixedRows({name: part.train for name, part in parts.items()}),
         heldout=MixedRows({name: part.heldout for name, part in parts.items()}),
+        classes=parts[first].classes,
         tokenizer=next((part.tokenizer for part in parts.values() if part.tokenizer), None),
         validation={name: part.heldout for name, part in parts.items() if len(part.heldout)},
         padding=padding or None,
@@ -187,6 +204,7 @@ def _check_alike(one: Dataset, name: str, other: Dataset, other_name: str) -> No
     tokenizers = [part.tokenizer.name for part in (one, other) if part.tokenizer]
     compared = {
         "rows of": specs if None not in specs else (),
+        "the classes": (one.classes, other.classes) if one.classes and other.classes else (),
         "a vocabulary of": (one.vocab_size, other.vocab_size),
         "the tokenizer": tokenizers if len(tokenizers) == 2 else (),
         "tokens a row:": (one.tokens_per_row, other.tokens_per_row),
@@ -195,8 +213,8 @@ def _check_alike(one: Dataset, name: str, other: Dataset, other_name: str) -> No
         if values and values[0] != values[1]:
             raise ConfigError(
                 f"data.source.sources: {name} has {what} {values[0]}, {other_name} has {what} "
-                f"{values[1]}. A mixture needs equal rows of the same tokens: build both with the "
-                "same tokenizer (`jaxres data build`)."
+                f"{values[1]}. A mixture needs equal rows of the same tokens or classes: build "
+                "both with the same tokenizer (`jaxres data build`), or give the same `classes`."
             )
 
 
@@ -252,6 +270,7 @@ def _images(opened: TokenFolder, source: ImagesSource, config: DataSection) -> D
         train=train,
         heldout=heldout,
         tokenizer=None,
+        classes=classes_of(opened.folder),
     )
 
 

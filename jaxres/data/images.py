@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,8 @@ from jaxres.faults import ConfigError
 
 IMAGES = "images"
 """The field `tokenizer` of meta.json."""
+CLASSES = "classes.json"
+"""File of a folder with the names of the classes, by label."""
 LABEL_BYTES = 4
 MAX_THREADS = 16
 SCALE = (0.08, 1.0)
@@ -39,14 +43,28 @@ CENTRE = 7 / 8
 """Share of the shorter side that an image without augmentation shows: 224 of 256 pixels."""
 
 
-def with_labels(files: Sequence[SourceFile]) -> list[SourceFile]:
+def with_labels(
+    files: Sequence[SourceFile], classes: Sequence[str]
+) -> tuple[list[SourceFile], tuple[str, ...]]:
     """Returns image files with the label of their class, the first folder of their name.
 
-    Labels are the positions of the classes' names in ascending order. Parquet files have their own.
+    Args:
+      files: the listing; Parquet files have labels of their own.
+      classes: names of the classes by label; empty: all names in ascending order.
+
+    Returns:
+      The files with labels, and the names of the classes; none for Parquet files.
     """
     images = [file for file in files if not is_table(file)]
-    names = sorted({file.name.partition("/")[0] for file in images if "/" in file.name})
+    found = sorted({file.name.partition("/")[0] for file in images if "/" in file.name})
+    names = tuple(classes) or tuple(found)
     labels = {name: label for label, name in enumerate(names)}
+    unknown = [name for name in found if name not in labels]
+    if unknown:
+        raise ConfigError(
+            f"data.source.classes: has no {', '.join(map(repr, unknown[:10]))}, which is a folder "
+            "of images. Add it, or leave the folder out with data.source.exclude."
+        )
     for file in images:
         if "/" not in file.name:
             raise ConfigError(
@@ -59,10 +77,19 @@ def with_labels(files: Sequence[SourceFile]) -> list[SourceFile]:
             f"data.source.path: {images[0].path} is an image, and other files are Parquet. Give "
             "one of both with data.source.include."
         )
-    return [
+    labelled = [
         file if is_table(file) else replace(file, label=labels[file.name.partition("/")[0]])
         for file in files
     ]
+    return labelled, names if images else ()
+
+
+def classes_of(folder: Path) -> tuple[str, ...]:
+    """Returns the names of the classes of a folder by label; none: they are not known."""
+    try:
+        return tuple(json.loads((folder / CLASSES).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return ()
 
 
 def is_table(file: SourceFile) -> bool:

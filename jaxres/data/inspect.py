@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +45,10 @@ def show_rows(dataset: Dataset, order: Order, *, count: int, position: int) -> I
         ids, _ = sample_ids_at(order, at, 1)
         arrays = dataset.train.rows(ids)
         where = f"position {at:,}: {describe_row(dataset.train, int(ids[0]))}"
-        lines = _token_row(arrays, dataset) if "tokens_BT" in arrays else _other_row(arrays)
+        if "tokens_BT" in arrays:
+            lines = _token_row(arrays, dataset)
+        else:
+            lines = _other_row(arrays, dataset.classes)
         yield "\n".join([where, *(f"  {line}" for line in lines)]) + "\n"
 
 
@@ -67,12 +70,14 @@ def _token_row(arrays: Arrays, dataset: Dataset) -> Iterator[str]:
         yield f"padding: {num_padded:,} positions"
 
 
-def _other_row(arrays: Arrays) -> Iterator[str]:
+def _other_row(arrays: Arrays, classes: Sequence[str]) -> Iterator[str]:
     for name, values in arrays.items():
         with np.printoptions(threshold=20, edgeitems=3):
             text = " ".join(str(values[0]).split())
         if values[0].ndim >= 3:  # Of an image, numbers say nothing.
             text = f"mean {values[0].mean():.4g}, from {values[0].min()} to {values[0].max()}"
+        if name == "label" and classes:
+            text += f" ({classes[int(values[0])]})"
         yield f"{name} {values.dtype}{list(values.shape[1:])}: {text}"
 
 

@@ -32,6 +32,11 @@ class Documents(Images):
         return self.broken.get(index, [index, 1, 2, 3, 4, 5, 6, 7, 8])
 
 
+class Augmented(Images):
+    def item_at(self, index, epoch):
+        return {"image": np.full((2, 3), 1000 * (epoch + 1) + index, np.float32), "label": 0}
+
+
 def broken_inside():
     raise KeyError("in the user's code")
 
@@ -41,6 +46,7 @@ def source(monkeypatch):
     module = types.ModuleType("user_rows")
     module.images = Images
     module.documents = Documents
+    module.augmented = Augmented
     module.number = lambda: 7
     module.constant = 3
     module.broken = broken_inside
@@ -68,6 +74,22 @@ def test_dicts_are_stacked_and_the_last_items_are_held_out(source):
     with pytest.raises(IndexError, match="45 rows"):
         dataset.train.rows(np.array([45]))
     assert (dataset.vocab_size, dataset.tokens_per_row, dataset.tokenizer) == (None, 8, None)
+
+
+def test_rows_may_differ_from_epoch_to_epoch(source):
+    dataset = open_dataset(source("user_rows:augmented"))
+    order = dataset.order(seed=0, rows_per_step=9)
+    at = batch_at(dataset.train, order, global_batch_size=9)
+    values = [at(cursor).arrays["image"][:, 0, 0].tolist() for cursor in range(0, 135, 9)]
+    for epoch in range(3):
+        served = np.concatenate(values[5 * epoch : 5 * epoch + 5])
+        assert sorted(served.tolist()) == [1000 * (epoch + 1) + index for index in range(45)]
+    heldout = dataset.heldout.rows(np.arange(5))
+    assert heldout["image"][:, 0, 0].tolist() == [45, 46, 47, 48, 49]
+    validation = {"name": "own", "source": {"kind": "custom", "target": "user_rows:augmented"}}
+    config = source("user_rows:augmented").model_dump() | {"validation": (validation,)}
+    rows = open_dataset(DataSection.model_validate(config)).validation["own"]
+    assert rows.rows(np.array([7]))["image"][0, 0, 0] == 7
 
 
 def test_token_ids_become_the_arrays_of_a_token_row(source):

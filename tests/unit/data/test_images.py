@@ -207,6 +207,30 @@ def test_what_is_no_image_or_has_no_class_is_refused_with_what_to_do(folder, tmp
     assert "leaves none to train on" in refused(section(tmp_path / "one"))
 
 
+def test_labels_mean_the_same_classes_in_every_set(folder, tmp_path):
+    (tmp_path / "few").mkdir()
+    (folder / "eel").rename(tmp_path / "few" / "eel")
+    few = {"kind": "images", "path": str(tmp_path / "few"), "size": 8, "augment": "crop_flip"}
+
+    def both(**fields):
+        config = section(folder, **fields).model_dump() | {
+            "validation": ({"name": "few", "source": few | fields},)
+        }
+        return open_dataset(DataSection.model_validate(config))
+
+    with pytest.raises(ConfigError, match=r"few. has the classes eel, the training data cat, dog"):
+        both()
+    dataset = both(classes=("cat", "dog", "eel"))
+    rows = dataset.validation["few"]
+    assert set(rows.rows(np.arange(NUM_IMAGES))["label"].tolist()) == {2}
+    assert dataset.classes == ("cat", "dog", "eel")
+    plain = open_dataset(section(tmp_path / "few", heldout_fraction=0.0, classes=("eel",))).train
+    found = [one.rows(np.arange(NUM_IMAGES))["image"] for one in (rows, plain)]
+    assert np.array_equal(*found), "what is evaluated is not augmented"
+    with pytest.raises(ConfigError, match=r"data.source.classes: has no 'dog'"):
+        open_dataset(section(folder, classes=("cat",)))
+
+
 def test_a_changed_image_or_class_changes_the_fingerprint_and_other_settings_do_not(folder):
     first = open_dataset(section(folder)).fingerprint
     config = section(folder, augment="crop_flip", augment_seed=3)
