@@ -43,6 +43,7 @@ _WORD_END = re.compile(r"\w(?=\n)")
 ROWS_PER_READ = 256
 HEADER_BYTES = 1024
 IMAGES_PER_READ = 16
+MAX_LABEL = 2**31 - 1
 IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 HEADERS = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 """First int32 of llm.c's files -> type of their ids (karpathy/llm.c, dev/data/data_common.py)."""
@@ -371,6 +372,8 @@ def _images(file: SourceFile, source: ImagesSource, raw: BinaryIO) -> Iterator[T
                         f"{type(label).__name__} in {names[1]!r}; it needs the bytes of an image "
                         "file and a whole number"
                     )
+                if not 0 <= label <= MAX_LABEL:
+                    raise ConfigError(f"{where}: the label is {label}, not in 0..{MAX_LABEL:,}")
                 _check_image(content, where)
                 yield _image(label, content)
 

@@ -7,10 +7,12 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from jaxres.config.schema_data import DataSection, ImagesSource
-from jaxres.data import BadRecord, batch_at, images, open_dataset, sample_ids_at
+from jaxres.config.schema_data import DataSection, ImagesSource, TokensSource
+from jaxres.data import BadRecord, batch_at, images, open_dataset, sample_ids_at, write_tokens
 from jaxres.data.images import centre, random_crop
 from jaxres.faults import ConfigError
+from jaxres.storage import files
+from jaxres.storage.path import GcsPath
 
 COLORS = {"cat": (200, 40, 40), "dog": (40, 200, 40), "eel": (40, 40, 200)}
 NUM_IMAGES = 12
@@ -202,6 +204,10 @@ def test_what_is_no_image_or_has_no_class_is_refused_with_what_to_do(folder, tmp
     table = pyarrow.table({"image": [good, None], "label": ["a", "b"]})
     pyarrow.parquet.write_table(table, folder / "a.parquet")
     assert "row 1 has bytes in column 'image' and str in 'label'" in refused(only)
+    for label in (-1, 2**31):
+        table = pyarrow.table({"image": [good], "label": [label]})
+        pyarrow.parquet.write_table(table, folder / "a.parquet")
+        assert f"row 1: the label is {label}, not in 0.." in refused(only)
     (tmp_path / "one" / "class").mkdir(parents=True)
     shutil.copy(folder / "dog" / "2.png", tmp_path / "one" / "class")
     assert "leaves none to train on" in refused(section(tmp_path / "one"))
@@ -238,3 +244,34 @@ def test_a_changed_image_or_class_changes_the_fingerprint_and_other_settings_do_
     (folder / "dog").rename(folder / "fox")
     (folder / "eel").rename(folder / "dog")
     assert open_dataset(section(folder)).fingerprint != first
+
+
+def test_images_in_a_bucket_are_copied_and_a_built_folder_is_read_where_it_is(
+    folder, tmp_path, gcs_bucket
+):
+    here = open_dataset(section(folder))
+    (built,) = (tmp_path / "cache" / "corpora").iterdir()
+    for local, name in ((folder, "photos"), (built, "built")):
+        for path in local.glob("**/*.*"):
+            place = GcsPath(gcs_bucket, f"{name}/{path.relative_to(local).as_posix()}")
+            files.replace(place, path.read_bytes())
+    for name in ("photos", "built"):
+        config = section(folder).model_copy(update={"cache_dir": tmp_path / name})
+        source = config.source.model_copy(update={"path": f"gs://{gcs_bucket}/{name}"})
+        there = open_dataset(config.model_copy(update={"source": source}))
+        assert there.fingerprint == here.fingerprint
+        assert there.classes == here.classes == ("cat", "dog", "eel")
+        for one, other in ((there.train, here.train), (there.heldout, here.heldout)):
+            rows = [rows.rows(np.arange(len(rows))) for rows in (one, other)]
+            assert all(np.array_equal(rows[0][key], rows[1][key]) for key in ("image", "label"))
+    assert not (tmp_path / "built" / "corpora").exists(), "nothing was copied"
+
+
+def test_a_folder_of_tokens_is_no_folder_of_images_and_the_other_way(folder, tmp_path):
+    open_dataset(section(folder))
+    (built,) = (tmp_path / "cache" / "corpora").iterdir()
+    with pytest.raises(ConfigError, match=r"has images. Set data"):
+        open_dataset(DataSection(source=TokensSource(path=built)))
+    write_tokens(tmp_path / "tokens", [[1, 2, 3]], vocab_size=4, tokenizer="mine")
+    with pytest.raises(ConfigError, match=r"has tokens. Set data"):
+        open_dataset(section(tmp_path / "tokens"))
