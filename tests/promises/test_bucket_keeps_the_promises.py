@@ -168,6 +168,7 @@ def test_start_while_the_bucket_is_unavailable_exits_with_storage_and_loses_noth
     assert run_history(first.run_dir).step == STEPS
 
 
+@pytest.mark.slow
 def test_request_files_work_in_a_bucket(bucket: Workspace, fault_free: RunDir) -> None:
     first = bucket.start("run", config=FAULTY, env={"PACE": "0.01"})
     first.wait_commit(10)

@@ -162,6 +162,7 @@ def test_a_denied_creation_exits_with_its_code_after_the_last_option(
     cloud.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_preemption_notice_that_the_api_rejects_is_omitted(cloud: Cloud) -> None:
     cloud.gce.refuse_field("preemptionNoticeDuration")
     launcher = cloud.up(cloud.config(), "train.steps=20")

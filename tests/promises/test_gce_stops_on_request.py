@@ -93,6 +93,7 @@ def test_queued_vms_are_requested_one_by_one(cloud: Cloud, fault_free_pair: RunD
     cloud.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_vms_that_never_start_end_the_job_with_its_code(cloud: Cloud) -> None:
     config = cloud.config(runtime={"kind": "python", "python": "/nowhere"}, ready_minutes=0.05)
     launcher = cloud.up(config, "restart.max_attempts_without_commit=2")
