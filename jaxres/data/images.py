@@ -141,7 +141,7 @@ class ImageRows:
 
         def decode(index: int) -> None:
             number, epoch = int(numbers[index]), int(epochs[index])
-            images[index] = self._decoded(number, epoch, contents[index][LABEL_BYTES:].tobytes())
+            images[index] = self._decoded(number, epoch, contents[index])
 
         with ThreadPoolExecutor(num_threads(len(ids)), "jaxres-images") as pool:
             list(pool.map(decode, range(len(ids))))
@@ -162,7 +162,8 @@ class ImageRows:
         spans = zip(starts.tolist(), stops.tolist(), strict=True)
         return [np.asarray(corpus.tokens[start:stop]) for start, stop in spans]
 
-    def _decoded(self, number: int, epoch: int, content: bytes) -> NDArray[np.uint8]:
+    def _decoded(self, number: int, epoch: int, document: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        content = document[LABEL_BYTES:].tobytes()
         try:
             picture = open_picture(content)
             box, flip = centre(*picture.size), False
@@ -173,7 +174,10 @@ class ImageRows:
             raise
         except Exception as error:
             path = self.corpus.path("tokens.bin")
-            raise BadRecord(f"{path}: image {number} can't be decoded: {error}") from error
+            raise BadRecord(
+                f"{path}: image {number}, label {label_of(document)}, a file of {len(content):,} "
+                f"bytes, can't be decoded: {error}"
+            ) from error
         pixels = np.asarray(resized)
         return pixels[:, ::-1] if flip else pixels
 
@@ -181,8 +185,10 @@ class ImageRows:
 def open_picture(content: bytes) -> Any:
     """Returns a decoded file as an upright Pillow image with three channels."""
     library = pillow("Image")
-    picture = library.open(io.BytesIO(content))
-    return pillow("ImageOps").exif_transpose(picture).convert("RGB")
+    picture = pillow("ImageOps").exif_transpose(library.open(io.BytesIO(content)))
+    if picture.mode.startswith("I"):  # 16 bits, which `convert` clips to 8.
+        picture = library.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
+    return picture.convert("RGB")
 
 
 def pillow(module: str) -> Any:

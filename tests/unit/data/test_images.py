@@ -164,6 +164,14 @@ def test_every_kind_of_image_becomes_upright_rgb(tmp_path):
         assert np.abs(one[-1, -1] - (0, 0, 255)).max() < 40
 
 
+def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path):
+    (tmp_path / "photos" / "x").mkdir(parents=True)
+    deep = Image.fromarray(np.full((9, 9), 40_000, np.uint16))
+    deep.save(tmp_path / "photos" / "x" / "a.png")
+    rows = open_dataset(section(tmp_path / "photos", heldout_fraction=0.0)).train
+    assert (rows.rows(np.array([0]))["image"] == 40_000 >> 8).all()
+
+
 def test_an_image_that_can_not_be_decoded_is_a_bad_record(folder):
     path = folder / "cat" / "2.png"
     path.write_bytes(path.read_bytes()[:-300])
@@ -175,7 +183,8 @@ def test_an_image_that_can_not_be_decoded_is_a_bad_record(folder):
         except BadRecord as error:
             bad.append(str(error))
     (message,) = bad
-    assert "can't be decoded" in message
+    size = path.stat().st_size
+    assert f"label 0, a file of {size:,} bytes, can't be decoded" in message
 
 
 def test_what_is_no_image_or_has_no_class_is_refused_with_what_to_do(folder, tmp_path):
