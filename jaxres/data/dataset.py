@@ -36,7 +36,7 @@ from jaxres.data.order import Order
 from jaxres.data.packed_rows import open_packed_rows
 from jaxres.data.packing import Packing
 from jaxres.data.shuffle import Permutation
-from jaxres.data.source_files import token_folder_of
+from jaxres.data.source_files import shared_files, token_folder_of
 from jaxres.data.token_folder import TokenFolder, heldout_start, open_tokens, split_tokens
 from jaxres.data.tokenizer import LIBRARY, Tokenizer, open_tokenizer
 from jaxres.faults import ConfigError
@@ -122,6 +122,8 @@ def open_dataset(config: DataSection, *, progress: Callable[[str], None] = silen
         sets[part.name] = _not_augmented(opened.train)
         if opened.fingerprint == dataset.fingerprint:
             progress(f"WARNING: {where} is the training data itself")
+        elif shared := shared_files(part.source, config.source):
+            progress(f"WARNING: {where}: {shared:,} of its files are trained on")
     return replace(dataset, validation=sets)
 
 

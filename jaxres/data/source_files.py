@@ -15,8 +15,10 @@ from jaxres.config.schema_data import (
     DocumentSource,
     HuggingfaceSource,
     ImagesSource,
+    SingleSource,
     Source,
     TokensSource,
+    single_sources,
 )
 from jaxres.faults import ConfigError, RunError
 from jaxres.storage.files import fault_of
@@ -76,6 +78,21 @@ def list_files(source: DocumentSource) -> list[SourceFile]:
     if not any(file.size_bytes for file in files.values()):
         raise ConfigError(f"data.source.path: all files of {source.path} are empty")
     return sorted(files.values(), key=lambda file: (_name_hash(file.name), file.name))
+
+
+def shared_files(one: SingleSource, other: Source) -> int:
+    """Returns how many local files of a source another one has too."""
+    sources = single_sources(other).values()
+    listed = [_local_paths(one), set[Path]().union(*map(_local_paths, sources))]
+    return len(listed[0] & listed[1])
+
+
+def _local_paths(source: SingleSource) -> set[Path]:
+    if not isinstance(source, DocumentSource) or source.path.startswith(SCHEME):
+        return set()
+    if token_folder_of(source) is not None:
+        return set()
+    return {file.path for file in list_files(source)}
 
 
 def _patterns(source: DocumentSource) -> tuple[tuple[str, ...], tuple[str, ...]]:

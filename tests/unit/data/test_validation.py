@@ -62,6 +62,35 @@ def test_training_data_among_the_validation_sets_is_told(folder: Path) -> None:
     assert "WARNING: data.validation[same] is the training data itself" in messages
 
 
+def test_files_that_are_trained_on_too_are_told(folder: Path) -> None:
+    for name in ("b", "c"):
+        (folder / "train" / f"{name}.txt").write_text(f"{name} " * 50)
+    part = TextSource(path=str(folder / "train"), include=("[bc].txt",))
+    mixture = {
+        "kind": "mixture",
+        "sources": (
+            {
+                "name": "one",
+                "weight": 1.0,
+                "source": {"kind": "text", "path": str(folder / "train/a.txt")},
+            },
+            {"name": "two", "weight": 1.0, "source": part.model_dump()},
+        ),
+    }
+    whole = {"kind": "text", "path": str(folder / "train"), "include": ("*.txt",)}
+    for source, shared in ((whole, 2), (mixture, 2), (mixture["sources"][0]["source"], 0)):
+        messages: list[str] = []
+        config = {
+            "source": source,
+            "validation": ({"name": "v", "source": part.model_dump()},),
+            "seq_len": 8,
+            "cache_dir": folder / "cache",
+        }
+        open_dataset(DataSection.model_validate(config), progress=messages.append)
+        told = f"WARNING: data.validation[v]: {shared} of its files are trained on"
+        assert (told in messages) == bool(shared)
+
+
 def test_a_set_that_the_model_can_not_compute_is_refused(folder: Path) -> None:
     ids = NanogptSource(path=str(folder / "ids.bin"))
     with pytest.raises(ConfigError, match=r"validation\[ids\] has a vocabulary of 50257"):
