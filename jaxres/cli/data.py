@@ -211,6 +211,7 @@ def _counts_text(fields: Mapping[str, Any]) -> str:
             f"images: {fields['num_images']:,}, of which {fields['num_duplicates']:,} equal an "
             f"earlier one, {fields['num_contradictions']:,} of them with another label\n"
             f"images of each label: {labels}\nbytes an image: {lengths}\n"
+            + "".join(f"left out in training: {text}\n" for text in fields["undecodable"])
         )
     return (
         f"documents: {fields['num_documents']:,}, of which {fields['num_duplicates']:,} equal an "

@@ -39,6 +39,8 @@ SCALE = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 NUM_TRIES = 10
 """Of a random crop, as in torchvision's RandomResizedCrop."""
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that Pillow may open: for others, such as EPS, it starts programs."""
 CENTRE = 7 / 8
 """Share of the shorter side that an image without augmentation shows: 224 of 256 pixels."""
 
@@ -163,9 +165,8 @@ class ImageRows:
         return [np.asarray(corpus.tokens[start:stop]) for start, stop in spans]
 
     def _decoded(self, number: int, epoch: int, document: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        content = document[LABEL_BYTES:].tobytes()
         try:
-            picture = open_picture(content)
+            picture = open_picture(document[LABEL_BYTES:].tobytes())
             box, flip = centre(*picture.size), False
             if self.augment:
                 box, flip = random_crop(*picture.size, key=(self.seed, number, epoch))
@@ -174,10 +175,7 @@ class ImageRows:
             raise
         except Exception as error:
             path = self.corpus.path("tokens.bin")
-            raise BadRecord(
-                f"{path}: image {number}, label {label_of(document)}, a file of {len(content):,} "
-                f"bytes, can't be decoded: {error}"
-            ) from error
+            raise BadRecord(f"{path}: {_undecodable(number, document, error)}") from error
         pixels = np.asarray(resized)
         return pixels[:, ::-1] if flip else pixels
 
@@ -185,10 +183,39 @@ class ImageRows:
 def open_picture(content: bytes) -> Any:
     """Returns a decoded file as an upright Pillow image with three channels."""
     library = pillow("Image")
-    picture = pillow("ImageOps").exif_transpose(library.open(io.BytesIO(content)))
+    opened = library.open(io.BytesIO(content), formats=FORMATS)
+    picture = pillow("ImageOps").exif_transpose(opened)
     if picture.mode.startswith("I"):  # 16 bits, which `convert` clips to 8.
         picture = library.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
+    if "transparency" in picture.info:  # Pillow warns of a palette with several transparent colors.
+        picture = picture.convert("RGBA")
     return picture.convert("RGB")
+
+
+def _undecodable(number: int, document: NDArray[np.uint8], error: Exception) -> str:
+    size = len(document) - LABEL_BYTES
+    return (
+        f"image {number}, label {label_of(document)}, a file of {size:,} bytes, can't be decoded: "
+        f"{error}"
+    )
+
+
+def undecodable_images(
+    numbers: NDArray[np.int64], documents: Sequence[NDArray[np.uint8]]
+) -> list[str]:
+    """Decodes images; returns what is wrong with each that can't be decoded."""
+
+    def problem(index: int) -> str | None:
+        try:
+            open_picture(documents[index][LABEL_BYTES:].tobytes())
+        except MemoryError:
+            raise
+        except Exception as error:
+            return _undecodable(int(numbers[index]), documents[index], error)
+        return None
+
+    with ThreadPoolExecutor(num_threads(len(documents)), "jaxres-images") as pool:
+        return [text for text in pool.map(problem, range(len(documents))) if text is not None]
 
 
 def pillow(module: str) -> Any:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from jaxres.data.batching import Arrays, Rows
 from jaxres.data.dataset import Dataset
-from jaxres.data.images import LABEL_BYTES, ImageRows, label_of
+from jaxres.data.images import LABEL_BYTES, ImageRows, label_of, undecodable_images
 from jaxres.data.mixture import describe_row
 from jaxres.data.order import Order, sample_ids_at
 from jaxres.data.packed_rows import PackedRows
@@ -127,16 +127,20 @@ class ImageStatistics:
     """Files that equal an earlier one."""
     num_contradictions: int
     """Those of them with another label than the first."""
+    undecodable: list[str]
+    """What is wrong with each image that can't be decoded."""
 
 
 def image_statistics(rows: ImageRows, *, progress: Callable[[str], None]) -> ImageStatistics:
-    """Reads every image file, without decoding it."""
+    """Reads and decodes every image."""
     total = rows.corpus.meta.num_documents
     labels, first, sizes = Counter[int](), dict[int, int](), list[int]()
-    num_duplicates = num_contradictions = 0
+    num_duplicates, num_contradictions, undecodable = 0, 0, list[str]()
     for begin in range(0, total, IMAGES_AT_ONCE):
         numbers = np.arange(begin, min(begin + IMAGES_AT_ONCE, total))
-        for document in rows.read(numbers):
+        documents = rows.read(numbers)
+        undecodable += undecodable_images(numbers, documents)
+        for document in documents:
             label, content = label_of(document), document[LABEL_BYTES:]
             labels[label] += 1
             sizes.append(len(content))
@@ -150,6 +154,7 @@ def image_statistics(rows: ImageRows, *, progress: Callable[[str], None]) -> Ima
         lengths=_lengths(np.array(sizes)),
         num_duplicates=num_duplicates,
         num_contradictions=num_contradictions,
+        undecodable=undecodable,
     )
 
 

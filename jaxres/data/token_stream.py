@@ -23,7 +23,7 @@ from jaxres.data.documents import (
 from jaxres.data.source_files import SourceFile, unreadable
 from jaxres.data.tokenizer import Tokenizer
 
-BATCH_CHARS = 2**20
+BATCH_CHARS = 2**22
 BATCH_PIECES = 4096
 NUM_AHEAD = 2
 """Batches that are tokenised while the next pieces are read."""
@@ -110,7 +110,7 @@ def _encode(
 def _ahead(function: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
     """Yields the results in order; a thread computes some of them ahead."""
     waiting: deque[Future[B]] = deque()
-    with ThreadPoolExecutor(1, "jaxres-tokenise") as pool:
+    with ThreadPoolExecutor(2, "jaxres-tokenise") as pool:
         try:
             for item in items:
                 waiting.append(pool.submit(function, item))

@@ -110,13 +110,16 @@ def datasets():
     import datasets, os
     folder = f"{path}/saved-{seq_len}"
     if not os.path.exists(folder):
-        part = np.array(tokens[: count * seq_len]).reshape(count, seq_len)
-        features = {"inputs": datasets.Sequence(datasets.Value("uint16"), length=seq_len)}
-        whole = datasets.Dataset.from_dict({"inputs": part}, features=datasets.Features(features))
+        width = seq_len + 1
+        part = np.lib.stride_tricks.sliding_window_view(tokens, width)[::seq_len]
+        features = {"window": datasets.Sequence(datasets.Value("uint16"), length=width)}
+        whole = datasets.Dataset.from_dict({"window": part}, features=datasets.Features(features))
         whole.save_to_disk(folder)
     saved = datasets.load_from_disk(folder).with_format("numpy").shuffle(seed=0)
     while True:
-        yield from saved.iter(rows, drop_last_batch=True)
+        for batch in saved.iter(rows, drop_last_batch=True):
+            windows = batch["window"].astype(np.int32)
+            yield {"inputs": windows[:, :-1].copy(), "targets": windows[:, 1:].copy()}
 batches = globals()[kind]()
 warm = time.perf_counter() + 2
 while time.perf_counter() < warm:
@@ -202,9 +205,9 @@ def digests(folder: Path, *, repeats: int) -> int:
 def tokenise(folder: Path, *, repeats: int) -> None:
     """Compares the build of a corpus with the library alone."""
     paths = sorted(Path(os.__file__).parent.rglob("*.py"))
-    paths = [path for path in paths if "-packages" not in str(path)][::6]
+    paths = [path for path in paths if "-packages" not in str(path)][::2]
     texts = [text for path in paths if (text := path.read_text(errors="replace"))]
-    trained = bpe.train(folder / "bpe", vocab_size=4000, texts=texts[::4])
+    trained = bpe.train(folder / "bpe", vocab_size=4000, texts=texts[::12])
     tokenizer = HuggingfaceTokenizer(path=trained)
     (folder / "text").mkdir()
     for number, text in enumerate(texts):

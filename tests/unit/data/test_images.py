@@ -5,11 +5,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from jaxres.config.schema_data import DataSection, ImagesSource, TokensSource
 from jaxres.data import BadRecord, batch_at, images, open_dataset, sample_ids_at, write_tokens
-from jaxres.data.images import centre, random_crop
+from jaxres.data.images import centre, open_picture, random_crop
+from jaxres.data.inspect import image_statistics
 from jaxres.faults import ConfigError
 from jaxres.storage import files
 from jaxres.storage.path import GcsPath
@@ -185,6 +186,9 @@ def test_an_image_that_can_not_be_decoded_is_a_bad_record(folder):
     (message,) = bad
     size = path.stat().st_size
     assert f"label 0, a file of {size:,} bytes, can't be decoded" in message
+    found = image_statistics(rows, progress=lambda _: None)
+    assert [message.endswith(text) for text in found.undecodable] == [True]
+    assert found.labels == {0: 12, 1: 12, 2: 12}
 
 
 def test_what_is_no_image_or_has_no_class_is_refused_with_what_to_do(folder, tmp_path):
@@ -284,3 +288,13 @@ def test_a_folder_of_tokens_is_no_folder_of_images_and_the_other_way(folder, tmp
     write_tokens(tmp_path / "tokens", [[1, 2, 3]], vocab_size=4, tokenizer="mine")
     with pytest.raises(ConfigError, match=r"has tokens. Set data"):
         open_dataset(section(tmp_path / "tokens"))
+
+
+def test_only_formats_without_programs_are_opened_and_palettes_give_no_warning():
+    picture = Image.fromarray(np.zeros((9, 9, 3), np.uint8))
+    eps, palette = io.BytesIO(), io.BytesIO()
+    picture.save(eps, "EPS")
+    with pytest.raises(UnidentifiedImageError):
+        open_picture(eps.getvalue())
+    picture.convert("P").save(palette, "PNG", transparency=bytes([255, 0, 9]))
+    assert open_picture(palette.getvalue()).mode == "RGB"
