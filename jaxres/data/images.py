@@ -210,7 +210,7 @@ def undecodable_images(
             open_picture(documents[index][LABEL_BYTES:].tobytes())
         except MemoryError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - Decoders fail in many ways.
             return _undecodable(int(numbers[index]), documents[index], error)
         return None
 
