@@ -228,7 +228,7 @@ def _field(line: bytes, field: str, where: str) -> str:
     fix = "Fix the line, or exclude the file with data.source.exclude."
     try:
         item = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}. {fix}") from error
     if not isinstance(item, dict):
         raise ConfigError(
@@ -400,7 +400,11 @@ def _check_column(file: SourceFile, schema: Any, column: str) -> None:
             "data.source.column to the one that has the text."
         )
     types = importlib.import_module("pyarrow.types")
+    if schema.names.count(column) > 1:
+        raise ConfigError(f"{where} has {schema.names.count(column)} columns {column!r}")
     kind = schema.field(column).type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
     checks = (types.is_string, types.is_large_string, types.is_string_view)
     if not any(check(kind) for check in checks):
         raise ConfigError(f"{where}: column {column!r} is of type {kind}, not string")

@@ -107,7 +107,10 @@ def _saved_dataset_files(folder: Path) -> tuple[str, ...]:
     where = f"data.source.path: {folder}"
     try:
         state = json.loads((folder / "state.json").read_bytes())
-        return tuple(_escape(file["filename"]) for file in state["_data_files"])
+        names = [file["filename"] for file in state["_data_files"]]
+        if not names or not all(map(_is_inside, names)):
+            raise ValueError(f"the files {names[:3]}, which are not all in the folder")
+        return tuple(map(_escape, names))
     except (FileNotFoundError, NotADirectoryError) as error:
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         what = f"one of its splits: {', '.join(splits)}" if splits else "a folder of save_to_disk"
@@ -116,11 +119,17 @@ def _saved_dataset_files(folder: Path) -> tuple[str, ...]:
         ) from error
     except OSError as error:
         raise unreadable(folder / "state.json", error) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{where}: state.json does not list data files as `datasets` writes them: {error!r}. "
             "Save the split again with save_to_disk."
         ) from error
+
+
+def _is_inside(name: str) -> bool:
+    """Returns whether a relative name means a file in the folder."""
+    parts = PurePath(name).parts
+    return bool(parts) and "\0" not in name and not {"/", ".."} & set(parts)
 
 
 def _root_and_patterns(given: str, include: tuple[str, ...]) -> tuple[Path, tuple[str, ...]]:

@@ -67,6 +67,9 @@ def test_parquet_is_read_row_by_row(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table([*TEXTS, None, ""]), path, row_group_size=2)
     source = ParquetSource(path=str(path), column="body")
     assert texts_of(source, tmp_path / "cache") == TEXTS
+    coded = pyarrow.table({"body": pyarrow.array(TEXTS).dictionary_encode()})
+    pyarrow.parquet.write_table(coded, path)
+    assert texts_of(source, tmp_path / "cache") == TEXTS
 
 
 def saved(folder: Path, texts: list[str]) -> None:
@@ -87,6 +90,17 @@ def test_a_saved_hugging_face_data_set_is_read(tmp_path: Path) -> None:
     assert texts_of(source, tmp_path / "cache") == TEXTS
     with pytest.raises(ConfigError, match=r"no state\.json.* Give one of its splits: train"):
         opened(HuggingfaceSource(path=str(tmp_path / "set")), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "", "a\0b", "x/../../y", None, 3])
+def test_a_saved_data_set_reads_only_its_own_files(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret").write_text("hidden")
+    (tmp_path / "set").mkdir()
+    state = {"_data_files": [{"filename": name}] if name is not None else []}
+    (tmp_path / "set" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=r"state\.json does not list data files as") as caught:
+        opened(HuggingfaceSource(path=str(tmp_path / "set")), tmp_path / "cache")
+    assert "hidden" not in str(caught.value)
 
 
 def test_token_ids_of_nanogpt_and_llm_c_are_read(tmp_path: Path) -> None:
@@ -159,6 +173,13 @@ BAD: dict[str, tuple[type[Any], dict[str, Any], str, bytes | Callable[[Path], No
     "no field": (JsonlSource, {}, "a.jsonl", lines(["x"], "body"), r"no 'text'; .*'n', 'body'"),
     "a number": (JsonlSource, {}, "a.jsonl", b'{"text": 3}', "'text' is a int, not a string"),
     "surrogate": (JsonlSource, {}, "a.jsonl", b'{"text": "\\ud800"}', "not valid Unicode"),
+    "deep": (
+        JsonlSource,
+        {},
+        "a.jsonl",
+        b'{"text": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+        "line 1 is not JSON: maximum recursion depth",
+    ),
     "cut gz": (
         JsonlSource,
         {},
@@ -190,6 +211,15 @@ BAD: dict[str, tuple[type[Any], dict[str, Any], str, bytes | Callable[[Path], No
         "a.parquet",
         lambda path: pyarrow.parquet.write_table(table(["x"]), path),
         "'id' is of type int64, not string",
+    ),
+    "two of a name": (
+        ParquetSource,
+        {},
+        "a.parquet",
+        lambda path: pyarrow.parquet.write_table(
+            pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 2, names=["text", "text"]), path
+        ),
+        "has 2 columns 'text'",
     ),
     "odd": (NanogptSource, {}, "a.bin", b"123", "no whole number of uint16"),
     "id too large": (
