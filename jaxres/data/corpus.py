@@ -19,9 +19,11 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema_data import DocumentSource, ImagesSource, NanogptSource, TextSource
@@ -41,7 +43,7 @@ from jaxres.data.token_folder import (
 )
 from jaxres.data.token_stream import Position, token_blocks
 from jaxres.data.token_writer import PARTIAL_OFFSETS, TokenWriter, Written
-from jaxres.data.tokenizer import Tokenizer, open_tokenizer
+from jaxres.data.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer
 from jaxres.faults import ConfigError
 from jaxres.storage.checksummed_json import (
     canonical_json,
@@ -273,11 +275,12 @@ def _tokenise(
     )
     writer, at = _open_writer(corpus, building, progress)
     report = _Report(total_bytes, progress, clock)
-    num_empty, synced = at.num_empty, clock.monotonic()
+    num_empty, synced, unknown = at.num_empty, clock.monotonic(), _Unknown(corpus.tokenizer)
     with writer:
         blocks = token_blocks(corpus.files, corpus.source, corpus.tokenizer, start=at)
         for block in blocks:
             writer.write_documents(block.tokens, block.ends)
+            unknown.count(block.tokens)
             num_empty = block.position.num_empty
             report.at(block.num_bytes)
             if clock.monotonic() - synced >= SYNC_SECONDS:
@@ -288,6 +291,7 @@ def _tokenise(
         _write_files(corpus, building)
     if num_empty:
         progress(f"Documents without text, which are left out: {num_empty:,}")
+    unknown.report(progress)
     return _remove_progress(building)
 
 
@@ -343,6 +347,35 @@ def _write_files(corpus: Corpus, folder: Path) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+
+
+class _Unknown:
+    """Counts the tokens of a build that stand for text outside the tokenizer's vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._library = tokenizer if isinstance(tokenizer, LibraryTokenizer) else None
+        self._token = None if self._library is None else self._library.unknown
+        self._num_unknown = self._num_tokens = 0
+
+    def count(self, tokens: NDArray[Any]) -> None:
+        """Counts some tokens."""
+        if self._token is not None:
+            self._num_unknown += int(np.count_nonzero(tokens == self._token))
+            self._num_tokens += len(tokens)
+
+    def report(self, progress: Callable[[str], None]) -> None:
+        """Tells how much of the text is lost to the model."""
+        if self._num_unknown:
+            share = self._num_unknown / self._num_tokens
+            progress(
+                f"WARNING: {self._num_unknown:,} tokens ({share:.2%}) are the unknown token: the "
+                "tokenizer does not have these words or characters"
+            )
+        if self._library is not None and self._library.drops_text():
+            progress(
+                "WARNING: the tokenizer drops characters that are not in its vocabulary. Give it "
+                "an unknown token or byte fallback, unless its text has no others"
+            )
 
 
 class _Report:

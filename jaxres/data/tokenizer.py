@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
 BYTES = "bytes"
 """Name of the bytes tokenizer in meta.json."""
+PROBES = ("\u4e2d", "\u044f", "\u05d0")
+"""A Chinese, a Russian and a Hebrew letter."""
 LIBRARY = "huggingface:"
 """Begin of the name of a tokenizer of the library."""
 FILE_NAME = "tokenizer.json"
@@ -126,13 +129,28 @@ class LibraryTokenizer:
     library: Any
     """The `tokenizers.Tokenizer`."""
 
+    @property
+    def unknown(self) -> int | None:
+        """The token for what is not in the vocabulary; None: there is none."""
+        token = getattr(self.library.model, "unk_token", None)
+        return None if token is None else self.library.token_to_id(token)
+
+    def drops_text(self) -> bool:
+        """Returns whether letters that are not in the vocabulary have no token at all."""
+        try:
+            return not all(self.encode(letter) for letter in PROBES)
+        except ConfigError:
+            return False  # It does not encode them at all, which a build tells.
+
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text."""
-        return self.library.encode(text, add_special_tokens=False).ids
+        """Returns the tokens of a text; raises ConfigError if the library can't encode it."""
+        with _errors_of_library():
+            return self.library.encode(text, add_special_tokens=False).ids
 
     def encode_all(self, texts: Sequence[str | bytes]) -> list[NDArray[Any]]:
         """Returns the tokens of each text; the library uses all cores."""
-        encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _errors_of_library():
+            encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(item.ids, np.uint32) for item in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -144,6 +162,18 @@ class LibraryTokenizer:
             parts.append(self.library.decode(known, skip_special_tokens=False))
             begin = end + 1
         return "\n".join(parts)
+
+
+@contextlib.contextmanager
+def _errors_of_library() -> Iterator[None]:
+    """Turns what the library raises, plain Exceptions, into ConfigError."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(
+            f"data.tokenizer.path: the tokenizer can't encode a text: {error}. Give it an unknown "
+            "token, or a vocabulary that has all of the text."
+        ) from error
 
 
 def open_tokenizer(section: TokenizerSection) -> Tokenizer:

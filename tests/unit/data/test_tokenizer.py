@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxres.config.schema_data import (
     BytesTokenizer,
@@ -20,6 +20,7 @@ from jaxres.config.schema_data import (
     TokensSource,
 )
 from jaxres.data import Dataset, documents, open_dataset
+from jaxres.data.corpus import describe_corpus, open_corpus
 from jaxres.faults import ConfigError
 from tests import bpe
 
@@ -219,3 +220,53 @@ def test_a_damaged_part_of_a_killed_build_is_not_used(tmp_path: Path, trained: P
 
 def test_the_default_tokenizer_is_bytes() -> None:
     assert DataSection(source=TextSource(path="x")).tokenizer == BytesTokenizer()
+
+
+def vocabulary_only(folder: Path, model: models.Model) -> HuggingfaceTokenizer:
+    """Writes a tokenizer that has the words or letters a, b and no others."""
+    library = Tokenizer(model)
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(["<e>"])
+    folder.mkdir()
+    library.save(str(folder / "tokenizer.json"))
+    return HuggingfaceTokenizer(path=folder, end_of_document="<e>")
+
+
+UNKNOWN = {
+    "WordLevel": (
+        models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"),
+        "WARNING: 2 tokens (33.33%) are the unknown token",
+    ),
+    "BPE": (
+        models.BPE(vocab={"a": 0, "b": 1}, merges=[]),
+        "WARNING: the tokenizer drops characters that are not in its vocabulary",
+    ),
+    "none": (models.WordLevel({"a": 0, "b": 1}), None),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_text_outside_the_vocabulary_is_told(tmp_path: Path, name: str) -> None:
+    model, warning = UNKNOWN[name]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("a z b \u4e2d a")
+    section = vocabulary_only(tmp_path / "tokenizer", model)
+    source = TextSource(path=str(tmp_path / "data"))
+    corpus = describe_corpus(source, section, cache_dir=tmp_path / "cache")
+    messages: list[str] = []
+    if warning is None:
+        with pytest.raises(ConfigError, match="the tokenizer can't encode a text: WordLevel"):
+            open_corpus(corpus, progress=messages.append)
+        return
+    open_corpus(corpus, progress=messages.append)
+    assert [one[: len(warning)] for one in messages if one.startswith("WARNING")] == [warning]
+
+
+def test_a_tokenizer_of_bytes_loses_nothing_and_nothing_is_told(
+    corpus: Path, trained: Path, tmp_path: Path
+) -> None:
+    tokenizer = HuggingfaceTokenizer(path=trained)
+    messages: list[str] = []
+    described = describe_corpus(TextSource(path=str(corpus)), tokenizer, cache_dir=tmp_path / "c")
+    open_corpus(described, progress=messages.append)
+    assert not [one for one in messages if "WARNING" in one]
