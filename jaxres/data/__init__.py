@@ -10,7 +10,7 @@ they remain valid when the batch size or the number of hosts changes.
 """
 
 from jaxres.data.bad_records import describe, find_bad_rows, find_hung_row, is_record_fault
-from jaxres.data.batching import Arrays, BadRecord, Batch, Rows, batch_at
+from jaxres.data.batching import Arrays, BadRecord, Batch, Rows, batch_at, first_row
 from jaxres.data.dataset import Dataset, open_dataset
 from jaxres.data.mixture import Mixture, describe_row
 from jaxres.data.order import Order, Skips, positions_at, sample_digest, sample_ids_at, skip_ranges
@@ -40,6 +40,7 @@ __all__ = [
     "describe_row",
     "find_bad_rows",
     "find_hung_row",
+    "first_row",
     "is_record_fault",
     "open_dataset",
     "positions_at",

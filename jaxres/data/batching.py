@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ Arrays = Mapping[str, NDArray[Any]]
 """Named arrays with a common leading dim, one entry per row."""
 
 
+NUM_TRIED = 8
+"""Rows that are tried where one may be bad and another one serves as well."""
 AHEAD_ROWS = 512
 """Number of rows whose ids are computed at once: NumPy is about as fast for 500 as for 24."""
 
@@ -79,6 +82,18 @@ def batch_at(
         return Batch(arrays=rows.rows(own_ids), ids=ids, cursor=cursor, next_cursor=next_cursor)
 
     return at
+
+
+def first_row(rows: Rows) -> Arrays:
+    """Returns the arrays of the first row that can be used, for their shapes.
+
+    Raises:
+      BadRecord: the first NUM_TRIED rows can't be used.
+    """
+    for row in range(min(len(rows), NUM_TRIED) - 1):
+        with contextlib.suppress(BadRecord):
+            return rows.rows(np.array([row]))
+    return rows.rows(np.array([min(len(rows), NUM_TRIED) - 1]))
 
 
 def check_ids(ids: NDArray[np.int64], num_rows: int) -> None:

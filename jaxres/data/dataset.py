@@ -20,7 +20,7 @@ from jaxres.config.schema_data import (
 )
 from jaxres.data import download_cache, remote_tokens
 from jaxres.data import tokenizer as tokenizers
-from jaxres.data.batching import BadRecord, Rows
+from jaxres.data.batching import BadRecord, Rows, first_row
 from jaxres.data.corpus import describe_corpus, open_corpus
 from jaxres.data.custom import (
     CustomRows,
@@ -43,8 +43,6 @@ from jaxres.faults import ConfigError
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.path import is_remote
 
-NUM_TRIED = 8
-"""Rows that are tried, to learn the shapes of a source's rows."""
 PLAN_MARK = "+"
 """Separates, in a fingerprint, that of the tokens from the digest of the packing plans."""
 
@@ -131,7 +129,7 @@ def _not_augmented(rows: Rows) -> Rows:
     """Returns the rows as they are evaluated: the same each time."""
     if isinstance(rows, CustomRows):
         return replace(rows, varies_by_epoch=False)
-    return replace(rows, augment=False) if isinstance(rows, ImageRows) else rows
+    return rows.evaluated() if isinstance(rows, ImageRows) else rows
 
 
 def _check_validation(opened: Dataset, dataset: Dataset, where: str) -> None:
@@ -154,10 +152,9 @@ def _check_validation(opened: Dataset, dataset: Dataset, where: str) -> None:
 
 def _spec(rows: Rows) -> dict[str, str] | None:
     """Returns the dtype and shape of each array of a row; None: the first rows can't be read."""
-    for row in range(min(len(rows), NUM_TRIED)):
-        with contextlib.suppress(BadRecord):
-            arrays = rows.rows(np.array([row]))
-            return {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in sorted(arrays.items())}
+    with contextlib.suppress(BadRecord):
+        arrays = first_row(rows)
+        return {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in sorted(arrays.items())}
     return None
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxres.config.schema_data import ImagesSource
-from jaxres.data.batching import Arrays, BadRecord
+from jaxres.data.batching import NUM_TRIED, Arrays, BadRecord
 from jaxres.data.shuffle import Permutation
 from jaxres.data.source_files import SourceFile
 from jaxres.data.token_folder import TokenFolder
@@ -122,6 +122,12 @@ class ImageRows:
     seed: int
     start: int
     stop: int
+    is_evaluated: bool = False
+    """Whether an image that can't be decoded is replaced by the next one, instead of BadRecord."""
+
+    def evaluated(self) -> ImageRows:
+        """Returns the rows for evaluations, which always have the same rows and skip none."""
+        return replace(self, augment=False, is_evaluated=True)
 
     def __len__(self) -> int:
         """Number of images."""
@@ -140,14 +146,32 @@ class ImageRows:
         numbers = self.numbers(rows)
         contents = self.read(numbers)
         images = np.empty((len(ids), self.size, self.size, 3), np.uint8)
+        labels = np.array([label_of(one) for one in contents], np.int32)
 
         def decode(index: int) -> None:
             number, epoch = int(numbers[index]), int(epochs[index])
-            images[index] = self._decoded(number, epoch, contents[index])
+            try:
+                images[index] = self._decoded(number, epoch, contents[index])
+            except BadRecord:
+                if not self.is_evaluated:
+                    raise
+                images[index], labels[index] = self._next(int(rows[index]))
 
         with ThreadPoolExecutor(num_threads(len(ids)), "jaxres-images") as pool:
             list(pool.map(decode, range(len(ids))))
-        return {"image": images, "label": np.array([label_of(one) for one in contents], np.int32)}
+        return {"image": images, "label": labels}
+
+    def _next(self, row: int) -> tuple[NDArray[np.uint8], int]:
+        """Returns the pixels and label of the next image that can be decoded."""
+        for after in range(1, NUM_TRIED + 1):
+            numbers = self.numbers(np.array([(row + after) % len(self)]))
+            (document,) = self.read(numbers)
+            try:
+                return self._decoded(int(numbers[0]), 0, document), label_of(document)
+            except BadRecord:
+                if after == NUM_TRIED:
+                    raise
+        raise AssertionError("not reached")
 
     def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the numbers in the folder of the images of some rows."""
@@ -283,4 +307,4 @@ def split_images(
         )
     cut = total - num_heldout
     train = ImageRows(corpus, source.size, source.augment != "none", source.augment_seed, 0, cut)
-    return train, replace(train, augment=False, start=cut, stop=total)
+    return train, replace(train.evaluated(), start=cut, stop=total)

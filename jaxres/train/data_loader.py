@@ -132,9 +132,9 @@ class _Rows:
         return [int(positions[self.local.rows[index]]) for index in indices]
 
     def replacement(self, cursor: int) -> PlacedBatch:
-        """Returns a batch with the shapes of a real one; it repeats the first row of the data."""
+        """Returns a batch with the shapes of a real one; it repeats one row."""
         ids, next_cursor = self.ids_at(cursor)
-        row = self.dataset.train.rows(np.zeros(1, np.int64))
+        row = data.first_row(self.dataset.train)
         arrays = {name: np.repeat(x, len(self.local.rows), axis=0) for name, x in row.items()}
         placed = meshes.place_batch(self.mesh, arrays, local=self.local)
         return Batch(arrays=arrays, ids=ids, cursor=cursor, next_cursor=next_cursor), placed

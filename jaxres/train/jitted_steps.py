@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxres import config as configs
+from jaxres import data
 from jaxres.engine import evaluate, optimizer, sharding_report
 from jaxres.engine import mesh as meshes
 from jaxres.engine import step as steps
@@ -145,7 +145,7 @@ def _evaluation_signature(parts: Components, *, facts: Any, rows: int) -> Signat
 
 def _batch_shapes(parts: Components, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shape, dtype and sharding of `rows` rows, as `place_batch` places them."""
-    row = parts.dataset.train.rows(np.zeros(1, np.int64))
+    row = data.first_row(parts.dataset.train)
     sharding = meshes.batch_sharding(parts.mesh)
     return {
         name: jax.ShapeDtypeStruct(

@@ -131,6 +131,10 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
             for sources, more, line in MIXTURES
         ),
         (
+            ["data.source={kind: images, path: x}"],
+            "model.kind: gpt reads tokens; images need a model of yours (docs/models.md)",
+        ),
+        (
             ["train.reduction=invariant"],
             "train.reduction: invariant is not built yet; use fast",
         ),

@@ -8,7 +8,15 @@ import pytest
 from PIL import Image, UnidentifiedImageError
 
 from jaxres.config.schema_data import DataSection, ImagesSource, TokensSource
-from jaxres.data import BadRecord, batch_at, images, open_dataset, sample_ids_at, write_tokens
+from jaxres.data import (
+    BadRecord,
+    batch_at,
+    first_row,
+    images,
+    open_dataset,
+    sample_ids_at,
+    write_tokens,
+)
 from jaxres.data.images import centre, open_picture, random_crop
 from jaxres.data.inspect import image_statistics
 from jaxres.faults import ConfigError
@@ -173,6 +181,14 @@ def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path):
     assert (rows.rows(np.array([0]))["image"] == 40_000 >> 8).all()
 
 
+def is_bad(rows, row):
+    try:
+        rows.rows(np.array([row]))
+    except BadRecord:
+        return True
+    return False
+
+
 def test_an_image_that_can_not_be_decoded_is_a_bad_record(folder):
     path = folder / "cat" / "2.png"
     path.write_bytes(path.read_bytes()[:-300])
@@ -186,6 +202,12 @@ def test_an_image_that_can_not_be_decoded_is_a_bad_record(folder):
     (message,) = bad
     size = path.stat().st_size
     assert f"label 0, a file of {size:,} bytes, can't be decoded" in message
+    whole = rows.evaluated().rows(np.arange(36))
+    (at,) = (row for row in range(36) if is_bad(rows, row))
+    after = rows.rows(np.array([(at + 1) % 36]))
+    assert np.array_equal(whole["image"][at], after["image"][0]), "the next one takes its place"
+    assert whole["label"][at] == after["label"][0]
+    assert first_row(rows)["image"].shape == (1, 8, 8, 3)
     found = image_statistics(rows, progress=lambda _: None)
     assert [message.endswith(text) for text in found.undecodable] == [True]
     assert found.labels == {0: 12, 1: 12, 2: 12}
