@@ -213,7 +213,8 @@ def _check_alike(one: Dataset, name: str, other: Dataset, other_name: str) -> No
             raise ConfigError(
                 f"data.source.sources: {name} has {what} {values[0]}, {other_name} has {what} "
                 f"{values[1]}. A mixture needs equal rows of the same tokens or classes: build "
-                "both with the same tokenizer (`jaxres data build`), or give the same `classes`."
+                "both with the same tokenizer (`jaxres data build`), or give the same `classes`; a "
+                "custom object tells its vocabulary as `vocab_size`."
             )
 
 
@@ -261,6 +262,12 @@ def _of_folder(
 
 
 def _images(opened: TokenFolder, source: ImagesSource, config: DataSection) -> Dataset:
+    classes = classes_of(opened.folder)
+    if source.classes and classes not in ((), source.classes):
+        raise ConfigError(
+            f"data.source.classes: the labels of {opened.source or opened.folder} are those of "
+            f"{', '.join(classes[:10])}, in this order. Leave `classes` out, or give the same list."
+        )
     train, heldout = split_images(opened, source, heldout_fraction=config.heldout_fraction)
     return Dataset(
         fingerprint=opened.meta.fingerprint,
@@ -269,7 +276,7 @@ def _images(opened: TokenFolder, source: ImagesSource, config: DataSection) -> D
         train=train,
         heldout=heldout,
         tokenizer=None,
-        classes=classes_of(opened.folder),
+        classes=classes,
     )
 
 

@@ -296,6 +296,10 @@ def test_images_in_a_bucket_are_copied_and_a_built_folder_is_read_where_it_is(
         there = open_dataset(config.model_copy(update={"source": source}))
         assert there.fingerprint == here.fingerprint
         assert there.classes == here.classes == ("cat", "dog", "eel")
+        other = source.model_copy(update={"classes": ("eel", "dog", "cat")})
+        if name == "built":
+            with pytest.raises(ConfigError, match=r"in this order. Leave `classes` out"):
+                open_dataset(config.model_copy(update={"source": other}))
         for one, other in ((there.train, here.train), (there.heldout, here.heldout)):
             rows = [rows.rows(np.arange(len(rows))) for rows in (one, other)]
             assert all(np.array_equal(rows[0][key], rows[1][key]) for key in ("image", "label"))
