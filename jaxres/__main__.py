@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
+import platform
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxres import faults
+from jaxres import __version__, faults
 from jaxres.exit_codes import SIGNAL_BASE, ExitCode, exit_name
 from jaxres.faults import RunError, UsageError
 from jaxres.telemetry import stdio
@@ -46,12 +48,14 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   replay RUN_DIR --step N [--explain]                   recomputes a step from the nearest
       [section.field=value ...]                         checkpoint; --explain: the first
       non-finite number, by row, layer and source line
+  data build|show|inspect CONFIG.yaml|RUN_DIR           tokenises once; prints rows as the model
+      [section.field=value ...]                         gets them; counts documents and tokens
   data verify CONFIG.yaml|RUN_DIR                       reads every byte of the data; exit 1 if
       [section.field=value ...]                         one has changed, with file and block
   doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,
       [--devices N [--hosts H]]                         and what to do; also for N devices elsewhere
 
-`jaxres train --help` lists every config field.
+`jaxres train --help` lists every config field, `jaxres --version` the versions.
 """
 
 
@@ -117,6 +121,12 @@ def _run(args: Sequence[str]) -> int:
         sys.stdout.write(USAGE)
         return ExitCode.DONE if args else ExitCode.USAGE
     verb = args[0]
+    if verb == "--version":
+        names = ("jax", "flax", "orbax-checkpoint")
+        others = [f"{name} {importlib.metadata.version(name)}" for name in names]
+        python = f"Python {platform.python_version()}"
+        sys.stdout.write(f"{', '.join([f'jaxres {__version__}', *others, python])}\n")
+        return ExitCode.DONE
     if verb not in VERBS:
         from jaxres.config.errors import did_you_mean
 

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from jaxres.config import other_names
 from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.schema import RunConfig
 from jaxres.config.schema_data import NAME_PATTERN
@@ -144,6 +145,8 @@ def _unknown_key(key: str, slot: FieldSpec, kind: str | None) -> str:
     others = [kind_of(s) for s in slot.sections if s is not section and name in s.model_fields]
     if others:
         return f"unknown key for kind {kind}; {_one_of(tuple(others))} has it ({_keys(known)})"
+    if other := other_names.hint(name):
+        return f"unknown key{other} ({_keys(known)})"
     elsewhere = _similar_keys(
         name, [leaf for leaf in iter_fields() if leaf.key.rpartition(".")[0] != parent]
     )

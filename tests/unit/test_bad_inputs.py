@@ -85,7 +85,7 @@ COMMANDS = [
     Row("foo", USAGE, "'foo': unknown command (commands: train, launch, status"),
     Row("statsu run", USAGE, "did you mean 'status'?"),
     Row("''", USAGE, "'': unknown command"),
-    Row("--version", USAGE, "unknown command"),
+    Row("--versoin", USAGE, "unknown command"),
     Row("status", USAGE, "RUN_DIR (usage: `jaxres status --help`)"),
     Row("status --jsn run", USAGE, "unrecognized arguments: --jsn"),
     Row("status --js run", USAGE, "unrecognized arguments: --js"),

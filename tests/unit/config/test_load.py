@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from jaxres.config import dump_yaml, load, load_recorded, run_dirs
+from jaxres.config.other_names import ADVICE, NOTES, OTHER_NAMES
 from jaxres.config.schema import GptModel, MlpModel
+from jaxres.config.schema_fields import iter_fields
 from jaxres.config.schema_training import AdamwOptimizer, LinearSchedule, SgdOptimizer
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
@@ -228,6 +230,17 @@ def test_an_invalid_value_is_rejected_with_the_allowed_values(
         ("foo.bar=3", "foo: unknown key ("),
         ("trian.steps=3", "trian: unknown key; did you mean 'train'?"),
         ("seed=3", "seed: unknown key; did you mean run.seed?"),
+        ("lr=3", "lr: unknown key; here it is optimizer.learning_rate (keys here: run, data,"),
+        (
+            "train.batch_size=8",
+            "train.batch_size: unknown key; here it is train.global_batch_size (the rows of a step "
+            "over all devices) (keys here:",
+        ),
+        (
+            "train.epochs=3",
+            "train.epochs: unknown key; a run is train.steps long; `jaxres data inspect "
+            "CONFIG.yaml` says how many an epoch takes (keys here:",
+        ),
         ("base=x.yaml", "base: unknown key"),
     ],
 )
@@ -372,3 +385,11 @@ def test_null_turns_a_guard_off_and_a_later_override_turns_it_on(write: Write, k
         assert load_recorded(write(dump_yaml(off), "recorded.yaml")).config == off
     on = load(path, [f"guards.{key}.window_steps=50"]).config
     assert getattr(on.guards, key).window_steps == 50
+
+
+def test_names_of_other_trainers_lead_to_keys_that_exist():
+    keys = {leaf.key for leaf in iter_fields()}
+    assert set(OTHER_NAMES.values()) | set(NOTES) <= keys
+    assert not set(ADVICE) & set(OTHER_NAMES)
+    # A name that is a key of ours in the same section never gets there; in others it is a hint.
+    assert OTHER_NAMES["learning_rate"] == "optimizer.learning_rate"
