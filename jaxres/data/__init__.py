@@ -11,6 +11,7 @@ they remain valid when the batch size or the number of hosts changes.
 
 from jaxres.data.bad_records import describe, find_bad_rows, find_hung_row, is_record_fault
 from jaxres.data.batching import Arrays, BadRecord, Batch, Rows, batch_at, first_row
+from jaxres.data.custom import TOKEN_ROW_KEYS
 from jaxres.data.dataset import Dataset, open_dataset
 from jaxres.data.mixture import Mixture, describe_row
 from jaxres.data.order import Order, Skips, positions_at, sample_digest, sample_ids_at, skip_ranges
@@ -20,6 +21,7 @@ from jaxres.data.token_folder import CacheDamaged, TokensDamaged
 from jaxres.data.token_writer import TokenWriter, write_tokens
 
 __all__ = [
+    "TOKEN_ROW_KEYS",
     "Arrays",
     "BadRecord",
     "Batch",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxres import config as configs
 from jaxres import data
+from jaxres.config import RunConfig
 from jaxres.engine import evaluate, optimizer, sharding_report
 from jaxres.engine import mesh as meshes
 from jaxres.engine import step as steps
@@ -146,6 +147,7 @@ def _evaluation_signature(parts: Components, *, facts: Any, rows: int) -> Signat
 def _batch_shapes(parts: Components, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shape, dtype and sharding of `rows` rows, as `place_batch` places them."""
     row = data.first_row(parts.dataset.train)
+    _check_names(parts.config, row)
     sharding = meshes.batch_sharding(parts.mesh)
     return {
         name: jax.ShapeDtypeStruct(
@@ -155,6 +157,18 @@ def _batch_shapes(parts: Components, *, rows: int) -> dict[str, jax.ShapeDtypeSt
         )
         for name, array in row.items()
     }
+
+
+def _check_names(config: RunConfig, row: data.Arrays) -> None:
+    """Raises ConfigError if rows lack an array that a model of jaxres reads."""
+    missing = [name for name in data.TOKEN_ROW_KEYS if name not in row]
+    if missing and config.model.kind != "custom":
+        raise ConfigError(
+            f"data.source: rows have the arrays {', '.join(sorted(row))}, and model.kind="
+            f"{config.model.kind} reads {', '.join(data.TOKEN_ROW_KEYS)}; it lacks "
+            f"{', '.join(missing)}. Return data.seq_len + 1 token ids, or these arrays "
+            "(docs/data.md, Custom)."
+        )
 
 
 def _no_evaluation(params: Any, hosts: Any) -> dict[str, float] | None:

@@ -141,6 +141,11 @@ class TokenRows:
         return np.random.default_rng(index).integers(0, VOCAB, 17)
 
 
+def other_names() -> list[dict[str, Any]]:
+    """Rows with the names of another library."""
+    return [{"input_ids": np.arange(4), "labels": np.arange(4)}] * 20
+
+
 def rows() -> TokenRows:
     reach("build")
     return TokenRows()

@@ -72,6 +72,13 @@ BAD_PARTS = {
         ("data.source.kind=custom", "data.source.target=no_such_module:rows"),
         ("data.source.target", "no_such_module", "PYTHONPATH"),
     ),
+    "rows of other names": Bad(
+        (
+            "data.source={kind: custom, target: 'tests.promises.faulty:other_names'}",
+            "model.vocab_size=300",
+        ),
+        ("data.source: rows have the arrays input_ids, labels", "it lacks tokens_BT, targets_BT"),
+    ),
     "custom model that is not there": Bad(
         ("model.kind=custom", "model.target=json:no_such_model"),
         ("model.target", "json", "has no `no_such_model`"),
