@@ -27,8 +27,9 @@ def test_history_shows_killed_attempts_and_their_steps(workspace: Workspace) -> 
     trainer.wait_commit(10)
     code, (status,) = reported(trainer, "status")
     assert (code, status["state"], status["attempts"][-1]["cause"]) == (0, "running", "running")
-    assert [(host["host"], host["phase"]) for host in status["hosts"]] == [(0, "train")]
-    assert status["hosts"][0]["step"] >= 13
+    (host,) = status["hosts"]
+    assert (host["host"], host["step"] >= 13) == (0, True)
+    assert host["phase"] in ("train", "save"), "it saves step 20 on a busy machine"
     trainer.kill()
     assert trainer.wait_exit() == -9
     code, (status,) = reported(trainer, "status", "--watch")
