@@ -25,11 +25,21 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
       restarts them after a failure
   launch gce up CONFIG.yaml|gs://RUN ...                the same on GPU VMs, which it creates,
       replaces and deletes; status, logs, stop, down, init (`jaxres launch gce --help`)
-  status RUN_DIR [--json] [--watch]                     progress, recent events, what to do next;
+  status RUN_DIR ... [--json] [--watch]                 progress, recent events, what to do next;
       exit 0: running, restarting or done; 1: down, the same command resumes it; 3: needs a person.
       --watch: checks for 3 s (in a bucket 15 s) that it is alive, whatever its time stamps
   history RUN_DIR [--json]                              the metrics of every step, over all attempts
   history RUN_DIR --attempts [--json]                   why each attempt ended, and its progress
+  runs [FOLDER] [--tag TAG] [--json]                    a line for each run in a folder
+  compare RUN_DIR RUN_DIR ... [--json]                  configs, losses at equal steps, and speed
+  branch RUN_DIR --to DIR [--step N]                    a new run that begins with a step of this
+      [section.field=value ...]                         one, with another learning rate, for example
+  sweep CONFIG.yaml --grid section.field=A,B ...        a run for each combination; the same command
+      [--parallel N] [--to FOLDER]                      goes on with an interrupted sweep
+  sample RUN_DIR|FOLDER [--prompt TEXT] [--tokens N]    text with which the model continues a prompt
+      [--temperature T] [--samples N] [--step N|best]
+  evaluate RUN_DIR|FOLDER [--set NAME] [--json]         losses of the validation sets, or scores of
+      [--task FILE.jsonl] [--limit N] [--step N|best]   tasks: multiple choice, perplexity
   checkpoints list RUN_DIR [--json]                     the committed steps
   checkpoints prune RUN_DIR [--dry-run] [--json]        deletes steps that checkpoint.keep does not
       [checkpoint.keep.last=2 ...]                      keep; --dry-run: shows which, and bytes
@@ -38,11 +48,13 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   checkpoints verify RUN_DIR [--step N]                 reads every byte; exit 1 if one has changed
   checkpoints adopt RUN_DIR [--yes]                     rebuilds a lost or old log/ from the copies
                                                         in the checkpoints; --yes: does it
+  checkpoints replicate RUN_DIR TO [--follow] [--json]  copies the committed steps and the log to a
+      [--max-mb-per-second N]                           second place, verified, to resume from there
   checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if
       [--step N] [--other-step M] [--json]              anything does
   checkpoints export RUN_DIR [--step N] [--out DIR]     the parameters as a safetensors folder, by
-      [--names llama|jaxres] [--dtype float32|bfloat16] default in RUN_DIR/exports (docs/weights.md)
-      [--max-shard-bytes N] [--json]
+      [--names huggingface|jaxres] [--json]             default in RUN_DIR/exports (docs/weights.md)
+      [--dtype float32|bfloat16] [--max-shard-bytes N]
   checkpoints import RUN_DIR|FOLDER|FILE [--step N]     reads exports back, or any such folder:
       [--out DIR] [--json]                              valid? equal to the step? for which config?
   replay RUN_DIR --step N [--explain]                   recomputes a step from the nearest
@@ -61,7 +73,10 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
 
 TRACEBACK = "JAXRES_TRACEBACK"
 """Environment variable: any value makes a command print the traceback of an unexpected error."""
-VERBS = ("train", "launch", "status", "history", "checkpoints", "data", "replay", "doctor")
+VERBS = (
+    *("train", "launch", "status", "history", "runs", "compare", "branch"),
+    *("sweep", "sample", "evaluate", "checkpoints", "data", "replay", "doctor"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,9 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report_bug(args: Sequence[str], error: Exception) -> int:
     from jaxres.config.errors import one_line
+    from jaxres.train.oom_advice import is_oom
 
     if os.environ.get(TRACEBACK):
         traceback.print_exc()
+    if is_oom(error):
+        text = one_line(f"jaxres {args[0]}: not enough memory; ask for less at once ({error})")
+        stdio.eprint(faults.format_exit_message(ExitCode.OUT_OF_MEMORY, text))
+        return ExitCode.OUT_OF_MEMORY
     what = one_line(f"jaxres {' '.join(args[:2])}: {type(error).__name__}: {error}")
     hint = f"This is a bug in jaxres; set {TRACEBACK}=1 for the traceback"
     stdio.eprint(f"{what}. {hint} (exit {exit_name(ExitCode.BUG)})\n")
@@ -139,6 +159,26 @@ def _run(args: Sequence[str]) -> int:
         from jaxres.cli import replay
 
         return replay.main(args[1:])
+    if verb in ("runs", "compare"):
+        from jaxres.cli import runs
+
+        return runs.main(args)
+    if verb == "sweep":
+        from jaxres.cli import sweep
+
+        return sweep.main(args[1:], env=os.environ)
+    if verb == "sample":
+        from jaxres.cli import sample
+
+        return sample.main(args[1:])
+    if verb == "evaluate":
+        from jaxres.cli import evaluate
+
+        return evaluate.main(args[1:])
+    if verb == "branch":
+        from jaxres.cli import branch
+
+        return branch.main(args[1:], env=os.environ)
     if verb == "doctor":
         from jaxres.cli import doctor
 

@@ -34,6 +34,15 @@ WAITING = (
 """Folders whose tests wait for processes and sockets more than they compute."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """In the five-minute tier XLA compiles for this process fast, not fast code.
+
+    The training processes that a test starts, and the slow tests, are compiled as in production.
+    """
+    if "not slow" in config.option.markexpr:
+        jax.config.update("jax_disable_most_optimizations", True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Starts with the tests that wait: they overlap with those that compute."""
     items.sort(key=lambda item: not item.nodeid.startswith(WAITING))

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-MAX_FILE_LINES = {"jaxres": 600, "tests": 600, "tools": 600}
+MAX_FILE_LINES = {"jaxres": 600, "tests": 600, "tools": 600, "examples": 60}
 MAX_FUNCTION_LINES = 60
 BANNED_NAMES = re.compile(r"(Manager|Helper|Handler|Util|Processor)$|^maybe_|_v\d+$")
 TIME = {"time", "monotonic", "sleep", "perf_counter"}
@@ -23,14 +23,17 @@ WALL_CLOCK_MAY = {
     "jaxres/runlog/run_log.py:RunLog.append": "stamps a record",
     "jaxres/runlog/event_log.py:EventLog.emit": "stamps an event",
     "jaxres/telemetry/tensorboard.py:TensorBoard._put": "stamps a point",
+    "jaxres/telemetry/console_log.py:_TimedLines.write": "stamps a line",
     "jaxres/supervisor/run_lock.py:RunLock._fields": "stamps a heartbeat",
     "jaxres/supervisor/run_lock.py:liveness": "for output; a claim compares heartbeats",
+    "jaxres/checkpoint/replica.py:Replica._marker": "stamps the marker of a replica",
     "jaxres/cli/status.py:read_status": "ages, for output",
     "jaxres/launch/gce.py:print_line": "stamps output",
     "jaxres/launch/gce.py:_upload_job": "start of a job, over several machines: hours, cost",
     "jaxres/launch/controller.py:Controller._wall": "hours and cost; the lease does not use it",
     "jaxres/launch/gce_status.py:show_status": "hours and cost so far, for output",
     "jaxres/telemetry/alert_sender.py:TargetSender.take": "stamps an incident",
+    "jaxres/telemetry/trackers.py:Mlflow.log": "stamps the points of a service",
     "jaxres/telemetry/alert_sender.py:TargetSender._record": "stamps a line",
     "jaxres/telemetry/alert_sender.py:TargetSender._deliver_next": "an hour, over processes",
     "jaxres/supervisor/preemption.py:_upcoming": "time until a time stamp of the server",
@@ -45,8 +48,8 @@ WALL_CLOCK_MAY = {
     "jaxres/data/block_cache.py:_files_below": "which block was used last, over several processes",
 }
 """Functions that may read the wall clock, and their purpose: a decision by it fails at a jump."""
-ENVIRONMENT = ("__main__.py", "compile_cache.py", "forkserver.py")
-"""Commands; keys of compiled programs; the fork server."""
+ENVIRONMENT = ("__main__.py", "python_api.py", "compile_cache.py", "forkserver.py")
+"""Commands, also called from Python; keys of compiled programs; the fork server."""
 
 
 RETIRED = re.compile(

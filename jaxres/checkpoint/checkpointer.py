@@ -3,9 +3,10 @@
 Order of a commit:
 1. Orbax writes the arrays asynchronously into a directory of this attempt.
 2. The saver waits for the result of that write.
-3. progress.json and MANIFEST.json are written, and everything is fsynced (finalize.py).
-4. The metrics lines are made durable.
-5. The commit record is appended to the run log (commit_tracker.py).
+3. Files of frozen parameters that an earlier step has are linked (frozen_arrays.py).
+4. progress.json and MANIFEST.json are written, and everything is fsynced (finalize.py).
+5. The metrics lines are made durable.
+6. The commit record is appended to the run log (commit_tracker.py).
 Only the record commits the step. After a kill before it, the previous commit is in force.
 
 Home of: storage_unavailable. A save that storage refuses leaves no files behind and is reported as
@@ -21,10 +22,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
+from jaxres.checkpoint import frozen_arrays, orbax_io
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import orbax_io
-from jaxres.checkpoint.commit_tracker import CommitTracker, PendingSave, SaveSlot
+from jaxres.checkpoint.commit_tracker import CommitTracker, FrozenPart, PendingSave, SaveSlot
 from jaxres.checkpoint.finalize import finalize
+from jaxres.checkpoint.frozen_arrays import (
+    NOTHING_LINKED,
+    LinkedFiles,
+    LinkSource,
+    split_state,
+)
 from jaxres.checkpoint.orbax_io import OrbaxSave, Tree, array_infos
 from jaxres.checkpoint.readback import HostReport, gather_reports, verify_own_files
 from jaxres.checkpoint.restore import NewestValid, Restored, all_damaged_error, restore
@@ -34,6 +41,7 @@ from jaxres.clock import Clock
 from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup
 from jaxres.config.schema import CheckpointSection
 from jaxres.engine.state import Progress
+from jaxres.engine.trainable import ALL, Trainable
 from jaxres.faults import Continue, StopRun, StorageUnavailable, Verdict, fault
 from jaxres.runlog.events import (
     Emit,
@@ -49,6 +57,7 @@ from jaxres.storage import files
 from jaxres.storage.path import RunPath
 
 BEGIN, NOTHING, COUNTS, ABANDONED = "begin ", "nothing to do", "counts", "abandoned"
+LINKING = " linking "
 """Messages of host 0 about a save; any other message is the reason why the save failed."""
 
 
@@ -70,6 +79,7 @@ class Checkpointer:
         emit: Emit,
         clock: Clock,
         before_commit: Callable[[], None],
+        trainable: Trainable = ALL,
     ) -> None:
         """Prepares without side effects on storage; those begin with `__enter__`.
 
@@ -82,6 +92,7 @@ class Checkpointer:
           emit: receives the events of every save.
           clock: times the saves.
           before_commit: makes durable what a commit depends on (the metrics lines).
+          trainable: which parameters are frozen: unchanged ones are not written again.
         """
         self._section = section
         self._run_dir = run_dir
@@ -91,6 +102,9 @@ class Checkpointer:
         self._emit = emit
         self._clock = clock
         self._before_commit = before_commit
+        self._trainable = trainable
+        self._sources: list[LinkSource] = []
+        """Steps with different copies of the frozen parameters; saves link them in turn."""
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="jaxres-saver")
         self._flight = SaveSlot(clock)
         self._leaving = False
@@ -110,9 +124,8 @@ class Checkpointer:
         self._restores = 0
         """Number of restores by this attempt; the same on every host."""
         self._pace = Throttle(section.background_share, clock)
-        self._is_remote = run_dir.is_remote
         self._context = orbax_io.save_context(
-            timeout_seconds=section.timeout_seconds, is_remote=self._is_remote
+            timeout_seconds=section.timeout_seconds, is_remote=run_dir.is_remote
         )
         self._reading = orbax_io.reading_context(host=peers.member.host)
 
@@ -183,16 +196,20 @@ class Checkpointer:
         try:
             if not message.startswith(BEGIN):
                 raise StorageUnavailable(message)
-            self._begin(state, progress, self._step_dir(message.removeprefix(BEGIN)))
+            name, _, source = message.removeprefix(BEGIN).partition(LINKING)
+            self._begin(state, progress, self._step_dir(name), source=source)
         except StorageUnavailable as refusal:
             self._commits.fail(progress.step, str(refusal))
 
     def _decide(self, state: Tree, step: int, *, may_skip: bool) -> str:
-        """Returns host 0's message: BEGIN and a directory name, NOTHING, or a failure."""
+        """Returns host 0's message: NOTHING, a failure, or BEGIN and the name of a directory.
+
+        LINKING and the name of another directory follow if that one's frozen arrays can be linked.
+        """
         if step <= self._commits.saved_step or self._is_silent:
             return NOTHING
         started = self._clock.monotonic()
-        if self._is_remote and may_skip and self._commits.is_unsure and not self.in_flight:
+        if self._run_dir.is_remote and may_skip and self._commits.is_unsure and not self.in_flight:
             self._flight.begin(self._saver.submit(self._confirm, step))
         if self.in_flight:
             if may_skip and self._may_skip():
@@ -209,11 +226,27 @@ class Checkpointer:
                 return NOTHING
             self._require_no_other_writer()
             name = self._commits.free_name(step)
-            size_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
+            source = self._linkable()
+            written, _ = split_state(state, self._trainable) if source else (state, {})
+            size_bytes = sum(x.nbytes for x in jax.tree.leaves(written))
             orbax_io.require_free_space(self._run_dir.checkpoints.absolute(), size_bytes)
         except StorageUnavailable as refusal:
             return str(refusal)
-        return f"{BEGIN}{name}"
+        return f"{BEGIN}{name}{LINKING}{source}" if source else f"{BEGIN}{name}"
+
+    def _linkable(self) -> str:
+        """Returns the directory name of the step whose frozen arrays can be linked; or nothing."""
+        if len(self._sources) < frozen_arrays.COPIES:
+            return ""
+        source = self._sources[0]
+        if self._commit_of(source.name) is None:
+            return ""
+        return source.name if frozen_arrays.can_link(self._step_dir(source.name)) else ""
+
+    def _commit_of(self, name: str) -> Commit | None:
+        """Returns the commit record of a step directory that is part of the run."""
+        commits = self._log.history().committed
+        return next((one for one in commits if self._dir_of(one).name == name), None)
 
     def _may_skip(self) -> bool:
         """Returns whether a due save is skipped, after waiting for the one in flight.
@@ -240,19 +273,38 @@ class Checkpointer:
     def _step_dir(self, name: str) -> RunPath:
         return (self._run_dir.checkpoints / name).absolute()
 
-    def _begin(self, state: Tree, progress: Progress, step_dir: RunPath) -> None:
-        """Takes the snapshot and starts the background write."""
+    def _begin(self, state: Tree, progress: Progress, step_dir: RunPath, *, source: str) -> None:
+        """Takes the snapshot and starts the background write.
+
+        `source` names the step directory whose frozen arrays host 0 can link.
+        """
         started, infos = self._clock.monotonic(), array_infos(state)
         if not self._peers.member.leads:
             self.wait()  # Host 0 has waited before it decided.
+        changing, still = split_state(state, self._trainable)
+        frozen = self._frozen_part(still, source)
         writing = orbax_io.start_save(
-            state, step_dir, self._context, self._section.snapshot, self._pace
+            changing,
+            step_dir,
+            self._context,
+            self._section.snapshot,
+            self._pace,
+            frozen={} if frozen.source else still,
         )
         self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         finish = self._finish if self._peers.member.leads else self._follow
-        flying = PendingSave(writing, step_dir, progress, infos, started, f"saved/{self._calls}")
+        topic = f"saved/{self._calls}"
+        flying = PendingSave(writing, step_dir, progress, infos, started, topic, frozen)
         self._flight.begin(self._saver.submit(finish, flying))
+
+    def _frozen_part(self, still: Tree, source: str) -> FrozenPart:
+        """Returns how the frozen arrays are saved: linked if host 0 has found that it can."""
+        if not still:
+            return FrozenPart()
+        paths, sums = tuple(array_infos(still)), frozen_arrays.sums_of(still)
+        linked = {one.name: one for one in self._sources}[source] if source else None
+        return FrozenPart(paths, sums, linked)
 
     def _require_no_other_writer(self) -> None:
         """Keeps one snapshot in memory: raises while a timed-out save is still being written."""
@@ -267,11 +319,11 @@ class Checkpointer:
         """Makes one step durable, then commits it. Runs in the saver thread."""
         step = save.progress.step
         try:
-            commit = self._write(save)
+            commit, linked_bytes = self._write(save)
             if self._leaving:
                 return
             if self._refused_from is None or step < self._refused_from:
-                self._commits.commit(commit, save.started)
+                self._commits.commit(commit, save.started, linked_bytes=linked_bytes)
         except StorageUnavailable as refusal:
             if self._leaving:
                 return
@@ -280,6 +332,7 @@ class Checkpointer:
         outcome = self._commits.why if self._refused_from is None else ABANDONED
         if self._commits.committed_step >= step:
             outcome = COUNTS
+            self._share(save)
         self._peers.broadcast(save.topic, lambda: outcome, seconds=0)
 
     def _follow(self, save: PendingSave) -> None:
@@ -293,16 +346,30 @@ class Checkpointer:
         outcome = self._peers.broadcast(save.topic, lambda: COUNTS, seconds=self._silence_seconds)
         if outcome == COUNTS:
             self._commits.mark(step)
+            self._share(save)
             self._emit(PartCommitted(step, self._clock.monotonic() - save.started))
         elif outcome != ABANDONED:
             self._commits.fail(step, outcome)
 
-    def _write(self, save: PendingSave) -> Commit:
-        """Returns the record of a step that is durable, as are the metrics lines up to it."""
+    def _share(self, save: PendingSave) -> None:
+        """Makes a committed step the last one of those whose frozen arrays saves can share."""
+        if save.frozen.paths:
+            others = [source for source in self._sources if source is not save.frozen.source]
+            new = LinkSource(save.step_dir.name, save.frozen.sums)
+            self._sources = [*others, new][-frozen_arrays.COPIES :]
+
+    def _write(self, save: PendingSave) -> tuple[Commit, int]:
+        """Returns the record of a step that is durable, as are the metrics lines up to it.
+
+        Also returns how many of its bytes are in linked files.
+        """
         self._writer = save.writing
         orbax_io.wait_save(save.writing, save.step_dir, timeout=self._section.timeout_seconds)
         self._writer = None
         reports = self._reports(save)
+        if any(frozen_arrays.CHANGED in report.failure for report in reports):
+            self._sources = []  # The next saves write the frozen arrays.
+        linked = self._link(save)
         root = self._run_dir.root.absolute()
         commit = finalize(
             save.step_dir,
@@ -312,9 +379,24 @@ class Checkpointer:
             root=root,
             claim=self._claim,
             records=self._log.records(),
+            frozen=save.frozen.paths,
+            linked=linked,
         )
         self._before_commit()
-        return commit
+        return commit, linked.size_bytes
+
+    def _link(self, save: PendingSave) -> LinkedFiles:
+        """Links the frozen arrays of an earlier step into a written one, unless it has its own."""
+        source = save.frozen.source
+        if source is None:
+            return NOTHING_LINKED
+        commit = self._commit_of(source.name)
+        assert commit is not None, source.name
+        try:
+            return frozen_arrays.link(self._step_dir(source.name), commit, save.step_dir)
+        except StorageUnavailable:
+            self._sources = []  # The next saves write the frozen arrays.
+            raise
 
     def discard_from(self, onset: int) -> None:
         """Prevents commits of steps from the onset on, until the rollback.
@@ -333,12 +415,25 @@ class Checkpointer:
         """Makes an older step the newest committed one, once the log records the rollback."""
         self._commits.rewind(step)
         self._refused_from = None
+        self._sources = []
 
     def _reports(self, save: PendingSave) -> list[HostReport]:
         """Returns, on host 0, every host's report on its part of the step."""
+        frozen = save.frozen
         own = HostReport({}, save.writing.failure)
+        if frozen.source is not None and not frozen_arrays.are_equal(
+            frozen.source.sums, frozen.sums
+        ):
+            own = HostReport({}, frozen_arrays.CHANGED)
         if not own.failure:
-            own = verify_own_files(save.step_dir, save.infos, self._peers.member.host, self._pace)
+            left_out = frozen.paths if frozen.source else ()
+            own = verify_own_files(
+                save.step_dir,
+                {path: info for path, info in save.infos.items() if path not in left_out},
+                self._peers.member.host,
+                self._pace,
+                frozen=() if frozen.source else frozen.paths,
+            )
         limit = self._section.timeout_seconds
         return gather_reports(own, save.step_dir, self._peers, topic=save.topic, seconds=limit)
 
@@ -403,6 +498,10 @@ class Checkpointer:
             self._emit(StepQuarantined(quarantine.step, quarantine.path, quarantine.evidence))
         self._commits.committed_step = self._commits.saved_step = restored.commit.step
         self._sweep()
+        _, still = split_state(restored.state, self._trainable)
+        is_shared = bool(still) and restored.frozen == tuple(array_infos(still))
+        name = self._dir_of(restored.commit).name
+        self._sources = [LinkSource(name, frozen_arrays.sums_of(still))] if is_shared else []
         return restored
 
     def _sweep(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from jaxres.checkpoint import pruning
 from jaxres.checkpoint.block_digests import ArrayInfo
+from jaxres.checkpoint.frozen_arrays import BitSums, LinkSource
 from jaxres.checkpoint.orbax_io import OrbaxSave
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import HostGroup
@@ -48,8 +49,8 @@ class CommitTracker:
         self._peers = peers
         self._emit = emit
         self._clock = clock
-        self._unsure: tuple[Commit, float] | None = None
-        """A commit whose record storage has not confirmed, and the start time of its save."""
+        self._unsure: tuple[Commit, float, int] | None = None
+        """A commit whose record storage has not confirmed, and the arguments of `commit`."""
         line = log.history()
         self.names = {path.rpartition("/")[2] for path in line.paths}
         """Directory names of all steps that were ever committed, even if pruned since."""
@@ -64,17 +65,23 @@ class CommitTracker:
         self.why = ""
         """Reason of the newest failed save; empty if none has failed since the last commit."""
 
-    def commit(self, commit: Commit, started: float) -> None:
-        """Commits a durable step by appending its record."""
+    def commit(self, commit: Commit, started: float, *, linked_bytes: int = 0) -> None:
+        """Commits a durable step by appending its record.
+
+        Args:
+          commit: the record.
+          started: monotonic time of the start of its save.
+          linked_bytes: how many of its bytes are links to files of an earlier step.
+        """
         try:
             self._log.append(commit)
         except StorageUnavailable:
             # The record may exist all the same; then the step is committed, so keep its files.
-            self._unsure = commit, started
+            self._unsure = commit, started, linked_bytes
             if not self.confirm():
                 raise
             return
-        self._on_committed(commit, started)
+        self._on_committed(commit, started, linked_bytes)
 
     @property
     def is_unsure(self) -> bool:
@@ -90,9 +97,9 @@ class CommitTracker:
         if self._unsure is None:
             return False
         exists = self._log.confirm_pending()
-        (commit, started), self._unsure = self._unsure, None
+        arguments, self._unsure = self._unsure, None
         if exists:
-            self._on_committed(commit, started)
+            self._on_committed(*arguments)
         return exists
 
     def free_name(self, step: int) -> str:
@@ -133,13 +140,13 @@ class CommitTracker:
         self.saved_step = max(self.saved_step, step)
         self.failures, self.why = 0, ""
 
-    def _on_committed(self, commit: Commit, started: float) -> None:
+    def _on_committed(self, commit: Commit, started: float, linked_bytes: int) -> None:
         """Emits the event of a commit, prunes old steps and deletes leftovers."""
         self.mark(commit.step)
         self.names.add(commit.path.rpartition("/")[2])
         seconds = self._clock.monotonic() - started
         self.longest_seconds = max(self.longest_seconds, seconds)
-        self._emit(SaveCommitted(commit.step, commit.path, commit.bytes, seconds))
+        self._emit(SaveCommitted(commit.step, commit.path, commit.bytes, seconds, linked_bytes))
         try:
             self._prune()
         except (StorageUnavailable, OSError) as error:
@@ -189,6 +196,18 @@ the next save at once, and a bucket that does not answer fails it after half a m
 
 
 @dataclass(frozen=True)
+class FrozenPart:
+    """The frozen arrays of a save."""
+
+    paths: tuple[str, ...] = ()
+    """Their paths; empty if the run trains everything."""
+    sums: BitSums = ()
+    """Result of `sums_of` for them."""
+    source: LinkSource | None = None
+    """The step whose files are linked; None if they are written."""
+
+
+@dataclass(frozen=True)
 class PendingSave:
     """A save that Orbax has started and that is not finalized yet."""
 
@@ -199,6 +218,7 @@ class PendingSave:
     started: float
     topic: str
     """Topic of the messages between hosts about this save."""
+    frozen: FrozenPart = FrozenPart()
 
 
 class SaveSlot:

@@ -208,10 +208,9 @@ class _Stored:
 
     def array(self, path: str) -> np.ndarray | None:
         """Reads one array; None if the step has no array at that path."""
-        info = self.manifest.arrays.get(path)
-        if info is None:
+        if path not in self.manifest.arrays:
             return None
-        return manifests.read_array(self.step_dir, self.commit, path, info)
+        return manifests.read_array(self.step_dir, self.commit, path, self.manifest)
 
 
 def as_text(diff_: StateDiff) -> str:

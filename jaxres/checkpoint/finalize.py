@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxres.checkpoint import manifest as manifests
@@ -22,8 +22,18 @@ from jaxres.checkpoint.block_digests import (
     items_of,
 )
 from jaxres.checkpoint.content_digest import block_digest, digest_of_rows
-from jaxres.checkpoint.manifest import DIGESTS, MANIFEST, PROGRESS, FileInfo, Manifest
-from jaxres.checkpoint.readback import HostReport, file_info, read_back
+from jaxres.checkpoint.frozen_arrays import NOTHING_LINKED, LinkedFiles
+from jaxres.checkpoint.manifest import (
+    DIGESTS,
+    FORMAT,
+    FROZEN_DIGESTS,
+    FROZEN_FORMAT,
+    MANIFEST,
+    PROGRESS,
+    FileInfo,
+    Manifest,
+)
+from jaxres.checkpoint.readback import HostReport, checksums, drop_from_memory, file_info
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.engine.state import Progress
 from jaxres.faults import StorageUnavailable
@@ -33,7 +43,7 @@ from jaxres.storage import files
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.path import RunPath, relative
 
-CUT_BLOCKS = f"{DIGESTS}/read_back.json"
+CUT_BLOCKS = "read_back.json"
 """File of the digests of blocks shared by several processes, computed from the written data."""
 
 
@@ -46,17 +56,21 @@ def finalize(
     root: RunPath,
     claim: Claim,
     records: Sequence[Record],
+    frozen: Collection[str] = (),
+    linked: LinkedFiles = NOTHING_LINKED,
 ) -> Commit:
     """Writes progress.json, a copy of the log and the manifest; returns the step's commit record.
 
     Args:
       step_dir: absolute path of the step directory; Orbax has finished writing it.
       progress: the host's facts at the step.
-      arrays: path -> dtype and shape of the written arrays.
+      arrays: path -> dtype and shape of all arrays of the step.
       reports: every process's report on its own files.
       root: absolute path of the run directory.
       claim: claim of this attempt.
       records: the run log so far; `checkpoints adopt` rebuilds a lost log from this copy.
+      frozen: paths of the arrays in the folder of the frozen parameters.
+      linked: those of these whose files are links; they are not read again.
 
     Raises:
       StorageUnavailable: storage has failed, or returns other data than were written.
@@ -66,27 +80,23 @@ def finalize(
         raise StorageUnavailable("; ".join(failures))
     facts = dataclasses.asdict(progress)
     with files.typed_errors(step_dir):
-        digests = _array_digests(step_dir, arrays)
+        digests = _array_digests(step_dir, arrays, frozen, linked)
         files.replace(step_dir / PROGRESS, canonical_json(facts))
         files.replace(step_dir / LOG_COPY, b"".join(r.encode() + b"\n" for r in records))
         manifest = Manifest(
+            format=FROZEN_FORMAT if frozen else FORMAT,
             step=progress.step,
             attempt=claim.attempt,
-            files=_files(step_dir, reports),
+            files=_files(step_dir, reports, linked),
             arrays=arrays,
             digests=digests,
+            frozen=tuple(sorted(frozen)),
             digest=digest_of_rows(_rows(arrays, digests), progress=facts),
             versions=claim.versions,
             fingerprint=claim.fingerprint,
             trajectory=claim.trajectory,
         )
-        data = manifest.encode()
-        files.replace(step_dir / MANIFEST, data)
-        files.sync_tree(step_dir)
-        if manifests.inventory(step_dir) != {n: f.size for n, f in manifest.files.items()} or (
-            file_info(step_dir / MANIFEST) != manifests.info_of(data)
-        ):
-            raise StorageUnavailable(f"{step_dir}: reads back differently from what was written.")
+        data = _write_manifest(step_dir, manifest)
     return Commit(
         step=progress.step,
         path=relative(step_dir, root),
@@ -97,6 +107,18 @@ def finalize(
     )
 
 
+def _write_manifest(step_dir: RunPath, manifest: Manifest) -> bytes:
+    """Writes the manifest, makes all of the step durable, and returns the manifest's bytes."""
+    data = manifest.encode()
+    files.replace(step_dir / MANIFEST, data)
+    files.sync_tree(step_dir)
+    if manifests.inventory(step_dir) != {n: f.size for n, f in manifest.files.items()} or (
+        file_info(step_dir / MANIFEST) != manifests.info_of(data)
+    ):
+        raise StorageUnavailable(f"{step_dir}: reads back differently from what was written.")
+    return data
+
+
 def _rows(arrays: Mapping[str, ArrayInfo], digests: Mapping[str, str]) -> list[list[Any]]:
     """Returns the rows of the content digest, in their order."""
     return [
@@ -105,27 +127,50 @@ def _rows(arrays: Mapping[str, ArrayInfo], digests: Mapping[str, str]) -> list[l
     ]
 
 
-def _files(step_dir: RunPath, reports: Sequence[HostReport]) -> dict[str, FileInfo]:
-    """Returns size and checksum of every file; reads those that no process has reported."""
-    reported = {name: info for report in reports for name, info in report.files.items()}
+def _files(
+    step_dir: RunPath, reports: Sequence[HostReport], linked: LinkedFiles
+) -> dict[str, FileInfo]:
+    """Returns size and checksum of every file; reads those that are neither reported nor linked."""
+    reported = dict(linked.files)
+    for report in reports:
+        reported |= report.files
     present = manifests.inventory(step_dir)
     missing = sorted(reported.keys() - present.keys())
     if missing:
         raise StorageUnavailable(f"{step_dir}: {missing[0]} was written and is missing.")
-    return reported | read_back(step_dir, sorted(present.keys() - reported.keys()))
+    others = sorted(present.keys() - reported.keys())
+    drop_from_memory(step_dir, others)
+    return reported | checksums(step_dir, others)
 
 
-def _array_digests(step_dir: RunPath, arrays: Mapping[str, ArrayInfo]) -> dict[str, str]:
-    """Returns the digest of every array, from the block digests of all processes."""
+def _array_digests(
+    step_dir: RunPath,
+    arrays: Mapping[str, ArrayInfo],
+    frozen: Collection[str],
+    linked: LinkedFiles,
+) -> dict[str, str]:
+    """Returns the digest of every array; of a written one from its block digests."""
+    written = {path: info for path, info in arrays.items() if path not in linked.digests}
+    changing = {path: info for path, info in written.items() if path not in frozen}
+    still = {path: info for path, info in written.items() if path in frozen}
+    digests = _digests_below(step_dir, DIGESTS, changing, frozen)
+    digests |= _digests_below(step_dir, FROZEN_DIGESTS, still, frozen)
+    return digests | dict(linked.digests)
+
+
+def _digests_below(
+    step_dir: RunPath, folder: str, arrays: Mapping[str, ArrayInfo], frozen: Collection[str]
+) -> dict[str, str]:
+    """Returns the digest of the arrays whose block digests are in one folder."""
     tables = {path: BlockTable(info) for path, info in arrays.items()}
     try:
-        for name in files.list_names(step_dir / DIGESTS):
+        for name in files.list_names(step_dir / folder) if arrays else ():
             if fnmatch.fnmatch(name, "process_*.json"):
-                for path, digests in decode(files.read_whole(step_dir / DIGESTS / name)).items():
+                for path, digests in decode(files.read_whole(step_dir / folder / name)).items():
                     tables[path].add(digests)
-        cut = _digest_cut_blocks(step_dir, tables)
+        cut = _digest_cut_blocks(step_dir, tables, frozen)
         if cut:
-            files.replace(step_dir / CUT_BLOCKS, encode(cut))
+            files.replace(step_dir / folder / CUT_BLOCKS, encode(cut))
         return {path: table.root(path) for path, table in tables.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise StorageUnavailable(
@@ -134,9 +179,12 @@ def _array_digests(step_dir: RunPath, arrays: Mapping[str, ArrayInfo]) -> dict[s
         ) from error
 
 
-def _digest_cut_blocks(step_dir: RunPath, tables: Mapping[str, BlockTable]) -> dict[str, Digests]:
+def _digest_cut_blocks(
+    step_dir: RunPath, tables: Mapping[str, BlockTable], frozen: Collection[str]
+) -> dict[str, Digests]:
     """Reads and digests the blocks that several processes share; verifies their parts."""
-    reader = ArrayReader(step_dir, {path: table.info for path, table in tables.items()})
+    infos = {path: table.info for path, table in tables.items()}
+    reader = ArrayReader(step_dir, infos, frozen=frozen)
     digests: dict[str, Digests] = {}
     for path, table in tables.items():
         blocks: list[tuple[Box, bytes]] = []

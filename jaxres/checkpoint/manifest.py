@@ -30,9 +30,13 @@ from jaxres.storage.gcs_client import PermissionDenied
 from jaxres.storage.path import RunPath, is_remote
 
 FORMAT = 3
+FROZEN_FORMAT = 4
+"""Format of a step with a folder of frozen parameters, which older versions can't read."""
 PROGRESS = "progress.json"
 DIGESTS = "digests"
 """Folder of the block digests; one file for each process that has written arrays."""
+FROZEN_DIGESTS = "frozen_digests"
+"""Folder of the block digests of the frozen parameters."""
 
 _STORAGE_MESSAGES = (
     "RESOURCE_EXHAUSTED",
@@ -83,6 +87,8 @@ class Manifest:
     """Path -> dtype and shape of every array."""
     digests: Mapping[str, str]
     """Path -> digest of every array."""
+    frozen: tuple[str, ...] = ()
+    """Paths of the arrays in the folder of the frozen parameters, sorted."""
     digest: str
     """The content digest."""
     versions: Mapping[str, str]
@@ -98,6 +104,8 @@ class Manifest:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         files = {name: asdict(info) for name, info in self.files.items()}
         del fields["digests"]
+        if not self.frozen:  # As in format 3.
+            del fields["frozen"]
         return canonical_json(fields | {"files": files, "arrays": arrays})
 
     @staticmethod
@@ -111,12 +119,13 @@ class Manifest:
         fields: dict[str, Any] = json.loads(data)
         if not isinstance(fields, dict):
             raise ValueError("not an object")
-        require_format(fields, number=FORMAT)
+        require_format(fields, number=FROZEN_FORMAT, older=FORMAT)
         rows = fields.pop("arrays")
         arrays = {path: ArrayInfo(row["dtype"], tuple(row["shape"])) for path, row in rows.items()}
         files = {name: FileInfo(**row) for name, row in fields.pop("files").items()}
         digests = {path: row["digest"] for path, row in rows.items()}
-        return Manifest(files=files, arrays=arrays, digests=digests, **fields)
+        frozen = tuple(fields.pop("frozen", ()))
+        return Manifest(files=files, arrays=arrays, digests=digests, frozen=frozen, **fields)
 
 
 def digest_of(data: bytes) -> str:
@@ -279,7 +288,8 @@ def read_tables(step_dir: RunPath, commit: Commit, manifest: Manifest) -> dict[s
       CheckpointDamaged: they can't be parsed or do not match the manifest.
     """
     tables = {path: BlockTable(info) for path, info in manifest.arrays.items()}
-    names = [name for name in manifest.files if name.startswith(f"{DIGESTS}/")]
+    folders = (DIGESTS, FROZEN_DIGESTS)
+    names = [name for name in manifest.files if name.partition("/")[0] in folders]
     try:
         for name in names:
             for path, digests in decode(_bytes_of(step_dir, commit.step, name)).items():
@@ -300,11 +310,11 @@ def read_arrays(step_dir: RunPath, commit: Commit) -> dict[str, np.ndarray]:
       CheckpointDamaged: the step can't be read.
       StorageUnavailable: storage could not be read.
     """
-    arrays = read(step_dir, commit).arrays
-    return {path: read_array(step_dir, commit, path, info) for path, info in arrays.items()}
+    manifest = read(step_dir, commit)
+    return {path: read_array(step_dir, commit, path, manifest) for path in manifest.arrays}
 
 
-def read_array(step_dir: RunPath, commit: Commit, path: str, info: ArrayInfo) -> np.ndarray:
-    """Reads one array of a committed step; `info` is from the manifest. Raises as `read_arrays`."""
+def read_array(step_dir: RunPath, commit: Commit, path: str, manifest: Manifest) -> np.ndarray:
+    """Reads one array of a committed step. Raises as `read_arrays`."""
     with reading(step_dir, commit.step):
-        return ArrayReader(step_dir, {path: info}).read(path)
+        return ArrayReader(step_dir, manifest.arrays, frozen=manifest.frozen).read(path)

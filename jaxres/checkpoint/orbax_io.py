@@ -11,11 +11,12 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from traceback import walk_tb
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_stores
@@ -23,7 +24,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_store
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import ArrayInfo
 from jaxres.checkpoint.snapshot import MIN_SLICE_BYTES, Snapshot, spreads_replicas, take_snapshot
-from jaxres.checkpoint.tensorstore_reader import ARRAYS
+from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.storage import files
@@ -34,6 +35,10 @@ Tree = dict[str, Any]
 
 SPARE_BYTES = 4 * 2**20
 """Free bytes that a save leaves for logs, besides a 20th of its size for what Orbax adds."""
+
+DATA_FILE_BYTES = 64 * 2**20
+"""Size from which TensorStore begins another data file, so that several are written and read back
+at once. By default it is 2 GB."""
 
 BESIDE_ORBAX = 1.25
 """Our limit as a multiple of Orbax's: Orbax's own timeout error is more specific, so it comes
@@ -48,6 +53,7 @@ def save_context(*, timeout_seconds: float, is_remote: bool = False) -> ocp.Cont
     """
     settings = ocp.Context()
     settings.array.saving.use_compression = False
+    settings.array.saving.ocdbt_target_data_file_size = DATA_FILE_BYTES
     settings.array.saving.use_replica_parallel = spreads_replicas()
     settings.array.saving.min_slice_bytes_for_replica_parallel = MIN_SLICE_BYTES
     settings.async_options.timeout_secs = math.ceil(timeout_seconds)
@@ -149,9 +155,9 @@ class OrbaxSave:
     result is not available yet or that the save has run into Orbax's own limits.
     """
 
-    def __init__(self, response: Any, snapshot: Snapshot | None = None) -> None:
+    def __init__(self, response: Any, snapshots: Sequence[Snapshot] = ()) -> None:
         self._response = response
-        self._snapshot = snapshot
+        self._snapshots = snapshots
         self._over = threading.Event()
         self._error: BaseException | None = None
         spawn_thread("orbax", self._await, daemon=True, blocks_signals=False)
@@ -166,7 +172,7 @@ class OrbaxSave:
     @property
     def failure(self) -> str:
         """Reason why this process's block digests were not written; empty if they were."""
-        return "" if self._snapshot is None else self._snapshot.failure
+        return "; ".join(snapshot.failure for snapshot in self._snapshots if snapshot.failure)
 
     def is_over(self) -> bool:
         """Returns whether Orbax has finished, with or without an error."""
@@ -187,17 +193,28 @@ def start_save(
     context: ocp.Context,
     snapshot_by: str = "copy",
     pace: Throttle = UNTHROTTLED,
+    frozen: Tree | None = None,
 ) -> OrbaxSave:
     """Starts an asynchronous save of a state and of its block digests.
 
     The state may be donated as soon as this returns; `snapshot_by` is `checkpoint.snapshot`.
+    `frozen` is the part of the state to write into a folder of its own; empty or None: no part.
     """
-    state, is_own = take_snapshot(state, snapshot_by)
-    snapshot = Snapshot(named_arrays(state), process=jax.process_index(), is_own=is_own, pace=pace)
-    both = {ARRAYS: state, manifests.DIGESTS: snapshot}
+    parts = {(ARRAYS, manifests.DIGESTS): state}
+    if frozen:
+        parts[FROZEN, manifests.FROZEN_DIGESTS] = frozen
+    copies, is_own = take_snapshot(list(parts.values()), snapshot_by)
+    contents: dict[str, Any] = {}
+    snapshots: list[Snapshot] = []
+    for (arrays_name, digests_name), part in zip(parts, copies, strict=True):
+        snapshot = Snapshot(
+            named_arrays(part), process=jax.process_index(), is_own=is_own, pace=pace
+        )
+        contents |= {arrays_name: part, digests_name: snapshot}
+        snapshots.append(snapshot)
     with context, files.typed_errors(step_dir):
         try:
-            return OrbaxSave(ocp.save_checkpointables_async(str(step_dir), both), snapshot)
+            return OrbaxSave(ocp.save_checkpointables_async(str(step_dir), contents), snapshots)
         except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
             _raise_typed(error, step_dir)
 
@@ -260,8 +277,9 @@ def array_infos(tree: Tree) -> dict[str, ArrayInfo]:
     """Returns path (`params/blocks/...`) -> dtype and global shape of every array in a tree.
 
     Raises:
-      ConfigError: two arrays have the same path, or the same name in the files, where `.` replaces
-        `/`; one of them would be lost.
+      ConfigError: an array has no elements, which Orbax refuses, or is one of typed PRNG keys; or
+        two have the same path, or the same name in the files, where `.` replaces `/`; one of them
+        would be lost.
     """
     return {path: info for path, (info, _) in named_arrays(tree).items()}
 
@@ -278,6 +296,17 @@ def named_arrays(tree: Tree) -> dict[str, tuple[ArrayInfo, Any]]:
             raise ConfigError(
                 f"model: two arrays of the state would be stored as one: {other} and {path}. "
                 "Rename one of them, without a dot or slash in its name."
+            )
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise ConfigError(
+                f"model: the array {path} of the state has the type {leaf.dtype}, which can't be "
+                "stored. Keep the data of a PRNG key (jax.random.key_data), and make the key of it "
+                "where it is used (jax.random.wrap_key_data)."
+            )
+        if 0 in leaf.shape:
+            raise ConfigError(
+                f"model: the array {path} of the state has no elements (shape "
+                f"{list(leaf.shape)}), so it can't be stored. Leave it out."
             )
         arrays[path] = ArrayInfo(str(leaf.dtype), tuple(leaf.shape)), leaf
     return arrays

@@ -1,8 +1,8 @@
 """Verifies the files that a host has just written, before the step is committed. No jax.
 
-Every host makes its own files durable, drops them from the page cache, and reads them again to
-compute their checksums. It then reads its own blocks through TensorStore and compares them with the
-digests of the snapshot.
+Every host makes its own files durable and drops them from the page cache. Then it reads them again
+to compute their checksums, and at the same time its own blocks through TensorStore to compare them
+with the digests of the snapshot. Whichever comes first reads from the disk.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -33,7 +33,8 @@ THREADS = 2
 READ_BYTES = 2**22
 REMOTE_TRIES = 4
 _PROCESS_FILE = re.compile(
-    r"state/ocdbt\.process_(\d+)/.*|state/array_metadatas/process_(\d+)|digests/process_(\d+)\.json"
+    r"(?:state|frozen)/ocdbt\.process_(\d+)/.*|(?:state|frozen)/array_metadatas/process_(\d+)|"
+    r"(?:frozen_)?digests/process_(\d+)\.json"
 )
 
 
@@ -61,22 +62,34 @@ class HostReport:
 
 
 def verify_own_files(
-    step_dir: RunPath, arrays: Mapping[str, ArrayInfo], process: int, pace: Throttle
+    step_dir: RunPath,
+    arrays: Mapping[str, ArrayInfo],
+    process: int,
+    pace: Throttle,
+    *,
+    frozen: Collection[str] = (),
 ) -> HostReport:
     """Verifies one process's part of a step that Orbax has written; returns the report.
+
+    `arrays` are those that the save has written, and `frozen` the paths of those among them that
+    are in the folder of the frozen parameters.
 
     In a bucket a failed verification is repeated: the data may be damaged in transfer.
     """
     result = HostReport({})
     for _ in range(REMOTE_TRIES if is_remote(step_dir) else 1):
-        result, may_pass = _report(step_dir, arrays, process, pace)
+        result, may_pass = _report(step_dir, arrays, process, pace, frozen)
         if not may_pass:
             break
     return result
 
 
 def _report(
-    step_dir: RunPath, arrays: Mapping[str, ArrayInfo], process: int, pace: Throttle
+    step_dir: RunPath,
+    arrays: Mapping[str, ArrayInfo],
+    process: int,
+    pace: Throttle,
+    frozen: Collection[str],
 ) -> tuple[HostReport, bool]:
     """Returns the report, and whether its failure may be transient.
 
@@ -85,8 +98,11 @@ def _report(
     try:
         with storage.typed_errors(step_dir):
             own = [name for name in manifests.inventory(step_dir) if writer_of(name) == process]
-            files = read_back(step_dir, own, pace)
-            wrong = _wrong_arrays(step_dir, arrays, process=process, pace=pace)
+            drop_from_memory(step_dir, own)
+            with ThreadPoolExecutor(1, "jaxres-readback") as beside:
+                compared = beside.submit(_wrong_arrays, step_dir, arrays, process, pace, frozen)
+                files = checksums(step_dir, own, pace)
+            wrong = compared.result()
     except (RunError, OSError, ValueError, KeyError, TypeError) as error:
         is_down = isinstance(error, StorageUnavailable) and not isinstance(
             error, storage.TransferCorrupted
@@ -112,27 +128,36 @@ def writer_of(name: str) -> int | None:
     return None if match is None else int(next(filter(None, match.groups())))
 
 
-def read_back(
-    step_dir: RunPath, names: Sequence[str], pace: Throttle = UNTHROTTLED
-) -> dict[str, FileInfo]:
-    """Makes files durable, reads them from disk, and returns their sizes and checksums."""
+def drop_from_memory(step_dir: RunPath, names: Sequence[str]) -> None:
+    """Makes files durable and drops them from the page cache: the next read is from the disk."""
     for name in names:
         storage.sync_file(step_dir / name)
+        storage.drop_page_cache(step_dir / name)
+
+
+def checksums(
+    step_dir: RunPath, names: Sequence[str], pace: Throttle = UNTHROTTLED
+) -> dict[str, FileInfo]:
+    """Reads files, and returns their sizes and checksums."""
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
-        infos = pool.map(lambda name: file_info(step_dir / name, pace), names)
+        infos = pool.map(lambda name: _checksum(step_dir / name, pace), names)
         return dict(zip(names, infos, strict=True))
 
 
-def file_info(path: RunPath, pace: Throttle = UNTHROTTLED) -> FileInfo:
+def file_info(path: RunPath) -> FileInfo:
     """Returns size and checksum of a file as read from disk, bypassing the page cache."""
+    storage.drop_page_cache(path)
+    return _checksum(path, UNTHROTTLED)
+
+
+def _checksum(path: RunPath, pace: Throttle) -> FileInfo:
     for _ in range(REMOTE_TRIES - 1 if is_remote(path) else 0):
         with contextlib.suppress(storage.TransferCorrupted):
-            return _file_info(path, pace)
-    return _file_info(path, pace)
+            return _checksum_once(path, pace)
+    return _checksum_once(path, pace)
 
 
-def _file_info(path: RunPath, pace: Throttle) -> FileInfo:
-    storage.drop_page_cache(path)
+def _checksum_once(path: RunPath, pace: Throttle) -> FileInfo:
     size, checksum = 0, xxhash.xxh3_128()
     for part in pace.each(storage.iter_chunks(path, size_bytes=READ_BYTES)):
         size += len(part)
@@ -141,12 +166,17 @@ def _file_info(path: RunPath, pace: Throttle) -> FileInfo:
 
 
 def _wrong_arrays(
-    step_dir: RunPath, arrays: Mapping[str, ArrayInfo], *, process: int, pace: Throttle
+    step_dir: RunPath,
+    arrays: Mapping[str, ArrayInfo],
+    process: int,
+    pace: Throttle,
+    frozen: Collection[str],
 ) -> list[str]:
     """Returns the arrays whose stored blocks do not match the digests of the snapshot."""
-    name = f"{manifests.DIGESTS}/process_{process}.json"
-    own = decode(storage.read_whole(step_dir / name))
-    reader = ArrayReader(step_dir, arrays)
+    own: dict[str, Digests] = {}
+    for folder in (manifests.DIGESTS, *([manifests.FROZEN_DIGESTS] if frozen else [])):
+        own |= decode(storage.read_whole(step_dir / folder / f"process_{process}.json"))
+    reader = ArrayReader(step_dir, arrays, frozen=frozen)
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
         same = pool.map(lambda path: _is_same(reader, path, arrays[path], own[path], pace), own)
         return [path for path, is_same in zip(own, same, strict=True) if not is_same]

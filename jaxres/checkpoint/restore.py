@@ -10,7 +10,7 @@ judged damaged.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,14 +30,16 @@ from jaxres.checkpoint.block_digests import (
     position_of,
 )
 from jaxres.checkpoint.content_digest import as_bytes, block_digest
+from jaxres.checkpoint.frozen_arrays import merge_state, split_state
 from jaxres.checkpoint.manifest import CheckpointDamaged
 from jaxres.checkpoint.orbax_io import Tree, array_infos, named_arrays
 from jaxres.checkpoint.snapshot import box_of
-from jaxres.checkpoint.tensorstore_reader import ARRAYS, ArrayReader
+from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN, ArrayReader
 from jaxres.checkpoint.verify import VerificationReport
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup
 from jaxres.engine.state import Progress
+from jaxres.engine.trainable import Trainable
 from jaxres.faults import (
     ConfigError,
     RunError,
@@ -252,6 +254,8 @@ class Restored:
     commit: Commit
     state: Tree
     progress: Progress
+    frozen: tuple[str, ...] = ()
+    """Paths of the arrays in the folder of the frozen parameters."""
 
 
 def restore(step_dir: RunPath, commit: Commit, like: Tree, context: ocp.Context) -> Restored:
@@ -273,7 +277,7 @@ def restore(step_dir: RunPath, commit: Commit, like: Tree, context: ocp.Context)
     tables = manifests.read_tables(step_dir, commit, manifest)
     facts = manifests.read_progress(step_dir, commit, manifest)
     try:
-        state = load(step_dir, like, context)
+        state = load(step_dir, like, context, frozen=manifest.frozen)
     except Exception as error:
         # Orbax verifies none of its JSON files: a flipped bit may raise any of these.
         from_files = isinstance(error, ValueError | KeyError | TypeError | AttributeError | OSError)
@@ -282,7 +286,7 @@ def restore(step_dir: RunPath, commit: Commit, like: Tree, context: ocp.Context)
         raise manifests.unreadable(step_dir, commit.step, error) from error
     assert isinstance(state, dict), type(state)
     with manifests.reading(step_dir, commit.step):
-        wrong = _wrong_arrays(step_dir, state, tables)
+        wrong = _wrong_arrays(step_dir, state, tables, manifest.frozen)
     if wrong:
         what = f"the data read for {', '.join(wrong)} has other digests than were committed"
         raise manifests.damaged(step_dir, commit.step, what)
@@ -291,19 +295,32 @@ def restore(step_dir: RunPath, commit: Commit, like: Tree, context: ocp.Context)
     except TypeError as error:
         what = f"{manifests.PROGRESS} does not have the fields of this version ({error})"
         raise manifests.damaged(step_dir, commit.step, what) from error
-    return Restored(commit, state, progress)
+    return Restored(commit, state, progress, manifest.frozen)
 
 
-def load(step_dir: RunPath, like: Tree, context: ocp.Context) -> Any:
-    """Reads the arrays of a step with the shardings of `like`; verifies nothing."""
+def load(
+    step_dir: RunPath, like: Tree, context: ocp.Context, *, frozen: Collection[str] = ()
+) -> Any:
+    """Reads the arrays of a step with the shardings of `like`; verifies nothing.
+
+    `frozen` are the paths of the arrays in the folder of the frozen parameters.
+    """
+    below = (path.partition("/")[2] for path in frozen)
+    changing, still = split_state(like, Trainable(frozenset(below)))
     with context:
-        return ocp.load(str(step_dir), like, checkpointable_name=ARRAYS)
+        state = ocp.load(str(step_dir), changing, checkpointable_name=ARRAYS)
+        if not still:
+            return state
+        return merge_state(state, ocp.load(str(step_dir), still, checkpointable_name=FROZEN))
 
 
-def _wrong_arrays(step_dir: RunPath, state: Tree, tables: Mapping[str, BlockTable]) -> list[str]:
+def _wrong_arrays(
+    step_dir: RunPath, state: Tree, tables: Mapping[str, BlockTable], frozen: Collection[str]
+) -> list[str]:
     """Returns the arrays whose data is wrong on a device of this process."""
     arrays = named_arrays(state)
-    reader = ArrayReader(step_dir, {path: info for path, (info, _) in arrays.items()})
+    infos = {path: info for path, (info, _) in arrays.items()}
+    reader = ArrayReader(step_dir, infos, frozen=frozen)
     with ThreadPoolExecutor(VERIFY_THREADS, "jaxres-verify") as pool:
         same = pool.map(lambda path: _is_same(reader, path, *arrays[path], tables[path]), tables)
         return [path for path, is_same in zip(tables, same, strict=True) if not is_same]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from jaxres.storage.path import RunPath, is_remote
 
 ARRAYS = "state"
 """Orbax's folder of the arrays inside a step directory."""
+FROZEN = "frozen"
+"""Orbax's folder of the frozen parameters, in a run that has some."""
 REGION_BYTES = 2**26
 """Largest part of an array that is in memory at a time."""
 
@@ -25,11 +27,21 @@ class ArrayReader:
     A new reader has an empty cache, so it reads the index of the arrays from storage again.
     """
 
-    def __init__(self, step_dir: RunPath, arrays: Mapping[str, ArrayInfo]) -> None:
+    def __init__(
+        self, step_dir: RunPath, arrays: Mapping[str, ArrayInfo], *, frozen: Collection[str]
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+          step_dir: directory of the step.
+          arrays: path -> expected dtype and shape of every array to be read.
+          frozen: paths of the arrays that are in the folder of the frozen parameters.
+        """
         import tensorstore
 
-        self._folder = step_dir / ARRAYS
+        self._step_dir = step_dir
         self._arrays = arrays
+        self._frozen = frozenset(frozen)
         self._tensorstore: Any = tensorstore
         self._context = tensorstore.Context()
         self._open: dict[str, Any] = {}
@@ -63,7 +75,8 @@ class ArrayReader:
         return self._open[path]
 
     def _opened(self, path: str) -> Any:
-        spec = array_spec(self._folder, path)
+        folder = self._step_dir / (FROZEN if path in self._frozen else ARRAYS)
+        spec = array_spec(folder, path)
         stored = self._tensorstore.open(spec, read=True, context=self._context).result()
         info = ArrayInfo(stored.dtype.numpy_dtype.name, tuple(stored.shape))
         if info != self._arrays[path]:
@@ -73,11 +86,11 @@ class ArrayReader:
 
 def array_spec(folder: RunPath, path: str) -> dict[str, Any]:
     """Returns TensorStore's spec of an array in a folder, in the format that Orbax writes."""
-    store = {"driver": "ocdbt", "base": _base(folder), "path": f"{path.replace('/', '.')}/"}
+    store = {"driver": "ocdbt", "base": kvstore(folder), "path": f"{path.replace('/', '.')}/"}
     return {"driver": "zarr3", "kvstore": store}
 
 
-def _base(folder: RunPath) -> dict[str, str]:
+def kvstore(folder: RunPath) -> dict[str, str]:
     """Returns TensorStore's key-value store spec of a folder.
 
     Raises:

@@ -40,4 +40,23 @@ class Throttle:
             self.clock.sleep((self.clock.monotonic() - began) * (1 / self.share - 1))
 
 
+class BandwidthLimit:
+    """Limits how many bytes a second are read or written."""
+
+    def __init__(self, bytes_per_second: float | None, *, clock: Clock) -> None:
+        """`bytes_per_second` None: no limit."""
+        self._rate = bytes_per_second
+        self._clock = clock
+        self._free_at = 0.0
+        """Time from which on more bytes may be used."""
+
+    def spend(self, num_bytes: int) -> None:
+        """Sleeps until these bytes, and those before, keep the limit."""
+        if self._rate is None:
+            return
+        now = self._clock.monotonic()
+        self._free_at = max(now, self._free_at) + num_bytes / self._rate
+        self._clock.sleep(self._free_at - now)
+
+
 UNTHROTTLED = Throttle()

@@ -11,16 +11,24 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import BlockTable, Box, Digests
 from jaxres.checkpoint.content_digest import block_digests, digest_of_rows
-from jaxres.checkpoint.manifest import MANIFEST, PROGRESS, CheckpointDamaged, FileInfo, Manifest
+from jaxres.checkpoint.manifest import (
+    FROZEN_DIGESTS,
+    MANIFEST,
+    PROGRESS,
+    CheckpointDamaged,
+    FileInfo,
+    Manifest,
+)
 from jaxres.checkpoint.readback import REMOTE_TRIES, file_info
-from jaxres.checkpoint.tensorstore_reader import ARRAYS, ArrayReader
+from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN, ArrayReader
 from jaxres.faults import StorageUnavailable
+from jaxres.runlog import step_dirs
 from jaxres.runlog.run_log import Commit
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
@@ -86,7 +94,7 @@ def verify_step(
         failed = [check for check, problem in zip(checks, first_results, strict=True) if problem]
         step_checks.drop_cached()
         second_results = list(pool.map(_run, failed))
-    problems = [problem for problem in second_results if problem is not None]
+    problems = [_naming_sharers(step_dir, defect) for defect in second_results if defect]
     if len(problems) < len(failed) and is_remote(step_dir) and again:
         return verify_step(step_dir, commit, again=again - 1)  # A transfer may corrupt data.
     if len(problems) < len(failed):
@@ -114,6 +122,27 @@ def as_text(found: VerificationReport) -> str:
     return f"step {found.step}: valid: {read}, {found.digest}\n"
 
 
+def _naming_sharers(step_dir: RunPath, defect: Defect) -> Defect:
+    """Returns a defect of a file; its text names the other steps that have the same file.
+
+    Steps share the files of frozen parameters by hard links, so that one fault damages them all.
+    """
+    if defect.file is None or defect.file.partition("/")[0] not in (FROZEN, FROZEN_DIGESTS):
+        return defect
+    others = [
+        found.step
+        for found in step_dirs.listed(step_dir.parent)
+        if found.name != step_dir.name
+        and files.is_same(step_dir / defect.file, step_dir.parent / found.name / defect.file)
+    ]
+    if not others:
+        return defect
+    steps = f"step{'s' * (len(others) > 1)} {', '.join(map(str, sorted(others)))}"
+    return replace(
+        defect, what=f"{defect.what} (the same file is a part of {steps}: damaged there too)"
+    )
+
+
 def _run(check: Callable[[], Defect | None]) -> Defect | None:
     return check()
 
@@ -125,7 +154,7 @@ class _StepChecks:
         self._step_dir = step_dir
         self._commit = commit
         self._manifest = manifest
-        self._reader = ArrayReader(step_dir, manifest.arrays)
+        self._reader = ArrayReader(step_dir, manifest.arrays, frozen=manifest.frozen)
         self._tables: Mapping[str, BlockTable] = {}
         # Unreadable tables: the check of their file reports it. Arrays are compared as a whole.
         with contextlib.suppress(CheckpointDamaged):
@@ -133,10 +162,12 @@ class _StepChecks:
 
     def drop_cached(self) -> None:
         """Drops caches, so that all later reads come from disk."""
-        self._reader = ArrayReader(self._step_dir, self._manifest.arrays)
-        for path in files.cached_files(self._step_dir / ARRAYS):
-            with manifests.reading(self._step_dir, self._commit.step):
-                files.drop_page_cache(path)
+        manifest = self._manifest
+        self._reader = ArrayReader(self._step_dir, manifest.arrays, frozen=manifest.frozen)
+        for folder in (ARRAYS, *([FROZEN] if manifest.frozen else [])):
+            for path in files.cached_files(self._step_dir / folder):
+                with manifests.reading(self._step_dir, self._commit.step):
+                    files.drop_page_cache(path)
 
     def check_file(self, name: str, info: FileInfo) -> Defect | None:
         """Checks size and checksum of one file."""

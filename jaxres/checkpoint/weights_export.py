@@ -16,15 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxres.checkpoint import hf_llama, safetensors, weights_mapping, weights_source
+from jaxres.checkpoint import hf_tensors, safetensors, weights_mapping, weights_source
 from jaxres.checkpoint.content_digest import array_row
+from jaxres.checkpoint.hf_tensors import Rule
 from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.checkpoint.weights_source import ABOUT, WeightFacts, Weights, checksum
-from jaxres.config.schema import GptModel
+from jaxres.config import huggingface
+from jaxres.config.schema_model import GptModel
 from jaxres.config.schema_training import FromSafetensors
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
 from jaxres.storage import files
 
+MODEL, ADAPTER = "model", "adapter_model"
+"""Beginnings of the names of weight files; the second one is that of the package peft."""
 MAX_SHARD_BYTES = 5 * 10**9
 """Default of transformers."""
 
@@ -62,7 +66,7 @@ def of_folder(place: Path) -> tuple[ExportedParams, GptModel | None]:
     The model is None if the tensors have jaxres's own names, which any model may have.
 
     Raises:
-      ConfigError: the files are damaged, not a Llama, or a Llama that the decoder can't compute.
+      ConfigError: the files are damaged, or of a model that the decoder can't compute.
       StorageUnavailable: storage could not be read.
     """
     stored = weights_source.from_safetensors(place)
@@ -70,8 +74,9 @@ def of_folder(place: Path) -> tuple[ExportedParams, GptModel | None]:
     expected = dict(stored.tensors)
     facts = stored.facts or {}
     if not all(name.startswith(weights_source.PARAMS) for name in expected):
-        model, rows = _llama_of(place)
-        shapes = hf_llama.shapes(model, rows=rows)
+        model = _model_of(place)
+        assert model.vocab_size is not None
+        shapes = hf_tensors.shapes(model, rows=model.vocab_size)
         expected = {path: ArrayInfo("float32", shape) for path, shape in shapes.items()}
         facts = weights_source.facts_of(model)
     lenient = FromSafetensors(path=place, cast="rounding", allow_changed=("config.json",))
@@ -80,16 +85,19 @@ def of_folder(place: Path) -> tuple[ExportedParams, GptModel | None]:
     return ExportedParams(infos, lambda path: weights_mapping.assemble(stored, taken[path])), model
 
 
-def _llama_of(place: Path) -> tuple[GptModel, int]:
+def _model_of(place: Path) -> GptModel:
     folder = place if place.is_dir() else place.parent
     data = files.read(folder / "config.json")
     if data is None:
         raise ConfigError(f"{folder}: no config.json here that describes the model.")
     try:
-        model, rows, _ = hf_llama.read_config(dict(json.loads(data)))
+        model, unsupported = huggingface.model_of(huggingface.of_text(dict(json.loads(data))))
     except (ValueError, TypeError, ConfigError) as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
-    return model, rows
+    if unsupported:
+        what = f"the decoder can't compute {json.dumps(unsupported)}"
+        raise ConfigError(f"{folder / 'config.json'}: {what}.")
+    return model
 
 
 def digest_of(params: ExportedParams) -> str:
@@ -102,21 +110,25 @@ def write(
     out: Path,
     *,
     names: str,
+    rules: Mapping[str, Rule] | None,
     max_shard_bytes: int,
     facts: WeightFacts,
     about: Mapping[str, Any],
     beside: Mapping[str, bytes],
+    stem: str = MODEL,
 ) -> str:
     """Writes an export folder atomically; returns the digest of the parameters.
 
     Args:
       params: the arrays to write, in their dtypes.
       out: path of the folder; must not exist.
-      names: naming of the tensors: `llama` or `jaxres`.
+      names: what the names of the tensors are called.
+      rules: path -> rule of the names; None: jaxres's own.
       max_shard_bytes: size limit of one file, unless a single tensor is larger.
       facts: settings of the model.
       about: further fields of jaxres.json.
       beside: name -> content of further files.
+      stem: beginning of the files' names.
 
     Raises:
       UsageError: the folder exists already.
@@ -129,15 +141,18 @@ def write(
     building = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
     files.make_dir(building)
     try:
-        digests, sums = _write_files(params, building, names, max_shard_bytes)
+        groups = _groups(params, rules)
+        digests, sums = _write_files(params, building, groups, max_shard_bytes, stem)
         digest = weights_source.params_digest(digests.values())
-        fields = {"format": 1, "names": names, "params": digest, "facts": dict(facts), **about}
+        described = {"format": 1, "names": names, "params": digest, "facts": dict(facts)}
+        fields = {**described, **about}
         for name, data in {
             **beside,
             ABOUT: json.dumps({**fields, "tensors": sums}, indent=1).encode(),
         }.items():
             files.replace(building / name, data)
-        _read_back(params, building, digests)
+        place = building if stem == MODEL else building / f"{stem}.safetensors"
+        _read_back(params, place, digests, rules or {})
         files.sync_tree(building)
         files.move(building, out)
         files.sync_tree(out)
@@ -147,25 +162,30 @@ def write(
 
 
 def _write_files(
-    params: ExportedParams, folder: Path, names: str, max_shard_bytes: int
+    params: ExportedParams,
+    folder: Path,
+    groups: Sequence[tuple[Rule, ...]],
+    max_shard_bytes: int,
+    stem: str,
 ) -> tuple[dict[str, list[Any]], dict[str, str]]:
     """Writes the safetensors files; returns the digest row of every array and the checksum of
     every tensor.
     """
     infos = {
-        name: info
-        for path, array in params.infos.items()
-        for name, info in _tensor_infos(path, array, names)
+        name: ArrayInfo(params.infos[group[0].path].dtype, shape)
+        for group in groups
+        for name, shape in _tensor_shapes(group, params.infos[group[0].path].shape)
     }
-    shards = _shards(infos, max_shard_bytes)
+    shards = _shards(infos, max_shard_bytes, stem)
     digests: dict[str, list[Any]] = {}
     sums: dict[str, str] = {}
 
     def contents() -> Iterator[tuple[str, np.ndarray]]:
-        for path in params.infos:
-            array = params.read(path)
-            digests[path] = array_row(path, array)
-            for name, piece in _pieces(path, array, names):
+        for group in groups:
+            arrays = [params.read(rule.path) for rule in group]
+            for rule, array in zip(group, arrays, strict=True):
+                digests[rule.path] = array_row(rule.path, array)
+            for name, piece in hf_tensors.pieces(group, arrays):
                 sums[name] = checksum(piece)
                 yield name, piece
 
@@ -184,28 +204,33 @@ def _size(info: ArrayInfo) -> int:
     return math.prod(info.shape) * np.dtype(info.dtype).itemsize
 
 
-def _tensor_infos(path: str, array: ArrayInfo, names: str) -> Iterator[tuple[str, ArrayInfo]]:
-    if names == "jaxres":
-        yield path, array
-        return
-    rule = hf_llama.RULES.get(path)
-    if rule is None:
-        raise ConfigError(
-            f"{path}: a Llama has no such array. Export this model with --names jaxres."
-        )
-    shape = rule.hf_shape(array.shape[1:] if "{}" in rule.name else array.shape)
-    for name in rule.names(array.shape):
-        yield name, ArrayInfo(array.dtype, shape)
+def _groups(params: ExportedParams, rules: Mapping[str, Rule] | None) -> list[tuple[Rule, ...]]:
+    """Returns the arrays, together those that are stored in the same tensors."""
+    if rules is None:
+        return [(Rule(path, path),) for path in params.infos]
+    groups = list(hf_tensors.groups(params.infos, rules))
+    for group in groups:
+        if len(group) != group[0].part[1] or len({params.infos[r.path] for r in group}) != 1:
+            paths = ", ".join(rule.path for rule in group)
+            raise ConfigError(
+                f"{paths}: {group[0].part[1]} arrays of one shape are stored in one tensor. "
+                "Export this model with --names jaxres."
+            )
+    return groups
 
 
-def _pieces(path: str, array: np.ndarray, names: str) -> Iterator[tuple[str, np.ndarray]]:
-    if names == "jaxres":
-        yield path, array
-    else:
-        yield from hf_llama.pieces(path, array)
+def _tensor_shapes(
+    group: Sequence[Rule], shape: Sequence[int]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    rule = group[0]
+    stored = rule.hf_shape(shape[1:] if "{}" in rule.name else shape)
+    for name in rule.names(shape):
+        yield name, stored
 
 
-def _shards(infos: Mapping[str, ArrayInfo], limit: int) -> dict[str, dict[str, ArrayInfo]]:
+def _shards(
+    infos: Mapping[str, ArrayInfo], limit: int, stem: str
+) -> dict[str, dict[str, ArrayInfo]]:
     """Distributes tensors, in order, over files; returns file name -> its tensors."""
     parts: list[dict[str, ArrayInfo]] = [{}]
     size_bytes = 0
@@ -216,18 +241,24 @@ def _shards(infos: Mapping[str, ArrayInfo], limit: int) -> dict[str, dict[str, A
         parts[-1][name] = info
         size_bytes += _size(info)
     if len(parts) == 1:
-        return {safetensors.SINGLE_FILE: parts[0]}
+        return {f"{stem}.safetensors": parts[0]}
     return {
-        f"model-{number:05d}-of-{len(parts):05d}.safetensors": part
+        f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors": part
         for number, part in enumerate(parts, start=1)
     }
 
 
-def _read_back(params: ExportedParams, folder: Path, digests: Mapping[str, Sequence[Any]]) -> None:
+def _read_back(
+    params: ExportedParams,
+    folder: Path,
+    digests: Mapping[str, Sequence[Any]],
+    rules: Mapping[str, Rule],
+) -> None:
     """Imports the written export and compares it with the digests of its source."""
     stored = weights_source.from_safetensors(folder)
+    names = {name: name for name in stored.tensors}
     for path, info in params.infos.items():
-        source = weights_mapping.find(path, info, {name: name for name in stored.tensors})
+        source = weights_mapping.find(path, info, names, rules.get(path))
         row = None if source is None else array_row(path, weights_mapping.assemble(stored, source))
         if row != digests[path]:
             raise StorageUnavailable(

@@ -1,7 +1,8 @@
 """Maps the tensors of stored weights to the arrays of a model, and reports all mismatches.
 
 A model's arrays are looked up under their own names (`params/...`) and under those of Hugging
-Face's Llama. All mismatches are listed in one table; each is an error unless the config allows it.
+Face's decoders. All mismatches are listed in one table; each is an error unless the config allows
+it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxres.checkpoint import hf_llama
+from jaxres.checkpoint import hf_tensors
+from jaxres.checkpoint.hf_tensors import Rule
 from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.checkpoint.weights_source import WeightFacts, Weights
+from jaxres.config.huggingface import FIXED
 from jaxres.config.schema_training import FromWeights
 from jaxres.faults import ConfigError
 
@@ -34,7 +37,7 @@ class TensorSource:
     """Dtype and shape of the model's array."""
     names: tuple[str, ...]
     """Names of the tensors in the source: one, or one for each layer."""
-    rule: hf_llama.Rule | None
+    rule: Rule | None
     """Layout of the tensors in the source; None: the same as in jaxres."""
 
 
@@ -69,13 +72,15 @@ def map_weights(
       ConfigError: there are differences that are not allowed; the message lists all of them.
     """
     names = _renamed(weights, section.rename)
+    rules = hf_tensors.rules_for(names)
     rows = _changed_facts(weights.facts, facts, section.allow_changed)
     taken: dict[str, TensorSource] = {}
     fresh: list[str] = []
     listed: set[str] = set()
     """Source tensors that a row already lists."""
     for path, info in wanted.items():
-        source, part = find(path, info, names), _layers(path, info, names)
+        rule = rules.get(path)
+        source, part = find(path, info, names, rule), _layers(info, names, rule)
         if source is not None:
             problem = _misfit(weights, source, cast=section.cast)
         else:
@@ -85,14 +90,15 @@ def map_weights(
             continue
         fresh.append(path)
         if not _matches(path, section.allow_missing):
-            rows.append(f"{_names_of(path, info)}: {problem}, expected {info}")
+            rows.append(f"{_names_of(path, rule)}: {problem}, expected {info}")
             listed.update(source.names if source else part)
     used = {name for each in taken.values() for name in each.names}
     left_out = tuple(name for name in weights.tensors if name not in used)
     rows += [
         f"{name}: {weights.tensors[name]}, expected absent"
         for name in left_out
-        if name not in listed and not _matches(name, section.allow_extra)
+        if name not in listed
+        and not _matches(name, (*section.allow_extra, *hf_tensors.NOT_PARAMETERS))
     ]
     if rows:
         raise ConfigError(_table(weights.where, rows))
@@ -119,14 +125,15 @@ def _renamed(weights: Weights, rename: Mapping[str, str]) -> dict[str, str]:
     return names
 
 
-def find(path: str, info: ArrayInfo, names_there: Mapping[str, str]) -> TensorSource | None:
+def find(
+    path: str, info: ArrayInfo, names_there: Mapping[str, str], rule: Rule | None
+) -> TensorSource | None:
     """Returns the source tensors of an array of the model, None if they are not all in the source.
 
-    `names_there` is replaced name -> name in the source.
+    `names_there` is replaced name -> name in the source; `rule` that of the source's family.
     """
     if path in names_there:
         return TensorSource(path, info, (names_there[path],), None)
-    rule = hf_llama.RULES.get(path)
     if rule is None or len(info.shape) < rule.inputs + 1:
         return None
     names = rule.names(info.shape)
@@ -135,9 +142,8 @@ def find(path: str, info: ArrayInfo, names_there: Mapping[str, str]) -> TensorSo
     return TensorSource(path, info, tuple(names_there[name] for name in names), rule)
 
 
-def _layers(path: str, info: ArrayInfo, names: Mapping[str, str]) -> list[str]:
+def _layers(info: ArrayInfo, names: Mapping[str, str], rule: Rule | None) -> list[str]:
     """Returns the source tensors that are layers of an array of the model."""
-    rule = hf_llama.RULES.get(path)
     if rule is None or not info.shape:
         return []
     return [names[name] for name in rule.names(info.shape) if name in names]
@@ -167,8 +173,8 @@ def _changed_facts(
         row = "config.json: absent; it defines heads, rope_theta and other settings"
         return [] if _matches("config.json", allowed) else [row]
     if "kind" not in there:
-        return [f"config.json: model_type {there['model_type']}, expected a Llama"]
-    shown = {**hf_llama.NO_CHOICE, **here}
+        return [f"config.json: {there['model_type']}"]
+    shown = {**FIXED, **here}
     return [
         f"{name}: {there.get(name)}, expected {shown.get(name)}"
         for name in dict.fromkeys([*here, *there])
@@ -180,8 +186,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _names_of(path: str, info: ArrayInfo) -> str:
-    rule = hf_llama.RULES.get(path)
+def _names_of(path: str, rule: Rule | None) -> str:
     return path if rule is None else f"{path} ({rule.name.replace('{}', 'N')})"
 
 

@@ -12,21 +12,23 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from jaxres.checkpoint import hf_llama, safetensors
 from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint import safetensors
 from jaxres.checkpoint.content_digest import array_digest
 from jaxres.checkpoint.manifest import ArrayInfo
-from jaxres.config.schema import CustomModel, GptModel, MlpModel
-from jaxres.config.schema_training import FromRun, FromSafetensors
+from jaxres.config import huggingface
+from jaxres.config.schema import RunConfig
+from jaxres.config.schema_model import AnyModel, GptModel, MlpModel, VitModel
+from jaxres.config.schema_training import FromRun
 from jaxres.faults import ConfigError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
 from jaxres.storage import files
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.path import is_remote, normalized, run_root
+from jaxres.storage.path import run_root
 
-PARAMS = "params/"
+PARAMS, EMA, ADAPTERS = "params/", "ema/", "params/lora/"
 ABOUT = "jaxres.json"
 """File in which an export describes itself: checksums, model, step."""
 WeightFacts = Mapping[str, Any]
@@ -49,19 +51,29 @@ class Weights:
     """Step of the run that the parameters are from; None: not from a run."""
 
 
-def facts_of(model: GptModel | MlpModel | CustomModel) -> WeightFacts:
+def facts_of(model: AnyModel) -> WeightFacts:
     """Returns the settings of a model that must match those of its source of parameters."""
     if isinstance(model, GptModel):
         heads = model.num_heads
         groups = model.num_kv_heads or heads
         numbers = {"num_heads": heads, "num_kv_heads": groups}
         others = {"rope_theta": model.rope_theta, "norm_eps": model.norm_eps}
-        return {"kind": "gpt", **numbers, **others}
+        dumped = model.model_dump(
+            mode="json", include=set(huggingface.FACTS), exclude_defaults=True
+        )
+        return {"kind": "gpt", **numbers, **others, **dumped}
+    if isinstance(model, VitModel):
+        return {"kind": "vit", "num_heads": model.num_heads, "patch_size": model.patch_size}
     return {"kind": model.kind} | ({} if isinstance(model, MlpModel) else {"target": model.target})
 
 
-def from_run(run_dir: RunDir, model: GptModel | MlpModel | CustomModel, commit: Commit) -> Weights:
+def from_run(
+    run_dir: RunDir, config: RunConfig, commit: Commit, *, only_adapters: bool = False
+) -> Weights:
     """Returns the parameters of a committed step; `read` verifies each array.
+
+    Of a run with a moving average (optimizer.ema_decay) these are the averaged ones, which it
+    evaluates too; those of adapters (lora) are added to their matrices, or returned alone.
 
     Raises:
       Unrestorable: the step is damaged; `read` raises it too.
@@ -69,17 +81,35 @@ def from_run(run_dir: RunDir, model: GptModel | MlpModel | CustomModel, commit: 
     """
     step_dir = run_dir.root / commit.path
     manifest = manifests.read(step_dir, commit)
-    tensors = {path: info for path, info in manifest.arrays.items() if path.startswith(PARAMS)}
+    tensors = {
+        path: info
+        for path, info in manifest.arrays.items()
+        if path.startswith(PARAMS) and path.startswith(ADAPTERS) == only_adapters
+    }
 
     def read(path: str) -> np.ndarray:
-        array = manifests.read_array(step_dir, commit, path, tensors[path])
-        if array_digest(path, array) != manifest.digests[path]:
-            what = f"the data read for {path} has another digest than was committed"
+        array, pair = read_one(path), ADAPTERS + path.removeprefix(PARAMS)
+        if only_adapters or f"{pair}/a" not in manifest.arrays:
+            return array
+        assert config.lora is not None
+        a, b = read_one(f"{pair}/a"), read_one(f"{pair}/b")
+        layers, rank = a.ndim + b.ndim - 2 - array.ndim, a.shape[-1]
+        stacked = array.shape[:layers]
+        change = a.reshape(*stacked, -1, rank) @ b.reshape(*stacked, rank, -1)
+        scale = np.float32(config.lora.alpha / config.lora.rank)
+        return array + scale * change.reshape(array.shape)
+
+    def read_one(path: str) -> np.ndarray:
+        averaged = EMA + path.removeprefix(PARAMS)
+        stored = averaged if averaged in manifest.arrays else path
+        array = manifests.read_array(step_dir, commit, stored, manifest)
+        if array_digest(stored, array) != manifest.digests[stored]:
+            what = f"the data read for {stored} has another digest than was committed"
             raise manifests.damaged(step_dir, commit.step, what)
         return array
 
     return Weights(
-        f"{run_dir.root} step {commit.step}", tensors, read, facts_of(model), commit.step
+        f"{run_dir.root} step {commit.step}", tensors, read, facts_of(config.model), commit.step
     )
 
 
@@ -135,10 +165,10 @@ def _facts_there(folder: Path, about: Mapping[str, Any] | None) -> WeightFacts |
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{folder / 'config.json'}: can't be read ({error}).") from error
     try:
-        model, _, differing = hf_llama.read_config(fields)
-    except ConfigError:  # The config of another kind of model.
-        return {"model_type": fields.get("model_type")}
-    return {**facts_of(model), **differing}
+        model, unsupported = huggingface.model_of(huggingface.of_text(fields))
+    except ConfigError as error:
+        return {"model_type": str(error).removeprefix("config.json: ")}
+    return {**facts_of(model), **unsupported}
 
 
 def checksum(array: np.ndarray) -> str:
@@ -176,31 +206,3 @@ def source_run_dir(section: FromRun) -> RunDir:
         return RunDir(run_root(section.path))
     except ValueError as error:
         raise ConfigError(f"{section.path}: {error}") from error
-
-
-def open_source(
-    section: FromRun | FromSafetensors,
-    *,
-    step: int | None,
-    model_of: Callable[[RunDir], GptModel | MlpModel | CustomModel],
-) -> Weights:
-    """Returns the parameters that a new run starts from.
-
-    Args:
-      section: the source, as configured.
-      step: step of the source run; None: its newest.
-      model_of: returns the model of the run in a directory.
-
-    Raises:
-      ConfigError: the source does not exist, or its files are damaged.
-      Unrestorable: the run's step is damaged.
-      StorageUnavailable: storage could not be read.
-    """
-    if isinstance(section, FromSafetensors):
-        assert not is_remote(section.path), "config/cross_checks.py refuses buckets"
-        place = normalized(section.path)
-        assert isinstance(place, Path)
-        return from_safetensors(place)
-    run_dir = source_run_dir(section)
-    commit = committed(run_dir, step=step)
-    return from_run(run_dir, model_of(run_dir), commit)

@@ -14,6 +14,7 @@ from jaxres.cli import history as history_cli
 from jaxres.cli import status
 from jaxres.clock import SystemClock
 from jaxres.config.argparser import Parser, path_argument
+from jaxres.config.huggingface import STYLES
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
 from jaxres.runlog import run_log, step_dirs
@@ -39,7 +40,8 @@ def _parser(usage: str) -> argparse.ArgumentParser:
         subparser.add_argument("run_dir", type=path_argument, metavar="RUN_DIR")
         return subparser
 
-    status_parser = verb(verbs, "status")
+    status_parser = verbs.add_parser("status")
+    status_parser.add_argument("run_dir", type=path_argument, nargs="+", metavar="RUN_DIR")
     status_parser.add_argument("--json", action="store_true")
     status_parser.add_argument("--watch", action="store_true")
     history = verb(verbs, "history")
@@ -59,11 +61,17 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     prune = verb(checkpoints, "prune")
     prune.add_argument("--dry-run", action="store_true")
     prune.add_argument("--json", action="store_true")
+    replicate = verb(checkpoints, "replicate")
+    replicate.add_argument("to", type=path_argument, metavar="TO")
+    replicate.add_argument("--follow", action="store_true")
+    replicate.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
+    replicate.add_argument("--max-mb-per-second", type=float)
+    replicate.add_argument("--json", action="store_true")
     verb(checkpoints, "adopt").add_argument("--yes", action="store_true")
     verb(checkpoints, "pin").add_argument("--step", type=int, required=True)
     verb(checkpoints, "unpin").add_argument("--step", type=int, required=True)
     export = verb(checkpoints, "export")
-    export.add_argument("--names", choices=("llama", "jaxres", "gpt2"))
+    export.add_argument("--names", choices=("huggingface", "jaxres", "peft", *STYLES))
     export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     export.add_argument("--max-shard-bytes", type=int)
     for subparser in (export, verb(checkpoints, "import")):
@@ -96,7 +104,13 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
             text, code = weights.run(options)
             sys.stdout.write(text)
             return code
+        if options.verb == "status":
+            return _status(options)
         run_dir = RunDir(options.run_dir)
+        if getattr(options, "sub", None) == "replicate":
+            from jaxres.cli import replicate
+
+            return replicate.run(options, clock=SystemClock())
         if getattr(options, "sub", None) == "adopt":
             from jaxres.cli import adopt
 
@@ -106,12 +120,6 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
             return code
         history = _read_history(run_dir)
         match options.verb, getattr(options, "sub", None):
-            case "status", _:
-                state = status.read_status(
-                    run_dir, history, clock=SystemClock(), watch=options.watch
-                )
-                text = status.as_json(state) if options.json else status.as_text(state)
-                code = state.outlook.code
             case "history", _:
                 show = history_cli.attempts_text if options.attempts else history_cli.steps_text
                 text = show(run_dir, history, as_json=options.json)
@@ -133,6 +141,26 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
         return error.exit_code
     sys.stdout.write(text)
     return code
+
+
+def _status(options: argparse.Namespace) -> int:
+    """Prints the status of each run; returns the highest of their codes, errors included."""
+    codes = list[int]()
+    for number, path in enumerate(options.run_dir):
+        run_dir = RunDir(path)
+        try:
+            history = _read_history(run_dir)
+            found = status.read_status(run_dir, history, clock=SystemClock(), watch=options.watch)
+        except RunError as end:
+            error = faults.by_phase(end, at_start=True)
+            sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))
+            codes.append(error.exit_code)
+            continue
+        between = "\n" if number and not options.json else ""
+        text = status.as_json(found) if options.json else status.as_text(found)
+        sys.stdout.write(between + text)
+        codes.append(found.outlook.code)
+    return max(codes)
 
 
 def _read_history(run_dir: RunDir) -> RunHistory:

@@ -27,7 +27,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, OutOfMemory, RunError, StorageRefused
 from jaxres.storage import files
 from jaxres.storage.path import is_remote
-from jaxres.supervisor import gce_metadata, preemption
+from jaxres.supervisor import gce_metadata, preemption, processes
 from jaxres.supervisor.gce_metadata import Response
 from jaxres.supervisor.run_config import find_run_dir
 from jaxres.telemetry.stdio import format_bytes
@@ -223,6 +223,31 @@ class Doctor:
                 f"a save takes up to {format_bytes(snapshot)} of this host until it is committed"
             )
             yield Check("pass" if warning is None else "warn", "memory", warning or detail)
+            yield from self._memory_tier()
+
+    def _memory_tier(self) -> Checks:
+        from jaxres.checkpoint import memory_tier
+        from jaxres.engine import state as states
+
+        section = self._config.checkpoint.memory
+        if section is None:
+            return
+        size = memory_tier.size_bytes(states.to_plain(self._shapes))
+        base = section.folder.expanduser()
+        if not base.is_dir():
+            yield Check("warn", "memory", f"checkpoint.memory would be off: {base}: no such folder")
+            return
+        problem = memory_tier.fit_problem(
+            missing=size,
+            base=base,
+            free=files.free_bytes(base),
+            available=processes.available_bytes(),
+        )
+        detail = f"states in host memory take {format_bytes(size)} of this host"
+        if section.neighbor_copies:
+            detail += ", and on several hosts as much again for the copies of another one's"
+        text = detail if problem is None else f"checkpoint.memory would be off: {problem}"
+        yield Check("pass" if problem is None else "warn", "memory", text)
 
     def _source(self) -> Checks:
         from jaxres.train import init_params

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxres.clock import SystemClock
-from jaxres.runlog import attempt_history, metrics
-from jaxres.runlog.event_log import read_events
-from jaxres.runlog.events import EVENTS, Evaluated
+from jaxres.runlog import attempt_history, evaluations, metrics
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
 from jaxres.supervisor import run_lock
-
-EVALUATED = EVENTS.tag(Evaluated)
 
 
 def steps_text(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
@@ -23,7 +19,7 @@ def steps_text(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
     A step with an evaluation has the loss of each validation set.
     """
     metric_lines = metrics.read_history(run_dir, history)
-    evaluated = _evaluations(run_dir, {m.attempt for m in metric_lines})
+    evaluated = evaluations.read(run_dir, {m.attempt for m in metric_lines})
     if as_json:
         rows = [
             {k: v for k, v in m.fields().items() if k != "seq"}
@@ -41,22 +37,6 @@ def steps_text(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
         f"{_losses(evaluated.get((m.attempt, m.step)))}\n"
         for m in metric_lines
     )
-
-
-def _evaluations(
-    run_dir: RunDir, attempts: Collection[int]
-) -> dict[tuple[int, int], dict[str, Any]]:
-    """Returns (attempt, step) -> the fields of its evaluation."""
-    return {
-        (attempt, event.get("step", 0)): {
-            name: event[name]
-            for name in ("losses", "bits_per_byte", "epochs")
-            if isinstance(event.get(name), dict) and event[name]
-        }
-        for attempt in attempts
-        for event in read_events(run_dir.events(attempt, 0))
-        if event["event"] == EVALUATED
-    }
 
 
 def _losses(evaluation: Mapping[str, Any] | None) -> str:

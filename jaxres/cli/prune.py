@@ -37,6 +37,8 @@ class PrunePreview:
     plan: retention.PrunePlan
     leftovers: Mapping[str, int]
     """Name -> bytes of directories outside the run history, left by killed saves and prunes."""
+    shared_bytes: int
+    """Bytes of the deleted files that this does not free: other steps share them."""
     is_alive: bool
     """Whether the run is live: then it prunes by itself, and leftovers may be saves in flight."""
 
@@ -58,9 +60,12 @@ def preview(
 ) -> PrunePreview:
     """Returns what pruning would delete; writes nothing."""
     leftovers = [] if is_alive else pruning.leftovers(history, run_dir=run_dir)
+    plan = pruning.plan(history, keep, run_dir=run_dir)
+    dead = [run_dir.root / c.path for c in history.committed if c.step in plan.dead]
     return PrunePreview(
-        pruning.plan(history, keep, run_dir=run_dir),
+        plan,
         {path.name: sum(files.sizes(path).values()) for path in leftovers},
+        files.shared_bytes([*dead, *leftovers]),
         is_alive,
     )
 
@@ -121,12 +126,17 @@ def as_text(preview: PrunePreview, *, is_done: bool) -> str:
     for name, count in preview.leftovers.items():
         text += f"{name:>28} {count:>16,}  left by a killed process, not in the run history\n"
     deleted = sum(step.bytes for step in plan.steps if step.step in plan.dead)
-    deleted += sum(preview.leftovers.values())
+    deleted += sum(preview.leftovers.values()) - preview.shared_bytes
     verb = "were pruned" if is_done else "would be pruned"
     text += (
         f"{len(plan.dead)} of {len(plan.steps)} steps and {len(preview.leftovers)} leftovers "
         f"{verb}: {deleted:,} bytes ({format_bytes(deleted)})\n"
     )
+    if preview.shared_bytes:
+        text += (
+            f"{preview.shared_bytes:,} bytes of frozen parameters are not counted: steps share "
+            "their files, and one that is kept keeps them\n"
+        )
     if preview.is_alive:
         text += "The run is alive: it prunes by itself after every commit, by its own config.\n"
     return text
@@ -144,6 +154,8 @@ def as_json(preview: PrunePreview) -> str:
         }
         for step in plan.steps
     ]
+    if preview.shared_bytes:
+        rows.append({"shared_bytes": preview.shared_bytes})
     rows += [{"leftover": name, "bytes": count} for name, count in preview.leftovers.items()]
     return "".join(json.dumps(row) + "\n" for row in rows)
 

@@ -15,10 +15,11 @@ from jaxres.cli.run_health import LastSupervisorEvent, RunHealth
 from jaxres.clock import Clock
 from jaxres.config.schema_data import HELDOUT
 from jaxres.exit_codes import ExitCode, exit_name
-from jaxres.runlog import attempt_history, metrics, run_log
+from jaxres.runlog import attempt_history, metrics, replica_files, run_log
 from jaxres.runlog.attempt_history import AttemptSummary
+from jaxres.runlog.evaluations import EVALUATED
 from jaxres.runlog.event_log import read_events
-from jaxres.runlog.events import EVENTS, Evaluated, PhaseChanged, RunBuilt
+from jaxres.runlog.events import EVENTS, PhaseChanged, RunBuilt
 from jaxres.runlog.guarantee import guarantee_level
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
@@ -26,7 +27,6 @@ from jaxres.runlog.run_log import RunHistory
 from jaxres.supervisor import run_lock
 
 RUN_BUILT, PHASE_CHANGED = EVENTS.tag(RunBuilt), EVENTS.tag(PhaseChanged)
-EVALUATED = EVENTS.tag(Evaluated)
 NUM_INCIDENTS = 5
 """Number of recent attempts shown."""
 
@@ -66,6 +66,10 @@ class Status:
     recent: Sequence[AttemptSummary]
     supervision: LastSupervisorEvent | None
     outlook: RunHealth
+    replica: replica_files.Progress | None = None
+    """What the replica has; None: there is none."""
+    marker: replica_files.Marker | None = None
+    """If the folder itself is a replica: of which run."""
 
 
 def read_status(
@@ -116,6 +120,8 @@ def read_status(
         recent=recent,
         supervision=supervision,
         outlook=health,
+        replica=replica_files.read_progress(run_dir),
+        marker=replica_files.read_marker(run_dir),
     )
 
 
@@ -126,6 +132,7 @@ def _evaluation(event: Mapping[str, Any]) -> dict[str, Any]:
         "losses": losses,
         "bits_per_byte": event.get("bits_per_byte") or {},
         "epochs": event.get("epochs") or {},
+        "metrics": event.get("metrics") or {},
     }
 
 
@@ -176,6 +183,9 @@ def as_text(status: Status) -> str:
     if status.evaluation is not None:
         losses = [f"{name} {loss}" for name, loss in status.evaluation["losses"].items()]
         rows.append(("evaluated", f"step {status.evaluation['step']}, loss: {', '.join(losses)}"))
+        for name, means in status.evaluation["metrics"].items():
+            shown = ", ".join(f"{metric} {mean}" for metric, mean in means.items())
+            rows.append(("metrics", f"{name}: {shown}"))
         epochs = [f"{name} {count:.2f}" for name, count in status.evaluation["epochs"].items()]
         if epochs:
             rows.append(("epochs", f"at step {status.evaluation['step']}: {', '.join(epochs)}"))
@@ -184,6 +194,7 @@ def as_text(status: Status) -> str:
         rows.append(("committed", f"step {history.step}, {_age(age)} ago"))
     else:
         rows.append(("committed", "nothing yet"))
+    rows += _replica(status)
     if history.starts:
         rows.append(("guarantee", guarantee_level(history.starts)))
     if history.claims and history.claims[-1].num_hosts > 1:
@@ -191,6 +202,28 @@ def as_text(status: Status) -> str:
     rows += [("incident", _incident(attempt)) for attempt in _incidents(status)]
     rows += _ending(status)
     return "".join(f"{name:<11}{value}\n" for name, value in rows)
+
+
+def _replica(status: Status) -> list[tuple[str, str]]:
+    """Returns the rows on the replica of the run, and on what this folder is a replica of."""
+    rows = []
+    if status.replica is not None:
+        behind = _lag_seconds(status)
+        lag = "up to date" if behind is None else f"{_age(behind)} behind"
+        error = f": {status.replica.error.splitlines()[0]}" if status.replica.error else ""
+        rows.append(
+            ("replica", f"step {status.replica.step} in {status.replica.path}, {lag}{error}")
+        )
+    if status.marker is not None:
+        rows.append(("copy of", f"{status.marker.source}, through step {status.marker.step}"))
+    return rows
+
+
+def _lag_seconds(status: Status) -> float | None:
+    """Returns the age of the oldest committed step that the replica lacks; None: it lacks none."""
+    assert status.replica is not None
+    missing = [r.time for r in status.history.commits if r.seq > status.replica.seq]
+    return status.now - min(missing) if missing else None
 
 
 def _alive(status: Status) -> str:
@@ -274,6 +307,7 @@ def as_json(status: Status) -> str:
         "loss": None if status.newest is None else status.newest.loss,
         "evaluation": status.evaluation,
         "committed": committed,
+        "replica": None if status.replica is None else _replica_fields(status),
         "guarantee": guarantee_level(history.starts) if history.starts else None,
         "hosts": [dataclasses.asdict(host) for host in status.hosts],
         "attempts": [dataclasses.asdict(attempt) for attempt in status.recent],
@@ -282,6 +316,16 @@ def as_json(status: Status) -> str:
         "next": status.outlook.next,
     }
     return json.dumps(fields) + "\n"
+
+
+def _replica_fields(status: Status) -> dict[str, Any]:
+    assert status.replica is not None
+    return {
+        "path": status.replica.path,
+        "step": status.replica.step,
+        "lag_seconds": _lag_seconds(status),
+        "error": status.replica.error,
+    }
 
 
 def _age(seconds: float) -> str:

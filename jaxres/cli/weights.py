@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxres.checkpoint import hf_llama, weights_export, weights_source
+from jaxres.checkpoint import hf_tensors, weights_export, weights_source
 from jaxres.checkpoint.weights_export import ExportedParams
-from jaxres.config import RunConfig
-from jaxres.config.schema import GptModel
+from jaxres.checkpoint.weights_source import Weights
+from jaxres.config import RunConfig, huggingface
 from jaxres.config.schema_data import TextSource
+from jaxres.config.schema_model import GptModel
 from jaxres.config.yaml import dump
-from jaxres.data import tokenizer
+from jaxres.data import hf_bytes_tokenizer, tokenizer
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Unrestorable, UsageError
 from jaxres.runlog import run_log
@@ -41,28 +42,72 @@ def export(options: argparse.Namespace) -> str:
         limit = weights_export.MAX_SHARD_BYTES
     if limit < 1:
         raise UsageError("--max-shard-bytes must be at least 1")
-    names = _names(options.names, config)
-    source = weights_source.from_run(run_dir, config.model, commit)
+    if options.names == "peft":
+        source, named = _adapters(run_dir, config, commit)
+    else:
+        source = weights_source.from_run(run_dir, config, commit)
+        named = _named(options, run_dir, config, source)
     params = weights_export.of_run(source).cast(options.dtype)
-    beside = {}
-    if names == "llama":
-        beside = _extra_files(run_dir, config, params, dtype=options.dtype)
+    names = named["names"]
     out = options.out or run_dir.exports / f"{source.step:08d}-{names}-{options.dtype}"
     try:
         digest = weights_export.write(
             params,
             out,
-            names=names,
             max_shard_bytes=limit,
             facts=weights_source.facts_of(config.model),
             about={"step": source.step, "dtype": options.dtype},
-            beside=beside,
+            **named,
         )
     except Unrestorable:
         _committed(run_dir, step=commit.step)  # A live run may have pruned it meanwhile.
         raise
     fields = _fields(out, params, digest) | {"step": source.step, "names": names}
     return _text(fields, [f"step {source.step}, read back and equal"], as_json=options.json)
+
+
+def _named(
+    options: argparse.Namespace, run_dir: RunDir, config: RunConfig, source: Weights
+) -> dict[str, Any]:
+    """Returns the names of the tensors, and the files beside them, as arguments of `write`."""
+    family = _family(options.names, config)
+    if family is None:
+        return {"names": "jaxres", "rules": None, "beside": {}}
+    beside = _extra_files(run_dir, config, source, dtype=options.dtype)
+    return {"names": family, "rules": hf_tensors.rules_of(family), "beside": beside}
+
+
+def _adapters(run_dir: RunDir, config: RunConfig, commit: Commit) -> tuple[Weights, dict[str, Any]]:
+    """Returns the adapters of a run, and how the package peft stores them.
+
+    Raises:
+      UsageError: the run has none, or its model is none of Hugging Face's.
+    """
+    family = _family(None, config)
+    if config.lora is None or family is None:
+        what = "has no adapters" if config.lora is None else f"is of kind {config.model.kind}"
+        raise UsageError(f"--names peft: the run {what}. Leave it out to export the model.")
+    source = weights_source.from_run(run_dir, config, commit, only_adapters=True)
+    rules = hf_tensors.adapter_rules(family)
+    if others := sorted(set(source.tensors) - set(rules)):
+        raise UsageError(
+            f"--names peft: {others[0]}: {family} has no linear layer of its own for it. Leave "
+            "--names out to export the model with its adapters merged."
+        )
+    modules = {rules[path].name.split(".lora_")[0].rpartition(".")[2] for path in source.tensors}
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "target_modules": sorted(modules),
+        "base_model_name_or_path": str(getattr(config.init_from, "path", "")),
+        "bias": "none",
+        "lora_dropout": 0.0,
+    }
+    beside = {"adapter_config.json": json.dumps(fields, indent=1).encode()}
+    named = {"names": "peft", "rules": rules, "beside": beside, "stem": weights_export.ADAPTER}
+    return source, named
 
 
 def _committed(run_dir: RunDir, *, step: int | None) -> Commit:
@@ -72,35 +117,31 @@ def _committed(run_dir: RunDir, *, step: int | None) -> Commit:
         raise UsageError(str(error)) from error
 
 
-def _names(names: str | None, config: RunConfig) -> str:
+def _family(names: str | None, config: RunConfig) -> str | None:
+    """Returns the model_type whose names the tensors get; None: jaxres's own names."""
     is_gpt = isinstance(config.model, GptModel)
-    if names == "gpt2":
+    if names == "jaxres" or (names is None and not is_gpt):
+        return None
+    if not isinstance(config.model, GptModel):
         raise UsageError(
-            "--names gpt2: a GPT-2 has LayerNorm with bias, learned positions and GELU, which "
-            "no model of jaxres has. Use --names llama."
+            f"--names {names}: the model is of kind {config.model.kind}, not a decoder of this "
+            "family. Use --names jaxres."
         )
-    if names == "llama" and not is_gpt:
-        raise UsageError(
-            f"--names llama: the model is of kind {config.model.kind}, not a Llama. Use "
-            "--names jaxres."
-        )
-    return names or ("llama" if is_gpt else "jaxres")
+    family = huggingface.family_of(config.model)
+    if names not in (None, "huggingface", family):
+        raise UsageError(f"--names {names}: the model is a {family}. Use --names {family}.")
+    return family
 
 
 def _extra_files(
-    run_dir: RunDir, config: RunConfig, params: ExportedParams, *, dtype: str
+    run_dir: RunDir, config: RunConfig, source: Weights, *, dtype: str
 ) -> dict[str, bytes]:
     """Returns config.json, and the tokenizer files if the run has a tokenizer."""
     assert isinstance(config.model, GptModel)
     seq_len = config.data.seq_len
     eos, files = _tokenizer_files(run_dir, config, seq_len=seq_len)
-    fields = hf_llama.write_config(
-        config.model,
-        {path: info.shape for path, info in params.infos.items()},
-        dtype=dtype,
-        seq_len=seq_len,
-        eos=eos,
-    )
+    rows = source.tensors["params/embedding"].shape[0]
+    fields = huggingface.fields_of(config.model, rows=rows, dtype=dtype, seq_len=seq_len, eos=eos)
     return {"config.json": json.dumps(fields, indent=1).encode(), **files}
 
 
@@ -112,7 +153,7 @@ def _tokenizer_files(
     if name is None and isinstance(config.data.source, TextSource):
         name = tokenizer.BYTES  # A run from before the field.
     if name == tokenizer.BYTES:
-        return tokenizer.END_OF_DOCUMENT, hf_llama.bytes_tokenizer(seq_len=seq_len)
+        return tokenizer.END_OF_DOCUMENT, hf_bytes_tokenizer.bytes_tokenizer(seq_len=seq_len)
     if name is None or not name.startswith(tokenizer.LIBRARY):
         return None, {}
     folder = run_dir.tokenizer(name)
@@ -188,6 +229,7 @@ def _import_one(
             params.cast("float32"),
             options.out,
             names="jaxres",
+            rules=None,
             max_shard_bytes=weights_export.MAX_SHARD_BYTES,
             facts=facts,
             about={"dtype": "float32"},
@@ -198,24 +240,17 @@ def _import_one(
         "init_from": {"kind": "safetensors", "path": str((options.out or folder).absolute())}
     }
     if model is not None:
-        sections = {"model": _model_section(model)} | sections
+        sections = {"model": huggingface.shown(model)} | sections
     fields["config"] = sections
     rows += ["to start a run from it:", *(f"  {row}" for row in dump(sections).splitlines())]
     return _text(fields, rows, as_json=options.json), code
-
-
-def _model_section(model: GptModel) -> dict[str, Any]:
-    """Returns the `model` config section of a model."""
-    names = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")
-    others = ("tie_embeddings", "rope_theta", "norm_eps")
-    return {"kind": "gpt"} | {name: getattr(model, name) for name in (*names, *others)}
 
 
 def _digest_of_step(run_dir: RunDir, step: int, *, dtype: str) -> str:
     commit = _committed(run_dir, step=step)
     config = resolve_run(run_dir.root, [])[0].config
     return weights_export.digest_of(
-        weights_export.of_run(weights_source.from_run(run_dir, config.model, commit)).cast(dtype)
+        weights_export.of_run(weights_source.from_run(run_dir, config, commit)).cast(dtype)
     )
 
 

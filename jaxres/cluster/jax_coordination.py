@@ -84,7 +84,9 @@ class JaxCoordination:
         Its exit removes the store, and JAX then aborts every process that still uses it.
         """
         if not self.member.leads:
-            self.kv_set(f"exited/{self.member.host}", "1")
+            # If host 0 has not waited its store is gone, and this host's result stays what it is.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self.kv_set(f"exited/{self.member.host}", "1")
             return
         with contextlib.suppress(PeerLost):
             self._kv_get_all("exited", range(1, self.member.num_hosts), seconds=EXIT_SECONDS)

@@ -47,6 +47,11 @@ def free(default: Any, **constraints: Any) -> Any:
     return Field(default, json_schema_extra={"free": True}, **constraints)
 
 
+def later(default: Any, **constraints: Any) -> Any:
+    """Declares a trajectory key that older trajectory digests lack: its default is not in them."""
+    return Field(default, json_schema_extra={"later": True}, **constraints)
+
+
 def content_path() -> Any:
     """Declares the path of content whose fingerprint is recorded: a free field without a default.
 

@@ -7,11 +7,11 @@ devices, the data or the free disk space is checked once those are known.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.gce_machine_types import region_of, shape_of
-from jaxres.config.schema import CustomModel, GptModel, RunConfig
+from jaxres.config.schema import RunConfig
 from jaxres.config.schema_data import (
     HELDOUT,
     BytesTokenizer,
@@ -21,13 +21,16 @@ from jaxres.config.schema_data import (
     MixtureSource,
     NanogptSource,
     SingleSource,
+    Source,
     TextSource,
     Tokenizer,
     TokensSource,
     single_sources,
 )
 from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection
+from jaxres.config.schema_model import CustomModel, GptModel, MlpModel, VitModel
 from jaxres.config.schema_operations import KINDS, PagerdutyTarget, variable
+from jaxres.config.schema_optimizer import CustomOptimizer, PiecewiseSchedule
 from jaxres.config.schema_training import FromSafetensors
 from jaxres.storage.path import SCHEME, is_remote, parse_path
 
@@ -45,6 +48,7 @@ def check(config: RunConfig) -> list[Problem]:
         *_numbers(config),
         *_batch(config),
         *_model(config),
+        *_optimizer(config),
         *_mesh(config),
         *_time_limits(config),
         *_features(config),
@@ -94,6 +98,7 @@ def _model(config: RunConfig) -> Iterator[Problem]:
     model, sources = config.model, single_sources(config.data.source).values()
     if isinstance(model, GptModel):
         yield from _heads(model)
+        yield from _positions(model, seq_len=config.data.seq_len)
         if model.attention == "cudnn" and model.compute_dtype != "bfloat16":
             yield Problem(
                 "model.attention",
@@ -101,7 +106,9 @@ def _model(config: RunConfig) -> Iterator[Problem]:
                 "use auto or xla",
                 others=("model.compute_dtype",),
             )
-    if isinstance(model, CustomModel):
+    if isinstance(model, VitModel):
+        yield from _vit(model, sources)
+    if isinstance(model, CustomModel | VitModel):
         return
     has_ids = CustomSource | TokensSource | NanogptSource | ImagesSource
     is_text = any(not isinstance(part, has_ids) for part in sources)
@@ -116,7 +123,9 @@ def _model(config: RunConfig) -> Iterator[Problem]:
 
 def _heads(model: GptModel) -> Iterator[Problem]:
     width, heads, groups = model.d_model, model.num_heads, model.num_kv_heads
-    if width % (2 * heads):
+    if model.head_dim is not None and model.head_dim % 2 and model.positions == "rotary":
+        yield Problem("model.head_dim", f"{model.head_dim} is odd, RoPE needs an even width")
+    if model.head_dim is None and width % (heads if model.positions == "learned" else 2 * heads):
         is_odd = width % heads == 0
         reason = f"into an odd head width ({width // heads}), RoPE needs an even one"
         yield Problem(
@@ -134,6 +143,21 @@ def _heads(model: GptModel) -> Iterator[Problem]:
         )
 
 
+def _positions(model: GptModel, *, seq_len: int) -> Iterator[Problem]:
+    if model.positions == "learned":
+        if model.rope_scaling is not None:
+            yield Problem("model.rope_scaling", "is for model.positions=rotary; leave it out")
+        if model.max_positions is not None and model.max_positions < seq_len:
+            text = f"{model.max_positions} is less than data.seq_len={seq_len}; lower data.seq_len"
+            yield Problem("model.max_positions", text, others=("data.seq_len",))
+    elif model.max_positions is not None:
+        yield Problem("model.max_positions", "is for model.positions=learned; leave it out")
+    if model.sliding_window is None:
+        for key in ("full_attention_every", "sliding_rope_theta"):
+            if getattr(model, key) is not None:
+                yield Problem(f"model.{key}", "needs model.sliding_window")
+
+
 def _mesh(config: RunConfig) -> Iterator[Problem]:
     axes = {f"mesh.{name}": size for name, size in config.mesh.sizes().items()}
     for key, size in axes.items():
@@ -145,6 +169,9 @@ def _mesh(config: RunConfig) -> Iterator[Problem]:
         text = f"only one axis can be -1 (got {names}); give the others a number"
         yield Problem(rest[-1], text, others=tuple(rest))
     model, tensor = config.model, config.mesh.tensor
+    if isinstance(model, VitModel) and tensor > 0 and tensor not in model.tensor_sizes():
+        text = f"{tensor} does not divide model.num_heads={model.num_heads}"
+        yield Problem("mesh.tensor", text, others=("model.num_heads",))
     if isinstance(model, GptModel) and tensor > 0 and tensor not in model.tensor_sizes():
         heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
         fitting = ", ".join(map(str, model.tensor_sizes()))
@@ -154,6 +181,46 @@ def _mesh(config: RunConfig) -> Iterator[Problem]:
             f"try one of {fitting}",
             others=("model.num_heads", "model.num_kv_heads"),
         )
+
+
+def _vit(model: VitModel, sources: Iterable[Source]) -> Iterator[Problem]:
+    if model.image_size % model.patch_size:
+        yield Problem(
+            "model.patch_size",
+            f"must divide model.image_size={model.image_size} (got {model.patch_size})",
+            others=("model.image_size",),
+        )
+    if model.d_model % model.num_heads:
+        yield Problem(
+            "model.num_heads",
+            f"must divide model.d_model={model.d_model} (got {model.num_heads})",
+            others=("model.d_model",),
+        )
+    for source in sources:
+        if isinstance(source, ImagesSource) and source.size != model.image_size:
+            yield Problem(
+                "model.image_size",
+                f"must be data.source.size={source.size} (got {model.image_size})",
+                others=("data.source.size",),
+            )
+        elif not isinstance(source, ImagesSource | CustomSource):
+            text = f"vit reads images, and {source.kind} has tokens; use gpt or mlp"
+            yield Problem("model.kind", text, others=("data.source.kind",))
+
+
+def _optimizer(config: RunConfig) -> Iterator[Problem]:
+    section = config.optimizer
+    if isinstance(section, CustomOptimizer) and "learning_rate" in section.args:
+        text = "is optimizer.learning_rate; set that instead"
+        yield Problem("optimizer.args.learning_rate", text)
+    if isinstance(section.schedule, PiecewiseSchedule):
+        steps = [change.after_step for change in section.schedule.changes]
+        if sorted(set(steps)) != steps:
+            text = f"after_step must ascend (got {', '.join(map(str, steps))})"
+            yield Problem("optimizer.schedule.changes", text)
+    if config.lora is not None and section.freeze:
+        text = "with lora only the adapters are trained; leave optimizer.freeze out"
+        yield Problem("optimizer.freeze", text, others=("lora",))
 
 
 def _time_limits(config: RunConfig) -> Iterator[Problem]:
@@ -193,13 +260,13 @@ def _features(config: RunConfig) -> Iterator[Problem]:
             others=("evaluation.every_steps",),
         )
     sources = single_sources(source)
-    is_custom = isinstance(model, CustomModel) or any(
+    has_no_text = isinstance(model, VitModel) or any(
         isinstance(part, CustomSource | ImagesSource) for part in sources.values()
     )
-    if config.telemetry.sample_tokens and is_custom:
+    if config.telemetry.sample_tokens and has_no_text:
         yield Problem(
             "telemetry.sample_tokens",
-            "a text sample needs data with a tokenizer and a gpt or mlp model "
+            "a text sample needs data with a tokenizer and a model with logits "
             f"(here {source.kind} and {model.kind}); set it to 0",
             others=("data.source.kind", "model.kind"),
         )
@@ -221,10 +288,8 @@ def _data(config: RunConfig) -> Iterator[Problem]:
         if has_rows and config.data.packing != "concat":
             text = f"{config.data.packing} packs documents, not {source.kind} rows; leave it out"
             yield Problem("data.packing", text, others=(f"{key}.kind",))
-        if isinstance(source, ImagesSource) and not isinstance(config.model, CustomModel):
-            text = (
-                f"{config.model.kind} reads tokens; images need a model of yours (docs/models.md)"
-            )
+        if isinstance(source, ImagesSource) and isinstance(config.model, GptModel | MlpModel):
+            text = f"{config.model.kind} reads tokens; images need vit or custom (docs/models.md)"
             yield Problem("model.kind", text, others=(f"{key}.kind",))
     seen = {HELDOUT}
     if isinstance(config.data.source, MixtureSource):

@@ -43,12 +43,17 @@ def describe() -> str:
     lines = [HEAD]
     last: tuple[str, ...] | None = None
     for leaf in _ordered():
-        heading = (leaf.key.split(".")[0], *(f"{key}.kind={kind}" for key, kind in leaf.under))
+        heading = (_top(leaf), *(f"{key}.kind={kind}" for key, kind in leaf.under))
         if heading != last:
             lines += list(_heading(leaf, last))
             last = heading
         lines.append(_line(leaf))
     return "\n".join(lines) + "\n"
+
+
+def _top(leaf: LeafField) -> str:
+    """Returns the top-level section of a setting."""
+    return leaf.key.split(".")[0].removesuffix(ITEMS)
 
 
 def _ordered() -> Iterator[LeafField]:
@@ -57,7 +62,7 @@ def _ordered() -> Iterator[LeafField]:
     tops = list(RunConfig.model_fields)
 
     def position(leaf: LeafField) -> tuple[int, bool, int]:
-        return tops.index(leaf.key.split(".")[0]), bool(leaf.under), leaf.key.count(".")
+        return tops.index(_top(leaf)), bool(leaf.under), leaf.key.count(".")
 
     for leaf in sorted(iter_fields(), key=position):
         innermost = leaf.under[-1:] if leaf.under else ()
@@ -68,7 +73,7 @@ def _ordered() -> Iterator[LeafField]:
 
 
 def _heading(leaf: LeafField, last: tuple[str, ...] | None) -> Iterator[str]:
-    top = leaf.key.split(".")[0]
+    top = _top(leaf)
     if last is None or last[0] != top:
         yield f"{top}: {RunConfig.model_fields[top].description}"
     for key, kind in leaf.under:
@@ -88,9 +93,10 @@ def _choice(key: str, kind: str) -> str:
 def _line(leaf: LeafField) -> str:
     info = leaf.info
     default = "required" if info.is_required() else f"default {_default(info)}"
-    meaning = (info.description or "").splitlines()[0] if info.description else ""
     mark = " (free)" if is_free(info) else ""
-    return f"    {leaf.key}: {type_text(info)}; {default}{mark}\n        {meaning}"
+    meaning = [line for line in (info.description or "").splitlines() if line.strip()]
+    first = f"    {leaf.key}: {type_text(info)}; {default}{mark}"
+    return "\n".join([first, *(f"        {line.strip()}" for line in meaning)])
 
 
 def _default(info: FieldInfo) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jaxres.config import huggingface
 from jaxres.config.cross_checks import check
 from jaxres.config.errors import Problem, one_line, raise_all, shorten, show
 from jaxres.config.schema import RunConfig
@@ -191,7 +192,7 @@ def overlay(lower: Node, upper: Node, slot: FieldSpec | None = ROOT) -> Node:
     if slot is None or not (isinstance(lower.value, dict) and isinstance(upper.value, dict)):
         return upper
     if slot.is_open:
-        return _merge(lower, upper)
+        return _merge(lower, upper) if upper.value else upper  # `model.args={}` clears them.
     if slot.by_kind and "kind" in upper.value:
         below = lower.value.get("kind")
         kind = below.value if below else slot.default_kind
@@ -265,10 +266,11 @@ def _load(path: RunPath, layers: list[Node], wrong: list[Problem], *, name: str)
         long, contradictions = written_out(layer)
         expanded.append(long)
         wrong = wrong + contradictions
-    whole = functools.reduce(overlay, expanded)
+    whole, of_folder = huggingface.resolve(functools.reduce(overlay, expanded))
+    wrong = wrong + of_folder
     locations = origins(whole)
     config, problems = validate(with_defaults(whole))
-    if config is not None:
+    if config is not None and not of_folder:
         problems = check(config)
     raise_all(
         wrong

@@ -6,31 +6,41 @@ Every field is a *trajectory* key (it changes what is computed) unless `free()` 
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from jaxres.config.base import PositiveFloat, RunRoot, Section, free
-from jaxres.config.schema_data import DataSection, ImportPath
+from jaxres.config.base import PositiveFloat, RunRoot, Section, free, later
+from jaxres.config.schema_data import DataSection
+from jaxres.config.schema_model import (
+    GptModel,
+    ModelSection,
+)
 from jaxres.config.schema_operations import (
     AlertsSection,
     KeepSection,
     LaunchSection,
+    MemorySection,
     PreemptionSection,
+    ReplicaSection,
     RestartSection,
     StepsWhen,
+    TrackerSection,
     When,
 )
+from jaxres.config.schema_optimizer import AdamwOptimizer, Optimizer
 from jaxres.config.schema_training import (
-    AdamwOptimizer,
     FromSeed,
     GuardsSection,
+    HookSection,
     InitFrom,
+    LoraSection,
     LossScaleSection,
-    Optimizer,
 )
+
+Line = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$")]
+"""Text on one line."""
 
 
 class RunSection(Section):
@@ -41,82 +51,26 @@ class RunSection(Section):
 
     Default: runs/<config name>-<first 8 of the trajectory digest>.
     """
+    name: Line | None = free(None)
+    """Name of the run for people, on one line."""
+    tags: tuple[Line, ...] = free(())
+    """Short texts by which `jaxres runs --tag` finds the run."""
     must_exist: bool = free(False)
     """Whether a start is refused (78) if the run directory holds no run.
 
     Set it after the first start: a disk that is not mounted then starts no second run at step 0."""
     seed: NonNegativeInt = 0
     """Seed of parameters, dropout and data order."""
+    guarantee: Literal["any", "statistical", "bitwise"] = free("any")
+    """Least guarantee level of a start; one with a lower level is refused (78).
+
+    bitwise: code and all that decides rounding are those of the attempts before."""
     determinism: Literal["fast", "bitwise"] = free("fast")
     """`bitwise`: on a GPU only kernels whose results are equal bit for bit in every execution.
 
     Adds `--xla_gpu_deterministic_ops=true` to XLA_FLAGS, which also picks kernels without timing
     them, so that a replaced machine of the same kind picks the same ones. Slower; docs/gpu.md has
     the cost. Without effect on a CPU."""
-
-
-class GptModel(Section):
-    """Model: a decoder of the Llama family (models/gpt.py)."""
-
-    kind: Literal["gpt"] = "gpt"
-    num_layers: PositiveInt = 12
-    """Decoder blocks."""
-    d_model: PositiveInt = 768
-    """Width of the residual stream."""
-    num_heads: PositiveInt = 12
-    """Query heads; must divide d_model into even head widths (RoPE)."""
-    num_kv_heads: PositiveInt | None = None
-    """Key and value heads; must divide num_heads. Default: num_heads. (GQA, arXiv 2305.13245)"""
-    d_ff: PositiveInt | None = None
-    """Width of the SwiGLU layer. Default: 8/3 d_model up to a multiple of 64. (arXiv 2002.05202)"""
-    vocab_size: PositiveInt | None = None
-    """Rows of the embedding. Default: the tokenizer's, up to a multiple of 64."""
-    tie_embeddings: bool = True
-    """Whether the output layer reuses the embedding."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout rate after attention and feed-forward."""
-    rope_theta: PositiveFloat = 10_000.0
-    """Base of the rotary angles. (arXiv 2104.09864)"""
-    norm_eps: PositiveFloat = 1e-5
-    """Epsilon of RMSNorm. (arXiv 1910.07467)"""
-    compute_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Type of activations and matrix products; weights, softmax and logits are float32.
-
-    float16 uses a loss scale (train.loss_scale)."""
-    attention: Literal["auto", "xla", "cudnn"] = free("auto")
-    """Attention kernel. auto: cudnn on GPUs with bfloat16, else xla."""
-    remat: Literal["none", "block"] = free("none")
-    """block: recompute each block in the backward pass, for less memory and 1/3 more work."""
-
-    def tensor_sizes(self) -> tuple[int, ...]:
-        """Returns the sizes of mesh.tensor that split the heads evenly."""
-        both = math.gcd(self.num_heads, self.num_kv_heads or self.num_heads)
-        return tuple(n for n in range(1, both + 1) if both % n == 0)
-
-
-class MlpModel(Section):
-    """Model: a small network for tests (models/mlp.py)."""
-
-    kind: Literal["mlp"] = "mlp"
-    num_layers: PositiveInt = 2
-    """Hidden layers."""
-    d_model: PositiveInt = 64
-    """Width of the embedding and of the hidden layers."""
-    vocab_size: PositiveInt | None = None
-    """Rows of the embedding. Default: the tokenizer's, up to a multiple of 64."""
-
-
-class CustomModel(Section):
-    """Model: an object that the user's code returns."""
-
-    kind: Literal["custom"] = "custom"
-    target: ImportPath
-    """Function `package.module:build` (args, vocab_size, seq_len) that returns a models.Model."""
-    args: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it.
-    """Keyword arguments of the target."""
-
-
-ModelSection = Annotated[GptModel | MlpModel | CustomModel, Field(discriminator="kind")]
 
 
 class TrainSection(Section):
@@ -178,6 +132,10 @@ class CheckpointSection(Section):
     """Retention: a step is kept if any of these rules names it, or if it is pinned."""
     keep_last: PositiveInt | None = free(None)
     """Shorthand for keep.last."""
+    replica: ReplicaSection | None = free(None)
+    """A second place for the committed steps, as in {path: gs://OTHER-BUCKET/RUN}; null: none."""
+    memory: MemorySection | None = free(None)
+    """Newest states in host memory too, for a restart after a worker's crash; null: off."""
     snapshot: Literal["auto", "copy", "device"] = free("auto")
     """Snapshot that a save takes before training continues: in host memory, or on the devices.
 
@@ -213,6 +171,8 @@ class TelemetrySection(Section):
     """Whether to write RUN_DIR/tensorboard; needs `pip install -e '.[tensorboard]'`.
 
     In a bucket the files are updated every minute and at the end."""
+    trackers: tuple[TrackerSection, ...] = free(())
+    """Experiment trackers that get the metrics, as in [{kind: wandb, project: mine}]."""
     sample_prompt: str = free("def ")
     """Prompt of the text sample at the end of the run."""
     sample_tokens: NonNegativeInt = free(0)
@@ -234,6 +194,8 @@ class DeadlinesSection(Section):
     """Longest step, or 10 times the slowest of the last 50 steps if that is more."""
     evaluate_seconds: PositiveFloat = free(1800.0)
     """Longest evaluation, and longest generation of the text sample."""
+    hook_seconds: PositiveFloat = free(600.0)
+    """Longest call of a hook; its own timeout_seconds only turns it off."""
     save_seconds: PositiveFloat = free(1800.0)
     """Longest blocking part of a save; more than twice checkpoint.timeout_seconds."""
 
@@ -271,6 +233,8 @@ class RunConfig(Section):
     """Architecture of the model."""
     init_from: InitFrom = FromSeed()
     """Initial parameters of a new run; optimizer state and step start from zero."""
+    lora: LoraSection | None = later(None)
+    """Adapters of low rank; the other parameters are frozen. null: all are trained."""
     optimizer: Optimizer = AdamwOptimizer()
     """Optimizer and learning rate."""
     train: TrainSection
@@ -283,6 +247,8 @@ class RunConfig(Section):
     """Guards against non-finite steps, gradient spikes, high losses and bad records."""
     evaluation: EvaluationSection = EvaluationSection()
     """Evaluation on held-out data."""
+    hooks: tuple[HookSection, ...] = free(())
+    """Functions of yours that look at the run, as in [{target: my:look, every_steps: 100}]."""
     telemetry: TelemetrySection = TelemetrySection()
     """Console output, TensorBoard and the text sample."""
     deadlines: DeadlinesSection = DeadlinesSection()

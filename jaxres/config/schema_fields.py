@@ -73,6 +73,12 @@ def is_free(info: FieldInfo) -> bool:
     return isinstance(extra, dict) and extra.get("free") is True
 
 
+def is_later(info: FieldInfo) -> bool:
+    """Returns whether the field was declared with `later()`."""
+    extra = info.json_schema_extra
+    return isinstance(extra, dict) and extra.get("later") is True
+
+
 def is_content_path(info: FieldInfo) -> bool:
     """Returns whether the field was declared with `content_path()`."""
     extra = info.json_schema_extra

@@ -7,17 +7,26 @@ never in a config.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from jaxres.config.base import Fraction, NonNegativeFloat, PositiveFloat, Section, free
+from jaxres.config.base import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    RunRoot,
+    Section,
+    free,
+)
 from jaxres.config.schema_gce import GceSection
 
 KINDS = (
     *("restarted", "supervisor_restarted", "gave_up", "commits_stalled", "commits_resumed"),
     *("rollback", "saves_failing", "saves_recovered", "preempted", "finished"),
+    *("replica_behind", "replica_caught_up"),
 )
 """Kinds of incidents."""
 NOT_A_NAME = "not_a_variable"
@@ -86,6 +95,35 @@ class AlertsSection(Section):
 def variable(target: SlackTarget | PagerdutyTarget | GenericTarget) -> str:
     """Returns the name of the environment variable that holds the target's secret."""
     return target.key_env if isinstance(target, PagerdutyTarget) else target.url_env
+
+
+class WandbTracker(Section):
+    """Experiment tracker: Weights & Biases; the key is in the environment or in ~/.netrc."""
+
+    kind: Literal["wandb"] = "wandb"
+    project: Annotated[str, Field(min_length=1)] = free(...)
+    """Project of the run."""
+    entity: str | None = free(None)
+    """Team or user; null: the account's default."""
+    mode: Literal["online", "offline"] = free("online")
+    """offline: writes files in RUN_DIR/trackers/wandb for `wandb sync`."""
+    every_seconds: PositiveFloat = free(5.0)
+    """Seconds between two looks at the run's files."""
+
+
+class MlflowTracker(Section):
+    """Experiment tracker: an MLflow tracking server."""
+
+    kind: Literal["mlflow"] = "mlflow"
+    tracking_uri: str | None = free(None)
+    """Address, as in http://HOST:5000; null: the variable MLFLOW_TRACKING_URI."""
+    experiment: Annotated[str, Field(min_length=1)] = free("jaxres")
+    """Experiment of the run; it is made if it does not exist."""
+    every_seconds: PositiveFloat = free(5.0)
+    """Seconds between two looks at the run's files."""
+
+
+TrackerSection = Annotated[WandbTracker | MlflowTracker, Field(discriminator="kind")]
 
 
 class PreemptionSection(Section):
@@ -197,6 +235,25 @@ When = Annotated[
 ]
 
 
+def _absolute(path: Path) -> Path:
+    if not path.expanduser().is_absolute():
+        raise ValueError("must be an absolute path of a local folder")
+    return path
+
+
+class MemorySection(Section):
+    """Tier of checkpoints in host memory: the newest two states, beside the committed steps."""
+
+    every_steps: PositiveInt = free(10)
+    """Steps between two states that are kept in host memory."""
+    neighbor_copies: bool = free(False)
+    """Whether the next host keeps a copy of each state, for a host that is lost with its memory.
+
+    It takes as much memory again and the network between the hosts; no effect with one host."""
+    folder: Annotated[Path, AfterValidator(_absolute)] = free(Path("/dev/shm"))
+    """Existing folder for them on each host: shared memory, or a local SSD if they don't fit."""
+
+
 class KeepSection(Section):
     """Retention policies; a step is kept if any of them names it."""
 
@@ -212,3 +269,16 @@ class KeepSection(Section):
     """Keeps all steps that are a multiple of this, permanently; null: none."""
     best: NonNegativeInt = free(0)
     """Number of steps with the lowest held-out loss that are kept; needs evaluations."""
+
+
+class ReplicaSection(Section):
+    """A second place that gets a verified copy of each committed step and of the run log."""
+
+    path: RunRoot = free(...)
+    """Folder or gs://BUCKET/FOLDER of the replica; nothing else is in it."""
+    max_mb_per_second: PositiveFloat | None = free(None)
+    """Most MB (1e6 bytes) a second, those of the read-back included; null: no limit."""
+    lag_minutes: PositiveFloat | None = free(15.0)
+    """Minutes that a committed step may be missing in the replica until it is an incident.
+
+    null: never."""

@@ -1,20 +1,19 @@
-"""Schema of guards, initial parameters, the loss scale, optimizers and learning-rate schedules."""
+"""Schema of guards, initial parameters and the loss scale."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, JsonValue, PositiveInt
 
 from jaxres.config.base import (
     Folder,
-    Fraction,
-    NonNegativeFloat,
     PositiveFloat,
     Section,
     content_path,
     free,
 )
+from jaxres.config.schema_data import ImportPath
 
 
 class SpikesSection(Section):
@@ -94,6 +93,30 @@ class GuardsSection(Section):
     """Window of guards.max_skips, in steps."""
 
 
+class LoraSection(Section):
+    """Adapters of low rank, which alone are trained."""
+
+    rank: PositiveInt = 8
+    """Rank of an adapter. (arXiv 2106.09685)"""
+    alpha: PositiveFloat = 16.0
+    """The product of an adapter's matrices is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("*attention/*",)
+    """Patterns of the matrices that get an adapter (`blocks/feed_forward/*`)."""
+
+
+class HookSection(Section):
+    """A function that is called with the run's state and metrics, and changes nothing."""
+
+    target: ImportPath = free(...)
+    """Function `package.module:look` (context, args); docs/python.md has the context's fields."""
+    args: dict[str, JsonValue] = free({})
+    """Keyword arguments of the target."""
+    every_steps: PositiveInt = free(100)
+    """Steps between two calls."""
+    timeout_seconds: PositiveFloat = free(60.0)
+    """Longest call; one that takes longer is a warning, and the hook is off in this attempt."""
+
+
 class FromSeed(Section):
     """Initial parameters: drawn from the seed."""
 
@@ -136,7 +159,16 @@ class FromSafetensors(FromWeights):
     """One safetensors file, or a folder with one, or with several and their index."""
 
 
-InitFrom = Annotated[FromSeed | FromRun | FromSafetensors, Field(discriminator="kind")]
+class FromOrbax(FromWeights):
+    """Initial parameters: from a checkpoint that Orbax wrote without jaxres."""
+
+    kind: Literal["orbax"] = "orbax"
+    path: Folder = content_path()
+    """Folder of a saved tree, or of a step that has one; also gs://BUCKET/FOLDER."""
+
+
+FromStored = FromRun | FromSafetensors | FromOrbax
+InitFrom = Annotated[FromSeed | FromStored, Field(discriminator="kind")]
 
 
 LEAST, MOST = 1.0, 2.0**24
@@ -167,94 +199,3 @@ def most_back_offs(section: LossScaleSection | None, *, steps: int) -> int:
     if section is None:
         return 0
     return int(MOST).bit_length() + steps // section.grow_every_steps
-
-
-class CosineSchedule(Section):
-    """Learning-rate schedule: warm-up, then a half cosine."""
-
-    kind: Literal["cosine"] = "cosine"
-    warmup_fraction: Fraction = 0.05
-    """Share of the horizon in which the learning rate rises linearly from 0."""
-    final_fraction: Fraction = 0.1
-    """Learning rate at the horizon, as a share of the peak."""
-    horizon_steps: PositiveInt | None = None
-    """Steps that the schedule spans. Default: train.steps, which is then a trajectory key."""
-
-
-class LinearSchedule(Section):
-    """Learning-rate schedule: warm-up, then a linear decrease."""
-
-    kind: Literal["linear"] = "linear"
-    warmup_fraction: Fraction = 0.05
-    """Share of the horizon in which the learning rate rises linearly from 0."""
-    final_fraction: Fraction = 0.0
-    """Learning rate at the horizon, as a share of the peak."""
-    horizon_steps: PositiveInt | None = None
-    """Steps that the schedule spans. Default: train.steps, which is then a trajectory key."""
-
-
-class ConstantSchedule(Section):
-    """Learning-rate schedule: warm-up, then constant."""
-
-    kind: Literal["constant"] = "constant"
-    warmup_fraction: Fraction = 0.0
-    """Share of the horizon in which the learning rate rises linearly from 0."""
-    horizon_steps: PositiveInt | None = None
-    """Steps of which warmup_fraction is a share. Default: train.steps."""
-
-
-Schedule = Annotated[
-    CosineSchedule | LinearSchedule | ConstantSchedule, Field(discriminator="kind")
-]
-
-
-class OptimizerCommon(Section):
-    """Fields of every optimizer."""
-
-    learning_rate: PositiveFloat = 3e-4
-    """Peak learning rate."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, on matrices only: norms and vectors are not decayed."""
-    clip_norm: PositiveFloat | None = 1.0
-    """Largest global gradient norm; null: no clipping."""
-    schedule: Schedule = CosineSchedule()
-    """Schedule of the learning rate."""
-
-
-class AdamwOptimizer(OptimizerCommon):
-    """Optimizer: AdamW."""
-
-    kind: Literal["adamw"] = "adamw"
-    b1: Fraction = 0.9
-    """Decay of the first moment. (arXiv 1711.05101)"""
-    b2: Fraction = 0.95
-    """Decay of the second moment."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
-
-
-class LionOptimizer(OptimizerCommon):
-    """Optimizer: Lion."""
-
-    kind: Literal["lion"] = "lion"
-    learning_rate: PositiveFloat = 1e-4
-    """Peak learning rate."""
-    b1: Fraction = 0.9
-    """Interpolation factor of the update. (arXiv 2302.06675)"""
-    b2: Fraction = 0.99
-    """Decay of the momentum."""
-
-
-class SgdOptimizer(OptimizerCommon):
-    """Optimizer: SGD with momentum."""
-
-    kind: Literal["sgd"] = "sgd"
-    learning_rate: PositiveFloat = 0.1
-    """Peak learning rate."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay, on matrices only: norms and vectors are not decayed."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the momentum."""
-
-
-Optimizer = Annotated[AdamwOptimizer | LionOptimizer | SgdOptimizer, Field(discriminator="kind")]

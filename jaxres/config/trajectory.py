@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxres.config.errors import one_line, show
-from jaxres.config.schema import GptModel, RunConfig, Section
+from jaxres.config.schema import RunConfig, Section
 from jaxres.config.schema_data import CustomSource, MixtureSource, Source, single_sources
-from jaxres.config.schema_fields import is_content_path, is_free, iter_fields
-from jaxres.config.schema_training import ConstantSchedule, LossScaleSection, RollbackSection
+from jaxres.config.schema_fields import is_content_path, is_free, is_later, iter_fields
+from jaxres.config.schema_model import GptModel
+from jaxres.config.schema_training import LossScaleSection, RollbackSection
 from jaxres.faults import ConfigError
 from jaxres.storage.path import SCHEME, RunPath, run_root
 
@@ -35,7 +36,8 @@ MIXTURE_PART = re.compile(r"^data\.source\.sources\[\d+\]\.source\.")
 def horizon_steps(config: RunConfig) -> int | None:
     """Returns the steps that the schedule spans; None if the learning rate is constant."""
     schedule = config.optimizer.schedule
-    if isinstance(schedule, ConstantSchedule) and not schedule.warmup_fraction:
+    warms_up_by_fraction = schedule.warmup_fraction and schedule.warmup_steps is None
+    if not schedule.ends_at_horizon and not warms_up_by_fraction:
         return None
     return schedule.horizon_steps or config.train.steps
 
@@ -64,7 +66,17 @@ def trajectory(config: RunConfig, *, with_paths: bool = False) -> dict[str, Any]
         data["data"].pop("packing")
     if data["train"]["loss_scale"] is None:
         data["train"].pop("loss_scale")
+    _drop_later_defaults(config, data)
     return data
+
+
+def _drop_later_defaults(section: Section, dumped: dict[str, Any]) -> None:
+    for key, info in type(section).model_fields.items():
+        value = getattr(section, key)
+        if is_later(info) and value == info.default:
+            dumped.pop(key, None)
+        elif isinstance(value, Section) and key in dumped:
+            _drop_later_defaults(value, dumped[key])
 
 
 def _with_defaults(config: RunConfig, *, with_paths: bool = False) -> dict[str, Any]:

@@ -54,6 +54,10 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Writes block style; quotes text that YAML 1.1 or 1.2 would read as another type."""
 
+    def ignore_aliases(self, data: Any) -> bool:
+        """Writes an object that is there twice twice, because `parse` refuses aliases."""
+        return True
+
 
 for _name, _pattern, _first in (
     ("bool", _BOOL, "tTfF"),

@@ -9,8 +9,16 @@ computes it from the cursor, `Prefetch` computes it ahead of time. Cursors and s
 they remain valid when the batch size or the number of hosts changes.
 """
 
-from jaxres.data.bad_records import describe, find_bad_rows, find_hung_row, is_record_fault
-from jaxres.data.batching import Arrays, BadRecord, Batch, Rows, batch_at, first_row
+from jaxres.data.bad_records import describe, find_bad_rows, find_hung_row, rows_to_evaluate
+from jaxres.data.batching import (
+    Arrays,
+    BadRecord,
+    Batch,
+    Rows,
+    batch_at,
+    first_row,
+    is_record_fault,
+)
 from jaxres.data.custom import TOKEN_ROW_KEYS
 from jaxres.data.dataset import Dataset, open_dataset
 from jaxres.data.mixture import Mixture, describe_row
@@ -46,6 +54,7 @@ __all__ = [
     "is_record_fault",
     "open_dataset",
     "positions_at",
+    "rows_to_evaluate",
     "sample_digest",
     "sample_ids_at",
     "skip_ranges",

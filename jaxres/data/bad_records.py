@@ -15,20 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxres.data.batching import BadRecord, Rows
+from jaxres.data.batching import Arrays, BadRecord, Rows, is_record_fault
 from jaxres.data.mixture import MixedRows
 from jaxres.data.token_folder import TokenFolder
-from jaxres.faults import RunError
 from jaxres.storage.threads import spawn_thread
-
-
-def is_record_fault(error: Exception) -> bool:
-    """Returns whether an error is caused by the record, not by the machine or its storage."""
-    if isinstance(error, RunError):
-        return isinstance(error, BadRecord)
-    if isinstance(error, MemoryError | ConnectionError | TimeoutError):
-        return False
-    return not (isinstance(error, OSError) and error.errno is not None)
 
 
 def find_bad_rows(rows: Rows, ids: NDArray[np.int64]) -> dict[int, str]:
@@ -49,6 +39,23 @@ def describe(error: Exception) -> str:
     text = str(error) if isinstance(error, BadRecord) else f"{type(error).__name__}: {error}"
     notes = [text, *getattr(error, "__notes__", ())]
     return " ".join(" ".join(notes).split())
+
+
+def rows_to_evaluate(rows: Rows, ids: NDArray[np.int64]) -> Arrays:
+    """Returns rows that are no part of the stream, so that none can be left out.
+
+    Raises:
+      BadRecord: a row can't be used.
+    """
+    try:
+        return rows.rows(ids)
+    except Exception as error:
+        if isinstance(error, BadRecord) or not is_record_fault(error):
+            raise
+        raise BadRecord(
+            f"a row to evaluate on can't be used: {describe(error)}. Fix it, or take it out of "
+            "the data."
+        ) from error
 
 
 def find_hung_row(rows: Rows, ids: NDArray[np.int64], *, seconds: float) -> int | None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxres.data.order import Order, Skips, batches_at
-from jaxres.faults import ConfigError
+from jaxres.faults import ConfigError, RunError
 
+T = TypeVar("T")
 Arrays = Mapping[str, NDArray[Any]]
 """Named arrays with a common leading dim, one entry per row."""
 
@@ -25,6 +25,17 @@ AHEAD_ROWS = 512
 
 class BadRecord(ConfigError):
     """A row can't be used; the message names the row, the location and the value."""
+
+
+def is_record_fault(error: Exception) -> bool:
+    """Returns whether an error is caused by the record, not by the machine or its storage."""
+    if isinstance(error, RunError):
+        return isinstance(error, BadRecord)
+    if isinstance(error, MemoryError | ConnectionError | TimeoutError):
+        return False
+    if type(error).__name__ == "JaxRuntimeError":  # Such as a device's memory; no jax here.
+        return False
+    return not (isinstance(error, OSError) and error.errno is not None)
 
 
 class Rows(Protocol):
@@ -87,13 +98,26 @@ def batch_at(
 def first_row(rows: Rows) -> Arrays:
     """Returns the arrays of the first row that can be used, for their shapes.
 
-    Raises:
-      BadRecord: the first NUM_TRIED rows can't be used.
+    Raises what the first row raises if none of the first NUM_TRIED can be used.
     """
-    for row in range(min(len(rows), NUM_TRIED) - 1):
-        with contextlib.suppress(BadRecord):
-            return rows.rows(np.array([row]))
-    return rows.rows(np.array([min(len(rows), NUM_TRIED) - 1]))
+    return first_usable(lambda row: rows.rows(np.array([row])), len(rows))
+
+
+def first_usable(read: Callable[[int], T], count: int) -> T:
+    """Returns the first result of `read(0)`, `read(1)`, ... that is no bad record.
+
+    Raises what read(0) raises if none of the first NUM_TRIED can be used.
+    """
+    first: Exception | None = None
+    for index in range(min(count, NUM_TRIED)):
+        try:
+            return read(index)
+        except Exception as error:
+            if not is_record_fault(error):
+                raise
+            first = first or error
+    assert first is not None, "there is no row"
+    raise first
 
 
 def check_ids(ids: NDArray[np.int64], num_rows: int) -> None:

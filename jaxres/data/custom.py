@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from jaxres.config.schema_data import CustomSource
-from jaxres.data.batching import Arrays, BadRecord, check_ids
+from jaxres.data.batching import Arrays, BadRecord, check_ids, first_usable, is_record_fault
 from jaxres.faults import ConfigError
 
 NUM_FINGERPRINT_ROWS = 16
@@ -38,7 +38,7 @@ class Items(Protocol):
 
 @dataclass(frozen=True)
 class CustomRows:
-    """The items [start, stop) of the user's object; each must have the first item's shapes."""
+    """The items [start, stop) of the user's object; each must have the same shapes."""
 
     items: Items
     target: str
@@ -78,7 +78,8 @@ class CustomRows:
         if spec_of(row) != self.spec:
             raise BadRecord(
                 f"data.source.target {self.target}: item {index} has {_describe(spec_of(row))}, "
-                f"item 0 has {_describe(self.spec)}. All items must have the same shapes and types."
+                f"earlier ones have {_describe(self.spec)}. All items must have the same shapes "
+                "and types."
             )
         return row
 
@@ -182,7 +183,13 @@ def fingerprint_of(items: Items, source: CustomSource, *, seq_len: int) -> str:
     digest.update(json.dumps(call, sort_keys=True).encode())
     count = min(num_items, NUM_FINGERPRINT_ROWS)
     for index in sorted({i * (num_items - 1) // max(1, count - 1) for i in range(count)}):
-        row = read_item(items, index, target=source.target, seq_len=seq_len, vocab_size=None)
+        try:
+            row = read_item(items, index, target=source.target, seq_len=seq_len, vocab_size=None)
+        except Exception as error:
+            if not is_record_fault(error):
+                raise
+            digest.update(f"{index} can't be used".encode())
+            continue
         for key in sorted(row):
             digest.update(f"{index} {key} {row[key].dtype.str} {row[key].shape}".encode())
             digest.update(row[key].tobytes())
@@ -201,7 +208,12 @@ def split_items(
             f"data.heldout_fraction {heldout_fraction} leaves none to train on"
         )
     vocab_size = vocab_size_of(items)
-    first = read_item(items, 0, target=source.target, seq_len=seq_len, vocab_size=vocab_size)
+    first = first_usable(
+        lambda index: read_item(
+            items, index, target=source.target, seq_len=seq_len, vocab_size=vocab_size
+        ),
+        num_items,
+    )
     cut = num_items - num_heldout
 
     def part(start: int, stop: int, *, varies: bool) -> CustomRows:

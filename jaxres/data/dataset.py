@@ -31,7 +31,7 @@ from jaxres.data.custom import (
     vocab_size_of,
 )
 from jaxres.data.images import IMAGES, ImageRows, classes_of, split_images
-from jaxres.data.mixture import MixedRows, Part, mix, mixture_fingerprint
+from jaxres.data.mixture import SOURCE_KEY, MixedRows, Part, mix, mixture_fingerprint
 from jaxres.data.order import Order
 from jaxres.data.packed_rows import open_packed_rows
 from jaxres.data.packing import Packing
@@ -153,7 +153,7 @@ def _check_validation(opened: Dataset, dataset: Dataset, where: str) -> None:
 def _spec(rows: Rows) -> dict[str, str] | None:
     """Returns the dtype and shape of each array of a row; None: the first rows can't be read."""
     with contextlib.suppress(BadRecord):
-        arrays = first_row(rows)
+        arrays = {name: x for name, x in first_row(rows).items() if name != SOURCE_KEY}
         return {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in sorted(arrays.items())}
     return None
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from jaxres.data.batching import Arrays, Rows
 from jaxres.data.dataset import Dataset
 from jaxres.data.images import LABEL_BYTES, ImageRows, label_of, undecodable_images
-from jaxres.data.mixture import describe_row
+from jaxres.data.mixture import SOURCE_KEY, describe_row
 from jaxres.data.order import Order, sample_ids_at
 from jaxres.data.packed_rows import PackedRows
 from jaxres.data.token_folder import TokenRows
@@ -72,6 +72,8 @@ def _token_row(arrays: Arrays, dataset: Dataset) -> Iterator[str]:
 
 def _other_row(arrays: Arrays, classes: Sequence[str]) -> Iterator[str]:
     for name, values in arrays.items():
+        if name == SOURCE_KEY:  # The description of the row names its source.
+            continue
         with np.printoptions(threshold=20, edgeitems=3):
             text = " ".join(str(values[0]).split())
         if values[0].ndim >= 3:  # Of an image, numbers say nothing.

@@ -24,6 +24,8 @@ from jaxres.data.shuffle import Permutation, hash_uint64
 from jaxres.faults import ConfigError
 from jaxres.storage.checksummed_json import canonical_json
 
+SOURCE_KEY = "source_B"
+"""Name of the array with the number of each row's source."""
 BLOCK_ROWS = 65_536
 """Positions of a block. A weight is rounded to this fraction of the sum of all weights."""
 
@@ -259,7 +261,7 @@ class MixedRows:
     def rows(self, ids: NDArray[np.int64]) -> Arrays:
         """Returns the rows' arrays, stacked in the order of `ids`; raises BadRecord."""
         own, which = np.divmod(ids, len(self.parts))
-        arrays: dict[str, NDArray[np.generic]] = {}
+        arrays: dict[str, NDArray[np.generic]] = {SOURCE_KEY: which.astype(np.int32)}
         for number, rows in enumerate(self.parts.values()):
             of_part = which == number
             if not of_part.any():

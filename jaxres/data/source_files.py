@@ -63,8 +63,8 @@ def list_files(source: DocumentSource) -> list[SourceFile]:
     stdlib = _stdlib() if STDLIB in source.path else None
     files: dict[str, SourceFile] = {}
     for path in _matches(root, patterns, skip=STDLIB_EXCLUDED if stdlib else frozenset()):
-        if stdlib and _is_foreign(path, stdlib):
-            continue
+        if path.name.startswith("._") or (stdlib and _is_foreign(path, stdlib)):
+            continue  # "._x" is what macOS keeps beside the file "x" on other file systems.
         name = path.relative_to(root).as_posix()
         if not any(fnmatchcase(name, pattern) for pattern in exclude):
             _list_file(files, name, path, skip_dangling=stdlib is not None)

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from jaxres.data.bad_records import rows_to_evaluate
 from jaxres.data.batching import Rows
 from jaxres.data.tokenizer import Tokenizer
 
@@ -20,7 +21,7 @@ def bytes_per_target(rows: Rows, tokenizer: Tokenizer, *, num_rows: int) -> floa
     """
     num_bytes = num_targets = 0
     for row in range(min(num_rows, len(rows), MAX_ROWS)):
-        arrays = rows.rows(np.array([row]))
+        arrays = rows_to_evaluate(rows, np.array([row]))
         if "targets_BT" not in arrays:
             return None
         targets = arrays["targets_BT"][0][arrays["weights_BT"][0] > 0]

@@ -27,7 +27,8 @@ from jaxres.faults import Continue, RollbackRun, SkipRows, StopRun, Verdict, War
 
 WHAT_TO_DO = (
     "Lower optimizer.learning_rate, lengthen the warm-up, or look at the rows of that step "
-    "(jaxres history RUN_DIR); then start a new run."
+    "(jaxres history RUN_DIR); then go on from an earlier step in a new run, as in "
+    "`jaxres branch RUN_DIR --step N --to DIR optimizer.learning_rate=1e-4`."
 )
 
 LEARNT_DEVIATIONS, LEARNT_SHARE = 1.5, 0.05

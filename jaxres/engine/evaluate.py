@@ -9,15 +9,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxres.data import Arrays, Rows
+from jaxres.data import Arrays, Rows, rows_to_evaluate
 from jaxres.engine import mesh as meshes
 from jaxres.engine.mesh import LocalRows
 from jaxres.engine.step import BatchArrays
 from jaxres.faults import StopRun, Verdict
 from jaxres.models import Params
 
-Compiled = Callable[[Params, BatchArrays, jax.Array, Any], jax.Array]
-NUM_SUMS = 2
+Compiled = Callable[[Params, Any, BatchArrays, jax.Array, Any], jax.Array]
+LOSS = "loss"
+"""Name of the loss among the means of a set."""
 
 
 class Listener(Protocol):
@@ -43,34 +44,50 @@ def batches(
 
     The last batch is padded with row 0 (mask_B float32: 1 real, 0 padding). Only the local rows of
     each batch are read and yielded.
+
+    Raises:
+      BadRecord: a row can't be used.
     """
     for start in range(0, min(len(heldout), limit * rows_per_batch), rows_per_batch):
         ids = start + local.rows
         mask_B = (ids < len(heldout)).astype(np.float32)
-        yield heldout.rows(np.where(mask_B > 0, ids, 0)), mask_B
+        yield rows_to_evaluate(heldout, np.where(mask_B > 0, ids, 0)), mask_B
 
 
 def make(
-    eval_step: Compiled, sets: Mapping[str, Rows], *, rows_per_batch: int, limit: int, mesh: Mesh
-) -> Callable[[Params, Listener], dict[str, float] | None]:
-    """Returns a function from params to the mean loss over the weights of each set.
+    eval_step: Compiled,
+    sets: Mapping[str, Rows],
+    *,
+    metrics: tuple[str, ...],
+    rows_per_batch: int,
+    limit: int,
+    mesh: Mesh,
+) -> Callable[[Params, Any, Listener], dict[str, dict[str, float]] | None]:
+    """Returns a function from the state to the means of the loss and of each metric, by set.
 
-    If a stop is requested, all hosts stop between the same two batches and the result is None.
+    A set's means begin with LOSS. If a stop is requested, all hosts stop between the same two
+    batches and the result is None.
     """
 
     local = meshes.local_rows(mesh, rows_per_batch)
 
-    def evaluate(params: Params, hosts: Listener) -> dict[str, float] | None:
-        losses = {}
-        for name, rows in sets.items():
-            loss = mean_loss(params, rows, hosts)
-            if loss is None:
-                return None
-            losses[name] = loss
-        return losses
+    names = (LOSS, *metrics)
 
-    def mean_loss(params: Params, heldout: Rows, hosts: Listener) -> float | None:
-        sums = np.zeros(NUM_SUMS, np.float64)
+    def evaluate(
+        params: Params, model_state: Any, hosts: Listener
+    ) -> dict[str, dict[str, float]] | None:
+        found = {}
+        for name, rows in sets.items():
+            means = means_of(params, model_state, rows, hosts)
+            if means is None:
+                return None
+            found[name] = means
+        return found
+
+    def means_of(
+        params: Params, model_state: Any, heldout: Rows, hosts: Listener
+    ) -> dict[str, float] | None:
+        sums = np.zeros(2 * len(names), np.float64)
         rows = batches(heldout, rows_per_batch=rows_per_batch, limit=limit, local=local)
         for arrays, mask_B in rows:
             if isinstance(hosts.verdict(), StopRun):
@@ -80,9 +97,11 @@ def make(
             )
             mask = placed.pop("mask_B")
             facts = hosts.local_flags(busy_seconds=None)
-            values = np.asarray(eval_step(params, placed, mask, facts), np.float64)
-            sums += values[:NUM_SUMS]
-            hosts.on_flags(values[NUM_SUMS:])
-        return float(sums[0] / sums[1])
+            values = np.asarray(eval_step(params, model_state, placed, mask, facts), np.float64)
+            sums += values[: len(sums)]
+            hosts.on_flags(values[len(sums) :])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            means = sums[0::2] / sums[1::2]
+        return dict(zip(names, means.tolist(), strict=True))
 
     return evaluate

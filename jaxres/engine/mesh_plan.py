@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jaxres.config.schema import CustomModel, GptModel, MeshSection, MlpModel, TrainSection
+from jaxres.config.schema import MeshSection, TrainSection
+from jaxres.config.schema_model import AnyModel, GptModel, VitModel
 from jaxres.faults import ConfigError
 
 AXES = ("data", "fsdp", "tensor")
@@ -60,7 +61,7 @@ class Infeasible:
 def plan(
     mesh: MeshSection,
     train: TrainSection,
-    model: GptModel | MlpModel | CustomModel,
+    model: AnyModel,
     *,
     num_devices: int,
     num_hosts: int = 1,
@@ -88,13 +89,14 @@ def plan(
 def feasible(
     mesh: MeshSection,
     train: TrainSection,
-    model: GptModel | MlpModel | CustomModel,
+    model: AnyModel,
     *,
     limit: int,
     multiple_of: int = 1,
 ) -> tuple[int, ...]:
     """Returns the feasible numbers of devices up to `limit`, as multiples of `multiple_of`.
 
+    >>> from jaxres.config.schema_model import MlpModel
     >>> train = TrainSection(steps=1, global_batch_size=6)
     >>> feasible(MeshSection(), train, MlpModel(), limit=8)
     (1, 2, 3, 6)
@@ -106,7 +108,7 @@ def feasible(
 def largest(
     mesh: MeshSection,
     train: TrainSection,
-    model: GptModel | MlpModel | CustomModel,
+    model: AnyModel,
     *,
     num_hosts: int,
     devices_per_host: int,
@@ -161,15 +163,15 @@ def crosses_hosts(plan: MeshPlan, *, devices_per_host: int) -> str | None:
 def _fit(
     mesh: MeshSection,
     train: TrainSection,
-    model: GptModel | MlpModel | CustomModel,
+    model: AnyModel,
     num_devices: int,
 ) -> MeshPlan | Infeasible:
     try:
         data, fsdp, tensor = axis_sizes(mesh, num_devices=num_devices)
     except ConfigError as error:
         return Infeasible(str(error))
-    if isinstance(model, GptModel) and tensor not in model.tensor_sizes():
-        heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
+    if isinstance(model, GptModel | VitModel) and tensor not in model.tensor_sizes():
+        heads, groups = model.num_heads, getattr(model, "num_kv_heads", None) or model.num_heads
         return Infeasible(
             f"mesh.tensor={tensor} must divide model.num_heads={heads} and "
             f"model.num_kv_heads={groups}: choose mesh.tensor from "

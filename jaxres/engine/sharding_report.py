@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxres.engine import optimizer
 from jaxres.engine import state as states
 from jaxres.engine.mesh import RULES
 from jaxres.engine.state import TrainState
@@ -108,16 +107,7 @@ class Layout:
 
 def of(shapes: TrainState, model: Model, mesh: Mesh) -> Layout:
     """Returns the layout of a state, from its shapes with shardings."""
-    axes = states.to_plain(
-        TrainState(
-            params=model.axes,
-            opt=optimizer.state_axes(shapes.opt, param_axes=model.axes),
-            key=(None,),
-            step=(),
-            norms=dict.fromkeys(shapes.norms, ()),
-            loss_scale=shapes.loss_scale and dict.fromkeys(shapes.loss_scale, ()),
-        )
-    )
+    axes = states.to_plain(states.state_axes(shapes, model))
     named = jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
     leaves = jax.tree_util.tree_flatten_with_path(states.to_plain(shapes))[0]
     arrays = [_placed(path, leaf, dims) for (path, leaf), dims in zip(leaves, named, strict=True)]

@@ -18,11 +18,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxres.config.schema_training import LossScaleSection
-from jaxres.engine import grad_norm_stats, optimizer
+from jaxres.engine import ema, grad_norm_stats, optimizer
 from jaxres.engine import loss_scale as scaling
 from jaxres.engine import mesh as meshes
 from jaxres.engine.guards import GuardState
+from jaxres.engine.trainable import ALL, Trainable
 from jaxres.models import Model, Params
+from jaxres.models.param_paths import by_path, flatten
 
 INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 """Compiler options of `init`: it compiles in half the time, and its bits are the same on any mesh.
@@ -50,6 +52,10 @@ class TrainState:
     """Statistics of the gradient norm; see grad_norm_stats.py."""
     loss_scale: Any = None
     """Dynamic loss scale, see loss_scale.py; None unless the model computes in float16."""
+    model_state: Any = None
+    """Arrays of the model that are no parameters, such as batch statistics; None: none."""
+    ema: Any = None
+    """Moving average of the trained parameters, see ema.py; None unless the config asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +104,19 @@ def init(
     *,
     seed: int,
     loss_scale: LossScaleSection | None = None,
+    trainable: Trainable = ALL,
+    ema_decay: float | None = None,
 ) -> TrainState:
     """Returns the state before the first step, a pure function of the seed; call it under jit."""
-    return state_from_params(fresh_params(model, seed=seed), tx, seed=seed, loss_scale=loss_scale)
+    return state_from_params(
+        fresh_params(model, seed=seed),
+        model,
+        tx,
+        seed=seed,
+        loss_scale=loss_scale,
+        trainable=trainable,
+        ema_decay=ema_decay,
+    )
 
 
 def fresh_params(model: Model, *, seed: int) -> Params:
@@ -111,27 +127,34 @@ def fresh_params(model: Model, *, seed: int) -> Params:
 
 def state_from_params(
     params: Params,
+    model: Model,
     tx: optax.GradientTransformation,
     *,
     seed: int,
     loss_scale: LossScaleSection | None,
+    trainable: Trainable,
+    ema_decay: float | None,
 ) -> TrainState:
     """Returns the state before the first step with the given parameters."""
-    _, steps_key = jax.random.split(jax.random.key(seed))
+    params_key, steps_key = jax.random.split(jax.random.key(seed))
+    trained, _ = trainable.split(params)
     return TrainState(
         params=params,
-        opt=tx.init(params),
+        opt=tx.init(trained),
         key=jax.random.key_data(steps_key),
         step=jnp.zeros((), jnp.int32),
         norms=grad_norm_stats.init(),
         loss_scale=scaling.init(loss_scale),
+        model_state=None if model.init_state is None else model.init_state(params_key),
+        ema=ema.init(trained, ema_decay),
     )
 
 
 def to_plain(state: TrainState) -> dict[str, Any]:
     """Returns the state as the nested dict that a checkpoint stores.
 
-    Its keys are params, opt, key, step, norms, and loss_scale if the run has one.
+    Its keys are params, opt, key, step, norms, and those of loss_scale, model_state and ema that
+    the run has.
     """
     parts = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     return {name: part for name, part in parts.items() if part is not None}
@@ -154,12 +177,40 @@ def shardings(shapes: TrainState, model: Model, mesh: Mesh) -> TrainState:
     def split(leaf: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:
         return meshes.param_sharding(mesh, dims, leaf.shape)
 
-    opt_axes = optimizer.state_axes(shapes.opt, param_axes=model.axes)
+    axes = state_axes(shapes, model)
     return TrainState(
-        params=jax.tree.map(split, shapes.params, model.axes),
-        opt=jax.tree.map(split, shapes.opt, opt_axes),
+        params=jax.tree.map(split, shapes.params, axes.params),
+        opt=jax.tree.map(split, shapes.opt, axes.opt),
         key=meshes.replicated(mesh),
         step=meshes.replicated(mesh),
         norms=jax.tree.map(lambda _: meshes.replicated(mesh), shapes.norms),
         loss_scale=jax.tree.map(lambda _: meshes.replicated(mesh), shapes.loss_scale),
+        model_state=jax.tree.map(lambda _: meshes.replicated(mesh), shapes.model_state),
+        ema=jax.tree.map(split, shapes.ema, axes.ema),
     )
+
+
+def state_axes(shapes: TrainState, model: Model) -> TrainState:
+    """Returns the logical axes of every array of a state."""
+
+    def whole(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: (None,) * leaf.ndim, tree)
+
+    flat = flatten(model.axes)
+    return TrainState(
+        params=model.axes,
+        opt=optimizer.state_axes(shapes.opt, params=shapes.params, param_axes=model.axes),
+        key=whole(shapes.key),
+        step=whole(shapes.step),
+        norms=whole(shapes.norms),
+        loss_scale=whole(shapes.loss_scale),
+        model_state=whole(shapes.model_state),
+        ema=None if shapes.ema is None else by_path(flat.__getitem__, shapes.ema),
+    )
+
+
+def evaluated_params(state: TrainState, trainable: Trainable) -> Params:
+    """Returns the parameters that are evaluated and exported: averaged ones, if there are some."""
+    if state.ema is None:
+        return state.params
+    return trainable.merge(state.ema, trainable.split(state.params)[1])

@@ -23,10 +23,12 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from jaxres.config.schema_training import LEAST, LossScaleSection, SpikesSection
-from jaxres.engine import grad_norm_stats, optimizer
+from jaxres.data.mixture import SOURCE_KEY
+from jaxres.engine import ema, grad_norm_stats, optimizer
 from jaxres.engine import loss_scale as scaling
 from jaxres.engine.state import TrainState
-from jaxres.models.interface import Model, Params, anywhere
+from jaxres.engine.trainable import ALL, Trainable
+from jaxres.models.interface import Model, ModelState, Params, anywhere, compute_loss
 
 BatchArrays = Mapping[str, jax.Array]
 """Arrays whose first dim is the row of the global batch."""
@@ -34,14 +36,14 @@ BatchArrays = Mapping[str, jax.Array]
 METRICS = ("loss", "grad_norm", "learning_rate", "spike_score", "applied", "state_is_finite")
 """Names of the first entries of a step's metrics vector; the last two are 1 or 0.
 
-They are followed by the loss scale, if the run has one."""
+They are followed by the loss scale, if the run has one, and the model's metrics."""
 
 Facts = Float[Array, "D F"] | None
 """Flags of the hosts, one row per device; None for a single host."""
 TrainStep = Callable[..., tuple[TrainState, Float[Array, " M"]]]
-"""(state, batch, facts=None, rate_factor=None) -> (state, metrics)."""
+"""(state, batch, facts=None, peak_rate=None) -> (state, metrics)."""
 EvalStep = Callable[..., Float[Array, " M"]]
-"""(params, batch, mask_B, facts=None) -> sums."""
+"""(params, model state, batch, mask_B, facts=None) -> sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,9 @@ class StepMetrics:
     """float32[G]: squared norm of each parameter's gradient, before clipping."""
     loss_scale: float | None = None
     """Factor that scaled the backward pass; None if the run has no loss scale."""
+    model_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Weighted means of the model's metrics over the batch, and the loss of each source of a
+    mixture; NaN where the weight is 0."""
 
     @property
     def backs_off(self) -> bool:
@@ -79,26 +84,36 @@ class StepMetrics:
 class MetricsLayout:
     """Layout of the vector in which a step returns its metrics.
 
-    METRICS, the loss scale if the run has one, G squared gradient norms, B row flags, and the flags
-    of all hosts.
+    METRICS, the loss scale if the run has one, the model's metrics, G squared gradient norms, B row
+    flags, and the flags of all hosts.
     """
 
     params: tuple[str, ...]
-    """Paths of the parameters, in the order of jax.tree.leaves."""
+    """Paths of the trained parameters, in the order of jax.tree.leaves."""
     num_rows: int
     is_scaled: bool = False
+    model_metrics: tuple[str, ...] = ()
+    """Names of the model's metrics."""
 
     @staticmethod
-    def of(state: TrainState, *, num_rows: int) -> MetricsLayout:
+    def of(
+        state: TrainState,
+        *,
+        num_rows: int,
+        trainable: Trainable = ALL,
+        model_metrics: tuple[str, ...] = (),
+    ) -> MetricsLayout:
         """Returns the layout for a state (or its shapes) and a number of rows per batch."""
-        flat, _ = jax.tree_util.tree_flatten_with_path(state.params)
+        trained, _ = trainable.split(state.params)
+        flat, _ = jax.tree_util.tree_flatten_with_path(trained)
         paths = (jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in flat)
-        return MetricsLayout(tuple(paths), num_rows, state.loss_scale is not None)
+        return MetricsLayout(tuple(paths), num_rows, state.loss_scale is not None, model_metrics)
 
     def read(self, values: np.ndarray) -> tuple[StepMetrics, np.ndarray]:
         """Returns the metrics in a vector, and the flags of all hosts after them."""
-        ends = np.cumsum([len(METRICS), int(self.is_scaled), len(self.params), self.num_rows])
-        numbers, scale, squares, flags, facts = np.split(values, ends)
+        sizes = [int(self.is_scaled), len(self.model_metrics), len(self.params), self.num_rows]
+        ends = np.cumsum([len(METRICS), *sizes])
+        numbers, scale, means, squares, flags, facts = np.split(values, ends)
         loss, grad_norm, learning_rate, spike_score, applied, finite = map(float, numbers)
         measured = StepMetrics(
             loss=loss,
@@ -111,6 +126,7 @@ class MetricsLayout:
             bad_rows=tuple(int(row) for row in np.flatnonzero(flags)),
             square_norms=squares,
             loss_scale=float(scale[0]) if self.is_scaled else None,
+            model_metrics=dict(zip(self.model_metrics, map(float, means), strict=True)),
         )
         return measured, facts
 
@@ -125,55 +141,85 @@ def make_train_step(
     spikes: SpikesSection | None,
     loss_scale: LossScaleSection | None = None,
     replicate: Callable[[jax.Array], jax.Array] = anywhere,
+    trainable: Trainable = ALL,
+    ema_decay: float | None = None,
+    sources: tuple[str, ...] = (),
 ) -> TrainStep:
-    """Returns the train step, whose state is to be donated; its metrics are float32 (see Form).
+    """Returns the train step, whose state is to be donated; its metrics are as MetricsLayout reads.
 
     The loss is the weighted mean over the whole batch for any number of microbatches. The update is
-    applied or masked depending on the loss and the gradient norm before clipping, before the
-    optimizer runs. `spikes` has the bands of that norm; None: any finite norm is applied. With a
-    `loss_scale` the state must have one. A factor on the learning rate is an input of the step, so
-    that a new factor needs no compilation.
+    applied or masked depending on the loss and the gradient norm before clipping. `spikes` has the
+    bands of that norm; None: any finite norm is applied. With a `loss_scale` the state must have
+    one. `rate` is the schedule for a peak of 1; the peak (None: 1) is an input of the step, so that
+    another one needs no compilation. With `sources`, those of a mixture, batches have SOURCE_KEY.
     """
 
     def train_step(
         state: TrainState,
         batch: BatchArrays,
         facts: Facts = None,
-        rate_factor: Float[Array, ""] | None = None,
+        peak_rate: Float[Array, ""] | None = None,
     ) -> tuple[TrainState, Float[Array, " M"]]:
         next_key, step_key = jax.random.split(jax.random.wrap_key_data(state.key))
-        loss, grads, bad_B = _mean_loss_and_gradient(
-            model, state, batch, step_key, microbatches=microbatches
+        measured, grads, bad_B = _mean_loss_and_gradient(
+            model, trainable, state, batch, step_key, microbatches, sources
         )
+        loss = measured.loss
         squares_G = optimizer.square_norms(grads)
         grad_norm = jnp.sqrt(jnp.sum(squares_G))
-        applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        usual, spike_score, max_norm = state.norms, jnp.zeros(()), clip_norm
-        if spikes is not None:
-            spike_score = grad_norm_stats.score(usual, grad_norm, spikes)
-            acts = spikes.mode == "act"
-            if acts:
-                max_norm = jnp.minimum(clip_norm or jnp.inf, grad_norm_stats.limit(usual, spikes))
-            if acts and spikes.skip_deviations is not None:
-                applied &= spike_score < spikes.skip_deviations
-            usual = grad_norm_stats.update(usual, grad_norm, spikes)
-        grads = optimizer.clip(grads, norm=grad_norm, max_norm=max_norm)
-        direction, opt = tx.update(grads, state.opt, state.params)
+        band = _band(state.norms, grad_norm, spikes, clip_norm)
+        applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & band.is_usual
+        grads = optimizer.clip(grads, norm=grad_norm, max_norm=band.max_norm)
         step = state.step + 1
-        learning_rate = rate(step) if rate_factor is None else rate(step) * rate_factor
-        params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
-        params, opt = _where(applied, (params, opt), (state.params, state.opt))
-        finite = _all_finite((params, opt))
-        numbers = [loss, grad_norm, learning_rate, spike_score, applied, finite]
-        scale: Any = state.loss_scale
+        learning_rate = rate(step) if peak_rate is None else rate(step) * peak_rate
+        trained, frozen = trainable.split(state.params)
+        direction, opt = tx.update(grads, state.opt, trained)
+        params = jax.tree.map(lambda p, d: p - learning_rate * d, trained, direction)
+        after = (params, opt, measured.model_state, ema.update(state.ema, params, ema_decay))
+        before = (trained, state.opt, state.model_state, state.ema)
+        params, opt, *kept = _where(applied, after, before)
+        finite = _all_finite((params, opt, kept[0]))
+        numbers = [loss, grad_norm, learning_rate, band.spike_score, applied, finite]
+        numbers += [*_factor(state.loss_scale), *measured.means]
+        scale = state.loss_scale
         if loss_scale is not None:
-            numbers.append(scale["factor"])
             scale = scaling.update(scale, loss=loss, grad_norm=grad_norm, section=loss_scale)
-        after = TrainState(params, opt, jax.random.key_data(next_key), step, usual, scale)
+        params, key = trainable.merge(params, frozen), jax.random.key_data(next_key)
+        new = TrainState(params, opt, key, step, band.norms, scale, *kept)
         flags_B = _flags(bad_B, applied, replicate)
-        return after, _vector(numbers, squares_G, flags_B, facts=facts)
+        return new, _vector(numbers, squares_G, flags_B, facts=facts)
 
     return train_step
+
+
+@dataclass(frozen=True)
+class _Band:
+    """The gradient norm of a step, compared with the usual one."""
+
+    spike_score: jax.Array
+    is_usual: Any
+    """Whether the update is applied, as far as the band decides."""
+    max_norm: Any
+    """Norm to clip to; None: no clipping."""
+    norms: Any
+    """Statistics of the norm after the step."""
+
+
+def _band(
+    norms: Any, grad_norm: jax.Array, spikes: SpikesSection | None, clip_norm: float | None
+) -> _Band:
+    if spikes is None:
+        return _Band(jnp.zeros(()), True, clip_norm, norms)
+    score, is_usual, max_norm = grad_norm_stats.score(norms, grad_norm, spikes), True, clip_norm
+    if spikes.mode == "act":
+        max_norm = jnp.minimum(clip_norm or jnp.inf, grad_norm_stats.limit(norms, spikes))
+        if spikes.skip_deviations is not None:
+            is_usual = score < spikes.skip_deviations
+    return _Band(score, is_usual, max_norm, grad_norm_stats.update(norms, grad_norm, spikes))
+
+
+def _factor(loss_scale: Any) -> list[jax.Array]:
+    return [] if loss_scale is None else [loss_scale["factor"]]
 
 
 def _where(applied: Bool[Array, ""], new: Any, old: Any) -> Any:
@@ -200,37 +246,74 @@ def _vector(numbers: list[jax.Array], *more: jax.Array, facts: Facts) -> Float[A
     return jnp.concatenate(parts if facts is None else [*parts, facts.reshape(-1)])
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """What the forward passes of a step return, over the whole batch."""
+
+    loss: jax.Array
+    means: list[jax.Array]
+    """Means of the metrics, ascending by name, then the loss of each source."""
+    model_state: ModelState | None
+
+
 def _mean_loss_and_gradient(
-    model: Model, state: TrainState, batch: BatchArrays, key: jax.Array, *, microbatches: int
-) -> tuple[jax.Array, Params, Bool[Array, " B"]]:
-    """Returns the mean loss, its unscaled gradient, and flags of rows whose loss is not finite."""
-    params = state.params
+    model: Model,
+    trainable: Trainable,
+    state: TrainState,
+    batch: BatchArrays,
+    key: jax.Array,
+    microbatches: int,
+    sources: tuple[str, ...],
+) -> tuple[_Measured, Params, Bool[Array, " B"]]:
+    """Returns the mean loss and metrics, the loss's unscaled gradient, and flags of rows whose loss
+    is not finite.
+
+    The model state goes from one microbatch to the next.
+    """
+    trained, frozen = trainable.split(state.params)
 
     def loss_sum(
-        params: Params, rows: BatchArrays, key: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        loss_sum_B, weight_B = model.loss(params, rows, key)
-        return jnp.sum(loss_sum_B), (jnp.sum(weight_B), ~jnp.isfinite(loss_sum_B))
+        trained: Params, model_state: ModelState | None, rows: BatchArrays, key: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        own = {name: array for name, array in rows.items() if name != SOURCE_KEY}
+        out = compute_loss(model, trainable.merge(trained, frozen), model_state, own, key)
+        sums = [(jnp.sum(total_B), jnp.sum(w_B)) for total_B, w_B in out.metrics.values()]
+        for number in range(len(sources)):
+            mask_B = rows[SOURCE_KEY] == number
+            own_B = jnp.where(mask_B, out.loss_sum_B, 0), jnp.where(mask_B, out.weight_B, 0)
+            sums.append((jnp.sum(own_B[0]), jnp.sum(own_B[1])))
+        bad_B = ~jnp.isfinite(out.loss_sum_B)
+        return jnp.sum(out.loss_sum_B), (jnp.sum(out.weight_B), bad_B, sums, out.model_state)
 
     if state.loss_scale is None:
         gradient = jax.value_and_grad(loss_sum, has_aux=True)
     else:
         gradient = scaling.value_and_grad(loss_sum, state.loss_scale["factor"])
     if microbatches == 1:
-        (total, (weight, bad_B)), grads = gradient(params, batch, key)
+        (total, (weight, bad_B, sums, model_state)), grads = gradient(
+            trained, state.model_state, batch, key
+        )
     else:
 
-        def add(carry, microbatch):
+        def add(carry: Any, microbatch: Any) -> Any:
+            model_state, sums = carry
             index, rows = microbatch
-            (total, (weight, bad)), grads = gradient(params, rows, jax.random.fold_in(key, index))
-            return jax.tree.map(jnp.add, carry, (total, weight, grads)), bad
+            own_key = jax.random.fold_in(key, index)
+            (total, (weight, bad, more, new)), grads = gradient(trained, model_state, rows, own_key)
+            return (new, jax.tree.map(jnp.add, sums, (total, weight, grads, more))), bad
 
         parts = {name: _split(array, microbatches) for name, array in batch.items()}
+        first = {name: array[0] for name, array in parts.items()}
+        shapes = jax.eval_shape(gradient, trained, state.model_state, first, key)
         zero = jnp.zeros((), jnp.float32)
-        start = (zero, zero, jax.tree.map(jnp.zeros_like, params))
-        (total, weight, grads), bad_AR = jax.lax.scan(add, start, (jnp.arange(microbatches), parts))
+        num_sums = len(shapes[0][1][2])
+        start = (zero, zero, jax.tree.map(jnp.zeros_like, trained), [(zero, zero)] * num_sums)
+        (model_state, (total, weight, grads, sums)), bad_AR = jax.lax.scan(
+            add, (state.model_state, start), (jnp.arange(microbatches), parts)
+        )
         bad_B = jnp.swapaxes(bad_AR, 0, 1).reshape(-1)
-    return total / weight, jax.tree.map(lambda g: g / weight, grads), bad_B
+    measured = _Measured(total / weight, [part / own for part, own in sums], model_state)
+    return measured, jax.tree.map(lambda g: g / weight, grads), bad_B
 
 
 def _all_finite(tree: object) -> jax.Array:
@@ -250,14 +333,19 @@ def _split(array_B: jax.Array, microbatches: int) -> jax.Array:
 def make_eval_step(model: Model) -> EvalStep:
     """Returns the evaluation step: sums of loss and weight over the rows whose mask is 1.
 
-    The flags of all hosts follow the sums in the result.
+    They are followed by the sum and weight of each of the model's metrics, and the flags of all
+    hosts.
     """
 
     def eval_step(
-        params: Params, batch: BatchArrays, mask_B: Float[Array, " B"], facts: Facts = None
+        params: Params,
+        model_state: ModelState | None,
+        batch: BatchArrays,
+        mask_B: Float[Array, " B"],
+        facts: Facts = None,
     ) -> Float[Array, " M"]:
-        loss_sum_B, weight_B = model.loss(params, batch, None)
-        sums = [jnp.sum(loss_sum_B * mask_B), jnp.sum(weight_B * mask_B)]
-        return _vector(sums, facts=facts)
+        out = compute_loss(model, params, model_state, batch, None)
+        pairs = [(out.loss_sum_B, out.weight_B), *out.metrics.values()]
+        return _vector([jnp.sum(part * mask_B) for pair in pairs for part in pair], facts=facts)
 
     return eval_step

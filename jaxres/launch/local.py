@@ -15,7 +15,7 @@ from jaxres.engine import mesh_plan
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
 from jaxres.storage.path import RunPath
-from jaxres.supervisor import attempt_runner, processes
+from jaxres.supervisor import attempt_runner, processes, replica_process, tracker_processes
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.restart_loop import run_restart_loop
 from jaxres.supervisor.restart_policy import RestartPolicy
@@ -155,6 +155,8 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
     config, clock = loaded.config, SystemClock()
     found = completion.check(run_dir, config)
     if found.is_complete:
+        tracker_processes.send_rest(config, run_dir, env=env)
+        replica_process.copy_rest(config, run_dir, env=env)
         return ExitCode.DONE
     policy = RestartPolicy(
         config.restart,

@@ -1,7 +1,8 @@
 """Models as pure functions over a plain nested dict of arrays, built from the configuration."""
 
-from jaxres.config.schema import CustomModel, GptModel, MlpModel
-from jaxres.models import custom, gpt, mlp
+from jaxres.config.schema_model import AnyModel, CustomModel, GptModel, MlpModel, VitModel
+from jaxres.config.schema_training import LoraSection
+from jaxres.models import custom, gpt, lora, mlp, vit
 from jaxres.models.interface import (
     Axes,
     BatchArrays,
@@ -12,24 +13,50 @@ from jaxres.models.interface import (
     anywhere,
     num_params,
 )
+from jaxres.models.modules import from_linen, from_nnx
 
-__all__ = ["Axes", "BatchArrays", "LossSums", "Model", "Params", "build", "num_params"]
+__all__ = [
+    "Axes",
+    "BatchArrays",
+    "LossSums",
+    "Model",
+    "Params",
+    "build",
+    "from_linen",
+    "from_nnx",
+    "num_params",
+]
 
 
 def build(
-    config: GptModel | MlpModel | CustomModel,
+    config: AnyModel,
     *,
     vocab_size: int | None,
     seq_len: int,
     platform: str,
     keep_rows: KeepRows = anywhere,
+    adapters: LoraSection | None = None,
 ) -> Model:
-    """Builds the configured model without touching a device.
+    """Builds the configured model, with adapters if there are some, without touching a device.
 
     `vocab_size` is the tokenizer's (None: no tokenizer). `platform` is where the steps will run, as
     named by jax.default_backend(). `keep_rows` is applied to activations, except in a custom model.
     Raises ConfigError.
     """
+    model = _bare(
+        config, vocab_size=vocab_size, seq_len=seq_len, platform=platform, keep_rows=keep_rows
+    )
+    return model if adapters is None else lora.with_adapters(model, adapters)
+
+
+def _bare(
+    config: AnyModel,
+    *,
+    vocab_size: int | None,
+    seq_len: int,
+    platform: str,
+    keep_rows: KeepRows,
+) -> Model:
     match config:
         case GptModel():
             return gpt.build(
@@ -41,5 +68,7 @@ def build(
             )
         case MlpModel():
             return mlp.build(config, vocab_size=vocab_size, keep_rows=keep_rows)
+        case VitModel():
+            return vit.build(config, keep_rows=keep_rows)
         case CustomModel():
             return custom.build(config, vocab_size=vocab_size, seq_len=seq_len)

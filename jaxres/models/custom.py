@@ -1,15 +1,14 @@
 """Custom models: calls the user's `package.module:build` and completes the result to a Model."""
 
-import inspect
-from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxres.config.schema import CustomModel
+from jaxres.config.schema_model import CustomModel
 from jaxres.faults import ConfigError
 from jaxres.models.interface import Model, Params, num_params
+from jaxres.models.target import call_target
 
 
 def build(config: CustomModel, *, vocab_size: int | None, seq_len: int) -> Model:
@@ -21,7 +20,7 @@ def build(config: CustomModel, *, vocab_size: int | None, seq_len: int) -> Model
     Raises ConfigError if the target does not exist or returns anything else.
     """
     arguments = {**config.args, "vocab_size": vocab_size, "seq_len": seq_len}
-    returned = _call(_load(config.target), arguments, target=config.target)
+    returned = call_target(config.target, arguments, key="model")
     for name in ("init", "loss"):
         if not callable(getattr(returned, name, None)):
             raise ConfigError(
@@ -42,45 +41,9 @@ def build(config: CustomModel, *, vocab_size: int | None, seq_len: int) -> Model
         loss=returned.loss,
         logits=getattr(returned, "logits", None),
         flops_per_token=6.0 * num_params(shapes) if flops is None else float(flops),
+        init_state=getattr(returned, "init_state", None),
+        target=config.target,
     )
-
-
-def _load(target: str) -> Any:
-    """Imports `package.module:name`; an error inside the module propagates unchanged."""
-    module_name, _, name = target.partition(":")
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if not f"{module_name}.".startswith(f"{missing}."):
-            raise  # The module itself failed to import this one.
-        raise ConfigError(
-            f"model.target: no module {missing} (from {target}). Install the package, or put its "
-            "folder on PYTHONPATH."
-        ) from error
-    if not hasattr(module, name):
-        raise ConfigError(
-            f"model.target: {module_name} ({module.__file__}) has no `{name}`. Define it there, "
-            "or name another function after the colon."
-        )
-    return getattr(module, name)
-
-
-def _call(target_function: Any, arguments: dict[str, Any], *, target: str) -> Any:
-    """Calls the target after checking that it accepts these arguments."""
-    if not callable(target_function):
-        raise ConfigError(
-            f"model.target: {target} is a {type(target_function).__name__}, not a function. "
-            "Name a function that builds the model."
-        )
-    try:
-        inspect.signature(target_function).bind(**arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"model.target: {target} can't be called with {', '.join(arguments)}: {error}. "
-            "Change model.args, or let the function take vocab_size and seq_len."
-        ) from error
-    return target_function(**arguments)
 
 
 def _check_params(shapes: Any, *, target: str) -> None:

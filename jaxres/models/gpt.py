@@ -1,175 +1,193 @@
-"""A decoder of the Llama family: RMSNorm, rotary positions, grouped queries, SwiGLU.
+"""A decoder: by default as Llama (RMSNorm, rotary positions, grouped queries, SwiGLU).
 
 Shape suffixes: B batch (rows), T position, S position attended to, D width of the residual stream,
 H query heads, K key and value heads, C width of a head, F feed-forward, V vocabulary, L layers.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxres.config.schema import GptModel
+from jaxres.config.schema_model import GptModel
 from jaxres.faults import ConfigError
+from jaxres.models.attention import (
+    Attention,
+    attention_kernel,
+    attention_mask,
+    bias,
+    cudnn_runs,
+    rope_angles,
+)
 from jaxres.models.interface import (
     BatchArrays,
+    Decoder,
     KeepRows,
     LossSums,
     Model,
     Params,
     anywhere,
     cross_entropy,
+    dropout,
     embedding_rows,
     normal,
     split,
     stack,
 )
 
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
 
 class RmsNorm(nnx.Module):
-    """Divides by the root mean square over the last dim and scales. (arXiv 1910.07467)"""
+    """Divides by the root mean square over the last dim and scales. (arXiv 1910.07467)
+
+    With an offset the scale is the offset plus the weight, as in Gemma.
+    """
+
+    def __init__(self, width: int, *, eps: float, offset: float = 0.0):
+        self.scale = nnx.Param(jnp.full(width, 1 - offset, jnp.float32), out_sharding=(None,))
+        self.eps, self.offset = eps, offset
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Normalises in float32; returns the type of the input."""
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        scale = self.scale[...]
+        return (y * (self.offset + scale if self.offset else scale)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Subtracts the mean, divides by the standard deviation, scales and shifts. (1607.06450)"""
 
     def __init__(self, width: int, *, eps: float):
         self.scale = nnx.Param(jnp.ones(width, jnp.float32), out_sharding=(None,))
+        self.bias = bias(width, None)
         self.eps = eps
 
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Normalises in float32; returns the type of the input."""
-        x = x_BTD.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        return (x * self.scale[...]).astype(x_BTD.dtype)
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * self.scale[...] + self.bias[...]).astype(x.dtype)
 
 
-def rotate(
-    x_BTHC: Float[Array, "B T H C"], angles_BTC: Float[Array, "B T half"]
-) -> Float[Array, "B T H C"]:
-    """Rotates each pair (i, i + C/2) by its angle; float32. (arXiv 2104.09864; halves as in HF)"""
-    cos, sin = jnp.cos(angles_BTC)[:, :, None], jnp.sin(angles_BTC)[:, :, None]
-    first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTHC.dtype)
-
-
-def rope_angles(
-    positions_BT: Int[Array, "B T"], *, width: int, theta: float
-) -> Float[Array, "B T half"]:
-    """Returns the angle of each position and pair; float32."""
-    exponents = jnp.arange(0, width, 2, dtype=jnp.float32) / width
-    return positions_BT[..., None].astype(jnp.float32) * theta**-exponents
-
-
-def attention_mask(segment_ids_BT: Int[Array, "B T"]) -> Bool[Array, "B 1 T T"]:
-    """Returns the mask: a position attends to itself and to earlier ones of its document."""
-    T = segment_ids_BT.shape[1]
-    causal_TS = jnp.tril(jnp.ones((T, T), jnp.bool_))
-    same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-    return (causal_TS & same_BTS)[:, None]
-
-
-def dropout(x: Array, key: Key[Array, ""] | None, *, rate: float) -> Array:
-    """Sets a random share of the numbers to 0 and scales up the rest; without a key returns x."""
-    if key is None:
-        return x
-    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
-
-
-class Attention(nnx.Module):
-    """Causal attention with grouped queries. (arXiv 2305.13245)"""
-
-    def __init__(self, config: GptModel, *, kernel: str, rngs: nnx.Rngs):
-        D, H = config.d_model, config.num_heads
-        K, C = config.num_kv_heads or H, D // H
-        self.query = normal(rngs, (D, H, C), ("embed", "heads", "head_dim"))
-        self.key = normal(rngs, (D, K, C), ("embed", "kv_heads", "head_dim"))
-        self.value = normal(rngs, (D, K, C), ("embed", "kv_heads", "head_dim"))
-        std = output_std(config)
-        self.output = normal(rngs, (H, C, D), ("heads", "head_dim", "embed"), std=std)
-        self.kernel = kernel
-
-    def __call__(
-        self,
-        x_BTD: Float[Array, "B T D"],
-        angles_BTC: Float[Array, "B T half"],
-        mask_B1TS: Bool[Array, "B 1 T S"],
-    ) -> Float[Array, "B T D"]:
-        """Applies attention over the positions; softmax in float32."""
-        q_BTHC = rotate(jnp.einsum("btd,dhc->bthc", x_BTD, self.query[...]), angles_BTC)
-        k_BSKC = rotate(jnp.einsum("btd,dkc->btkc", x_BTD, self.key[...]), angles_BTC)
-        v_BSKC = jnp.einsum("btd,dkc->btkc", x_BTD, self.value[...])
-        mixed_BTHC = attend(q_BTHC, k_BSKC, v_BSKC, mask_B1TS, kernel=self.kernel)
-        return jnp.einsum("bthc,hcd->btd", mixed_BTHC, self.output[...])
-
-
-def attend(
-    q_BTHC: Array, k_BSKC: Array, v_BSKC: Array, mask_B1TS: Array, *, kernel: Any
-) -> Float[Array, "B T H C"]:
-    """Applies attention by a kernel; `float32` is XLA's kernel on inputs cast to float32."""
-    dtype = q_BTHC.dtype
-    if kernel == "float32":
-        q_BTHC, k_BSKC, v_BSKC = (x.astype(jnp.float32) for x in (q_BTHC, k_BSKC, v_BSKC))
-        kernel = "xla"
-    mixed_BTHC = jax.nn.dot_product_attention(
-        q_BTHC, k_BSKC, v_BSKC, mask=mask_B1TS, implementation=kernel
-    )
-    return mixed_BTHC.astype(dtype)
+def norm(config: GptModel, width: int | None = None) -> RmsNorm | LayerNorm:
+    """Returns a norm of the configured kind; by default of the residual stream's width."""
+    width = width or config.d_model
+    if config.norm == "layer":
+        return LayerNorm(width, eps=config.norm_eps)
+    return RmsNorm(width, eps=config.norm_eps, offset=float(config.norm == "rms_plus_1"))
 
 
 class FeedForward(nnx.Module):
-    """Feed-forward layer with SwiGLU. (arXiv 2002.05202)"""
+    """Feed-forward layer, by default with SwiGLU. (arXiv 2002.05202)"""
 
     def __init__(self, config: GptModel, *, rngs: nnx.Rngs):
-        D, F = config.d_model, ff_width(config)
-        self.gate = normal(rngs, (D, F), ("embed", "mlp"))
+        D, F = config.d_model, config.ff_width
+        if config.gated:
+            self.gate = normal(rngs, (D, F), ("embed", "mlp"))
         self.up = normal(rngs, (D, F), ("embed", "mlp"))
         self.down = normal(rngs, (F, D), ("mlp", "embed"), std=output_std(config))
+        if config.bias == "all":
+            self.up_bias, self.down_bias = bias(F, "mlp"), bias(D, None)
+            if config.gated:
+                self.gate_bias = bias(F, "mlp")
+        self.activation = ACTIVATIONS[config.activation]
+        self.is_gated = config.gated
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the layer to each position."""
-        hidden_BTF = jax.nn.silu(x_BTD @ self.gate[...]) * (x_BTD @ self.up[...])
-        return hidden_BTF @ self.down[...]
+        if self.is_gated:
+            hidden_BTF = self.activation(self._linear(x_BTD, "gate")) * self._linear(x_BTD, "up")
+        else:
+            hidden_BTF = self.activation(self._linear(x_BTD, "up"))
+        return self._linear(hidden_BTF, "down")
+
+    def _linear(self, x: Array, name: str) -> Array:
+        y, shift = x @ getattr(self, name)[...], getattr(self, f"{name}_bias", None)
+        return y if shift is None else y + shift[...].astype(y.dtype)
 
 
 class Block(nnx.Module):
     """Decoder block: attention, then feed-forward, each with a norm before it and a residual."""
 
     def __init__(self, config: GptModel, *, kernel: str, rngs: nnx.Rngs):
-        self.attention_norm = RmsNorm(config.d_model, eps=config.norm_eps)
-        self.attention = Attention(config, kernel=kernel, rngs=rngs)
-        self.feed_forward_norm = RmsNorm(config.d_model, eps=config.norm_eps)
+        head_norms = None
+        if config.qk_norm:
+            head_norms = (norm(config, config.head_width), norm(config, config.head_width))
+        self.attention_norm = norm(config)
+        self.attention = Attention(
+            config, kernel=kernel, std=output_std(config), head_norms=head_norms, rngs=rngs
+        )
+        self.feed_forward_norm = norm(config)
         self.feed_forward = FeedForward(config, rngs=rngs)
+        if config.post_norms:
+            self.attention_post_norm = norm(config)
+            self.feed_forward_post_norm = norm(config)
+        self.has_post_norms = config.post_norms
         self.rate = config.dropout
 
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
         key: Key[Array, ""] | None,
-        angles_BTC: Float[Array, "B T half"],
+        angles_BTC: Float[Array, "B T half"] | None,
         mask_B1TS: Bool[Array, "B 1 T S"],
     ) -> Float[Array, "B T D"]:
         """Adds the outputs of attention and feed-forward to the residual stream."""
         keys = (None, None) if key is None else jax.random.split(key)
         mixed_BTD = self.attention(self.attention_norm(x_BTD), angles_BTC, mask_B1TS)
+        return self.after_attention(x_BTD, mixed_BTD, keys)
+
+    def after_attention(self, x_BTD: Array, mixed_BTD: Array, keys: Any) -> Float[Array, "B T D"]:
+        """Adds attention's output and that of the feed-forward layer to the residual stream."""
+        if self.has_post_norms:
+            mixed_BTD = self.attention_post_norm(mixed_BTD)
         x_BTD = x_BTD + dropout(mixed_BTD, keys[0], rate=self.rate)
         mixed_BTD = self.feed_forward(self.feed_forward_norm(x_BTD))
+        if self.has_post_norms:
+            mixed_BTD = self.feed_forward_post_norm(mixed_BTD)
         return x_BTD + dropout(mixed_BTD, keys[1], rate=self.rate)
+
+
+class Places(NamedTuple):
+    """How the positions of a row see each other in a layer."""
+
+    angles_BTC: Float[Array, "B T half"] | None
+    mask_B1TS: Bool[Array, "B 1 T S"]
+
+
+class Cache(NamedTuple):
+    """Keys and values of all layers and positions so far; the later ones are not read."""
+
+    k_LBSKC: Float[Array, "L B S K C"]
+    v_LBSKC: Float[Array, "L B S K C"]
 
 
 class Gpt(nnx.Module):
     """The decoder: embedding, stacked blocks, norm, output layer."""
 
-    def __init__(self, config: GptModel, *, rows: int, kernel: str, rngs: nnx.Rngs):
+    def __init__(self, config: GptModel, *, rows: int, seq_len: int, kernel: str, rngs: nnx.Rngs):
         self.embedding = normal(rngs, (rows, config.d_model), ("vocab", "embed"))
         self.blocks = stack(
             lambda rngs: Block(config, kernel=kernel, rngs=rngs),
             num_layers=config.num_layers,
             rngs=rngs,
         )
-        self.norm = RmsNorm(config.d_model, eps=config.norm_eps)
+        self.norm = norm(config)
         if not config.tie_embeddings:
             self.head = normal(rngs, (config.d_model, rows), ("embed", "vocab"))
+        if config.positions == "learned":
+            num_positions = config.max_positions or seq_len
+            self.positions = normal(rngs, (num_positions, config.d_model), (None, "embed"))
         self.config = config
 
     def __call__(
@@ -182,32 +200,118 @@ class Gpt(nnx.Module):
     ) -> Float[Array, "B T V"]:
         """Returns float32 logits; a key draws the dropout."""
         config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
-        # The look-up is in float32: the gradients of a frequent token are added one by one, and
-        # bfloat16's 8 bits would lose the later ones.
-        x_BTD = keep_rows(self.embedding[...][tokens_BT].astype(dtype))
-        width = config.d_model // config.num_heads
-        angles_BTC = rope_angles(positions_BT, width=width, theta=config.rope_theta)
-        mask_B1TS = attention_mask(segment_ids_BT)
+        x_BTD = keep_rows(self.embed(tokens_BT, positions_BT))
+        places = self.places(positions_BT, lambda window: attention_mask(segment_ids_BT, window))
         definition, layers = nnx.split(self.blocks)
 
         def block(x_BTD: Array, layer: Any) -> tuple[Array, None]:
-            weights, layer_key = layer
-            x_BTD = nnx.merge(definition, weights)(x_BTD, layer_key, angles_BTC, mask_B1TS)
-            return keep_rows(x_BTD), None
+            weights, layer_key, is_full = layer
+            layer_block = nnx.merge(definition, weights)
+            return keep_rows(layer_block(x_BTD, layer_key, *places(is_full))), None
 
         if config.remat == "block":
             block = jax.checkpoint(block, prevent_cse=False)  # not needed in the body of a scan
         keys_L = None
         if key is not None and config.dropout > 0:
             keys_L = jax.random.split(key, config.num_layers)
-        x_BTD, _ = jax.lax.scan(block, x_BTD, (cast_matrices(layers, dtype), keys_L))
+        layers = cast_matrices(layers, dtype)
+        x_BTD, _ = jax.lax.scan(block, x_BTD, (layers, keys_L, full_layers(config)))
         return keep_rows(self.unembed(self.norm(x_BTD)))
+
+    def decode(
+        self, tokens_BT: Int[Array, "B T"], cache: Cache, start: Int[Array, ""]
+    ) -> tuple[Float[Array, "B T V"], Cache]:
+        """Returns the logits of tokens after those in the cache, and the cache with them.
+
+        Args:
+          tokens_BT: tokens of one document per row, at the positions from `start` on.
+          cache: keys and values of the earlier positions.
+          start: position of the first of these tokens.
+        """
+        B, T = tokens_BT.shape
+        positions_T, positions_S = start + jnp.arange(T), jnp.arange(cache.k_LBSKC.shape[2])
+
+        def mask(window: int | None) -> Array:
+            distance_TS = positions_T[:, None] - positions_S
+            seen_TS = (distance_TS >= 0) & (window is None or distance_TS < window)
+            return jnp.broadcast_to(seen_TS, (B, 1, *seen_TS.shape))
+
+        x_BTD = self.embed(tokens_BT, jnp.broadcast_to(positions_T, (B, T)))
+        places = self.places(jnp.broadcast_to(positions_T, (B, T)), mask)
+        definition, layers = nnx.split(self.blocks)
+
+        def block(x_BTD: Array, layer: Any) -> tuple[Array, tuple[Array, Array]]:
+            weights, k_BSKC, v_BSKC, is_full = layer
+            block, (angles_BTC, mask_B1TS) = nnx.merge(definition, weights), places(is_full)
+            normed_BTD = block.attention_norm(x_BTD)
+            q_BTHC, k_BTKC, v_BTKC = block.attention.project(normed_BTD, angles_BTC)
+            k_BSKC = jax.lax.dynamic_update_slice_in_dim(k_BSKC, k_BTKC, start, axis=1)
+            v_BSKC = jax.lax.dynamic_update_slice_in_dim(v_BSKC, v_BTKC, start, axis=1)
+            mixed_BTD = block.attention.mix(q_BTHC, k_BSKC, v_BSKC, mask_B1TS)
+            return block.after_attention(x_BTD, mixed_BTD, (None, None)), (k_BSKC, v_BSKC)
+
+        layers = cast_matrices(layers, jnp.dtype(self.config.compute_dtype))
+        xs = (layers, cache.k_LBSKC, cache.v_LBSKC, full_layers(self.config))
+        x_BTD, (k_LBSKC, v_LBSKC) = jax.lax.scan(block, x_BTD, xs)
+        return self.unembed(self.norm(x_BTD)), Cache(k_LBSKC, v_LBSKC)
+
+    def embed(
+        self, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """Returns the embeddings, with those of the positions if these are learned."""
+        config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
+        # The look-up is in float32: the gradients of a frequent token are added one by one, and
+        # bfloat16's 8 bits would lose the later ones.
+        x_BTD = self.embedding[...][tokens_BT]
+        if config.positions == "learned":
+            x_BTD = x_BTD + self.positions[...][positions_BT]
+        x_BTD = x_BTD.astype(dtype)
+        if config.scale_embeddings:
+            x_BTD = x_BTD * jnp.asarray(config.d_model**0.5, dtype)
+        return x_BTD
+
+    def places(
+        self, positions_BT: Int[Array, "B T"], mask: Callable[[int | None], Array]
+    ) -> Callable[[Any], Places]:
+        """Returns what a layer sees, from its number of `full_layers`.
+
+        `mask` returns the mask of a window; None: of all earlier positions.
+        """
+        config, width = self.config, self.config.head_width
+
+        def angles(theta: float, scaling: Any) -> Array | None:
+            if config.positions == "learned":
+                return None
+            return rope_angles(positions_BT, width=width, theta=theta, scaling=scaling)
+
+        def full() -> Places:
+            return Places(angles(config.rope_theta, config.rope_scaling), mask(None))
+
+        def sliding() -> Places:
+            if config.sliding_rope_theta is None:
+                of_all = angles(config.rope_theta, config.rope_scaling)
+            else:
+                of_all = angles(config.sliding_rope_theta, None)
+            return Places(of_all, mask(config.sliding_window))
+
+        if config.sliding_window is None or config.full_attention_every is None:
+            only = full() if config.sliding_window is None else sliding()
+            return lambda is_full: only
+        both = full(), sliding()
+        return lambda is_full: jax.tree.map(lambda *kinds: jnp.where(is_full, *kinds), *both)
 
     def unembed(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns logits, accumulated in float32."""
         head_DV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
         head_DV = head_DV.astype(x_BTD.dtype)
         return jnp.matmul(x_BTD, head_DV, preferred_element_type=jnp.float32)
+
+
+def full_layers(config: GptModel) -> Bool[Array, " L"] | None:
+    """Returns which layers attend to all earlier positions; None: all of them, or none."""
+    if config.sliding_window is None or config.full_attention_every is None:
+        return None
+    return (jnp.arange(config.num_layers) + 1) % config.full_attention_every == 0
 
 
 def cast_matrices(layers: Any, dtype: jnp.dtype) -> Any:
@@ -220,11 +324,6 @@ def output_std(config: GptModel) -> float:
     return 0.02 / (2 * config.num_layers) ** 0.5
 
 
-def ff_width(config: GptModel) -> int:
-    """Returns d_ff, or 8/3 d_model up to a multiple of 64."""
-    return config.d_ff or -(-8 * config.d_model // (3 * 64)) * 64
-
-
 def flops_per_token(config: GptModel, *, rows: int, seq_len: int) -> float:
     """Returns 6 operations per weight of a matrix product, plus 12 L H C T for attention.
 
@@ -232,41 +331,23 @@ def flops_per_token(config: GptModel, *, rows: int, seq_len: int) -> float:
     output layer is one, tied or not.
     """
     D, H, L = config.d_model, config.num_heads, config.num_layers
-    K, C = config.num_kv_heads or H, D // H
-    weights = L * (2 * D * H * C + 2 * D * K * C + 3 * D * ff_width(config)) + D * rows
+    K, C, F = config.num_kv_heads or H, config.head_width, config.ff_width
+    feed_forward = (3 if config.gated else 2) * D * F
+    weights = L * (2 * D * H * C + 2 * D * K * C + feed_forward) + D * rows
     return 6.0 * weights + 12.0 * L * H * C * seq_len
 
 
 def check(config: GptModel, *, platform: str) -> None:
     """Raises ConfigError if the platform lacks the kernel; the config has checked the sizes."""
     H, K = config.num_heads, config.num_kv_heads or config.num_heads
-    assert config.d_model % (2 * H) == 0, (config.d_model, H)
+    assert config.head_dim or config.d_model % H == 0, (config.d_model, H)
     assert H % K == 0, (H, K)
     if config.attention == "cudnn" and not cudnn_runs(config, platform=platform, max_width=256):
         raise ConfigError(
             f"model.attention: cudnn needs a GPU, model.compute_dtype bfloat16 and a head width "
             f"that is a multiple of 8, at most 128 (256 from Hopper on); this run has {platform}, "
-            f"{config.compute_dtype} and {config.d_model // H}. Use auto, which falls back to xla."
+            f"{config.compute_dtype} and {config.head_width}. Use auto, which falls back to xla."
         )
-
-
-def cudnn_runs(config: GptModel, *, platform: str, max_width: int) -> bool:
-    """Returns whether cuDNN's flash attention supports these types and sizes on this platform."""
-    width = config.d_model // config.num_heads
-    on_gpu = platform in ("gpu", "cuda")
-    return on_gpu and config.compute_dtype == "bfloat16" and width % 8 == 0 and width <= max_width
-
-
-def attention_kernel(config: GptModel, *, seq_len: int, platform: str) -> str:
-    """Returns the attention kernel: cuDNN must be requested, and can't be traced for CPU."""
-    # jax 0.10 uses a float16 product that XLA implements on GPUs only; elsewhere lowering fails.
-    if config.compute_dtype == "float16" and platform not in ("gpu", "cuda"):
-        return "float32"
-    if config.attention != "auto":
-        return config.attention
-    # Every GPU supports widths up to 128. With a mask cuDNN trains on even lengths only.
-    cudnn = cudnn_runs(config, platform=platform, max_width=128) and seq_len % 2 == 0
-    return "cudnn" if cudnn else "xla"
 
 
 def build(
@@ -281,7 +362,11 @@ def build(
     check(config, platform=platform)
     rows = embedding_rows(config.vocab_size, vocab_size=vocab_size)
     kernel = attention_kernel(config, seq_len=seq_len, platform=platform)
-    init, axes, definition = split(lambda rngs: Gpt(config, rows=rows, kernel=kernel, rngs=rngs))
+
+    def module(kernel: str) -> Callable[[nnx.Rngs], Gpt]:
+        return lambda rngs: Gpt(config, rows=rows, seq_len=seq_len, kernel=kernel, rngs=rngs)
+
+    init, axes, definition = split(module(kernel))
 
     def forward(params: Params, *inputs: Any) -> Float[Array, "B T V"]:
         return nnx.merge(definition, params)(*inputs)
@@ -295,5 +380,26 @@ def build(
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         return forward(params, tokens_BT, jnp.zeros_like(tokens_BT), positions_BT, None)
 
-    flops = flops_per_token(config, rows=rows, seq_len=seq_len)
-    return Model(init=init, axes=axes, loss=loss, logits=logits, flops_per_token=flops)
+    max_positions = None
+    if config.positions == "learned":
+        max_positions = config.max_positions or seq_len
+
+    def cache(num_rows: int, length: int) -> Cache:
+        groups = config.num_kv_heads or config.num_heads
+        shape = (config.num_layers, num_rows, length, groups, config.head_width)
+        return Cache(*(jnp.zeros(shape, config.compute_dtype) for _ in range(2)))
+
+    def decode(
+        params: Params, tokens_BT: Int[Array, "B T"], cache: Cache, start: Int[Array, ""]
+    ) -> tuple[Float[Array, "B T V"], Cache]:
+        decoding = split(module("xla"))[2] if kernel == "cudnn" else definition
+        return nnx.merge(decoding, params).decode(tokens_BT, cache, start)
+
+    return Model(
+        init=init,
+        axes=axes,
+        loss=loss,
+        logits=logits,
+        flops_per_token=flops_per_token(config, rows=rows, seq_len=seq_len),
+        decoder=Decoder(cache, decode, max_positions),
+    )

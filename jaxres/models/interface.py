@@ -3,6 +3,7 @@
 Shape suffixes: B batch (rows), T position in the row, V vocabulary, L layers.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from jaxres.faults import ConfigError
 
@@ -26,9 +27,26 @@ Segment ids number the documents within a row, positions count within a document
 """
 LossSums = tuple[Float[Array, " B"], Float[Array, " B"]]
 """Weighted cross entropy and weight, each summed over a row's positions; float32."""
+ModelState = dict[str, Any]
+"""Nested plain dict of the arrays of a model that are no parameters, such as batch statistics."""
 KeepRows = Callable[[Array], Array]
 """Constrains activations' first dim to the devices that hold their rows; see mesh.keep_rows."""
 M = TypeVar("M", bound=nnx.Module)
+METRIC_NAME = re.compile(r"[A-Za-z0-9_\-./]+")
+TAKEN_NAMES = frozenset({"loss", "rows", "bits_per_byte"})
+"""What jaxres itself writes of an evaluation, beside the metrics of the model."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How a model continues rows token by token, without computing the earlier ones again."""
+
+    cache: Callable[[int, int], Any]
+    """(rows, positions) -> an empty cache for so many positions."""
+    decode: Callable[[Params, Array, Any, Array], tuple[Array, Any]]
+    """(params, tokens_BT, cache, position of the first) -> (float32 logits_BTV, new cache)."""
+    max_positions: int | None = None
+    """Most positions that the model can compute; None: any number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +57,11 @@ class Model:
     """PRNG key -> params. Pure; under jit, also with out_shardings, the bits are the same."""
     axes: Axes
     """Logical axis names; leaves stacked over layers start with "layers"."""
-    loss: Callable[[Params, BatchArrays, Array | None], LossSums]
-    """(params, batch, dropout key) -> sums per row; key None: evaluation, no dropout."""
+    loss: Callable[..., Any]
+    """(params, batch, dropout key) -> sums per row; key None: evaluation, no dropout.
+
+    The sums are LossSums, and optionally a third value: name -> (sum_B, weight_B) of a metric. With
+    `init_state`: (params, model state, batch, key) -> (sums per row, new model state)."""
     logits: Callable[[Params, Array], Array] | None
     """(params, tokens_BT of one document per row) -> float32 logits_BTV. None: no text samples."""
     flops_per_token: float
@@ -49,6 +70,95 @@ class Model:
     As in PaLM (arXiv 2204.02311), appendix B: without recomputation (remat) and the optimizer, and
     with the full square of attention.
     """
+    init_state: Callable[[Array], ModelState] | None = None
+    """PRNG key -> arrays that are no parameters and that the loss updates; None: there are none."""
+    decoder: Decoder | None = None
+    """For samples of many tokens; None: `logits` computes the whole row for each token."""
+    target: str | None = None
+    """The user's function that has made it, for errors; None: it is one of jaxres."""
+
+
+@dataclass(frozen=True)
+class LossOutputs:
+    """What a model returns for a batch; of a metric as of the loss, the sum divided by the weight
+    is the value of a batch.
+    """
+
+    loss_sum_B: Float[Array, " B"]
+    weight_B: Float[Array, " B"]
+    metrics: dict[str, LossSums]
+    """Name -> sum and weight of each row, ascending by name."""
+    model_state: ModelState | None
+    """Model state after the batch; None if the model has none."""
+
+
+def compute_loss(
+    model: Model, params: Params, model_state: Any, batch: BatchArrays, key: Array | None
+) -> LossOutputs:
+    """Calls the loss of a model. Raises ConfigError if it returns anything else."""
+    where = "model" if model.target is None else f"model.target: {model.target}"
+    try:
+        if model.init_state is None:
+            returned = model.loss(params, batch, key)
+        else:
+            returned, model_state = _pair(model.loss(params, model_state, batch, key), where)
+    except Exception as error:
+        called = "an evaluation, key=None" if key is None else "a step"
+        error.add_note(f"({where}: in its loss, called for {called})")
+        raise
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        raise ConfigError(
+            f"{where}: its loss has to return (sums_B, weights_B), or (sums_B, weights_B, "
+            f"metrics); it returns {_described(returned)}."
+        )
+    metrics = returned[2] if len(returned) == 3 else {}
+    _check_names(metrics, where)
+    num_rows = next(iter(batch.values())).shape[0]
+    for name, pair in {"the loss": returned[:2], **metrics}.items():
+        _check_sums(name, pair, num_rows, where)
+    ordered = {name: tuple(metrics[name]) for name in sorted(metrics)}
+    return LossOutputs(returned[0], returned[1], ordered, model_state)
+
+
+def _pair(returned: Any, where: str) -> tuple[Any, Any]:
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], tuple):
+        return returned
+    raise ConfigError(
+        f"{where}: it has init_state, so its loss has to return ((sums_B, weights_B), new state); "
+        f"it returns {_described(returned)}."
+    )
+
+
+def _check_names(metrics: Any, where: str) -> None:
+    """Raises ConfigError unless the metrics are a dict of names that no other value has."""
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"{where}: the metrics of its loss have to be a dict of pairs (sums_B, weights_B); "
+            f"they are {_described(metrics)}."
+        )
+    for name in metrics:
+        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name) or name in TAKEN_NAMES:
+            raise ConfigError(
+                f"{where}: its loss returns a metric with the name {name!r}. Names have letters, "
+                f"digits and _ - . / only, and {', '.join(sorted(TAKEN_NAMES))} are taken by "
+                "jaxres; rename it."
+            )
+
+
+def _check_sums(name: str, pair: Any, num_rows: int, where: str) -> None:
+    parts = pair if isinstance(pair, tuple) else ()
+    if [getattr(part, "shape", None) for part in parts] != [(num_rows,), (num_rows,)]:
+        raise ConfigError(
+            f"{where}: {name} has to be (sums_B, weights_B) with one number for each of the "
+            f"{num_rows} rows; it is {_described(pair)}."
+        )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_described, value))})"
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"an array of shape {list(shape)}"
 
 
 def anywhere(x: Array) -> Array:
@@ -75,6 +185,30 @@ def cross_entropy(
     nats_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT
     weights_BT = weights_BT.astype(jnp.float32)
     return jnp.sum(nats_BT * weights_BT, axis=1), jnp.sum(weights_BT, axis=1)
+
+
+def dropout(x: Array, key: Key[Array, ""] | None, *, rate: float) -> Array:
+    """Sets a random share of the numbers to 0 and scales up the rest; without a key returns x."""
+    if key is None:
+        return x
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+def matrix_dims(names: tuple[str | None, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Returns the dims of a parameter's inputs and those of its outputs; None: it is no matrix.
+
+    Dims named "layers" are neither. Of three other dims or more, the first or the last one has to
+    be named "embed", which is then one side.
+
+    >>> matrix_dims(("layers", "embed", "heads", None)), matrix_dims(("layers", None))
+    (((1,), (2, 3)), None)
+    """
+    own = [index for index, name in enumerate(names) if name != "layers"]
+    if len(own) < 2 or (len(own) > 2 and "embed" not in (names[own[0]], names[own[-1]])):
+        return None
+    cut = 1 if len(own) == 2 or names[own[0]] == "embed" else len(own) - 1
+    return tuple(own[:cut]), tuple(own[cut:])
 
 
 def normal(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from jaxres.config.schema import MlpModel
+from jaxres.config.schema_model import MlpModel
 from jaxres.models.interface import (
     BatchArrays,
     KeepRows,

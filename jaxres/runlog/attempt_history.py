@@ -56,7 +56,8 @@ class AttemptSummary:
     steps_gained: int
     """Steps finished after start_step."""
     steps_kept: int
-    """Steps gained that a commit of this attempt contains."""
+    """Steps gained that a commit of this attempt contains, or that the next attempt to start has
+    taken over from host memory."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase on host 0."""
     forked: bool | None = None
@@ -94,10 +95,19 @@ def fold(
             events=events.get(claim.attempt, ()),
             finished=finished.get(claim.attempt),
             starts=[start for start in starts if start.attempt <= claim.attempt],
+            taken_over=_taken_over(claim.attempt, starts),
             is_running=is_alive and claim.attempt == newest,
         )
         for claim in claims
     ]
+
+
+def _taken_over(attempt: int, starts: Sequence[Record]) -> int | None:
+    """Returns the step that the first start after an attempt has restored from host memory."""
+    later = next((start for start in starts if start.attempt > attempt), None)
+    if later is None or run_log.start_of(later).tier is None:
+        return None
+    return run_log.start_of(later).step
 
 
 def _attempt(
@@ -107,6 +117,7 @@ def _attempt(
     events: Sequence[Mapping[str, Any]],
     finished: int | None,
     starts: Sequence[Record],
+    taken_over: int | None,
     is_running: bool,
 ) -> AttemptSummary:
     assert isinstance(claim.body, Claim), claim
@@ -121,6 +132,7 @@ def _attempt(
     )
     steps = [step for step in (finished, committed) if step is not None]
     reached = max(steps, default=None)
+    kept = max((step for step in (committed, taken_over) if step is not None), default=None)
     return AttemptSummary(
         attempt=claim.attempt,
         num_hosts=claim.body.num_hosts,
@@ -135,7 +147,7 @@ def _attempt(
         finished_step=reached,
         committed_step=committed,
         steps_gained=0 if reached is None or start is None else max(0, reached - start),
-        steps_kept=0 if committed is None or start is None else max(0, committed - start),
+        steps_kept=0 if kept is None or start is None else max(0, kept - start),
         phase_seconds=phase_seconds(events),
         forked=next((e.get("forked") for e in events if e.get("event") == RUN_OPENED), None),
         guarantee=None if start is None else guarantee_level(starts),

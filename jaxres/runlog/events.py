@@ -76,6 +76,61 @@ class TrainingStarted:
     step: int
     path: str | None
     guarantee: str
+    committed_step: int | None = None
+    """Newest committed step, if `step` is a newer one from host memory; None: it is not."""
+
+
+@dataclass(frozen=True)
+class MemoryTierOpened:
+    """States are kept in this host's memory, besides the committed ones."""
+
+    folder: str
+    size_bytes: int
+    """Memory that it takes on this host."""
+    every_steps: int
+    neighbor: int | None = None
+    """Host that keeps copies of them; None: no other host does."""
+
+
+@dataclass(frozen=True)
+class MemoryCopied:
+    """A state is in the neighbour's memory too: the first one, or the first after a failure."""
+
+    step: int
+    host: int
+    """The neighbour."""
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryCopyFailed:
+    """A state could not be copied to the neighbour; the next one is tried again."""
+
+    step: int
+    host: int
+    """The neighbour."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class MemoryFetched:
+    """The host had lost its memory and got its state back from its neighbour."""
+
+    step: int
+    host: int
+    """The neighbour."""
+
+
+@dataclass(frozen=True)
+class MemoryTierClosed:
+    """No states are kept in host memory any more in this attempt; training continues."""
+
+    reason: str
+    is_damaged: bool
+    """Whether it has delivered wrong data, so that later attempts do not use it either."""
+
+
+MemoryEvent = MemoryTierOpened | MemoryCopied | MemoryCopyFailed | MemoryFetched | MemoryTierClosed
 
 
 @dataclass(frozen=True)
@@ -93,6 +148,8 @@ class Evaluated:
     """Name of each set whose text is known -> its loss in bits a byte of text."""
     epochs: Mapping[str, float] = field(default_factory=dict)
     """Name of each source of a mixture -> epochs of it that were trained on."""
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Name of each set -> mean of each of the model's metrics; empty if it has none."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +201,10 @@ class SaveCommitted:
     step: int
     path: str
     bytes: int
+    """Size of the step, files that it shares with earlier steps included."""
     seconds: float
+    linked_bytes: int = 0
+    """Bytes of these files, which were not written: frozen parameters that have not changed."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +303,9 @@ class SampleWritten:
 
     prompt: str
     text: str
+    """The prompt and its continuation."""
+    step: int = 0
+    """Step after which the model wrote it."""
 
 
 @dataclass(frozen=True)
@@ -343,6 +406,34 @@ class SupervisionEnded:
 
 
 @dataclass(frozen=True)
+class ReplicaBehind:
+    """A committed step is missing in the replica for longer than checkpoint.replica allows."""
+
+    attempt: int
+    step: int
+    """Newest committed step."""
+    replica: str
+    """Folder of the replica."""
+    replica_step: int
+    """Newest step in the replica; 0: none."""
+    seconds: float
+    """Time for which the oldest missing step is missing."""
+    reason: str
+    series: int
+    """Number of such times of this supervisor, the present one included."""
+
+
+@dataclass(frozen=True)
+class ReplicaCaughtUp:
+    """The replica has every committed step again."""
+
+    attempt: int
+    step: int
+    replica: str
+    series: int
+
+
+@dataclass(frozen=True)
 class PreemptionWatchStarted:
     """A supervisor has looked for the source of this machine's preemption notices."""
 
@@ -384,6 +475,7 @@ Event = (
     | CompiledStepsLoaded
     | StepsCompiled
     | TrainingStarted
+    | MemoryEvent
     | Evaluated
     | SaveStarted
     | SaveWaited
@@ -406,6 +498,8 @@ Event = (
     | ForkServerReady
     | GaveUp
     | SupervisionEnded
+    | ReplicaBehind
+    | ReplicaCaughtUp
     | PreemptionWatchStarted
     | PreemptionNoticeReceived
     | PreemptionNoticeHandled
@@ -420,6 +514,11 @@ EVENTS: TaggedCodec[Event] = TaggedCodec(
         "compiled_steps_loaded": CompiledStepsLoaded,
         "steps_compiled": StepsCompiled,
         "training_started": TrainingStarted,
+        "memory_tier_opened": MemoryTierOpened,
+        "memory_copied": MemoryCopied,
+        "memory_copy_failed": MemoryCopyFailed,
+        "memory_fetched": MemoryFetched,
+        "memory_tier_closed": MemoryTierClosed,
         "evaluated": Evaluated,
         "save_started": SaveStarted,
         "save_waited": SaveWaited,
@@ -442,6 +541,8 @@ EVENTS: TaggedCodec[Event] = TaggedCodec(
         "fork_server_ready": ForkServerReady,
         "gave_up": GaveUp,
         "supervision_ended": SupervisionEnded,
+        "replica_behind": ReplicaBehind,
+        "replica_caught_up": ReplicaCaughtUp,
         "preemption_watch_started": PreemptionWatchStarted,
         "preemption_notice_received": PreemptionNoticeReceived,
         "preemption_notice_handled": PreemptionNoticeHandled,

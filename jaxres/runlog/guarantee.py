@@ -78,6 +78,16 @@ def guarantee_level(starts: Sequence[Record]) -> str:
     return BITWISE
 
 
+def is_at_least(level: str, least: str) -> bool:
+    """Returns whether a level is as good as the least one of `run.guarantee`.
+
+    >>> is_at_least("statistical: jax differs", "statistical"), is_at_least("none: x", "bitwise")
+    (True, False)
+    """
+    good = {"bitwise": (BITWISE,), "statistical": (BITWISE, "statistical"), "any": ("",)}
+    return level.startswith(good[least])
+
+
 def _lacks_code(computation: Mapping[str, str]) -> bool:
     return any(computation.get(name, UNKNOWN) == UNKNOWN for name in CODE)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from jaxres.runlog.records import (
     AttemptEnded,
+    Branch,
     Claim,
     Commit,
     Prune,
@@ -41,9 +42,14 @@ class RunHistory:
     rollbacks: tuple[Record, ...] = ()
     """Records whose body is a Rollback."""
     last_stop: Record | None = None
+    origin: Branch | None = None
+    """The step of another run that this one begins with; None: it begins at step 0."""
     verified_through: int | None = None
     """Newest step that no later rollback can reach: commits up to it are known good. None:
     unknown."""
+    last_change_seq: int = 0
+    """Number of the newest record after which other steps are trained than before: a rollback, a
+    skip, a quarantine or a branch; 0: there is none."""
 
     @property
     def attempt(self) -> int:
@@ -82,19 +88,58 @@ class RunHistory:
         inits = (start_of(record).init for record in self.starts)
         return next((init for init in inits if init is not None), None)
 
+    def continues(self, *, seq: int, nonce: str, step: int, dataset: str) -> bool:
+        """Returns whether a state that no commit record names is the run's state at its step.
+
+        Only if the log has the start under which it was trained, nothing since that start has
+        changed which steps are trained, every later start has begun at this step or after it, and
+        the step is newer than every committed one.
+
+        Args:
+          seq: number of the start record under which the state was trained.
+          nonce: nonce of the claim of that attempt; the numbers of a rebuilt log may repeat.
+          step: step of the state.
+          dataset: fingerprint of the data set as it is now.
+        """
+        nonces = {claim.attempt: claim.nonce for claim in self.claims}
+        own = next((record for record in self.starts if record.seq == seq), None)
+        if own is None or nonces.get(own.attempt) != nonce or start_of(own).dataset != dataset:
+            return False
+        later = [start_of(record).step for record in self.starts if record.seq > seq]
+        is_undone = seq < self.last_change_seq or any(start < step for start in later)
+        return not is_undone and step > max(self.step, start_of(own).step)
+
     def rate_factor(self, step: int) -> float:
         """Returns the factor of all rollbacks on the learning rate of a step."""
-        bodies = (record.body for record in self.rollbacks)
         return math.prod(
-            body.rate_factor
-            for body in bodies
-            if isinstance(body, Rollback) and 0 <= step - body.onset < body.rate_steps
+            factor for first, factor, steps in self.lower_rates() if 0 <= step - first < steps
         )
+
+    def lower_rates(self, *, before_seq: int | None = None) -> list[tuple[int, float, int]]:
+        """Returns first step, factor and number of steps of each lower learning rate.
+
+        `before_seq`: only of rollbacks that the log had before this record.
+        """
+        found = list(self.origin.lower_rates) if self.origin else []
+        for record in self.rollbacks:
+            body, is_known = record.body, before_seq is None or record.seq < before_seq
+            if isinstance(body, Rollback) and is_known and body.rate_steps:
+                found.append((body.onset, body.rate_factor, body.rate_steps))
+        return found
 
     @property
     def dataset(self) -> str | None:
-        """Fingerprint of the data set that the run has trained on."""
-        return start_of(self.starts[-1]).dataset if self.starts else None
+        """Fingerprint of the data set that the run, or the one it begins with, has trained on."""
+        if self.starts:
+            return start_of(self.starts[-1]).dataset
+        return self.origin.dataset if self.origin else None
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Name of the tokenizer with which the run trains; None: unknown."""
+        if self.starts:
+            return start_of(self.starts[-1]).tokenizer
+        return self.origin.tokenizer if self.origin else None
 
 
 def _commit_of(record: Record) -> Commit:
@@ -111,8 +156,7 @@ def start_of(record: Record) -> Start:
 
 def recorded_tokenizer(records: Sequence[Record]) -> str | None:
     """Returns the name of the tokenizer with which the run trains; None: unknown."""
-    starts = fold(records).starts
-    return start_of(starts[-1]).tokenizer if starts else None
+    return fold(records).tokenizer
 
 
 def in_force(records: Sequence[Record]) -> list[Record]:
@@ -141,7 +185,7 @@ def fold(records: Sequence[Record]) -> RunHistory:
     bad_rows: list[tuple[int, int]] = []
     num_skips = 0
     rollbacks: list[Record] = []
-    last_stop = None
+    last_stop, origin = None, None
     looks_back: int | None = None
     good_through: dict[int, int] = {}
     """Step of a commit -> newest step that no rollback after that commit can reach."""
@@ -151,6 +195,8 @@ def fold(records: Sequence[Record]) -> RunHistory:
                 claims.append(record.body)
             case Start(looks_back_steps=looks_back):
                 starts.append(record)
+            case Branch():
+                origin = record.body
             case Commit(step=step):
                 commits[step] = record
                 if looks_back is not None:
@@ -184,8 +230,20 @@ def fold(records: Sequence[Record]) -> RunHistory:
         num_skips=num_skips,
         rollbacks=tuple(rollbacks),
         last_stop=last_stop,
+        origin=origin,
         verified_through=max((n for at, n in good_through.items() if at in commits), default=None),
+        last_change_seq=_last_change(records),
     )
+
+
+def _last_change(records: Sequence[Record]) -> int:
+    """Returns the number of the newest record that changes which steps are trained; 0: none."""
+    changes = (
+        record.seq
+        for record in in_force(records)
+        if isinstance(record.body, Rollback | Skip | Quarantine | Branch)
+    )
+    return max(changes, default=0)
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

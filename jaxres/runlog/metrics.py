@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
-from jaxres.runlog.event_log import finite_or_none, read_json_lines
+from jaxres.runlog.event_log import finite_or_none, read_json_lines, read_json_lines_since
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory, start_of
 from jaxres.storage.line_writer import open_line_writer
@@ -48,11 +48,15 @@ class MetricsLine:
     """Seconds of a step that each host works alone, updated every 8 steps; empty with one host."""
     loss_scale: float | None = None
     """Loss scale of the backward pass; None, and not written, without loss scaling."""
+    model_metrics: Mapping[str, float | None] = field(default_factory=dict)
+    """Weighted means of the model's metrics, and `NAME/loss` of each source of a mixture that the
+    batch has rows of; empty, and not written, if there are none."""
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields that are written."""
         fields = {name: finite_or_none(value) for name, value in vars(self).items()}
-        return fields if self.loss_scale is not None else _without(fields, "loss_scale")
+        unused = {"loss_scale": self.loss_scale is None, "model_metrics": not self.model_metrics}
+        return {name: value for name, value in fields.items() if not unused.get(name)}
 
 
 class MetricsLog:
@@ -77,13 +81,13 @@ class MetricsLog:
         """
         self._lines.append(json.dumps(line.fields()).encode())
 
+    def flush(self) -> None:
+        """Writes the waiting lines, or raises: all of them survive the process."""
+        self._lines.flush()
+
     def sync(self) -> None:
         """Makes all lines durable, including the waiting ones, or raises."""
         self._lines.sync()
-
-
-def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key != name}
 
 
 def surviving_metrics(run_history: RunHistory, lines: Iterable[MetricsLine]) -> list[MetricsLine]:
@@ -113,6 +117,12 @@ def read_attempt(run_dir: RunDir, attempt: int) -> list[MetricsLine]:
     return [line for line in lines if line is not None]
 
 
+def read_since(path: RunPath, start: int) -> tuple[list[MetricsLine], int]:
+    """Reads an attempt's whole lines from a byte on; returns them and where they end."""
+    rows, end = read_json_lines_since(path, start)
+    return [line for line in map(_decoded, rows) if line is not None], end
+
+
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("seq", "step", "attempt", "tokens"), (int,)),
     **dict.fromkeys(("loss", "grad_norm", "learning_rate", "loss_scale"), (int, float, NoneType)),
@@ -120,8 +130,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "skipped": (bool,),
     "samples": (str,),
     "busy_seconds": (list,),
+    "model_metrics": (dict,),
 }
-_REQUIRED = {f.name for f in dataclasses.fields(MetricsLine) if f.default is dataclasses.MISSING}
+_REQUIRED = {
+    f.name
+    for f in dataclasses.fields(MetricsLine)
+    if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+}
 
 
 def _decoded(fields: dict[str, Any]) -> MetricsLine | None:
@@ -132,5 +147,8 @@ def _decoded(fields: dict[str, Any]) -> MetricsLine | None:
         return None
     busy = known.get("busy_seconds", [])
     if not all(isinstance(seconds, int | float) for seconds in busy):
+        return None
+    means = known.get("model_metrics", {}).values()
+    if not all(isinstance(mean, int | float | NoneType) for mean in means):
         return None
     return MetricsLine(**{**known, "busy_seconds": tuple(busy)})

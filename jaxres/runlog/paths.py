@@ -89,6 +89,11 @@ class RunDir:
         return self.local / "tensorboard"
 
     @property
+    def console_log(self) -> Path:
+        """What host 0 has printed in all attempts; of a run in a bucket, on this machine."""
+        return self.local / "console.log"
+
+    @property
     def supervisor_events(self) -> RunPath:
         """Events of the restart loop, for all attempts."""
         return self.root / "events-supervisor.jsonl"

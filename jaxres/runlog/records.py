@@ -38,7 +38,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Training starts at a step: 0, or a restored committed one."""
+    """Training starts at a step: 0, or a restored one."""
 
     step: int
     path: str | None
@@ -55,6 +55,25 @@ class Start:
     A commit that is this much older than the newest one is known to be good. None: unknown."""
     tokenizer: str | None = None
     """Name of the tokenizer, whose files are in RunDir.tokenizer; None: unknown."""
+    tier: str | None = None
+    """`memory`: the step was restored from host memory. It is not committed, so `path` is None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """The run begins with a step of another run, which the next commit record is a copy of."""
+
+    path: str
+    """Directory of that run."""
+    step: int
+    manifest: str
+    """Digest of the step's manifest there."""
+    dataset: str
+    """Fingerprint of the data set; the attempts of this run must have the same one."""
+    tokenizer: str | None = None
+    """Name of the tokenizer; None: unknown."""
+    lower_rates: tuple[tuple[int, float, int], ...] = ()
+    """What rollbacks before that step have left: first step, factor on the learning rate, steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +150,23 @@ class SupervisorEnded:
 
 
 Body = (
-    Claim | Start | Commit | Skip | Rollback | Prune | Quarantine | AttemptEnded | SupervisorEnded
+    Claim
+    | Start
+    | Branch
+    | Commit
+    | Skip
+    | Rollback
+    | Prune
+    | Quarantine
+    | AttemptEnded
+    | SupervisorEnded
 )
 RECORDS: TaggedCodec[Body] = TaggedCodec(
     "kind",
     {
         "claim": Claim,
         "start": Start,
+        "branch": Branch,
         "commit": Commit,
         "skip": Skip,
         "rollback": Rollback,

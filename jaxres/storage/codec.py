@@ -30,20 +30,23 @@ class OtherFormat(ValueError):
     """The data has a format that this version does not read."""
 
 
-def require_format(fields: Mapping[str, Any], *, number: int) -> None:
+def require_format(fields: Mapping[str, Any], *, number: int, older: int | None = None) -> None:
     """Checks the format number of a parsed object; an object without one has format 1.
+
+    `older` is another number that is read as well.
 
     Raises:
       OtherFormat: the number differs; the message names the version that wrote the data.
     """
     written = fields.get(FORMAT, 1)
-    if type(written) is int and written == number:
+    if type(written) is int and written in (number, older):
         return
     is_newer = isinstance(written, int) and written > number
     writer = "a newer version of jaxres" if is_newer else f"a jaxres before {FIRST_RELEASE}"
     remedy = "use that version" if is_newer else "use that version, or start a new run"
+    read = number if older is None else f"{older} or {number}"
     raise OtherFormat(
-        f"it has format {written!r:.20}, written by {writer}; this version reads format {number} "
+        f"it has format {written!r:.20}, written by {writer}; this version reads format {read} "
         f"only: {remedy}"
     )
 

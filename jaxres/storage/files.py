@@ -79,6 +79,14 @@ class Store(Protocol[P_contra]):
 
     def refuses_locks(self, folder: P_contra) -> bool: ...
 
+    def can_link(self, path: P_contra, folder: P_contra) -> bool: ...
+
+    def link(self, path: P_contra, to: P_contra) -> bool: ...
+
+    def is_same(self, path: P_contra, other: P_contra) -> bool: ...
+
+    def shared_bytes(self, folders: Sequence[P_contra]) -> int: ...
+
     def free_bytes(self, folder: P_contra) -> int: ...
 
     def identity(self, folder: P_contra) -> str: ...
@@ -238,6 +246,30 @@ def iter_chunks(path: RunPath, *, size_bytes: int) -> Iterator[memoryview]:
 def refuses_locks(folder: RunPath) -> bool:
     """Returns whether storage refuses to lock files in `folder`; some mounts do."""
     return store_of(folder).refuses_locks(folder)
+
+
+def can_link(path: RunPath, folder: RunPath) -> bool:
+    """Returns whether `folder` can have a hard link to a file: never in a bucket."""
+    return store_of(path).can_link(path, folder)
+
+
+def link(path: RunPath, to: RunPath) -> bool:
+    """Gives a file a second name, which must not exist; False: storage refuses hard links."""
+    return store_of(path).link(path, to)
+
+
+def is_same(path: RunPath, other: RunPath) -> bool:
+    """Returns whether two names are hard links to one file; False if one does not exist."""
+    return store_of(path).is_same(path, other)
+
+
+def shared_bytes(folders: Sequence[RunPath]) -> int:
+    """Returns how much less than their size becomes free when these folders are deleted.
+
+    A file with another name outside of the folders stays; one with several names inside is counted
+    once. All folders are on one storage.
+    """
+    return store_of(folders[0]).shared_bytes(folders) if folders else 0
 
 
 def free_bytes(folder: RunPath) -> int:

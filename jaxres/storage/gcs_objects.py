@@ -478,6 +478,22 @@ class GcsStore:
         """Returns False: writes have preconditions and need no locks."""
         return False
 
+    def can_link(self, path: GcsPath, folder: GcsPath) -> bool:
+        """Returns False: an object has one name."""
+        return False
+
+    def link(self, path: GcsPath, to: GcsPath) -> bool:
+        """Returns False: an object has one name."""
+        return False
+
+    def is_same(self, path: GcsPath, other: GcsPath) -> bool:
+        """Returns whether the names are equal."""
+        return path == other
+
+    def shared_bytes(self, folders: Sequence[GcsPath]) -> int:
+        """Returns 0: no two names share an object."""
+        return 0
+
     def free_bytes(self, folder: GcsPath) -> int:
         """Returns the largest number: a bucket has no limit."""
         return sys.maxsize

@@ -73,12 +73,19 @@ def open_line_writer(path: RunPath, *, max_waiting: int, on_overflow: Overflow) 
     return LineWriter(sink, path=path, max_waiting=max_waiting, on_overflow=on_overflow)
 
 
-def read_lines(path: RunPath) -> bytes:
-    """Returns all lines; empty if there are none."""
+def read_lines(path: RunPath, *, start: int = 0) -> bytes:
+    """Returns all lines from a byte on; empty if there are none."""
     if not is_remote(path):
-        return files.read(path) or b""
+        with files.typed_errors(path):
+            try:
+                with path.open("rb") as file:
+                    file.seek(start)
+                    return file.read()
+            except FileNotFoundError:
+                return b""
     names = [name for name in gcs_objects.list_names(path) if name.isdecimal()]
-    return b"".join(data or b"" for data in gcs_objects.read_all([path / name for name in names]))
+    parts = gcs_objects.read_all([path / name for name in names])
+    return b"".join(data or b"" for data in parts)[start:]
 
 
 class LineWriter:
@@ -135,17 +142,21 @@ class LineWriter:
             elif error is not None and (is_full or not isinstance(error, StorageUnavailable)):
                 raise error
 
+    def flush(self) -> None:
+        """Writes the waiting lines, or raises; waits for storage, without fsync."""
+        with self._changed:
+            self._raise_if_lost()
+            error = self._request(threading.TIMEOUT_MAX)
+        if error is not None:
+            raise error
+
     def sync(self) -> None:
         """Writes the waiting lines and makes all lines durable, or raises; waits for storage.
 
         After a failed fsync it is unknown which lines the system has dropped, and a second fsync
         would succeed without them. So every later call raises.
         """
-        with self._changed:
-            self._raise_if_lost()
-            error = self._request(threading.TIMEOUT_MAX)
-        if error is not None:
-            raise error
+        self.flush()
         try:
             self._sink.sync()
         except (RunError, OSError) as failure:

@@ -30,6 +30,8 @@ _FAILING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO,
 _TRASH = re.compile(r"\..+\.[0-9a-f]{12}\.trash")
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")
 """Names of this module only: other names in the same folder belong to users."""
+_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
+"""Errors of a disk without hard links, between two disks, or of a file with too many of them."""
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -282,6 +284,48 @@ class LocalStore:
                     return True
                 raise
         return False
+
+    def can_link(self, path: Path, folder: Path) -> bool:
+        """Returns whether `folder` can have a hard link to a file, by making one."""
+        probe = folder / f".link.{secrets.token_hex(6)}.trash"  # Deleted later if this is killed.
+        with typed_errors(path):
+            try:
+                return self.link(path, probe)
+            except FileNotFoundError:
+                return False
+            finally:
+                probe.unlink(missing_ok=True)
+
+    def link(self, path: Path, to: Path) -> bool:
+        """Makes a hard link; False if the disk refuses it. Raises every other OSError unchanged."""
+        try:
+            os.link(path, to)
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                return False
+            raise
+        return True
+
+    def is_same(self, path: Path, other: Path) -> bool:
+        """Returns whether two names are one file."""
+        with typed_errors(path):
+            try:
+                return path.samefile(other)
+            except FileNotFoundError:
+                return False
+
+    def shared_bytes(self, folders: Sequence[Path]) -> int:
+        """Counts the names of each file: its bytes are free once its last name is gone."""
+        named: dict[tuple[int, int], list[os.stat_result]] = {}
+        for folder in folders:
+            for name in self.files_below(folder):
+                with contextlib.suppress(FileNotFoundError):
+                    status = (folder / name).stat()
+                    named.setdefault((status.st_dev, status.st_ino), []).append(status)
+        return sum(
+            found[0].st_size * (len(found) - (len(found) >= found[0].st_nlink))
+            for found in named.values()
+        )
 
     def free_bytes(self, folder: Path) -> int:
         """Returns the free space of the disk that `folder` is on."""

@@ -29,28 +29,40 @@ from jaxres.cluster.host_group import ALONE, HostRank
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
 from jaxres.config.schema_data import CustomSource, single_sources
-from jaxres.exit_codes import ExitCode
+from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.attempt_result import AttemptResult, stop_record
+from jaxres.runlog.events import Event, ReplicaBehind, ReplicaCaughtUp
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunHistory, RunLog
-from jaxres.storage import files
+from jaxres.storage import files, memory_folder
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import call_with_timeout, write_with_timeout
-from jaxres.supervisor import processes, restart_policy, signals
+from jaxres.supervisor import (
+    processes,
+    replica_process,
+    restart_policy,
+    signals,
+    tracker_processes,
+)
 from jaxres.supervisor.attempt import ignore_save_health, print_message
 from jaxres.supervisor.failure_report import upload_artifacts
 from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.proc_stat import read_proc_stat
+from jaxres.supervisor.replica_process import ReplicaProcess
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.supervisor import supervise
+from jaxres.supervisor.tracker_processes import TrackerProcesses
 from jaxres.supervisor.worker_group import Rendezvous, WorkerGroup, boot_id, single_host, versions
 from jaxres.telemetry import stdio
 from jaxres.telemetry.heartbeat import SaveHealth
 
+WORKER_VARIABLES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Variables of a worker, unless they are set: malloc asks for transparent huge pages, without which
+the page faults of fresh memory take most of the time of a warm restore. (glibc manual, 39.2)"""
 MIN_DEVICES = "JAXRES_MIN_DEVICES"
 """Environment variable with the number of devices that each host must have."""
 RECORD_SECONDS = 10.0
@@ -139,28 +151,24 @@ def run_attempt(
     loaded, run_dir = resolve_run(target, overrides)
     config = loaded.config
     if is_complete(run_dir, config):
+        tracker_processes.send_rest(config, run_dir, env=env)
+        replica_process.copy_rest(config, run_dir, env=env)
         return ExitCode.DONE
     known, clock = len(run_log.read_records(run_dir.log)), SystemClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
-        preemption_watcher = None
-        if threads is None:  # Otherwise no supervisor could handle a notice.
-            watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
-            preemption_watcher = stack.enter_context(watcher)
+        watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
+        preemption_watcher = stack.enter_context(watcher) if threads is None else None
         job = stack.enter_context(rendezvous(config, run_dir))
+        trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
+        replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         hold_signals()
-        log, opened = claim_attempt(
-            config,
-            run_dir,
-            job=job,
-            run_lock=run_lock,
-            clock=clock,
-            env=env,
-            known=known,
-            threads=threads,
-        )
+        given = {"job": job, "run_lock": run_lock, "clock": clock, "env": env}
+        log, opened = claim_attempt(config, run_dir, **given, known=known, threads=threads)
         opened = dataclasses.replace(opened, preemption_watcher=preemption_watcher)
+        trackers.ensure_started(opened.claim.attempt)
+        replica.ensure_started(_print_lag)
         ended = consume_stop_file(run_dir, opened.claim)
         if ended is not None:
             job.cancel(ended.code, ended.reason)
@@ -169,9 +177,20 @@ def run_attempt(
         else:
             ended = run(opened)
         record_stop_with_timeout(log, ended, run_dir=run_dir, run_lock=run_lock)
+        trackers.on_run_ended(ended.code)
+        replica.on_run_ended(ended.code)
+        delete_memory_at_end(run_dir, opened.config, ended)
     if ended.is_printed:
         print_result(ended, run_dir, opened.claim)
     return ended.code
+
+
+def _print_lag(event: Event) -> None:
+    """Prints that the replica is behind, or has caught up: without `launch` nothing else shows."""
+    if isinstance(event, ReplicaBehind):
+        print_message(f"ALARM: {event.reason}; training continues")
+    elif isinstance(event, ReplicaCaughtUp):
+        print_message(f"{event.replica} has step {event.step}: it has caught up")
 
 
 def claim_attempt(
@@ -213,6 +232,7 @@ def claim_attempt(
     if threads is not None:
         _refuse_other_threads(claim, threads)
     log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
+    delete_unused_memory(run_dir, config)
     # Late records of the attempt before may precede the claim.
     _record_config(config, run_dir, claim, is_first=not log.history().starts)
     return log, ClaimedAttempt(
@@ -265,7 +285,9 @@ def run_local_workers(
         limits=opened.config.deadlines,
         run_lock=opened.run_lock,
         clock=opened.clock,
-        env=processes.tag_env({**env, "NPROC": str(claim.threads)}, opened.run_dir, claim),
+        env=processes.tag_env(
+            {**WORKER_VARIABLES, **env, "NPROC": str(claim.threads)}, opened.run_dir, claim
+        ),
         num_hosts=claim.num_hosts,
         peers=opened.peers,
         wakeup=wakeup,
@@ -276,6 +298,30 @@ def run_local_workers(
     )
     upload_artifacts(opened.run_dir, claim.attempt)
     return add_memory_advice(ended, opened.config, advise)
+
+
+def delete_memory(run_dir: RunDir, config: RunConfig) -> None:
+    """Deletes the states in host memory."""
+    section = config.checkpoint.memory
+    memory_folder.delete(
+        run_dir.root, memory_folder.SHARED_MEMORY if section is None else section.folder
+    )
+
+
+def delete_unused_memory(run_dir: RunDir, config: RunConfig) -> None:
+    """Deletes states that an earlier attempt has kept in host memory and this one can't use."""
+    if config.checkpoint.memory is None:
+        delete_memory(run_dir, config)
+
+
+def delete_memory_at_end(run_dir: RunDir, config: RunConfig, ended: AttemptResult) -> None:
+    """Deletes the states in host memory, unless the next start needs them after a failure.
+
+    A fenced process leaves them to the process that owns the run.
+    """
+    is_final = ended.committed or exit_row(ended.code).restart is RestartRule.NEVER
+    if is_final and ended.code != ExitCode.FENCED:
+        delete_memory(run_dir, config)
 
 
 def add_memory_advice(

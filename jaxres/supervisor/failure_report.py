@@ -73,9 +73,17 @@ def supervision_started(
 
 
 def attempt_restarted(
-    run_history: RunHistory, policy: RestartPolicy, ended: AttemptResult, decision: Restart
+    run_history: RunHistory,
+    policy: RestartPolicy,
+    ended: AttemptResult,
+    decision: Restart,
+    *,
+    has_memory: bool = False,
 ) -> tuple[AttemptRestarted, list[str]]:
-    """Returns the event and the messages of an attempt's end that another attempt follows."""
+    """Returns the event and the messages of an attempt's end that another attempt follows.
+
+    `has_memory`: whether host memory may have a newer step than the newest committed one.
+    """
     number, step = run_history.attempt, run_history.step
     hosts = len(restart_policy.choose_slots(policy, decision.without_hosts) or ())
     event = AttemptRestarted(
@@ -91,9 +99,11 @@ def attempt_restarted(
         reason=ended.reason,
     )
     excluded = f" with {hosts} host(s)" if decision.without_hosts else ""
+    newer = " or a newer one in host memory" if has_memory else ""
     return event, [
         f"attempt {number} ended: {ended.reason} ({exit_name(ended.code)})",
-        f"restart from step {step}{excluded} in {decision.after_seconds:.1f} s ({decision.reason})",
+        f"restart from step {step}{newer}{excluded} in {decision.after_seconds:.1f} s "
+        f"({decision.reason})",
     ]
 
 

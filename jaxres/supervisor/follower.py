@@ -17,6 +17,7 @@ from jaxres.storage.path import RunPath
 from jaxres.supervisor import signals
 from jaxres.supervisor.attempt_runner import (
     add_memory_advice,
+    delete_memory_at_end,
     follows_an_attempt,
     print_result,
     worker_command,
@@ -71,6 +72,7 @@ def follow(
         )
     upload_artifacts(run_dir, claim.attempt)
     ended = add_memory_advice(ended, config, advise)
+    delete_memory_at_end(run_dir, config, ended)
     if ended.is_printed:
         print_result(ended, run_dir, claim)
     return ended.code

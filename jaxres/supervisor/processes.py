@@ -30,9 +30,9 @@ from jaxres.supervisor.proc_stat import read_proc_stat
 PR_SET_PDEATHSIG = 1
 
 
-def kill_me_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent is gone, however the parent ended."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def kill_me_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Makes the kernel signal this process when its parent is gone, however the parent ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
         os._exit(ExitCode.BUG)
 
@@ -62,14 +62,42 @@ def oom_kill_count(root: Path = Path("/")) -> int:
 
 def memory_bytes(root: Path = Path("/")) -> int:
     """Returns the memory of this machine, or the limit of this process's cgroup if it is less."""
-    found = re.search(r"^MemTotal:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
-    assert found is not None, "the kernel always reports MemTotal"
-    limits = [int(found[1]) * 1024]
+    return min([_meminfo_bytes(root, "MemTotal"), *(limit for limit, _ in _limits(root))])
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Returns the memory that this machine has left, or this process's cgroup if that is less."""
+    left = [_meminfo_bytes(root, "MemAvailable")]
+    for limit, stat in _limits(root):
+        with contextlib.suppress(OSError, ValueError):
+            left.append(limit - _unreclaimable_bytes(stat))
+    return max(0, min(left))
+
+
+def _meminfo_bytes(root: Path, name: str) -> int:
+    text = (root / "proc/meminfo").read_text()
+    found = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
+    assert found is not None, f"the kernel always reports {name}"
+    return int(found[1]) * 1024
+
+
+def _limits(root: Path) -> list[tuple[int, Path]]:
+    """Returns the memory limits of this process's cgroups, and the files of what they use."""
+    limits: list[tuple[int, Path]] = []
     for path in _counters(root):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with contextlib.suppress(OSError, ValueError):  # No limit is "max".
-                limits.append(int(path.with_name(name).read_text()))
-    return min(limits)
+                limits.append(
+                    (int(path.with_name(name).read_text()), path.with_name("memory.stat"))
+                )
+    return limits
+
+
+def _unreclaimable_bytes(stat: Path) -> int:
+    """Returns a cgroup's memory but for its file cache, which the kernel frees when necessary."""
+    rows = (line.split() for line in stat.read_text().splitlines())
+    names = ("anon", "rss", "shmem")  # rss: version 1.
+    return sum(int(row[1]) for row in rows if len(row) == 2 and row[0] in names)
 
 
 def _counters(root: Path) -> list[Path]:
@@ -166,7 +194,8 @@ def kill_leftovers(
       folder: the identity of the run directory (`run_dir_id`).
       claims: the claims of the attempts.
       clock: the supervisor's clock.
-      keep: pids of children that belong to no attempt, which are not killed.
+      keep: pids of children that belong to no attempt; neither they nor their own descendants are
+        killed.
       adopts: whether every descendant of this process is a leftover too, as `become_subreaper` has
         returned.
 
@@ -176,7 +205,7 @@ def kill_leftovers(
     tags = {f"{TAG_VARIABLE}={_tag(folder, claim)}".encode() for claim in claims}
     killed: set[int] = set()
     until = clock.monotonic() + KILL_WAIT_SECONDS
-    while left := _find_leftovers(tags, clock, adopts=adopts).difference(keep):
+    while left := _find_leftovers(tags, clock, keep=keep, adopts=adopts):
         if clock.monotonic() > until:
             pids = ", ".join(map(str, sorted(left)))
             raise StorageUnavailable(
@@ -195,7 +224,9 @@ def _tag(folder: str, claim: Claim) -> str:
     return f"{claim.nonce}.{folder}"
 
 
-def _find_leftovers(tags: set[bytes], clock: Clock, *, adopts: bool) -> set[int]:
+def _find_leftovers(
+    tags: set[bytes], clock: Clock, *, keep: Collection[int], adopts: bool
+) -> set[int]:
     """Returns the pids that carry a tag, or descend from this process; reaps zombie children."""
     parents = dict[int, int]()
     for entry in Path("/proc").iterdir():
@@ -215,7 +246,8 @@ def _find_leftovers(tags: set[bytes], clock: Clock, *, adopts: bool) -> set[int]
         if not unread:
             break
         clock.sleep(EXEC_POLL_SECONDS)
-    return tagged | {pid for pid in parents if adopts and _descends(pid, parents)}
+    found = tagged | {pid for pid in parents if adopts and _descends(pid, parents, (os.getpid(),))}
+    return {pid for pid in found if not _descends(pid, parents, keep)}
 
 
 def _reap_child(pid: int, parent: int) -> None:
@@ -237,12 +269,12 @@ def _has_tag(pid: int, tags: set[bytes]) -> bool | None:
     return False
 
 
-def _descends(pid: int, parents: Mapping[int, int]) -> bool:
-    """Whether a process descends from this one, according to the table of parents."""
-    for _ in parents:
-        pid = parents.get(pid, 0)
-        if pid == os.getpid():
+def _descends(pid: int, parents: Mapping[int, int], roots: Collection[int]) -> bool:
+    """Whether a process is one of these or descends from one, by the table of parents."""
+    for _ in range(len(parents) + 1):
+        if pid in roots:
             return True
+        pid = parents.get(pid, 0)
     return False
 
 

@@ -43,14 +43,15 @@ from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.failure_report import failure_text
 from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.replica_process import ReplicaProcess
 from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartHistory, RestartPolicy
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
 from jaxres.supervisor.run_lock import RunLock
+from jaxres.supervisor.tracker_processes import TrackerProcesses
 from jaxres.supervisor.watchdog import LEAVE_SECONDS
 from jaxres.telemetry import stdio
 from jaxres.telemetry.alert_monitors import SaveMonitor
 from jaxres.telemetry.alert_sender import Alerts
-from jaxres.telemetry.observers import Observers
 
 TICK_SECONDS = 0.25
 MIN_TICK_SECONDS = 0.02
@@ -80,6 +81,10 @@ class LoopState:
     """Runs a claimed attempt."""
     unconfirmed: str | None
     """Path of the last step if it is committed and does not count yet, or None."""
+    trackers: TrackerProcesses
+    """Copy the metrics to experiment trackers, over all attempts."""
+    replica: ReplicaProcess
+    """Replicates the committed steps, over all attempts."""
     fork_server: ForkServer | None
     """Forks the workers of every attempt but the first; None: all are fresh processes."""
     env: Mapping[str, str]
@@ -110,25 +115,23 @@ def run_restart_loop(
     """Runs attempts until the run ends; returns the exit code.
 
     Args:
-      config: the config of every attempt.
-      run_dir: the run directory, which no live process holds.
+      config, run_dir: of every attempt; no live process holds the run directory.
       policy: when to restart.
-      run_attempt: runs a claimed attempt to its end; is given `env`, `wakeup`, `deadline`,
-        `on_save_health` and `fork_server`.
+      run_attempt: runs a claimed attempt to its end; `_run_claimed` has its arguments.
       unconfirmed: path of the last step if it is committed and does not count yet.
-      env: the environment of all attempts.
-      clock: the supervisor's clock.
+      env, clock: the environment of all attempts, and the supervisor's clock.
       alerts: receive the events of the loop; entered once the run lock is held.
     """
     adopts = processes.become_subreaper()
     with contextlib.ExitStack() as stack:
         watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
         preemption_watcher = stack.enter_context(watcher)
+        trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
+        replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         stack.enter_context(alerts)
         records = run_log.read_records(run_dir.log)
-        listeners = [Observers([alerts]).on_event]
-        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=listeners)
+        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.on_event])
         stack.push(lambda *_: _close_in_time(log))
         run_history, restarts = run_log.fold(records), restart_policy.load_history(records)
         emit, fork_server = partial(_emit_in_time, log), None
@@ -148,6 +151,8 @@ def run_restart_loop(
             save_monitor=SaveMonitor(alerts.send, run=run_dir.root.absolute().name),
             run_attempt=run_attempt,
             unconfirmed=unconfirmed,
+            trackers=trackers,
+            replica=replica,
             fork_server=fork_server,
             env=env,
             run_history=run_history,
@@ -171,6 +176,7 @@ def _close_in_time(log: EventLog) -> None:
 
 def _run_attempts(run: LoopState, restarts: RestartHistory) -> int:
     """Runs attempts until the policy gives up or a stop was requested; returns the exit code."""
+    attempt_runner.delete_unused_memory(run.run_dir, run.config)
     decision = Restart(0.0, frozenset(), "")
     if run.outcomes:
         decision = restart_policy.decide(run.outcomes, run.clock.monotonic(), run.policy)
@@ -190,9 +196,14 @@ def _run_attempts(run: LoopState, restarts: RestartHistory) -> int:
         if ended.requested is not None:
             prefix = "" if ended.requested == ended.code else "asked to stop, then "
             return _finish(run, ended, ended.requested, f"{prefix}{ended.reason}")
-        _announce(
-            run, *failure_report.attempt_restarted(run.run_history, run.policy, ended, decision)
+        report = failure_report.attempt_restarted(
+            run.run_history,
+            run.policy,
+            ended,
+            decision,
+            has_memory=run.config.checkpoint.memory is not None,
         )
+        _announce(run, *report)
         ended = _wait_backoff(run, decision.after_seconds) or _run_one(
             run, without=decision.without_hosts
         )
@@ -250,6 +261,8 @@ def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult
     run.run_history = dataclasses.replace(
         run.run_history, claims=(*run.run_history.claims, opened.claim)
     )
+    run.trackers.ensure_started(opened.claim.attempt)
+    run.replica.ensure_started(run.emit)
     ended = attempt_runner.consume_stop_file(run.run_dir, opened.claim)
     if ended is None:
         deadline = restart_policy.deadline(run.policy)
@@ -290,7 +303,11 @@ def _fenced_reason(run: LoopState, claim: Claim) -> str:
 
 def _kill_leftovers(run: LoopState, claims: Sequence[Claim]) -> None:
     """Kills the processes that attempts have left behind."""
-    keep = set() if run.fork_server is None else run.fork_server.pids
+    keep = (
+        run.trackers.pids
+        | run.replica.pids
+        | (set() if run.fork_server is None else run.fork_server.pids)
+    )
     if num_killed := processes.kill_leftovers(
         run.run_dir_id, claims, clock=run.clock, keep=keep, adopts=run.adopts
     ):
@@ -390,12 +407,15 @@ def _finish(run: LoopState, ended: AttemptResult, code: int, reason: str) -> int
     is_graceful = exit_row(code).is_graceful or code == ended.requested
     event_type = SupervisionEnded if is_graceful else GaveUp
     if code != ExitCode.FENCED:
+        attempt_runner.delete_memory(run.run_dir, run.config)
         run.emit(
             event_type(
                 run.run_history.attempt, code, exit_row(code).name, run.run_history.step, reason
             )
         )
         _record_leave(run, AttemptResult(code, reason))
+    run.trackers.on_run_ended(code)
+    run.replica.on_run_ended(code)
     is_attempt_result = (code, reason) == (ended.code, ended.reason)
     if not is_attempt_result or (run.claim is None and ended.is_printed):
         stdio.flush()

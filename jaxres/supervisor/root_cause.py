@@ -22,7 +22,7 @@ GRACE_SECONDS = 1.0
 ABORTED = 128 + signal.SIGABRT
 ORDER = ("start", "import", "join", "data", "build", "compile", "init", "restore")
 """Phases before training, in the order in which every host goes through them."""
-BETWEEN_STEPS = ("evaluate", "save")
+BETWEEN_STEPS = ("evaluate", "save", "hook")
 """Phases that all hosts enter at the same step. Exiting is not one: a host may exit alone."""
 
 

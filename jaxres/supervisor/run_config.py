@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxres import config as configs
 from jaxres.config import Loaded, RunConfig
 from jaxres.faults import ConfigError, UsageError
-from jaxres.runlog import run_log
+from jaxres.runlog import replica_files, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote, parse_path, run_root
@@ -49,12 +49,13 @@ def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunD
     """Returns the config and the run directory; a recorded run must have the same trajectory."""
     if is_remote(target) or _is_folder(target):
         run_dir = RunDir(recorded_root(target))
+        replica_files.prepare_start(run_dir)
         if files.read(run_dir.config) is None:
             raise UsageError(
                 f"{target}: no config.yaml here, so this is not a run directory. Give a config "
                 "file (configs/quickstart.yaml) or the directory of a run."
             )
-        loaded = configs.load_recorded(_newest_config(run_dir), overrides)
+        loaded = configs.load_recorded(newest_config_path(run_dir), overrides)
         configured_dir = loaded.config.run.dir
         if configured_dir is not None and configured_dir != run_dir.root:
             raise ConfigError(
@@ -64,6 +65,7 @@ def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunD
     else:
         loaded = configs.load(target, overrides)
         run_dir = find_run_dir(loaded)
+        replica_files.prepare_start(run_dir)
     records = run_log.read_records(run_dir.log)
     if loaded.config.run.must_exist and not records:
         raise ConfigError(
@@ -85,7 +87,7 @@ def find_run_dir(loaded: Loaded) -> RunDir:
 
 def newest_config(run_dir: RunDir) -> RunConfig:
     """Returns the config of the last attempt that trained."""
-    return configs.load_recorded(_newest_config(run_dir)).config
+    return configs.load_recorded(newest_config_path(run_dir)).config
 
 
 def recorded_root(path: RunPath) -> RunPath:
@@ -117,7 +119,7 @@ def _record(run_dir: RunDir, attempt: int) -> RunPath:
     )
 
 
-def _newest_config(run_dir: RunDir) -> RunPath:
+def newest_config_path(run_dir: RunDir) -> RunPath:
     """Returns the path of the config of the last attempt that trained.
 
     Free keys may have changed since the first attempt, and the config of an attempt that never

@@ -96,6 +96,7 @@ def limit_seconds(progress: ProgressTracker, limits: DeadlinesSection) -> float:
         "wait for data": limits.data_seconds,
         "evaluate": limits.evaluate_seconds,
         "sample": limits.evaluate_seconds,
+        "hook": limits.hook_seconds,
         "save": limits.save_seconds,
         "settle": limits.save_seconds,
         LEAVE: LEAVE_SECONDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxres.clock import Awake, Clock
 from jaxres.faults import RunError
@@ -137,3 +137,39 @@ class SaveMonitor:
                 seq=self.num_failures,
             )
         )
+
+
+@dataclass
+class ReplicaLag:
+    """Measures for how long the oldest missing step is missing in a replica. Pure."""
+
+    limit_seconds: float | None
+    """None: never too long."""
+    waiting: dict[int, float] = field(default_factory=dict)
+    """Number of each missing commit record -> time at which it was first seen."""
+    series: int = 0
+    """Number of times that the limit was exceeded, the present one included."""
+    is_behind: bool = False
+
+    def check(self, commits: Iterable[int], *, replicated: int, now: float) -> Kind | None:
+        """Returns the kind of incident to send, once per change.
+
+        Args:
+          commits: numbers of the commit records that were read since the last call.
+          replicated: number of records that the replica has.
+          now: time without suspensions, in seconds.
+        """
+        self.waiting |= dict.fromkeys(commits, now)
+        self.waiting = {seq: since for seq, since in self.waiting.items() if seq > replicated}
+        if not self.waiting:
+            was_behind, self.is_behind = self.is_behind, False
+            return "replica_caught_up" if was_behind else None
+        if self.limit_seconds is None or self.is_behind or self.seconds(now) < self.limit_seconds:
+            return None
+        self.is_behind = True
+        self.series += 1
+        return "replica_behind"
+
+    def seconds(self, now: float) -> float:
+        """Returns the lag; 0 if nothing is missing."""
+        return now - min(self.waiting.values(), default=now)

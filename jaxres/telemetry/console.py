@@ -28,7 +28,7 @@ WINDOW_STEPS = 50
 WIDE_COLUMNS = 140
 REFRESHES_PER_SECOND = 4
 """Refresh rate of the live progress; a refresh takes about 0.5 ms, which slows steps on CPU."""
-QUICK_PHASES = ("train", "save", "evaluate")
+QUICK_PHASES = ("train", "save", "evaluate", "hook")
 
 
 class Console:
@@ -100,10 +100,11 @@ class Console:
                 case events.RunBuilt():
                     self._built = event
                     self.print(_parts(event))
-                case events.TrainingStarted(step, path, guarantee):
-                    self._committed = step
-                    begin = f"resuming from step {step} ({path})" if path else "starting at step 0"
-                    self.print(f"{begin} · guarantee: {guarantee}")
+                case events.TrainingStarted(step, _, guarantee, committed):
+                    self._committed = step if committed is None else committed
+                    self.print(f"{_begin(event)} · guarantee: {guarantee}")
+                case _ if isinstance(event, events.MemoryEvent):
+                    self.print(_memory_tier(event))
                 case events.Evaluated():
                     self.print(_evaluated(event))
                 case events.GuardWarned(_, reason):
@@ -137,7 +138,7 @@ class Console:
                     if self._failed_saves:
                         self.print(f"step {step} is committed, after {self._failed_saves} failed")
                     self._failed_saves = 0
-                case events.SampleWritten(_, text):
+                case events.SampleWritten(text=text):
                     self.print(f"the model writes:\n{text}\n")
                 case events.Noted(message):
                     self.print(message)
@@ -274,11 +275,43 @@ def _evaluated(event: events.Evaluated) -> str:
         what = "held-out" if name == HELDOUT else name
         loss = event.losses.get(name, event.loss)
         bits = event.bits_per_byte.get(name)
-        texts.append(
-            f"{what} loss {loss:.4f}" + ("" if bits is None else f", {bits:.3f} bits/byte")
-        )
+        more = [] if bits is None else [f"{bits:.3f} bits/byte"]
+        more += [f"{key} {mean:.4f}" for key, mean in event.metrics.get(name, {}).items()]
+        texts.append(", ".join([f"{what} loss {loss:.4f}", *more]))
     texts[0] += f" (best {event.best_loss:.4f} at step {event.best_step})"
     return f"step {event.step}: {'; '.join(texts)}"
+
+
+def _begin(started: events.TrainingStarted) -> str:
+    step, committed = started.step, started.committed_step
+    if committed is not None:
+        durable = f"step {committed}" if committed else "none"
+        return f"resuming from step {step} (from host memory; newest committed step: {durable})"
+    return f"resuming from step {step} ({started.path})" if started.path else "starting at step 0"
+
+
+def _memory_tier(event: events.MemoryEvent) -> str:
+    match event:
+        case events.MemoryTierOpened(folder, size, every, neighbor):
+            copies = "" if neighbor is None else f"; host {neighbor} keeps copies"
+            return (
+                f"every {every} steps the state is kept in this host's memory too: "
+                f"{format_bytes(size)} in {folder}{copies}"
+            )
+        case events.MemoryCopied(step, host, size):
+            return f"step {step} is in the memory of host {host} too ({format_bytes(size)})"
+        case events.MemoryCopyFailed(step, host, reason):
+            return (
+                f"WARNING: step {step} could not be copied to the memory of host {host}: {reason}. "
+                "Training continues, and the next state is tried again"
+            )
+        case events.MemoryFetched(step, host):
+            return f"step {step} of this host came from the memory of host {host}"
+        case events.MemoryTierClosed(reason):
+            return (
+                f"WARNING: no state is kept in host memory any more: {reason}. Training continues, "
+                "and no committed step is affected"
+            )
 
 
 def _parts(built: events.RunBuilt) -> str:

@@ -142,8 +142,8 @@ class StatusWriter:
         match event:
             case PhaseChanged(phase):
                 self._send(PhaseEntered(phase))
-            case TrainingStarted(step=step):
-                self._committed = step
+            case TrainingStarted(step=step, committed_step=committed):
+                self._committed = step if committed is None else committed
             case SaveStarted(step):
                 self._send(SaveBegun(step))
             case PartCommitted(step, seconds):

@@ -10,7 +10,14 @@ from typing import Any, Literal
 
 from jaxres.config.schema_operations import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.exit_codes import ExitCode, exit_name, exit_row
-from jaxres.runlog.events import AttemptRestarted, GaveUp, SupervisionEnded, SupervisionStarted
+from jaxres.runlog.events import (
+    AttemptRestarted,
+    GaveUp,
+    ReplicaBehind,
+    ReplicaCaughtUp,
+    SupervisionEnded,
+    SupervisionStarted,
+)
 
 Kind = Literal[
     "restarted",
@@ -23,6 +30,8 @@ Kind = Literal[
     "rollback",
     "preempted",
     "finished",
+    "replica_behind",
+    "replica_caught_up",
 ]
 ALWAYS_SENT = ("gave_up", "finished")
 """Kinds that end a run; the rate limit does not apply to them."""
@@ -37,11 +46,14 @@ HEADLINES: Mapping[str, str] = {
     "rollback": "was rolled back to an earlier step",
     "preempted": "was preempted",
     "finished": "is finished",
+    "replica_behind": "has committed steps that its replica lacks for too long",
+    "replica_caught_up": "has every committed step in its replica again",
 }
 SEVERITIES: Mapping[str, str] = {
     "gave_up": "critical",
     "commits_stalled": "error",
     "saves_failing": "error",
+    "replica_behind": "error",
     "restarted": "warning",
     "supervisor_restarted": "warning",
     "rollback": "warning",
@@ -51,6 +63,7 @@ SEVERITIES: Mapping[str, str] = {
 RESOLVES: Mapping[str, tuple[str, ...]] = {
     "commits_resumed": ("commits_stalled",),
     "saves_recovered": ("saves_failing",),
+    "replica_caught_up": ("replica_behind",),
     "finished": tuple(SEVERITIES),
 }
 """Kinds that resolve open incidents of other kinds."""
@@ -192,6 +205,8 @@ def of_event(event: object, *, run: str) -> Incident | None:
     kind: Kind
     code, host, what_next = None, None, ""
     match event:
+        case ReplicaBehind() | ReplicaCaughtUp():
+            return _of_replica(event, run=run)
         case AttemptRestarted(exit=code, culprit=host):
             kind = "preempted" if code == ExitCode.PREEMPTED else "restarted"
             after = f"in {event.after_seconds:.0f} s"
@@ -218,4 +233,17 @@ def of_event(event: object, *, run: str) -> Incident | None:
         code=code,
         reason=reason.strip(),
         next=what_next,
+    )
+
+
+def _of_replica(event: ReplicaBehind | ReplicaCaughtUp, *, run: str) -> Incident:
+    is_behind = isinstance(event, ReplicaBehind)
+    return Incident(
+        kind="replica_behind" if is_behind else "replica_caught_up",
+        run=run,
+        attempt=event.attempt,
+        step=event.step,
+        reason=event.reason if is_behind else "",
+        next="training continues; the copy is tried again" if is_behind else "",
+        seq=event.series,
     )

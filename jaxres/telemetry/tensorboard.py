@@ -1,4 +1,4 @@
-"""Observer that writes TensorBoard event files in a background thread.
+"""Observer that writes TensorBoard event files in a background thread: curves, texts, images.
 
 A failure here is reported once. It never ends training, and training waits at most LAG_SECONDS in
 all. The run's metrics lines are authoritative; these files are a copy. The files of a run in a
@@ -7,17 +7,23 @@ bucket are written on this machine and copied to the bucket every UPLOAD_SECONDS
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import io
 import queue
+import textwrap
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxres.clock import Clock
 from jaxres.faults import ConfigError, RunError
-from jaxres.runlog import events
+from jaxres.runlog import evaluations, events
 from jaxres.runlog.events import Emit, Event, Noted
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.storage import files
@@ -32,8 +38,15 @@ UPLOAD_SECONDS = 60.0
 """Interval between two copies to the bucket: more is lost only with the machine."""
 MAX_FILE_BYTES = 8 * 2**20
 """Size from which points go to a new file, because each copy sends a whole file."""
+MAX_TEXT_CHARS = 4000
+"""Size from which a text sample is cut."""
+MAX_IMAGES = 8
 LAG_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
+
+
+Value = float | str | NDArray[np.uint8]
+"""Value of a curve, a text, or an image uint8 [H, W, 3] (RGB)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ class Point:
 
     time: float
     step: int
-    values: Mapping[str, float]
+    values: Mapping[str, Value]
 
 
 class EventFiles:
@@ -137,6 +150,10 @@ class TensorBoard:
         self._is_copy_late = False
         self._points: queue.Queue[Point] = queue.Queue(CAPACITY)
         self._tokens_per_step = 0
+        self._first_step = 1
+        """Step that the newest start of training begins with."""
+        self._images_step: int | None = None
+        """Step of the images; None: none yet."""
         self._num_lost = 0
         self._failed = False
         self._abandoned = False
@@ -157,20 +174,31 @@ class TensorBoard:
             self._note(f"the points of {self._num_lost} steps are missing")
 
     def on_event(self, event: Event) -> None:
-        """Queues the values of an event that has a curve."""
+        """Queues the values of an event that has a curve or a text."""
         match event:
             case events.RunBuilt(tokens_per_step=tokens_per_step):
                 self._tokens_per_step = tokens_per_step
             case events.TrainingStarted(step=step):
-                self._put(step + 1, {})
+                self._first_step = step + 1
+                self._put(self._first_step, {})
             case events.Evaluated(step=step, loss=loss, losses=losses):
-                values = {f"{name}/loss": value for name, value in losses.items()}
-                bits, epochs = event.bits_per_byte, event.epochs
-                values |= {f"{name}/bits_per_byte": value for name, value in bits.items()}
-                values |= {f"{name}/epochs": value for name, value in epochs.items()}
+                values = evaluations.curves({**vars(event), "losses": losses})
                 self._put(step, values or {"heldout/loss": loss})
+            case events.SampleWritten(text=text, step=step):
+                self._put(step, {"sample": text[:MAX_TEXT_CHARS]})
             case _:
                 pass
+
+    def on_images(self, images: NDArray[np.uint8]) -> None:
+        """Queues the first images of the batch that training begins with, uint8 [B, H, W, 3].
+
+        Once an attempt, unless a mark has discarded them. The writing thread encodes them.
+        """
+        if self._images_step is not None and self._images_step < self._first_step:
+            return
+        self._images_step = self._first_step
+        shown = images[:MAX_IMAGES].copy()  # A slice alone would keep the whole batch in memory.
+        self._put(self._first_step, {f"images/{n}": image for n, image in enumerate(shown)})
 
     def on_step(self, line: MetricsLine) -> None:
         """Queues the values of a completed step."""
@@ -180,11 +208,12 @@ class TensorBoard:
             "train/learning_rate": line.learning_rate,
             "train/loss_scale": line.loss_scale,
         }
+        values |= {f"train/{name}": value for name, value in line.model_metrics.items()}
         if line.step_seconds > 0:
             values["train/tokens_per_second"] = self._tokens_per_step / line.step_seconds
         self._put(line.step, {tag: value for tag, value in values.items() if value is not None})
 
-    def _put(self, step: int, values: Mapping[str, float]) -> None:
+    def _put(self, step: int, values: Mapping[str, Value]) -> None:
         if self._failed:
             return
         point = Point(self._clock.wall(), step, values)
@@ -256,6 +285,31 @@ def _encode(point: Point) -> Any:
         start = records.SessionLog(status=records.SessionLog.START)
         return records.Event(**common, session_log=start)
     values = [
-        summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()
+        summaries.Summary.Value(tag=tag, **_encoded_value(value))
+        for tag, value in point.values.items()
     ]
     return records.Event(**common, summary=summaries.Summary(value=values))
+
+
+def _encoded_value(value: Value) -> dict[str, Any]:
+    """Returns the fields of a tensorboardX Summary.Value besides its tag."""
+    if not isinstance(value, str | np.ndarray):
+        return {"simple_value": value}
+    from tensorboardX.proto import summary_pb2, tensor_pb2, types_pb2
+
+    summaries: Any = summary_pb2
+    tensors: Any = tensor_pb2
+    types: Any = types_pb2
+    if isinstance(value, np.ndarray):
+        file = io.BytesIO()
+        importlib.import_module("PIL.Image").fromarray(value).save(file, "PNG", compress_level=1)
+        height, width, colors = value.shape
+        size = {"height": height, "width": width, "colorspace": colors}
+        return {"image": summaries.Summary.Image(**size, encoded_image_string=file.getvalue())}
+    # TensorBoard shows Markdown: indented lines are shown as they are.
+    verbatim = textwrap.indent(value, "    ", lambda line: True)
+    text = tensors.TensorProto(
+        dtype=types.DT_STRING, string_val=[verbatim.encode(errors="replace")], tensor_shape={}
+    )
+    plugin = summaries.SummaryMetadata.PluginData(plugin_name="text")
+    return {"tensor": text, "metadata": summaries.SummaryMetadata(plugin_data=plugin)}

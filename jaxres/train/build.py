@@ -14,6 +14,9 @@ from jax.sharding import Mesh
 from jaxres import config as configs
 from jaxres import data, models
 from jaxres.checkpoint.checkpointer import Checkpointer
+from jaxres.checkpoint.memory_tier import MemoryTier
+from jaxres.checkpoint.orbax_io import array_infos
+from jaxres.checkpoint.throttle import Throttle
 from jaxres.config import RunConfig
 from jaxres.config.schema_training import GuardsSection
 from jaxres.data import Dataset
@@ -22,16 +25,17 @@ from jaxres.data.tokenizer import Tokenizer
 from jaxres.engine import divergence, mesh_plan, optimizer, sharding_report
 from jaxres.engine import mesh as meshes
 from jaxres.engine import state as states
-from jaxres.engine import step as steps
 from jaxres.engine.guards import Guard
 from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.engine.sharding_report import Layout
 from jaxres.engine.state import TrainState
+from jaxres.engine.trainable import Trainable
 from jaxres.faults import ConfigError
 from jaxres.models import Model
 from jaxres.runlog.events import Noted, PhaseChanged, RunBuilt
 from jaxres.runlog.metrics import MetricsLine, MetricsLog
-from jaxres.storage import files
+from jaxres.storage import files, memory_folder
+from jaxres.supervisor import processes
 from jaxres.train import (
     compile_cache,
     data_loader,
@@ -44,6 +48,7 @@ from jaxres.train import (
 from jaxres.train.components import Components, Diagnostics, StepSchedule, Trainer
 from jaxres.train.consensus import Consensus, SingleHostConsensus, StepConsensus
 from jaxres.train.context import AttemptContext
+from jaxres.train.hooks import Hooks
 from jaxres.train.numerics_fingerprint import numerics_fingerprint
 
 
@@ -54,6 +59,7 @@ class BuiltTrainer:
     run: Trainer
     dataset: Dataset
     model: Model
+    trainable: Trainable
 
 
 def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStack) -> BuiltTrainer:
@@ -65,14 +71,13 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     compile_cache.configure_jax(config.compilation, context.emit)
     parts = _parts(config, context)
     context.emit(_built(parts, _lay_out(parts, context)))
-    init = init_params.build(config.init_from, parts, context)  # Fails before the compilation.
+    init = init_params.build(config.init_from, parts, context)
     step, evaluation, program = jitted_steps.load_or_compile(parts, context)
-    # The first collective of a job has a time limit of half a minute, and one host may compile for
-    # minutes while another finds the program in its cache.
+    # A job's first collective must come within half a minute; one host may compile for minutes.
     context.peers.barrier("compiled", seconds=config.deadlines.compile_seconds)
     is_due = save_scheduler.attach(config.checkpoint.when, context)
-    on_step, sync = _metrics(context, stack)
-    checkpoints = _checkpoints(config, context, before_commit=sync)
+    on_step, sync, flush = _metrics(context, stack)
+    checkpoints = _checkpoints(config, context, trainable=parts.trainable, before_commit=sync)
     run = Trainer(
         steps=config.train.steps,
         schedule=_step_schedule(parts),
@@ -93,20 +98,18 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         init=init,
         shapes=parts.shapes,
         step=step,
-        rate_factor=optimizer.factors(config.guards.rollback, parts.mesh),
+        peak_rate=optimizer.rate_arrays(config.optimizer.learning_rate, parts.mesh),
         diagnostics=Diagnostics(
             context.run_dir.diagnostics(context.log.attempt), config.guards.diagnostics
         ),
-        metrics_layout=steps.MetricsLayout.of(parts.shapes, num_rows=parts.rows_per_batch),
+        metrics_layout=parts.metrics_layout(),
         row_origins=_row_origins(parts),
         evaluate=evaluation,
         text_bytes=_text_bytes(parts, context),
         dataset=parts.dataset.fingerprint,
         tokenizer=_keep_tokenizer(parts.dataset.tokenizer, context),
         devices=meshes.devices_by_host(parts.mesh),
-        computation=numerics_fingerprint(
-            config, context.claim, parts.mesh, parts.plan, step, program=program
-        ),
+        computation=_computation(parts, context, step, program),
         on_step=on_step,
         consensus=_consensus(context, checkpoints, parts.mesh, is_due),
         peers=context.peers,
@@ -114,8 +117,29 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         emit=context.emit,
         clock=context.clock,
         loss_scale=configs.loss_scale(config),
+        least_guarantee=config.run.guarantee,
+        hooks=_hooks(parts, context),
+        memory=_memory(parts, context, stack, flush),
     )
-    return BuiltTrainer(run, parts.dataset, parts.model)
+    return BuiltTrainer(run, parts.dataset, parts.model, parts.trainable)
+
+
+def _computation(
+    parts: Components, context: AttemptContext, step: Any, program: str
+) -> dict[str, str]:
+    return numerics_fingerprint(
+        parts.config, context.claim, parts.mesh, parts.plan, step, program=program
+    )
+
+
+def _hooks(parts: Components, context: AttemptContext) -> Hooks:
+    return Hooks(
+        parts.config.hooks,
+        params_of=lambda state: states.evaluated_params(state, parts.trainable),
+        emit=context.emit,
+        run_dir=context.run_dir.root,
+        host=context.peers.member.host,
+    )
 
 
 def _step_schedule(parts: Components) -> StepSchedule:
@@ -143,10 +167,10 @@ def _row_origins(parts: Components) -> list[tuple[int, int]]:
 
 def _metrics(
     context: AttemptContext, stack: contextlib.ExitStack
-) -> tuple[Callable[[MetricsLine], None], Callable[[], None]]:
-    """Returns a function that receives every completed step, and one that syncs metrics.jsonl."""
+) -> tuple[Callable[[MetricsLine], None], Callable[[], None], Callable[[], None]]:
+    """Returns a function that receives every completed step, and those that sync and flush them."""
     if not context.peers.member.leads:
-        return context.observers.on_step, lambda: None
+        return context.observers.on_step, lambda: None, lambda: None
     metrics = stack.enter_context(MetricsLog(context.run_dir.metrics(context.log.attempt)))
 
     def on_step(line: MetricsLine) -> None:
@@ -154,7 +178,7 @@ def _metrics(
         context.observers.on_step(line)
         metrics.append(line)
 
-    return on_step, metrics.sync
+    return on_step, metrics.sync, metrics.flush
 
 
 def _consensus(
@@ -182,7 +206,10 @@ def _parts(config: RunConfig, context: AttemptContext) -> Components:
     plan, mesh, slow = devices_here(config)
     if slow is not None:
         emit(Noted(slow))
-    return assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
+    parts = assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
+    if config.telemetry.sample_tokens and parts.model.logits is None:
+        emit(Noted("telemetry.sample_tokens: the model has no logits, so no text is sampled"))
+    return parts
 
 
 def _check_devices(config: RunConfig, context: AttemptContext) -> None:
@@ -224,10 +251,21 @@ def assemble(
         seq_len=config.data.seq_len,
         platform=platform,
         keep_rows=meshes.pin_batch_dim(mesh),
+        adapters=config.lora,
     )
-    tx = optimizer.build(config.optimizer, decay_mask=optimizer.matrices(model.axes))
-    shapes, init = _initializer(model, tx, mesh, config)
-    return Components(config, dataset, plan, mesh, model, tx, shapes, init)
+    tx = optimizer.build(config.optimizer, axes=model.axes)
+    trainable = optimizer.trainable(config.optimizer, model.axes)
+    shapes, init = _initializer(model, tx, trainable, mesh, config)
+    _check_classes(config, dataset)
+    return Components(config, dataset, plan, mesh, model, tx, trainable, shapes, init)
+
+
+def _check_classes(config: RunConfig, dataset: Dataset) -> None:
+    if config.model.kind == "vit" and len(dataset.classes) > config.model.num_classes:
+        raise ConfigError(
+            f"model.num_classes: the data has {len(dataset.classes)} classes "
+            f"({', '.join(dataset.classes[:5])}, ...), the model {config.model.num_classes}."
+        )
 
 
 def state_shapes(
@@ -235,10 +273,15 @@ def state_shapes(
 ) -> tuple[TrainState, Model]:
     """Returns the state's shapes with shardings, and the model; needs no data set."""
     model = models.build(
-        config.model, vocab_size=vocab_size, seq_len=config.data.seq_len, platform=platform
+        config.model,
+        vocab_size=vocab_size,
+        seq_len=config.data.seq_len,
+        platform=platform,
+        adapters=config.lora,
     )
-    tx = optimizer.build(config.optimizer, decay_mask=optimizer.matrices(model.axes))
-    return _initializer(model, tx, mesh, config)[0], model
+    tx = optimizer.build(config.optimizer, axes=model.axes)
+    trainable = optimizer.trainable(config.optimizer, model.axes)
+    return _initializer(model, tx, trainable, mesh, config)[0], model
 
 
 def _text_bytes(parts: Components, context: AttemptContext) -> dict[str, float]:
@@ -285,7 +328,11 @@ def _lay_out(parts: Components, context: AttemptContext) -> Layout:
 
 
 def _checkpoints(
-    config: RunConfig, context: AttemptContext, *, before_commit: Callable[[], None]
+    config: RunConfig,
+    context: AttemptContext,
+    *,
+    trainable: Trainable,
+    before_commit: Callable[[], None],
 ) -> Checkpointer:
     return Checkpointer(
         config.checkpoint,
@@ -296,19 +343,57 @@ def _checkpoints(
         peers=context.peers,
         clock=context.clock,
         before_commit=before_commit,
+        trainable=trainable,
     )
 
 
+def _memory(
+    parts: Components,
+    context: AttemptContext,
+    stack: contextlib.ExitStack,
+    flush: Callable[[], None],
+) -> MemoryTier:
+    section = parts.config.checkpoint
+    if section.memory is None:
+        return MemoryTier()
+    tier = MemoryTier(
+        section.memory.every_steps,
+        neighbor_copies=section.memory.neighbor_copies,
+        folder=memory_folder.memory_folder(context.run_dir.root, section.memory.folder),
+        shapes=states.to_plain(parts.shapes),
+        nonce=context.claim.nonce,
+        available=processes.available_bytes,
+        snapshot=section.snapshot,
+        pace=Throttle(section.background_share, context.clock),
+        peers=context.peers,
+        emit=context.emit,
+        flush=flush,
+    )
+    stack.callback(tier.close)
+    return tier
+
+
 def _initializer(
-    model: Model, tx: Any, mesh: Mesh, config: RunConfig
+    model: Model, tx: Any, trainable: Trainable, mesh: Mesh, config: RunConfig
 ) -> tuple[TrainState, Callable[[], TrainState]]:
-    """Returns the state's shapes with shardings, and a function that creates it sharded."""
+    """Returns the state's shapes with shardings, and a function that creates it sharded.
+
+    Raises:
+      ConfigError: an array can't be stored.
+    """
 
     def init() -> TrainState:
-        scale = configs.loss_scale(config)
-        return states.init(model, tx, seed=config.run.seed, loss_scale=scale)
+        return states.init(
+            model,
+            tx,
+            seed=config.run.seed,
+            loss_scale=configs.loss_scale(config),
+            trainable=trainable,
+            ema_decay=config.optimizer.ema_decay,
+        )
 
     bare = jax.eval_shape(init)
+    array_infos(states.to_plain(bare))  # Raises for what no checkpoint can store.
     shardings = states.shardings(bare, model, mesh)
     shapes = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), bare, shardings

@@ -50,10 +50,13 @@ def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
     imported.
     """
     own = own_sources()
-    if own is None or config.model.kind == "custom":
+    if own is None or "custom" in (config.model.kind, config.optimizer.kind):
         return None
     dumped = config.model_dump(mode="json")
-    dumped["run"].pop("dir")
+    for key in ("dir", "name", "tags", "guarantee"):
+        dumped["run"].pop(key)
+    if all(group.learning_rate is None for group in config.optimizer.groups):
+        dumped["optimizer"].pop("learning_rate")  # An input; with groups, rates are relative to it.
     dumped["train"]["steps"] = configs.horizon_steps(config)
     sections = {name: part for name, part in dumped.items() if name not in SECTIONS_NOT_COMPILED}
     return {"sources": own, "config": sections, **others}

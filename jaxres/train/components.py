@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -14,23 +15,30 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxres import data
 from jaxres.checkpoint.checkpointer import Checkpointer
+from jaxres.checkpoint.memory_tier import MemoryTier
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import HostGroup
 from jaxres.config import RunConfig
 from jaxres.config.schema_training import GuardsSection, LossScaleSection
 from jaxres.data import Batch, Dataset
+from jaxres.data.mixture import SOURCE_KEY
+from jaxres.engine import mesh as meshes
 from jaxres.engine.guards import Guard
 from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.engine.state import Progress, TrainState
 from jaxres.engine.step import MetricsLayout, StepMetrics
+from jaxres.engine.trainable import Trainable
 from jaxres.faults import Continue, SkipRows, Verdict
-from jaxres.models import Model, Params
+from jaxres.models import Model
+from jaxres.models.interface import compute_loss
 from jaxres.runlog.events import Emit
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.run_log import RunHistory, RunLog
 from jaxres.storage.path import RunPath
 from jaxres.train.consensus import Consensus
+from jaxres.train.hooks import Hooks
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Components:
     mesh: Mesh
     model: Model
     tx: optax.GradientTransformation
+    trainable: Trainable
     shapes: TrainState
     """jax.ShapeDtypeStruct with sharding for every array of the state."""
     init: Callable[[], TrainState]
@@ -52,6 +61,54 @@ class Components:
     def rows_per_batch(self) -> int:
         """Rows of the global batch."""
         return self.config.train.global_batch_size
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources of a mixture; empty for one source."""
+        mixture = self.dataset.mixture
+        return () if mixture is None else tuple(part.name for part in mixture.sources)
+
+    def batch_shapes(self, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape, dtype and sharding of `rows` training rows, as they are placed."""
+        row = data.first_row(self.dataset.train)
+        sharding = meshes.batch_sharding(self.mesh)
+        return {
+            name: jax.ShapeDtypeStruct(
+                (rows, *array.shape[1:]),
+                jax.dtypes.canonicalize_dtype(array.dtype),
+                sharding=sharding,
+            )
+            for name, array in row.items()
+        }
+
+    def evaluated_shapes(self, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns those of the rows that the model gets, and that are evaluated."""
+        shapes = self.batch_shapes(rows=rows)
+        return {name: shape for name, shape in shapes.items() if name != SOURCE_KEY}
+
+    @functools.cached_property
+    def model_metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that the model's loss returns."""
+        rows = self.evaluated_shapes(rows=self.mesh.size)
+        out = jax.eval_shape(
+            lambda params, model_state, batch: (
+                compute_loss(self.model, params, model_state, batch, None).metrics
+            ),
+            self.shapes.params,
+            self.shapes.model_state,
+            rows,
+        )
+        return tuple(out)
+
+    def metrics_layout(self) -> MetricsLayout:
+        """Returns the layout of the metrics vector that the step returns."""
+        losses = tuple(f"{name}/loss" for name in self.sources)
+        return MetricsLayout.of(
+            self.shapes,
+            num_rows=self.rows_per_batch,
+            trainable=self.trainable,
+            model_metrics=self.model_metrics + losses,
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -70,6 +127,11 @@ class DueActions:
 
     save: bool
     evaluate: bool
+
+    @property
+    def any(self) -> bool:
+        """Whether any action is due."""
+        return self.save or self.evaluate
 
 
 @dataclass(frozen=True)
@@ -179,17 +241,18 @@ class Trainer:
     shapes: TrainState
     """jax.ShapeDtypeStruct with sharding for every array of the state."""
     step: Callable[[TrainState, Mapping[str, jax.Array], Any, Any], tuple[TrainState, jax.Array]]
-    """(state, batch, host flags, rate factor) -> state, metrics with the flags of all hosts.
+    """(state, batch, host flags, peak rate) -> state, metrics with the flags of all hosts.
     Donates the state."""
-    rate_factor: Callable[[float], Any]
-    """Factor on the learning rate -> array that the step takes; see engine/optimizer.py."""
+    peak_rate: Callable[[float], Any]
+    """Factor on the peak learning rate -> the peak, as the step takes it; engine/optimizer.py."""
     diagnostics: Diagnostics
     metrics_layout: MetricsLayout
     """Layout of the metrics vector that the step returns."""
     row_origins: Sequence[tuple[int, int]]
     """Host and microbatch of every row of a batch."""
-    evaluate: Callable[[Params, Consensus], Mapping[str, float] | None]
-    """Params -> loss of each validation set; None: stopped between two batches, on all hosts."""
+    evaluate: Callable[[TrainState, Consensus], Mapping[str, Mapping[str, float]] | None]
+    """State -> means of each validation set (loss first, then the model's metrics); None: stopped
+    between two batches, on all hosts."""
     text_bytes: Mapping[str, float]
     """Validation set -> text bytes a target; sets whose text is unknown are missing."""
     dataset: str
@@ -209,6 +272,12 @@ class Trainer:
     """Loss scaling of the step; None: none."""
     devices: tuple[int, ...] | None = None
     """Number of devices of each host, for the record of the start; None: unknown."""
+    least_guarantee: str = "any"
+    """Setting run.guarantee: a start with a lower level is refused."""
+    hooks: Hooks = field(default_factory=Hooks)
+    """The user's functions that are called every so many steps."""
+    memory: MemoryTier = field(default_factory=MemoryTier)
+    """The newest states in host memory; by default none."""
 
 
 @dataclass
@@ -223,8 +292,8 @@ class InFlight:
     """How many rollbacks the run has had."""
     skips: int
     """How often the run has left out bad records."""
-    rate_factor: Callable[[int], Any]
-    """Step -> the factor on its learning rate, as the compiled step takes it."""
+    peak_rate: Callable[[int], Any]
+    """Step -> the peak learning rate that holds for it, as the compiled step takes it."""
     cursor: int
     """Start of the batch of the oldest step in flight, in the stream."""
     completed_at: float

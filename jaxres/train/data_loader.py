@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.sharding import Mesh
@@ -78,6 +79,25 @@ def open_data_loader(
         tokens_per_step=dataset.tokens_of(global_batch_size),
         epochs=order.epochs if isinstance(order, Mixture) else lambda cursor: {},
     )
+
+
+def showing_first_batch(loader: DataLoader, show: Callable[[Batch], None]) -> DataLoader:
+    """Returns a data loader that calls `show` with the first batch of each segment of training."""
+
+    def open_at(history: RunHistory) -> BatchAt:
+        batch_at, is_shown = loader.open(history), False
+
+        def at(cursor: int) -> PlacedBatch | BadRows | None:
+            nonlocal is_shown
+            placed = batch_at(cursor)
+            if not is_shown and isinstance(placed, tuple):
+                is_shown = True
+                show(placed[0])
+            return placed
+
+        return at
+
+    return replace(loader, open=open_at)
 
 
 @dataclass(frozen=True)

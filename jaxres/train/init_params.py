@@ -10,19 +10,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxres import config as configs
-from jaxres.checkpoint import hf_llama, weights_mapping, weights_source
+from jaxres.checkpoint import weights_mapping, weights_source
 from jaxres.checkpoint.content_digest import array_row
 from jaxres.checkpoint.manifest import ArrayInfo
+from jaxres.checkpoint.orbax_weights import from_orbax
 from jaxres.checkpoint.weights_mapping import WeightMapping
-from jaxres.checkpoint.weights_source import PARAMS, Weights
-from jaxres.config.schema import CustomModel, GptModel, MlpModel
-from jaxres.config.schema_training import FromRun, FromSafetensors, FromSeed
+from jaxres.checkpoint.weights_source import ADAPTERS, PARAMS, Weights
+from jaxres.config.schema_model import AnyModel
+from jaxres.config.schema_training import FromOrbax, FromRun, FromSafetensors, FromSeed, FromStored
+from jaxres.data import hf_bytes_tokenizer
 from jaxres.data.tokenizer import FILE_NAME, Tokenizer
 from jaxres.engine import state as states
 from jaxres.engine.state import TrainState
@@ -32,6 +35,7 @@ from jaxres.runlog.events import Noted, PhaseChanged
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory, recorded_tokenizer
 from jaxres.storage import files
+from jaxres.storage.path import is_remote, normalized
 from jaxres.supervisor.run_config import newest_config, resolve_run
 from jaxres.train.components import Components
 from jaxres.train.context import AttemptContext
@@ -62,8 +66,8 @@ class InitSource:
 
 
 def resolve_source(
-    section: FromRun | FromSafetensors,
-    model: GptModel | MlpModel | CustomModel,
+    section: FromStored,
+    model: AnyModel,
     shapes: TrainState,
     *,
     step: int | None,
@@ -74,10 +78,15 @@ def resolve_source(
       ConfigError: the weights don't exist, are damaged, or differ in a way that is not allowed.
       StorageUnavailable: storage did not answer.
     """
+    missing = (*section.allow_missing, f"{ADAPTERS}*")  # Adapters always begin from the seed.
+    changed = section.allow_changed
+    if isinstance(section, FromOrbax):  # Nothing there says which settings its model has.
+        changed = (*changed, "config.json")
+    section = section.model_copy(update={"allow_missing": missing, "allow_changed": changed})
     wanted = {path: ArrayInfo(x.dtype.name, x.shape) for path, x in _flat(shapes.params).items()}
     facts = weights_source.facts_of(model)
     with _name_source():
-        found = weights_source.open_source(section, step=step, model_of=_model_of)
+        found = _open_source(section, step=step)
         return InitSource(
             found, weights_mapping.map_weights(found, wanted, facts=facts, section=section)
         )
@@ -94,8 +103,29 @@ def _name_source() -> Iterator[None]:
         raise ConfigError(f"init_from.path: {error}") from error
 
 
-def _model_of(run_dir: RunDir) -> GptModel | MlpModel | CustomModel:
-    return resolve_run(run_dir.root, [])[0].config.model
+def _open_source(section: FromStored, *, step: int | None) -> Weights:
+    """Returns the parameters of a source.
+
+    Args:
+      section: the source, as configured.
+      step: step of the source run; None: its newest.
+
+    Raises:
+      ConfigError: the source does not exist, or its files are damaged.
+      Unrestorable: the run's step is damaged.
+      StorageUnavailable: storage could not be read.
+    """
+    if isinstance(section, FromSafetensors):
+        assert not is_remote(section.path), "config/cross_checks.py refuses buckets"
+        place = normalized(section.path)
+        assert isinstance(place, Path)
+        return weights_source.from_safetensors(place)
+    if isinstance(section, FromOrbax):
+        return from_orbax(normalized(section.path))
+    run_dir = weights_source.source_run_dir(section)
+    commit = weights_source.committed(run_dir, step=step)
+    config = resolve_run(run_dir.root, [])[0].config
+    return weights_source.from_run(run_dir, config, commit)
 
 
 def _flat(params: Any) -> dict[str, Any]:
@@ -106,9 +136,7 @@ def _flat(params: Any) -> dict[str, Any]:
     }
 
 
-def build(
-    section: FromSeed | FromRun | FromSafetensors, parts: Components, context: AttemptContext
-) -> Init:
+def build(section: FromSeed | FromStored, parts: Components, context: AttemptContext) -> Init:
     """Returns a function that creates the state before the first step; checks its source at once.
 
     Args:
@@ -144,7 +172,7 @@ def build(
     return init
 
 
-def _check_tokenizer(section: FromRun | FromSafetensors, tokenizer: Tokenizer | None) -> None:
+def _check_tokenizer(section: FromStored, tokenizer: Tokenizer | None) -> None:
     """Raises ConfigError if the weights are known to be of a model with another tokenizer."""
     if tokenizer is None or TOKENIZER in section.allow_changed:
         return
@@ -154,7 +182,7 @@ def _check_tokenizer(section: FromRun | FromSafetensors, tokenizer: Tokenizer | 
     else:
         folder = section.path if files.is_dir(section.path) else section.path.parent
         there = files.read(folder / FILE_NAME)
-        own = tokenizer.files or hf_llama.bytes_tokenizer(seq_len=1)
+        own = tokenizer.files or hf_bytes_tokenizer.bytes_tokenizer(seq_len=1)
         is_other = there is not None and there != own[FILE_NAME]
     if is_other:
         raise ConfigError(
@@ -169,7 +197,7 @@ def _not_needed(history: RunHistory) -> tuple[TrainState, dict[str, str]]:
 
 
 def _check_moved_weights(
-    section: FromRun | FromSafetensors,
+    section: FromStored,
     parts: Components,
     context: AttemptContext,
     history: RunHistory,
@@ -237,7 +265,15 @@ def _load_params(
     seed, shardings = parts.config.run.seed, jax.tree.map(lambda x: x.sharding, parts.shapes)
 
     def rest(params: Any) -> dict[str, Any]:
-        state = states.state_from_params(params, parts.tx, seed=seed, loss_scale=scale)
+        state = states.state_from_params(
+            params,
+            parts.model,
+            parts.tx,
+            seed=seed,
+            loss_scale=scale,
+            trainable=parts.trainable,
+            ema_decay=parts.config.optimizer.ema_decay,
+        )
         return states.to_plain(state) | {"params": ()}
 
     others = jax.jit(

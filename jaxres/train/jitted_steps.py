@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jaxres import config as configs
 from jaxres import data
 from jaxres.config import RunConfig
-from jaxres.engine import evaluate, optimizer, sharding_report
+from jaxres.engine import evaluate, optimizer, schedule, sharding_report
 from jaxres.engine import mesh as meshes
+from jaxres.engine import state as states
 from jaxres.engine import step as steps
 from jaxres.engine.executable import Signature
+from jaxres.engine.state import TrainState
 from jaxres.faults import ConfigError
 from jaxres.runlog.events import Noted
 from jaxres.train import compile_cache, oom_advice
@@ -23,6 +25,9 @@ from jaxres.train.compile_cache import StepToCompile
 from jaxres.train.components import Components
 from jaxres.train.consensus import facts_shape
 from jaxres.train.context import AttemptContext
+
+SetMeans = Mapping[str, Mapping[str, float]]
+"""Name of a validation set -> means of its loss and metrics."""
 
 
 def traced_step(parts: Components, *, facts: Any = None, donates: bool = True) -> Any:
@@ -34,9 +39,8 @@ def traced_step(parts: Components, *, facts: Any = None, donates: bool = True) -
       donates: whether the step donates the state, as every run does.
     """
     config = parts.config
-    rate = optimizer.learning_rate(
+    rate = schedule.learning_rate(
         config.optimizer.schedule,
-        peak=config.optimizer.learning_rate,
         total_steps=config.train.steps,
     )
     train_step = steps.make_train_step(
@@ -48,7 +52,11 @@ def traced_step(parts: Components, *, facts: Any = None, donates: bool = True) -
         spikes=config.guards.spikes,
         loss_scale=configs.loss_scale(config),
         replicate=meshes.replicate(parts.mesh),
+        trainable=parts.trainable,
+        ema_decay=config.optimizer.ema_decay,
+        sources=parts.sources,
     )
+    _check_names(config, parts.evaluated_shapes(rows=1))
     signature = _step_signature(parts, facts=facts)
     donated = 0 if donates else ()
     jitted = jax.jit(train_step, donate_argnums=donated, out_shardings=signature.results)
@@ -69,17 +77,16 @@ def _refuse_ordered_effects(traced: Any, *, num_devices: int) -> None:
 
 def _step_signature(parts: Components, *, facts: Any) -> Signature:
     shapes, mesh = parts.shapes, parts.mesh
-    batch = _batch_shapes(parts, rows=parts.rows_per_batch)
-    rate_factor = optimizer.shape(parts.config.guards.rollback, mesh)
+    batch = parts.batch_shapes(rows=parts.rows_per_batch)
     return Signature(
-        arguments=(shapes, batch, facts, rate_factor),
+        arguments=(shapes, batch, facts, optimizer.rate_shape(mesh)),
         results=(jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(mesh)),
     )
 
 
 def load_or_compile(
     parts: Components, context: AttemptContext
-) -> tuple[Any, Callable[[Any, evaluate.Listener], dict[str, float] | None], str]:
+) -> tuple[Any, Callable[[Any, evaluate.Listener], SetMeans | None], str]:
     """Returns the compiled train step, a function that evaluates parameters, and a digest.
 
     The digest is that of the train step's lowered text. The steps are loaded from the compile
@@ -94,7 +101,7 @@ def load_or_compile(
         trace = functools.partial(traced_evaluation, parts, facts=facts, rows=rows)
         signature = _evaluation_signature(parts, facts=facts, rows=rows)
         to_compile["evaluation"] = StepToCompile(trace, signature)
-    batch = {name: str(shape) for name, shape in _batch_shapes(parts, rows=rows).items()}
+    batch = {name: str(shape) for name, shape in parts.batch_shapes(rows=rows).items()}
     made_of = compile_cache.cache_key_inputs(
         config,
         vocab_size=parts.dataset.vocab_size,
@@ -121,11 +128,17 @@ def load_or_compile(
     evaluation = evaluate.make(
         compiled["evaluation"].call,
         parts.dataset.validation,
+        metrics=parts.model_metrics,
         rows_per_batch=rows,
         limit=config.evaluation.batches * parts.plan.microbatches,
         mesh=mesh,
     )
-    return step, evaluation, compiled["training"].text
+
+    def evaluate_state(state: TrainState, hosts: evaluate.Listener) -> SetMeans | None:
+        params = states.evaluated_params(state, parts.trainable)
+        return evaluation(params, state.model_state, hosts)
+
+    return step, evaluate_state, compiled["training"].text
 
 
 def traced_evaluation(parts: Components, *, facts: Any, rows: int) -> Any:
@@ -139,37 +152,32 @@ def _evaluation_signature(parts: Components, *, facts: Any, rows: int) -> Signat
     mesh = parts.mesh
     mask = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=meshes.batch_sharding(mesh))
     return Signature(
-        arguments=(parts.shapes.params, _batch_shapes(parts, rows=rows), mask, facts),
+        arguments=(
+            states.evaluated_params(parts.shapes, parts.trainable),
+            parts.shapes.model_state,
+            parts.evaluated_shapes(rows=rows),
+            mask,
+            facts,
+        ),
         results=meshes.replicated(mesh),
     )
 
 
-def _batch_shapes(parts: Components, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shape, dtype and sharding of `rows` rows, as `place_batch` places them."""
-    row = data.first_row(parts.dataset.train)
-    _check_names(parts.config, row)
-    sharding = meshes.batch_sharding(parts.mesh)
-    return {
-        name: jax.ShapeDtypeStruct(
-            (rows, *array.shape[1:]),
-            jax.dtypes.canonicalize_dtype(array.dtype),
-            sharding=sharding,
-        )
-        for name, array in row.items()
-    }
-
-
-def _check_names(config: RunConfig, row: data.Arrays) -> None:
+def _check_names(config: RunConfig, row: Mapping[str, Any]) -> None:
     """Raises ConfigError if rows lack an array that a model of jaxres reads."""
-    missing = [name for name in data.TOKEN_ROW_KEYS if name not in row]
-    if missing and config.model.kind != "custom":
+    if config.model.kind == "custom":
+        return
+    is_vit = config.model.kind == "vit"
+    reads = ("image", "label") if is_vit else data.TOKEN_ROW_KEYS
+    missing = [name for name in reads if name not in row]
+    if missing:
+        remedy = "these arrays" if is_vit else "data.seq_len + 1 token ids, or these arrays"
         raise ConfigError(
             f"data.source: rows have the arrays {', '.join(sorted(row))}, and model.kind="
-            f"{config.model.kind} reads {', '.join(data.TOKEN_ROW_KEYS)}; it lacks "
-            f"{', '.join(missing)}. Return data.seq_len + 1 token ids, or these arrays "
-            "(docs/data.md, Custom)."
+            f"{config.model.kind} reads {', '.join(reads)}; it lacks "
+            f"{', '.join(missing)}. Return {remedy} (docs/data.md, Custom)."
         )
 
 
-def _no_evaluation(params: Any, hosts: Any) -> dict[str, float] | None:
+def _no_evaluation(state: Any, hosts: Any) -> SetMeans | None:
     raise AssertionError("the schedule has no evaluation")

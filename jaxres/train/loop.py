@@ -17,6 +17,7 @@ from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.data import sample_digest
 from jaxres.data.text_bytes import bits_per_byte
 from jaxres.engine.divergence import bounded_rollbacks, bounded_skips
+from jaxres.engine.evaluate import LOSS
 from jaxres.engine.guards import StepObservation, judge_step, most_severe
 from jaxres.engine.state import Progress, TrainState, to_plain
 from jaxres.engine.step import StepMetrics
@@ -55,10 +56,9 @@ def train(run: Trainer) -> LoopResult:
                 saved_step=checkpoints.saved_step,
                 save_requested=run.consensus.save_requested(),
             )
-            last = progress.step == run.steps
-            progress, verdict = process_completed(
-                run, progress, in_flight, drain=due.save or due.evaluate or last
-            )
+            last, hooks_due = progress.step == run.steps, run.hooks.are_due(progress.step)
+            drain = due.any or hooks_due or last or run.memory.is_due(progress.step)
+            progress, verdict = process_completed(run, progress, in_flight, drain=drain)
             if isinstance(verdict, RollbackRun | SkipRows):
                 if isinstance(verdict, SkipRows) and verdict.state_is_good:
                     save(run, state, progress)
@@ -76,9 +76,12 @@ def train(run: Trainer) -> LoopResult:
                 progress = evaluate(run, state, progress)
                 if progress.evaluated_step < progress.step:
                     continue  # A stop is requested; the next `process_completed` returns it.
+            if hooks_due:
+                run.hooks.call(state, in_flight.recent[-1].line)
             if due.save:
                 may_skip = not (last or run.consensus.save_requested())
                 save(run, state, progress, may_skip=may_skip)
+            run.memory.save(to_plain(state), progress)
             if last:
                 return finalize(run, None, state, progress)
             if not in_flight.steps:
@@ -90,8 +93,8 @@ def train(run: Trainer) -> LoopResult:
             busy_seconds = in_flight.busy_seconds(run.clock.monotonic())
             no_batch = in_flight.bad is not None
             flags = run.consensus.local_flags(busy_seconds=busy_seconds, no_batch=no_batch)
-            factor = in_flight.rate_factor(progress.step + 1)
-            state, metrics = run.step(state, arrays, flags, factor)
+            peak_rate = in_flight.peak_rate(progress.step + 1)
+            state, metrics = run.step(state, arrays, flags, peak_rate)
             progress = progress.after(
                 next_cursor=batch.next_cursor,
                 num_rows=run.data_loader.num_rows,
@@ -190,6 +193,7 @@ def complete_step(run: Trainer, in_flight: InFlight) -> StepObservation:
         samples=sample_digest(ids),
         busy_seconds=run.consensus.on_flags(facts),
         loss_scale=measured.loss_scale,
+        model_metrics=measured.model_metrics,
     )
     run.on_step(line)
     in_flight.recent.append(CompletedStep(line, measured, rows, ids))
@@ -232,10 +236,11 @@ def evaluate(run: Trainer, state: TrainState, progress: Progress) -> Progress:
     The best step is that of the first set, which is the held-out part if there is one.
     """
     run.emit(PhaseChanged("evaluate"))
-    losses = run.evaluate(state.params, run.consensus)
+    means = run.evaluate(state, run.consensus)
     run.emit(PhaseChanged("train"))
-    if losses is None:
+    if means is None:
         return progress
+    losses = {name: own[LOSS] for name, own in means.items()}
     loss = next(iter(losses.values()))
     progress = progress.evaluated(loss)
     best = loss if progress.best_loss is None else progress.best_loss
@@ -245,7 +250,13 @@ def evaluate(run: Trainer, state: TrainState, progress: Progress) -> Progress:
         if name in run.text_bytes
     }
     epochs = run.data_loader.epochs(progress.cursor)
-    run.emit(Evaluated(progress.step, loss, best, progress.best_step, losses, bits, epochs))
+    metrics = {
+        name: {metric: value for metric, value in own.items() if metric != LOSS}
+        for name, own in means.items()
+        if len(own) > 1
+    }
+    step = progress.step
+    run.emit(Evaluated(step, loss, best, progress.best_step, losses, bits, epochs, metrics))
     return progress
 
 

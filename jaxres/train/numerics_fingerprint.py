@@ -44,7 +44,7 @@ def numerics_fingerprint(
         "microbatches": str(plan.microbatches),
         "threads": str(claim.threads),
         PROGRAM: program[:16],
-        MODEL_CODE: _code_digest(("engine", "models"), [config.model]),
+        MODEL_CODE: _code_digest(("engine", "models"), [config.model, config.optimizer]),
         DATA_CODE: _code_digest(("data",), single_sources(config.data.source).values()),
     }
     if config.model.kind == "gpt":

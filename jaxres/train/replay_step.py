@@ -16,13 +16,14 @@ from jaxres.checkpoint import orbax_io
 from jaxres.checkpoint.restore import restore
 from jaxres.config import RunConfig
 from jaxres.data import Batch
+from jaxres.data.mixture import SOURCE_KEY
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer
-from jaxres.engine import step as steps
 from jaxres.engine.loss_scale import value_and_grad
 from jaxres.engine.state import Progress, TrainState, from_plain, to_plain
 from jaxres.engine.step import StepMetrics
 from jaxres.models import Model
+from jaxres.models.interface import compute_loss
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.train import build, compile_cache, jitted_steps
@@ -58,7 +59,7 @@ def replay_step(
     parts = build.assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
     state, progress = _begin(parts, run_dir, commit)
     function = jitted_steps.traced_step(parts).lower().compile()
-    factors = optimizer.factors(config.guards.rollback, mesh)
+    peak_rate = optimizer.rate_arrays(config.optimizer.learning_rate, mesh)
     rows = parts.rows_per_batch
     order = dataset.order(seed=config.run.seed, rows_per_step=rows)
     batch_at = data.batch_at(
@@ -68,18 +69,18 @@ def replay_step(
         skips=data.skip_ranges(order, history.skips, history.bad_rows, num_served=step * rows),
     )
     cursor, explained = progress.cursor, list[str]()
-    form = steps.MetricsLayout.of(parts.shapes, num_rows=parts.rows_per_batch)
+    form = parts.metrics_layout()
     for number in range(progress.step + 1, step):
         batch = batch_at(cursor)
         placed = meshes.place_batch(mesh, batch.arrays)
-        state, _ = function(state, placed, None, factors(history.rate_factor(number)))
+        state, _ = function(state, placed, None, peak_rate(history.rate_factor(number)))
         cursor = batch.next_cursor
     batch = batch_at(cursor)
     placed = meshes.place_batch(mesh, batch.arrays)
     if explain:
         other = meshes.place_batch(mesh, batch_at(batch.next_cursor).arrays)
         explained = _explain(parts.model, state, placed, other, parts.plan.microbatches)
-    _, values = function(state, placed, None, factors(history.rate_factor(step)))
+    _, values = function(state, placed, None, peak_rate(history.rate_factor(step)))
     return ReplayResult(form.read(np.asarray(values))[0], batch, explained)
 
 
@@ -111,8 +112,8 @@ def _explain(
         own_key = key if microbatches == 1 else jax.random.fold_in(key, index)
         where = f"microbatch {index}: " if microbatches > 1 else ""
         for name, function in (
-            ("forward", model.loss),
-            ("backward", _gradient(model, state.loss_scale)),
+            ("forward", _forward(model, state.model_state)),
+            ("backward", _gradient(model, state)),
         ):
             for compared in (others, None):
                 found = _first(function, state, rows, compared, own_key)
@@ -134,11 +135,23 @@ def _first(
     )
 
 
-def _gradient(model: Model, scale: Any) -> Callable[..., Any]:
+def _forward(model: Model, model_state: Any) -> Callable[..., Any]:
+    """Returns the forward pass of the step: loss and weight of each row."""
+
+    def losses(params: Any, rows: Any, key: Any) -> Any:
+        own = {name: array for name, array in rows.items() if name != SOURCE_KEY}
+        out = compute_loss(model, params, model_state, own, key)
+        return out.loss_sum_B, out.weight_B
+
+    return losses
+
+
+def _gradient(model: Model, state: TrainState) -> Callable[..., Any]:
     """Returns the backward pass of the step, with its loss scale if it has one."""
+    scale, forward = state.loss_scale, _forward(model, state.model_state)
 
     def loss_sum(params: Any, rows: Any, key: Any) -> Any:
-        loss_sum_B, weight_B = model.loss(params, rows, key)
+        loss_sum_B, weight_B = forward(params, rows, key)
         return jnp.sum(loss_sum_B), (jnp.sum(weight_B),)
 
     def gradient(params: Any, rows: Any, key: Any) -> Any:

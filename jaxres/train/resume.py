@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 from jaxres.cluster.host_group import MESSAGE_SECONDS
 from jaxres.data.dataset import PLAN_MARK
 from jaxres.engine.divergence import looks_back_steps
 from jaxres.engine.state import Progress, TrainState, from_plain, to_plain
-from jaxres.faults import ConfigError, RollbackRun, SkipRows, StorageUnavailable
+from jaxres.faults import ConfigError, RollbackRun, SkipRows, StorageUnavailable, Unrestorable
 from jaxres.runlog import run_log
 from jaxres.runlog.events import BadRecordsSkipped, PhaseChanged, RolledBack, TrainingStarted
-from jaxres.runlog.guarantee import guarantee_level
+from jaxres.runlog.guarantee import guarantee_level, is_at_least
 from jaxres.runlog.run_log import Record, RunHistory, Start, fold
 from jaxres.train.components import InFlight, Trainer
 
@@ -28,6 +29,7 @@ def bad_rows_topic(entry: int) -> str:
 def apply_rollback(run: Trainer, verdict: RollbackRun | SkipRows, *, entry: int) -> None:
     """Records why training resumes from an older step, and which rows it leaves out."""
     run.emit(PhaseChanged("rollback", verdict.reason))
+    run.memory.discard()
     if isinstance(verdict, SkipRows):
         _leave_out(run, verdict, entry=entry)
     else:
@@ -90,7 +92,9 @@ def _roll_back(run: Trainer, verdict: RollbackRun, *, entry: int) -> None:
 
 
 def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress, InFlight]:
-    """Restores the newest valid step, or creates the initial state, and records the start.
+    """Restores the newest valid state, or creates the initial one, and records the start.
+
+    A newer state in host memory, of which the run continues, precedes the committed steps.
 
     Args:
       run: components of the run.
@@ -102,28 +106,25 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
     """
     history = _agreed_history(run, entry=entry)
     _check_rows(run, history, entry=entry)
-    shapes, seconds = to_plain(run.shapes), RESTORE_SHARE * run.barrier_seconds
-    restored = run.checkpoints.restore(history, shapes, seconds=seconds, last_step=run.steps)
-    if restored is None:
-        run.emit(PhaseChanged("init", "new parameters"))
-        (state, init), progress = run.init(history), Progress()
-    else:
-        (state, init), progress = (from_plain(restored.state), None), restored.progress
-    path = restored.commit.path if restored else None
+    begin = _newest_state(run, history, entry=entry)
+    state, progress = begin.state, begin.progress
+    run.hooks.begin(progress.step)
     start = Start(
         step=progress.step,
-        path=path,
+        path=begin.path,
         dataset=run.dataset,
         computation=run.computation,
-        init=init,
+        init=begin.init,
         devices=run.devices,
         looks_back_steps=looks_back_steps(run.limits, run.loss_scale),
         tokenizer=run.tokenizer,
+        tier=begin.tier,
     )
+    level = _guarantee_level(run, history, start)
     seq = _record_start(run, start, entry=entry)
-    own = Record(seq=seq, attempt=run.log.attempt, time=0.0, body=start)  # Its time is unused.
-    level = guarantee_level([*history.starts, own])
-    run.emit(TrainingStarted(progress.step, path, level))
+    run.memory.begin(seq, step=progress.step)
+    committed = None if begin.tier is None else history.step
+    run.emit(TrainingStarted(progress.step, begin.path, level, committed))
     run.emit(PhaseChanged("train"))
     now = run.clock.monotonic()
     in_flight = InFlight(
@@ -131,12 +132,63 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
         batch_at=run.data_loader.open(history),
         rollbacks=len(history.rollbacks),
         skips=history.num_skips,
-        rate_factor=lambda step: run.rate_factor(history.rate_factor(step)),
+        peak_rate=lambda step: run.peak_rate(history.rate_factor(step)),
         cursor=progress.cursor,
         completed_at=now,
         dispatched_at=now,
     )
     return state, progress, in_flight
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """The state that training begins with, and what the record of the start has about it."""
+
+    state: TrainState
+    progress: Progress
+    path: str | None = None
+    init: dict[str, str] | None = None
+    tier: str | None = None
+
+
+def _newest_state(run: Trainer, history: RunHistory, *, entry: int) -> _Begin:
+    """Returns the newest valid state of the run, from host memory or a committed step."""
+    seconds = RESTORE_SHARE * run.barrier_seconds
+    topic = f"memory/{entry}"
+    kept = run.memory.restore(history, dataset=run.dataset, topic=topic, seconds=seconds)
+    if kept is not None:
+        return _Begin(from_plain(kept.state), kept.progress, tier="memory")
+    shapes = to_plain(run.shapes)
+    restored = run.checkpoints.restore(history, shapes, seconds=seconds, last_step=run.steps)
+    if restored is not None:
+        state = from_plain(restored.state)
+        return _Begin(state, restored.progress, path=restored.commit.path)
+    _refuse_unfinished_branch(history)
+    run.emit(PhaseChanged("init", "new parameters"))
+    state, init = run.init(history)
+    return _Begin(state, Progress(), init=init)
+
+
+def _refuse_unfinished_branch(history: RunHistory) -> None:
+    """Raises if a run without a committed step was to begin with a step of another run."""
+    if history.origin is not None:
+        raise Unrestorable(
+            f"this run begins with step {history.origin.step} of {history.origin.path}, and no "
+            "step is committed here: `jaxres branch` was interrupted. Delete this directory and "
+            "run that command again."
+        )
+
+
+def _guarantee_level(run: Trainer, history: RunHistory, start: Start) -> str:
+    """Returns the level of a start. Raises ConfigError if the config refuses it."""
+    own = Record(seq=0, attempt=run.log.attempt, time=0.0, body=start)  # Two fields are unused.
+    level = guarantee_level([*history.starts, own])
+    if not is_at_least(level, run.least_guarantee):
+        raise ConfigError(
+            f"run.guarantee: {run.least_guarantee} is asked for, and this start would be "
+            f"{level}. Restore what differs, or accept it with run.guarantee=any."
+        )
+    return level
 
 
 def check_dataset(fingerprint: str, history: RunHistory) -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,11 +18,14 @@ from jaxres.cluster.host_group import HostGroup, HostRank
 from jaxres.cluster.jax_coordination import first_line, is_peer_lost, join
 from jaxres.config import RunConfig
 from jaxres.config.schema import TelemetrySection
+from jaxres.config.schema_data import ImagesSource, single_sources
 from jaxres.data import Dataset
 from jaxres.engine import mesh as meshes
+from jaxres.engine.state import evaluated_params
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import OutOfMemory, PeerLost, StorageUnavailable
 from jaxres.models import Model, Params
+from jaxres.models.generate import Sampling, by_window
 from jaxres.runlog import metrics
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.events import PhaseChanged, SampleWritten
@@ -32,8 +34,9 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import is_remote
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout
 from jaxres.telemetry.tensorboard import TensorBoard
-from jaxres.train import compile_cache, oom_advice
+from jaxres.train import compile_cache, data_loader, oom_advice
 from jaxres.train.build import BuiltTrainer, build
+from jaxres.train.components import Trainer
 from jaxres.train.context import AttemptContext
 from jaxres.train.loop import LoopResult, train
 
@@ -47,6 +50,8 @@ def loss_curve(history: Sequence[MetricsLine], *, width: int = 76, height: int =
     import plotext
 
     points = [(line.step, line.loss) for line in history if line.loss is not None]
+    if not points:
+        return "training loss over steps: it is finite at no step"
     chunks = np.array_split(np.asarray(points), min(len(points), CURVE_POINTS))
     means = [chunk.mean(axis=0) for chunk in chunks]
     plotext.clear_figure()
@@ -66,39 +71,20 @@ def sample(
     seq_len: int,
     seed: int,
 ) -> str:
-    """Returns text with which the model continues the prompt (temperature 0.8, seeded)."""
+    """Returns text with which the model continues the prompt; the same on all hosts."""
     assert model.logits is not None
     assert dataset.tokenizer is not None
     prompt = list(dataset.tokenizer.encode(section.sample_prompt))[-(seq_len // 2) :] or [0]
-    tokens = _continue(model.logits, params, prompt, section.sample_tokens, seq_len, seed)
-    return dataset.tokenizer.decode(tokens)
-
-
-def _continue(
-    logits: Callable[[Params, Any], Any],
-    params: Params,
-    prompt: Sequence[int],
-    count: int,
-    seq_len: int,
-    seed: int,
-) -> list[int]:
-    """Draws tokens one by one, each from the last `seq_len` tokens; the same on all hosts."""
-
-    def draw(params: Params, window_1T: jax.Array, last: jax.Array, index: jax.Array) -> jax.Array:
-        logits_V = logits(params, window_1T)[0, last]
-        key = jax.random.fold_in(jax.random.key(seed), index)
-        return jax.random.categorical(key, logits_V / 0.8)
-
-    replicated = meshes.replicated(jax.tree.leaves(params)[0].sharding.mesh)
-    drawn = jax.jit(draw, out_shardings=replicated)
-    tokens = list(prompt)
-    for index in range(count):
-        recent = tokens[-seq_len:]
-        window_1T = np.zeros((1, seq_len), np.int32)
-        window_1T[0, : len(recent)] = recent
-        last, number = np.int32(len(recent) - 1), np.int32(index)
-        tokens.append(int(drawn(params, window_1T, last, number)))
-    return tokens
+    tokens = by_window(
+        model.logits,
+        params,
+        prompt,
+        count=section.sample_tokens,
+        seq_len=seq_len,
+        sampling=Sampling(seed),
+        out_sharding=meshes.replicated(jax.tree.leaves(params)[0].sharding.mesh),
+    )
+    return dataset.tokenizer.decode([*prompt, *tokens])
 
 
 def next_steps_text(run_dir: RunDir, *, step: int) -> str:
@@ -154,9 +140,9 @@ def run_session(
         compile_cache.set_determinism(config.run.determinism)
         context = _join_cluster(config, context, member)
         _check_storage(config, context)
-        _attach_tensorboard(config, context, stack)
+        board = _attach_tensorboard(config, context, stack)
         built = build(config, context, stack)
-        ended = train(built.run)
+        ended = train(_with_images(built.run, config, board))
         text = _summary(config, context, built, ended)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if oom_advice.is_oom(error):
@@ -205,19 +191,19 @@ def _summary(
 ) -> str:
     if ended.result.code != ExitCode.DONE:
         return ""
-    if config.telemetry.sample_tokens:
+    if config.telemetry.sample_tokens and built.model.logits is not None:
         built.run.emit(
             PhaseChanged("sample", f"{config.telemetry.sample_tokens} tokens from the model")
         )
         text = sample(
             built.model,
-            ended.state.params,
+            evaluated_params(ended.state, built.trainable),
             built.dataset,
             config.telemetry,
             seq_len=config.data.seq_len,
             seed=config.run.seed,
         )
-        built.run.emit(SampleWritten(config.telemetry.sample_prompt, text))
+        built.run.emit(SampleWritten(config.telemetry.sample_prompt, text, ended.progress.step))
     if not context.peers.member.leads:
         return ""
     curve = loss_curve(metrics.read_history(context.run_dir, context.log.history()))
@@ -226,10 +212,10 @@ def _summary(
 
 def _attach_tensorboard(
     config: RunConfig, context: AttemptContext, stack: contextlib.ExitStack
-) -> None:
-    """Appends TensorBoard to the observers of host 0, if the config asks for it."""
+) -> TensorBoard | None:
+    """Appends TensorBoard to the observers of host 0 and returns it, if the config asks for it."""
     if not (config.telemetry.tensorboard and context.peers.member.leads):
-        return
+        return None
     run_dir = context.run_dir
     board = TensorBoard(
         run_dir.tensorboard,
@@ -239,3 +225,15 @@ def _attach_tensorboard(
         copy_to=run_dir.root / "tensorboard" if is_remote(run_dir.root) else None,
     )
     context.observers.append(stack.enter_context(board))
+    return board
+
+
+def _with_images(run: Trainer, config: RunConfig, board: TensorBoard | None) -> Trainer:
+    """Returns the trainer; the first batch of a source of images is shown on the board too."""
+    sources = single_sources(config.data.source).values()
+    if board is None or not any(isinstance(source, ImagesSource) for source in sources):
+        return run
+    loader = data_loader.showing_first_batch(
+        run.data_loader, lambda batch: board.on_images(batch.arrays["image"])
+    )
+    return dataclasses.replace(run, data_loader=loader)

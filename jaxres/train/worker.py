@@ -42,6 +42,7 @@ from jaxres.supervisor import restart_policy
 from jaxres.supervisor.processes import kill_me_with_parent, name_process
 from jaxres.telemetry import stdio
 from jaxres.telemetry.console import Console
+from jaxres.telemetry.console_log import ConsoleLog
 from jaxres.telemetry.heartbeat import StatusWriter, exit_message, write_now
 from jaxres.telemetry.observers import Observers
 from jaxres.train.context import AttemptContext
@@ -77,6 +78,8 @@ def run_worker(
             observers.append(status_writer)
         if member.leads:
             observers.append(stack.enter_context(_console(config, claim, clock, shown)))
+            with contextlib.suppress(RunError):  # The console has the same lines.
+                observers.append(stack.enter_context(_console_log(config, run_dir, claim, clock)))
         events_path = run_dir.events(claim.attempt, member.host)
         events = stack.enter_context(
             EventLog(events_path, clock=clock, listeners=[observers.on_event])
@@ -122,6 +125,17 @@ def _console(config: RunConfig, claim: Claim, clock: SystemClock, terminal: Text
         log_every_seconds=config.telemetry.log_every_seconds,
         clock=clock,
         terminal=_terminal(terminal),
+    )
+
+
+def _console_log(
+    config: RunConfig, run_dir: RunDir, claim: Claim, clock: SystemClock
+) -> ConsoleLog:
+    return ConsoleLog(
+        run_dir.console_log,
+        attempt=claim.attempt,
+        log_every_seconds=config.telemetry.log_every_seconds,
+        clock=clock,
     )
 
 

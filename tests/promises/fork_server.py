@@ -43,8 +43,10 @@ MAY_DIFFER = (
     *("PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST", "STORAGE_EMULATOR_HOST"),
     *("TENSORSTORE_GCS_HTTP_URL", "GOOGLE_AUTH_TOKEN_FOR_TESTING", "NO_GCE_CHECK"),
     *("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "GCE_METADATA_HOST"),
+    "GLIBC_TUNABLES",
 )
-"""Variables that no import reads, besides those of jaxres itself."""
+"""Variables that no import reads, besides those of jaxres itself. The C library reads its own when
+this process starts, which has those of a worker; no result depends on them."""
 BASE = dict(os.environ)
 
 
@@ -53,6 +55,9 @@ def may_fork(env: Mapping[str, str], base: Mapping[str, str]) -> bool:
 
     >>> may_fork({"PACE": "1", "JAXRES_X": "1"}, {}), may_fork({"JAX_PLATFORMS": "cpu"}, {})
     (True, False)
+    >>> from jaxres.supervisor.attempt_runner import WORKER_VARIABLES
+    >>> may_fork(WORKER_VARIABLES, {})  # Else every worker imports jax again.
+    True
     """
     names = {name for name in {*env, *base} if env.get(name) != base.get(name)}
     return all(name in MAY_DIFFER or name.startswith("JAXRES_") for name in names)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxres.supervisor import worker_process
+from jaxres.supervisor.attempt_runner import WORKER_VARIABLES
 
 ROOT = Path(__file__).parents[2]
 ROOM = "-" * 8192
@@ -46,7 +47,7 @@ class TestForkServer:
             self.process = subprocess.Popen(
                 arguments,
                 cwd=ROOT,
-                env=self.base | {"JAXRES_TEST_ROOM": ROOM},
+                env=self.base | WORKER_VARIABLES | {"JAXRES_TEST_ROOM": ROOM},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
             )

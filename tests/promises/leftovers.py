@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import run_history
+from jaxres.storage.memory_folder import memory_folder
+from tests.promises.trainer import BUSY_SECONDS, run_history
+
+STATES = "/jaxres-memory-"
+"""Part of the names of the states that runs of other tests keep."""
 
 
 def members(run_dir: RunDir) -> list[int]:
@@ -28,8 +32,8 @@ def members(run_dir: RunDir) -> list[int]:
     return found
 
 
-def wait_until_gone(run_dir: RunDir, *, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until_gone(run_dir: RunDir) -> None:
+    deadline = time.monotonic() + BUSY_SECONDS
     while left := members(run_dir):
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.01)
@@ -37,14 +41,16 @@ def wait_until_gone(run_dir: RunDir, *, seconds: float) -> None:
 
 def assert_nothing_left(run_dir: RunDir) -> None:
     """Asserts that no process, port, lock or shared memory of a run is left."""
-    wait_until_gone(run_dir, seconds=1)
+    wait_until_gone(run_dir)
     for claim in run_history(run_dir).claims:
         if claim.coordinator is not None:
             host, _, port = claim.coordinator.partition(":")
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((host, int(port)), timeout=5)
     assert locks(run_dir) == []
-    assert shared_memory(since=run_dir.lock.stat().st_mtime) == []  # The start of the run.
+    found = shared_memory(since=run_dir.lock.stat().st_mtime)  # The start of the run.
+    own = str(memory_folder(run_dir.root))
+    assert [name for name in found if STATES not in name or name == own] == []
 
 
 def locks(run_dir: RunDir) -> list[str]:

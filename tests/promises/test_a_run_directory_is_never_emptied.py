@@ -22,7 +22,7 @@ from jaxres.storage import files
 from tests import damage
 from tests.promises.conftest import Make
 from tests.promises.trainer import MLP, Workspace, assert_bit_exact, run_history, starts
-from tests.tiers import slow_but
+from tests.tiers import campaign, campaign_but, slow_but
 
 ENDS = (
     ExitCode.DONE,
@@ -50,8 +50,9 @@ def lived(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
     return shared_run("lived", make)
 
 
-@pytest.mark.parametrize("lost", slow_but(["all", "attempts", "commits"], "all", "commits"))
-@pytest.mark.parametrize("storage", slow_but(["workspace", "bucket"], "workspace"))
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", campaign_but(["all", "attempts", "commits"], "all"))
+@pytest.mark.parametrize("storage", ["workspace", "bucket"])
 def test_a_start_on_a_lost_or_older_log_deletes_nothing_and_adopt_rebuilds_it(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -219,7 +220,7 @@ DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (
 )
 
 
-@pytest.mark.parametrize("seed", slow_but(range(220), 1, 5))
+@pytest.mark.parametrize("seed", [*slow_but(range(6), 1, 5), *campaign(range(6, 220))])
 def test_no_damage_outside_checkpoints_makes_a_start_delete_a_step(
     workspace: Workspace, lived: RunDir, seed: int
 ) -> None:

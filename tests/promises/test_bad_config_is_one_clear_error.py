@@ -136,7 +136,7 @@ def test_bad_command_is_a_usage_error(
     workspace.command(workspace.run_dir("run"), arguments).assert_fails(ExitCode.USAGE, *says)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_bad_component_is_rejected_and_blocks_no_later_start(workspace: Workspace) -> None:
     """All at once, because each start takes seconds, mostly for the import of jax."""
     trainers = {
@@ -150,7 +150,7 @@ def test_bad_component_is_rejected_and_blocks_no_later_start(workspace: Workspac
         assert left.last_stop is not None, "the end is on record"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_unreadable_corpus_is_rejected_until_it_is_fixed(workspace: Workspace) -> None:
     corpus = workspace.root / "corpus"
     corpus.mkdir()
@@ -258,7 +258,7 @@ def test_a_changed_step_count_is_rejected_if_the_learning_rate_depends_on_it(
     assert run_history(run_dir).step == 60
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_more_steps_and_other_free_keys_are_allowed_and_kept(
     workspace: Workspace, killed: RunDir, unbroken: RunDir
 ) -> None:
@@ -325,6 +325,7 @@ def test_another_dataset_is_rejected_and_the_run_can_resume(
     assert f"step {STEPS} of {STEPS} is committed already" in again.printed()
 
 
+@pytest.mark.slow
 def test_run_directory_alone_resumes_also_after_it_was_moved(
     workspace: Workspace, killed: RunDir, unbroken: RunDir
 ) -> None:

@@ -185,7 +185,7 @@ def test_a_flipped_bit_in_a_cached_corpus_changes_no_bit_of_the_run(
     assert_bit_exact(failed.run_dir, unbroken)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_launch_builds_a_damaged_cache_again_by_itself(
     workspace: Workspace, unbroken: RunDir
 ) -> None:

@@ -31,15 +31,23 @@ def build(vocab_size, seq_len):
 """
 
 
-def trained(workspace: Workspace, *, scale: str, comment: str = "") -> TrainingProcess:
-    """Trains a few steps with the model's code as given."""
+def started(
+    workspace: Workspace, *overrides: str, scale: str, comment: str = ""
+) -> TrainingProcess:
+    """Starts with the model's code as given."""
     (workspace.root / "bigram.py").write_text(MODEL.replace("SCALE", scale) + comment)
-    trainer = workspace.start(
+    return workspace.start(
         "run",
+        *overrides,
         *("model={kind: custom, target: 'bigram:build'}", "telemetry.sample_tokens=0"),
         *("train.steps=1000000", "evaluation.every_steps=0"),
         env={"PYTHONPATH": str(workspace.root)},
     )
+
+
+def trained(workspace: Workspace, *, scale: str, comment: str = "") -> TrainingProcess:
+    """Trains a few steps with the model's code as given."""
+    trainer = started(workspace, scale=scale, comment=comment)
     trainer.wait_step(max(trainer.steps(), default=run_history(trainer.run_dir).step) + 2)
     trainer.process.send_signal(signal.SIGTERM)
     assert trainer.wait_exit() == ExitCode.PREEMPTED, trainer.printed()
@@ -61,8 +69,11 @@ def test_a_model_changed_between_two_attempts_is_named_with_its_first_step(
     same = trained(workspace, scale="1.0", comment="# The computation is the same.\n")
     assert guarantee(same) == "bitwise on this topology"
     step = run_history(same.run_dir).step
+    refused = started(workspace, "run.guarantee=bitwise", scale="1.5")
+    refused.assert_fails(78, "run.guarantee: bitwise is asked for, and this start would be none")
+    assert run_history(same.run_dir).step == step
     changed = trained(workspace, scale="1.5")
-    expected = rf"none: program \w{{16}} -> \w{{16}} since step {step} \(attempt 3\)"
+    expected = rf"none: program \w{{16}} -> \w{{16}} since step {step} \(attempt 4\)"
     assert re.fullmatch(expected, guarantee(changed)), "other code goes on as if it were the same"
     again = trained(workspace, scale="1.5")
     assert guarantee(again) == guarantee(changed)
@@ -71,8 +82,9 @@ def test_a_model_changed_between_two_attempts_is_named_with_its_first_step(
     assert f"guarantee  {guarantee(changed)}\n" in text
     attempts = history.attempts_text(again.run_dir, found, as_json=True).splitlines()
     levels = [json.loads(line)["guarantee"] for line in attempts]
-    assert levels == [guarantee(t) for t in (first, same, changed, again)]
-    assert f"guarantee: {levels[2]}" in history.attempts_text(again.run_dir, found, as_json=False)
+    own = [guarantee(t) for t in (first, same, changed, again)]
+    assert levels == [*own[:2], None, *own[2:]], "the refused attempt has no start"
+    assert f"guarantee: {own[2]}" in history.attempts_text(again.run_dir, found, as_json=False)
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ def test_a_commit_record_means_a_complete_step(workspace: Workspace, unbroken: R
     assert_bit_exact(workspace.run_dir("watched"), unbroken)
 
 
+@pytest.mark.slow
 def test_a_kill_at_the_commit_record_loses_nothing(workspace: Workspace, unbroken: RunDir) -> None:
     trainer = workspace.start("broken", *OFTEN)
     trainer.wait(lambda: run_history(trainer.run_dir).newest is not None, what="a commit record")

@@ -36,6 +36,7 @@ def cached(workspace: Workspace) -> tuple[list[Path], str]:
     return sorted(folder.glob("*.compiled")), setting
 
 
+@pytest.mark.slow
 def test_a_restart_loads_compiled_steps_and_ends_bit_exact(
     workspace: Workspace, killed: RunDir, unbroken: RunDir
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.leftovers import members, wait_until_gone
-from tests.promises.trainer import FAULTY, PACED, Workspace, assert_bit_exact
+from tests.promises.trainer import ENDLESS, FAULTY, PACED, Workspace, assert_bit_exact
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_worker_is_killed_with_its_supervisor(
     workspace: Workspace, fault_free: RunDir, when: str
 ) -> None:
     workspace.fresh = when == "first instants"
-    trainer = workspace.start("run", config=FAULTY, env=PACED)
+    trainer = workspace.start("run", ENDLESS, config=FAULTY, env=PACED)
     if when == "training":
         trainer.wait_step(13)
     else:
@@ -28,11 +28,12 @@ def test_worker_is_killed_with_its_supervisor(
     assert len(members(trainer.run_dir)) == 2
     trainer.kill(target="supervisor")
     assert trainer.wait_exit() == -9
-    wait_until_gone(trainer.run_dir, seconds=1 if when == "training" else 3)
+    wait_until_gone(trainer.run_dir)
     workspace.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, fault_free)
 
 
+@pytest.mark.slow
 def test_supervisor_reports_a_killed_worker(workspace: Workspace, fault_free: RunDir) -> None:
     trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(13)
@@ -41,11 +42,12 @@ def test_supervisor_reports_a_killed_worker(workspace: Workspace, fault_free: Ru
     record = trainer.end_record()
     assert record is not None
     assert (record.exit, record.committed) == (137, False)
-    wait_until_gone(trainer.run_dir, seconds=1)
+    wait_until_gone(trainer.run_dir)
     workspace.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, fault_free)
 
 
+@pytest.mark.slow
 def test_a_run_whose_processes_were_all_killed_can_resume(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
@@ -53,7 +55,7 @@ def test_a_run_whose_processes_were_all_killed_can_resume(
     trainer.wait_step(13)
     trainer.kill()
     assert trainer.wait_exit() == -9
-    wait_until_gone(trainer.run_dir, seconds=1)
+    wait_until_gone(trainer.run_dir)
     workspace.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, fault_free)
 

@@ -87,13 +87,8 @@ AIMS = (
 )
 
 
-OTHERS_IN_A_BUCKET = ("save", "commit")
 CASES = [
     pytest.param("local", 0, AIMS, marks=pytest.mark.slow),
-    pytest.param(
-        *("bucket", 0, [aim for aim in AIMS if aim.name in OTHERS_IN_A_BUCKET]),
-        marks=pytest.mark.slow,
-    ),
     *(
         pytest.param(where, seed, AIMS, marks=pytest.mark.campaign)
         for where in ("local", "bucket")

@@ -78,10 +78,9 @@ def newest(run_dir: RunDir) -> list[run_log.Commit]:
     ("any_workspace", "harms"),
     [
         ("local", HARM),
-        ("bucket", [HARM[0], HARM[3], HARM[7], HARM[10]]),
         pytest.param("bucket", HARM, marks=pytest.mark.campaign),
     ],
-    ids=["local-twelve", "bucket-four", "bucket-twelve"],
+    ids=["local-twelve", "bucket-twelve"],
     indirect=["any_workspace"],
 )
 def test_damaged_steps_are_skipped_and_the_run_ends_bit_exact(
@@ -124,7 +123,8 @@ def test_if_no_step_is_intact_all_are_named_and_a_copy_repairs_the_run(
     before = {
         name: data
         for name, data in snapshot(run_dir.root).items()
-        if not name.startswith("checkpoints/") or name.split("/")[1] in kept
+        if name != "console.log"  # It says why the start failed.
+        and (not name.startswith("checkpoints/") or name.split("/")[1] in kept)
     }
     trainer = any_workspace.command(run_dir, [str(run_dir.root)])
     printed = trainer.assert_fails(

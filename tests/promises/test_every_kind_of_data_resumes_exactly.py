@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import random
 import re
@@ -18,7 +17,6 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 import yaml
-from PIL import Image
 from tokenizers import Tokenizer
 
 from jaxres.__main__ import main
@@ -28,6 +26,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Skip
 from tests import bpe
+from tests.promises.images import photos
 from tests.promises.trainer import (
     FAULTY,
     MLP,
@@ -142,13 +141,12 @@ def kill_and_resume(
 
 
 CASES = (
-    (1, ("parquet",)),
     pytest.param(1, tuple(KINDS), marks=pytest.mark.slow),
     pytest.param(2, tuple(KINDS), marks=[pytest.mark.slow, pytest.mark.campaign]),
 )
 
 
-@pytest.mark.parametrize(("hosts", "kinds"), CASES, ids=["one", "all", "all-two-hosts"])
+@pytest.mark.parametrize(("hosts", "kinds"), CASES, ids=["one-host", "two-hosts"])
 def test_the_same_documents_of_any_kind_give_the_same_run_also_after_a_kill(
     workspace: Workspace, tmp_path: Path, hosts: int, kinds: Sequence[str]
 ) -> None:
@@ -268,22 +266,8 @@ def test_every_command_that_trains_on_own_files_works_as_the_docs_say(
             assert run_history(run_dir).step == 2
 
 
-def photos(folder: Path) -> list[bytes]:
-    """Writes 30 images of each of two classes, told apart by their color."""
-    rng, contents = np.random.default_rng(0), []
-    for name, color in (("cat", (200, 40, 40)), ("dog", (40, 40, 200))):
-        (folder / name).mkdir(parents=True)
-        for number in range(30):
-            pixels = np.clip(rng.normal(color, 60, (30, 40, 3)), 0, 255).astype(np.uint8)
-            file = io.BytesIO()
-            Image.fromarray(pixels).save(file, "JPEG")
-            (folder / name / f"{number}.jpg").write_bytes(file.getvalue())
-            contents.append(file.getvalue())
-    return contents
-
-
 @pytest.mark.parametrize("hosts", HOSTS)
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_run_on_images_as_in_the_docs_resumes_exactly(
     workspace: Workspace, tmp_path: Path, hosts: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

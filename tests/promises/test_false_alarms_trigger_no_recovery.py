@@ -68,6 +68,7 @@ def test_a_lock_holder_with_hanging_storage_may_be_replaced_and_the_run_continue
     assert_bit_exact(trainer.run_dir, fault_free)
 
 
+@pytest.mark.slow
 def test_a_wall_clock_jump_of_an_hour_each_way_restarts_nothing(
     workspace: Workspace, fault_free: RunDir, tmp_path: Path
 ) -> None:

@@ -54,7 +54,7 @@ class Hog(threading.Thread):
 @pytest.mark.parametrize(
     "size_bytes",
     [
-        24 * MIB,
+        pytest.param(24 * MIB, marks=pytest.mark.slow),
         pytest.param(17 * MIB, marks=pytest.mark.campaign),
         pytest.param(64 * MIB, marks=pytest.mark.campaign),
     ],

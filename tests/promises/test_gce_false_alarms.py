@@ -42,10 +42,11 @@ def test_access_to_the_control_plane_and_the_bucket_denied_for_a_while_ends_noth
     cloud: Cloud, fault_free: RunDir
 ) -> None:
     """Neither the launcher, the agent, the supervisor nor the worker."""
-    launcher = cloud.up(cloud.config(env={"PACE": "0.005"}))
+    launcher = cloud.up(cloud.config(env={"PACE": "0.02"}))
     cloud.wait_commit(10)
     bucket = cloud.gcs.fail("403", times=None)
-    cloud.wait(lambda: bucket.hits > 5, of="denials by the bucket")
+    denied = "the bucket does not answer"
+    cloud.wait(lambda: bucket.hits > 5 and denied in launcher.printed(), of="denials")
     control_plane = cloud.gce.fail("403", times=5)  # While the bucket denies, none is asked.
     cloud.gcs.faults.clear()
     assert launcher.wait_exit(120) == 0, cloud.describe()

@@ -77,6 +77,7 @@ def test_a_failed_host_is_detected_by_its_host_error_operation(
     cloud.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_without_capacity_or_quota_the_next_option_is_used(
     cloud: Cloud, fault_free: RunDir
 ) -> None:
@@ -137,7 +138,7 @@ def test_only_one_of_two_launchers_acts_and_the_suspended_one_exits(
 
 @pytest.mark.slow
 def test_a_crash_loop_exits_with_its_code_and_leaves_no_vm(cloud: Cloud) -> None:
-    launcher = cloud.up(cloud.config(env={"FAULT": "row:1:fail"}))
+    launcher = cloud.up(cloud.config(env={"FAULT": "trace:1:fail"}))
     assert launcher.wait_exit() == ExitCode.NO_PROGRESS, cloud.describe()
     printed = launcher.printed()
     assert "5 attempts have ended without a new committed step" in printed

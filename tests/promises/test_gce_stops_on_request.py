@@ -59,8 +59,8 @@ def test_a_stopped_job_saves_and_the_same_command_resumes_it(
 
 @pytest.mark.slow
 def test_a_job_over_its_cost_limit_saves_and_exits_with_its_code(cloud: Cloud) -> None:
-    option = OPTION | {"kind": "standard", "dollars_per_hour": 3600.0}
-    config = cloud.config(capacity_options=[option], env={"PACE": "0.02"})
+    option = OPTION | {"kind": "standard", "dollars_per_hour": 720.0}
+    config = cloud.config(capacity_options=[option], env={"PACE": "0.2"})
     launcher = cloud.up(config, "launch.max_dollars=12")
     assert launcher.wait_exit() == ExitCode.NO_PROGRESS, cloud.describe()
     assert "launch.max_dollars=12 is reached" in launcher.printed()

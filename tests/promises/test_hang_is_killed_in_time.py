@@ -73,7 +73,7 @@ def began(trainer: TrainingProcess, hang: Hang) -> float:
     return time.monotonic()
 
 
-@pytest.mark.parametrize("name", slow_but(HANGS, "endless Python loop in the data"))
+@pytest.mark.parametrize("name", slow_but(HANGS))
 def test_hang_ends_within_its_limit(workspace: Workspace, fault_free: RunDir, name: str) -> None:
     hang = HANGS[name]
     trainer = workspace.start("run", *hang.limits, config=FAULTY, env={"FAULT": hang.fault})

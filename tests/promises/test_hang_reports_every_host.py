@@ -40,6 +40,7 @@ def test_a_hang_is_reported_with_the_progress_and_stacks_of_every_host(
     )
 
 
+@pytest.mark.slow
 def test_a_hang_in_the_first_second_of_training_is_detected_within_the_step_limit(
     workspace: Workspace,
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from tests.promises.trainer import FAULTY, TrainingProcess, Workspace, digest, run_history
-from tests.tiers import slow_but
+from tests.tiers import campaign_but
 
 HOSTS = 3
 ROUNDS = 5
@@ -46,7 +46,8 @@ def trains_after(trainer: TrainingProcess, *, saves: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", slow_but(range(ROUNDS), 0))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", campaign_but(range(ROUNDS), 0))
 def test_all_hosts_save_and_stop_at_the_same_step(workspace: Workspace, seed: int) -> None:
     chance = random.Random(seed)
     trainer = workspace.launch(

@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from jaxres.exit_codes import ExitCode
 from tests.promises.trainer import FAULTY, PACED, Workspace
 from tests.unit.telemetry.webhook_server import served
@@ -14,6 +16,7 @@ TARGETS = "alerts.targets=[{kind: generic, url_env: HOOK}, {kind: slack, url_env
 SECRET = "s3cret-token"
 
 
+@pytest.mark.slow
 def test_a_restart_and_the_end_are_each_delivered_once_although_the_server_fails(
     workspace: Workspace,
 ) -> None:

@@ -15,7 +15,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests import damage
 from tests.promises.trainer import MLP, Workspace, digest, run_history, starts
-from tests.tiers import slow_but
+from tests.tiers import campaign_but
 
 
 def export(run_dir: RunDir, *arguments: str, out: Path) -> str:
@@ -44,7 +44,7 @@ STILL = ("train.steps=1", "optimizer.learning_rate=1e-30", "evaluation.every_ste
 """One step that changes no parameter, so that the evaluation after it is of the initial weights."""
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_fine_tuning_starts_with_the_final_loss_of_the_source(workspace: Workspace) -> None:
     workspace.finish("source", "train.steps=8", "evaluation.every_steps=8")
     source = workspace.run_dir("source")
@@ -71,7 +71,8 @@ def test_two_hosts_start_from_the_same_weights(workspace: Workspace) -> None:
     assert params_digest(tuned.run_dir, workspace.root / "b") == init["params"]
 
 
-@pytest.mark.parametrize("any_workspace", slow_but(["local", "bucket"], "local"), indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("any_workspace", campaign_but(["local", "bucket"], "local"), indirect=True)
 def test_weights_of_a_run_are_verified_from_any_storage_or_rejected(
     any_workspace: Workspace, workspace: Workspace
 ) -> None:

@@ -50,6 +50,7 @@ def assert_found(run_dir: RunDir) -> None:
     assert all(np.isfinite(row["loss"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_the_scale_is_found_and_training_ends_finite(unbroken: RunDir) -> None:
     assert_found(unbroken)
     arrays = newest(unbroken)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxres.__main__ import main
 from jaxres.clock import SystemClock
 from jaxres.data import Permutation, sample_ids_at
 from jaxres.exit_codes import ExitCode
@@ -178,6 +179,12 @@ def test_the_learning_rate_is_lower_after_a_rollback_also_after_kills(workspace:
     lower = {step for step, rate in rates.items() if rate == FACTOR * rates[1]}
     assert lower == set(range(ONSET, ONSET + FOR))
     assert digest(again.run_dir) == digest(reported)
+    branch = workspace.run_dir("branch")
+    words = ["branch", str(again.run_dir.root), "--to", str(branch.root), "--step", "25"]
+    assert main(words) == ExitCode.DONE
+    goes_on = workspace.command(branch, [str(branch.root)])
+    assert goes_on.wait_exit() == ExitCode.DONE, goes_on.printed()
+    assert digest(branch) == digest(again.run_dir), "a branch goes on with the lower rate"
 
 
 @pytest.mark.slow

@@ -18,7 +18,10 @@ from jaxres.runlog.paths import RunDir
 from tests.promises.networks import network, permitted
 from tests.promises.proxy import proxy
 from tests.promises.trainer import (
+    ENDLESS,
+    FAULTY,
     MLP,
+    PACED,
     TrainingProcess,
     Workspace,
     assert_bit_exact,
@@ -28,7 +31,7 @@ from tests.promises.trainer import (
 
 HOSTS = 3
 HEARTBEAT_SECONDS = 5
-LONG = (*MLP, "train.steps=1000000", f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}")
+LONG = (*MLP, ENDLESS, f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}")
 SHORT = (*LONG, "train.steps=80")
 MARGIN = 3
 """Deadlines are asserted at three times their value because the machine may be busy."""
@@ -113,10 +116,11 @@ def test_a_lost_host_is_named_by_every_other_supervisor(
 
 
 def test_a_stop_at_one_host_saves_one_step_for_all(workspace: Workspace) -> None:
-    trainers = workspace.start_hosts("run", *MLP, "train.steps=1000000", hosts=2)
+    trainers = workspace.start_hosts("run", ENDLESS, hosts=2, config=FAULTY, env=PACED)
     under_way(trainers)
     os.kill(trainers[1].process.pid, signal.SIGTERM)
-    assert [trainer.wait_exit() for trainer in trainers] == [ExitCode.PREEMPTED] * 2
+    codes = [trainer.wait_exit() for trainer in trainers]
+    assert codes == [ExitCode.PREEMPTED] * 2, "".join(trainer.printed() for trainer in trainers)
     (exits,) = {(w.exit, w.committed) for w in [trainers[0].end_record()] if w is not None}
     assert exits == (ExitCode.PREEMPTED, True)
 
@@ -127,7 +131,8 @@ def test_a_stop_before_the_first_step_ends_all_hosts_at_once(workspace: Workspac
     trainers = workspace.start_hosts("run", *MLP, hosts=2)
     trainers[0].wait_phase("import")
     os.kill(trainers[1].process.pid, signal.SIGTERM)
-    assert [trainer.wait_exit() for trainer in trainers] == [ExitCode.PREEMPTED] * 2
+    codes = [trainer.wait_exit() for trainer in trainers]
+    assert codes == [ExitCode.PREEMPTED] * 2, "".join(trainer.printed() for trainer in trainers)
     for trainer in trainers:
         assert "SIGTERM on" in trainer.printed()
     assert starts(trainers[0].run_dir) == []

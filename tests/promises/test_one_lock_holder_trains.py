@@ -73,6 +73,7 @@ def test_only_one_of_many_concurrent_starts_trains(
     assert_bit_exact(run_dir, fault_free)
 
 
+@pytest.mark.slow
 def test_start_beside_a_live_lock_holder_writes_nothing(
     any_workspace: Workspace, fault_free: RunDir
 ) -> None:
@@ -110,6 +111,7 @@ def test_start_beside_a_suspended_worker_is_rejected_however_long(workspace: Wor
         workspace.start("run", config=FAULTY).assert_fails(ExitCode.FENCED, "is alive")
 
 
+@pytest.mark.slow
 def test_killed_lock_holder_blocks_no_start(any_workspace: Workspace, fault_free: RunDir) -> None:
     """The kernel releases the lock at once; the start does not wait for three heartbeats."""
     owner = any_workspace.start("run", config=FAULTY, env=PACED)

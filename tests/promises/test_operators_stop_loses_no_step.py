@@ -28,7 +28,7 @@ from tests.promises.trainer import (
     run_history,
     starts,
 )
-from tests.tiers import slow_but
+from tests.tiers import campaign, campaign_but, slow_but
 
 Ask = Callable[[TrainingProcess], None]
 ASKS: dict[str, tuple[Ask, ExitCode]] = {
@@ -46,7 +46,9 @@ def assert_nothing_is_repeated(trainer: TrainingProcess, successor: TrainingProc
     assert successor.steps()[0] == trainer.steps()[-1] + 1
 
 
-@pytest.mark.parametrize("ask", slow_but(ASKS, "SIGTERM", "stop file"))
+@pytest.mark.parametrize(
+    "ask", ["SIGTERM", *slow_but(["SIGINT"]), *campaign(["SIGHUP", "stop file", "SIGTERM to all"])]
+)
 def test_stop_in_training_saves_the_last_finished_step(
     workspace: Workspace, fault_free: RunDir, ask: str
 ) -> None:
@@ -95,7 +97,10 @@ EARLY: dict[str, tuple[Callable[[TrainingProcess], None], dict[str, str]]] = {
 
 @pytest.mark.parametrize(
     ("phase", "ask"),
-    [(phase, "SIGTERM") for phase in EARLY] + [("compile", "SIGINT"), ("data", "stop file")],
+    slow_but(
+        [(phase, "SIGTERM") for phase in EARLY] + [("compile", "SIGINT"), ("data", "stop file")],
+        ("compile", "SIGTERM"),
+    ),
 )
 def test_stop_before_the_first_step_exits_at_once(
     workspace: Workspace, phase: str, ask: str
@@ -108,7 +113,7 @@ def test_stop_before_the_first_step_exits_at_once(
     asked_at = time.monotonic()
     do(trainer)
     assert trainer.wait_exit() == exit, trainer.printed()
-    assert time.monotonic() - asked_at < 6, "the phase would have lasted an hour"
+    assert time.monotonic() - asked_at < 60, "the phase would have lasted an hour"
     assert "nothing new to save yet" in trainer.printed()
     record = trainer.end_record()
     assert record is not None
@@ -157,7 +162,7 @@ LATE: dict[str, Callable[[TrainingProcess], None]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", LATE)
+@pytest.mark.parametrize("phase", campaign_but(LATE, "save", "restore"))
 def test_stop_in_every_later_phase_loses_no_step(
     workspace: Workspace, killed: RunDir, unbroken: RunDir, phase: str
 ) -> None:
@@ -204,6 +209,7 @@ def test_requested_save_is_extra_and_training_continues(
     assert_bit_exact(trainer.run_dir, fault_free)
 
 
+@pytest.mark.slow
 def test_second_signal_kills_at_once_and_damages_nothing(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
@@ -215,7 +221,7 @@ def test_second_signal_kills_at_once_and_damages_nothing(
         trainer.kill(number, target="supervisor")
         trainer.wait_printed("saving after the current step")
         trainer.kill(number, target="supervisor")
-        assert trainer.wait_exit(seconds=10) == 128 + number, trainer.printed()
+        assert trainer.wait_exit(seconds=30) == 128 + number, trainer.printed()
         assert "again: workers killed" in trainer.printed()
     successor = workspace.finish("run", config=FAULTY)
     assert_bit_exact(successor.run_dir, fault_free)

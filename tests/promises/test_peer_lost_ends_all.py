@@ -42,7 +42,10 @@ def campaign(*values: object) -> object:
         campaign("fault_free_four", 4, signal.SIGKILL, 0, 128 + signal.SIGKILL, KILLED_SECONDS),
         campaign("fault_free_four", 4, signal.SIGSTOP, 3, ExitCode.PEER_LOST, STOPPED_SECONDS),
         campaign("fault_free_four", 4, signal.SIGSTOP, 0, ExitCode.PEER_LOST, STOPPED_SECONDS),
-        ("fault_free_pair", 2, signal.SIGSTOP, 0, ExitCode.PEER_LOST, STOPPED_SECONDS),
+        pytest.param(
+            *("fault_free_pair", 2, signal.SIGSTOP, 0, ExitCode.PEER_LOST, STOPPED_SECONDS),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_lost_host_ends_all_and_the_next_start_is_bit_exact(

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from jaxres.data import Permutation, sample_ids_at
 from jaxres.exit_codes import ExitCode
 from tests.promises.trainer import FAULTY, ROOT, Workspace, history, snapshot
@@ -14,6 +16,7 @@ BAD_STEP, ROW = 15, 7
 ITEM = int(sample_ids_at(Permutation(1800, seed=0), 24 * (BAD_STEP - 1), 24)[0][ROW])
 
 
+@pytest.mark.slow
 def test_replay_of_a_masked_step_names_the_first_bad_layer_line_and_row(
     workspace: Workspace,
 ) -> None:

@@ -26,8 +26,6 @@ from tests.promises.trainer import (
 POINTS = Path(__file__).with_name("points")
 SAVE = ("directory made", "step renamed", "facts", "manifest", "commit", "prune", "trash", "bytes")
 """Boundaries of a save, in order."""
-DECISIVE = ("manifest", "commit")
-"""Before the step is final, and before it counts."""
 
 
 def start(workspace: Workspace, point: str, sig: signal.Signals, *, at: int = 1) -> TrainingProcess:
@@ -67,7 +65,7 @@ def test_a_run_killed_at_every_boundary_of_a_save_ends_bit_exact(
     assert there == sorted(run_history(run_dir).protected_dirs), "something was left behind"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_run_killed_at_every_boundary_of_a_quarantine_ends_bit_exact(
     workspace: Workspace, unbroken: RunDir
 ) -> None:
@@ -91,24 +89,20 @@ def test_a_run_killed_at_every_boundary_of_a_quarantine_ends_bit_exact(
     assert_bit_exact(run_dir, unbroken)
 
 
-@pytest.mark.parametrize(
-    "points",
-    [pytest.param(SAVE, marks=pytest.mark.slow), DECISIVE],
-    ids=["every phase", "decisive phases"],
-)
+@pytest.mark.campaign
 def test_zombies_from_every_phase_of_a_save_damage_nothing(
-    workspace: Workspace, unbroken: RunDir, points: tuple[str, ...]
+    workspace: Workspace, unbroken: RunDir
 ) -> None:
     """Each is suspended at another boundary of its save; the successor commits, prunes, ends."""
     run_dir, zombies = workspace.run_dir("run"), []
-    for point in points:
+    for point in SAVE:
         zombie = start(workspace, point, signal.SIGSTOP, at=3 if point == SAVE[0] else 1)
         zombie.wait(lambda z=zombie: sleeps(z), what=f"a worker that sleeps at '{point}'")
         zombie.kill(signal.SIGSTOP, target="supervisor")
         zombie.wait(lambda z=zombie: is_stopped(z), what="a suspended supervisor")
         zombies.append(zombie)
     successor = workspace.finish("run", *MLP)
-    assert successor.attempt == len(points) + 1
+    assert successor.attempt == len(SAVE) + 1
     before = counted(run_dir, successor)
     assert_bit_exact(run_dir, unbroken)
     for zombie in zombies:

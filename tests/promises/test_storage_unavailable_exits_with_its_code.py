@@ -30,6 +30,7 @@ from tests.promises.trainer import (
     run_history,
     starts,
 )
+from tests.tiers import campaign_but
 
 MIB = 2**20
 
@@ -79,6 +80,7 @@ def test_read_only_run_dir_is_rejected(disk: Disk) -> None:
     )
 
 
+@pytest.mark.slow
 def test_read_only_cache_is_rejected(disk: Disk, workspace: Workspace) -> None:
     disk.namespace.remount(disk.inside, "ro")
     arguments = (f"run.dir={workspace.root / 'run'}", f"data.cache_dir={disk.inside}")
@@ -150,7 +152,7 @@ def assert_commits_are_complete(disk: Disk) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("but_bytes", [0, 24 * 1024], ids=["to the last byte", "but for lines"])
+@pytest.mark.parametrize("but_bytes", campaign_but([0, 24 * 1024], 24 * 1024))
 def test_full_disk_stops_no_training_and_saving_recovers(
     disk: Disk, unbroken_long: RunDir, but_bytes: int
 ) -> None:
@@ -203,7 +205,7 @@ def test_too_many_consecutive_failed_saves_exit_with_storage(disk: Disk) -> None
     assert_commits_are_complete(disk)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("sig", "exit"), [(signal.SIGTERM, ExitCode.PREEMPTED), (signal.SIGINT, ExitCode.STOPPED)]
 )
@@ -264,7 +266,7 @@ def test_requested_save_is_tried_on_a_full_disk_too(disk: Disk) -> None:
     trainer.wait_commit(20)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_log_file_on_a_full_disk_does_not_change_the_exit(disk: Disk, workspace: Workspace) -> None:
     log = disk.inside / "train.log"
     through = (*disk.namespace.through, "sh", "-c", f'exec "$@" >{log} 2>&1', "sh")

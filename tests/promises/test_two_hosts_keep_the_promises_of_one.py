@@ -23,7 +23,7 @@ from tests.promises.trainer import (
     run_history,
     starts,
 )
-from tests.tiers import slow_but
+from tests.tiers import campaign_but
 
 SLOW = {"PACE": "0.02"}
 
@@ -35,7 +35,8 @@ def signal_all(trainer: TrainingProcess, number: signal.Signals) -> None:
     trainer.process.send_signal(number)
 
 
-@pytest.mark.parametrize("any_workspace", slow_but(["local", "bucket"]), indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("any_workspace", campaign_but(["local", "bucket"], "local"), indirect=True)
 def test_two_hosts_skip_damage_keep_one_owner_and_fence_a_zombie(
     any_workspace: Workspace, fault_free_pair: RunDir
 ) -> None:

@@ -6,6 +6,8 @@ import json
 import socket
 import time
 
+import pytest
+
 from jaxres.cluster.messages import VERSION, Goodbye, Hello, JobResult, encode
 from tests.promises.trainer import FAULTY, PACED, TrainingProcess, Workspace, free_address
 
@@ -67,6 +69,7 @@ def train_on(trainers: list[TrainingProcess]) -> None:
     assert [trainer.wait_exit() for trainer in trainers] == [0, 0], [t.printed() for t in trainers]
 
 
+@pytest.mark.slow
 def test_an_unauthenticated_client_cannot_join_or_end_a_job(workspace: Workspace) -> None:
     at = free_address()
     join = ("hosts.join_seconds=60",)

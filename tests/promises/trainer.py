@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -25,7 +26,7 @@ from jaxres.runlog.event_log import read_events, read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, RunHistory
 from jaxres.runlog.step_dirs import LOG_COPY
-from jaxres.storage import files
+from jaxres.storage import files, memory_folder
 from jaxres.storage import path as paths
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor.forkserver_client import WORKER
@@ -33,7 +34,11 @@ from jaxres.train.worker import NAME_PREFIX
 from tests.promises import forks
 from tests.promises.fork_server import may_fork
 
+ENDLESS = "train.steps=1000000"
+"""Trains on for longer than any test waits."""
 POLL_SECONDS = 0.001
+BUSY_SECONDS = 20.0
+"""What a busy machine may need on top of a limit. How fast something is, benchmarks measure."""
 FRESH = "JAXRES_TEST_FRESH"
 """Environment variable; if set, no process is a fork, as in production."""
 ROOT = Path(__file__).parents[2]
@@ -69,14 +74,15 @@ class TrainingProcess:
         """Waits for a condition; fails if the process ends first."""
         deadline = time.monotonic() + seconds
         while True:
-            code = self.process.poll()
+            code, began = self.process.poll(), time.monotonic()
             if condition():
                 return
+            took = time.monotonic() - began
             assert code is None, f"ended with {code} before {what}:\n{self.output.read_text()}"
             assert time.monotonic() < deadline, (
                 f"no {what} in {seconds} s\n{self.output.read_text()}"
             )
-            time.sleep(POLL_SECONDS)
+            time.sleep(max(POLL_SECONDS, 3 * took))  # At most a quarter of a core.
 
     def wait_step(self, step: int) -> None:
         """Waits until this attempt has finished a step at or after `step`."""
@@ -327,11 +333,12 @@ class Workspace:
         return copied
 
     def end_all(self) -> None:
-        """Kills every process that was started here."""
+        """Kills every process that was started here, and frees what they hold in memory."""
         for trainer in self.trainers:
             if trainer.process.poll() is None:
                 trainer.process.kill()
                 trainer.process.wait()
+            memory_folder.delete(trainer.run_dir.root)
 
 
 def _spares(command: list[str]) -> int:
@@ -347,6 +354,14 @@ def free_address() -> str:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{found.getsockname()[1]}"
+
+
+def event_files(run_dir: RunDir) -> Any:
+    """Returns what TensorBoard reads in a run directory."""
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    found = reader.EventAccumulator(str(run_dir.tensorboard))
+    found.Reload()
+    return found
 
 
 NOT_IN_A_BUCKET = ("compiled", "tensorboard", "exports", "owner.json", "owner.lock")
@@ -403,7 +418,10 @@ def history(run_dir: RunDir) -> list[dict[str, Any]]:
     return [json.loads(row) for row in _verb(["history", str(run_dir.root), "--json"]).splitlines()]
 
 
-MAY_DIFFER = ("attempt", "step_seconds", "busy_seconds", "losses", "bits_per_byte", "epochs")
+MAY_DIFFER = (
+    *("attempt", "step_seconds", "busy_seconds"),
+    *("losses", "bits_per_byte", "epochs", "metrics"),
+)
 """Times, and what only the events have: those of a killed host's last seconds may be lost."""
 
 

@@ -14,15 +14,17 @@ import pytest
 
 from jaxres import __main__ as jaxres_command
 from jaxres import config as configs
+from jaxres import inference
+from jaxres.cli import branch, doctor, replay, runs, sweep
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import data as data_command
-from jaxres.cli import doctor, replay
 from jaxres.cluster import detect
-from jaxres.config.schema import CustomModel
+from jaxres.config.schema_model import CustomModel
 from jaxres.faults import UsageError
 from jaxres.launch import gce, local
 from jaxres.models import custom
 from jaxres.supervisor.run_config import parse_target
+from tests.unit.checkpoint import families
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -102,6 +104,16 @@ def test_every_command_in_the_docs_is_accepted_by_its_parser(
         configs.load(options.config, options.overrides)
     elif words[0] == "data":
         _check_target(data_command._parser().parse_known_args(words[1:])[1], tmp_path)
+    elif words[0] == "sweep":
+        monkeypatch.setattr(sweep.Sweep, "run", lambda self: 0)
+        words += ["--to", str(tmp_path / "sweep")]
+        assert jaxres_command.main(words) == 0
+    elif words[0] in ("sample", "evaluate"):
+        monkeypatch.setattr(inference, "load", lambda path, step: _ended())
+        with contextlib.suppress(_Ended):
+            assert jaxres_command.main(words) == 0
+    elif words[0] in ("runs", "compare", "branch"):
+        _check_runs(words, monkeypatch)
     elif words[0] == "replay":
         monkeypatch.setattr(replay.Replay, "lines", lambda self, *, explain: iter(()))
         assert replay.main(words[1:]) == 0
@@ -109,6 +121,25 @@ def test_every_command_in_the_docs_is_accepted_by_its_parser(
         assert (ROOT / "jaxres" / f"{words[0]}.py").exists()
     else:
         checkpoints_cli._parse(words, usage=jaxres_command.USAGE)
+
+
+def _check_runs(words, monkeypatch):
+    """Runs the command up to where it would read or write a run."""
+    monkeypatch.setattr(runs, "read_rows", lambda folder, clock: [])
+    monkeypatch.setattr(runs, "compare", lambda run_dirs: _ended())
+    quickstart = ROOT / "configs/quickstart.yaml"
+    load = lambda origin, to, **given: str(configs.load(quickstart, given["overrides"]))  # noqa: E731
+    monkeypatch.setattr(branch, "branch", load)
+    with contextlib.suppress(_Ended):
+        assert jaxres_command.main(words) == 0
+
+
+class _Ended(BaseException):
+    """Ends a command of which only the arguments are checked."""
+
+
+def _ended():
+    raise _Ended
 
 
 def _check_pytest(words):
@@ -131,6 +162,10 @@ def _check_local(words, tmp_path):
 
 def _check_target(words, tmp_path):
     """Loads the config with the overrides; a run directory's are those of the quickstart."""
+    families.write_config(tmp_path, families.CONFIGS["qwen3"])
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    words = [re.sub(r"(?<=path=)MODEL|(?<=path: )MODEL", str(tmp_path), word) for word in words]
     target, overrides = parse_target(words, command="")
     path = Path(str(target))
     configs.load(path if path.suffix == ".yaml" else ROOT / "configs/quickstart.yaml", overrides)

@@ -17,7 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from jaxres.checkpoint import block_digests, diff, finalize, manifest, readback, restore, retention
+from jaxres.checkpoint import (
+    block_digests,
+    diff,
+    finalize,
+    manifest,
+    readback,
+    restore,
+    retention,
+    tensorstore_reader,
+)
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import prune as prune_cli
 from jaxres.cli import run_health, status
@@ -28,7 +37,7 @@ from jaxres.data import token_folder
 from jaxres.engine.state import Progress
 from jaxres.launch import desired_state, lease, observed_state
 from jaxres.launch.paths import LaunchPaths
-from jaxres.runlog import attempt_history, metrics, paths, records, run_log
+from jaxres.runlog import attempt_history, metrics, paths, records, replica_files, run_log
 from jaxres.runlog.event_log import EventLog, read_events
 from jaxres.runlog.events import EVENTS, Event
 from jaxres.runlog.run_log import RunHistory
@@ -162,6 +171,7 @@ def status_names() -> dict[str, Any]:
         recent=[example(attempt_history.AttemptSummary)],
         supervision=example(run_health.LastSupervisorEvent),
         outlook=run_health.RunHealth("running", "x", "x"),
+        replica=example(replica_files.Progress),
     )
     return written(status.as_json(found))
 
@@ -188,7 +198,7 @@ def diff_names() -> list[Any]:
 def prune_names() -> list[Any]:
     step = example(retention.CommittedStep)
     found = prune_cli.PrunePreview(
-        retention.PrunePlan((step,), {step.step: ("x",)}), {"x": 7}, True
+        retention.PrunePlan((step,), {step.step: ("x",)}), {"x": 7}, 7, True
     )
     return [written(line) for line in prune_cli.as_json(found).splitlines()]
 
@@ -248,6 +258,8 @@ def names() -> dict[str, Any]:
             json.loads(json.dumps(dataclasses.asdict(example(Progress))))
         ),
         "owner.json": run_lock_names,
+        "REPLICA.json": lambda: shape(dataclasses.asdict(example(replica_files.Marker))),
+        "replica.json": lambda: shape(dataclasses.asdict(example(replica_files.Progress))),
         "alerts.jsonl": lambda: shape(alert_delivery_log.line("x", "x", "queued", time=1.5)),
         "alerts.jsonl: states": lambda: list(get_args(alert_delivery_log.DeliveryState)),
         "alerts: body of a generic webhook": incident_names,
@@ -269,11 +281,13 @@ def names() -> dict[str, Any]:
         "run directory: paths": lambda: paths_of(paths.RunDir(Path("RUN"))),
         "launch: paths": lambda: paths_of(LaunchPaths(GcsPath("BUCKET", "RUN"))),
         "step directory: paths": lambda: [
-            *(manifest.MANIFEST, manifest.PROGRESS, manifest.DIGESTS, finalize.CUT_BLOCKS),
+            *(manifest.MANIFEST, manifest.PROGRESS, manifest.DIGESTS),
+            f"{manifest.DIGESTS}/{finalize.CUT_BLOCKS}",
+            *(manifest.FROZEN_DIGESTS, tensorstore_reader.FROZEN),
         ],
         "formats": lambda: {
             "run log": records.FORMAT,
-            "manifest": manifest.FORMAT,
+            "manifest": [manifest.FORMAT, manifest.FROZEN_FORMAT],
             "messages between hosts": messages.VERSION,
             "lease": lease.FORMAT,
             "desired state": desired_state.FORMAT,

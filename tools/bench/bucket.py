@@ -2,10 +2,12 @@
 
     python tools/bench/bucket.py               counts; prices by --class-a, --class-b, for 10,000
     python tools/bench/bucket.py --late 0.05   how long saves delay training, compared with a disk
+    python tools/bench/bucket.py --late 0.05 --bandwidth 25e6   saves and restores against a limit
 
 Runs against the emulated service of the tests, so only counts are meaningful, and of the times only
-the one that does not depend on the service: the call of a save. The model is the smallest one: a
-large one writes more files, of up to 2 GB each, and reads them back in parts of 16 MiB.
+those that do not depend on the service: the call of a save, and transfers that a limit of the
+bandwidth (the same in both directions) slows down far below what this machine can do. The model is
+the smallest one: a large one writes more files and reads them back in parts of 16 MiB.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,10 +56,14 @@ def main(arguments: list[str]) -> int:
     for name, dollars in CLASSES.items():
         flag = f"--class-{name.lower()}"
         parser.add_argument(flag, dest=name, type=float, default=dollars, help="dollars for 10,000")
+    parser.add_argument("--bandwidth", type=float, help="bytes in a second, in each direction")
+    parser.add_argument("--megabytes", type=float, default=256, help="of the state that is saved")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder, GcsServer(late_seconds=given.late or 0) as server:
         os.environ.update(server.env)
-        if given.late is not None:
+        if given.bandwidth is not None:
+            _against_a_limit(server, given.bandwidth, megabytes=given.megabytes)
+        elif given.late is not None:
             _side_by_side(server, folder)
         else:
             _count(server, folder, {name: getattr(given, name) / 10_000 for name in CLASSES})
@@ -113,6 +120,33 @@ def _side_by_side(server: GcsServer, folder: str) -> None:
     print(
         f"at {late:.0f} ms latency: {more:+.1f} ms, {ratio:.2f} times; aim of +{AIM_MS} ms: {says}"
     )
+
+
+def _against_a_limit(server: GcsServer, limit: float, *, megabytes: float) -> None:
+    """Saves and restores a state in turns; prints the rates against the limit."""
+    import jax
+
+    from jaxres.checkpoint import orbax_io
+    from jaxres.checkpoint.restore import restore
+    from tools.bench import checkpoint
+
+    make = checkpoint.make_arrays(number=24, gigabytes=megabytes / 1000)
+    size = sum(array.nbytes for array in jax.tree.leaves(make()))
+    for bandwidth in (server.sent, server.received):
+        bandwidth.bytes_per_second = limit
+    rates: dict[str, list[float]] = {"save": [], "restore": []}
+    reading = orbax_io.reading_context(host=0)
+    for number in range(ROUNDS):
+        begun = time.perf_counter()
+        root = parse_path(f"gs://bucket/limited/{number}")
+        step_dir, commit, like = checkpoint.commit_step(root, make())
+        saved = time.perf_counter()
+        jax.block_until_ready(restore(step_dir, commit, like, reading).state)
+        rates["save"].append(size / (saved - begun))
+        rates["restore"].append(size / (time.perf_counter() - saved))
+    for name, found in rates.items():
+        ratio = statistics.median(found) / limit
+        print(f"{name:8} {size / 1e6:.0f} MB, {len(found)} times: {ratio:.2f} of {limit:.3g} B/s")
 
 
 def _train(server: GcsServer, folder: str, run_dir: str, steps: int) -> Counter[str]:

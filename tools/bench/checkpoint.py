@@ -1,13 +1,16 @@
 """Benchmark of checkpoints against stock Orbax and the machine's limits, in turns, in one run.
 
     python tools/bench/checkpoint.py [--layers 12] [--width 768] [--rounds 5] [--devices 8]
+    python tools/bench/checkpoint.py --arrays 74 [--gigabytes 0.75] [--rounds 5] [--devices 8]
 
-The state is that of the built-in decoder (float32 weights and two moments; 1.2 GB by default).
+The state is that of the built-in decoder (float32 weights and two moments; 1.2 GB by default), or
+so many float32 arrays of equal size. The process has the environment of a worker.
 Prints how long a save delays training (the call and the step after it, which donates the state),
 the whole save with and without digests, a restore with and without verification, and `verify`
-without jax, each as a ratio to stock Orbax and to a plain copy, write or read of as many bytes; and
-how much a save slows steps that compute, for some shares of `checkpoint.background_share`.
-The file cache is warm for all reads.
+without jax, each as a ratio to stock Orbax and to a plain copy, write or read of as many bytes; a
+verified restore and the first step after it, with the file cache warm and cold; and how much a save
+slows steps that compute, for some shares of `checkpoint.background_share`. Where nothing else is
+said, the file cache is warm for reads.
 """
 
 from __future__ import annotations
@@ -36,14 +39,18 @@ from jaxres.checkpoint.restore import load, restore
 from jaxres.checkpoint.tensorstore_reader import ARRAYS
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import SingleHost
-from jaxres.config.schema import CheckpointSection, GptModel, MeshSection
-from jaxres.config.schema_training import AdamwOptimizer
+from jaxres.config.schema import CheckpointSection, MeshSection
+from jaxres.config.schema_model import GptModel
+from jaxres.config.schema_optimizer import AdamwOptimizer
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer
 from jaxres.engine import state as states
 from jaxres.engine.state import Progress
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Claim, RunLog
+from jaxres.runlog.run_log import Claim, Commit, RunLog
+from jaxres.storage import files
+from jaxres.storage.path import RunPath
+from jaxres.supervisor.attempt_runner import WORKER_VARIABLES
 
 TIMEOUT_SECONDS = 600.0
 VOCAB = 32_000
@@ -69,12 +76,25 @@ def make_state(*, layers: int, width: int) -> Any:
     """Returns a function that creates the state on the devices."""
     config = GptModel(num_layers=layers, d_model=width, num_heads=12)
     model = models.build(config, vocab_size=VOCAB, seq_len=256, platform="cpu")
-    tx = optimizer.build(AdamwOptimizer(), decay_mask=optimizer.matrices(model.axes))
+    tx = optimizer.build(AdamwOptimizer(), axes=model.axes)
     mesh = meshes.build(MeshSection(fsdp=-1), devices=jax.devices())
     shapes = jax.eval_shape(lambda: states.init(model, tx, seed=0))
     out = states.shardings(shapes, model, mesh)
     made = jax.jit(lambda: states.init(model, tx, seed=0), out_shardings=out)
     return lambda: states.to_plain(made())
+
+
+def make_arrays(*, number: int, gigabytes: float) -> Callable[[], Any]:
+    """Returns a function that creates so many arrays, each split over all devices."""
+    mesh = meshes.build(MeshSection(fsdp=-1), devices=jax.devices())
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    rows = max(1, round(gigabytes * 1e9 / number / 4 / 1024 / len(jax.devices())))
+    shape = (rows * len(jax.devices()), 1024)
+    noise = np.random.default_rng(0).random(shape, np.float32)  # Stock Orbax compresses the rest.
+    scaled = jax.jit(
+        lambda x: {f"a{n}": x * np.float32(n + 1) for n in range(number)}, out_shardings=split
+    )
+    return lambda: scaled(noise)  # Not a constant of the program, which XLA would fold.
 
 
 step = jax.jit(lambda state: jax.tree.map(lambda x: x + x.dtype.type(1), state), donate_argnums=0)
@@ -204,15 +224,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--arrays", type=int, help="this many arrays instead of a decoder's state")
+    parser.add_argument("--gigabytes", type=float, default=0.75, help="of the arrays together")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--devices", type=int, default=0, help="virtual CPU devices; 0: this machine's"
     )
     options = parser.parse_args()
+    if not os.environ.keys() >= WORKER_VARIABLES.keys():  # The C library reads them at a start.
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**WORKER_VARIABLES, **os.environ})
     if options.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices)
-    make = make_state(layers=options.layers, width=options.width)
+    if options.arrays:
+        make = make_arrays(number=options.arrays, gigabytes=options.gigabytes)
+    else:
+        make = make_state(layers=options.layers, width=options.width)
     host = [np.asarray(leaf) for leaf in jax.tree.leaves(make())]
     size = sum(array.nbytes for array in host)
     warm = [np.empty_like(array) for array in host]
@@ -244,6 +271,7 @@ def main() -> int:
                 idle.append(stepped)
         _print_saves(found, copies=copies, writes=writes, idle=idle)
         _print_restores(restores(folder, make, rounds=options.rounds), size=size)
+        _print_first_steps(folder, make, rounds=options.rounds)
         _print_curve(folder, make, rounds=options.rounds)
     return 0
 
@@ -286,16 +314,9 @@ def _print_curve(folder: Path, make: Callable[[], Any], *, rounds: int) -> None:
         print(f"  {share:<4} {seconds:.2f} s, {slower:.3f} x")
 
 
-def restores(
-    folder: Path, make: Callable[[], Any], *, rounds: int
-) -> list[tuple[float, float, float]]:
-    """Restores one committed step in turns: unverified, verified; and verifies it without jax.
-
-    Returns:
-      The seconds of the three, for every round.
-    """
-    state = make()
-    run_dir = RunDir(folder / "restore")
+def commit_step(root: RunPath, state: Any) -> tuple[RunPath, Commit, Any]:
+    """Commits a step of a new run; returns its directory, record, and the shapes to restore it."""
+    run_dir = RunDir(root)
     log = RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock())
     store = Checkpointer(
         CheckpointSection(timeout_seconds=TIMEOUT_SECONDS),
@@ -312,11 +333,21 @@ def restores(
         store.wait()
     commit = log.history().newest
     assert commit is not None
-    step_dir = (run_dir.root / commit.path).absolute()
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
-    del state
+    return (run_dir.root / commit.path).absolute(), commit, like
+
+
+def restores(
+    folder: Path, make: Callable[[], Any], *, rounds: int
+) -> list[tuple[float, float, float]]:
+    """Restores one committed step in turns: unverified, verified; and verifies it without jax.
+
+    Returns:
+      The seconds of the three, for every round.
+    """
+    step_dir, commit, like = commit_step(folder / "restore", make())
     reading = orbax_io.reading_context(host=0)
     rows = []
     for round_number in range(rounds + 1):
@@ -328,6 +359,37 @@ def restores(
         if round_number:
             rows.append((bare, verified, checked))
     return rows
+
+
+def _plain_read(path: Path) -> None:
+    """Reads a file into fresh memory."""
+    data = np.empty(path.stat().st_size, np.uint8)
+    with path.open("rb", buffering=0) as file:
+        for start in range(0, len(data), CHUNK):
+            file.readinto(data[start : start + CHUNK].data)
+
+
+def _print_first_steps(folder: Path, make: Callable[[], Any], *, rounds: int) -> None:
+    """Prints what a verified restore and the first step take, against a plain read."""
+    step_dir, commit, like = commit_step(folder / "first-steps", make())
+    reading = orbax_io.reading_context(host=0)
+    stored = [path for path in Path(str(step_dir)).rglob("*") if path.is_file()]
+
+    def restored() -> None:
+        state = restore(step_dir, commit, like, reading).state
+        jax.block_until_ready(step(state))
+
+    print("a verified restore and the first step, against a plain read of as many bytes")
+    for name in ("warm", "cold"):
+        rows = []
+        for _ in range(rounds + 1):
+            if name == "cold":
+                for path in [folder / "plain", *stored]:
+                    files.drop_page_cache(path)
+            rows.append((seconds(lambda: _plain_read(folder / "plain")), seconds(restored)))
+        read, whole = (statistics.median(row[i] for row in rows[1:]) for i in range(2))
+        ratio = statistics.median(row[1] / row[0] for row in rows[1:])
+        print(f"  {name}: {whole:.2f} s, plain read {read:.2f} s, {ratio:.2f} x")
 
 
 def _print_restores(rows: list[tuple[float, float, float]], *, size: int) -> None:

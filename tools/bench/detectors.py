@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxres.config.schema import DeadlinesSection
-from jaxres.config.schema_training import RollbackSection, SgdOptimizer, SpikesSection
+from jaxres.config.schema_optimizer import SgdOptimizer
+from jaxres.config.schema_training import RollbackSection, SpikesSection
 from jaxres.data import find_bad_rows, find_hung_row
 from jaxres.engine import grad_norm_stats, optimizer
 from jaxres.engine import state as states
@@ -80,7 +81,7 @@ def nonfinite(series: int) -> Tally:
         return spoil(x_B, batch["gradient_B"]) + batch["loss_B"], jnp.ones_like(x_B)
 
     model: Any = SimpleNamespace(loss=loss, init=lambda key: {"w": jnp.ones(())}, axes={"w": ()})
-    tx = optimizer.build(SgdOptimizer(), decay_mask={"w": False})
+    tx = optimizer.build(SgdOptimizer(), axes={"w": (None,)})
     function = jax.jit(
         steps.make_train_step(
             model,

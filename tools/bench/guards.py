@@ -25,9 +25,11 @@ import numpy as np
 import optax
 
 from jaxres import models
-from jaxres.config.schema import GptModel
-from jaxres.config.schema_training import AdamwOptimizer, CosineSchedule, GuardsSection
+from jaxres.config.schema_model import GptModel
+from jaxres.config.schema_optimizer import AdamwOptimizer, CosineSchedule
+from jaxres.config.schema_training import GuardsSection
 from jaxres.engine import optimizer
+from jaxres.engine import schedule as schedules
 from jaxres.engine import state as states
 from jaxres.engine import step as steps
 
@@ -98,8 +100,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=25, help="steps a block")
     options = parser.parse_args()
     model = models.build(MODEL, vocab_size=VOCAB, seq_len=LENGTH, platform=jax.default_backend())
-    tx = optimizer.build(AdamwOptimizer(), decay_mask=optimizer.matrices(model.axes))
-    rate = optimizer.learning_rate(CosineSchedule(), peak=3e-4, total_steps=10_000)
+    tx = optimizer.build(AdamwOptimizer(), axes=model.axes)
+    rate = schedules.learning_rate(CosineSchedule(), peak=3e-4, total_steps=10_000)
     guarded = steps.make_train_step(
         model,
         tx,

@@ -141,11 +141,12 @@ class Bare:
     def cost(self, steps: int) -> Cost:
         """Runs steps and returns the cost of one."""
         step, state, flight = self.run.step, self.state, deque[jax.Array]()
+        rate = self.run.peak_rate(1.0)
         started = Cost.now()
         for i in range(steps):
             if len(flight) == LAG:
                 np.asarray(flight.popleft())
-            state, metrics = step(state, self.batches[i % NUM_PLACED], None, None)
+            state, metrics = step(state, self.batches[i % NUM_PLACED], None, rate)
             flight.append(metrics)
         jax.block_until_ready(state)
         self.state = state

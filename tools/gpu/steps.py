@@ -13,7 +13,7 @@ import numpy as np
 from jaxres import config as configs
 from jaxres import data
 from jaxres.engine import mesh as meshes
-from jaxres.engine import sharding_report
+from jaxres.engine import optimizer, sharding_report
 from jaxres.train import build, jitted_steps
 from jaxres.train.components import Components
 from tools.gpu.runs import NO_GPU, REHEARSED, Figures, every, quickstart, seconds, sized
@@ -55,10 +55,11 @@ def _batch(parts: Components) -> dict[str, jax.Array]:
 def _step_seconds(parts: Components, step: Any) -> float:
     """Returns the median time of a step after two that are not counted."""
     state, batch, taken = parts.init(), _batch(parts), []
+    rate = optimizer.rate_arrays(parts.config.optimizer.learning_rate, parts.mesh)(1.0)
 
     def run() -> None:
         nonlocal state
-        state, metrics = step(state, batch, None, None)
+        state, metrics = step(state, batch, None, rate)
         jax.block_until_ready((state, metrics))
 
     for _ in range(2 + sized(20, 3)):

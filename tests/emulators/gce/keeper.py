@@ -15,8 +15,10 @@ import time
 
 MOST_ROUNDS = 200
 ROUND_SECONDS = 0.02
-MAX_POLLS, POLL_SECONDS = 10, 0.002
-"""At a process that has no environment: there may be one in a moment."""
+MAX_BEGIN_SECONDS, POLL_SECONDS = 5.0, 0.002
+"""A new process without environment may be one in the middle of its exec, on a busy machine long.
+
+A process that is older than this has none, as a daemon may."""
 KERNEL_THREAD = 0x00200000
 """PF_KTHREAD of include/linux/sched.h."""
 
@@ -26,7 +28,8 @@ def values(name: str) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     start = f"{name}=".encode()
     unread = [pid for pid in os.listdir("/proc") if pid.isdigit()]
-    for _ in range(MAX_POLLS):
+    end = time.monotonic() + MAX_BEGIN_SECONDS
+    while True:
         unsure = []
         for pid in unread:
             words = _environ(pid)
@@ -35,11 +38,10 @@ def values(name: str) -> dict[str, list[int]]:
             for word in words:
                 if word.startswith(start):
                     found.setdefault(word.decode("utf-8", "replace"), []).append(int(pid))
-        if not unsure:
-            break
+        if not unsure or time.monotonic() >= end:
+            return found
         unread = unsure
         time.sleep(POLL_SECONDS)
-    return found
 
 
 def marked(mark: str) -> list[int]:
@@ -59,10 +61,13 @@ def _begins(pid: str) -> bool:
     """Says whether a process without environment may be one in the middle of its exec."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            state, *_, flags = file.read().rpartition(b")")[2].split()[:7]
+            words = file.read().rpartition(b")")[2].split()
     except OSError:
         return False
-    return state not in (b"Z", b"X") and not int(flags) & KERNEL_THREAD
+    state, flags, started = words[0], int(words[6]), int(words[19]) / os.sysconf("SC_CLK_TCK")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    is_one = state not in (b"Z", b"X") and not flags & KERNEL_THREAD
+    return is_one and age < MAX_BEGIN_SECONDS
 
 
 def send(mark: str, number: int) -> int:

@@ -30,13 +30,13 @@ class FaultRule:
     """Number of times; None: always."""
     probability: float = 1.0
     seconds: float | None = None
-    """Duration from now on; None: forever."""
+    """Duration from the first such request on; None: forever."""
     late_seconds: float = STALL_SECONDS
     """Duration of a stall, or age of a stale list."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.until = None if self.seconds is None else time.monotonic() + self.seconds
+        self.until: float | None = None
         self.chance = random.Random(self.seed)
         self.hits = 0
 
@@ -46,6 +46,8 @@ class FaultRule:
             return False
         if not (re.fullmatch(self.method, method) and re.search(self.path, path)):
             return False
+        if self.seconds is not None and self.until is None:
+            self.until = time.monotonic() + self.seconds
         if self.probability < 1.0 and self.chance.random() >= self.probability:
             return False
         if self.times is not None:

@@ -54,23 +54,23 @@ class GcsResponse:
 
 
 class Bandwidth:
-    """Limits the bytes that all connections together send in a second."""
+    """Limits the bytes that all connections together move in a second, in one direction."""
 
     def __init__(self) -> None:
         self.bytes_per_second: float | None = None
-        self.sent_bytes = 0
+        self.num_bytes = 0
         self._lock = threading.Lock()
         self._free_at = 0.0
 
     def wait(self, num_bytes: int) -> None:
         """Waits until this many bytes may be sent."""
         with self._lock:
-            self.sent_bytes += num_bytes
+            self.num_bytes += num_bytes
             if not self.bytes_per_second:
                 return
             self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self.bytes_per_second
             seconds = self._free_at - time.monotonic()
-        time.sleep(seconds)
+        time.sleep(max(0.0, seconds))
 
 
 class GcsServer:
@@ -85,7 +85,7 @@ class GcsServer:
         self.faults = Faults()
         self.late_seconds = late_seconds
         """Latency of every request."""
-        self.bandwidth = Bandwidth()
+        self.sent, self.received = Bandwidth(), Bandwidth()
         self.counts: Counter[str] = Counter()
         """Completed requests by class and by method and kind."""
         self.bugs: list[str] = []
@@ -271,12 +271,17 @@ class GcsServer:
         if request.method == "POST" and request.path == f"{CONTROL}limits":
             limits = json.loads(request.body)
             self.late_seconds = limits.get("late_seconds", self.late_seconds)
-            self.bandwidth.bytes_per_second = limits.get("bytes_per_second")
+            for bandwidth in (self.sent, self.received):
+                bandwidth.bytes_per_second = limits.get("bytes_per_second")
         elif request.method == "POST":
             self.fail(**json.loads(request.body))
-        reported = {"requests": self.counts, "faults": self.faults.done}
-        reported["sent_bytes"] = self.bandwidth.sent_bytes
-        return _json({**reported, "too_often": self.objects.too_often}, "")
+        reported = {
+            "requests": self.counts,
+            "faults": self.faults.done,
+            "sent_bytes": self.sent.num_bytes,
+            "too_often": self.objects.too_often,
+        }
+        return _json(reported, "")
 
 
 def _json(reported: dict[str, Any], cls: str) -> GcsResponse:
@@ -358,12 +363,19 @@ class _Request(Quiet):
 
     def body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            return self.read(int(self.headers.get("Content-Length") or 0))
         parts = []
         while size := int(self.rfile.readline().split(b";")[0], 16):
-            parts.append(self.rfile.read(size))
+            parts.append(self.read(size))
             self.rfile.readline()
         self.rfile.readline()
+        return b"".join(parts)
+
+    def read(self, size: int) -> bytes:
+        parts = []
+        for start in range(0, size, SEND_BYTES):
+            parts.append(self.rfile.read(min(SEND_BYTES, size - start)))
+            self.emulator.received.wait(len(parts[-1]))
         return b"".join(parts)
 
     def lose(self, fault: RequestFault) -> None:
@@ -389,7 +401,7 @@ class _Request(Quiet):
             body, self.close_connection = body[: len(body) // 2], True
         for start in range(0, len(body), SEND_BYTES):
             part = body[start : start + SEND_BYTES]
-            self.emulator.bandwidth.wait(len(part))
+            self.emulator.sent.wait(len(part))
             self.wfile.write(part)
 
 

@@ -24,7 +24,7 @@ def _point(event, args):
     if not paths:
         return None
     if event == "os.link":
-        return _kind(paths[0])
+        return "frozen linked" if "/frozen/" in paths[1] else _kind(paths[0])
     if event == "os.mkdir":
         return "directory made" if paths[0].rstrip("/").endswith(".orbax-checkpoint-tmp") else None
     if event == "os.rename" and len(paths) == 2:

@@ -16,6 +16,7 @@ from jaxres.cluster.host_group import SingleHost
 from jaxres.config.schema import CheckpointSection
 from jaxres.config.schema_operations import KeepSection
 from jaxres.engine.state import Progress
+from jaxres.engine.trainable import ALL
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, read_records
 from tests.unit.checkpoint import hosts
@@ -47,6 +48,7 @@ class Attempt:
         snapshot="auto",
         background_share=1.0,
         clock=None,
+        trainable=ALL,
     ):
         return Checkpointer(
             CheckpointSection(
@@ -64,6 +66,7 @@ class Attempt:
             emit=emit or self.events.append,
             clock=clock or SystemClock(),
             before_commit=before_commit,
+            trainable=trainable,
         )
 
     def save(self, *steps, **kwargs):

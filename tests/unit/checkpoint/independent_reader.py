@@ -31,16 +31,28 @@ def array_digest(path, array):
     return xxhash.xxh3_128_hexdigest(text)
 
 
-def checked_digest(root):
-    """Returns the content digest of the newest committed step; fails if anything is damaged."""
-    dead, commits = set(), {}
-    for path in sorted((root / "log").iterdir()):
+def committed_steps(log):
+    """Returns step -> commit record of the steps that are in force."""
+    newest, commits = 0, {}
+    for path in sorted(log.iterdir()):
         record = json.loads(path.read_text())
         assert record.pop("digest") == xxhash.xxh3_128_hexdigest(json_text(record)), path
-        if record["kind"] == "commit":
-            commits[record["step"]] = record
-        dead.update(record["steps"] if record["kind"] == "prune" else ())
-    commit = commits[max(set(commits) - dead)]
+        if record["attempt"] < newest:
+            continue
+        newest, kind, step = record["attempt"], record["kind"], record.get("step")
+        if kind == "commit":
+            commits[step] = record
+        elif kind in ("prune", "rollback"):
+            last, gone = record.get("target", math.inf), record.get("steps", ())
+            commits = {n: kept for n, kept in commits.items() if n <= last and n not in gone}
+        elif kind == "quarantine" and commits.get(step, record)["path"] == record["path"]:
+            commits.pop(step, None)
+    return commits
+
+
+def checked_digest(root):
+    """Returns the content digest of the newest committed step; fails if anything is damaged."""
+    _, commit = max(committed_steps(root / "log").items())
     text = (root / commit["path"] / "MANIFEST.json").read_bytes()
     assert commit["manifest"] == "sha256:" + hashlib.sha256(text).hexdigest()
     manifest, rows = json.loads(text), []
@@ -48,7 +60,8 @@ def checked_digest(root):
         data = (root / commit["path"] / name).read_bytes()
         assert info == {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}, name
     for path, info in sorted(manifest["arrays"].items()):
-        base = {"driver": "file", "path": f"{root / commit['path']}/state/"}
+        folder = "frozen" if path in manifest.get("frozen", ()) else "state"
+        base = {"driver": "file", "path": f"{root / commit['path']}/{folder}/"}
         store = {"driver": "ocdbt", "base": base, "path": path.replace("/", ".") + "/"}
         array = tensorstore.open({"driver": "zarr3", "kvstore": store}).result().read().result()
         rows.append([path, array.dtype.name, list(array.shape), array_digest(path, array)])

@@ -12,7 +12,9 @@ import numpy as np
 from jaxres import config as configs
 from jaxres import models
 from jaxres.clock import SystemClock
-from jaxres.config.schema import GptModel, RunConfig
+from jaxres.config.schema import RunConfig
+from jaxres.config.schema_model import GptModel
+from jaxres.config.schema_training import LoraSection
 from jaxres.models import Params
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, Start
@@ -38,21 +40,29 @@ def config(**model) -> RunConfig:
     return RunConfig.model_validate({"data": data, "model": section, "train": {"steps": 8}})
 
 
-def random_params(model: GptModel, seed: int = 0) -> Params:
-    built = models.build(model, vocab_size=257, seq_len=T, platform="cpu")
+def random_params(model: GptModel, seed: int = 0, adapters: LoraSection | None = None) -> Params:
+    built = models.build(model, vocab_size=257, seq_len=T, platform="cpu", adapters=adapters)
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(built.init, jax.random.key(0))
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), shapes)
 
 
-def logits(model: GptModel, params: Params, tokens_BT: np.ndarray) -> np.ndarray:
-    built = models.build(model, vocab_size=257, seq_len=T, platform="cpu")
+def logits(
+    model: GptModel,
+    params: Params,
+    tokens_BT: np.ndarray,
+    adapters: LoraSection | None = None,
+) -> np.ndarray:
+    built = models.build(model, vocab_size=257, seq_len=T, platform="cpu", adapters=adapters)
     assert built.logits is not None
     return np.asarray(jax.jit(built.logits)(params, jnp.asarray(tokens_BT)))
 
 
-def run_of(root, run_config: RunConfig, params: Params, *, steps=(8,)) -> RunDir:
-    """Creates a run that has committed these parameters, scaled by step / 8, at each step."""
+def run_of(root, run_config: RunConfig, params: Params, *, steps=(8,), **parts) -> RunDir:
+    """Creates a run that has committed these parameters, scaled by step / 8, at each step.
+
+    `parts` are further parts of the state.
+    """
     run_dir = RunDir(root)
     log = RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock())
     log.append(Start(step=0, path=None, dataset="d", computation={}))
@@ -63,7 +73,7 @@ def run_of(root, run_config: RunConfig, params: Params, *, steps=(8,)) -> RunDir
     with attempt.checkpoints() as checkpoints:
         for step in steps:
             scaled = jax.tree.map(lambda x, by=step / 8: x * by, params)
-            checkpoints.save(state(step) | {"params": scaled}, progress(step))
+            checkpoints.save(state(step) | {"params": scaled} | parts, progress(step))
             checkpoints.wait()
     return run_dir
 

@@ -1,15 +1,22 @@
+import dataclasses
 import itertools
 import math
 import random
+import re
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxres.checkpoint import content_digest as digests
+from jaxres.checkpoint import manifest
 from jaxres.checkpoint.content_digest import array_digest, block_grid, blocks, content_digest
 from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.runlog.records import Commit, Prune, Quarantine, Record, Rollback
+from jaxres.runlog.run_log import fold, read_records
 from tests.unit.checkpoint import independent_reader
+from tests.unit.runlog.example_records import CLAIM
 
 FACTS = {"step": 8, "cursor": 192, "epoch": 0, "tokens": 12288}
 
@@ -20,12 +27,72 @@ def test_an_independent_reader_computes_the_same_digest_of_a_run(attempt, capsys
     assert capsys.readouterr().out == independent_reader.checked_digest(attempt.run_dir.root) + "\n"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_an_independent_reader_verifies_steps_of_one_and_two_hosts(written_by, num_hosts):
+    run_dir = written_by(num_hosts)
+    newest = fold(read_records(run_dir.log)).newest
+    assert (run_dir.root / newest.path / "digests/read_back.json").exists() == (num_hosts == 2)
+    digest = independent_reader.checked_digest(run_dir.root)
+    assert digest == manifest.load(run_dir.root / newest.path, newest).digest
+
+
+def test_the_independent_reader_has_at_most_60_lines_and_imports_neither_jax_nor_jaxres():
+    text = Path(independent_reader.__file__).read_text()
+    lines = [line.strip() for line in text.splitlines()]
+    assert len([line for line in lines if line and not line.startswith('"""')]) <= 60
+    imports = set(re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE))
+    assert imports == {"hashlib", "json", "math", "numpy", "tensorstore", "xxhash"}
+
+
+def commit(step, path="a"):
+    return Commit(step=step, path=f"checkpoints/{step}-{path}", manifest="sha256:0", bytes=1)
+
+
+COMMITS = [(1, CLAIM), (1, commit(8)), (1, commit(16)), (1, commit(24))]
+SECOND = dataclasses.replace(CLAIM, attempt=2)
+ROLLBACK = Rollback(onset=12, target=8, rows=((9, 10),), reason="spike")
+LOGS = {
+    "prune": ([*COMMITS, (1, Prune(steps=(8, 16)))], [24]),
+    "pruned and committed again": (
+        [*COMMITS, (1, Prune(steps=(24,))), (1, commit(24, "b"))],
+        [8, 16, 24],
+    ),
+    "rollback": ([*COMMITS, (1, ROLLBACK)], [8]),
+    "quarantine": (
+        [*COMMITS, (1, Quarantine(step=16, path=commit(16).path, evidence=""))],
+        [8, 24],
+    ),
+    "quarantine of another directory": (
+        [*COMMITS, (1, Quarantine(step=16, path="checkpoints/16-b", evidence=""))],
+        [8, 16, 24],
+    ),
+    "late commit": ([*COMMITS[:3], (2, SECOND), COMMITS[3]], [8, 16]),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_an_independent_reader_and_the_run_history_find_the_same_steps(tmp_path, name):
+    bodies, steps = LOGS[name]
+    records = [
+        Record(seq=seq, time=1.0, attempt=attempt, body=body)
+        for seq, (attempt, body) in enumerate(bodies, start=1)
+    ]
+    for record in records:
+        (tmp_path / f"{record.seq:08}.json").write_bytes(record.encode())
+    found = independent_reader.committed_steps(tmp_path)
+    committed = fold(records).committed
+    assert sorted(found) == [c.step for c in committed] == steps
+    assert [found[c.step]["path"] for c in committed] == [c.path for c in committed]
+
+
 def array(shape, dtype, *, seed=0):
     data = np.random.default_rng(seed).integers(0, 2, size=(*shape, 64 // 8), dtype=np.uint8)
     return data.sum(axis=-1).astype(dtype).reshape(shape)
 
 
-DTYPES = ["float32", "float64", "int8", "uint32", "bool", "float16", ml_dtypes.bfloat16]
+DTYPES = ["float32", "float64", "int8", "uint32", "bool", "float16"]
+DTYPES += [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
 SHAPES = [(), (0,), (0, 5), (1,), (7,), (3, 5), (64, 128), (257, 64), (2, 3, 1024), (100_000,)]
 
 

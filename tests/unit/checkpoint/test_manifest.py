@@ -106,7 +106,7 @@ def test_a_committed_manifest_that_this_version_cannot_parse_is_damage(step_dir,
 @pytest.mark.parametrize(
     ("fields", "writer"),
     [
-        (FIELDS | {"format": 4}, "a newer version of jaxres"),
+        (FIELDS | {"format": 5}, "a newer version of jaxres"),
         (FIELDS | {"format": 2}, r"a jaxres before 0\.1\.0"),
         ({k: v for k, v in FIELDS.items() if k != "format"}, r"a jaxres before 0\.1\.0"),
     ],
@@ -114,7 +114,9 @@ def test_a_committed_manifest_that_this_version_cannot_parse_is_damage(step_dir,
 def test_a_manifest_of_another_format_is_refused_and_not_called_damaged(step_dir, fields, writer):
     data = checksummed_json.canonical_json(fields)
     (step_dir / "MANIFEST.json").write_bytes(data)
-    with pytest.raises(ConfigError, match=rf"MANIFEST\.json: .* written by {writer}; .* 3 only"):
+    with pytest.raises(
+        ConfigError, match=rf"MANIFEST\.json: .* written by {writer}; .* 3 or 4 only"
+    ):
         manifests.read(step_dir, commit_of(data))
 
 

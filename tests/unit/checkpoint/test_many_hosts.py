@@ -8,6 +8,7 @@ import pytest
 from jaxres.checkpoint import finalize, orbax_io
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import restore as restoring
+from jaxres.checkpoint.frozen_arrays import NOTHING_LINKED
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
@@ -93,11 +94,11 @@ def test_no_damage_to_any_file_is_restored(run_dir):
 def test_digests_of_one_host_are_not_accepted_as_those_of_all_hosts(run_dir):
     step_dir, commit = newest(run_dir)
     infos = manifests.read(step_dir, commit).arrays
-    digests = finalize._array_digests(step_dir, infos)
+    digests = finalize._array_digests(step_dir, infos, (), NOTHING_LINKED)
     assert digests == manifests.read(step_dir, commit).digests
     (step_dir / "digests" / "process_1.json").unlink()
     with pytest.raises(StorageUnavailable, match="no process has digested block"):
-        finalize._array_digests(step_dir, infos)
+        finalize._array_digests(step_dir, infos, (), NOTHING_LINKED)
 
 
 def test_a_shared_block_that_reads_back_differently_fails_the_save(run_dir):
@@ -110,4 +111,4 @@ def test_a_shared_block_that_reads_back_differently_fails_the_save(run_dir):
     at = text.index('"', text.index("]],", small)) + 1
     path.write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
     with pytest.raises(StorageUnavailable, match="small reads back differently"):
-        finalize._array_digests(step_dir, infos)
+        finalize._array_digests(step_dir, infos, (), NOTHING_LINKED)

@@ -1,7 +1,10 @@
 """A save is verified on disk before it is committed, and older steps are kept until then."""
 
+import ctypes
 import dataclasses
 import json
+import mmap
+import os
 
 import pytest
 
@@ -81,6 +84,46 @@ def test_every_file_is_dropped_from_memory_before_it_is_read_back(attempt, monke
     manifest = manifests.load(attempt.step_dir(8), attempt.log.history().newest)
     assert {name.rpartition("/")[2] for name in manifest.files} <= set(forgotten)
     assert "MANIFEST.json" in forgotten
+
+
+def resident_pages(path):
+    """Returns how many pages of a file are in the page cache, by mincore(2)."""
+    with path.open("rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    flags = (ctypes.c_ubyte * -(-len(pages) // mmap.PAGESIZE))()
+    start = ctypes.c_char.from_buffer(pages)
+    failed = ctypes.CDLL(None, use_errno=True).mincore(
+        ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(pages)), flags
+    )
+    assert failed == 0, os.strerror(ctypes.get_errno())
+    return sum(flag & 1 for flag in flags)
+
+
+def test_no_page_of_a_hosts_files_is_in_memory_when_they_are_read_back(
+    attempt, monkeypatch, tmp_path
+):
+    """A read from the page cache would not show what the disk holds."""
+    probe = tmp_path / "probe"
+    with probe.open("wb") as file:
+        file.write(bytes(mmap.PAGESIZE))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident_pages(probe):
+        pytest.skip("this file system has no copy but the page cache (tmpfs)")
+    real, counts = readback.drop_from_memory, []
+
+    def drop(step_dir, names):
+        counts.append(sum(resident_pages(step_dir / name) for name in names))
+        real(step_dir, names)
+        counts.append(sum(resident_pages(step_dir / name) for name in names))
+
+    monkeypatch.setattr(readback, "drop_from_memory", drop)
+    save(attempt, 8)
+    assert commits(attempt) == [8]
+    written, left, *_ = counts
+    assert written > 0
+    assert left == 0
 
 
 def test_a_host_that_cannot_digest_its_data_fails_the_save_with_the_reason(attempt, monkeypatch):

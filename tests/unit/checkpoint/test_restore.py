@@ -231,11 +231,11 @@ def test_a_run_without_a_commit_restores_nothing(attempt):
 def test_reads_from_failing_storage_are_retried_and_quarantine_nothing(saved, monkeypatch, error):
     calls, real = [], restoring.load
 
-    def load(*arguments):
+    def load(*arguments, **settings):
         calls.append(arguments)
         if len(calls) < checkpoint_restore.TRIES + count:
             raise error
-        return real(*arguments)
+        return real(*arguments, **settings)
 
     monkeypatch.setattr(restoring, "load", load)
     count = 0
@@ -251,7 +251,7 @@ def test_reads_from_failing_storage_are_retried_and_quarantine_nothing(saved, mo
 def test_a_read_from_hanging_storage_times_out_once_and_quarantines_nothing(saved, monkeypatch):
     gate, calls = threading.Event(), []
 
-    def load(*_):
+    def load(*_, **__):
         calls.append(1)
         gate.wait(30)
 
@@ -267,9 +267,9 @@ def test_one_wrong_read_is_no_proof_of_damage(saved, monkeypatch):
     """A read returns wrong bytes once, by the network or bad memory; storage holds correct ones."""
     calls, real = [], restoring.load
 
-    def load(*arguments):
+    def load(*arguments, **settings):
         calls.append(1)
-        tree = real(*arguments)
+        tree = real(*arguments, **settings)
         if len(calls) == 1:
             tree["params"]["w"] = tree["params"]["w"] + 1
         return tree
@@ -286,8 +286,8 @@ def test_one_wrong_read_is_no_proof_of_damage(saved, monkeypatch):
 def test_a_host_that_always_reads_wrong_data_raises_a_storage_error(saved, monkeypatch):
     real = restoring.load
 
-    def load(*arguments):
-        tree = real(*arguments)
+    def load(*arguments, **settings):
+        tree = real(*arguments, **settings)
         tree["params"]["b"] = tree["params"]["b"] + 1
         return tree
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jaxres.checkpoint import safetensors, weights_export, weights_source
+from jaxres.checkpoint import hf_tensors, safetensors, weights_export, weights_source
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.clock import SystemClock
+from jaxres.config.schema_training import LoraSection
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.runlog.run_log import Prune, RunLog
 from tests import damage as damages
@@ -79,6 +80,61 @@ def test_an_independent_llama_computes_the_same_logits_from_an_export(
     assert np.abs(here - there).max() < 2e-5
 
 
+@pytest.mark.slow
+def test_an_export_of_adapters_is_one_llama_that_computes_the_same(tmp_path, capsys):
+    adapters = LoraSection(rank=2, alpha=3.0, targets=("*attention/*", "*feed_forward/*"))
+    cfg = config().model_copy(update={"lora": adapters})
+    params = random_params(cfg.model, adapters=adapters)
+    run_dir = run_of(tmp_path / "run", cfg, params)
+    run_command(capsys, "export", run_dir.root, "--out", tmp_path / "out")
+    found = read_by_package(tmp_path / "out")
+    there = llama_forward(found, (tmp_path / "out" / "config.json").read_text(), TOKENS)
+    here = logits(cfg.model, params, TOKENS, adapters)
+    assert np.abs(here - there).max() < 1e-4
+    without = {name: part for name, part in params.items() if name != "lora"}
+    assert np.abs(here - logits(cfg.model, without, TOKENS)).max() > 0.1
+
+
+def test_adapters_alone_added_as_peft_does_give_the_merged_export(tmp_path, capsys):
+    adapters = LoraSection(rank=2, alpha=3.0, targets=("*attention/*", "*feed_forward/up"))
+    cfg = config().model_copy(update={"lora": adapters})
+    params = random_params(cfg.model, adapters=adapters)
+    run_dir = run_of(tmp_path / "run", cfg, params)
+    run_command(capsys, "export", run_dir.root, "--out", tmp_path / "merged")
+    merged = read_by_package(tmp_path / "merged")
+    run_command(capsys, "export", run_dir.root, "--names", "peft", "--out", tmp_path / "adapter")
+    fields = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    expected = ["k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert (fields["r"], fields["lora_alpha"], fields["target_modules"]) == (2, 3.0, expected)
+    pairs = safetensors.open_path(tmp_path / "adapter/adapter_model.safetensors")
+    base = {name: part for name, part in params.items() if name != "lora"}
+    plain = run_of(tmp_path / "plain", config(), base)
+    run_command(capsys, "export", plain.root, "--out", tmp_path / "base")
+    found = read_by_package(tmp_path / "base")
+    for name, tensor in found.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in pairs:
+            a, b = (pairs.pop(f"{module}.lora_{x}.weight").read() for x in "AB")
+            tensor = tensor + 3.0 / 2 * b @ a
+        assert np.abs(tensor - merged[name]).max() < 1e-5, name
+    assert pairs == {}, "no tensor without a module"
+    err = run_command(capsys, "export", plain.root, "--names", "peft", code=64).err
+    assert "the run has no adapters" in err
+
+
+def test_an_export_has_the_averaged_parameters_where_there_are_some(tmp_path, capsys):
+    cfg = config(tie_embeddings=False)
+    params, average = random_params(cfg.model), random_params(cfg.model, seed=1)
+    frozen = average.pop("head")
+    run_dir = run_of(tmp_path / "run", cfg, params, ema=average)
+    run_command(capsys, "export", run_dir.root, "--names", "jaxres", "--out", tmp_path / "out")
+    found = read_by_package(tmp_path / "out")
+    expected = flat({**average, "head": params["head"]})
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[path], expected[path]) for path in expected)
+    assert not np.array_equal(frozen, params["head"])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("names", ["llama", "jaxres"])
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
@@ -116,6 +172,7 @@ def test_shards_are_small_and_the_index_names_every_tensor(tmp_path, capsys, unt
         assert len(safetensors.open_file(path)) == 1
 
 
+@pytest.mark.slow
 def test_exports_of_a_run_are_compared_with_their_steps(tmp_path, capsys):
     cfg = config()
     run_dir = run_of(tmp_path / "run", cfg, random_params(cfg.model), steps=(4, 8))
@@ -178,6 +235,7 @@ def test_a_flipped_bit_in_an_export_is_reported_on_import(tmp_path, capsys, unti
     assert "other numbers than jaxres.json records" in err
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_a_step_is_never_exported(tmp_path, capsys, untied):
     root, original = tmp_path / "run", tmp_path / "honest"
     shutil.copytree(untied[0].root, root)
@@ -206,7 +264,7 @@ def test_a_flipped_bit_in_a_step_is_never_exported(tmp_path, capsys, untied):
 def test_an_export_that_reads_back_differently_is_deleted(tmp_path, untied, monkeypatch):
     run_dir, cfg, _ = untied
     commit = weights_source.committed(run_dir, step=None)
-    params = weights_export.of_run(weights_source.from_run(run_dir, cfg.model, commit))
+    params = weights_export.of_run(weights_source.from_run(run_dir, cfg, commit))
     original = safetensors.write_file
 
     def write_with_a_bit_flipped(path, infos, contents):
@@ -221,6 +279,7 @@ def test_an_export_that_reads_back_differently_is_deleted(tmp_path, untied, monk
             params,
             tmp_path / "out",
             names="llama",
+            rules=hf_tensors.LLAMA,
             max_shard_bytes=10**9,
             facts=weights_source.facts_of(cfg.model),
             about={},
@@ -239,8 +298,7 @@ def test_arrays_that_are_not_contiguous_are_written_correctly(tmp_path):
 def test_a_refused_export_or_import_reports_the_reason(tmp_path, capsys, untied):
     root = untied[0].root
     err = run_command(capsys, "export", root, "--names", "gpt2", code=64).err
-    assert "LayerNorm" in err
-    assert "--names llama" in err
+    assert "the model is a llama. Use --names llama" in err
     run_command(capsys, "export", root, "--out", tmp_path / "out")
     err = run_command(capsys, "export", root, "--out", tmp_path / "out", code=64).err
     assert "exists already" in err

@@ -5,16 +5,17 @@ import json
 import numpy as np
 import pytest
 
-from jaxres.checkpoint import hf_llama, weights_mapping, weights_source
+from jaxres.checkpoint import hf_tensors, weights_mapping, weights_source
 from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.checkpoint.weights_source import Weights
-from jaxres.config.schema import GptModel, MlpModel
+from jaxres.config import huggingface
+from jaxres.config.schema_model import GptModel, MlpModel
 from jaxres.config.schema_training import FromSafetensors
 from jaxres.faults import ConfigError
 from tests.unit.checkpoint.llama_run import ROWS, SIZES
 
 MODEL = GptModel(**SIZES)
-SHAPES = hf_llama.shapes(MODEL, rows=ROWS)
+SHAPES = hf_tensors.shapes(MODEL, rows=ROWS)
 WANTED = {path: ArrayInfo("float32", shape) for path, shape in SHAPES.items()}
 FACTS = weights_source.facts_of(MODEL)
 
@@ -86,10 +87,10 @@ def test_a_missing_layer_makes_the_whole_array_missing():
 
 
 def llama_tensors(*, layers=2, dtype="float32"):
-    shapes = hf_llama.shapes(MODEL.model_copy(update={"num_layers": layers}), rows=ROWS)
+    shapes = hf_tensors.shapes(MODEL.model_copy(update={"num_layers": layers}), rows=ROWS)
     found = {}
     for path, shape in shapes.items():
-        rule = hf_llama.RULES[path]
+        rule = hf_tensors.LLAMA[path]
         there = rule.hf_shape(shape[1:] if "{}" in rule.name else shape)
         found |= {name: ArrayInfo(dtype, there) for name in rule.names(shape)}
     return found
@@ -156,28 +157,35 @@ HF = {
         ({}, {}),
         ({"rope_scaling": None, "hidden_act": "silu", "head_dim": 8}, {}),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, {}),
-        ({"model_type": "mistral"}, {"model_type": "mistral"}),
-        ({"rope_scaling": {"rope_type": "llama3"}}, {"rope_scaling": {"rope_type": "llama3"}}),
+        ({"rope_scaling": {"type": "yarn"}}, {"rope_scaling": {"type": "yarn"}}),
         (
-            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5.0}},
-            {"rope_scaling": {"rope_type": "llama3", "rope_theta": 5.0}},
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5.0}},
+            {"rope_scaling": {"rope_type": "dynamic", "rope_theta": 5.0}},
         ),
-        ({"rope_scaling": {"type": "linear"}}, {"rope_scaling": {"type": "linear"}}),
         ({"attention_bias": True}, {"attention_bias": True}),
-        ({"hidden_act": "gelu"}, {"hidden_act": "gelu"}),
-        ({"head_dim": 16}, {"head_dim": 16}),
+        ({"hidden_act": "relu"}, {"hidden_act": "relu"}),
+        ({"model_type": "qwen3", "attn_logit_softcapping": 5.0}, {"attn_logit_softcapping": 5.0}),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 1,
+            },
+            {"max_window_layers": 1},
+        ),
     ],
 )
-def test_unsupported_llama_settings_are_listed(fields, differing):
-    model, rows, found = hf_llama.read_config(HF | fields)
-    assert (rows, found) == (ROWS, differing)
+def test_unsupported_settings_of_a_decoder_are_listed(fields, differing):
+    model, found = huggingface.model_of(HF | fields)
+    assert (model.vocab_size, found) == (ROWS, differing)
     assert model.rope_theta == fields.get("rope_parameters", {}).get("rope_theta", 10_000.0)
     assert (model.tie_embeddings, model.norm_eps) == (False, 1e-6), "defaults of transformers"
 
 
 def test_a_config_of_another_model_type_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="gpt2"):
-        hf_llama.read_config({"model_type": "gpt2", "n_embd": 3})
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+        huggingface.model_of({"model_type": "gpt2", "n_embd": 3})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon"}))
     facts = weights_source._facts_there(tmp_path, None)
-    assert refused(source(facts=facts))[0] == ("config.json: model_type gpt2, expected a Llama")
+    assert refused(source(facts=facts))[0].startswith("config.json: model_type 'falcon' is not one")

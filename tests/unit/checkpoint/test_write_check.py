@@ -89,7 +89,7 @@ def test_a_backslash_is_refused_where_tensorstore_would_open_another_folder(tmp_
     (tmp_path / "a\\b").mkdir()
     with pytest.raises(ConfigError, match="takes a backslash in a path for a slash"):
         check(RunDir(tmp_path / "a\\b"), attempt=1, host=0)
-    reader = ArrayReader(tmp_path / "a\\b", {})
+    reader = ArrayReader(tmp_path / "a\\b", {}, frozen=())
     with pytest.raises(ConfigError, match="takes a backslash in a path for a slash"):
         reader.read("numbers")
     assert os.listdir(tmp_path) == ["a\\b"]

@@ -81,6 +81,7 @@ def test_a_loss_that_prints_is_refused_only_if_it_is_ordered_on_several_devices(
     assert ("pass", "step") in lines(out)
 
 
+@pytest.mark.slow
 def test_missing_weights_fail(run_doctor) -> None:
     code, out, _ = run_doctor("init_from={kind: run, path: /nowhere}", "--devices", "2")
     assert (code, lines(out)[-1]) == (0, ("warn", "init_from")), "the other machines may have them"

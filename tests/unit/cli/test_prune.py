@@ -214,6 +214,7 @@ def test_files_not_named_by_a_step_are_no_pins(run_dir):
     assert pruning.pinned(run_dir) == {30}
 
 
+@pytest.mark.slow
 def test_a_prune_killed_before_any_of_its_file_operations_loses_nothing(run_dir, tmp_path):
     copies = tmp_path / "copies"
     command = [sys.executable, "-m", "tests.unit.cli.prune_killer", run_dir.root, copies]

@@ -149,6 +149,21 @@ def test_the_exit_code_shows_whether_an_operator_must_act(tmp_path, capsys, exit
     assert (fields["code"], fields["alive"], fields["attempts"][-1]["exit"]) == (code, False, exit)
 
 
+def test_of_several_runs_all_are_shown_and_the_gravest_exit_code_counts(tmp_path, capsys):
+    for name, exit in (("first", ExitCode.PREEMPTED), ("second", ExitCode.DIVERGED)):
+        _, log = claimed(tmp_path / name, FakeClock())
+        log.append(AttemptEnded(exit=exit, reason="why", committed=False))
+    runs = [str(tmp_path / name) for name in ("first", "absent", "second")]
+    assert checkpoints_cli.main(["status", *runs, "--json"], usage="") == ExitCode.USAGE
+    printed = capsys.readouterr()
+    rows = [json.loads(line) for line in printed.out.splitlines()]
+    codes = {Path(row["run"]).name: row["code"] for row in rows}
+    assert codes == {"first": 1, "second": 3}
+    assert "absent: no run here" in printed.err
+    assert checkpoints_cli.main(["status", runs[2], runs[0]], usage="") == 3
+    assert capsys.readouterr().out.count("next ") == 2
+
+
 def test_a_run_whose_last_step_is_committed_is_done_whatever_its_exit(tmp_path):
     clock = FakeClock()
     run_dir, log = claimed(tmp_path, clock)

@@ -184,6 +184,7 @@ UNKNOWN_CLIENTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", UNKNOWN_CLIENTS)
 def test_an_unknown_client_of_a_running_job_gets_only_a_challenge(address, act, capsys):
     with running(address), socket.create_connection((address.host, address.port)) as connected:

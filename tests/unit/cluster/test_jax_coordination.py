@@ -81,6 +81,17 @@ def test_host_0_exits_last_and_waits_for_a_limited_time(monkeypatch):
     hosts(2)[0].shutdown()
 
 
+def test_a_host_whose_result_is_decided_exits_with_it_although_host_0_is_gone():
+    """An error here would replace the result that the host has already announced."""
+    _, one = hosts(2)
+
+    def gone(key, word):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses")
+
+    one._client.key_value_set = gone
+    one.shutdown()
+
+
 def test_single_host_never_waits():
     alone = SingleHost()
     assert alone.broadcast("restore", lambda: "step 8", seconds=0) == "step 8"

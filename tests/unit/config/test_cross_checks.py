@@ -65,6 +65,8 @@ MIXTURES = (
     ),
 )
 CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
+IMAGES = "data.source={kind: images, path: x}"
+LATER = "{after_step: 5, factor: 0.1}, {after_step: 5, factor: 0.2}"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
         ),
         (
             ["data.source={kind: images, path: x}"],
-            "model.kind: gpt reads tokens; images need a model of yours (docs/models.md)",
+            "model.kind: gpt reads tokens; images need vit or custom (docs/models.md)",
         ),
         (
             ["train.reduction=invariant"],
@@ -145,12 +147,44 @@ CUSTOM = "data.source={kind: custom, target: 'a.b:c'}"
         ),
         (
             ["telemetry.sample_tokens=5", CUSTOM],
-            "telemetry.sample_tokens: a text sample needs data with a tokenizer and a gpt or mlp "
-            "model (here custom and gpt); set it to 0",
+            "telemetry.sample_tokens: a text sample needs data with a tokenizer and a model "
+            "with logits (here custom and gpt); set it to 0",
         ),
         (
             ["model={kind: custom, target: 'a.b:c', args: {seq_len: 3}}"],
             "model.args.seq_len: is passed by jaxres itself; remove it",
+        ),
+        (
+            ["model={kind: vit, num_classes: 2, patch_size: 15}", IMAGES],
+            "model.patch_size: must divide model.image_size=224 (got 15)",
+        ),
+        (
+            ["model={kind: vit, num_classes: 2, num_heads: 5}", IMAGES],
+            "model.num_heads: must divide model.d_model=768 (got 5)",
+        ),
+        (
+            ["model={kind: vit, num_classes: 2, image_size: 32}", IMAGES],
+            "model.image_size: must be data.source.size=224 (got 32)",
+        ),
+        (
+            ["model={kind: vit, num_classes: 2}", IMAGES, "mesh.tensor=5"],
+            "mesh.tensor: 5 does not divide model.num_heads=12",
+        ),
+        (
+            ["model={kind: vit, num_classes: 2}"],
+            "model.kind: vit reads images, and text has tokens; use gpt or mlp",
+        ),
+        (
+            ["optimizer.schedule={kind: piecewise, changes: [" + LATER + "]}"],
+            "optimizer.schedule.changes: after_step must ascend (got 5, 5)",
+        ),
+        (
+            ["optimizer={kind: custom, target: 'optax:sgd', args: {learning_rate: 1}}"],
+            "optimizer.args.learning_rate: is optimizer.learning_rate; set that instead",
+        ),
+        (
+            ["lora.rank=4", "optimizer.freeze=['*']"],
+            "optimizer.freeze: with lora only the adapters are trained; leave optimizer.freeze out",
         ),
         (
             ["data.packing=pad", CUSTOM],
@@ -183,7 +217,10 @@ def test_an_impossible_combination_is_rejected(write: Write, overrides: list[str
         ["model.attention=cudnn"],
         ["evaluation.every_steps=5"],
         ["telemetry.sample_tokens=5", "model.kind=mlp"],
+        ["telemetry.sample_tokens=5", "model={kind: custom, target: 'a.b:c'}"],
         ["optimizer.schedule.horizon_steps=3"],
+        ["model={kind: vit, num_classes: 2}", IMAGES],
+        ["model={kind: vit, num_classes: 2}", CUSTOM],
         ["train.steps=1", "checkpoint.save_every_steps=1000"],
     ],
 )

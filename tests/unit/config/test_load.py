@@ -6,9 +6,9 @@ import pytest
 
 from jaxres.config import dump_yaml, load, load_recorded, run_dirs
 from jaxres.config.other_names import ADVICE, NOTES, OTHER_NAMES
-from jaxres.config.schema import GptModel, MlpModel
 from jaxres.config.schema_fields import iter_fields
-from jaxres.config.schema_training import AdamwOptimizer, LinearSchedule, SgdOptimizer
+from jaxres.config.schema_model import GptModel, MlpModel
+from jaxres.config.schema_optimizer import AdamwOptimizer, LinearSchedule, SgdOptimizer
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 
@@ -143,17 +143,18 @@ def test_all_problems_are_reported_at_once_with_their_locations(write: Write):
         "tokenizer, seq_len, packing, heldout_fraction, validation, cache_dir, bucket_cache_gb, "
         "prefetch_batches, timeout_seconds)",
         "x.yaml:11: optimizer.b1: must be at most 1 (got 2)",
-        "x.yaml:10: optimizer.momentum: unknown key for kind adamw; sgd has it (keys here: "
-        "learning_rate, weight_decay, clip_norm, schedule, kind, b1, b2, eps)",
+        "x.yaml:10: optimizer.momentum: unknown key for kind adamw; sgd, adafactor or muon "
+        "has it (keys here: learning_rate, weight_decay, clip_norm, schedule, groups, freeze, "
+        "ema_decay, kind, b1, b2, eps)",
         "x.yaml:7: train.global_batch_size: must be a whole number (got true)",
         "command line (train.microbatches=1.0): train.microbatches: must be a whole number "
         "(got 1.0)",
         "command line (telemetry.sample_tokns=3): telemetry.sample_tokns: unknown key; did you "
-        "mean 'sample_tokens'? (keys here: log_every_seconds, tensorboard, sample_prompt, "
-        "sample_tokens)",
+        "mean 'sample_tokens'? (keys here: log_every_seconds, tensorboard, trackers, "
+        "sample_prompt, sample_tokens)",
         "x.yaml:13: steps: unknown key; did you mean train.steps? (keys here: run, data, model, "
-        "init_from, optimizer, train, mesh, checkpoint, guards, evaluation, telemetry, deadlines, "
-        "hosts, preemption, restart, launch, compilation, alerts)",
+        "init_from, lora, optimizer, train, mesh, checkpoint, guards, evaluation, hooks, "
+        "telemetry, deadlines, hosts, preemption, restart, launch, compilation, alerts)",
     ]
 
 
@@ -199,9 +200,16 @@ def test_a_missing_key_is_reported_with_the_way_to_set_it(write: Write):
             "model.attention=cudn",
             "must be auto, xla or cudnn (got \"cudn\"); did you mean 'cudnn'?",
         ),
-        ("optimizer.kind=adam", "must be adamw, lion or sgd (got \"adam\"); did you mean 'adamw'?"),
-        ("optimizer.kind=3", "must be adamw, lion or sgd (got 3)"),
-        ("optimizer.schedule.kind=cos", 'must be cosine, linear or constant (got "cos")'),
+        (
+            "optimizer.kind=adam",
+            'must be adamw, lion, sgd, adafactor, muon or custom (got "adam"); did you mean '
+            "'adamw'?",
+        ),
+        ("optimizer.kind=3", "must be adamw, lion, sgd, adafactor, muon or custom (got 3)"),
+        (
+            "optimizer.schedule.kind=cos",
+            'must be cosine, linear, constant, wsd, inverse_sqrt or piecewise (got "cos")',
+        ),
         ("data.tokenizer.kind=bpe", 'must be bytes or huggingface (got "bpe")'),
         ("data.source.include=x", 'must be a list (got "x")'),
         ("data.source.include=[3]", "must be text (in quotes, where it looks like something else)"),
@@ -314,6 +322,7 @@ def test_arguments_of_a_target_accept_any_key_but_no_infinity(write: Write):
     overrides = ["model.args.y=[1, no]", "model.args.kind=r", "model.args.deep.er=2"]
     model = load(path, overrides).config.model
     assert model.model_dump()["args"] == {"x": 1, "kind": "r", "y": [1, "no"], "deep": {"er": 2}}
+    assert load(path, ["model.args={}"]).config.model.args == {}, "cleared, not merged"
     assert lines(path, "model.args.y=[1, .inf]") == [
         "command line (model.args.y=[1, .inf]): model.args.y[1]: must be a finite number (got inf)"
     ]

@@ -113,3 +113,11 @@ def test_invalid_yaml_is_rejected_with_its_line(text: str, line: str):
 def test_dumped_data_parses_to_the_same_values(value: Any):
     text = yaml.dump({"key": value})
     assert repr(read(text)["key"]) == repr(value), text
+
+
+def test_an_object_that_is_there_twice_is_dumped_twice():
+    twice: Any = {"a": [1, "x"]}
+    assert read(yaml.dump({"one": twice, "other": [twice["a"]]})) == {
+        "one": {"a": [1, "x"]},
+        "other": [[1, "x"]],
+    }

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from jaxres.config.schema_data import CustomSource, DataSection
-from jaxres.data import BadRecord, batch_at, open_dataset
+from jaxres.data import BadRecord, batch_at, find_bad_rows, first_row, open_dataset
+from jaxres.engine import evaluate
+from jaxres.engine.mesh import LocalRows
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
 
@@ -193,3 +195,29 @@ def test_an_error_while_reading_an_item_names_the_item(source, monkeypatch):
     with pytest.raises(ZeroDivisionError) as caught:
         dataset.train.rows(np.array([3]))
     assert "item 3 of data.source.target user_rows:images" in caught.value.__notes__[0]
+
+
+def test_bad_items_at_the_beginning_do_not_stop_the_start(source, monkeypatch):
+    class Torn(Images):
+        bad = (0, 1)
+
+        def __getitem__(self, index):
+            if index in self.bad:
+                raise KeyError(index)
+            return super().__getitem__(index) if index != 2 else {"name": "no number"}
+
+    monkeypatch.setattr(sys.modules["user_rows"], "images", Torn)
+    dataset = open_dataset(source("user_rows:images"))
+    assert first_row(dataset.train)["image"].tolist() == np.full((1, 2, 3), 3).tolist()
+    assert find_bad_rows(dataset.train, np.arange(5)).keys() == {0, 1, 2}
+    assert dataset.fingerprint == open_dataset(source("user_rows:images")).fingerprint
+    Torn.bad = range(50)
+    with pytest.raises(KeyError) as caught:
+        open_dataset(source("user_rows:images"))
+    assert "item 0 of data.source.target" in caught.value.__notes__[0], "all of the first are bad"
+    Torn.bad = (47,)
+    dataset = open_dataset(source("user_rows:images"))
+    local = LocalRows(np.arange(4), 4)
+    read = evaluate.batches(dataset.heldout, rows_per_batch=4, limit=2, local=local)
+    with pytest.raises(BadRecord, match=r"to evaluate on can't be used: .*item 47 of data\.source"):
+        list(read)

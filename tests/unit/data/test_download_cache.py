@@ -114,6 +114,7 @@ def starter(corpus: GcsPath, cache: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
 
 
+@pytest.mark.slow
 def test_a_killed_download_is_resumed_and_concurrent_downloads_do_not_conflict(
     corpus: GcsPath, tmp_path: Path, recording_server: GcsServer
 ) -> None:

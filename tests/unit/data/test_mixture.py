@@ -27,6 +27,7 @@ def walk(order, count, *, start=0):
     return which, rows
 
 
+@pytest.mark.slow
 def test_weights_hold_within_sampling_error_over_a_million_rows():
     weights = [0.5, 0.3, 0.1 + 2**-40, 0.0999, 0.0001]
     order = mix([part(str(i), 100, w) for i, w in enumerate(weights)], [], seed=3, rows_per_step=8)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxres.config.schema import GptModel
 from jaxres.config.schema_data import DataSection, TokensSource
+from jaxres.config.schema_model import GptModel
 from jaxres.data import (
     BadRecord,
     TokensDamaged,

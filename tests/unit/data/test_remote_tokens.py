@@ -307,12 +307,12 @@ def test_the_first_batch_of_a_large_folder_reads_only_its_blocks(
     meta |= {"num_documents": num_documents, "tokenizer": "mine", "fingerprint": "f" * 32}
     files.replace(folder / "meta.json", json.dumps({**meta, "block_bytes": BLOCK}).encode())
     server.objects.put(gcs_bucket, "large/tokens.bin", SparseData(size_bytes), {}, {})  # type: ignore[arg-type]
-    before = server.bandwidth.sent_bytes
+    before = server.sent.num_bytes
     dataset = opened(folder, tmp_path)
     batch = batch_at(dataset.train, dataset.order(seed=0, rows_per_step=24), global_batch_size=24)(
         0
     )
     assert not batch.arrays["tokens_BT"].any()
-    sent = server.bandwidth.sent_bytes - before - 8 * len(digests)
+    sent = server.sent.num_bytes - before - 8 * len(digests)
     assert sent < 4 * 24 * BLOCK, "more than a block of tokens and some of offsets for each row"
     assert reads_of_tokens(server) <= 26

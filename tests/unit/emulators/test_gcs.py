@@ -241,7 +241,7 @@ def test_a_limited_bandwidth_is_shared_by_all_connections(bucket: Any, server: G
     bucket.blob("x").upload_from_string(bytes(20_000))
     control(bytes_per_second=1e6)
     try:
-        begun, before = time.monotonic(), server.bandwidth.sent_bytes
+        begun, before = time.monotonic(), server.sent.num_bytes
         readers = [
             threading.Thread(target=lambda: bucket.blob("x").download_as_bytes()) for _ in range(4)
         ]
@@ -249,7 +249,12 @@ def test_a_limited_bandwidth_is_shared_by_all_connections(bucket: Any, server: G
             reader.start()
         for reader in readers:
             reader.join()
-        assert server.bandwidth.sent_bytes - before >= 80_000
+        assert server.sent.num_bytes - before >= 80_000
         assert time.monotonic() - begun >= 0.08
+        begun = time.monotonic()
+        bucket.blob("y").upload_from_string(bytes(80_000))
+        assert time.monotonic() - begun >= 0.08, "what it receives is limited too"
+        for _ in range(20):  # A wait for no time is none.
+            bucket.blob("z").upload_from_string(b"z", **NO_RETRY)
     finally:
         control(bytes_per_second=None)

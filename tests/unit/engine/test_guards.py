@@ -364,6 +364,7 @@ def test_steps_that_halve_the_loss_scale_are_not_counted_as_skips(on_nonfinite):
     assert isinstance(verdicts[0], StopRun) == (on_nonfinite == "stop")
 
 
+@pytest.mark.slow
 def test_no_rollback_begins_before_known_good_while_the_scale_is_halved():
     scale, reached = LossScaleSection(grow_every_steps=40), 0
     for number, section in enumerate(section for section in sections() for _ in range(8)):

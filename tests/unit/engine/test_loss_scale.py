@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema import CustomModel, MeshSection, MlpModel
+from jaxres.config.schema import MeshSection
+from jaxres.config.schema_model import CustomModel, MlpModel
+from jaxres.config.schema_optimizer import AdamwOptimizer, CosineSchedule
 from jaxres.config.schema_training import (
     LEAST,
     MOST,
-    AdamwOptimizer,
-    CosineSchedule,
     LossScaleSection,
     most_back_offs,
 )
 from jaxres.engine import loss_scale as scaling
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, state, step
-from tests.tiers import slow_but
+from jaxres.engine import schedule as schedules
+from tests.tiers import campaign, slow_but
 from tests.unit.engine.test_step import SPIKES, B, T, V, batch, equal
 
 SECTION = LossScaleSection(first=2.0**16, grow_every_steps=4)
@@ -81,11 +82,11 @@ def parts(
     model = models.build(
         config, vocab_size=V, seq_len=T, platform="cpu", keep_rows=meshes.pin_batch_dim(mesh)
     )
-    tx = optimizer.build(AdamwOptimizer(), decay_mask=optimizer.matrices(model.axes))
+    tx = optimizer.build(AdamwOptimizer(), axes=model.axes)
     function = step.make_train_step(
         model,
         tx,
-        optimizer.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10),
+        schedules.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10),
         clip_norm=1.0,
         microbatches=microbatches,
         spikes=SPIKES,
@@ -99,7 +100,7 @@ def measured(begin: Any, values: Any) -> step.StepMetrics:
     return step.MetricsLayout.of(begin, num_rows=B).read(np.asarray(values))[0]
 
 
-@pytest.mark.parametrize(("microbatches", "devices"), slow_but([(1, 1), (2, 8)]))
+@pytest.mark.parametrize(("microbatches", "devices"), [*campaign([(1, 1)]), *slow_but([(2, 8)])])
 def test_a_scaled_and_unscaled_gradient_is_bit_equal(microbatches: int, devices: int) -> None:
     """The factor is an input of one program."""
     begin, function = parts(SECTION, microbatches=microbatches, devices=devices)

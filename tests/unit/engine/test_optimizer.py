@@ -7,20 +7,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax.traverse_util import flatten_dict
 
 from jaxres import models
-from jaxres.config.schema import GptModel, MlpModel
-from jaxres.config.schema_training import (
+from jaxres.config.schema_model import GptModel, MlpModel
+from jaxres.config.schema_optimizer import (
+    AdafactorOptimizer,
     AdamwOptimizer,
     ConstantSchedule,
     CosineSchedule,
+    CustomOptimizer,
+    InverseSqrtSchedule,
     LinearSchedule,
     LionOptimizer,
+    MuonOptimizer,
+    PiecewiseSchedule,
+    RateChange,
     SgdOptimizer,
+    WsdSchedule,
 )
 from jaxres.engine import optimizer
+from jaxres.engine import schedule as schedules
+from jaxres.faults import ConfigError
 
 PEAK = 0.5
 PARAMS = {
@@ -29,10 +39,11 @@ PARAMS = {
 }
 GRADS = [jax.tree.map(lambda p, n=n: jnp.sin(p * 7 + n), PARAMS) for n in range(3)]
 MASK = {"w": True, "scale": False}
+AXES = {"w": ("embed", "mlp"), "scale": (None,)}
 
 
 def rates(schedule, *, total_steps, steps):
-    rate = optimizer.learning_rate(schedule, peak=PEAK, total_steps=total_steps)
+    rate = schedules.learning_rate(schedule, peak=PEAK, total_steps=total_steps)
     return [float(rate(jnp.asarray(step, jnp.int32))) for step in steps]
 
 
@@ -48,7 +59,36 @@ def test_the_rate_rises_to_the_peak_and_falls_to_its_final_share():
     assert got == pytest.approx([0, 0.25, 0.5, 0.5, 0.5, 0.5])
 
 
-@pytest.mark.parametrize("kind", [CosineSchedule, LinearSchedule, ConstantSchedule])
+def test_the_rate_is_constant_and_falls_at_the_end():
+    wsd = WsdSchedule(warmup_steps=10, decay_fraction=0.2, final_fraction=0.1)
+    got = rates(wsd, total_steps=100, steps=[0, 5, 10, 80, 90, 100, 10**6])
+    assert got == pytest.approx([0, 0.25, 0.5, 0.5, 0.275, 0.05, 0.05])
+    longer = rates(wsd, total_steps=200, steps=range(81))
+    assert longer == rates(wsd, total_steps=100, steps=range(81)), "what was stable is the same"
+
+
+def test_the_rate_falls_with_the_root_of_the_step():
+    root = InverseSqrtSchedule(warmup_steps=16)
+    got = rates(root, total_steps=100, steps=[0, 8, 16, 64, 16 * 100])
+    assert got == pytest.approx([0, 0.25, 0.5, 0.25, 0.05])
+    assert rates(root, total_steps=7, steps=[64]) == got[3:4], "it does not depend on the length"
+
+
+def test_the_rate_changes_after_the_stated_steps():
+    changes = (RateChange(after_step=10, factor=0.1), RateChange(after_step=20, factor=2.0))
+    piecewise = PiecewiseSchedule(changes=changes, warmup_steps=4)
+    got = rates(piecewise, total_steps=100, steps=[0, 2, 4, 10, 11, 20, 21])
+    assert got == pytest.approx([0, 0.25, 0.5, 0.5, 0.05, 0.05, 1.0])
+
+
+def test_a_warmup_in_steps_replaces_the_fraction():
+    schedule = LinearSchedule(warmup_fraction=0.5, warmup_steps=1)
+    assert rates(schedule, total_steps=11, steps=[1, 6, 11]) == pytest.approx([0.5, 0.25, 0])
+    late = CosineSchedule(warmup_steps=50)
+    assert rates(late, total_steps=10, steps=[25, 50]) == pytest.approx([0.25, 0.05])
+
+
+@pytest.mark.parametrize("kind", [CosineSchedule, LinearSchedule, ConstantSchedule, WsdSchedule])
 def test_every_combination_of_steps_and_warmup_gives_a_rate(kind):
     for total, fraction, horizon in itertools.product(
         (1, 2, 3, 50), (0.0, 1e-9, 0.01, 0.5, 0.999, 1.0), (None, 1, 7)
@@ -79,7 +119,7 @@ def test_the_warmup_is_not_a_step_short_by_rounding():
 
 
 def test_the_rate_is_float32_with_and_without_jit():
-    rate = optimizer.learning_rate(CosineSchedule(), peak=PEAK, total_steps=10)
+    rate = schedules.learning_rate(CosineSchedule(), peak=PEAK, total_steps=10)
     for step in (jnp.asarray(3, jnp.int32), jnp.asarray(7, jnp.int32)):
         assert rate(step).dtype == jax.jit(rate)(step).dtype == jnp.float32
 
@@ -111,13 +151,20 @@ CASES = [
     ),
     (SgdOptimizer(momentum=0.7), optax.sgd(0.01, momentum=0.7)),
     (SgdOptimizer(momentum=0.0), optax.sgd(0.01)),
+    (
+        CustomOptimizer(target="optax:lamb", args={"b1": 0.8, "weight_decay": 0.1}),
+        optax.lamb(0.01, b1=0.8, weight_decay=0.1),
+    ),
+    (CustomOptimizer(target="optax:noisy_sgd", args={"eta": 0.0, "key": 1}), optax.sgd(0.01)),
 ]
-IDS = ["adamw", "lion", "sgd", "sgd without momentum"]
+IDS = ["adamw", "lion", "sgd", "sgd without momentum", "lamb", "noisy sgd"]
+POWER_OF_TWO = 2.0**-7
+"""Learning rate with which the order of factors changes no bit."""
 
 
 @pytest.mark.parametrize(("config", "reference"), CASES, ids=IDS)
 def test_updates_equal_those_of_optax_bit_for_bit(config, reference):
-    ours = optimizer.build(config, decay_mask=MASK)
+    ours = optimizer.build(config, axes=AXES)
     params, state = PARAMS, ours.init(PARAMS)
     expected, expected_state = PARAMS, reference.init(PARAMS)
     for grads in GRADS:
@@ -139,7 +186,7 @@ def test_updates_equal_those_of_optax_bit_for_bit(config, reference):
     ids=IDS[:3],
 )
 def test_the_state_is_a_plain_dict_whose_names_do_not_change(config, names):
-    transformation = optimizer.build(config, decay_mask=MASK)
+    transformation = optimizer.build(config, axes=AXES)
     state = transformation.init(PARAMS)
     after = jax.jit(transformation.update)(GRADS[0], state, PARAMS)[1]
     for tree in (state, after):
@@ -151,10 +198,123 @@ def test_the_state_is_a_plain_dict_whose_names_do_not_change(config, names):
     assert jax.tree.structure(state) == jax.tree.structure(after)
 
 
+@pytest.mark.parametrize(
+    ("config", "reference"),
+    [
+        (
+            AdafactorOptimizer(min_dim_size_to_factor=2),
+            optax.adafactor(POWER_OF_TWO, min_dim_size_to_factor=2),
+        ),
+        (
+            MuonOptimizer(weight_decay=0.0),
+            optax.contrib.muon(POWER_OF_TWO, adam_b2=0.95, consistent_rms=0.2),
+        ),
+    ],
+    ids=["adafactor", "muon"],
+)
+def test_updates_with_a_rate_that_rounds_nothing_equal_those_of_optax(config, reference):
+    ours = optimizer.build(config, axes=AXES)
+    params, state = PARAMS, ours.init(PARAMS)
+    expected, expected_state = PARAMS, reference.init(PARAMS)
+    for grads in GRADS:
+        direction, state = ours.update(grads, state, params)
+        params = jax.tree.map(lambda p, d: p - jnp.float32(POWER_OF_TWO) * d, params, direction)
+        updates, expected_state = reference.update(grads, expected_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), params, expected))
+
+
+def test_muon_takes_the_matrices_of_a_decoder_and_leaves_the_embedding():
+    gpt = GptModel(num_layers=2, d_model=32, num_heads=4, tie_embeddings=False)
+    model = models.build(gpt, vocab_size=64, seq_len=8, platform="cpu")
+    dims = flatten_dict(optimizer.muon_dims(model.axes), sep="/")
+    assert {name for name, taken in dims.items() if taken is None} == {
+        *("blocks/attention_norm/scale", "blocks/feed_forward_norm/scale", "norm/scale"),
+        *("embedding", "head"),
+    }
+    for name, taken in dims.items():
+        if taken is not None:
+            both = (*taken.reduction_axis, *taken.output_axis)
+            assert sorted(both) == list(range(1, len(both) + 1)), f"{name}: the layers are a batch"
+
+
+def test_an_array_with_the_shape_of_no_parameter_is_whole_on_every_device():
+    params = {"w": jnp.zeros((4, 6))}
+    config = AdafactorOptimizer(min_dim_size_to_factor=2, momentum=0.9)
+    state = jax.eval_shape(optimizer.build(config, axes={"w": ("embed", "mlp")}).init, params)
+    axes = optimizer.state_axes(state, params=params, param_axes={"w": ("embed", "mlp")})
+    found = flatten_dict(axes, sep="/")
+    assert ("embed", "mlp") in found.values(), "the momentum is split"
+    assert {len(names) for names in found.values() if names != ("embed", "mlp")} <= {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("optax:no_such", "optimizer.target: optax ("),
+        ("optax:scale_by_adam", "optimizer.target: optax:scale_by_adam can't be called with"),
+        ("builtins:dict", "optimizer.target: builtins:dict returned dict, not an optax."),
+        ("no_such_module:f", "optimizer.target: no module no_such_module"),
+    ],
+)
+def test_a_target_that_is_no_optimizer_is_refused(target, says):
+    with pytest.raises(ConfigError) as raised:
+        optimizer.build(CustomOptimizer(target=target), axes=AXES)
+    assert str(raised.value).startswith(says)
+
+
+def with_update(update):
+    """Makes a custom optimizer of this update, whose state has a count."""
+    return lambda learning_rate: optax.GradientTransformation(lambda p: {"n": jnp.int32(0)}, update)
+
+
+@pytest.mark.parametrize(
+    ("update", "says"),
+    [
+        (lambda g, s, p: None, r"has to return \(updates, state\); it returns NoneType"),
+        (lambda g, s, p: (g, {}), r"returns the state with another structure than the state of"),
+        (
+            lambda g, s, p: (g, {"n": jnp.ones(2)}),
+            r"the state \['n'\] as float32\[2\]; .* int32\[\]",
+        ),
+        (
+            lambda g, s, p: (jax.tree.map(jnp.sum, g), s),
+            r"updates \['scale'\] as float32\[\]; it .*4\]",
+        ),
+        (
+            lambda g, s, p: ({"w": g["w"]}, s),
+            r"returns updates with another structure than the par",
+        ),
+        (lambda g, s, p, *, value: (g, s), r"can't be called with updates, state, params: .*value"),
+    ],
+    ids=["nothing", "no state", "another state", "sums", "a part", "more arguments"],
+)
+def test_an_update_that_does_not_fit_is_refused(monkeypatch, update, says):
+    monkeypatch.setattr(optax, "mine", with_update(update), raising=False)
+
+    def updated():
+        tx = optimizer.build(CustomOptimizer(target="optax:mine"), axes=AXES)
+        return tx.update(GRADS[0], tx.init(PARAMS), PARAMS)
+
+    with pytest.raises(ConfigError, match=rf"^optimizer\.target: .*optax:mine.*{says}"):
+        updated()
+
+
+def test_an_error_inside_an_update_names_the_target(monkeypatch):
+    monkeypatch.setattr(optax, "mine", with_update(lambda g, s, p: g["absent"]), raising=False)
+    tx = optimizer.build(CustomOptimizer(target="optax:mine"), axes=AXES)
+    with pytest.raises(KeyError) as raised:
+        tx.update(GRADS[0], tx.init(PARAMS), PARAMS)
+    assert raised.value.__notes__ == ["(in the update of optimizer.target: optax:mine)"]
+
+
 def test_moments_are_split_as_their_parameters_are():
-    axes = {"w": ("embed", "mlp"), "scale": (None,)}
-    state = optimizer.build(AdamwOptimizer(), decay_mask=MASK).init(PARAMS)
-    assert optimizer.state_axes(state, param_axes=axes) == {"count": (), "mu": axes, "nu": axes}
+    state = optimizer.build(AdamwOptimizer(), axes=AXES).init(PARAMS)
+    assert optimizer.state_axes(state, params=PARAMS, param_axes=AXES) == {
+        "count": (),
+        "mu": AXES,
+        "nu": AXES,
+    }
 
 
 def global_norm(grads):

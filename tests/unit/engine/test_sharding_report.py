@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema import GptModel, MeshSection, RunConfig, TrainSection
+from jaxres.config.schema import MeshSection, RunConfig, TrainSection
 from jaxres.config.schema_data import DataSection, TextSource
-from jaxres.config.schema_training import AdamwOptimizer
+from jaxres.config.schema_model import GptModel
+from jaxres.config.schema_optimizer import AdamwOptimizer
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, sharding_report, state
 from jaxres.engine.mesh_plan import MeshPlan
@@ -27,7 +28,7 @@ def laid_out(sizes: tuple[int, int, int], *, vocab: int = 64, mesh: Any = None, 
     """Returns the layout of a small decoder on a mesh, by default of abstract devices."""
     config = GptModel(**({"num_layers": 2, "d_model": 32, "num_heads": 4} | keys))
     model = models.build(config, vocab_size=vocab, seq_len=16, platform="cpu")
-    tx = optimizer.build(AdamwOptimizer(), decay_mask=optimizer.matrices(model.axes))
+    tx = optimizer.build(AdamwOptimizer(), axes=model.axes)
     mesh = meshes.abstract(MeshPlan(*sizes, 1, 1)) if mesh is None else mesh
     bare = jax.eval_shape(lambda: state.init(model, tx, seed=0))
     shapes = jax.tree.map(

@@ -68,6 +68,7 @@ def taken_over(path: GcsPath, clock: FakeClock) -> tuple[Lease, Lease]:
     return paused, waiting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("races", [100, pytest.param(1000, marks=pytest.mark.campaign)])
 def test_each_of_many_races_with_lost_responses_has_one_holder(
     path: GcsPath, gcs_server: GcsServer, races: int

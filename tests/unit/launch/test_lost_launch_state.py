@@ -131,6 +131,7 @@ def test_vms_of_a_deleted_bucket_are_found_by_label_and_deleted(
     assert job.run("status", str(file)) == ExitCode.DONE
     assert "there is no bucket never-made" in capsys.readouterr().out
     assert job.run("down", str(file)) == ExitCode.DONE
+    job.gce.wait_for(lambda: vm.name not in job.gce.vms())
     assert job.gce.vms() == {job.vm.name: "RUNNING"}, "another run's VM was deleted"
 
 

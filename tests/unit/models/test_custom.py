@@ -8,8 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxres import models
-from jaxres.config.schema import CustomModel
+from jaxres.config.schema import RunConfig, TrainSection
+from jaxres.config.schema_data import DataSection, TextSource
+from jaxres.config.schema_model import CustomModel
+from jaxres.engine import mesh as meshes
 from jaxres.faults import ConfigError
+from jaxres.models.interface import compute_loss
+from jaxres.train import build as trainers
 
 
 def init(key):
@@ -117,3 +122,64 @@ def test_a_failing_import_inside_the_target_keeps_its_error(tmp_path, monkeypatc
 def test_an_object_that_is_not_a_model_is_rejected(target, made, message):
     with pytest.raises(ConfigError, match=rf"^model\.target: .*{message}"):
         build(target(lambda vocab_size, seq_len: made))
+
+
+BATCH = {"x_B": jnp.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    "name", ["loss", "rows", "bits_per_byte", "", 3, "top 5", "a\nb", "\u00e9", "x=1"]
+)
+def test_a_metric_whose_name_is_taken_or_odd_is_rejected(target, name):
+    def named(params, batch, key):
+        return *loss(params, batch, key), {
+            "top-5/a_b.c": loss(params, batch, key),
+            name: loss(params, batch, key),
+        }
+
+    model = build(target(lambda vocab_size, seq_len: SimpleNamespace(init=init, loss=named)))
+    params = model.init(jax.random.key(0))
+    with pytest.raises(ConfigError, match=r"^model\.target: user_models:build: .* taken") as caught:
+        compute_loss(model, params, None, BATCH, None)
+    assert repr(name) in str(caught.value)
+
+
+def test_metrics_that_are_no_dict_are_rejected(target):
+    def listed(params, batch, key):
+        return *loss(params, batch, key), [loss(params, batch, key)]
+
+    model = build(target(lambda vocab_size, seq_len: SimpleNamespace(init=init, loss=listed)))
+    with pytest.raises(ConfigError, match=r"have to be a dict of pairs .*; they are list"):
+        compute_loss(model, model.init(jax.random.key(0)), None, BATCH, None)
+
+
+def test_an_error_inside_the_loss_names_the_target_and_the_call(target):
+    def drops(params, batch, key):
+        return jax.random.bernoulli(key, 0.5, (2,)) + loss(params, batch, key)[0], jnp.ones(2)
+
+    model = build(target(lambda vocab_size, seq_len: SimpleNamespace(init=init, loss=drops)))
+    with pytest.raises(TypeError) as caught:
+        compute_loss(model, model.init(jax.random.key(0)), None, BATCH, None)
+    noted = "(model.target: user_models:build: in its loss, called for an evaluation, key=None)"
+    assert noted in caught.value.__notes__
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        (
+            {"w": jnp.ones(2), "none": jnp.ones((0, 3))},
+            r"/none of the state has no elements .*\[0, 3\]",
+        ),
+        ({"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2)}, r"stored as one: .*/a/b and .*/a/b\."),
+        ({"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(3)}, r"stored as one: .*/a/b and .*/a\.b"),
+    ],
+)
+def test_parameters_that_can_not_be_stored_are_refused_at_the_start(target, params, says):
+    made = SimpleNamespace(init=lambda key: params, loss=loss)
+    section = target(lambda vocab_size, seq_len: made)
+    data = DataSection(source=TextSource(path="x"))
+    config = RunConfig(data=data, model=section, train=TrainSection(steps=1))
+    mesh = meshes.build(config.mesh, devices=jax.devices()[:1])
+    with pytest.raises(ConfigError, match=rf"^model: .*{says}"):
+        trainers.state_shapes(config, vocab_size=None, mesh=mesh, platform="cpu")

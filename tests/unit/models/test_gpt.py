@@ -13,9 +13,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxres import models
-from jaxres.config.schema import GptModel
+from jaxres.config.schema_model import GptModel
 from jaxres.faults import ConfigError
-from jaxres.models import gpt
+from jaxres.models import attention, gpt
 from jaxres.models.interface import split
 
 B, T, V = 2, 16, 64
@@ -175,15 +175,16 @@ def test_rotary_scores_depend_on_the_distance_only():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
 
     def score(i, j):
-        angles = [gpt.rope_angles(jnp.full((1, 1), p), width=8, theta=1e4) for p in (i, j)]
-        return jnp.sum(gpt.rotate(q, angles[0]) * gpt.rotate(k, angles[1]))
+        angles = [attention.rope_angles(jnp.full((1, 1), p), width=8, theta=1e4) for p in (i, j)]
+        return jnp.sum(attention.rotate(q, angles[0]) * attention.rotate(k, angles[1]))
 
     # Sines of different angles: equal in exact arithmetic only.
     np.testing.assert_allclose(score(7, 3), score(104, 100), rtol=1e-4)
     assert abs(score(7, 3) - score(7, 4)) > 1e-3
-    assert jnp.array_equal(gpt.rotate(q, jnp.zeros((1, 1, 4))), q)
+    assert jnp.array_equal(attention.rotate(q, jnp.zeros((1, 1, 4))), q)
 
 
+@pytest.mark.slow
 def test_a_tied_model_equals_an_untied_one_whose_head_is_the_embedding():
     tied, untied = build(tie_embeddings=True), build(tie_embeddings=False)
     params = params_of(tied)
@@ -204,8 +205,8 @@ def test_the_scan_equals_a_loop_over_the_layers():
 
     def loop(params, tokens):
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        angles = gpt.rope_angles(positions, width=8, theta=config.rope_theta)
-        mask = gpt.attention_mask(jnp.zeros((B, T), jnp.int32))
+        angles = attention.rope_angles(positions, width=8, theta=config.rope_theta)
+        mask = attention.attention_mask(jnp.zeros((B, T), jnp.int32))
         x = params["embedding"][tokens]
         for index in range(config.num_layers):
             layer = jax.tree.map(operator.itemgetter(index), params["blocks"])
@@ -314,6 +315,7 @@ def test_axes_name_every_dim_of_every_parameter():
         assert type(shapes["blocks"]) is dict
 
 
+@pytest.mark.slow
 def test_initial_weights_are_small_and_smaller_at_outputs_and_differ_by_layer():
     params = initial(build())
     attention = params["blocks"]["attention"]

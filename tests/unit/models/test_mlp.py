@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxres import models
-from jaxres.config.schema import MlpModel
+from jaxres.config.schema_model import MlpModel
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,7 @@ def test_logits_depend_on_their_own_position_only(model, params):
     assert not np.any(np.all(logits[0, 1:3] == logits[1, 1:3], axis=-1))
 
 
+@pytest.mark.slow
 def test_the_mlp_learns_a_bigram(model, params):
     tokens = jnp.asarray([[5, 7, 5, 7]], jnp.int32)
     batch = {

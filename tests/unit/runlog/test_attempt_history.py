@@ -116,3 +116,14 @@ def test_history_command_prints_a_table_or_json_lines(tmp_path, capsys):
         3,
         4,
     ]
+
+
+def test_steps_that_the_next_attempt_took_over_from_host_memory_are_kept():
+    from_memory = Start(step=13, path=None, dataset="d", computation={}, tier="memory")
+    bodies = [*BODIES[:5], (2, 1033.0, from_memory), *BODIES[6:]]
+    records = [Record(seq, n, time, body) for seq, (n, time, body) in enumerate(bodies, start=1)]
+    first, second, *_ = attempt_history.fold(
+        records, events=EVENTS, finished=FINISHED, is_alive=False
+    )
+    assert (first.steps_gained, first.steps_kept, first.committed_step) == (15, 13, 10)
+    assert (second.start_step, second.steps_kept) == (13, 0)

@@ -13,7 +13,7 @@ from jaxres.data import positions_at
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable, Unrestorable
 from jaxres.runlog import run_log
-from jaxres.runlog.records import RECORDS
+from jaxres.runlog.records import RECORDS, Branch
 from jaxres.runlog.run_log import (
     AttemptEnded,
     Commit,
@@ -66,6 +66,7 @@ BODIES = [
     ),
     Prune(steps=(1, 2)),
     Quarantine(step=3, path="checkpoints/y", evidence="w has another digest"),
+    Branch(path="gs://bucket/run", step=8, manifest="sha256:0", dataset="d", tokenizer="bytes"),
     AttemptEnded(exit=74, reason="disk\nfull", committed=False),
     AttemptEnded(exit=137, reason="killed", committed=False, culprit=1),
     SupervisorEnded(exit=84, reason="5 attempts"),
@@ -146,6 +147,18 @@ def test_rollback_over_skipped_rows_is_merged_into_one_range():
     assert line.skips == ((504, 700), (800, 801))
     assert line.num_skips == 1
     assert positions_at(500, 6, skips=line.skips).tolist() == [500, 501, 502, 503, 700, 701]
+
+
+def test_a_branch_keeps_the_lower_rates_of_rollbacks_before_its_step():
+    rollback = Rollback(onset=23, target=20, rows=(), reason="", rate_factor=0.5, rate_steps=4)
+    origin = folded(CLAIM, rollback, dataclasses.replace(rollback, onset=25, rate_factor=0.25))
+    assert origin.lower_rates(before_seq=2) == []
+    assert origin.lower_rates(before_seq=3) == [(23, 0.5, 4)]
+    rates = tuple(origin.lower_rates())
+    begun = Branch(path="o", step=24, manifest="m", dataset="d", lower_rates=rates)
+    again = folded(CLAIM, begun)
+    assert [again.rate_factor(step) for step in (22, 23, 25, 27, 29)] == [1, 0.5, 0.125, 0.25, 1]
+    assert again.lower_rates() == list(rates), "a branch of a branch has them too"
 
 
 def test_rollbacks_lower_the_rate_from_their_onset_and_overlapping_ones_multiply():
@@ -481,6 +494,7 @@ def assert_linear(folder, won, *, rounds):
     assert sum(map(len, won.values())) == rounds
 
 
+@pytest.mark.slow
 def test_exactly_one_of_several_threads_wins_each_of_many_races(tmp_path):
     rounds, won = 800, {writer: [] for writer in range(3)}
     barrier = threading.Barrier(len(won))

@@ -132,6 +132,7 @@ def line(number: int) -> bytes:
     return json.dumps({"n": number}).encode()
 
 
+@pytest.mark.slow
 def test_lines_are_stored_in_order_after_sync_whatever_responses_are_lost(
     root: GcsPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
 SURE_SECONDS = 5.0
 ROOT = Path(__file__).parents[3]
 
@@ -95,6 +97,7 @@ def test_a_fork_is_like_a_spawned_worker_and_the_server_has_no_threads_or_files(
     assert reported["runs"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_be_forked_is_refused_with_the_reason(tmp_path):
     reported = supervisor(
         tmp_path,
@@ -115,6 +118,7 @@ def test_a_worker_that_cannot_be_forked_is_refused_with_the_reason(tmp_path):
     assert len(reported) == 3
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_does_not_answer_is_killed_and_forks_no_worker_later(tmp_path):
     reported = supervisor(
         tmp_path,
@@ -132,6 +136,7 @@ def test_a_fork_server_that_does_not_answer_is_killed_and_forks_no_worker_later(
     assert "not answered for" in reported[2]
 
 
+@pytest.mark.slow
 def test_the_fork_server_dies_with_its_supervisor(tmp_path):
     pid = supervisor(tmp_path, "print(ready(), flush=True); os._exit(0)")
     until = time.monotonic() + SURE_SECONDS

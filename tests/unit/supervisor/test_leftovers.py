@@ -115,7 +115,7 @@ def test_process_in_the_middle_of_its_exec_is_found_when_the_exec_has_ended():
             assert started.stdout.readline() == b"\n"
             assert not Path(f"/proc/{started.pid}/environ").read_bytes(), "its exec has ended"
             tags = f"{{b'{processes.TAG_VARIABLE}={MARK}'}}"
-            look = f"_find_leftovers({tags}, ExecEnds(), adopts=False)"
+            look = f"_find_leftovers({tags}, ExecEnds(), keep=(), adopts=False)"
             look = f"print({started.pid} in processes.{look})"
             assert supervisor(MID_EXEC_CLOCK.format(pid=started.pid) + look) == "True"
         finally:

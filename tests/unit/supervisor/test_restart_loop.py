@@ -68,6 +68,8 @@ def run(tmp_path, monkeypatch):
             emit=lambda event: None,
             save_monitor=None,  # type: ignore[arg-type]
             run_attempt=lambda opened: None,  # type: ignore[arg-type, return-value]
+            trackers=None,  # type: ignore[arg-type]
+            replica=None,  # type: ignore[arg-type]
             fork_server=None,
             env={},
             run_history=run_log.fold([]),

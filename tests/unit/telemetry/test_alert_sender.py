@@ -173,6 +173,7 @@ with alerts(Path(sys.argv[1]), sys.argv[2]) as sender:
 """
 
 
+@pytest.mark.slow
 def test_killed_senders_repeat_no_recorded_delivery_and_lose_no_incident(tmp_path):
     with served(*[500] * 5) as hook:
         for wanted in (4, 15):

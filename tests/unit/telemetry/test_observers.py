@@ -143,7 +143,7 @@ def test_observers_receive_a_step_before_its_metrics_line_is_written(tmp_path):
 
     reading = Reading()
     with contextlib.ExitStack() as stack:
-        on_step, _ = build._metrics(context(tmp_path, Observers([reading])), stack)
+        on_step, *_ = build._metrics(context(tmp_path, Observers([reading])), stack)
         for step in (1, 2):
             on_step(dataclasses.replace(LINE, step=step))
             assert len(read_json_lines(path)) == step

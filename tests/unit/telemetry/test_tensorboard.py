@@ -1,19 +1,25 @@
 import dataclasses
 import importlib
+import io
 import subprocess
 import sys
 import threading
 import time
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from jaxres.clock import SystemClock
+from jaxres.data import Batch
 from jaxres.runlog import events
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.storage import files
 from jaxres.storage.path import GcsPath
 from jaxres.telemetry import tensorboard
 from jaxres.telemetry.tensorboard import TensorBoard
+from jaxres.train.components import BadRows, DataLoader
+from jaxres.train.data_loader import showing_first_batch
 
 LINE = MetricsLine(
     seq=2,
@@ -72,6 +78,39 @@ def curves(folder):
     }
 
 
+def tensors(folder, plugin):
+    """Returns what a plugin of TensorBoard shows: tag -> [(step, array of bytes)]."""
+    reader = importlib.import_module(
+        "tensorboard.backend.event_processing.plugin_event_accumulator"
+    )
+    arrays = importlib.import_module("tensorboard.util.tensor_util")
+    found = reader.EventAccumulator(str(folder), {"tensors": 0})
+    found.Reload()
+    return {
+        tag: [(one.step, arrays.make_ndarray(one.tensor_proto)) for one in found.Tensors(tag)]
+        for tag in found.PluginTagToContent(plugin)
+    }
+
+
+def texts(folder):
+    """Returns the text samples of a folder: [(step, text)]."""
+    ((tag, points),) = tensors(folder, "text").items()
+    assert tag == "sample"
+    assert all(text.shape == () for _, text in points)  # Others are shown as tables.
+    return [(step, text.item().decode()) for step, text in points]
+
+
+def images(folder):
+    """Returns the images of a folder: tag -> [(step, pixels)]."""
+    found = {}
+    for tag, points in tensors(folder, "images").items():
+        pixels = [np.asarray(Image.open(io.BytesIO(png))) for _, (_, _, png) in points]
+        sizes = [(int(height), int(width)) for _, (width, height, _) in points]
+        assert sizes == [one.shape[:2] for one in pixels]
+        found[tag] = [(step, one) for (step, _), one in zip(points, pixels, strict=True)]
+    return found
+
+
 def losses(folder):
     """Returns the loss curve of a folder that may not exist yet."""
     return curves(folder).get("train/loss", []) if folder.exists() else []
@@ -89,6 +128,83 @@ def test_every_curve_has_its_values_at_their_steps(board, tmp_path, notes):
         "heldout/loss": [(3, 1.5)],
     }
     assert notes == []
+
+
+def test_the_text_sample_is_a_text_of_its_step_and_is_shown_as_it_is(board, tmp_path, notes):
+    with board() as writer:
+        train(writer, range(1, 4))
+        writer.on_event(events.SampleWritten("def ", "def f(x):\n\n  # *x*\udcff", 3))
+    assert texts(tmp_path / "tensorboard") == [(3, "    def f(x):\n    \n      # *x*?")]
+    assert notes == []
+
+
+def test_a_long_text_sample_is_cut(board, tmp_path):
+    with board() as writer:
+        train(writer, range(1, 4))
+        writer.on_event(events.SampleWritten("a", "a" * 5000, 3))
+    assert texts(tmp_path / "tensorboard") == [(3, "    " + "a" * 4000)]
+
+
+def test_a_restart_discards_the_texts_of_later_steps_only(board, tmp_path):
+    for number, (first, last) in enumerate([(1, 4), (5, 8), (7, 8)], 1):
+        with board(number) as writer:
+            train(writer, range(first, last + 1))
+            writer.on_event(events.SampleWritten("", str(number), last))
+    assert texts(tmp_path / "tensorboard") == [(4, "    1"), (8, "    3")]
+
+
+def pictures(num_rows, *, seed):
+    """Returns images uint8 [B, 5, 7, 3], all different."""
+    return np.random.default_rng(seed).integers(0, 256, (num_rows, 5, 7, 3), np.uint8)
+
+
+def show(writer, pixels, *, after, before=()):
+    """Begins training after a step; the first batches are `before`, that of the images, another."""
+    batches = [(Batch({"image": x}, np.arange(1), 0, 1), {}) for x in (pixels, pixels[::-1])]
+    served = iter([*before, *batches])
+    loader = DataLoader(
+        open=lambda history: lambda cursor: next(served), num_rows=9, tokens_per_step=9
+    )
+    shown = showing_first_batch(loader, lambda batch: writer.on_images(batch.arrays["image"]))
+    writer.on_event(events.TrainingStarted(after, None, ""))
+    batch_at = shown.open(None)
+    got = [batch_at(0) for _ in range(len(before) + 2)]
+    assert all(one is other for one, other in zip(got, [*before, *batches], strict=True))
+    pixels[:] = 0  # The memory of a batch may be used again.
+
+
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_the_first_images_of_an_attempt_are_shown_as_the_model_gets_them(
+    board, tmp_path, notes, num_rows
+):
+    pixels = pictures(num_rows, seed=1)
+    with board() as writer:
+        show(writer, pixels.copy(), after=4, before=[None, BadRows((), "", None)])
+        writer.on_step(dataclasses.replace(LINE, step=5))
+    found = images(tmp_path / "tensorboard")
+    assert list(found) == [f"images/{number}" for number in range(min(num_rows, 8))]
+    for number, points in enumerate(found.values()):
+        ((step, shown),) = points
+        assert step == 5
+        np.testing.assert_array_equal(shown, pixels[number])
+    assert losses(tmp_path / "tensorboard") == [(5, 2.0)]
+    assert notes == []
+
+
+def test_images_are_shown_once_an_attempt_and_again_where_a_rollback_has_discarded_them(
+    board, tmp_path
+):
+    def steps():
+        return [step for step, _ in images(tmp_path / "tensorboard")["images/0"]]
+
+    with board() as writer:
+        for seed, after in enumerate([4, 7, 6]):
+            show(writer, pictures(2, seed=seed), after=after)
+    assert steps() == [5]
+    with board(2) as writer:
+        for seed, after in enumerate([7, 5, 9]):
+            show(writer, pictures(2, seed=seed), after=after)
+    assert steps() == [5, 6]
 
 
 def test_after_a_kill_each_step_has_one_value_that_of_the_newest_attempt(board, tmp_path):
@@ -242,6 +358,7 @@ def test_a_hanging_writer_is_abandoned_at_exit(board, notes, monkeypatch):
     release.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["absent", "blocked"])
 def test_without_the_package_the_run_is_rejected_and_the_extra_is_named(tmp_path, way):
     block = {

@@ -9,7 +9,7 @@ import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import HostRank, SingleHost
-from jaxres.config.schema import CompileSection
+from jaxres.config.schema import CompileSection, RunConfig
 from jaxres.engine import executable
 from jaxres.engine.executable import Signature
 from jaxres.runlog.events import CompiledStepsLoaded, Noted, StepsCompiled
@@ -18,6 +18,32 @@ from jaxres.train.compile_cache import StepToCompile
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 X = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=HERE)
+
+
+def test_a_program_with_code_of_the_user_is_identified_by_its_text_alone():
+    data = {"source": {"kind": "text", "path": "x"}}
+    custom = {"kind": "custom", "target": "optax:lamb"}
+    plain = RunConfig.model_validate({"data": data, "train": {"steps": 1}})
+    other = RunConfig.model_validate({"data": data, "train": {"steps": 1}, "optimizer": custom})
+    assert compile_cache.cache_key_inputs(plain) is not None
+    assert compile_cache.cache_key_inputs(other) is None
+
+
+def test_combinations_of_learning_rates_names_and_tags_share_their_compiled_steps():
+    def made_of(optimizer, **run):
+        data = {"source": {"kind": "text", "path": "x"}}
+        fields = {"data": data, "train": {"steps": 1}, "run": run}
+        return compile_cache.cache_key_inputs(
+            RunConfig.model_validate({**fields, "optimizer": {"kind": "adamw", **optimizer}})
+        )
+
+    first = made_of({"learning_rate": 1e-3}, name="a", dir="a")
+    assert first == made_of({"learning_rate": 3e-3}, name="b", tags=("t",), dir="b")
+    assert first != made_of({"learning_rate": 1e-3, "b1": 0.8})
+    groups = ({"match": "*norm*", "learning_rate": 1e-4},)
+    assert made_of({"learning_rate": 1e-3, "groups": groups}) != made_of(
+        {"learning_rate": 3e-3, "groups": groups}
+    ), "rates of groups are compiled as factors on the rate of the run"
 
 
 class FirstOfTwoHosts(SingleHost):

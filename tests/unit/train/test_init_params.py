@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxres import config as configs
@@ -143,7 +144,7 @@ def test_parameters_of_another_run_are_bit_exact_on_another_mesh(corpus, tmp_pat
     )
     assert not state.params["blocks"]["attention"]["query"].is_fully_replicated
     params = weights_export.of_run(
-        weights_source.from_run(RunDir(root), parts.config.model, committed(root))
+        weights_source.from_run(RunDir(root), parts.config, committed(root))
     )
     assert origin == {"params": weights_export.digest_of(params), "path": str(root), "step": "8"}
     assert "12 arrays from" in str(events[-1])
@@ -151,6 +152,24 @@ def test_parameters_of_another_run_are_bit_exact_on_another_mesh(corpus, tmp_pat
 
 def committed(root):
     return weights_source.committed(RunDir(root), step=None)
+
+
+def test_parameters_of_a_checkpoint_of_stock_orbax_are_bit_exact(corpus, tmp_path, fresh):
+    params = jax.tree.map(lambda x: np.asarray(x) + 1, fresh.params)
+    with ocp.CheckpointManager(tmp_path / "manager") as manager:
+        tree = {"model": params, "opt_state": {"mu": params}, "step": 3}
+        manager.save(3, args=ocp.args.StandardSave(tree))
+    where = {
+        "kind": "orbax",
+        "path": str(tmp_path / "manager" / "3"),
+        "rename": {"model": "params"},
+    }
+    with pytest.raises(ConfigError, match=r"opt_state/mu/head: float32\[.*\], expected absent"):
+        started(parts_of(corpus, tmp_path, **where), context_at(tmp_path)[0])
+    parts = parts_of(corpus, tmp_path, **where, allow_extra=["opt_state/*", "step"])
+    state, origin = started(parts, context_at(tmp_path)[0])
+    assert bits(state) == {path: (x.shape, x.tobytes()) for path, x in flat(params).items()}
+    assert origin.keys() == {"params", "path"}
 
 
 def test_all_but_the_parameters_equals_a_start_from_the_seed(corpus, tmp_path, source, fresh):
@@ -260,6 +279,7 @@ def test_after_the_first_commit_moved_weights_are_compared_and_may_be_gone(
         ({"kind": "safetensors", "path": "/nowhere"}, "/nowhere: no such file"),
         ({"kind": "safetensors", "path": "{corpus}"}, "there are none"),
         ({"kind": "run", "path": "/nowhere"}, "/nowhere: no run here"),
+        ({"kind": "orbax", "path": "/nowhere"}, "/nowhere: no checkpoint of Orbax here"),
         (
             {"kind": "run", "path": "{run}", "at_step": 5},
             "step 5 is not committed (committed: 4,",

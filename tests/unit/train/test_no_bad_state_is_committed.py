@@ -188,7 +188,7 @@ class SimulatedRun:
             init=lambda history: (TrainState(params={}, opt={}, key=0, step=0, norms={}), None),
             shapes=TrainState(params={}, opt={}, key=0, step=0, norms={}),
             step=self.step,
-            rate_factor=lambda factor: None,
+            peak_rate=lambda factor: None,
             metrics_layout=MetricsLayout(("w",), num_rows=ROWS),
             row_origins=[(0, 0)] * ROWS,
             on_step=on_step,

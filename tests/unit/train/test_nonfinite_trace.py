@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema import GptModel
+from jaxres.config.schema_model import GptModel
 from jaxres.train.nonfinite_trace import first_nonfinite
 
 B, T, V = 4, 8, 16
@@ -33,7 +33,7 @@ def gpt():
     return model, model.init(jax.random.key(0))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_healthy_model_has_no_nonfinite_number(gpt):
     model, params = gpt
     for other in (None, (params, rows(1))):

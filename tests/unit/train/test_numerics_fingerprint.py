@@ -68,6 +68,7 @@ def determinism(code, **env):
     )
 
 
+@pytest.mark.slow
 def test_xla_reads_its_flags_after_the_imports_so_that_determinism_takes_effect():
     unknown = "os.environ['XLA_FLAGS'] = '--xla_no_such_flag=1'; jax.devices()"
     ended = determinism(unknown)
@@ -78,6 +79,7 @@ def test_xla_reads_its_flags_after_the_imports_so_that_determinism_takes_effect(
     assert ended.stdout == "--xla_gpu_deterministic_ops=true\n", ended.stderr
 
 
+@pytest.mark.slow
 def test_determinism_that_comes_too_late_is_a_config_error():
     ended = determinism(
         "jax.devices(); set_determinism = compile_cache.set_determinism; set_determinism('fast'); "

@@ -1,4 +1,4 @@
-"""The five-minute command runs a case of every promise; longer cases are marked as slow."""
+"""The five-minute command runs tests of every promise, but for a few that only CI runs."""
 
 from __future__ import annotations
 
@@ -27,22 +27,39 @@ def selects(arguments: str, name: str) -> bool:
     return keyword in name and any(name.startswith(path) for path in paths.split())
 
 
+def listed(*arguments: str) -> list[str]:
+    """Returns the names of the promise tests that pytest would run."""
+    command = [sys.executable, "-m", "pytest", "-n0", "--collect-only", "tests/promises"]
+    command += ["-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.fixture(scope="module")
 def fast() -> list[str]:
-    command = [sys.executable, "-m", "pytest", "-n0", "--collect-only", "tests/promises"]
-    command += ["-p", "no:cacheprovider"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert listed.returncode == 0, listed.stdout + listed.stderr
-    return listed.stdout.splitlines()
+    return listed()
 
 
+@pytest.fixture(scope="module")
+def slow() -> list[str]:
+    return listed("-m", "slow and not campaign and not gpu")
+
+
+@pytest.mark.slow  # Twice a collection.
 @pytest.mark.parametrize("promise", promises())
-def test_every_promise_has_a_case_in_the_fast_tier(promise: str, fast: list[str]) -> None:
+def test_a_tier_of_ci_has_tests_of_every_promise(
+    promise: str, fast: list[str], slow: list[str]
+) -> None:
     arguments = promises()[promise]
-    if "tests/promises" not in arguments:
-        assert (ROOT / arguments).is_file(), "it has unit tests only"
+    if promise.endswith("(slow)"):
+        assert [name for name in slow if selects(arguments, name)], f"no case in {arguments}"
         return
-    assert [name for name in fast if selects(arguments, name)], f"no fast case in {arguments}"
+    unit = [path for path in arguments.split() if path.startswith("tests/unit/")]
+    assert all((ROOT / path).is_file() for path in unit)
+    assert unit or [name for name in fast if selects(arguments, name)], (
+        f"no fast case in {arguments}, which does not say (slow)"
+    )
 
 
 def test_every_file_of_promises_is_in_the_table() -> None:

@@ -1,0 +1,307 @@
+"""Copies of the states in host memory at a neighbour: host 0's at host 1, and so on, in a ring.
+
+Each worker serves HTTP while it trains. After a state is whole in this host's memory it is sent to
+the next host (PUT), which keeps it in slots of its own; a host that has come back without its
+memory asks the next host for it (GET). The receiver computes the digest of every piece, and
+publishes a copy only if they are those that were sent with it; the state is verified on the devices
+once more.
+
+Requests carry a token, which each worker makes at its start and the hosts exchange through the
+coordination service. Like the collectives of the training step, nothing is encrypted
+(docs/security.md).
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import http.server
+import io
+import ipaddress
+import secrets
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from jaxres.checkpoint.memory_slots import CHUNK_BYTES, MemoryDamaged, Slot, StateKey
+from jaxres.runlog.events import Emit, MemoryCopied, MemoryCopyFailed
+
+SILENCE_SECONDS = 30.0
+"""Longest time for which a connection may carry nothing."""
+MAX_CONNECTIONS = 8
+"""The neighbour has one at a time; the others are of clients that have no business here."""
+POLL_SECONDS = 0.1
+TOKEN = "X-Jaxres-Token"
+TOKEN_BYTES = 16
+DISCARD_PORT = 9
+ANY_OTHER_HOST = "192.0.2.1"
+"""An address of documentation (RFC 5737), for its route only."""
+MAX_REASON = 300
+"""Characters of a reason in an answer."""
+
+
+def holder(host: int, num_hosts: int) -> int:
+    """Returns the host that keeps the copies of a host."""
+    return (host + 1) % num_hosts
+
+
+def origin(host: int, num_hosts: int) -> int:
+    """Returns the host whose copies a host keeps."""
+    return (host - 1) % num_hosts
+
+
+class CopyServer:
+    """Receives the copies of one other host, and gives them back; serves in threads of its own."""
+
+    def __init__(self, slots: Sequence[Slot], *, coordinator: str) -> None:
+        """Listens at once, at a free port.
+
+        Args:
+          slots: receive the copies; open.
+          coordinator: host:port of the coordination service, to find this host's address.
+
+        Raises:
+          OSError: it can't listen.
+        """
+        self.token = secrets.token_hex(TOKEN_BYTES)
+        """A request without it is refused."""
+        self._slots = slots
+        self._lock = threading.Lock()
+        host = own_address(coordinator)
+        self._server = _Server(host, self)
+        literal = f"[{host}]" if ":" in host else host
+        self.address = f"{literal}:{self._server.server_address[1]}"
+        """host:port for the other hosts."""
+        threading.Thread(
+            target=self._server.serve_forever,
+            args=(POLL_SECONDS,),
+            name="jaxres-memory-copies",
+            daemon=True,
+        ).start()
+
+    def close(self) -> None:
+        """Stops listening; a copy that is being received is received to its end."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def knows(self, given: str | None) -> bool:
+        """Returns whether a request carries the token."""
+        return hmac.compare_digest((given or "").encode(), self.token.encode())
+
+    def receive(self, size: int, read: Callable[[int], bytes]) -> None:
+        """Keeps a state over the older one; as Slot.receive."""
+        with self._lock:
+            slot = min(self._slots, key=lambda one: -1 if one.index is None else one.index.step)
+            slot.receive(size, read)
+
+    def find(self, path: str) -> Slot | None:
+        """Returns the slot with the state of a path of a request."""
+        return next(
+            (slot for slot in self._slots if slot.index and _path(slot.index.key) == path), None
+        )
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """http.server's own class asks a name server for this host's name, which may take long."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, copies: CopyServer) -> None:
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, 0), _CopyRequest)
+        self.copies = copies
+        self._free = threading.Semaphore(MAX_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts a thread for a connection, unless there are too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serves a connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing: a broken connection is reported by the host that made it."""
+
+
+class _Body:
+    """What is left of the body of a request."""
+
+    def __init__(self, stream: io.BufferedIOBase, size: int) -> None:
+        self._stream = stream
+        self.left = size
+
+    def read(self, size: int) -> bytes:
+        """Returns the next bytes; fewer only if the sender has stopped."""
+        data = self._stream.read(min(size, self.left))
+        self.left -= len(data)
+        return data
+
+
+class _CopyRequest(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = SILENCE_SECONDS
+
+    @property
+    def copies(self) -> CopyServer:
+        assert isinstance(self.server, _Server)
+        return self.server.copies
+
+    def do_PUT(self) -> None:
+        """Keeps a state."""
+        if self._is_refused():
+            return
+        body = _Body(self.rfile, int(self.headers["Content-Length"] or 0))
+        try:
+            self.copies.receive(body.left, body.read)
+        except (MemoryDamaged, OSError) as error:
+            while body.left and body.read(CHUNK_BYTES):
+                pass  # A sender that can't write on would not read the reason.
+            self._refuse(HTTPStatus.CONFLICT, str(error))
+            return
+        self._begin(HTTPStatus.NO_CONTENT, 0)
+
+    def do_GET(self) -> None:
+        """Gives a state back."""
+        if self._is_refused():
+            return
+        slot = self.copies.find(self.path)
+        if slot is None:
+            self._refuse(HTTPStatus.NOT_FOUND, f"no copy of {self.path} here")
+            return
+        size, parts = slot.sent()
+        self._begin(HTTPStatus.OK, size)
+        for part in parts:
+            self.wfile.write(part)
+
+    def _is_refused(self) -> bool:
+        if self.copies.knows(self.headers[TOKEN]):
+            return False
+        self._refuse(HTTPStatus.FORBIDDEN, "another attempt, or no host of this job")
+        return True
+
+    def _refuse(self, status: HTTPStatus, reason: str) -> None:
+        self.close_connection = True  # What was sent may not have been read.
+        data = reason[:MAX_REASON].encode()
+        self._begin(status, len(data))
+        self.wfile.write(data)
+
+    def _begin(self, status: HTTPStatus, size: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+class Neighbor:
+    """The next host, at which this one keeps copies of its states."""
+
+    def __init__(self, host: int, address: str, token: str, *, emit: Emit) -> None:
+        """Connects to nothing yet.
+
+        Args:
+          host: its number.
+          address: host:port of its CopyServer.
+          token: its token.
+          emit: receives an event of the first copy, of the first failure and of the end of it.
+        """
+        self.host = host
+        self._address = address
+        self._token = token
+        self._emit = emit
+        self._works: bool | None = None
+
+    def send(self, slot: Slot) -> None:
+        """Sends a state; a failure is an event, not an error."""
+        assert slot.index is not None
+        size, parts = slot.sent()
+        headers = {TOKEN: self._token, "Content-Length": str(size)}
+        failure = ""
+        try:
+            with self._connection() as connection:
+                connection.request("PUT", _path(slot.index.key), body=parts, headers=headers)
+                answer = connection.getresponse()
+                if answer.status != HTTPStatus.NO_CONTENT:
+                    failure = answer.read(MAX_REASON).decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            failure = str(error) or type(error).__name__
+        if self._works is not False and failure:
+            self._emit(MemoryCopyFailed(slot.index.step, self.host, failure))
+        if not self._works and not failure:
+            self._emit(MemoryCopied(slot.index.step, self.host, size))
+        self._works = not failure
+
+    def fetch(self, key: StateKey, slot: Slot) -> None:
+        """Gets a state of this host back.
+
+        Raises:
+          OSError: the neighbour does not answer, or has no such copy.
+          MemoryDamaged: the bytes that came are not those that were written.
+        """
+        try:
+            with self._connection() as connection:
+                connection.request("GET", _path(key), headers={TOKEN: self._token})
+                answer = connection.getresponse()
+                if answer.status != HTTPStatus.OK:
+                    reason = answer.read(MAX_REASON).decode("utf-8", "replace")
+                    raise ConnectionError(f"host {self.host} at {self._address}: {reason}")
+                slot.receive(int(answer.headers["Content-Length"] or 0), answer.read)
+        except http.client.HTTPException as error:
+            reason = f"host {self.host} at {self._address}: {type(error).__name__}"
+            raise ConnectionError(reason) from error
+
+    def _connection(self) -> _Connection:
+        return _Connection(self._address, timeout=SILENCE_SECONDS)
+
+
+class _Connection(http.client.HTTPConnection):
+    def __enter__(self) -> _Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _path(key: StateKey) -> str:
+    return "/" + "-".join(map(str, key))
+
+
+def _source_address(host: str) -> str:
+    """Returns the IP address from which this host would reach another one; sends nothing."""
+    family, kind, _, _, address = socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # The kernel chooses the route.
+        return str(probe.getsockname()[0])
+
+
+def own_address(coordinator: str, source: Callable[[str], str] = _source_address) -> str:
+    """Returns this host's IP address on the network of the coordinator.
+
+    Many machines give their own name a loopback address, which other hosts can't reach. There it
+    is the address of the default route.
+
+    Args:
+      coordinator: host:port of the coordination service.
+      source: returns the address from which this host would reach another one.
+
+    Raises:
+      OSError: the name is unknown, or there is no route.
+    """
+    host = coordinator.rpartition(":")[0].strip("[]")
+    address = source(host)
+    is_local_job = host == "localhost" or host.startswith("127.") or host == "::1"
+    if ipaddress.ip_address(address).is_loopback and not is_local_job:
+        address = source(ANY_OTHER_HOST)
+    return address

@@ -1,0 +1,115 @@
+"""Parameters of a checkpoint that stock Orbax wrote, read by TensorStore. Needs no jax, no orbax.
+
+Orbax (v0 and v1) keeps a tree in one folder with `_METADATA`, which names each leaf and the format
+of the arrays: Zarr 2 or 3, in an OCDBT database or in a folder for each array.
+https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxres.checkpoint.block_digests import ArrayInfo
+from jaxres.checkpoint.tensorstore_reader import kvstore
+from jaxres.checkpoint.weights_source import Weights
+from jaxres.faults import ConfigError
+from jaxres.storage import files
+from jaxres.storage.path import RunPath
+
+METADATA = "_METADATA"
+ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
+NNX_LEAF = "value"
+"""Key of the array in a variable of Flax NNX; left out of names where it has no siblings."""
+
+
+def from_orbax(place: RunPath) -> Weights:
+    """Returns the arrays of a checkpoint, with the keys of its tree, joined by `/`, as names.
+
+    Args:
+      place: folder of one saved tree, or of a step whose only tree it is.
+
+    Raises:
+      ConfigError: there is no such checkpoint, or it is damaged.
+      StorageUnavailable: storage could not be read.
+    """
+    folder = _tree_folder(place)
+    try:
+        metadata = json.loads(files.read_whole(folder / METADATA))
+        leaves = _leaves(metadata["tree_metadata"])
+        is_ocdbt = metadata.get("use_ocdbt", True)
+        driver = "zarr3" if metadata.get("use_zarr3", False) else "zarr"
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / METADATA}: can't be read ({error!r}).") from error
+
+    import tensorstore
+
+    arrays: dict[str, Any] = {}
+    for name, keys in leaves.items():
+        inside = ".".join(keys)
+        store = kvstore(folder / inside)
+        if is_ocdbt:
+            store = {"driver": "ocdbt", "base": kvstore(folder), "path": f"{inside}/"}
+        with _named(folder, name):
+            spec = {"driver": driver, "kvstore": store}
+            arrays[name] = tensorstore.open(spec, read=True).result()
+
+    def read(name: str) -> np.ndarray:
+        with _named(folder, name):
+            return np.asarray(arrays[name].read().result())
+
+    tensors = {name: _info(array) for name, array in arrays.items()}
+    return Weights(str(folder), tensors, read, facts=None)
+
+
+@contextlib.contextmanager
+def _named(folder: RunPath, name: str) -> Iterator[None]:
+    """Names the array in errors of TensorStore, which are a ConfigError."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{folder}: {name} can't be read ({error}).") from error
+
+
+def _tree_folder(place: RunPath) -> RunPath:
+    """Returns the folder with the one tree that a path means."""
+    if files.file_exists(place / METADATA):
+        return place
+    names = files.list_names(place)
+    trees = [name for name in names if files.file_exists(place / name / METADATA)]
+    if len(trees) == 1:
+        return place / trees[0]
+    if trees:
+        raise ConfigError(
+            f"{place}: has several trees: {', '.join(trees)}. Give the folder of one of them."
+        )
+    steps = sorted((name for name in names if name.isdigit()), key=int)
+    if steps:
+        raise ConfigError(
+            f"{place}: is a folder of steps. Give one of them, such as {place / steps[-1]}."
+        )
+    raise ConfigError(f"{place}: no checkpoint of Orbax here (no file {METADATA}).")
+
+
+def _leaves(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Returns name -> keys of the leaves that are arrays."""
+    leaves = [
+        tuple(str(part["key"]) for part in leaf["key_metadata"])
+        for leaf in tree.values()
+        if leaf["value_metadata"]["value_type"] in ARRAY_TYPES
+    ]
+    siblings = Counter(keys[:-1] for keys in leaves)
+    found: dict[str, tuple[str, ...]] = {}
+    for keys in leaves:
+        is_variable = keys[-1] == NNX_LEAF and len(keys) > 1 and siblings[keys[:-1]] == 1
+        found["/".join(keys[:-1] if is_variable else keys)] = keys
+    return found
+
+
+def _info(array: Any) -> ArrayInfo:
+    return ArrayInfo(array.dtype.numpy_dtype.name, tuple(array.shape))

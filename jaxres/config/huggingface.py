@@ -1,0 +1,425 @@
+"""Hugging Face's config.json and the `model` section: decoders of six families, both ways.
+
+A family has a fixed style (norms, biases, activation, positions) and sizes of its own; names and
+defaults are those of the family's class in transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxres.config.errors import Problem
+from jaxres.config.schema_model import GptModel, LinearScaling, Llama3Scaling
+from jaxres.config.yaml import Node, plain
+from jaxres.faults import ConfigError
+from jaxres.storage import files
+from jaxres.storage.path import RunPath, parse_path
+
+GEMMA = {"norm": "rms_plus_1", "activation": "gelu_tanh", "scale_embeddings": True}
+STYLES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"bias": "qkv"},
+    "qwen3": {"qk_norm": True},
+    "gemma": GEMMA,
+    "gemma3_text": {**GEMMA, "post_norms": True, "qk_norm": True},
+    "gpt2": {
+        "norm": "layer",
+        "bias": "all",
+        "activation": "gelu_tanh",
+        "gated": False,
+        "positions": "learned",
+    },
+}
+"""model_type of config.json -> keys of the model section that differ from Llama's."""
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+HEAD_WIDTHS = {"qwen3": 128, "gemma": 256, "gemma3_text": 256}
+"""Default of head_dim; of the others it is hidden_size / num_attention_heads."""
+FIXED: Mapping[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "use_bidirectional_attention": False,
+}
+"""Settings of config.json that the decoder has no key for, with the values that it computes."""
+WITH_TOKENIZER = ("text", "jsonl", "parquet", "huggingface", "mixture")
+"""Kinds of data.source that a tokenizer reads."""
+FACTS = (
+    "norm",
+    "activation",
+    "positions",
+    "scale_embeddings",
+    "rope_scaling",
+    "sliding_window",
+    "full_attention_every",
+    "sliding_rope_theta",
+)
+"""Keys of the model section that change the numbers and not the arrays; only later than others."""
+
+
+def of_text(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the part of a config.json that is about text, of a model that has others too."""
+    below = fields.get("text_config")
+    return below if isinstance(below, Mapping) and "hidden_size" not in fields else fields
+
+
+def model_of(fields: Mapping[str, Any]) -> tuple[GptModel, dict[str, Any]]:
+    """Returns the decoder that a config.json describes, and what of it the decoder can't compute.
+
+    The latter are settings of config.json, under their names there.
+
+    Raises:
+      ConfigError: it is of another family, or incomplete.
+    """
+    family = str(fields.get("model_type"))
+    if family not in STYLES:
+        raise ConfigError(
+            f"config.json: model_type {family!r} is not one of those that jaxres can compute: "
+            f"{', '.join(STYLES)}. Write it as a custom model (docs/models.md)."
+        )
+    unsupported = {
+        key: fields[key] for key, ours in FIXED.items() if fields.get(key, ours) not in (ours, None)
+    }
+    try:
+        read = _gpt2 if family == "gpt2" else _rotary
+        section, more = read(family, fields)
+        model = GptModel.model_validate({**STYLES[family], **section})
+    except ValidationError as error:
+        wrong = [f"{row['loc'][-1]}: {row['msg']}" for row in error.errors()]
+        raise ConfigError(f"config.json: not a complete config ({'; '.join(wrong)})") from error
+    except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        what = f"model_type {family!r}: {type(error).__name__}: {error}"
+        raise ConfigError(f"config.json: not a complete config ({what})") from error
+    return model, unsupported | more
+
+
+def _rotary(family: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the model section and unsupported settings of a family with rotary positions."""
+    width, heads = fields["hidden_size"], fields["num_attention_heads"]
+    head_width = fields.get("head_dim") or HEAD_WIDTHS.get(family, width // heads)
+    is_gemma = family.startswith("gemma")
+    act = fields.get("hidden_activation") if is_gemma else fields.get("hidden_act", "silu")
+    act = act or "gelu_pytorch_tanh"
+    section = {
+        "num_layers": fields["num_hidden_layers"],
+        "d_model": width,
+        "num_heads": heads,
+        "num_kv_heads": fields.get("num_key_value_heads", heads),
+        "head_dim": None if head_width * heads == width else head_width,
+        "d_ff": fields["intermediate_size"],
+        "vocab_size": fields["vocab_size"],
+        "tie_embeddings": fields.get("tie_word_embeddings", is_gemma),
+        "activation": ACTIVATIONS.get(act, "silu"),
+        "norm_eps": float(fields.get("rms_norm_eps", 1e-6)),
+    }
+    unsupported = {} if act in ACTIVATIONS else {"hidden_act": act}
+    if fields.get("query_pre_attn_scalar", head_width) != head_width:
+        unsupported["query_pre_attn_scalar"] = fields["query_pre_attn_scalar"]
+    windows = _windows(family, fields, unsupported)
+    return section | windows | _rope(family, fields, unsupported, windows), unsupported
+
+
+def _windows(family: str, fields: Mapping[str, Any], unsupported: dict[str, Any]) -> dict[str, Any]:
+    """Returns the section's keys about sliding windows; adds what is unsupported."""
+    window, num_layers = fields.get("sliding_window"), fields["num_hidden_layers"]
+    is_qwen = family.startswith("qwen")
+    if window is None or family in ("llama", "gemma"):
+        return {}
+    if is_qwen and not fields.get("use_sliding_window", False):
+        return {}
+    kinds = fields.get("layer_types")
+    if kinds is None and family == "gemma3_text":
+        every = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 6))
+        return {"sliding_window": window, "full_attention_every": every}
+    if kinds is None and is_qwen and fields.get("max_window_layers", 28):
+        unsupported["max_window_layers"] = fields.get("max_window_layers", 28)
+        return {}
+    full = [n for n, kind in enumerate(kinds or (), start=1) if kind == "full_attention"]
+    if not full:
+        return {"sliding_window": window}
+    if len(full) == num_layers:
+        return {}
+    if full != list(range(full[0], num_layers + 1, full[0])):
+        unsupported["layer_types"] = kinds
+    return {"sliding_window": window, "full_attention_every": full[0]}
+
+
+def _rope(
+    family: str,
+    fields: Mapping[str, Any],
+    unsupported: dict[str, Any],
+    windows: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the section's keys about rotary angles; adds what is unsupported."""
+    default = 1e6 if family == "gemma3_text" else 10_000.0
+    rope = fields.get("rope_parameters") or {}  # Written by transformers 5.
+    local = rope.get("sliding_attention") or {}
+    rope = rope.get("full_attention", rope) or {}
+    theta = float(rope.get("rope_theta", fields.get("rope_theta", default)))
+    scaling = next(
+        (part for part in (fields.get("rope_scaling"), rope) if part and _kind(part) != "default"),
+        None,
+    )
+    section: dict[str, Any] = {"rope_theta": theta}
+    if scaling is not None and _kind(scaling) == "linear":
+        section["rope_scaling"] = LinearScaling(kind="linear", factor=float(scaling["factor"]))
+    elif scaling is not None and _kind(scaling) == "llama3":
+        section["rope_scaling"] = Llama3Scaling(
+            kind="llama3",
+            factor=float(scaling["factor"]),
+            low_freq_factor=float(scaling["low_freq_factor"]),
+            high_freq_factor=float(scaling["high_freq_factor"]),
+            original_max_positions=scaling["original_max_position_embeddings"],
+        )
+    elif scaling is not None:
+        unsupported["rope_scaling"] = scaling
+    if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        unsupported["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if family == "gemma3_text" and windows:
+        local_theta = local.get("rope_theta", fields.get("rope_local_base_freq", 10_000.0))
+        section["sliding_rope_theta"] = float(local_theta)
+    return section
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _gpt2(family: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the model section and unsupported settings of a GPT-2."""
+    act = fields.get("activation_function", "gelu_new")
+    section = {
+        "num_layers": fields["n_layer"],
+        "d_model": fields["n_embd"],
+        "num_heads": fields["n_head"],
+        "d_ff": fields.get("n_inner") or 4 * fields["n_embd"],
+        "vocab_size": fields["vocab_size"],
+        "max_positions": fields.get("n_positions", 1024),
+        "tie_embeddings": fields.get("tie_word_embeddings", True),
+        "activation": ACTIVATIONS.get(act, "gelu_tanh"),
+        "norm_eps": float(fields.get("layer_norm_epsilon", 1e-5)),
+    }
+    return section, {} if act in ACTIVATIONS else {"activation_function": act}
+
+
+def family_of(model: GptModel) -> str:
+    """Returns the model_type as which a decoder can be stored.
+
+    Raises ConfigError if no family computes what it computes.
+    """
+    for family, style in STYLES.items():
+        has_window = model.sliding_window is not None
+        if (family == "llama" and has_window) or (family == "mistral" and not has_window):
+            continue
+        if family in ("mistral", "gemma") and model.full_attention_every is not None:
+            continue
+        if family == "gemma" and has_window:
+            continue
+        expected = {**_style(GptModel(), family), **style}
+        if all(getattr(model, key) == expected[key] for key in _style(model, family)):
+            return family
+    raise ConfigError(
+        "no family of Hugging Face's models has these keys of `model` together: "
+        f"{json.dumps(_style(model, ''))}. Export it with --names jaxres."
+    )
+
+
+def _style(model: GptModel, family: str) -> dict[str, Any]:
+    names = ["norm", "post_norms", "qk_norm", "bias", "gated", "positions", "scale_embeddings"]
+    if family in ("gemma", "gemma3_text"):
+        names.append("activation")  # Of the others config.json has a setting.
+    return {name: getattr(model, name) for name in names}
+
+
+def fields_of(
+    model: GptModel, *, rows: int, dtype: str, seq_len: int, eos: int | None
+) -> dict[str, Any]:
+    """Returns the fields of config.json of a decoder.
+
+    Args:
+      model: the decoder.
+      rows: rows of its embedding.
+      dtype: type of the stored numbers.
+      seq_len: positions of a row, in training.
+      eos: token that ends a document; None: unknown.
+
+    Raises:
+      ConfigError: no family computes what it computes.
+    """
+    family = family_of(model)
+    common = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": rows,
+        "tie_word_embeddings": model.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "pad_token_id": None,
+        "torch_dtype": dtype,
+    }
+    names = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+    if family == "gpt2":
+        return common | {
+            "n_layer": model.num_layers,
+            "n_embd": model.d_model,
+            "n_head": model.num_heads,
+            "n_inner": model.ff_width,
+            "n_positions": model.max_positions or seq_len,
+            "activation_function": {**names, "gelu_tanh": "gelu_new"}[model.activation],
+            "layer_norm_epsilon": model.norm_eps,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
+        }
+    fields = common | {
+        "hidden_size": model.d_model,
+        "intermediate_size": model.ff_width,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads or model.num_heads,
+        "head_dim": model.head_width,
+        "hidden_act": names[model.activation],
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": _stored_scaling(model.rope_scaling),
+        "attention_bias": model.bias == "qkv",
+        "mlp_bias": False,
+        "max_position_embeddings": seq_len,
+    }
+    if family == "qwen2":
+        fields.pop("attention_bias")  # It has them always.
+    if family.startswith("gemma"):
+        fields |= {"hidden_activation": fields["hidden_act"]}
+    return fields | _stored_windows(model, family)
+
+
+def _stored_scaling(scaling: LinearScaling | Llama3Scaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    fields = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if isinstance(scaling, LinearScaling):
+        return fields
+    return fields | {
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+    }
+
+
+def _stored_windows(model: GptModel, family: str) -> dict[str, Any]:
+    window, every = model.sliding_window, model.full_attention_every
+    kinds = [
+        "full_attention"
+        if window is None or (every is not None and layer % every == 0)
+        else "sliding_attention"
+        for layer in range(1, model.num_layers + 1)
+    ]
+    if family == "mistral":
+        return {"sliding_window": window}
+    if family.startswith("qwen"):
+        if window is None:
+            return {"use_sliding_window": False}
+        return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+    if family == "gemma3_text":
+        return {
+            "sliding_window": window or 4096,
+            "layer_types": kinds,
+            "query_pre_attn_scalar": model.head_width,
+            "rope_local_base_freq": model.sliding_rope_theta or model.rope_theta,
+        }
+    return {}
+
+
+def resolve(config: Node) -> tuple[Node, list[Problem]]:
+    """Replaces `model: {kind: huggingface}` by what it stands for; returns problems of its folder.
+
+    That are the model's sizes, and, unless they are given, init_from and data.tokenizer.
+    """
+    section = config.value.get("model") if isinstance(config.value, dict) else None
+    given = section.value if section is not None and isinstance(section.value, dict) else {}
+    if "kind" not in given or given["kind"].value != "huggingface" or "path" not in given:
+        return config, []
+    at = given["path"]
+    try:
+        folder = parse_path(str(plain(at)))
+        model = _from_folder(folder)
+    except (ConfigError, ValueError, OSError) as error:
+        return config, [Problem("model.path", str(error), at.where)]
+    sizes = {key: _node(value, at.where) for key, value in model.items()}
+    own = {key: node for key, node in given.items() if key not in ("kind", "path")}
+    top = {**config.value, "model": Node({**sizes, **own}, section.where if section else "")}
+    problems = list[Problem]()
+    if "init_from" not in top:
+        top["init_from"] = _node({"kind": "safetensors", "path": str(folder)}, at.where)
+        if not _holds(folder, "model.safetensors", "model.safetensors.index.json"):
+            text = (
+                f"{folder}: no model.safetensors or model.safetensors.index.json here. Other "
+                "files of weights are not read: save the model as safetensors, or train from the "
+                "seed with init_from={kind: seed}"
+            )
+            problems.append(Problem("model.path", text, at.where))
+    data = top.get("data")
+    if data is not None and isinstance(data.value, dict) and "tokenizer" not in data.value:
+        source = data.value.get("source")
+        kind = source.value.get("kind") if source and isinstance(source.value, dict) else None
+        if (kind is None or kind.value in WITH_TOKENIZER) and _holds(folder, "tokenizer.json"):
+            tokenizer = _node({"kind": "huggingface", "path": str(folder)}, at.where)
+            top["data"] = Node({**data.value, "tokenizer": tokenizer}, data.where)
+    return Node(top, config.where), problems
+
+
+def _from_folder(folder: RunPath) -> dict[str, Any]:
+    """Returns the model section of a folder. Raises ConfigError with the cause."""
+    data = files.read(folder / "config.json")
+    if data is None:
+        raise ConfigError(f"{folder}: no config.json here; give the folder of a downloaded model")
+    try:
+        fields = json.loads(data)
+        if not isinstance(fields, dict):
+            raise TypeError("it is no JSON object")
+        model, unsupported = model_of(of_text(fields))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder / 'config.json'}: can't be read ({error})") from error
+    if unsupported:
+        raise ConfigError(f"config.json: jaxres can't compute with {json.dumps(unsupported)}")
+    return shown(model)
+
+
+def shown(model: GptModel) -> dict[str, Any]:
+    """Returns the keys of a decoder's `model` section that a folder defines."""
+    names = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")
+    others = ("tie_embeddings", "rope_theta", "norm_eps")
+    section = {"kind": "gpt"} | {name: getattr(model, name) for name in (*names, *others)}
+    changed = model.model_dump(mode="json", exclude_defaults=True)
+    return section | {key: value for key, value in changed.items() if key not in section}
+
+
+def _holds(folder: RunPath, *names: str) -> bool:
+    return any(files.file_exists(folder / name) for name in names)
+
+
+def _node(value: Any, where: str) -> Node:
+    if isinstance(value, dict):
+        return Node({key: _node(child, where) for key, child in value.items()}, where)
+    return Node(value, where)

@@ -1,0 +1,125 @@
+"""Program that saves steps with arrays of every kind: HOST NUM_HOSTS PORT RUN_DIR NUM_DEVICES...
+
+Step N is on N devices. `table` returns what a reader must find.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import sys
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxres.checkpoint.checkpointer import Checkpointer
+from jaxres.clock import SystemClock
+from jaxres.cluster.host_group import ALONE, HostRank, SingleHost
+from jaxres.cluster.jax_coordination import join
+from jaxres.config.schema import CheckpointSection
+from jaxres.engine.state import Progress
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import RunLog
+from tests.unit.runlog.example_records import CLAIM
+
+DTYPES = (
+    *("bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "float32"),
+    *("int8", "int32", "uint32", "bool"),
+)
+ALL = ("data", "fsdp")
+PLACED = {
+    "rows": ((16, 3), (ALL,)),  # One block, of which each device has a part.
+    "columns": ((5, 24), (None, ALL)),  # The first dim divides by no number of devices.
+    "odd": ((7, 9), ()),  # Neither dim does.
+    "scalar": ((), ()),
+    "blocks": ((130, 1000), (None, ALL)),  # Shards of 125 columns do not hold whole blocks.
+    "spread": ((96, 640), (None, "fsdp")),  # Replicated over `data`.
+}
+KEYS = {"threefry": "threefry2x32", "rbg": "rbg"}
+Table = dict[str, list[object]]
+"""Path -> dtype, shape, and SHA-256 of the items in C order."""
+
+
+def values(name: str, dtype_name: str, step: int) -> np.ndarray:
+    """Returns an array of random bits: NaNs of every payload, infinities and -0 are among them."""
+    dtype = np.dtype(getattr(ml_dtypes, dtype_name, dtype_name))
+    shape, _ = PLACED[name]
+    seed = [*f"{name} {dtype_name} {step}".encode()]
+    bits = np.random.default_rng(seed).bytes(math.prod(shape) * dtype.itemsize)
+    data = np.frombuffer(bits, np.uint8)
+    return (data & 1 if dtype_name == "bool" else data).view(dtype).reshape(shape)
+
+
+def key_data(name: str, step: int) -> np.ndarray:
+    """Returns the data of a PRNG key, as a state holds it."""
+    return np.asarray(jax.random.key_data(jax.random.key(step, impl=KEYS[name])))
+
+
+def table(step: int) -> Table:
+    """Returns what must be in a step."""
+    arrays = {f"{name}/{kind}": values(name, kind, step) for name in PLACED for kind in DTYPES}
+    arrays |= {f"key/{name}": key_data(name, step) for name in KEYS}
+    return {
+        path: [array.dtype.name, list(array.shape), hashlib.sha256(array.tobytes()).hexdigest()]
+        for path, array in arrays.items()
+    }
+
+
+def state(step: int, devices: list[jax.Device]) -> dict[str, dict[str, jax.Array]]:
+    """Returns the state of a step; each process creates its own shards."""
+    by_data = 2 if len(devices) > 1 else 1
+    mesh = Mesh(np.asarray(devices).reshape(by_data, -1), ALL)
+
+    def placed(array: np.ndarray, axes: tuple[object, ...]) -> jax.Array:
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    tree = {
+        name: {kind: placed(values(name, kind, step), axes) for kind in DTYPES}
+        for name, (_, axes) in PLACED.items()
+    }
+    return tree | {"key": {name: placed(key_data(name, step), ()) for name in KEYS}}
+
+
+def save(run_dir: RunDir, member: HostRank, nums_devices: list[int]) -> None:
+    """Saves a step on each number of devices."""
+    clock = SystemClock()
+    peers = SingleHost() if member.is_alone else join(member, heartbeat_seconds=20, clock=clock)
+    claim = dataclasses.replace(CLAIM, num_hosts=member.num_hosts, attempt=1)
+    if member.leads:
+        RunLog.claim(run_dir.log, claim, after=(), clock=clock)
+    peers.barrier("claimed", seconds=60)
+    checkpoints = Checkpointer(
+        CheckpointSection(timeout_seconds=60, keep_last=5),
+        run_dir=run_dir,
+        log=RunLog(run_dir.log, attempt=1, last_seq=1, clock=clock),
+        claim=claim,
+        peers=peers,
+        emit=print,
+        clock=clock,
+        before_commit=lambda: None,
+    )
+    with checkpoints:
+        for step in nums_devices:
+            tree = state(step, jax.devices()[:step])
+            checkpoints.save(tree, Progress(step=step, cursor=24 * step, tokens=100 * step))
+            checkpoints.wait()
+    peers.shutdown()
+
+
+def main(arguments: list[str]) -> None:
+    """Runs one host."""
+    host, num_hosts, port, root, *nums_devices = arguments
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(map(int, nums_devices)) // int(num_hosts))
+    alone = int(num_hosts) == 1
+    member = ALONE if alone else HostRank(int(host), int(num_hosts), f"127.0.0.1:{port}")
+    save(RunDir(Path(root)), member, [int(n) for n in nums_devices])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,114 @@
+"""Orbax (v0 and v1) and TensorStore alone read every committed step, bit for bit, on any devices.
+
+Arrays of all dtypes, scalars, PRNG keys, and dims that no number of devices divides, written by
+the real `Checkpointer`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxres.checkpoint import orbax_io
+from jaxres.cluster.host_group import ALONE
+from jaxres.faults import ConfigError
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
+from tests.promises import stock_arrays
+from tests.promises.trainer import ROOT, free_address, run_history
+from tests.unit.checkpoint import independent_reader
+
+READER = Path(__file__).with_name("stock_reader.py")
+NUMS_DEVICES = {"v0": ("1", "2", "8"), "v1": ("1", "2", "8"), "tensorstore": ("1",)}
+
+
+def step_dirs(run_dir: RunDir) -> dict[int, Path]:
+    return {c.step: run_dir.root / c.path for c in run_history(run_dir).committed}
+
+
+def start(reader: str, run_dir: RunDir) -> subprocess.Popen[bytes]:
+    """Starts a process that reads all steps; it has no path to jaxres, and can't import it."""
+    folders = map(str, step_dirs(run_dir).values())
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, str(READER), reader, *folders]
+    return subprocess.Popen(
+        command, cwd="/", env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def assert_reads_the_bits(process: subprocess.Popen[bytes], reader: str, run_dir: RunDir) -> None:
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors.decode()
+    found = json.loads(printed)
+    for step, folder in step_dirs(run_dir).items():
+        assert set(found[str(folder)]) == set(NUMS_DEVICES[reader])
+        for num_devices, table in found[str(folder)].items():
+            assert table == stock_arrays.table(step), (step, num_devices)
+
+
+def written(root: Path, num_hosts: int, *nums_devices: int) -> RunDir:
+    """Returns a run with steps that real processes have saved."""
+    program = [sys.executable, "-m", "tests.promises.stock_arrays"]
+    port = free_address().rpartition(":")[2]
+    processes = [
+        subprocess.Popen(
+            [*program, str(host), str(num_hosts), port, str(root), *map(str, nums_devices)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for host in range(num_hosts)
+    ]
+    outputs = [process.communicate(timeout=180)[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0] * num_hosts, "\n".join(outputs)
+    assert sorted(step_dirs(RunDir(root))) == sorted(nums_devices), "\n".join(outputs)
+    return RunDir(root)
+
+
+def test_stock_orbax_and_tensorstore_read_a_step_of_eight_devices(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    stock_arrays.save(run_dir, ALONE, [8])
+    assert list(step_dirs(run_dir)) == [8]
+    processes = {reader: start(reader, run_dir) for reader in NUMS_DEVICES}
+    for reader, process in processes.items():
+        assert_reads_the_bits(process, reader, run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_hosts", "nums_devices"), [(1, (1, 2, 8)), (2, (4,))], ids=["one host", "two hosts"]
+)
+def test_stock_tools_read_steps_of_any_number_of_devices_and_hosts(
+    tmp_path: Path, num_hosts: int, nums_devices: tuple[int, ...]
+) -> None:
+    """Step N was written on N devices; each is read on 1, 2 and 8, with other shardings."""
+    run_dir = written(tmp_path / "run", num_hosts, *nums_devices)
+    for folder in step_dirs(run_dir).values():
+        written_by = [files.sizes(path) for path in (folder / "state").glob("ocdbt.process_*")]
+        shares = [sum(sizes.values()) for sizes in written_by]
+        assert len(shares) == num_hosts
+        assert min(shares) > 0.8 * sum(shares) / num_hosts, shares
+    for reader in NUMS_DEVICES:
+        assert_reads_the_bits(start(reader, run_dir), reader, run_dir)
+    independent_reader.checked_digest(run_dir.root)
+
+
+def test_an_array_without_elements_is_refused_by_name() -> None:
+    """Orbax can't store it, so no step with one is ever begun."""
+    with pytest.raises(ConfigError, match=r"model/empty of the state has no elements .*\[0, 3\]"):
+        orbax_io.array_infos({"model": {"empty": jax.ShapeDtypeStruct((0, 3), jnp.float32)}})
+
+
+def test_a_typed_prng_key_is_refused_by_name() -> None:
+    """The state of an optimizer or module of the user may have one; no step with it is begun."""
+    says = r"optimizer/key of the state has the type key<fry>, .*jax\.random\.key_data"
+    with pytest.raises(ConfigError, match=says):
+        orbax_io.array_infos({"optimizer": {"key": jax.random.key(0)}})

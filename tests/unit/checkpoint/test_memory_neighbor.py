@@ -1,0 +1,187 @@
+"""Copies of states at a neighbour, over real HTTP: whole and verified, or not there."""
+
+import contextlib
+import socket
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxres.checkpoint import memory_neighbor
+from jaxres.checkpoint.memory_neighbor import CopyServer, Neighbor
+from jaxres.checkpoint.memory_slots import MemoryDamaged, Slot, layout, parts_of
+
+STATE = {"a": jnp.arange(600_000, dtype=jnp.float32), "b": jnp.int32(7)}
+PIECES = layout(STATE, host=0)
+
+
+def opened(folder, name):
+    slot = Slot(folder / f"{name}.data", PIECES)
+    slot.open()
+    return slot
+
+
+def kept(slot, step):
+    state = jax.tree.map(lambda x: x + step, STATE)
+    digests = slot.write(parts_of(state, PIECES))
+    slot.publish(digests, step=step, seq=2, nonce="0a", progress={"step": step})
+    return slot
+
+
+def damage(slot):
+    with slot._data.open("r+b") as file:
+        file.seek(4)
+        file.write(b"!")
+
+
+class Ring:
+    """One host's slot, the server of its neighbour, and the connection between them."""
+
+    def __init__(self, folder):
+        self.own = opened(folder, "own")
+        self.copies = [opened(folder, f"copy{number}") for number in range(2)]
+        self.server = CopyServer(self.copies, coordinator="127.0.0.1:9")
+        self.events = []
+        self.fresh = opened(folder, "fresh")
+
+    def neighbor(self, token=None):
+        given = self.server.token if token is None else token
+        return Neighbor(1, self.server.address, given, emit=self.events.append)
+
+    def copied(self):
+        return sorted(slot.index.step for slot in self.copies if slot.index)
+
+
+@pytest.fixture
+def ring(tmp_path):
+    ring = Ring(tmp_path)
+    yield ring
+    ring.server.close()
+    for slot in (ring.own, *ring.copies, ring.fresh):
+        slot.close()
+
+
+def test_a_copy_comes_back_with_the_same_bytes(ring):
+    neighbor = ring.neighbor()
+    for step in (5, 10, 15):
+        neighbor.send(kept(ring.own, step))
+    assert ring.copied() == [10, 15], "the two newest are kept"
+    assert [(event.step, event.host) for event in ring.events] == [(5, 1)], "the first is said"
+    neighbor.fetch((15, 2, "0a"), ring.fresh)
+    assert ring.fresh.index == ring.own.index
+    assert ring.fresh._data.read_bytes() == ring.own._data.read_bytes()
+
+
+def test_a_state_that_is_not_there_is_told(ring):
+    ring.neighbor().send(kept(ring.own, 5))
+    with pytest.raises(ConnectionError, match="no copy of /10-2-0a here"):
+        ring.neighbor().fetch((10, 2, "0a"), ring.fresh)
+    assert ring.fresh.index is None
+
+
+def test_another_attempt_can_neither_write_nor_read(ring):
+    ring.neighbor("other").send(kept(ring.own, 5))
+    assert ring.copied() == []
+    assert len(ring.events) == 1
+    ring.neighbor().send(ring.own)
+    with pytest.raises(ConnectionError, match="another attempt"):
+        ring.neighbor("").fetch(ring.own.index.key, ring.fresh)
+
+
+def test_bytes_that_changed_before_they_arrive_are_not_kept(ring):
+    neighbor = ring.neighbor()
+    neighbor.send(kept(ring.own, 5))
+    damage(kept(ring.own, 10))
+    neighbor.send(ring.own)
+    assert ring.copied() == [5], "the copy before stays"
+    assert "a has not the digest" in ring.events[-1].reason
+    neighbor.send(kept(ring.own, 15))
+    assert ring.copied() == [5, 15]
+    assert ring.events[-1].step == 15, "the end of a failure is said"
+
+
+def test_bytes_that_changed_at_the_neighbor_are_found(ring):
+    ring.neighbor().send(kept(ring.own, 5))
+    damage(next(slot for slot in ring.copies if slot.index))
+    with pytest.raises(MemoryDamaged, match="a has not the digest"):
+        ring.neighbor().fetch((5, 2, "0a"), ring.fresh)
+    assert ring.fresh.index is None
+
+
+def test_a_state_of_other_pieces_is_refused(ring, tmp_path):
+    other = {"c": STATE["a"], "b": STATE["b"]}
+    pieces = layout(other, host=0)
+    slot = Slot(tmp_path / "other.data", pieces)
+    slot.open()
+    slot.publish(slot.write(parts_of(other, pieces)), step=5, seq=2, nonce="0a", progress={})
+    ring.neighbor().send(slot)
+    assert "pieces of another state" in ring.events[-1].reason
+    assert ring.copied() == []
+    slot.close()
+
+
+def test_a_host_that_dies_while_it_sends_leaves_the_copy_before(ring):
+    ring.neighbor().send(kept(ring.own, 5))
+    size, parts = kept(ring.own, 10).sent()
+    host, _, port = ring.server.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as half:
+        head = f"PUT /10-2-0a HTTP/1.1\r\n{memory_neighbor.TOKEN}: {ring.server.token}\r\n"
+        half.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode() + next(parts))
+    deadline = time.monotonic() + 10
+    while ring.server._lock.locked() or len(ring.copied()) != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert ring.copied() == [5]
+
+
+def test_strangers_cannot_take_all_threads_of_a_worker(ring, monkeypatch):
+    host, _, port = ring.server.address.rpartition(":")
+    strangers = [socket.create_connection((host, int(port))) for _ in range(50)]
+    refused = 0
+    for stranger in strangers:
+        stranger.settimeout(0.2)
+        with contextlib.suppress(TimeoutError):
+            refused += stranger.recv(1) == b""
+    assert refused == 50 - memory_neighbor.MAX_CONNECTIONS
+    for stranger in strangers:
+        stranger.close()
+    deadline = time.monotonic() + 10
+    while ring.copied() != [5]:
+        ring.neighbor().send(kept(ring.own, 5))
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "routes", "address"),
+    [
+        ("127.0.0.1:80", {"127.0.0.1": "127.0.0.1"}, "127.0.0.1"),
+        ("localhost:80", {"localhost": "127.0.0.1"}, "127.0.0.1"),
+        ("head:80", {"head": "10.0.0.2"}, "10.0.0.2"),
+        ("[fd00::1]:80", {"fd00::1": "fd00::2"}, "fd00::2"),
+        ("head:80", {"head": "127.0.1.1", "192.0.2.1": "10.0.0.1"}, "10.0.0.1"),
+    ],
+)
+def test_the_address_for_other_hosts_is_no_loopback_unless_the_job_is_local(
+    coordinator, routes, address
+):
+    assert memory_neighbor.own_address(coordinator, routes.__getitem__) == address
+
+
+def test_a_neighbor_that_is_gone_is_told_once(ring):
+    neighbor = ring.neighbor()
+    ring.server.close()
+    for step in (5, 10):
+        neighbor.send(kept(ring.own, step))
+    assert [event.step for event in ring.events] == [5]
+    assert "refused" in ring.events[0].reason
+
+
+def test_a_neighbor_that_answers_nothing_delays_for_a_limited_time(ring, monkeypatch):
+    monkeypatch.setattr(memory_neighbor, "SILENCE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ring.server.address = f"127.0.0.1:{silent.getsockname()[1]}"
+        ring.neighbor().send(kept(ring.own, 5))
+        with pytest.raises(OSError, match="timed out"):
+            ring.neighbor().fetch((5, 2, "0a"), ring.fresh)
+    assert "timed out" in ring.events[0].reason

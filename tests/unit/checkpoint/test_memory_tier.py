@@ -1,0 +1,247 @@
+"""States in shared memory: whole or not there, verified, and never a reason to fail."""
+
+import dataclasses
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxres.checkpoint import memory_slots, memory_tier
+from jaxres.checkpoint.memory_tier import MemoryTier
+from jaxres.engine.state import Progress
+from jaxres.faults import StorageUnavailable
+from jaxres.runlog import run_log
+from jaxres.runlog.records import Record, Start
+from jaxres.storage import memory_folder
+from tests.unit.runlog.example_records import CLAIM
+
+BEGUN = Start(step=0, path=None, dataset="d", computation={})
+HISTORY = run_log.fold([Record(1, 1, 0.0, CLAIM), Record(2, 1, 0.0, BEGUN)])
+GIB = 2**30
+
+
+def state_of(value: float) -> dict:
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("fsdp",))
+    split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), ()))
+    return {
+        "w": {"a": jax.device_put(jnp.full((4, 3), value, jnp.bfloat16), split)},
+        "key": jax.device_put(jnp.arange(2, dtype=jnp.uint32), whole),
+        "step": jax.device_put(jnp.int32(value), whole),
+    }
+
+
+SHAPES = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(0)
+)
+
+
+class Harness:
+    """Tiers of one folder, and their events."""
+
+    def __init__(self, folder):
+        self.folder, self.events = folder, []
+
+    def tier(self, **changes):
+        given = {"folder": self.folder, "shapes": SHAPES, "nonce": CLAIM.nonce}
+        given |= {"available": lambda: GIB, "emit": self.events.append}
+        return MemoryTier(5, **(given | changes))
+
+    def restore(self, tier, history=HISTORY):
+        return tier.restore(history, dataset="d", topic="t", seconds=1)
+
+    def begun(self, **changes):
+        tier = self.tier(**changes)
+        assert self.restore(tier) is None
+        tier.begin(2, step=0)
+        return tier
+
+
+@pytest.fixture
+def harness(tmp_path):
+    return Harness(tmp_path / "memory")
+
+
+def keep(tier, step):
+    tier.save(state_of(step), Progress(step=step, cursor=24 * step))
+    tier._saver.submit(lambda: None).result()
+
+
+def test_the_newest_state_is_restored_with_the_same_bits_on_every_device(harness):
+    tier = harness.begun()
+    for step in (3, 5, 10, 15):
+        keep(tier, step)
+    tier.close()
+    restored = harness.restore(harness.tier())
+    assert restored.progress == Progress(step=15, cursor=360)
+    for found, wanted in zip(
+        jax.tree.leaves(restored.state), jax.tree.leaves(state_of(15)), strict=True
+    ):
+        assert found.sharding == wanted.sharding
+        assert found.dtype == wanted.dtype
+        assert [np.asarray(s.data).tobytes() for s in found.addressable_shards] == [
+            np.asarray(s.data).tobytes() for s in wanted.addressable_shards
+        ]
+
+
+def test_a_state_that_is_being_overwritten_leaves_the_other_one(harness, monkeypatch):
+    tier = harness.begun()
+    for step in (5, 10):
+        keep(tier, step)
+    monkeypatch.setattr(memory_slots.Slot, "publish", lambda *_, **__: None)  # As a kill before it.
+    keep(tier, 15)
+    assert harness.restore(harness.tier()).progress.step == 10
+
+
+def test_a_restored_state_stays_until_a_newer_one_is_whole(harness):
+    keep(harness.begun(), 5)
+    second = harness.tier()
+    assert harness.restore(second).progress.step == 5
+    assert harness.restore(harness.tier()).progress.step == 5
+
+
+def test_wrong_bytes_close_the_tier_for_later_attempts_too(harness):
+    keep(harness.begun(), 5)
+    (data,) = [p for p in harness.folder.glob("*.data") if p.with_suffix(".json").exists()]
+    with data.open("r+b") as file:
+        first = file.read(1)
+        file.seek(0)
+        file.write(bytes([first[0] ^ 1]))
+    for _ in range(2):
+        assert harness.restore(harness.tier()) is None
+        assert "has digest" in harness.events[-1].reason
+        assert harness.events[-1].is_damaged
+    assert not list(harness.folder.glob("*.data")), "its memory is given back"
+
+
+def test_a_state_is_not_kept_before_its_metrics_lines_are_written(harness):
+    def refuse():
+        raise StorageUnavailable("no space left")
+
+    tier = harness.begun(flush=refuse)
+    keep(tier, 5)
+    assert harness.restore(harness.tier()) is None
+
+
+def test_a_write_that_fails_closes_the_tier_and_raises_nothing(harness, monkeypatch):
+    tier = harness.begun()
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(memory_slots.os, "pwrite", fail)
+    for step in (5, 10):
+        keep(tier, step)
+    closed = [event for event in harness.events if hasattr(event, "is_damaged")]
+    assert ["No space left" in event.reason for event in closed] == [True]
+    assert tier.is_due(15), "what all hosts have agreed on stays, so that they drain together"
+
+
+def test_a_state_that_is_due_while_one_is_being_written_is_left_out(harness):
+    gate = threading.Event()
+    tier = harness.begun(flush=lambda: gate.wait(10))
+    tier.save(state_of(5), Progress(step=5))
+    tier.save(state_of(10), Progress(step=10))
+    gate.set()
+    tier._saver.submit(lambda: None).result()
+    assert harness.restore(harness.tier()).progress.step == 5
+
+
+def test_a_rollback_forgets_all_states(harness):
+    tier = harness.begun()
+    keep(tier, 5)
+    tier.discard()
+    assert harness.restore(harness.tier()) is None
+
+
+def test_pieces_of_another_sharding_are_not_used(harness):
+    keep(harness.begun(), 5)
+    whole = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(x.sharding.mesh, PartitionSpec())
+        ),
+        SHAPES,
+    )
+    assert harness.restore(harness.tier(shapes=whole)) is None
+
+
+def test_a_folder_that_others_can_write_to_is_refused(harness):
+    harness.folder.mkdir(mode=0o700)
+    harness.folder.chmod(0o777)
+    assert harness.restore(harness.tier()) is None
+    assert "only this user" in harness.events[-1].reason
+
+
+def problem(gib, base=memory_folder.SHARED_MEMORY):
+    return memory_tier.fit_problem(missing=gib * GIB, base=base, free=2 * GIB, available=GIB)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(harness, monkeypatch):
+    assert problem(1) is None
+    assert "it needs 2.0 GiB more; /dev/shm has 2.0 GiB free, and 1.0 GiB of memory" in problem(2)
+    monkeypatch.setattr(memory_folder, "SHARED_MEMORY", harness.folder.parent)
+    assert harness.restore(harness.tier(available=lambda: 0)) is None
+    assert "of memory are available" in harness.events[-1].reason
+    assert not list(harness.folder.glob("*.data"))
+
+
+def test_a_folder_on_a_disk_needs_its_space_only(harness):
+    assert problem(2, harness.folder) is None
+    assert problem(3, harness.folder).endswith(
+        f"{harness.folder} has 2.0 GiB free. Free some, choose another checkpoint.memory.folder, "
+        "or set checkpoint.memory=null"
+    )
+    tier = harness.begun(available=lambda: 0)
+    keep(tier, 5)
+    assert harness.restore(harness.tier()).progress.step == 5
+
+
+def test_a_run_has_its_own_folder_and_deleting_it_twice_is_no_error(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one, two = (memory_folder.memory_folder(tmp_path / name, base) for name in ("one", "two"))
+    assert one != two
+    memory_folder.make(one)
+    memory_folder.make(two)
+    for _ in range(2):
+        memory_folder.delete(tmp_path / "one", base)
+    assert (one.exists(), two.exists()) == (False, True)
+
+
+def report(*steps, copied=(), **changes):
+    """Returns a host's message to host 0."""
+    held, copies = ([[step, 2, CLAIM.nonce] for step in each] for each in (steps, copied))
+    usual = {"problem": "", "is_damaged": False, "held": held, "copied": copies, "server": ("", "")}
+    return memory_tier.json.dumps(usual | changes)
+
+
+def chosen(*reports, history=HISTORY, dataset="d"):
+    """Returns the step that host 0 chooses."""
+    found = memory_tier._choose(reports, history, dataset)["chosen"]
+    assert found is None or found[1:] == (2, CLAIM.nonce)
+    return found and found[0]
+
+
+def test_hosts_agree_on_the_newest_state_that_all_hold():
+    assert chosen(report(5, 10), report(10, 15)) == 10
+    assert chosen(report(5, 10), report(15)) is None
+    assert chosen(report(5), report(5), dataset="other") is None
+    broken = memory_tier._choose([report(5), report(problem="full")], HISTORY, "d")
+    assert broken["problem"] == "host 1: full"
+    newer = dataclasses.replace(BEGUN, step=5, tier="memory")
+    later = run_log.fold(
+        [Record(1, 1, 0.0, CLAIM), Record(2, 1, 0.0, BEGUN), Record(3, 1, 0.0, newer)]
+    )
+    assert chosen(report(5), history=later) == 5
+
+
+def test_a_copy_at_the_next_host_stands_for_a_state_that_a_host_has_lost():
+    assert chosen(report(10), report(), report(10, copied=[10])) == 10
+    assert chosen(report(10), report(), report(10)) is None
+    assert chosen(report(10, copied=[10]), report(), report(10)) is None, "it is host 2's"
+    assert chosen(report(copied=[5]), report(5, 10, copied=[5]), report()) == 5
+    assert chosen(report(10), report(5, 10, copied=[5])) == 10

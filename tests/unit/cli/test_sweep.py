@@ -1,0 +1,146 @@
+"""`jaxres sweep` trains each combination, and goes on after an interruption."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import jaxres
+from jaxres.__main__ import main
+from jaxres.cli.sweep import points_of
+from jaxres.faults import UsageError
+from jaxres.runlog.event_log import read_events
+from jaxres.runlog.paths import RunDir
+
+TINY = Path(__file__).parents[2] / "promises" / "tiny.yaml"
+
+
+def test_each_combination_has_its_overrides_and_a_folder_named_after_them(tmp_path):
+    grid = ["optimizer.learning_rate=1e-3,3e-3", "optimizer.betas=[0.9, 0.95],[0.9, 0.99]"]
+    points = list(points_of(grid, ["train.steps=3"], tmp_path))
+    assert [point.overrides for point in points][1] == [
+        "train.steps=3",
+        "optimizer.learning_rate=1e-3",
+        "optimizer.betas=[0.9, 0.99]",
+    ]
+    assert points[0].folder == tmp_path / "learning_rate-1e-3_betas--0.9--0.95-"
+    assert len({point.folder for point in points}) == 4
+    same_last = ["data.seq_len=1", "model.seq_len=2"]
+    (point,) = points_of(same_last, [], tmp_path)
+    assert point.name == "data.seq_len-1_model.seq_len-2"
+
+
+@pytest.mark.parametrize(
+    "values",
+    ["[é],[ü]", "'a b',a-b", "a,A", ",".join(letter * 300 for letter in "ab"), f"{'a' * 300},b"],
+)
+def test_combinations_never_share_a_folder(tmp_path, values):
+    points = points_of([f"telemetry.sample_prompt={values}"], [], tmp_path)
+    assert len({point.folder.name.lower() for point in points}) == len(points) == 2
+    assert all(len(name) <= 200 for p in points for name in (p.name, p.folder.name))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--grid", "optimizer.learning_rate=1e-3,0.001"], "a combination is there twice"),
+        (["--grid", "run.dir=a,b"], "the sweep itself sets run.dir"),
+        (["--grid", "train.steps=1,2", "--to", "gs://bucket/s"], "give a folder of a disk"),
+    ],
+)
+def test_runs_that_are_the_same_or_in_a_bucket_are_refused(tmp_path, capsys, words, says):
+    assert main(["sweep", str(TINY), "--to", str(tmp_path / "s"), *words]) == 64
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_file_in_place_of_the_folder_is_a_config_error(tmp_path, capsys):
+    (tmp_path / "s").write_text("")
+    words = ["sweep", str(TINY), "--grid", "train.steps=1,2", "--to", str(tmp_path / "s")]
+    assert main(words) == 78
+    assert "the folder can't be made" in capsys.readouterr().err
+
+
+KILLED = """\
+import os, signal, sys
+from pathlib import Path
+from jaxres.cli.sweep import Point, Sweep
+sys.executable = sys.argv[1]
+sweep = Sweep(Path("c.yaml"), [], 1, os.environ)
+point = sweep._start(Point("a", [], Path(sys.argv[2])))
+while not Path(sys.argv[2]).exists():
+    pass
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_runs_of_a_killed_sweep_get_sigterm_so_that_they_save(tmp_path):
+    fake, place = tmp_path / "python", tmp_path / "r"
+    fake.write_text(
+        f"#!/bin/bash\ntrap 'echo saved > {place}; exit' TERM\ntouch {place}\n"
+        "for _ in {1..200}; do sleep 0.05; done\n"
+    )
+    fake.chmod(0o755)
+    subprocess.run([sys.executable, "-c", KILLED, str(fake), str(place)])
+    until = time.monotonic() + 5
+    while not (text := place.read_text()) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert text == "saved\n"
+
+
+@pytest.mark.parametrize("grid", [["a"], ["=1"], ["a="], ["a=1", "a=2"]])
+def test_a_wrong_grid_is_a_usage_error(tmp_path, grid):
+    with pytest.raises(UsageError, match="--grid"):
+        list(points_of(grid, [], tmp_path))
+
+
+def test_all_configs_are_checked_before_one_starts(tmp_path, capsys):
+    words = ["sweep", str(TINY), "--to", str(tmp_path / "s")]
+    assert main([*words, "--grid", "optimizer.learning_rate=1e-3,fast"]) == 78
+    assert "must be a number" in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.slow
+def test_combinations_that_differ_in_the_learning_rate_alone_compile_once(tmp_path):
+    command = [sys.executable, "-m", "jaxres", "sweep", str(TINY), "train.steps=4"]
+    command += ["--grid", "optimizer.learning_rate=1e-3,3e-3", "--to", str(tmp_path / "s")]
+    command += [f"compilation.cache_dir={tmp_path}/cache", "optimizer.schedule.kind=constant"]
+    command += ["optimizer.schedule.warmup_fraction=0"]
+    assert subprocess.run(command).returncode == 0
+    found = {}
+    for run in jaxres.runs(tmp_path / "s"):
+        events = read_events(RunDir(Path(run["run"])).events(1, 0))
+        names = {event["event"] for event in events} & {"steps_compiled", "compiled_steps_loaded"}
+        rates = {round(line["learning_rate"], 6) for line in jaxres.Run(run["run"]).metrics()}
+        found[run["name"]] = (rates, names)
+    assert found == {
+        "learning_rate-1e-3": ({0.001}, {"steps_compiled"}),
+        "learning_rate-3e-3": ({0.003}, {"compiled_steps_loaded"}),
+    }
+
+
+@pytest.mark.campaign
+def test_an_interrupted_sweep_saves_and_the_same_command_ends_it(tmp_path):
+    command = [sys.executable, "-m", "jaxres", "sweep", str(TINY), "train.steps=160"]
+    command += ["--grid", "optimizer.learning_rate=1e-3,3e-3", "--parallel", "2"]
+    command += ["--to", str(tmp_path / "s"), "evaluation.every_steps=0"]
+    process = subprocess.Popen(command)
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        rows = jaxres.runs(tmp_path / "s") if (tmp_path / "s").exists() else []
+        if len(rows) == 2 and all((row["step"] or 0) >= 8 for row in rows):
+            break
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 76
+    stopped = [row["step"] for row in jaxres.runs(tmp_path / "s")]
+    assert all(8 <= step < 160 for step in stopped)
+    assert subprocess.run(command).returncode == 0
+    assert [row["step"] for row in jaxres.runs(tmp_path / "s")] == [160, 160]
+    assert all(list((tmp_path / "s").glob("*/attempts/0002"))), "they went on"

@@ -1,0 +1,38 @@
+"""The run history decides whether the run continues from a state that is not committed."""
+
+import dataclasses
+
+import pytest
+
+from jaxres.runlog.history import fold
+from jaxres.runlog.records import Commit, Quarantine, Record, Rollback, Skip, Start
+from tests.unit.runlog.example_records import CLAIM
+
+BEGUN = Start(step=0, path=None, dataset="d", computation={})
+FROM_20 = dataclasses.replace(BEGUN, step=20)
+BACK = Rollback(onset=23, target=20, rows=(), reason="")
+LEFT_OUT = Skip(rows=((1, 2),), reason="")
+BAD = Quarantine(step=20, path="p20", evidence="")
+
+
+@pytest.mark.parametrize(
+    ("after", "step", "is_used"),
+    [
+        ([], 25, True),
+        ([Commit(step=20, path="p20", manifest="m", bytes=1)], 25, True),
+        ([Commit(step=25, path="p25", manifest="m", bytes=1)], 25, False),
+        ([dataclasses.replace(BEGUN, step=25, tier="memory")], 25, True),
+        ([dataclasses.replace(BEGUN, step=30, tier="memory")], 25, True),
+        ([FROM_20], 25, False),
+        ([BACK], 25, False),
+        ([LEFT_OUT], 25, False),
+        ([BAD], 25, False),
+    ],
+)
+def test_a_state_in_memory_is_used_only_if_the_run_continues_from_it(after, step, is_used):
+    line = fold([Record(n, 1, 0.0, body) for n, body in enumerate([CLAIM, BEGUN, *after], 1)])
+    key = {"seq": 2, "nonce": CLAIM.nonce, "step": step, "dataset": "d"}
+    assert line.continues(**key) is is_used
+    assert not line.continues(**{**key, "dataset": "another"})
+    assert not line.continues(**{**key, "nonce": "another"})
+    assert not line.continues(**{**key, "seq": 1})

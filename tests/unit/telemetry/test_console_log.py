@@ -1,0 +1,36 @@
+"""RUN_DIR/console.log has the lines of the console in all attempts, with times, and no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxres.clock import SystemClock
+from jaxres.runlog.events import Noted, RunEnded, RunOpened
+from jaxres.telemetry.console_log import ConsoleLog
+
+
+def test_lines_of_all_attempts_are_appended_with_times_and_how_each_ended(tmp_path):
+    path = tmp_path / "console.log"
+    for attempt in (1, 2):
+        log = ConsoleLog(path, attempt=attempt, log_every_seconds=9, clock=SystemClock())
+        with log:
+            log.on_event(RunOpened("run", attempt, 2, False))
+            log.on_event(Noted("first\nsecond \x1b[31m [bold]"))
+            log.on_event(RunEnded(75, "PREEMPTED", 7, True, "SIGTERM"))
+    lines = path.read_text().splitlines()
+    texts = [line[21:] for line in lines]
+    assert texts[:4] == [
+        "run run · attempt 1 · 2 CPU threads",
+        "first",
+        "second \\x1b[31m [bold]",
+        "exit 75 PREEMPTED: SIGTERM",
+    ]
+    assert texts[4] == "run run · attempt 2 · 2 CPU threads"
+    assert all(line[:4].isdigit() and line[19:21] == "  " for line in lines), lines
+
+
+def test_a_full_disk_ends_nothing():
+    full = Path("/dev/full")
+    log = ConsoleLog(full, attempt=1, log_every_seconds=9, clock=SystemClock())
+    with log:
+        log.on_event(Noted("a line"))
