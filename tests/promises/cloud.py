@@ -22,7 +22,7 @@ from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gcs import GcsServer
-from tests.promises.trainer import FAULTY, ROOT, run_history
+from tests.promises.trainer import FAULTY, PATIENCE_SECONDS, ROOT, run_history
 
 POLL_SECONDS = 0.05
 OPTION = {"machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"], "dollars_per_hour": 1.5}
@@ -39,7 +39,7 @@ class Launcher:
     def printed(self) -> str:
         return self.output.read_text()
 
-    def wait_exit(self, seconds: float = 120) -> int:
+    def wait_exit(self, seconds: float = PATIENCE_SECONDS) -> int:
         try:
             return self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -123,7 +123,9 @@ class Cloud:
         listed = gcs_objects.list_metadata(self.launch_paths.reports)
         return {name: AgentReport.of(metadata) for name, (_, metadata) in listed.items()}
 
-    def wait(self, what: Callable[[], object], *, of: str, seconds: float = 60) -> None:
+    def wait(
+        self, what: Callable[[], object], *, of: str, seconds: float = PATIENCE_SECONDS
+    ) -> None:
         """Waits for a condition; fails with the output of the launchers."""
         until = time.monotonic() + seconds
         while not what():

@@ -4,7 +4,7 @@ The environment selects the fault instead of the config, so that the same comman
 same run. FAULT="WHERE:COUNT:WHAT", as "row:300:spin", applies to every host; "row:300:spin:2" only
 to host 2. PACE is the seconds per row, HELDOUT_PACE those of a held-out row, JITTER the mean of
 random delays, which differ in every process. POISON="INDEX:WHAT,..." lists unreadable items: raise,
-range or hang.
+range or hang. WHAT "gate" waits until the file GATE exists.
 """
 
 from __future__ import annotations
@@ -90,12 +90,19 @@ def spawn() -> None:
         subprocess.Popen(command, start_new_session=True, env=environment)
 
 
+def wait_at_gate() -> None:
+    """Waits until a test opens the gate, however slow the test is."""
+    while not os.path.exists(os.environ["GATE"]):
+        time.sleep(0.01)
+
+
 WHATS = {
     "unhealthy": unhealthy,
     "spawn": spawn,
     "eat": eat,
     "sleep": lambda: time.sleep(MANY_SECONDS),
     "nap": lambda: time.sleep(5),
+    "gate": wait_at_gate,
     "spin": spin,
     "hold": hold,
     "fail": fail,

@@ -67,7 +67,7 @@ class Namespace:
             [*self.through, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=30,
+            timeout=60,
         )
 
     def mount(self, folder: Path, *, size_bytes: int) -> None:

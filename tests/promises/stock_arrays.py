@@ -24,6 +24,7 @@ from jaxres.config.schema import CheckpointSection
 from jaxres.engine.state import Progress
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog
+from tests.promises.trainer import PATIENCE_SECONDS
 from tests.unit.runlog.example_records import CLAIM
 
 DTYPES = (
@@ -92,9 +93,9 @@ def save(run_dir: RunDir, member: HostRank, nums_devices: list[int]) -> None:
     claim = dataclasses.replace(CLAIM, num_hosts=member.num_hosts, attempt=1)
     if member.leads:
         RunLog.claim(run_dir.log, claim, after=(), clock=clock)
-    peers.barrier("claimed", seconds=60)
+    peers.barrier("claimed", seconds=PATIENCE_SECONDS)
     checkpoints = Checkpointer(
-        CheckpointSection(timeout_seconds=60, keep_last=5),
+        CheckpointSection(timeout_seconds=PATIENCE_SECONDS, keep_last=5),
         run_dir=run_dir,
         log=RunLog(run_dir.log, attempt=1, last_seq=1, clock=clock),
         claim=claim,

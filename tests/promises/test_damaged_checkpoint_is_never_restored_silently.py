@@ -18,6 +18,7 @@ from jaxres.storage import files
 from tests import damage
 from tests.promises.trainer import (
     MLP,
+    PATIENCE_SECONDS,
     ROOT,
     Workspace,
     assert_bit_exact,
@@ -208,7 +209,7 @@ def test_a_damaged_log_record_is_rejected_and_starts_nothing(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert wait_exit.returncode == ExitCode.UNRESTORABLE, wait_exit.stderr

@@ -19,7 +19,7 @@ import pytest
 
 import jaxres
 from tests.promises.images import photos
-from tests.promises.trainer import ROOT, TINY
+from tests.promises.trainer import PATIENCE_SECONDS, ROOT, TINY
 
 LEFT_OUT = ("pip ", "gs://", "telemetry.trackers")
 STEPS = 420
@@ -68,7 +68,7 @@ def shell(tmp_path: Path, caches: Path):
             env=env,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=PATIENCE_SECONDS,
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         return done.stdout

@@ -17,7 +17,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests.promises.mounts import Namespace
-from tests.promises.trainer import MLP, TINY, Workspace, digest, run_history
+from tests.promises.trainer import MLP, PATIENCE_SECONDS, TINY, Workspace, digest, run_history
 from tests.unit.telemetry.webhook_server import served
 
 MIB = 2**20
@@ -80,14 +80,14 @@ def test_failing_saves_on_a_full_disk_are_reported_once_and_recover(
         trainer.wait_commit(20)
         hog = Hog(run_dir.root.parent)
         hog.start()
-        hook.wait(lambda: len(hook.accepted) == 1, seconds=60)
+        hook.wait(lambda: len(hook.accepted) == 1, seconds=PATIENCE_SECONDS)
         good, refused_at = run_history(run_dir).step, trainer.steps()[-1]
         trainer.wait(lambda: trainer.printed().count("ALARM: step ") >= 3, what="a third refusal")
         assert run_history(run_dir).step == good, "nothing is committed on a full disk"
         hog.closed = True
         hog.join()
         hog.ballast.unlink()
-        hook.wait(lambda: len(hook.accepted) == 2, seconds=60)
+        hook.wait(lambda: len(hook.accepted) == 2, seconds=PATIENCE_SECONDS)
         trainer.wait_commit(good + 40)
         trainer.kill(signal.SIGINT, target="supervisor")
         trainer.assert_fails(ExitCode.STOPPED)

@@ -22,7 +22,7 @@ from jaxres.faults import ConfigError
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests.promises import stock_arrays
-from tests.promises.trainer import ROOT, free_address, run_history
+from tests.promises.trainer import PATIENCE_SECONDS, ROOT, free_address, run_history
 from tests.unit.checkpoint import independent_reader
 
 READER = Path(__file__).with_name("stock_reader.py")
@@ -44,7 +44,7 @@ def start(reader: str, run_dir: RunDir) -> subprocess.Popen[bytes]:
 
 
 def assert_reads_the_bits(process: subprocess.Popen[bytes], reader: str, run_dir: RunDir) -> None:
-    printed, errors = process.communicate(timeout=120)
+    printed, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors.decode()
     found = json.loads(printed)
     for step, folder in step_dirs(run_dir).items():
@@ -67,7 +67,7 @@ def written(root: Path, num_hosts: int, *nums_devices: int) -> RunDir:
         )
         for host in range(num_hosts)
     ]
-    outputs = [process.communicate(timeout=180)[0].decode() for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0].decode() for process in processes]
     assert [process.returncode for process in processes] == [0] * num_hosts, "\n".join(outputs)
     assert sorted(step_dirs(RunDir(root))) == sorted(nums_devices), "\n".join(outputs)
     return RunDir(root)

@@ -325,16 +325,21 @@ def wait_for(training: TrainingProcess, server: Server, step: int) -> None:
 def test_each_step_is_sent_once_over_restarts_by_hand_and_of_the_launcher(
     workspace: Workspace, fault_free: RunDir, server: Server
 ) -> None:
-    training = workspace.start("run", trackers(server), config=FAULTY, env=SLOW)
+    training = workspace.start(
+        "run", trackers(server), config=FAULTY, env=SLOW | {"FAULT": "row:700:sleep"}
+    )
     training.wait_step(13)
     wait_for(training, server, 10)
     training.kill()
     assert training.wait_exit() != 0
+    gate = workspace.root / "gate"
+    env = SLOW | {"FAULT": "row:600:gate", "GATE": str(gate)}
     launched = workspace.launch(
-        "run", trackers(server), hosts=1, config=FAULTY, env=SLOW, restart=True
+        "run", trackers(server), hosts=1, config=FAULTY, env=env, restart=True
     )
     launched.wait_step(30)
     launched.kill(target="worker")
+    gate.touch()
     assert launched.wait_exit() == 0, launched.printed()
     assert_bit_exact(launched.run_dir, fault_free)
     last = history(fault_free)[-1]["step"]

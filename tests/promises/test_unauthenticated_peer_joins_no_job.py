@@ -9,7 +9,14 @@ import time
 import pytest
 
 from jaxres.cluster.messages import VERSION, Goodbye, Hello, JobResult, encode
-from tests.promises.trainer import FAULTY, PACED, TrainingProcess, Workspace, free_address
+from tests.promises.trainer import (
+    FAULTY,
+    PACED,
+    PATIENCE_SECONDS,
+    TrainingProcess,
+    Workspace,
+    free_address,
+)
 
 HELLO = Hello(
     host=1,
@@ -36,7 +43,7 @@ def connect(at: str) -> socket.socket:
     host, _, port = at.rpartition(":")
     for _ in range(6000):
         try:
-            return socket.create_connection((host, int(port)), timeout=60)
+            return socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS)
         except ConnectionRefusedError:
             time.sleep(0.01)
     raise AssertionError(at)
