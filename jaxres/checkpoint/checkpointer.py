@@ -16,6 +16,7 @@ an event. Training continues, and the next save tries again, at most
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ from jaxres.checkpoint.frozen_arrays import (
 from jaxres.checkpoint.orbax_io import OrbaxSave, Tree, array_infos
 from jaxres.checkpoint.readback import HostReport, gather_reports, verify_own_files
 from jaxres.checkpoint.restore import NewestValid, Restored, all_damaged_error, restore
+from jaxres.checkpoint.step_download import StepDownload
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.checkpoint.verify import verify_step
 from jaxres.clock import Clock
@@ -54,7 +56,7 @@ from jaxres.runlog.events import (
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, Commit, Quarantine, RunHistory, RunLog
 from jaxres.storage import files
-from jaxres.storage.path import RunPath
+from jaxres.storage.path import RunPath, is_remote
 
 BEGIN, NOTHING, COUNTS, ABANDONED = "begin ", "nothing to do", "counts", "abandoned"
 LINKING = " linking "
@@ -133,6 +135,8 @@ class Checkpointer:
         orbax_io.use_lockfiles_if_needed(self._run_dir.root)
         if self._peers.member.leads:
             files.make_dir(self._run_dir.checkpoints)
+        if self._run_dir.is_remote:  # A killed attempt has left its downloads.
+            files.delete_tree(self._run_dir.read_back(self._peers.member.host))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -295,8 +299,17 @@ class Checkpointer:
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         finish = self._finish if self._peers.member.leads else self._follow
         topic = f"saved/{self._calls}"
-        flying = PendingSave(writing, step_dir, progress, infos, started, topic, frozen)
+        flying = PendingSave(
+            writing, step_dir, progress, infos, started, topic, frozen, self._download(step_dir)
+        )
         self._flight.begin(self._saver.submit(finish, flying))
+
+    def _download(self, step_dir: RunPath) -> StepDownload | None:
+        if not is_remote(step_dir):
+            return None
+        host = self._peers.member.host
+        folder = self._run_dir.read_back(host) / step_dir.name
+        return StepDownload(step_dir, host, folder, self._pace)
 
     def _frozen_part(self, still: Tree, source: str) -> FrozenPart:
         """Returns how the frozen arrays are saved: linked if host 0 has found that it can."""
@@ -319,7 +332,8 @@ class Checkpointer:
         """Makes one step durable, then commits it. Runs in the saver thread."""
         step = save.progress.step
         try:
-            commit, linked_bytes = self._write(save)
+            with save.download or contextlib.nullcontext():
+                commit, linked_bytes = self._write(save)
             if self._leaving:
                 return
             if self._refused_from is None or step < self._refused_from:
@@ -339,8 +353,11 @@ class Checkpointer:
         """Writes this host's shards and receives the outcome. Runs in the saver thread."""
         step = save.progress.step
         try:
-            orbax_io.wait_save(save.writing, save.step_dir, timeout=self._section.timeout_seconds)
-            self._reports(save)
+            with save.download or contextlib.nullcontext():
+                orbax_io.wait_save(
+                    save.writing, save.step_dir, timeout=self._section.timeout_seconds
+                )
+                self._reports(save)
         except StorageUnavailable as refusal:
             self._peers.publish(save.topic, str(refusal))
         outcome = self._peers.broadcast(save.topic, lambda: COUNTS, seconds=self._silence_seconds)
@@ -433,6 +450,7 @@ class Checkpointer:
                 self._peers.member.host,
                 self._pace,
                 frozen=() if frozen.source else frozen.paths,
+                copies=save.download and save.download.copies(),
             )
         limit = self._section.timeout_seconds
         return gather_reports(own, save.step_dir, self._peers, topic=save.topic, seconds=limit)

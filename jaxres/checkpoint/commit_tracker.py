@@ -16,6 +16,7 @@ from jaxres.checkpoint import pruning
 from jaxres.checkpoint.block_digests import ArrayInfo
 from jaxres.checkpoint.frozen_arrays import BitSums, LinkSource
 from jaxres.checkpoint.orbax_io import OrbaxSave
+from jaxres.checkpoint.step_download import StepDownload
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import HostGroup
 from jaxres.config.schema import CheckpointSection
@@ -219,6 +220,8 @@ class PendingSave:
     topic: str
     """Topic of the messages between hosts about this save."""
     frozen: FrozenPart = FrozenPart()
+    download: StepDownload | None = None
+    """In a bucket: this host's data files, downloaded again while they are written."""
 
 
 class SaveSlot:

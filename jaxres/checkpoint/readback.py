@@ -20,6 +20,7 @@ from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import ArrayInfo, Digests, decode, split
 from jaxres.checkpoint.content_digest import block_digest, block_digests
 from jaxres.checkpoint.manifest import FileInfo
+from jaxres.checkpoint.step_download import LocalCopies
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.cluster.host_group import HostGroup
@@ -68,17 +69,25 @@ def verify_own_files(
     pace: Throttle,
     *,
     frozen: Collection[str] = (),
+    copies: LocalCopies | None = None,
 ) -> HostReport:
     """Verifies one process's part of a step that Orbax has written; returns the report.
 
-    `arrays` are those that the save has written, and `frozen` the paths of those among them that
-    are in the folder of the frozen parameters.
+    In a bucket a failed verification is repeated, without the copies: the data may be damaged in
+    transfer.
 
-    In a bucket a failed verification is repeated: the data may be damaged in transfer.
+    Args:
+      step_dir: directory of the step.
+      arrays: those that the save has written.
+      process: number of the process.
+      pace: throttle of the reads.
+      frozen: paths of those arrays that are in the folder of the frozen parameters.
+      copies: its data files, as the bucket has sent them.
     """
     result = HostReport({})
-    for _ in range(REMOTE_TRIES if is_remote(step_dir) else 1):
-        result, may_pass = _report(step_dir, arrays, process, pace, frozen)
+    for number in range(REMOTE_TRIES if is_remote(step_dir) else 1):
+        files = copies if number == 0 else None
+        result, may_pass = _report(step_dir, arrays, process, pace, frozen, files)
         if not may_pass:
             break
     return result
@@ -90,6 +99,7 @@ def _report(
     process: int,
     pace: Throttle,
     frozen: Collection[str],
+    copies: LocalCopies | None,
 ) -> tuple[HostReport, bool]:
     """Returns the report, and whether its failure may be transient.
 
@@ -97,11 +107,15 @@ def _report(
     """
     try:
         with storage.typed_errors(step_dir):
+            files = dict(copies.files) if copies else {}
             own = [name for name in manifests.inventory(step_dir) if writer_of(name) == process]
+            own = [name for name in own if name not in files]
             drop_from_memory(step_dir, own)
+            copied = {name: copies.root / name for name in copies.folders} if copies else {}
+            reader = ArrayReader(step_dir, arrays, frozen=frozen, copied=copied)
             with ThreadPoolExecutor(1, "jaxres-readback") as beside:
-                compared = beside.submit(_wrong_arrays, step_dir, arrays, process, pace, frozen)
-                files = checksums(step_dir, own, pace)
+                compared = beside.submit(_wrong_arrays, reader, arrays, process, pace, frozen)
+                files |= checksums(step_dir, own, pace)
             wrong = compared.result()
     except (RunError, OSError, ValueError, KeyError, TypeError) as error:
         is_down = isinstance(error, StorageUnavailable) and not isinstance(
@@ -166,7 +180,7 @@ def _checksum_once(path: RunPath, pace: Throttle) -> FileInfo:
 
 
 def _wrong_arrays(
-    step_dir: RunPath,
+    reader: ArrayReader,
     arrays: Mapping[str, ArrayInfo],
     process: int,
     pace: Throttle,
@@ -175,8 +189,7 @@ def _wrong_arrays(
     """Returns the arrays whose stored blocks do not match the digests of the snapshot."""
     own: dict[str, Digests] = {}
     for folder in (manifests.DIGESTS, *([manifests.FROZEN_DIGESTS] if frozen else [])):
-        own |= decode(storage.read_whole(step_dir / folder / f"process_{process}.json"))
-    reader = ArrayReader(step_dir, arrays, frozen=frozen)
+        own |= decode(storage.read_whole(reader.step_dir / folder / f"process_{process}.json"))
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
         same = pool.map(lambda path: _is_same(reader, path, arrays[path], own[path], pace), own)
         return [path for path, is_same in zip(own, same, strict=True) if not is_same]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ ARRAYS = "state"
 """Orbax's folder of the arrays inside a step directory."""
 FROZEN = "frozen"
 """Orbax's folder of the frozen parameters, in a run that has some."""
+INDEX_BYTES = 2**26
+"""Cache of a store's index (B-tree nodes of OCDBT); the arrays themselves are not cached."""
 REGION_BYTES = 2**26
 """Largest part of an array that is in memory at a time."""
 
@@ -28,7 +31,12 @@ class ArrayReader:
     """
 
     def __init__(
-        self, step_dir: RunPath, arrays: Mapping[str, ArrayInfo], *, frozen: Collection[str]
+        self,
+        step_dir: RunPath,
+        arrays: Mapping[str, ArrayInfo],
+        *,
+        frozen: Collection[str],
+        copied: Mapping[str, Path] | None = None,
     ) -> None:
         """Opens nothing yet.
 
@@ -36,15 +44,20 @@ class ArrayReader:
           step_dir: directory of the step.
           arrays: path -> expected dtype and shape of every array to be read.
           frozen: paths of the arrays that are in the folder of the frozen parameters.
+          copied: folder of the step, as `state/ocdbt.process_0/d` -> local folder with copies of
+            all its files, which are read instead.
         """
         import tensorstore
 
-        self._step_dir = step_dir
+        self.step_dir = step_dir
         self._arrays = arrays
         self._frozen = frozenset(frozen)
+        self._copied = copied or {}
         self._tensorstore: Any = tensorstore
         self._context = tensorstore.Context()
         self._open: dict[str, Any] = {}
+        self._stores: dict[str, Any] = {}
+        """Folder -> its store: one for all its arrays, so that its index is read once."""
 
     def read(self, path: str, box: Box | None = None) -> np.ndarray:
         """Returns an array, or a box of its items.
@@ -75,19 +88,44 @@ class ArrayReader:
         return self._open[path]
 
     def _opened(self, path: str) -> Any:
-        folder = self._step_dir / (FROZEN if path in self._frozen else ARRAYS)
-        spec = array_spec(folder, path)
-        stored = self._tensorstore.open(spec, read=True, context=self._context).result()
+        name = FROZEN if path in self._frozen else ARRAYS
+        if name not in self._stores:
+            self._stores[name] = self._store(name)
+        spec = {"driver": "zarr3", "recheck_cached_metadata": False, "recheck_cached_data": False}
+        stored = self._tensorstore.open(
+            spec, kvstore=self._stores[name] / key_of(path), read=True, context=self._context
+        ).result()
         info = ArrayInfo(stored.dtype.numpy_dtype.name, tuple(stored.shape))
         if info != self._arrays[path]:
             raise ValueError(f"{path} is {info}, the manifest records {self._arrays[path]}")
         return stored
 
+    def _store(self, name: str) -> Any:
+        """Opens the store of a folder of the step, in which the copied files are local."""
+        layers: list[dict[str, Any]] = [{"base": kvstore(self.step_dir / name)}]
+        for folder, local in self._copied.items():
+            if folder.startswith(f"{name}/"):
+                prefix = folder.removeprefix(f"{name}/")
+                layers.append({"base": kvstore(local), "prefix": f"{prefix}/"})
+        base = {"driver": "kvstack", "layers": layers} if len(layers) > 1 else layers[0]["base"]
+        spec = {"driver": "ocdbt", "base": base}
+        caching = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": INDEX_BYTES}})
+        return self._tensorstore.KvStore.open(spec, context=caching).result()
+
 
 def array_spec(folder: RunPath, path: str) -> dict[str, Any]:
     """Returns TensorStore's spec of an array in a folder, in the format that Orbax writes."""
-    store = {"driver": "ocdbt", "base": kvstore(folder), "path": f"{path.replace('/', '.')}/"}
+    store = {"driver": "ocdbt", "base": kvstore(folder), "path": key_of(path)}
     return {"driver": "zarr3", "kvstore": store}
+
+
+def key_of(path: str) -> str:
+    """Returns the prefix of an array's keys in the store of its folder.
+
+    >>> key_of("params/out/w")
+    'params.out.w/'
+    """
+    return f"{path.replace('/', '.')}/"
 
 
 def kvstore(folder: RunPath) -> dict[str, str]:

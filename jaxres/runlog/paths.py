@@ -106,6 +106,10 @@ class RunDir:
         """The folder of one attempt."""
         return self.root / "attempts" / f"{attempt:04d}"
 
+    def read_back(self, host: int) -> Path:
+        """The folder of the files that a host reads back while it saves to a bucket."""
+        return self.local / "read-back" / f"host{host:03d}"
+
     def local_attempt(self, attempt: int) -> Path:
         """The folder of one attempt's local files."""
         return self.local / "attempts" / f"{attempt:04d}"

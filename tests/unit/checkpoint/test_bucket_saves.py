@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import time
 from pathlib import Path
 
 import jax
@@ -15,15 +16,17 @@ from gcsfs.retry import HttpError
 from google.api_core.exceptions import NotFound
 
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import orbax_io
+from jaxres.checkpoint import orbax_io, step_download
 from jaxres.checkpoint.orbax_io import array_infos
-from jaxres.checkpoint.readback import verify_own_files
+from jaxres.checkpoint.readback import HostReport, verify_own_files
 from jaxres.checkpoint.restore import load
+from jaxres.checkpoint.step_download import LocalCopies, StepDownload
 from jaxres.checkpoint.throttle import UNTHROTTLED
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog.run_log import Commit
-from jaxres.storage import files, gcs_client
+from jaxres.storage import files, gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
+from tests import damage
 from tests.emulators.gcs import GcsServer
 
 STATE = {"params": {f"w{n}": jnp.arange(4096.0).reshape(64, 64) + n for n in range(4)}}
@@ -175,3 +178,115 @@ def test_data_damaged_on_download_is_read_again(step_dir: GcsPath, gcs_server: G
     assert damaged.hits == 3
     assert not result.failure
     assert result.files.keys() < files.sizes(step_dir).keys()
+
+
+DATA_FOLDER = "state/ocdbt.process_0/d"
+
+
+def saved(step_dir: GcsPath) -> None:
+    orbax_io.wait_save(begin(step_dir), step_dir, timeout=60)
+
+
+@pytest.fixture
+def download(step_dir: GcsPath, tmp_path: Path) -> StepDownload:
+    return StepDownload(step_dir, 0, tmp_path / "read-back", UNTHROTTLED)
+
+
+def report(step_dir: GcsPath, copies: LocalCopies | None = None) -> HostReport:
+    return verify_own_files(step_dir, array_infos(STATE), 0, UNTHROTTLED, copies=copies)
+
+
+def test_the_bytes_of_a_save_cross_the_network_once(
+    step_dir: GcsPath, download: StepDownload, gcs_server: GcsServer
+) -> None:
+    with download:
+        saved(step_dir)
+        reads = gcs_server.fail(
+            "stall", method="GET", path="process_0%2Fd%2F.*alt=media", times=None, late_seconds=0
+        )
+        copies = download.copies()
+        found = report(step_dir, copies)
+        assert copies is not None
+        assert copies.folders == {DATA_FOLDER}
+        assert reads.hits == len(copies.files) > 0
+        assert not found.failure
+    assert not copies.root.exists()
+    assert found == report(step_dir)
+    assert reads.hits > len(copies.files), "the rule does not see reads"
+
+
+def test_data_files_are_downloaded_while_others_are_written(
+    step_dir: GcsPath, download: StepDownload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_download, "POLL_SECONDS", 0.01)
+    saved(step_dir)
+    with download:
+        until = time.monotonic() + 60
+        names = {name for name in files.sizes(step_dir) if name.startswith(DATA_FOLDER)}
+        while set(download.downloaded) != names:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        copies = download.copies()
+    assert copies is not None
+    assert set(copies.files) == names
+
+
+def test_data_damaged_on_upload_is_found_in_the_copies(
+    step_dir: GcsPath, download: StepDownload, gcs_server: GcsServer
+) -> None:
+    damaged = gcs_server.fail("damage", method="POST", path="uploadType=media.*ocdbt.process_0")
+    with download:
+        saved(step_dir)
+        assert damaged.hits == 1
+        copies = download.copies()
+        assert copies is not None, "the bucket gives what it has"
+        found = report(step_dir, copies)
+    assert found.failure
+
+
+def test_a_damaged_copy_is_read_from_the_bucket(step_dir: GcsPath, download: StepDownload) -> None:
+    with download:
+        saved(step_dir)
+        copies = download.copies()
+        assert copies is not None
+        largest = max(copies.files, key=lambda name: copies.files[name].size)
+        damage.flip_bit_at(copies.root / largest, copies.files[largest].size // 2)
+        found = report(step_dir, copies)
+    assert found == report(step_dir)
+
+
+@pytest.mark.parametrize("kind", ["damage", "404"])
+def test_without_copies_the_bucket_is_read(
+    step_dir: GcsPath, download: StepDownload, gcs_server: GcsServer, kind: str
+) -> None:
+    with download:
+        saved(step_dir)
+        failed = gcs_server.fail(kind, method="GET", path="process_0%2Fd%2F.*alt=media")
+        copies = download.copies()
+        assert (failed.hits, copies) == (1, None)
+        assert not report(step_dir, copies).failure
+
+
+def test_no_space_for_copies_is_no_failure(
+    step_dir: GcsPath, download: StepDownload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_download, "SPARE_BYTES", 2**62)
+    with download:
+        saved(step_dir)
+        assert download.copies() is None
+    assert not report(step_dir).failure
+
+
+def test_a_file_that_was_written_again_has_no_copy(
+    step_dir: GcsPath, download: StepDownload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_download, "POLL_SECONDS", 0.01)
+    saved(step_dir)
+    name = next(name for name in files.sizes(step_dir) if name.startswith(DATA_FOLDER))
+    with download:
+        until = time.monotonic() + 60
+        while name not in download.downloaded:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        gcs_objects.write(step_dir / name, b"other", over=None)
+        assert download.copies() is None
