@@ -12,6 +12,8 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.run_log import Commit
 from tests.promises.trainer import FAULTY, Workspace, digest, history, run_history
 
+HALTED = {"FAULT": "row:900:sleep"}
+"""Environment of an attempt that stands still after 37 steps, until it is killed."""
 STILL = ("optimizer.schedule.kind=constant", "checkpoint.keep_last=99")
 
 
@@ -20,29 +22,29 @@ def test_a_branch_without_changes_ends_with_the_digest_of_its_origin(
     workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The origin is killed after the step; the branch is killed, loses its log, and goes on."""
-    origin = workspace.start("origin", *STILL)
-    origin.wait_commit(24)
+    origin = workspace.start("origin", *STILL, config=FAULTY, env=HALTED)
+    origin.wait_commit(20)
     origin.kill()
     assert origin.wait_exit() == -9
     branch = workspace.run_dir("branch")
-    words = ["branch", str(origin.run_dir.root), "--to", str(branch.root), "--step", "16"]
+    words = ["branch", str(origin.run_dir.root), "--to", str(branch.root), "--step", "10"]
     assert main(words) == ExitCode.DONE
-    assert "begins with step 16" in capsys.readouterr().out
-    assert workspace.start("origin", *STILL).wait_exit() == 0
-    first = workspace.command(branch, [str(branch.root)])
-    first.wait_commit(40)
+    assert "begins with step 10" in capsys.readouterr().out
+    assert workspace.start("origin", *STILL, config=FAULTY).wait_exit() == 0
+    first = workspace.command(branch, [str(branch.root)], env=HALTED)
+    first.wait_commit(30)
     first.kill()
     assert first.wait_exit() == -9
     shutil.rmtree(branch.log)
     assert main(["checkpoints", "adopt", str(branch.root), "--yes"]) == ExitCode.DONE
     assert workspace.command(branch, [str(branch.root)]).wait_exit() == 0
     there, here = history(origin.run_dir), history(branch)
-    assert [row["step"] for row in here] == list(range(17, 121))
-    assert [row["loss"] for row in here] == [row["loss"] for row in there[16:]]
+    assert [row["step"] for row in here] == list(range(11, 61))
+    assert [row["loss"] for row in here] == [row["loss"] for row in there[10:]]
     assert digest(branch) == digest(origin.run_dir)
     found = run_history(branch)
     assert found.origin is not None
-    assert (found.origin.step, found.origin.path) == (16, str(origin.run_dir.root))
+    assert (found.origin.step, found.origin.path) == (10, str(origin.run_dir.root))
 
 
 @pytest.mark.slow

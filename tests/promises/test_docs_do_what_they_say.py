@@ -115,7 +115,7 @@ def test_commands_on_optimizers(tmp_path: Path, shell) -> None:
     assert len(list((tmp_path / "runs/lora/exports").iterdir())) == 2, "merged, and adapters alone"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_commands_on_models(tmp_path: Path, shell) -> None:
     """A Vision Transformer, and the Flax module of the page: docs/models.md."""
     photos(tmp_path / "photos")

@@ -9,7 +9,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.cloud import OPTION, SPOT, Cloud
-from tests.promises.trainer import assert_bit_exact, run_history
+from tests.promises.trainer import PATIENCE_SECONDS, assert_bit_exact, run_history
 
 CREATED = "instances.bulkInsert"
 QUOTA = "PREEMPTIBLE_NVIDIA_A100_GPUS"
@@ -48,7 +48,7 @@ def test_a_creation_that_completes_after_the_takeover_is_deleted(
     """The second launcher's request failed, and it has used another zone since."""
     other = {"kind": "spot", **OPTION, "zones": ["us-east4-a"]}
     config = cloud.config(capacity_options=[SPOT, other], env={"PACE": "0.02"})
-    stall = cloud.gce.fail("stall", call=CREATED, late_seconds=25.0)
+    stall = cloud.gce.fail("stall", call=CREATED, late_seconds=PATIENCE_SECONDS)
     first = cloud.up(config)
     cloud.wait(lambda: stall.hits == 1, of="creation")
     first.kill(signal.SIGSTOP)
@@ -56,6 +56,8 @@ def test_a_creation_that_completes_after_the_takeover_is_deleted(
     second = cloud.up(config, "--standby")
     cloud.wait(lambda: "us-central1-a: quota: " in second.printed(), of="refusal")
     cloud.gce.quota("us-central1", QUOTA, 8)
+    cloud.wait(lambda: "attempt 1 on" in second.printed(), of="attempt elsewhere")
+    stall.ended.set()
     cloud.wait(lambda: "not in the desired state" in second.printed(), of="sweeping")
     first.kill(signal.SIGCONT)
     assert first.wait_exit() == ExitCode.FENCED, cloud.describe()

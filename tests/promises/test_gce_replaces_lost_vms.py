@@ -114,7 +114,7 @@ def test_the_next_launcher_adopts_the_creation_of_a_killed_one(
     cloud.assert_nothing_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_only_one_of_two_launchers_acts_and_the_suspended_one_exits(
     cloud: Cloud, fault_free: RunDir
 ) -> None:
@@ -136,7 +136,7 @@ def test_only_one_of_two_launchers_acts_and_the_suspended_one_exits(
     cloud.assert_nothing_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_crash_loop_exits_with_its_code_and_leaves_no_vm(cloud: Cloud) -> None:
     launcher = cloud.up(cloud.config(env={"FAULT": "trace:1:fail"}))
     assert launcher.wait_exit() == ExitCode.NO_PROGRESS, cloud.describe()

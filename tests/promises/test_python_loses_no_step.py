@@ -64,7 +64,9 @@ def test_the_example_of_the_page_and_of_the_folder_do_what_they_say(
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
     small = block.replace(": 200", ": 20").replace(": 300", ": 30")
     small = small.replace(
-        '"run.dir": "runs/python"', f'"run.dir": "{tmp_path}/runs/python", "data.seq_len": 32'
+        '"run.dir": "runs/python"',
+        f'"run.dir": "{tmp_path}/runs/python", "data.seq_len": 32, "model.num_layers": 1, '
+        '"model.d_model": 32, "model.num_heads": 2, "data.source.path": "{stdlib}/email"',
     ).replace('"runs', f'"{tmp_path}/runs')
     check = (
         "\nassert run.status()['state'] == 'done' and run.steps[-1] == 20"

@@ -17,7 +17,6 @@ from tests.promises.trainer import (
     run_history,
     starts,
 )
-from tests.tiers import campaign, slow_but
 
 AXES = {
     "data": {8: (), 4: (), 2: (), 1: ()},
@@ -80,7 +79,8 @@ def test_the_samples_stay_the_same_on_fewer_devices(
     )
 
 
-@pytest.mark.parametrize("count", [*campaign([8]), *slow_but([4])])
+@pytest.mark.campaign
+@pytest.mark.parametrize("count", [8, 4])
 def test_back_on_the_original_mesh_the_run_ends_bit_exact(workspace: Workspace, count: int) -> None:
     arguments = AXES["fsdp x tensor"][count]
     assert start(workspace, "unbroken", count, *arguments).wait_exit() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import traceback
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -15,6 +16,7 @@ from tests.emulators.serving import Quiet, Serving
 
 CONTROL = "/emulator/"
 API = "/compute/v1"
+POLL_SECONDS = 0.05
 
 
 class Controlled(Protocol):
@@ -41,8 +43,11 @@ class ComputeServer:
     def __exit__(self, *_: object) -> None:
         self._serving.stop()
 
-    def stall(self, seconds: float) -> None:
-        self._serving.stopped.wait(seconds)
+    def stall(self, fault: RequestFault) -> None:
+        until = time.monotonic() + fault.late_seconds
+        while not fault.ended.wait(POLL_SECONDS) and time.monotonic() < until:
+            if self._serving.stopped.is_set():
+                return
 
     def answer(
         self, method: str, path: str, query: dict[str, str], body: bytes, token: str
@@ -54,7 +59,7 @@ class ComputeServer:
         self.api.counts.call(route.call)
         fault = self.faults.of(route.call, path)
         if fault is not None and fault.word == "stall":
-            self.stall(fault.late_seconds)
+            self.stall(fault)
         is_lost = fault is not None and fault.word != "stall"
         if fault is not None and is_lost and fault.when != AFTER:
             return _lost(fault)

@@ -38,6 +38,8 @@ class FaultRule:
     def __post_init__(self) -> None:
         self.until: float | None = None
         self.chance = random.Random(self.seed)
+        self.ended = threading.Event()
+        """A test may set it: stalls of the emulated Compute API end at once."""
         self.hits = 0
 
     def takes(self, method: str, path: str) -> bool:
@@ -58,7 +60,7 @@ class FaultRule:
     def fault(self) -> RequestFault:
         kind = self.chance.choice(STORM) if self.kind == "storm" else self.kind
         word, _, when = kind.partition(" ")
-        return RequestFault(word, AFTER if when == AFTER else BEFORE, self.late_seconds)
+        return RequestFault(word, AFTER if when == AFTER else BEFORE, self.late_seconds, self.ended)
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class RequestFault:
     word: str
     when: str
     late_seconds: float
+    ended: threading.Event
 
 
 class Faults:

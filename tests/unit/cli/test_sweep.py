@@ -108,7 +108,15 @@ def test_all_configs_are_checked_before_one_starts(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_combinations_that_differ_in_the_learning_rate_alone_compile_once(tmp_path):
-    command = [sys.executable, "-m", "jaxres", "sweep", str(TINY), "train.steps=4"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxres",
+        "sweep",
+        str(TINY),
+        "train.steps=4",
+        "model.kind=mlp",
+    ]
     command += ["--grid", "optimizer.learning_rate=1e-3,3e-3", "--to", str(tmp_path / "s")]
     command += [f"compilation.cache_dir={tmp_path}/cache", "optimizer.schedule.kind=constant"]
     command += ["optimizer.schedule.warmup_fraction=0"]
