@@ -36,6 +36,7 @@ from jaxres.checkpoint.frozen_arrays import (
 from jaxres.checkpoint.orbax_io import OrbaxSave, Tree, array_infos
 from jaxres.checkpoint.readback import HostReport, gather_reports, verify_own_files
 from jaxres.checkpoint.restore import NewestValid, Restored, all_damaged_error, restore
+from jaxres.checkpoint.snapshot import SnapshotMemory
 from jaxres.checkpoint.step_download import StepDownload
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.checkpoint.verify import verify_step
@@ -126,6 +127,7 @@ class Checkpointer:
         self._restores = 0
         """Number of restores by this attempt; the same on every host."""
         self._pace = Throttle(section.background_share, clock)
+        self._memory = SnapshotMemory()
         self._context = orbax_io.save_context(
             timeout_seconds=section.timeout_seconds, is_remote=run_dir.is_remote
         )
@@ -294,6 +296,7 @@ class Checkpointer:
             self._section.snapshot,
             self._pace,
             frozen={} if frozen.source else still,
+            memory=self._memory,
         )
         self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))

@@ -39,7 +39,7 @@ from jaxres.checkpoint.memory_slots import (
     slot_bytes,
 )
 from jaxres.checkpoint.orbax_io import Tree
-from jaxres.checkpoint.snapshot import take_snapshot
+from jaxres.checkpoint.snapshot import SnapshotMemory, take_snapshot
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup, SingleHost
 from jaxres.engine.state import Progress
@@ -159,6 +159,8 @@ class MemoryTier:
         self._is_closed = False
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="jaxres-memory")
         self._writing: Future[None] | None = None
+        self._memory: dict[Any, SnapshotMemory] = {}
+        """Device -> memory of the copies of its pieces."""
 
     @property
     def _holder(self) -> int:
@@ -245,7 +247,7 @@ class MemoryTier:
         self._saved_step = progress.step
         if not self._is_open or not (self._writing is None or self._writing.done()):
             return
-        parts = _copies(parts_of(state, self._slots[0].pieces), self._snapshot)
+        parts = self._copies_of(parts_of(state, self._slots[0].pieces))
         begun = self._seq, self._generation
         self._writing = self._saver.submit(self._write, parts, progress, *begun)
 
@@ -378,6 +380,7 @@ class MemoryTier:
         try:
             with self._pace.piece():
                 digests = slot.write(parts)
+            self._give_back(parts)
             self._flush()
             if generation == self._generation:
                 slot.publish(
@@ -394,6 +397,24 @@ class MemoryTier:
         except Exception as error:  # noqa: BLE001 - no failure of this tier may end training.
             self._close(f"{type(error).__name__}: {error}")
 
+    def _copies_of(self, parts: Mapping[Key, jax.Array]) -> dict[Key, Any]:
+        """Returns copies of the pieces, on the devices if they have room, else on the host.
+
+        Each device copies its own pieces: a computation over all hosts would have to run on all.
+        """
+        copies: dict[Key, Any] = {}
+        for device, group in _by_device(parts).items():
+            memory = self._memory.setdefault(device, SnapshotMemory())
+            copied, is_own = take_snapshot(group, self._snapshot, memory)
+            copies |= copied if is_own else {key: np.asarray(part) for key, part in copied.items()}
+        return copies
+
+    def _give_back(self, copies: Mapping[Key, Any]) -> None:
+        """Keeps the memory of copies on devices for the next ones."""
+        on_devices = {key: part for key, part in copies.items() if isinstance(part, jax.Array)}
+        for device, group in _by_device(on_devices).items():
+            self._memory[device].give_back(group)
+
     def _close(self, reason: str, *, is_damaged: bool = False) -> None:
         """Closes the tier for this attempt; a damaged one for all, until the supervisor ends."""
         if self._is_closed:
@@ -408,20 +429,12 @@ class MemoryTier:
         self._emit(MemoryTierClosed(reason, is_damaged))
 
 
-def _copies(parts: Mapping[Key, jax.Array], how: str) -> dict[Key, Any]:
-    """Returns copies of the pieces, on the devices if they have room, else on the host.
-
-    Each device copies its own pieces: a computation over all hosts would have to run on all.
-    """
-    by_device: dict[Any, dict[Key, jax.Array]] = {}
+def _by_device(parts: Mapping[Key, Any]) -> dict[Any, dict[Key, Any]]:
+    groups: dict[Any, dict[Key, Any]] = {}
     for key, part in parts.items():
         (device,) = part.devices()
-        by_device.setdefault(device, {})[key] = part
-    copies: dict[Key, Any] = {}
-    for group in by_device.values():
-        copied, is_own = take_snapshot(group, how)
-        copies |= copied if is_own else {key: np.asarray(part) for key, part in copied.items()}
-    return copies
+        groups.setdefault(device, {})[key] = part
+    return groups
 
 
 def _slots(folder: Path, name: str, pieces: Sequence[Piece]) -> list[Slot]:

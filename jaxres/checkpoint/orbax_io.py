@@ -6,6 +6,7 @@ save, which then saves nothing.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -23,7 +24,13 @@ from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_store
 
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import ArrayInfo
-from jaxres.checkpoint.snapshot import MIN_SLICE_BYTES, Snapshot, spreads_replicas, take_snapshot
+from jaxres.checkpoint.snapshot import (
+    MIN_SLICE_BYTES,
+    Snapshot,
+    SnapshotMemory,
+    spreads_replicas,
+    take_snapshot,
+)
 from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.faults import ConfigError, StorageUnavailable
@@ -155,8 +162,15 @@ class OrbaxSave:
     result is not available yet or that the save has run into Orbax's own limits.
     """
 
-    def __init__(self, response: Any, snapshots: Sequence[Snapshot] = ()) -> None:
+    def __init__(
+        self,
+        response: Any,
+        snapshots: Sequence[Snapshot] = (),
+        *,
+        on_success: Callable[[], None] = lambda: None,
+    ) -> None:
         self._response = response
+        self._on_success = on_success
         self._snapshots = snapshots
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -165,6 +179,8 @@ class OrbaxSave:
     def _await(self) -> None:
         try:
             self._response.result()
+            self._on_success()
+            self._on_success = lambda: None  # It may hold a copy of the state.
         except BaseException as error:  # noqa: BLE001  It crosses to the waiter's thread.
             self._error = error
         self._over.set()
@@ -194,16 +210,19 @@ def start_save(
     snapshot_by: str = "copy",
     pace: Throttle = UNTHROTTLED,
     frozen: Tree | None = None,
+    memory: SnapshotMemory | None = None,
 ) -> OrbaxSave:
     """Starts an asynchronous save of a state and of its block digests.
 
     The state may be donated as soon as this returns; `snapshot_by` is `checkpoint.snapshot`.
     `frozen` is the part of the state to write into a folder of its own; empty or None: no part.
+    `memory` keeps the memory of the snapshot for the next save.
     """
+    memory = memory or SnapshotMemory()
     parts = {(ARRAYS, manifests.DIGESTS): state}
     if frozen:
         parts[FROZEN, manifests.FROZEN_DIGESTS] = frozen
-    copies, is_own = take_snapshot(list(parts.values()), snapshot_by)
+    copies, is_own = take_snapshot(list(parts.values()), snapshot_by, memory)
     contents: dict[str, Any] = {}
     snapshots: list[Snapshot] = []
     for (arrays_name, digests_name), part in zip(parts, copies, strict=True):
@@ -214,7 +233,9 @@ def start_save(
         snapshots.append(snapshot)
     with context, files.typed_errors(step_dir):
         try:
-            return OrbaxSave(ocp.save_checkpointables_async(str(step_dir), contents), snapshots)
+            response = ocp.save_checkpointables_async(str(step_dir), contents)
+            written = functools.partial(memory.give_back, copies) if is_own else None
+            return OrbaxSave(response, snapshots, on_success=written or (lambda: None))
         except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
             _raise_typed(error, step_dir)
 
