@@ -102,8 +102,7 @@ class Checkpointer:
         self._log = log
         self._claim = claim
         self._peers = peers
-        self._emit = emit
-        self._clock = clock
+        self._emit, self._clock = emit, clock
         self._before_commit = before_commit
         self._trainable = trainable
         self._sources: list[LinkSource] = []

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -136,8 +137,7 @@ class MemoryTier:
         self._snapshot = snapshot
         self._pace = pace
         self._peers = peers or SingleHost()
-        self._emit = emit
-        self._flush = flush
+        self._emit, self._flush = emit, flush
         self._slots = self._own_slots() if every_steps is not None else []
         """Slots for this host's states."""
         self._copies = self._copy_slots() if self._slots and neighbor_copies else []
@@ -159,8 +159,7 @@ class MemoryTier:
         self._is_closed = False
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="jaxres-memory")
         self._writing: Future[None] | None = None
-        self._memory: dict[Any, SnapshotMemory] = {}
-        """Device -> memory of the copies of its pieces."""
+        self._memory: defaultdict[Any, SnapshotMemory] = defaultdict(SnapshotMemory)  # By device.
 
     @property
     def _holder(self) -> int:
@@ -404,8 +403,7 @@ class MemoryTier:
         """
         copies: dict[Key, Any] = {}
         for device, group in _by_device(parts).items():
-            memory = self._memory.setdefault(device, SnapshotMemory())
-            copied, is_own = take_snapshot(group, self._snapshot, memory)
+            copied, is_own = take_snapshot(group, self._snapshot, self._memory[device])
             copies |= copied if is_own else {key: np.asarray(part) for key, part in copied.items()}
         return copies
 

@@ -156,7 +156,7 @@ _MISSING_FILE = ("NOT_FOUND", "No ArrayMetadata found", "directory does not exis
 
 
 class OrbaxSave:
-    """A save that Orbax has started.
+    """A save by Orbax.
 
     A thread waits for the result without a timeout: with one, a TimeoutError could mean that the
     result is not available yet or that the save has run into Orbax's own limits.
@@ -164,12 +164,13 @@ class OrbaxSave:
 
     def __init__(
         self,
-        response: Any,
+        begin: Callable[[], Any],
         snapshots: Sequence[Snapshot] = (),
         *,
         on_success: Callable[[], None] = lambda: None,
     ) -> None:
-        self._response = response
+        """Calls `begin` in the thread; it returns Orbax's response."""
+        self._begin = begin
         self._on_success = on_success
         self._snapshots = snapshots
         self._over = threading.Event()
@@ -178,11 +179,11 @@ class OrbaxSave:
 
     def _await(self) -> None:
         try:
-            self._response.result()
+            self._begin().result()
             self._on_success()
-            self._on_success = lambda: None  # It may hold a copy of the state.
         except BaseException as error:  # noqa: BLE001  It crosses to the waiter's thread.
             self._error = error
+        del self._begin, self._on_success  # They may hold a copy of the state.
         self._over.set()
 
     @property
@@ -231,13 +232,20 @@ def start_save(
         )
         contents |= {arrays_name: part, digests_name: snapshot}
         snapshots.append(snapshot)
-    with context, files.typed_errors(step_dir):
+
+    def begin() -> Any:
+        with context:
+            return ocp.save_checkpointables_async(str(step_dir), contents)
+
+    if is_own and jax.process_count() == 1:  # On several hosts Orbax begins with a computation.
+        written = functools.partial(memory.give_back, copies)
+        return OrbaxSave(begin, snapshots, on_success=written)
+    with files.typed_errors(step_dir):
         try:
-            response = ocp.save_checkpointables_async(str(step_dir), contents)
-            written = functools.partial(memory.give_back, copies) if is_own else None
-            return OrbaxSave(response, snapshots, on_success=written or (lambda: None))
+            response = begin()
         except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
             _raise_typed(error, step_dir)
+    return OrbaxSave(lambda: response, snapshots)
 
 
 def wait_save(writing: OrbaxSave, step_dir: RunPath, *, timeout: float) -> None:

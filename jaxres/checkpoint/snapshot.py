@@ -130,8 +130,8 @@ class SnapshotMemory:
         return _copied_into(state, spare)
 
     def give_back(self, copied: Any) -> None:
-        """Takes a copy that nobody reads any more. JAX reuses no buffer that NumPy still views."""
-        if all(x.is_fully_addressable and _is_on_cpu(x) for x in jax.tree.leaves(copied)):
+        """Takes a copy that is not read any more. JAX reuses no buffer that NumPy still views."""
+        if all(map(_is_on_cpu, jax.tree.leaves(copied))):
             self._spare = copied
 
 

@@ -162,36 +162,34 @@ class Saving:
 
 
 def ours(folder: Path, snapshot: str, share: float = 1.0) -> Saving:
-    """Returns saves by jaxres, digests, read-back and commit included."""
+    """Returns saves of one run by jaxres, digests, read-back, commit and pruning included."""
+    run_dir = RunDir(folder / "run")
+    section = CheckpointSection(
+        timeout_seconds=TIMEOUT_SECONDS,
+        snapshot=snapshot,  # type: ignore[arg-type]
+        background_share=share,
+    )
+    store = Checkpointer(
+        section,
+        run_dir=run_dir,
+        log=RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock()),
+        claim=CLAIM,
+        peers=SingleHost(),
+        emit=lambda event: None,
+        clock=SystemClock(),
+        before_commit=lambda: None,
+    )
+    store.__enter__()
     count = 0
 
     def begin(state: Any, target: Path) -> Callable[[], None]:
         nonlocal count
         count += 1
-        run_dir = RunDir(target)
-        log = RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock())
-        section = CheckpointSection(
-            timeout_seconds=TIMEOUT_SECONDS,
-            snapshot=snapshot,  # type: ignore[arg-type]
-            background_share=share,
-        )
-        store = Checkpointer(
-            section,
-            run_dir=run_dir,
-            log=log,
-            claim=CLAIM,
-            peers=SingleHost(),
-            emit=lambda event: None,
-            clock=SystemClock(),
-            before_commit=lambda: None,
-        )
-        store.__enter__()
         store.save(state, Progress(step=count))
 
         def wait() -> None:
             store.wait()
             assert store.committed_step == count, store.last_error
-            store.__exit__(None)
 
         return wait
 
@@ -227,6 +225,7 @@ def main() -> int:
     parser.add_argument("--arrays", type=int, help="this many arrays instead of a decoder's state")
     parser.add_argument("--gigabytes", type=float, default=0.75, help="of the arrays together")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--saves-only", action="store_true", help="without restores and shares")
     parser.add_argument(
         "--devices", type=int, default=0, help="virtual CPU devices; 0: this machine's"
     )
@@ -270,6 +269,8 @@ def main() -> int:
                 writes.append(written)
                 idle.append(stepped)
         _print_saves(found, copies=copies, writes=writes, idle=idle)
+        if options.saves_only:
+            return 0
         _print_restores(restores(folder, make, rounds=options.rounds), size=size)
         _print_first_steps(folder, make, rounds=options.rounds)
         _print_curve(folder, make, rounds=options.rounds)

@@ -346,7 +346,7 @@ def test_a_save_that_orbax_itself_has_timed_out_has_ended():
         def result(self, timeout=None):
             raise TimeoutError("Timeout waiting at barrier")
 
-    writing = orbax_io.OrbaxSave(Response())
+    writing = orbax_io.OrbaxSave(Response)
     with pytest.raises(StorageUnavailable, match="Timeout waiting at barrier"):
         orbax_io.wait_save(writing, Path("step"), timeout=10)
     assert writing.is_over()
