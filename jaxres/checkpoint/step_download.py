@@ -101,7 +101,8 @@ class StepDownload:
         self._end_threads()
         for thread in self._threads:
             thread.join()
-        if self._problem or any(self._found[name][0] != self._stats[name] for name in self._stats):
+        found = {name: stat for name, (stat, _) in self._found.items() if name in self._stats}
+        if self._problem or found != self._stats:
             return None
         infos = {name: self._found[name][1] for name in self._stats}
         folders = {name.rpartition("/")[0] for name in infos}
