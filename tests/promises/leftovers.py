@@ -46,7 +46,7 @@ def assert_nothing_left(run_dir: RunDir) -> None:
         if claim.coordinator is not None:
             host, _, port = claim.coordinator.partition(":")
             with pytest.raises(ConnectionRefusedError):
-                socket.create_connection((host, int(port)), timeout=BUSY_SECONDS)
+                socket.create_connection((host, int(port)), timeout=5)
     assert locks(run_dir) == []
     found = shared_memory(since=run_dir.lock.stat().st_mtime)  # The start of the run.
     own = str(memory_folder(run_dir.root))

@@ -67,7 +67,7 @@ class Namespace:
             [*self.through, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=60,
+            timeout=30,
         )
 
     def mount(self, folder: Path, *, size_bytes: int) -> None:

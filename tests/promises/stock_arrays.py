@@ -95,7 +95,7 @@ def save(run_dir: RunDir, member: HostRank, nums_devices: list[int]) -> None:
         RunLog.claim(run_dir.log, claim, after=(), clock=clock)
     peers.barrier("claimed", seconds=PATIENCE_SECONDS)
     checkpoints = Checkpointer(
-        CheckpointSection(timeout_seconds=PATIENCE_SECONDS, keep_last=5),
+        CheckpointSection(timeout_seconds=60, keep_last=5),
         run_dir=run_dir,
         log=RunLog(run_dir.log, attempt=1, last_seq=1, clock=clock),
         claim=claim,
