@@ -125,9 +125,7 @@ class SnapshotMemory:
     def copy(self, state: Any) -> Any:
         """Returns a copy of a state on the same devices."""
         spare, self._spare = self._spare, None
-        if _layout(spare) != _layout(state):
-            return _copied(state)
-        return _copied_into(state, spare)
+        return _copied(state, spare if _layout(spare) == _layout(state) else None)
 
     def give_back(self, copied: Any) -> None:
         """Takes a copy that is not read any more. JAX reuses no buffer that NumPy still views."""
@@ -158,14 +156,11 @@ def _is_on_cpu(array: jax.Array) -> bool:
 
 
 @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
-def _copied_into(state: Any, spare: Any) -> Any:
-    """Returns a copy of the state in the buffers of `spare`, whose values are lost."""
-    return jax.tree.map(jnp.copy, state)
+def _copied(state: Any, spare: Any) -> Any:
+    """Returns a copy on the same devices, in the buffers of `spare`, whose values are lost.
 
-
-@jax.jit
-def _copied(state: Any) -> Any:
-    """Returns a copy on the same devices; without donation jit never reuses input buffers."""
+    `spare` None: in fresh memory; jit never reuses input buffers that are not donated.
+    """
     return jax.tree.map(jnp.copy, state)
 
 

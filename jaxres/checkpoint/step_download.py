@@ -85,11 +85,6 @@ class StepDownload:
         self._end_threads()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    @property
-    def downloaded(self) -> list[str]:
-        """Names of the files that are there so far."""
-        return list(self._found)
-
     def copies(self) -> LocalCopies | None:
         """Downloads the rest, once the save has ended; None: that has failed.
 

@@ -50,6 +50,7 @@ class ArrayReader:
         import tensorstore
 
         self.step_dir = step_dir
+        """Directory of the step."""
         self._arrays = arrays
         self._frozen = frozenset(frozen)
         self._copied = copied or {}

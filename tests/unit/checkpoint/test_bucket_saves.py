@@ -192,6 +192,14 @@ def download(step_dir: GcsPath, tmp_path: Path) -> StepDownload:
     return StepDownload(step_dir, 0, tmp_path / "read-back", UNTHROTTLED)
 
 
+def wait_for_copies(step_dir: GcsPath, folder: Path, names: set[str]) -> None:
+    """Waits until files of a step are in a local folder, whole."""
+    wanted, until = files.sizes(step_dir), time.monotonic() + 60
+    while any(files.sizes(folder).get(name) != wanted[name] for name in names):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def report(step_dir: GcsPath, copies: LocalCopies | None = None) -> HostReport:
     return verify_own_files(step_dir, array_infos(STATE), 0, UNTHROTTLED, copies=copies)
 
@@ -216,16 +224,13 @@ def test_the_bytes_of_a_save_cross_the_network_once(
 
 
 def test_data_files_are_downloaded_while_others_are_written(
-    step_dir: GcsPath, download: StepDownload, monkeypatch: pytest.MonkeyPatch
+    step_dir: GcsPath, download: StepDownload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_download, "POLL_SECONDS", 0.01)
     saved(step_dir)
     with download:
-        until = time.monotonic() + 60
         names = {name for name in files.sizes(step_dir) if name.startswith(DATA_FOLDER)}
-        while set(download.downloaded) != names:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_for_copies(step_dir, tmp_path / "read-back", names)
         copies = download.copies()
     assert copies is not None
     assert set(copies.files) == names
@@ -278,15 +283,12 @@ def test_no_space_for_copies_is_no_failure(
 
 
 def test_a_file_that_was_written_again_has_no_copy(
-    step_dir: GcsPath, download: StepDownload, monkeypatch: pytest.MonkeyPatch
+    step_dir: GcsPath, download: StepDownload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_download, "POLL_SECONDS", 0.01)
     saved(step_dir)
     name = next(name for name in files.sizes(step_dir) if name.startswith(DATA_FOLDER))
     with download:
-        until = time.monotonic() + 60
-        while name not in download.downloaded:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_for_copies(step_dir, tmp_path / "read-back", {name})
         gcs_objects.write(step_dir / name, b"other", over=None)
         assert download.copies() is None

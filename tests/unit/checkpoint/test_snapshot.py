@@ -89,14 +89,20 @@ def test_memory_of_another_layout_is_freed():
 
 
 def test_the_second_save_copies_into_the_memory_of_the_first(attempt, monkeypatch):
-    used = []
-    monkeypatch.setattr(snapshot, "_copied_into", lambda state, spare: used.append(spare) or spare)
+    spares, copied = [], snapshot._copied
+
+    def recorded(state, spare):
+        spares.append(spare)
+        return copied(state, spare)
+
+    monkeypatch.setattr(snapshot, "_copied", recorded)
     state = start()
     with attempt.checkpoints(snapshot="device") as checkpoints:
         checkpoints.save(state, progress(8))
         checkpoints.wait()
-        assert not used
+        assert spares == [None]
         checkpoints.save(state, progress(16))
         checkpoints.wait()
-    assert len(used) == 1
+    assert len(spares) == 2
+    assert spares[1] is not None
     assert [commit.step for commit in attempt.log.history().committed] == [8, 16]
