@@ -107,6 +107,12 @@ def _whole_blocks(info: ArrayInfo, box: Box) -> Box:
     )
 
 
+def grid_box(info: ArrayInfo, box: Box) -> Box | None:
+    """Returns the box of the grid that has exactly these items; None: they cut blocks."""
+    whole = _whole_blocks(info, box)
+    return whole if _items(whole, info.block) == box else None
+
+
 def _cut_blocks(info: ArrayInfo, box: Box, whole: Box) -> Iterator[tuple[int, ...]]:
     """Yields the positions of the blocks that lie only partly in a box of items."""
     if math.prod(info.shape) == 0 or _items(whole, info.block) == box:

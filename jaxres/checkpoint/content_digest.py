@@ -19,6 +19,11 @@ from jaxres.storage.checksummed_json import canonical_json
 MIN_BLOCK_BYTES = 16 * 1024
 MAX_BLOCKS = 4096
 BAND_BYTES = 2**20
+LINE_BYTES = 512
+"""Bytes beside each other in memory that are worth reading together: some cache lines."""
+TILE_BYTES = 2**15
+MIN_ROWS = 64
+"""Rows copied at a time: about so many bytes, and at least so many rows."""
 DIGESTED_FACTS = ("step", "cursor", "epoch", "tokens")
 """The facts of progress.json that are part of the state."""
 
@@ -82,8 +87,8 @@ def as_bytes(array: np.ndarray) -> memoryview:
 def block_digests(piece: np.ndarray, block: Sequence[int]) -> bytes:
     """Returns the digests of all blocks of a piece, concatenated in C order.
 
-    Blocks are copied one band at a time, which fits into the processor's cache: one NumPy call per
-    block would take longer than the hashing.
+    Several blocks are copied at a time, into the same memory: one NumPy call per block would take
+    longer than the hashing.
 
     Args:
       piece: an array, or a part of one that consists of whole blocks.
@@ -110,23 +115,46 @@ def _cut(piece: np.ndarray, counts: Sequence[int], block: Sequence[int]) -> np.n
 
     Where possible a row of a block becomes one item, because NumPy copies few long items faster.
     """
-    shape = list(block)
+    pairs = [n for pair in zip(counts, block, strict=True) for n in pair]
     if piece.strides[-1] == piece.dtype.itemsize:
         piece = piece.view(np.dtype((np.void, block[-1] * piece.dtype.itemsize)))
-        shape[-1] = 1
-    pairs = [n for pair in zip(counts, shape, strict=True) for n in pair]
+        del pairs[-1]
     cut = piece.reshape(pairs)
     return cut.transpose(*range(0, len(pairs), 2), *range(1, len(pairs), 2))
 
 
 def _bands(cut: np.ndarray, counts: Sequence[int], *, size_bytes: int) -> Iterator[np.ndarray]:
-    """Yields bands of an array of blocks, in C order; a band has at most BAND_BYTES if it can."""
+    """Yields bands of an array of blocks, in C order, each contiguous and valid until the next.
+
+    A band has at most BAND_BYTES, and more where the rows of its blocks are short: then it has as
+    many blocks side by side as it takes to use whole cache lines.
+    """
     if cut.flags.c_contiguous:
         yield cut
         return
     dims = next(n for n in range(len(counts) + 1) if _fits(counts[n:], size_bytes))
+    dims = min(dims, len(counts) - 1)
+    others = math.prod(counts[dims + 1 :])
+    beside = -(-LINE_BYTES // cut.dtype.itemsize) if others == 1 else 1
+    length = min(counts[dims], max(1, beside, BAND_BYTES // (others * size_bytes)))
+    memory = np.empty((length, *cut.shape[dims + 1 :]), cut.dtype)
     for position in np.ndindex(*counts[:dims]):
-        yield cut[position]
+        for start in range(0, counts[dims], length):
+            band = cut[position][start : start + length]
+            _copy(band, to=memory[: len(band)], dims=len(counts) - dims)
+            yield memory[: len(band)]
+
+
+def _copy(band: np.ndarray, *, to: np.ndarray, dims: int) -> None:
+    """Copies blocks some rows at a time, so that what is read stays in the processor's cache.
+
+    `dims` is the number of dims before those of a block.
+    """
+    dim = max((d for d in range(dims, band.ndim) if band.shape[d] > 1), default=0)
+    length = max(MIN_ROWS, TILE_BYTES // (len(band) * band.dtype.itemsize))
+    for start in range(0, band.shape[dim], length):
+        rows = (*[slice(None)] * dim, slice(start, start + length))
+        to[rows] = band[rows]
 
 
 def _fits(counts: Sequence[int], size_bytes: int) -> bool:

@@ -1,26 +1,30 @@
 """Verifies the files that a host has just written, before the step is committed. No jax.
 
-Every host makes its own files durable and drops them from the page cache. Then it reads them again
-to compute their checksums, and at the same time its own blocks through TensorStore to compare them
-with the digests of the snapshot. Whichever comes first reads from the disk.
+Every host makes its own files durable and drops them from the page cache. Then it reads each of
+them once, from the disk, for its checksum and for the digests of the chunks in it, which are
+compared with those of the snapshot (stored_chunks.py). In a bucket, and for arrays that are stored
+in another way, TensorStore reads the arrays.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import xxhash
 
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.block_digests import ArrayInfo, Digests, decode, split
+from jaxres.checkpoint.block_digests import ArrayInfo, Digests, decode, grid_box, split
 from jaxres.checkpoint.content_digest import block_digest, block_digests
 from jaxres.checkpoint.manifest import FileInfo
 from jaxres.checkpoint.step_download import LocalCopies
+from jaxres.checkpoint.stored_chunks import Chunk, locate_chunks, scan
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.cluster.host_group import HostGroup
@@ -108,15 +112,20 @@ def _report(
     try:
         with storage.typed_errors(step_dir):
             files = dict(copies.files) if copies else {}
-            own = [name for name in manifests.inventory(step_dir) if writer_of(name) == process]
-            own = [name for name in own if name not in files]
+            names = [name for name in manifests.inventory(step_dir) if name not in files]
+            own = [name for name in names if writer_of(name) == process]
             drop_from_memory(step_dir, own)
+            if process == 0:  # The index of the arrays is read from the disk, too.
+                drop_from_memory(step_dir, [name for name in names if writer_of(name) is None])
+            expected = _snapshot_digests(step_dir, process, frozen)
+            chunks = _own_chunks(step_dir, arrays, expected, process, frozen)
             copied = {name: copies.root / name for name in copies.folders} if copies else {}
             reader = ArrayReader(step_dir, arrays, frozen=frozen, copied=copied)
-            with ThreadPoolExecutor(1, "jaxres-readback") as beside:
-                compared = beside.submit(_wrong_arrays, reader, arrays, process, pace, frozen)
-                files |= checksums(step_dir, own, pace)
-            wrong = compared.result()
+            rest = {path: expected[path] for path in expected.keys() - chunks.keys()}
+            scanned, wrong = _scan_files(step_dir, chunks, expected, pace)
+            wrong |= _wrong_arrays(reader, arrays, rest, pace)
+            files |= scanned
+            files |= checksums(step_dir, [name for name in own if name not in files], pace)
     except (RunError, OSError, ValueError, KeyError, TypeError) as error:
         is_down = isinstance(error, StorageUnavailable) and not isinstance(
             error, storage.TransferCorrupted
@@ -124,8 +133,8 @@ def _report(
         return HostReport({}, f"{step_dir}: could not be read back ({error})"), not is_down
     if wrong:
         text = (
-            f"{step_dir}: {', '.join(wrong)} differ from what was written, when read back. Is the "
-            "disk, or this machine's memory, faulty?"
+            f"{step_dir}: {', '.join(sorted(wrong))} differ from what was written, when read back. "
+            "Is the disk, or this machine's memory, faulty?"
         )
         return HostReport({}, text), True
     return HostReport(files), False
@@ -179,20 +188,74 @@ def _checksum_once(path: RunPath, pace: Throttle) -> FileInfo:
     return FileInfo(size, checksum.hexdigest())
 
 
+def _snapshot_digests(
+    step_dir: RunPath, process: int, frozen: Collection[str]
+) -> dict[str, Digests]:
+    """Returns path -> the digests that this process has computed of its snapshot."""
+    own: dict[str, Digests] = {}
+    for folder in (manifests.DIGESTS, *([manifests.FROZEN_DIGESTS] if frozen else [])):
+        own |= decode(storage.read_whole(step_dir / folder / f"process_{process}.json"))
+    return own
+
+
+def _own_chunks(
+    step_dir: RunPath,
+    arrays: Mapping[str, ArrayInfo],
+    expected: Mapping[str, Digests],
+    process: int,
+    frozen: Collection[str],
+) -> dict[str, list[Chunk]]:
+    """Returns path -> chunks that this process has written, if each has digests of its own.
+
+    Other arrays are read through TensorStore: small ones, those whose chunks cut blocks, and all in
+    a bucket.
+    """
+    if is_remote(step_dir):
+        return {}
+    found: dict[str, list[Chunk]] = {}
+    for path, chunks in locate_chunks(step_dir, arrays, frozen=frozen).items():
+        own = [chunk for chunk in chunks if writer_of(chunk.file) == process]
+        digests = expected.get(path, Digests())
+        if not digests.parts and {grid_box(c.info, c.box) for c in own} == {*dict(digests.blocks)}:
+            found[path] = own
+    return found
+
+
+def _scan_files(
+    step_dir: RunPath,
+    chunks: Mapping[str, list[Chunk]],
+    expected: Mapping[str, Digests],
+    pace: Throttle,
+) -> tuple[dict[str, FileInfo], set[str]]:
+    """Reads the files of these chunks; returns their checksums, and the arrays that are wrong."""
+    wanted = {path: dict(expected[path].blocks) for path in chunks}
+    files: dict[str, list[Chunk]] = {}
+    for chunk in itertools.chain.from_iterable(chunks.values()):
+        files.setdefault(chunk.file, []).append(chunk)
+    wrong: set[str] = set()
+
+    def compare(chunk: Chunk, items: np.ndarray) -> None:
+        box = grid_box(chunk.info, chunk.box)
+        if box is None or block_digests(items, chunk.info.block) != wanted[chunk.path][box]:
+            wrong.add(chunk.path)
+
+    with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
+        infos = pool.map(lambda name: scan(step_dir / name, files[name], compare, pace), files)
+        return dict(zip(files, infos, strict=True)), wrong
+
+
 def _wrong_arrays(
     reader: ArrayReader,
     arrays: Mapping[str, ArrayInfo],
-    process: int,
+    expected: Mapping[str, Digests],
     pace: Throttle,
-    frozen: Collection[str],
-) -> list[str]:
-    """Returns the arrays whose stored blocks do not match the digests of the snapshot."""
-    own: dict[str, Digests] = {}
-    for folder in (manifests.DIGESTS, *([manifests.FROZEN_DIGESTS] if frozen else [])):
-        own |= decode(storage.read_whole(reader.step_dir / folder / f"process_{process}.json"))
+) -> set[str]:
+    """Returns the arrays whose blocks, as TensorStore reads them, have other digests."""
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
-        same = pool.map(lambda path: _is_same(reader, path, arrays[path], own[path], pace), own)
-        return [path for path, is_same in zip(own, same, strict=True) if not is_same]
+        same = pool.map(
+            lambda path: _is_same(reader, path, arrays[path], expected[path], pace), expected
+        )
+        return {path for path, is_same in zip(expected, same, strict=True) if not is_same}
 
 
 def _is_same(

@@ -10,6 +10,8 @@ import pytest
 
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import orbax_io, readback
+from jaxres.checkpoint.orbax_io import array_infos
+from jaxres.checkpoint.stored_chunks import locate_chunks
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.faults import PeerLost
 from jaxres.runlog.events import SaveFailed
@@ -36,8 +38,17 @@ def flip(path):
     path.write_bytes(data)
 
 
+def flip_item(step_dir, path):
+    """Flips a bit of an item of an array."""
+    chunk = locate_chunks(step_dir, array_infos(state(8)), frozen=())[path][0]
+    data = bytearray((step_dir / chunk.file).read_bytes())
+    data[chunk.offset + chunk.size_bytes // 3] ^= 1
+    (step_dir / chunk.file).write_bytes(data)
+
+
 HARM = {
-    "a value": lambda step_dir: flip(largest(step_dir)),
+    "a value of whole blocks": lambda step_dir: flip_item(step_dir, "params/tall"),
+    "a value of cut blocks": lambda step_dir: flip_item(step_dir, "params/wide"),
     "the index": lambda step_dir: flip(next((step_dir / "state" / "d").iterdir())),
     "the digests": lambda step_dir: flip(step_dir / "digests" / "process_0.json"),
     "no digests": lambda step_dir: (step_dir / "digests" / "process_0.json").unlink(),
@@ -88,6 +99,8 @@ def test_every_file_is_dropped_from_memory_before_it_is_read_back(attempt, monke
 
 def resident_pages(path):
     """Returns how many pages of a file are in the page cache, by mincore(2)."""
+    if not path.stat().st_size:
+        return 0
     with path.open("rb") as file:
         pages = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     flags = (ctypes.c_ubyte * -(-len(pages) // mmap.PAGESIZE))()

@@ -34,10 +34,15 @@ from tests.unit.checkpoint.test_checkpointer import (
 
 
 def state(step):
-    """A state with an array that is stored outside the index, where no library verifies it."""
+    """A state with arrays that are stored outside the index, where no library verifies them.
+
+    Each chunk of `tall` has whole blocks of the digest; those of `wide` cut them.
+    """
     wide = jnp.arange(64 * 128, dtype=jnp.float32).reshape(64, 128) / 7 + step
     tree = conftest.state(step)
     tree["params"]["wide"] = jax.device_put(wide, sharding("fsdp"))
+    tall = jnp.arange(2048 * 128, dtype=jnp.float32).reshape(2048, 128) / 3 + step
+    tree["params"]["tall"] = jax.device_put(tall, sharding("fsdp"))
     return tree
 
 

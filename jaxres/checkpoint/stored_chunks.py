@@ -1,0 +1,227 @@
+"""Finds where the chunks of a step's arrays lie in its data files. No jax.
+
+TensorStore's index (OCDBT) of a folder says in which data file, and where in it, the value of each
+key lies. A chunk that Orbax has written without compression is one such value: its items in C
+order, and an index of one entry (the zarr3 codec `sharding_indexed`). With the places known, a data
+file is read from its start to its end, once, and checksum, items and digests come from the same
+bytes. Arrays that are stored in another way are left to TensorStore (tensorstore_reader.py).
+
+Sources: https://google.github.io/tensorstore/kvstore/ocdbt/index.html (format of the database),
+https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/index.html.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from jaxres.checkpoint.block_digests import ArrayInfo, Box, dtype_named
+from jaxres.checkpoint.manifest import FileInfo
+from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN, key_of, kvstore
+from jaxres.checkpoint.throttle import Throttle
+from jaxres.storage.path import RunPath
+
+_VALUE = re.compile(r"value:(?P<base>[^:]*):(?P<file>[^:]*):(?P<offset>\d+):(?P<size>\d+)")
+"""A place of a value, as TensorStore prints it."""
+_LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
+_PLAIN = ([_LITTLE_ENDIAN], [{"name": "bytes"}])
+"""Codecs of plain items; those of one byte have no byte order."""
+_SUB_BYTE = re.compile(r".*(?:int|float)[1-7](?:_.*)?")
+"""Types whose items may be packed."""
+INDEX_BYTES = 20
+"""Size of the index after the items of a chunk: offset, size, and their CRC32C."""
+PART_BYTES = 2**22
+"""Size of the parts in which the rest of a file is read."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk of an array, and its place."""
+
+    path: str
+    """Path of the array."""
+    info: ArrayInfo
+    """Dtype and shape of the array."""
+    box: Box
+    """The items of the array that are in the chunk."""
+    file: str
+    """Name of its file in the step directory."""
+    offset: int
+    """Where its items begin in the file; an index of INDEX_BYTES follows them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the chunk."""
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the items."""
+        return math.prod(self.shape) * self.info.itemsize
+
+    @property
+    def index(self) -> bytes:
+        """The bytes that must follow the items."""
+        entry = struct.pack("<QQ", 0, self.size_bytes)
+        return entry + struct.pack("<I", crc32c(entry))
+
+
+def locate_chunks(
+    step_dir: RunPath, arrays: Mapping[str, ArrayInfo], *, frozen: Collection[str]
+) -> dict[str, list[Chunk]]:
+    """Returns path -> all chunks of an array, for those arrays that are stored as plain items.
+
+    Args:
+      step_dir: directory of the step.
+      arrays: path -> expected dtype and shape.
+      frozen: paths of those arrays that are in the folder of the frozen parameters.
+
+    Raises:
+      ValueError: the index can't be read, or an array has another dtype or shape.
+    """
+    found: dict[str, list[Chunk]] = {}
+    for folder in (ARRAYS, FROZEN):
+        infos = {p: info for p, info in arrays.items() if (p in frozen) == (folder == FROZEN)}
+        entries = _entries(step_dir / folder) if infos else {}
+        for path, info in infos.items():
+            chunks = _chunks(path, info, entries, folder)
+            if chunks is not None:
+                found[path] = chunks
+    return found
+
+
+def _entries(folder: RunPath) -> dict[str, Any]:
+    """Returns key -> its value, or the place of its value, of the index of a folder."""
+    import tensorstore
+
+    store = tensorstore.KvStore.open(kvstore(folder)).result()
+    versions = tensorstore.ocdbt.dump(store).result().get("versions", ())
+    nodes = [("", versions[-1]["root"]["location"])] if versions else []
+    entries: dict[str, Any] = {}
+    while nodes:
+        prefix, location = nodes.pop()
+        for entry in tensorstore.ocdbt.dump(store, location).result()["entries"]:
+            if "location" in entry:
+                below = prefix + entry["subtree_common_prefix"].decode()
+                nodes.append((below, entry["location"]))
+            else:
+                entries[prefix + entry["key"].decode()] = entry
+    return entries
+
+
+def _chunks(
+    path: str, info: ArrayInfo, entries: Mapping[str, Any], folder: str
+) -> list[Chunk] | None:
+    """Returns the chunks of an array; None if they are not plain items."""
+    key = key_of(path)
+    described = entries.get(f"{key}zarr.json", {}).get("inline_value")
+    if described is None:
+        return None
+    metadata = json.loads(described)
+    if tuple(metadata["shape"]) != info.shape or metadata["data_type"] != info.dtype:
+        raise ValueError(f"{path} is {metadata['data_type']}{metadata['shape']}, not {info}")
+    shape = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+    if not _is_plain(metadata, shape) or any(n % m for n, m in zip(info.shape, shape, strict=True)):
+        return None
+    chunks: list[Chunk] = []
+    size_bytes = math.prod(shape) * info.itemsize
+    counts = [range(n // m) for n, m in zip(info.shape, shape, strict=True)]
+    for position in itertools.product(*counts):
+        value = entries.get(f"{key}{'/'.join(['c', *map(str, position)])}", {})
+        match = _VALUE.fullmatch(value.get("indirect_value", ""))
+        if match is None or int(match["size"]) != size_bytes + INDEX_BYTES:
+            return None
+        box = tuple((p * m, (p + 1) * m) for p, m in zip(position, shape, strict=True))
+        name = f"{folder}/{match['base']}{match['file']}"
+        chunks.append(Chunk(path, info, box, name, int(match["offset"])))
+    return chunks
+
+
+def _is_plain(metadata: Mapping[str, Any], chunk_shape: list[int]) -> bool:
+    """Returns whether a chunk is its items in C order, followed by an index of one entry."""
+    found = dict(metadata["codecs"][0].get("configuration", {}))
+    items, is_at_end = found.pop("codecs", None), found.pop("index_location", "end") == "end"
+    return (
+        [each["name"] for each in metadata["codecs"]] == ["sharding_indexed"]
+        and found
+        == {"chunk_shape": chunk_shape, "index_codecs": [_LITTLE_ENDIAN, {"name": "crc32c"}]}
+        and items in _PLAIN
+        and is_at_end
+        and metadata["chunk_key_encoding"] == {"name": "default"}
+        and not _SUB_BYTE.fullmatch(metadata["data_type"])
+    )
+
+
+def scan(
+    path: Path, chunks: Sequence[Chunk], visit: Callable[[Chunk, np.ndarray], None], pace: Throttle
+) -> FileInfo:
+    """Reads a data file once, from its start to its end; returns its size and checksum.
+
+    Args:
+      path: the file.
+      chunks: the chunks in it.
+      visit: is called with each chunk and its items, which are valid until it returns.
+      pace: throttle of the work.
+
+    Raises:
+      ValueError: the file is too short, or the index of a chunk is wrong.
+      OSError: it can't be read.
+    """
+    checksum = xxhash.xxh3_128()
+    longest = max((chunk.size_bytes + INDEX_BYTES for chunk in chunks), default=0)
+    buffer = np.empty(max(longest, PART_BYTES), np.uint8)
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        position = 0
+
+        def read(num_bytes: int) -> np.ndarray:
+            nonlocal position
+            part, filled = buffer[:num_bytes], 0
+            while filled < num_bytes:
+                count = file.readinto(part[filled:].data)
+                if not count:
+                    raise ValueError(f"{path} ends after {position + filled} bytes")
+                filled += count
+            checksum.update(part.data)
+            position += num_bytes
+            return part
+
+        for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
+            while position < chunk.offset:
+                read(min(PART_BYTES, chunk.offset - position))
+            with pace.piece():
+                data = read(chunk.size_bytes + INDEX_BYTES)
+                if data[chunk.size_bytes :].tobytes() != chunk.index:
+                    raise ValueError(f"{path}: the index of a chunk of {chunk.path} is wrong")
+                items = data[: chunk.size_bytes].view(dtype_named(chunk.info.dtype))
+                visit(chunk, items.reshape(chunk.shape))
+        while position < size:
+            with pace.piece():
+                read(min(PART_BYTES, size - position))
+    return FileInfo(size, checksum.hexdigest())
+
+
+def crc32c(data: bytes) -> int:
+    """Returns the CRC32C of a few bytes (RFC 3720, appendix B.4).
+
+    >>> hex(crc32c(b"123456789"))
+    '0xe3069283'
+    """
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 * (crc & 1))
+    return crc ^ 0xFFFFFFFF
