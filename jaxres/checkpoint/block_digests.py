@@ -133,6 +133,12 @@ def _common(first: Box, second: Box) -> Box:
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
 
 
+def common_box(first: Box, second: Box) -> Box | None:
+    """Returns the items that two boxes share; None: there are none."""
+    common = _common(first, second)
+    return None if _is_empty(common) else common
+
+
 def index_of(box: Box, *, within: Box) -> tuple[slice, ...]:
     """Returns the index of a box in an array whose origin is the start of the box `within`."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, within, strict=True))

@@ -130,7 +130,6 @@ class Checkpointer:
         self._context = orbax_io.save_context(
             timeout_seconds=section.timeout_seconds, is_remote=run_dir.is_remote
         )
-        self._reading = orbax_io.reading_context(host=peers.member.host)
 
     def __enter__(self) -> Checkpointer:
         orbax_io.use_lockfiles_if_needed(self._run_dir.root)
@@ -535,7 +534,7 @@ class Checkpointer:
             found = verify_step(step_dir, commit)
             if found.problems:
                 raise manifests.damaged(step_dir, commit.step, found.evidence)
-        return restore(step_dir, commit, like, self._reading)
+        return restore(step_dir, commit, like)
 
     def _dir_of(self, commit: Commit) -> RunPath:
         return (self._run_dir.root / commit.path).absolute()

@@ -53,7 +53,7 @@ first."""
 
 
 def save_context(*, timeout_seconds: float, is_remote: bool = False) -> ocp.Context:
-    """Returns the settings of saves and loads; from now on Orbax logs nothing.
+    """Returns the settings of saves; from now on Orbax logs nothing.
 
     With `is_remote` the call that starts a save makes no storage requests: it would wait for the
     bucket.
@@ -103,18 +103,6 @@ def use_lockfiles_if_needed(folder: RunPath) -> None:
     both: Any = orbax_stores._BASE_TS_CONTEXT, orbax_stores._DEFAULT_OCDBT_TS_CONTEXT
     for settings in both:
         settings["file_io_locking"] = {"mode": "lockfile"}
-
-
-def reading_context(*, host: int) -> ocp.Context:
-    """Returns the settings of every load: each host reads alone and waits for no other host.
-
-    Otherwise a failed read on one host would make the others wait for minutes.
-    """
-    settings = ocp.Context()
-    settings.multiprocessing.active_processes = {host}
-    settings.multiprocessing.primary_host = host
-    settings.multiprocessing.barrier_sync_key_prefix = f"host{host}"
-    return settings
 
 
 class _LateWrites:

@@ -9,7 +9,6 @@ in another way, TensorStore reads the arrays.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +23,7 @@ from jaxres.checkpoint.block_digests import ArrayInfo, Digests, decode, grid_box
 from jaxres.checkpoint.content_digest import block_digest, block_digests
 from jaxres.checkpoint.manifest import FileInfo
 from jaxres.checkpoint.step_download import LocalCopies
-from jaxres.checkpoint.stored_chunks import Chunk, locate_chunks, scan
+from jaxres.checkpoint.stored_chunks import Chunk, by_file, locate_chunks, scan
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.cluster.host_group import HostGroup
@@ -229,9 +228,7 @@ def _scan_files(
 ) -> tuple[dict[str, FileInfo], set[str]]:
     """Reads the files of these chunks; returns their checksums, and the arrays that are wrong."""
     wanted = {path: dict(expected[path].blocks) for path in chunks}
-    files: dict[str, list[Chunk]] = {}
-    for chunk in itertools.chain.from_iterable(chunks.values()):
-        files.setdefault(chunk.file, []).append(chunk)
+    files = by_file(chunks)
     wrong: set[str] = set()
 
     def compare(chunk: Chunk, items: np.ndarray) -> None:

@@ -13,11 +13,10 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import (
@@ -30,16 +29,15 @@ from jaxres.checkpoint.block_digests import (
     position_of,
 )
 from jaxres.checkpoint.content_digest import as_bytes, block_digest
-from jaxres.checkpoint.frozen_arrays import merge_state, split_state
+from jaxres.checkpoint.load_arrays import load
 from jaxres.checkpoint.manifest import CheckpointDamaged
 from jaxres.checkpoint.orbax_io import Tree, array_infos, named_arrays
 from jaxres.checkpoint.snapshot import box_of
-from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN, ArrayReader
+from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.checkpoint.verify import VerificationReport
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup
 from jaxres.engine.state import Progress
-from jaxres.engine.trainable import Trainable
 from jaxres.faults import (
     ConfigError,
     RunError,
@@ -258,14 +256,13 @@ class Restored:
     """Paths of the arrays in the folder of the frozen parameters."""
 
 
-def restore(step_dir: RunPath, commit: Commit, like: Tree, context: ocp.Context) -> Restored:
+def restore(step_dir: RunPath, commit: Commit, like: Tree) -> Restored:
     """Reads this process's part of a committed step into sharded arrays and verifies it.
 
     Args:
       step_dir: absolute path of the step directory.
       commit: commit record of the step.
       like: nested dict of jax.ShapeDtypeStruct with shardings.
-      context: Orbax's settings for loads.
 
     Raises:
       CheckpointDamaged: the data differs from what was committed, or can't be parsed.
@@ -277,14 +274,13 @@ def restore(step_dir: RunPath, commit: Commit, like: Tree, context: ocp.Context)
     tables = manifests.read_tables(step_dir, commit, manifest)
     facts = manifests.read_progress(step_dir, commit, manifest)
     try:
-        state = load(step_dir, like, context, frozen=manifest.frozen)
+        state = load(step_dir, like, frozen=manifest.frozen)
     except Exception as error:
-        # Orbax verifies none of its JSON files: a flipped bit may raise any of these.
+        # The index holds JSON and names: a flipped bit may raise any of these.
         from_files = isinstance(error, ValueError | KeyError | TypeError | AttributeError | OSError)
         if not (from_files or manifests.is_storage_fault(error)):
             raise
         raise manifests.unreadable(step_dir, commit.step, error) from error
-    assert isinstance(state, dict), type(state)
     with manifests.reading(step_dir, commit.step):
         wrong = _wrong_arrays(step_dir, state, tables, manifest.frozen)
     if wrong:
@@ -296,22 +292,6 @@ def restore(step_dir: RunPath, commit: Commit, like: Tree, context: ocp.Context)
         what = f"{manifests.PROGRESS} does not have the fields of this version ({error})"
         raise manifests.damaged(step_dir, commit.step, what) from error
     return Restored(commit, state, progress, manifest.frozen)
-
-
-def load(
-    step_dir: RunPath, like: Tree, context: ocp.Context, *, frozen: Collection[str] = ()
-) -> Any:
-    """Reads the arrays of a step with the shardings of `like`; verifies nothing.
-
-    `frozen` are the paths of the arrays in the folder of the frozen parameters.
-    """
-    below = (path.partition("/")[2] for path in frozen)
-    changing, still = split_state(like, Trainable(frozenset(below)))
-    with context:
-        state = ocp.load(str(step_dir), changing, checkpointable_name=ARRAYS)
-        if not still:
-            return state
-        return merge_state(state, ocp.load(str(step_dir), still, checkpointable_name=FROZEN))
 
 
 def _wrong_arrays(

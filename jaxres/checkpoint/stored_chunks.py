@@ -101,6 +101,14 @@ def locate_chunks(
     return found
 
 
+def by_file(chunks: Mapping[str, Sequence[Chunk]]) -> dict[str, list[Chunk]]:
+    """Returns name of a data file -> the chunks in it."""
+    files: dict[str, list[Chunk]] = {}
+    for chunk in itertools.chain.from_iterable(chunks.values()):
+        files.setdefault(chunk.file, []).append(chunk)
+    return files
+
+
 def _entries(folder: RunPath) -> dict[str, Any]:
     """Returns key -> its value, or the place of its value, of the index of a folder."""
     import tensorstore

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+
+import numpy as np
 
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.block_digests import BlockTable, Box, Digests
+from jaxres.checkpoint.block_digests import BlockTable, Box, Digests, grid_box
 from jaxres.checkpoint.content_digest import block_digests, digest_of_rows
 from jaxres.checkpoint.manifest import (
     FROZEN_DIGESTS,
@@ -26,7 +29,9 @@ from jaxres.checkpoint.manifest import (
     Manifest,
 )
 from jaxres.checkpoint.readback import REMOTE_TRIES, file_info
+from jaxres.checkpoint.stored_chunks import Chunk, by_file, locate_chunks, scan
 from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN, ArrayReader
+from jaxres.checkpoint.throttle import UNTHROTTLED
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog import step_dirs
 from jaxres.runlog.run_log import Commit
@@ -34,8 +39,14 @@ from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 
 MAX_THREADS = 8
+SCAN_THREADS = 4
+"""Data files read at a time; each thread holds the largest chunk of its file."""
 NAMED = 4
 """Number of problems that a summary lists; of the others it gives the number."""
+
+
+Part = tuple[str, str]
+"""A part of a step that is checked: `file` and its name, or `array` and its path."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +96,16 @@ def verify_step(
     except CheckpointDamaged as damage:
         return VerificationReport(commit.step, (Defect(damage.what, file=MANIFEST),))
     step_checks = _StepChecks(step_dir, commit, manifest)
-    checks: list[Callable[[], Defect | None]] = [
-        *(partial(step_checks.check_file, name, info) for name, info in manifest.files.items()),
-        *(partial(step_checks.check_array, path) for path in manifest.arrays),
-    ]
+    checks: dict[Part, Callable[[], Defect | None]] = {
+        **{("file", n): partial(step_checks.check_file, n, i) for n, i in manifest.files.items()},
+        **{("array", path): partial(step_checks.check_array, path) for path in manifest.arrays},
+    }
+    known = step_checks.read_once()
+    rest = [part for part in checks if part not in known]
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "jaxres-verify") as pool:
-        first_results = pool.map(_run, checks)
-        failed = [check for check, problem in zip(checks, first_results, strict=True) if problem]
+        first_results = pool.map(_run, [checks[part] for part in rest])
+        known |= {part: not problem for part, problem in zip(rest, first_results, strict=True)}
+        failed = [checks[part] for part in checks if not known[part]]
         step_checks.drop_cached()
         second_results = list(pool.map(_run, failed))
     problems = [_naming_sharers(step_dir, defect) for defect in second_results if defect]
@@ -159,6 +173,64 @@ class _StepChecks:
         # Unreadable tables: the check of their file reports it. Arrays are compared as a whole.
         with contextlib.suppress(CheckpointDamaged):
             self._tables = manifests.read_tables(step_dir, commit, manifest)
+
+    def read_once(self) -> dict[Part, bool]:
+        """Reads the data files on a disk once each; returns which parts this shows valid or wrong.
+
+        The others have to be checked one by one.
+        """
+        if is_remote(self._step_dir):
+            return {}
+        try:
+            chunks = locate_chunks(
+                self._step_dir, self._manifest.arrays, frozen=self._manifest.frozen
+            )
+        except (ValueError, KeyError, TypeError, OSError):
+            return {}
+        chunks = {
+            path: own
+            for path, own in chunks.items()
+            if all(grid_box(chunk.info, chunk.box) for chunk in own)
+        }
+        tables = {path: BlockTable(self._manifest.arrays[path]) for path in chunks}
+        in_files = by_file(chunks)
+        with ThreadPoolExecutor(SCAN_THREADS, "jaxres-verify") as pool:
+            found = pool.map(lambda name: self._scan(name, in_files[name], tables), in_files)
+            read = {
+                name: same for name, same in zip(in_files, found, strict=True) if same is not None
+            }
+        known: dict[Part, bool] = {("file", name): same for name, same in read.items()}
+        for path, table in tables.items():
+            if all(chunk.file in read for chunk in chunks[path]):
+                known["array", path] = self._is_committed(path, table)
+        return known
+
+    def _scan(
+        self, name: str, chunks: Sequence[Chunk], tables: Mapping[str, BlockTable]
+    ) -> bool | None:
+        """Adds the digests of a file's chunks to the tables; returns whether the file is valid.
+
+        None: it could not be read to its end.
+        """
+
+        def add(chunk: Chunk, items: np.ndarray) -> None:
+            box = grid_box(chunk.info, chunk.box)
+            assert box is not None, chunk
+            tables[chunk.path].add(Digests(((box, block_digests(items, chunk.info.block)),)))
+
+        path = Path(str(self._step_dir / name))
+        try:
+            files.drop_page_cache(path)
+            return scan(path, chunks, add, UNTHROTTLED) == self._manifest.files.get(name)
+        except (ValueError, OSError):
+            return None
+
+    def _is_committed(self, path: str, table: BlockTable) -> bool:
+        """Returns whether a table has the digests of all blocks of an array, as committed."""
+        try:
+            return table.root(path) == self._manifest.digests[path]
+        except ValueError:
+            return False
 
     def drop_cached(self) -> None:
         """Drops caches, so that all later reads come from disk."""

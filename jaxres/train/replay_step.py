@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxres import data
-from jaxres.checkpoint import orbax_io
 from jaxres.checkpoint.restore import restore
 from jaxres.config import RunConfig
 from jaxres.data import Batch
@@ -90,8 +89,7 @@ def _begin(
     if commit is None:
         return parts.init(), Progress()
     step_dir = (run_dir.root / commit.path).absolute()
-    context = orbax_io.reading_context(host=0)
-    restored = restore(step_dir, commit, to_plain(parts.shapes), context)
+    restored = restore(step_dir, commit, to_plain(parts.shapes))
     return from_plain(restored.state), restored.progress
 
 

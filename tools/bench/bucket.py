@@ -126,7 +126,6 @@ def _against_a_limit(server: GcsServer, limit: float, *, megabytes: float) -> No
     """Saves and restores a state in turns; prints the rates against the limit."""
     import jax
 
-    from jaxres.checkpoint import orbax_io
     from jaxres.checkpoint.restore import restore
     from tools.bench import checkpoint
 
@@ -135,13 +134,12 @@ def _against_a_limit(server: GcsServer, limit: float, *, megabytes: float) -> No
     for bandwidth in (server.sent, server.received):
         bandwidth.bytes_per_second = limit
     rates: dict[str, list[float]] = {"save": [], "restore": []}
-    reading = orbax_io.reading_context(host=0)
     for number in range(ROUNDS):
         begun = time.perf_counter()
         root = parse_path(f"gs://bucket/limited/{number}")
         step_dir, commit, like = checkpoint.commit_step(root, make())
         saved = time.perf_counter()
-        jax.block_until_ready(restore(step_dir, commit, like, reading).state)
+        jax.block_until_ready(restore(step_dir, commit, like).state)
         rates["save"].append(size / (saved - begun))
         rates["restore"].append(size / (time.perf_counter() - saved))
     for name, found in rates.items():

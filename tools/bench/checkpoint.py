@@ -35,7 +35,8 @@ from orbax.checkpoint import v1 as ocp
 from jaxres import models
 from jaxres.checkpoint import orbax_io, verify
 from jaxres.checkpoint.checkpointer import Checkpointer
-from jaxres.checkpoint.restore import load, restore
+from jaxres.checkpoint.load_arrays import load
+from jaxres.checkpoint.restore import restore
 from jaxres.checkpoint.tensorstore_reader import ARRAYS
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import SingleHost
@@ -349,13 +350,10 @@ def restores(
       The seconds of the three, for every round.
     """
     step_dir, commit, like = commit_step(folder / "restore", make())
-    reading = orbax_io.reading_context(host=0)
     rows = []
     for round_number in range(rounds + 1):
-        bare = seconds(lambda: jax.block_until_ready(load(step_dir, like, reading)))
-        verified = seconds(
-            lambda: jax.block_until_ready(restore(step_dir, commit, like, reading).state)
-        )
+        bare = seconds(lambda: jax.block_until_ready(load(step_dir, like)))
+        verified = seconds(lambda: jax.block_until_ready(restore(step_dir, commit, like).state))
         checked = seconds(lambda: verify.verify_step(step_dir, commit))
         if round_number:
             rows.append((bare, verified, checked))
@@ -373,11 +371,10 @@ def _plain_read(path: Path) -> None:
 def _print_first_steps(folder: Path, make: Callable[[], Any], *, rounds: int) -> None:
     """Prints what a verified restore and the first step take, against a plain read."""
     step_dir, commit, like = commit_step(folder / "first-steps", make())
-    reading = orbax_io.reading_context(host=0)
     stored = [path for path in Path(str(step_dir)).rglob("*") if path.is_file()]
 
     def restored() -> None:
-        state = restore(step_dir, commit, like, reading).state
+        state = restore(step_dir, commit, like).state
         jax.block_until_ready(step(state))
 
     print("a verified restore and the first step, against a plain read of as many bytes")

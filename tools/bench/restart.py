@@ -127,7 +127,7 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     import numpy as np
 
     from jaxres import config as configs
-    from jaxres.checkpoint import orbax_io, restore
+    from jaxres.checkpoint.load_arrays import load
     from jaxres.data import dataset
     from jaxres.data.token_folder import open_tokens
     from jaxres.engine import mesh as meshes
@@ -146,9 +146,7 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     commit = run_log.fold(run_log.read_records(run_dir.log)).newest
     assert commit is not None
     like = to_plain(parts.shapes)
-    state = restore.load(
-        (run_dir.root / commit.path).absolute(), like, orbax_io.save_context(timeout_seconds=600.0)
-    )
+    state = load((run_dir.root / commit.path).absolute(), like)
     local = meshes.local_rows(mesh, parts.rows_per_batch)
     some = rows.train.rows(np.arange(parts.rows_per_batch))
     placed = meshes.place_batch(mesh, some, local=local)

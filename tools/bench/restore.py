@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxres.checkpoint import orbax_io
-from jaxres.checkpoint.restore import load
+from jaxres.checkpoint.load_arrays import load
 
 ROUNDS = 5
 LEAVES = 14
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     for key, x in state.items()
                 }
                 begun = time.perf_counter()
-                jax.block_until_ready(load(step_dir, like, context))
+                jax.block_until_ready(load(step_dir, like))
                 if index:  # The first warms the caches.
                     seconds[name].append(time.perf_counter() - begun)
     base = seconds["as it was saved"]

@@ -17,9 +17,9 @@ from google.api_core.exceptions import NotFound
 
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import orbax_io, step_download
+from jaxres.checkpoint.load_arrays import load
 from jaxres.checkpoint.orbax_io import array_infos
 from jaxres.checkpoint.readback import HostReport, verify_own_files
-from jaxres.checkpoint.restore import load
 from jaxres.checkpoint.step_download import LocalCopies, StepDownload
 from jaxres.checkpoint.throttle import UNTHROTTLED
 from jaxres.faults import StorageUnavailable
@@ -54,7 +54,7 @@ def test_starting_a_save_does_not_wait_for_the_bucket(
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE
     )
-    back = load(step_dir, like, orbax_io.reading_context(host=0))
+    back = load(step_dir, like)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, STATE))
 
 

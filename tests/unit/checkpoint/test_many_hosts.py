@@ -5,7 +5,7 @@ import shutil
 import jax
 import pytest
 
-from jaxres.checkpoint import finalize, orbax_io
+from jaxres.checkpoint import finalize
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import restore as restoring
 from jaxres.checkpoint.frozen_arrays import NOTHING_LINKED
@@ -53,11 +53,11 @@ def test_damage_read_by_one_host_makes_both_restore_the_older_step(run_dir):
 def test_a_step_of_two_hosts_is_verified_when_restored_onto_other_devices(run_dir, num_devices):
     step_dir, commit = newest(run_dir)
     wanted = hosts.like(jax.devices()[:num_devices])
-    found = restoring.restore(step_dir, commit, wanted, orbax_io.reading_context(host=0))
+    found = restoring.restore(step_dir, commit, wanted)
     assert hosts.is_that_of(found.state, 16)
     flip(values_of(step_dir, 1), 9000)
     with pytest.raises(manifests.CheckpointDamaged, match="has other digests than were committed"):
-        restoring.restore(step_dir, commit, wanted, orbax_io.reading_context(host=0))
+        restoring.restore(step_dir, commit, wanted)
 
 
 def test_no_damage_to_any_file_is_restored(run_dir):
@@ -71,8 +71,7 @@ def test_no_damage_to_any_file_is_restored(run_dir):
             for _ in range((4 if len(data) > 16_000 else 1) if data else 0):
                 harm(path, chance)
                 try:
-                    context = orbax_io.reading_context(host=0)
-                    found = restoring.restore(step_dir, commit, hosts.like(), context)
+                    found = restoring.restore(step_dir, commit, hosts.like())
                 except manifests.CheckpointDamaged:
                     pass
                 else:
@@ -83,7 +82,10 @@ def test_no_damage_to_any_file_is_restored(run_dir):
                     changed.write_bytes(original)
     assert harmless <= {
         "_CHECKPOINT_METADATA",
+        "_METADATA",
         "_sharding",
+        "process_0",  # Of Orbax's array_metadatas.
+        "process_1",
         "commit_success.txt",
         "manifest.ocdbt",
         "run_log.jsonl",  # A restore does not read it; `checkpoints verify` and `adopt` do.
