@@ -33,7 +33,7 @@ from jaxres.storage import files as storage
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.path import RunPath, is_remote
 
-THREADS = 2
+THREADS = 4
 READ_BYTES = 2**22
 REMOTE_TRIES = 4
 _PROCESS_FILE = re.compile(
