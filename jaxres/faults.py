@@ -228,9 +228,11 @@ ALL: tuple[Fault, ...] = (
     _row(
         "silent_corruption",
         "loop",
-        "engine/corruption.py",
-        "fingerprints of replicas differ, or a replayed step differs: stop without saving",
+        "engine/replica_fingerprint.py",
+        "copies of the state on several devices differ: name the device, stop without saving; "
+        "every state that is saved was compared before, so the next attempt restores a good one",
         exit=ExitCode.UNHEALTHY,
+        done=True,
     ),
     _row(
         "damaged_checkpoint",
@@ -436,6 +438,8 @@ class StopRun:
     reason: str
     has_time: bool = True
     """Whether there is time to save a good state."""
+    culprit: int | None = None
+    """The host that is the cause; None: unknown, or none is."""
 
     @property
     def saves(self) -> bool:

@@ -254,6 +254,18 @@ class GuardWarned:
 
 
 @dataclass(frozen=True)
+class CopiesDiffered:
+    """Copies of the state on several devices were found not to be equal."""
+
+    step: int
+    devices: tuple[int, ...]
+    """Ids of the devices with a wrong copy; without a majority of equal copies, of all suspects."""
+    hosts: tuple[int, ...]
+    """Hosts of these devices."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class RolledBack:
     """The run resumes from an older step; later commits have left the run history."""
 
@@ -486,6 +498,7 @@ Event = (
     | SaveFailed
     | UpdateSkipped
     | GuardWarned
+    | CopiesDiffered
     | RolledBack
     | BadRecordsSkipped
     | StepsPruned
@@ -529,6 +542,7 @@ EVENTS: TaggedCodec[Event] = TaggedCodec(
         "save_failed": SaveFailed,
         "update_skipped": UpdateSkipped,
         "guard_warned": GuardWarned,
+        "copies_differed": CopiesDiffered,
         "rolled_back": RolledBack,
         "bad_records_skipped": BadRecordsSkipped,
         "steps_pruned": StepsPruned,

@@ -58,6 +58,7 @@ def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
     if all(group.learning_rate is None for group in config.optimizer.groups):
         dumped["optimizer"].pop("learning_rate")  # An input; with groups, rates are relative to it.
     dumped["train"]["steps"] = configs.horizon_steps(config)
+    dumped["guards"].pop("corruption")  # How often copies are compared is no part of a program.
     sections = {name: part for name, part in dumped.items() if name not in SECTIONS_NOT_COMPILED}
     return {"sources": own, "config": sections, **others}
 

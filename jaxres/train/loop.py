@@ -59,6 +59,10 @@ def train(run: Trainer) -> LoopResult:
             last, hooks_due = progress.step == run.steps, run.hooks.are_due(progress.step)
             drain = due.any or hooks_due or last or run.memory.is_due(progress.step)
             progress, verdict = process_completed(run, progress, in_flight, drain=drain)
+            is_kept = due.save or run.memory.is_due(progress.step)
+            waits = due.evaluate or hooks_due  # The state is compared after them, before its save.
+            if not isinstance(verdict, Continue) or (is_kept and not waits):
+                verdict = most_severe([verdict, compare_copies(run, state, progress, in_flight)])
             if isinstance(verdict, RollbackRun | SkipRows):
                 if isinstance(verdict, SkipRows) and verdict.state_is_good:
                     save(run, state, progress)
@@ -74,10 +78,10 @@ def train(run: Trainer) -> LoopResult:
                 return finalize(run, verdict, state, progress)
             if due.evaluate:
                 progress = evaluate(run, state, progress)
-                if progress.evaluated_step < progress.step:
-                    continue  # A stop is requested; the next `process_completed` returns it.
+                continue  # If a stop is requested, the next `process_completed` returns it.
             if hooks_due:
                 run.hooks.call(state, in_flight.recent[-1].line)
+                continue
             if due.save:
                 may_skip = not (last or run.consensus.save_requested())
                 save(run, state, progress, may_skip=may_skip)
@@ -101,6 +105,8 @@ def train(run: Trainer) -> LoopResult:
                 tokens=run.data_loader.tokens_per_step,
             )
             in_flight.steps.append((progress, batch.ids, metrics))
+            if run.replica_check is not None and run.replica_check.is_due(progress.step):
+                in_flight.fingerprints[progress.step] = run.replica_check.fingerprints(state)
 
 
 @contextlib.contextmanager
@@ -161,14 +167,41 @@ def process_completed(
             verdict = most_severe([verdict, judged])
             continue
         memory, judged = judge_step(run.guards, memory, seen)
-        if isinstance(judged, Warn):
-            run.emit(GuardWarned(seen.step, judged.reason))
-            judged = Continue()
+        judged = _without_warning(run, judged, step=seen.step)
         judged = bounded_rollbacks(
             judged, rollbacks=in_flight.rollbacks, section=run.limits.rollback
         )
-        verdict = most_severe([verdict, judged, run.consensus.verdict()])
+        copies = _judge_copies(run, in_flight, seen.step)
+        verdict = most_severe([verdict, judged, copies, run.consensus.verdict()])
     return dataclasses.replace(progress, guards=memory), verdict
+
+
+def compare_copies(
+    run: Trainer, state: TrainState, progress: Progress, in_flight: InFlight
+) -> Verdict:
+    """Compares the copies of the state after a step, unless that is done already."""
+    step = progress.step
+    if run.replica_check is None or in_flight.compared_step == step:
+        return Continue()
+    in_flight.fingerprints[step] = run.replica_check.fingerprints(state)
+    return _judge_copies(run, in_flight, step)
+
+
+def _judge_copies(run: Trainer, in_flight: InFlight, step: int) -> Verdict:
+    """Returns the verdict on the copies after a step whose fingerprints were dispatched."""
+    values = in_flight.fingerprints.pop(step, None)
+    if run.replica_check is None or values is None:
+        return Continue()
+    in_flight.compared_step = step
+    return _without_warning(run, run.replica_check.judge(values, step=step), step=step)
+
+
+def _without_warning(run: Trainer, verdict: Verdict, *, step: int) -> Verdict:
+    """Returns the verdict; a warning is emitted, and training continues."""
+    if not isinstance(verdict, Warn):
+        return verdict
+    run.emit(GuardWarned(step, verdict.reason))
+    return Continue()
 
 
 def complete_step(run: Trainer, in_flight: InFlight) -> StepObservation:
@@ -299,7 +332,9 @@ def finalize(
         reasons.append(f"step {progress.step} could not be committed")
         reason = f"{'; '.join(reasons)}: {checkpoints.last_error} {resume_hint(checkpoints)}"
         exit = ExitCode.STORAGE if stop is None else exit
-    return LoopResult(AttemptResult(exit, reason, committed=committed), state, progress)
+    culprit = None if stop is None else stop.culprit
+    result = AttemptResult(exit, reason, committed=committed, culprit=culprit)
+    return LoopResult(result, state, progress)
 
 
 def resume_hint(checkpoints: Checkpointer) -> str:

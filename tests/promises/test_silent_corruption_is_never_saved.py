@@ -1,0 +1,46 @@
+"""A bit that flips in one device's copy of the state ends the run with 82 before the next save; the
+message names the device, and the same command goes on and ends as an unbroken run.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxres.exit_codes import ExitCode
+from tests.promises.trainer import FAULTY, TrainingProcess, Workspace, digest, run_history
+
+SAVE, COMPARE, STEPS = 4, 5, 20
+OVERRIDES = (
+    "mesh.data=4",
+    f"train.steps={STEPS}",
+    f"checkpoint.save_every_steps={SAVE}",
+    "evaluation.every_steps=0",
+    f"guards.corruption.every_steps={COMPARE}",
+)
+HOOK = '[{"target": "tests.promises.faulty:flip_bit", "every_steps": 1}]'
+
+
+def start(workspace: Workspace, name: str, *overrides: str, flip: str = "") -> TrainingProcess:
+    env = {"JAX_NUM_CPU_DEVICES": "4", "FLIP": flip}
+    return workspace.start(name, *OVERRIDES, *overrides, config=FAULTY, env=env)
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_named_and_not_saved_and_the_run_ends_as_an_unbroken_one(
+    workspace: Workspace,
+) -> None:
+    unbroken = start(workspace, "unbroken")
+    assert unbroken.wait_exit() == 0, unbroken.printed()
+    for flip, found, device, committed in (
+        ("7:2", 8, 2, 4),  # Before the save of step 8.
+        ("8:0", 8, 0, 4),  # After the step, before its save.
+        ("9:3", 10, 3, 8),  # Between two saves.
+    ):
+        trainer = start(workspace, "run", f"hooks={HOOK}", flip=flip)
+        trainer.assert_fails(ExitCode.UNHEALTHY, f"step {found}: ", f": device {device} (cpu, host 0)")
+        (event,) = trainer.events_of("copies_differed")
+        assert (event["step"], event["devices"]) == (found, [device])
+        assert run_history(trainer.run_dir).step == committed
+    trainer = start(workspace, "run")
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert digest(trainer.run_dir) == digest(unbroken.run_dir)
