@@ -439,7 +439,7 @@ class StopRun:
     has_time: bool = True
     """Whether there is time to save a good state."""
     culprit: int | None = None
-    """The host that is the cause; None: unknown, or none is."""
+    """Another host that is the cause; None: this one is, or no single host is."""
 
     @property
     def saves(self) -> bool:

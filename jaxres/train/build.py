@@ -152,6 +152,7 @@ def _replica_check(
         fingerprints,
         copies,
         list(parts.mesh.devices.flat),
+        context.peers.member.host,
         every_steps=section.every_steps,
         mode=section.mode,
         emit=context.emit,

@@ -30,6 +30,8 @@ class ReplicaCheck:
     copies: Copies
     devices: Sequence[Any]
     """Devices of the mesh, in its order."""
+    host: int
+    """This host."""
     every_steps: int
     mode: Literal["act", "warn"]
     emit: Emit
@@ -49,7 +51,7 @@ class ReplicaCheck:
         self.emit(CopiesDiffered(step, tuple(device.id for device in named), hosts, reason))
         if self.mode == "warn":
             return Warn(f"{reason} Training goes on (guards.corruption.mode=warn).")
-        culprit = hosts[0] if len(hosts) == 1 else None
+        culprit = None if self.host in hosts else hosts[0]
         return StopRun(fault("silent_corruption"), reason, culprit=culprit)
 
     def _reason(self, suspects: Sequence[int], *, step: int) -> str:

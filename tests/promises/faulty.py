@@ -2,8 +2,8 @@
 
 The environment selects the fault instead of the config, so that the same command without it is the
 same run. FAULT="WHERE:COUNT:WHAT", as "row:300:spin", applies to every host; "row:300:spin:2" only
-to host 2. FLIP="STEP:DEVICE" flips a bit of one device's copy of a parameter after that step, with
-the hook `flip_bit`. PACE is the seconds per row, HELDOUT_PACE those of a held-out row, JITTER the mean of
+to host 2. FLIP="STEP:HOST:DEVICE" flips a bit of one device's copy of a parameter after that step,
+once in a run, with the hook `flip_bit`. PACE is the seconds per row, HELDOUT_PACE those of a held-out row, JITTER the mean of
 random delays, which differ in every process. POISON="INDEX:WHAT,..." lists unreadable items: raise,
 range or hang. WHAT "gate" waits until the file GATE exists.
 """
@@ -126,10 +126,11 @@ def reach(where: str) -> None:
 
 def flip_bit(context: Any) -> None:
     """Flips one bit in the memory of one device's copy of the parameter; a hook."""
-    step, _, device = os.environ.get("FLIP", "::").partition(":")
-    if str(context.step) == step:
-        shards = context.params["bias_V"].addressable_shards
-        (data,) = [shard.data for shard in shards if shard.device.id == int(device)]
+    step, host, device = os.environ["FLIP"].split(":")
+    flipped = context.run_dir / f"flipped-{step}"
+    if (str(context.step), str(context.host)) == (step, host) and not flipped.exists():
+        flipped.touch()
+        data = context.params["bias_V"].addressable_shards[int(device)].data
         octet = ctypes.c_uint8.from_address(data.unsafe_buffer_pointer())
         octet.value ^= 1 << 4
 
