@@ -62,7 +62,7 @@ def train(run: Trainer) -> LoopResult:
             is_kept = due.save or run.memory.is_due(progress.step)
             waits = due.evaluate or hooks_due  # The state is compared after them, before its save.
             if not isinstance(verdict, Continue) or (is_kept and not waits):
-                verdict = most_severe([verdict, compare_copies(run, state, progress, in_flight)])
+                verdict = compare_copies(run, state, progress, in_flight, verdict)
             if isinstance(verdict, RollbackRun | SkipRows):
                 if isinstance(verdict, SkipRows) and verdict.state_is_good:
                     save(run, state, progress)
@@ -177,14 +177,18 @@ def process_completed(
 
 
 def compare_copies(
-    run: Trainer, state: TrainState, progress: Progress, in_flight: InFlight
+    run: Trainer, state: TrainState, progress: Progress, in_flight: InFlight, verdict: Verdict
 ) -> Verdict:
-    """Compares the copies of the state after a step, unless that is done already."""
+    """Compares the copies of the state after a step, unless that is done or decides nothing more.
+
+    Returns the more severe one of the verdict on them and the given verdict.
+    """
     step = progress.step
-    if run.replica_check is None or in_flight.compared_step == step:
-        return Continue()
+    is_decided = isinstance(verdict, StopRun) and verdict.fault.exit == ExitCode.UNHEALTHY
+    if run.replica_check is None or is_decided or in_flight.compared_step == step:
+        return verdict
     in_flight.fingerprints[step] = run.replica_check.fingerprints(state)
-    return _judge_copies(run, in_flight, step)
+    return most_severe([verdict, _judge_copies(run, in_flight, step)])
 
 
 def _judge_copies(run: Trainer, in_flight: InFlight, step: int) -> Verdict:
