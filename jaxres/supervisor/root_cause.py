@@ -236,9 +236,7 @@ def _blames_another(host: HostStatus, end: WorkerExit) -> bool:
     return end.result.culprit not in (None, host.host)
 
 
-def _num_suspects(
-    causes: Sequence[tuple[HostStatus, WorkerExit]], cause: AttemptResult
-) -> int:
+def _num_suspects(causes: Sequence[tuple[HostStatus, WorkerExit]], cause: AttemptResult) -> int:
     """Returns how many hosts may have the faulty device on which the hosts have agreed."""
     if cause.code != ExitCode.UNHEALTHY:
         return 1

@@ -102,9 +102,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         shapes=parts.shapes,
         step=compiled.train,
         peak_rate=optimizer.rate_arrays(config.optimizer.learning_rate, parts.mesh),
-        diagnostics=Diagnostics(
-            context.run_dir.diagnostics(context.log.attempt), config.guards.diagnostics
-        ),
+        diagnostics=_diagnostics(config, context),
         metrics_layout=parts.metrics_layout(),
         row_origins=_row_origins(parts),
         evaluate=compiled.evaluate,
@@ -134,6 +132,11 @@ def _computation(
     return numerics_fingerprint(
         parts.config, context.claim, parts.mesh, parts.plan, step, program=program
     )
+
+
+def _diagnostics(config: RunConfig, context: AttemptContext) -> Diagnostics:
+    folder = context.run_dir.diagnostics(context.log.attempt)
+    return Diagnostics(folder, config.guards.diagnostics)
 
 
 def _replica_check(

@@ -47,8 +47,7 @@ class LoopResult:
 def train(run: Trainer) -> LoopResult:
     """Trains from the newest committed step to `run.steps`, or until a verdict ends the run."""
     with run.checkpoints as checkpoints, _announce_wait_on_error(run):
-        entries = 0
-        """How often training was resumed within this attempt: equal on every host."""
+        entries = 0  # How often training was resumed within this attempt: equal on every host.
         state, progress, in_flight = restore_or_start(run, entry=entries)
         while True:
             due = run.schedule.at(
@@ -59,10 +58,9 @@ def train(run: Trainer) -> LoopResult:
             last, hooks_due = progress.step == run.steps, run.hooks.are_due(progress.step)
             drain = due.any or hooks_due or last or run.memory.is_due(progress.step)
             progress, verdict = process_completed(run, progress, in_flight, drain=drain)
-            is_kept = due.save or run.memory.is_due(progress.step)
-            waits = due.evaluate or hooks_due  # The state is compared after them, before its save.
-            if not isinstance(verdict, Continue) or (is_kept and not waits):
-                verdict = compare_copies(run, state, progress, in_flight, verdict)
+            waits = due.evaluate or hooks_due
+            is_kept = not waits and (due.save or run.memory.is_due(progress.step))
+            verdict = compare_copies(run, state, progress, in_flight, verdict, is_kept=is_kept)
             if isinstance(verdict, RollbackRun | SkipRows):
                 if isinstance(verdict, SkipRows) and verdict.state_is_good:
                     save(run, state, progress)
@@ -105,8 +103,7 @@ def train(run: Trainer) -> LoopResult:
                 tokens=run.data_loader.tokens_per_step,
             )
             in_flight.steps.append((progress, batch.ids, metrics))
-            if run.replica_check is not None and run.replica_check.is_due(progress.step):
-                in_flight.fingerprints[progress.step] = run.replica_check.fingerprints(state)
+            begin_comparison(run, state, progress, in_flight)
 
 
 @contextlib.contextmanager
@@ -176,16 +173,32 @@ def process_completed(
     return dataclasses.replace(progress, guards=memory), verdict
 
 
-def compare_copies(
-    run: Trainer, state: TrainState, progress: Progress, in_flight: InFlight, verdict: Verdict
-) -> Verdict:
-    """Compares the copies of the state after a step, unless that is done or decides nothing more.
+def begin_comparison(
+    run: Trainer, state: TrainState, progress: Progress, in_flight: InFlight
+) -> None:
+    """Dispatches the fingerprints of the copies after a step, if they are due."""
+    if run.replica_check is not None and run.replica_check.is_due(progress.step):
+        in_flight.fingerprints[progress.step] = run.replica_check.fingerprints(state)
 
-    Returns the more severe one of the verdict on them and the given verdict.
+
+def compare_copies(
+    run: Trainer,
+    state: TrainState,
+    progress: Progress,
+    in_flight: InFlight,
+    verdict: Verdict,
+    *,
+    is_kept: bool,
+) -> Verdict:
+    """Compares the copies of a state that is kept, or that a verdict is about, once a step.
+
+    Returns the more severe one of the verdict on them and the given verdict: a faulty device may be
+    the cause of any other.
     """
     step = progress.step
     is_decided = isinstance(verdict, StopRun) and verdict.fault.exit == ExitCode.UNHEALTHY
-    if run.replica_check is None or is_decided or in_flight.compared_step == step:
+    is_due = (is_kept or not isinstance(verdict, Continue)) and not is_decided
+    if run.replica_check is None or not is_due or in_flight.compared_step == step:
         return verdict
     in_flight.fingerprints[step] = run.replica_check.fingerprints(state)
     return most_severe([verdict, _judge_copies(run, in_flight, step)])

@@ -76,8 +76,8 @@ def undetected(copies: Copies) -> str | None:
         )
     if alone:
         return (
-            f"guards.corruption: {alone / total:.1%} of the state ({format_bytes(alone)}) is on one "
-            "device only; silent corruption there is not detected"
+            f"guards.corruption: {alone / total:.1%} of the state ({format_bytes(alone)}) is on "
+            "one device only; silent corruption there is not detected"
         )
     if pairs:
         return (

@@ -2,10 +2,10 @@
 
 The environment selects the fault instead of the config, so that the same command without it is the
 same run. FAULT="WHERE:COUNT:WHAT", as "row:300:spin", applies to every host; "row:300:spin:2" only
-to host 2. FLIP="STEP:HOST:DEVICE" flips a bit of one device's copy of a parameter after that step,
-once in a run, with the hook `flip_bit`. PACE is the seconds per row, HELDOUT_PACE those of a held-out row, JITTER the mean of
+to host 2. PACE is the seconds per row, HELDOUT_PACE those of a held-out row, JITTER the mean of
 random delays, which differ in every process. POISON="INDEX:WHAT,..." lists unreadable items: raise,
-range or hang. WHAT "gate" waits until the file GATE exists.
+range or hang. WHAT "gate" waits until the file GATE exists. FLIP="STEP:HOST:DEVICE" flips a bit of
+one device's copy of a parameter after that step, once in a run, with the hook `flip_bit`.
 """
 
 from __future__ import annotations

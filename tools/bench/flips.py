@@ -112,7 +112,9 @@ def main() -> int:
                 np.asarray(metrics)
     for number in AFTER:
         print(f"compared {number} steps after the flip: {found[number]} of {options.flips} found")
-    print(f"not found after {AFTER[-1]} steps, by bit (0: the lowest): {dict(sorted(lost.items()))}")
+    print(
+        f"not found after {AFTER[-1]} steps, by bit (0: the lowest): {dict(sorted(lost.items()))}"
+    )
     return 0
 
 

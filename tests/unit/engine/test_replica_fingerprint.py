@@ -33,7 +33,9 @@ def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
 
 
 def placed(mesh: Any, array: Any, *dims: str | None) -> jax.Array:
-    return jax.device_put(array, meshes.param_sharding(mesh, dims or (None,) * array.ndim, array.shape))
+    return jax.device_put(
+        array, meshes.param_sharding(mesh, dims or (None,) * array.ndim, array.shape)
+    )
 
 
 def state_on(mesh: Any) -> dict[str, jax.Array]:
@@ -127,9 +129,7 @@ def test_what_has_no_copy_is_counted_and_not_compared() -> None:
     split = jax.ShapeDtypeStruct(
         (16, 4), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp"))
     )
-    whole = jax.ShapeDtypeStruct(
-        (4,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())
-    )
+    whole = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     copies = Copies.of({"split": split, "whole": whole}, mesh)
     assert copies.num_bytes == {1: 256, 8: 16}
     assert copies.kinds == ((),)
