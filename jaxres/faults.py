@@ -440,6 +440,8 @@ class StopRun:
     """Whether there is time to save a good state."""
     culprit: int | None = None
     """Another host that is the cause; None: this one is, or no single host is."""
+    last_good_step: int | None = None
+    """Newest step whose commit is trusted, newer ones are withdrawn; None: all are trusted."""
 
     @property
     def saves(self) -> bool:

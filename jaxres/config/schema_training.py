@@ -70,6 +70,10 @@ class CorruptionSection(Section):
 
     every_steps: PositiveInt = free(50)
     """Steps between two comparisons; a state is also compared before each save."""
+    replay_every_steps: PositiveInt | None = free(None)
+    """Steps between two replays, which compute a step twice and compare both; null: no replay.
+
+    A replay takes the time of a step, and device memory for a second state."""
     mode: Literal["act", "warn"] = free("act")
     """act: end (82) without a save if copies differ; warn: only log it."""
 

@@ -104,15 +104,21 @@ def split_axes(sharding: NamedSharding) -> Axes:
     return tuple(axis for axis in AXES if axis in used and sharding.mesh.shape[axis] > 1)
 
 
-def make(shapes: Any, mesh: Mesh) -> Callable[[Any], UInt32[Array, "D K"]]:
+def make(
+    shapes: Any, mesh: Mesh, *, with_single: bool = False
+) -> Callable[[Any], UInt32[Array, "D K"]]:
     """Returns a function, to be jitted, from the state to the fingerprints of its copies.
 
     The result has a row for each device of the mesh and a column for each of Copies.kinds. It is
-    replicated, so that every host can read it.
+    replicated, so that every host can read it. `with_single`: one column, of all parts of the state
+    on a device, also of those without a copy.
     """
-    kinds = Copies.of(shapes, mesh).kinds
+    kinds = ((),) if with_single else Copies.of(shapes, mesh).kinds
     leaves = jax.tree.leaves(shapes)
-    kind_of = {n: split_axes(leaf.sharding) for n, leaf in enumerate(leaves)}
+    kind_of = {
+        number: () if with_single else split_axes(leaf.sharding)
+        for number, leaf in enumerate(leaves)
+    }
     hashed = [n for n, axes in kind_of.items() if axes in kinds]
 
     def on_device(*parts: jax.Array) -> jax.Array:

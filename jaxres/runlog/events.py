@@ -254,12 +254,12 @@ class GuardWarned:
 
 
 @dataclass(frozen=True)
-class CopiesDiffered:
-    """Copies of the state on several devices were found not to be equal."""
+class CorruptionDetected:
+    """Copies of the state on several devices differ, or a step that was computed twice does."""
 
     step: int
     devices: tuple[int, ...]
-    """Ids of the devices with a wrong copy; without a majority of equal copies, of all suspects."""
+    """Ids of the devices with a wrong copy or result; where it is unknown, of all suspects."""
     hosts: tuple[int, ...]
     """Hosts of these devices."""
     reason: str
@@ -498,7 +498,7 @@ Event = (
     | SaveFailed
     | UpdateSkipped
     | GuardWarned
-    | CopiesDiffered
+    | CorruptionDetected
     | RolledBack
     | BadRecordsSkipped
     | StepsPruned
@@ -542,7 +542,7 @@ EVENTS: TaggedCodec[Event] = TaggedCodec(
         "save_failed": SaveFailed,
         "update_skipped": UpdateSkipped,
         "guard_warned": GuardWarned,
-        "copies_differed": CopiesDiffered,
+        "corruption_detected": CorruptionDetected,
         "rolled_back": RolledBack,
         "bad_records_skipped": BadRecordsSkipped,
         "steps_pruned": StepsPruned,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxres import config as configs
@@ -52,6 +53,7 @@ from jaxres.train.consensus import Consensus, SingleHostConsensus, StepConsensus
 from jaxres.train.context import AttemptContext
 from jaxres.train.hooks import Hooks
 from jaxres.train.numerics_fingerprint import numerics_fingerprint
+from jaxres.train.replay_check import ReplayCheck
 from jaxres.train.replica_check import ReplicaCheck
 
 
@@ -122,6 +124,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         hooks=_hooks(parts, context),
         memory=_memory(parts, context, stack, flush),
         replica_check=_replica_check(parts, context, compiled.fingerprints),
+        replay_check=_replay_check(parts, context, compiled.replay),
     )
     return BuiltTrainer(run, parts.dataset, parts.model, parts.trainable)
 
@@ -157,6 +160,24 @@ def _replica_check(
         list(parts.mesh.devices.flat),
         context.peers.member.host,
         every_steps=section.every_steps,
+        mode=section.mode,
+        emit=context.emit,
+    )
+
+
+def _replay_check(
+    parts: Components, context: AttemptContext, fingerprints: Any
+) -> ReplayCheck | None:
+    section = parts.config.guards.corruption
+    if section is None or section.replay_every_steps is None:
+        return None
+    shardings = jax.tree.map(lambda shape: shape.sharding, parts.shapes)
+    return ReplayCheck(
+        jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings),
+        fingerprints,
+        list(parts.mesh.devices.flat),
+        context.peers.member.host,
+        every_steps=section.replay_every_steps,
         mode=section.mode,
         emit=context.emit,
     )

@@ -98,6 +98,8 @@ class CompiledSteps:
     """Evaluates a state."""
     fingerprints: Any = None
     """Those of the copies of the state; None: off, or no array has a copy."""
+    replay: Any = None
+    """The fingerprints of all parts of the state, for replays; None: off."""
 
 
 def load_or_compile(parts: Components, context: AttemptContext) -> CompiledSteps:
@@ -111,10 +113,7 @@ def load_or_compile(parts: Components, context: AttemptContext) -> CompiledSteps
         trace = functools.partial(traced_evaluation, parts, facts=facts, rows=rows)
         signature = _evaluation_signature(parts, facts=facts, rows=rows)
         to_compile["evaluation"] = StepToCompile(trace, signature)
-    if config.guards.corruption is not None and Copies.of(parts.shapes, mesh).any:
-        trace = functools.partial(traced_fingerprints, parts)
-        signature = Signature((parts.shapes,), meshes.replicated(mesh))
-        to_compile["fingerprints"] = StepToCompile(trace, signature)
+    to_compile |= _fingerprints(parts)
     batch = {name: str(shape) for name, shape in parts.batch_shapes(rows=rows).items()}
     made_of = compile_cache.cache_key_inputs(
         config,
@@ -137,18 +136,34 @@ def load_or_compile(parts: Components, context: AttemptContext) -> CompiledSteps
     )
     if large is not None:
         context.emit(Noted(large))
-    evaluation, fingerprints = compiled.get("evaluation"), compiled.get("fingerprints")
+    calls = {name: each.call for name, each in compiled.items()}
+    evaluation = calls.get("evaluation")
     return CompiledSteps(
         train=step,
         text=compiled["training"].text,
-        evaluate=_no_evaluation if evaluation is None else _evaluation(parts, evaluation.call),
-        fingerprints=None if fingerprints is None else fingerprints.call,
+        evaluate=_no_evaluation if evaluation is None else _evaluation(parts, evaluation),
+        fingerprints=calls.get("fingerprints"),
+        replay=calls.get("replay"),
     )
 
 
-def traced_fingerprints(parts: Components) -> Any:
-    """Jits the fingerprints of the copies of the state and returns their trace."""
-    fingerprints = replica_fingerprint.make(parts.shapes, parts.mesh)
+def _fingerprints(parts: Components) -> dict[str, StepToCompile]:
+    """Returns the fingerprints that the config asks for, and for which there are copies."""
+    section = parts.config.guards.corruption
+    signature = Signature((parts.shapes,), meshes.replicated(parts.mesh))
+    found = dict[str, StepToCompile]()
+    if section is not None and Copies.of(parts.shapes, parts.mesh).any:
+        trace = functools.partial(traced_fingerprints, parts)
+        found["fingerprints"] = StepToCompile(trace, signature)
+    if section is not None and section.replay_every_steps is not None:
+        trace = functools.partial(traced_fingerprints, parts, with_single=True)
+        found["replay"] = StepToCompile(trace, signature)
+    return found
+
+
+def traced_fingerprints(parts: Components, *, with_single: bool = False) -> Any:
+    """Jits the fingerprints of the state and returns their trace."""
+    fingerprints = replica_fingerprint.make(parts.shapes, parts.mesh, with_single=with_single)
     jitted = jax.jit(fingerprints, out_shardings=meshes.replicated(parts.mesh))
     return jitted.trace(parts.shapes)
 

@@ -10,7 +10,9 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
 
 from jaxres.checkpoint.checkpointer import Checkpointer
@@ -28,7 +30,8 @@ from jaxres.runlog.events import Evaluated, GuardWarned, PhaseChanged, UpdateSki
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.train.components import BadRows, CompletedStep, InFlight, PlacedBatch, Trainer
 from jaxres.train.diagnostics import diagnose
-from jaxres.train.resume import apply_rollback, bad_rows_topic, restore_or_start
+from jaxres.train.replay_check import Replay
+from jaxres.train.resume import apply_rollback, bad_rows_topic, restore_or_start, withdraw_commits
 
 LAG = 2
 MAX_ROWS_REPORTED = 16
@@ -96,14 +99,14 @@ def train(run: Trainer) -> LoopResult:
             no_batch = in_flight.bad is not None
             flags = run.consensus.local_flags(busy_seconds=busy_seconds, no_batch=no_batch)
             peak_rate = in_flight.peak_rate(progress.step + 1)
-            state, metrics = run.step(state, arrays, flags, peak_rate)
+            inputs = (arrays, flags, peak_rate)
+            state, metrics = dispatch(run, in_flight, state, inputs, step=progress.step + 1)
             progress = progress.after(
                 next_cursor=batch.next_cursor,
                 num_rows=run.data_loader.num_rows,
                 tokens=run.data_loader.tokens_per_step,
             )
             in_flight.steps.append((progress, batch.ids, metrics))
-            begin_comparison(run, state, progress, in_flight)
 
 
 @contextlib.contextmanager
@@ -168,17 +171,39 @@ def process_completed(
         judged = bounded_rollbacks(
             judged, rollbacks=in_flight.rollbacks, section=run.limits.rollback
         )
-        copies = _judge_copies(run, in_flight, seen.step)
-        verdict = most_severe([verdict, judged, copies, run.consensus.verdict()])
+        devices = [
+            _judge_replay(run, in_flight, seen.step),
+            _judge_copies(run, in_flight, seen.step),
+        ]
+        verdict = most_severe([verdict, judged, *devices, run.consensus.verdict()])
     return dataclasses.replace(progress, guards=memory), verdict
 
 
-def begin_comparison(
-    run: Trainer, state: TrainState, progress: Progress, in_flight: InFlight
-) -> None:
-    """Dispatches the fingerprints of the copies after a step, if they are due."""
-    if run.replica_check is not None and run.replica_check.is_due(progress.step):
-        in_flight.fingerprints[progress.step] = run.replica_check.fingerprints(state)
+def dispatch(
+    run: Trainer, in_flight: InFlight, state: TrainState, inputs: tuple[Any, Any, Any], *, step: int
+) -> tuple[TrainState, jax.Array]:
+    """Dispatches a step, twice if a replay is due, and the comparisons that are due after it.
+
+    Args:
+      run: components of the run.
+      in_flight: receives the fingerprints.
+      state: the state before the step, which is donated.
+      inputs: the other inputs of the step.
+      step: its number.
+    """
+    replay = run.replay_check
+    first = None
+    if replay is not None and replay.is_due(step):
+        again, metrics = run.step(replay.copy(state), *inputs)
+        first = replay.fingerprints(again), metrics
+        del again  # The second result takes its memory.
+    state, metrics = run.step(state, *inputs)
+    if replay is not None and first is not None:
+        second = replay.fingerprints(state), metrics
+        in_flight.replays[step] = Replay(*zip(first, second, strict=True))
+    if run.replica_check is not None and run.replica_check.is_due(step):
+        in_flight.fingerprints[step] = run.replica_check.fingerprints(state)
+    return state, metrics
 
 
 def compare_copies(
@@ -211,6 +236,18 @@ def _judge_copies(run: Trainer, in_flight: InFlight, step: int) -> Verdict:
         return Continue()
     in_flight.compared_step = step
     return _without_warning(run, run.replica_check.judge(values, step=step), step=step)
+
+
+def _judge_replay(run: Trainer, in_flight: InFlight, step: int) -> Verdict:
+    """Returns the verdict on a step that was computed twice."""
+    replay = in_flight.replays.pop(step, None)
+    if run.replay_check is None or replay is None:
+        return Continue()
+    good = in_flight.replayed_step
+    verdict = run.replay_check.judge(replay, step=step, last_good_step=good)
+    if isinstance(verdict, Continue):
+        in_flight.replayed_step = step
+    return _without_warning(run, verdict, step=step)
 
 
 def _without_warning(run: Trainer, verdict: Verdict, *, step: int) -> Verdict:
@@ -330,6 +367,8 @@ def finalize(
       progress: the host's facts at the last step.
     """
     checkpoints = run.checkpoints
+    if stop is not None:
+        withdraw_commits(run, stop)
     run.emit(PhaseChanged("settle", "waiting for the last save"))
     checkpoints.wait()
     is_wanted = stop is None or stop.saves

@@ -17,7 +17,7 @@ import numpy as np
 from jaxres.engine.replica_fingerprint import Copies, describe
 from jaxres.engine.state import TrainState
 from jaxres.faults import Continue, StopRun, Verdict, Warn, fault
-from jaxres.runlog.events import CopiesDiffered, Emit
+from jaxres.runlog.events import CorruptionDetected, Emit
 from jaxres.telemetry.stdio import format_bytes
 
 
@@ -48,7 +48,7 @@ class ReplicaCheck:
         named = [self.devices[index] for index in suspects]
         hosts = tuple(sorted({device.process_index for device in named}))
         reason = self._reason(suspects, step=step)
-        self.emit(CopiesDiffered(step, tuple(device.id for device in named), hosts, reason))
+        self.emit(CorruptionDetected(step, tuple(device.id for device in named), hosts, reason))
         if self.mode == "warn":
             return Warn(f"{reason} Training goes on (guards.corruption.mode=warn).")
         culprit = None if self.host in hosts else hosts[0]

@@ -18,6 +18,8 @@ OVERRIDES = (
     "evaluation.every_steps=0",
     f"guards.corruption.every_steps={COMPARE}",
 )
+REPLAY = "guards.corruption.replay_every_steps=3"
+"""Changes no bit."""
 HOOK = '[{"target": "tests.promises.faulty:flip_bit", "every_steps": 1}]'
 
 
@@ -36,13 +38,13 @@ def test_a_flipped_bit_is_named_and_not_saved_and_the_run_ends_as_an_unbroken_on
         ("8:0:2", 8, 2, 4),  # After the step, before its save.
         ("9:0:3", 10, 3, 8),  # Between two saves.
     ):
-        trainer = start(workspace, "run", f"hooks={HOOK}", flip=flip)
+        trainer = start(workspace, "run", f"hooks={HOOK}", REPLAY, flip=flip)
         named = f"device {device} (cpu, host 0)"
         trainer.assert_fails(ExitCode.UNHEALTHY, f"step {found}: ", named)
-        (event,) = trainer.events_of("copies_differed")
+        (event,) = trainer.events_of("corruption_detected")
         assert (event["step"], event["devices"]) == (found, [device])
         assert run_history(trainer.run_dir).step == committed
-    trainer = start(workspace, "run")
+    trainer = start(workspace, "run", REPLAY)
     assert trainer.wait_exit() == 0, trainer.printed()
     assert digest(trainer.run_dir) == digest(unbroken.run_dir)
 

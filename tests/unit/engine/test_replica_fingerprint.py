@@ -160,3 +160,13 @@ def test_copies_of_two_and_of_four_devices_together_name_one() -> None:
     assert copies.suspects(values) == (2,)
     values[2, 1] = 9
     assert copies.suspects(values) == (0, 2)
+
+
+def test_a_replay_finds_a_flipped_bit_in_an_array_without_a_copy() -> None:
+    mesh = mesh_of({"fsdp": 8})
+    state = {"weights": placed(mesh, jnp.ones((8, 4)), "embed", None)}
+    fingerprints = jax.jit(replica_fingerprint.make(state, mesh, with_single=True))
+    before = np.asarray(fingerprints(state))
+    for bit in (0, 31, 77):
+        spoilt = {"weights": with_copy(state["weights"], 5, flip(bit))}
+        assert np.flatnonzero((np.asarray(fingerprints(spoilt)) != before)[:, 0]).tolist() == [5]

@@ -260,7 +260,7 @@ def test_no_committed_state_is_bad_under_random_faults(block):
             assert not {int(p) for p in trained} & masked
     expected = {ExitCode.DONE, ExitCode.DIVERGED, ExitCode.PREEMPTED, ExitCode.UNHEALTHY}
     assert set(ends) == expected
-    assert ends[ExitCode.UNHEALTHY] == met["CopiesDiffered"]
-    found = ("RolledBack", "BadRecordsSkipped", "UpdateSkipped", "CopiesDiffered")
+    assert ends[ExitCode.UNHEALTHY] == met["CorruptionDetected"]
+    found = ("RolledBack", "BadRecordsSkipped", "UpdateSkipped", "CorruptionDetected")
     for what in (SPOIL, HIGH, NAN, UNREADABLE, FLIP, *found):
         assert met[what] > 3, what

@@ -9,7 +9,7 @@ from jaxres.engine.guards import most_severe
 from jaxres.engine.replica_fingerprint import Copies
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import StopRun, fault
-from jaxres.runlog.events import CopiesDiffered, GuardWarned
+from jaxres.runlog.events import CorruptionDetected, GuardWarned
 from jaxres.train import replica_check
 from tests.unit.train.test_no_bad_state_is_committed import (
     FLIP,
@@ -41,7 +41,7 @@ def trained(simulated, **parts):
 def test_a_difference_ends_the_run_at_the_next_comparison_or_save(flipped, found):
     simulated = run_with_flip(flipped)
     events, ended = trained(simulated)
-    (event,) = [event for event in events if isinstance(event, CopiesDiffered)]
+    (event,) = [event for event in events if isinstance(event, CorruptionDetected)]
     assert (event.step, event.devices, event.hosts) == (found, (11,), (0,))
     assert f"step {found}: " in ended.result.reason
     assert "device 11 (chip, host 0)" in ended.result.reason
@@ -50,7 +50,7 @@ def test_a_difference_ends_the_run_at_the_next_comparison_or_save(flipped, found
     simulated.check_commits()
     events, ended = trained(simulated)
     assert (ended.result.code, ended.progress.step) == (ExitCode.DONE, STEPS)
-    assert not [event for event in events if isinstance(event, CopiesDiffered)]
+    assert not [event for event in events if isinstance(event, CorruptionDetected)]
 
 
 def test_a_state_is_compared_once_a_step():
