@@ -229,8 +229,8 @@ ALL: tuple[Fault, ...] = (
         "silent_corruption",
         "loop",
         "engine/replica_fingerprint.py",
-        "copies of the state on several devices differ: name the device, stop without saving; "
-        "every state that is saved was compared before, so the next attempt restores a good one",
+        "copies of the state on several devices differ, or a step that is computed twice: name the "
+        "device, stop without saving; the next attempt restores a step from before it",
         exit=ExitCode.UNHEALTHY,
         done=True,
     ),

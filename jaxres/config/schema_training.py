@@ -73,7 +73,8 @@ class CorruptionSection(Section):
     replay_every_steps: PositiveInt | None = free(None)
     """Steps between two replays, which compute a step twice and compare both; null: no replay.
 
-    A replay takes the time of a step, and device memory for a second state."""
+    A replay takes the time of a step, and device memory for a second state. On a GPU two results
+    are only equal with run.determinism=bitwise."""
     mode: Literal["act", "warn"] = free("act")
     """act: end (82) without a save if copies differ; warn: only log it."""
 

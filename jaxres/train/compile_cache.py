@@ -168,12 +168,14 @@ class Program:
 
     @functools.cached_property
     def text_key(self) -> str:
-        """The key made of lowered text and call signature.
+        """The key made of lowered text, call signature and name.
 
-        An argument that is None is not in the text, but is a part of the call signature.
+        An argument that is None is not in the text, but is a part of the call signature. Two steps
+        of a run may have the same text.
         """
         call = [str(self.lowered.in_tree), str(self.lowered.out_tree)]
-        return executable.key({**self._here, "text": self.text, "call": call})
+        inputs = {"text": self.text, "call": call, "name": self.name}
+        return executable.key({**self._here, **inputs})
 
     @functools.cached_property
     def key(self) -> str:
