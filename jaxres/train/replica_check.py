@@ -71,13 +71,15 @@ def undetected(copies: Copies) -> str | None:
     alone, pairs = (copies.num_bytes.get(count, 0) for count in (1, 2))
     if not copies.any:
         return (
-            "guards.corruption: no array of the state is on more than one device, so silent "
-            "corruption of the state is not detected"
+            "guards.corruption: no array of the state is on more than one device, so there are no "
+            "copies to compare: only replays (guards.corruption.replay_every_steps) detect silent "
+            "corruption"
         )
     if alone:
         return (
             f"guards.corruption: {alone / total:.1%} of the state ({format_bytes(alone)}) is on "
-            "one device only; silent corruption there is not detected"
+            "one device only: there only replays (guards.corruption.replay_every_steps) detect "
+            "silent corruption"
         )
     if pairs:
         return (
