@@ -228,9 +228,11 @@ ALL: tuple[Fault, ...] = (
     _row(
         "silent_corruption",
         "loop",
-        "engine/corruption.py",
-        "fingerprints of replicas differ, or a replayed step differs: stop without saving",
+        "engine/replica_fingerprint.py",
+        "copies of the state on several devices differ, or a step that is computed twice: name the "
+        "device, stop without saving; the next attempt restores a step from before it",
         exit=ExitCode.UNHEALTHY,
+        done=True,
     ),
     _row(
         "damaged_checkpoint",
@@ -436,6 +438,10 @@ class StopRun:
     reason: str
     has_time: bool = True
     """Whether there is time to save a good state."""
+    culprit: int | None = None
+    """Another host that is the cause; None: this one is, or no single host is."""
+    last_good_step: int | None = None
+    """Newest step whose commit is trusted, newer ones are withdrawn; None: all are trusted."""
 
     @property
     def saves(self) -> bool:

@@ -150,6 +150,8 @@ class WorkerExited:
     announced: bool
     """Whether the worker itself sent its exit before it ended."""
     step: Count = 0
+    culprit: HostId | None = None
+    """Another host that is the cause; None: this one is, or no single host is."""
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,22 @@ class BadRecordsSection(Section):
     """Most times that a run skips bad records; one more ends it (81)."""
 
 
+class CorruptionSection(Section):
+    """Comparison of the copies of the state on several devices, bit for bit."""
+
+    every_steps: PositiveInt = free(50)
+    """Steps between two comparisons; a state is also compared before each save."""
+    replay_every_steps: PositiveInt | None = free(None)
+    """Steps between two replays, which compute a step twice and compare both; null: no replay.
+
+    A replay takes the time of a step, and device memory for a second state. On a GPU two results
+    are only equal with run.determinism=bitwise."""
+    mode: Literal["act", "warn"] = free("act")
+    """act: end (82) without a save if copies differ; warn: only log it."""
+
+
 class GuardsSection(Section):
-    """Guards against divergence, gradient spikes and bad records."""
+    """Guards against divergence, gradient spikes, bad records and silent corruption."""
 
     on_nonfinite: Literal["skip", "rollback", "stop", "warn"] = free("skip")
     """Response to a step whose loss or gradient is not finite; its update is never applied.
@@ -78,6 +92,8 @@ class GuardsSection(Section):
     """Rollback if the loss stays high; null: never."""
     bad_records: BadRecordsSection | None = free(BadRecordsSection())
     """Skipping of rows that can't be used, by a record in the log; null: one ends the run."""
+    corruption: CorruptionSection | None = free(CorruptionSection())
+    """Detection of silent corruption, where several devices hold the same arrays; null: off."""
     spikes: SpikesSection | None = SpikesSection()
     """Clipping and skipping of gradient spikes (after arXiv 2504.02507); null: off."""
     diagnostics: Literal["none", "report", "state"] = free("report")

@@ -179,13 +179,16 @@ def _learnt(memory: GuardState, loss: float, section: RollbackSection) -> dict[s
 def looks_back_steps(section: GuardsSection, scale: LossScaleSection | None = None) -> int | None:
     """Returns the most steps between a rollback's onset and the step that triggers it.
 
+    A replay with two results withdraws the commits since the replay before it.
+
     A commit that is older than a fully judged one by this many steps is known to be good. None: no
     limit, because the masked steps in between are not limited.
     """
     back, back_offs = _looks_back_steps(section, back_offs=0), 0
+    replay = None if section.corruption is None else section.corruption.replay_every_steps
     for _ in range(MOST_ROUNDS):
         if back is None or most_back_offs(scale, steps=back) <= back_offs:
-            return back
+            return back if back is None else max(back, replay or 0)
         back_offs = most_back_offs(scale, steps=back)
         back = _looks_back_steps(section, back_offs=back_offs)
     return None

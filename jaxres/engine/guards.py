@@ -54,7 +54,8 @@ def most_severe(verdicts: Sequence[Verdict]) -> Verdict:
 
     In ascending severity: Continue; a warning; rows to skip; a stop that saves; a stop without time
     to save; rows to skip although steps were computed without them; a rollback; a stop whose state
-    is unusable. So a preemption notice together with a spike does not save the spiked state.
+    is unusable; a faulty device, which may be the cause of all others. So a preemption notice
+    together with a spike does not save the spiked state.
 
     >>> most_severe([Continue(), Continue()])
     Continue()
@@ -73,7 +74,7 @@ def _severity(verdict: Verdict) -> int:
         return 6
     if verdict.fault.state_is_good:
         return 3 if verdict.has_time else 4
-    return 7
+    return 8 if verdict.fault.exit == ExitCode.UNHEALTHY else 7
 
 
 def judge_step(

@@ -254,6 +254,18 @@ class GuardWarned:
 
 
 @dataclass(frozen=True)
+class CorruptionDetected:
+    """Copies of the state on several devices differ, or a step that was computed twice does."""
+
+    step: int
+    devices: tuple[int, ...]
+    """Ids of the devices with a wrong copy or result; where it is unknown, of all suspects."""
+    hosts: tuple[int, ...]
+    """Hosts of these devices."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class RolledBack:
     """The run resumes from an older step; later commits have left the run history."""
 
@@ -486,6 +498,7 @@ Event = (
     | SaveFailed
     | UpdateSkipped
     | GuardWarned
+    | CorruptionDetected
     | RolledBack
     | BadRecordsSkipped
     | StepsPruned
@@ -529,6 +542,7 @@ EVENTS: TaggedCodec[Event] = TaggedCodec(
         "save_failed": SaveFailed,
         "update_skipped": UpdateSkipped,
         "guard_warned": GuardWarned,
+        "corruption_detected": CorruptionDetected,
         "rolled_back": RolledBack,
         "bad_records_skipped": BadRecordsSkipped,
         "steps_pruned": StepsPruned,

@@ -193,11 +193,15 @@ class LeaderLink:
 
 def _worker_ended(result: AttemptResult, *, step: int) -> messages.WorkerExited:
     return messages.WorkerExited(
-        result.code, result.reason, result.committed, result.announced, step
+        result.code, result.reason, result.committed, result.announced, step, result.culprit
     )
 
 
 def _result_of(message: messages.WorkerExited) -> AttemptResult:
     return AttemptResult(
-        message.code, message.reason, committed=message.committed, announced=message.announced
+        message.code,
+        message.reason,
+        committed=message.committed,
+        culprit=message.culprit,
+        announced=message.announced,
     )

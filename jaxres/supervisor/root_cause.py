@@ -4,6 +4,7 @@ Home of: peer_lost. The first exit sets the time of the decision. After an exit 
 on, the others have time to exit by themselves; after any other exit they have GRACE_SECONDS.
 Workers that still run then are killed. If one host is the cause, the other exits are consequences,
 whatever their codes: JAX aborts the survivors of a lost peer, so an abort alone names no culprit.
+Hosts that agree on a faulty device exit alike, and those without it name a host that may have it.
 """
 
 from __future__ import annotations
@@ -87,10 +88,12 @@ def find_root_cause(hosts: Sequence[HostStatus]) -> RootCause:
     if len(hosts) == 1:
         return _single_host(hosts[0])
     ends = [(host, host.end) for host in hosts if host.end is not None]
-    causes = [(host, end) for host, end in ends if not _is_consequence(end)]
+    causes = [(host, end) for host, end in ends if not _is_consequence(host, end)]
     if causes:
         host, end = min(causes, key=lambda cause: _order(*cause))
         if exit_row(end.result.code).is_graceful:
+            return _root_cause(hosts, end.result, end.result.reason, culprit=None)
+        if _num_suspects(causes, end.result) > 1:
             return _root_cause(hosts, end.result, end.result.reason, culprit=None)
         prefix = "" if end.is_gone else f"{host_label(host, with_step=True)}: "  # Already named.
         return _root_cause(hosts, end.result, f"{prefix}{end.result.reason}", culprit=host)
@@ -216,8 +219,10 @@ def _exit_of(
     host: HostStatus, cause: AttemptResult, reason: str, *, culprit: HostStatus | None
 ) -> tuple[int, str]:
     """Returns a host's exit code and message: its own exit unless that is a consequence."""
-    if host.end is not None and not _is_consequence(host.end):
+    if host.end is not None and not _is_consequence(host, host.end):
         return host.end.result.code, host.end.result.reason
+    if host.end is not None and _blames_another(host, host.end):
+        return ExitCode.PEER_LOST, reason
     if culprit is None or host.host == culprit.host:
         return cause.code, reason
     return ExitCode.PEER_LOST, reason
@@ -227,10 +232,23 @@ def _is_agreed(end: WorkerExit) -> bool:
     return end.result.announced and exit_row(end.result.code).is_agreed
 
 
-def _is_consequence(end: WorkerExit) -> bool:
-    """Whether an exit may be a mere consequence of a lost peer."""
+def _blames_another(host: HostStatus, end: WorkerExit) -> bool:
+    return end.result.culprit not in (None, host.host)
+
+
+def _num_suspects(causes: Sequence[tuple[HostStatus, WorkerExit]], cause: AttemptResult) -> int:
+    """Returns how many hosts may have the faulty device on which the hosts have agreed."""
+    if cause.code != ExitCode.UNHEALTHY:
+        return 1
+    return [end.result.reason for _, end in causes].count(cause.reason)
+
+
+def _is_consequence(host: HostStatus, end: WorkerExit) -> bool:
+    """Whether an exit may be a mere consequence of another host's exit or loss."""
     if end.is_gone:
         return False
+    if _blames_another(host, end):
+        return True
     result = end.result
     return result.code == ExitCode.PEER_LOST or (result.code == ABORTED and not result.announced)
 

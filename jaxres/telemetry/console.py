@@ -109,6 +109,8 @@ class Console:
                     self.print(_evaluated(event))
                 case events.GuardWarned(_, reason):
                     self.print(f"WARNING: {reason}")
+                case events.CorruptionDetected(reason=reason):
+                    self.print(f"ALARM: {reason}")
                 case events.RolledBack():
                     self.print(_rolled_back(event))
                 case events.BadRecordsSkipped():

@@ -66,6 +66,8 @@ class ExitMessage:
     exit: int
     reason: str
     committed: bool
+    culprit: int | None = None
+    """Another host that is the cause; None: this one is, or no single host is."""
 
 
 @dataclass(frozen=True)
@@ -229,9 +231,15 @@ def decode(line: bytes) -> StatusMessage:
 
 def exit_message(result: AttemptResult) -> ExitMessage:
     """Returns what a worker sends before it exits with a result."""
-    return ExitMessage(result.code, result.reason, result.committed)
+    return ExitMessage(result.code, result.reason, result.committed, result.culprit)
 
 
 def result_of_exit_message(message: ExitMessage) -> AttemptResult:
     """Returns the result that a worker announced before its exit."""
-    return AttemptResult(message.exit, message.reason, committed=message.committed, announced=True)
+    return AttemptResult(
+        message.exit,
+        message.reason,
+        committed=message.committed,
+        culprit=message.culprit,
+        announced=True,
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxres import config as configs
@@ -27,6 +28,7 @@ from jaxres.engine import mesh as meshes
 from jaxres.engine import state as states
 from jaxres.engine.guards import Guard
 from jaxres.engine.mesh_plan import MeshPlan
+from jaxres.engine.replica_fingerprint import Copies
 from jaxres.engine.sharding_report import Layout
 from jaxres.engine.state import TrainState
 from jaxres.engine.trainable import Trainable
@@ -43,6 +45,7 @@ from jaxres.train import (
     init_params,
     jitted_steps,
     oom_advice,
+    replica_check,
     save_scheduler,
 )
 from jaxres.train.components import Components, Diagnostics, StepSchedule, Trainer
@@ -50,6 +53,8 @@ from jaxres.train.consensus import Consensus, SingleHostConsensus, StepConsensus
 from jaxres.train.context import AttemptContext
 from jaxres.train.hooks import Hooks
 from jaxres.train.numerics_fingerprint import numerics_fingerprint
+from jaxres.train.replay_check import ReplayCheck
+from jaxres.train.replica_check import ReplicaCheck
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     parts = _parts(config, context)
     context.emit(_built(parts, _lay_out(parts, context)))
     init = init_params.build(config.init_from, parts, context)
-    step, evaluation, program = jitted_steps.load_or_compile(parts, context)
+    compiled = jitted_steps.load_or_compile(parts, context)
     # A job's first collective must come within half a minute; one host may compile for minutes.
     context.peers.barrier("compiled", seconds=config.deadlines.compile_seconds)
     is_due = save_scheduler.attach(config.checkpoint.when, context)
@@ -97,19 +102,17 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         ),
         init=init,
         shapes=parts.shapes,
-        step=step,
+        step=compiled.train,
         peak_rate=optimizer.rate_arrays(config.optimizer.learning_rate, parts.mesh),
-        diagnostics=Diagnostics(
-            context.run_dir.diagnostics(context.log.attempt), config.guards.diagnostics
-        ),
+        diagnostics=_diagnostics(config, context),
         metrics_layout=parts.metrics_layout(),
         row_origins=_row_origins(parts),
-        evaluate=evaluation,
+        evaluate=compiled.evaluate,
         text_bytes=_text_bytes(parts, context),
         dataset=parts.dataset.fingerprint,
         tokenizer=_keep_tokenizer(parts.dataset.tokenizer, context),
         devices=meshes.devices_by_host(parts.mesh),
-        computation=_computation(parts, context, step, program),
+        computation=_computation(parts, context, compiled.train, compiled.text),
         on_step=on_step,
         consensus=_consensus(context, checkpoints, parts.mesh, is_due),
         peers=context.peers,
@@ -120,6 +123,8 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         least_guarantee=config.run.guarantee,
         hooks=_hooks(parts, context),
         memory=_memory(parts, context, stack, flush),
+        replica_check=_replica_check(parts, context, compiled.fingerprints),
+        replay_check=_replay_check(parts, context, compiled.replay),
     )
     return BuiltTrainer(run, parts.dataset, parts.model, parts.trainable)
 
@@ -129,6 +134,52 @@ def _computation(
 ) -> dict[str, str]:
     return numerics_fingerprint(
         parts.config, context.claim, parts.mesh, parts.plan, step, program=program
+    )
+
+
+def _diagnostics(config: RunConfig, context: AttemptContext) -> Diagnostics:
+    folder = context.run_dir.diagnostics(context.log.attempt)
+    return Diagnostics(folder, config.guards.diagnostics)
+
+
+def _replica_check(
+    parts: Components, context: AttemptContext, fingerprints: Any
+) -> ReplicaCheck | None:
+    """Returns the comparison of the copies of the state; notes what it can't detect."""
+    section, copies = parts.config.guards.corruption, Copies.of(parts.shapes, parts.mesh)
+    if section is None:
+        return None
+    note = replica_check.undetected(copies)
+    if note is not None:
+        context.emit(Noted(note))
+    if fingerprints is None:
+        return None
+    return ReplicaCheck(
+        fingerprints,
+        copies,
+        list(parts.mesh.devices.flat),
+        context.peers.member.host,
+        every_steps=section.every_steps,
+        mode=section.mode,
+        emit=context.emit,
+    )
+
+
+def _replay_check(
+    parts: Components, context: AttemptContext, fingerprints: Any
+) -> ReplayCheck | None:
+    section = parts.config.guards.corruption
+    if section is None or section.replay_every_steps is None:
+        return None
+    shardings = jax.tree.map(lambda shape: shape.sharding, parts.shapes)
+    return ReplayCheck(
+        jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings),
+        fingerprints,
+        list(parts.mesh.devices.flat),
+        context.peers.member.host,
+        every_steps=section.replay_every_steps,
+        mode=section.mode,
+        emit=context.emit,
     )
 
 

@@ -58,6 +58,7 @@ def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
     if all(group.learning_rate is None for group in config.optimizer.groups):
         dumped["optimizer"].pop("learning_rate")  # An input; with groups, rates are relative to it.
     dumped["train"]["steps"] = configs.horizon_steps(config)
+    dumped["guards"].pop("corruption")  # How often copies are compared is no part of a program.
     sections = {name: part for name, part in dumped.items() if name not in SECTIONS_NOT_COMPILED}
     return {"sources": own, "config": sections, **others}
 
@@ -167,12 +168,14 @@ class Program:
 
     @functools.cached_property
     def text_key(self) -> str:
-        """The key made of lowered text and call signature.
+        """The key made of lowered text, call signature and name.
 
-        An argument that is None is not in the text, but is a part of the call signature.
+        An argument that is None is not in the text, but is a part of the call signature. Two steps
+        of a run may have the same text.
         """
         call = [str(self.lowered.in_tree), str(self.lowered.out_tree)]
-        return executable.key({**self._here, "text": self.text, "call": call})
+        inputs = {"text": self.text, "call": call, "name": self.name}
+        return executable.key({**self._here, **inputs})
 
     @functools.cached_property
     def key(self) -> str:

@@ -39,6 +39,8 @@ from jaxres.runlog.run_log import RunHistory, RunLog
 from jaxres.storage.path import RunPath
 from jaxres.train.consensus import Consensus
 from jaxres.train.hooks import Hooks
+from jaxres.train.replay_check import Replay, ReplayCheck
+from jaxres.train.replica_check import ReplicaCheck
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,10 @@ class Trainer:
     """The user's functions that are called every so many steps."""
     memory: MemoryTier = field(default_factory=MemoryTier)
     """The newest states in host memory; by default none."""
+    replica_check: ReplicaCheck | None = None
+    """The comparison of the copies of the state; None: off, or no array has a copy."""
+    replay_check: ReplayCheck | None = None
+    """The replays; None: off."""
 
 
 @dataclass
@@ -309,6 +315,14 @@ class InFlight:
     )
     """The last completed steps."""
     steps: deque[tuple[Progress, np.ndarray, jax.Array]] = dataclasses.field(default_factory=deque)
+    fingerprints: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    """Steps in flight whose copies are compared -> the fingerprints; see replica_check.py."""
+    compared_step: int = -1
+    """Newest step whose copies were compared."""
+    replays: dict[int, Replay] = dataclasses.field(default_factory=dict)
+    """Steps in flight that were dispatched twice; see replay_check.py."""
+    replayed_step: int = 0
+    """Newest step with two equal results, or the first one of the segment."""
 
     def verdict(self) -> Verdict:
         """Returns the verdict on bad records with one host; several agree through the step."""

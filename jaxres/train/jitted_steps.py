@@ -1,9 +1,10 @@
-"""The train step and the evaluation step: jits and traces them, loads or compiles them."""
+"""The train step, the evaluation step, the fingerprints: jits, traces, loads or compiles them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ import jax.numpy as jnp
 from jaxres import config as configs
 from jaxres import data
 from jaxres.config import RunConfig
-from jaxres.engine import evaluate, optimizer, schedule, sharding_report
+from jaxres.engine import evaluate, optimizer, replica_fingerprint, schedule, sharding_report
 from jaxres.engine import mesh as meshes
 from jaxres.engine import state as states
 from jaxres.engine import step as steps
 from jaxres.engine.executable import Signature
+from jaxres.engine.replica_fingerprint import Copies
 from jaxres.engine.state import TrainState
 from jaxres.faults import ConfigError
 from jaxres.runlog.events import Noted
@@ -84,14 +86,24 @@ def _step_signature(parts: Components, *, facts: Any) -> Signature:
     )
 
 
-def load_or_compile(
-    parts: Components, context: AttemptContext
-) -> tuple[Any, Callable[[Any, evaluate.Listener], SetMeans | None], str]:
-    """Returns the compiled train step, a function that evaluates parameters, and a digest.
+@dataclass(frozen=True)
+class CompiledSteps:
+    """The compiled functions of a run."""
 
-    The digest is that of the train step's lowered text. The steps are loaded from the compile
-    cache, or compiled, before the first step.
-    """
+    train: Any
+    """The train step, a jax.stages.Compiled."""
+    text: str
+    """Digest of its lowered text."""
+    evaluate: Callable[[Any, evaluate.Listener], SetMeans | None]
+    """Evaluates a state."""
+    fingerprints: Any = None
+    """Those of the copies of the state; None: off, or no array has a copy."""
+    replay: Any = None
+    """The fingerprints of all parts of the state, for replays; None: off."""
+
+
+def load_or_compile(parts: Components, context: AttemptContext) -> CompiledSteps:
+    """Loads the steps from the compile cache, or compiles them, before the first step."""
     config, mesh = parts.config, parts.mesh
     facts = None if context.peers.member.is_alone else facts_shape(mesh)
     rows = parts.plan.rows_at_once  # A whole batch may not fit into memory.
@@ -101,6 +113,7 @@ def load_or_compile(
         trace = functools.partial(traced_evaluation, parts, facts=facts, rows=rows)
         signature = _evaluation_signature(parts, facts=facts, rows=rows)
         to_compile["evaluation"] = StepToCompile(trace, signature)
+    to_compile |= _fingerprints(parts)
     batch = {name: str(shape) for name, shape in parts.batch_shapes(rows=rows).items()}
     made_of = compile_cache.cache_key_inputs(
         config,
@@ -123,22 +136,56 @@ def load_or_compile(
     )
     if large is not None:
         context.emit(Noted(large))
-    if not parts.evaluates:
-        return step, _no_evaluation, compiled["training"].text
+    calls = {name: each.call for name, each in compiled.items()}
+    evaluation = calls.get("evaluation")
+    return CompiledSteps(
+        train=step,
+        text=compiled["training"].text,
+        evaluate=_no_evaluation if evaluation is None else _evaluation(parts, evaluation),
+        fingerprints=calls.get("fingerprints"),
+        replay=calls.get("replay"),
+    )
+
+
+def _fingerprints(parts: Components) -> dict[str, StepToCompile]:
+    """Returns the fingerprints that the config asks for, and for which there are copies."""
+    section = parts.config.guards.corruption
+    signature = Signature((parts.shapes,), meshes.replicated(parts.mesh))
+    found = dict[str, StepToCompile]()
+    if section is not None and Copies.of(parts.shapes, parts.mesh).any:
+        trace = functools.partial(traced_fingerprints, parts)
+        found["fingerprints"] = StepToCompile(trace, signature)
+    if section is not None and section.replay_every_steps is not None:
+        trace = functools.partial(traced_fingerprints, parts, with_single=True)
+        found["replay"] = StepToCompile(trace, signature)
+    return found
+
+
+def traced_fingerprints(parts: Components, *, with_single: bool = False) -> Any:
+    """Jits the fingerprints of the state and returns their trace."""
+    fingerprints = replica_fingerprint.make(parts.shapes, parts.mesh, with_single=with_single)
+    jitted = jax.jit(fingerprints, out_shardings=meshes.replicated(parts.mesh))
+    return jitted.trace(parts.shapes)
+
+
+def _evaluation(
+    parts: Components, step: Any
+) -> Callable[[TrainState, evaluate.Listener], SetMeans | None]:
+    """Returns a function that evaluates a state with the compiled evaluation step."""
     evaluation = evaluate.make(
-        compiled["evaluation"].call,
+        step,
         parts.dataset.validation,
         metrics=parts.model_metrics,
-        rows_per_batch=rows,
-        limit=config.evaluation.batches * parts.plan.microbatches,
-        mesh=mesh,
+        rows_per_batch=parts.plan.rows_at_once,
+        limit=parts.config.evaluation.batches * parts.plan.microbatches,
+        mesh=parts.mesh,
     )
 
     def evaluate_state(state: TrainState, hosts: evaluate.Listener) -> SetMeans | None:
         params = states.evaluated_params(state, parts.trainable)
         return evaluation(params, state.model_state, hosts)
 
-    return step, evaluate_state, compiled["training"].text
+    return evaluate_state
 
 
 def traced_evaluation(parts: Components, *, facts: Any, rows: int) -> Any:

@@ -10,7 +10,9 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
 
 from jaxres.checkpoint.checkpointer import Checkpointer
@@ -28,7 +30,8 @@ from jaxres.runlog.events import Evaluated, GuardWarned, PhaseChanged, UpdateSki
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.train.components import BadRows, CompletedStep, InFlight, PlacedBatch, Trainer
 from jaxres.train.diagnostics import diagnose
-from jaxres.train.resume import apply_rollback, bad_rows_topic, restore_or_start
+from jaxres.train.replay_check import Replay
+from jaxres.train.resume import apply_rollback, bad_rows_topic, restore_or_start, withdraw_commits
 
 LAG = 2
 MAX_ROWS_REPORTED = 16
@@ -47,8 +50,7 @@ class LoopResult:
 def train(run: Trainer) -> LoopResult:
     """Trains from the newest committed step to `run.steps`, or until a verdict ends the run."""
     with run.checkpoints as checkpoints, _announce_wait_on_error(run):
-        entries = 0
-        """How often training was resumed within this attempt: equal on every host."""
+        entries = 0  # How often training was resumed within this attempt: equal on every host.
         state, progress, in_flight = restore_or_start(run, entry=entries)
         while True:
             due = run.schedule.at(
@@ -59,6 +61,9 @@ def train(run: Trainer) -> LoopResult:
             last, hooks_due = progress.step == run.steps, run.hooks.are_due(progress.step)
             drain = due.any or hooks_due or last or run.memory.is_due(progress.step)
             progress, verdict = process_completed(run, progress, in_flight, drain=drain)
+            waits = due.evaluate or hooks_due
+            is_kept = not waits and (due.save or run.memory.is_due(progress.step))
+            verdict = compare_copies(run, state, progress, in_flight, verdict, is_kept=is_kept)
             if isinstance(verdict, RollbackRun | SkipRows):
                 if isinstance(verdict, SkipRows) and verdict.state_is_good:
                     save(run, state, progress)
@@ -74,10 +79,10 @@ def train(run: Trainer) -> LoopResult:
                 return finalize(run, verdict, state, progress)
             if due.evaluate:
                 progress = evaluate(run, state, progress)
-                if progress.evaluated_step < progress.step:
-                    continue  # A stop is requested; the next `process_completed` returns it.
+                continue  # If a stop is requested, the next `process_completed` returns it.
             if hooks_due:
                 run.hooks.call(state, in_flight.recent[-1].line)
+                continue
             if due.save:
                 may_skip = not (last or run.consensus.save_requested())
                 save(run, state, progress, may_skip=may_skip)
@@ -94,7 +99,8 @@ def train(run: Trainer) -> LoopResult:
             no_batch = in_flight.bad is not None
             flags = run.consensus.local_flags(busy_seconds=busy_seconds, no_batch=no_batch)
             peak_rate = in_flight.peak_rate(progress.step + 1)
-            state, metrics = run.step(state, arrays, flags, peak_rate)
+            inputs = (arrays, flags, peak_rate)
+            state, metrics = dispatch(run, in_flight, state, inputs, step=progress.step + 1)
             progress = progress.after(
                 next_cursor=batch.next_cursor,
                 num_rows=run.data_loader.num_rows,
@@ -161,14 +167,95 @@ def process_completed(
             verdict = most_severe([verdict, judged])
             continue
         memory, judged = judge_step(run.guards, memory, seen)
-        if isinstance(judged, Warn):
-            run.emit(GuardWarned(seen.step, judged.reason))
-            judged = Continue()
+        judged = _without_warning(run, judged, step=seen.step)
         judged = bounded_rollbacks(
             judged, rollbacks=in_flight.rollbacks, section=run.limits.rollback
         )
-        verdict = most_severe([verdict, judged, run.consensus.verdict()])
+        devices = [
+            _judge_replay(run, in_flight, seen.step),
+            _judge_copies(run, in_flight, seen.step),
+        ]
+        verdict = most_severe([verdict, judged, *devices, run.consensus.verdict()])
     return dataclasses.replace(progress, guards=memory), verdict
+
+
+def dispatch(
+    run: Trainer, in_flight: InFlight, state: TrainState, inputs: tuple[Any, Any, Any], *, step: int
+) -> tuple[TrainState, jax.Array]:
+    """Dispatches a step, twice if a replay is due, and the comparisons that are due after it.
+
+    Args:
+      run: components of the run.
+      in_flight: receives the fingerprints.
+      state: the state before the step, which is donated.
+      inputs: the other inputs of the step.
+      step: its number.
+    """
+    replay = run.replay_check
+    first = None
+    if replay is not None and replay.is_due(step):
+        again, metrics = run.step(replay.copy(state), *inputs)
+        first = replay.fingerprints(again), metrics
+        del again  # The second result takes its memory.
+    state, metrics = run.step(state, *inputs)
+    if replay is not None and first is not None:
+        second = replay.fingerprints(state), metrics
+        in_flight.replays[step] = Replay(*zip(first, second, strict=True))
+    if run.replica_check is not None and run.replica_check.is_due(step):
+        in_flight.fingerprints[step] = run.replica_check.fingerprints(state)
+    return state, metrics
+
+
+def compare_copies(
+    run: Trainer,
+    state: TrainState,
+    progress: Progress,
+    in_flight: InFlight,
+    verdict: Verdict,
+    *,
+    is_kept: bool,
+) -> Verdict:
+    """Compares the copies of a state that is kept, or that a verdict is about, once a step.
+
+    Returns the more severe one of the verdict on them and the given verdict: a faulty device may be
+    the cause of any other.
+    """
+    step = progress.step
+    is_decided = isinstance(verdict, StopRun) and verdict.fault.exit == ExitCode.UNHEALTHY
+    is_due = (is_kept or not isinstance(verdict, Continue)) and not is_decided
+    if run.replica_check is None or not is_due or in_flight.compared_step == step:
+        return verdict
+    in_flight.fingerprints[step] = run.replica_check.fingerprints(state)
+    return most_severe([verdict, _judge_copies(run, in_flight, step)])
+
+
+def _judge_copies(run: Trainer, in_flight: InFlight, step: int) -> Verdict:
+    """Returns the verdict on the copies after a step whose fingerprints were dispatched."""
+    values = in_flight.fingerprints.pop(step, None)
+    if run.replica_check is None or values is None:
+        return Continue()
+    in_flight.compared_step = step
+    return _without_warning(run, run.replica_check.judge(values, step=step), step=step)
+
+
+def _judge_replay(run: Trainer, in_flight: InFlight, step: int) -> Verdict:
+    """Returns the verdict on a step that was computed twice."""
+    replay = in_flight.replays.pop(step, None)
+    if run.replay_check is None or replay is None:
+        return Continue()
+    good = in_flight.replayed_step
+    verdict = run.replay_check.judge(replay, step=step, last_good_step=good)
+    if isinstance(verdict, Continue):
+        in_flight.replayed_step = step
+    return _without_warning(run, verdict, step=step)
+
+
+def _without_warning(run: Trainer, verdict: Verdict, *, step: int) -> Verdict:
+    """Returns the verdict; a warning is emitted, and training continues."""
+    if not isinstance(verdict, Warn):
+        return verdict
+    run.emit(GuardWarned(step, verdict.reason))
+    return Continue()
 
 
 def complete_step(run: Trainer, in_flight: InFlight) -> StepObservation:
@@ -280,6 +367,8 @@ def finalize(
       progress: the host's facts at the last step.
     """
     checkpoints = run.checkpoints
+    if stop is not None:
+        withdraw_commits(run, stop)
     run.emit(PhaseChanged("settle", "waiting for the last save"))
     checkpoints.wait()
     is_wanted = stop is None or stop.saves
@@ -299,7 +388,9 @@ def finalize(
         reasons.append(f"step {progress.step} could not be committed")
         reason = f"{'; '.join(reasons)}: {checkpoints.last_error} {resume_hint(checkpoints)}"
         exit = ExitCode.STORAGE if stop is None else exit
-    return LoopResult(AttemptResult(exit, reason, committed=committed), state, progress)
+    culprit = None if stop is None else stop.culprit
+    result = AttemptResult(exit, reason, committed=committed, culprit=culprit)
+    return LoopResult(result, state, progress)
 
 
 def resume_hint(checkpoints: Checkpointer) -> str:

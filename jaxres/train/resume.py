@@ -9,7 +9,14 @@ from jaxres.cluster.host_group import MESSAGE_SECONDS
 from jaxres.data.dataset import PLAN_MARK
 from jaxres.engine.divergence import looks_back_steps
 from jaxres.engine.state import Progress, TrainState, from_plain, to_plain
-from jaxres.faults import ConfigError, RollbackRun, SkipRows, StorageUnavailable, Unrestorable
+from jaxres.faults import (
+    ConfigError,
+    RollbackRun,
+    SkipRows,
+    StopRun,
+    StorageUnavailable,
+    Unrestorable,
+)
 from jaxres.runlog import run_log
 from jaxres.runlog.events import BadRecordsSkipped, PhaseChanged, RolledBack, TrainingStarted
 from jaxres.runlog.guarantee import guarantee_level, is_at_least
@@ -91,6 +98,27 @@ def _roll_back(run: Trainer, verdict: RollbackRun, *, entry: int) -> None:
     )
 
 
+def withdraw_commits(run: Trainer, stop: StopRun) -> None:
+    """Records that commits after a stop's last good step are not trusted, if there are some.
+
+    No rows are left out: the next attempt computes the same steps again. A save in flight of such a
+    step is discarded.
+    """
+    if stop.last_good_step is None:
+        return
+    onset = stop.last_good_step + 1
+    run.checkpoints.discard_from(onset)
+    run.memory.discard()
+    steps = [commit.step for commit in run.log.history().committed]
+    target = max((step for step in steps if step < onset), default=0)
+    if max(steps, default=0) > target:
+        record = run_log.Rollback(onset=onset, target=target, rows=(), reason=stop.reason)
+        run.peers.broadcast(
+            "withdrawn", lambda: str(run.log.append(record).seq), seconds=MESSAGE_SECONDS
+        )
+    run.checkpoints.rewind(target)
+
+
 def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress, InFlight]:
     """Restores the newest valid state, or creates the initial one, and records the start.
 
@@ -136,6 +164,7 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
         cursor=progress.cursor,
         completed_at=now,
         dispatched_at=now,
+        replayed_step=progress.step,
     )
     return state, progress, in_flight
 

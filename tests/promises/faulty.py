@@ -4,7 +4,8 @@ The environment selects the fault instead of the config, so that the same comman
 same run. FAULT="WHERE:COUNT:WHAT", as "row:300:spin", applies to every host; "row:300:spin:2" only
 to host 2. PACE is the seconds per row, HELDOUT_PACE those of a held-out row, JITTER the mean of
 random delays, which differ in every process. POISON="INDEX:WHAT,..." lists unreadable items: raise,
-range or hang. WHAT "gate" waits until the file GATE exists.
+range or hang. WHAT "gate" waits until the file GATE exists. FLIP="STEP:HOST:DEVICE" flips a bit of
+one device's copy of a parameter after that step, once in a run, with the hook `flip_bit`.
 """
 
 from __future__ import annotations
@@ -121,6 +122,17 @@ def reach(where: str) -> None:
     is_time = where == asked_where and count == int(asked_count)
     if is_time and host in ([], [str(jax.process_index())]):
         WHATS[what]()
+
+
+def flip_bit(context: Any) -> None:
+    """Flips one bit in the memory of one device's copy of the parameter; a hook."""
+    step, host, device = os.environ["FLIP"].split(":")
+    flipped = context.run_dir / f"flipped-{step}"
+    if (str(context.step), str(context.host)) == (step, host) and not flipped.exists():
+        flipped.touch()
+        data = context.params["bias_V"].addressable_shards[int(device)].data
+        octet = ctypes.c_uint8.from_address(data.unsafe_buffer_pointer())
+        octet.value ^= 1 << 4
 
 
 class TokenRows:

@@ -5,6 +5,12 @@
 The step without is a usual one (mean loss, gradient, clipping by optax, update), on
 the same model, optimizer and rows; both are compiled in this process and take turns. Prints the
 ratio with its interval, and XLA's memory analysis of both. Exits 1 above 1.03.
+
+    python tools/bench/guards.py --copies 2
+
+The comparison of the state's copies on so many devices (on CPU: virtual ones): blocks of steps with
+one after each step against blocks without. The difference, over guards.corruption.every_steps, is
+what a step costs more. Exits 1 above 1.005.
 """
 
 from __future__ import annotations
@@ -25,15 +31,17 @@ import numpy as np
 import optax
 
 from jaxres import models
+from jaxres.config.schema import MeshSection
 from jaxres.config.schema_model import GptModel
 from jaxres.config.schema_optimizer import AdamwOptimizer, CosineSchedule
-from jaxres.config.schema_training import GuardsSection
-from jaxres.engine import optimizer
+from jaxres.config.schema_training import CorruptionSection, GuardsSection
+from jaxres.engine import mesh as meshes
+from jaxres.engine import optimizer, replica_fingerprint
 from jaxres.engine import schedule as schedules
 from jaxres.engine import state as states
 from jaxres.engine import step as steps
 
-LIMIT = 1.03
+LIMIT, COPIES_LIMIT = 1.03, 1.005
 ROWS, LENGTH, VOCAB = 24, 96, 256
 MODEL = GptModel(num_layers=1, d_model=64, num_heads=2, compute_dtype="float32")
 """A step of about 20 ms on two cores."""
@@ -93,12 +101,64 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
     return statistics.median(ratios), float(low), float(high)
 
 
+def copies(num_devices: int, *, blocks: int, steps_a_block: int) -> int:
+    """Measures the comparison of the copies; returns 1 if the ratio is above the limit."""
+    mesh = meshes.build(MeshSection(), devices=jax.devices()[:num_devices])
+    keep = meshes.pin_batch_dim(mesh)
+    model = models.build(
+        MODEL, vocab_size=VOCAB, seq_len=LENGTH, platform=jax.default_backend(), keep_rows=keep
+    )
+    tx = optimizer.build(AdamwOptimizer(), axes=model.axes)
+    rate = schedules.learning_rate(CosineSchedule(), peak=3e-4, total_steps=10_000)
+    step = steps.make_train_step(
+        model, tx, rate, clip_norm=CLIP_NORM, microbatches=1, spikes=GuardsSection().spikes
+    )
+    bare = jax.eval_shape(lambda: states.init(model, tx, seed=0))
+    shardings = states.shardings(bare, model, mesh)
+    state = jax.jit(lambda: states.init(model, tx, seed=0), out_shardings=shardings)()
+    batch = meshes.place_batch(mesh, rows())
+    results = (shardings, meshes.replicated(mesh))
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=results).lower(state, batch).compile()
+    fingerprints = jax.jit(replica_fingerprint.make(state, mesh)).lower(state).compile()
+
+    def compared(state: Any, batch: Any) -> Any:
+        state, metrics = compiled(state, batch)
+        np.asarray(fingerprints(state))
+        return state, metrics
+
+    pairs = []
+    for block in range(blocks + 2):
+        found = [0.0, 0.0]
+        for side in (0, 1) if block % 2 else (1, 0):
+            function = (compared, compiled)[side]
+            found[side], state = seconds(function, state, batch, count=steps_a_block)
+        if block >= 2:
+            pairs.append(found)
+    every = CorruptionSection().every_steps
+    alone = 1e3 * statistics.median(pair[1] for pair in pairs)
+    ratio, low, high = interval([1 + (a / b - 1) / every for a, b in pairs])
+    cost = 1e3 * statistics.median(a - b for a, b in pairs)
+    print(
+        f"{num_devices} copies of {sum(x.nbytes for x in jax.tree.leaves(state)) / 1e6:.2f} MB: "
+        f"a comparison {cost:.2f} ms, a step {alone:.2f} ms; one in {every} steps: ratio "
+        f"{ratio:.5f} (95 % interval of the median {low:.5f} to {high:.5f})"
+    )
+    if ratio > COPIES_LIMIT:
+        print(f"FAIL: the ratio is above {COPIES_LIMIT}")
+        return 1
+    return 0
+
+
 def main() -> int:
     """Measures and prints; returns 1 if the ratio is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--steps", type=int, default=25, help="steps a block")
+    parser.add_argument("--copies", type=int, default=0, help="compare copies on so many devices")
     options = parser.parse_args()
+    if options.copies:
+        jax.config.update("jax_num_cpu_devices", options.copies)
+        return copies(options.copies, blocks=options.blocks, steps_a_block=options.steps)
     model = models.build(MODEL, vocab_size=VOCAB, seq_len=LENGTH, platform=jax.default_backend())
     tx = optimizer.build(AdamwOptimizer(), axes=model.axes)
     rate = schedules.learning_rate(CosineSchedule(), peak=3e-4, total_steps=10_000)

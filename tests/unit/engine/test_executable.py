@@ -251,3 +251,11 @@ def test_programs_of_one_text_that_are_called_differently_have_different_keys():
     )
     assert old.lowered.as_text() == new.lowered.as_text()
     assert old.text_key != new.text_key
+
+
+def test_steps_of_one_text_have_keys_of_their_own():
+    """As fingerprints with and without arrays that have no copy, where all have one."""
+    arguments = (jnp.ones(3),)
+    trace = partial(jax.jit(lambda x: x + 1).trace, *arguments)
+    step = StepToCompile(trace, Signature(arguments, HERE))
+    assert len({Program(name, step, {}, None).text_key for name in ("one", "two")}) == 2

@@ -229,3 +229,26 @@ def test_every_exit_code_has_a_severity():
     for code in ExitCode:
         found = find_root_cause(statuses(exited(code, 1.0), LOST))
         assert found.result.code == code
+
+
+def named(culprit, reason="step 8: device 3"):
+    result = AttemptResult(82, reason, culprit=culprit, announced=True)
+    return WorkerExit(result, 1.0)
+
+
+def test_hosts_that_agree_on_a_faulty_device_name_its_host():
+    cause = find_root_cause(statuses(named(1), named(None), named(1)))
+    assert (cause.result.code, cause.result.culprit) == (82, 1)
+    assert [cause.per_host[host][0] for host in range(3)] == [79, 82, 79]
+
+
+def test_of_several_hosts_that_may_have_the_faulty_device_none_is_named():
+    cause = find_root_cause(statuses(named(None), named(0), named(None)))
+    assert (cause.result.code, cause.result.culprit) == (82, None)
+    assert cause.result.reason == "step 8: device 3"
+    assert [cause.per_host[host][0] for host in range(3)] == [82, 79, 82]
+
+
+def test_of_hosts_that_lack_devices_the_first_is_named():
+    cause = find_root_cause(statuses(named(None, "host 0: 7 found"), named(None, "host 1: 6")))
+    assert (cause.result.code, cause.result.culprit) == (82, 0)

@@ -1,8 +1,8 @@
 """The training loop over fake components: no committed state is bad, under any random faults.
 
 A state is the set of rows that it was trained on. Faults are drawn at random: losses that stay
-high, updates that spoil the state, gradients that are not finite, records that can't be read,
-notices with and without time, saves that take a while.
+high, updates that spoil the state, gradients that are not finite, records that can't be read, bits
+that flip in one device's copy, notices with and without time, saves that take a while.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 from jaxres.config.schema_training import GuardsSection, RollbackSection
 from jaxres.data import Batch, positions_at
 from jaxres.engine.divergence import losses, skips
+from jaxres.engine.replica_fingerprint import Copies
 from jaxres.engine.state import TrainState
 from jaxres.engine.step import MetricsLayout
 from jaxres.exit_codes import ExitCode
@@ -27,15 +28,38 @@ from jaxres.runlog.run_log import Commit, Record
 from jaxres.train.components import BadRows, DataLoader, StepSchedule
 from jaxres.train.consensus import SingleHostConsensus
 from jaxres.train.loop import train
+from jaxres.train.replica_check import ReplicaCheck
 from jaxres.train.stop_requests import StopRequests
 from tests.unit.train.test_loop import fake_run
 
 STEPS, ROWS = 60, 4
-SPOIL, HIGH, NAN, UNREADABLE = "spoil", "high", "nan", "unreadable"
+SPOIL, HIGH, NAN, UNREADABLE, FLIP = "spoil", "high", "nan", "unreadable", "flip"
 LIMITS = GuardsSection(
     rollback=RollbackSection(patience_steps=3, warmup_steps=5, max_rollbacks=2),
     max_skips_in_a_row=2,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device of the mesh."""
+
+    id: int
+    process_index: int = 0
+    device_kind: str = "chip"
+
+
+def replica_check(*, every_steps=7, mode="act", emit=lambda event: None):
+    """The comparison of three copies, of which that of device 1 has the flipped bits."""
+    return ReplicaCheck(
+        lambda state: np.asarray([[1], [1 + ("flipped" in state.params)], [1]], np.uint32),
+        Copies(kinds=((),), groups=(((0, 1, 2),),), num_bytes={3: 1}),
+        [Device(10), Device(11), Device(12)],
+        0,
+        every_steps=every_steps,
+        mode=mode,
+        emit=emit,
+    )
 
 
 class Log:
@@ -132,6 +156,8 @@ class SimulatedRun:
         for what in (SPOIL, NAN, UNREADABLE):
             if self.chance.random() < 0.4:
                 self.faults[self.chance.randrange(STEPS * ROWS)] = what
+        if self.chance.random() < 0.3:
+            self.faults[self.chance.randrange(STEPS) * ROWS] = FLIP
         for _ in range(self.chance.choice([0, 1, 2])):
             first = self.chance.randrange(7, STEPS) * ROWS
             self.faults |= {first + ROWS * n: HIGH for n in range(self.chance.choice([1, 3, 4]))}
@@ -163,13 +189,16 @@ class SimulatedRun:
             params = {**params, **{str(p): True for p in arrays["positions"].tolist()}}
         if applied and SPOIL in kinds:
             params, is_good = {**params, "spoilt": True}, False
+        if FLIP in kinds:
+            params = {**params, "flipped": True}
+            self.faults = {p: what for p, what in self.faults.items() if what != FLIP}
         self.met.update(kinds)
         numbers = [loss, 1.0, 0.1, 0.0, float(applied), float(is_good), 1.0]
         return dataclasses.replace(state, params=params), np.asarray(
             [*numbers, *[0.0] * ROWS], np.float32
         )
 
-    def attempt(self):
+    def attempt(self, **parts):
         requests = StopRequests()
 
         def on_step(line):
@@ -193,10 +222,13 @@ class SimulatedRun:
             row_origins=[(0, 0)] * ROWS,
             on_step=on_step,
             consensus=SingleHostConsensus(requests, self.checkpoints.verdict),
-            emit=lambda event: self.met.update([type(event).__name__]),
+            **{"emit": self.emit, "replica_check": replica_check(emit=self.emit), **parts},
         )
         self.checkpoints.saved_step = self.log.history().step
         return train(run)
+
+    def emit(self, event):
+        self.met.update([type(event).__name__])
 
     def check_commits(self):
         """No committed state is spoilt, or was trained on rows that the log leaves out."""
@@ -204,7 +236,7 @@ class SimulatedRun:
         left_out = {p for start, stop in history.skips for p in range(start, stop)}
         for commit in history.committed:
             trained = self.checkpoints.states[commit.path][0]["params"]
-            assert "spoilt" not in trained, f"step {commit.step} is poisoned"
+            assert not {"spoilt", "flipped"} & trained.keys(), f"step {commit.step} is poisoned"
             rows = {int(p) for p in trained}
             assert not rows & left_out, f"step {commit.step} is of rows that were left out"
         return history
@@ -218,14 +250,17 @@ def test_no_committed_state_is_bad_under_random_faults(block):
         for _ in range(20):
             ended = simulated.attempt()
             simulated.check_commits()
-            if ended.result.code != ExitCode.PREEMPTED:
+            ends[ended.result.code] += 1
+            if ended.result.code not in (ExitCode.PREEMPTED, ExitCode.UNHEALTHY):
                 break
-        ends[ended.result.code] += 1
         met += simulated.met
         if ended.result.code == ExitCode.DONE:
             trained = simulated.checkpoints.states[simulated.log.history().newest.path][0]["params"]
             masked = {p for p, what in simulated.faults.items() if what == NAN}
             assert not {int(p) for p in trained} & masked
-    assert set(ends) == {ExitCode.DONE, ExitCode.DIVERGED}
-    for what in (SPOIL, HIGH, NAN, UNREADABLE, "RolledBack", "BadRecordsSkipped", "UpdateSkipped"):
+    expected = {ExitCode.DONE, ExitCode.DIVERGED, ExitCode.PREEMPTED, ExitCode.UNHEALTHY}
+    assert set(ends) == expected
+    assert ends[ExitCode.UNHEALTHY] == met["CorruptionDetected"]
+    found = ("RolledBack", "BadRecordsSkipped", "UpdateSkipped", "CorruptionDetected")
+    for what in (SPOIL, HIGH, NAN, UNREADABLE, FLIP, *found):
         assert met[what] > 3, what
