@@ -1,0 +1,204 @@
+"""Runs the health process of a host, and judges what it reports.
+
+A thread reads the process's lines and passes them to the supervisor, through a queue and a pipe
+that wakes it. If the driver hangs, the lines stop: the thread kills the process, reports that, and
+starts another one later. Nothing here delays the supervisor. Without an NVIDIA driver's library
+neither thread nor process is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+from jaxres.clock import Awake, Clock
+from jaxres.config.schema_operations import HealthSection
+from jaxres.runlog.events import HardwareFaultFound, HealthWatchStarted
+from jaxres.storage.threads import WatcherThreads
+from jaxres.supervisor import health, nvml
+from jaxres.supervisor.health import Finding, GpuState
+from jaxres.supervisor.health_messages import (
+    MESSAGES,
+    GpuReading,
+    Message,
+    WatchStarted,
+    WatchUnavailable,
+    XidReported,
+)
+
+MODULE = "jaxres.supervisor.health_process"
+START_SECONDS = 60.0
+"""Longest time until the first message, if that is more than answer_seconds."""
+RETRY_SECONDS = 600.0
+"""Time after which a process that has ended or was killed is started again."""
+KILL_SECONDS = 1.0
+"""Longest wait for a killed process; one that hangs in the driver is left behind."""
+ALL_GPUS = "GPUs of this host"
+
+
+def is_wanted(section: HealthSection | None, env: Mapping[str, str]) -> bool:
+    """Returns whether this host may have GPUs that the run uses.
+
+    >>> is_wanted(HealthSection(), {"JAX_PLATFORMS": "cpu"}), is_wanted(None, {})
+    (False, False)
+    """
+    platforms = [name for name in env.get("JAX_PLATFORMS", "").split(",") if name]
+    may_use_gpus = not platforms or bool({"cuda", "gpu"} & set(platforms))
+    has_visible = env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    return (
+        section is not None
+        and may_use_gpus
+        and has_visible
+        and nvml.find_library(env.get("LD_LIBRARY_PATH", "")) is not None
+    )
+
+
+class HealthWatcher:
+    """Watches the GPUs of this host until closed; a context manager."""
+
+    def __init__(
+        self,
+        section: HealthSection | None,
+        *,
+        env: Mapping[str, str],
+        clock: Clock,
+        on_fault: Callable[[HardwareFaultFound], None] | None = None,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+          section: the policy; None: no guard.
+          env: the environment of the run, which the process gets too.
+          clock: the supervisor's clock.
+          on_fault: called with each fault after which training continues.
+        """
+        self._section = section if is_wanted(section, env) else None
+        self._env, self._clock = env, clock
+        self.on_fault = on_fault
+        self._threads = WatcherThreads[Message | Finding]()
+        self._states: dict[str, GpuState] = {}
+        self._warned_xids: set[XidReported] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> HealthWatcher:
+        if self._section is not None:
+            section = self._section
+            self._threads.start("health", lambda: self._watch(section))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads.closed.set()
+            self._kill()
+        self._threads.close(seconds=KILL_SECONDS)
+
+    @property
+    def wakeup(self) -> int:
+        """A descriptor that is readable whenever `poll` may return something."""
+        return self._threads.wakeup
+
+    @property
+    def pids(self) -> set[int]:
+        """Pid of the process, if it runs: it is no leftover of an attempt."""
+        process = self._process
+        return {process.pid} if process is not None and process.poll() is None else set()
+
+    def poll(self) -> list[HealthWatchStarted | Finding]:
+        """Returns what was found since the last call."""
+        found: list[HealthWatchStarted | Finding] = []
+        for message in self._threads.take():
+            found += self._judge(message)
+        return found
+
+    def _judge(self, message: Message | Finding) -> Iterator[HealthWatchStarted | Finding]:
+        section = self._section
+        assert section is not None
+        match message:
+            case Finding():
+                yield message
+            case WatchStarted(driver, gpus, unreadable):
+                yield HealthWatchStarted(driver, gpus, dict(unreadable), "")
+            case WatchUnavailable(reason):
+                yield HealthWatchStarted("", (), {}, reason)
+            case XidReported():
+                finding = health.judge_xid(message, section)
+                is_repeated = finding.action == "warn" and message in self._warned_xids
+                self._warned_xids.add(message)
+                if not is_repeated:
+                    yield finding
+            case GpuReading():
+                state = self._states.get(message.gpu, GpuState())
+                now = self._clock.monotonic()
+                self._states[message.gpu], found = health.judge(state, message, section, now=now)
+                yield from found
+
+    def _watch(self, section: HealthSection) -> None:
+        """Runs one process after another, until one says that there is nothing to read."""
+        while not self._threads.closed.is_set():
+            process = self._start(section)
+            if process is None:
+                return
+            why = self._forward(process, section)
+            with self._lock:
+                self._kill()
+            if why is None or self._threads.closed.is_set():
+                return
+            self._threads.put(Finding("silent", ALL_GPUS, why, section.silent))
+            while not self._threads.closed.wait(RETRY_SECONDS) and process.poll() is None:
+                pass  # It still hangs in the driver, and so would the next one.
+
+    def _start(self, section: HealthSection) -> subprocess.Popen[bytes] | None:
+        command = [sys.executable, "-m", MODULE, "--poll-seconds", str(section.poll_seconds)]
+        with self._lock:
+            if self._threads.closed.is_set():
+                return None
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,
+                    env=dict(self._env),
+                )
+            except OSError as error:
+                self._threads.put(WatchUnavailable(f"the health process did not start: {error}"))
+            return self._process
+
+    def _forward(self, process: subprocess.Popen[bytes], section: HealthSection) -> str | None:
+        """Passes the messages on; returns why they have ended, None: there is nothing to read."""
+        assert process.stdout is not None
+        limit = section.poll_seconds + section.answer_seconds
+        awake = Awake(self._clock, beyond_seconds=max(limit, START_SECONDS) + 1)
+        until, partial = awake.now() + max(limit, START_SECONDS), b""
+        with process.stdout as output:
+            while (left := until - awake.now()) > 0:
+                if not select.select([output], [], [], left)[0]:
+                    continue
+                data = os.read(output.fileno(), 65536)
+                if not data:
+                    return "the process that reads them has ended"
+                *lines, partial = (partial + data).split(b"\n")
+                for line in lines:
+                    message = MESSAGES.decode(json.loads(line))
+                    self._threads.put(message)
+                    if isinstance(message, WatchUnavailable):
+                        return None
+                until = awake.now() + limit
+        return f"NVIDIA's library (NVML) has not answered for {section.answer_seconds:g} s"
+
+    def _kill(self) -> None:
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_SECONDS)
