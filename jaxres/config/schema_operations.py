@@ -154,7 +154,7 @@ HealthAction = Literal["warn", "save", "leave"]
 
 
 class HealthSection(Section):
-    """Health guard of the GPUs (docs/hardware.md), and what follows each class of faults.
+    """Health guard of each host (docs/hardware.md), and what follows each class of faults.
 
     warn: training continues; save: saves the last finished step and exits with 82; leave: exits
     with 82 at once, and saves nothing.
@@ -182,13 +182,17 @@ class HealthSection(Section):
     """Most such errors in a minute."""
     silent: HealthAction = free("warn")
     """NVIDIA's library has not answered for answer_seconds."""
+    leak_minutes: PositiveFloat | None = free(60.0)
+    """Warns if memory grows so steadily that it is used up within these minutes; null: never."""
+    disk_free_gb: PositiveFloat | None = free(5.0)
+    """Warns if the disk of the run's local files has fewer GB (1e9 bytes) left; null: never."""
 
 
 class HardwareSection(Section):
     """Watch over the machines of a run."""
 
     health: HealthSection | None = free(HealthSection())
-    """Health guard of the GPUs of each host; null: none. Without an NVIDIA driver there is none."""
+    """Health guard of each host: its GPUs, if it has an NVIDIA driver, memory, disk; null: none."""
 
 
 class RestartSection(Section):

@@ -164,7 +164,9 @@ def run_attempt(
         preemption_watcher = stack.enter_context(watcher) if threads is None else None
         health_watcher = None
         if threads is None:
-            health = HealthWatcher(config.hardware.health, env=env, clock=clock)
+            health = HealthWatcher(
+                config.hardware.health, folder=run_dir.local, env=env, clock=clock
+            )
             health_watcher = stack.enter_context(health)
         job = stack.enter_context(rendezvous(config, run_dir))
         trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))

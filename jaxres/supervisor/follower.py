@@ -53,7 +53,7 @@ def follow(
             PreemptionWatcher(config.preemption, env=env, clock=clock)
         )
         health_watcher = stack.enter_context(
-            HealthWatcher(config.hardware.health, env=env, clock=clock)
+            HealthWatcher(config.hardware.health, folder=run_dir.local, env=env, clock=clock)
         )
         joined = as_follower(config, run_dir, member, address, secret=secret, clock=clock)
         attempt_number, peers = stack.enter_context(joined)

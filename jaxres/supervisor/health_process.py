@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxres.clock import Clock, SystemClock
-from jaxres.supervisor import nvml
+from jaxres.supervisor import nvml, processes
 from jaxres.supervisor.health_messages import (
     MESSAGES,
     GpuReading,
@@ -38,7 +38,10 @@ def main(arguments: list[str]) -> int:
     """Reads until the output is closed; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--poll-seconds", type=float, required=True)
-    seconds = parser.parse_args(arguments).poll_seconds
+    parser.add_argument("--parent", type=int, required=True)
+    options = parser.parse_args(arguments)
+    processes.kill_me_with_parent(options.parent)  # Also while it hangs in the driver.
+    seconds = options.poll_seconds
     with contextlib.suppress(BrokenPipeError):
         try:
             _watch(nvml.load(), seconds, SystemClock())

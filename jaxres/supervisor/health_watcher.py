@@ -1,9 +1,9 @@
-"""Runs the health process of a host, and judges what it reports.
+"""Runs the health process of a host, reads its memory and disk, and judges what they show.
 
 A thread reads the process's lines and passes them to the supervisor, through a queue and a pipe
 that wakes it. If the driver hangs, the lines stop: the thread kills the process, reports that, and
-starts another one later. Nothing here delays the supervisor. Without an NVIDIA driver's library
-neither thread nor process is started.
+starts another one later. Another thread reads memory and disk. Nothing here delays the supervisor.
+Without an NVIDIA driver's library no process is started.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from jaxres.clock import Awake, Clock
 from jaxres.config.schema_operations import HealthSection
 from jaxres.runlog.events import HardwareFaultFound, HealthWatchStarted
 from jaxres.storage.threads import WatcherThreads
-from jaxres.supervisor import health, nvml
+from jaxres.supervisor import health, host_health, nvml
 from jaxres.supervisor.health import Finding, GpuState
 from jaxres.supervisor.health_messages import (
     MESSAGES,
@@ -32,6 +34,7 @@ from jaxres.supervisor.health_messages import (
     WatchUnavailable,
     XidReported,
 )
+from jaxres.supervisor.host_health import HostReading
 
 MODULE = "jaxres.supervisor.health_process"
 START_SECONDS = 60.0
@@ -43,30 +46,30 @@ KILL_SECONDS = 1.0
 ALL_GPUS = "GPUs of this host"
 
 
-def is_wanted(section: HealthSection | None, env: Mapping[str, str]) -> bool:
+def may_have_gpus(env: Mapping[str, str]) -> bool:
     """Returns whether this host may have GPUs that the run uses.
 
-    >>> is_wanted(HealthSection(), {"JAX_PLATFORMS": "cpu"}), is_wanted(None, {})
+    >>> may_have_gpus({"JAX_PLATFORMS": "cpu"}), may_have_gpus({"CUDA_VISIBLE_DEVICES": ""})
     (False, False)
     """
     platforms = [name for name in env.get("JAX_PLATFORMS", "").split(",") if name]
     may_use_gpus = not platforms or bool({"cuda", "gpu"} & set(platforms))
     has_visible = env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     return (
-        section is not None
-        and may_use_gpus
+        may_use_gpus
         and has_visible
         and nvml.find_library(env.get("LD_LIBRARY_PATH", "")) is not None
     )
 
 
 class HealthWatcher:
-    """Watches the GPUs of this host until closed; a context manager."""
+    """Watches the GPUs, memory and disk of this host until closed; a context manager."""
 
     def __init__(
         self,
         section: HealthSection | None,
         *,
+        folder: Path,
         env: Mapping[str, str],
         clock: Clock,
         on_fault: Callable[[HardwareFaultFound], None] | None = None,
@@ -75,30 +78,35 @@ class HealthWatcher:
 
         Args:
           section: the policy; None: no guard.
+          folder: folder of the run's local files, whose disk is watched.
           env: the environment of the run, which the process gets too.
           clock: the supervisor's clock.
           on_fault: called with each fault after which training continues.
         """
-        self._section = section if is_wanted(section, env) else None
+        self._section, self._folder = section, folder
         self._env, self._clock = env, clock
         self.on_fault = on_fault
-        self._threads = WatcherThreads[Message | Finding]()
+        self._threads = WatcherThreads[Message | HostReading | Finding]()
         self._states: dict[str, GpuState] = {}
         self._warned_xids: set[XidReported] = set()
+        self._host = deque[HostReading](maxlen=host_health.NUM_READINGS)
+        self._host_reported: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def __enter__(self) -> HealthWatcher:
         if self._section is not None:
             section = self._section
-            self._threads.start("health", lambda: self._watch(section))
+            self._threads.start("host-health", self._watch_host)
+            if may_have_gpus(self._env):
+                self._threads.start("health", lambda: self._watch(section))
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._threads.closed.set()
             self._kill()
-        self._threads.close(seconds=KILL_SECONDS)
+        self._threads.close(seconds=KILL_SECONDS)  # One may wait for the storage.
 
     @property
     def wakeup(self) -> int:
@@ -118,7 +126,9 @@ class HealthWatcher:
             found += self._judge(message)
         return found
 
-    def _judge(self, message: Message | Finding) -> Iterator[HealthWatchStarted | Finding]:
+    def _judge(
+        self, message: Message | HostReading | Finding
+    ) -> Iterator[HealthWatchStarted | Finding]:
         section = self._section
         assert section is not None
         match message:
@@ -139,6 +149,16 @@ class HealthWatcher:
                 now = self._clock.monotonic()
                 self._states[message.gpu], found = health.judge(state, message, section, now=now)
                 yield from found
+            case HostReading():
+                self._host.append(message)
+                found = host_health.judge(tuple(self._host), section)
+                yield from (each for each in found if each.kind not in self._host_reported)
+                self._host_reported = {each.kind for each in found}
+
+    def _watch_host(self) -> None:
+        while not self._threads.closed.wait(host_health.READ_SECONDS):
+            now = self._clock.monotonic()
+            self._threads.put(host_health.read(self._folder, supervisor=os.getpid(), at=now))
 
     def _watch(self, section: HealthSection) -> None:
         """Runs one process after another, until one says that there is nothing to read."""
@@ -156,7 +176,8 @@ class HealthWatcher:
                 pass  # It still hangs in the driver, and so would the next one.
 
     def _start(self, section: HealthSection) -> subprocess.Popen[bytes] | None:
-        command = [sys.executable, "-m", MODULE, "--poll-seconds", str(section.poll_seconds)]
+        command = [sys.executable, "-m", MODULE, "--parent", str(os.getpid())]
+        command += ["--poll-seconds", str(section.poll_seconds)]
         with self._lock:
             if self._threads.closed.is_set():
                 return None

@@ -130,7 +130,7 @@ def run_restart_loop(
         watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
         preemption_watcher = stack.enter_context(watcher)
         health_watcher = stack.enter_context(
-            HealthWatcher(config.hardware.health, env=env, clock=clock)
+            HealthWatcher(config.hardware.health, folder=run_dir.local, env=env, clock=clock)
         )
         trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
         replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))

@@ -8,8 +8,9 @@ import pytest
 from jaxres.clock import SystemClock
 from jaxres.config.schema_operations import HealthSection
 from jaxres.runlog.events import HealthWatchStarted
-from jaxres.supervisor import health_watcher, nvml
-from jaxres.supervisor.health_watcher import HealthWatcher, is_wanted
+from jaxres.supervisor import health_watcher, host_health, nvml
+from jaxres.supervisor.health_watcher import HealthWatcher, may_have_gpus
+from jaxres.supervisor.host_health import HostReading
 from tests.emulators.nvml import LIBRARY, FakeNvml
 from tests.promises.trainer import PATIENCE_SECONDS, ROOT
 
@@ -28,13 +29,13 @@ def gpus(built):
 
 
 @pytest.fixture
-def watch(gpus):
+def watch(gpus, tmp_path):
     """Starts a watcher of the fake GPUs; all are closed at the end."""
     watchers = []
 
     def start(section=QUICK, **env):
         env = os.environ | {"PYTHONPATH": str(ROOT)} | gpus.env | env
-        watchers.append(HealthWatcher(section, env=env, clock=SystemClock()))
+        watchers.append(HealthWatcher(section, folder=tmp_path, env=env, clock=SystemClock()))
         return watchers[-1].__enter__()
 
     yield start
@@ -153,7 +154,7 @@ def test_where_there_is_nothing_to_read_the_reason_is_told_once(gpus, watch, lin
     watcher = watch(**env)
     event = started(watcher)
     assert (event.gpus, reason in event.reason) == ((), True)
-    assert watcher._threads._threads[0].join(PATIENCE_SECONDS) is None
+    assert watcher._threads._threads[-1].join(PATIENCE_SECONDS) is None
     assert (watcher.poll(), watcher.pids) == ([], set())
 
 
@@ -166,12 +167,27 @@ def test_only_the_gpus_that_the_run_may_use_are_watched(gpus, watch):
 
 def test_without_the_drivers_library_no_process_is_started(tmp_path, monkeypatch, gpus):
     wanted = {"LD_LIBRARY_PATH": gpus.env["LD_LIBRARY_PATH"]}
-    assert is_wanted(QUICK, wanted)
-    assert not is_wanted(QUICK, wanted | {"CUDA_VISIBLE_DEVICES": ""})
-    assert not is_wanted(QUICK, wanted | {"JAX_PLATFORMS": "cpu"})
-    assert is_wanted(QUICK, wanted | {"JAX_PLATFORMS": "cuda,cpu"})
-    assert not is_wanted(None, wanted)
+    assert may_have_gpus(wanted)
+    assert not may_have_gpus(wanted | {"CUDA_VISIBLE_DEVICES": ""})
+    assert not may_have_gpus(wanted | {"JAX_PLATFORMS": "cpu"})
+    assert may_have_gpus(wanted | {"JAX_PLATFORMS": "cuda,cpu"})
     monkeypatch.setattr(nvml, "FOLDERS", (str(tmp_path),))
-    assert not is_wanted(QUICK, {})
+    assert not may_have_gpus({})
     (tmp_path / LIBRARY).touch()
-    assert is_wanted(QUICK, {})
+    assert may_have_gpus({})
+
+
+def test_a_full_disk_is_told_once_and_again_after_it_had_space(watch, monkeypatch):
+    monkeypatch.setattr(host_health, "READ_SECONDS", 0.01)
+    free = iter([9e9, 4e9, 4e9, 9e9, 4e9])
+
+    def read(folder, *, supervisor, at):
+        return HostReading(at, 0, 10**12, int(next(free, 9e9)))
+
+    monkeypatch.setattr(host_health, "read", read)
+    watcher = watch(CUDA_VISIBLE_DEVICES="")
+    found = [*next_found(watcher)]
+    while len(found) < 2:
+        found += next_found(watcher)
+    assert [(each.kind, each.action) for each in found] == [("disk", "warn")] * 2
+    assert found[0].text == "the disk of the run directory has 4.0 GB left"
