@@ -162,12 +162,8 @@ def run_attempt(
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
         watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
         preemption_watcher = stack.enter_context(watcher) if threads is None else None
-        health_watcher = None
-        if threads is None:
-            health = HealthWatcher(
-                config.hardware.health, folder=run_dir.local, env=env, clock=clock
-            )
-            health_watcher = stack.enter_context(health)
+        health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
+        health_watcher = stack.enter_context(health) if threads is None else None
         job = stack.enter_context(rendezvous(config, run_dir))
         trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
         replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
@@ -180,13 +176,7 @@ def run_attempt(
         )
         trackers.ensure_started(opened.claim.attempt)
         replica.ensure_started(_print_lag)
-        ended = consume_stop_file(run_dir, opened.claim)
-        if ended is not None:
-            job.cancel(ended.code, ended.reason)
-        elif threads is None:
-            ended = _announce_and_run(opened, job, run)
-        else:
-            ended = run(opened)
+        ended = _run_claimed(opened, job, run, is_inline=threads is not None)
         record_stop_with_timeout(log, ended, run_dir=run_dir, run_lock=run_lock)
         trackers.on_run_ended(ended.code)
         replica.on_run_ended(ended.code)
@@ -249,6 +239,21 @@ def claim_attempt(
     return log, ClaimedAttempt(
         config, run_dir, log, claim, run_lock, clock, log.last_seq, job.hosts, None
     )
+
+
+def _run_claimed(
+    opened: ClaimedAttempt,
+    job: WorkerGroup,
+    run: Callable[[ClaimedAttempt], AttemptResult],
+    *,
+    is_inline: bool,
+) -> AttemptResult:
+    """Runs the attempt, unless a `stop` file has existed before."""
+    ended = consume_stop_file(opened.run_dir, opened.claim)
+    if ended is not None:
+        job.cancel(ended.code, ended.reason)
+        return ended
+    return run(opened) if is_inline else _announce_and_run(opened, job, run)
 
 
 def _announce_and_run(

@@ -52,9 +52,8 @@ def follow(
         preemption_watcher = stack.enter_context(
             PreemptionWatcher(config.preemption, env=env, clock=clock)
         )
-        health_watcher = stack.enter_context(
-            HealthWatcher(config.hardware.health, folder=run_dir.local, env=env, clock=clock)
-        )
+        health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
+        health_watcher = stack.enter_context(health)
         joined = as_follower(config, run_dir, member, address, secret=secret, clock=clock)
         attempt_number, peers = stack.enter_context(joined)
         signals.block()

@@ -39,20 +39,19 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--poll-seconds", type=float, required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--visible", help="CUDA_VISIBLE_DEVICES, if it is set")
     options = parser.parse_args(arguments)
     processes.kill_me_with_parent(options.parent)  # Also while it hangs in the driver.
-    seconds = options.poll_seconds
     with contextlib.suppress(BrokenPipeError):
         try:
-            _watch(nvml.load(), seconds, SystemClock())
+            _watch(nvml.load(), options.poll_seconds, SystemClock(), visible=options.visible)
         except NvmlUnavailable as error:
             _send(WatchUnavailable(str(error)))
     os._exit(0)  # An exit of the library may hang as well.
 
 
-def _watch(library: Any, poll_seconds: float, clock: Clock) -> None:
-    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [g for g in nvml.gpus(library) if is_visible(g.index, g.uuid, setting)]
+def _watch(library: Any, poll_seconds: float, clock: Clock, *, visible: str | None) -> None:
+    gpus = [g for g in nvml.gpus(library) if is_visible(g.index, g.uuid, visible)]
     if not gpus:
         raise NvmlUnavailable("this machine has no GPU, or CUDA_VISIBLE_DEVICES names none")
     labels = {gpu.index: gpu_label(gpu.index, gpu.uuid, gpu.name) for gpu in gpus}

@@ -68,8 +68,8 @@ class HealthWatcher:
     def __init__(
         self,
         section: HealthSection | None,
-        *,
         folder: Path,
+        *,
         env: Mapping[str, str],
         clock: Clock,
         on_fault: Callable[[HardwareFaultFound], None] | None = None,
@@ -178,6 +178,8 @@ class HealthWatcher:
     def _start(self, section: HealthSection) -> subprocess.Popen[bytes] | None:
         command = [sys.executable, "-m", MODULE, "--parent", str(os.getpid())]
         command += ["--poll-seconds", str(section.poll_seconds)]
+        if (visible := self._env.get("CUDA_VISIBLE_DEVICES")) is not None:
+            command += [f"--visible={visible}"]
         with self._lock:
             if self._threads.closed.is_set():
                 return None

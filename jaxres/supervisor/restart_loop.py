@@ -125,13 +125,9 @@ def run_restart_loop(
       env, clock: the environment of all attempts, and the supervisor's clock.
       alerts: receive the events of the loop; entered once the run lock is held.
     """
-    adopts = processes.become_subreaper()
     with contextlib.ExitStack() as stack:
-        watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
-        preemption_watcher = stack.enter_context(watcher)
-        health_watcher = stack.enter_context(
-            HealthWatcher(config.hardware.health, folder=run_dir.local, env=env, clock=clock)
-        )
+        watcher = stack.enter_context(PreemptionWatcher(config.preemption, env=env, clock=clock))
+        health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
         trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
         replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
@@ -140,19 +136,18 @@ def run_restart_loop(
         log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.on_event])
         stack.push(lambda *_: _close_in_time(log))
         run_history, restarts = run_log.fold(records), restart_policy.load_history(records)
-        emit, fork_server = partial(_emit_in_time, log), None
-        if config.restart.fork:
-            fork_server = stack.enter_context(ForkServer(run_dir, emit=emit, clock=clock))
+        emit = partial(_emit_in_time, log)
+        server = ForkServer(run_dir, emit=emit, clock=clock) if config.restart.fork else None
         run = LoopState(
             config=config,
             run_dir=run_dir,
             run_dir_id=processes.run_dir_id(run_dir),
-            adopts=adopts,
+            adopts=processes.become_subreaper(),
             run_lock=run_lock,
             clock=clock,
             wakeup=stack.enter_context(signals.wakeup_fd()),
-            preemption_watcher=preemption_watcher,
-            health_watcher=health_watcher,
+            preemption_watcher=watcher,
+            health_watcher=stack.enter_context(health),
             policy=policy,
             emit=emit,
             save_monitor=SaveMonitor(alerts.send, run=run_dir.root.absolute().name),
@@ -160,14 +155,14 @@ def run_restart_loop(
             unconfirmed=unconfirmed,
             trackers=trackers,
             replica=replica,
-            fork_server=fork_server,
+            fork_server=None if server is None else stack.enter_context(server),
             env=env,
             run_history=run_history,
             last_seq=len(records),
             first_step=run_history.step,
             outcomes=list(restarts.outcomes),
         )
-        health_watcher.on_fault = partial(_alert_fault, run, alerts)
+        health.on_fault = partial(_alert_fault, run, alerts)
         return _run_attempts(run, restarts)
 
 

@@ -80,8 +80,7 @@ def supervise(
       deadline: when the workers are asked to save and stop, on the clock.
       on_save_health: called when the saves of host 0 begin to fail, and when they recover.
       fork_server: forks the workers, and is started once training runs; None: no forks.
-      preemption_watcher: watches for preemption notices of this machine; None: nothing does.
-      health_watcher: watches the GPUs of this machine; None: nothing does.
+      preemption_watcher, health_watcher: watch this machine; None: nothing does.
     """
     with contextlib.ExitStack() as stack:
         path = run_dir.host_supervisor_events(attempt, min(commands))

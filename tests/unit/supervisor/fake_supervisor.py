@@ -28,7 +28,7 @@ def main() -> None:
     health = HealthSection(**json.loads(os.environ["HEALTH"])) if "HEALTH" in os.environ else None
     with (
         PreemptionWatcher(section, env=os.environ, clock=clock, product="") as watcher,
-        HealthWatcher(health, folder=folder, env=os.environ, clock=clock) as health_watcher,
+        HealthWatcher(health, folder, env=os.environ, clock=clock) as health_watcher,
         RunLock(run_dir, clock=clock) as owner,
     ):
         ended = supervisor.supervise(

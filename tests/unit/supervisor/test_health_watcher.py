@@ -35,7 +35,7 @@ def watch(gpus, tmp_path):
 
     def start(section=QUICK, **env):
         env = os.environ | {"PYTHONPATH": str(ROOT)} | gpus.env | env
-        watchers.append(HealthWatcher(section, folder=tmp_path, env=env, clock=SystemClock()))
+        watchers.append(HealthWatcher(section, tmp_path, env=env, clock=SystemClock()))
         return watchers[-1].__enter__()
 
     yield start

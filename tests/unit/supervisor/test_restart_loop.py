@@ -66,7 +66,7 @@ def run(tmp_path, monkeypatch):
             clock=clock,
             wakeup=wakeup,
             preemption_watcher=watcher,
-            health_watcher=HealthWatcher(None, folder=Path("/"), env={}, clock=clock),
+            health_watcher=HealthWatcher(None, Path("/"), env={}, clock=clock),
             policy=policy,
             emit=lambda event: None,
             save_monitor=None,  # type: ignore[arg-type]
