@@ -132,11 +132,11 @@ class SaveTimes:
         match message:
             case SaveBegun():
                 return dataclasses.replace(self, since=now)
-            case SaveEnded(_, None):
-                return dataclasses.replace(self, since=None)
-            case SaveEnded(step, float(seconds)):
+            case SaveEnded(step, seconds) if seconds is not None:
                 taken = (*self.seconds, seconds)[-NEWEST_SAVES:]
                 return SaveTimes(taken, committed_step=max(self.committed_step, step))
+            case SaveEnded():
+                return dataclasses.replace(self, since=None)
             case _:
                 return self
 

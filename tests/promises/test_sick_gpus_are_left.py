@@ -53,12 +53,17 @@ def gated(tmp_path: Path, gpus: FakeNvml) -> dict[str, str]:
 def test_a_fatal_xid_ends_the_run_at_once_and_nothing_is_saved_after_it(
     workspace: Workspace, gpus: FakeNvml, tmp_path: Path, fault_free: RunDir
 ) -> None:
-    trainer = workspace.start("run", OFTEN, config=FAULTY, env=gated(tmp_path, gpus))
+    env = gated(tmp_path, gpus)
+    trainer = workspace.launch("run", OFTEN, hosts=1, config=FAULTY, env=env, restart=True)
     trainer.wait_commit(COMMITTED)
     trainer.wait_step(HELD_AFTER)
     gpus.set("xid 79 a 0")
-    printed = trainer.assert_fails(ExitCode.UNHEALTHY, f"{GPU}: Xid 79: the GPU has fallen off")
+    printed = trainer.assert_gave_up(ExitCode.UNHEALTHY)
+    assert f"{GPU}: Xid 79: the GPU has fallen off" in printed
     assert faults(trainer) == [("xid", "leave", GPU)], printed
+    kinds = [event["event"] for event in read_events(trainer.run_dir.supervisor_events)]
+    assert kinds[-1] == "gave_up", "it has started again on a sick machine, or sends no alert"
+    assert run_history(trainer.run_dir).attempt == 1
     record = trainer.end_record()
     assert record is not None
     assert (record.exit, record.committed, record.culprit) == (ExitCode.UNHEALTHY, False, 0)
