@@ -1,8 +1,8 @@
 """Runs the health process of a host, reads its memory and disk, and judges what they show.
 
 A thread reads the process's lines and passes them to the supervisor, through a queue and a pipe
-that wakes it. If the driver hangs, the lines stop: the thread kills the process, reports that, and
-starts another one later. Another thread reads memory and disk. Nothing here delays the supervisor.
+that wakes it. If the driver hangs, the lines stop: the thread kills the process and reports that,
+and the supervisor starts another process later. Another thread reads memory and disk. Nothing here delays the supervisor.
 Without an NVIDIA driver's library no process is started.
 """
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -92,20 +92,20 @@ class HealthWatcher:
         self._host = deque[HostReading](maxlen=host_health.NUM_READINGS)
         self._host_reported: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._retry_at = math.inf
+        """When the process is started again, on the clock."""
 
     def __enter__(self) -> HealthWatcher:
         if self._section is not None:
-            section = self._section
             self._threads.start("host-health", self._watch_host)
             if may_have_gpus(self._env):
-                self._threads.start("health", lambda: self._watch(section))
+                self._start(self._section)
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._threads.closed.set()
-            self._kill()
+        self._threads.closed.set()
+        if self._process is not None:
+            _kill(self._process)
         self._threads.close(seconds=KILL_SECONDS)  # One may wait for the storage.
 
     @property
@@ -121,6 +121,8 @@ class HealthWatcher:
 
     def poll(self) -> list[HealthWatchStarted | Finding]:
         """Returns what was found since the last call."""
+        if self._section is not None:
+            self._restart_if_due(self._section)
         found: list[HealthWatchStarted | Finding] = []
         for message in self._threads.take():
             found += self._judge(message)
@@ -160,40 +162,41 @@ class HealthWatcher:
             now = self._clock.monotonic()
             self._threads.put(host_health.read(self._folder, supervisor=os.getpid(), at=now))
 
-    def _watch(self, section: HealthSection) -> None:
-        """Runs one process after another, until one says that there is nothing to read."""
-        while not self._threads.closed.is_set():
-            process = self._start(section)
-            if process is None:
-                return
-            why = self._forward(process, section)
-            with self._lock:
-                self._kill()
-            if why is None or self._threads.closed.is_set():
-                return
-            self._threads.put(Finding("silent", ALL_GPUS, why, section.silent))
-            while not self._threads.closed.wait(RETRY_SECONDS) and process.poll() is None:
-                pass  # It still hangs in the driver, and so would the next one.
-
-    def _start(self, section: HealthSection) -> subprocess.Popen[bytes] | None:
+    def _start(self, section: HealthSection) -> None:
+        """Starts the process; called by the main thread alone, so that `pids` is never behind."""
+        self._retry_at = math.inf
         command = [sys.executable, "-m", MODULE, "--parent", str(os.getpid())]
         command += ["--poll-seconds", str(section.poll_seconds)]
         if (visible := self._env.get("CUDA_VISIBLE_DEVICES")) is not None:
             command += [f"--visible={visible}"]
-        with self._lock:
-            if self._threads.closed.is_set():
-                return None
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    start_new_session=True,
-                    env=dict(self._env),
-                )
-            except OSError as error:
-                self._threads.put(WatchUnavailable(f"the health process did not start: {error}"))
-            return self._process
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env=dict(self._env),
+            )
+        except OSError as error:
+            self._threads.put(WatchUnavailable(f"the health process did not start: {error}"))
+            return
+        self._process = process
+        self._threads.start("health", lambda: self._watch(process, section))
+
+    def _watch(self, process: subprocess.Popen[bytes], section: HealthSection) -> None:
+        """Passes on the messages of a process until it ends or is silent."""
+        why = self._forward(process, section)
+        _kill(process)
+        if why is not None and not self._threads.closed.is_set():
+            self._threads.put(Finding("silent", ALL_GPUS, why, section.silent))
+            self._retry_at = self._clock.monotonic() + RETRY_SECONDS
+
+    def _restart_if_due(self, section: HealthSection) -> None:
+        """Starts another process, unless the one before still hangs in the driver."""
+        process = self._process
+        is_due = self._clock.monotonic() >= self._retry_at
+        if is_due and (process is None or process.poll() is not None):
+            self._start(section)
 
     def _forward(self, process: subprocess.Popen[bytes], section: HealthSection) -> str | None:
         """Passes the messages on; returns why they have ended, None: there is nothing to read."""
@@ -217,11 +220,11 @@ class HealthWatcher:
                 until = awake.now() + limit
         return f"NVIDIA's library (NVML) has not answered for {section.answer_seconds:g} s"
 
-    def _kill(self) -> None:
-        process = self._process
-        if process is None or process.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_SECONDS)
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_SECONDS)

@@ -154,7 +154,7 @@ def test_where_there_is_nothing_to_read_the_reason_is_told_once(gpus, watch, lin
     watcher = watch(**env)
     event = started(watcher)
     assert (event.gpus, reason in event.reason) == ((), True)
-    assert watcher._threads._threads[-1].join(PATIENCE_SECONDS) is None
+    watcher._threads._threads[-1].join(PATIENCE_SECONDS)
     assert (watcher.poll(), watcher.pids) == ([], set())
 
 
