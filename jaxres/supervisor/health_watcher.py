@@ -2,8 +2,8 @@
 
 A thread reads the process's lines and passes them to the supervisor, through a queue and a pipe
 that wakes it. If the driver hangs, the lines stop: the thread kills the process and reports that,
-and the supervisor starts another process later. Another thread reads memory and disk. Nothing here delays the supervisor.
-Without an NVIDIA driver's library no process is started.
+and the supervisor starts another process later. Another thread reads memory and disk. Nothing here
+delays the supervisor. Without an NVIDIA driver's library no process is started.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ def test_a_fatal_xid_ends_the_run_at_once_and_nothing_is_saved_after_it(
     trainer = workspace.launch("run", OFTEN, hosts=1, config=FAULTY, env=env, restart=True)
     trainer.wait_commit(COMMITTED)
     trainer.wait_step(HELD_AFTER)
+    assert faults(trainer) == [], "the health process has ended"
     gpus.set("xid 79 a 0")
     printed = trainer.assert_gave_up(ExitCode.UNHEALTHY)
     assert f"{GPU}: Xid 79: the GPU has fallen off" in printed
