@@ -83,6 +83,8 @@ def is_visible(index: int, uuid: str, setting: str | None) -> bool:
         return True
     entries = [entry.strip() for entry in setting.split(",")]
     return any(
-        entry.startswith("MIG-") or entry == str(index) or (entry[:4] == "GPU-" and entry in uuid)
+        entry.startswith("MIG-")
+        or entry == str(index)
+        or (entry.startswith("GPU-") and uuid.startswith(entry))
         for entry in entries
     )
