@@ -293,10 +293,12 @@ ALL: tuple[Fault, ...] = (
     ),
     _row(
         "unhealthy_device",
-        "loop",
-        "engine/health.py",
-        "save if the state is good, stop, exclude the host",
+        "host",
+        "supervisor/health.py",
+        "a GPU has a fault (memory, Xid, lost): save if the state is good, or stop at once; the "
+        "host is excluded or replaced; other faults are warnings (`hardware.health`)",
         exit=ExitCode.UNHEALTHY,
+        done=True,
     ),
     _row(
         "missing_device",

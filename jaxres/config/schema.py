@@ -19,6 +19,7 @@ from jaxres.config.schema_model import (
 )
 from jaxres.config.schema_operations import (
     AlertsSection,
+    HardwareSection,
     KeepSection,
     LaunchSection,
     MemorySection,
@@ -257,6 +258,8 @@ class RunConfig(Section):
     """Rendezvous of the hosts of a job, and detection of a lost host."""
     preemption: PreemptionSection = PreemptionSection()
     """Sources of preemption notices, and the time that each leaves."""
+    hardware: HardwareSection = HardwareSection()
+    """Watch over the machines: faults of their GPUs."""
     restart: RestartSection = RestartSection()
     """Restart policy of `launch`: budgets and backoff."""
     launch: LaunchSection = LaunchSection()

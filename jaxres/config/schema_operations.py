@@ -26,7 +26,7 @@ from jaxres.config.schema_gce import GceSection
 KINDS = (
     *("restarted", "supervisor_restarted", "gave_up", "commits_stalled", "commits_resumed"),
     *("rollback", "saves_failing", "saves_recovered", "preempted", "finished"),
-    *("replica_behind", "replica_caught_up"),
+    *("replica_behind", "replica_caught_up", "hardware_fault"),
 )
 """Kinds of incidents."""
 NOT_A_NAME = "not_a_variable"
@@ -147,6 +147,52 @@ class PreemptionSection(Section):
     Kubernetes: terminationGracePeriodSeconds; Slurm: KillWait."""
     margin_seconds: NonNegativeFloat = free(5.0)
     """Safety margin, subtracted from the seconds of every notice."""
+
+
+HealthAction = Literal["warn", "save", "leave"]
+"""What follows a fault: nothing; a save and exit 82; exit 82 at once, without a save."""
+
+
+class HealthSection(Section):
+    """Health guard of each host (docs/hardware.md), and what follows each class of faults.
+
+    warn: training continues; save: saves the last finished step and exits with 82; leave: exits
+    with 82 at once, and saves nothing.
+    """
+
+    poll_seconds: PositiveFloat = free(10.0)
+    """Seconds between two readings of all GPUs; Xid errors are received at once."""
+    answer_seconds: PositiveFloat = free(60.0)
+    """Longest time that NVIDIA's library may take to answer."""
+    lost: HealthAction = free("leave")
+    """The driver has lost a GPU, or asks for its reset."""
+    xid: HealthAction = free("leave")
+    """Xid errors after which a GPU has to be reset; those of a program are warnings only."""
+    ecc: HealthAction = free("leave")
+    """Uncorrectable memory errors: the state may be wrong, so it is not saved."""
+    row_remap: HealthAction = free("save")
+    """The remapping of a row of memory is pending (until a reset of the GPU) or has failed."""
+    thermal: HealthAction = free("warn")
+    """Heat, the power supply or a fault slows the clocks for slow_minutes."""
+    slow_minutes: PositiveFloat = free(5.0)
+    """Minutes of slowed clocks after which it is a fault."""
+    link: HealthAction = free("warn")
+    """Errors of PCIe or NVLink that the link repeats, more than link_errors_per_minute."""
+    link_errors_per_minute: PositiveFloat = free(100.0)
+    """Most such errors in a minute."""
+    silent: HealthAction = free("warn")
+    """NVIDIA's library has not answered for answer_seconds."""
+    leak_minutes: PositiveFloat | None = free(60.0)
+    """Warns if memory grows so steadily that it is used up within these minutes; null: never."""
+    disk_free_gb: PositiveFloat | None = free(5.0)
+    """Warns if the disk of the run's local files has fewer GB (1e9 bytes) left; null: never."""
+
+
+class HardwareSection(Section):
+    """Watch over the machines of a run."""
+
+    health: HealthSection | None = free(HealthSection())
+    """Health guard of each host: its GPUs, if it has an NVIDIA driver, memory, disk; null: none."""
 
 
 class RestartSection(Section):

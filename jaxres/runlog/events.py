@@ -480,6 +480,38 @@ class PreemptionNoticeHandled:
     """Seconds since the start of the save in flight; None: there is none."""
 
 
+@dataclass(frozen=True)
+class HealthWatchStarted:
+    """A supervisor watches the GPUs of its host, or can't."""
+
+    driver: str
+    gpus: tuple[str, ...]
+    """GPUs that are watched; empty: none is."""
+    unreadable: Mapping[str, str]
+    """What can't be read -> why: the health guard does not see it."""
+    reason: str
+    """Why no GPU is watched; empty: they are."""
+
+
+@dataclass(frozen=True)
+class HardwareFaultFound:
+    """A supervisor has found a fault in the hardware of its host."""
+
+    attempt: int
+    step: int
+    """Newest step that the attempt has committed; 0: none."""
+    kind: str
+    """Class of the fault, as in the config section hardware.health."""
+    device: str
+    reason: str
+    action: str
+    """One of: warn (training continues), save (then exit), leave (exit without a save)."""
+    host: int
+    """First host of the attempt that runs on this machine."""
+    number: int
+    """Number of such faults of the attempt, this one included."""
+
+
 Event = (
     PhaseChanged
     | RunOpened
@@ -516,6 +548,8 @@ Event = (
     | PreemptionWatchStarted
     | PreemptionNoticeReceived
     | PreemptionNoticeHandled
+    | HealthWatchStarted
+    | HardwareFaultFound
 )
 Emit = Callable[[Event], None]
 EVENTS: TaggedCodec[Event] = TaggedCodec(
@@ -560,6 +594,8 @@ EVENTS: TaggedCodec[Event] = TaggedCodec(
         "preemption_watch_started": PreemptionWatchStarted,
         "preemption_notice_received": PreemptionNoticeReceived,
         "preemption_notice_handled": PreemptionNoticeHandled,
+        "health_watch_started": HealthWatchStarted,
+        "hardware_fault_found": HardwareFaultFound,
     },
 )
 """The name of each event in the event files."""

@@ -12,6 +12,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import AsyncEventLog
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor.forkserver_client import ForkServer
+from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption import SaveTimings
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.remote_hosts import FollowerLinks, LeaderLink, RemoteHost
@@ -46,12 +47,18 @@ class RunningAttempt:
     """Forks the workers; None: all are fresh processes."""
     env: Mapping[str, str]
     """Environment of the workers."""
+    health_watcher: HealthWatcher | None
+    """Watches the GPUs of this host; None: nothing does."""
     on_save_health: Callable[[SaveHealth], None] = ignore_save_health
     """Called when the saves of host 0 begin to fail, and when they recover."""
     stop_requested: ExitCode | None = None
     """Exit code of the stop that was requested; None: no stop was requested."""
     stop_reason: str = ""
     """Why the stop was requested, where the workers do not know the reason."""
+    hardware_fault: str = ""
+    """The fault of the hardware for which the stop was requested; empty: it was not."""
+    num_hardware_faults: int = 0
+    """Number of faults of the hardware that were found in this attempt."""
     last_decision: tuple[object, ...] = ()
     """The notice and the action that were logged last."""
     second_signal_armed: bool = False

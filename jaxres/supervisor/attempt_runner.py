@@ -49,6 +49,7 @@ from jaxres.supervisor import (
 from jaxres.supervisor.attempt import ignore_save_health, print_message
 from jaxres.supervisor.failure_report import upload_artifacts
 from jaxres.supervisor.forkserver_client import ForkServer
+from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.proc_stat import read_proc_stat
 from jaxres.supervisor.replica_process import ReplicaProcess
@@ -91,6 +92,8 @@ class ClaimedAttempt:
     """Connections to the supervisors of the other hosts; None: there are none."""
     preemption_watcher: PreemptionWatcher | None = None
     """Watches for preemption notices of this machine; None: nothing does."""
+    health_watcher: HealthWatcher | None = None
+    """Watches the GPUs of this machine; None: nothing does."""
 
 
 def run_with_exit_code(command: Callable[[], int], *, at_start: bool = True) -> int:
@@ -159,6 +162,8 @@ def run_attempt(
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
         watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
         preemption_watcher = stack.enter_context(watcher) if threads is None else None
+        health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
+        health_watcher = stack.enter_context(health) if threads is None else None
         job = stack.enter_context(rendezvous(config, run_dir))
         trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
         replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
@@ -166,16 +171,12 @@ def run_attempt(
         hold_signals()
         given = {"job": job, "run_lock": run_lock, "clock": clock, "env": env}
         log, opened = claim_attempt(config, run_dir, **given, known=known, threads=threads)
-        opened = dataclasses.replace(opened, preemption_watcher=preemption_watcher)
+        opened = dataclasses.replace(
+            opened, preemption_watcher=preemption_watcher, health_watcher=health_watcher
+        )
         trackers.ensure_started(opened.claim.attempt)
         replica.ensure_started(_print_lag)
-        ended = consume_stop_file(run_dir, opened.claim)
-        if ended is not None:
-            job.cancel(ended.code, ended.reason)
-        elif threads is None:
-            ended = _announce_and_run(opened, job, run)
-        else:
-            ended = run(opened)
+        ended = _run_claimed(opened, job, run, is_inline=threads is not None)
         record_stop_with_timeout(log, ended, run_dir=run_dir, run_lock=run_lock)
         trackers.on_run_ended(ended.code)
         replica.on_run_ended(ended.code)
@@ -240,6 +241,21 @@ def claim_attempt(
     )
 
 
+def _run_claimed(
+    opened: ClaimedAttempt,
+    job: WorkerGroup,
+    run: Callable[[ClaimedAttempt], AttemptResult],
+    *,
+    is_inline: bool,
+) -> AttemptResult:
+    """Runs the attempt, unless a `stop` file has existed before."""
+    ended = consume_stop_file(opened.run_dir, opened.claim)
+    if ended is not None:
+        job.cancel(ended.code, ended.reason)
+        return ended
+    return run(opened) if is_inline else _announce_and_run(opened, job, run)
+
+
 def _announce_and_run(
     opened: ClaimedAttempt, job: WorkerGroup, run: Callable[[ClaimedAttempt], AttemptResult]
 ) -> AttemptResult:
@@ -295,6 +311,7 @@ def run_local_workers(
         on_save_health=on_save_health,
         fork_server=fork_server,
         preemption_watcher=opened.preemption_watcher,
+        health_watcher=opened.health_watcher,
     )
     upload_artifacts(opened.run_dir, claim.attempt)
     return add_memory_advice(ended, opened.config, advise)

@@ -23,6 +23,7 @@ from jaxres.supervisor.attempt_runner import (
     worker_command,
 )
 from jaxres.supervisor.failure_report import upload_artifacts
+from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.supervisor import supervise
@@ -51,6 +52,8 @@ def follow(
         preemption_watcher = stack.enter_context(
             PreemptionWatcher(config.preemption, env=env, clock=clock)
         )
+        health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
+        health_watcher = stack.enter_context(health)
         joined = as_follower(config, run_dir, member, address, secret=secret, clock=clock)
         attempt_number, peers = stack.enter_context(joined)
         signals.block()
@@ -69,6 +72,7 @@ def follow(
             num_hosts=member.num_hosts,
             peers=peers,
             preemption_watcher=preemption_watcher,
+            health_watcher=health_watcher,
         )
     upload_artifacts(run_dir, claim.attempt)
     ended = add_memory_advice(ended, config, advise)

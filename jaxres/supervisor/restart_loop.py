@@ -25,7 +25,7 @@ from jaxres.faults import Fenced, RunError, StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.attempt_result import AttemptOutcome, AttemptResult, leave_record
 from jaxres.runlog.event_log import EventLog
-from jaxres.runlog.events import Event, GaveUp, SupervisionEnded
+from jaxres.runlog.events import Event, GaveUp, HardwareFaultFound, SupervisionEnded
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, Record, RunHistory
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout, write_with_timeout
@@ -42,6 +42,7 @@ from jaxres.supervisor import (
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.failure_report import failure_text
 from jaxres.supervisor.forkserver_client import ForkServer
+from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.replica_process import ReplicaProcess
 from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartHistory, RestartPolicy
@@ -74,6 +75,8 @@ class LoopState:
     """Read end of `signals.wakeup_fd`: one byte per signal."""
     preemption_watcher: PreemptionWatcher
     """Watches for preemption notices of this machine, between attempts too."""
+    health_watcher: HealthWatcher
+    """Watches the GPUs of this machine; the next attempt acts on what it finds between two."""
     policy: RestartPolicy
     emit: Callable[[Event], None]
     save_monitor: SaveMonitor
@@ -122,10 +125,9 @@ def run_restart_loop(
       env, clock: the environment of all attempts, and the supervisor's clock.
       alerts: receive the events of the loop; entered once the run lock is held.
     """
-    adopts = processes.become_subreaper()
     with contextlib.ExitStack() as stack:
-        watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
-        preemption_watcher = stack.enter_context(watcher)
+        watcher = stack.enter_context(PreemptionWatcher(config.preemption, env=env, clock=clock))
+        health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
         trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
         replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
@@ -134,18 +136,18 @@ def run_restart_loop(
         log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.on_event])
         stack.push(lambda *_: _close_in_time(log))
         run_history, restarts = run_log.fold(records), restart_policy.load_history(records)
-        emit, fork_server = partial(_emit_in_time, log), None
-        if config.restart.fork:
-            fork_server = stack.enter_context(ForkServer(run_dir, emit=emit, clock=clock))
+        emit = partial(_emit_in_time, log)
+        server = ForkServer(run_dir, emit=emit, clock=clock) if config.restart.fork else None
         run = LoopState(
             config=config,
             run_dir=run_dir,
             run_dir_id=processes.run_dir_id(run_dir),
-            adopts=adopts,
+            adopts=processes.become_subreaper(),
             run_lock=run_lock,
             clock=clock,
             wakeup=stack.enter_context(signals.wakeup_fd()),
-            preemption_watcher=preemption_watcher,
+            preemption_watcher=watcher,
+            health_watcher=stack.enter_context(health),
             policy=policy,
             emit=emit,
             save_monitor=SaveMonitor(alerts.send, run=run_dir.root.absolute().name),
@@ -153,14 +155,19 @@ def run_restart_loop(
             unconfirmed=unconfirmed,
             trackers=trackers,
             replica=replica,
-            fork_server=fork_server,
+            fork_server=None if server is None else stack.enter_context(server),
             env=env,
             run_history=run_history,
             last_seq=len(records),
             first_step=run_history.step,
             outcomes=list(restarts.outcomes),
         )
+        health.on_fault = partial(_alert_fault, run, alerts)
         return _run_attempts(run, restarts)
+
+
+def _alert_fault(run: LoopState, alerts: Alerts, event: HardwareFaultFound) -> None:
+    alerts.on_event(dataclasses.replace(event, step=max(event.step, run.run_history.step)))
 
 
 def _emit_in_time(log: EventLog, event: Event) -> None:
@@ -256,7 +263,9 @@ def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult
         env=run.env,
         known=run.last_seq,
     )
-    opened = dataclasses.replace(opened, preemption_watcher=run.preemption_watcher)
+    opened = dataclasses.replace(
+        opened, preemption_watcher=run.preemption_watcher, health_watcher=run.health_watcher
+    )
     run.claim, run.last_seq = opened.claim, opened.last_seq
     run.run_history = dataclasses.replace(
         run.run_history, claims=(*run.run_history.claims, opened.claim)
@@ -306,6 +315,7 @@ def _kill_leftovers(run: LoopState, claims: Sequence[Claim]) -> None:
     keep = (
         run.trackers.pids
         | run.replica.pids
+        | run.health_watcher.pids
         | (set() if run.fork_server is None else run.fork_server.pids)
     )
     if num_killed := processes.kill_leftovers(
@@ -404,15 +414,12 @@ def _announce(run: LoopState, event: Event, messages: list[str]) -> None:
 
 def _finish(run: LoopState, ended: AttemptResult, code: int, reason: str) -> int:
     """Records the supervisor's exit, prints the reason and what to do; returns the exit code."""
-    is_graceful = exit_row(code).is_graceful or code == ended.requested
+    row = exit_row(code)
+    is_graceful = row.is_graceful or (code == ended.requested and not row.needs_operator)
     event_type = SupervisionEnded if is_graceful else GaveUp
     if code != ExitCode.FENCED:
         attempt_runner.delete_memory(run.run_dir, run.config)
-        run.emit(
-            event_type(
-                run.run_history.attempt, code, exit_row(code).name, run.run_history.step, reason
-            )
-        )
+        run.emit(event_type(run.run_history.attempt, code, row.name, run.run_history.step, reason))
         _record_leave(run, AttemptResult(code, reason))
     run.trackers.on_run_ended(code)
     run.replica.on_run_ended(code)

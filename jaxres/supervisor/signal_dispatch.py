@@ -200,8 +200,9 @@ def request_stop(
     else:
         reason = "" if choice is None else choice.reason
         print_message(f"{why}: {reason}; exiting with {exit.value} ({running.progress_text()})")
+    save_signal = next(iter(exit_row(exit).stop_signals), signal.SIGTERM)
     for worker in running.workers:
-        worker.signal(exit_row(exit).stop_signals[0] if has_time else LEAVE)
+        worker.signal(save_signal if has_time else LEAVE)
     return None
 
 

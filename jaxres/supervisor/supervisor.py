@@ -23,9 +23,10 @@ from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.event_log import AsyncEventLog
 from jaxres.runlog.paths import RunDir
-from jaxres.supervisor import processes, root_cause, signal_dispatch, signals
+from jaxres.supervisor import hardware_faults, processes, root_cause, signal_dispatch, signals
 from jaxres.supervisor.attempt import RunningAttempt, ignore_save_health, print_message
 from jaxres.supervisor.forkserver_client import ForkServer
+from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.processes import oom_kill_count
 from jaxres.supervisor.remote_hosts import LEADER, FollowerLinks, LeaderLink, RemoteHost
@@ -60,6 +61,7 @@ def supervise(
     on_save_health: Callable[[SaveHealth], None] = ignore_save_health,
     fork_server: ForkServer | None = None,
     preemption_watcher: PreemptionWatcher | None = None,
+    health_watcher: HealthWatcher | None = None,
 ) -> AttemptResult:
     """Runs the workers until they have all exited; returns the result of the attempt.
 
@@ -78,7 +80,7 @@ def supervise(
       deadline: when the workers are asked to save and stop, on the clock.
       on_save_health: called when the saves of host 0 begin to fail, and when they recover.
       fork_server: forks the workers, and is started once training runs; None: no forks.
-      preemption_watcher: watches for preemption notices of this machine; None: nothing does.
+      preemption_watcher, health_watcher: watch this machine; None: nothing does.
     """
     with contextlib.ExitStack() as stack:
         path = run_dir.host_supervisor_events(attempt, min(commands))
@@ -87,7 +89,8 @@ def supervise(
         others = None if peers is None else _connect_links(peers, commands, clock=clock)
         running = RunningAttempt(
             *(run_dir, attempt, limits, clock, [], others, deadline),
-            *(num_hosts, preemption_watcher, event_log, fork_server, env, on_save_health),
+            *(num_hosts, preemption_watcher, event_log, fork_server, env),
+            *(health_watcher, on_save_health),
         )
         try:
             _spawn_workers(running, commands, is_alone=num_hosts == 1)
@@ -161,11 +164,13 @@ def _wait(running: RunningAttempt, wakeup: int, watch: RunDirWatcher | None) -> 
         sources += [] if watch is None else [watch.wakeup]
         sources += [] if links is None else [links.fileno()]
         sources += [] if running.preemption_watcher is None else [running.preemption_watcher.wakeup]
+        sources += [] if running.health_watcher is None else [running.health_watcher.wakeup]
         select.select([wakeup, *sources], [], [], TICK_SECONDS)
         _extend_deadlines(running, awake)
+        hardware_faults.on_health(running)  # Before an exit that it explains.
         now = running.clock.monotonic()
         for worker in running.workers:
-            worker.read_status(now=now)
+            _read_status(running, worker, now=now)
             while worker.save_news:
                 save_health = worker.save_news.pop(0)
                 if worker.host == LEADER:
@@ -186,6 +191,15 @@ def _wait(running: RunningAttempt, wakeup: int, watch: RunDirWatcher | None) -> 
         _extend_deadlines(running, awake)  # A handler may have suspended this process.
         if (ended := _tick(running, watch)) is not None:
             return ended
+
+
+def _read_status(running: RunningAttempt, worker: Worker, *, now: float) -> None:
+    """Reads a worker's messages and its exit."""
+    had_ended = worker.end is not None
+    worker.read_status(now=now)
+    if worker.end is not None and not had_ended:
+        result = hardware_faults.as_unhealthy(running, worker.end.result)
+        worker.end = dataclasses.replace(worker.end, result=result)
 
 
 def _extend_deadlines(running: RunningAttempt, awake: Awake) -> None:
@@ -314,7 +328,10 @@ def _end_hung(running: RunningAttempt, hung: Sequence[HostStatus]) -> AttemptRes
         f"threads, if they could be dumped: {running.stacks_text()}. If this "
         "is not a hang, raise the phase's limit (deadlines.*)."
     )
-    end = WorkerExit(AttemptResult(ExitCode.HUNG, reason), running.clock.monotonic())
+    result = AttemptResult(ExitCode.HUNG, reason)
+    if isinstance(host, Worker):
+        result = hardware_faults.as_unhealthy(running, result)
+    end = WorkerExit(result, running.clock.monotonic())
     if isinstance(
         running.links, FollowerLinks
     ):  # Before these workers die: losing them aborts the workers of other hosts.

@@ -124,17 +124,19 @@ class SaveTimes:
     """Durations of the newest committed saves, at most NEWEST_SAVES, oldest first."""
     since: float | None = None
     """When the save in flight began; None: no save is in flight."""
+    committed_step: int = 0
+    """Newest step that was committed; 0: none."""
 
     def on_status(self, message: StatusMessage, *, now: float) -> SaveTimes:
         """Returns the save times after a status message."""
         match message:
             case SaveBegun():
                 return dataclasses.replace(self, since=now)
-            case SaveEnded(_, seconds):
-                taken = (
-                    self.seconds if seconds is None else (*self.seconds, seconds)[-NEWEST_SAVES:]
-                )
-                return SaveTimes(taken)
+            case SaveEnded(step, seconds) if seconds is not None:
+                taken = (*self.seconds, seconds)[-NEWEST_SAVES:]
+                return SaveTimes(taken, committed_step=max(self.committed_step, step))
+            case SaveEnded():
+                return dataclasses.replace(self, since=None)
             case _:
                 return self
 

@@ -13,6 +13,7 @@ from jaxres.exit_codes import ExitCode, exit_name, exit_row
 from jaxres.runlog.events import (
     AttemptRestarted,
     GaveUp,
+    HardwareFaultFound,
     ReplicaBehind,
     ReplicaCaughtUp,
     SupervisionEnded,
@@ -32,6 +33,7 @@ Kind = Literal[
     "finished",
     "replica_behind",
     "replica_caught_up",
+    "hardware_fault",
 ]
 ALWAYS_SENT = ("gave_up", "finished")
 """Kinds that end a run; the rate limit does not apply to them."""
@@ -48,12 +50,14 @@ HEADLINES: Mapping[str, str] = {
     "finished": "is finished",
     "replica_behind": "has committed steps that its replica lacks for too long",
     "replica_caught_up": "has every committed step in its replica again",
+    "hardware_fault": "trains on hardware with a fault",
 }
 SEVERITIES: Mapping[str, str] = {
     "gave_up": "critical",
     "commits_stalled": "error",
     "saves_failing": "error",
     "replica_behind": "error",
+    "hardware_fault": "error",
     "restarted": "warning",
     "supervisor_restarted": "warning",
     "rollback": "warning",
@@ -207,6 +211,8 @@ def of_event(event: object, *, run: str) -> Incident | None:
     match event:
         case ReplicaBehind() | ReplicaCaughtUp():
             return _of_replica(event, run=run)
+        case HardwareFaultFound():
+            return _of_hardware(event, run=run)
         case AttemptRestarted(exit=code, culprit=host):
             kind = "preempted" if code == ExitCode.PREEMPTED else "restarted"
             after = f"in {event.after_seconds:.0f} s"
@@ -246,4 +252,23 @@ def _of_replica(event: ReplicaBehind | ReplicaCaughtUp, *, run: str) -> Incident
         reason=event.reason if is_behind else "",
         next="training continues; the copy is tried again" if is_behind else "",
         seq=event.series,
+    )
+
+
+def _of_hardware(event: HardwareFaultFound, *, run: str) -> Incident | None:
+    """Returns the incident of a fault after which training continues.
+
+    Any other fault ends the attempt, which is an incident by itself.
+    """
+    if event.action != "warn":
+        return None
+    return Incident(
+        kind="hardware_fault",
+        run=run,
+        attempt=event.attempt,
+        step=event.step,
+        host=event.host,
+        reason=f"{event.device}: {event.reason}",
+        next="training continues: docs/hardware.md",
+        seq=event.number,
     )

@@ -43,9 +43,10 @@ MAY_DIFFER = (
     *("PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST", "STORAGE_EMULATOR_HOST"),
     *("TENSORSTORE_GCS_HTTP_URL", "GOOGLE_AUTH_TOKEN_FOR_TESTING", "NO_GCE_CHECK"),
     *("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "GCE_METADATA_HOST"),
-    "GLIBC_TUNABLES",
+    *("GLIBC_TUNABLES", "LD_LIBRARY_PATH", "FAKE_NVML"),
 )
-"""Variables that no import reads, besides those of jaxres itself. The C library reads its own when
+"""Variables that no import reads, besides those of jaxres itself. LD_LIBRARY_PATH has the fake of
+NVIDIA's library, which only a process of its own loads. The C library reads its own when
 this process starts, which has those of a worker; no result depends on them."""
 BASE = dict(os.environ)
 

@@ -13,84 +13,50 @@ import pytest
 
 from jaxres import config as configs
 from jaxres.engine import mesh_plan
-from tools.gpu import kernels, machine, nvml, recovery, steps, trace, training
+from tests.emulators.nvml import FakeNvml
+from tools.gpu import kernels, machine, recovery, steps, trace, training
 from tools.gpu.check import ROOT
 
 SPEEDS = [(name, *one) for name, tries in training.TRIES.items() for one in tries]
-FAKE_NVML = """
-#include <stdlib.h>
-#include <string.h>
-typedef void *device;
-static int is(const char *what) { const char *s = getenv("FAKE_GPU"); return s && strstr(s, what); }
-int nvmlInit_v2(void) { return is("no driver") ? 9 : 0; }
-const char *nvmlErrorString(int code) { return code == 9 ? "Driver Not Loaded" : "Not Supported"; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned i, device *d) { *d = (device)0x7f0000000007; return i; }
-int nvmlSystemGetDriverVersion(char *text, unsigned n) { strncpy(text, "580.1", n); return 0; }
-static int good(device d) { return d == (device)0x7f0000000007; }
-int nvmlDeviceGetTemperature(device d, int sensor, unsigned *t) {
-  *t = 41;
-  return !good(d) + sensor;
-}
-int nvmlDeviceGetPowerUsage(device d, unsigned *mw) { (void)d; (void)mw; return 3; }
-int nvmlDeviceGetTotalEccErrors(device d, int kind, int since, unsigned long long *n) {
-  *n = is("ecc") ? (5ull << 32) + 2 * kind + since : 0;
-  return !good(d);
-}
-int nvmlDeviceGetRemappedRows(device d, unsigned *c, unsigned *u, unsigned *pend, unsigned *bad) {
-  *c = 1, *u = 2, *pend = is("remap"), *bad = 0;
-  return !good(d);
-}
-int nvmlDeviceGetCurrentClocksThrottleReasons(device d, unsigned long long *bits) {
-  *bits = is("hot") ? 0x44 : 0x1;
-  return !good(d);
-}
-int nvmlDeviceGetNvLinkState(device d, unsigned link, unsigned *up) {
-  *up = link < 4;
-  return good(d) && link < 6 ? 0 : 3;
-}
-"""
-"""An older driver: it has no nvmlDeviceGetCurrentClocksEventReasons and none of PCIe."""
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("nvml")
-    (folder / "fake.c").write_text(FAKE_NVML)
-    target = folder / nvml.LIBRARY
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", target, folder / "fake.c"], check=True)
-    return folder
+    return FakeNvml(tmp_path_factory.mktemp("nvml"))
 
 
-def read(library, state):
+def read(library, *state):
+    library.set(*state)
     code = (
         "import json; from tools.gpu import nvml; found = nvml.readings();"
         "print(json.dumps([found, nvml.faults(found)]))"
     )
-    env = {**os.environ, "LD_LIBRARY_PATH": str(library), "FAKE_GPU": state}
     command = [sys.executable, "-c", code]
+    env = os.environ | library.env
     return json.loads(
         subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True).stdout
     )
 
 
 def test_a_healthy_gpu_is_read_and_what_its_driver_lacks_is_told(library):
-    found, faults = read(library, "")
+    found, faults = read(library, "error.nvmlDeviceGetPowerUsage 3")
     assert faults == []
     assert found["driver"] == "580.1"
     assert found["temperature_C"] == 41
-    assert found["power_mW"] == "not measured: Not Supported (3)"
+    assert found["power_mW"] == "not measured: Not Supported"
     assert found["ecc_uncorrected_volatile"] == 0
     assert [found[f"remapped_rows_{name}"] for name in ("corrected", "uncorrected")] == [1, 2]
     assert found["clocks_event_reasons"] == "idle"
     assert found["clocks_slowed_by_fault"] is False
-    lacks = "not measured: this driver has no nvmlDeviceGetCurrPcieLinkWidth"
-    assert found["pcie_width"] == lacks
+    assert found["pcie_width"] == "not measured: Function Not Found"
     assert found["nvlinks_active"] == 4
 
 
 def test_faults_of_a_gpu_are_found(library):
-    found, faults = read(library, "ecc remap hot")
-    assert found["ecc_corrected_aggregate"] == (5 << 32) + 1, "64 bits"
+    older = "absent.nvmlDeviceGetCurrentClocksEventReasons 1"
+    lines = ("ecc_corrected 21474836481", "ecc_uncorrected 21474836482", "remap_pending 1")
+    found, faults = read(library, older, *lines, "reasons 0x44")
+    assert found["ecc_corrected_aggregate"] == (5 << 32) + 101, "64 bits"
     assert found["ecc_uncorrected_volatile"] == (5 << 32) + 2
     assert found["clocks_event_reasons"] == "power limit + HW thermal slowdown"
     assert faults == [
@@ -100,10 +66,10 @@ def test_faults_of_a_gpu_are_found(library):
     ]
 
 
-def test_without_a_driver_the_reason_is_told(library):
-    assert read(library, "no driver")[0] == {
-        "nvml": "not measured: nvmlInit_v2: Driver Not Loaded (9)"
-    }
+def test_without_a_driver_or_a_gpu_the_reason_is_told(library):
+    assert read(library, "init 9")[0] == {"nvml": "not measured: Driver Not Loaded"}
+    assert read(library, "gpus 0")[0] == {"nvml": "not measured: no GPU 0: none found"}
+    assert read(library, "lost 15")[0] == {"nvml": "not measured: no GPU 0: GPU is lost"}
 
 
 FAKE_SMI = """#!/bin/sh

@@ -154,7 +154,8 @@ def test_all_problems_are_reported_at_once_with_their_locations(write: Write):
         "sample_prompt, sample_tokens)",
         "x.yaml:13: steps: unknown key; did you mean train.steps? (keys here: run, data, model, "
         "init_from, lora, optimizer, train, mesh, checkpoint, guards, evaluation, hooks, "
-        "telemetry, deadlines, hosts, preemption, restart, launch, compilation, alerts)",
+        "telemetry, deadlines, hosts, preemption, hardware, restart, launch, compilation, "
+        "alerts)",
     ]
 
 

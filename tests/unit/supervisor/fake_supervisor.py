@@ -8,9 +8,10 @@ from pathlib import Path
 
 from jaxres.clock import SystemClock
 from jaxres.config.schema import DeadlinesSection
-from jaxres.config.schema_operations import PreemptionSection
+from jaxres.config.schema_operations import HealthSection, PreemptionSection
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import run_dir_watcher, supervisor
+from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.telemetry import stdio
@@ -24,8 +25,10 @@ def main() -> None:
     run_dir = RunDir(folder / "run")
     words = json.loads(os.environ.get("PREEMPTION", "{}"))
     section, clock = PreemptionSection(**words), SystemClock()
+    health = HealthSection(**json.loads(os.environ["HEALTH"])) if "HEALTH" in os.environ else None
     with (
         PreemptionWatcher(section, env=os.environ, clock=clock, product="") as watcher,
+        HealthWatcher(health, folder, env=os.environ, clock=clock) as health_watcher,
         RunLock(run_dir, clock=clock) as owner,
     ):
         ended = supervisor.supervise(
@@ -45,6 +48,7 @@ def main() -> None:
             env=os.environ,
             num_hosts=len(parts),
             preemption_watcher=watcher,
+            health_watcher=health_watcher,
         )
     sys.stdout.write(json.dumps(dataclasses.asdict(ended)))
     stdio.flush()

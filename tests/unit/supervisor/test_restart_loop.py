@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
 from jaxres.supervisor import restart_loop, run_dir_watcher, worker_group
 from jaxres.supervisor import run_lock as owners
+from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.restart_loop import LoopState
 from jaxres.supervisor.restart_policy import RestartPolicy
@@ -64,6 +66,7 @@ def run(tmp_path, monkeypatch):
             clock=clock,
             wakeup=wakeup,
             preemption_watcher=watcher,
+            health_watcher=HealthWatcher(None, Path("/"), env={}, clock=clock),
             policy=policy,
             emit=lambda event: None,
             save_monitor=None,  # type: ignore[arg-type]

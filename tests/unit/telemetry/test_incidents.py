@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from jaxres.config.schema_operations import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
+from jaxres.runlog.events import HardwareFaultFound
 from jaxres.telemetry import alert_delivery_log
 from jaxres.telemetry.alert_delivery_log import Ledger
 from jaxres.telemetry.alert_monitors import CommitStall
-from jaxres.telemetry.incidents import Incident, Kind, key, messages
+from jaxres.telemetry.incidents import Incident, Kind, key, messages, of_event
 
 FAILURE = Incident(
     kind="gave_up",
@@ -155,3 +156,24 @@ def test_a_commit_stall_is_reported_once_and_so_is_its_end():
     ]
     assert stall.num_stalls == 2
     assert CommitStall(None, step=0, since=0.0).check(0, now=1e9) is None
+
+
+def test_a_fault_of_the_hardware_after_which_training_continues_is_an_incident():
+    """One that ends the attempt is the incident of that end, with the fault as its reason."""
+
+    def incident(action: str) -> Incident | None:
+        event = HardwareFaultFound(
+            *(2, 40, "thermal", "GPU 3", "its clocks are slowed"), action, host=1, number=4
+        )
+        return of_event(event, run="tiny")
+
+    assert [incident(action) for action in ("save", "leave")] == [None, None]
+    found = incident("warn")
+    assert found is not None
+    assert (found.kind, found.host, found.reason) == (
+        *("hardware_fault", 1),
+        "GPU 3: its clocks are slowed",
+    )
+    assert key(found, nonce="n") == "n-2-hardware_fault-4"
+    (body,) = bodies(SlackTarget(url_env="A"), found)
+    assert body["text"].startswith("tiny trains on hardware with a fault (attempt 2, step 40")

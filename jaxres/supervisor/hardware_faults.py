@@ -1,0 +1,103 @@
+"""Acts on faults of the hardware that the health guard finds while an attempt runs.
+
+A fault ends the attempt with UNHEALTHY, so that this host is replaced or repaired. `save` asks the
+workers to save as a preemption notice does; their exit is then recorded as UNHEALTHY. `leave` kills
+the workers, so that no state is saved that the fault may have changed. In both cases the other
+hosts learn the cause from this host's exit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+
+from jaxres.exit_codes import ExitCode, exit_row
+from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.runlog.events import HardwareFaultFound, HealthWatchStarted
+from jaxres.supervisor import signal_dispatch
+from jaxres.supervisor.attempt import RunningAttempt, print_message
+from jaxres.supervisor.health import Finding
+from jaxres.supervisor.root_cause import WorkerExit
+from jaxres.supervisor.worker_process import kill_process_groups
+
+WHAT_FOLLOWS = {
+    "warn": "training continues",
+    "save": f"saving, then exit {ExitCode.UNHEALTHY.value}: this host must be repaired or replaced",
+    "leave": f"exit {ExitCode.UNHEALTHY.value} without a save: this host must be repaired or "
+    "replaced",
+}
+
+
+def on_health(running: RunningAttempt) -> None:
+    """Acts on what the health guard has found since the last call."""
+    if running.health_watcher is None:
+        return
+    for found in running.health_watcher.poll():
+        if isinstance(found, HealthWatchStarted):
+            running.event_log.emit(found)
+            _print_watch(found)
+        else:
+            _on_finding(running, found)
+
+
+def _print_watch(started: HealthWatchStarted) -> None:
+    if started.reason:
+        print_message(f"the health of GPUs is not watched: {started.reason}")
+    elif started.unreadable:
+        why = ", ".join(f"{name} ({error})" for name, error in sorted(started.unreadable.items()))
+        print_message(f"the health of {len(started.gpus)} GPUs is watched, except for: {why}")
+
+
+def _on_finding(running: RunningAttempt, finding: Finding) -> None:
+    is_first = not running.hardware_fault
+    action = finding.action
+    if action == "save" and running.step == 0:
+        action = "leave"  # Nothing new to save.
+    _announce(running, dataclasses.replace(finding, action=action))
+    reason = f"{socket.gethostname()}: {finding}"
+    if action == "leave":
+        _leave(running, reason)
+    elif action == "save" and is_first and running.stop_requested is None:
+        running.hardware_fault = reason
+        signal_dispatch.request_stop(running, ExitCode.UNHEALTHY, reason)
+
+
+def _announce(running: RunningAttempt, finding: Finding) -> None:
+    running.num_hardware_faults += 1
+    event = HardwareFaultFound(
+        attempt=running.number,
+        step=max((worker.save_times.committed_step for worker in running.workers), default=0),
+        kind=finding.kind,
+        device=finding.device,
+        reason=finding.text,
+        action=finding.action,
+        host=running.workers[0].host,
+        number=running.num_hardware_faults,
+    )
+    running.event_log.emit(event)
+    print_message(f"hardware: {finding}; {WHAT_FOLLOWS[finding.action]}")
+    watcher = running.health_watcher
+    if finding.action == "warn" and watcher is not None and watcher.on_fault is not None:
+        watcher.on_fault(event)
+
+
+def _leave(running: RunningAttempt, reason: str) -> None:
+    """Kills the workers; their exits, not announced, end the attempt on all hosts at once."""
+    running.stop_requested = ExitCode.UNHEALTHY
+    kill_process_groups(running.workers, clock=running.clock)
+    now = running.clock.monotonic()
+    for worker in running.workers:
+        code = None if worker.end is None else worker.end.result.code
+        is_decided = code is not None and exit_row(code).is_graceful
+        if not is_decided and code != ExitCode.UNHEALTHY:
+            worker.end = WorkerExit(AttemptResult(ExitCode.UNHEALTHY, reason), now)
+
+
+def as_unhealthy(running: RunningAttempt, result: AttemptResult) -> AttemptResult:
+    """Returns the result of a worker here as UNHEALTHY if a fault of the hardware explains it."""
+    row = exit_row(result.code)
+    is_explained = row.code == ExitCode.PREEMPTED or row.blames_host
+    if not running.hardware_fault or not is_explained or row.code == ExitCode.PEER_LOST:
+        return result
+    reason = f"{running.hardware_fault}; {result.reason}"
+    return dataclasses.replace(result, code=ExitCode.UNHEALTHY, reason=reason)

@@ -1,0 +1,230 @@
+"""Runs the health process of a host, reads its memory and disk, and judges what they show.
+
+A thread reads the process's lines and passes them to the supervisor, through a queue and a pipe
+that wakes it. If the driver hangs, the lines stop: the thread kills the process and reports that,
+and the supervisor starts another process later. Another thread reads memory and disk. Nothing here
+delays the supervisor. Without an NVIDIA driver's library no process is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from jaxres.clock import Awake, Clock
+from jaxres.config.schema_operations import HealthSection
+from jaxres.runlog.events import HardwareFaultFound, HealthWatchStarted
+from jaxres.storage.threads import WatcherThreads
+from jaxres.supervisor import health, host_health, nvml
+from jaxres.supervisor.health import Finding, GpuState
+from jaxres.supervisor.health_messages import (
+    MESSAGES,
+    GpuReading,
+    Message,
+    WatchStarted,
+    WatchUnavailable,
+    XidReported,
+)
+from jaxres.supervisor.host_health import HostReading
+
+MODULE = "jaxres.supervisor.health_process"
+START_SECONDS = 60.0
+"""Longest time until the first message, if that is more than answer_seconds."""
+RETRY_SECONDS = 600.0
+"""Time after which a process that has ended or was killed is started again."""
+KILL_SECONDS = 1.0
+"""Longest wait for a killed process; one that hangs in the driver is left behind."""
+ALL_GPUS = "GPUs of this host"
+
+
+def may_have_gpus(env: Mapping[str, str]) -> bool:
+    """Returns whether this host may have GPUs that the run uses.
+
+    >>> may_have_gpus({"JAX_PLATFORMS": "cpu"}), may_have_gpus({"CUDA_VISIBLE_DEVICES": ""})
+    (False, False)
+    """
+    platforms = [name for name in env.get("JAX_PLATFORMS", "").split(",") if name]
+    may_use_gpus = not platforms or bool({"cuda", "gpu"} & set(platforms))
+    has_visible = env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    return (
+        may_use_gpus
+        and has_visible
+        and nvml.find_library(env.get("LD_LIBRARY_PATH", "")) is not None
+    )
+
+
+class HealthWatcher:
+    """Watches the GPUs, memory and disk of this host until closed; a context manager."""
+
+    def __init__(
+        self,
+        section: HealthSection | None,
+        folder: Path,
+        *,
+        env: Mapping[str, str],
+        clock: Clock,
+        on_fault: Callable[[HardwareFaultFound], None] | None = None,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+          section: the policy; None: no guard.
+          folder: folder of the run's local files, whose disk is watched.
+          env: the environment of the run, which the process gets too.
+          clock: the supervisor's clock.
+          on_fault: called with each fault after which training continues.
+        """
+        self._section, self._folder = section, folder
+        self._env, self._clock = env, clock
+        self.on_fault = on_fault
+        self._threads = WatcherThreads[Message | HostReading | Finding]()
+        self._states: dict[str, GpuState] = {}
+        self._warned_xids: set[XidReported] = set()
+        self._host = deque[HostReading](maxlen=host_health.NUM_READINGS)
+        self._host_reported: set[str] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._retry_at = math.inf
+        """When the process is started again, on the clock."""
+
+    def __enter__(self) -> HealthWatcher:
+        if self._section is not None:
+            self._threads.start("host-health", self._watch_host)
+            if may_have_gpus(self._env):
+                self._start(self._section)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.closed.set()
+        if self._process is not None:
+            _kill(self._process)
+        self._threads.close(seconds=KILL_SECONDS)  # One may wait for the storage.
+
+    @property
+    def wakeup(self) -> int:
+        """A descriptor that is readable whenever `poll` may return something."""
+        return self._threads.wakeup
+
+    @property
+    def pids(self) -> set[int]:
+        """Pid of the process, if it runs: it is no leftover of an attempt."""
+        process = self._process
+        return {process.pid} if process is not None and process.poll() is None else set()
+
+    def poll(self) -> list[HealthWatchStarted | Finding]:
+        """Returns what was found since the last call."""
+        if self._section is not None:
+            self._restart_if_due(self._section)
+        found: list[HealthWatchStarted | Finding] = []
+        for message in self._threads.take():
+            found += self._judge(message)
+        return found
+
+    def _judge(
+        self, message: Message | HostReading | Finding
+    ) -> Iterator[HealthWatchStarted | Finding]:
+        section = self._section
+        assert section is not None
+        match message:
+            case Finding():
+                yield message
+            case WatchStarted(driver, gpus, unreadable):
+                yield HealthWatchStarted(driver, gpus, dict(unreadable), "")
+            case WatchUnavailable(reason):
+                yield HealthWatchStarted("", (), {}, reason)
+            case XidReported():
+                finding = health.judge_xid(message, section)
+                is_repeated = finding.action == "warn" and message in self._warned_xids
+                self._warned_xids.add(message)
+                if not is_repeated:
+                    yield finding
+            case GpuReading():
+                state = self._states.get(message.gpu, GpuState())
+                now = self._clock.monotonic()
+                self._states[message.gpu], found = health.judge(state, message, section, now=now)
+                yield from found
+            case HostReading():
+                self._host.append(message)
+                found = host_health.judge(tuple(self._host), section)
+                yield from (each for each in found if each.kind not in self._host_reported)
+                self._host_reported = {each.kind for each in found}
+
+    def _watch_host(self) -> None:
+        while not self._threads.closed.wait(host_health.READ_SECONDS):
+            now = self._clock.monotonic()
+            self._threads.put(host_health.read(self._folder, supervisor=os.getpid(), at=now))
+
+    def _start(self, section: HealthSection) -> None:
+        """Starts the process; called by the main thread alone, so that `pids` is never behind."""
+        self._retry_at = math.inf
+        command = [sys.executable, "-m", MODULE, "--parent", str(os.getpid())]
+        command += ["--poll-seconds", str(section.poll_seconds)]
+        if (visible := self._env.get("CUDA_VISIBLE_DEVICES")) is not None:
+            command += [f"--visible={visible}"]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env=dict(self._env),
+            )
+        except OSError as error:
+            self._threads.put(WatchUnavailable(f"the health process did not start: {error}"))
+            return
+        self._process = process
+        self._threads.start("health", lambda: self._watch(process, section))
+
+    def _watch(self, process: subprocess.Popen[bytes], section: HealthSection) -> None:
+        """Passes on the messages of a process until it ends or is silent."""
+        why = self._forward(process, section)
+        _kill(process)
+        if why is not None and not self._threads.closed.is_set():
+            self._threads.put(Finding("silent", ALL_GPUS, why, section.silent))
+            self._retry_at = self._clock.monotonic() + RETRY_SECONDS
+
+    def _restart_if_due(self, section: HealthSection) -> None:
+        """Starts another process, unless the one before still hangs in the driver."""
+        process = self._process
+        is_due = self._clock.monotonic() >= self._retry_at
+        if is_due and (process is None or process.poll() is not None):
+            self._start(section)
+
+    def _forward(self, process: subprocess.Popen[bytes], section: HealthSection) -> str | None:
+        """Passes the messages on; returns why they have ended, None: there is nothing to read."""
+        assert process.stdout is not None
+        limit = section.poll_seconds + section.answer_seconds
+        awake = Awake(self._clock, beyond_seconds=max(limit, START_SECONDS) + 1)
+        until, partial = awake.now() + max(limit, START_SECONDS), b""
+        with process.stdout as output:
+            while (left := until - awake.now()) > 0:
+                if not select.select([output], [], [], left)[0]:
+                    continue
+                data = os.read(output.fileno(), 65536)
+                if not data:
+                    return "the process that reads them has ended"
+                *lines, partial = (partial + data).split(b"\n")
+                for line in lines:
+                    message = MESSAGES.decode(json.loads(line))
+                    self._threads.put(message)
+                    if isinstance(message, WatchUnavailable):
+                        return None
+                until = awake.now() + limit
+        return f"NVIDIA's library (NVML) has not answered for {section.answer_seconds:g} s"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_SECONDS)

@@ -1,0 +1,153 @@
+"""What follows a fault of the hardware: real processes without jax, and a fake NVML library."""
+
+import json
+import signal
+
+import pytest
+
+from jaxres.runlog.event_log import read_events
+from jaxres.supervisor.worker_process import LEAVE
+from tests.emulators.nvml import FakeNvml
+from tests.unit.supervisor.test_supervisor import SupervisorProcess
+
+SAVES = {"on_stop": [75, 0.0], "saves": [0.1, False]}
+LOST, ROW = "0.lost 15", "0.remap_pending 1"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return FakeNvml(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def gpus(built):
+    built.set()
+    return built
+
+
+@pytest.fixture
+def start(tmp_path, gpus):
+    started = []
+
+    def start(*parts, limits=None, **health):
+        env = gpus.env | {"HEALTH": json.dumps({"poll_seconds": 0.05} | health)}
+        started.append(SupervisorProcess(tmp_path, parts, env=env, **(limits or {})))
+        return started[-1]
+
+    yield start
+    for supervisor in started:
+        if supervisor.process.poll() is None:
+            supervisor.process.kill()
+        supervisor.process.wait()
+        supervisor.process.stdout.close()
+
+
+def found(supervisor):
+    events = read_events(supervisor.run_dir.host_supervisor_events(1, 0))
+    return [(e["kind"], e["action"]) for e in events if e["event"] == "hardware_fault_found"]
+
+
+def watched(supervisor):
+    """Waits until the GPUs are watched and the workers have made steps."""
+    supervisor.wait_steps()
+    events = supervisor.run_dir.host_supervisor_events(1, 0)
+    supervisor.wait(
+        lambda: any(e["event"] == "health_watch_started" for e in read_events(events)), "a watch"
+    )
+
+
+def stopped_after_a_warning(supervisor):
+    """Stops it once a fault is found and steps were made after that; returns how it has ended."""
+    supervisor.wait(lambda: found(supervisor), "a fault")
+    step = int((supervisor.folder / "step-0").read_text())
+    supervisor.wait_steps(step + 5)
+    supervisor.process.send_signal(signal.SIGTERM)
+    ended, _ = supervisor.ended()
+    return ended
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_fault_that_leaves_a_good_state_saves_and_the_end_is_unhealthy(start, gpus, num_hosts):
+    supervisor = start(*[SAVES] * num_hosts)
+    watched(supervisor)
+    gpus.set(ROW)
+    ended, _ = supervisor.ended()
+    assert (ended["code"], ended["requested"], ended["committed"]) == (82, 82, True)
+    assert ended["culprit"] in range(num_hosts)
+    assert (
+        "GPU 0 (Fake H100, GPU-0): the remapping of a row of memory is pending" in (ended["reason"])
+    )
+    assert supervisor.signalled(signal.SIGTERM) == list(range(num_hosts))
+    assert found(supervisor) == [("row_remap", "save")]
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_fault_that_may_have_changed_the_state_kills_the_workers_at_once(start, gpus, num_hosts):
+    supervisor = start(*[SAVES] * num_hosts)
+    watched(supervisor)
+    gpus.set(LOST)
+    ended, _ = supervisor.ended()
+    assert (ended["code"], ended["requested"], ended["committed"]) == (82, 82, False)
+    asked = [supervisor.signalled(number) for number in (signal.SIGTERM, LEAVE)]
+    assert asked == [[], []], "a save was requested"
+    assert "GPU 0 (Fake H100, GPU-0): the driver has lost it" in ended["reason"]
+    assert found(supervisor) == [("lost", "leave")]
+
+
+def test_a_fault_before_the_first_step_ends_the_attempt_without_a_save(start, gpus):
+    gpus.set(ROW)
+    supervisor = start({"steps": 0})
+    ended, _ = supervisor.ended()
+    assert (ended["code"], ended["committed"]) == (82, False)
+    assert found(supervisor) == [("row_remap", "leave")]
+
+
+def test_a_crash_while_the_save_is_requested_counts_as_the_hardwares(start, gpus):
+    supervisor = start({"on_stop": [70, 0.0]})
+    watched(supervisor)
+    gpus.set(ROW)
+    ended, _ = supervisor.ended()
+    assert (ended["code"], "stop 0" in ended["reason"]) == (82, True)
+
+
+def test_a_hang_while_the_save_is_requested_counts_as_the_hardwares(start, gpus):
+    supervisor = start({"on_stop": [75, 60.0]}, limits={"save_seconds": 1.0})
+    watched(supervisor)
+    gpus.set(ROW)
+    ended, _ = supervisor.ended()
+    assert (ended["code"], "no progress" in ended["reason"]) == (82, True)
+    assert supervisor.signalled(signal.SIGTERM) == [0]
+
+
+def test_a_warning_is_printed_once_and_ends_nothing(start, gpus):
+    supervisor = start(SAVES, lost="warn")
+    watched(supervisor)
+    gpus.set(LOST)
+    ended = stopped_after_a_warning(supervisor)
+    assert (ended["code"], ended["requested"]) == (75, 75)
+    assert found(supervisor) == [("lost", "warn")]
+    assert supervisor.printed().count("the driver has lost it") == 1
+    assert "training continues" in supervisor.printed()
+
+
+def test_a_hung_library_is_a_warning_and_training_continues(start, gpus):
+    supervisor = start(SAVES, answer_seconds=0.2)
+    watched(supervisor)
+    gpus.set("hang nvmlDeviceGetPowerUsage")
+    ended = stopped_after_a_warning(supervisor)
+    assert (ended["code"], found(supervisor)) == (75, [("silent", "warn")])
+
+
+def test_a_fault_while_a_stop_is_in_progress_ends_a_save_only_if_the_state_may_be_wrong(
+    start, gpus
+):
+    supervisor = start({"on_stop": [75, 2.0]})
+    watched(supervisor)
+    supervisor.process.send_signal(signal.SIGTERM)
+    supervisor.wait(lambda: supervisor.signalled(signal.SIGTERM), "the order")
+    gpus.set(ROW)
+    ended, _ = supervisor.ended()
+    assert (ended["code"], ended["requested"], found(supervisor)) == (
+        *(75, 75),
+        [("row_remap", "save")],
+    )

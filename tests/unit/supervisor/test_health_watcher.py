@@ -1,0 +1,193 @@
+"""The health process reads a fake of NVIDIA's library; the watcher judges what it sends."""
+
+import os
+import time
+
+import pytest
+
+from jaxres.clock import SystemClock
+from jaxres.config.schema_operations import HealthSection
+from jaxres.runlog.events import HealthWatchStarted
+from jaxres.supervisor import health_watcher, host_health, nvml
+from jaxres.supervisor.health_watcher import HealthWatcher, may_have_gpus
+from jaxres.supervisor.host_health import HostReading
+from tests.emulators.nvml import LIBRARY, FakeNvml
+from tests.promises.trainer import PATIENCE_SECONDS, ROOT
+
+QUICK = HealthSection(poll_seconds=0.05, slow_minutes=0.001, link_errors_per_minute=1.0)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return FakeNvml(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def gpus(built):
+    built.set()
+    return built
+
+
+@pytest.fixture
+def watch(gpus, tmp_path):
+    """Starts a watcher of the fake GPUs; all are closed at the end."""
+    watchers = []
+
+    def start(section=QUICK, **env):
+        env = os.environ | {"PYTHONPATH": str(ROOT)} | gpus.env | env
+        watchers.append(HealthWatcher(section, tmp_path, env=env, clock=SystemClock()))
+        return watchers[-1].__enter__()
+
+    yield start
+    for watcher in watchers:
+        watcher.__exit__()
+
+
+def next_found(watcher):
+    """Returns what the watcher finds next."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not (found := watcher.poll()):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return found
+
+
+def started(watcher):
+    (event,) = next_found(watcher)
+    assert isinstance(event, HealthWatchStarted), event
+    return event
+
+
+FAULTS = {
+    "ecc": ("1.ecc_uncorrected 5", "ecc", "5 uncorrectable ECC errors"),
+    "remap pending": ("1.remap_pending 1", "row_remap", "is pending"),
+    "remap failed": ("1.remap_failed 1", "row_remap", "has failed"),
+    "heat": ("1.reasons 0x40", "thermal", "HW thermal slowdown"),
+    "lost": ("1.lost 15", "lost", "the driver has lost it"),
+    "needs reset": ("1.lost 16", "lost", "asks for its reset"),
+    "xid": ("xid 79 a 1", "xid", "Xid 79: the GPU has fallen off the bus"),
+    "application": ("xid 13 a 1", "other_xid", "Xid 13: an error of the program"),
+    "PCIe": ("1.pcie_replays 900", "link", "900 PCIe replays"),
+    "NVLink": ("1.nvlink_errors 900", "link", "900 NVLink errors"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_of_one_gpu_is_found_and_named(gpus, watch, fault, monkeypatch):
+    monkeypatch.setattr(health_watcher.health, "WINDOW_SECONDS", 0.2)
+    line, kind, text = FAULTS[fault]
+    gpus.set("gpus 2")
+    watcher = watch()
+    assert started(watcher).gpus == ("GPU 0 (Fake H100, GPU-0)", "GPU 1 (Fake H100, GPU-1)")
+    gpus.set("gpus 2", line)
+    found = next_found(watcher)
+    assert [(each.kind, each.device) for each in found] == [(kind, "GPU 1 (Fake H100, GPU-1)")]
+    assert text in found[0].text
+
+
+def test_what_a_driver_refuses_or_lacks_is_listed_as_not_seen(gpus, watch):
+    gpus.set(
+        "error.nvmlDeviceGetTotalEccErrors 3",
+        "absent.nvmlDeviceGetPcieReplayCounter 1",
+        "absent.nvmlDeviceGetCurrentClocksEventReasons 1",  # Its older name is used.
+        "error.nvmlDeviceRegisterEvents 3",
+    )
+    watcher = watch()
+    unreadable = started(watcher).unreadable
+    assert {name: unreadable.get(name) for name in ("ecc_uncorrected_volatile", "xid")} == {
+        "ecc_uncorrected_volatile": "Not Supported",
+        "xid": "Not Supported",
+    }, "a reading that fails is unknown, not healthy"
+    assert unreadable["pcie_replays"] == "Function Not Found"
+    assert "clocks_event_reasons" not in unreadable
+    assert watcher.poll() == []
+
+
+def test_a_counter_that_is_not_zero_at_the_start_is_found_when_it_grows(gpus, watch):
+    gpus.set("ecc_uncorrected 40", "pcie_replays 100000")
+    watcher = watch()
+    started(watcher)
+    gpus.set("ecc_uncorrected 41", "pcie_replays 100000")
+    (found,) = next_found(watcher)
+    assert (found.kind, found.text) == ("ecc", "1 uncorrectable ECC errors (40 before)")
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetPowerUsage", "nvmlEventSetWait"])
+def test_a_library_that_hangs_is_found_and_its_process_killed(gpus, watch, function):
+    watcher = watch(QUICK.model_copy(update={"answer_seconds": 0.3}))
+    started(watcher)
+    (pid,) = watcher.pids
+    gpus.set(f"hang {function}")
+    (found,) = next_found(watcher)
+    assert (found.kind, found.action) == ("silent", "warn")
+    assert "has not answered for 0.3 s" in found.text
+    until = time.monotonic() + PATIENCE_SECONDS
+    while watcher.pids and time.monotonic() < until:
+        time.sleep(0.005)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_hang_is_found_again_until_the_library_answers(gpus, watch, monkeypatch):
+    monkeypatch.setattr(health_watcher, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(health_watcher, "START_SECONDS", 0.5)
+    watcher = watch(QUICK.model_copy(update={"answer_seconds": 0.3}))
+    gpus.set("hang nvmlDeviceGetCount")
+    assert next_found(watcher)[0].kind == "silent"
+    gpus.set()
+    monkeypatch.setattr(health_watcher, "START_SECONDS", PATIENCE_SECONDS)
+    found = next_found(watcher)
+    while not isinstance(found[-1], HealthWatchStarted):
+        found = next_found(watcher)
+    assert found[-1].gpus == ("GPU 0 (Fake H100, GPU-0)",)
+
+
+@pytest.mark.parametrize(
+    ("line", "env", "reason"),
+    [
+        ("init 9", {}, "Driver Not Loaded"),
+        ("gpus 0", {}, "this machine has no GPU"),
+        ("gpus 1", {"CUDA_VISIBLE_DEVICES": "3"}, "CUDA_VISIBLE_DEVICES names none"),
+    ],
+)
+def test_where_there_is_nothing_to_read_the_reason_is_told_once(gpus, watch, line, env, reason):
+    gpus.set(line)
+    watcher = watch(**env)
+    event = started(watcher)
+    assert (event.gpus, reason in event.reason) == ((), True)
+    watcher._threads._threads[-1].join(PATIENCE_SECONDS)
+    assert (watcher.poll(), watcher.pids) == ([], set())
+
+
+def test_only_the_gpus_that_the_run_may_use_are_watched(gpus, watch):
+    gpus.set("gpus 3", "0.lost 15")
+    watcher = watch(CUDA_VISIBLE_DEVICES="GPU-1,2")
+    assert [label[:5] for label in started(watcher).gpus] == ["GPU 1", "GPU 2"]
+    assert watcher.poll() == []
+
+
+def test_without_the_drivers_library_no_process_is_started(tmp_path, monkeypatch, gpus):
+    wanted = {"LD_LIBRARY_PATH": gpus.env["LD_LIBRARY_PATH"]}
+    assert may_have_gpus(wanted)
+    assert not may_have_gpus(wanted | {"CUDA_VISIBLE_DEVICES": ""})
+    assert not may_have_gpus(wanted | {"JAX_PLATFORMS": "cpu"})
+    assert may_have_gpus(wanted | {"JAX_PLATFORMS": "cuda,cpu"})
+    monkeypatch.setattr(nvml, "FOLDERS", (str(tmp_path),))
+    assert not may_have_gpus({})
+    (tmp_path / LIBRARY).touch()
+    assert may_have_gpus({})
+
+
+def test_a_full_disk_is_told_once_and_again_after_it_had_space(watch, monkeypatch):
+    monkeypatch.setattr(host_health, "READ_SECONDS", 0.01)
+    free = iter([9e9, 4e9, 4e9, 9e9, 4e9])
+
+    def read(folder, *, supervisor, at):
+        return HostReading(at, 0, 10**12, int(next(free, 9e9)))
+
+    monkeypatch.setattr(host_health, "read", read)
+    watcher = watch(CUDA_VISIBLE_DEVICES="")
+    found = [*next_found(watcher)]
+    while len(found) < 2:
+        found += next_found(watcher)
+    assert [(each.kind, each.action) for each in found] == [("disk", "warn")] * 2
+    assert found[0].text == "the disk of the run directory has 4.0 GB left"
