@@ -1,7 +1,6 @@
 """Events: frozen past-tense dataclasses, as telemetry for users and tools.
 
-No decision depends on an event. event_log.py writes and reads them. Goodput is computed from the
-phase changes.
+No decision depends on an event. event_log.py writes and reads them.
 """
 
 from __future__ import annotations
