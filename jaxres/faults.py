@@ -310,6 +310,15 @@ ALL: tuple[Fault, ...] = (
         done=True,
     ),
     _row(
+        "failed_preflight",
+        "process",
+        "train/preflight.py",
+        "a test of devices, links or disk has a wrong answer: the host does not train; "
+        "`launch local` excludes it, `launch gce` replaces its VM at once",
+        exit=ExitCode.UNHEALTHY,
+        done=True,
+    ),
+    _row(
         "straggler",
         "loop",
         "engine/straggler.py",

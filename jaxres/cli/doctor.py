@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxres import config as configs
 from jaxres import data, faults
+from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
 from jaxres.config.argparser import Parser
 from jaxres.config.schema_training import FromRun, FromSeed
@@ -36,7 +37,10 @@ from jaxres.train import oom_advice
 if TYPE_CHECKING:
     from jaxres.engine.sharding_report import Layout
 
-USAGE = "jaxres doctor CONFIG.yaml [section.field=value ...] [--devices N [--hosts H]]"
+USAGE = (
+    "jaxres doctor CONFIG.yaml [section.field=value ...] [--hardware quick|full] "
+    "[--devices N [--hosts H]]"
+)
 
 MAX_DEVICES = 100_000
 """Largest number of devices to plan for; every number up to it is tried."""
@@ -68,7 +72,13 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))
         return error.exit_code
     failed = 0
-    doctor = Doctor(loaded, num_devices=options.devices, num_hosts=options.hosts, env=env)
+    doctor = Doctor(
+        loaded,
+        num_devices=options.devices,
+        num_hosts=options.hosts,
+        hardware=options.hardware,
+        env=env,
+    )
     for check in doctor.checks():
         sys.stdout.write(f"{check}\n")
         sys.stdout.flush()
@@ -87,11 +97,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="jaxres doctor", usage=USAGE)
     parser.add_argument("config", type=Path, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--hardware", choices=("quick", "full"))
     parser.add_argument("--devices", type=int)
     parser.add_argument("--hosts", type=int, default=None)
     options = parser.parse_intermixed_args(arguments)
     if options.hosts is not None and options.devices is None:
         parser.error("--hosts needs --devices")
+    if options.hardware is not None and options.devices is not None:
+        parser.error("--hardware tests this machine, --devices plans for others")
     options.hosts = 1 if options.hosts is None else options.hosts
     for name, number in (("--devices", options.devices), ("--hosts", options.hosts)):
         if number is not None and not 1 <= number <= MAX_DEVICES:
@@ -110,14 +123,24 @@ class Doctor:
         *,
         num_devices: int | None,
         num_hosts: int,
+        hardware: str | None = None,
         env: Mapping[str, str],
     ) -> None:
-        """Args: the config, and the number of devices to plan for; None: this machine's devices."""
+        """Prepares the checks.
+
+        Args:
+          loaded: the config.
+          num_devices: devices to plan for; None: those of this machine.
+          num_hosts: number of their hosts.
+          hardware: extent of the tests of this machine's hardware; None: none.
+          env: the environment.
+        """
         self._loaded = loaded
         self._config: RunConfig = loaded.config
         self._num_devices = num_devices
         self._num_hosts = num_hosts
         self._here = num_devices is None
+        self._hardware = hardware
         self._env = env
         self._dataset: Dataset | None = None
         self._plan: MeshPlan | None = None
@@ -141,6 +164,8 @@ class Doctor:
             yield from _guarded("step", self._step)
         yield from self._run_dir()
         yield from _guarded("notices", self._notices)
+        if self._hardware is not None:
+            yield from _guarded("hardware", self._test_hardware)
 
     def table(self) -> str:
         """Returns the table of arrays per device; empty if it is unknown."""
@@ -305,6 +330,23 @@ class Doctor:
         else:
             detail = f"{answer.why}. A run polls it; until it responds, only signals are handled"
             yield Check("warn", "notices", detail)
+
+    def _test_hardware(self) -> Checks:
+        import socket
+
+        from jaxres.train import preflight
+
+        assert self._hardware is not None
+        run_dir = find_run_dir(self._loaded).local.absolute()
+        tests = preflight.run(
+            preflight.EXTENTS[self._hardware],
+            dtypes=preflight.dtypes_of(self._config.model),
+            folder=next(p for p in (run_dir, *run_dir.parents) if p.exists()),
+            host=socket.gethostname(),
+            clock=SystemClock(),
+        )
+        for measured in tests:
+            yield Check("pass", "hardware", str(measured))
 
     def _run_dir(self) -> Checks:
         run_dir = find_run_dir(self._loaded).root.absolute()

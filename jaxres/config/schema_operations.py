@@ -189,8 +189,13 @@ class HealthSection(Section):
 
 
 class HardwareSection(Section):
-    """Watch over the machines of a run."""
+    """Watch over the machines of a run, and tests of them."""
 
+    preflight: Literal["auto", "off", "quick", "full"] = free("auto")
+    """Tests of devices, links and disk before an attempt trains; a wrong answer ends it with 82.
+
+    quick takes seconds, full minutes (most of each device's memory); auto: quick on accelerators,
+    off on CPUs."""
     health: HealthSection | None = free(HealthSection())
     """Health guard of each host: its GPUs, if it has an NVIDIA driver, memory, disk; null: none."""
 

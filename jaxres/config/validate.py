@@ -147,12 +147,12 @@ def _unknown_key(key: str, slot: FieldSpec, kind: str | None) -> str:
         return f"unknown key for kind {kind}; {_one_of(tuple(others))} has it ({_keys(known)})"
     if other := other_names.hint(name):
         return f"unknown key{other} ({_keys(known)})"
-    elsewhere = _similar_keys(
-        name, [leaf for leaf in iter_fields() if leaf.key.rpartition(".")[0] != parent]
-    )
-    # The same name in another section is likelier than a similar name in this one.
-    near = f"; did you mean {_one_of(elsewhere)}?" if elsewhere else did_you_mean(name, known)
-    return f"unknown key{near} ({_keys(known)})"
+    leaves = [leaf for leaf in iter_fields() if leaf.key.rpartition(".")[0] != parent]
+    here, elsewhere = did_you_mean(name, known), _similar_keys(name, leaves)
+    # Likelier than a similar name in this section is only the same name in another one.
+    if elsewhere and (not here or elsewhere[0].rpartition(".")[2] == name):
+        here = f"; did you mean {_one_of(elsewhere)}?"
+    return f"unknown key{here} ({_keys(known)})"
 
 
 def _similar_keys(name: str, known: list[LeafField]) -> tuple[str, ...]:

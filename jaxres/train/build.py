@@ -45,6 +45,7 @@ from jaxres.train import (
     init_params,
     jitted_steps,
     oom_advice,
+    preflight,
     replica_check,
     save_scheduler,
 )
@@ -254,6 +255,7 @@ def _parts(config: RunConfig, context: AttemptContext) -> Components:
         )
     emit(PhaseChanged("build", "devices, model, optimizer"))
     _check_devices(config, context)
+    _test_hardware(config, context)
     plan, mesh, slow = devices_here(config)
     if slow is not None:
         emit(Noted(slow))
@@ -272,6 +274,29 @@ def _check_devices(config: RunConfig, context: AttemptContext) -> None:
     )
     found, name = jax.local_device_count(), socket.gethostname()
     device_check.check(found, expected, why, host=host, name=name)
+
+
+def _test_hardware(config: RunConfig, context: AttemptContext) -> None:
+    """Tests devices and disk as `hardware.preflight` says; raises if one is faulty."""
+    setting, began = config.hardware.preflight, context.clock.monotonic()
+    extent = preflight.extent_of(setting, jax.default_backend())
+    if extent is None:
+        return
+    tests = preflight.run(
+        extent,
+        dtypes=preflight.dtypes_of(config.model),
+        folder=context.run_dir.local,
+        host=socket.gethostname(),
+        clock=context.clock,
+    )
+    passed: list[str] = []
+    for measured in tests:
+        passed.append(str(measured))
+        context.emit(PhaseChanged("build", f"tested {measured.what}"))
+    seconds = context.clock.monotonic() - began
+    context.emit(
+        Noted(f"hardware.preflight={setting}: passed in {seconds:.1f} s: {'; '.join(passed)}")
+    )
 
 
 def devices_here(config: RunConfig) -> tuple[MeshPlan, Mesh, str | None]:

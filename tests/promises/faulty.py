@@ -6,6 +6,7 @@ to host 2. PACE is the seconds per row, HELDOUT_PACE those of a held-out row, JI
 random delays, which differ in every process. POISON="INDEX:WHAT,..." lists unreadable items: raise,
 range or hang. WHAT "gate" waits until the file GATE exists. FLIP="STEP:HOST:DEVICE" flips a bit of
 one device's copy of a parameter after that step, once in a run, with the hook `flip_bit`.
+WRONG_PRODUCT is the id of a device whose product in the tests of the hardware is wrong.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError
+from jaxres.train import preflight
 
 VOCAB = 64
 NUM_ROWS = 2000
@@ -133,6 +135,21 @@ def flip_bit(context: Any) -> None:
         data = context.params["bias_V"].addressable_shards[int(device)].data
         octet = ctypes.c_uint8.from_address(data.unsafe_buffer_pointer())
         octet.value ^= 1 << 4
+
+
+def plant_wrong_product(device: int) -> None:
+    """From now on products on a device, as the tests of the hardware compute them, are wrong."""
+    real = preflight.product
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        is_planted = a.devices() == {jax.devices()[device]}
+        return real(a, b).at[7, 9].add(1) if is_planted else real(a, b)
+
+    preflight.product = product
+
+
+if "WRONG_PRODUCT" in os.environ:
+    plant_wrong_product(int(os.environ["WRONG_PRODUCT"]))
 
 
 class TokenRows:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.cli import doctor
+from jaxres.train import preflight
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "tests" / "promises" / "tiny.yaml"
@@ -123,6 +124,22 @@ def test_a_disk_that_is_too_small_is_a_warning(run_doctor, monkeypatch: pytest.M
     assert "lower checkpoint.keep.last" in out
 
 
+def test_the_hardware_is_tested_on_request_and_a_faulty_device_fails(
+    run_doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = preflight.Extent(32, 1, 1.0, 2**12, 2**12)
+    monkeypatch.setitem(preflight.EXTENTS, "quick", small)
+    code, out, _ = run_doctor("mesh.data=8", "--hardware", "quick")
+    assert code == 0
+    assert ("pass", "hardware") in lines(out)
+    assert "sum over 8 devices" in out
+    monkeypatch.setattr(preflight, "product", lambda a, b: a)
+    code, out, _ = run_doctor("mesh.data=8", "--hardware", "quick")
+    assert code == 78
+    assert ("fail", "hardware") in lines(out)
+    assert "a product of float32 matrices is wrong" in out
+
+
 def test_an_unwritable_run_dir_fails(run_doctor) -> None:
     code, out, _ = run_doctor("run.dir=/proc/nowhere/run")
     assert code == 78
@@ -136,6 +153,7 @@ def test_an_unwritable_run_dir_fails(run_doctor) -> None:
         (["mesh.tensor=3", "model.kind=gpt"], 78, "does not divide model.num_heads=2"),
         (["--devices", "5", "--hosts", "2"], 64, "not a multiple"),
         (["--hosts", "2"], 64, "--hosts needs --devices"),
+        (["--hardware", "quick", "--devices", "8"], 64, "--hardware tests this machine"),
         (["--frobnicate"], 64, "unrecognized arguments"),
     ],
 )

@@ -1,0 +1,249 @@
+"""Tests the devices of a host, the links between them and its disk, before a run trains on them.
+
+Home of: failed_preflight. Every test has an answer that is known exactly: products of small
+integers, patterns in memory, sums over all devices, bytes of a file. A wrong answer is a fault of
+the hardware, and the host does not join (82). Rates are measured and printed, and never judged.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxres.clock import Clock
+from jaxres.faults import UnhealthyHost
+from jaxres.storage import files
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is tested."""
+
+    matrix: int
+    """Rows of the square matrices that are multiplied."""
+    products: int
+    """Number of products for each dtype."""
+    memory_share: float
+    """Share of a device's free memory that is tested."""
+    most_memory_bytes: int
+    """Most memory of a device that is tested."""
+    transfer_bytes: int
+    """Bytes that are sent to a device, summed over devices, and written to the disk."""
+
+
+EXTENTS = {
+    "quick": Extent(1024, 2, 0.05, 2**28, 2**26),
+    "full": Extent(4096, 50, 0.8, 2**40, 2**30),
+}
+UNKNOWN_MEMORY_BYTES = 2**28
+"""Free memory of a device that does not report it, as a CPU."""
+POSITION = 0x9E3779B1
+"""Odd factor of a word's position: no two words that are close to each other have equal bits."""
+COMPLEMENT = 0xFFFFFFFF
+SPARE = 4
+"""The disk is tested if it has room for the file so many times."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The result of a test that has passed."""
+
+    what: str
+    """What was tested."""
+    result: str
+    """The result to print, such as a rate."""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.result}"
+
+
+def extent_of(setting: str, platform: str) -> Extent | None:
+    """Returns the extent for the setting `hardware.preflight`; None: nothing is tested.
+
+    >>> extent_of("auto", "cpu") is None, extent_of("auto", "gpu") == EXTENTS["quick"]
+    (True, True)
+    """
+    if setting == "auto":
+        setting = "off" if platform == "cpu" else "quick"
+    return EXTENTS.get(setting)
+
+
+def dtypes_of(model: object) -> set[str]:
+    """Returns the dtypes that a model computes in, by its config section."""
+    return {"float32", getattr(model, "compute_dtype", "float32")}
+
+
+def run(
+    extent: Extent, *, dtypes: Collection[str], folder: Path, host: str, clock: Clock
+) -> Iterator[Measured]:
+    """Tests this host together with the others of the job; yields what has passed.
+
+    Args:
+      extent: how much is tested.
+      dtypes: dtypes of the parameters and of the computation.
+      folder: existing folder on the disk of the run.
+      host: name of the host, for messages.
+      clock: times the tests.
+
+    Raises:
+      UnhealthyHost: a test has a wrong answer; the message names host and device.
+    """
+    for device in jax.local_devices():
+        name = f"device {device.id} ({device.device_kind})"
+        fail = functools.partial(_fail, host, name)
+        for dtype in sorted(dtypes):
+            rate = _multiply(extent, device, dtype, fail, clock)
+            yield Measured(f"{name}, {dtype} products", f"{rate / 1e9:,.0f} GFLOP/s")
+        size = _fill_memory(extent, device, fail)
+        yield Measured(f"{name}, {size / 2**20:,.0f} MiB of memory", "unchanged")
+        yield Measured(f"{name}, host to device", _per_second(_send(extent, device, fail, clock)))
+    if len(jax.devices()) > 1:
+        rate = _sum_over_devices(extent, functools.partial(_fail, host), clock)
+        yield Measured(f"sum over {len(jax.devices())} devices", _per_second(rate))
+    rates = _write_and_read(extent, folder, functools.partial(_fail, host, str(folder)), clock)
+    if rates is not None:
+        yield Measured(f"disk of {folder}, write, read", ", ".join(map(_per_second, rates)))
+
+
+def _fail(host: str, part: str, what: str) -> NoReturn:
+    raise UnhealthyHost(
+        f"{host}: {part}: {what} (hardware.preflight). The hardware is faulty: this host does not "
+        "join the run. Replace it, or test it again with `jaxres doctor CONFIG --hardware full`."
+    )
+
+
+def _multiply(
+    extent: Extent, device: Any, dtype: str, fail: Callable[[str], NoReturn], clock: Clock
+) -> float:
+    """Multiplies matrices of integers from -3 to 3, whose products are exact; returns FLOP/s."""
+    chance, shape = np.random.default_rng(0), (extent.matrix, extent.matrix)
+    a, b = (chance.integers(-3, 4, shape).astype(np.float32) for _ in range(2))
+    expected = (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
+    placed = [jax.device_put(x.astype(jnp.dtype(dtype)), device) for x in (a, b)]
+    seconds = []
+    for _ in range(extent.products + 1):
+        began = clock.monotonic()
+        found = jax.block_until_ready(product(*placed))
+        seconds.append(clock.monotonic() - began)
+        wrong = np.argwhere(np.asarray(found) != expected)
+        if len(wrong):
+            where = wrong[0].tolist()
+            fail(f"a product of {dtype} matrices is wrong at {len(wrong)} places, first at {where}")
+    return 2 * extent.matrix**3 / max(min(seconds[1:]), 1e-9)
+
+
+@jax.jit
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the product of two matrices, summed in float32."""
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def _fill_memory(extent: Extent, device: Any, fail: Callable[[str], NoReturn]) -> int:
+    """Fills free memory with a pattern, then with its complement; returns the number of bytes."""
+    stats = device.memory_stats() or {}
+    free = stats.get("bytes_limit", UNKNOWN_MEMORY_BYTES) - stats.get("bytes_in_use", 0)
+    count = max(1, min(int(free * extent.memory_share), extent.most_memory_bytes) // 4)
+    place = SingleDeviceSharding(device)
+    compare = jax.jit(lambda x, flip: jnp.sum(x != pattern(count, flip), dtype=jnp.float32))
+    for flip in (0, COMPLEMENT):
+        key = jax.device_put(np.uint32(flip), place)
+        wrong = int(compare(filled(count, key), key))
+        if wrong:
+            fail(f"{wrong} of {count} words of memory have changed")
+    return 4 * count
+
+
+def filled(count: int, flip: jax.Array) -> jax.Array:
+    """Returns memory of the device of `flip`, filled with the pattern."""
+    fill = jax.jit(functools.partial(pattern, count), out_shardings=flip.sharding)
+    return jax.block_until_ready(fill(flip))
+
+
+def pattern(count: int, flip: jax.Array) -> jax.Array:
+    """Returns words that depend on their positions, or their complements."""
+    return (jax.lax.iota(jnp.uint32, count) * np.uint32(POSITION)) ^ flip
+
+
+def _send(extent: Extent, device: Any, fail: Callable[[str], NoReturn], clock: Clock) -> float:
+    """Sends random bytes to a device and back; returns the bytes/s of the way there."""
+    data = np.random.default_rng(1).integers(0, 2**32, extent.transfer_bytes // 4, np.uint32)
+    began = clock.monotonic()
+    there = sent(data, device)
+    seconds = clock.monotonic() - began
+    if not np.array_equal(np.asarray(there), data):
+        fail("data sent to it and back has changed")
+    return data.nbytes / max(seconds, 1e-9)
+
+
+def sent(data: np.ndarray, device: Any) -> jax.Array:
+    """Returns a copy of an array on a device."""
+    return jax.block_until_ready(jax.device_put(data, device, may_alias=False))
+
+
+def _sum_over_devices(extent: Extent, fail: Callable[[str, str], NoReturn], clock: Clock) -> float:
+    """Adds up an array over all devices of the job; returns the bytes/s of each device."""
+    devices = jax.devices()
+    mesh = Mesh(np.asarray(devices), ("devices",))
+    count = max(1, extent.transfer_bytes // 4 // len(devices))
+    row = np.arange(count, dtype=np.uint32) % 16
+
+    def share(index: tuple[slice, ...] | None) -> np.ndarray:
+        number = (index[0].start or 0) if index else 0
+        return ((1 + number % 7) * row).astype(np.float32)[None]
+
+    split = NamedSharding(mesh, PartitionSpec("devices"))
+    array = jax.make_array_from_callback((len(devices), count), split, share)
+    expected = sum(1 + n % 7 for n in range(len(devices))) * row.astype(np.float32)
+    summed(array)  # Compiles.
+    began = clock.monotonic()
+    total = summed(array)
+    seconds = clock.monotonic() - began
+    for part in total.addressable_shards:
+        if not np.array_equal(np.asarray(part.data), expected):
+            fail(f"device {part.device.id}", "a sum over all devices is wrong on it")
+    return 4 * count / max(seconds, 1e-9)
+
+
+def summed(array: jax.Array) -> jax.Array:
+    """Returns the sum of the rows, each of which is on a device of its own, on every device."""
+    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+    add = jax.jit(lambda x: jnp.sum(x, axis=0), out_shardings=everywhere)
+    return jax.block_until_ready(add(array))
+
+
+def _write_and_read(
+    extent: Extent, folder: Path, fail: Callable[[str], NoReturn], clock: Clock
+) -> tuple[float, float] | None:
+    """Writes a file and reads it back from the disk; returns bytes/s; None: there is no room."""
+    if files.free_bytes(folder) < SPARE * extent.transfer_bytes:
+        return None
+    data = np.random.default_rng(2).integers(0, 256, extent.transfer_bytes, np.uint8)
+    path = folder / f".preflight.{os.getpid():x}.trash"  # Deleted later if this is killed.
+    try:
+        with files.typed_errors(path):
+            began = clock.monotonic()
+            path.write_bytes(data.data)
+            files.sync_file(path)
+            written = clock.monotonic()
+            files.drop_page_cache(path)
+            found = np.fromfile(path, np.uint8)
+            ended = clock.monotonic()
+    finally:
+        path.unlink(missing_ok=True)
+    if not np.array_equal(found, data):
+        fail("a file reads back differently from what was written")
+    rates = (extent.transfer_bytes / max(t, 1e-9) for t in (written - began, ended - written))
+    return next(rates), next(rates)
+
+
+def _per_second(rate: float) -> str:
+    return f"{rate / 1e9:,.2f} GB/s"
