@@ -16,7 +16,7 @@ import numpy as np
 from jaxres.checkpoint.block_digests import Box, common_box, dtype_named, index_of
 from jaxres.checkpoint.orbax_io import Tree, named_arrays
 from jaxres.checkpoint.snapshot import box_of
-from jaxres.checkpoint.stored_chunks import Chunk, locate_chunks
+from jaxres.checkpoint.stored_chunks import Chunk, fill, locate_chunks
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.storage.path import RunPath, is_remote
 
@@ -77,20 +77,9 @@ def _read_chunks(step_dir: Path, chunks: Sequence[Chunk], boxes: set[Box]) -> di
             continue
         is_whole = chunk.box in shared and len(shared) == 1
         items = parts[chunk.box] if is_whole else np.empty(chunk.shape, dtype)
-        _read_into(step_dir / chunk.file, chunk.offset, items)
+        with (step_dir / chunk.file).open("rb", buffering=0) as file:
+            file.seek(chunk.offset)
+            fill(items.reshape(-1).view(np.uint8), file)
         for box, common in shared.items() if not is_whole else ():
             parts[box][index_of(common, within=box)] = items[index_of(common, within=chunk.box)]
     return parts
-
-
-def _read_into(path: Path, offset: int, items: np.ndarray) -> None:
-    """Reads the items of an array from a file."""
-    data = items.reshape(-1).view(np.uint8)
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        filled = 0
-        while filled < len(data):
-            count = file.readinto(data[filled:].data)
-            if not count:
-                raise ValueError(f"{path} ends after {offset + filled} bytes")
-            filled += count

@@ -12,6 +12,7 @@ https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/index.htm
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -196,12 +197,8 @@ def scan(
 
         def read(num_bytes: int) -> np.ndarray:
             nonlocal position
-            part, filled = buffer[:num_bytes], 0
-            while filled < num_bytes:
-                count = file.readinto(part[filled:].data)
-                if not count:
-                    raise ValueError(f"{path} ends after {position + filled} bytes")
-                filled += count
+            part = buffer[:num_bytes]
+            fill(part, file)
             checksum.update(part.data)
             position += num_bytes
             return part
@@ -219,6 +216,16 @@ def scan(
             with pace.piece():
                 read(min(PART_BYTES, size - position))
     return FileInfo(size, checksum.hexdigest())
+
+
+def fill(part: np.ndarray, file: io.FileIO) -> None:
+    """Fills an array of bytes from an unbuffered file; ValueError: the file ends before."""
+    filled = 0
+    while filled < len(part):
+        count = file.readinto(part[filled:].data)
+        if not count:
+            raise ValueError(f"{file.name} ends after {file.tell()} bytes")
+        filled += count
 
 
 def crc32c(data: bytes) -> int:

@@ -16,8 +16,9 @@ import numpy as np
 
 from jaxres.engine.replica_fingerprint import describe
 from jaxres.engine.state import TrainState
-from jaxres.faults import Continue, StopRun, Verdict, Warn, fault
-from jaxres.runlog.events import CorruptionDetected, Emit
+from jaxres.faults import Continue, Verdict
+from jaxres.runlog.events import Emit
+from jaxres.train.replica_check import corruption_verdict
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,17 @@ class ReplayCheck:
         if not suspects and first == second:
             return Continue()
         suspects = suspects or list(range(len(self.devices)))
-        named = [self.devices[index] for index in suspects]
-        hosts = tuple(sorted({device.process_index for device in named}))
         reason = (
             f"step {step}: computed twice from the same state and batch, it has two results, which "
             f"differ on {describe(suspects, self.devices)}. Step {step} was not saved, and commits "
             f"after step {last_good_step} are not trusted."
         )
-        self.emit(CorruptionDetected(step, tuple(device.id for device in named), hosts, reason))
-        if self.mode == "warn":
-            return Warn(f"{reason} Training goes on (guards.corruption.mode=warn).")
-        culprit = None if self.host in hosts else hosts[0]
-        return StopRun(
-            fault("silent_corruption"), reason, culprit=culprit, last_good_step=last_good_step
+        return corruption_verdict(
+            [self.devices[index] for index in suspects],
+            reason,
+            step=step,
+            host=self.host,
+            mode=self.mode,
+            emit=self.emit,
+            last_good_step=last_good_step,
         )

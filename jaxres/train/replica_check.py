@@ -45,14 +45,14 @@ class ReplicaCheck:
         suspects = self.copies.suspects(np.asarray(values))
         if not suspects:
             return Continue()
-        named = [self.devices[index] for index in suspects]
-        hosts = tuple(sorted({device.process_index for device in named}))
-        reason = self._reason(suspects, step=step)
-        self.emit(CorruptionDetected(step, tuple(device.id for device in named), hosts, reason))
-        if self.mode == "warn":
-            return Warn(f"{reason} Training goes on (guards.corruption.mode=warn).")
-        culprit = None if self.host in hosts else hosts[0]
-        return StopRun(fault("silent_corruption"), reason, culprit=culprit)
+        return corruption_verdict(
+            [self.devices[index] for index in suspects],
+            self._reason(suspects, step=step),
+            step=step,
+            host=self.host,
+            mode=self.mode,
+            emit=self.emit,
+        )
 
     def _reason(self, suspects: Sequence[int], *, step: int) -> str:
         names = describe(suspects, self.devices)
@@ -63,6 +63,37 @@ class ReplicaCheck:
             f"step {step}: {text}. A bit has changed in memory, or an operation has given another "
             "result there. No state since the last equal copies was saved."
         )
+
+
+def corruption_verdict(
+    suspects: Sequence[Any],
+    reason: str,
+    *,
+    step: int,
+    host: int,
+    mode: Literal["act", "warn"],
+    emit: Emit,
+    last_good_step: int | None = None,
+) -> Verdict:
+    """Reports silent corruption; returns a stop or a warning.
+
+    Args:
+      suspects: devices with a wrong copy or result; where it is unknown, all that may have it.
+      reason: what differs.
+      step: the step after which it was found.
+      host: this host.
+      mode: the setting `guards.corruption.mode`.
+      emit: receives the event.
+      last_good_step: newest step whose commit is trusted; None: all are.
+    """
+    hosts = tuple(sorted({device.process_index for device in suspects}))
+    emit(CorruptionDetected(step, tuple(device.id for device in suspects), hosts, reason))
+    if mode == "warn":
+        return Warn(f"{reason} Training goes on (guards.corruption.mode=warn).")
+    culprit = None if host in hosts else hosts[0]
+    return StopRun(
+        fault("silent_corruption"), reason, culprit=culprit, last_good_step=last_good_step
+    )
 
 
 def undetected(copies: Copies) -> str | None:

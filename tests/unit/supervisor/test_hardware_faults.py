@@ -7,39 +7,20 @@ import pytest
 
 from jaxres.runlog.event_log import read_events
 from jaxres.supervisor.worker_process import LEAVE
-from tests.emulators.nvml import FakeNvml
-from tests.unit.supervisor.test_supervisor import SupervisorProcess
+from tests.unit.supervisor.test_supervisor import supervisors
 
 SAVES = {"on_stop": [75, 0.0], "saves": [0.1, False]}
 LOST, ROW = "0.lost 15", "0.remap_pending 1"
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return FakeNvml(tmp_path_factory.mktemp("nvml"))
-
-
-@pytest.fixture
-def gpus(built):
-    built.set()
-    return built
-
-
 @pytest.fixture
 def start(tmp_path, gpus):
-    started = []
-
-    def start(*parts, limits=None, **health):
-        env = gpus.env | {"HEALTH": json.dumps({"poll_seconds": 0.05} | health)}
-        started.append(SupervisorProcess(tmp_path, parts, env=env, **(limits or {})))
-        return started[-1]
-
-    yield start
-    for supervisor in started:
-        if supervisor.process.poll() is None:
-            supervisor.process.kill()
-        supervisor.process.wait()
-        supervisor.process.stdout.close()
+    with supervisors(tmp_path) as start:
+        yield lambda *parts, limits=None, **health: start(
+            *parts,
+            env=gpus.env | {"HEALTH": json.dumps({"poll_seconds": 0.05} | health)},
+            **(limits or {}),
+        )
 
 
 def found(supervisor):

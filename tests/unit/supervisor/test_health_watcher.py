@@ -11,21 +11,10 @@ from jaxres.runlog.events import HealthWatchStarted
 from jaxres.supervisor import health_watcher, host_health, nvml
 from jaxres.supervisor.health_watcher import HealthWatcher, may_have_gpus
 from jaxres.supervisor.host_health import HostReading
-from tests.emulators.nvml import LIBRARY, FakeNvml
+from tests.emulators.nvml import LIBRARY
 from tests.promises.trainer import PATIENCE_SECONDS, ROOT
 
 QUICK = HealthSection(poll_seconds=0.05, slow_minutes=0.001, link_errors_per_minute=1.0)
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return FakeNvml(tmp_path_factory.mktemp("nvml"))
-
-
-@pytest.fixture
-def gpus(built):
-    built.set()
-    return built
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from jaxres.runlog.event_log import read_events
 from jaxres.supervisor.worker_process import LEAVE
 from tests.emulators.metadata import MetadataServer
-from tests.unit.supervisor.test_supervisor import SupervisorProcess
+from tests.unit.supervisor.test_supervisor import supervisors
 
 LEAVES = {"on_stop": [75, 0.0]}
 
@@ -21,19 +21,10 @@ def metadata():
 
 @pytest.fixture
 def start(tmp_path, metadata):
-    started = []
-
-    def start(*parts, **preemption):
-        env = metadata.env | {"PREEMPTION": json.dumps(preemption)}
-        started.append(SupervisorProcess(tmp_path, parts, env=env))
-        return started[-1]
-
-    yield start
-    for supervisor in started:
-        if supervisor.process.poll() is None:
-            supervisor.process.kill()
-        supervisor.process.wait()
-        supervisor.process.stdout.close()
+    with supervisors(tmp_path) as start:
+        yield lambda *parts, **preemption: start(
+            *parts, env=metadata.env | {"PREEMPTION": json.dumps(preemption)}
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Promises of one supervisor with several workers: real processes and signals, no jax."""
 
+import contextlib
 import json
 import os
 import signal
@@ -81,12 +82,13 @@ class SupervisorProcess:
         return json.loads(out), seconds
 
 
-@pytest.fixture
-def start(tmp_path):
+@contextlib.contextmanager
+def supervisors(folder):
+    """Yields a function that starts supervisors; all are ended."""
     started = []
 
-    def start(*parts, **limits):
-        started.append(SupervisorProcess(tmp_path, parts, **limits))
+    def start(*parts, **settings):
+        started.append(SupervisorProcess(folder, parts, **settings))
         return started[-1]
 
     yield start
@@ -95,6 +97,12 @@ def start(tmp_path):
             supervisor.process.kill()
         supervisor.process.wait()
         supervisor.process.stdout.close()
+
+
+@pytest.fixture
+def start(tmp_path):
+    with supervisors(tmp_path) as start:
+        yield start
 
 
 def state(pid):
