@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxres.exit_codes import ExitCode, exit_name, exit_row, remedy
-from jaxres.runlog.events import (
-    EVENTS,
+from jaxres.runlog.events import EVENTS
+from jaxres.runlog.supervisor_events import (
     AttemptRestarted,
     GaveUp,
     SupervisionEnded,

@@ -32,7 +32,8 @@ from jaxres.launch.desired_state import DesiredState, decode_state
 from jaxres.launch.instance_spec import read_uploaded
 from jaxres.launch.observed_state import AgentReport, AgentState
 from jaxres.launch.paths import LaunchPaths
-from jaxres.runlog.events import Noted, PreemptionNoticeReceived
+from jaxres.runlog.events import Noted
+from jaxres.runlog.supervisor_events import PreemptionNoticeReceived
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath, is_remote, parse_path
 from jaxres.storage.threads import spawn_thread

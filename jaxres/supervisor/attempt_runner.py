@@ -33,9 +33,10 @@ from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.attempt_result import AttemptResult, stop_record
-from jaxres.runlog.events import Event, ReplicaBehind, ReplicaCaughtUp
+from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunHistory, RunLog
+from jaxres.runlog.supervisor_events import ReplicaBehind, ReplicaCaughtUp
 from jaxres.storage import files, memory_folder
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import call_with_timeout, write_with_timeout

@@ -14,9 +14,9 @@ from pathlib import Path
 from jaxres.exit_codes import ExitCode, exit_name, exit_row, remedy
 from jaxres.faults import RunError
 from jaxres.runlog.attempt_result import AttemptResult
-from jaxres.runlog.events import AttemptRestarted, SupervisionStarted
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
+from jaxres.runlog.supervisor_events import AttemptRestarted, SupervisionStarted
 from jaxres.storage import files
 from jaxres.storage.timeouts import call_with_timeout
 from jaxres.supervisor import restart_policy

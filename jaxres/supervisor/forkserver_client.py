@@ -17,8 +17,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxres.clock import Clock
-from jaxres.runlog.events import Event, ForkServerReady, Noted
+from jaxres.runlog.events import Event, Noted
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.supervisor_events import ForkServerReady
 from jaxres.supervisor.processes import TAG_VARIABLE
 from jaxres.supervisor.worker_group import versions
 from jaxres.supervisor.worker_process import KILL_GRACE_SECONDS, ForkedProcess, spawn_in_group

@@ -13,7 +13,7 @@ import socket
 
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.runlog.attempt_result import AttemptResult
-from jaxres.runlog.events import HardwareFaultFound, HealthWatchStarted
+from jaxres.runlog.supervisor_events import HardwareFaultFound, HealthWatchStarted
 from jaxres.supervisor import signal_dispatch
 from jaxres.supervisor.attempt import RunningAttempt, print_message
 from jaxres.supervisor.health import Finding

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from jaxres.clock import Awake, Clock
 from jaxres.config.schema_operations import HealthSection
-from jaxres.runlog.events import HardwareFaultFound, HealthWatchStarted
+from jaxres.runlog.supervisor_events import HardwareFaultFound, HealthWatchStarted
 from jaxres.storage.threads import WatcherThreads
 from jaxres.supervisor import health, host_health, nvml
 from jaxres.supervisor.health import Finding, GpuState

@@ -12,7 +12,8 @@ from functools import partial
 
 from jaxres.clock import Clock
 from jaxres.config.schema_operations import PreemptionSection
-from jaxres.runlog.events import Event, Noted, PreemptionNoticeReceived, PreemptionWatchStarted
+from jaxres.runlog.events import Event, Noted
+from jaxres.runlog.supervisor_events import PreemptionNoticeReceived, PreemptionWatchStarted
 from jaxres.storage.threads import WatcherThreads
 from jaxres.supervisor import gce_metadata, preemption, signals
 from jaxres.supervisor.gce_metadata import Response, Server

@@ -20,10 +20,11 @@ from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.faults import RunError
 from jaxres.runlog import replica_files, run_log
-from jaxres.runlog.events import Event, ReplicaBehind, ReplicaCaughtUp
+from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Commit, Record
 from jaxres.runlog.replica_files import Progress
+from jaxres.runlog.supervisor_events import ReplicaBehind, ReplicaCaughtUp
 from jaxres.storage.threads import make_thread
 from jaxres.telemetry import stdio
 from jaxres.telemetry.alert_monitors import ReplicaLag

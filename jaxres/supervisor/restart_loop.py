@@ -25,9 +25,10 @@ from jaxres.faults import Fenced, RunError, StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.attempt_result import AttemptOutcome, AttemptResult, leave_record
 from jaxres.runlog.event_log import EventLog
-from jaxres.runlog.events import Event, GaveUp, HardwareFaultFound, SupervisionEnded
+from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, Record, RunHistory
+from jaxres.runlog.supervisor_events import GaveUp, HardwareFaultFound, SupervisionEnded
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout, write_with_timeout
 from jaxres.supervisor import (
     attempt_runner,

@@ -7,14 +7,13 @@ import signal
 
 from jaxres.exit_codes import STOP_SIGNALS, ExitCode, exit_row
 from jaxres.runlog.attempt_result import AttemptResult
-from jaxres.runlog.events import (
-    Event,
-    Noted,
+from jaxres.runlog.events import Event, Noted
+from jaxres.runlog.run_log import Claim, superseded_message
+from jaxres.runlog.supervisor_events import (
     PreemptionNoticeHandled,
     PreemptionNoticeReceived,
     PreemptionWatchStarted,
 )
-from jaxres.runlog.run_log import Claim, superseded_message
 from jaxres.supervisor import preemption, run_dir_watcher
 from jaxres.supervisor.attempt import RunningAttempt, print_message
 from jaxres.supervisor.preemption import Decision, PreemptionNotice, SaveTimings

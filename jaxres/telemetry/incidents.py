@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxres.config.schema_operations import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.exit_codes import ExitCode, exit_name, exit_row
-from jaxres.runlog.events import (
+from jaxres.runlog.supervisor_events import (
     AttemptRestarted,
     GaveUp,
     HardwareFaultFound,

@@ -7,7 +7,7 @@ import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.config.schema_operations import HealthSection
-from jaxres.runlog.events import HealthWatchStarted
+from jaxres.runlog.supervisor_events import HealthWatchStarted
 from jaxres.supervisor import health_watcher, host_health, nvml
 from jaxres.supervisor.health_watcher import HealthWatcher, may_have_gpus
 from jaxres.supervisor.host_health import HostReading

@@ -12,7 +12,8 @@ import pytest
 from jaxres.clock import SystemClock
 from jaxres.config.schema_operations import PreemptionSection
 from jaxres.faults import ConfigError
-from jaxres.runlog.events import Noted, PreemptionNoticeReceived, PreemptionWatchStarted
+from jaxres.runlog.events import Noted
+from jaxres.runlog.supervisor_events import PreemptionNoticeReceived, PreemptionWatchStarted
 from jaxres.supervisor import gce_metadata, preemption_watcher
 from jaxres.supervisor.gce_metadata import NoResponse, Response, Server
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher

@@ -27,9 +27,14 @@ from jaxres.config.schema_operations import (
     SlackTarget,
 )
 from jaxres.faults import ConfigError
-from jaxres.runlog.events import AttemptRestarted, GaveUp, SupervisionEnded, SupervisionStarted
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunLog
+from jaxres.runlog.supervisor_events import (
+    AttemptRestarted,
+    GaveUp,
+    SupervisionEnded,
+    SupervisionStarted,
+)
 from jaxres.telemetry import webhook
 from jaxres.telemetry.alert_sender import CLOSE_SECONDS, Alerts, resolve, scrub_secrets
 from jaxres.telemetry.incidents import Incident, Kind

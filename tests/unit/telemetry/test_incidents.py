@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxres.config.schema_operations import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
-from jaxres.runlog.events import HardwareFaultFound
+from jaxres.runlog.supervisor_events import HardwareFaultFound
 from jaxres.telemetry import alert_delivery_log
 from jaxres.telemetry.alert_delivery_log import Ledger
 from jaxres.telemetry.alert_monitors import CommitStall
