@@ -74,6 +74,10 @@ class Namespace:
         """Mounts an empty tmpfs of a size on a folder."""
         self._do("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", str(folder))
 
+    def unmount(self, folder: Path) -> None:
+        """Takes away the newest mount on a folder, although processes may use files of it."""
+        self._do("umount", "--lazy", str(folder))
+
     def remount(self, folder: Path, options: str) -> None:
         """Changes a mount, as by `ro` or `size=64m`."""
         self._do("mount", "-o", f"remount,{options}", str(folder))
